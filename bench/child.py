@@ -1,0 +1,141 @@
+"""One rank of one configuration.
+
+configuration  a way to train the same model on the same batches: `step(batch) -> loss`
+turn           some untimed and some timed steps, taken when the parent says so
+Law: a rank says that it is ready, and then sleeps except in its turns: nobody builds, leaves or spins
+while another world steps.
+
+    python -m bench.child CONFIGURATION CASE LIMIT RENDEZVOUS      (RANK and WORLD_SIZE in the environment)
+"""
+
+import functools
+import itertools
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import TextIO
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bench.models import CASES, Batch, Case, losses
+
+Step = Callable[[Batch], float]
+
+NUM_BATCHES = 4
+
+
+def _plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    """The step every torch peer writes; its loss is the local one: no reduction, so that they pay for none."""
+
+    def step(batch: Batch) -> float:
+        inputs, targets = batch
+        loss = losses(model(inputs), targets).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def ddp(model: nn.Module, case: Case) -> Step:
+    model = DistributedDataParallel(model)
+    return _plain(model, torch.optim.AdamW(model.parameters(), lr=case.lr))
+
+
+def ddp_tuned(model: nn.Module, case: Case) -> Step:
+    model = DistributedDataParallel(model, static_graph=True, gradient_as_bucket_view=True)
+    return _plain(model, torch.optim.AdamW(model.parameters(), lr=case.lr, fused=True))
+
+
+def ddp_malloc(model: nn.Module, case: Case) -> Step:
+    """Tuned DDP in a process that keeps freed memory, as Fourfold's do: what of the difference is not the allocator."""
+    from fourfold.parts.memory import keep_freed_memory
+
+    keep_freed_memory()
+    return ddp_tuned(model, case)
+
+
+def fsdp2(model: nn.Module, case: Case) -> Step:
+    from torch.distributed.device_mesh import init_device_mesh  # here: no other configuration should hold them
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.get_submodule("blocks").children():
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return _plain(model, torch.optim.AdamW(model.parameters(), lr=case.lr, fused=True))
+
+
+def alone(model: nn.Module, case: Case) -> Step:
+    """The bound: as many processes at once, and not a word between them."""
+    return _plain(model, torch.optim.AdamW(model.parameters(), lr=case.lr, fused=True))
+
+
+def fourfold(model: nn.Module, case: Case) -> Step:
+    import fourfold as ff  # here: the peers are measured without it
+
+    optimizer = functools.partial(torch.optim.AdamW, lr=case.lr, fused=True)
+    step = ff.parallelize(model, losses, optimizer, ff.Plan(dp=int(os.environ["WORLD_SIZE"])))
+    return lambda batch: step(batch).loss
+
+
+CONFIGURATIONS: dict[str, Callable[[nn.Module, Case], Step]] = {
+    "ddp": ddp,
+    "ddp-tuned": ddp_tuned,
+    "ddp-malloc": ddp_malloc,
+    "fsdp2": fsdp2,
+    "alone": alone,
+    "fourfold": fourfold,
+}
+
+
+def turn(step: Step, batches: Iterator[Batch], *, untimed: int, timed: int) -> dict[str, object]:
+    """Untimed steps, then timed ones: all losses; seconds, processor seconds and page faults of the timed."""
+    values = [step(next(batches)) for _ in range(untimed)]
+    seconds = []
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    for _ in range(timed):
+        begin = time.perf_counter()
+        values.append(step(next(batches)))
+        seconds.append(time.perf_counter() - begin)
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "losses": values,
+        "seconds": seconds,
+        "user_seconds": after.ru_utime - before.ru_utime,
+        "system_seconds": after.ru_stime - before.ru_stime,
+        "page_faults": after.ru_minflt - before.ru_minflt,
+    }
+
+
+def main(arguments: list[str], say: TextIO) -> None:
+    configuration, case_name, limit, rendezvous = arguments
+    # The kernel ends this process at its limit even if it hangs in C or the parent is gone.
+    signal.alarm(int(limit))
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    if configuration != "alone":
+        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=size)
+    case = CASES[case_name]
+    step = CONFIGURATIONS[configuration](case.build(), case)
+    batches = itertools.cycle(case.batches(rank, NUM_BATCHES))
+    print(json.dumps({"ready": rank}), file=say, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(turn(step, batches, **json.loads(line))), file=say, flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    # What libraries print must not mix with the messages: they get stderr.
+    with os.fdopen(os.dup(1), "w") as say:
+        os.dup2(2, 1)
+        main(sys.argv[1:], say)

@@ -1,0 +1,266 @@
+"""The data axis against its peers: step time, memory and loss of the same training on the same machine.
+
+case           a model and a batch size                     configuration  a way to train it on all ranks
+turn           a few steps of one configuration while the others sleep; turns rotate, A B C … B C … A
+round          a fresh start of all processes of a case, and its turns
+step time      median over turns of the slower rank's median; a ratio is taken inside each turn, then its median
+Law: all data-parallel configurations of a case reach the same losses, or this command fails.
+
+    python -m bench.data_parallel [--cases gpt1,gpt8,cnn,mlp] [--only fourfold,ddp-tuned] [--rounds 2] [--json FILE]
+
+Memory is measured in runs of its own, one configuration on the machine at a time: reading it takes locks that a
+timed step would feel, and sleeping neighbours would share the libraries' pages.
+"""
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+from bench.measure import MB, PeakMemory, machine, table
+from bench.world import World, WorldError
+
+CONFIGURATIONS = ("ddp", "ddp-tuned", "ddp-malloc", "fsdp2", "alone", "fourfold")
+BOUND, PEER, OURS = "alone", "ddp-tuned", "fourfold"
+# These do not see the other rank's data, or round otherwise (AdamW as a loop of operations, not fused).
+OTHER_ARITHMETIC = (BOUND, "ddp")
+TOLERANCE = 1e-4
+WARMUP = 3  # steps before the first turn: optimizer state, DDP's buckets, the allocator's habits
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a case is, how many steps a turn times, and the share of the peer's step time to reach."""
+
+    text: str
+    steps: int
+    reach: float
+
+
+CASES = {
+    "gpt1": Goal("GPT, 4.9 M parameters, 256 tokens, batch 1 per rank", 8, 0.88),
+    "gpt8": Goal("GPT, 4.9 M parameters, 256 tokens, batch 8 per rank", 3, 1.02),
+    "cnn": Goal("CNN, 6.4 M parameters, 32×32 images, batch 16 per rank", 3, 1.02),
+    "mlp": Goal("MLP, 56.7 M parameters, batch 8 per rank", 4, 0.75),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How much is run."""
+
+    configurations: tuple[str, ...]
+    ranks: int
+    rounds: int
+    turns: int
+    steps: int | None
+    limit: int
+
+    def world(self, configuration: str, case: str) -> World:
+        return World(configuration, case, ranks=self.ranks, limit=self.limit)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of one configuration: the slower rank's times per step, losses averaged over ranks."""
+
+    seconds: float
+    user_seconds: float
+    system_seconds: float
+    page_faults: float
+    others: float
+    losses: list[float]
+
+    @classmethod
+    def of(cls, results: Sequence[dict]) -> "Turn":
+        def slowest(key: str) -> float:
+            return max(result[key] / len(result["seconds"]) for result in results)
+
+        return cls(
+            seconds=max(median(result["seconds"]) for result in results),
+            user_seconds=slowest("user_seconds"),
+            system_seconds=slowest("system_seconds"),
+            page_faults=slowest("page_faults"),
+            others=results[0]["others"],
+            losses=[sum(ranks) / len(results) for ranks in zip(*(r["losses"] for r in results), strict=True)],
+        )
+
+
+@dataclass
+class Measured:
+    """All that was seen of one case: turns of all rounds, losses of the last one."""
+
+    turns: list[dict[str, Turn]]
+    losses: dict[str, list[float]]
+    memory: dict[str, PeakMemory]
+
+    def median(self, configuration: str, field: str) -> float:
+        return median(getattr(turn[configuration], field) for turn in self.turns)
+
+    def ratios(self, configuration: str, peer: str) -> list[float]:
+        return [turn[configuration].seconds / turn[peer].seconds for turn in self.turns if peer in turn]
+
+    def worst_difference(self) -> float:
+        """Largest relative difference of any step's loss between two configurations of the same arithmetic."""
+        trained = [losses for name, losses in self.losses.items() if name not in OTHER_ARITHMETIC]
+        return max(
+            (abs(a - b) / max(abs(a), abs(b)) for one, two in pairwise(trained) for a, b in zip(one, two, strict=True)),
+            default=0.0,
+        )
+
+
+def measure(case: str, setting: Setting) -> Measured:
+    """The memory pass, then the rounds."""
+    steps = setting.steps or CASES[case].steps
+    measured = Measured([], {}, {})
+    for name in setting.configurations:
+        _note(f"{case}: memory of {name}")
+        measured.memory[name] = PeakMemory()
+        with setting.world(name, case) as world:
+            world.turn(untimed=WARMUP, timed=2 * steps, sample=measured.memory[name].sample)
+    for number in range(setting.rounds):
+        _note(f"{case}: round {number + 1} of {setting.rounds}")
+        with ExitStack() as stack:
+            worlds = {name: stack.enter_context(setting.world(name, case)) for name in setting.configurations}
+            _round(worlds, measured, steps=steps, turns=setting.turns)
+    return measured
+
+
+def _round(worlds: dict[str, World], measured: Measured, *, steps: int, turns: int) -> None:
+    names = list(worlds)
+    measured.losses = {name: Turn.of(worlds[name].turn(untimed=WARMUP, timed=1)).losses for name in names}
+    for number in range(turns):
+        first = number % len(names)
+        # One untimed step in each turn: it finds the others' data in the caches.
+        turn = {name: Turn.of(worlds[name].turn(untimed=1, timed=steps)) for name in names[first:] + names[:first]}
+        measured.turns.append({name: turn[name] for name in names})
+        for name in names:
+            measured.losses[name] += turn[name].losses
+
+
+def _note(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def describe(case: str, measured: Measured, setting: Setting) -> str:
+    """The table of a case, the check of its losses and what was reached."""
+    names = list(measured.memory)
+    num_steps = len(measured.losses[names[0]])
+    titles = ["", "step ms", f"/ {PEER}", "(half of turns)", f"/ {BOUND}", "cpu ms", "system", "PSS MB", "own MB"]
+    rows = [[*titles, f"loss {num_steps}"], *(_row(name, measured) for name in names)]
+    difference = measured.worst_difference()
+    others = sorted(turn.others for turns in measured.turns for turn in turns.values())
+    apart = " and ".join(OTHER_ARITHMETIC)
+    verdict = "agree" if difference <= TOLERANCE else "DISAGREE"
+    lines = [
+        f"{case} · {CASES[case].text} · {setting.ranks} ranks × 1 thread · {len(measured.turns)} turns",
+        table(rows),
+        f"  losses {verdict}: largest relative difference {difference:.1e} in {num_steps} steps, {apart} excepted",
+        f"  other processes used {median(others):.2f} cores (median of turns), {others[-1]:.2f} at most",
+    ]
+    # The figures to reach are for two ranks.
+    if {OURS, PEER} <= set(names) and setting.ranks == 2:
+        lines.append(f"  {_reached(case, measured)}")
+    return "\n".join(lines)
+
+
+def _row(name: str, measured: Measured) -> list[str]:
+    def ratio(peer: str) -> str:
+        ratios = measured.ratios(name, peer)
+        return f"{median(ratios):.3f}" if ratios else "–"
+
+    memory = measured.memory[name]
+    user, system = (measured.median(name, field) for field in ("user_seconds", "system_seconds"))
+    return [
+        name,
+        f"{1e3 * measured.median(name, 'seconds'):.1f}",
+        ratio(PEER),
+        _middle_half(measured.ratios(name, PEER)),
+        ratio(BOUND),
+        f"{1e3 * (user + system):.1f}",
+        f"{1e3 * system:.1f}",
+        f"{memory.pss_bytes / MB:.0f}",
+        f"{memory.own_bytes / MB:.0f}",
+        f"{measured.losses[name][-1]:.5f}",
+    ]
+
+
+def _middle_half(values: list[float]) -> str:
+    if not values:
+        return "–"
+    ordered, cut = sorted(values), len(values) // 4
+    return f"{ordered[cut]:.2f}–{ordered[-1 - cut]:.2f}"
+
+
+def _reached(case: str, measured: Measured) -> str:
+    ratio, reach = median(measured.ratios(OURS, PEER)), CASES[case].reach
+    share = measured.memory[OURS].pss_bytes / measured.memory[PEER].pss_bytes
+
+    def line(what: str, value: float, limit: float) -> str:
+        return f"{what} {value:.3f} of {PEER}, reach ≤ {limit:.2f}: {'reached' if value <= limit else 'missed'}"
+
+    return f"{line('step', ratio, reach)} · {line('memory', share, 1.0)}"
+
+
+def main() -> int:
+    """0, or 1 where losses disagree or a configuration does not run."""
+    arguments = vars(_parser().parse_args())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of every `with`: the worlds end too
+    cases, file = arguments.pop("cases"), arguments.pop("json")
+    setting = Setting(configurations=arguments.pop("only"), **arguments)
+    head, failed, record = machine(), False, {}
+    print(head, flush=True)
+    for case in cases:
+        try:
+            measured = measure(case, setting)
+        except WorldError as error:
+            print(f"\n{error}", flush=True)
+            failed = True
+            continue
+        _note("")
+        print(f"\n{describe(case, measured, setting)}", flush=True)
+        failed |= measured.worst_difference() > TOLERANCE
+        record[case] = _record(measured)
+    if file:
+        Path(file).write_text(json.dumps({"machine": head, "cases": record}, indent=1) + "\n")
+    return int(failed)
+
+
+def _record(measured: Measured) -> dict[str, object]:
+    return {
+        "turns": [{name: vars(turn) for name, turn in turns.items()} for turns in measured.turns],
+        "memory": {name: vars(memory) for name, memory in measured.memory.items()},
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    def some_of(choices: Sequence[str]):
+        def parse(text: str) -> tuple[str, ...]:
+            chosen = tuple(text.split(","))
+            if unknown := set(chosen) - set(choices):
+                raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: need some of {', '.join(choices)}")
+            return chosen
+
+        return parse
+
+    parser = argparse.ArgumentParser(prog="python -m bench.data_parallel", description=str(__doc__).split("\n")[0])
+    parser.add_argument("--cases", type=some_of(tuple(CASES)), default=tuple(CASES), help="comma-separated")
+    parser.add_argument("--only", type=some_of(CONFIGURATIONS), default=CONFIGURATIONS, help="configurations")
+    parser.add_argument("--rounds", type=int, default=2, help="fresh starts of all processes")
+    parser.add_argument("--turns", type=int, default=6, help="turns of a round")
+    parser.add_argument("--steps", type=int, help="timed steps of a turn; each case has its own default")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--limit", type=int, default=600, help="seconds after which a world is ended")
+    parser.add_argument("--json", metavar="FILE", help="write every single figure")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

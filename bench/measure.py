@@ -1,0 +1,70 @@
+"""Measures: memory and load as the kernel counts them, machines and tables as text.
+
+PSS  proportional set size: a page shared by n processes counts 1/n in each, so a sum over ranks counts it once
+Law: nothing here runs inside the process it measures.
+"""
+
+import os
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+MB = 1_000_000
+
+
+@dataclass
+class PeakMemory:
+    """Largest sum over processes seen so far; `own_bytes` leaves out files (libraries), which neighbours may share."""
+
+    pss_bytes: int = 0
+    own_bytes: int = 0
+    samples: int = 0
+
+    def sample(self, pids: Sequence[int]) -> None:
+        totals = [_rollup(pid) for pid in pids]
+        self.pss_bytes = max(self.pss_bytes, sum(total["Pss"] for total in totals))
+        self.own_bytes = max(self.own_bytes, sum(total["Pss_Anon"] + total["Pss_Shmem"] for total in totals))
+        self.samples += 1
+
+
+def _rollup(pid: int) -> dict[str, int]:
+    """Sizes in bytes of /proc/PID/smaps_rollup by name."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    return {name: int(size.split()[0]) * 1024 for name, size in (line.split(":") for line in lines)}
+
+
+def busy_seconds() -> float:
+    """Processor seconds this machine has spent on anything, time stolen by its host included."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    user, nice, system, _idle, _iowait, irq, softirq, steal = (int(field) for field in fields[:8])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def machine() -> str:
+    """Cores, processor, memory, versions, date, load: what a figure cannot be read without."""
+    info = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    facts = [
+        f"{os.cpu_count()} cores",
+        names[0] if names else platform.processor() or platform.machine(),
+        f"{memory_bytes / 2**30:.0f} GiB",
+        f"torch {version('torch')}",
+        f"Python {platform.python_version()}",
+        time.strftime("%Y-%m-%d %H:%M"),
+        "load " + " ".join(f"{load:.2f}" for load in os.getloadavg()),
+    ]
+    return " · ".join(facts)
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows under a first row of titles, aligned: the first column to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  "
+        + "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    )

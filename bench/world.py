@@ -1,0 +1,134 @@
+"""Worlds of rank processes under measurement.
+
+world   the processes of one configuration; they sleep except in their turns
+turn    some untimed and some timed steps of all ranks of one world
+Law: every process started here has ended when its `with` block is left, and none outlives its limit.
+"""
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import Self
+
+from bench.measure import busy_seconds
+
+ROOT = Path(__file__).resolve().parent.parent
+SAMPLE_SECONDS = 0.05
+
+
+class WorldError(RuntimeError):
+    """A rank ended early or the world ran past its limit; carries what the ranks printed."""
+
+
+class World(AbstractContextManager["World"]):
+    """`python -m bench.child` once per rank: started and ready on entry, ended on exit, whatever happened."""
+
+    def __init__(self, configuration: str, case: str, *, ranks: int, limit: int):
+        self._name = f"{configuration} on {case}"
+        self._command = [sys.executable, "-m", "bench.child", configuration, case, str(limit)]
+        self._ranks = ranks
+        self._deadline = time.monotonic() + limit
+        self._folder = tempfile.TemporaryDirectory(prefix="fourfold-bench-")
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Self:
+        try:
+            for rank in range(self._ranks):
+                self._processes.append(self._start(rank))
+            self._replies()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            assert process.stdin
+            with suppress(BrokenPipeError):
+                process.stdin.close()  # the end of its turns: a rank leaves by itself
+        for process in self._processes:
+            try:
+                process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            assert process.stdout
+            process.stdout.close()
+        self._folder.cleanup()
+
+    def turn(self, *, untimed: int, timed: int, sample: Callable[[Sequence[int]], None] | None = None) -> list[dict]:
+        """Let all ranks step at once; their results by rank.
+
+        `sample(pids)` is called about 20 times a second meanwhile. Each result gets `others`: processor seconds
+        per second that went to anybody else.
+        """
+        line = json.dumps({"untimed": untimed, "timed": timed}) + "\n"
+        cpu, begin, busy = self._cpu_seconds(), time.monotonic(), busy_seconds()
+        for process in self._processes:
+            assert process.stdin
+            # A rank that is gone is reported with its log where its reply is missing.
+            with suppress(BrokenPipeError):
+                process.stdin.write(line.encode())
+                process.stdin.flush()
+        pids = [process.pid for process in self._processes]
+        results = self._replies((lambda: sample(pids)) if sample else None)
+        foreign = busy_seconds() - busy - (self._cpu_seconds() - cpu)
+        others = max(0.0, foreign / (time.monotonic() - begin))
+        return [result | {"others": others} for result in results]
+
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        inherited = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self._ranks, "LOCAL_WORLD_SIZE": self._ranks}
+        environment = {
+            **os.environ,
+            **{name: str(value) for name, value in place.items()},
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src"), *inherited]),
+        }
+        command = [*self._command, f"file://{self._folder.name}/rendezvous"]
+        pipe = subprocess.PIPE
+        with open(Path(self._folder.name) / f"rank{rank}.log", "wb") as log:
+            return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, env=environment)
+
+    def _cpu_seconds(self) -> float:
+        """Processor seconds of all ranks so far, all threads."""
+        ticks = 0
+        for process in self._processes:
+            with suppress(FileNotFoundError, ProcessLookupError):
+                fields = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+                ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def _replies(self, on_tick: Callable[[], None] | None = None) -> list[dict]:
+        """One JSON line of every rank, by rank."""
+        replies: dict[int, dict] = {}
+        with selectors.DefaultSelector() as selector:
+            for rank, process in enumerate(self._processes):
+                assert process.stdout
+                selector.register(process.stdout, selectors.EVENT_READ, rank)
+            while len(replies) < self._ranks:
+                events = selector.select(SAMPLE_SECONDS if on_tick else 1.0)
+                for key, _ in events:
+                    stream = self._processes[key.data].stdout
+                    line = stream.readline() if stream else b""
+                    if not line:
+                        raise WorldError(f"{self._name}: rank {key.data} ended early\n{self._logs()}")
+                    replies[key.data] = json.loads(line)
+                    selector.unregister(key.fileobj)
+                if time.monotonic() > self._deadline:
+                    raise WorldError(f"{self._name}: past its time limit\n{self._logs()}")
+                if on_tick and not events:
+                    on_tick()
+        return [replies[rank] for rank in range(self._ranks)]
+
+    def _logs(self) -> str:
+        logs = sorted(Path(self._folder.name).glob("*.log"))
+        return "\n".join(f"--- {log.name}\n{log.read_text()[-3000:]}" for log in logs)

@@ -1,0 +1,55 @@
+"""Fourfold: write the task once, for one device; say in a plan how it is laid over many.
+
+The names below are the whole door. They are loaded when first used, so that `import fourfold` does not import torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fourfold.feed.feed import Feed
+    from fourfold.plan.plan import Plan
+    from fourfold.run.build import Metrics, TrainStep, parallelize
+    from fourfold.run.optimizer import DistributedOptimizer
+    from fourfold.run.train import train
+    from fourfold.words.errors import FourfoldError, PlanError
+    from fourfold.words.task import Data, Task
+
+__version__ = "0.1.0"
+__all__ = [
+    "Data",
+    "DistributedOptimizer",
+    "Feed",
+    "FourfoldError",
+    "Metrics",
+    "Plan",
+    "PlanError",
+    "Task",
+    "TrainStep",
+    "parallelize",
+    "train",
+]
+
+_HOME = {
+    "Data": "words.task",
+    "DistributedOptimizer": "run.optimizer",
+    "Feed": "feed.feed",
+    "FourfoldError": "words.errors",
+    "Metrics": "run.build",
+    "Plan": "plan.plan",
+    "PlanError": "words.errors",
+    "Task": "words.task",
+    "TrainStep": "run.build",
+    "parallelize": "run.build",
+    "train": "run.train",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'fourfold' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"fourfold.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,43 @@
+"""Floor 5: the command line.
+
+command  train, run, show, checkpoint, report, doctor; each checks everything before a process is started
+Law: what a user got wrong is told on stderr as got / need / try, all at once, with exit code 2 and no traceback.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """The `fourfold` command. Always ends the process."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    try:
+        code = _run(sys.argv[1:] if arguments is None else list(arguments))
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        code = 130  # as a shell has it: 128 + SIGINT
+    except BrokenPipeError:
+        # The reader has gone (`fourfold show plan.toml | head`). Python would complain once more as it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    sys.exit(code)
+
+
+def _run(arguments: list[str]) -> int:
+    from fourfold.cli.commands import read
+
+    try:
+        act = read(arguments)
+        return act() if act is not None else 0
+    except (KeyboardInterrupt, BrokenPipeError):
+        raise
+    except Exception as error:
+        from fourfold.cli.failure import tell
+
+        return tell(error)

@@ -1,0 +1,94 @@
+"""`fourfold checkpoint`: list, verify and export a run's checkpoints.
+
+Law: nothing of a run is changed here.
+"""
+
+import time
+from pathlib import Path
+
+from fourfold.cli.failure import neighbour
+from fourfold.words.errors import CheckpointError, Problem, SettingError
+
+RUNS = Path("runs")
+UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+
+
+def listing(run: str) -> int:
+    """`fourfold checkpoint list`; returns the exit code."""
+    from fourfold.run.checkpoint.shelf import Shelf, read_manifest
+
+    shelf = Shelf(_folder(run))
+    rows = [("step", "MiB", "age", "ranks", "validation loss", "")]
+    best = shelf.best()
+    for step in shelf.steps():
+        path = shelf.at(step)
+        try:
+            manifest = read_manifest(path)
+        except CheckpointError as error:
+            rows.append((str(step), "", "", "", "", f"damaged: {error.problems[0].got}"))
+            continue
+        size = sum(file.num_bytes for file in manifest.files.values()) / 2**20
+        loss = manifest.valid.get("loss")
+        word = "best" if step == best else ""
+        age = _age(time.time() - path.stat().st_mtime)
+        rows.append(
+            (str(step), f"{size:.1f}", age, str(len(manifest.files)), "" if loss is None else f"{loss:.4f}", word)
+        )
+    print(_table(rows) if len(rows) > 1 else f"{shelf.path} holds no checkpoint")
+    return 0
+
+
+def verify(run: str) -> int:
+    """`fourfold checkpoint verify`; returns the exit code: 1 where something is damaged."""
+    from fourfold.run.checkpoint.shelf import Shelf
+    from fourfold.run.checkpoint.shelf import verify as problems_of
+
+    shelf = Shelf(_folder(run))
+    steps, code = shelf.steps(), 0
+    for step in steps:
+        problems = problems_of(shelf.at(step))
+        print(f"{shelf.at(step)}   {'damaged' if problems else 'good'}")
+        for text in problems:
+            print(f"  {text}")
+        code = 1 if problems else code
+    if not steps:
+        raise CheckpointError(Problem(f"{shelf.path} holds no checkpoint", "at least one"))
+    return code
+
+
+def export(run: str, file: str | None, *, step: int | None, ema: bool) -> int:
+    """`fourfold checkpoint export`; returns the exit code."""
+    from fourfold.run.checkpoint.read import export as write
+    from fourfold.run.checkpoint.shelf import Shelf, newest_good
+
+    folder = _folder(run)
+    steps = Shelf(folder).steps()
+    if step is not None and step not in steps:
+        need = f"one of {', '.join(map(str, steps))}" if steps else "a run with checkpoints"
+        raise SettingError(Problem(f"--step {step}", need), where=str(folder))
+    source = newest_good(folder, step=step)
+    target = Path(file or f"{folder.name}-{source.name.removeprefix('step-')}{'-ema' if ema else ''}.safetensors")
+    if target.exists():
+        raise SettingError(Problem(f"{target} is there already", "a new file", "another FILE"))
+    num_bytes = write(source, target, ema=ema)
+    print(f"{target}   {num_bytes / 2**20:.1f} MiB of weights from {source}")
+    return 0
+
+
+def _folder(run: str) -> Path:
+    for path in (Path(run), RUNS / run):
+        if path.is_dir():
+            return path
+    raise SettingError(Problem(f"{run} (no such folder)", "a run's folder, or its name", neighbour(RUNS / run, "*")))
+
+
+def _age(seconds: float) -> str:
+    name, unit = next(((n, u) for n, u in UNITS if seconds >= u), UNITS[-1])
+    return f"{seconds / unit:.0f} {name}"
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join([*(c.rjust(w) for c, w in zip(row[:-1], widths, strict=False)), row[-1]]).rstrip() for row in rows
+    )

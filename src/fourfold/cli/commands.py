@@ -1,0 +1,211 @@
+"""The commands, as typer has them: what they take, and their help.
+
+Law: reading the command line does nothing; what is to be done comes back as a function, and torch is not imported.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from fourfold.words.errors import Problem, SettingError, nearest
+
+Act = Callable[[], int]
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # the plain help is twice as fast
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+COMMANDS = ("train", "run", "show", "checkpoint", "report", "doctor")
+OPTIONS = "[-n N]"
+TRAIN_WORDS = "TASK PLAN.toml KEY=VALUE"
+Processes = Annotated[
+    str | None,
+    typer.Option("-n", metavar="N", help="Number of processes. Default: one per GPU, else min(cores, 4)."),
+]
+
+
+def read(arguments: list[str]) -> Act | None:
+    """What a command line asks for, or None where it was the help. Raises SettingError."""
+    word = next((word for word in arguments if not word.startswith("-")), None)
+    if word is not None and word not in COMMANDS:
+        raise SettingError(
+            Problem(f"the command {word}", f"one of {', '.join(COMMANDS)}", _meant(word)), where="fourfold"
+        )
+    try:
+        act: Any = app(arguments, prog_name="fourfold", standalone_mode=False)
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            raise
+        raise _usage(error) from None
+    return act if isinstance(act, functools.partial) else None
+
+
+def _meant(word: str) -> str:
+    close = nearest(word, COMMANDS)
+    if close is None and word.partition(":")[0].endswith(".py"):
+        close = f"train {word}, or fourfold run {word}"
+    if close is None and word.endswith(".toml"):
+        close = f"train {word}, or fourfold show {word}"
+    return f"fourfold {close or '--help'}"
+
+
+def _usage(error: Any) -> SettingError:
+    """What the option parser objects to, in our form. (Which click it comes from depends on typer's version.)"""
+    command = error.ctx.command_path if getattr(error, "ctx", None) else "fourfold"
+    name = getattr(error, "option_name", "")
+    if name:
+        setting = name.lstrip("-").replace("-", "_")
+        attempt = f"{setting}=…, or {command} --help"
+        return SettingError(Problem(f"the option {name}", "settings as KEY=VALUE", attempt), where=command)
+    return SettingError(Problem(error.format_message().rstrip("."), attempt=f"{command} --help"), where=command)
+
+
+@app.callback(invoke_without_command=True)
+def fourfold(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the versions of fourfold and torch.")] = False,
+) -> None:
+    """Write a training task once, for one device; say in a plan how it is laid over many.
+
+    \b
+    fourfold train                        a language model, on this machine, about two minutes
+    fourfold train lm data=PATH           the same on your text
+    fourfold train task.py:task -n 4      your own task, on 4 processes
+    fourfold run -n 4 script.py           your own script, on 4 processes
+    fourfold show plan.toml               what each rank will do and send
+    fourfold checkpoint list runs/NAME    a run's checkpoints
+    fourfold report first second          a run as a page, or several beside each other
+    fourfold doctor                       this machine: what is there, what to mend
+    """
+    if version:
+        print(versions())
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command(options_metavar=OPTIONS)
+def train(
+    words: Annotated[list[str] | None, typer.Argument(metavar=TRAIN_WORDS, hidden=True)] = None,
+    processes: Processes = None,
+) -> Act:
+    """Train a task.
+
+    \b
+    TASK       lm (a language model, the default), digits, or path/to/file.py:name
+    PLAN.toml  how the task is laid over processes; without it, each takes its share of the batch
+    KEY=VALUE  a field of the plan:      dp=2 microbatches=4
+               a setting of the run:     steps=500 batch_size=32 seed=1 clip=1.0 evaluate_every=100 name=first
+                                         checkpoint_every=100 ema=0.999 init=weights.safetensors fresh=true
+               an argument of the task:  data=PATH length=256 lr=1e-3
+
+    The run goes to runs/NAME: its plan, its settings, metrics.jsonl, checkpoints, trace.json, and report.html to look
+    at. The same command again goes on where the newest checkpoint ends, on any number of processes.
+    """
+    from fourfold.cli import work
+
+    return functools.partial(work.train, words or [], processes)
+
+
+@app.command(
+    options_metavar=OPTIONS, context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True}
+)
+def run(
+    command: Annotated[list[str] | None, typer.Argument(metavar="SCRIPT.py ARGUMENT", hidden=True)] = None,
+    processes: Processes = None,
+) -> Act:
+    """Run a script in N processes that know each other.
+
+    Each process finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment, as under torchrun.
+    What follows the script is the script's own.
+    """
+    from fourfold.cli import work
+
+    return functools.partial(work.run, command or [], processes)
+
+
+@app.command(options_metavar="[-h]")
+def show(words: Annotated[list[str] | None, typer.Argument(metavar=TRAIN_WORDS, hidden=True)] = None) -> Act:
+    """Print a plan: its mesh, each rank's program and the bytes it sends.
+
+    TASK gives the parameters that are counted; without it, the language model.
+    """
+    from fourfold.cli import work
+
+    return functools.partial(work.show, words or [])
+
+
+checkpoint = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="List, verify and export checkpoints.")
+app.add_typer(checkpoint, name="checkpoint")
+Run = Annotated[str, typer.Argument(metavar="RUN", help="The run's folder, or its name in runs/.", show_default=False)]
+Step = Annotated[int | None, typer.Option("--step", metavar="STEP", help="Which one. Default: the newest good one.")]
+
+
+@checkpoint.command("list")
+def list_checkpoints(run: Run) -> Act:
+    """List a run's checkpoints: step, size, age, validation loss."""
+    from fourfold.cli import checkpoint
+
+    return functools.partial(checkpoint.listing, run)
+
+
+@checkpoint.command("verify")
+def verify_checkpoints(run: Run) -> Act:
+    """Read every file and compare its size and checksum. Exit code 1, naming the file, where one is damaged."""
+    from fourfold.cli import checkpoint
+
+    return functools.partial(checkpoint.verify, run)
+
+
+@checkpoint.command("export")
+def export_checkpoint(
+    run: Run,
+    file: Annotated[str | None, typer.Argument(metavar="[FILE]", help="Default: NAME-STEP.safetensors here.")] = None,
+    step: Step = None,
+    ema: Annotated[bool, typer.Option("--ema", help="The averaged weights.")] = False,
+) -> Act:
+    """Write the weights into one plain safetensors file, which init=FILE and other libraries read."""
+    from fourfold.cli import checkpoint
+
+    return functools.partial(checkpoint.export, run, file, step=step, ema=ema)
+
+
+@app.command(options_metavar="[--json]")
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the same as JSON.")] = False) -> Act:
+    """Look at this machine and say what to mend: cores, memory, GPUs, disk, versions, launchers. Takes seconds.
+
+    The exit code is 1 where something fails, 0 where there are at most warnings.
+    """
+    from fourfold.cli.doctor import doctor as look
+
+    return functools.partial(look, as_json=as_json)
+
+
+@app.command(options_metavar="[-h]")
+def report(runs: Annotated[list[str] | None, typer.Argument(metavar="RUN [RUN…]", hidden=True)] = None) -> Act:
+    """Write a run as a page to look at; several runs beside each other.
+
+    RUN is the folder of a run, or its name in runs/. One run's page is its report.html, that of several lies beside
+    their folders.
+    """
+    from fourfold.cli import work
+
+    return functools.partial(work.report, runs or [])
+
+
+def versions() -> str:
+    """The versions installed, as `fourfold 0.1.0 (torch 2.13.0, Python 3.11.2)`; torch is not imported for it."""
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    from fourfold import __version__
+
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = "not installed"
+    return f"fourfold {__version__} (torch {torch}, Python {platform.python_version()})"

@@ -1,0 +1,30 @@
+"""`fourfold doctor`: look at this machine, print what was found.
+
+Law: the same findings as rows and as JSON; exit code 1 where anything fails.
+"""
+
+import dataclasses
+import json
+
+
+def doctor(*, as_json: bool) -> int:
+    """`fourfold doctor`; returns the exit code."""
+    from fourfold.engines.doctor import exit_code, judge, rows
+    from fourfold.engines.facts import look
+
+    facts = look()
+    if not facts.torch_problem:
+        from fourfold.engines.loopback import measure
+
+        facts = dataclasses.replace(facts, link=measure())
+    findings = judge(facts)
+    if as_json:
+        print(json.dumps([_plain(dataclasses.asdict(finding)) for finding in findings], indent=2))
+    else:
+        print(rows(findings))
+    return exit_code(findings)
+
+
+def _plain(row: dict[str, str]) -> dict[str, str]:
+    """`try` is what people read, and a word of Python's only in Python."""
+    return {("try" if name == "attempt" else name): value for name, value in row.items()}

@@ -1,0 +1,66 @@
+"""Failure: how a command ends badly.
+
+Law: one text on stderr, from one process; the exit code says whose fault it was: 2 the input's, 1 the run's.
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fourfold.engines import cause
+from fourfold.words.errors import FourfoldError, LaunchError, nearest
+from fourfold.words.world import from_environment
+
+INPUT_CODE = FourfoldError.exit_code
+# A launcher ends all ranks when the first has gone: those that say nothing must not go before the one that speaks.
+SILENT_SECONDS = 5.0
+
+
+class Errors:
+    """Gathers what is wrong in several places, so that all of it can be told at once."""
+
+    def __init__(self) -> None:
+        self.found: list[FourfoldError] = []
+
+    @contextmanager
+    def gather(self) -> Iterator[None]:
+        """Within: an error is kept, and what follows the `with` block goes on."""
+        try:
+            yield
+        except FourfoldError as error:
+            self.found.append(error)
+
+    def stop(self) -> None:
+        """Raise what has been gathered, if anything."""
+        if len(self.found) == 1:
+            raise self.found[0]
+        if self.found:
+            raise ExceptionGroup("several problems", self.found)
+
+
+def tell(error: Exception) -> int:
+    """Print what went wrong; returns the exit code. Under a launcher of others, rank 0 tells of bad input for all."""
+    errors = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
+    code = max((each.exit_code if isinstance(each, FourfoldError) else 1) for each in errors)
+    text = "\n".join(cause.explain(each).rstrip() for each in errors)
+    try:
+        world = from_environment()
+    except LaunchError:  # Who we are is what went wrong.
+        world = None
+    if world is None:
+        print(text, file=sys.stderr, flush=True)
+    elif code != INPUT_CODE:
+        print(f"rank {world.rank} of {world.size} failed\n{text}", file=sys.stderr, flush=True)
+    elif world.rank == 0:
+        print(text, file=sys.stderr, flush=True)
+    else:
+        time.sleep(SILENT_SECONDS)
+    return code
+
+
+def neighbour(path: Path, pattern: str) -> str:
+    """The file in the same folder that was most likely meant; "" where there is none."""
+    close = nearest(path.stem, (other.stem for other in path.parent.glob(pattern)))
+    return str(path.with_name(close + path.suffix)) if close else ""

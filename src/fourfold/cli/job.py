@@ -1,0 +1,187 @@
+"""Job: a task and a plan that fit each other and this many processes. All checks are here.
+
+Law: when `prepare` has returned, nothing the user typed can be wrong any more; no process has been started before.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fourfold.cli import settings, task
+from fourfold.cli.failure import Errors, neighbour
+from fourfold.engines.machine import default_processes
+from fourfold.plan.plan import Plan
+from fourfold.run.settings import run_name, settings_of
+from fourfold.words.errors import PlanError, Problem, SettingError
+from fourfold.words.task import Task
+
+RUNS = Path("runs")
+TASK_FIELDS = ("steps", "batch_size", "clip")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a run needs.
+
+    settings  keyword arguments of `train`; the run's name is always among them
+    identity  what makes it the same run
+    fresh     whether the run is to start over
+    """
+
+    task: Task
+    plan: Plan
+    settings: Mapping[str, Any]
+    identity: Mapping[str, Any]
+    fresh: bool = False
+
+    @property
+    def spec(self) -> str:
+        """The task as the user named it."""
+        return self.settings["spec"]
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder, whether it is there or not."""
+        return RUNS / self.settings["name"]
+
+    @property
+    def num_processes(self) -> int:
+        return self.plan.mesh.size
+
+
+def read(words: Sequence[str], *, num_processes: int | None = None) -> Job:
+    """The job a command line describes, without looking at its data.
+
+    num_processes: as many as there must be; None leaves it to the plan, or to this machine.
+    Raises FourfoldError, or a group of them.
+    """
+    given = settings.sort(words)
+    errors = Errors()
+    maker = known = values = made = plan = None
+    with errors.gather():
+        maker = task.find(given.task)
+    if maker is not None:
+        with errors.gather():
+            known = task.arguments(maker)
+    with errors.gather():
+        values = settings.read(given.values, known)
+    if values is None:  # The plan's own words can be judged all the same.
+        values = settings.read({key: text for key, text in given.values.items() if key in settings.FIELDS}, None)
+    elif maker is not None and known is not None:
+        with errors.gather():
+            made = task.make(maker, values.task, spec=given.task)
+    with errors.gather():
+        plan = read_plan(given.plan, values.plan, num_processes=num_processes)
+    errors.stop()
+    assert made is not None
+    assert plan is not None
+    # The task's own settings take these: in a call of `train`, clip=None would mean the task's.
+    over = {key: value for key, value in values.run.items() if key in TASK_FIELDS}
+    rest = {key: value for key, value in values.run.items() if key not in TASK_FIELDS}
+    rest |= {
+        "label": label(given.task),
+        "spec": given.task,
+        "extra": {key: value for key, value in values.task.items() if key not in TASK_FIELDS},
+    }
+    fresh = rest.pop("fresh", False)
+    made = dataclasses.replace(made, **over)
+    identity = settings_of(made, **rest).identity()
+    rest.setdefault("name", run_name(rest["label"], identity))
+    return Job(task=made, plan=plan, settings=rest, identity=identity, fresh=fresh)
+
+
+def prepare(words: Sequence[str], *, num_processes: int | None = None) -> Job:
+    """The job a command line describes, after every check that can be made before processes are started."""
+    from fourfold.run.build import check
+    from fourfold.run.folder import check_name
+
+    job = read(words, num_processes=num_processes)
+    errors = Errors()
+    with errors.gather():
+        check_name(RUNS, job.settings["name"], job.identity)
+    with errors.gather():
+        check_init(job)
+    with errors.gather():
+        check_batch(job.task.batch_size, job.plan)
+    with errors.gather():
+        task.open_data(job.task, spec=job.spec)
+    with errors.gather():
+        check(job.task, job.plan)
+    errors.stop()
+    return job
+
+
+def read_plan(file: str | None, values: Mapping[str, object], *, num_processes: int | None = None) -> Plan:
+    """The plan in a file, with these values instead of its own; without a file, dp takes the processes that are left.
+
+    Raises PlanError with all problems of both, or where the mesh has not `num_processes` ranks.
+    """
+    from fourfold.run.refuse import size_problems
+
+    errors = Errors()
+    plan = over = None
+    with errors.gather():
+        plan = Plan() if file is None else Plan.from_toml(_text(file), where=file)
+    with errors.gather():
+        over = Plan.build(values, where="the command line")
+    errors.stop()
+    assert plan is not None
+    assert over is not None
+    plan = dataclasses.replace(plan, **values)  # type: ignore[arg-type]
+    if file is None and "dp" not in values:
+        plan = dataclasses.replace(plan, dp=_left(plan, num_processes))
+    if num_processes is not None and plan.mesh.size != num_processes:
+        raise PlanError(size_problems(plan, num_processes), where=file or "the command line")
+    return plan
+
+
+def check_batch(batch_size: int, plan: Plan) -> None:
+    """Raises SettingError where the batch cannot be cut evenly."""
+    parts = plan.dp * plan.microbatches
+    if batch_size % parts == 0:
+        return
+    below = batch_size // parts * parts
+    fitting = f"batch_size={below} or {below + parts}" if below else f"batch_size={parts}"
+    need = "a batch divisible by dp × microbatches" if plan.microbatches > 1 else "a batch divisible by dp"
+    got = f"batch_size = {batch_size}, dp = {plan.dp}"
+    got += f", microbatches = {plan.microbatches}" if plan.microbatches > 1 else ""
+    raise SettingError(Problem(got, need, fitting), where="the settings")
+
+
+def check_init(job: Job) -> None:
+    """Raises SettingError or CheckpointError where the weights to begin with are not there, or are another model's."""
+    from fourfold.run.checkpoint.read import check_weights
+    from fourfold.run.outline import outline
+
+    init = job.settings.get("init")
+    if init is None:
+        return
+    path = Path(init)
+    if not path.is_file():
+        got = f"init = {init} (no such file)"
+        raise SettingError(Problem(got, "a safetensors file of weights", neighbour(path, "*.safetensors")))
+    check_weights(outline(job.task), path)
+
+
+def _text(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        close = neighbour(Path(file), "*.toml")
+        raise PlanError(Problem(f"{file} ({(error.strerror or 'unreadable').lower()})", "a file", close)) from None
+    except UnicodeDecodeError:
+        raise PlanError(Problem(f"{file} is no text", "TOML in UTF-8"), where=file) from None
+
+
+def _left(plan: Plan, num_processes: int | None) -> int:
+    """Data ranks: the processes there are, shared among the other axes."""
+    others = plan.mesh.size // plan.dp
+    return max(1, (default_processes() if num_processes is None else num_processes) // others)
+
+
+def label(spec: str) -> str:
+    """The run's name without a number: lm, or the file's and the task's where they say more."""
+    file, _, name = spec.partition(":")
+    return f"{Path(file).stem}-{name}" if name not in ("", task.DEFAULT_NAME) else Path(file).stem

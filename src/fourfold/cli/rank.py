@@ -1,0 +1,54 @@
+"""One rank of `fourfold train`: the same words, read again in a process of its own.
+
+    python -m fourfold.cli.rank WORD…        started by engines.worker, in a world of a launcher's
+
+Law: errors are left to the launcher, which tells the first cause once.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fourfold.cli import job
+from fourfold.words.errors import FourfoldError
+from fourfold.words.launchers import OPEN_MPI, present
+from fourfold.words.world import World, from_environment
+
+
+def main(words: Sequence[str]) -> None:
+    world = from_environment()
+    assert world is not None
+    train(job.read(words, num_processes=world.size), world)
+
+
+def train(work: job.Job, world: World | None) -> None:
+    """Train in this process; rank 0 shows how it goes."""
+    from fourfold.report.progress import Progress
+    from fourfold.run.train import train as run
+
+    if world is not None and world.rank > 0:
+        run(work.task, work.plan, **work.settings)
+        return
+    # Open MPI gives every rank a terminal, wherever its own output goes: a file would fill with redrawn lines.
+    progress = Progress(live=present(os.environ)[:1] != [OPEN_MPI])
+    try:
+        result = run(work.task, work.plan, report=progress, **work.settings)
+        if result.folder is not None:
+            progress.note(_report(result.folder))
+    finally:
+        progress.close()
+
+
+def _report(folder: Path) -> str:
+    """Write the run's page; what is to be said of it. A run that has ended well is not failed for a drawing."""
+    from fourfold.report.page import write
+
+    try:
+        return f"report   {write([folder])}"
+    except (FourfoldError, OSError) as error:
+        return f"no report: {error}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

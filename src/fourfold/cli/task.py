@@ -1,0 +1,116 @@
+"""Finding a task: built in, or in a file of the user's.
+
+maker  a Task, or a function that returns one from keyword arguments
+Law: a file that cannot be imported is told with its own traceback, cut to the user's lines.
+"""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from fourfold.cli.failure import neighbour
+from fourfold.cli.settings import Kind, kinds
+from fourfold.engines import cause
+from fourfold.words.errors import DataError, FourfoldError, Problem, TaskError, nearest
+from fourfold.words.task import Data, Task
+
+BUILT_IN = {"lm": "fourfold.tasks.lm", "digits": "fourfold.tasks.digits"}
+DEFAULT_NAME = "task"
+
+Maker = Task | Callable[..., Task]
+
+
+def find(spec: str) -> Maker:
+    """The task named by `lm`, `digits`, `path/to/file.py` or `path/to/file.py:name`. Raises TaskError."""
+    if spec in BUILT_IN:
+        return importlib.import_module(BUILT_IN[spec]).task
+    file, _, name = spec.partition(":")
+    if not file.endswith(".py"):
+        raise TaskError(_not_a_task(spec))
+    path = Path(file)
+    if not path.is_file():
+        raise TaskError(Problem(f"{file} (no such file)", "a Python file with a task", neighbour(path, "*.py")))
+    return _member(_load(path), name or DEFAULT_NAME, file=file)
+
+
+def arguments(maker: Maker) -> dict[str, Kind]:
+    """The keyword arguments a user may give."""
+    return {} if isinstance(maker, Task) else kinds(maker)
+
+
+def make(maker: Maker, values: Mapping[str, Any], *, spec: str) -> Task:
+    """The task with these settings. Raises TaskError where its function fails or returns something else."""
+    if isinstance(maker, Task):
+        return maker
+    with _told(f"{spec}: the task's function failed"):
+        task = maker(**values)
+    if not isinstance(task, Task):
+        raise TaskError(Problem(f"a {type(task).__name__}", "the task's function to return a Task"), where=spec)
+    return task
+
+
+def open_data(task: Task, *, spec: str) -> Data:
+    """The task's sources. Raises DataError where they cannot be opened or are empty."""
+    with _told(f"{spec}: the data cannot be opened", DataError):
+        data = task.data()
+    if not isinstance(data, Data):
+        raise DataError(Problem(f"a {type(data).__name__}", "the task's data() to return a Data"), where=spec)
+    if not len(data.train):
+        raise DataError(Problem("no samples to train on", "at least 1"), where=spec)
+    return data
+
+
+def _load(path: Path) -> Any:
+    # As for a script: files beside it can be imported. Under its own name, unless that would hide another module.
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"task_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    with _told(f"{path} does not import"):
+        spec.loader.exec_module(module)
+    return module
+
+
+def _member(module: Any, name: str, *, file: str) -> Maker:
+    found: Any = getattr(module, name, None)
+    if isinstance(found, Task) or (callable(found) and not isinstance(found, type)):
+        return cast(Maker, found)
+    tasks = [key for key, value in vars(module).items() if isinstance(value, Task)]
+    functions = [
+        key
+        for key, value in vars(module).items()
+        if callable(value) and getattr(value, "__module__", None) == module.__name__ and not isinstance(value, type)
+    ]
+    got = f"no {name}" if found is None else f"{name} is a {type(found).__name__}"
+    close = nearest(name, tasks) or nearest(name, functions) or next(iter([*tasks, *functions]), None)
+    attempt = f"{file}:{close}" if close else f"{name} = fourfold.Task(…)"
+    raise TaskError(Problem(got, "a Task, or a function that returns one", attempt), where=file)
+
+
+def _not_a_task(spec: str) -> Problem:
+    close = nearest(spec, BUILT_IN)
+    if close is None and Path(f"{spec}.py").is_file():
+        close = f"{spec}.py"
+    return Problem(f"a task called {spec!r}", f"{', '.join(BUILT_IN)}, or path/to/file.py:name", close or "")
+
+
+class _told:
+    """Within: an exception of the user's code becomes an error with his lines of the traceback."""
+
+    def __init__(self, what: str, kind: type[FourfoldError] = TaskError) -> None:
+        self._what, self._kind = what, kind
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type | None, error: BaseException | None, frames: Any) -> None:
+        if isinstance(error, Exception) and not isinstance(error, FourfoldError):
+            raise self._kind(f"{self._what}\n{cause.explain(error).rstrip()}") from None
+        if isinstance(error, SystemExit):
+            raise self._kind(f"{self._what}: it calls sys.exit({error.code!r})") from None

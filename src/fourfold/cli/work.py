@@ -1,0 +1,109 @@
+"""What the commands do on this machine: check, then start processes, or join the world a launcher has made.
+
+Law: one process is this process; several are started only after everything has been checked.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fourfold.words.errors import Problem, SettingError
+from fourfold.words.world import from_environment
+
+if TYPE_CHECKING:
+    from fourfold.cli.job import Job
+
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+SHOW_CURSOR = "\x1b[?25h"
+
+
+def train(words: Sequence[str], processes: str | None) -> int:
+    """`fourfold train`; returns the exit code."""
+    from fourfold.cli import job, rank
+    from fourfold.engines.machine import check_number
+
+    world = from_environment()
+    ready = job.prepare(words, num_processes=check_number(processes, world))
+    if _is_finished(ready, speaks=world is None or world.rank == 0):
+        return 0
+    if world is not None or ready.num_processes == 1:
+        rank.train(ready, world)
+        return 0
+    return _launch(["-m", "fourfold.cli.rank", *words], ready.num_processes)
+
+
+def _is_finished(ready: "Job", *, speaks: bool) -> bool:
+    """Whether the run has ended already; one that is to start over is set aside here, by one process."""
+    from fourfold.run.folder import finished, set_aside
+    from fourfold.run.settings import told_finished
+
+    if ready.fresh:
+        # A launcher that starts its ranks again does not mean to start over again.
+        aside = set_aside(ready.folder) if speaks and os.environ.get(RESTARTS, "0") == "0" else None
+        if aside is not None:
+            print(f"{ready.folder} starts over; what was there is now {aside}", flush=True)
+        return False
+    line = finished(ready.folder)
+    if line is not None and speaks:
+        print(told_finished(ready.folder, line), flush=True)
+    return line is not None
+
+
+def run(command: Sequence[str], processes: str | None) -> int:
+    """`fourfold run`; returns the exit code."""
+    from fourfold.cli.failure import neighbour
+    from fourfold.engines.machine import check_number, default_processes
+    from fourfold.engines.worker import run_program
+
+    if not command:
+        raise SettingError(Problem("no script", "SCRIPT.py", "fourfold run --help"), where="fourfold run")
+    script = Path(command[0])
+    world = from_environment()
+    needed = check_number(processes, world)
+    if not script.is_file():
+        got = f"{script} ({'a folder' if script.is_dir() else 'no such file'})"
+        raise SettingError(Problem(got, "a Python file", neighbour(script, "*.py")), where="fourfold run")
+    num_processes = needed or default_processes()
+    if world is not None or num_processes == 1:
+        run_program(command)
+        return 0
+    return _launch(command, num_processes)
+
+
+def show(words: Sequence[str]) -> int:
+    """`fourfold show`; returns the exit code."""
+    from fourfold.cli import job
+    from fourfold.cli.settings import FIELDS, sort
+    from fourfold.run.show import show as text_of
+
+    given = sort(words)
+    if given.plan is None and not set(given.values) & set(FIELDS):
+        raise SettingError(Problem("no plan", "a file PLAN.toml, or fields of a plan", "fourfold show dp=2"))
+    # Without a file, dp is 1 unless said: what is shown must not depend on this machine.
+    ready = job.read(words, num_processes=1 if given.plan is None and "dp" not in given.values else None)
+    print(text_of(ready.plan, ready.task))
+    return 0
+
+
+def report(words: Sequence[str]) -> int:
+    """`fourfold report`; returns the exit code."""
+    from fourfold.report.page import write
+    from fourfold.report.record import find
+
+    if not words:
+        raise SettingError(Problem("no run", "RUN [RUN…]", "fourfold report --help"), where="fourfold report")
+    print(write([find(word, parent=Path("runs")) for word in dict.fromkeys(words)]))
+    return 0
+
+
+def _launch(command: Sequence[str], num_processes: int) -> int:
+    from fourfold.engines.local import launch
+
+    outcome = launch(command, num_processes=num_processes)
+    if outcome.exit_code and sys.stdout.isatty():
+        print(SHOW_CURSOR, flush=True)  # and a new line: a rank that was killed has left its own half drawn
+    if outcome.text:
+        print(f"fourfold: {outcome.text}", file=sys.stderr, flush=True)
+    return outcome.exit_code

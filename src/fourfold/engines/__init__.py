@@ -1,0 +1,1 @@
+"""Floor 4: how processes come to be."""

@@ -1,0 +1,182 @@
+"""Cause: why a job ended, told once.
+
+record  what a rank writes down about the error that ended it: a JSON file, replaced atomically
+echo    an error that only says that another rank has gone (a connection reset); never the cause if there is another
+cut     a traceback without the frames of torch, fourfold and the import machinery
+Law: of all that ranks report, the earliest record that is no echo is the cause; next come deaths by signal, then exit
+codes, then echoes.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fourfold.words.errors import FourfoldError
+
+ECHOES = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "recvvalue failed",
+    "socket closed",
+    "remote process exited",
+    "application timeout caused pair closure",
+)
+ECHO_KINDS = ("PeerError", "DistNetworkError")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One rank's error. `message` and `timestamp` are names torch's agent reads; `text` is what people read."""
+
+    rank: int
+    kind: str
+    message: str
+    text: str
+    timestamp: float  # seconds since the epoch
+    exit_code: int
+
+    @property
+    def echo(self) -> bool:
+        said = self.message.lower()
+        return self.kind in ECHO_KINDS or any(echo in said for echo in ECHOES)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What to tell the user, and what to exit with."""
+
+    text: str
+    exit_code: int
+
+
+def record(error: BaseException, *, rank: int) -> Record:
+    """What to write down about an error that has reached the top of a rank."""
+    return Record(
+        rank=rank,
+        kind=type(error).__name__,
+        message=str(error) or type(error).__name__,
+        text=explain(error),
+        timestamp=time.time(),
+        exit_code=error.exit_code if isinstance(error, FourfoldError) else 1,
+    )
+
+
+def write(path: Path, entry: Record) -> None:
+    # Renamed into place: the agent may read it at any moment, and a killed rank must not leave half a file.
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(dataclasses.asdict(entry)))
+    part.replace(path)
+
+
+def read(path: Path) -> Record | None:
+    """The record in a file; None where there is none, or one that another program wrote in its own form."""
+    try:
+        return Record(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def first(records: Mapping[int, Record], exit_codes: Mapping[int, int], *, num_processes: int) -> Cause:
+    """The cause among the ranks' records, and the exit codes of the ranks that ended before anyone was told to."""
+    entries = sorted(records.values(), key=lambda entry: (entry.echo, entry.timestamp))
+    if entries and not entries[0].echo:
+        return _of_record(entries[0], num_processes)
+    silent = {rank: code for rank, code in sorted(exit_codes.items()) if code and rank not in records}
+    killed = [rank for rank, code in silent.items() if code < 0]
+    if silent:
+        rank = (killed or list(silent))[0]
+        return _of_code(rank, silent[rank], num_processes)
+    if entries:
+        return _of_record(entries[0], num_processes)
+    return Cause(f"a rank of {num_processes} failed and left no trace", 1)
+
+
+def _of_record(entry: Record, num_processes: int) -> Cause:
+    return Cause(f"rank {entry.rank} of {num_processes} failed\n{entry.text.rstrip()}", entry.exit_code)
+
+
+def _of_code(rank: int, code: int, num_processes: int) -> Cause:
+    if code >= 0:
+        return Cause(f"rank {rank} of {num_processes} ended with exit code {code}", code)
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = "; if nobody did this, the machine has run out of memory" if -code == signal.SIGKILL else ""
+    return Cause(f"rank {rank} of {num_processes} was killed by {name}{hint}", 1)
+
+
+# ---- tracebacks, cut
+
+
+def explain(error: BaseException) -> str:
+    """The text of an error for its reader: a FourfoldError speaks for itself, others come with the user's lines.
+
+    FOURFOLD_TRACEBACK=full in the environment shows every frame.
+    """
+    full = os.environ.get("FOURFOLD_TRACEBACK") == "full"
+    if isinstance(error, FourfoldError) and not full:
+        return error.text()
+    report = traceback.TracebackException.from_exception(error)
+    if not full:
+        _cut(report)
+    return "".join(report.format())
+
+
+class _Frames(traceback.StackSummary):
+    """Frames of which some stand for several left out."""
+
+    def format_frame_summary(self, frame_summary: traceback.FrameSummary, **keywords: object) -> str:
+        if frame_summary.filename == _LEFT_OUT:
+            return f"  … {frame_summary.name}\n"
+        return super().format_frame_summary(frame_summary, **keywords)  # type: ignore[arg-type]
+
+
+_LEFT_OUT = "<left out>"
+
+
+def _cut(report: traceback.TracebackException) -> None:
+    for other in (report.__cause__, report.__context__, *(report.exceptions or ())):
+        if other is not None:
+            _cut(other)
+    owners = [_owner(frame.filename) for frame in report.stack]
+    if all(owners) and not issubclass(report.exc_type or Exception, SyntaxError):
+        return  # No line of the user's: the fault may be ours, and every frame is needed.
+    frames = _Frames()
+    skipped: list[str] = []
+    for frame, owner in zip([*report.stack, None], [*owners, None], strict=True):
+        if owner:
+            skipped.append(owner)
+            continue
+        # What leads from Python's start to the user's first line is of no interest; later gaps are told.
+        if skipped and frames:
+            count, names = len(skipped), " and ".join(dict.fromkeys(skipped))
+            frames.append(traceback.FrameSummary(_LEFT_OUT, count, f"{count} frame{'s' * (count > 1)} inside {names}"))
+        skipped.clear()
+        if frame is not None:
+            frames.append(frame)
+    report.stack = frames
+
+
+def _owner(filename: str) -> str | None:
+    """Whose frame it is: "fourfold", "torch", "Python" (its start-up machinery), or None for the user's."""
+    if filename.startswith("<frozen ") or os.path.basename(filename) in ("runpy.py", "contextlib.py"):
+        return "Python"
+    path = os.path.abspath(filename)
+    if path.startswith(_FOURFOLD):
+        return None if path.startswith(_TASKS) else "fourfold"
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    return "torch" if torch and path.startswith(os.path.dirname(torch) + os.sep) else None
+
+
+_FOURFOLD = str(Path(__file__).resolve().parent.parent) + os.sep
+_TASKS = _FOURFOLD + "tasks" + os.sep

@@ -1,0 +1,163 @@
+"""Facts: a look at this machine, in about two seconds, most of which torch takes to be imported.
+
+cgroup  version 2 (memory.max) or 1 (memory.limit_in_bytes), this process's own first
+test    a file of 32 MiB written and removed, shared memory reserved and given back
+Law: nothing is left behind, and what cannot be found out is None, never a guess.
+"""
+
+import contextlib
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from fourfold.engines.doctor import MIB, Facts
+from fourfold.words.world import cores
+
+CGROUP = Path("/sys/fs/cgroup")
+SHM = Path("/dev/shm")
+WRITE_BYTES = 32 * MIB
+SHARED_BYTES = 256 * MIB
+WRITE_SECONDS = 1.0  # a slow disk is known for one before all is written
+UNLIMITED = 2**60  # cgroup v1 says "no limit" with a number near 2**63
+
+
+def look(folder: Path = Path()) -> Facts:
+    """What there is. Starts no process."""
+    memory = psutil.virtual_memory()
+    limit, left = _memory_limit()
+    shared_bytes, shared_problem = _shared(min(SHARED_BYTES, memory.available // 8, (left or memory.available) // 8))
+    rate, skew, disk_problem = _write(folder)
+    return Facts(
+        environ=dict(os.environ),
+        system=sys.platform,
+        machine=platform.machine(),
+        python=tuple(sys.version_info[:3]),
+        **_torch(),
+        gpu_driver=Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists(),
+        cores=cores(),
+        machine_cores=os.cpu_count() or 1,
+        quota_cores=_quota(),
+        load=os.getloadavg()[0],
+        total_bytes=memory.total,
+        available_bytes=memory.available,
+        limit_bytes=limit,
+        limit_left_bytes=left,
+        shared_bytes=shared_bytes,
+        shared_problem=shared_problem,
+        shm_bytes=shutil.disk_usage(SHM).free if SHM.is_dir() else None,
+        files_limit=_files_limit(),
+        disk_free_bytes=shutil.disk_usage(folder).free,
+        write_rate=rate,
+        disk_problem=disk_problem,
+        now=time.time(),
+        skew_seconds=skew,
+    )
+
+
+def _torch() -> dict[str, Any]:
+    try:
+        import torch
+    except Exception as error:  # a missing library of CUDA's is an OSError, a wrong numpy anything
+        lines = str(error).splitlines() or [type(error).__name__]
+        return {"torch_problem": f"does not import: {lines[0]}"}
+    gpus = []
+    if torch.cuda.is_available():
+        gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {"torch": torch.__version__, "cuda_build": torch.version.cuda or torch.version.hip, "gpus": tuple(gpus)}
+
+
+def _own_cgroup(controller: str) -> list[Path]:
+    """Where this process's limits are written, the closest first."""
+    folders = [CGROUP, CGROUP / controller]
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, names, path = line.split(":", 2)
+            if not names or controller in names.split(","):
+                folders.insert(0, (CGROUP / controller if names else CGROUP) / path.strip("/"))
+    return folders
+
+
+def _read_number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # no such file, or "max"
+        return None
+
+
+def _memory_limit() -> tuple[int | None, int | None]:
+    """The container's limit and what is left of it."""
+    for folder in _own_cgroup("memory"):
+        for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            limit = _read_number(folder / most)
+            if limit is not None and limit < UNLIMITED:
+                return limit, max(0, limit - (_read_number(folder / used) or 0) + _cache(folder))
+    return None, None
+
+
+def _cache(folder: Path) -> int:
+    """File pages that count as used but are given back on demand."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (folder / "memory.stat").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name in ("inactive_file", "total_inactive_file"):
+                return int(value)
+    return 0
+
+
+def _quota() -> float | None:
+    """Processors a container grants."""
+    for folder in _own_cgroup("cpu"):
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = (folder / "cpu.max").read_text().split()
+            return int(quota) / int(period)
+        quota, period = _read_number(folder / "cpu.cfs_quota_us"), _read_number(folder / "cpu.cfs_period_us")
+        if quota and period and quota > 0:
+            return quota / period
+    return None
+
+
+def _shared(num_bytes: int) -> tuple[int, str]:
+    """Bytes of shared memory that could be reserved, or why not."""
+    try:
+        from fourfold.parts import memory
+    except Exception:  # torch does not import, which has a row of its own
+        return 0, "not tried without torch"
+    try:
+        memory.close_shared(memory.create_shared(num_bytes))
+    except memory.MemoryUnavailable as error:
+        return 0, error.problems[0].got
+    return num_bytes, ""
+
+
+def _files_limit() -> int | None:
+    try:
+        import resource
+    except ImportError:
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _write(folder: Path) -> tuple[float, float, str]:
+    """Bytes a second with fsync, the skew of a fresh file's stamp, and why nothing could be written."""
+    block = os.urandom(MIB)  # a file system that compresses must not look fast
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".fourfold-doctor-") as file:
+            begin, written = time.perf_counter(), 0
+            while written < WRITE_BYTES and time.perf_counter() - begin < WRITE_SECONDS:
+                file.write(block)
+                file.flush()
+                written += MIB
+            os.fsync(file.fileno())
+            seconds = time.perf_counter() - begin
+            os.utime(file.fileno())  # stamped by whoever keeps the files
+            return written / seconds, os.fstat(file.fileno()).st_mtime - time.time(), ""
+    except OSError as error:
+        return 0.0, 0.0, f"cannot write here: {(error.strerror or 'unknown').lower()}"

@@ -1,0 +1,48 @@
+"""Machine: how many processes and threads suit this host.
+
+processes  one per GPU, else one per core up to four
+Law: a rank never gets more threads than its share of the cores; what the user's environment says goes first.
+"""
+
+import os
+from collections.abc import Mapping
+
+from fourfold.words.errors import Problem, SettingError
+from fourfold.words.world import World, cores
+
+MOST_PROCESSES = 4  # by default and without GPUs: more small processes rarely help, and never by surprise
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def gpus() -> int:
+    """Number of GPUs torch can use."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def default_processes() -> int:
+    """One process per GPU, else min(cores, 4)."""
+    return gpus() or min(cores(), MOST_PROCESSES)
+
+
+def thread_variables(num_processes: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What to add to the environment so that `num_processes` share the cores; nothing the user has set."""
+    threads = str(max(1, cores() // num_processes))
+    return {name: threads for name in THREAD_VARIABLES if name not in environ}
+
+
+def check_number(text: str | None, world: World | None) -> int | None:
+    """How many processes there must be, from -n and from a launcher; None where neither says.
+
+    Raises SettingError where -n is no number, or a launcher has started another.
+    """
+    if text is not None and not (text.isdecimal() and int(text)):
+        raise SettingError(Problem(f"-n {text}", "a number of processes, at least 1", "-n 1"), where="the command line")
+    number = None if text is None else int(text)
+    if world is None:
+        return number
+    if number not in (None, world.size):
+        got = f"-n {number}, but a launcher has started {world.size} processes"
+        raise SettingError(Problem(got, "one number", "the same without -n"), where="the command line")
+    return world.size

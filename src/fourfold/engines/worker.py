@@ -1,0 +1,71 @@
+"""Worker: one rank of a local job. Runs a script, or `-m module`, as Python itself would.
+
+    python -m fourfold.engines.worker LAUNCHER_PID SCRIPT.py [arguments…]
+    python -m fourfold.engines.worker LAUNCHER_PID -m MODULE [arguments…]
+
+Law: the program sees the command line, the path and the exit codes it would see alone; what it raises is written
+down for the launcher, which tells it once.
+"""
+
+import faulthandler
+import os
+import runpy
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from fourfold.engines import cause
+
+EXIT_SECONDS = 2.0  # for atexit functions and threads of a rank that has failed
+
+
+def main(arguments: Sequence[str]) -> None:
+    launcher, *command = arguments
+    _die_with(int(launcher))
+    faulthandler.enable(all_threads=False)
+    try:
+        run_program(command)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except Exception as error:  # whatever the program raises
+        _fail(error)
+
+
+def run_program(command: Sequence[str]) -> None:
+    """Run `[script, *arguments]` or `["-m", module, *arguments]` in this process, as `__main__`."""
+    if command[0] == "-m":
+        sys.argv = list(command[1:])
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = list(command)
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path(command[0]).resolve().parent)
+    runpy.run_path(command[0], run_name="__main__")
+
+
+def _fail(error: Exception) -> None:
+    entry = cause.record(error, rank=int(os.environ["RANK"]))
+    cause.write(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), entry)
+    # A thread of the user's, or a process group that waits for dead peers, must not keep a failed rank alive.
+    deadline = threading.Timer(EXIT_SECONDS, os._exit, [entry.exit_code])
+    deadline.daemon = True
+    deadline.start()
+    sys.exit(entry.exit_code)
+
+
+def _die_with(launcher: int) -> None:
+    """Have the kernel end this process when the launcher is gone, however it went (Linux)."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != launcher:  # It went before the line above.
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,144 @@
+"""Feed: the batches of one rank, read ahead by a thread.
+
+state  (seed, epoch, position): what has been handed out; ranks and read-ahead are no part of it
+share  this data index's part of each global batch; when a batch does not divide, shares differ by one
+Law: over all data indices the samples of a global batch are `plan.order.rows` of its positions, whatever the mesh.
+"""
+
+import queue
+import threading
+from collections.abc import Generator, Iterator
+from typing import Any, NamedTuple
+
+from fourfold.feed.source import fetch
+from fourfold.parts import comm
+from fourfold.plan.order import rows, share
+from fourfold.plan.plan import Plan
+from fourfold.words.errors import DataError, Problem
+from fourfold.words.task import Source
+from fourfold.words.world import World, from_environment
+
+READ_AHEAD = 2
+
+
+class Position(NamedTuple):
+    """Where a feed stands: samples [0, position) of the epoch have been handed out."""
+
+    seed: int
+    epoch: int
+    position: int
+
+
+class Feed:
+    """Iterate over an epoch's local batches; the next loop is the next epoch. `batch_size` is global.
+
+    An epoch's last batch holds what is left; a data index may then get an empty batch, which a step takes.
+    Raises DataError for an empty source or a batch size below one.
+    """
+
+    def __init__(self, source: Source, plan: Plan | None = None, *, batch_size: int, seed: int = 0) -> None:
+        problems = []
+        if len(source) == 0:
+            problems.append(Problem("a source without samples", "at least one"))
+        if batch_size < 1:
+            problems.append(Problem(f"batch_size = {batch_size}", "at least 1"))
+        if problems:
+            raise DataError(problems, where="the feed")
+        self._source, self._batch_size = source, batch_size
+        self._size, self._index = _place(plan)
+        self._state = Position(seed, 0, 0)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a global batch."""
+        return self._batch_size
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch."""
+        return len(self._source)
+
+    @property
+    def state(self) -> Position:
+        """What has been handed out so far; `load` puts a feed there, on any number of ranks."""
+        return self._state
+
+    def load(self, state: Position) -> None:
+        """Go on from a state that another feed of the same source and batch size gave."""
+        position = Position(*state)
+        if not 0 <= position.position < len(self._source):
+            got = f"position {position.position}"
+            raise DataError(Problem(got, f"one before the source's {len(self._source)} samples"), where="the feed")
+        self._state = position
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        return -(-len(self._source) // self._batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The rest of the epoch. The state advances when a batch is taken, not when it is read."""
+        epoch = self._state.epoch
+        for after, batch in self._read_ahead(self._state):
+            self._state = after
+            yield batch
+            if self._state.epoch != epoch:
+                return
+
+    def forever(self) -> Generator[Any, None, None]:
+        """Batches without end, epoch after epoch."""
+        while True:
+            yield from self
+
+    def _batches(self, start: Position) -> Iterator[tuple[Position, Any]]:
+        """The rest of an epoch: what the state is after each batch, and the batch."""
+        num_samples, (seed, epoch, position) = len(self._source), start
+        while position < num_samples:
+            stop = min(position + self._batch_size, num_samples)
+            first, last = share(position, stop, self._size, self._index)
+            batch = fetch(self._source, rows(num_samples, seed, epoch, first, last).tolist())
+            position = stop
+            after = Position(seed, epoch, position) if position < num_samples else Position(seed, epoch + 1, 0)
+            yield after, batch
+
+    def _read_ahead(self, start: Position) -> Iterator[tuple[Position, Any]]:
+        """`_batches`, made by a thread that stays `READ_AHEAD` batches in front; its error is raised here."""
+        ready: queue.Queue[Any] = queue.Queue(READ_AHEAD)
+        stopped = threading.Event()
+
+        def read() -> None:
+            try:
+                for item in self._batches(start):
+                    if not _put(ready, item, stopped):
+                        return
+                _put(ready, None, stopped)
+            except BaseException as error:  # raised in the caller's thread, below
+                _put(ready, error, stopped)
+
+        thread = threading.Thread(target=read, name="fourfold feed", daemon=True)
+        thread.start()
+        try:
+            while (item := ready.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            stopped.set()
+            thread.join()
+
+
+def _put(ready: queue.Queue[Any], item: Any, stopped: threading.Event) -> bool:
+    while not stopped.is_set():
+        try:
+            ready.put(item, timeout=0.1)
+            return True
+        except queue.Full:
+            continue
+    return False
+
+
+def _place(plan: Plan | None) -> tuple[int, int]:
+    """Size of the data axis and this process's index on it."""
+    world = comm.present() or from_environment() or World()
+    if plan is None:
+        return world.size, world.rank
+    return plan.dp, plan.mesh.at(world.rank)["dp"]

@@ -1,0 +1,114 @@
+"""Sources: numbered samples, and how a batch is fetched from them.
+
+source   a map from a sample's number to (inputs, targets), without a batch dim
+batch    (inputs, targets) with samples on dim 0; inputs a tensor or a dict of tensors
+Law: `fetch(source, indices)` equals the stack of `source[i]`, whichever way it is read.
+
+B batch · L sequence length
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from fourfold.feed.text import Corpus
+from fourfold.words.errors import DataError, Problem
+from fourfold.words.task import Source
+
+__all__ = ["BatchSource", "Source", "Tensors", "Tokens", "fetch", "too_short"]
+
+
+class BatchSource(Source, Protocol):
+    """A source that reads a whole batch at once, cheaper than sample by sample."""
+
+    def fetch(self, indices: Sequence[int], /) -> Any: ...
+
+
+def fetch(source: Source, indices: Sequence[int]) -> Any:
+    """The batch of these samples, in this order; by `source.fetch` where there is one, else samples are stacked.
+
+    No indices give a batch of no samples, of the right shapes.
+    """
+    method = getattr(source, "fetch", None)
+    if method is not None:
+        return method(indices)
+    samples = [source[i] for i in indices] or [source[0]]
+    inputs, targets = default_collate(samples)
+    return (inputs, targets) if len(indices) else (_none_of(inputs), _none_of(targets))
+
+
+class Tensors:
+    """Samples held in memory: rows of `inputs` and `targets`."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
+        self.inputs, self.targets = inputs, targets
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int, /) -> tuple[Tensor, Tensor]:
+        return self.inputs[index], self.targets[index]
+
+    def fetch(self, indices: Sequence[int], /) -> tuple[Tensor, Tensor]:
+        rows = torch.as_tensor(indices, dtype=torch.int64)
+        return self.inputs[rows], self.targets[rows]
+
+
+class Tokens:
+    """A corpus of bytes cut into samples of `length` tokens; the targets are the tokens, one further on.
+
+    corpus        the bytes, one token each
+    length        L, tokens of one sample
+    num_samples   at most so many samples, spread evenly over the corpus; None for all
+
+    A sample is ({"tokens": int64 [L], "positions": int64 [L]}, targets int64 [L]). Raises DataError where the corpus
+    is shorter than one sample and its last target.
+    """
+
+    def __init__(self, corpus: Corpus, *, length: int, num_samples: int | None = None) -> None:
+        if problem := too_short(corpus, length=length, name="corpus"):
+            raise DataError(problem)
+        self.corpus, self.length = corpus, length
+        self.num_whole = (len(corpus) - 1) // length
+        self.num_samples = self.num_whole if num_samples is None else min(num_samples, self.num_whole)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int, /) -> tuple[dict[str, Tensor], Tensor]:
+        inputs, targets = self.fetch([index])
+        return {name: values[0] for name, values in inputs.items()}, targets[0]
+
+    def fetch(self, indices: Sequence[int], /) -> tuple[dict[str, Tensor], Tensor]:
+        rows = torch.from_numpy(self.corpus.read(self.starts(indices), self.length + 1)).to(torch.int64)
+        positions = torch.arange(self.length).expand(len(rows), -1).contiguous()
+        return {"tokens": rows[:, :-1].contiguous(), "positions": positions}, rows[:, 1:].contiguous()
+
+    def starts(self, indices: Sequence[int]) -> np.ndarray:
+        """The first byte of each sample: int64 [B]. Raises IndexError outside [0, num_samples)."""
+        numbers = np.asarray(indices, dtype=np.int64)
+        if numbers.size and (numbers.min() < 0 or numbers.max() >= self.num_samples):
+            raise IndexError(f"samples {numbers.min()} to {numbers.max()} asked of {self.num_samples}")
+        return numbers * self.num_whole // self.num_samples * self.length
+
+
+def too_short(corpus: Corpus, *, length: int, name: str) -> Problem | None:
+    """What is wrong with a corpus that holds no sample of `length` tokens and their last target; None if it does."""
+    if len(corpus) > length:
+        return None
+    attempt = f"length={len(corpus) - 1}, or more text" if len(corpus) > 1 else "more text"
+    return Problem(f"{name} has {len(corpus)} bytes", f"{length + 1}, for one sample of length {length}", attempt)
+
+
+def _none_of(values: Any) -> Any:
+    if isinstance(values, dict):
+        return {name: _none_of(value) for name, value in values.items()}
+    if isinstance(values, list | tuple):
+        return type(values)(_none_of(value) for value in values)
+    return values[:0]

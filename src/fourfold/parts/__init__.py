@@ -1,0 +1,1 @@
+"""Floor 2: doing. The columns again, now with tensors."""

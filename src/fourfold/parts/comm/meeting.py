@@ -1,0 +1,153 @@
+"""Meeting: the store through which the ranks of a job find each other, where torch's own variables do not say it.
+
+store     a TCPStore that rank 0 serves
+note      a file in a private folder that tells the other ranks of this host rank 0's port
+launcher  the nearest ancestor of a process that has not the rank's variable in its environment: mpirun, or its helper
+Law: a note belongs to one start of one job: it is named by the job and its launcher process, read only while the
+rank that wrote it lives, and removed once all have met. So neither a dead job nor a neighbour's is ever joined.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from fourfold.words.errors import LaunchError, Problem
+from fourfold.words.launchers import Seat
+from fourfold.words.rendezvous import Address, SameHost
+from fourfold.words.rendezvous import meeting as place_of
+
+LOOPBACK = "127.0.0.1"
+HOST_SECONDS = 60.0  # for the ranks of one host to meet
+HOSTS_SECONDS = 300.0  # hosts, and pods above all, do not start at the same time
+POLL_SECONDS = 0.01
+
+
+class _Process(NamedTuple):
+    """A process, told from a later one that has got its number by when it began (in ticks since the boot)."""
+
+    pid: int
+    began: int
+
+
+def store(seat: Seat, environ: Mapping[str, str]) -> Store | None:
+    """The store to make the process group with, when all ranks have come; None where torch finds its own.
+
+    Raises LaunchError, and torch's DistError where ranks do not come in time.
+    """
+    place = place_of(seat, environ)
+    if place is None:
+        return None
+    if isinstance(place, SameHost):
+        return _on_one_host(seat, place)
+    return _store(seat, place, HOSTS_SECONDS)
+
+
+def describe(seat: Seat, environ: Mapping[str, str]) -> str:
+    """The meeting place, for people."""
+    place = place_of(seat, environ)
+    return f"{place.host}:{place.port}" if isinstance(place, Address) else "this host"
+
+
+def _on_one_host(seat: Seat, place: SameHost) -> Store:
+    note = _private_folder() / _name(place)
+    if seat.rank > 0:
+        return _store(seat, Address(LOOPBACK, _wait_for(note, seat)), HOST_SECONDS)
+    # Listening before the others are told, so that those who come early wait in the queue.
+    listener = socket.create_server((LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    pid, began = _process(os.getpid())
+    part = note.with_name(f"{note.name}.{pid}")
+    part.write_text(json.dumps({"port": port, "pid": pid, "began": began}))
+    part.replace(note)  # Renamed into place: another rank may read it at any moment.
+    try:
+        return _store(seat, Address(LOOPBACK, port), HOST_SECONDS, listener.detach())
+    finally:
+        note.unlink(missing_ok=True)
+
+
+def _store(seat: Seat, address: Address, seconds: float, listener: int | None = None) -> Store:
+    """Rank 0 serves. Returns when all ranks have come (torch's `wait_for_workers`)."""
+    return TCPStore(
+        address.host,
+        address.port,
+        seat.size,
+        is_master=seat.rank == 0,
+        timeout=timedelta(seconds=seconds),
+        master_listen_fd=listener,
+    )
+
+
+def _wait_for(note: Path, seat: Seat) -> int:
+    """Rank 0's port, as soon as a rank 0 that lives has told it."""
+    deadline = time.monotonic() + HOST_SECONDS
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError, ValueError):
+            told = json.loads(note.read_text())
+            if _process(told["pid"]).began == told["began"]:
+                return told["port"]
+        time.sleep(POLL_SECONDS)
+    got = f"rank 0 did not come within {HOST_SECONDS:.0f} s; rank {seat.rank} looked for {note}"
+    raise LaunchError(
+        Problem(got, "ranks that see each other's processes and one temporary folder", "MASTER_ADDR=127.0.0.1")
+    )
+
+
+def _private_folder() -> Path:
+    """A folder of this user's that nobody else can write to."""
+    folder = Path(tempfile.gettempdir()) / f"fourfold-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise LaunchError(Problem(f"{folder} is open to others", "a folder of your own, mode 700", "TMPDIR=…"))
+    return folder
+
+
+def _name(place: SameHost) -> str:
+    launcher = _launcher(place.variable)
+    told = json.dumps([place.job, *launcher])
+    return f"rendezvous-{hashlib.sha256(told.encode()).hexdigest()[:24]}"
+
+
+def _launcher(variable: str) -> _Process:
+    """The nearest ancestor that is no part of the rank: between it and us there may be shells and wrappers."""
+    pid = _parent(os.getpid())
+    while pid > 1 and _has(pid, variable):
+        pid = _parent(pid)
+    return _process(pid)
+
+
+def _has(pid: int, variable: str) -> bool:
+    try:
+        environ = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # Another user's, such as Slurm's own daemon.
+        return False
+    return any(entry.startswith(variable.encode() + b"=") for entry in environ.split(b"\0"))
+
+
+def _parent(pid: int) -> int:
+    fields = _stat(pid)
+    return int(fields[1]) if fields else 0
+
+
+def _process(pid: int) -> _Process:
+    fields = _stat(pid)
+    return _Process(pid, int(fields[19]) if fields else 0)
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat after the command's name (state first); none where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []

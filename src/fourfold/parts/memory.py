@@ -1,0 +1,92 @@
+"""Memory: the owner of every long-lived buffer. It decides where a buffer lives; nobody else knows.
+
+flat     one-dimensional, allocated once per run
+private  seen by this process only, backed by huge pages where the system grants them
+mapping  memory that several processes of a host see: anonymous (memfd), so it vanishes with its last user
+Law: long-lived buffers are made here, once per run; everybody else holds views.
+"""
+
+import ctypes
+import mmap
+import os
+import sys
+from collections.abc import Callable
+
+import torch
+
+from fourfold.words.errors import FourfoldError, Problem
+
+PAGE_BYTES = 4096
+# Below this, a mapping of its own (rounded up to pages, zeroed by faults) costs more than it brings.
+HUGE_BYTES = 2 * 2**20
+
+
+class MemoryUnavailable(FourfoldError):
+    """Shared memory cannot be had here; the message says why."""
+
+
+def private(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A flat of zeros [num_elements] that only this process sees."""
+    num_bytes = num_elements * dtype.itemsize
+    if device.type != "cpu" or num_bytes < HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(num_elements, dtype=dtype, device=device)
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=dtype, count=num_elements)
+
+
+def create_shared(num_bytes: int) -> int:
+    """A file descriptor of anonymous shared memory, all of it reserved. Raises MemoryUnavailable."""
+    if not hasattr(os, "memfd_create"):
+        raise MemoryUnavailable(Problem(f"no memfd on {sys.platform}", "Linux", 'transport = "gloo"'))
+    handle = os.memfd_create("fourfold", os.MFD_CLOEXEC)
+    try:
+        # Reserved now, so that a lack of memory is an error here and not a SIGBUS in mid-step.
+        os.posix_fallocate(handle, 0, num_bytes)
+    except OSError as error:
+        os.close(handle)
+        need = f"{num_bytes / 2**20:.0f} MiB of shared memory for the gradients of this host's ranks"
+        raise MemoryUnavailable(Problem(str(error), need, 'fewer ranks a host, or transport = "gloo"')) from None
+    return handle
+
+
+def close_shared(handle: int) -> None:
+    """Give back what `create_shared` reserved."""
+    os.close(handle)
+
+
+def map_shared(handle: int) -> mmap.mmap:
+    """The mapping behind a descriptor; the descriptor is closed."""
+    mapping = mmap.mmap(handle, os.fstat(handle).st_size)
+    os.close(handle)
+    return mapping
+
+
+def keep_freed_memory() -> bool:
+    """Let the C library keep what is freed instead of giving it back to the system; True where it agreed.
+
+    A backward pass allocates and frees the same large gradients in every step. As separate mappings each costs
+    its pages' faults and zeroing again (`docs/measured.md`, "Freed memory"). A user's own setting is left alone.
+    """
+    mallopt = _malloc("mallopt")
+    if mallopt is None or any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
+        return False
+    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX of malloc.h
+    return bool(mallopt(mmap_max, 0) and mallopt(trim_threshold, 2**31 - 1))
+
+
+def give_back_freed_memory() -> None:
+    """Give what is free now back to the system, once: the first steps leave holes between what stays."""
+    trim = _malloc("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
+def _malloc(name: str) -> Callable[..., int] | None:
+    """A function of glibc's malloc, or None where there is another C library."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        return getattr(ctypes.CDLL(None), name)
+    except (OSError, AttributeError):
+        return None

@@ -1,0 +1,186 @@
+"""Cost: what the actions of a program cost, from a trace; and the measured step beside the simulated one.
+
+price  seconds an action takes its lane, waits left out: the median over the sampled steps, per rank
+lead   seconds between a bucket's being ready and the end of the backward that it comes from
+Law: what was measured and what is simulated join by (rank, action).
+"""
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fourfold.plan.needs import Needs
+from fourfold.plan.simulate import Timed, Timeline, makespan, simulate
+from fourfold.plan.timeline import DATA, STEP, Event, Trace, disjoint, waited
+from fourfold.words.action import Action, Verb
+from fourfold.words.spans import READY, SENT, WAIT
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Seconds by (rank, action). An action that was never seen costs nothing: a rank alone has nothing to reduce."""
+
+    seconds: Mapping[tuple[int, str], float]
+    leads: Mapping[tuple[int, str], float]
+
+    def price(self, rank: int, action: Action) -> float:
+        return self.seconds.get((rank, str(action)), 0.0)
+
+    def lead(self, rank: int, action: Action) -> float:
+        return self.leads.get((rank, str(action)), 0.0)
+
+
+class Difference(NamedTuple):
+    """An action of a rank, measured and simulated, in seconds; ends are since the step's first action."""
+
+    rank: int
+    action: str
+    measured: float
+    simulated: float
+    measured_end: float
+    simulated_end: float
+
+
+def prices(trace: Trace) -> Prices:
+    """The median cost of every action of every rank."""
+    seconds: dict[tuple[int, str], list[float]] = {}
+    leads: dict[tuple[int, str], list[float]] = {}
+    needs = Needs(trace.program)
+    for step in trace.steps:
+        by_rank = {rank: trace.of(step=step, rank=rank) for rank in trace.ranks}
+        starts = _sent(by_rank)
+        for rank, events in by_rank.items():
+            for key, value in _durations(events, starts).items():
+                seconds.setdefault((rank, key), []).append(value)
+            for key, value in _leads(needs, rank, trace.program[rank], events).items():
+                leads.setdefault((rank, key), []).append(value)
+    return Prices(_medians(seconds), _medians(leads))
+
+
+def _medians(values: Mapping[tuple[int, str], list[float]]) -> dict[tuple[int, str], float]:
+    return {key: statistics.median(each) for key, each in values.items()}
+
+
+def _sent(by_rank: Mapping[int, list[Event]]) -> dict[str, float]:
+    """When the last rank had sent each bucket."""
+    sent: dict[str, float] = {}
+    for events in by_rank.values():
+        for event in events:
+            name, _, what = event.name.partition(" ")
+            if what == SENT:
+                sent[name] = max(sent.get(name, event.start), event.start)
+    return sent
+
+
+def _durations(events: list[Event], sent: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of a rank's actions in one step."""
+    found: dict[str, float] = {}
+    free = 0.0
+    for event in sorted(events, key=lambda event: event.start):
+        if event.name.startswith(Verb.REDUCE) and " " not in event.name:
+            # A reduction that began before the others had sent, or before the one ahead of it had ended, waited.
+            begin = max(event.start, sent.get(event.name, event.start), free)
+            free = max(free, event.stop)
+            found[event.name] = max(0.0, event.stop - begin)
+        elif " " not in event.name and event.name != WAIT:
+            found[event.name] = event.seconds - waited(events, event)
+    return found
+
+
+def _leads(needs: Needs, rank: int, actions: tuple[Action, ...], events: list[Event]) -> dict[str, float]:
+    ends = {event.name: event.stop for event in events}
+    starts = {event.name: event.start for event in events}
+    leads: dict[str, float] = {}
+    for action in actions:
+        ready = starts.get(f"{action} {READY}", starts.get(f"{action} {SENT}"))
+        needed = [ends[str(need.action)] for need in needs.of(rank, action) if str(need.action) in ends]
+        if ready is not None and needed:
+            leads[str(action)] = max(0.0, max(needed) - ready)
+    return leads
+
+
+def measured(trace: Trace, step: int) -> dict[int, tuple[Timed, ...]]:
+    """A sampled step's timeline, as `simulate` gives one: seconds since its first action."""
+    found: dict[int, list[Timed]] = {}
+    for rank in trace.ranks:
+        by_name = {event.name: event for event in trace.of(step=step, rank=rank)}
+        here = [(action, by_name[str(action)]) for action in trace.program[rank] if str(action) in by_name]
+        found[rank] = [Timed(action, event.start, event.stop) for action, event in here]
+    begin = min((timed.start for each in found.values() for timed in each), default=0.0)
+    return {
+        rank: tuple(Timed(timed.action, timed.start - begin, timed.end - begin) for timed in each)
+        for rank, each in found.items()
+    }
+
+
+def typical_step(trace: Trace) -> int:
+    """The sampled step of median length."""
+    lengths = sorted((makespan(measured(trace, step)), step) for step in trace.steps)
+    return lengths[(len(lengths) - 1) // 2][1]
+
+
+def simulated(trace: Trace) -> dict[int, tuple[Timed, ...]]:
+    """One step of the traced program at its measured prices."""
+    known = prices(trace)
+    return simulate(trace.program, known.price, lead=known.lead)
+
+
+def differences(trace: Trace, step: int, timeline: Timeline) -> list[Difference]:
+    """A sampled step, action by action, beside a simulated timeline. Durations are without waits."""
+    rows = []
+    begun = measured(trace, step)
+    by_rank = {rank: trace.of(step=step, rank=rank) for rank in trace.ranks}
+    sent = _sent(by_rank)
+    for rank, events in by_rank.items():
+        spent = _durations(events, sent)
+        ends = {str(timed.action): timed.end for timed in begun[rank]}
+        for timed in timeline.get(rank, ()):
+            name = str(timed.action)
+            if name in ends:
+                length = timed.end - timed.start
+                rows.append(Difference(rank, name, spent[name], length, ends[name], timed.end))
+    return rows
+
+
+NAMES = {
+    Verb.FORWARD: "forward",
+    Verb.BACKWARD: "backward",
+    Verb.MEASURE: "measure",
+    Verb.UPDATE: "update",
+}
+DATA_TIME, WAIT_TIME, REST_TIME, REDUCE_TIME = "data", "waiting", "between actions", "reduce"
+
+
+def by_action(trace: Trace) -> dict[str, float]:
+    """Seconds of a step by what they were spent on: means over sampled steps and ranks.
+
+    All but "reduce" lie in the compute lane and add up to the step; "reduce" is the reduce lane's, beside or within.
+    """
+    names = [DATA_TIME, *NAMES.values(), WAIT_TIME, REST_TIME, REDUCE_TIME]
+    sums = dict.fromkeys(names, 0.0)
+    steps = 0
+    for step in trace.steps:
+        for rank in trace.ranks:
+            events = trace.of(step=step, rank=rank)
+            whole = [event.seconds for event in events if event.name == STEP]
+            spent = {WAIT_TIME: sum(event.seconds for event in disjoint(events))}
+            for name, seconds in _durations(events, {}).items():
+                kind = _kind(name)
+                if kind is not None:
+                    spent[kind] = spent.get(kind, 0.0) + seconds
+            in_lane = sum(seconds for kind, seconds in spent.items() if kind != REDUCE_TIME)
+            spent[REST_TIME] = max(0.0, sum(whole) - in_lane)
+            for kind, seconds in spent.items():
+                sums[kind] += seconds
+            steps += 1
+    return {name: seconds / max(1, steps) for name, seconds in sums.items()}
+
+
+def _kind(name: str) -> str | None:
+    if name == DATA:
+        return DATA_TIME
+    if name == STEP:
+        return None
+    verb = Verb(name[0])
+    return REDUCE_TIME if verb == Verb.REDUCE else NAMES.get(verb)

@@ -1,0 +1,163 @@
+"""The data axis, thought: buckets, where they rest, and the program of a step.
+
+slot    one parameter's place in a bucket, [start, stop) in elements
+bucket  consecutive slots in reverse order of definition, one dtype, one optimizer group
+rest    where a bucket's weights, gradients and optimizer states lie between uses
+Law: slots tile the bucket, so every share of it is one contiguous slice.
+
+Source of the table of rests: Rajbhandari et al., "ZeRO" (2020), §5.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fourfold.words.action import LOSS, NORM, USED, Action, Verb
+from fourfold.words.layout import PARTIAL, SPLIT, WHOLE, Change, Layout, change, sent_bytes
+
+
+class Spec(NamedTuple):
+    """What must be known of a parameter to give it a place."""
+
+    name: str
+    num_elements: int
+    dtype: str
+    element_bytes: int
+    group: int = 0
+
+
+class Slot(NamedTuple):
+    """One parameter's place in its bucket, in elements."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters that travel together, `size` elements in all."""
+
+    index: int
+    slots: tuple[Slot, ...]
+    size: int
+    dtype: str
+    element_bytes: int
+    group: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.size * self.element_bytes
+
+
+def fill(specs: Sequence[Spec], *, bucket_bytes: int) -> tuple[Bucket, ...]:
+    """Buckets of about `bucket_bytes` for parameters given in order of definition.
+
+    A bucket is closed before it would grow beyond `bucket_bytes`; a larger parameter has one of its own.
+    Buckets are numbered by when their last parameter comes, in reverse order of definition, so that the
+    first to be complete in backward is the first to be reduced.
+    """
+    opened: dict[tuple[str, int], list[Spec]] = {}
+    closed: list[list[Spec]] = []
+    for spec in reversed(specs):
+        key = spec.dtype, spec.group
+        members = opened.setdefault(key, [])
+        held = sum(member.num_elements for member in members)
+        if members and (held + spec.num_elements) * spec.element_bytes > bucket_bytes:
+            closed.append(members)
+            members = opened[key] = []
+        members.append(spec)
+    place = {spec.name: index for index, spec in enumerate(reversed(specs))}
+    closed.extend(opened.values())
+    closed.sort(key=lambda members: place[members[-1].name])
+    return tuple(_bucket(index, members) for index, members in enumerate(closed))
+
+
+def _bucket(index: int, members: Sequence[Spec]) -> Bucket:
+    slots, start = [], 0
+    for spec in members:
+        slots.append(Slot(spec.name, start, start + spec.num_elements))
+        start += spec.num_elements
+    first = members[0]
+    return Bucket(index, tuple(slots), start, first.dtype, first.element_bytes, first.group)
+
+
+class Rest(NamedTuple):
+    """Where a bucket's three tensors lie between uses."""
+
+    weight: Layout
+    gradient: Layout
+    state: Layout
+
+
+RESTS = {
+    0: Rest(WHOLE, PARTIAL, WHOLE),
+    1: Rest(WHOLE, PARTIAL, SPLIT),
+    2: Rest(WHOLE, SPLIT, SPLIT),
+    3: Rest(SPLIT, SPLIT, SPLIT),
+}
+
+
+class Life(NamedTuple):
+    """A bucket's life: what each moment of a step changes."""
+
+    before_use: Change
+    after_backward: Change
+    before_update: Change
+    after_update: Change
+
+
+def life(rest: Rest) -> Life:
+    """The collectives of a step: nothing but differences between layouts."""
+    return Life(
+        before_use=change(rest.weight, WHOLE),
+        after_backward=change(PARTIAL, rest.gradient),
+        before_update=change(rest.gradient, rest.state),
+        after_update=change(rest.state, rest.weight),
+    )
+
+
+def step_bytes(buckets: Iterable[Bucket], *, zero: int, size: int, microbatches: int) -> float:
+    """Bytes each of `size` data ranks sends in a step; zero 3 gathers for forward and again for backward."""
+    moments = life(RESTS[zero])
+    sent = 0.0
+    for bucket in buckets:
+
+        def cost(collective: Change, whole: int = bucket.num_bytes) -> float:
+            return sent_bytes(collective, whole_bytes=whole, size=size)
+
+        each = 2 * cost(moments.before_use) + cost(moments.after_backward)
+        sent += microbatches * each + cost(moments.before_update) + cost(moments.after_update)
+    return sent
+
+
+class Step(NamedTuple):
+    """What a data rank's step consists of; `order` is the launch order recorded in the first step."""
+
+    microbatches: int
+    num_buckets: int
+    clip: bool = False
+    unused: bool = False
+    order: tuple[int, ...] = ()
+
+
+def lower(step: Step) -> tuple[Action, ...]:
+    """A data rank's step: forwards and backwards, reductions in launch order, then the updates.
+
+    Reductions stand behind the last backward, and a runtime may begin each one while backward goes on, as soon
+    as it is permitted and in this order.
+    """
+    launch = step.order or tuple(range(step.num_buckets))
+    actions: list[Action] = []
+    for index in range(step.microbatches):
+        actions.append(Action(Verb.FORWARD, 0, index))
+        if index == step.microbatches - 1:
+            actions.append(Action(Verb.MEASURE, 0, LOSS))
+        actions.append(Action(Verb.BACKWARD, 0, index))
+    actions += [Action(Verb.REDUCE, 0, bucket) for bucket in launch]
+    if step.unused:
+        actions.append(Action(Verb.MEASURE, 0, USED))
+    if step.clip:
+        actions.append(Action(Verb.MEASURE, 0, NORM))
+    actions += [Action(Verb.UPDATE, 0, bucket) for bucket in launch]
+    return tuple(actions)

@@ -1,0 +1,243 @@
+"""Pieces: which file of a checkpoint holds which box of which tensor.
+
+tensor   a global tensor: name, dtype and shape, the same whatever the mesh
+stretch  a box of a tensor, in one file: an offset and a length for every dim
+Law: the stretches of a tensor tile it, and nothing a manifest says is believed before it is bounded.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+VERSION = 1
+MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 2**28
+MAX_TENSOR_BYTES = 2**46
+MAX_DIMS = 16
+FILE_NAME = re.compile(r"rank-[0-9]{3,6}\.safetensors")
+# The dtypes of the safetensors format, by its own names.
+ELEMENT_BYTES = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1),
+}
+
+
+class Global(NamedTuple):
+    """A tensor as the whole run sees it; `whole`: it is not cut (the buffers, which rank 0 speaks for)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    whole: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
+
+
+class Box(NamedTuple):
+    """Part of a tensor."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+class Stretch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    file: str
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offsets, self.lengths)
+
+
+class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A global tensor, and where its parts lie."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stretches: tuple[Stretch, ...]
+
+
+class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A piece's size, and its xxh3_128 in hexadecimal digits."""
+
+    num_bytes: int
+    checksum: str
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the first step taught: see `run.build`."""
+
+    order: tuple[int, ...]
+    nominal_count: float
+
+
+class Fed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What had been handed out of the data, and in which order."""
+
+    seed: int
+    epoch: int
+    position: int
+    batch_size: int
+    num_samples: int
+    order_version: int
+
+
+class Random(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The state of torch's generators of one rank, in hexadecimal digits; `device` is empty on a CPU."""
+
+    cpu: str
+    device: str = ""
+
+
+Scalar = float | int | bool | str | None
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A checkpoint's table of contents, and all of it that is not a tensor.
+
+    tensors        by name: model.NAME, optimizer.NAME.KEY, ema.NAME
+    aliases        names of tensors that are another one's (tied weights)
+    scalars        of the optimizer's state, by parameter and key
+    groups         the optimizer's options, by group
+    random         by rank
+    metrics_bytes  where the log stood
+    losses         of the last steps
+    valid          what was measured at this step, if anything was; `best` is the least validation loss so far
+    """
+
+    version: int
+    step: int
+    tensors: dict[str, Entry]
+    aliases: dict[str, str]
+    scalars: dict[str, dict[str, Scalar]]
+    groups: tuple[dict[str, Any], ...]
+    record: Record
+    feed: Fed
+    random: tuple[Random, ...]
+    metrics_bytes: int
+    losses: tuple[float | None, ...]
+    valid: dict[str, float | None]
+    best: float | None
+    files: dict[str, File]
+
+
+def file_name(rank: int) -> str:
+    return f"rank-{rank:03d}.safetensors"
+
+
+def share_out(tensors: Iterable[Global], size: int) -> dict[str, tuple[Stretch, ...]]:
+    """Who writes what: the stretches of each tensor, one file a rank, equal in bytes to about a row.
+
+    Tensors are cut along dim 0 only, and only where one rank's share ends within them.
+    """
+    every = list(tensors)
+    total = sum(tensor.num_bytes for tensor in every if not tensor.whole)
+    cuts = [total * rank // size for rank in range(size + 1)]
+    result, start = {}, 0
+    for tensor in every:
+        if tensor.whole:
+            result[tensor.name] = (_rows(tensor, 0, tensor.shape[0] if tensor.shape else 1, rank=0),)
+            continue
+        stop = start + tensor.num_bytes
+        rows = tensor.shape[0] if tensor.shape else 1
+        row_bytes = tensor.num_bytes // rows if rows else 0
+        bounds = [0, *(_row(cut - start, row_bytes, rows) for cut in cuts[1:-1]), rows]
+        stretches = [
+            _rows(tensor, low, high, rank=rank)
+            for rank, (low, high) in enumerate(itertools.pairwise(bounds))
+            if low < high
+        ]
+        result[tensor.name] = tuple(stretches) or (_rows(tensor, 0, rows, rank=0),)
+        start = stop
+    return result
+
+
+def _row(offset_bytes: int, row_bytes: int, rows: int) -> int:
+    """The row nearest to a place in the tensor."""
+    return min(max((offset_bytes + row_bytes // 2) // row_bytes, 0), rows) if row_bytes else 0
+
+
+def _rows(tensor: Global, low: int, high: int, *, rank: int) -> Stretch:
+    if not tensor.shape:
+        return Stretch(file_name(rank), (), ())
+    return Stretch(file_name(rank), (low, *(0 for _ in tensor.shape[1:])), (high - low, *tensor.shape[1:]))
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """What two boxes of one tensor have in common; None where that is nothing."""
+    starts = tuple(map(max, a.offsets, b.offsets))
+    ends = (min(x + m, y + n) for x, m, y, n in zip(a.offsets, a.lengths, b.offsets, b.lengths, strict=True))
+    lengths = tuple(end - start for start, end in zip(starts, ends, strict=True))
+    return Box(starts, lengths) if all(length > 0 for length in lengths) else None
+
+
+def within(box: Box, outer: Box) -> tuple[slice, ...]:
+    """The box as slices of a tensor that holds `outer`."""
+    return tuple(slice(x - y, x - y + n) for x, y, n in zip(box.offsets, outer.offsets, box.lengths, strict=True))
+
+
+def problems(manifest: Manifest) -> Iterator[str]:
+    """Everything that makes a manifest unbelievable. Each name, size and offset is bounded here."""
+    if manifest.version != VERSION:
+        yield f"version {manifest.version}, this fourfold reads version {VERSION}"
+    if manifest.step < 0 or manifest.metrics_bytes < 0:
+        yield f"step {manifest.step}, log position {manifest.metrics_bytes}"
+    yield from (f"a file called {name!r}" for name in manifest.files if not FILE_NAME.fullmatch(name))
+    yield from (f"{name}: {f.num_bytes} bytes" for name, f in manifest.files.items() if f.num_bytes < 8)
+    yield from (f"{a} is said to be {b}, which is not there" for a, b in manifest.aliases.items()
+                if b not in manifest.tensors)  # fmt: skip
+    fed = manifest.feed
+    if not 0 <= fed.position <= fed.num_samples or fed.epoch < 0:
+        yield f"epoch {fed.epoch}, position {fed.position} of {fed.num_samples} samples"
+    held: dict[str, int] = dict.fromkeys(manifest.files, 0)
+    for name, entry in manifest.tensors.items():
+        yield from (f"{name}: {text}" for text in _entry_problems(entry, manifest.files))
+        if entry.dtype in ELEMENT_BYTES:
+            for stretch in entry.stretches:
+                held[stretch.file] = held.get(stretch.file, 0) + math.prod(stretch.lengths) * ELEMENT_BYTES[entry.dtype]
+    for name, file in manifest.files.items():
+        if held[name] > file.num_bytes:
+            yield f"{name}: {held[name]} bytes of tensors in a file of {file.num_bytes}"
+
+
+def _entry_problems(entry: Entry, files: Mapping[str, File]) -> Iterator[str]:
+    if entry.dtype not in ELEMENT_BYTES:
+        yield f"dtype {entry.dtype!r}"
+        return
+    if len(entry.shape) > MAX_DIMS or any(n < 0 for n in entry.shape) or math.prod(entry.shape) > MAX_TENSOR_BYTES:
+        yield f"shape {entry.shape}"
+        return
+    for stretch in entry.stretches:
+        if stretch.file not in files:
+            yield f"in {stretch.file!r}, which is not among the files"
+        if not _inside(stretch.box, entry.shape):
+            yield f"offsets {stretch.offsets}, lengths {stretch.lengths} of shape {entry.shape}"
+            return
+    if not _tile([stretch.box for stretch in entry.stretches], entry.shape):
+        yield "its stretches leave a gap, or lie on each other"
+    if len({stretch.file for stretch in entry.stretches}) < len(entry.stretches):
+        yield "two stretches in one file"
+
+
+def _inside(box: Box, shape: Sequence[int]) -> bool:
+    if not len(box.offsets) == len(box.lengths) == len(shape):
+        return False
+    return all(x >= 0 and n >= 0 and x + n <= size for x, n, size in zip(box.offsets, box.lengths, shape, strict=True))
+
+
+def _tile(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
+    if not boxes or sum(math.prod(box.lengths) for box in boxes) != math.prod(shape):
+        return False
+    ordered = sorted(boxes)
+    if all(box.lengths[1:] == tuple(shape[1:]) for box in ordered):  # cut along dim 0 only: neighbours suffice
+        return all(a.offsets[0] + a.lengths[0] <= b.offsets[0] for a, b in itertools.pairwise(ordered))
+    return not any(overlap(a, b) for number, a in enumerate(boxes) for b in boxes[:number])

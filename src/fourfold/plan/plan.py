@@ -1,0 +1,169 @@
+"""Plan: how a task is laid over the mesh. Decisions only, plain scalars, TOML in and out.
+
+rule  what a field may hold: its kind, its choices or least value, and which of them are built so far
+Law: `Plan.from_toml(plan.to_toml()) == plan`, and an impossible plan is refused with all its problems at once.
+"""
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from fourfold.words.errors import PlanError, Problem, nearest
+from fourfold.words.mesh import Mesh
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What one field may hold. `built` narrows it to what this version can do; None = all."""
+
+    kind: type
+    choices: tuple[Any, ...] = ()
+    least: int = 1
+    built: tuple[Any, ...] | None = None
+    optional: bool = False
+
+    def need(self) -> str:
+        if self.choices:
+            return "one of " + ", ".join(map(str, self.choices))
+        return f"a whole number of at least {self.least}" + (", or nothing" if self.optional else "")
+
+    def admits(self, value: object) -> bool:
+        if value is None:
+            return self.optional
+        if type(value) is not self.kind:
+            return False
+        return value in self.choices if self.choices else value >= self.least  # type: ignore[operator]
+
+
+RULES = {
+    "pp": Rule(int, built=(1,)),
+    "dp": Rule(int),
+    "sp": Rule(int, built=(1,)),
+    "tp": Rule(int, built=(1,)),
+    "shard": Rule(int, optional=True, built=(None,)),
+    "zero": Rule(int, choices=(0, 1, 2, 3), built=(0,)),
+    "microbatches": Rule(int),
+    "schedule": Rule(str, choices=("gpipe", "1f1b", "interleaved", "zero-bubble"), built=("1f1b",)),
+    "interleave": Rule(int, built=(1,)),
+    "recompute": Rule(str, choices=("none", "selective", "full"), built=("none",)),
+    "ring": Rule(str, choices=("zigzag", "plain", "rsa"), built=("zigzag",)),
+    "ulysses": Rule(int, built=(1,)),
+    "update": Rule(str, choices=("after", "in_backward", "in_forward"), built=("after",)),
+    "sync": Rule(str, choices=("step", "local", "server"), built=("step",)),
+    "codec": Rule(str, choices=("none", "bf16", "fp16", "int8", "topk", "powersgd", "dct"), built=("none",)),
+    "offload": Rule(str, choices=("none", "states"), built=("none",)),
+    "precision": Rule(str, choices=("keep", "bf16", "fp16"), built=("keep",)),
+    "batch_norm": Rule(str, choices=("refuse", "local", "sync"), built=("refuse", "local")),
+    "unused": Rule(str, choices=("refuse", "allow")),
+    "bucket_bytes": Rule(int, least=1),
+    "transport": Rule(str, choices=("by-host", "shared", "gloo", "nccl")),
+}
+FIELDS = tuple(RULES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a task is laid over pp · dp · sp · tp ranks. All scalars; see `docs/plan.md` for each.
+
+    Raises PlanError where a value is impossible, or asks for what is not built yet.
+    """
+
+    pp: int = 1
+    dp: int = 1
+    sp: int = 1
+    tp: int = 1
+    shard: int | None = None
+    zero: int = 0
+    microbatches: int = 1
+    schedule: str = "1f1b"
+    interleave: int = 1
+    recompute: str = "none"
+    ring: str = "zigzag"
+    ulysses: int = 1
+    update: str = "after"
+    sync: str = "step"
+    codec: str = "none"
+    offload: str = "none"
+    precision: str = "keep"
+    batch_norm: str = "refuse"
+    unused: str = "refuse"
+    bucket_bytes: int = 4 * 2**20
+    transport: str = "by-host"
+
+    def __post_init__(self) -> None:
+        problems = check(dataclasses.asdict(self))
+        if problems:
+            raise PlanError(problems, where="the plan")
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(pp=self.pp, dp=self.dp, sp=self.sp, tp=self.tp)
+
+    @classmethod
+    def build(cls, values: Mapping[str, object], *, where: str = "the plan") -> Self:
+        """The plan with these values, the rest at their defaults; PlanError tells all problems at once."""
+        problems = check(values)
+        if problems:
+            raise PlanError(problems, where=where)
+        return cls(**values)  # type: ignore[arg-type]
+
+    @classmethod
+    def from_toml(cls, text: str, *, where: str = "plan.toml") -> Self:
+        """Read a plan as `to_toml` writes it: flat keys and `version = 1`."""
+        try:
+            values = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise PlanError(Problem(str(error), "TOML with flat keys", "dp = 2"), where=where) from None
+        version = values.pop("version", None)
+        if version != VERSION:
+            got = "no version" if version is None else f"version = {version!r}"
+            problem = Problem(got, f"version = {VERSION}", f"add a line version = {VERSION}")
+            raise PlanError([problem, *check(values)], where=where)
+        return cls.build(values, where=where)
+
+    def to_toml(self, *, defaults: bool = False) -> str:
+        """The plan as TOML: what differs from the defaults and the mesh, or everything."""
+        lines = [f"version = {VERSION}"]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None and (defaults or value != field.default):
+                lines.append(f'{field.name} = "{value}"' if isinstance(value, str) else f"{field.name} = {value}")
+        return "\n".join(lines) + "\n"
+
+
+def check(values: Mapping[str, object]) -> list[Problem]:
+    """Every problem of a mapping of plan fields: unknown names, wrong kinds, what is not built yet."""
+    problems = []
+    for name, value in values.items():
+        rule = RULES.get(name)
+        if rule is None:
+            close = nearest(name, FIELDS)
+            problems.append(Problem(f"{name} = {value!r}", "a field of the plan", close or "fourfold show"))
+        elif not rule.admits(value):
+            problems.append(Problem(f"{name} = {value!r}", rule.need()))
+        elif rule.built is not None and value not in rule.built:
+            only = " or ".join("nothing" if choice is None else str(choice) for choice in rule.built)
+            problems.append(Problem(f"{name} = {value}", f"{only} (the rest is not built yet)", f"{name} = {only}"))
+    return problems
+
+
+def read_value(name: str, text: str) -> object:
+    """The value of a plan field from a command line's `key=value`; a text that is no number stays a text."""
+    rule = RULES[name]
+    if rule.optional and text == "none":
+        return None
+    if rule.kind is int:
+        try:
+            return int(text)
+        except ValueError:
+            return text
+    return text
+
+
+def mesh_sizes(size: int) -> list[Mesh]:
+    """The meshes of `size` ranks that this version can build."""
+    return [Mesh(dp=size)]

@@ -1,0 +1,145 @@
+"""Simulate: when each action of a program begins and ends, if each costs what its price says.
+
+clock  the time up to which a lane is taken
+lead   how long before its needs have all ended an action may begin: a bucket is ready before backward is over
+Law: an action begins when its lane is free and its needs have ended, less its lead, and never before that.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from fourfold.plan.needs import Needs, lane
+from fourfold.words.action import Action, Program, ProgramError
+from fourfold.words.errors import Problem
+from fourfold.words.spans import LANES
+
+Price = Callable[[int, Action], float]
+AROUND = 3  # actions that an error shows before and after the one a lane stands at
+
+
+class Timed(NamedTuple):
+    """An action and its time, in seconds since the step began."""
+
+    action: Action
+    start: float
+    end: float
+
+
+Timeline = Mapping[int, tuple[Timed, ...]]
+
+
+def no_lead(rank: int, action: Action) -> float:
+    return 0.0
+
+
+def simulate(program: Program, price: Price, *, lead: Price = no_lead) -> dict[int, tuple[Timed, ...]]:
+    """The timeline of one step, by rank, in the program's order. `price` and `lead` are in seconds.
+
+    Raises ProgramError for a program that cannot end; the message shows where each rank stands.
+    """
+    _refuse_repeats(program)
+    state = _State(program, price, lead)
+    while state.advance():
+        pass
+    if state.left():
+        raise ProgramError(state.problems(), where="the program: it cannot end")
+    return {rank: tuple(state.times[rank, each] for each in actions) for rank, actions in program.items()}
+
+
+def _refuse_repeats(program: Program) -> None:
+    problems = [
+        Problem(f"rank {rank}: {action} {count} times", "each action once")
+        for rank, actions in program.items()
+        for action, count in Counter(actions).items()
+        if count > 1
+    ]
+    if problems:
+        raise ProgramError(problems, where="the program")
+
+
+def makespan(timeline: Timeline) -> float:
+    """Seconds from the first beginning to the last end."""
+    times = [each for actions in timeline.values() for each in actions]
+    return max(each.end for each in times) - min(each.start for each in times) if times else 0.0
+
+
+class _State:
+    """Queues, clocks, and what has been given its time."""
+
+    def __init__(self, program: Program, price: Price, lead: Price) -> None:
+        self._program, self._price, self._lead = program, price, lead
+        self._needs = Needs(program)
+        self._queues = {
+            (rank, name): [action for action in actions if lane(action) == name]
+            for rank, actions in program.items()
+            for name in LANES
+        }
+        self._next = dict.fromkeys(self._queues, 0)
+        self._clocks = dict.fromkeys(self._queues, 0.0)
+        self.times: dict[tuple[int, Action], Timed] = {}
+
+    def head(self, rank: int, name: str) -> Action | None:
+        queue, place = self._queues[rank, name], self._next[rank, name]
+        return queue[place] if place < len(queue) else None
+
+    def left(self) -> bool:
+        return any(self.head(*key) is not None for key in self._queues)
+
+    def advance(self) -> bool:
+        """Give every lane's next action its time where that is known; whether there was any."""
+        moved = False
+        for rank, name in self._queues:
+            while (action := self.head(rank, name)) is not None and self._place(rank, name, action):
+                moved = True
+        return moved
+
+    def _place(self, rank: int, name: str, action: Action) -> bool:
+        members = self._needs.meeting(rank, action)
+        if any(self.head(member, name) != action for member in members):
+            return False
+        starts = [self._earliest(member, name, action) for member in members]
+        if None in starts:
+            return False
+        start = max(each for each in starts if each is not None)
+        end = start + max(self._price(member, action) for member in members)
+        for member in members:
+            self.times[member, action] = Timed(action, start, end)
+            self._clocks[member, name] = end
+            self._next[member, name] += 1
+        return True
+
+    def _earliest(self, rank: int, name: str, action: Action) -> float | None:
+        start = self._clocks[rank, name]
+        lead = self._lead(rank, action)
+        for need in self._needs.of(rank, action):
+            met = self.times.get(need)
+            if met is None:
+                return None
+            start = max(start, met.start, met.end - lead)
+        return start
+
+    def problems(self) -> list[Problem]:
+        """Where each rank stands, and what it waits for."""
+        return [
+            Problem(f"rank {rank}, {name}: {self._around(rank, action)}", self._missing(rank, name, action))
+            for rank, name in self._queues
+            if (action := self.head(rank, name)) is not None
+        ]
+
+    def _around(self, rank: int, action: Action) -> str:
+        actions = self._program[rank]
+        place = actions.index(action)
+        low, high = max(0, place - AROUND), place + AROUND + 1
+        words = [f"▸{each}" if each == action else str(each) for each in actions[low:high]]
+        return " ".join([*(["…"] if low else []), *words, *(["…"] if high < len(actions) else [])])
+
+    def _missing(self, rank: int, name: str, action: Action) -> str:
+        missing = []
+        for need in self._needs.of(rank, action):
+            if need not in self.times:
+                there = need.action in self._program.get(need.rank, ())
+                missing.append(f"{need.action} of rank {need.rank}" + ("" if there else ", which is in no program"))
+        others = self._needs.meeting(rank, action)
+        missing += [f"rank {each} to come to {action} too" for each in others if self.head(each, name) != action]
+        return ", ".join(missing[:AROUND]) or "the other ranks of this collective"

@@ -1,0 +1,139 @@
+"""Timeline: what all ranks recorded in the sampled steps of a run, and its file.
+
+event  a span of a rank in a step, in seconds since the first event of the trace; a moment has no length
+trace  the program that was run, and its events
+Law: decode(encode(trace)) == trace, to the nanosecond. The file opens in Perfetto and in chrome://tracing.
+
+Source: "Trace Event Format", the JSON object format; a process is a rank, a thread a lane.
+"""
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+
+from fourfold.words.action import Program, ProgramError, parse, show
+from fourfold.words.errors import FourfoldError, Problem
+from fourfold.words.spans import LANES, WAIT
+
+VERSION = 1
+STEP = "step"  # the name of the span that holds a whole step
+DATA = "data"  # the name of the span in which a step waits for its batch
+
+
+class TraceError(FourfoldError):
+    """A trace that cannot be read."""
+
+
+class Event(NamedTuple):
+    """A span of a rank. Seconds are whole nanoseconds."""
+
+    rank: int
+    step: int
+    name: str
+    lane: str
+    start: float
+    stop: float
+
+    @property
+    def seconds(self) -> float:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What was run, and when."""
+
+    program: Program
+    events: tuple[Event, ...]
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted(self.program)
+
+    @property
+    def steps(self) -> list[int]:
+        return sorted({event.step for event in self.events})
+
+    def of(self, *, step: int, rank: int) -> list[Event]:
+        return [event for event in self.events if event.step == step and event.rank == rank]
+
+
+def encode(trace: Trace) -> bytes:
+    """The trace as a file."""
+    rows: list[dict[str, Any]] = []
+    for rank in trace.ranks:
+        rows.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        for number, lane in enumerate(LANES):
+            rows.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": lane}})
+    for event in trace.events:
+        place = {"name": event.name, "pid": event.rank, "tid": LANES.index(event.lane), "ts": _micro(event.start)}
+        kind = "wait" if event.name == WAIT else event.lane
+        length = {"ph": "X", "dur": _micro(event.seconds)} if " " not in event.name else {"ph": "i", "s": "t"}
+        rows.append({**place, **length, "cat": kind, "args": {"step": event.step}})
+    other = {"fourfold": VERSION, "program": show(trace.program)}
+    return b"{" + b",\n".join([
+        b'"displayTimeUnit": "ms"',
+        b'"otherData": ' + msgspec.json.encode(other),
+        b'"traceEvents": [\n' + b",\n".join(map(msgspec.json.encode, rows)) + b"\n]",
+    ]) + b"}\n"  # fmt: skip
+
+
+def _micro(seconds: float) -> float:
+    return round(seconds * 1e9) / 1e3
+
+
+def decode(data: bytes, *, where: str = "trace.json") -> Trace:
+    """The trace in a file. Raises TraceError where it is none of ours."""
+    try:
+        whole = msgspec.json.decode(data)
+        program = parse(whole["otherData"]["program"])
+        rows = [row for row in whole["traceEvents"] if row["ph"] in "Xi"]
+        return Trace(program, tuple(map(_event, rows)))
+    except (msgspec.DecodeError, KeyError, TypeError, IndexError, ProgramError) as error:
+        problem = Problem(f"no trace of a run ({error})", "the file that fourfold train writes", "the same run again")
+        raise TraceError(problem, where=where) from None
+
+
+def _event(row: Mapping[str, Any]) -> Event:
+    start = round(row["ts"] * 1e3)
+    stop = start + round(row.get("dur", 0) * 1e3)
+    return Event(row["pid"], row["args"]["step"], row["name"], LANES[row["tid"]], start / 1e9, stop / 1e9)
+
+
+def waited(events: list[Event], within: Event) -> float:
+    """Seconds that a rank waited within one of its spans; waits may lie in each other."""
+    spans = sorted(
+        (max(event.start, within.start), min(event.stop, within.stop))
+        for event in events
+        if event.name == WAIT and event.start < within.stop and within.start < event.stop
+    )
+    total, reached = 0.0, within.start
+    for start, stop in spans:
+        total += max(0.0, stop - max(start, reached))
+        reached = max(reached, stop)
+    return total
+
+
+def disjoint(events: list[Event]) -> list[Event]:
+    """The waits among the events, those that lie in or touch each other joined."""
+    joined: list[Event] = []
+    for event in sorted((e for e in events if e.name == WAIT), key=lambda e: e.start):
+        if joined and event.start <= joined[-1].stop:
+            joined[-1] = joined[-1]._replace(stop=max(joined[-1].stop, event.stop))
+        else:
+            joined.append(event)
+    return joined
+
+
+def bounds(mine: list[int], theirs: list[int]) -> tuple[int, int]:
+    """The least and the most that another host's clock can be ahead of this one's, in nanoseconds.
+
+    Both clocks were read in turn: round i + 1 was begun by nobody before everybody had begun round i.
+    """
+    pairs = list(itertools.pairwise(zip(mine, theirs, strict=True)))
+    least = max(before[1] - after[0] for before, after in pairs)
+    most = min(after[1] - before[0] for before, after in pairs)
+    return least, most

@@ -1,0 +1,207 @@
+"""Page: a run, or several beside each other, as one HTML file that needs nothing else.
+
+card  a part of the page: a heading and a drawing or a table
+Law: everything that comes from a run is escaped; nothing is fetched, and the page is well-formed XML.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from fourfold.report.progress import duration, scaled
+from fourfold.report.record import Record, read
+from fourfold.report.step import action_card, step_card
+from fourfold.report.style import CSS
+from fourfold.report.svg import Point, Series, lines
+
+FILE = "report.html"
+POINTS = 500  # of a curve: more than a drawing has room for
+ENVIRONMENT = ("transport", "versions", "machine", "cores")
+
+
+def write(paths: Sequence[Path]) -> Path:
+    """The report of the runs in these folders: in the folder of one, or beside those of several. Returns its path.
+
+    Raises ReportError where a run cannot be read.
+    """
+    records = [read(path) for path in paths]
+    one = len(records) == 1
+    path = records[0].path / FILE if one else records[0].path.parent / f"{'+'.join(r.name for r in records)}.html"
+    path.write_text(page(records[0]) if one else comparison(records), encoding="utf-8")
+    return path
+
+
+def page(record: Record) -> str:
+    """One run."""
+    cards = [_card(curves([record])), _card(throughput([record]))]
+    if record.trace is not None and record.trace.events:
+        cards += [_card(action_card(record.trace)), _card(_settings(record)), _card(step_card(record.trace), wide=True)]
+    else:
+        cards += [_card("<h2>Time by action</h2><p>No step of this run was traced.</p>"), _card(_settings(record))]
+    cards += [_card(_words("Plan", _plan(record))), _card(_words("Environment", _environment(record)))]
+    ended = "" if record.finished else " · not finished"
+    under = f"{record.settings.get('task', 'run')} · {_ranks(record)} · {record.settings.get('transport', '')}{ended}"
+    figures = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in key(record))
+    body = f'<div class="figures">{figures}</div><div class="cards">{"".join(cards)}</div>'
+    return _html(record.name, under, body)
+
+
+def comparison(records: Sequence[Record]) -> str:
+    """Several runs."""
+    tables = [dict(key(record)) for record in records]
+    names = list(dict.fromkeys(name for table in tables for name in table))
+    rows = [_heads(["", *(record.name for record in records)])]
+    rows += [_cells([name, *(table.get(name, "–") for table in tables)]) for name in names]
+    settings = [{**_plan(record), **_flat(record.settings)} for record in records]
+    names = list(dict.fromkeys(name for each in settings for name in each))
+    differing = [name for name in names if len({str(each.get(name, "–")) for each in settings}) > 1]
+    rows_of_settings = [_heads(["", *(record.name for record in records)])]
+    rows_of_settings += [_cells([name, *(_text(each.get(name, "–")) for each in settings)]) for name in differing]
+    differ = f"<table>{''.join(rows_of_settings)}</table>" if differing else "<p>Nothing.</p>"
+    cards = [
+        _card(f'<h2>Key figures</h2><div class="scroll"><table>{"".join(rows)}</table></div>', wide=True),
+        _card(curves(records)),
+        _card(throughput(records)),
+        _card(f'<h2>What differs in plan and settings</h2><div class="scroll">{differ}</div>', wide=True),
+    ]
+    title = " · ".join(record.name for record in records)
+    return _html(title, f"{len(records)} runs compared", f'<div class="cards">{"".join(cards)}</div>')
+
+
+def key(record: Record) -> list[tuple[str, str]]:
+    """The key figures, by name."""
+    figures = []
+    if record.valid:
+        for name, value in record.valid[-1][1].items():
+            figures.append((f"validation {name}" if name == "loss" else name, f"{value:.4f}"))
+    losses = [line["loss"] for line in record.steps[-20:] if line["loss"] is not None]
+    if losses:
+        figures.append(("training loss", f"{sum(losses) / len(losses):.4f}"))
+    return [
+        *figures,
+        ("steps", f"{len(record.steps):,}"),
+        (f"{record.unit} a second", scaled(record.rate)),
+        ("time", duration(record.seconds)),
+        ("of it waiting", f"{100 * record.waiting:.1f} %"),
+    ]
+
+
+def curves(records: Sequence[Record]) -> str:
+    """The loss of every step, smoothed, and the validation's."""
+    series, dots = [], []
+    for index, record in enumerate(records):
+        losses = [(line["step"], line["loss"]) for line in record.steps if line["loss"] is not None]
+        name = "training" if len(records) == 1 else record.name
+        if len(records) == 1:
+            series.append(Series("each step", thinned(losses, _first), index, "faint"))
+        series.append(Series(name, thinned(smooth(losses), _first), index))
+        valid = [(step, measures["loss"]) for step, measures in record.valid if "loss" in measures]
+        dots.append(Series("validation" if len(records) == 1 else "", valid, 1 if len(records) == 1 else index, "dots"))
+    drawing = lines([*series, *dots], x="step", y="loss", title="Loss")
+    note = "" if len(records) == 1 else '<p class="note">Dots: validation.</p>'
+    return f"<h2>Loss</h2>{drawing or '<p>No step has ended.</p>'}{note}"
+
+
+def throughput(records: Sequence[Record]) -> str:
+    """Units a second over the time that the steps took."""
+    series = []
+    for index, record in enumerate(records):
+        points, passed = [], 0.0
+        for number, line in enumerate(record.steps):
+            passed += line["seconds"]
+            points.append((passed, record.units(number) / max(line["seconds"], 1e-9)))
+        # The first step allocates, and says nothing of the speed.
+        series.append(Series(record.name, thinned(smooth(points[1:]), _mean), index))
+    unit = records[0].unit
+    factor, prefix = _prefix(max((y for each in series for _, y in each.points), default=0.0))
+    series = [each._replace(points=[(x, y / factor) for x, y in each.points]) for each in series]
+    drawing = lines(series, x="time in steps, s", y=f"{prefix}{unit} a second", title="Throughput", from_zero=True)
+    return f"<h2>Throughput</h2>{drawing or '<p>Too few steps.</p>'}"
+
+
+def smooth(points: Sequence[Point]) -> list[Point]:
+    """Means over windows of a fiftieth of the points, each at the last point of its window."""
+    width = max(1, len(points) // 50)
+    result, total = [], 0.0
+    for index, (x, y) in enumerate(points):
+        total += y - (points[index - width][1] if index >= width else 0.0)
+        result.append((x, total / min(index + 1, width)))
+    return result
+
+
+def thinned(points: Sequence[Point], choose: Callable[[Sequence[Point]], Point]) -> list[Point]:
+    """At most `POINTS` of the points, and always the last."""
+    stride = -(-len(points) // POINTS) or 1
+    some = [choose(points[index : index + stride]) for index in range(0, len(points), stride)]
+    return some if not points or some[-1] == points[-1] else [*some, points[-1]]
+
+
+def _first(points: Sequence[Point]) -> Point:
+    return points[0]
+
+
+def _mean(points: Sequence[Point]) -> Point:
+    return points[-1][0], sum(y for _, y in points) / len(points)
+
+
+def _prefix(most: float) -> tuple[float, str]:
+    return (1e6, "million ") if most >= 2e6 else (1e3, "thousand ") if most >= 2e3 else (1.0, "")
+
+
+def _ranks(record: Record) -> str:
+    size = 1
+    for axis in ("pp", "dp", "sp", "tp"):
+        size *= record.plan.get(axis, 1)
+    return "1 process" if size == 1 else f"{size} ranks"
+
+
+def _plan(record: Record) -> dict[str, Any]:
+    return {name: value for name, value in record.plan.items() if name != "version"}
+
+
+def _settings(record: Record) -> str:
+    chosen = {name: value for name, value in record.settings.items() if name not in ENVIRONMENT}
+    return _words("Settings", chosen)
+
+
+def _environment(record: Record) -> dict[str, Any]:
+    return _flat({name: record.settings[name] for name in ENVIRONMENT if name in record.settings})
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables within the values, such as the versions, as entries of their own."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= value if isinstance(value, dict) else {name: value}
+    return found
+
+
+def _words(title: str, values: Mapping[str, Any]) -> str:
+    rows = (f"<tr><th>{escape(name)}</th><td>{escape(_text(value))}</td></tr>" for name, value in values.items())
+    return f'<h2>{title}</h2><table class="words">{"".join(rows)}</table>'
+
+
+def _text(value: Any) -> str:
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _cells(cells: Sequence[str]) -> str:
+    return f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+
+
+def _heads(cells: Sequence[str]) -> str:
+    return f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in cells)}</tr>"
+
+
+def _card(content: str, *, wide: bool = False) -> str:
+    return f'<section class="card{" wide" if wide else ""}">{content}</section>'
+
+
+def _html(title: str, under: str, body: str) -> str:
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
+        f"<title>{escape(title)} · Fourfold</title><style>{CSS}</style></head>\n"
+        f'<body><main><h1>{escape(title)}</h1><p class="under">{escape(under)}</p>{body}</main></body></html>\n'
+    )

@@ -1,0 +1,183 @@
+"""Progress: one calm line on a terminal, a few plain ones in a log.
+
+line  where a run stands: step, loss, throughput, share of time not spent computing, time left
+note  a text of its own (an evaluation, a warning), shown above the line
+Law: showing never floods: at most a few redraws a second on a terminal, a line in 2 to 60 seconds in a log.
+"""
+
+import atexit
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TextIO
+
+from fourfold.words.record import Line
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.live import Live
+
+REDRAW_SECONDS = 0.25
+LOG_LINES = 20
+LOG_SECONDS = (2.0, 60.0)  # the least and the most between two lines of a log
+BAR_WIDTHS = (30, 20, 10)  # what is tried, widest first; none where the terminal is narrower
+FEWEST_CELLS = 2  # step and loss
+
+
+class Progress:
+    """Shows a run to a person. Made and used on one rank only. `live=False`: plain lines, on a terminal too."""
+
+    def __init__(
+        self, file: TextIO | None = None, *, live: bool = True, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._file = sys.stdout if file is None else file
+        self._may_live = live
+        self._clock = clock
+        self._shown_at: float | None = None
+        self._began_at = clock()
+        self._last: Line | None = None
+        self._drawn: Line | None = None
+        self._console: Console | None = None
+        self._live: Live | None = None
+
+    def start(self, text: str) -> None:
+        """The run begins; `text` says what runs and how."""
+        self._began_at = self._clock()
+        self._print(text)
+
+    def step(self, line: Line) -> None:
+        """A step is done. Draws at most every quarter of a second; in a log when a line is due."""
+        self._last = line
+        now = self._clock()
+        if self._shown_at is not None and now - self._shown_at < self._interval(line, now):
+            return
+        self._shown_at = now
+        self._draw(line)
+
+    def note(self, text: str) -> None:
+        """A text of its own, above the line."""
+        self._print(text)
+
+    def finish(self, text: str) -> None:
+        """The run has ended well: the last step's line, then `text`."""
+        self.close()
+        self._print(text)
+
+    def close(self) -> None:
+        """Give the terminal back, with the last line on it. May be called again."""
+        if self._last is not None and self._last is not self._drawn:
+            self._draw(self._last)
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+            atexit.unregister(self.close)
+
+    def _interval(self, line: Line, now: float) -> float:
+        if self._is_live():
+            return REDRAW_SECONDS
+        total = now - self._began_at + (line.seconds_left or 0.0)
+        least, most = LOG_SECONDS
+        return min(max(total / LOG_LINES, least), most)
+
+    def _draw(self, line: Line) -> None:
+        self._drawn = line
+        console = self._terminal()
+        if not self._is_live():
+            self._print("   ".join(cells(line)))
+            return
+        if self._live is None:
+            from rich.live import Live
+
+            # No thread that redraws: it would take the interpreter from the training loop. A rank that ends early
+            # must still show the cursor again, so the end of the process closes too.
+            self._live = Live(console=console, auto_refresh=False)
+            atexit.register(self.close)
+            self._live.start()
+        from rich.text import Text
+
+        self._live.update(Text.assemble(*fitted(line, console.width), no_wrap=True, overflow="crop"), refresh=True)
+
+    def _print(self, text: str) -> None:
+        from rich.text import Text
+
+        self._terminal().print(Text(printable(text)), soft_wrap=True)
+
+    def _is_live(self) -> bool:
+        console = self._terminal()
+        return self._may_live and console.is_terminal and not console.is_dumb_terminal
+
+    def _terminal(self) -> "Console":
+        if self._console is None:
+            from rich.console import Console
+
+            self._console = Console(file=self._file, highlight=False)
+        return self._console
+
+
+def cells(line: Line) -> list[str]:
+    """The parts of a line, each of a width that does not change during a run."""
+    width = len(str(line.steps))
+    parts = [
+        f"step {line.step:>{width}}/{line.steps}",
+        f"loss {five_digits(line.loss):>6}",
+        f"{scaled(line.rate):>7} {line.unit}/s",
+        f"waiting {round(100 * line.waiting):>2} %",
+    ]
+    if line.seconds_left is not None:
+        parts.append(f"{duration(line.seconds_left):>7} left")
+    return parts
+
+
+def fitted(line: Line, width: int) -> list[tuple[str, str]]:
+    """The line for a terminal of `width` columns, as (text, style): a bar where there is room, else fewer cells."""
+    parts = cells(line)
+    every = len(parts)
+    while len(parts) > FEWEST_CELLS and len("   ".join(parts)) >= width:
+        parts.pop(2 if len(parts) == 3 else 3)  # waiting and time left go first, then the rate
+    room = width - len("   ".join(parts)) - 4
+    bar = next((length for length in BAR_WIDTHS if length <= room), 0) if len(parts) == every else 0
+    done = round(bar * line.step / max(1, line.steps))
+    drawn = [("━" * done, "cyan"), ("━" * (bar - done), "bright_black"), ("   ", "")] if bar else []
+    styles = ("bold", "bold", "", "", "")
+    spaced = [(text + ("   " if i + 1 < len(parts) else ""), styles[i]) for i, text in enumerate(parts)]
+    return drawn + spaced
+
+
+def five_digits(value: float) -> str:
+    """A loss in about five digits: 2.3026, 12.346, 123.46, 1.23e+04."""
+    size = abs(value)
+    return (
+        f"{value:.4f}"
+        if size < 10
+        else f"{value:.3f}"
+        if size < 100
+        else f"{value:.2f}"
+        if size < 1000
+        else f"{value:.2e}"
+    )
+
+
+def scaled(value: float) -> str:
+    """A number in three digits with its prefix: 12.3 k, 4.56 M."""
+    for factor, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= 0.9995 * factor:
+            return f"{_three(value / factor)} {prefix}"
+    return _three(value)
+
+
+def _three(value: float) -> str:
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def duration(seconds: float) -> str:
+    """A time for people: 0:09, 12:05, 3:07:00, 2d 05h."""
+    whole = max(0, round(seconds))
+    if whole >= 86400:
+        return f"{whole // 86400}d {whole % 86400 // 3600:02}h"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
+
+
+def printable(text: str) -> str:
+    """The text without characters that would steer the terminal (generated text may hold any)."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "·" for char in text)

@@ -1,0 +1,120 @@
+"""Record: what a run's folder says of it, read again.
+
+Law: a log that was cut off in mid-line is read up to there; a file that is missing is told, not guessed.
+"""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fourfold.plan.timeline import Trace, decode
+from fourfold.words.errors import FourfoldError, Problem, nearest
+
+FILES = ("settings.json", "plan.toml", "metrics.jsonl")
+
+
+class ReportError(FourfoldError):
+    """A run that cannot be shown."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run. `steps` are the lines of the log's steps, `valid` its evaluations as (step, measures)."""
+
+    name: str
+    path: Path
+    settings: Mapping[str, Any]
+    plan: Mapping[str, Any]
+    steps: Sequence[Mapping[str, Any]]
+    valid: Sequence[tuple[int, Mapping[str, float]]]
+    finished: Mapping[str, Any] | None
+    trace: Trace | None
+
+    @property
+    def unit(self) -> str:
+        return (self.finished or {}).get("unit") or ("tokens" if self.units(0) != self.samples(0) else "samples")
+
+    def samples(self, index: int) -> float:
+        return self.steps[index]["samples"] if self.steps else 0
+
+    def units(self, index: int) -> float:
+        """Tokens of a step, or samples where it has none."""
+        return (self.steps[index].get("tokens") or self.samples(index)) if self.steps else 0
+
+    @property
+    def seconds(self) -> float:
+        """The run's time; what its steps took, where it has not ended well."""
+        return (self.finished or {}).get("seconds") or sum(line["seconds"] for line in self.steps)
+
+    @property
+    def rate(self) -> float:
+        """Units a second."""
+        total = sum(self.units(index) for index in range(len(self.steps)))
+        return (self.finished or {}).get("rate") or total / max(self.seconds, 1e-9)
+
+    @property
+    def waiting(self) -> float:
+        """The share of the steps' time that rank 0 spent reducing and waiting."""
+        seconds = sum(line["seconds"] for line in self.steps)
+        return sum(line["waiting_seconds"] for line in self.steps) / max(seconds, 1e-9)
+
+
+def find(word: str, *, parent: Path) -> Path:
+    """The folder a user means: a path, or the name of a run. Raises ReportError."""
+    for path in (Path(word), parent / word):
+        if path.is_dir():
+            return path
+    runs = sorted(path.name for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else []
+    close = nearest(Path(word).name, runs) or (runs[-1] if runs else "")
+    attempt = f"fourfold report {close}" if close else "fourfold train"
+    raise ReportError(Problem(f"no run {word}", "the folder of a run, or its name", attempt), where="fourfold report")
+
+
+def read(path: Path) -> Record:
+    """The run in a folder. Raises ReportError with all files that are missing or cannot be read."""
+    missing = [name for name in FILES if not (path / name).is_file()]
+    if missing:
+        problems = [
+            Problem(f"no {path / name}", "a file that fourfold train writes", "another run") for name in missing
+        ]
+        raise ReportError(problems, where="fourfold report")
+    try:
+        settings = msgspec.json.decode((path / "settings.json").read_bytes())
+        # What makes it the same run is made of the other settings.
+        settings.pop("identity", None)
+        plan = tomllib.loads((path / "plan.toml").read_text(encoding="utf-8"))
+    except (msgspec.DecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        problem = Problem(f"{path}: {error}", "the settings and the plan as they were written")
+        raise ReportError(problem, where="fourfold report") from None
+    lines = _lines(path / "metrics.jsonl")
+    steps = {line["step"]: line for line in lines if "step" in line and "loss" in line}
+    trace = path / "trace.json"
+    return Record(
+        name=path.resolve().name,
+        path=path,
+        settings=settings,
+        plan=plan,
+        steps=[steps[number] for number in sorted(steps)],
+        valid=[(line["step"], line["valid"]) for line in lines if "step" in line and "valid" in line],
+        finished=next((line for line in reversed(lines) if "finished" in line), None),
+        trace=decode(trace.read_bytes(), where=str(trace)) if trace.is_file() else None,
+    )
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    raw = path.read_bytes().split(b"\n")
+    found = []
+    for number, line in enumerate(raw, 1):
+        if not line:
+            continue
+        try:
+            found.append(msgspec.json.decode(line))
+        except msgspec.DecodeError:
+            if number == len(raw):  # no line end: the run was killed while it wrote
+                break
+            raise ReportError(Problem(f"{path}, line {number}: {line[:40]!r}", "a line of JSON")) from None
+    return found

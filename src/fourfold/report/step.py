@@ -1,0 +1,138 @@
+"""Step: one step of a run drawn, as it was measured and as it is simulated from its prices.
+
+Law: both are drawn on one axis of time, from the first action of the step.
+"""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from fourfold.plan.cost import (
+    DATA_TIME,
+    NAMES,
+    REDUCE_TIME,
+    REST_TIME,
+    WAIT_TIME,
+    Difference,
+    by_action,
+    differences,
+    measured,
+    simulated,
+    typical_step,
+)
+from fourfold.plan.needs import lane
+from fourfold.plan.simulate import Timed, Timeline, makespan
+from fourfold.plan.timeline import Trace, disjoint
+from fourfold.report.svg import Bar, Block, Lane, bars, lanes
+from fourfold.words.action import Verb
+from fourfold.words.spans import COMPUTE, LANES, READY, REDUCE
+
+STYLES = {
+    **NAMES,
+    Verb.REDUCE: "reduce",
+    Verb.GATHER: "reduce",
+    Verb.BACKWARD_INPUT: "backward",
+    Verb.BACKWARD_WEIGHT: "backward",
+}
+BAR_STYLES = {DATA_TIME: "data", WAIT_TIME: "wait", REST_TIME: "rest", REDUCE_TIME: "reduce"}
+MANY = 24  # rows of a table that are shown at once
+
+
+def action_card(trace: Trace) -> str:
+    """Time by action, as bars."""
+    spent = {name: seconds for name, seconds in by_action(trace).items() if seconds > 0}
+    whole = sum(seconds for name, seconds in spent.items() if name != REDUCE_TIME) or 1.0
+    rows = [
+        Bar(name, seconds * 1e3, f"{seconds * 1e3:.2f} ms · {100 * seconds / whole:.1f} %", BAR_STYLES.get(name, name))
+        for name, seconds in spent.items()
+    ]
+    steps = f"{len(trace.steps)} sampled {'step' if len(trace.steps) == 1 else 'steps'}"
+    note = f"Means over {steps} and {len(trace.ranks)} {'rank' if len(trace.ranks) == 1 else 'ranks'}."
+    if REDUCE_TIME in spent:
+        note += " Reducing goes on beside backward or within it, and is not counted again in the step."
+    return f'<h2>Time by action</h2>{bars(rows, title="Time by action")}<p class="note">{escape(note)}</p>'
+
+
+def step_card(trace: Trace) -> str:
+    """The typical step of every rank, measured and simulated, and the difference per action."""
+    step = typical_step(trace)
+    begun, priced = measured(trace, step), simulated(trace)
+    rows = [*_measured_lanes(trace, step, begun), Lane("", ()), *_simulated_lanes(priced)]
+    end = max(makespan(begun), makespan(priced)) * 1e3
+    drawing = lanes(rows, end=end, title=f"Step {step}, measured and simulated", x="time, ms")
+    far = makespan(priced) / (makespan(begun) or 1.0) - 1
+    text = (
+        f"Step {step}: measured {makespan(begun) * 1e3:.2f} ms, simulated {makespan(priced) * 1e3:.2f} ms "
+        f"({_signed(100 * far, 1)} %). The simulation runs the same program at the median cost of each action over all "
+        "sampled steps, waits left out."
+    )
+    keys = {**{name: name for name in NAMES.values()}, "reduce": "reduce", "wait": "waiting"}
+    legend = "".join(f'<span class="key {style}"></span>{name}' for style, name in keys.items())
+    mark = f"a line on the reduce lane: a bucket is {READY}"
+    rows_of = differences(trace, step, priced)
+    return (
+        f"<h2>One step, measured and simulated</h2><p>{escape(text)}</p>"
+        f'<div class="scroll">{drawing}</div><p class="note">{legend} · {mark}</p>{_table(rows_of, begun, priced)}'
+    )
+
+
+def _measured_lanes(trace: Trace, step: int, begun: Mapping[int, Sequence[Timed]]) -> list[Lane]:
+    # `begun` counts from the step's first action, the trace from its own first event.
+    zero = min(event.start for event in trace.events if event.step == step and _is_action(event.name))
+    result = []
+    for rank in trace.ranks:
+        events = trace.of(step=step, rank=rank)
+        moments = [event for event in events if event.name.endswith(f" {READY}")]
+        for name in LANES:
+            blocks = _blocks(begun[rank], name)
+            if name == COMPUTE:
+                waits = [event for event in disjoint(events) if event.start >= zero]
+                blocks += [Block("waiting", (e.start - zero) * 1e3, (e.stop - zero) * 1e3, "wait") for e in waits]
+            if name == REDUCE:
+                blocks += [Block(e.name, (e.start - zero) * 1e3, (e.start - zero) * 1e3, "") for e in moments]
+            if blocks:
+                result.append(Lane(f"rank {rank} {name}", blocks))
+    return result
+
+
+def _is_action(name: str) -> bool:
+    return name[:1].isupper() and " " not in name
+
+
+def _simulated_lanes(timeline: Timeline) -> list[Lane]:
+    return [
+        Lane(f"simulated {rank} {name}", blocks)
+        for rank, actions in timeline.items()
+        for name in LANES
+        if (blocks := _blocks([timed for timed in actions if timed.end > timed.start], name))
+    ]
+
+
+def _blocks(actions: Sequence[Timed], name: str) -> list[Block]:
+    return [
+        Block(str(timed.action), timed.start * 1e3, timed.end * 1e3, STYLES.get(timed.action.verb, "measure"))
+        for timed in actions
+        if lane(timed.action) == name
+    ]
+
+
+def _table(rows: Sequence[Difference], begun: Timeline, priced: Timeline) -> str:
+    head = (
+        "<tr><th>action</th><th>measured, ms</th><th>simulated, ms</th><th>difference, ms</th>"
+        "<th>ends, measured</th><th>ends, simulated</th><th>difference, ms</th></tr>"
+    )
+    body = [_row(f"rank {d.rank}   {d.action}", d.measured, d.simulated, d.measured_end, d.simulated_end) for d in rows]
+    both = makespan(begun), makespan(priced)
+    total = _row("step", *both, *both, style=' class="total"')
+    table = f'<div class="scroll"><table>{head}{"".join(body)}{total}</table></div>'
+    shown = ' open=""' if len(rows) <= MANY else ""
+    return f"<details{shown}><summary>Difference per action</summary>{table}</details>"
+
+
+def _row(name: str, cost: float, price: float, end: float, simulated_end: float, *, style: str = "") -> str:
+    cells = (cost, price, price - cost, end, simulated_end, simulated_end - end)
+    shown = (_signed(cell * 1e3) if index % 3 == 2 else f"{cell * 1e3:.3f}" for index, cell in enumerate(cells))
+    return f"<tr{style}><td>{escape(name)}</td>{''.join(f'<td>{text}</td>' for text in shown)}</tr>"
+
+
+def _signed(value: float, digits: int = 3) -> str:
+    return f"{value:+.{digits}f}".replace("-", "−")

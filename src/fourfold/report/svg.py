@@ -1,0 +1,203 @@
+"""SVG: lines, bars and lanes, drawn as text.
+
+frame   the rectangle between the axes, in the drawing's own units
+series  points of one name; colours come from the page's style sheet, by class
+Law: a drawing is well-formed XML, every text in it is escaped, and it names its axes with their units.
+"""
+
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import NamedTuple
+
+Point = tuple[float, float]
+LETTER = 6.6  # the width of a letter at the drawings' size, in their units
+NUM_COLOURS = 6
+
+
+class Series(NamedTuple):
+    """Points of one name. `kind` is line, faint (a line behind others) or dots."""
+
+    name: str
+    points: Sequence[Point]
+    colour: int = 0
+    kind: str = "line"
+
+
+class Frame(NamedTuple):
+    """Where values lie: x from `x0` to `x1` in [left, right], y from `y0` to `y1` in [bottom, top]."""
+
+    left: float
+    right: float
+    top: float
+    bottom: float
+    x0: float
+    x1: float
+    y0: float
+    y1: float
+
+    def x(self, value: float) -> float:
+        return self.left + (value - self.x0) / ((self.x1 - self.x0) or 1.0) * (self.right - self.left)
+
+    def y(self, value: float) -> float:
+        return self.bottom - (value - self.y0) / ((self.y1 - self.y0) or 1.0) * (self.bottom - self.top)
+
+
+class Bar(NamedTuple):
+    """A row of `bars`."""
+
+    name: str
+    value: float
+    label: str
+    style: str
+
+
+class Block(NamedTuple):
+    """A stretch of a lane; a mark where start and stop are the same."""
+
+    name: str
+    start: float
+    stop: float
+    style: str
+
+
+class Lane(NamedTuple):
+    """A row of `lanes`."""
+
+    name: str
+    blocks: Sequence[Block]
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """About `count` round values in [low, high]."""
+    if not high > low:
+        return [low]
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [round(index * step, 12) for index in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def number(value: float) -> str:
+    """A tick's label: 1,000, 0.25, 3."""
+    return f"{value:,.0f}" if abs(value) >= 1000 or float(value).is_integer() else f"{value:.6g}"
+
+
+def lines(series: Sequence[Series], *, x: str, y: str, title: str, from_zero: bool = False) -> str:
+    """Curves in one frame. `x` and `y` name the axes with their units."""
+    width, height = 560.0, 300.0
+    points = [point for each in series for point in each.points]
+    if not points:
+        return ""
+    xs, ys = [p[0] for p in points], [p[1] for p in points]
+    low, high = (0.0 if from_zero else min(ys)), max(ys)
+    margin = 0.05 * ((high - low) or abs(high) or 1.0)
+    frame = Frame(
+        left=58, right=width - 14, top=30, bottom=height - 42,
+        x0=min(xs), x1=max(xs), y0=low if from_zero else low - margin, y1=high + margin,
+    )  # fmt: skip
+    body = [_axes(frame, x=x, y=y), *(_curve(frame, each) for each in series if each.points)]
+    return _drawing(width, height, title, [*body, _legend(series, right=frame.right)])
+
+
+def _axes(frame: Frame, *, x: str, y: str) -> str:
+    parts = []
+    for value in ticks(frame.y0, frame.y1):
+        at = frame.y(value)
+        parts.append(f'<line class="grid" x1="{frame.left}" x2="{frame.right}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        parts.append(f'<text class="end" x="{frame.left - 8}" y="{at + 4:.1f}">{number(value)}</text>')
+    for value in ticks(frame.x0, frame.x1, 6):
+        at = frame.x(value)
+        parts.append(f'<text class="middle" x="{at:.1f}" y="{frame.bottom + 18}">{number(value)}</text>')
+    parts.append(f'<line class="axis" x1="{frame.left}" x2="{frame.right}" y1="{frame.bottom}" y2="{frame.bottom}"/>')
+    parts.append(f'<text class="name" x="0" y="14">{escape(y)}</text>')
+    parts.append(f'<text class="name end" x="{frame.right}" y="{frame.bottom + 36}">{escape(x)}</text>')
+    return "".join(parts)
+
+
+def _curve(frame: Frame, series: Series) -> str:
+    colour = f"c{series.colour % NUM_COLOURS}"
+    places = [(frame.x(px), frame.y(py)) for px, py in series.points]
+    if series.kind == "dots" or len(places) == 1:
+        dots = (
+            f'<circle class="dot {colour}" cx="{px:.1f}" cy="{py:.1f}" r="4">'
+            f"<title>{escape(series.name)} {value:.6g} at {number(at)}</title></circle>"
+            for (px, py), (at, value) in zip(places, series.points, strict=True)
+        )
+        return "".join(dots)
+    path = "L".join(f"{px:.1f} {py:.1f}" for px, py in places)
+    return f'<path class="{series.kind} {colour}" d="M{path}"/>'
+
+
+def _legend(series: Sequence[Series], *, right: float) -> str:
+    named = [each for each in series if each.name and each.kind != "faint" and each.points]
+    parts, at = [], right
+    for each in reversed(named):
+        at -= LETTER * len(each.name)
+        parts.append(f'<text x="{at:.1f}" y="14">{escape(each.name)}</text>')
+        colour = f"c{each.colour % NUM_COLOURS}"
+        if each.kind == "dots":
+            parts.append(f'<circle class="dot {colour}" cx="{at - 10:.1f}" cy="10" r="4"/>')
+        else:
+            parts.append(f'<line class="line {colour}" x1="{at - 20:.1f}" x2="{at - 6:.1f}" y1="10" y2="10"/>')
+        at -= 34
+    return "".join(parts) if len(named) > 1 else ""
+
+
+def bars(rows: Sequence[Bar], *, title: str) -> str:
+    """A horizontal bar per row, its name to the left, its label behind it."""
+    width, each = 560.0, 30.0
+    left, right = 130.0, width - 130
+    most = max((row.value for row in rows), default=0.0) or 1.0
+    parts = []
+    for index, row in enumerate(rows):
+        top = 6 + index * each
+        length = (right - left) * row.value / most
+        parts.append(f'<text class="end" x="{left - 10}" y="{top + 15}">{escape(row.name)}</text>')
+        parts.append(
+            f'<rect class="{row.style}" x="{left}" y="{top}" width="{max(length, 1):.1f}" height="20" rx="3"/>'
+        )
+        parts.append(f'<text class="figure" x="{left + length + 8:.1f}" y="{top + 15}">{escape(row.label)}</text>')
+    return _drawing(width, 8 + each * len(rows), title, parts)
+
+
+def lanes(rows: Sequence[Lane], *, end: float, title: str, x: str) -> str:
+    """Rows of blocks over one axis of time from 0 to `end`. A row without a name is a gap, its blocks are left out."""
+    width, each = 1120.0, 28.0
+    tops, at = [], 8.0
+    for row in rows:
+        tops.append(at)
+        at += each if row.name else 14.0
+    frame = Frame(left=150, right=width - 16, top=8, bottom=at + 2, x0=0, x1=end, y0=0, y1=1)
+    parts = []
+    for value in ticks(0, end, 8):
+        place = frame.x(value)
+        parts.append(f'<line class="grid" x1="{place:.1f}" x2="{place:.1f}" y1="4" y2="{frame.bottom:.1f}"/>')
+        parts.append(f'<text class="middle" x="{place:.1f}" y="{frame.bottom + 16:.1f}">{number(value)}</text>')
+    parts.append(f'<text class="name end" x="{frame.right}" y="{frame.bottom + 34:.1f}">{escape(x)}</text>')
+    for row, top in zip(rows, tops, strict=True):
+        if row.name:
+            parts.append(f'<text class="end" x="{frame.left - 10}" y="{top + 15:.1f}">{escape(row.name)}</text>')
+            parts += [_block(frame, block, top) for block in row.blocks]
+    return _drawing(width, frame.bottom + 40, title, parts)
+
+
+def _block(frame: Frame, block: Block, top: float) -> str:
+    left, right = frame.x(block.start), frame.x(block.stop)
+    if block.start == block.stop:
+        tip = f"<title>{escape(block.name)} at {block.start:.3f} ms</title>"
+        return f'<path class="mark {block.style}" d="M{left:.1f} {top - 2:.1f}v24">{tip}</path>'
+    tip = f"<title>{escape(block.name)}: {block.stop - block.start:.3f} ms from {block.start:.3f} ms</title>"
+    wide = max(right - left, 1.0)
+    box = f'<rect class="{block.style}" x="{left:.1f}" y="{top:.1f}" width="{wide:.1f}" height="20" rx="2">{tip}</rect>'
+    if wide < LETTER * len(block.name) + 6:
+        return box
+    middle = (left + right) / 2
+    text = f'<text class="inside on-{block.style}" x="{middle:.1f}" y="{top + 14.5:.1f}">{escape(block.name)}</text>'
+    return box + text
+
+
+def _drawing(width: float, height: float, title: str, parts: Sequence[str]) -> str:
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" role="img">'
+    return f"{head}<title>{escape(title)}</title>{''.join(parts)}</svg>"

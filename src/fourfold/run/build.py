@@ -1,0 +1,329 @@
+"""Build: a model, a loss, an optimizer and a plan become one training step.
+
+TrainStep  one optimizer update per call, the same on every mesh
+record     what the first step taught and all later steps keep: the launch order and the nominal count
+Law: after k steps, losses and weights equal those of one process that saw all the samples.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from fourfold.parts import comm, data, memory, optim
+from fourfold.plan.data import Spec, Step, fill, lower
+from fourfold.plan.plan import Plan
+from fourfold.run.actions import Actions, Parts
+from fourfold.run.batch import call, cut, evaluating, measure
+from fourfold.run.outline import outline
+from fourfold.run.refuse import model_problems, refuse
+from fourfold.run.runtime import Runtime
+from fourfold.words.action import LOSS
+from fourfold.words.errors import PlanError, Problem, TaskError
+from fourfold.words.spans import Recorder
+from fourfold.words.task import Task
+from fourfold.words.world import cores
+
+
+@dataclasses.dataclass(frozen=True)
+class Metrics:
+    """What a step says of itself. Global, the same on every rank, except the times, which are this rank's.
+
+    loss             mean over all elements of the global batch
+    tokens           None where the inputs carry no positions
+    grad_norm        norm of the global gradient before clipping; None without `clip`
+    waiting_seconds  part of `seconds` spent reducing gradients and waiting for other ranks
+    """
+
+    loss: float
+    samples: int
+    tokens: int | None
+    grad_norm: float | None
+    seconds: float
+    waiting_seconds: float
+
+
+def parallelize(
+    model: nn.Module,
+    loss: Callable[[Any, Any], Any],
+    optimizer: optim.OptimizerFactory,
+    plan: Plan | None = None,
+    *,
+    clip: float | None = None,
+    seed: int = 0,
+) -> "TrainStep":
+    """Lay one training step over the ranks of the plan. Collective.
+
+    Reads the launcher's environment and joins the process group that is there, or makes one. Rank 0's weights and
+    buffers are broadcast first. `loss(outputs, targets)` returns unreduced values (their global mean is trained),
+    a pair (sum, count), or a scalar (a mean over its samples). `optimizer` is called once, with the original
+    parameters; its options are then used by an update over flat buffers. `clip` bounds the global norm of the
+    gradient. `seed` seeds torch's generator, differently on every data index.
+
+    Raises PlanError, OptimizerError or TaskError where the plan cannot be carried out.
+    """
+    plan = plan or Plan()
+    ranks = comm.join()
+    refuse(model, plan, ranks)
+    _set_threads(ranks)
+    if ranks.device.type == "cpu":
+        memory.keep_freed_memory()
+    torch.manual_seed(seed + 1_000_003 * plan.mesh.at(ranks.rank)["dp"])
+    return TrainStep(model.to(ranks.device), loss, optimizer, plan=plan, ranks=ranks, clip=clip)
+
+
+class TrainStep:
+    """`step(batch)` is one optimizer update; the batch is this rank's part of the global one, and may be empty."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[Any, Any], Any],
+        optimizer: optim.OptimizerFactory,
+        *,
+        plan: Plan,
+        ranks: comm.Ranks,
+        clip: float | None,
+    ) -> None:
+        self.model, self.plan, self._loss, self._ranks = model, plan, loss, ranks
+        trainable = self._trainable = trainable_of(model)
+        self.optimizer = optim.build(optimizer, list(model.parameters()))
+        group_of = {id(p): g for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+        groups = {name: group_of[id(p)] for name, p in trainable.items()}
+        specs = data.specs(trainable, groups)
+        compare(ranks, specs, {name: list(p.shape) for name, p in trainable.items()}, plan=plan, clip=clip)
+        self.buckets = fill(specs, bucket_bytes=plan.bucket_bytes)
+        self._weights = data.rehome(trainable, self.buckets)
+        self._broadcast(ranks)
+        allow_unused = plan.unused == "allow"
+        request = comm.Request(
+            sizes=tuple(bucket.size for bucket in self.buckets),
+            dtypes=tuple(data.dtype_of(bucket) for bucket in self.buckets),
+            num_scalars=max(8, len(trainable)),
+        )
+        self._transport, self.transport = comm.connect(ranks, request, choice=plan.transport)
+        self._gradients = data.Gradients(trainable, self.buckets, self._transport, allow_unused=allow_unused)
+        pieces = data.pieces(self._weights, self.buckets, self._transport, by_slot=allow_unused)
+        self._flat = optim.FlatOptimizer(self.optimizer, [bucket.group for bucket in self.buckets], pieces)
+        by_bucket = [[trainable[slot.name] for slot in bucket.slots] for bucket in self.buckets]
+        parts = Parts(self._gradients, self._transport, self._flat, by_bucket)
+        self._actions = Actions(model, loss, parts, clip=clip, agree=lambda count: sum(ranks.exchange(count)))
+        self._runtime = Runtime(self._actions)
+        self._homes = {name: p.data_ptr() for name, p in trainable.items()}
+        self._outline = Step(plan.microbatches, len(self.buckets), clip is not None, allow_unused)
+        self.program = lower(self._outline)
+        self._recorded, self._num_steps = False, 0
+
+    @property
+    def rank(self) -> int:
+        return self._ranks.rank
+
+    def tell(self, recorder: Recorder) -> None:
+        """From now on `recorder` hears of every action, bucket and wait of this rank; `SILENT` ends it."""
+        self._runtime.recorder = self._actions.recorder = recorder
+        self._gradients.recorder = self._transport.recorder = recorder
+
+    @property
+    def data_index(self) -> int:
+        """This rank's place on the data axis."""
+        return self.plan.mesh.at(self.rank)["dp"]
+
+    @property
+    def device(self) -> torch.device:
+        return self._ranks.device
+
+    def __call__(self, batch: Any) -> Metrics:
+        """One optimizer update on this rank's batch `(inputs, targets)`. Collective."""
+        begin, waited = time.perf_counter(), self._transport.waiting_seconds
+        self._look_at_parameters()
+        self._runtime.run(self.program, cut(batch, self.plan.microbatches, self._ranks.device))
+        totals = self._actions.totals
+        assert totals is not None
+        self._num_steps += 1
+        if self._num_steps == 2 and self.device.type == "cpu":
+            memory.give_back_freed_memory()
+        if not self._recorded:
+            self._record(self._ranks.exchange(self._gradients.completion_order)[0], totals.count)
+        return Metrics(
+            loss=totals.loss / totals.count,
+            samples=round(totals.samples),
+            tokens=round(totals.tokens) or None,
+            grad_norm=self._actions.grad_norm,
+            seconds=time.perf_counter() - begin,
+            waiting_seconds=self._transport.waiting_seconds - waited,
+        )
+
+    @torch.no_grad()
+    def evaluate(self, batch: Any) -> Metrics:
+        """The loss of the global batch without training on it; NaN where it is empty everywhere. Collective."""
+        begin, waited = time.perf_counter(), self._transport.waiting_seconds
+        inputs, targets, samples, tokens = cut(batch, 1, self._ranks.device)[0]
+        local = torch.zeros(4, dtype=torch.float64)
+        if samples:
+            with evaluating(self.model):
+                loss = measure(self._loss(call(self.model, inputs), targets), samples)
+            local = torch.tensor([loss.total.item(), loss.count, samples, tokens], dtype=torch.float64)
+        total, count, samples, tokens = self.sum(local)
+        return Metrics(
+            loss=total / count if count else float("nan"),
+            samples=round(samples),
+            tokens=round(tokens) or None,
+            grad_norm=None,
+            seconds=time.perf_counter() - begin,
+            waiting_seconds=self._transport.waiting_seconds - waited,
+        )
+
+    def sum(self, values: Tensor) -> list[float]:
+        """A few float64 scalars [n ≤ 8], summed over the data ranks. Collective."""
+        self._transport.measure(LOSS, values)
+        return self._transport.measured(LOSS)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, in rank order. Collective."""
+        return self._ranks.exchange(value)
+
+    @contextlib.contextmanager
+    def edit(self) -> Iterator[nn.Module]:
+        """Change weights by hand: inside the block they are yours, after it every rank has rank 0's. Collective."""
+        with torch.no_grad():
+            yield self.model
+        self._look_at_parameters()
+        self._broadcast(self._ranks)
+        torch.autograd.graph.increment_version(list(self.model.parameters()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """All state by parameter name, independent of the mesh; tensors are copies. Collective.
+
+        "model": name -> tensor; "optimizer": name -> key -> tensor in the parameter's shape or a scalar;
+        "groups": options by group; "record": launch order and nominal count.
+        """
+        states: dict[str, dict[str, Any]] = {}
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                state = self._flat.state(bucket.index, slot.start, slot.stop)
+                shape = self._trainable[slot.name].shape
+                states[slot.name] = {k: v.view(shape) if isinstance(v, Tensor) else v for k, v in state.items()}
+        model = {name: _copy(value) for name, value in self.model.state_dict().items()}
+        return {**self._decisions(), "model": model, "optimizer": states}
+
+    def living_state(self) -> dict[str, Any]:
+        """`state_dict` without a copy: the optimizer's tensors are lists of consecutive flat stretches."""
+        states = {
+            slot.name: self._flat.stretches(bucket.index, slot.start, slot.stop)
+            for bucket in self.buckets
+            for slot in bucket.slots
+        }
+        return {**self._decisions(), "model": self.model.state_dict(keep_vars=True), "optimizer": states}
+
+    def _decisions(self) -> dict[str, Any]:
+        return {
+            "groups": [{k: _copy(v) for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups],
+            "record": {"order": list(self._outline.order), "nominal_count": self._actions.nominal_count},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state_dict` gave, on this or another mesh. Collective."""
+        with torch.no_grad():
+            self.model.load_state_dict(state["model"])
+        torch.autograd.graph.increment_version(list(self.model.parameters()))
+        for bucket in self.buckets:
+            slots = [
+                (slot.start, slot.stop, {k: _flat(v) for k, v in state["optimizer"][slot.name].items()})
+                for slot in bucket.slots
+            ]
+            self._flat.load_state(bucket.index, slots)
+        for group, options in zip(self.optimizer.param_groups, state["groups"], strict=True):
+            group.update(options)
+        record = state["record"]
+        # The launch order is of use only where the buckets are the same; else this mesh records one of its own.
+        if sorted(record["order"]) == list(range(len(self.buckets))):
+            self._record(record["order"], record["nominal_count"])
+        else:
+            self._actions.nominal_count = record["nominal_count"]
+
+    def _look_at_parameters(self) -> None:
+        """Raise TaskError where parameters are no longer what the buckets were made of."""
+        problems = []
+        moved = [name for name, p in self._trainable.items() if p.data_ptr() != self._homes[name]]
+        if moved:
+            got = (
+                f"{moved[0]}{f' and {len(moved) - 1} more' if len(moved) > 1 else ''} with another storage than before"
+            )
+            need = "weights changed in place, and one TrainStep a model"
+            problems.append(Problem(got, need, "p.copy_(…) inside step.edit(), or a new TrainStep"))
+        if trainable_of(self.model).keys() != self._trainable.keys():
+            problems.append(Problem("requires_grad was changed after the step was built", "a new TrainStep"))
+        if problems:
+            raise TaskError(problems, where="the model")
+
+    def _record(self, order: list[int], count: float) -> None:
+        """Freeze what the first step taught: the same on every rank from now on."""
+        self._outline = self._outline._replace(order=tuple(order))
+        self.program = lower(self._outline)
+        self._gradients.launch_order = list(order)
+        self._actions.nominal_count = count
+        self._recorded = True
+
+    def _broadcast(self, ranks: comm.Ranks) -> None:
+        for flat in self._weights:
+            ranks.broadcast(flat)
+        trained = {id(p) for p in self._trainable.values()}
+        rest = [p.data for p in self.model.parameters() if id(p) not in trained]
+        for tensor in (*rest, *self.model.buffers()):
+            ranks.broadcast(tensor)
+
+
+def trainable_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters to be trained, by name, in order of definition; those of no elements have nothing to learn."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel() > 0}
+
+
+def compare(
+    ranks: comm.Ranks, specs: Sequence[Spec], shapes: Mapping[str, list[int]], *, plan: Plan, clip: float | None
+) -> None:
+    """Raise PlanError unless every rank has the same parameters, plan and clip. Collective."""
+    mine = [f"{s.name} {shapes[s.name]} {s.dtype}, group {s.group}" for s in specs]
+    mine += [f"clip {clip}", *plan.to_toml(defaults=True).splitlines()]
+    digest = hashlib.blake2b("\n".join(mine).encode(), digest_size=16).hexdigest()
+    if len(set(ranks.exchange(digest))) == 1:
+        return
+    everyone = ranks.exchange(mine)
+    for rank, theirs in enumerate(everyone):
+        for first, other in itertools.zip_longest(everyone[0], theirs, fillvalue="nothing"):
+            if first != other:
+                problem = Problem(f"rank 0 has {first}, rank {rank} has {other}", "the same on every rank")
+                raise PlanError(problem, where="the ranks")
+
+
+def check(task: Task, plan: Plan) -> None:
+    """Raise TaskError, PlanError or OptimizerError for what can be known of a task before processes are started."""
+    model = outline(task)
+    problems = model_problems(model, plan)
+    if problems:
+        raise PlanError(problems, where="the plan")
+    comm.refuse_impossible(plan.transport, "cuda" if torch.cuda.is_available() else "cpu")
+    optim.build(task.optimizer, list(model.parameters()))
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _flat(value: Any) -> Any:
+    return value.reshape(-1) if isinstance(value, Tensor) else value
+
+
+def _set_threads(ranks: comm.Ranks) -> None:
+    # torch's own default is the number of physical cores: only another number was somebody's choice.
+    defaults = {cores(), psutil.cpu_count(logical=False)}
+    chosen = "OMP_NUM_THREADS" in os.environ or torch.get_num_threads() not in defaults
+    if ranks.world.local_size > 1 and not chosen:
+        torch.set_num_threads(max(1, cores() // ranks.world.local_size))

@@ -1,0 +1,267 @@
+"""Keeper: saves a run beside its training, and finds where it goes on.
+
+pause   the time training stands still for a save: waiting for the one before, and the copy into the snapshot
+mark    rank-000.json in the folder being written: this rank's piece is on the disk; rank-000.failed: it is not.
+        A rank writes it last.
+Law: rank 0 gives a checkpoint its name when every rank's mark is there; until then there is the one before.
+"""
+
+import contextlib
+import os
+import shutil
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from fourfold.plan.pieces import MANIFEST as MANIFEST_NAME
+from fourfold.plan.pieces import VERSION, Entry, File, Global, Manifest, Random, file_name, share_out
+from fourfold.run.checkpoint import shelf, state
+from fourfold.run.checkpoint.read import Reader
+from fourfold.run.checkpoint.shelf import Shelf
+from fourfold.run.checkpoint.state import Trained
+from fourfold.run.checkpoint.write import Snapshot, write, write_snapshot
+from fourfold.words.errors import CheckpointError, Problem
+
+KEEP = 2
+SPARE_BYTES = 2**20
+WAIT_SECONDS = 60.0  # for the other ranks' pieces, and besides that the time of a very slow disk:
+SLOWEST_BYTES_PER_SECOND = 10e6
+POLL_SECONDS = 0.01
+LEAVE_SECONDS = 5.0
+
+
+class Log(Protocol):
+    """Where the keeper writes and speaks; on other ranks than 0 it does nothing."""
+
+    def line(self, record: Mapping[str, Any]) -> None: ...
+    def note(self, text: str) -> None: ...
+    def position(self) -> int: ...
+    def cut(self, position: int) -> None: ...
+    def sync(self) -> None: ...
+
+
+class Place(NamedTuple):
+    """The run's folder, and a word that tells this attempt's files from those of an attempt that was killed."""
+
+    folder: Path
+    token: str
+
+
+class Progress(NamedTuple):
+    """How far a run has come."""
+
+    step: int = 0
+    losses: Sequence[float] = ()
+    valid: Mapping[str, float] = {}
+    best: float | None = None
+
+
+class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a rank says of its piece."""
+
+    file: File
+    random: Random
+
+
+class Keeper:
+    """One rank's part in the checkpoints of a run. `save` and `resume` are collective."""
+
+    def __init__(self, trained: Trained, place: Place, log: Log, *, seed: int, keep: int = KEEP) -> None:
+        state.groups(trained.step)  # What cannot be saved is told now, not in a hundred steps.
+        state.tensors(trained)
+        self._trained, self._place, self._log, self._seed, self._keep = trained, place, log, seed, keep
+        self._rank, self._size = trained.step.rank, trained.step.plan.mesh.size
+        self._shelf = Shelf(place.folder)
+        self._globals: list[Global] = []
+        self._writer: threading.Thread | None = None
+        self._given_up = threading.Event()
+        self._failures: list[str] = []
+        self.saved_step: int | None = None
+
+    # ---- going on
+
+    def resume(self) -> Progress | None:
+        """Put the run where its newest good checkpoint is; None where there is none. Collective."""
+        exchange = self._trained.step.exchange
+        progress, damaged = None, []
+        if self._rank == 0:
+            self._shelf.sweep()
+        for number in reversed(exchange(self._shelf.steps() if self._rank == 0 else [])[0]):
+            found = exchange(shelf.verify(self._shelf.at(number), index=self._rank, size=self._size))
+            problems = list(dict.fromkeys(text for texts in found for text in texts))
+            if not problems:
+                progress = self._put_back(self._shelf.at(number))
+                break
+            damaged.append((number, problems))
+            if self._rank == 0:
+                self._shelf.set_aside(number)
+        if progress is None:
+            self._log.cut(0)
+        for number, problems in damaged:
+            self._log.note(f"warning: a damaged checkpoint was set aside: {'; '.join(problems[:3])}")
+            self._log.line({"checkpoint": self._shelf.at(number).name, "damaged": problems})
+        return progress
+
+    def _put_back(self, folder: Path) -> Progress:
+        with Reader(folder) as reader:
+            state.put_back(self._trained, reader, seed=self._seed)
+            manifest = reader.manifest
+        self._log.cut(manifest.metrics_bytes)
+        self.saved_step = manifest.step
+        losses = [float("nan") if loss is None else loss for loss in manifest.losses]
+        valid = {name: float("nan") if value is None else value for name, value in manifest.valid.items()}
+        return Progress(manifest.step, losses, valid, manifest.best)
+
+    # ---- saving
+
+    def save(self, progress: Progress) -> None:
+        """Take a snapshot and have it written. Returns when training may go on. Collective."""
+        begin = time.perf_counter()
+        self.wait()
+        found = state.tensors(self._trained)
+        tensors = [each.tensor for each in found.living]
+        if tensors != self._globals:  # the first save, or a state that grew (a parameter's first use)
+            self._globals, self._stretches = tensors, share_out(tensors, self._size)
+            self._snapshot = Snapshot(tensors, self._stretches, file_name(self._rank))
+        self._snapshot.take(found.living)
+        random = state.random_state(self._trained.step.device)
+        pause = time.perf_counter() - begin
+        name = self._shelf.at(progress.step).name
+        self._log.line({"step": progress.step, "checkpoint": name, "pause_seconds": pause})
+        manifest = self._manifest(progress, found) if self._rank == 0 else None
+        self.saved_step = progress.step
+        self._writer = threading.Thread(
+            target=self._write, args=(progress.step, random, manifest), name="fourfold checkpoint", daemon=True
+        )
+        self._writer.start()
+
+    def _manifest(self, progress: Progress, found: state.Tensors) -> Manifest:
+        step = self._trained.step
+        return Manifest(
+            version=VERSION,
+            step=progress.step,
+            tensors={t.name: Entry(t.dtype, t.shape, self._stretches[t.name]) for t in self._globals},
+            aliases=found.aliases,
+            scalars=found.scalars,
+            groups=state.groups(step),
+            record=state.record(step),
+            feed=state.fed(self._trained.feed),
+            random=(),
+            metrics_bytes=self._log.position(),
+            losses=tuple(progress.losses),
+            valid=dict(progress.valid),
+            best=progress.best,
+            files={},
+        )
+
+    def tell(self) -> None:
+        """Say what went wrong in writing, since this was last asked. Not collective."""
+        while self._failures:
+            text = self._failures.pop(0)
+            self._log.note(f"warning: {text}; training goes on, the checkpoints before are kept")
+            self._log.line({"warning": text})
+
+    def wait(self) -> None:
+        """Until nothing is being written any more."""
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+        self.tell()
+
+    def leave(self) -> None:
+        """After an error: finish what can be finished at once, without waiting for ranks that may be dead."""
+        self._given_up.set()
+        if self._writer is not None:
+            self._writer.join(LEAVE_SECONDS)
+
+    # ---- in the writer's thread
+
+    def _write(self, step: int, random: Random, manifest: Manifest | None) -> None:
+        part = self._shelf.part(step, self._place.token)
+        self._write_piece(part, random, manifest)
+        if manifest is None:
+            return
+        try:
+            self._publish(part, manifest)
+        except (OSError, CheckpointError) as error:
+            self._failures.append(f"the checkpoint of step {step} could not be written: {_reason(error)}")
+            shutil.rmtree(part, ignore_errors=True)
+
+    def _write_piece(self, part: Path, random: Random, manifest: Manifest | None) -> None:
+        """This rank's piece and, last of all, its mark: a rank that has marked writes nothing there any more."""
+        piece, mark = part / file_name(self._rank), part / f"rank-{self._rank:03d}"
+        try:
+            part.mkdir(parents=True, exist_ok=True)
+            self._check_room(manifest)
+            file = write_snapshot(piece, self._snapshot)
+            _mark(mark, ".json", msgspec.json.encode(Mark(file, random)))
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                piece.unlink(missing_ok=True)
+            try:
+                _mark(mark, ".failed", _reason(error).encode())
+            except OSError:  # a disk without room even for the reason
+                with contextlib.suppress(OSError):
+                    mark.with_suffix(".failed").touch()
+
+    def _check_room(self, manifest: Manifest | None) -> None:
+        total = sum(tensor.num_bytes for tensor in self._globals)
+        need = (total if manifest is not None else self._snapshot.num_bytes) + SPARE_BYTES
+        free = shutil.disk_usage(self._shelf.path).free
+        if free < need:
+            raise OSError(f"{free / 2**20:.1f} MiB free on the disk, {need / 2**20:.1f} MiB needed")
+
+    def _publish(self, part: Path, manifest: Manifest) -> None:
+        """Rank 0: wait for all pieces, write the table of contents, give the folder its name."""
+        total = sum(tensor.num_bytes for tensor in self._globals)
+        deadline = time.monotonic() + WAIT_SECONDS + total / SLOWEST_BYTES_PER_SECOND
+        paths = [part / f"rank-{rank:03d}" for rank in range(self._size)]
+        # All are waited for before one that failed is told: who may still write must not be swept away under.
+        problems = [_await(path, rank, self._given_up, deadline) for rank, path in enumerate(paths)]
+        if any(problems):
+            raise CheckpointError([Problem(text) for text in problems if text])
+        marks = [msgspec.json.decode(path.with_suffix(".json").read_bytes(), type=Mark) for path in paths]
+        files = {file_name(rank): mark.file for rank, mark in enumerate(marks)}
+        whole = msgspec.structs.replace(manifest, files=files, random=tuple(mark.random for mark in marks))
+        for path in paths:
+            path.with_suffix(".json").unlink()
+        write(part / MANIFEST_NAME, [shelf.encode(whole)])
+        self._log.sync()
+        self._shelf.publish(part, manifest.step)
+        with contextlib.suppress(OSError):  # what cannot be taken away now is there to be taken away at the next save
+            self._shelf.prune(keep=self._keep)
+
+
+def _mark(path: Path, suffix: str, text: bytes) -> None:
+    """Raises OSError."""
+    partial = path.with_suffix(".partial")
+    partial.unlink(missing_ok=True)
+    write(partial, [text])
+    os.rename(partial, path.with_suffix(suffix))
+
+
+def _await(path: Path, rank: int, given_up: threading.Event, deadline: float) -> str:
+    """Until a rank's mark is there: what went wrong with its piece, "" where nothing did."""
+    while not path.with_suffix(".json").exists():
+        failed = path.with_suffix(".failed")
+        if failed.exists():
+            return f"rank {rank}: {failed.read_text() or 'its piece could not be written'}"
+        if time.monotonic() > deadline:
+            return f"the piece of rank {rank} has not come in time"
+        # Looked at after the mark: a checkpoint of which all pieces are there is not thrown away.
+        if given_up.is_set():
+            return f"the run ended before rank {rank} had written its piece"
+        given_up.wait(POLL_SECONDS)
+    return ""
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, CheckpointError):
+        return error.problems[0].got
+    if isinstance(error, OSError) and error.errno is not None:
+        return (error.strerror or str(error)).lower()
+    return str(error)

@@ -1,0 +1,123 @@
+"""Read: boxes of a checkpoint's tensors, whoever wrote them; and plain files of weights.
+
+Law: a box is put together from whatever pieces it lies in, so another mesh reads the same files.
+"""
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from fourfold.plan.pieces import Box, Entry, Manifest, overlap, within
+from fourfold.run.checkpoint.shelf import read_manifest
+from fourfold.run.checkpoint.write import DTYPES, TORCH_DTYPES, living, write_snapshot
+from fourfold.words.errors import CheckpointError, Problem
+
+
+class Reader(contextlib.ExitStack):
+    """A verified checkpoint, open for reading."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.manifest: Manifest = read_manifest(folder)
+        self._folder = folder
+        self._open: dict[str, Any] = {}
+
+    def tensor(self, name: str, box: Box | None = None) -> Tensor:
+        """A global tensor, or a box of it: a copy. Raises CheckpointError where a piece is not as the manifest says."""
+        entry = self.manifest.tensors[self.manifest.aliases.get(name, name)]
+        wanted = box or Box((0,) * len(entry.shape), entry.shape)
+        if len(entry.stretches) == 1 and entry.stretches[0].box == wanted:
+            return self._slice(name, entry, entry.stretches[0].file, ())  # as it lies, without another copy
+        result = torch.empty(wanted.lengths, dtype=TORCH_DTYPES[entry.dtype])
+        for stretch in entry.stretches:
+            common = overlap(stretch.box, wanted)
+            if common is not None:
+                result[within(common, wanted)] = self._slice(name, entry, stretch.file, within(common, stretch.box))
+        return result
+
+    def _slice(self, name: str, entry: Entry, file: str, place: tuple[slice, ...]) -> Tensor:
+        name = self.manifest.aliases.get(name, name)
+        (stretch,) = (s for s in entry.stretches if s.file == file)
+        try:
+            if file not in self._open:
+                self._open[file] = self.enter_context(safe_open(self._folder / file, framework="pt"))
+            view = self._open[file].get_slice(name)
+            if tuple(view.get_shape()) != stretch.lengths or view.get_dtype() != entry.dtype:
+                got = f"{self._folder / file}: {name} is {view.get_dtype()} {view.get_shape()}"
+                raise CheckpointError(Problem(got, f"{entry.dtype} {list(stretch.lengths)}, as the manifest says"))
+            return view[place] if place else self._open[file].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(Problem(f"{self._folder / file}: {error}", "a safetensors file")) from None
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Put the weights of a plain safetensors file into a model. Raises CheckpointError with all that does not fit."""
+    with _plain(path) as file:
+        check_weights(model, path)
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    with torch.no_grad():
+        for name, value in model.state_dict(keep_vars=True).items():
+            value.copy_(tensors[name])
+
+
+def check_weights(model: nn.Module, path: Path) -> None:
+    """Raise CheckpointError unless a plain safetensors file holds this model's weights; they are not read."""
+    with _plain(path) as file:
+        theirs = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    ours = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    problems = shape_problems(ours, theirs)
+    if problems:
+        raise CheckpointError(problems, where=str(path))
+
+
+def shape_problems(ours: Mapping[str, tuple[int, ...]], theirs: Mapping[str, tuple[int, ...]]) -> list[Problem]:
+    """What of a file does not fit what is there."""
+    problems = [Problem(f"no {name}", f"shape {list(shape)}") for name, shape in ours.items() if name not in theirs]
+    problems += [Problem(name, "only what the model has") for name in theirs if name not in ours]
+    for name, shape in ours.items():
+        if theirs.get(name, shape) != shape:
+            problems.append(Problem(f"{name} of shape {list(theirs[name])}", f"shape {list(shape)}"))
+    return problems
+
+
+@contextlib.contextmanager
+def _plain(path: Path):
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(Problem(f"{path}: {error}", "a safetensors file of weights")) from None
+
+
+def export(folder: Path, target: Path, *, ema: bool = False) -> int:
+    """Write a checkpoint's weights into one plain safetensors file; returns its size. Raises CheckpointError.
+
+    Names are the model's own, so the file loads with any library. `ema`: the averages, with the model's buffers.
+    """
+    from fourfold.plan.pieces import share_out
+    from fourfold.run.checkpoint.write import Snapshot
+
+    with Reader(folder) as reader:
+        every = [*reader.manifest.tensors, *reader.manifest.aliases]
+        averaged = {name.removeprefix("ema.") for name in every if name.startswith("ema.")}
+        if ema and not averaged:
+            raise CheckpointError(Problem(f"{folder} has no averages", "a run with ema=…", "without --ema"))
+        tensors = []
+        for name in sorted(name.removeprefix("model.") for name in every if name.startswith("model.")):
+            of = reader.manifest.aliases.get(f"model.{name}", f"model.{name}").removeprefix("model.")
+            value = reader.tensor(f"ema.{of}" if ema and of in averaged else f"model.{of}")
+            value = value.to(TORCH_DTYPES[reader.manifest.tensors[f"model.{of}"].dtype])
+            tensors.append(living(name, [value.reshape(-1)], value.shape))
+    globals_ = [each.tensor for each in tensors]
+    stretches = share_out(globals_, 1)
+    snapshot = Snapshot(globals_, stretches, "rank-000.safetensors")
+    snapshot.take(tensors)
+    return write_snapshot(target, snapshot).num_bytes
+
+
+__all__ = ["DTYPES", "Reader", "check_weights", "export", "load_weights", "shape_problems"]

@@ -1,0 +1,176 @@
+"""Shelf: the checkpoints of one run, as folders.
+
+step-00000100           a checkpoint: complete, since it has got this name by a rename
+.part-…                 one being written, or left by a process that was killed
+damaged-step-00000100   one that failed its verification, set aside
+Law: a checkpoint is taken away only when a newer one is on the disk; the last K and the best stay.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from fourfold.plan import pieces
+from fourfold.plan.pieces import MANIFEST, MAX_MANIFEST_BYTES, File, Manifest
+from fourfold.words.errors import CheckpointError, Problem
+
+FOLDER = "checkpoints"
+NAME = re.compile(r"step-([0-9]{8,})")
+CHUNK_BYTES = 4 * 2**20
+
+
+class _Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What manifest.json holds: the manifest, and the checksum of its bytes as they stand there."""
+
+    xxh3_128: str
+    manifest: msgspec.Raw
+
+
+class Shelf:
+    """The checkpoints of the run in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / FOLDER
+
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints that are there, oldest first; whether they are good is another question."""
+        if not self.path.is_dir():
+            return []
+        found = (NAME.fullmatch(entry.name) for entry in self.path.iterdir())
+        return sorted(int(match[1]) for match in found if match)
+
+    def at(self, step: int) -> Path:
+        return self.path / f"step-{step:08d}"
+
+    def part(self, step: int, token: str) -> Path:
+        """Where a checkpoint is written; `token` tells apart the attempts of a run."""
+        return self.path / f".part-{token}-step-{step:08d}"
+
+    def publish(self, part: Path, step: int) -> None:
+        """Give a complete checkpoint its name, on the disk."""
+        sync_folder(part)
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self.at(step), self.path / f".part-replaced-{part.name.removeprefix('.part-')}")
+        os.rename(part, self.at(step))
+        sync_folder(self.path)
+
+    def prune(self, *, keep: int) -> None:
+        """Take away all but the last `keep` and the best, and what is left of attempts to save before them."""
+        steps = self.steps()
+        best = self.best()
+        for step in steps[:-keep]:
+            if step != best:
+                # Renamed first: half a checkpoint must not bear the name of one.
+                gone = self.path / f".part-old-step-{step:08d}"
+                os.rename(self.at(step), gone)
+        self.sweep(steps[-1])
+
+    def sweep(self, last: int | None = None) -> None:
+        """Take away what processes that were killed, or failed, have left; up to step `last`, or all of it."""
+        for entry in self.path.glob(".part-*"):
+            # Another rank may be at the next checkpoint already.
+            if last is None or int(entry.name.rpartition("-")[2]) <= last:
+                shutil.rmtree(entry, ignore_errors=True)
+
+    def set_aside(self, step: int) -> None:
+        """Take the name of a checkpoint from one that is damaged."""
+        for number in range(1, 1000):
+            target = self.path / (f"damaged-step-{step:08d}" + (f"-{number}" if number > 1 else ""))
+            if not target.exists():
+                os.rename(self.at(step), target)
+                return
+
+    def best(self) -> int | None:
+        """The step whose validation loss is the least; None where none was measured."""
+        losses = {}
+        for step in self.steps():
+            with contextlib.suppress(CheckpointError):
+                loss = read_manifest(self.at(step)).valid.get("loss")
+                if loss is not None:
+                    losses[step] = loss
+        return min(losses, key=lambda step: losses[step]) if losses else None
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The text of manifest.json."""
+    body = msgspec.json.encode(manifest)
+    return msgspec.json.encode(_Envelope(xxhash.xxh3_128_hexdigest(body), msgspec.Raw(body))) + b"\n"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """A checkpoint's manifest, bounded and whole. Raises CheckpointError naming the file."""
+    path = folder / MANIFEST
+    try:
+        size = path.stat().st_size
+        if size > MAX_MANIFEST_BYTES:
+            raise CheckpointError(Problem(f"{path}: {size} bytes", f"at most {MAX_MANIFEST_BYTES}"))
+        envelope = msgspec.json.decode(path.read_bytes(), type=_Envelope)
+        if xxhash.xxh3_128_hexdigest(bytes(envelope.manifest)) != envelope.xxh3_128:
+            raise CheckpointError(Problem(f"{path}: another checksum than its own", "the file as it was written"))
+        manifest = msgspec.json.decode(envelope.manifest, type=Manifest)
+    except OSError as error:
+        raise CheckpointError(Problem(f"{path}: {(error.strerror or 'unreadable').lower()}", "a manifest")) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # a ValidationError is one too
+        raise CheckpointError(Problem(f"{path}: {error}", "a manifest")) from None
+    found = [Problem(f"{path}: {text}") for text in pieces.problems(manifest)]
+    if found:
+        raise CheckpointError(found[:10])
+    return manifest
+
+
+def verify(folder: Path, *, index: int = 0, size: int = 1) -> list[str]:
+    """What is wrong with a checkpoint: every `size`-th file from `index` on, by size and checksum."""
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return [problem.got for problem in error.problems]
+    files = sorted(manifest.files)[index::size]
+    return [text for name in files if (text := _file_problem(folder / name, manifest.files[name]))]
+
+
+def _file_problem(path: Path, said: File) -> str:
+    try:
+        found = path.stat().st_size
+        if found != said.num_bytes:
+            return f"{path}: {found} bytes, {said.num_bytes} were written"
+        return "" if checksum(path) == said.checksum else f"{path}: another checksum than when it was written"
+    except OSError as error:
+        return f"{path}: {(error.strerror or 'unreadable').lower()}"
+
+
+def checksum(path: Path) -> str:
+    """The xxh3_128 of a file."""
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def newest_good(folder: Path, *, step: int | None = None) -> Path:
+    """The newest checkpoint of a run that passes its verification, or the one of `step`. Raises CheckpointError."""
+    shelf = Shelf(folder)
+    steps = shelf.steps() if step is None else [step]
+    problems: Sequence[str] = []
+    for each in reversed(steps):
+        problems = verify(shelf.at(each))
+        if not problems:
+            return shelf.at(each)
+    raise CheckpointError(
+        [Problem(text) for text in problems] or Problem(f"{shelf.path} holds no checkpoint", "at least one")
+    )

@@ -1,0 +1,181 @@
+"""State: what of a run goes into a checkpoint, and back.
+
+Law: what is put back is what was taken, bit for bit; what does not fit is refused before anything is changed.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fourfold.feed.feed import Feed, Position
+from fourfold.plan.order import ORDER_VERSION
+from fourfold.plan.pieces import Fed, Manifest, Random, Record, Scalar
+from fourfold.run.average import Average
+from fourfold.run.build import TrainStep
+from fourfold.run.checkpoint.read import Reader, shape_problems
+from fourfold.run.checkpoint.write import Living, living
+from fourfold.words.errors import CheckpointError, Problem
+
+
+class Trained(NamedTuple):
+    """What a run changes as it goes."""
+
+    step: TrainStep
+    feed: Feed
+    average: Average | None = None
+
+
+class Tensors(NamedTuple):
+    """The tensors of a run where they lie, the names that are another's, and the optimizer's scalars."""
+
+    living: list[Living]
+    aliases: dict[str, str]
+    scalars: dict[str, dict[str, Scalar]]
+
+
+def tensors(trained: Trained) -> Tensors:
+    """Every tensor there is to save. Raises CheckpointError for what cannot be saved."""
+    state = trained.step.living_state()
+    found, aliases, owners = [], {}, {}
+    parameters = dict(trained.step.model.named_parameters())
+    held = {id(p) for p in parameters.values()}
+    for name, value in state["model"].items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(Problem(f"{name} is a {type(value).__name__}", "tensors in the model's state_dict"))
+        owner = owners.setdefault(id(value), name)
+        if owner != name:
+            aliases[f"model.{name}"] = f"model.{owner}"
+            continue
+        flat = [value.detach().reshape(-1)]
+        found.append(living(f"model.{name}", flat, value.shape, whole=id(value) not in held))
+    scalars: dict[str, dict[str, Scalar]] = {}
+    for name, values in state["optimizer"].items():
+        for key, value in values.items():
+            if isinstance(value, list):
+                found.append(living(f"optimizer.{name}.{key}", value, parameters[name].shape))
+            else:
+                scalars.setdefault(name, {})[key] = value
+    if trained.average is not None:
+        found += [living(f"ema.{n}", [v.reshape(-1)], v.shape) for n, v in trained.average.values.items()]
+    return Tensors(found, aliases, scalars)
+
+
+def groups(step: TrainStep) -> tuple[dict[str, Any], ...]:
+    """The optimizer's options as JSON has them."""
+    return tuple({k: _plain(k, v) for k, v in group.items()} for group in step.living_state()["groups"])
+
+
+def _plain(key: str, value: Any) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, tuple | list):
+        return [_plain(key, each) for each in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise CheckpointError(Problem(f"the optimizer's option {key} is a {type(value).__name__}", "numbers and texts"))
+
+
+def record(step: TrainStep) -> Record:
+    found = step.living_state()["record"]
+    return Record(tuple(found["order"]), found["nominal_count"])
+
+
+def fed(feed: Feed) -> Fed:
+    return Fed(*feed.state, feed.batch_size, feed.num_samples, ORDER_VERSION)
+
+
+def random_state(device: torch.device) -> Random:
+    """The state of this rank's generators."""
+    there = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return Random(_hex(torch.get_rng_state()), "" if there is None else _hex(there))
+
+
+def _hex(state: Tensor) -> str:
+    return bytes(state.tolist()).hex()
+
+
+def put_back(trained: Trained, reader: Reader, *, seed: int) -> None:
+    """Everything a checkpoint holds. Collective. Raises CheckpointError, having changed nothing, where it does not fit.
+
+    On another number of ranks than it was saved with, random numbers begin anew, from the seed, the step and the rank.
+    """
+    step, manifest = trained.step, reader.manifest
+    problems = list(_problems(trained, manifest))
+    if problems:
+        raise CheckpointError(problems, where=f"the checkpoint of step {manifest.step}")
+    names = [*manifest.tensors, *manifest.aliases]
+    state = {
+        "model": {n.removeprefix("model."): reader.tensor(n) for n in names if n.startswith("model.")},
+        "optimizer": {name: dict(values) for name, values in manifest.scalars.items()},
+        "groups": [_as_before(g, now) for g, now in zip(manifest.groups, step.optimizer.param_groups, strict=True)],
+        "record": {"order": list(manifest.record.order), "nominal_count": manifest.record.nominal_count},
+    }
+    for name, key in _optimizer_names(manifest):
+        state["optimizer"].setdefault(name, {})[key] = reader.tensor(f"optimizer.{name}.{key}")
+    for name, parameter in step.model.named_parameters():
+        if parameter.requires_grad:
+            state["optimizer"].setdefault(name, {})
+    step.load_state_dict(state)
+    if trained.average is not None:
+        trained.average.load({name: reader.tensor(f"ema.{name}") for name in trained.average.values})
+    trained.feed.load(Position(manifest.feed.seed, manifest.feed.epoch, manifest.feed.position))
+    _put_back_random(step, manifest, seed=seed)
+
+
+def _put_back_random(step: TrainStep, manifest: Manifest, *, seed: int) -> None:
+    if len(manifest.random) != step.plan.mesh.size:
+        torch.manual_seed(seed + 1_000_003 * step.rank + 7_919 * manifest.step)
+        return
+    mine = manifest.random[step.rank]
+    torch.set_rng_state(_bytes(mine.cpu))
+    if mine.device and step.device.type == "cuda":
+        torch.cuda.set_rng_state(_bytes(mine.device), step.device)
+
+
+def _bytes(digits: str) -> Tensor:
+    return torch.frombuffer(bytearray(bytes.fromhex(digits)), dtype=torch.uint8)
+
+
+def _as_before(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Options in the types they have now: JSON knows no tuples and no tensors."""
+    result = {}
+    for key, value in saved.items():
+        present = now.get(key)
+        if isinstance(present, tuple):
+            value = tuple(value)
+        elif isinstance(present, Tensor):
+            value = torch.tensor(value, dtype=present.dtype, device=present.device)
+        result[key] = value
+    return result
+
+
+def _optimizer_names(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    for each in manifest.tensors:
+        if each.startswith("optimizer."):
+            name, _, key = each.removeprefix("optimizer.").rpartition(".")
+            yield name, key
+
+
+def _problems(trained: Trained, manifest: Manifest) -> Iterator[Problem]:
+    step, feed = trained.step, fed(trained.feed)
+    parameters = {name: tuple(p.shape) for name, p in step.model.named_parameters() if p.requires_grad}
+    ours = {f"model.{name}": tuple(v.shape) for name, v in step.model.state_dict().items()}
+    shapes = {name: entry.shape for name, entry in manifest.tensors.items()}
+    shapes |= {alias: shapes[name] for alias, name in manifest.aliases.items()}
+    if trained.average is not None:
+        ours |= {f"ema.{name}": shape for name, shape in parameters.items()}
+    theirs = {name: shape for name, shape in shapes.items() if name.startswith("model.") or name in ours}
+    yield from shape_problems(ours, theirs)
+    for name, key in _optimizer_names(manifest):
+        if parameters.get(name) != shapes[f"optimizer.{name}.{key}"]:
+            yield Problem(
+                f"{key} of {name}, shape {list(shapes[f'optimizer.{name}.{key}'])}", "the state of a parameter"
+            )
+    if len(manifest.groups) != len(step.optimizer.param_groups):
+        yield Problem(f"{len(manifest.groups)} groups of options", f"{len(step.optimizer.param_groups)}")
+    for word in ("num_samples", "batch_size", "order_version"):
+        saved, now = getattr(manifest.feed, word), getattr(feed, word)
+        if saved != now:
+            yield Problem(f"saved with {word.replace('_', ' ')} {saved}, now {now}", "the same data and batches")

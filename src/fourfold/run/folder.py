@@ -1,0 +1,176 @@
+"""A run's folder: the resolved plan, the settings, the log, the checkpoints. Written by rank 0 alone.
+
+runs/NAME/plan.toml      every field, as it was resolved
+runs/NAME/settings.json  the command's settings, the transport, the versions, and what makes it the same run
+runs/NAME/metrics.jsonl  a line per step, per evaluation and per checkpoint
+runs/NAME/checkpoints/   see `run.checkpoint`
+Law: a folder belongs to one run; that run goes on in it, and any other is refused.
+"""
+
+import contextlib
+import fcntl
+import os
+import platform
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+import fourfold
+from fourfold.plan.plan import Plan
+from fourfold.run.settings import Identity, canonical
+from fourfold.words.errors import Problem, SettingError
+
+LOG, SETTINGS, PLAN = "metrics.jsonl", "settings.json", "plan.toml"
+
+
+class Opened(NamedTuple):
+    """What a folder told when it was opened: JSON. `finished`: the log's last line, where the run has ended."""
+
+    path: str
+    token: str
+    finished: dict[str, Any] | None
+
+
+class Folder:
+    """The files of one run. `line` appends to the log."""
+
+    def __init__(self, parent: Path, name: str | None, *, label: str, identity: Identity) -> None:
+        """Opens the run's folder, or makes one. Raises SettingError where it is another run's, or in use."""
+        check_name(parent, name, identity)
+        self._encoder = msgspec.json.Encoder()
+        self._identity = identity
+        self.path = _make(parent, name, label=label, identity=identity)
+        self.finished = finished(self.path)
+        self._log = (self.path / LOG).open("ab", buffering=0)
+        _lock(self._log, self.path)
+
+    def describe(self, plan: Plan, settings: Mapping[str, Any]) -> None:
+        """Write down what was asked for, and where it runs."""
+        _replace(self.path / PLAN, plan.to_toml(defaults=True).encode())
+        versions = {
+            "fourfold": fourfold.__version__,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+        }
+        record = {**settings, "versions": versions, "machine": platform.machine(), "cores": os.cpu_count()}
+        _write_settings(self.path, {**record, "identity": self._identity})
+
+    def line(self, record: Mapping[str, Any]) -> None:
+        """Append one line to the log."""
+        self._log.write(self._encoder.encode(record) + b"\n")
+
+    def position(self) -> int:
+        """The log's size in bytes."""
+        return os.fstat(self._log.fileno()).st_size
+
+    def cut(self, position: int) -> None:
+        """Forget what the log says after `position`: it is about steps that will be done again."""
+        self._log.truncate(min(position, self.position()))
+
+    def sync(self) -> None:
+        """Have the log on the disk."""
+        os.fsync(self._log.fileno())
+
+    def close(self) -> None:
+        self._log.close()
+
+
+def check_name(parent: Path, name: str | None, identity: Identity | None = None) -> None:
+    """Raise SettingError for a name that another run has, or that is no name of a folder."""
+    if name is None:
+        return
+    if not name or Path(name).name != name or name in (".", ".."):
+        raise SettingError(Problem(f"name = {name!r}", "the name of a folder, without a path", "name=first-try"))
+    path = parent / name
+    if not path.exists():
+        return
+    theirs = read_identity(path)
+    if identity is None or theirs is None or canonical(theirs) != canonical(identity):
+        got = f"{path} is there already{_difference(theirs, identity)}"
+        raise SettingError(Problem(got, "a name of its own for every run", f"name={name}-2"))
+
+
+def read_identity(path: Path) -> dict[str, Any] | None:
+    """What makes the run in this folder the same run; None where it does not say."""
+    try:
+        found = msgspec.json.decode((path / SETTINGS).read_bytes(), type=dict[str, Any]).get("identity")
+    except (OSError, msgspec.DecodeError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _difference(theirs: Identity | None, ours: Identity | None) -> str:
+    if theirs is None or ours is None:
+        return ""
+    now = msgspec.json.decode(canonical(ours), type=dict[str, Any])
+    names = [name for name in {**theirs, **now} if theirs.get(name) != now.get(name)]
+    return f", with another {', '.join(names)}"
+
+
+def finished(path: Path) -> dict[str, Any] | None:
+    """The last line of the log of a run that has ended well; None for any other."""
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        with (path / LOG).open("rb") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - 2**16))
+            last = log.read().splitlines()[-1:]
+        line = msgspec.json.decode(last[0], type=dict[str, Any]) if last else {}
+        return line if "finished" in line else None
+    return None
+
+
+def set_aside(path: Path) -> Path | None:
+    """Give a run's folder another name, so that the run can start over; None where there is no folder."""
+    if not path.exists():
+        return None
+    with (path / LOG).open("ab") as log:
+        _lock(log, path)
+    number = 1
+    while (target := path.with_name(f"{path.name}-before-{number}")).exists():
+        number += 1
+    path.rename(target)
+    return target
+
+
+def _make(parent: Path, name: str | None, *, label: str, identity: Identity) -> Path:
+    """The folder, with its identity in it from the first moment."""
+    if name is not None and (parent / name).exists():
+        return parent / name
+    staging = parent / f".new-{secrets.token_hex(8)}"
+    staging.mkdir(parents=True)
+    _write_settings(staging, {"identity": identity})
+    for number in range(1, 10_000):
+        path = parent / (name if name is not None else f"{label}-{number}")
+        with contextlib.suppress(OSError):
+            staging.rename(path)  # fails where there is a folder with anything in it
+            return path
+        if name is not None:
+            break
+    (staging / SETTINGS).unlink()
+    staging.rmdir()
+    raise SettingError(Problem(f"{parent / (name or label)}-… cannot be made", "a folder", "name=another"))
+
+
+def _write_settings(path: Path, record: Mapping[str, Any]) -> None:
+    _replace(path / SETTINGS, msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
+
+
+def _replace(path: Path, text: bytes) -> None:
+    """A file's new content: whole, or not at all."""
+    partial = path.with_name(f".{path.name}")
+    partial.write_bytes(text)
+    partial.replace(path)
+
+
+def _lock(file: Any, path: Path) -> None:
+    """Hold the run until this process ends. Raises SettingError where another one does."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        problem = Problem(f"{path} is being trained by another process", "one at a time", "name=another")
+        raise SettingError(problem) from None
+    except OSError:  # a file system without locks
+        return

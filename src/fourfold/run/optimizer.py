@@ -1,0 +1,155 @@
+"""DistributedOptimizer: a plain loop, one wrapped optimizer; gradients are averaged while backward runs.
+
+complete  when `backward()` returns, every `.grad` holds the mean over ranks
+Law: the wrapped optimizer does on every rank what it would have done alone on the mean gradient.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.parts import comm, data
+from fourfold.plan.data import fill
+from fourfold.plan.plan import Plan
+from fourfold.run.build import compare, trainable_of
+from fourfold.run.refuse import refuse
+from fourfold.words.action import USED
+from fourfold.words.errors import OptimizerError, PlanError, Problem, TrainingError
+
+NO_BACKWARD = -1
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Wrap any torch optimizer of `model`'s parameters; the loop around it stays as it is. Collective.
+
+    Joins the process group that is there, or the one the launcher's environment speaks of. Rank 0's weights and
+    buffers are broadcast first. Every rank must call `backward()` equally often outside `no_sync()`, and each of
+    these must reach at least one trainable parameter. Of the plan only `bucket_bytes`, `unused`, `batch_norm` and
+    `transport` are used. Raises PlanError or OptimizerError for what cannot be carried out, TrainingError from
+    `backward()` where a parameter got no gradient and the plan does not allow it.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan | None = None) -> None:
+        # The state, the groups and the hooks are the wrapped optimizer's: see __getattr__.
+        self._optimizer, self._ranks = optimizer, comm.join()
+        plan = plan or Plan(dp=self._ranks.size)
+        refuse(model, plan, self._ranks)
+        if plan.microbatches > 1:
+            problem = Problem(f"microbatches = {plan.microbatches}", "1: the loop cuts its own batches", "no_sync()")
+            raise PlanError(problem, where="the plan")
+        strangers = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        strangers -= {id(p) for p in model.parameters()}
+        if strangers:
+            got = f"{len(strangers)} parameters that are not the model's"
+            raise OptimizerError(Problem(got, "an optimizer of model.parameters()"))
+        trainable = trainable_of(model)
+        places = {p.device.type for p in trainable.values()}
+        if places != {self._ranks.device.type}:
+            got = f"parameters on {', '.join(sorted(places))}, ranks on {self._ranks.device.type}"
+            raise OptimizerError(Problem(got, "one kind of device", f'model.to("{self._ranks.device.type}") first'))
+        shapes = {name: list(p.shape) for name, p in trainable.items()}
+        compare(self._ranks, data.specs(trainable, {}), shapes, plan=plan, clip=None)
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._ranks.broadcast(tensor.data)
+        self._connect(trainable, plan)
+        self._syncing, self._backward = True, NO_BACKWARD
+        for parameter in trainable.values():
+            parameter.register_hook(self._at_the_beginning)
+
+    def _connect(self, trainable: dict[str, nn.Parameter], plan: Plan) -> None:
+        buckets = fill(data.specs(trainable, {}), bucket_bytes=plan.bucket_bytes)
+        request = comm.Request(
+            sizes=tuple(bucket.size for bucket in buckets),
+            dtypes=tuple(data.dtype_of(bucket) for bucket in buckets),
+            num_scalars=max(8, len(trainable)),
+        )
+        self._allow_unused = plan.unused == "allow"
+        self._transport, self.transport = comm.connect(self._ranks, request, choice=plan.transport)
+        self._gradients = data.Gradients(trainable, buckets, self._transport, allow_unused=self._allow_unused)
+        self._gradients.last()
+        self._gradients.listening = True
+        self._parameters = [trainable[slot.name] for bucket in buckets for slot in bucket.slots]
+        self._num_buckets = len(buckets)
+
+    def _at_the_beginning(self, _: Tensor) -> None:
+        """Ask autograd, once a backward, to call `_finish` when it has ended."""
+        backward = torch._C._current_graph_task_id()
+        if not self._syncing or backward == self._backward:
+            return
+        if self._backward != NO_BACKWARD:
+            got = "a backward after one that ended with an error, or within another one"
+            raise TrainingError(Problem(got, "ranks that agree on what has been summed", "a new DistributedOptimizer"))
+        self._backward = backward
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Every `.grad` becomes the mean over ranks; it lies in this rank's slot."""
+        try:
+            self._gradients.take_left()
+            self._gradients.seal()
+            used = self._used()
+            for bucket in range(self._num_buckets):
+                self._transport.complete(bucket)
+            self._transport.scale(1.0 / self._ranks.size)
+            for bucket in range(self._num_buckets):
+                self._transport.gather(bucket)
+            for parameter, view, count in zip(self._parameters, self._gradients.views, used, strict=True):
+                parameter.grad = view if count else None
+            self._transport.close()
+            # Autograd may add to `.grad` in place, and the optimizer change it: nobody else may still read it then.
+            self._transport.open()
+            self._backward = NO_BACKWARD
+        finally:
+            self._gradients.begin()
+            self._gradients.last()
+
+    def _used(self) -> list[float]:
+        if not self._allow_unused:
+            return [1.0] * len(self._parameters)
+        self._transport.measure(USED, torch.tensor(self._gradients.written, dtype=torch.float64))
+        return self._transport.measured(USED)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients add up on this rank alone; the next backward outside sums what all have gathered."""
+        self._syncing = self._gradients.listening = False
+        try:
+            yield
+        finally:
+            self._syncing = self._gradients.listening = True
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale `.grad` so that the global norm is at most `max_norm`; returns the norm before. No communication."""
+        return nn.utils.clip_grad_norm_(self._parameters, max_norm)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self._optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self._optimizer.state
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """The wrapped optimizer's step, on mean gradients."""
+        return self._optimizer.step(closure) if closure is not None else self._optimizer.step()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the buckets are made. Raises OptimizerError."""
+        raise OptimizerError(Problem("add_param_group", "all parameters from the start", "a new DistributedOptimizer"))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_optimizer"], name)

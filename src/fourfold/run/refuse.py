@@ -1,0 +1,42 @@
+"""What cannot be carried out is refused here, before anything is built: all problems at once.
+
+Law: no silent fallback. What a plan asks for happens, or is refused.
+"""
+
+from torch import nn
+
+from fourfold.parts import comm
+from fourfold.plan.plan import Plan, mesh_sizes
+from fourfold.words.errors import PlanError, Problem
+
+
+def refuse(model: nn.Module, plan: Plan, ranks: comm.Ranks) -> None:
+    """Raise PlanError with every reason why this plan cannot be carried out with this model on these ranks."""
+    problems = size_problems(plan, ranks.size) + model_problems(model, plan)
+    if problems:
+        raise PlanError(problems, where="the plan")
+    comm.refuse_impossible(plan.transport, ranks.device.type)
+
+
+def size_problems(plan: Plan, size: int) -> list[Problem]:
+    """The mesh must have as many places as there are ranks."""
+    mesh = plan.mesh
+    if mesh.size == size:
+        return []
+    got = f"pp × dp × sp × tp = {mesh.pp} × {mesh.dp} × {mesh.sp} × {mesh.tp} = {mesh.size}"
+    attempt = " or ".join(f"dp = {choice.dp}" for choice in mesh_sizes(size)) + f", or -n {mesh.size}"
+    return [Problem(got, f"the number of ranks, {size}", attempt)]
+
+
+def model_problems(model: nn.Module, plan: Plan) -> list[Problem]:
+    """What of the model does not go with the plan."""
+    problems = []
+    if not any(p.requires_grad for p in model.parameters()):
+        problems.append(Problem("a model without trainable parameters", "at least one with requires_grad"))
+    norms = [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    parts = plan.dp * plan.microbatches
+    if norms and plan.batch_norm == "refuse" and parts > 1:
+        got = f"batch normalization at {', '.join(norms[:3])}{' …' if len(norms) > 3 else ''}"
+        need = f"no statistics over a batch that is cut in {parts}"
+        problems.append(Problem(got, need, 'GroupNorm, or batch_norm = "local" (not the same training)'))
+    return problems

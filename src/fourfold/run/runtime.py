@@ -1,0 +1,48 @@
+"""The interpreter: runs one rank's program, action by action.
+
+Law: it decides nothing. What happens, and in which order, is in the program; what an action does is in `actions`.
+"""
+
+from collections.abc import Sequence
+
+from fourfold.run.actions import Actions
+from fourfold.run.batch import Microbatch
+from fourfold.words.action import Action, Verb
+from fourfold.words.errors import Problem, TrainingError
+from fourfold.words.spans import SILENT
+
+
+class Runtime:
+    """Verbs, and what does them."""
+
+    def __init__(self, actions: Actions) -> None:
+        self._actions = actions
+        self._verbs = {
+            Verb.FORWARD: actions.forward,
+            Verb.BACKWARD: actions.backward,
+            Verb.MEASURE: actions.measure,
+            Verb.REDUCE: actions.reduce,
+            Verb.UPDATE: actions.update,
+        }
+        self._broken: BaseException | None = None
+        self.recorder = SILENT
+
+    def run(self, program: Sequence[Action], microbatches: Sequence[Microbatch]) -> None:
+        """One optimizer update.
+
+        After an error in mid-step the ranks no longer agree on what has been summed: later calls raise TrainingError.
+        """
+        if self._broken is not None:
+            got = f"a step after one that ended with {type(self._broken).__name__}"
+            raise TrainingError(Problem(got, "a new TrainStep")) from self._broken
+        try:
+            self._actions.begin(microbatches)
+            for action in program:
+                with self.recorder.action(action):
+                    self._verbs[action.verb](action.index)
+        except BaseException as error:
+            self._broken = error
+            raise
+        finally:
+            self._actions.stop()
+        self._actions.end()

@@ -1,0 +1,74 @@
+"""Settings: what a run needs beside the task and the plan, and what makes it the same run.
+
+identity  the task, its settings, the number of steps, the batch size, the clip, the seed: not the mesh
+Law: two commands with the same identity are the same run, on whatever mesh.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from fourfold.words.errors import Problem, SettingError
+from fourfold.words.task import Task
+
+Identity = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run needs beside the task and the plan; see `train`."""
+
+    steps: int
+    batch_size: int
+    clip: float | None
+    seed: int = 0
+    evaluate_every: int | None = None
+    trace_every: int = 0
+    name: str | None = None
+    folder: str = "runs"
+    label: str = "run"
+    spec: str | None = None
+    extra: Mapping[str, Any] | None = field(default=None)
+    checkpoint_every: int = 100
+    ema: float | None = None
+    init: str | None = None
+
+    def identity(self) -> Identity:
+        """What makes a run the same run, as JSON has it."""
+        asked = {"steps": self.steps, "batch_size": self.batch_size, "clip": self.clip, "seed": self.seed}
+        over = {"ema": self.ema, "init": self.init}
+        given = {name: value for name, value in over.items() if value is not None}
+        return {"task": self.spec or self.label, "settings": dict(self.extra or {}), **asked, **given}
+
+
+def settings_of(task: Task, **given: Any) -> Settings:
+    """The settings of a run: what was given, the task's own for the rest. Raises SettingError."""
+    own = {name: getattr(task, name) for name in ("steps", "batch_size", "clip") if given.get(name) is None}
+    settings = Settings(**{**given, **own})
+    problems = []
+    if settings.checkpoint_every < 0:
+        problems.append(Problem(f"checkpoint_every = {settings.checkpoint_every}", "a number of steps, or 0 for never"))
+    if settings.ema is not None and not 0 < settings.ema < 1:
+        problems.append(Problem(f"ema = {settings.ema}", "more than 0, less than 1", "ema=0.999"))
+    if problems:
+        raise SettingError(problems, where="the settings")
+    return settings
+
+
+def run_name(label: str, identity: Identity) -> str:
+    """The name of a run that was given none: the same for the same command."""
+    return f"{label}-{hashlib.blake2b(canonical(identity), digest_size=3).hexdigest()}"
+
+
+def canonical(identity: Identity) -> bytes:
+    """The same text for the same identity."""
+    return msgspec.json.encode(identity, order="sorted")
+
+
+def told_finished(path: object, line: Mapping[str, Any]) -> str:
+    """What is said of a run that has ended already, from the last line of its log."""
+    steps = f"{path} is finished ({line['finished']} steps)"
+    return f"{steps}: fourfold train … name=another for a new run, or fresh=true to start over"

@@ -1,0 +1,136 @@
+"""Show: what a plan will do with a task, as text: the plan, the buckets, each rank's program, the bytes it sends.
+
+Law: nothing here is measured or guessed; every figure is arithmetic on the plan and the model's shapes.
+"""
+
+from collections.abc import Sequence
+
+from fourfold.parts import data, optim
+from fourfold.plan.data import RESTS, Bucket, Step, fill, life, lower, step_bytes
+from fourfold.plan.plan import Plan
+from fourfold.run.outline import outline
+from fourfold.run.refuse import model_problems
+from fourfold.words import action
+from fourfold.words.action import LOSS, NORM, USED, Verb
+from fourfold.words.errors import PlanError
+from fourfold.words.layout import Change
+from fourfold.words.task import Task
+
+MEASURES = {
+    LOSS: "sum the loss and the counts over the data ranks",
+    NORM: "sum the gradient norm over the data ranks",
+    USED: "learn which parameters got a gradient on any data rank",
+}
+MEANINGS = {
+    Verb.FORWARD: "forward of a microbatch",
+    Verb.BACKWARD: "backward of a microbatch",
+    Verb.REDUCE: "sum a bucket's gradient over the data ranks; begun while backward runs, in this order",
+    Verb.UPDATE: "update a bucket's weights",
+}
+
+
+def show(plan: Plan, task: Task) -> str:
+    """The text of `fourfold show`. Raises PlanError or OptimizerError for what cannot be carried out."""
+    model = outline(task)
+    problems = model_problems(model, plan)
+    if problems:
+        raise PlanError(problems, where="the plan")
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = optim.build(task.optimizer, list(model.parameters()))
+    group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    specs = data.specs(trainable, {name: group_of[id(p)] for name, p in trainable.items()})
+    buckets = fill(specs, bucket_bytes=plan.bucket_bytes)
+    outlined = Step(plan.microbatches, len(buckets), task.clip is not None, plan.unused == "allow")
+    program = {rank: lower(outlined) for rank in range(plan.mesh.size)}
+    sections = [_plan(plan), _buckets(buckets, plan), _program(program), _bytes(buckets, plan)]
+    return "\n\n".join(sections)
+
+
+def _plan(plan: Plan) -> str:
+    mesh = plan.mesh
+    axes = f"pp {mesh.pp} × dp {mesh.dp} × sp {mesh.sp} × tp {mesh.tp}"
+    return f"plan   {axes} = {mesh.size} {_plural('rank', mesh.size)}\n" + _indent(plan.to_toml().splitlines()[1:])
+
+
+def _buckets(buckets: Sequence[Bucket], plan: Plan) -> str:
+    rows = [("bucket", "parameters", "elements", "MiB", "dtype", "first", "last")]
+    rows += [
+        (
+            str(bucket.index),
+            str(len(bucket.slots)),
+            f"{bucket.size:,}",
+            f"{bucket.num_bytes / 2**20:.2f}",
+            bucket.dtype,
+            bucket.slots[0].name,
+            bucket.slots[-1].name,
+        )
+        for bucket in buckets
+    ]
+    rest = RESTS[plan.zero]
+    changes = {name.replace("_", " "): change for name, change in life(rest)._asdict().items() if change != Change.NONE}
+    lines = [
+        f"weights rest {rest.weight}, gradients {rest.gradient}, optimizer states {rest.state}",
+        *(f"{moment}: {change}" for moment, change in changes.items()),
+    ]
+    return "buckets   filled in reverse order of definition\n" + _table(rows, left=4) + "\n" + _indent(lines)
+
+
+def _program(program: action.Program) -> str:
+    ranks = sorted(program)
+    same = [rank for rank in ranks if program[rank] == program[ranks[0]]]
+    head = f"program   {_plural('rank', len(ranks))} {ranks[0]}" + (
+        f" to {ranks[-1]}, all the same" if len(ranks) > 1 else ""
+    )
+    assert len(same) == len(ranks)
+    legend = []
+    for verb, index in dict.fromkeys((a.verb, a.index if a.verb == Verb.MEASURE else None) for a in program[ranks[0]]):
+        word = f"M0.{index}" if verb == Verb.MEASURE else f"{verb.value}0.k"
+        legend.append((word, MEANINGS.get(verb) or MEASURES[index or 0]))
+    lines = _wrap([str(a) for a in program[ranks[0]]])
+    return "\n".join([head, _indent(lines), *("  " + f"{word:<5}  {text}" for word, text in legend)])
+
+
+def _bytes(buckets: Sequence[Bucket], plan: Plan) -> str:
+    total = sum(bucket.num_bytes for bucket in buckets)
+    sent = step_bytes(buckets, zero=plan.zero, size=plan.dp, microbatches=plan.microbatches)
+    lines = [f"gradients         {_mib(total)} a rank"]
+    if plan.dp > 1:
+        lines += [
+            f"over a network    {_mib(sent)} sent by each rank in each step, 2 (N − 1) / N of the gradients",
+            "in shared memory  nothing is sent: ranks of one host read each other's gradients where they lie",
+        ]
+    else:
+        lines.append("one data rank: nothing is sent")
+    return "bytes\n" + _indent(lines)
+
+
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:9.2f} MiB"
+
+
+def _plural(noun: str, count: int) -> str:
+    return noun if count == 1 else noun + "s"
+
+
+def _indent(lines: Sequence[str]) -> str:
+    return "\n".join("  " + line for line in lines)
+
+
+def _wrap(words: Sequence[str], width: int = 100) -> list[str]:
+    lines, line = [], ""
+    for word in words:
+        if line and len(line) + 1 + len(word) > width:
+            lines.append(line)
+            line = ""
+        line = f"{line} {word}".strip()
+    return [*lines, line]
+
+
+def _table(rows: Sequence[tuple[str, ...]], *, left: int) -> str:
+    """Columns from `left` on are set to the left, those before to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [c.ljust(w) if n >= left else c.rjust(w) for n, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return _indent(lines)

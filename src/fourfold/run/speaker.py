@@ -1,0 +1,188 @@
+"""Speaker: rank 0's log and progress line.
+
+Law: rank 0 alone writes and speaks; on other ranks the same calls only count.
+"""
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from fourfold.plan.plan import Plan
+from fourfold.run.build import Metrics, TrainStep
+from fourfold.run.checkpoint.keeper import Progress
+from fourfold.run.folder import Folder, Opened
+from fourfold.run.settings import Settings, told_finished
+from fourfold.words.record import Line
+from fourfold.words.task import Task
+
+WINDOW = 20  # steps over which the progress line averages
+
+
+class Report(Protocol):
+    """Who tells people how the run goes."""
+
+    def start(self, text: str) -> None: ...
+    def step(self, line: Line) -> None: ...
+    def note(self, text: str) -> None: ...
+    def finish(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended. `valid` holds "loss" and the task's own measures; `rate` is units per second over the run."""
+
+    folder: Path | None
+    steps: int
+    loss: float
+    valid: Mapping[str, float]
+    rate: float
+    seconds: float
+    sample: str | None
+
+
+class Speaker:
+    """Rank 0's log and progress line; on other ranks it only counts."""
+
+    def __init__(self, task: Task, settings: Settings, *, rank: int, report: Report | None) -> None:
+        self.rank, self._task, self._settings, self._report = rank, task, settings, report
+        self._folder: Folder | None = None
+        self._existed = False
+        self.opened = Opened("", "", None)
+        self.rates: list[float] = []
+        """The learning rates by group, which the task's schedule multiplies."""
+        self.units, self._first = 0, 0
+        self._recent: deque[tuple[int, Metrics]] = deque(maxlen=WINDOW)
+        self._begin = time.perf_counter()
+        # When each of the recent steps ended, and the step before them: reading data is part of the time.
+        self._ends = deque([self._begin], maxlen=WINDOW + 1)
+
+    @property
+    def path(self) -> Path | None:
+        return self._folder.path if self._folder else None
+
+    def start(self, step: TrainStep, plan: Plan) -> None:
+        """Open the run's folder, and tell every rank of it. Collective."""
+        s = self._settings
+        self.rates = [group["lr"] for group in step.optimizer.param_groups]
+        if self.rank == 0:
+            self._folder = Folder(Path(s.folder), s.name, label=s.label, identity=s.identity())
+            self.opened = Opened(str(self._folder.path), secrets.token_hex(4), self._folder.finished)
+            self._existed = self._folder.position() > 0
+        self.opened = Opened(*step.exchange(self.opened)[0])
+        if self._folder is None or self.opened.finished is not None:
+            return
+        asked = {"steps": s.steps, "batch_size": s.batch_size, "clip": s.clip, "seed": s.seed}
+        self._folder.describe(plan, {"task": s.label, **asked, **(s.extra or {}), "transport": step.transport})
+        parameters = sum(p.numel() for p in step.model.parameters())
+        mesh = f"{plan.dp} ranks" if plan.dp > 1 else "1 process"
+        if self._report is not None:
+            self._report.start(f"{s.label} · {parameters / 1e6:.2f} M parameters · {mesh} · {step.transport}")
+
+    def resumed(self, progress: Progress | None) -> Progress:
+        """The run goes on from there. None: it begins."""
+        self._begin = time.perf_counter()
+        self._ends = deque([self._begin], maxlen=WINDOW + 1)
+        if progress is None:
+            if self._folder is not None and self._existed:
+                self.note(f"{self._folder.path} has no good checkpoint: it begins again")
+            return Progress()
+        self._first = progress.step
+        if self._folder is not None:
+            self.line({"resumed": progress.step})
+            self.note(f"{self._folder.path} goes on from step {progress.step} of {self._settings.steps}")
+        return progress
+
+    def ended_before(self) -> Result:
+        """What a run that has ended already told at its end."""
+        line = self.opened.finished or {}
+        path = Path(self.opened.path)
+        if self._report is not None:
+            self._report.finish(told_finished(path, line))
+        loss = line.get("loss")
+        numbers = {name: float("nan") if value is None else value for name, value in line.get("valid", {}).items()}
+        loss = float("nan") if loss is None else loss
+        return Result(path, line["finished"], loss, numbers, line.get("rate", 0.0), line.get("seconds", 0.0), None)
+
+    def line(self, record: Mapping[str, Any]) -> None:
+        if self._folder is not None:
+            self._folder.line(record)
+
+    def note(self, text: str) -> None:
+        if self._folder is not None and self._report is not None:
+            self._report.note(text)
+
+    def position(self) -> int:
+        return self._folder.position() if self._folder is not None else 0
+
+    def cut(self, position: int) -> None:
+        if self._folder is not None:
+            self._folder.cut(position)
+
+    def sync(self) -> None:
+        if self._folder is not None:
+            self._folder.sync()
+
+    def stepped(self, number: int, metrics: Metrics, *, lr: float) -> None:
+        units = metrics.tokens or metrics.samples
+        self.units += units
+        if self._folder is None:
+            return
+        record = {"step": number, "loss": metrics.loss, "samples": metrics.samples, "tokens": metrics.tokens}
+        times = {"seconds": metrics.seconds, "waiting_seconds": metrics.waiting_seconds}
+        self._folder.line({**record, "grad_norm": metrics.grad_norm, "lr": float(lr), **times})
+        self._recent.append((units, metrics))
+        self._ends.append(time.perf_counter())
+        if self._report is not None:
+            self._report.step(self._line(number))
+
+    def _line(self, number: int) -> Line:
+        seconds = max(self._ends[-1] - self._ends[0], 1e-9)
+        elapsed = self._ends[-1] - self._begin
+        return Line(
+            step=number,
+            steps=self._settings.steps,
+            loss=sum(m.loss for _, m in self._recent) / len(self._recent),
+            rate=sum(units for units, _ in self._recent) / seconds,
+            unit=self._task.unit,
+            waiting=sum(m.waiting_seconds for _, m in self._recent) / seconds,
+            seconds_left=elapsed / (number - self._first) * (self._settings.steps - number),
+        )
+
+    def evaluated(self, number: int, valid: Mapping[str, float]) -> None:
+        if self._folder is None or not valid:
+            return
+        self._folder.line({"step": number, "valid": dict(valid)})
+        if self._report is not None and number < self._settings.steps:
+            self._report.note(f"step {number}   validation {describe(valid)}")
+
+    def finish(self, result: Result) -> None:
+        if self._folder is None:
+            return
+        ending = {"seconds": result.seconds, "rate": result.rate, "unit": self._task.unit, "valid": dict(result.valid)}
+        ending["loss"] = result.loss
+        self._folder.line({"finished": result.steps, **ending})
+        if self._report is not None:
+            self._report.finish(summary(result, self._task.unit))
+
+    def close(self) -> None:
+        if self._folder is not None:
+            self._folder.close()
+
+
+def describe(valid: Mapping[str, float]) -> str:
+    """Measures in one line: `loss 2.031   bits per byte 2.930`."""
+    return "   ".join(f"{name} {value:.4f}" for name, value in valid.items())
+
+
+def summary(result: Result, unit: str) -> str:
+    """What is said at the end of a run."""
+    rows = [(f"validation {name}" if name == "loss" else name, f"{value:.4f}") for name, value in result.valid.items()]
+    rows += [("training loss", f"{result.loss:.4f}"), (f"{unit} per second", f"{result.rate:,.0f}")]
+    rows += [("time", f"{result.seconds:.1f} s for {result.steps} steps"), ("folder", str(result.folder))]
+    width = max(len(name) for name, _ in rows)
+    text = "\n".join(f"{name:<{width}}   {value}" for name, value in rows)
+    return text if not result.sample else f"{text}\n\nsample\n{result.sample}"

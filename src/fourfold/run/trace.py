@@ -1,0 +1,178 @@
+"""Trace: what every rank did in a few steps of a run, on one clock, in one file.
+
+sampled step  one that is recorded: steps 3 and 4, then every 100th; all others run with a silent recorder
+offset        how far a host's clock is ahead of rank 0's
+Law: every rank samples the same steps, and when such a step has ended, the file has what all ranks recorded: a run
+that is killed leaves its trace.
+
+A span is what the process did: on a GPU it is the time to issue an action, not the time its kernels take.
+"""
+
+import contextlib
+import functools
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from fourfold.parts.comm.ranks import host_id
+from fourfold.plan.timeline import STEP, Event, Trace, bounds, encode
+from fourfold.run.build import TrainStep
+from fourfold.words.action import Action, Verb
+from fourfold.words.spans import COMPUTE, REDUCE, SILENT, WAIT, Recorder, Span
+
+FILE = "trace.json"
+EVERY = 100
+FIRST = (3, 4)  # the launch order is frozen after the first step, and memory has found its place after the second
+KEPT = 20
+ROUNDS = 8  # of reading all clocks, to tell how far they are apart
+
+
+class _Open:
+    """A span that has begun. Not a generator: this is a third of its cost."""
+
+    __slots__ = ("_name", "_place", "_spans", "_start")
+
+    def __init__(self, spans: list[Span], name: str, place: str) -> None:
+        self._spans, self._name, self._place = spans, name, place
+
+    def __enter__(self) -> None:
+        self._start = time.monotonic_ns()
+
+    def __exit__(self, *error: object) -> None:
+        self._spans.append(Span(self._name, self._place, self._start, time.monotonic_ns()))
+
+
+class Recording:
+    """A recorder that keeps what it is told: one step of one rank."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self._told: set[tuple[int, str]] = set()
+
+    def span(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        return _Open(self.spans, name, COMPUTE)
+
+    def action(self, action: Action) -> contextlib.AbstractContextManager[Any]:
+        # A reduction is told of by who does it, where it is done: mostly while backward goes on.
+        if action.verb == Verb.REDUCE:
+            return contextlib.nullcontext()
+        return _Open(self.spans, str(action), COMPUTE)
+
+    def reducing(self, bucket: int) -> contextlib.AbstractContextManager[Any]:
+        return _Open(self.spans, _name(bucket), REDUCE)
+
+    def waiting(self) -> contextlib.AbstractContextManager[Any]:
+        return _Open(self.spans, WAIT, COMPUTE)
+
+    def moment(self, bucket: int, what: str) -> None:
+        now = time.monotonic_ns()
+        if (bucket, what) not in self._told:
+            self._told.add((bucket, what))
+            self.spans.append(Span(f"{_name(bucket)} {what}", REDUCE, now, now))
+
+    def follow(self, bucket: int, future: Callable[[], Any]) -> None:
+        start = time.monotonic_ns()
+
+        def done(_: Any) -> None:
+            self.spans.append(Span(_name(bucket), REDUCE, start, time.monotonic_ns()))
+
+        future().add_done_callback(done)
+
+
+@functools.cache
+def _name(bucket: int) -> str:
+    return str(Action(Verb.REDUCE, 0, bucket))
+
+
+def is_sampled(number: int, every: int) -> bool:
+    """Whether step `number`, the first being 1, is recorded."""
+    return every > 0 and (number in FIRST or number % every == 0)
+
+
+class Tracing:
+    """The sampled steps of a run, in `folder`/trace.json; only rank 0 is given a folder."""
+
+    def __init__(self, step: TrainStep, *, every: int = EVERY, folder: Path | None = None) -> None:
+        self._step, self._every, self._folder = step, every, folder
+        self._offsets: list[int] | None = None
+        self._program = step.program
+        self._kept: dict[int, list[list[Span]]] = {}
+
+    @contextlib.contextmanager
+    def sample(self, number: int) -> Iterator[Recorder]:
+        """Within: step `number`, recorded if it is one of the sampled. Collective."""
+        if not is_sampled(number, self._every):
+            yield SILENT
+            return
+        recording = Recording()
+        self._step.tell(recording)
+        try:
+            with recording.span(STEP):
+                yield recording
+        finally:
+            self._step.tell(SILENT)
+        self._keep(number, self._step.exchange(list(recording.spans)))
+
+    def _keep(self, number: int, rows: list[list[list[Any]]]) -> None:
+        if self._offsets is None:
+            self._offsets = offsets(self._step.exchange)
+        self._program = self._step.program
+        self._kept[number] = [[Span(*span) for span in spans] for spans in rows]
+        if len(self._kept) > KEPT:
+            # The first ones show how it was, the last ones how it ended.
+            del self._kept[list(self._kept)[len(FIRST)]]
+        if self._folder is not None:
+            self._write(self._folder)
+
+    def _write(self, folder: Path) -> None:
+        draft = folder / f"{FILE}.part"
+        try:
+            draft.write_bytes(encode(self.trace))
+            draft.replace(folder / FILE)
+        except OSError as error:
+            # A run is worth more than its trace.
+            warnings.warn(f"step {max(self._kept)} is not in the trace: {error}", stacklevel=2)
+
+    @property
+    def trace(self) -> Trace:
+        """All that is kept: the same on every rank."""
+        ahead = self._offsets or []
+        rows = [
+            (rank, number, span._replace(start=span.start - ahead[rank], stop=span.stop - ahead[rank]))
+            for number, by_rank in self._kept.items()
+            for rank, spans in enumerate(by_rank)
+            for span in _tiled(spans)
+        ]
+        begin = min((span.start for _, _, span in rows), default=0)
+        events = tuple(
+            Event(rank, number, span.name, span.lane, (span.start - begin) / 1e9, (span.stop - begin) / 1e9)
+            for rank, number, span in rows
+        )
+        return Trace(dict.fromkeys(range(len(ahead)), self._program), events)
+
+
+def _tiled(spans: list[Span]) -> list[Span]:
+    """Reductions in the background may overlap; on their lane each begins when the one before has ended."""
+    tiled, free = [], 0
+    for span in sorted(spans, key=lambda span: (span.start, -span.stop)):
+        if span.lane == REDUCE and span.stop > span.start:
+            span = span._replace(start=max(span.start, min(free, span.stop)))
+            free = max(free, span.stop)
+        tiled.append(span)
+    return tiled
+
+
+def offsets(exchange: Callable[[Any], list[Any]]) -> list[int]:
+    """How far each rank's clock is ahead of rank 0's, in nanoseconds; ranks of one host have one clock. Collective."""
+    hosts = exchange(host_id())
+    if len(set(hosts)) == 1:
+        return [0] * len(hosts)
+    columns = list(zip(*(exchange(time.monotonic_ns()) for _ in range(ROUNDS)), strict=True))
+    found = []
+    for host, column in zip(hosts, columns, strict=True):
+        least, most = bounds(list(columns[0]), list(column))
+        found.append(0 if host == hosts[0] else (least + most) // 2)
+    # One figure per host: its first rank's.
+    return [found[hosts.index(host)] for host in hosts]

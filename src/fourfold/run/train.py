@@ -1,0 +1,216 @@
+"""Train: a whole run of a task, from the first step, or where it was left, to the last evaluation.
+
+Law: every rank does the same steps; rank 0 alone writes and speaks.
+"""
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fourfold.feed.feed import Feed
+from fourfold.feed.source import fetch
+from fourfold.plan.order import share
+from fourfold.plan.plan import Plan
+from fourfold.plan.timeline import DATA
+from fourfold.run.average import Average
+from fourfold.run.batch import call, cut, evaluating, measure
+from fourfold.run.build import TrainStep, parallelize, trainable_of
+from fourfold.run.checkpoint.keeper import Keeper, Place, Progress
+from fourfold.run.checkpoint.read import load_weights
+from fourfold.run.checkpoint.state import Trained
+from fourfold.run.settings import Settings, settings_of
+from fourfold.run.speaker import WINDOW, Report, Result, Speaker
+from fourfold.run.trace import EVERY, Tracing
+from fourfold.words.task import Source, Task
+
+
+def train(
+    task: Task,
+    plan: Plan | None = None,
+    *,
+    steps: int | None = None,
+    batch_size: int | None = None,
+    clip: float | None = None,
+    seed: int = 0,
+    evaluate_every: int | None = None,
+    trace_every: int = EVERY,
+    name: str | None = None,
+    folder: str = "runs",
+    label: str = "run",
+    spec: str | None = None,
+    extra: Mapping[str, Any] | None = None,
+    checkpoint_every: int = 100,
+    ema: float | None = None,
+    init: str | None = None,
+    report: Report | None = None,
+) -> Result:
+    """Train `task` as `plan` says. Collective: every rank calls it with the same arguments.
+
+    steps, batch_size (global) and clip default to the task's. `evaluate_every` counts steps; None evaluates at the
+    end only. The run's folder is `folder`/`name`, or `folder`/`label`-1, -2 … without a name. A run that is there
+    under its name goes on from its newest good checkpoint, on whatever mesh; one that has ended is told of, and not
+    trained again. `spec`, `extra` (both go into settings.json) and what is trained make it the same run.
+
+    `trace_every` counts steps too: steps 3 and 4 and every such step are recorded in trace.json; 0 records none.
+    `checkpoint_every` counts steps; 0 saves never, otherwise the last step and every new best validation loss are
+    saved too. `ema` keeps an average of the weights, which is evaluated, sampled from and saved. `init` is a plain
+    safetensors file of weights to begin with. `report` hears of the progress on rank 0. Raises children of
+    FourfoldError.
+    """
+    plan = plan or Plan()
+    given = {"steps": steps, "batch_size": batch_size, "clip": clip, "seed": seed, "evaluate_every": evaluate_every}
+    given |= {"trace_every": trace_every, "name": name, "folder": folder, "label": label, "spec": spec, "extra": extra}
+    settings = settings_of(task, **given, checkpoint_every=checkpoint_every, ema=ema, init=init)
+    torch.manual_seed(settings.seed)
+    data = task.data()
+    model = task.model()
+    if settings.init is not None:
+        load_weights(model, Path(settings.init))
+    step = parallelize(model, task.loss, task.optimizer, plan, clip=settings.clip, seed=settings.seed)
+    feed = Feed(data.train, plan, batch_size=settings.batch_size, seed=settings.seed)
+    trained = Trained(step, feed, None if settings.ema is None else Average(trainable_of(step.model), settings.ema))
+    with _speaker(task, step, plan, settings, report) as speaker:
+        if speaker.opened.finished is not None:
+            return speaker.ended_before()
+        with _keeper(trained, settings, speaker) as keeper:
+            progress = speaker.resumed(keeper.resume())
+            begin = time.perf_counter()
+            tracing = Tracing(step, every=settings.trace_every, folder=speaker.path)
+            run = Training(task, trained, settings, speaker, keeper, tracing, data.valid)
+            progress = run.steps(progress)
+            seconds = time.perf_counter() - begin
+            return run.end(progress, seconds)
+
+
+@contextlib.contextmanager
+def _keeper(trained: Trained, settings: Settings, speaker: Speaker) -> Iterator[Keeper]:
+    opened = speaker.opened
+    keeper = Keeper(trained, Place(Path(opened.path), opened.token), speaker, seed=settings.seed)
+    try:
+        yield keeper
+    except BaseException:
+        keeper.leave()
+        raise
+
+
+@dataclass(frozen=True)
+class Training:
+    """The steps of a run, and its end."""
+
+    task: Task
+    trained: Trained
+    settings: Settings
+    speaker: Speaker
+    keeper: Keeper
+    tracing: Tracing
+    valid: Source | None
+
+    def steps(self, progress: Progress) -> Progress:
+        """From where the run is to its last step."""
+        step, feed, average = self.trained
+        every, last = self.settings.checkpoint_every, self.settings.steps
+        batches = feed.forever()
+        losses = deque(progress.losses, maxlen=WINDOW)
+        for number in range(progress.step, last):
+            if self.task.schedule is not None:
+                factor = self.task.schedule(number, last)
+                for group, rate in zip(step.optimizer.param_groups, self.speaker.rates, strict=True):
+                    group["lr"] = rate * factor
+            with self.tracing.sample(number + 1) as recorder:
+                with recorder.span(DATA):
+                    batch = next(batches)
+                metrics = step(batch)
+            losses.append(metrics.loss)
+            if average is not None:
+                average.update(number + 1)
+            self.speaker.stepped(number + 1, metrics, lr=step.optimizer.param_groups[0]["lr"])
+            self.keeper.tell()
+            progress, best = Progress(number + 1, list(losses), {}, progress.best), progress.best
+            if progress.step < last:
+                if self.settings.evaluate_every and progress.step % self.settings.evaluate_every == 0:
+                    progress = self.evaluate(progress)
+                if every and (progress.step % every == 0 or progress.best != best):
+                    self.keeper.save(progress)
+        batches.close()  # ends the thread that reads ahead
+        return progress
+
+    def evaluate(self, progress: Progress) -> Progress:
+        """What the run has reached, with what the validation data say of it."""
+        if self.valid is None:
+            return progress
+        step, _, average = self.trained
+        valid = evaluate(step, self.task, self.valid, self.settings.batch_size)
+        if average is not None:
+            with average.applied():
+                averaged = evaluate(step, self.task, self.valid, self.settings.batch_size)
+            valid |= {f"ema {name}": value for name, value in averaged.items()}
+        self.speaker.evaluated(progress.step, valid)
+        loss = valid.get("loss")
+        # A loss that is not a number is not equal to itself, and never the best.
+        is_best = loss is not None and loss == loss and (progress.best is None or loss < progress.best)
+        return progress._replace(valid=valid, best=loss if is_best else progress.best)
+
+    def end(self, progress: Progress, seconds: float) -> Result:
+        """The last evaluation, the last checkpoint, and what is told of the run."""
+        step, _, average = self.trained
+        progress = self.evaluate(progress)
+        if self.settings.checkpoint_every and self.keeper.saved_step != progress.step:
+            self.keeper.save(progress)
+        sample = None
+        if self.task.sample is not None and self.speaker.rank == 0:
+            applied = average.applied() if average is not None else contextlib.nullcontext()
+            with applied, evaluating(step.model), torch.no_grad():
+                sample = self.task.sample(step.model)
+        self.keeper.wait()
+        losses = progress.losses
+        loss = sum(losses) / len(losses) if losses else float("nan")
+        path, rate = self.speaker.path, self.speaker.units / max(seconds, 1e-9)
+        result = Result(path, self.settings.steps, loss, progress.valid, rate, seconds, sample)
+        self.speaker.finish(result)
+        return result
+
+
+@torch.no_grad()
+def evaluate(step: TrainStep, task: Task, source: Source, batch_size: int) -> dict[str, float]:
+    """Mean loss and the task's measures over a whole source, which the data ranks share. Collective."""
+    sums: dict[str, list[float]] = {}
+    start, stop = share(0, len(source), step.plan.dp, step.data_index)
+    each = max(1, batch_size // step.plan.dp)
+    with evaluating(step.model):
+        for first in range(start, stop, each):
+            batch = fetch(source, range(first, min(first + each, stop)))
+            for name, (total, count) in _measures(step, task, batch).items():
+                held = sums.setdefault(name, [0.0, 0.0])
+                held[0] += float(total)
+                held[1] += float(count)
+    everyone: dict[str, list[float]] = {}
+    for theirs in step.exchange(sums):
+        for name, (total, count) in theirs.items():
+            held = everyone.setdefault(name, [0.0, 0.0])
+            held[0] += total
+            held[1] += count
+    return {name: total / count for name, (total, count) in everyone.items() if count}
+
+
+def _measures(step: TrainStep, task: Task, batch: Any) -> dict[str, Sequence[Any]]:
+    part = cut(batch, 1, step.device)[0]
+    outputs = call(step.model, part.inputs)
+    loss = measure(task.loss(outputs, part.targets), part.samples)
+    extra = task.evaluate(outputs, part.targets) if task.evaluate is not None else {}
+    return {"loss": (loss.total, loss.count), **extra}
+
+
+@contextlib.contextmanager
+def _speaker(task: Task, step: TrainStep, plan: Plan, settings: Settings, report: Report | None) -> Iterator[Speaker]:
+    speaker = Speaker(task, settings, rank=step.rank, report=report)
+    try:
+        speaker.start(step, plan)
+        yield speaker
+    finally:
+        speaker.close()

@@ -1,0 +1,116 @@
+"""Handwritten digits: a small convolutional network on scikit-learn's 1797 images of 8 × 8 pixels.
+
+Law: the split is by a sample's number alone: every fifth is for validation.
+
+B batch · C channels
+"""
+
+import functools
+import importlib.util
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fourfold.feed.source import Tensors
+from fourfold.words.errors import Problem, SettingError, TaskError
+from fourfold.words.task import Data, Task
+
+NUM_CLASSES = 10
+SIDE = 8  # pixels
+LARGEST_VALUE = 16.0  # of a pixel
+GROUP = 8  # channels normalized together
+
+
+def task(
+    *,
+    channels: int = 32,
+    steps: int = 400,
+    batch_size: int = 64,
+    lr: float = 3e-3,
+    weight_decay: float = 0.01,
+) -> Task:
+    """The task, from its settings. Raises SettingError, or TaskError where scikit-learn is missing."""
+    if channels < 1 or channels % GROUP:
+        fitting = max(channels // GROUP, 1) * GROUP
+        raise SettingError(
+            Problem(f"channels = {channels}", f"a multiple of {GROUP}", f"channels={fitting}"),
+            where="the settings of digits",
+        )
+    need_images()
+    return Task(
+        model=functools.partial(Network, channels=channels),
+        loss=loss,
+        data=open_data,
+        optimizer=functools.partial(torch.optim.AdamW, lr=lr, weight_decay=weight_decay, fused=True),
+        evaluate=evaluate,
+        schedule=schedule,
+        steps=steps,
+        batch_size=batch_size,
+    )
+
+
+class Network(nn.Module):
+    """Three convolutions with group normalization: images [B, 1, 8, 8] -> logits [B, 10]."""
+
+    def __init__(self, *, channels: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *_convolution(1, channels),
+            *_convolution(channels, channels),
+            nn.MaxPool2d(2),
+            *_convolution(channels, 2 * channels),
+            nn.Flatten(),
+            nn.Linear(2 * channels * (SIDE // 2) ** 2, NUM_CLASSES),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.layers(images)
+
+
+def _convolution(inputs: int, outputs: int) -> tuple[nn.Module, ...]:
+    return (
+        nn.Conv2d(inputs, outputs, kernel_size=3, padding=1, bias=False),
+        nn.GroupNorm(outputs // GROUP, outputs),
+        nn.ReLU(),
+    )
+
+
+def loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy of every sample: [B]."""
+    return F.cross_entropy(logits, targets, reduction="none")
+
+
+def evaluate(logits: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, int]]:
+    """The share of samples whose class is right, as (correct, count)."""
+    return {"accuracy": ((logits.argmax(dim=-1) == targets).sum(), targets.numel())}
+
+
+def open_data() -> Data:
+    """All images in memory, every fifth held out. Raises TaskError where scikit-learn is missing."""
+    need_images()
+    from sklearn.datasets import load_digits  # here, because it is an extra and takes a second
+
+    digits: Any = load_digits()
+    images = torch.from_numpy(digits.images).float().unsqueeze(1) / LARGEST_VALUE
+    classes = torch.from_numpy(digits.target).long()
+    held_out = torch.arange(len(classes)) % 5 == 4
+    return Data(
+        train=Tensors(images[~held_out], classes[~held_out]), valid=Tensors(images[held_out], classes[held_out])
+    )
+
+
+def need_images() -> None:
+    """Raises TaskError where scikit-learn, which brings the images, is missing."""
+    if importlib.util.find_spec("sklearn") is None:
+        raise TaskError(
+            Problem("scikit-learn is not installed", "its images of digits", "pip install 'fourfold[vision]'"),
+            where="digits",
+        )
+
+
+def schedule(step: int, steps: int) -> float:
+    """The learning rate's factor at `step` of 0 .. steps - 1: half a cosine down."""
+    return 0.5 * (1 + math.cos(math.pi * step / max(1, steps)))

@@ -1,0 +1,263 @@
+"""A byte-level language model: a small Transformer that predicts the next byte of a text.
+
+tokens     bytes, 0 to 255
+positions  where each token stands in its sample; given, never counted by the model, so tokens may live anywhere
+Law: a logit depends on tokens at its own and earlier places only, and on differences of positions only.
+
+B batch · L sequence length · D width · H heads · G heads of keys and values · K head size · V 256 bytes
+"""
+
+import functools
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fourfold.feed.source import Tokens, too_short
+from fourfold.feed.text import existing, open_text
+from fourfold.words.errors import DataError, Problem, SettingError
+from fourfold.words.task import Data, Task
+
+NUM_BYTES = 256
+ROTARY_BASE = 10_000.0
+SMALLEST_FACTOR = 0.02  # of the learning rate, at the last step
+
+
+def task(
+    *,
+    data: str | None = None,
+    width: int = 128,
+    layers: int = 4,
+    heads: int = 4,
+    kv_heads: int | None = None,
+    length: int = 128,
+    steps: int = 800,
+    batch_size: int = 16,
+    lr: float = 4e-3,
+    warmup: float = 0.05,
+    weight_decay: float = 0.1,
+    clip: float | None = 1.0,
+    valid_bytes: int = 32_768,
+    prompt: str = "def ",
+    temperature: float = 0.7,
+) -> Task:
+    """The task, from its settings. Without `data`, the text is the source code of Python's standard library.
+
+    kv_heads     heads of keys and values, shared by groups of query heads (GQA, arXiv 2305.13245); None: as `heads`
+    length       tokens of one sample
+    batch_size   samples of one step, over all processes
+    warmup       share of the steps in which the learning rate grows
+    valid_bytes  bytes the validation loss is measured on, in samples spread over the validation text
+    Raises SettingError for sizes that do not fit each other, DataError where there is nothing at `data`.
+    """
+    kv_heads = heads if kv_heads is None else kv_heads
+    counts = {"length": length, "steps": steps, "batch_size": batch_size, "valid_bytes": valid_bytes}
+    problems = [
+        *_shapes(width=width, layers=layers, heads=heads, kv_heads=kv_heads),
+        *(Problem(f"{name} = {count}", "1 or more") for name, count in counts.items() if count < 1),
+        *_rates(lr=lr, warmup=warmup, weight_decay=weight_decay, clip=clip, temperature=temperature),
+    ]
+    if problems:
+        raise SettingError(problems, where="the settings of lm")
+    if data is not None:
+        existing(data)
+    return Task(
+        model=functools.partial(LanguageModel, width=width, layers=layers, heads=heads, kv_heads=kv_heads),
+        loss=loss,
+        data=functools.partial(open_data, data, length=length, valid_bytes=valid_bytes),
+        optimizer=functools.partial(optimizer, lr=lr, weight_decay=weight_decay),
+        evaluate=evaluate,
+        sample=functools.partial(generate, prompt=prompt, length=length, temperature=temperature),
+        schedule=functools.partial(schedule, warmup=warmup),
+        unit="tokens",
+        steps=steps,
+        batch_size=batch_size,
+        clip=clip,
+    )
+
+
+def _shapes(*, width: int, layers: int, heads: int, kv_heads: int) -> Iterable[Problem]:
+    sizes = {"width": width, "layers": layers, "heads": heads, "kv_heads": kv_heads}
+    too_small = [Problem(f"{name} = {size}", "1 or more") for name, size in sizes.items() if size < 1]
+    yield from too_small
+    if too_small:
+        return
+    if width % (2 * heads):
+        fitting = max(width // (2 * heads), 1) * 2 * heads
+        yield Problem(f"width = {width}, heads = {heads}", "width divisible by 2 × heads", f"width={fitting}")
+    if heads % kv_heads:
+        fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        yield Problem(
+            f"heads = {heads}, kv_heads = {kv_heads}", "heads divisible by kv_heads", f"kv_heads of {fitting}"
+        )
+
+
+def _rates(*, clip: float | None, **rates: float) -> Iterable[Problem]:
+    positive = {"lr": rates["lr"], "temperature": rates["temperature"], "clip": 1.0 if clip is None else clip}
+    yield from (Problem(f"{name} = {rate}", "more than 0") for name, rate in positive.items() if not rate > 0)
+    if not 0 <= rates["warmup"] < 1:
+        yield Problem(f"warmup = {rates['warmup']}", "a share of the steps: 0 or more, less than 1", "warmup=0.05")
+    if not rates["weight_decay"] >= 0:
+        yield Problem(f"weight_decay = {rates['weight_decay']}", "0 or more")
+
+
+class Attention(nn.Module):
+    """Causal attention; query heads may share keys and values."""
+
+    def __init__(self, width: int, *, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_size = heads, kv_heads, width // heads
+        self.qkv = nn.Linear(width, (heads + 2 * kv_heads) * self.head_size, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x_BLD: Tensor, cos_BL1K: Tensor, sin_BL1K: Tensor) -> Tensor:
+        heads, kv_heads = self.heads, self.kv_heads
+        qkv = self.qkv(x_BLD).unflatten(-1, (heads + 2 * kv_heads, self.head_size))
+        qk, v = qkv.split((heads + kv_heads, kv_heads), dim=2)
+        q, k = rotate(qk, cos_BL1K, sin_BL1K).split((heads, kv_heads), dim=2)
+        out_BHLK = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=heads != kv_heads
+        )
+        return self.out(out_BHLK.transpose(1, 2).flatten(2))
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU (arXiv 2002.05202): down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, width: int, *, hidden: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        gate, up = self.gate_up(x_BLD).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """Attention, then the gated MLP, each added to the stream it reads normalized."""
+
+    def __init__(self, width: int, *, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.norm1, self.attention = nn.RMSNorm(width), Attention(width, heads=heads, kv_heads=kv_heads)
+        # 8/3 · width keeps the weights of an ungated MLP of 4 · width; multiples of 32 suit every vector unit.
+        self.norm2, self.mlp = nn.RMSNorm(width), GatedMLP(width, hidden=-(-8 * width // 96) * 32)
+
+    def forward(self, x_BLD: Tensor, cos_BL1K: Tensor, sin_BL1K: Tensor) -> Tensor:
+        x_BLD = x_BLD + self.attention(self.norm1(x_BLD), cos_BL1K, sin_BL1K)
+        return x_BLD + self.mlp(self.norm2(x_BLD))
+
+
+class LanguageModel(nn.Module):
+    """tokens int64 [B, L] and positions int64 [B, L] -> logits [B, L, V]."""
+
+    def __init__(self, *, width: int, layers: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.head_size = width // heads
+        self.embedding = nn.Embedding(NUM_BYTES, width)
+        self.blocks = nn.ModuleList(Block(width, heads=heads, kv_heads=kv_heads) for _ in range(layers))
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, NUM_BYTES, bias=False)
+        self.initialize()
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """Weights that keep variances; those that write to the stream smaller by √(2 · layers) (GPT-2)."""
+        for name, weight in self.named_parameters():
+            if weight.ndim == 1:
+                nn.init.ones_(weight)
+                continue
+            writes = name.endswith(("out.weight", "down.weight"))
+            scale = (2 * len(self.blocks)) ** -0.5 if writes else 1.0
+            nn.init.normal_(weight, std=scale * (1.0 if name == "embedding.weight" else weight.shape[1] ** -0.5))
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x_BLD = self.embedding(tokens)
+        cos, sin = rotary(positions, self.head_size, dtype=x_BLD.dtype)
+        for block in self.blocks:
+            x_BLD = block(x_BLD, cos, sin)
+        return self.head(self.norm(x_BLD))
+
+
+def rotary(positions_BL: Tensor, head_size: int, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines of the rotary angles (RoFormer, arXiv 2104.09864): each [B, L, 1, K]."""
+    # Angles of far positions need more digits than a half-precision model has.
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    exponents = torch.arange(0, head_size, 2, dtype=wide, device=positions_BL.device) / head_size
+    angles = positions_BL[:, :, None, None].to(wide) * ROTARY_BASE**-exponents
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rotate(x_BLHK: Tensor, cos_BL1K: Tensor, sin_BL1K: Tensor) -> Tensor:
+    """Each pair (x[k], x[k + K/2]) turned by its angle."""
+    # Full rows, not half rows: two thirds of the time on a CPU, and the same bits.
+    return x_BLHK * cos_BL1K + x_BLHK.roll(x_BLHK.shape[-1] // 2, dims=-1) * sin_BL1K
+
+
+def loss(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
+    """Cross entropy of every token, in nats: [B, L]."""
+    return F.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), reduction="none").view_as(targets_BL)
+
+
+def evaluate(logits_BLV: Tensor, targets_BL: Tensor) -> dict[str, tuple[Tensor, int]]:
+    """Bits per byte, as (sum, count)."""
+    return {"bits per byte": (loss(logits_BLV, targets_BL).sum() / math.log(2), targets_BL.numel())}
+
+
+def open_data(path: str | None, *, length: int, valid_bytes: int) -> Data:
+    """The sources. Raises DataError where the text is missing, empty or shorter than a sample."""
+    split = open_text(path)
+    found = (
+        too_short(split.train, length=length, name="the text to train on"),
+        too_short(split.valid, length=length, name="the text for validation"),
+    )
+    if problems := [problem for problem in found if problem]:
+        raise DataError(problems, where=f"data={path}" if path else "the standard library")
+    return Data(
+        train=Tokens(split.train, length=length),
+        valid=Tokens(split.valid, length=length, num_samples=max(1, valid_bytes // length)),
+    )
+
+
+def optimizer(parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW; matrices decay, gains of norms do not."""
+    every = list(parameters)
+    groups = [
+        {"params": [p for p in every if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in every if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    fused = all(p.device.type in ("cpu", "cuda") for p in every)
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=(0.9, 0.98), fused=fused)
+
+
+def schedule(step: int, steps: int, *, warmup: float) -> float:
+    """The learning rate's factor at `step` of 0 .. steps - 1: linear warm-up, then a cosine down to almost nothing."""
+    num_warm = max(1, round(warmup * steps))
+    if step < num_warm:
+        return (step + 1) / num_warm
+    done = (step - num_warm) / max(1, steps - num_warm)
+    return SMALLEST_FACTOR + (1 - SMALLEST_FACTOR) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module, *, prompt: str, length: int, temperature: float, num_bytes: int = 300, seed: int = 0
+) -> str:
+    """Text the model continues `prompt` with, the prompt included; bytes that are no printable text show as `·`."""
+    device = next(model.parameters()).device
+    # Drawn on the CPU from a generator of its own: the same text on every device, and no other draw is disturbed.
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list(prompt.encode() or b"\n")
+    training = model.training
+    model.eval()
+    for _ in range(num_bytes):
+        window = torch.tensor([tokens[-length:]], device=device)
+        logits = model(tokens=window, positions=torch.arange(window.shape[1], device=device)[None])[0, -1]
+        chances = F.softmax(logits.float().cpu() / temperature, dim=-1)
+        tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
+    model.train(training)
+    text = bytes(tokens).decode(errors="replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)

@@ -1,0 +1,1 @@
+"""What tests are made of: an oracle in one process, ranks as threads, worlds of processes."""

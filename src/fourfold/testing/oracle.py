@@ -1,0 +1,70 @@
+"""The oracle: the same training in one process, in plain torch. Slow, obvious, and what every mesh must equal.
+
+Law: |a − b| ≤ 1e-9 · max(1, |b|) in float64.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.run.batch import call, measure
+
+TOLERANCE = 1e-9
+
+
+class Trained(NamedTuple):
+    """What a training left: a loss and a gradient norm per step, and the weights by name."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+
+
+def train(
+    model: nn.Module,
+    loss: Callable[[Any, Any], Any],
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+    batches: Sequence[Any],
+    *,
+    clip: float | None = None,
+) -> Trained:
+    """One update per global batch: the mean over all its elements, clipped by the global norm."""
+    model.train()
+    stepper = optimizer(model.parameters())
+    losses, norms = [], []
+    for inputs, targets in batches:
+        samples = len(next(iter(inputs.values())) if isinstance(inputs, dict) else inputs)
+        value = measure(loss(call(model, inputs), targets), samples)
+        mean = value.total / value.count
+        stepper.zero_grad()
+        mean.backward()
+        if clip is not None:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+        stepper.step()
+        losses.append(mean.item())
+    return Trained(losses, norms, {name: p.detach().clone() for name, p in model.named_parameters()})
+
+
+def deviation(got: Trained, oracle: Trained) -> float:
+    """The largest |a − b| / max(1, |b|) over losses, norms and weights; infinite where something is missing."""
+    if got.weights.keys() != oracle.weights.keys() or len(got.losses) != len(oracle.losses):
+        return float("inf")
+    pairs: list[tuple[Any, Any]] = [(got.losses, oracle.losses), (got.norms, oracle.norms)]
+    pairs += [(got.weights[name], weight) for name, weight in oracle.weights.items()]
+    return max(_far(a, b) for a, b in pairs)
+
+
+def _far(a: Any, b: Any) -> float:
+    a, b = torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(b, dtype=torch.float64)
+    if a.shape != b.shape:
+        return float("inf")
+    return ((a - b).abs() / b.abs().clamp(min=1.0)).max().item() if a.numel() else 0.0
+
+
+def snapshot(model: nn.Module, losses: Sequence[float], norms: Sequence[float | None]) -> Trained:
+    """What a training with Fourfold left, in the oracle's form."""
+    weights: Mapping[str, Tensor] = dict(model.named_parameters())
+    kept = [norm for norm in norms if norm is not None]
+    return Trained(list(losses), kept, {name: p.detach().clone() for name, p in weights.items()})

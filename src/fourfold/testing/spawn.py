@@ -1,0 +1,136 @@
+"""Worlds of processes that many tests share: the spawned rung.
+
+case  a function of a module, named as "package.module:function"; every rank calls it, its result is JSON
+Law: a world has joined one process group by a file, every case has a time limit, and a failure shows every rank's
+traceback. A world that a case has broken is ended, by process id, and the next case gets a new one.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+TIME_LIMIT_SECONDS = 60.0
+START_SECONDS = 90.0
+
+
+class CaseFailed(AssertionError):
+    """At least one rank raised, died or did not answer; the message holds every rank's traceback."""
+
+
+class World:
+    """`size` processes, started when first used."""
+
+    def __init__(self, size: int, *, root: Path) -> None:
+        self.size, self._root = size, root
+        self._processes: list[subprocess.Popen[str]] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(self, case: str, *, time_limit_seconds: float = TIME_LIMIT_SECONDS, **arguments: Any) -> list[Any]:
+        """What `case(**arguments)` returned on each rank. Raises CaseFailed."""
+        if not self._processes:
+            self._start()
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps({"case": case, "arguments": arguments}) + "\n")
+            process.stdin.flush()
+        answers = self._answers(time.monotonic() + time_limit_seconds)
+        if all(answer is not None and "result" in answer for answer in answers):
+            return [answer["result"] for answer in answers if answer is not None]
+        self.end()
+        raise CaseFailed(f"{case} on {self.size} ranks\n" + "\n".join(map(_describe, range(self.size), answers)))
+
+    def end(self) -> None:
+        """End the processes of this world, by id."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with contextlib.suppress(BrokenPipeError):
+                    assert pipe is not None
+                    pipe.close()
+        self._processes = []
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="fourfold-world-")
+        for rank in range(self.size):
+            variables = {"RANK": rank, "WORLD_SIZE": self.size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": self.size}
+            environ = {**os.environ, **{k: str(v) for k, v in variables.items()}, "OMP_NUM_THREADS": "1"}
+            command = [sys.executable, "-m", "fourfold.testing.spawn", f"{self._folder.name}/rendezvous"]
+            self._processes.append(
+                subprocess.Popen(
+                    command,
+                    cwd=self._root,
+                    env=environ,
+                    text=True,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                )
+            )
+        if not all(self._answers(time.monotonic() + START_SECONDS)):
+            self.end()
+            raise CaseFailed(f"a world of {self.size} ranks did not start")
+
+    def _answers(self, deadline: float) -> list[dict[str, Any] | None]:
+        """One line of JSON from each rank, or None from those that ended or did not come in time."""
+        answers: list[dict[str, Any] | None] = [None] * self.size
+        left = {process.stdout: rank for rank, process in enumerate(self._processes) if process.stdout is not None}
+        failed = False
+        while left and time.monotonic() < deadline:
+            ready, _, _ = select.select(list(left), [], [], 0.2)
+            for pipe in ready:
+                rank = left.pop(pipe)
+                line = pipe.readline()
+                answers[rank] = json.loads(line) if line else None
+                if (not line or "error" in (answers[rank] or {})) and not failed:
+                    # One rank has failed: the others may wait for it, give them a little time to say so.
+                    failed, deadline = True, min(deadline, time.monotonic() + 5.0)
+        return answers
+
+
+def _describe(rank: int, answer: dict[str, Any] | None) -> str:
+    if answer is None:
+        return f"---- rank {rank}: no answer (it died, or hung past the time limit)"
+    return f"---- rank {rank}: " + ("ok" if "result" in answer else str(answer["error"]))
+
+
+def _serve(rendezvous: str) -> None:
+    """The life of one rank: join, then a case per line until the input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a case prints must not look like an answer
+    import torch.distributed as dist
+
+    size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+    _say(answers, {"started": True})
+    for line in sys.stdin:
+        job = json.loads(line)
+        try:
+            module, name = job["case"].split(":")
+            result = getattr(importlib.import_module(module), name)(**job["arguments"])
+            dist.barrier()
+            _say(answers, {"result": result})
+        except BaseException:
+            _say(answers, {"error": traceback.format_exc()})
+    # Without the group's own shutdown: another rank may be gone already.
+    os._exit(0)
+
+
+def _say(answers: Any, value: dict[str, Any]) -> None:
+    answers.write(json.dumps(value) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])

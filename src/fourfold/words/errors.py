@@ -1,0 +1,101 @@
+"""Errors for people: what was got, what is needed, what to try; all problems at once.
+
+problem  one thing that is wrong: (got, need, attempt); printed in columns
+Law: an error raised for a user's input is a `FourfoldError`, and no process has been started yet.
+"""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong. `attempt` is what the reader might try (`try` is a word of Python)."""
+
+    got: str
+    need: str = ""
+    attempt: str = ""
+
+
+class FourfoldError(Exception):
+    """The parent of all errors meant for people; `exit_code` is what the command line ends with."""
+
+    exit_code = 2
+
+    def __init__(self, problems: str | Problem | Sequence[Problem], *, where: str = "") -> None:
+        if isinstance(problems, str):
+            problems = Problem(problems)
+        self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        self.where = where
+        super().__init__(self.problems, where)
+
+    def __str__(self) -> str:
+        return describe(self.problems, where=self.where)
+
+    def text(self) -> str:
+        """The whole message for a person, beginning with the kind of error, as a traceback would have it."""
+        return f"{type(self).__name__}: {self}"
+
+
+class PlanError(FourfoldError):
+    """A plan that cannot be carried out."""
+
+
+class TaskError(FourfoldError):
+    """A task that cannot be read, or that does not keep its contract."""
+
+
+class DataError(FourfoldError):
+    """A data source that is missing, empty or too small."""
+
+
+class SettingError(FourfoldError):
+    """A setting that is unknown or has an impossible value."""
+
+
+class OptimizerError(FourfoldError):
+    """An optimizer whose update cannot run on flat buffers."""
+
+
+class CheckpointError(FourfoldError):
+    """A checkpoint that is damaged, missing, or of something else."""
+
+
+class TrainingError(FourfoldError):
+    """Training met something it must not go on with, such as a parameter without gradient."""
+
+    exit_code = 1
+
+
+class LaunchError(FourfoldError):
+    """The processes of a job cannot find each other, or a launcher's variables contradict each other."""
+
+
+class PeerError(FourfoldError):
+    """Another rank has died or does not answer."""
+
+    exit_code = 1
+
+
+class RankError(FourfoldError):
+    """A rank has failed; the message is the first cause."""
+
+    exit_code = 1
+
+
+def describe(problems: Sequence[Problem], *, where: str = "") -> str:
+    """The text of an error: a head line, then a row per problem with aligned columns."""
+    if len(problems) == 1 and not where and not problems[0].need and not problems[0].attempt:
+        return problems[0].got
+    head = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
+    place = f" in {where}" if where else ""
+    rows = [(p.got, f"need {p.need}" if p.need else "", f"try {p.attempt}" if p.attempt else "") for p in problems]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = ["   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([f"{head}{place}", *("  " + line for line in lines)])
+
+
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """The choice a mistyped word was most likely meant to be, or None."""
+    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
+    return close[0] if close else None

@@ -1,0 +1,66 @@
+"""Hosts: the lists Slurm writes, read without Slurm.
+
+node list  "gpu[01-03,07],login": host names, with ranges in brackets
+counts     "2(x3),1": how many tasks each node has, nodes in the order of the node list
+Law: a list that cannot be read raises ValueError; a long range costs nothing until its names are asked for.
+"""
+
+import itertools
+import re
+from collections.abc import Iterator
+
+_PART = re.compile(r"[^\[\],\s]+|\[[^\[\]]*\]")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+def expand(text: str) -> Iterator[str]:
+    """The host names of a node list, in order: "n[08-10]" gives n08, n09, n10. Raises ValueError."""
+    for entry in _entries(text):
+        parts = _PART.findall(entry)
+        if not parts or "".join(parts) != entry:
+            raise ValueError(f"a node list {text!r}")
+        yield from _product(parts, text)
+
+
+def _entries(text: str) -> list[str]:
+    """The list cut at the commas outside brackets."""
+    entries, depth, begin = [], 0, 0
+    for place, char in enumerate(text):
+        depth += (char == "[") - (char == "]")
+        if char == "," and not depth:
+            entries.append(text[begin:place])
+            begin = place + 1
+    return [*entries, text[begin:]]
+
+
+def _product(parts: list[str], text: str) -> Iterator[str]:
+    """Every name of an entry; the last bracket counts fastest."""
+    if not parts:
+        yield ""
+        return
+    first, rest = parts[0], parts[1:]
+    for head in _bracket(first[1:-1], text) if first.startswith("[") else (first,):
+        for tail in _product(rest, text):
+            yield head + tail
+
+
+def _bracket(inner: str, text: str) -> Iterator[str]:
+    for piece in inner.split(","):
+        match = _RANGE.fullmatch(piece)
+        if not match:
+            raise ValueError(f"a node list {text!r}")
+        low, high = match[1], match[2] or match[1]
+        if int(high) < int(low):
+            raise ValueError(f"a node list {text!r}")
+        for number in range(int(low), int(high) + 1):
+            yield f"{number:0{len(low)}}"
+
+
+def counts(text: str) -> list[int]:
+    """Tasks of each node: "2(x3),1" gives 2, 2, 2, 1. Raises ValueError."""
+    found = [_COUNT.fullmatch(piece) for piece in text.split(",")]
+    if not all(found):
+        raise ValueError(f"counts {text!r}")
+    repeated = (itertools.repeat(int(match[1]), int(match[2] or 1)) for match in found if match)
+    return list(itertools.chain.from_iterable(repeated))

@@ -1,0 +1,228 @@
+"""Launchers: what each of them tells a process about its place.
+
+launcher  a program that starts the processes of a job: torchrun, mpirun, srun, Kubernetes
+seat      a process's place, as a launcher tells it
+step      what one `srun` starts; an `salloc` shell and a batch script have Slurm's variables, but are no step of ranks
+Law: the first launcher of the table whose rank variable is set is the one that started us (torchrun runs inside
+srun and mpirun inside salloc, never the other way round); what it says must be whole, else LaunchError.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fourfold.words import hosts
+from fourfold.words.errors import LaunchError, Problem
+
+# Ids from here on are not steps of ranks: the batch script, the interactive shell of salloc, the external step.
+FIRST_SPECIAL_STEP = 0xFFFFFFF0
+Environ = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The variables of a launcher; of several names for one thing, the first that is set counts.
+
+    job   variables that set one job of a host apart from another
+    hint  how a variable is handed to every process, for people
+    """
+
+    name: str
+    rank: tuple[str, ...]
+    size: tuple[str, ...]
+    local_rank: tuple[str, ...] = ()
+    local_size: tuple[str, ...] = ()
+    job: tuple[str, ...] = ()
+    hint: str = "{} …"
+
+
+TORCHRUN = Launcher("torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
+OPEN_MPI = Launcher(
+    "Open MPI",
+    ("OMPI_COMM_WORLD_RANK",),
+    ("OMPI_COMM_WORLD_SIZE",),
+    ("OMPI_COMM_WORLD_LOCAL_RANK",),
+    ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    job=("PMIX_NAMESPACE",),
+    hint="mpirun -x {} …",
+)
+MPICH = Launcher(
+    "MPICH, Intel MPI or PALS",
+    ("PMI_RANK", "PALS_RANKID"),
+    ("PMI_SIZE",),
+    ("MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "PMI_LOCAL_RANK", "LOCAL_RANK"),
+    ("MPI_LOCALNRANKS", "PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE", "LOCAL_WORLD_SIZE"),
+    job=("PALS_APID",),
+    hint="mpiexec -genv {} …",
+)
+SLURM = Launcher(
+    "Slurm",
+    ("SLURM_PROCID",),
+    ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
+    ("SLURM_LOCALID",),
+    job=("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+    hint="{} srun …",
+)
+PMIX = Launcher(
+    "PMIx",
+    ("PMIX_RANK",),
+    ("FOURFOLD_WORLD_SIZE",),
+    ("LOCAL_RANK",),
+    ("LOCAL_WORLD_SIZE",),
+    job=("PMIX_NAMESPACE",),
+)
+KUBERNETES = Launcher(
+    "Kubernetes",
+    ("JOB_COMPLETION_INDEX",),
+    ("FOURFOLD_WORLD_SIZE", "JOB_COMPLETIONS"),
+    hint="env {} in the pod's template",
+)
+LAUNCHERS = (TORCHRUN, OPEN_MPI, MPICH, SLURM, PMIX, KUBERNETES)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One process's place, and who told it."""
+
+    launcher: Launcher
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+def find(environ: Environ) -> Seat | None:
+    """The place a launcher has given this process; None where no launcher started it. Raises LaunchError."""
+    launcher = next(iter(present(environ)), None)
+    if launcher is None:
+        return None
+    seat = _read(launcher, environ)
+    if launcher in (SLURM, KUBERNETES) and seat.size == 1:
+        return None  # One task or pod is a machine of its own: what runs in it may start processes.
+    return seat
+
+
+def present(environ: Environ) -> list[Launcher]:
+    """The launchers whose rank variable is set, the one that counts first."""
+    found = [launcher for launcher in LAUNCHERS if _first(environ, launcher.rank)]
+    if SLURM in found and not is_step(environ):
+        found.remove(SLURM)
+    # `srun --mpi=pmi2` sets PMI_RANK too, and Slurm knows more; where they differ, mpiexec has been started by srun.
+    if found[:1] == [MPICH] and SLURM in found and _same(MPICH, SLURM, environ):
+        found.remove(MPICH)
+    return found
+
+
+def is_step(environ: Environ) -> bool:
+    """Whether an `srun` has started this process."""
+    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
+    return step.isdecimal() and int(step) < FIRST_SPECIAL_STEP
+
+
+def _same(one: Launcher, other: Launcher, environ: Environ) -> bool:
+    return all(
+        _value(environ, ours) == _value(environ, theirs)
+        for ours, theirs in ((one.rank, other.rank), (one.size, other.size))
+    )
+
+
+def _first(environ: Environ, names: Sequence[str]) -> str:
+    """The first of these variables that is set; "" where none is."""
+    return next((name for name in names if environ.get(name)), "")
+
+
+def _value(environ: Environ, names: Sequence[str]) -> str:
+    return environ.get(_first(environ, names), "")
+
+
+def _read(launcher: Launcher, environ: Environ) -> Seat:
+    problems: list[Problem] = []
+    rank = _number(environ, launcher.rank, problems)
+    size = _number(environ, launcher.size, problems)
+    if size is None and not problems:
+        problems.append(_no_size(launcher, environ))
+    if rank is None or size is None or problems:
+        raise LaunchError(problems, where=_where(launcher))
+    local_rank, local_size = _local(launcher, environ, problems, rank=rank, size=size)
+    problems += _contradictions(launcher, environ, (rank, size), (local_rank, local_size))
+    if problems:
+        raise LaunchError(problems, where=_where(launcher))
+    return Seat(launcher, rank, size, local_rank, local_size)
+
+
+def _number(environ: Environ, names: Sequence[str], problems: list[Problem]) -> int | None:
+    name = _first(environ, names)
+    if not name:
+        return None
+    if not environ[name].isdecimal():
+        problems.append(Problem(f"{name} = {environ[name]}", "a whole number, at least 0"))
+        return None
+    return int(environ[name])
+
+
+def _local(launcher: Launcher, environ: Environ, problems: list[Problem], *, rank: int, size: int) -> tuple[int, int]:
+    """Place among the processes of this host, and how many they are."""
+    if launcher is KUBERNETES:
+        return 0, 1
+    local_rank = _number(environ, launcher.local_rank, problems)
+    if launcher is SLURM:
+        local_size = _slurm_local_size(environ, size, problems)
+    else:
+        local_size = _number(environ, launcher.local_size, problems)
+    if launcher is TORCHRUN:  # Operators that set RANK by hand leave these out.
+        return rank if local_rank is None else local_rank, size if local_size is None else local_size
+    for value, names in ((local_rank, launcher.local_rank), (local_size, launcher.local_size)):
+        if value is None and not problems and names:
+            problems.append(Problem(f"no {names[0]}", "a process's place on its host", f"{names[-1]}=…"))
+    return local_rank or 0, 1 if local_size is None else local_size
+
+
+def _slurm_local_size(environ: Environ, size: int, problems: list[Problem]) -> int:
+    name = _first(environ, ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
+    if not name:
+        if environ.get("SLURM_NNODES", environ.get("SLURM_JOB_NUM_NODES")) == "1":
+            return size
+        problems.append(Problem("no SLURM_TASKS_PER_NODE", "the number of tasks of each node", "srun --ntasks=N …"))
+        return size
+    try:
+        tasks = hosts.counts(environ[name])
+        node = int(environ.get("SLURM_NODEID", "0"))
+        if sum(tasks) == size:
+            return tasks[node]
+    except (ValueError, IndexError):
+        got = f"{name} = {environ[name]}, SLURM_NODEID = {environ.get('SLURM_NODEID', '0')}"
+        problems.append(Problem(got, 'counts such as "2(x3),1" and a node among them'))
+        return size
+    problems.append(Problem(f"{name} = {environ[name]}, {size} tasks", "counts that add up to the tasks"))
+    return size
+
+
+def _contradictions(
+    launcher: Launcher, environ: Environ, whole: tuple[int, int], local: tuple[int, int]
+) -> list[Problem]:
+    rank_names = (_first(environ, launcher.rank), _first(environ, launcher.size))
+    local_names = (
+        _first(environ, launcher.local_rank),
+        _first(environ, launcher.local_size) or "processes of the host",
+    )
+    problems = [
+        Problem(f"{names[0]} = {index}, {names[1]} = {size}", "a place below the number of processes")
+        for names, (index, size) in ((rank_names, whole), (local_names, local))
+        if index >= size
+    ]
+    if local[1] > whole[1]:
+        got = f"{local_names[1]} = {local[1]}, {rank_names[1]} = {whole[1]}"
+        problems.append(Problem(got, "no more processes on a host than in all"))
+    return problems
+
+
+def _no_size(launcher: Launcher, environ: Environ) -> Problem:
+    rank = _first(environ, launcher.rank)
+    got = f"{rank} = {environ[rank]}, no {' or '.join(launcher.size)}"
+    attempt = f"{launcher.size[0]}=N, or unset {rank}"
+    if launcher is KUBERNETES:
+        attempt = f"{launcher.size[0]}=N in the pod's template (1 where pods train alone)"
+    return Problem(got, "the number of processes", attempt)
+
+
+def _where(launcher: Launcher) -> str:
+    return f"the environment ({launcher.name})"

@@ -1,0 +1,91 @@
+"""Rendezvous: where the processes of a job meet for the first time.
+
+address    a host and a port where rank 0 listens
+same host  all processes run on one host: they meet in a private folder, by the launcher that started them
+Law: nothing is guessed. What cannot be derived from what a launcher says is asked for (LaunchError).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fourfold.words import hosts
+from fourfold.words.errors import LaunchError, Problem
+from fourfold.words.launchers import KUBERNETES, TORCHRUN, Seat
+
+DEFAULT_PORT = 29500  # as torchrun has it
+# Ports derived from a job's id: above the well known ones, below the range Linux takes for outgoing connections.
+FIRST_PORT, NUM_PORTS = 15000, 14000
+STEPS_APART = 31  # so that jobs in a row, and the first steps of each, have ports of their own
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where rank 0 listens."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class SameHost:
+    """One host. `job` sets this job apart as far as its variables can; `variable` is set in every process of it."""
+
+    job: str
+    variable: str
+
+
+def meeting(seat: Seat, environ: Mapping[str, str]) -> Address | SameHost | None:
+    """Where to meet; None where torch's own variables say it all. Raises LaunchError."""
+    if seat.launcher is TORCHRUN:
+        return None
+    given = environ.get("MASTER_ADDR")
+    if given:
+        return Address(given, port(environ))
+    if seat.launcher is KUBERNETES:
+        return Address(_first_pod(seat, environ), port(environ))
+    if seat.local_size == seat.size:
+        names = [name for name in seat.launcher.rank if environ.get(name)]
+        return SameHost(" ".join([seat.launcher.name, *(environ.get(n, "") for n in seat.launcher.job)]), names[0])
+    listed = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
+    if not listed:
+        raise _no_address(seat)
+    try:
+        return Address(next(hosts.expand(listed)), port(environ))
+    except ValueError:
+        problem = Problem(f"SLURM_JOB_NODELIST = {listed}", "a node list such as n[01-04]", _try(seat))
+        raise LaunchError(problem, where="the environment (Slurm)") from None
+
+
+def port(environ: Mapping[str, str]) -> int:
+    """MASTER_PORT, else one from Slurm's job and step, else torch's default. Raises LaunchError."""
+    text = environ.get("MASTER_PORT", "")
+    if text:
+        if text.isdecimal() and 0 < int(text) < 65536:
+            return int(text)
+        raise LaunchError(Problem(f"MASTER_PORT = {text}", "a port, 1 to 65535", f"MASTER_PORT={DEFAULT_PORT}"))
+    job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
+    if not job.isdecimal():
+        return DEFAULT_PORT
+    return FIRST_PORT + (int(job) * STEPS_APART + (int(step) if step.isdecimal() else 0)) % NUM_PORTS
+
+
+def _first_pod(seat: Seat, environ: Mapping[str, str]) -> str:
+    """Pod 0 of an Indexed Job: it is called JOB-0, and found through the job's headless service."""
+    service, name = environ.get("FOURFOLD_SERVICE", ""), environ.get("HOSTNAME", "")
+    if not service:
+        raise _no_address(seat)
+    if not name.endswith(f"-{seat.rank}"):
+        got = f"FOURFOLD_SERVICE = {service}, HOSTNAME = {name or '(nothing)'}"
+        raise LaunchError(Problem(got, f"a host name ending in -{seat.rank}", "MASTER_ADDR=…"), where="the environment")
+    return f"{name.removesuffix(str(seat.rank))}0.{service}"
+
+
+def _no_address(seat: Seat) -> LaunchError:
+    got = f"{seat.size} processes on several hosts, no MASTER_ADDR"
+    return LaunchError(Problem(got, "the host of rank 0", _try(seat)), where=f"the environment ({seat.launcher.name})")
+
+
+def _try(seat: Seat) -> str:
+    if seat.launcher is KUBERNETES:
+        return "FOURFOLD_SERVICE=the job's headless service (its pods' subdomain), or MASTER_ADDR=…"
+    return seat.launcher.hint.format("MASTER_ADDR=host-of-rank-0")

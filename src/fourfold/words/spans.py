@@ -1,0 +1,84 @@
+"""Spans: what a rank did when, under the program's own names.
+
+lane      what runs one after the other: compute, reduce, send
+span      a name on a lane, from start to stop, in nanoseconds of this host's monotonic clock
+moment    a span without length: a bucket is ready (complete on this rank), sent (launched), done (its sum is there)
+recorder  who is told; `SILENT` forgets at once
+Law: those who tell never ask whether anybody listens.
+"""
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+from fourfold.words.action import Action
+
+COMPUTE, REDUCE, SEND = "compute", "reduce", "send"
+LANES = (COMPUTE, REDUCE, SEND)
+WAIT = "wait"
+READY, SENT, DONE = "ready", "sent", "done"
+
+
+class Span(NamedTuple):
+    """A stretch of a rank's time."""
+
+    name: str
+    lane: str
+    start: int
+    stop: int
+
+
+class Recorder(Protocol):
+    """Told of what happens in a step."""
+
+    def span(self, name: str) -> AbstractContextManager[Any]:
+        """Within: this rank does something that is no action of the program, in the compute lane."""
+        ...
+
+    def action(self, action: Action) -> AbstractContextManager[Any]:
+        """Within: this rank's program is at this action."""
+        ...
+
+    def reducing(self, bucket: int) -> AbstractContextManager[Any]:
+        """Within: this rank does its part of a bucket's reduction."""
+        ...
+
+    def waiting(self) -> AbstractContextManager[Any]:
+        """Within: this rank waits for others, or for its own reductions. May be nested."""
+        ...
+
+    def moment(self, bucket: int, what: str) -> None:
+        """A bucket is ready, sent or done."""
+        ...
+
+    def follow(self, bucket: int, future: Callable[[], Any]) -> None:
+        """A bucket's reduction has begun elsewhere, and ends when the future does."""
+        ...
+
+
+class Silent:
+    """The recorder of every step that is not sampled."""
+
+    _nothing = contextlib.nullcontext()
+
+    def span(self, name: str) -> AbstractContextManager[Any]:
+        return self._nothing
+
+    def action(self, action: Action) -> AbstractContextManager[Any]:
+        return self._nothing
+
+    def reducing(self, bucket: int) -> AbstractContextManager[Any]:
+        return self._nothing
+
+    def waiting(self) -> AbstractContextManager[Any]:
+        return self._nothing
+
+    def moment(self, bucket: int, what: str) -> None:
+        pass
+
+    def follow(self, bucket: int, future: Callable[[], Any]) -> None:
+        pass
+
+
+SILENT: Recorder = Silent()

@@ -1,0 +1,28 @@
+"""Worlds shared by all spawned tests: one of each size a session."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+from fourfold.testing.spawn import World
+
+# Machines are shared: how long an example takes says nothing.
+hypothesis.settings.register_profile("fourfold", deadline=None)
+hypothesis.settings.load_profile("fourfold")
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[Callable[[int], World]]:
+    """`world(4).run("tests.spawned.cases:name", …)`"""
+    worlds: dict[int, World] = {}
+
+    def of_size(size: int) -> World:
+        return worlds.setdefault(size, World(size, root=ROOT))
+
+    yield of_size
+    for each in worlds.values():
+        each.end()

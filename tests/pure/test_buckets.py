@@ -1,0 +1,77 @@
+"""Laws of bucket arithmetic and of the data axis's program."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold.plan.data import RESTS, Spec, Step, fill, life, lower, step_bytes
+from fourfold.words.action import Verb
+from fourfold.words.layout import Change
+
+SPECS = st.lists(
+    st.tuples(st.integers(1, 500), st.sampled_from([("float32", 4), ("float64", 8)]), st.integers(0, 2)),
+    min_size=1,
+    max_size=30,
+).map(lambda rows: [Spec(f"p{i}", n, dtype, size, group) for i, (n, (dtype, size), group) in enumerate(rows)])
+
+
+@given(specs=SPECS, bucket_bytes=st.integers(1, 4000))
+def test_slots_tile_buckets(specs, bucket_bytes):
+    buckets = fill(specs, bucket_bytes=bucket_bytes)
+    by_name = {spec.name: spec for spec in specs}
+    assert sorted(slot.name for bucket in buckets for slot in bucket.slots) == sorted(by_name)
+    for number, bucket in enumerate(buckets):
+        assert bucket.index == number
+        assert bucket.slots[0].start == 0
+        for slot, after in zip(bucket.slots, bucket.slots[1:], strict=False):
+            assert slot.stop == after.start
+        for slot in bucket.slots:
+            spec = by_name[slot.name]
+            assert slot.stop - slot.start == spec.num_elements
+            assert (spec.dtype, spec.group) == (bucket.dtype, bucket.group)
+        assert bucket.size == bucket.slots[-1].stop
+        assert len(bucket.slots) == 1 or bucket.slots[-1].stop * bucket.element_bytes <= bucket_bytes
+
+
+@given(specs=SPECS, bucket_bytes=st.integers(1, 4000))
+def test_buckets_and_slots_are_in_reverse_order_of_definition(specs, bucket_bytes):
+    place = {spec.name: number for number, spec in enumerate(reversed(specs))}
+    buckets = fill(specs, bucket_bytes=bucket_bytes)
+    ends = [place[bucket.slots[-1].name] for bucket in buckets]
+    assert ends == sorted(ends)
+    for bucket in buckets:
+        places = [place[slot.name] for slot in bucket.slots]
+        assert places == sorted(places)
+
+
+def test_zero_is_a_table_of_rests():
+    lives = {zero: life(rest) for zero, rest in RESTS.items()}
+    none = Change.NONE
+    assert lives[0] == (none, none, Change.ALL_REDUCE, none)
+    assert lives[1] == (none, none, Change.REDUCE_SCATTER, Change.ALL_GATHER)
+    assert lives[2] == (none, Change.REDUCE_SCATTER, none, Change.ALL_GATHER)
+    assert lives[3] == (Change.ALL_GATHER, Change.REDUCE_SCATTER, none, none)
+
+
+@pytest.mark.parametrize(("zero", "factor"), [(0, 2), (1, 2), (2, 2), (3, 3)])
+def test_a_step_sends_what_the_zero_paper_says(zero, factor):
+    # Rajbhandari et al. 2020, §7: 2 Ψ for stages 0 to 2, 3 Ψ for stage 3, with one microbatch.
+    (bucket,) = fill([Spec("p", 1000, "float32", 4)], bucket_bytes=4096)
+    assert step_bytes([bucket], zero=zero, size=8, microbatches=1) == pytest.approx(factor * 4000 * 7 / 8)
+
+
+def test_a_step_as_text():
+    program = lower(Step(microbatches=2, num_buckets=3, clip=True, order=(2, 0, 1)))
+    assert " ".join(map(str, program)) == "F0.0 B0.0 F0.1 M0.0 B0.1 R0.2 R0.0 R0.1 M0.1 U0.2 U0.0 U0.1"
+
+
+@given(microbatches=st.integers(1, 5), buckets=st.integers(1, 6), clip=st.booleans(), unused=st.booleans())
+def test_every_bucket_is_reduced_once_before_it_is_updated(microbatches, buckets, clip, unused):
+    program = lower(Step(microbatches, buckets, clip, unused))
+    verbs = [action.verb for action in program]
+    assert verbs.count(Verb.FORWARD) == verbs.count(Verb.BACKWARD) == microbatches
+    reduced = [a.index for a in program if a.verb == Verb.REDUCE]
+    assert sorted(reduced) == list(range(buckets))
+    assert max(i for i, v in enumerate(verbs) if v == Verb.REDUCE) < min(
+        i for i, v in enumerate(verbs) if v == Verb.UPDATE
+    )

@@ -1,0 +1,112 @@
+"""Why a job ended: the first cause, told once, with the user's lines."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from fourfold.engines import cause
+from fourfold.words.errors import PeerError, PlanError, Problem
+
+
+def entry(rank: int, *, timestamp: float, kind: str = "ValueError", message: str = "boom") -> cause.Record:
+    return cause.Record(
+        rank=rank, kind=kind, message=message, text=f"{kind}: {message}", timestamp=timestamp, exit_code=1
+    )
+
+
+def first(*records: cause.Record, exit_codes: dict[int, int] | None = None) -> cause.Cause:
+    return cause.first({each.rank: each for each in records}, exit_codes or {}, num_processes=4)
+
+
+def test_the_earliest_error_is_the_cause() -> None:
+    found = first(entry(0, timestamp=2.0, message="late"), entry(1, timestamp=1.0, message="early"))
+    assert found.text == "rank 1 of 4 failed\nValueError: early"
+
+
+def test_an_echo_is_never_the_cause_of_a_job() -> None:
+    reset = entry(0, timestamp=1.0, kind="RuntimeError", message="[pair.cc:547] Connection closed by peer [127.0.0.1]")
+    assert "rank 1" in first(reset, entry(1, timestamp=2.0)).text
+    assert first(reset, exit_codes={0: 1, 1: -9}).text.startswith("rank 1 of 4 was killed by SIGKILL")
+    assert first(reset, exit_codes={0: 1, 1: 3}) == cause.Cause("rank 1 of 4 ended with exit code 3", 3)
+    assert "rank 0 of 4 failed" in first(reset).text  # unless nothing else is known
+
+
+def test_our_own_peer_error_is_an_echo() -> None:
+    assert cause.record(PeerError("rank 1 has gone"), rank=0).echo
+
+
+def test_an_error_goes_before_a_death_by_signal() -> None:
+    found = first(entry(1, timestamp=1.0), exit_codes={0: -signal.SIGABRT, 1: 1})
+    assert "ValueError" in found.text
+
+
+def test_bad_input_keeps_its_exit_code() -> None:
+    found = first(cause.record(PlanError(Problem("dp = 3", "2")), rank=2))
+    assert found.exit_code == 2
+    assert found.text.startswith("rank 2 of 4 failed\nPlanError")
+
+
+def test_a_record_survives_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    written = cause.record(ValueError("bööm"), rank=3)
+    cause.write(path, written)
+    assert cause.read(path) == written
+    assert [file.name for file in tmp_path.iterdir()] == ["error.json"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"message": {"extraInfo": {}}}'])
+def test_a_file_in_another_form_is_no_record(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "error.json"
+    path.write_text(text)
+    assert cause.read(path) is None
+    assert cause.read(tmp_path / "missing") is None
+
+
+def raised(code: str, **names: object) -> Exception:
+    with pytest.raises(Exception) as caught:  # noqa: PT011  whichever the code raises
+        exec(compile(code, "user.py", "exec"), {**names})
+    return caught.value
+
+
+def test_a_traceback_is_cut_to_the_users_lines() -> None:
+    import torch
+
+    # Through torch's frames and fourfold's, and the user's in between.
+    text = cause.explain(
+        raised("tree.tree_map(lambda x: x.no_such_name, [1])", tree=torch.utils._pytree)  # type: ignore[attr-defined]
+    )
+    lines = text.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[-1] == "AttributeError: 'int' object has no attribute 'no_such_name'"
+    assert any("frames inside torch" in line for line in lines)
+    assert sum('File "user.py"' in line for line in lines) == 2
+    assert "_pytree.py" not in text
+
+
+def test_full_tracebacks_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setenv("FOURFOLD_TRACEBACK", "full")
+    error = raised("tree.tree_map(lambda x: x.no_such_name, [1])", tree=torch.utils._pytree)  # type: ignore[attr-defined]
+    assert "_pytree.py" in cause.explain(error)
+
+
+def test_an_error_of_our_own_code_keeps_every_frame() -> None:
+    with pytest.raises(AttributeError) as caught:
+        cause.first(None, {}, num_processes=1)  # type: ignore[arg-type]
+    error = caught.value
+    assert error.__traceback__ is not None
+    error.__traceback__ = error.__traceback__.tb_next  # this test's own frame
+    assert "cause.py" in cause.explain(error)
+
+
+def test_what_caused_an_error_is_told_too() -> None:
+    text = cause.explain(raised("try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise ValueError('v') from e"))
+    assert text.index("ZeroDivisionError") < text.index("direct cause") < text.index("ValueError: v")
+
+
+def test_our_own_errors_speak_without_traceback() -> None:
+    assert cause.explain(PlanError(Problem("dp = 3", "2 ranks", "dp = 2"), where="plan.toml")) == (
+        "PlanError: 1 problem in plan.toml\n  dp = 3   need 2 ranks   try dp = 2"
+    )

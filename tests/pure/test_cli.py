@@ -1,0 +1,340 @@
+"""The command line: what it reads, and what it refuses before any process is started."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fourfold.cli import main
+from fourfold.cli.settings import RUN, Kind, Words, kinds, read, sort
+from fourfold.engines.machine import check_number, thread_variables
+from fourfold.words.errors import SettingError
+from fourfold.words.world import World, cores
+
+TASK = """
+import torch
+import fourfold as ff
+
+
+class Source:
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        return torch.full((4,), float(index)), torch.tensor([0.0])
+
+
+class Jumpy(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self, closure=None):
+        pass
+
+
+def task(*, width: int = 4, lr: float = 0.1, bias: bool = True, samples: int = 64, jumpy: bool = False):
+    make = Jumpy if jumpy else (lambda params: torch.optim.SGD(params, lr=lr))
+    return ff.Task(
+        model=lambda: torch.nn.Linear(4, 1, bias=bias),
+        loss=lambda outputs, targets: (outputs - targets) ** 2,
+        data=lambda: ff.Data(train=Source(samples)),
+        optimizer=make,
+        steps=4,
+        batch_size=8,
+    )
+
+
+fixed = task()
+number = 3
+
+
+def needy(width):
+    return task(width=width)
+
+
+def wrong():
+    return 3
+
+
+def field(dp=1):
+    return task()
+"""
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Refused:
+    """Runs a command in a folder with a task file; it must be refused, with code 2 and before a process is started."""
+    (tmp_path / "mine.py").write_text(TASK)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(subprocess.Popen, "__init__", lambda *_, **__: pytest.fail("a process was started"))
+
+    def run(*arguments: str) -> str:
+        known = set(sys.modules)
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        for name in {"mine", "broken"} & (set(sys.modules) - known):
+            del sys.modules[name]
+        out, err = capfd.readouterr()
+        assert ended.value.code == 2, err
+        assert out == ""
+        assert "fourfold/cli" not in err
+        return err
+
+    return run
+
+
+def test_an_unknown_setting_is_told_with_the_nearest(refused: Refused) -> None:
+    text = refused("train", "mine.py", "widht=3", "-n", "2")
+    assert "SettingError: 1 problem in the command line" in text
+    assert "widht = 3   need a known setting   try width=3" in text
+
+
+def test_an_unknown_setting_without_a_near_one_is_told_with_all(refused: Refused) -> None:
+    text = refused("train", "mine.py", "xyzzy=3")
+    assert "try width=…, lr=…, bias=…, samples=…, jumpy=…, steps=…, batch_size=…" in text
+
+
+def test_all_problems_are_told_at_once(refused: Refused) -> None:
+    text = refused("train", "mine.py", "width=3.5", "lr=fast", "bias=perhaps", "steps=0", "zero=7", "seed=-1", "dp=x")
+    for got, need in {
+        "width = 3.5": "need a whole number",
+        "lr = fast": "need a number",
+        "bias = perhaps": "need true or false",
+        "steps = 0": "need a whole number of at least 1",
+        "seed = -1": "need a whole number of at least 0",
+        "zero = 7": "need one of 0, 1, 2, 3",
+        "dp = 'x'": "need a whole number of at least 1",
+    }.items():
+        (line,) = (line for line in text.splitlines() if line.strip().startswith(got))
+        assert need in line
+
+
+def test_an_axis_not_built_yet_is_refused(refused: Refused) -> None:
+    assert "tp = 2   need 1 (the rest is not built yet)   try tp = 1" in refused("train", "mine.py", "tp=2")
+
+
+def test_an_impossible_mesh_is_told_with_the_possible_ones(refused: Refused) -> None:
+    Path("plan.toml").write_text("version = 1\ndp = 4\n")
+    text = refused("train", "mine.py", "plan.toml", "-n", "2")
+    assert "PlanError: 1 problem in plan.toml" in text
+    assert "need the number of ranks, 2" in text
+    assert "try dp = 2, or -n 4" in text
+
+
+def test_problems_of_a_plan_file_are_told_with_its_name(refused: Refused) -> None:
+    Path("plan.toml").write_text("version = 1\nzeroo = 1\ndp = 0\n")
+    text = refused("train", "mine.py", "plan.toml")
+    assert "PlanError: 2 problems in plan.toml" in text
+    assert "try zero" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"), [("dp 2", "need TOML"), ("dp = 2", "no version"), ("version = 9", "need version = 1")]
+)
+def test_a_plan_that_cannot_be_read_is_refused(refused: Refused, text: str, problem: str) -> None:
+    Path("plan.toml").write_text(text)
+    assert problem in refused("train", "mine.py", "plan.toml")
+
+
+def test_missing_files_are_told_with_their_neighbours(refused: Refused) -> None:
+    Path("plan.toml").write_text("version = 1\n")
+    assert "mime.py (no such file)   need a Python file with a task   try mine.py" in refused("train", "mime.py")
+    text = refused("train", "mine.py", "plam.toml")
+    assert "plam.toml (no such file or directory)   need a file   try plan.toml" in text
+    assert "need a Python file   try mine.py" in refused("run", "-n", "2", "mime.py")
+    assert "need a file or folder of text" in refused("train", "lm", "data=nowhere", "-n", "2")
+
+
+def test_an_empty_corpus_is_refused(refused: Refused) -> None:
+    Path("empty.txt").write_text("")
+    assert "DataError" in refused("train", "lm", "data=empty.txt", "-n", "2")
+    assert "no samples to train on   need at least 1" in refused("train", "mine.py", "samples=0", "-n", "2")
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["batch_size=7"], "batch_size = 7, dp = 2   need a batch divisible by dp   try batch_size=6 or 8"),
+        (["batch_size=1"], "try batch_size=2"),
+        (["batch_size=7", "microbatches=3"], "need a batch divisible by dp × microbatches   try batch_size=6 or 12"),
+    ],
+)
+def test_a_batch_that_does_not_divide_is_told_with_those_that_do(
+    refused: Refused, words: list[str], problem: str
+) -> None:
+    assert problem in refused("train", "mine.py", "-n", "2", *words)
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("import nothing_of_this_name", "ModuleNotFoundError: No module named 'nothing_of_this_name'"),
+        ("def f():\n    return 1 / 0\n\nf()", "ZeroDivisionError: division by zero"),
+        ("x = (", "SyntaxError: '(' was never closed"),
+        ("raise SystemExit(3)", "it calls sys.exit(3)"),
+    ],
+)
+def test_a_task_file_that_does_not_import_is_told_with_the_users_lines(refused: Refused, code: str, error: str) -> None:
+    Path("broken.py").write_text(code)
+    text = refused("train", "broken.py", "-n", "2")
+    assert text.startswith("TaskError: broken.py does not import")
+    assert error in text
+    assert "importlib" not in text
+    assert 'broken.py", line 1' in text or "sys.exit" in text or "line 4" in text
+
+
+@pytest.mark.parametrize(
+    ("word", "problem"),
+    [
+        ("mine.py:tusk", "no tusk   need a Task, or a function that returns one   try mine.py:task"),
+        ("mine.py:number", "number is a int   need a Task"),
+        ("mine.py:wrong", "a int   need the task's function to return a Task"),
+        ("mine.py:needy", "the argument width has no default"),
+        ("mine.py:field", "the argument dp   need a name that is no field of the plan"),
+        ("lmm", "need lm, digits, or path/to/file.py:name   try lm"),
+    ],
+)
+def test_a_word_that_is_no_task_is_refused(refused: Refused, word: str, problem: str) -> None:
+    assert problem in refused("train", word)
+
+
+def test_an_optimizer_that_cannot_run_on_flat_buffers_is_refused(refused: Refused) -> None:
+    text = refused("train", "mine.py", "jumpy=yes", "-n", "2")
+    assert "OptimizerError" in text
+    assert "Jumpy" in text
+
+
+@pytest.mark.parametrize("number", ["0", "-2", "two", "1.5"])
+def test_a_number_of_processes_is_at_least_one(refused: Refused, number: str) -> None:
+    assert f"-n {number}   need a number of processes, at least 1" in refused("train", "mine.py", "-n", number)
+
+
+def test_words_that_are_too_many_are_refused(refused: Refused) -> None:
+    text = refused("train", "lm", "digits", "a.toml", "b.toml", "steps=1", "steps=2")
+    assert "lm and digits" in text
+    assert "a.toml and b.toml" in text
+    assert "steps = 1 and steps=2   need each key once" in text
+
+
+def test_options_and_commands_that_do_not_exist_are_told_with_what_does(refused: Refused) -> None:
+    assert "the option --steps   need settings as KEY=VALUE   try steps=…" in refused("train", "--steps", "5")
+    assert "try fourfold train" in refused("trian")
+    assert "try fourfold train mine.py" in refused("mine.py")
+    assert "need SCRIPT.py" in refused("run")
+
+
+def test_a_name_that_is_taken_is_refused(refused: Refused) -> None:
+    Path("runs/first").mkdir(parents=True)
+    assert "is there already" in refused("train", "mine.py", "name=first", "-n", "2")
+
+
+# ---- reading
+
+
+def test_words_are_sorted_by_their_form() -> None:
+    found = sort(["data=a.toml", "my/task.py:task", "steps=5", "plans/two.toml", "prompt=a = b"])
+    assert found == Words(
+        task="my/task.py:task",
+        plan="plans/two.toml",
+        values={"data": "a.toml", "steps": "5", "prompt": "a = b"},
+    )
+    assert sort([]) == Words(task="lm", plan=None, values={})
+
+
+def test_values_have_the_kind_of_the_default() -> None:
+    def task(
+        *,
+        width: int = 8,
+        lr: float = 1,
+        bias: bool = True,
+        data: str | None = None,
+        heads: "int | None" = None,
+        clip: float | None = 1.0,
+        anything=None,
+        steps: int = 5,
+    ) -> None: ...
+
+    words = [
+        "width=1e3",
+        "lr=3",
+        "bias=off",
+        "data=12",
+        "heads=4",
+        "clip=none",
+        "anything=x",
+        "steps=7",
+        "seed=3",
+        "dp=2",
+    ]
+    found = read(sort(words).values, kinds(task))
+    assert found.task == {
+        "width": 1000,
+        "lr": 3.0,
+        "bias": False,
+        "data": "12",
+        "heads": 4,
+        "clip": None,
+        "anything": "x",
+        "steps": 7,
+    }
+    assert type(found.task["lr"]) is float
+    assert found.run == {"seed": 3}
+    assert found.plan == {"dp": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (Kind(int), ""),
+        (Kind(int), "none"),
+        (Kind(int), "inf"),
+        (Kind(float), "1,5"),
+        (RUN["clip"], "0"),
+        (RUN["clip"], "nan"),
+    ],
+)
+def test_a_text_of_another_kind_is_no_value(kind: Kind, text: str) -> None:
+    with pytest.raises((ValueError, OverflowError)):
+        kind.read(text)
+
+
+def test_keys_of_an_unknown_task_are_not_judged() -> None:
+    assert read({"whatever": "3"}, None).task == {}
+
+
+# ---- processes and threads
+
+
+def test_a_launcher_and_the_command_must_agree() -> None:
+    assert check_number(None, None) is None
+    assert check_number("3", None) == 3
+    assert check_number(None, World(rank=1, size=4)) == 4
+    assert check_number("4", World(rank=1, size=4)) == 4
+    with pytest.raises(SettingError, match="one number"):
+        check_number("2", World(rank=1, size=4))
+
+
+def test_ranks_share_the_cores_unless_the_user_says_otherwise() -> None:
+    assert thread_variables(1, {}) == {"OMP_NUM_THREADS": str(cores()), "MKL_NUM_THREADS": str(cores())}
+    assert thread_variables(10_000, {"OMP_NUM_THREADS": "7"}) == {"MKL_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"], []])
+def test_help_does_not_import_torch(arguments: list[str]) -> None:
+    code = (
+        "import sys, fourfold.cli\n"
+        f"try: fourfold.cli.main({arguments!r})\n"
+        "except SystemExit as end: assert end.code == 0, end.code\n"
+        "assert not {'torch', 'numpy', 'rich.live'} & set(sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "fourfold" in ended.stdout

@@ -1,0 +1,143 @@
+"""Doctor: every row's warn and fail, from facts that are made up; and a look at this machine."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold.engines.doctor import FAIL, GIB, MIB, OK, OLDEST_TORCH, WARN, Facts, Link, exit_code, judge, rows
+from fourfold.engines.facts import look
+
+ROOT = Path(__file__).parents[2]
+HEALTHY = Facts(
+    python=(3, 12, 1),
+    torch="2.13.0+cpu",
+    cores=8,
+    machine_cores=8,
+    load=0.2,
+    total_bytes=64 * GIB,
+    available_bytes=50 * GIB,
+    shared_bytes=GIB,
+    shm_bytes=GIB,
+    files_limit=4096,
+    disk_free_bytes=100 * GIB,
+    write_rate=500 * MIB,
+    link=Link(bulk_seconds=0.003, value_seconds=0.0001),
+    now=1.8e9,
+)
+
+
+def test_a_healthy_machine_has_nothing_to_mend() -> None:
+    findings = judge(HEALTHY)
+    assert {finding.mark for finding in findings} == {OK}
+    assert not any(finding.attempt for finding in findings)
+    assert exit_code(findings) == 0
+    assert rows(findings).endswith("\n\nnothing to mend")
+
+
+NO_GPU = {"gpu_driver": True, "cuda_build": "13.0"}
+LAUNCHED = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+PLACED = {**LAUNCHED, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+ILL: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("python", FAIL, "3.11", {"python": (3, 10, 9)}),
+    ("torch", FAIL, "pip install", {"torch_problem": "does not import: libcudart.so.13"}),
+    ("torch", FAIL, "torch 2.11 to", {"torch": "2.4.1"}),
+    ("torch", WARN, "torch 2.11 to", {"torch": "2.99.0a0+git123"}),
+    ("gpus", WARN, "a CUDA build", {"gpu_driver": True}),
+    ("gpus", WARN, "nvidia-smi", NO_GPU),
+    ("gpus", WARN, "unset CUDA_VISIBLE_DEVICES", {**NO_GPU, "environ": {"CUDA_VISIBLE_DEVICES": ""}}),
+    ("cores", WARN, "at least 1 core", {"quota_cores": 0.5}),
+    ("cores", WARN, "ending", {"load": 9.0}),
+    ("threads", FAIL, "unset OMP_NUM_THREADS", {"environ": {"OMP_NUM_THREADS": "all"}}),
+    ("threads", WARN, "unset OMP_NUM_THREADS", {"environ": {"OMP_NUM_THREADS": "9"}}),
+    ("threads", WARN, "unset OMP", {"environ": {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "2"}}),
+    ("memory", WARN, "a smaller batch", {"available_bytes": GIB}),
+    ("memory", WARN, "a smaller batch", {"limit_bytes": 4 * GIB, "limit_left_bytes": GIB}),
+    ("shared memory", WARN, "slower", {"machine": "aarch64"}),
+    ("shared memory", WARN, "memory limit", {"shared_problem": "[Errno 28] No space left on device"}),
+    ("/dev/shm", WARN, "--shm-size", {"shm_bytes": 64 * MIB}),
+    ("/dev/shm", WARN, "tmpfs", {"shm_bytes": None}),
+    ("open files", WARN, "ulimit -n", {"files_limit": 256}),
+    ("disk", FAIL, "written to", {"disk_problem": "cannot write here: read-only file system"}),
+    ("disk", FAIL, "another folder", {"disk_free_bytes": 10 * MIB}),
+    ("disk", WARN, "making room", {"disk_free_bytes": GIB}),
+    ("disk", WARN, "local disk", {"write_rate": 3 * MIB}),
+    ("2 processes", FAIL, "GLOO_SOCKET_IFNAME", {"link": Link(problem="gloo: no address")}),
+    ("2 processes", WARN, "ending", {"link": Link(bulk_seconds=1.0, value_seconds=0.1)}),
+    ("launcher", FAIL, "the launcher again", {"environ": {**PLACED, "OMPI_COMM_WORLD_RANK": "2"}}),
+    ("launcher", FAIL, "WORLD_SIZE=N", {"environ": {"RANK": "1"}}),
+    ("launcher", WARN, "unset PMI_RANK", {"environ": {**PLACED, "PMI_RANK": "1", "PMI_SIZE": "2"}}),
+    ("variables", WARN, "unset FOURFOLD_HOST", {"environ": {"FOURFOLD_HOST": "a"}}),
+    ("variables", WARN, "FOURFOLD_TRACEBACK", {"environ": {"FOURFOLD_TRACEBAK": "full"}}),
+    ("clock", FAIL, "ntp", {"now": 0.0}),
+    ("clock", WARN, "file server", {"skew_seconds": -90.0}),
+]
+
+
+@pytest.mark.parametrize(("name", "mark", "attempt", "changes"), ILL, ids=[f"{i[0]}-{i[1]}-{i[2]}" for i in ILL])
+def test_what_is_ill_is_marked_alone_and_has_a_remedy(
+    name: str, mark: str, attempt: str, changes: dict[str, Any]
+) -> None:
+    findings = judge(dataclasses.replace(HEALTHY, **changes))
+    bad = [finding for finding in findings if finding.mark != OK]
+    assert [(finding.name, finding.mark) for finding in bad] == [(name, mark)]
+    assert attempt in bad[0].attempt
+    assert exit_code(findings) == int(mark == FAIL)
+    assert f"try {bad[0].attempt}" in rows(findings)
+
+
+def test_every_row_that_can_be_ill_has_been() -> None:
+    assert {finding.name for finding in judge(HEALTHY)} - {case[0] for case in ILL} == set()
+
+
+def test_a_container_limit_counts_only_where_it_is_lower() -> None:
+    def memory(**changes: Any) -> str:
+        return next(f.value for f in judge(dataclasses.replace(HEALTHY, **changes)) if f.name == "memory")
+
+    assert memory(limit_bytes=8 * GIB, limit_left_bytes=6 * GIB) == "6.0 GiB free of 8.0 GiB (container limit)"
+    assert memory(limit_bytes=999 * GIB, limit_left_bytes=1) == "50.0 GiB free of 64.0 GiB"
+
+
+def test_the_oldest_torch_is_the_one_the_package_asks_for() -> None:
+    asked = re.search(r'"torch>=(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert asked is not None
+    assert tuple(map(int, asked.groups())) == OLDEST_TORCH
+
+
+def test_a_look_leaves_nothing_behind(tmp_path: Path) -> None:
+    facts = look(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert facts.write_rate > 0
+    assert facts.disk_problem == ""
+    assert facts.shared_bytes > 0
+    assert 1 <= facts.cores <= facts.machine_cores
+
+
+def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
+    facts = look(Path("/proc/self"))
+    assert facts.disk_problem.startswith("cannot write here")
+
+
+def test_the_command_says_the_same_in_json(tmp_path: Path) -> None:
+    def doctor(*arguments: str) -> tuple[int, str]:
+        command = [sys.executable, "-m", "fourfold", "doctor", *arguments]
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
+        assert done.stderr == ""
+        return done.returncode, done.stdout
+
+    code, text = doctor()
+    code_too, told = doctor("--json")
+    found = json.loads(told)
+    assert code == code_too == int(any(row["mark"] == FAIL for row in found)), text
+    names = [row["name"] for row in found]
+    assert names[:2] == ["python", "torch"]
+    assert "2 processes" in names
+    assert [line.split()[1] for line in text.split("\n\n")[0].splitlines()] == [name.split()[0] for name in names]
+    assert all(set(row) == {"name", "mark", "value", "try"} for row in found)

@@ -1,0 +1,24 @@
+"""Errors say got / need / try, all problems at once, in columns."""
+
+from fourfold.words.errors import PlanError, Problem, nearest
+
+
+def test_problems_stand_in_columns():
+    problems = [
+        Problem("mesh.pp = 4", "blocks divisible by pp", "pp = 2"),
+        Problem("sp = 8, length 60", "a multiple", "64"),
+    ]
+    assert PlanError(problems, where="plan.toml").text() == (
+        "PlanError: 2 problems in plan.toml\n"
+        "  mesh.pp = 4         need blocks divisible by pp   try pp = 2\n"
+        "  sp = 8, length 60   need a multiple               try 64"
+    )
+
+
+def test_a_plain_message_is_one_line():
+    assert PlanError("nothing fits").text() == "PlanError: nothing fits"
+
+
+def test_the_nearest_word_is_found_or_none():
+    assert nearest("microbatch", ["microbatches", "dp"]) == "microbatches"
+    assert nearest("xyz", ["microbatches", "dp"]) is None

@@ -1,0 +1,188 @@
+"""Which world a launcher's variables speak of, and where its ranks meet."""
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold.words import hosts
+from fourfold.words.errors import LaunchError
+from fourfold.words.launchers import LAUNCHERS, find
+from fourfold.words.rendezvous import FIRST_PORT, NUM_PORTS, Address, SameHost, meeting, port
+from fourfold.words.world import World, from_environment
+
+
+def variables(text: str) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in text.split())
+
+
+TORCHRUN = "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2"
+OPEN_MPI = (
+    "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 "
+    "PMIX_RANK=3 PMIX_NAMESPACE=191299585"
+)
+MPICH = "PMI_RANK=3 PMI_SIZE=4 PMI_FD=6 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2"
+PALS = "PALS_RANKID=3 PMI_SIZE=4 PALS_LOCAL_RANKID=1 PALS_LOCAL_SIZE=2 PALS_APID=abc"
+STEP = (
+    "SLURM_JOB_ID=77 SLURM_STEP_ID=0 SLURM_PROCID=3 SLURM_NTASKS=4 SLURM_LOCALID=1 SLURM_NODEID=1 SLURM_NNODES=2 "
+    "SLURM_TASKS_PER_NODE=2(x2) SLURM_JOB_NODELIST=gpu[07-08]"
+)
+PODS = "JOB_COMPLETION_INDEX=3 FOURFOLD_WORLD_SIZE=4 HOSTNAME=train-3"
+
+PLACES = {
+    "torchrun": TORCHRUN,
+    "Open MPI": OPEN_MPI,
+    "MPICH": MPICH,
+    "PALS": PALS,
+    "Slurm": STEP,
+    "Slurm with pmi2": f"{STEP} PMI_RANK=3 PMI_SIZE=4",
+    "Slurm with pmix": f"{STEP} PMIX_RANK=3",
+    "PMIx": "PMIX_RANK=3 FOURFOLD_WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2",
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_every_launcher_tells_the_same_place(name: str) -> None:
+    assert from_environment(variables(PLACES[name])) == World(rank=3, size=4, local_rank=1, local_size=2)
+
+
+def test_a_pod_of_an_indexed_job_is_a_host_of_its_own() -> None:
+    assert from_environment(variables(PODS)) == World(rank=3, size=4, local_rank=0, local_size=1)
+    by_job = variables("JOB_COMPLETION_INDEX=3 JOB_COMPLETIONS=5")
+    assert from_environment(by_job) == World(rank=3, size=5, local_rank=0, local_size=1)
+
+
+NO_WORLD = {
+    "nothing": "",
+    "an salloc shell": "SLURM_JOB_ID=77 SLURM_NTASKS=4 SLURM_NNODES=2 SLURM_JOB_NODELIST=n[1-2]",
+    "an salloc shell run as an interactive step": STEP.replace("SLURM_STEP_ID=0", "SLURM_STEP_ID=4294967290"),
+    "a batch script": STEP.replace("SLURM_STEP_ID=0", ""),
+    "a batch step": STEP.replace("SLURM_STEP_ID=0", "SLURM_STEP_ID=4294967291"),
+    "one task of srun": "SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_NTASKS=1 SLURM_LOCALID=0 SLURM_NNODES=1",
+    "one pod": "JOB_COMPLETION_INDEX=0 FOURFOLD_WORLD_SIZE=1",
+    "a size without a rank": "WORLD_SIZE=4",
+}
+
+
+@pytest.mark.parametrize("name", NO_WORLD)
+def test_what_is_no_world_is_not_taken_for_one(name: str) -> None:
+    assert from_environment(variables(NO_WORLD[name])) is None
+
+
+INSIDE = {
+    "torchrun inside srun": (f"{STEP} RANK=0 WORLD_SIZE=8 LOCAL_RANK=0 LOCAL_WORLD_SIZE=4", World(0, 8, 0, 4)),
+    "mpirun inside salloc": (f"{NO_WORLD['an salloc shell']} {OPEN_MPI}", World(3, 4, 1, 2)),
+    "mpirun whose helpers srun has started": (
+        f"{OPEN_MPI} SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_LOCALID=0",
+        World(3, 4, 1, 2),
+    ),
+    "mpiexec whose helpers srun has started": (
+        f"{MPICH} SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_LOCALID=0",
+        World(3, 4, 1, 2),
+    ),
+    "torchrun inside a pod": (f"JOB_COMPLETION_INDEX=1 {TORCHRUN}", World(3, 4, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_of_two_launchers_the_inner_one_counts(name: str) -> None:
+    text, world = INSIDE[name]
+    assert from_environment(variables(text)) == world
+
+
+WRONG = {
+    "RANK=1": "no WORLD_SIZE",
+    "RANK=4 WORLD_SIZE=4 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2": "RANK = 4, WORLD_SIZE = 4",
+    "RANK=one WORLD_SIZE=two": "2 problems",
+    "RANK=-1 WORLD_SIZE=2": "RANK = -1",
+    f"{OPEN_MPI} OMPI_COMM_WORLD_LOCAL_SIZE=5": "no more processes on a host",
+    f"{MPICH} MPI_LOCALRANKID=2": "MPI_LOCALRANKID = 2, MPI_LOCALNRANKS = 2",
+    "PMI_RANK=0 PMI_SIZE=2": "no MPI_LOCALRANKID",
+    "PMIX_RANK=1": "try FOURFOLD_WORLD_SIZE=N",
+    "JOB_COMPLETION_INDEX=1": "no FOURFOLD_WORLD_SIZE or JOB_COMPLETIONS",
+    f"{STEP} SLURM_TASKS_PER_NODE=2,1": "counts that add up",
+    f"{STEP} SLURM_TASKS_PER_NODE=2(3": "SLURM_TASKS_PER_NODE = 2(3",
+    f"{STEP} SLURM_NODEID=2": "a node among them",
+    STEP.replace("SLURM_TASKS_PER_NODE=2(x2)", ""): "no SLURM_TASKS_PER_NODE",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_contradictions_and_gaps_are_told(text: str) -> None:
+    with pytest.raises(LaunchError) as told:
+        from_environment(variables(text))
+    assert WRONG[text] in str(told.value)
+
+
+def place(text: str) -> Address | SameHost | None:
+    environ: Mapping[str, str] = variables(text)
+    seat = find(environ)
+    assert seat is not None
+    return meeting(seat, environ)
+
+
+ONE_HOST = OPEN_MPI.replace("LOCAL_SIZE=2", "LOCAL_SIZE=4")
+
+
+def test_ranks_meet_where_the_launcher_says() -> None:
+    assert place(TORCHRUN) is None  # torch reads MASTER_ADDR and MASTER_PORT itself
+    assert place(f"{OPEN_MPI} MASTER_ADDR=a") == Address("a", 29500)
+    assert place(f"{ONE_HOST} MASTER_ADDR=a MASTER_PORT=7") == Address("a", 7)
+    assert place(ONE_HOST) == SameHost("Open MPI 191299585", "OMPI_COMM_WORLD_RANK")
+    assert place(f"{STEP} MASTER_PORT=7") == Address("gpu07", 7)
+    assert place(f"{STEP} SLURM_STEP_NODELIST=gpu08") == Address("gpu08", port(variables(STEP)))
+    assert place(f"{OPEN_MPI} SLURM_JOB_ID=77 SLURM_JOB_NODELIST=n[1-2]") == Address("n1", port(variables(STEP)))
+    assert place(f"{PODS} FOURFOLD_SERVICE=svc MASTER_PORT=7") == Address("train-0.svc", 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "attempt"),
+    [
+        (OPEN_MPI, "mpirun -x MASTER_ADDR=host-of-rank-0"),
+        (MPICH, "mpiexec -genv MASTER_ADDR=host-of-rank-0"),
+        (PODS, "FOURFOLD_SERVICE="),
+        (f"{PODS} FOURFOLD_SERVICE=svc HOSTNAME=other", "MASTER_ADDR="),
+        (STEP.replace("[07-08]", "[07"), "MASTER_ADDR=host-of-rank-0 srun"),
+        (f"{STEP} MASTER_PORT=high", "MASTER_PORT=29500"),
+    ],
+)
+def test_where_no_meeting_place_can_be_derived_it_is_asked_for(text: str, attempt: str) -> None:
+    with pytest.raises(LaunchError, match=attempt.replace("(", "\\(")):
+        place(text)
+
+
+@given(st.integers(1, 2**26), st.integers(0, 20))
+def test_jobs_in_a_row_and_their_steps_have_ports_of_their_own(job: int, step: int) -> None:
+    def of(job: int, step: int) -> int:
+        return port({"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
+
+    assert FIRST_PORT <= of(job, step) < FIRST_PORT + NUM_PORTS < 32768  # where Linux begins to hand out ports
+    assert len({of(job + i, j) for i in range(3) for j in (step, step + 1)}) == 6
+
+
+def test_the_table_reads_no_variable_for_two_launchers_ranks() -> None:
+    names = [name for launcher in LAUNCHERS for name in launcher.rank]
+    assert len(names) == len(set(names))
+
+
+def test_node_lists_are_read_as_slurm_writes_them() -> None:
+    assert list(hosts.expand("n1")) == ["n1"]
+    assert list(hosts.expand("gpu[08-10,3],login,r[0-1]n[1-2]x")) == [
+        *("gpu08", "gpu09", "gpu10", "gpu3", "login"),
+        *("r0n1x", "r0n2x", "r1n1x", "r1n2x"),
+    ]
+    assert next(hosts.expand("n[1-999999999999]")) == "n1"
+    assert hosts.counts("2(x3),1") == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize("text", ["", "n[", "n[1", "n1]", "n[1-]", "n[a]", "n[2-1]", "a,,b", "n[[1]]", "n[1] b"])
+def test_broken_node_lists_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="node list"):
+        list(hosts.expand(text))
+
+
+@given(st.lists(st.integers(1, 99), min_size=1, max_size=8), st.integers(1, 3))
+def test_a_list_of_hosts_is_read_back(numbers: list[int], width: int) -> None:
+    written = ",".join(f"{number:0{width}}" for number in numbers)
+    assert list(hosts.expand(f"n[{written}]")) == [f"n{number:0{width}}" for number in numbers]

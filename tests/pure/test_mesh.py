@@ -1,0 +1,44 @@
+"""Laws of the mesh."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold.words.mesh import AXES, Mesh
+
+MESHES = st.builds(Mesh, **{axis: st.integers(1, 4) for axis in AXES})
+
+
+@given(mesh=MESHES, axes=st.sets(st.sampled_from(AXES)))
+def test_groups_of_any_axes_partition_the_world(mesh, axes):
+    groups = mesh.groups(*axes)
+    assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))
+    for group in groups:
+        assert all(mesh.peers(rank, *axes) == group for rank in group)
+
+
+@given(mesh=MESHES)
+def test_a_rank_is_its_index(mesh):
+    assert [mesh.rank(mesh.at(rank)) for rank in range(mesh.size)] == list(range(mesh.size))
+
+
+@given(mesh=MESHES, axis=st.sampled_from(AXES))
+def test_going_round_a_ring_comes_back(mesh, axis):
+    for rank in range(mesh.size):
+        here = rank
+        for _ in range(mesh.axis_size(axis)):
+            here = mesh.peer(here, axis, 1)
+        assert here == rank
+        assert mesh.peer(mesh.peer(rank, axis, -1), axis, 1) == rank
+
+
+def test_tensor_peers_are_neighbours_and_pipeline_stages_far_apart():
+    mesh = Mesh(pp=2, dp=2, sp=2, tp=2)
+    assert mesh.peers(5, "tp") == (4, 5)
+    assert mesh.peers(5, "pp") == (5, 13)
+    assert mesh.peers(0, "dp", "sp") == (0, 2, 4, 6)
+
+
+def test_a_rank_outside_is_refused():
+    with pytest.raises(IndexError, match="rank 4 is outside a mesh of 4"):
+        Mesh(dp=4).at(4)

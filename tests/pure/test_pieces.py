@@ -1,0 +1,149 @@
+"""The arithmetic of checkpoints: who writes what, what lies where, and what is not believed."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold.plan.pieces import (
+    ELEMENT_BYTES,
+    VERSION,
+    Box,
+    Entry,
+    Fed,
+    File,
+    Global,
+    Manifest,
+    Random,
+    Record,
+    Stretch,
+    file_name,
+    overlap,
+    problems,
+    share_out,
+    within,
+)
+
+SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+TENSORS = st.lists(st.tuples(st.sampled_from(sorted(ELEMENT_BYTES)), SHAPES, st.booleans()), min_size=1, max_size=8)
+
+
+def named(rows: list[tuple[str, tuple[int, ...], bool]]) -> list[Global]:
+    return [Global(f"model.{number}", *row) for number, row in enumerate(rows)]
+
+
+def manifest(tensors: list[Global], size: int) -> Manifest:
+    """A manifest as it is written, of these tensors on `size` ranks."""
+    stretches = share_out(tensors, size)
+    return Manifest(
+        version=VERSION,
+        step=3,
+        tensors={t.name: Entry(t.dtype, t.shape, stretches[t.name]) for t in tensors},
+        aliases={},
+        scalars={},
+        groups=({"lr": 0.1},),
+        record=Record((0,), 1.0),
+        feed=Fed(0, 0, 4, 2, 10, 1),
+        random=(Random("00"),) * size,
+        metrics_bytes=0,
+        losses=(1.0,),
+        valid={},
+        best=None,
+        files={file_name(rank): File(10_000_000, "") for rank in range(size)},
+    )
+
+
+@given(rows=TENSORS, size=st.integers(1, 7))
+def test_stretches_tile_every_tensor_and_what_is_written_is_believed(rows, size):
+    tensors = named(rows)
+    for tensor in tensors:
+        covered = np.zeros(tensor.shape, dtype=int)
+        whole = Box((0,) * len(tensor.shape), tensor.shape)
+        for stretch in share_out(tensors, size)[tensor.name]:
+            covered[within(stretch.box, whole)] += 1
+        assert (covered == 1).all()
+    assert not list(problems(manifest(tensors, size)))
+
+
+@given(rows=TENSORS, size=st.integers(1, 7))
+def test_shares_differ_by_no_more_than_the_rows_at_their_ends(rows, size):
+    tensors = [tensor._replace(whole=False) for tensor in named(rows)]
+    held = dict.fromkeys(map(file_name, range(size)), 0)
+    for tensor in tensors:
+        for stretch in share_out(tensors, size)[tensor.name]:
+            held[stretch.file] += math.prod(stretch.lengths) * ELEMENT_BYTES[tensor.dtype]
+    row = max(t.num_bytes // t.shape[0] if t.shape and t.shape[0] else t.num_bytes for t in tensors)
+    assert max(held.values()) - min(held.values()) <= 2 * row + 1
+
+
+@given(shape=st.lists(st.integers(1, 6), min_size=1, max_size=3), data=st.data())
+def test_a_box_is_put_together_from_the_pieces_of_any_number_of_ranks(shape, data):
+    tensor = Global("model.a", "F32", tuple(shape))
+    values = np.arange(math.prod(shape)).reshape(shape)
+    offsets = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+    lengths = tuple(data.draw(st.integers(1, n - x)) for n, x in zip(shape, offsets, strict=True))
+    wanted, whole = Box(offsets, lengths), Box((0,) * len(shape), tensor.shape)
+    result = np.full(lengths, -1)
+    for stretch in share_out([tensor], data.draw(st.integers(1, 5)))["model.a"]:
+        piece = values[within(stretch.box, whole)]
+        common = overlap(stretch.box, wanted)
+        if common is not None:
+            result[within(common, wanted)] = piece[within(common, stretch.box)]
+    assert (result == values[within(wanted, whole)]).all()
+
+
+def changed(**fields: Any) -> Manifest:
+    return msgspec.structs.replace(manifest([Global("model.a", "F32", (4, 2))], 2), **fields)
+
+
+def entry(*stretches: tuple[str, tuple[int, ...], tuple[int, ...]], shape=(4, 2), dtype="F32") -> dict[str, Entry]:
+    return {"model.a": Entry(dtype, shape, tuple(Stretch(*each) for each in stretches))}
+
+
+FIRST, SECOND = "rank-000.safetensors", "rank-001.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"version": 99}, "version 99"),
+        ({"step": -1}, "step -1"),
+        ({"files": {"../../etc/passwd": File(100, "")}}, "'../../etc/passwd'"),
+        ({"files": {FIRST: File(20, ""), SECOND: File(8, "")}}, "bytes of tensors in a file of 8"),
+        ({"aliases": {"model.b": "model.c"}}, "model.c, which is not there"),
+        ({"feed": Fed(0, 0, 11, 2, 10, 1)}, "position 11 of 10"),
+        ({"tensors": entry((FIRST, (0, 0), (4, 2)), dtype="F12")}, "dtype 'F12'"),
+        ({"tensors": entry((FIRST, (0, 0), (-4, -2)), shape=(-4, -2))}, "shape"),
+        ({"tensors": entry((FIRST, (0, 0), (2**60, 2)), shape=(2**60, 2))}, "shape"),
+        ({"tensors": entry(("rank-009.safetensors", (0, 0), (4, 2)))}, "not among the files"),
+        ({"tensors": entry((FIRST, (1, 0), (4, 2)))}, "offsets (1, 0)"),
+        ({"tensors": entry((FIRST, (-1, 0), (4, 2)))}, "offsets (-1, 0)"),
+        ({"tensors": entry((FIRST, (0,), (4,)))}, "offsets (0,)"),
+        ({"tensors": entry((FIRST, (0, 0), (2, 2)))}, "a gap"),
+        ({"tensors": entry((FIRST, (0, 0), (2, 2)), (SECOND, (1, 0), (2, 2)))}, "lie on each other"),
+        ({"tensors": entry((FIRST, (0, 0), (4, 1)), (SECOND, (0, 0), (4, 1)))}, "lie on each other"),
+        ({"tensors": entry((FIRST, (0, 0), (2, 2)), (FIRST, (2, 0), (2, 2)))}, "two stretches in one file"),
+    ],
+)
+def test_a_manifest_that_cannot_be_true_is_not_believed(fields, said):
+    assert any(said in text for text in problems(changed(**fields)))
+
+
+def breakers() -> Iterator[bytes]:
+    text = msgspec.json.encode(changed())
+    yield text[: len(text) // 2]
+    yield text.replace(b'"step":3', b'"step":"3"')
+    yield text.replace(b'"step":3', b'"steps":3')
+    yield text.replace(b'"offsets":[0,0]', b'"offsets":[0,"0"]')
+    yield b"[]"
+
+
+@pytest.mark.parametrize("text", list(breakers()))
+def test_a_manifest_of_another_form_is_not_read(text):
+    with pytest.raises(msgspec.DecodeError):
+        msgspec.json.decode(text, type=Manifest)

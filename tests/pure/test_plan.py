@@ -1,0 +1,91 @@
+"""Laws of plans: round trip, closed choices, all problems at once; and that thinking needs no torch."""
+
+import dataclasses
+import inspect
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold.plan.plan import FIELDS, RULES, Plan, read_value
+from fourfold.words.errors import PlanError
+
+PLANS = st.builds(
+    Plan,
+    dp=st.integers(1, 64),
+    microbatches=st.integers(1, 9),
+    bucket_bytes=st.integers(1, 2**30),
+    unused=st.sampled_from(["refuse", "allow"]),
+    batch_norm=st.sampled_from(["refuse", "local"]),
+    transport=st.sampled_from(["by-host", "shared", "gloo", "nccl"]),
+)
+
+
+@given(plan=PLANS, defaults=st.booleans())
+def test_reading_a_plan_is_the_inverse_of_writing_it(plan, defaults):
+    assert Plan.from_toml(plan.to_toml(defaults=defaults)) == plan
+
+
+def test_every_field_has_a_rule_that_admits_its_default():
+    assert tuple(field.name for field in dataclasses.fields(Plan)) == FIELDS
+    for field in dataclasses.fields(Plan):
+        rule = RULES[field.name]
+        assert rule.admits(field.default)
+        assert rule.built is None or field.default in rule.built
+
+
+def test_the_signature_is_the_contract():
+    contract = {
+        "pp": 1, "dp": 1, "sp": 1, "tp": 1, "shard": None, "zero": 0, "microbatches": 1, "schedule": "1f1b",
+        "interleave": 1, "recompute": "none", "ring": "zigzag", "ulysses": 1, "update": "after", "sync": "step",
+        "codec": "none", "offload": "none", "precision": "keep", "batch_norm": "refuse", "unused": "refuse",
+        "bucket_bytes": 4194304, "transport": "by-host",
+    }  # fmt: skip
+    parameters = inspect.signature(Plan).parameters
+    assert {name: p.default for name, p in parameters.items()} == contract
+    assert all(p.kind is p.KEYWORD_ONLY for p in parameters.values())
+
+
+def test_all_problems_are_told_at_once():
+    with pytest.raises(PlanError) as caught:
+        Plan.build({"dp": 0, "microbatch": 2, "codec": "gzip", "zero": 1, "bucket_bytes": "big"}, where="plan.toml")
+    said = str(caught.value)
+    assert said.startswith("5 problems in plan.toml")
+    assert "dp = 0" in said
+    assert "a whole number of at least 1" in said
+    assert "try microbatches" in said
+    assert "codec = 'gzip'" in said
+    assert "one of none, bf16" in said
+    assert "not built yet" in said
+
+
+@pytest.mark.parametrize(("name", "value"), [("pp", 2), ("tp", 2), ("sp", 4), ("shard", 2), ("update", "in_backward")])
+def test_an_axis_that_is_not_built_yet_is_refused(name, value):
+    with pytest.raises(PlanError, match="not built yet"):
+        Plan(**{name: value})
+
+
+@pytest.mark.parametrize("text", ["dp = 2", "version = 2\ndp = 2", "version = 1\ndp = [", 'version = 1\ndp = "2"'])
+def test_a_file_that_is_no_plan_is_refused(text):
+    with pytest.raises(PlanError, match=r"plan\.toml"):
+        Plan.from_toml(text)
+
+
+def test_true_is_no_number():
+    with pytest.raises(PlanError, match="dp = True"):
+        Plan(dp=True)
+
+
+def test_values_of_a_command_line_are_read_by_kind():
+    assert read_value("dp", "4") == 4
+    assert read_value("dp", "four") == "four"
+    assert read_value("shard", "none") is None
+    assert read_value("unused", "allow") == "allow"
+
+
+def test_thinking_imports_no_torch():
+    modules = "fourfold, fourfold.plan.plan, fourfold.plan.data, fourfold.plan.order, fourfold.words.task"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -1,0 +1,119 @@
+"""The progress line: calm on a terminal, few plain lines in a log."""
+
+import io
+
+import pytest
+
+from fourfold.report.progress import LOG_SECONDS, Progress, cells, duration, fitted, five_digits, scaled
+from fourfold.words.record import Line
+
+
+def line(step: int, *, steps: int = 1000, seconds_left: float | None = 60.0) -> Line:
+    return Line(step=step, steps=steps, loss=2.5, rate=12_345.0, unit="tokens", waiting=0.08, seconds_left=seconds_left)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def logged(*, steps: int, seconds_per_step: float) -> list[str]:
+    file, clock = io.StringIO(), Clock()
+    progress = Progress(file, clock=clock)
+    progress.start("begin")
+    for step in range(1, steps + 1):
+        clock.now += seconds_per_step
+        progress.step(line(step, steps=steps, seconds_left=(steps - step) * seconds_per_step))
+    progress.finish("end")
+    return file.getvalue().splitlines()
+
+
+def test_a_log_begins_and_ends_with_a_line_and_has_about_twenty() -> None:
+    lines = logged(steps=1000, seconds_per_step=0.12)
+    assert lines[0] == "begin"
+    assert lines[1].startswith("step    1/1000")
+    assert lines[-2].startswith("step 1000/1000")
+    assert lines[-1] == "end"
+    assert 18 <= len(lines) - 2 <= 23
+
+
+@pytest.mark.parametrize("seconds_per_step", [0.001, 0.12, 30.0])
+def test_a_log_is_neither_flooded_nor_silent(seconds_per_step: float) -> None:
+    shown = len(logged(steps=300, seconds_per_step=seconds_per_step)) - 2
+    total = 300 * seconds_per_step
+    least, most = LOG_SECONDS
+    assert total / most - 2 <= shown <= total / least + 2
+
+
+def test_the_last_step_is_shown_once() -> None:
+    assert sum(text.startswith("step 5/5") for text in logged(steps=5, seconds_per_step=100.0)) == 1
+
+
+def test_lines_of_a_run_are_aligned() -> None:
+    texts = ["   ".join(cells(line(step))) for step in (1, 20, 300, 1000)]
+    assert len({len(text) for text in texts}) == 1
+    assert texts[0] == "step    1/1000   loss 2.5000    12.3 k tokens/s   waiting  8 %      1:00 left"
+
+
+def test_a_terminal_sees_one_line_and_notes_above_it() -> None:
+    file, clock = Terminal(), Clock()
+    progress = Progress(file, clock=clock)
+    for step in (1, 2, 3):  # within a quarter of a second: drawn once
+        progress.step(line(step))
+    assert file.getvalue().count("/1000") == 1
+    progress.note("validation 1.5")
+    progress.finish("end")
+    text = file.getvalue()
+    assert "validation 1.5" in text
+    assert text.index("validation 1.5") < text.rindex("step    3/1000") < text.rindex("end")
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor is given back
+
+
+@pytest.mark.parametrize("width", range(10, 140, 7))
+def test_a_line_fits_its_terminal(width: int) -> None:
+    parts = fitted(line(500), width)
+    text = "".join(part for part, _ in parts)
+    assert text.strip("━ ").startswith("step  500/1000   loss 2.5000")
+    assert len(text) < width or width < 35
+    assert ("━" in text) == (width >= len("   ".join(cells(line(500)))) + 14)  # a bar only where all else fits
+
+
+def test_what_is_shown_cannot_steer_the_terminal() -> None:
+    file = io.StringIO()
+    Progress(file).note("a\x1b[31m [bold]b[/bold]\r\n\tc")
+    assert file.getvalue().splitlines() == ["a·[31m [bold]b[/bold]·", "        c"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0.00"),
+        (9.994, "9.99"),
+        (9.996, "10.0"),
+        (99.96, "100"),
+        (999.6, "1.00 k"),
+        (12_345, "12.3 k"),
+        (4.56e6, "4.56 M"),
+    ],
+)
+def test_rates_have_three_digits(value: float, text: str) -> None:
+    assert scaled(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(-1, "0:00"), (9.4, "0:09"), (725, "12:05"), (11_220, "3:07:00"), (190_800, "2d 05h")]
+)
+def test_times_are_for_people(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_losses_keep_their_width_while_they_fall() -> None:
+    assert [five_digits(value) for value in (123.456, 12.3456, 2.30258)] == ["123.46", "12.346", "2.3026"]
+    assert five_digits(float("nan")) == "nan"

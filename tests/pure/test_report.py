@@ -1,0 +1,173 @@
+"""Laws of the report: well-formed, self-contained, escaped, and every figure of the run in it."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from fourfold.plan.plan import Plan
+from fourfold.plan.timeline import encode
+from fourfold.report import page, record, svg
+from tests.pure.test_timeline import trace
+
+NASTY = "<b>&\"'</script>"
+NUMBERS = st.floats(-1e9, 1e9, allow_nan=False).map(lambda value: round(value, 6))
+
+
+def parsed(html: str) -> ElementTree.Element:
+    return ElementTree.fromstring(html.removeprefix("<!DOCTYPE html>"))
+
+
+def words(html: str) -> str:
+    return " ".join("".join(parsed(html).itertext()).split())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make(tmp_path / "first")
+
+
+def make(folder: Path, *, task: str = "lm", loss: float = 3.0) -> Path:
+    folder.mkdir()
+    (folder / "plan.toml").write_text(Plan(dp=2).to_toml(defaults=True))
+    versions = {"fourfold": "0.1.0", "torch": "2.13.0", "python": "3.11.2"}
+    settings = {"task": task, "steps": 6, "batch_size": 8, "clip": None, "transport": "shared memory"}
+    (folder / "settings.json").write_text(json.dumps({**settings, "versions": versions, "cores": 2}))
+    times = {"seconds": 0.5, "waiting_seconds": 0.125}
+    lines = [{"step": n, "loss": loss - 0.1 * n, "samples": 8, "tokens": 2048, **times} for n in range(1, 7)]
+    valid = {"step": 6, "valid": {"loss": 2.34567, "bits per byte": 3.3841}}
+    finished = {"finished": 6, "seconds": 3.25, "rate": 3780.9, "unit": "tokens", "valid": valid["valid"]}
+    rows = [*lines, valid, finished]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "trace.json").write_bytes(encode(trace(late=1.0)))
+    return folder
+
+
+def test_a_page_is_well_formed_and_needs_nothing_else(run):
+    html = page.write([run]).read_text()
+    root = parsed(html)
+    assert not re.search(r"(src|href)=|url\(|@import|<script", html)
+    assert {node.tag.split("}")[-1] for node in root.iter()} >= {"svg", "table", "style", "title"}
+    assert "prefers-color-scheme: dark" in html
+
+
+def test_every_key_figure_is_on_the_page(run):
+    said = words(page.write([run]).read_text())
+    for figure in (
+        "2.3457",
+        "3.3841",
+        "3.78 k",
+        "25.0 %",
+        "0:03",
+        "shared memory",
+        "2.13.0",
+        "bucket_bytes",
+        "2 ranks",
+    ):
+        assert figure in said
+    for part in ("Loss", "Throughput", "Time by action", "One step, measured and simulated", "Settings", "Plan"):
+        assert part in said
+
+
+def test_the_step_is_drawn_measured_and_simulated_with_its_differences(run):
+    html = page.write([run]).read_text()
+    said = words(html)
+    for name in ("rank 0 compute", "rank 1 reduce", "simulated 0 compute", "simulated 1 reduce"):
+        assert name in said
+    rows = [row for row in parsed(html).iter("tr") if (row[0].text or "").startswith("rank ")]
+    assert len(rows) == 14  # seven actions on each of two ranks
+    assert said.count("U0.1") >= 4
+
+
+def test_what_comes_from_a_run_is_escaped(tmp_path):
+    folder = make(tmp_path / "a&b", task=NASTY)
+    html = page.write([folder]).read_text()
+    assert "<b>&" not in html
+    assert NASTY in words(html)
+    assert "a&b" in words(html)
+    assert NASTY in words(page.comparison([record.read(folder), record.read(make(tmp_path / "second"))]))
+
+
+def test_several_runs_are_compared(tmp_path):
+    folders = [make(tmp_path / "first"), make(tmp_path / "second", loss=2.0, task="digits")]
+    path = page.write(folders)
+    assert path == tmp_path / "first+second.html"
+    html = path.read_text()
+    said = words(html)
+    assert "2 runs compared" in said
+    assert "task lm digits".replace(" ", "") in said.replace(" ", "")
+    assert html.count('class="line c1"') >= 2  # the second run, in both drawings
+
+
+def test_a_run_without_a_trace_or_an_end_is_shown_all_the_same(run):
+    (run / "trace.json").unlink()
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:4]) + lines[4][:9])
+    said = words(page.write([run]).read_text())
+    assert "No step of this run was traced." in said
+    assert "not finished" in said
+    assert "steps" in said
+
+
+def test_a_loss_that_is_no_number_leaves_a_gap(run):
+    lines = (run / "metrics.jsonl").read_text().replace('"loss": 2.8,', '"loss": null,')
+    (run / "metrics.jsonl").write_text(lines)
+    assert "NaN" not in page.write([run]).read_text()
+
+
+def test_missing_files_are_told_all_at_once(run):
+    (run / "plan.toml").unlink()
+    (run / "settings.json").unlink()
+    with pytest.raises(record.ReportError) as caught:
+        page.write([run])
+    assert "2 problems" in str(caught.value)
+    assert "need a file that fourfold train writes" in str(caught.value)
+
+
+def test_a_run_that_is_not_there_is_told_with_the_nearest(run):
+    with pytest.raises(record.ReportError, match="try fourfold report first"):
+        record.find("frist", parent=run.parent)
+    assert record.find("first", parent=run.parent) == run
+
+
+@example(points=[(0.0, 1.0), (1.0, 2.0)], name=NASTY)
+@given(points=st.lists(st.tuples(NUMBERS, NUMBERS), max_size=30), name=st.text(st.characters(codec="utf-8")))
+def test_any_curve_is_well_formed(points, name):
+    name = "".join(char for char in name if char.isprintable())
+    series = [svg.Series(name, points), svg.Series("dots", points, 1, "dots")]
+    drawing = svg.lines(series, x="step", y="loss", title=name)
+    assert ElementTree.fromstring(drawing) is not None if points else drawing == ""
+    assert "nan" not in drawing.replace(name, "")
+
+
+@given(low=NUMBERS, length=st.floats(1e-6, 1e6))
+def test_ticks_are_few_and_within(low, length):
+    found = svg.ticks(low, low + length)
+    margin = 1e-6 * max(abs(low), length)
+    assert 1 <= len(found) <= 7
+    assert all(low - margin <= tick <= low + length + margin for tick in found)
+
+
+def test_bars_are_as_long_as_their_values():
+    rows = [svg.Bar(NASTY, 1.0, "1 ms", "wait"), svg.Bar("two", 2.0, "2 ms", "wait")]
+    root = ElementTree.fromstring(svg.bars(rows, title="t"))
+    widths = [float(node.get("width", 0)) for node in root.iter("{http://www.w3.org/2000/svg}rect")]
+    assert widths[1] == pytest.approx(2 * widths[0], abs=0.2)
+
+
+@given(values=st.lists(NUMBERS, min_size=1, max_size=2000))
+def test_a_thinned_curve_keeps_its_last_point(values):
+    points = [(float(index), value) for index, value in enumerate(values)]
+    thin = page.thinned(page.smooth(points), lambda some: some[0])
+    assert len(thin) <= page.POINTS + 1
+    assert thin[-1][0] == points[-1][0]
+
+
+def test_no_field_of_the_plan_is_left_out(run):
+    said = words(page.write([run]).read_text())
+    assert all(field.name in said for field in dataclasses.fields(Plan) if getattr(Plan(), field.name) is not None)

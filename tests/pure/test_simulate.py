@@ -1,0 +1,133 @@
+"""Laws of the simulation: order within lanes, needs across them, and deadlocks told."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold.plan.data import Step, lower
+from fourfold.plan.needs import Needs, lane
+from fourfold.plan.simulate import makespan, simulate
+from fourfold.words.action import Action, ProgramError, Verb, parse
+from fourfold.words.spans import LANES
+
+STEPS = st.builds(Step, st.integers(1, 4), st.integers(1, 5), st.booleans(), st.booleans(), st.just(()))
+SECONDS = st.floats(0, 10, allow_nan=False).map(lambda value: round(value, 3))
+
+
+@st.composite
+def priced(draw):
+    """A data axis's program, a price and a lead for each action."""
+    actions = lower(draw(STEPS))
+    program = dict.fromkeys(range(draw(st.integers(1, 4))), actions)
+    keys = [(rank, action) for rank in program for action in actions]
+    costs = {key: draw(SECONDS) for key in keys}
+    leads = {key: draw(SECONDS) for key in keys if key[1].verb == Verb.REDUCE}
+    return program, costs, leads
+
+
+@given(case=priced())
+def test_nothing_begins_before_its_needs_or_its_lane_allow(case):
+    program, costs, leads = case
+    times = simulate(program, lambda *key: costs[key], lead=lambda rank, action: leads.get((rank, action), 0.0))
+    at = {(rank, timed.action): timed for rank, each in times.items() for timed in each}
+    needs = Needs(program)
+    for (rank, action), timed in at.items():
+        assert timed.end >= timed.start + costs[rank, action]
+        for need in needs.of(rank, action):
+            met = at[need]
+            assert timed.start >= max(met.start, met.end - leads.get((rank, action), 0.0))
+            assert leads.get((rank, action), 0.0) or timed.start >= met.end
+    for rank, actions in program.items():
+        for name in LANES:
+            queue = [at[rank, action] for action in actions if lane(action) == name]
+            assert all(after.start >= before.end for before, after in itertools.pairwise(queue))
+
+
+@given(case=priced())
+def test_a_step_takes_at_least_its_longest_lane(case):
+    program, costs, leads = case
+    times = simulate(program, lambda *key: costs[key], lead=lambda *key: leads.get(key, 0.0))
+    for rank, actions in program.items():
+        for name in LANES:
+            assert makespan(times) >= sum(costs[rank, action] for action in actions if lane(action) == name) - 1e-9
+
+
+@given(case=priced(), longer=SECONDS)
+def test_a_dearer_action_never_makes_a_step_shorter(case, longer):
+    program, costs, _ = case
+    key = next(iter(costs))
+    dearer = {**costs, key: costs[key] + longer}
+    before, after = (simulate(program, lambda *key, of=of: of[key]) for of in (costs, dearer))
+    assert makespan(after) >= makespan(before) - 1e-9
+
+
+def test_an_update_waits_for_the_slowest_rank():
+    program = dict.fromkeys(range(2), lower(Step(1, 1)))
+    times = simulate(program, lambda rank, action: 10.0 if (rank, str(action)) == (1, "B0.0") else 1.0)
+    assert [str(timed.action) for timed in times[0]] == ["F0.0", "M0.0", "B0.0", "R0.0", "U0.0"]
+    assert [timed.start for timed in times[0]] == [0, 1, 2, 12, 13]
+
+
+def test_an_update_needs_what_every_rank_has_measured():
+    program = dict.fromkeys(range(2), lower(Step(1, 1, clip=True)))
+    times = simulate(program, lambda rank, action: 10.0 if (rank, str(action)) == (1, "M0.1") else 1.0)
+    assert [timed.start for timed in times[0] if timed.action.verb == Verb.UPDATE] == [14]
+
+
+def test_a_reduction_runs_beside_backward_from_when_its_bucket_is_ready():
+    program = dict.fromkeys(range(2), lower(Step(1, 2)))
+    leads = {"R0.0": 6.0, "R0.1": 0.0}
+    price = {"B0.0": 10.0}
+    times = simulate(program, lambda r, a: price.get(str(a), 1.0), lead=lambda r, a: leads.get(str(a), 0.0))
+    assert [(str(t.action), t.start) for t in times[1]][3:] == [("R0.0", 6), ("R0.1", 12), ("U0.0", 12), ("U0.1", 13)]
+
+
+def test_reductions_in_another_order_are_a_deadlock_that_says_where_ranks_stand():
+    program = parse("0: F0.0 M0.0 B0.0 R0.0 R0.1 U0.0 U0.1\n1: F0.0 M0.0 B0.0 R0.1 R0.0 U0.0 U0.1")
+    with pytest.raises(ProgramError) as caught:
+        simulate(program, lambda rank, action: 1.0)
+    said = str(caught.value)
+    assert "it cannot end" in said
+    assert "rank 0, reduce: F0.0 M0.0 B0.0 ▸R0.0 R0.1 U0.0 U0.1   need rank 1 to come to R0.0 too" in said
+    assert "▸R0.1 R0.0" in said
+
+
+@given(step=STEPS.filter(lambda step: step.num_buckets > 1), data=st.data())
+def test_any_swap_of_two_reductions_on_one_rank_is_found(step, data):
+    actions = list(lower(step))
+    first = next(i for i, action in enumerate(actions) if action.verb == Verb.REDUCE)
+    one, other = data.draw(st.lists(st.integers(0, step.num_buckets - 1), min_size=2, max_size=2, unique=True))
+    swapped = list(actions)
+    swapped[first + one], swapped[first + other] = actions[first + other], actions[first + one]
+    with pytest.raises(ProgramError, match="cannot end"):
+        simulate({0: tuple(actions), 1: tuple(swapped)}, lambda rank, action: 1.0)
+
+
+def test_a_pipeline_goes_through_the_same_rule():
+    program = parse("0: F0.0 F0.1 B0.0 B0.1\n1: F1.0 B1.0 F1.1 B1.1")
+    times = simulate(program, lambda rank, action: 1.0)
+    assert [(str(t.action), t.start) for t in times[0]] == [("F0.0", 0), ("F0.1", 1), ("B0.0", 3), ("B0.1", 5)]
+    assert [(str(t.action), t.start) for t in times[1]] == [("F1.0", 1), ("B1.0", 2), ("F1.1", 3), ("B1.1", 4)]
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        ("0: B0.0 F0.0", "need F0.0 of rank 0"),
+        ("0: F0.0 B0.1", "need F0.1 of rank 0, which is in no program"),
+        ("0: F0.0 B0.0\n1: B1.0 F1.0", "need F1.0 of rank 1"),
+        ("0: F0.0 R0.0 R0.0", "need each action once"),
+    ],
+)
+def test_an_order_that_cannot_end_names_what_is_missing(text, missing):
+    with pytest.raises(ProgramError) as caught:
+        simulate(parse(text), lambda rank, action: 1.0)
+    assert missing in str(caught.value)
+
+
+def test_each_data_rank_of_a_pipeline_needs_its_own_counterpart():
+    program = parse("0: F0.0\n1: F0.0\n2: F1.0\n3: F1.0")
+    forward = Action(Verb.FORWARD, 1, 0)
+    assert [Needs(program).of(rank, forward)[0].rank for rank in (2, 3)] == [0, 1]

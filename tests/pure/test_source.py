@@ -1,0 +1,200 @@
+"""Laws of sources: what a sample covers, what a batch is, and which bytes are held out."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fourfold.feed.source import Tensors, Tokens, fetch
+from fourfold.feed.text import Corpus, Piece, falls_to_valid, open_text, standard_library
+from fourfold.words.errors import DataError
+
+
+def write(folder: Path, texts: dict[str, bytes]) -> Path:
+    for name, text in texts.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text)
+    return folder
+
+
+def pages(count: int) -> dict[str, bytes]:
+    return {f"part{i % 3}/page{i:02}.txt": f"page {i}\n".encode() * (i + 1) for i in range(count)}
+
+
+def whole(corpus: Corpus) -> bytes:
+    return corpus.read([0], len(corpus)).tobytes()
+
+
+class Counted:
+    """Samples of numbers, dicts and tensors, without a `fetch` of their own."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int, /) -> tuple[dict[str, object], int]:
+        return {"image": torch.full((2, 3), float(index)), "age": index}, -index
+
+
+def test_a_corpus_reads_as_its_pieces_laid_end_to_end(tmp_path: Path):
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(0, 256, size, dtype=np.uint8).tobytes() for size in (7, 1, 30, 2, 2, 64)]
+    write(tmp_path, {f"{i}": text for i, text in enumerate(texts)})
+    cuts = [(0, 7), (0, 1), (5, 25), (1, 1), (0, 2), (3, 64)]
+    corpus = Corpus(Piece(tmp_path / f"{i}", start, stop) for i, (start, stop) in enumerate(cuts))
+    joined = b"".join(text[start:stop] for text, (start, stop) in zip(texts, cuts, strict=True))
+
+    assert whole(corpus) == joined
+    for length in (1, 2, 9, 40):
+        starts = range(len(joined) - length + 1)
+        assert [row.tobytes() for row in corpus.read(starts, length)] == [joined[i : i + length] for i in starts]
+
+
+def test_a_corpus_ends_where_its_last_piece_ends(tmp_path: Path):
+    corpus = Corpus([Piece(write(tmp_path, {"a": b"abcdef"}) / "a", 0, 4)])
+    assert len(corpus) == 4
+    for start, length in ((-1, 2), (3, 2)):
+        with pytest.raises(IndexError):
+            corpus.read([start], length)
+
+
+def test_the_split_of_files_depends_on_the_path_below_the_root_alone(tmp_path: Path):
+    here, there = write(tmp_path / "here", pages(60)), write(tmp_path / "there/below", pages(60))
+    # One more file must move no other.
+    write(there, {"part0/aaa.txt": b"new\n", "zzz.txt": b"new\n"})
+
+    def names(corpus: Corpus, root: Path) -> list[str]:
+        return [piece.path.relative_to(root).as_posix() for piece in corpus.pieces]
+
+    first, second = open_text(here), open_text(there)
+    assert names(first.valid, here) == sorted(name for name in pages(60) if falls_to_valid(name)) != []
+    for one, other in zip(first, second, strict=True):
+        assert names(one, here) == [name for name in names(other, there) if name in pages(60)]
+
+
+def test_the_rule_of_the_split_stays_as_it_is():
+    held_out = [i for i in range(100) if falls_to_valid(f"asyncio/page{i}.py")]
+    assert held_out == [9, 18, 33, 54, 65, 70]
+
+
+def test_train_and_validation_share_no_byte_and_miss_none(tmp_path: Path):
+    texts = pages(60)
+    split = open_text(write(tmp_path, texts))
+    lines = whole(split.train).splitlines() + whole(split.valid).splitlines()
+    assert sorted(lines) == sorted(line for text in texts.values() for line in text.splitlines())
+    assert not {p.path for p in split.train.pieces} & {p.path for p in split.valid.pieces}
+
+
+def test_where_files_cannot_be_split_their_last_tenths_are_held_out(tmp_path: Path):
+    text = bytes(range(1, 101))
+    split = open_text(write(tmp_path, {"book.txt": text}) / "book.txt")
+    assert (whole(split.train), whole(split.valid)) == (text[:90], text[90:])
+    assert [whole(side) for side in open_text(tmp_path)] == [text[:90], text[90:]]
+    write(tmp_path, {"more.txt": text})
+    assert not falls_to_valid("book.txt")
+    assert not falls_to_valid("more.txt")
+    assert [whole(side) for side in open_text(tmp_path)] == [text[:90] * 2, text[90:] * 2]
+
+
+def test_only_text_is_read_from_a_folder(tmp_path: Path):
+    extra = {"image.bin": b"a\0b", ".git/config": b"hidden", "__pycache__/x.txt": b"cache", "empty.txt": b""}
+    split = open_text(write(tmp_path, {**pages(40), **extra}))
+    names = {piece.path.relative_to(tmp_path).as_posix() for side in split for piece in side.pieces}
+    assert names == set(pages(40))
+
+
+def test_the_standard_library_is_there_and_a_twentieth_or_so_is_held_out():
+    split = standard_library()
+    assert all(piece.path.suffix == ".py" for side in split for piece in side.pieces)
+    assert not any("site-packages" in piece.path.parts for side in split for piece in side.pieces)
+    assert 0.02 < len(split.valid) / len(split.train) < 0.15
+    assert len(split.train) > 5_000_000
+
+
+def test_a_sample_covers_its_bytes_and_its_targets_are_one_further(tmp_path: Path):
+    text = bytes(range(100, 200))
+    tokens = Tokens(Corpus([Piece(write(tmp_path, {"a": text}) / "a", 0, 100)]), length=9)
+    assert len(tokens) == 11  # 11 × 9 tokens, and a last target
+    for i in range(len(tokens)):
+        inputs, targets = tokens[i]
+        assert bytes(inputs["tokens"].tolist()) == text[9 * i : 9 * i + 9]
+        assert bytes(targets.tolist()) == text[9 * i + 1 : 9 * i + 10]
+        assert inputs["positions"].tolist() == list(range(9))
+        assert {inputs["tokens"].dtype, inputs["positions"].dtype, targets.dtype} == {torch.int64}
+
+
+def test_fewer_samples_are_spread_over_the_corpus(tmp_path: Path):
+    corpus = Corpus([Piece(write(tmp_path, {"a": bytes(range(101))}) / "a", 0, 101)])
+    starts = Tokens(corpus, length=10, num_samples=4).starts(range(4)).tolist()
+    assert starts == [0, 20, 50, 70]
+    assert len(Tokens(corpus, length=10, num_samples=1000)) == 10
+
+
+@pytest.mark.parametrize("indices", [[3, 0, 3, 4], [2], []])
+@pytest.mark.parametrize("kind", ["tokens", "tensors", "counted"])
+def test_fetching_equals_stacking(kind: str, indices: list[int], tmp_path: Path):
+    corpus = Corpus([Piece(write(tmp_path, {"a": bytes(range(60))}) / "a", 0, 60)])
+    images = torch.arange(30.0).view(5, 2, 3)
+    source = {"tokens": Tokens(corpus, length=10), "tensors": Tensors(images, torch.arange(5)), "counted": Counted()}[
+        kind
+    ]
+
+    inputs, targets = fetch(source, indices)
+    inputs = inputs if isinstance(inputs, dict) else {"": inputs}
+    assert len(targets) == len(indices)
+    for row, index in enumerate(indices):
+        sample, target = source[index]
+        sample = sample if isinstance(sample, dict) else {"": sample}
+        assert targets[row].tolist() == torch.as_tensor(target).tolist()
+        assert {name: values[row].tolist() for name, values in inputs.items()} == {
+            name: torch.as_tensor(value).tolist() for name, value in sample.items()
+        }
+    full, _ = fetch(source, [0])
+    full = full if isinstance(full, dict) else {"": full}
+    assert {k: (v.dtype, v.shape[1:]) for k, v in inputs.items()} == {
+        k: (v.dtype, v.shape[1:]) for k, v in full.items()
+    }
+
+
+def test_samples_beyond_the_last_are_refused(tmp_path: Path):
+    corpus = Corpus([Piece(write(tmp_path, {"a": bytes(60)}) / "a", 0, 60)])
+    for num_samples, count in ((None, 5), (3, 3)):
+        tokens = Tokens(corpus, length=10, num_samples=num_samples)
+        for index in (-1, count):
+            with pytest.raises(IndexError, match=f"asked of {count}"):
+                tokens[index]
+        assert len(list(iter(tokens))) == count
+
+
+@pytest.mark.parametrize(
+    ("texts", "path", "got", "attempt"),
+    [
+        ({"novel.txt": b"a"}, "novle.txt", "nothing at", "novel.txt"),
+        ({"a.bin": b"\0"}, "", "no text in", "another folder"),
+        ({}, "", "no text in", "another folder"),
+    ],
+)
+def test_missing_text_is_an_error_with_a_way_out(
+    texts: dict[str, bytes], path: str, got: str, attempt: str, tmp_path: Path
+):
+    with pytest.raises(DataError) as caught:
+        open_text(write(tmp_path, texts) / path)
+    (problem,) = caught.value.problems
+    assert got in problem.got
+    assert problem.need
+    assert attempt in problem.attempt
+
+
+def test_a_corpus_shorter_than_a_sample_is_refused_with_a_length_that_works(tmp_path: Path):
+    corpus = Corpus([Piece(write(tmp_path, {"a": b"12345"}) / "a", 0, 5)])
+    with pytest.raises(DataError) as caught:
+        Tokens(corpus, length=5)
+    assert caught.value.problems[0].attempt.startswith("length=4")
+    assert len(Tokens(corpus, length=4)) == 1
+
+
+def test_a_file_that_shrank_is_named(tmp_path: Path):
+    path = write(tmp_path, {"a": b"123"}) / "a"
+    with pytest.raises(DataError, match="a cannot be mapped"):
+        Corpus([Piece(path, 0, 5000)]).read([0], 10)

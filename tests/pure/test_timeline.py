@@ -1,0 +1,147 @@
+"""Laws of traces: their file, their clocks, and what they cost."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold.plan import cost
+from fourfold.plan.data import Step, lower
+from fourfold.plan.simulate import makespan, simulate
+from fourfold.plan.timeline import Event, Trace, TraceError, bounds, decode, disjoint, encode, waited
+from fourfold.words.spans import COMPUTE, REDUCE, WAIT
+
+NANO = st.integers(0, 10**12)
+PROGRAM = dict.fromkeys(range(2), lower(Step(1, 2)))
+
+
+@st.composite
+def events(draw):
+    start = draw(NANO)
+    name, lane = draw(st.sampled_from([("F0.0", COMPUTE), ("R0.1", REDUCE), (WAIT, COMPUTE), ("R0.1 ready", REDUCE)]))
+    stop = start if " " in name else start + draw(NANO)
+    return Event(draw(st.integers(0, 1)), draw(st.integers(1, 900)), name, lane, start / 1e9, stop / 1e9)
+
+
+@given(found=st.lists(events(), max_size=20))
+def test_reading_a_trace_is_the_inverse_of_writing_it(found):
+    again = decode(encode(Trace(PROGRAM, tuple(found))))
+    assert again.program == PROGRAM
+    for before, after in zip(found, again.events, strict=True):
+        assert before[:4] == after[:4]
+        assert after[4:] == pytest.approx(before[4:], rel=0, abs=0.6e-9)
+
+
+def trace(*, late: float = 0.0) -> Trace:
+    """Two ranks, two steps: rank 1 is `late` seconds slower in backward, and rank 0 waits for it to update."""
+    found = []
+    for step in (3, 4):
+        begin = 100.0 * step
+        for rank in range(2):
+            end = begin + 5 + (late if rank else 0.0)
+            rows = [
+                ("step", COMPUTE, begin - 1, begin + 12 + late),
+                ("data", COMPUTE, begin - 1, begin),
+                ("F0.0", COMPUTE, begin, begin + 1),
+                ("M0.0", COMPUTE, begin + 1, begin + 1.5),
+                ("B0.0", COMPUTE, begin + 1.5, end),
+                ("R0.0 ready", REDUCE, end - 2, end - 2),
+                ("R0.0 sent", REDUCE, end - 2, end - 2),
+                ("R0.1 ready", REDUCE, end, end),
+                ("R0.1 sent", REDUCE, end, end),
+                ("R0.0", REDUCE, begin + 3 + late, begin + 4 + late),
+                ("R0.1", REDUCE, begin + 5 + late, begin + 6 + late),
+                ("U0.0", COMPUTE, end, begin + 6 + late),
+                (WAIT, COMPUTE, end, begin + 5 + late),
+                ("U0.1", COMPUTE, begin + 6 + late, begin + 8 + late),
+                (WAIT, COMPUTE, begin + 6 + late, begin + 6.5 + late),
+                (WAIT, COMPUTE, begin + 6 + late, begin + 6.25 + late),
+            ]
+            found += [Event(rank, step, *row) for row in rows if row[0] != WAIT or row[3] > row[2]]
+    return Trace(PROGRAM, tuple(found))
+
+
+def test_prices_leave_waits_out():
+    found = cost.prices(trace(late=3.0))
+    assert found.seconds[0, "U0.0"] == pytest.approx(1.0)
+    assert found.seconds[0, "U0.1"] == pytest.approx(1.5)
+    assert found.seconds[1, "B0.0"] == pytest.approx(6.5)
+    assert found.leads[0, "R0.0"] == pytest.approx(2.0)
+    assert found.leads[0, "R0.1"] == 0.0
+
+
+def test_a_simulated_step_ends_when_the_measured_one_did():
+    for late in (0.0, 3.0):
+        whole = trace(late=late)
+        times = cost.simulated(whole)
+        # Two reductions wait for no one, and the second's wait is all that the simulation leaves out.
+        assert makespan(times) == pytest.approx(makespan(cost.measured(whole, 3)), rel=0.1)
+
+
+def test_every_action_that_was_measured_is_compared():
+    whole = trace()
+    rows = cost.differences(whole, 3, cost.simulated(whole))
+    assert {(row.rank, row.action) for row in rows} == {(r, str(a)) for r, actions in PROGRAM.items() for a in actions}
+    assert all(row.measured == pytest.approx(row.simulated) for row in rows)
+
+
+def test_time_by_action_adds_up_to_the_step():
+    spent = cost.by_action(trace(late=1.0))
+    assert sum(seconds for name, seconds in spent.items() if name != cost.REDUCE_TIME) == pytest.approx(14.0)
+    assert spent["data"] == pytest.approx(1.0)
+    assert spent["reduce"] == pytest.approx(2.0)
+    assert spent["forward"] == pytest.approx(1.0)
+
+
+def test_the_typical_step_is_the_one_of_median_length():
+    whole = trace()
+    slow = [e._replace(step=5, stop=e.stop + 50) for e in whole.events if e.step == 3 and e.name == "U0.1"]
+    others = [e._replace(step=5) for e in whole.events if e.step == 3 and e.name != "U0.1"]
+    assert cost.typical_step(Trace(PROGRAM, (*slow, *others, *whole.events))) in (3, 4)
+
+
+@given(spans=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=8))
+def test_waits_within_waits_count_once(spans):
+    waits = [Event(0, 3, WAIT, COMPUTE, float(min(span)), float(max(span))) for span in spans]
+    within = Event(0, 3, "U0.0", COMPUTE, 10.0, 40.0)
+    covered = {second for wait in waits for second in range(int(wait.start), int(wait.stop)) if 10 <= second < 40}
+    assert waited(waits, within) == len(covered)
+    joined = disjoint(waits)
+    assert sum(each.seconds for each in joined) == len({s for w in waits for s in range(int(w.start), int(w.stop))})
+
+
+@given(
+    ahead=st.integers(-(10**15), 10**15),
+    delays=st.lists(st.tuples(st.integers(1, 10**6), st.integers(1, 10**6)), min_size=2, max_size=8),
+)
+def test_the_true_distance_of_two_clocks_lies_within_the_bounds(ahead, delays):
+    now, mine, theirs = 10**9, [], []
+    for first, second in delays:
+        mine.append(now + first)
+        theirs.append(now + second + ahead)
+        now += 10**6  # a round ends after both have begun it
+    least, most = bounds(mine, theirs)
+    assert least <= ahead <= most
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b'{"traceEvents": [], "otherData": {"program": "0: Q"}}'])
+def test_what_is_no_trace_is_told(data):
+    with pytest.raises(TraceError, match=r"no trace of a run"):
+        decode(data)
+
+
+def test_the_file_is_in_the_format_that_perfetto_reads():
+    rows = json.loads(encode(trace(late=1.0)))["traceEvents"]
+    assert {row["ph"] for row in rows} == {"M", "X", "i"}
+    assert {row["pid"] for row in rows} == {0, 1}
+    names = {row["args"]["name"] for row in rows if row["ph"] == "M"}
+    assert names == {"rank 0", "rank 1", "compute", "reduce", "send"}
+    assert {row["cat"] for row in rows if row["name"] == "wait"} == {"wait"}
+    assert all(row["dur"] >= 0 for row in rows if row["ph"] == "X")
+
+
+def test_a_program_is_simulated_at_its_prices():
+    found = cost.Prices({(0, "F0.0"): 2.0, (1, "F0.0"): 3.0}, {})
+    times = simulate(PROGRAM, found.price, lead=found.lead)
+    assert (times[0][0].end, times[1][0].end) == (2.0, 3.0)

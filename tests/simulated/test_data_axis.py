@@ -1,0 +1,159 @@
+"""The laws of the data axis, all ranks as threads of one process."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from fourfold.parts import optim
+from fourfold.plan.plan import Plan
+from fourfold.run.build import TrainStep
+from fourfold.testing import threads
+from fourfold.testing.oracle import TOLERANCE
+from fourfold.words.action import Verb
+from fourfold.words.errors import TaskError, TrainingError
+from tests.training import LOSSES, Case, batches, build, deviation, local, train_step
+
+SIZES = st.integers(1, 4)
+
+
+@settings(max_examples=40)
+@given(
+    size=SIZES,
+    model=st.sampled_from(["mlp", "tied", "frozen"]),
+    loss=st.sampled_from(["values", "pair", "scalar", "masked"]),
+    batch_sizes=st.lists(st.integers(1, 13), min_size=1, max_size=3).map(tuple),
+    microbatches=st.integers(1, 3),
+    clip=st.sampled_from([None, 0.05, 100.0]),
+    bucket_bytes=st.sampled_from([1, 1500, 4000, 2**20]),
+)
+def test_every_data_mesh_gives_the_same_training(size, **fields):
+    case = Case(**fields)
+    if case.loss == "masked" and any((t < 6).sum() == 0 for _, t in batches(case)):
+        return
+    assert max(threads.run(size, lambda ranks: deviation(case, size, ranks))) <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", [cls.__name__ for cls in optim.ELEMENTWISE])
+def test_a_flat_update_equals_the_update_of_each_parameter(kind):
+    case = Case(optimizer=kind, batch_sizes=(8, 8, 8, 8), bucket_bytes=1500)
+    assert max(threads.run(3, lambda ranks: deviation(case, 3, ranks))) <= TOLERANCE
+
+
+def test_a_parameter_without_gradient_is_named():
+    case = Case(model="unused")
+    with pytest.raises(TrainingError, match=r"spare\.weight got no gradient") as caught:
+        threads.run(2, lambda ranks: train_step(case, build(case, 2, ranks)))
+    assert "spare.bias" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["unused", "sometimes"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_parameter_without_gradient_anywhere_keeps_its_weight_and_state(kind, microbatches):
+    # "sometimes": the spare layer works for even microbatches only, so on some ranks and in some steps it has none.
+    case = Case(model="unused", unused="allow", microbatches=microbatches)
+    assert max(threads.run(3, lambda ranks: deviation(case, 3, ranks))) <= TOLERANCE
+
+
+def test_a_layer_used_on_one_rank_only_is_trained_everywhere(monkeypatch):
+    # Rank 0 gets 2 samples, rank 1 gets 3: their buckets become complete in different orders.
+    case = Case(model="sometimes", unused="allow", batch_sizes=(5, 5), bucket_bytes=300)
+
+    def body(ranks):
+        step = build(case, 2, ranks)
+        launched: list[int] = []
+        launch = step._transport.launch
+        monkeypatch.setattr(step._transport, "launch", lambda bucket: launched.append(bucket) or launch(bucket))
+        before = step.model.get_parameter("spare.weight").clone()
+        trained = train_step(case, step)
+        assert not torch.equal(before, trained.weights["spare.weight"])
+        return {name: weight.tolist() for name, weight in trained.weights.items()}, launched
+
+    first, second = threads.run(2, body)
+    assert first == second
+
+
+@pytest.mark.parametrize(("bucket_bytes", "others"), [(2**20, 300), (300, 2**20), (4000, 4000)])
+def test_a_state_can_be_taken_to_another_mesh_and_other_buckets(bucket_bytes, others):
+    case = Case(batch_sizes=(12, 12, 12, 12), clip=0.5, model="tied", bucket_bytes=bucket_bytes)
+
+    def begin(ranks):
+        step = build(case, 3, ranks)
+        for number, batch in enumerate(batches(case)[:2]):
+            if number == 1:
+                step.optimizer.param_groups[0]["lr"] = 0.02
+            step(local(batch, 3, step.data_index))
+        return step.state_dict()
+
+    state = threads.run(3, begin)[0]
+
+    def go_on(ranks):
+        step = build(dataclasses.replace(case, bucket_bytes=others), 2, ranks)
+        step.load_state_dict(state)
+        return train_step(case, step, skip=2)
+
+    def whole(ranks):
+        step = build(case, 1, ranks)
+        for number, batch in enumerate(batches(case)):
+            if number == 1:
+                step.optimizer.param_groups[0]["lr"] = 0.02
+            step(batch)
+        return dict(step.model.named_parameters())
+
+    (expected,) = threads.run(1, whole)
+    for trained in threads.run(2, go_on):
+        for name, weight in expected.items():
+            torch.testing.assert_close(trained.weights[name], weight.detach(), rtol=0, atol=TOLERANCE)
+
+
+def test_the_launch_order_is_frozen_after_the_first_step_and_the_same_everywhere():
+    case = Case(bucket_bytes=1000)
+
+    def body(ranks):
+        step = build(case, 2, ranks)
+        train_step(case, step)
+        return [str(action) for action in step.program]
+
+    first, second = threads.run(2, body)
+    assert first == second
+    assert sorted(a for a in first if a[0] == "R") == sorted("R" + a[1:] for a in first if a[0] == "U")
+
+
+def test_after_the_first_step_buckets_are_launched_in_the_recorded_order(monkeypatch):
+    # Rank 0 gets 3 samples and never uses the spare layer, whose buckets are the first by number: they come last.
+    case = Case(model="sometimes", unused="allow", batch_sizes=(7, 7), bucket_bytes=300)
+
+    def body(ranks):
+        step = build(case, 2, ranks)
+        train_step(dataclasses.replace(case, batch_sizes=(7,)), step)
+        launched: list[int] = []
+        launch = step._transport.launch
+        monkeypatch.setattr(step._transport, "launch", lambda bucket: launched.append(bucket) or launch(bucket))
+        train_step(case, step, skip=1)
+        return launched, [action.index for action in step.program if action.verb == Verb.REDUCE]
+
+    for launched, recorded in threads.run(2, body):
+        assert launched == recorded != sorted(recorded)
+
+
+def test_two_gradients_of_a_parameter_in_one_backward_are_refused():
+    # A reentrant checkpoint runs a backward of its own for each use of the layer.
+    class Twice(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = torch.nn.Linear(16, 16), torch.nn.Linear(16, 10)
+
+        def forward(self, x):
+            for _ in range(2):
+                x = checkpoint(self.layer, x.requires_grad_(), use_reentrant=True)
+            return self.head(x)
+
+    def body(ranks):
+        step = TrainStep(Twice(), LOSSES["values"], torch.optim.SGD, plan=Plan(dp=2), ranks=ranks, clip=None)
+        step((torch.ones(2, 16), torch.zeros(2, dtype=torch.int64)))
+
+    with pytest.raises(TaskError, match=r"two gradients of layer\.\w+ in one backward"):
+        threads.run(2, body)

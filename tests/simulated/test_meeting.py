@@ -1,0 +1,65 @@
+"""Where the ranks of one host meet: only a living rank 0 of the same job is ever joined."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fourfold.parts.comm import meeting
+from fourfold.words.errors import LaunchError
+from fourfold.words.launchers import MPICH, Seat
+
+SEAT = Seat(MPICH, 1, 2, 1, 2)
+
+
+def write(note: Path, *, pid: int, began: int) -> None:
+    note.write_text(json.dumps({"port": 7, "pid": pid, "began": began}))
+
+
+def test_a_note_counts_while_its_writer_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "HOST_SECONDS", 0.1)
+    mine = meeting._process(os.getpid())
+    write(tmp_path / "note", pid=mine.pid, began=mine.began)
+    assert meeting._wait_for(tmp_path / "note", SEAT) == 7
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for pid, began in ((mine.pid, mine.began - 1), (ended.pid, mine.began)):  # a number used again, a dead process
+        write(tmp_path / "note", pid=pid, began=began)
+        with pytest.raises(LaunchError, match="rank 0 did not come"):
+            meeting._wait_for(tmp_path / "note", SEAT)
+
+
+NAME = (
+    "from fourfold.parts.comm import meeting; from fourfold.words.rendezvous import SameHost; "
+    "print(meeting._name(SameHost('MPICH', 'PMI_RANK')))"
+)
+LAUNCHER = "import os, subprocess, sys; subprocess.run(sys.argv[1:], env={**os.environ, 'PMI_RANK': '0'}, check=True)"
+
+
+def test_ranks_of_one_launcher_look_for_one_note_and_those_of_another_for_another() -> None:
+    def name(*command: str, **more: str) -> str:
+        environ = {**{k: v for k, v in os.environ.items() if k != "PMI_RANK"}, **more}
+        return subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=60).stdout
+
+    rank = [sys.executable, "-c", NAME]
+    alone = name(*rank, PMI_RANK="1")
+    # A shell between the launcher and the rank is a part of the rank.
+    assert name("sh", "-c", f'"{sys.executable}" -c "{NAME}"; true', PMI_RANK="0") == alone
+    assert name(sys.executable, "-c", LAUNCHER, *rank) != alone
+
+
+def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting.tempfile, "gettempdir", lambda: str(tmp_path))
+    folder = meeting._private_folder()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o770)
+    with pytest.raises(LaunchError, match="mode 700"):
+        meeting._private_folder()
+    folder.rmdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(LaunchError, match="mode 700"):
+        meeting._private_folder()

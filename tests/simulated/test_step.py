@@ -1,0 +1,199 @@
+"""Laws of one step as its user meets it: what it refuses, what it leaves alone, what it says."""
+
+import pytest
+import torch
+from torch import nn
+
+from fourfold.plan.plan import Plan
+from fourfold.run.build import TrainStep
+from fourfold.testing import threads
+from fourfold.testing.oracle import TOLERANCE, deviation
+from fourfold.words.errors import OptimizerError, PlanError, TaskError, TrainingError
+from tests.training import LOSSES, Case, batches, build, local, train_oracle, train_step
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def linear(ranks, model=None, **options):
+    """A step of a small model in float32, with a plain sum of outputs as loss."""
+    model = model or nn.Linear(2, 2)
+    options = {"clip": None, "plan": Plan(dp=ranks.size), "optimizer": sgd, **options}
+    return TrainStep(model, lambda outputs, targets: outputs.sum(1), ranks=ranks, **options)
+
+
+BATCH = (torch.ones(2, 2), torch.zeros(2))
+
+
+def test_a_backward_outside_the_step_changes_nothing():
+    case = Case(batch_sizes=(8, 8, 8))
+
+    def body(ranks):
+        step = build(case, 2, ranks)
+        metrics = []
+        for batch in batches(case):
+            part = local(batch, 2, ranks.rank)
+            metrics.append(step(part))
+            LOSSES["values"](step.model(part[0]) * 100, part[1]).mean().backward()  # left in .grad
+        weights = {name: p.detach().clone() for name, p in step.model.named_parameters()}
+        return [m.loss for m in metrics], weights
+
+    oracle = train_oracle(case)
+    for losses, weights in threads.run(2, body):
+        assert losses == pytest.approx(oracle.losses, abs=TOLERANCE)
+        for name, weight in oracle.weights.items():
+            torch.testing.assert_close(weights[name], weight, rtol=0, atol=TOLERANCE)
+
+
+def test_a_step_after_a_failed_one_is_refused_and_names_the_cause():
+    def body(ranks):
+        step = build(Case(model="unused"), 2, ranks)
+        batch = local(batches(Case())[0], 2, ranks.rank)
+        with pytest.raises(TrainingError, match="got no gradient"):
+            step(batch)
+        with pytest.raises(TrainingError, match="after one that ended with TrainingError"):
+            step(batch)
+
+    threads.run(2, body)
+
+
+def test_a_model_belongs_to_its_last_step_alone():
+    def body(ranks):
+        model = nn.Linear(2, 2)
+        first, second = linear(ranks, model), linear(ranks, model)
+        second(BATCH)
+        with pytest.raises(TaskError, match="weight and 1 more with another storage"):
+            first(BATCH)
+
+    threads.run(1, body)
+
+
+def test_what_is_trained_may_not_change_behind_the_step():
+    def body(ranks):
+        step = linear(ranks)
+        step.model.get_parameter("bias").requires_grad_(False)
+        with pytest.raises(TaskError, match="requires_grad was changed"):
+            step(BATCH)
+
+    threads.run(1, body)
+
+
+@pytest.mark.parametrize("difference", ["order", "clip", "plan"])
+def test_ranks_that_differ_are_told_the_first_difference(difference):
+    class Two(nn.Module):
+        def __init__(self, names):
+            super().__init__()
+            for name in names:
+                setattr(self, name, nn.Linear(2, 2))
+
+    def body(ranks):
+        other = ranks.rank == 1
+        model = Two("ba" if other and difference == "order" else "ab")
+        plan = Plan(dp=2, bucket_bytes=8 if other and difference == "plan" else 4096)
+        linear(ranks, model, plan=plan, clip=1.0 if other and difference == "clip" else None)
+
+    with pytest.raises(PlanError, match=r"rank 0 has .*rank 1 has"):
+        threads.run(2, body)
+
+
+def test_an_optimizer_of_other_parameters_is_refused():
+    stranger = nn.Linear(2, 2)
+
+    def body(ranks):
+        linear(ranks, optimizer=lambda parameters: torch.optim.SGD([*parameters, stranger.weight], lr=1.0))
+
+    with pytest.raises(OptimizerError, match="1 parameters that are not the model's"):
+        threads.run(1, body)
+
+
+def test_parameters_without_elements_are_no_matter():
+    def body(ranks):
+        model = nn.Linear(2, 2)
+        model.register_parameter("nothing", nn.Parameter(torch.zeros(0)))
+        step = linear(ranks, model)
+        before = model.weight.detach().clone()
+        step(local((torch.ones(4, 2), torch.zeros(4)), 2, ranks.rank))
+        step.state_dict()
+        return torch.allclose(model.weight, before - 1.0)
+
+    assert threads.run(2, body) == [True, True]
+
+
+def test_a_norm_that_is_no_number_is_not_hidden_by_clipping():
+    def body(ranks):
+        step = linear(ranks, clip=0.1)
+        metrics = step((torch.full((2, 2), float("nan")), torch.zeros(2)))
+        assert metrics.grad_norm != metrics.grad_norm
+        assert step.model.get_parameter("bias").isnan().all()
+
+    threads.run(1, body)
+
+
+def test_autograd_notices_weights_that_a_step_has_changed():
+    def body(ranks):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        step = linear(ranks, model)
+        stale: torch.Tensor = step.model(torch.ones(2, 2, requires_grad=True)).sum()
+        step(BATCH)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            stale.backward()
+
+    threads.run(1, body)
+
+
+def test_after_an_edit_every_rank_has_rank_0s_weights():
+    def body(ranks):
+        step = linear(ranks)
+        with step.edit() as model:
+            model.get_parameter("weight").fill_(float(ranks.rank + 1))
+        return step.model.get_parameter("weight").flatten().tolist()
+
+    assert threads.run(2, body) == [[1.0] * 4] * 2
+
+
+def test_metrics_count_the_global_batch():
+    case = Case(model="lm", batch_sizes=(5, 3))
+
+    def body(ranks):
+        step = build(case, 2, ranks)
+        metrics = [step(local(batch, 2, ranks.rank)) for batch in batches(case)]
+        checked = step.evaluate(local(batches(case)[0], 2, ranks.rank))
+        return [(m.samples, m.tokens, m.loss) for m in (*metrics, checked)]
+
+    first, second = threads.run(2, body)
+    assert first == second
+    assert [row[:2] for row in first] == [(5, 80), (3, 48), (5, 80)]
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "RMSprop"])
+def test_two_byte_weights_are_updated_as_torch_does(kind):
+    def make(parameters):
+        return getattr(torch.optim, kind)(parameters, lr=0.05)
+
+    def body(ranks):
+        torch.manual_seed(0)
+        model = nn.Linear(24, 16).to(torch.bfloat16)
+        theirs = nn.Linear(24, 16).to(torch.bfloat16)
+        theirs.load_state_dict(model.state_dict())
+        step, plain = linear(ranks, model, optimizer=make), make(theirs.parameters())
+        batch = (torch.randn(4, 24, dtype=torch.bfloat16), torch.zeros(4))
+        for _ in range(3):
+            step(batch)
+            plain.zero_grad()
+            theirs(batch[0]).sum(1).mean().backward()
+            plain.step()
+        return [(model.weight - theirs.weight).abs().max().item(), (model.bias - theirs.bias).abs().max().item()]
+
+    (differences,) = threads.run(1, body)
+    assert max(differences) <= 0.02  # a step of SGD is 0.05 here, and bfloat16 has 8 bits
+
+
+def test_a_step_and_its_oracle_disagree_when_they_should():
+    # The laws of this folder would be worth nothing if `deviation` could not be large.
+    case, other = Case(), Case(optimizer="SGD")
+
+    def body(ranks):
+        return deviation(train_step(case, build(case, 2, ranks)), train_oracle(other))
+
+    assert min(threads.run(2, body)) > 1e-3

@@ -1,0 +1,122 @@
+"""The laws of tracing, all ranks as threads of one process."""
+
+import pytest
+
+from fourfold.plan import cost
+from fourfold.plan.timeline import Trace, decode
+from fourfold.run.trace import FILE, FIRST, KEPT, Recording, Tracing, is_sampled
+from fourfold.testing import threads
+from fourfold.words.spans import DONE, READY, SENT
+from tests.training import Case, batches, build, local
+
+
+def traced(case: Case, size: int, *, every: int = 5, steps: int = 6) -> list[Trace]:
+    """What each rank of a run holds at its end."""
+
+    def body(ranks):
+        step = build(case, size, ranks)
+        tracing = Tracing(step, every=every)
+        for number in range(1, steps + 1):
+            with tracing.sample(number) as recorder, recorder.span("data"):
+                batch = local(batches(case)[0], size, step.data_index)
+                step(batch)
+        return tracing.trace
+
+    return threads.run(size, body)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_rank_records_every_action_of_the_sampled_steps(size, clip):
+    whole = traced(Case(clip=clip, microbatches=2, bucket_bytes=1500), size)[0]
+    assert whole.steps == [3, 4, 5]
+    assert whole.ranks == list(range(size))
+    for step in whole.steps:
+        for rank in whole.ranks:
+            names = {event.name for event in whole.of(step=step, rank=rank)}
+            expected = {str(action) for action in whole.program[rank]}
+            # A rank alone has nothing to reduce.
+            assert expected - names == (set() if size > 1 else {name for name in expected if name[0] == "R"})
+            for name in expected:
+                if name[0] == "R":
+                    assert {f"{name} {what}" for what in (READY, SENT, DONE)} <= names
+
+
+def test_a_bucket_is_ready_then_sent_then_reduced_then_done():
+    for whole in traced(Case(bucket_bytes=1500), 2):
+        for step in whole.steps:
+            for rank in whole.ranks:
+                at = {event.name: event for event in whole.of(step=step, rank=rank)}
+                for name in (name for name in at if name[0] == "R" and " " not in name):
+                    ready, sent, done = (at[f"{name} {what}"].start for what in (READY, SENT, DONE))
+                    assert ready <= sent <= at[name].start <= at[name].stop <= done
+
+
+def test_every_rank_holds_the_same_trace():
+    first, second = traced(Case(), 2)
+    assert first == second
+    assert first.events
+
+
+def test_a_trace_can_be_priced_and_simulated():
+    whole = traced(Case(clip=0.5, bucket_bytes=1500), 2)[0]
+    times = cost.simulated(whole)
+    assert [len(times[rank]) for rank in whole.ranks] == [len(whole.program[rank]) for rank in whole.ranks]
+
+
+def test_only_sampled_steps_are_recorded_and_none_when_off():
+    assert [number for number in range(1, 301) if is_sampled(number, 100)] == [*FIRST, 100, 200, 300]
+    assert not any(is_sampled(number, 0) for number in range(1, 301))
+    assert traced(Case(), 1, every=0)[0].events == ()
+
+
+def test_a_recorder_hears_nothing_after_its_step():
+    case = Case()
+
+    def body(ranks):
+        step = build(case, 1, ranks)
+        tracing = Tracing(step, every=1)
+        with tracing.sample(1) as recorder:
+            step(batches(case)[0])
+        assert isinstance(recorder, Recording)
+        before = len(recorder.spans)
+        step(batches(case)[0])
+        return before, len(recorder.spans)
+
+    ((before, after),) = threads.run(1, body)
+    assert before == after > 0
+
+
+def test_a_long_run_keeps_its_first_and_its_last_samples(tmp_path):
+    case = Case()
+
+    def body(ranks):
+        step = build(case, 1, ranks)
+        tracing = Tracing(step, every=5, folder=tmp_path)
+        for number in range(1, 131):
+            with tracing.sample(number):
+                if is_sampled(number, 5):
+                    step(batches(case)[0])
+        return decode((tmp_path / FILE).read_bytes()).steps
+
+    (steps,) = threads.run(1, body)
+    assert len(steps) == KEPT
+    assert steps[:2] == list(FIRST)
+    assert steps[2:] == list(range(45, 131, 5))
+
+
+def test_recording_changes_no_number():
+    case = Case(clip=0.5)
+
+    def weights(every):
+        def body(ranks):
+            step = build(case, 2, ranks)
+            tracing = Tracing(step, every=every)
+            for number, batch in enumerate(batches(case), 1):
+                with tracing.sample(number):
+                    step(local(batch, 2, step.data_index))
+            return {name: weight.tolist() for name, weight in step.model.state_dict().items()}
+
+        return threads.run(2, body)[0]
+
+    assert weights(1) == weights(0)

@@ -1,0 +1,200 @@
+"""What the ranks of a spawned world do; see `fourfold.testing.spawn`. Results are JSON."""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fourfold as ff
+from fourfold.plan.timeline import encode
+from fourfold.run.trace import Tracing
+from fourfold.tasks import lm
+from fourfold.testing import oracle
+from tests import training
+from tests.training import Case
+
+
+def deviation(host: str | None = None, **fields: Any) -> dict[str, Any]:
+    """How far a training is from the oracle's, and what carried it. `host`: ranks are told to live on two hosts."""
+    if "batch_sizes" in fields:
+        fields["batch_sizes"] = tuple(fields["batch_sizes"])
+    case = Case(**fields)
+    with _hosts(host):
+        step = training.build(case, dist.get_world_size())
+    trained = training.train_step(case, step)
+    return {"deviation": oracle.deviation(trained, training.train_oracle(case)), "transport": step.transport}
+
+
+@contextlib.contextmanager
+def _hosts(host: str | None) -> Iterator[None]:
+    if host is not None:
+        os.environ["FOURFOLD_HOST"] = f"{host} {dist.get_rank() * 2 // dist.get_world_size()}"
+    try:
+        yield
+    finally:
+        os.environ.pop("FOURFOLD_HOST", None)
+
+
+def start_apart() -> bool:
+    """Ranks that begin with other weights and buffers train with rank 0's."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Linear(4, 4), nn.GroupNorm(2, 4), nn.Linear(4, 2))
+    model.register_buffer("offset", torch.full((3,), float(dist.get_rank())))
+    model[0].requires_grad_(False)
+    step = ff.parallelize(model, nn.functional.mse_loss, _sgd, ff.Plan(dp=dist.get_world_size()))
+    sums = {name: tensor.double().sum().item() for name, tensor in step.model.state_dict().items()}
+    return all(theirs == sums for theirs in step.exchange(sums)) and sums["offset"] == 0.0
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def wrapped(accumulate: int, host: str | None = None, transport: str = "by-host") -> dict[str, Any]:
+    """A plain loop with a wrapped optimizer of a kind that is not element-wise, beside the same loop alone."""
+    case, size = Case(batch_sizes=(12, 12, 12)), dist.get_world_size()
+    loss = training.loss(case)
+    theirs, mine = training.model("mlp"), training.model("mlp")
+    alone = torch.optim.ASGD  # not in the table of element-wise optimizers
+    plain, model = alone(theirs.parameters(), lr=0.05), mine
+    with _hosts(host):
+        optimizer = ff.DistributedOptimizer(
+            alone(model.parameters(), lr=0.05), model, ff.Plan(dp=size, bucket_bytes=4000, transport=transport)
+        )
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    far, norms = 0.0, []
+    for inputs, targets in training.batches(case):
+        plain.zero_grad()
+        loss(theirs(inputs), targets).mean().backward()
+        norms.append(float(nn.utils.clip_grad_norm_(theirs.parameters(), 0.2)))
+        plain.step()
+        for group in plain.param_groups:
+            group["lr"] *= 0.5
+        optimizer.zero_grad()
+        some, few = training.local((inputs, targets), size, dist.get_rank())
+        for part in range(accumulate):
+            last = part == accumulate - 1
+            x, y = training.local((some, few), accumulate, part)
+            with contextlib.nullcontext() if last else optimizer.no_sync():
+                (loss(model(x), y).mean() / accumulate).backward()
+        far = max(far, abs(float(optimizer.clip_grad_norm_(0.2)) - norms[-1]))
+        optimizer.step()
+        scheduler.step()
+    pairs = zip(model.parameters(), theirs.parameters(), strict=True)
+    far = max(far, *(float((a - b).abs().max()) for a, b in pairs))
+    return {"deviation": far, "transport": optimizer.transport}
+
+
+def wrapped_adds_up() -> float:
+    """Two backwards without zero_grad in between leave the sum of both means in `.grad`."""
+    case, size = Case(), dist.get_world_size()
+    loss, model, theirs = training.loss(case), training.model("mlp"), training.model("mlp")
+    ff.DistributedOptimizer(_sgd(model.parameters()), model, ff.Plan(dp=size))
+    for batch in training.batches(case)[:2]:
+        loss(theirs(batch[0]), batch[1]).mean().backward()
+        x, y = training.local(batch, size, dist.get_rank())
+        loss(model(x), y).mean().backward()
+    pairs = zip(model.parameters(), theirs.parameters(), strict=True)
+    return max(float((a.grad - b.grad).abs().max()) for a, b in pairs if a.grad is not None and b.grad is not None)
+
+
+def wrapped_without_gradient() -> str:
+    """What `backward()` says when a parameter got no gradient."""
+    model = training.model("unused")
+    optimizer = ff.DistributedOptimizer(_sgd(model.parameters()), model)
+    try:
+        model(torch.ones(2, 16, dtype=torch.float64)).sum().backward()
+    except ff.FourfoldError as error:
+        return str(error)
+    return f"no error from {optimizer}"
+
+
+def wrapped_after_an_error() -> list[str]:
+    """What the backward after a failed one says."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = ff.DistributedOptimizer(_sgd(model.parameters()), model)
+    broken: torch.Tensor = model[0](torch.ones(1, 2))
+    broken.register_hook(_fail)
+    said = []
+    for loss in (lambda: model[1](broken).sum(), lambda: model(torch.ones(1, 2)).sum()):
+        try:
+            loss().backward()
+        except Exception as error:
+            said.append(str(error))
+    optimizer.zero_grad()
+    return said
+
+
+def _fail(_: torch.Tensor) -> None:
+    raise ValueError("a hook of the user's own")
+
+
+def wrapped_with_unused_layers() -> dict[str, Any]:
+    """`.grad` of a layer used only under no_sync, and of one used nowhere."""
+    layers = nn.ModuleDict({name: nn.Linear(1, 1) for name in ("always", "earlier", "never")})
+    optimizer = ff.DistributedOptimizer(
+        _sgd(layers.parameters()), layers, ff.Plan(dp=dist.get_world_size(), unused="allow")
+    )
+    ones = torch.full((1, 1), float(dist.get_rank() + 1))
+    with optimizer.no_sync():
+        layers["earlier"](ones).sum().backward()
+    layers["always"](ones).sum().backward()
+    gradients = {name: layer.get_parameter("weight").grad for name, layer in layers.items()}
+    return {name: None if g is None else g.item() for name, g in gradients.items()}
+
+
+def dies_in_silence() -> None:
+    """Rank 1 ends without a word after a step; the others say what they noticed, and how soon."""
+    case = Case()
+    step = training.build(case, dist.get_world_size())
+    training.train_step(case, step)
+    if dist.get_rank() == 1:
+        os._exit(3)
+    begin = time.perf_counter()
+    try:
+        training.train_step(case, step)
+    except ff.FourfoldError as error:
+        raise RuntimeError(f"noticed in {time.perf_counter() - begin:.0f} s: {error}") from error
+
+
+def feed(num_samples: int, batch_size: int) -> list[list[int]]:
+    """The sample numbers of this rank's batches in one epoch."""
+    source = [(torch.tensor([index]), torch.tensor([index])) for index in range(num_samples)]
+    batches = ff.Feed(source, ff.Plan(dp=dist.get_world_size()), batch_size=batch_size, seed=3)
+    return [targets.flatten().tolist() for _, targets in batches]
+
+
+def dies(rank: int) -> None:
+    """One rank raises in mid-step, while the others wait for its gradient."""
+    case = Case()
+    step = training.build(case, dist.get_world_size())
+    if dist.get_rank() == rank:
+        raise RuntimeError("this rank gives up")
+    training.train_step(case, step)
+
+
+def trace(transport: str, host: str | None = None, steps: int = 12, ahead_seconds: int = 0) -> str:
+    """The trace of a few steps of a language model, every one of them sampled from the third on.
+
+    ahead_seconds: how far the clock of the second half of the ranks is ahead of the others'.
+    """
+    true_clock = time.monotonic_ns
+    ahead = ahead_seconds * 10**9 * (dist.get_rank() * 2 // dist.get_world_size())
+    task = lm.task(width=128, layers=4, heads=4, kv_heads=4, length=128, warmup=0)
+    plan = ff.Plan(dp=dist.get_world_size(), transport=transport, bucket_bytes=2**20)
+    torch.manual_seed(1)
+    with _hosts(host), mock.patch.object(time, "monotonic_ns", side_effect=lambda: true_clock() + ahead):
+        step = ff.parallelize(task.model(), task.loss, task.optimizer, plan, clip=1.0)
+        tracing = Tracing(step, every=1)
+        tokens = torch.randint(0, 256, (4, 128))
+        batch = {"tokens": tokens, "positions": torch.arange(128).expand(4, 128)}, tokens
+        for number in range(1, steps + 1):
+            with tracing.sample(number) if number > 2 else contextlib.nullcontext():
+                step(batch)
+    return encode(tracing.trace).decode()

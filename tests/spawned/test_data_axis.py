@@ -1,0 +1,100 @@
+"""The laws of the data axis on real processes: every transport equals the oracle."""
+
+import pytest
+
+from fourfold.testing.oracle import TOLERANCE
+from fourfold.testing.spawn import CaseFailed, World
+
+CASES = "tests.spawned.cases"
+TRANSPORTS = ["shared", "gloo"]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("model", ["lm", "digits"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_built_in_tasks_train_as_the_oracle_does(world, size, model, microbatches, transport):
+    # 8, 8, and an uneven last batch that leaves some ranks of four without a sample.
+    fields = {"model": model, "batch_sizes": [8, 8, 3], "microbatches": microbatches, "clip": 0.5}
+    results = world(size).run(f"{CASES}:deviation", bucket_bytes=20_000, transport=transport, **fields)
+    assert max(result["deviation"] for result in results) <= TOLERANCE
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("fields", [
+    {"model": "tied"},
+    {"model": "frozen"},
+    {"model": "unused", "unused": "allow"},
+    {"model": "mlp", "loss": "masked", "batch_sizes": [13, 9], "optimizer": "SGD"},
+])  # fmt: skip
+def test_odd_models_and_losses_train_as_the_oracle_does(world, fields, transport):
+    results = world(2).run(f"{CASES}:deviation", transport=transport, **fields)
+    assert max(result["deviation"] for result in results) <= TOLERANCE
+
+
+def test_hosts_share_memory_inside_and_use_gloo_between(world):
+    results = world(4).run(f"{CASES}:deviation", host="two", clip=0.5, microbatches=2, batch_sizes=[12, 12, 3])
+    assert {result["transport"] for result in results} == {"shared memory + gloo between hosts"}
+    assert max(result["deviation"] for result in results) <= TOLERANCE
+
+
+def test_ranks_start_from_the_weights_of_rank_0(world):
+    assert all(world(2).run(f"{CASES}:start_apart"))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_wrapped_optimizer_does_what_it_does_alone(world, accumulate, transport):
+    results = world(2).run(f"{CASES}:wrapped", accumulate=accumulate, transport=transport)
+    assert max(result["deviation"] for result in results) <= TOLERANCE
+
+
+def test_a_wrapped_optimizer_works_across_hosts(world):
+    results = world(4).run(f"{CASES}:wrapped", accumulate=1, host="two")
+    assert {result["transport"] for result in results} == {"shared memory + gloo between hosts"}
+    assert max(result["deviation"] for result in results) <= TOLERANCE
+
+
+def test_gradients_of_two_backwards_add_up(world):
+    assert max(world(2).run(f"{CASES}:wrapped_adds_up")) <= TOLERANCE
+
+
+def test_backward_names_the_parameter_without_gradient(world):
+    for said in world(2).run(f"{CASES}:wrapped_without_gradient"):
+        assert "spare.weight got no gradient" in said
+
+
+def test_a_backward_after_a_failed_one_is_refused(world):
+    for said in world(2).run(f"{CASES}:wrapped_after_an_error"):
+        assert "a hook of the user's own" in said[0]
+        assert "after one that ended with an error" in said[1]
+
+
+def test_a_wrapped_optimizer_keeps_what_earlier_backwards_left(world):
+    # The mean over ranks of 1 and 2 is 1.5; a layer used nowhere has no gradient.
+    for gradients in world(2).run(f"{CASES}:wrapped_with_unused_layers"):
+        assert gradients == {"always": 1.5, "earlier": 1.5, "never": None}
+
+
+def test_the_death_of_a_rank_is_noticed_and_named(world):
+    broken = World(3, root=world(2)._root)
+    with pytest.raises(CaseFailed) as caught:
+        broken.run(f"{CASES}:dies_in_silence", time_limit_seconds=20)
+    assert str(caught.value).count("noticed in 0 s: rank 1 has died") == 2
+
+
+def test_every_sample_is_fed_once_in_one_order(world):
+    by_size = {}
+    for size in (2, 4):
+        ranks = world(size).run(f"{CASES}:feed", num_samples=23, batch_size=8)
+        by_size[size] = [[i for rank in ranks for i in rank[number]] for number in range(3)]
+    assert by_size[2] == by_size[4]
+    assert sorted(i for batch in by_size[2] for i in batch) == list(range(23))
+
+
+def test_a_rank_that_raises_does_not_leave_the_others_waiting(world):
+    # A world of its own: this one ends.
+    broken = World(2, root=world(2)._root)
+    with pytest.raises(CaseFailed, match="this rank gives up"):
+        broken.run(f"{CASES}:dies", rank=1, time_limit_seconds=20)
+    broken.end()

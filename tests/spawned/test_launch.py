@@ -1,0 +1,244 @@
+"""Processes: started, joined, and ended, however they end. The first cause is told once, with its rank."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+
+from fourfold.words.world import cores
+
+SECONDS = 60  # the time limit of a command; a command on an idle machine takes three
+FOURFOLD = ("-m", "fourfold")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *FOURFOLD)
+SOURCE = Path(__file__).parents[2] / "src"
+
+
+class Ended(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts `python …` in a folder that holds script.py; what is left at the end of the test is ended."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(script: str, arguments: Sequence[str], *, launcher: Sequence[str] = FOURFOLD) -> subprocess.Popen[str]:
+        (tmp_path / "script.py").write_text(script)
+        foreign = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+        environment = {name: value for name, value in os.environ.items() if name not in foreign}
+        environment["PYTHONPATH"] = os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])
+        process = subprocess.Popen(
+            [sys.executable, *launcher, *arguments],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+            process.kill()
+        process.communicate()
+
+
+def end(process: subprocess.Popen[str]) -> Ended:
+    out, err = process.communicate(timeout=SECONDS)
+    return Ended(process.returncode, out, err)
+
+
+WAITING = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+sys.stdout.write("ready\\n"); sys.stdout.flush()
+while True:
+    signal.pause()
+"""
+
+
+def test_the_first_cause_is_told_once_and_ranks_that_hang_are_ended(start: Start) -> None:
+    script = (
+        "import os\n"
+        "def check(value):\n"
+        "    raise ValueError(f'bad {value}')\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    check(3)\n" + WAITING
+    )
+    process = start(script, ["run", "-n", "3", "script.py"])
+    for _ in range(2):
+        assert process.stdout is not None
+        process.stdout.readline()
+    ended = end(process)
+    assert ended.code == 1
+    assert ended.err == (
+        "fourfold: rank 1 of 3 failed\n"
+        "Traceback (most recent call last):\n"
+        '  File "script.py", line 5, in <module>\n'
+        "    check(3)\n"
+        '  File "script.py", line 3, in check\n'
+        "    raise ValueError(f'bad {value}')\n"
+        "ValueError: bad 3\n"
+    )
+
+
+def test_errors_that_follow_from_the_first_are_not_told(start: Start) -> None:
+    script = (
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.barrier()\n"
+        "if dist.get_rank() == 1:\n"
+        "    raise KeyError('the cause')\n"
+        "dist.barrier()\n"
+    )
+    ended = end(start(script, ["run", "-n", "2", "script.py"]))
+    assert ended.code == 1
+    assert ended.err.startswith("fourfold: rank 1 of 2 failed\n")
+    assert ended.err.endswith("KeyError: 'the cause'\n")
+    assert ended.err.count("Traceback") == 1
+    assert ended.err.count("\n") == 5
+
+
+def test_a_killed_rank_is_named_with_its_signal(start: Start) -> None:
+    script = "import os\nif os.environ['RANK'] == '1':\n    os.kill(os.getpid(), 9)\n" + WAITING
+    ended = end(start(script, ["run", "-n", "2", "script.py"]))
+    assert ended.code == 1
+    assert ended.err.startswith("fourfold: rank 1 of 2 was killed by SIGKILL")
+    assert ended.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_a_signal_ends_every_process(start: Start, number: signal.Signals, code: int) -> None:
+    if number == signal.SIGKILL and sys.platform != "linux":
+        pytest.skip("only Linux ends the ranks of a launcher that was killed")
+    process = start(WAITING, ["run", "-n", "2", "script.py"])
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) == 2
+    process.send_signal(number)
+    ended = end(process)  # also waits for the ranks, which hold the other end of the pipes
+    assert ended.code == code
+    assert "Traceback" not in ended.err
+    # A process closes its pipes a moment before it is gone.
+    deadline = time.monotonic() + 10
+    while [child for child in children if alive(child)] and time.monotonic() < deadline:
+        os.sched_yield()
+    assert not [child for child in children if alive(child)]
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+ARGUMENTS = """
+import os, sys
+variables = "RANK WORLD_SIZE LOCAL_RANK OMP_NUM_THREADS MKL_NUM_THREADS".split()
+print(*(os.environ.get(name) for name in variables), sys.argv, sys.path[0] == os.getcwd(), __name__, flush=True)
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_script_sees_its_own_arguments_and_its_exit_code_is_passed_on(start: Start, size: int) -> None:
+    arguments = ["script.py", "-n", "5", "--help", "a=b", "--", "$RANK ${local_rank}", ""]
+    ended = end(start(ARGUMENTS, ["run", "-n", str(size), *arguments]))
+    assert ended.code == 7, ended.err
+    lines = sorted(ended.out.splitlines())
+    # A rank that ends with a code ends the job; the other may not have come as far as to print.
+    assert 1 <= len(lines) <= size
+    for line in lines:
+        assert line.endswith(f"{arguments} True __main__")
+    if size == 1:
+        assert lines[0].startswith("None None None")
+        assert ended.err == ""
+    else:
+        threads = str(max(1, cores() // size))
+        assert lines[0].split()[1] == "2"
+        assert lines[0].split()[3:5] == [threads, threads]
+        assert "ended with exit code 7" in ended.err
+
+
+TASK = """
+import torch
+import fourfold as ff
+
+
+class Source:
+    def __init__(self, broken):
+        self.broken = broken
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        import os
+        if self.broken and os.environ.get("RANK") == "1":
+            raise OSError("the disk of rank 1")
+        return torch.full((4,), 0.01 * index), torch.tensor([0.0])
+
+
+def task(*, broken: bool = False):
+    return ff.Task(
+        model=lambda: torch.nn.Linear(4, 1),
+        loss=lambda outputs, targets: (outputs - targets) ** 2,
+        data=lambda: ff.Data(train=Source(broken)),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.01),
+        steps=4,
+        batch_size=8,
+    )
+"""
+
+
+@pytest.mark.parametrize("launcher", [FOURFOLD, TORCHRUN], ids=["fourfold", "torchrun"])
+def test_train_runs_here_and_under_torchrun_and_one_rank_speaks(
+    start: Start, launcher: Sequence[str], tmp_path: Path
+) -> None:
+    number = ["-n", "2"] if launcher is FOURFOLD else []
+    ended = end(start(TASK, ["train", "script.py", "name=first", *number], launcher=launcher))
+    assert ended.code == 0, ended.err
+    assert ended.out.count("step 4/4") == 1
+    assert ended.out.count("2 ranks") == 1
+    assert sorted(path.name for path in (tmp_path / "runs" / "first").iterdir()) == [
+        "checkpoints",
+        "metrics.jsonl",
+        "plan.toml",
+        "report.html",
+        "settings.json",
+        "trace.json",
+    ]
+
+
+def test_a_rank_that_fails_while_training_ends_the_job(start: Start) -> None:
+    ended = end(start(TASK, ["train", "script.py", "broken=yes", "-n", "2"]))
+    assert ended.code == 1
+    assert ended.err.startswith("fourfold: rank 1 of 2 failed\n")
+    assert ended.err.endswith("OSError: the disk of rank 1\n")
+    assert 'script.py", line 16' in ended.err
+
+
+def test_bad_input_under_torchrun_is_told_by_one_rank(start: Start) -> None:
+    ended = end(start(TASK, ["train", "script.py", "stebs=3"], launcher=TORCHRUN))
+    assert ended.code != 0
+    assert ended.err.count("stebs = 3") == 1

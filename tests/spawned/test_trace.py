@@ -1,0 +1,70 @@
+"""A run of two real ranks leaves a trace of both and a page; its simulated step is the measured one's length."""
+
+import statistics
+from pathlib import Path
+
+import pytest
+
+from fourfold.plan import cost
+from fourfold.plan.simulate import makespan
+from fourfold.plan.timeline import Trace, decode
+from tests.spawned.test_launch import TASK, end, start
+
+__all__ = ["start"]  # a fixture
+
+CASES = "tests.spawned.cases"
+FAILING = """
+calls = []
+
+
+def loss(outputs, targets, broken):
+    import os
+
+    calls.append(1)
+    if broken and len(calls) == 6 and os.environ["RANK"] == "1":
+        raise OSError("the loss of step 6")
+    return (outputs - targets) ** 2
+"""
+
+
+def test_a_run_of_two_ranks_writes_a_trace_of_both_and_a_page(start, tmp_path: Path):
+    ended = end(start(TASK, ["train", "script.py", "name=first", "trace_every=2", "-n", "2"]))
+    assert ended.code == 0, ended.err
+    folder = tmp_path / "runs" / "first"
+    trace = decode((folder / "trace.json").read_bytes())
+    assert trace.steps == [2, 3, 4]
+    assert {event.rank for event in trace.events} == {0, 1}
+    assert "report   runs/first/report.html" in ended.out
+    assert "rank 1 compute" in (folder / "report.html").read_text()
+    again = end(start(TASK, ["report", "first"]))
+    assert (again.code, again.out.strip()) == (0, "runs/first/report.html")
+
+
+def test_a_run_that_fails_leaves_its_trace(start, tmp_path: Path):
+    script = TASK.replace("self.broken and os", "False and os").replace("steps=4", "steps=8")
+    script = script.replace("(outputs - targets) ** 2", "loss(outputs, targets, broken)") + FAILING
+    ended = end(start(script, ["train", "script.py", "broken=yes", "name=first", "trace_every=2", "-n", "2"]))
+    assert ended.code == 1
+    assert "the loss of step 6" in ended.err
+    assert decode((tmp_path / "runs" / "first" / "trace.json").read_bytes()).steps == [2, 3, 4]
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_a_simulated_step_takes_as_long_as_the_measured(world, transport):
+    trace = decode(world(2).run(f"{CASES}:trace", transport=transport)[0].encode())
+    ratios = []
+    for step in trace.steps:
+        # Each step at its own prices: ranks that take turns in being late make medians over steps another question.
+        alone = Trace(trace.program, tuple(event for event in trace.events if event.step == step))
+        ratios.append(makespan(cost.simulated(alone)) / makespan(cost.measured(alone, step)))
+    assert 0.85 <= statistics.median(ratios) <= 1.15, ratios
+
+
+def test_hosts_are_put_on_one_clock(world):
+    # Four ranks told to live on two hosts, the second with a clock that is a thousand seconds ahead.
+    texts = world(4).run(f"{CASES}:trace", transport="by-host", host="two", steps=4, ahead_seconds=1000)
+    trace = decode(texts[0].encode())
+    assert trace.ranks == [0, 1, 2, 3]
+    for step in trace.steps:
+        events = [event for event in trace.events if event.step == step]
+        assert max(event.stop for event in events) - min(event.start for event in events) < 60

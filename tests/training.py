@@ -1,0 +1,164 @@
+"""What simulated and spawned tests train: small models in float64, global batches, and their cut among ranks."""
+
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fourfold.plan.order import share
+from fourfold.plan.plan import Plan
+from fourfold.run.build import TrainStep, parallelize
+from fourfold.tasks import digits, lm
+from fourfold.testing import oracle
+from fourfold.testing.oracle import Trained
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training: everything JSON can carry."""
+
+    model: str = "mlp"
+    loss: str = "values"
+    optimizer: str = "AdamW"
+    batch_sizes: tuple[int, ...] = (12, 12, 12)
+    microbatches: int = 1
+    clip: float | None = None
+    bucket_bytes: int = 4000
+    unused: str = "refuse"
+    transport: str = "by-host"
+
+    def plan(self, size: int) -> Plan:
+        return Plan(
+            dp=size,
+            microbatches=self.microbatches,
+            bucket_bytes=self.bucket_bytes,
+            unused=self.unused,
+            transport=self.transport,
+        )
+
+
+class Net(nn.Module):
+    """Sixteen features, ten classes; with a tied, a frozen or an unused layer on demand."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(16, 24), nn.Linear(24, 24), nn.Linear(24, 24)
+        self.head = nn.Linear(24, 10)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.kind = kind
+        if kind == "tied":
+            self.third.weight = self.second.weight
+        if kind == "frozen":
+            self.second.requires_grad_(False)
+        if kind in ("unused", "sometimes"):
+            self.spare = nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.first(x))
+        x = F.gelu(self.third(F.gelu(self.second(x))))
+        if self.kind == "sometimes" and len(x) % 2 == 0:
+            x = self.spare(x)
+        return self.head(x) * self.scale
+
+
+# Ranks may be threads, and they share torch's generator.
+_SEEDING = threading.Lock()
+
+
+def model(kind: str) -> nn.Module:
+    with _SEEDING:
+        torch.manual_seed(7)
+        return _make(kind)
+
+
+def _make(kind: str) -> nn.Module:
+    if kind == "lm":
+        task = lm.task(width=32, layers=2, heads=4, kv_heads=2, length=16, warmup=0)
+        return task.model().double()
+    if kind == "digits":
+        return digits.task().model().double()
+    return Net(kind).double()
+
+
+LOSSES: dict[str, Callable[[Any, Any], Any]] = {
+    "values": lambda outputs, targets: F.cross_entropy(outputs, targets, reduction="none"),
+    "pair": lambda outputs, targets: (F.cross_entropy(outputs, targets, reduction="sum"), len(targets)),
+    "scalar": lambda outputs, targets: F.cross_entropy(outputs, targets),
+    "masked": lambda outputs, targets: (
+        (F.cross_entropy(outputs, targets, reduction="none") * (targets < 6)).sum(),
+        int((targets < 6).sum()),
+    ),
+}
+
+
+def loss(case: Case) -> Callable[[Any, Any], Any]:
+    return {"lm": lm.loss, "digits": digits.loss}.get(case.model, LOSSES[case.loss])
+
+
+def optimizer(case: Case) -> Callable[..., torch.optim.Optimizer]:
+    kind = getattr(torch.optim, case.optimizer)
+    extra = {"momentum": 0.9, "nesterov": True} if case.optimizer == "SGD" else {}
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        parameters = list(parameters)
+        matrices = [p for p in parameters if p.ndim > 1]
+        vectors = [p for p in parameters if p.ndim <= 1]
+        decay = {} if case.optimizer == "Rprop" else {"weight_decay": 0.1}
+        return kind([{"params": matrices, **decay}, {"params": vectors}], lr=1e-2, **extra)
+
+    return make
+
+
+def batches(case: Case) -> list[Any]:
+    """The global batches of all steps."""
+    generator = torch.Generator().manual_seed(11)
+    draw = functools.partial(torch.randint, generator=generator)
+    result = []
+    for size in case.batch_sizes:
+        if case.model == "lm":
+            positions = torch.arange(16).expand(size, 16)
+            inputs = {"tokens": draw(0, 256, (size, 16)), "positions": positions}
+            result.append((inputs, draw(0, 256, (size, 16))))
+        elif case.model == "digits":
+            images = torch.randn(size, 1, 8, 8, generator=generator, dtype=torch.float64)
+            result.append((images, draw(0, 10, (size,))))
+        else:
+            features = torch.randn(size, 16, generator=generator, dtype=torch.float64)
+            result.append((features, draw(0, 10, (size,))))
+    return result
+
+
+def local(batch: Any, size: int, index: int) -> Any:
+    """The part of a global batch that one data index gets."""
+    inputs, targets = batch
+    start, stop = share(0, len(targets), size, index)
+    some = {k: v[start:stop] for k, v in inputs.items()} if isinstance(inputs, dict) else inputs[start:stop]
+    return some, targets[start:stop]
+
+
+def train_oracle(case: Case) -> Trained:
+    return oracle.train(model(case.model), loss(case), optimizer(case), batches(case), clip=case.clip)
+
+
+def train_step(case: Case, step: TrainStep, *, skip: int = 0) -> Trained:
+    """All steps of a case on this rank, the first `skip` left out."""
+    size, index = step.plan.dp, step.data_index
+    metrics = [step(local(batch, size, index)) for batch in batches(case)[skip:]]
+    return oracle.snapshot(step.model, [m.loss for m in metrics], [m.grad_norm for m in metrics])
+
+
+def build(case: Case, size: int, ranks: Any = None) -> TrainStep:
+    """The case's step: on the ranks given (threads), or on those that the environment speaks of (processes)."""
+    if ranks is None:
+        return parallelize(model(case.model), loss(case), optimizer(case), case.plan(size), clip=case.clip)
+    return TrainStep(model(case.model), loss(case), optimizer(case), plan=case.plan(size), ranks=ranks, clip=case.clip)
+
+
+def deviation(case: Case, size: int, ranks: Any = None) -> float:
+    """How far this rank's training is from the oracle's."""
+    return oracle.deviation(train_step(case, build(case, size, ranks)), train_oracle(case))
