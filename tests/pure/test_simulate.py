@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.data import Step, lower
+from fourfold.plan.data import RESTS, Step, lower
 from fourfold.plan.needs import Needs, lane
 from fourfold.plan.simulate import makespan, simulate
 from fourfold.words.action import Action, ProgramError, Verb, parse
 from fourfold.words.spans import LANES
 
-STEPS = st.builds(Step, st.integers(1, 4), st.integers(1, 5), st.booleans(), st.booleans(), st.just(()))
+RESTING = st.sampled_from([RESTS[zero] for zero in (0, 1, 2)])
+STEPS = st.builds(Step, st.integers(1, 4), st.integers(1, 5), RESTING, st.booleans(), st.booleans(), st.just(()))
 SECONDS = st.floats(0, 10, allow_nan=False).map(lambda value: round(value, 3))
 
 

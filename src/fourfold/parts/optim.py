@@ -33,6 +33,9 @@ IMPLEMENTATION = ("fused", "foreach")
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
+Prepare = Callable[[int, int, int, float], None]
+
+
 class Piece(NamedTuple):
     """Elements [start, stop) of a bucket: its weights and where the sum of their gradients rests.
 
@@ -86,46 +89,77 @@ def _spare_dynamo() -> None:
         setattr(plain, "__dynamo_disable", plain)
 
 
+class _Run(NamedTuple):
+    """Pieces that one optimizer updates."""
+
+    optimizer: Optimizer
+    pieces: Sequence[Piece]
+
+
 class FlatOptimizer:
     """The user's optimizer, once per bucket, over pieces of flat memory."""
 
-    def __init__(self, optimizer: Optimizer, groups: Sequence[int], pieces: Sequence[Sequence[Piece]]) -> None:
-        """`groups[b]` is the index of bucket b's group in `optimizer.param_groups`."""
-        self._user, self._groups, self._pieces = optimizer, groups, pieces
-        self._chosen = [_implementation(optimizer, p[0].weight) if p else {} for p in pieces]
-        self._flat = [self._make(bucket) for bucket in range(len(pieces))]
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        groups: Sequence[int],
+        pieces: Sequence[Sequence[Piece]],
+        *,
+        prepare: Prepare | None = None,
+    ) -> None:
+        """`groups[b]` is the index of bucket b's group in `optimizer.param_groups`.
 
-    def _make(self, bucket: int) -> Optimizer:
+        `prepare(bucket, start, stop, factor)` has the gradients of a piece made, just before they are used.
+        """
+        self._user, self._groups, self._pieces, self._prepare = optimizer, groups, pieces, prepare
+        self._chosen = [_implementation(optimizer, p[0].weight) if p else {} for p in pieces]
+        self._flat = [[self._make(bucket, some) for some in self._runs(bucket)] for bucket in range(len(pieces))]
+
+    def _runs(self, bucket: int) -> list[Sequence[Piece]]:
+        """The pieces that are updated together: one by one where each is to be prepared, else all."""
+        pieces = self._pieces[bucket]
+        return [[piece] for piece in pieces] if self._prepare is not None else [pieces] if pieces else []
+
+    def _make(self, bucket: int, pieces: Sequence[Piece]) -> "_Run":
         kind = type(self._user)
         accepted = inspect.signature(kind).parameters
         options: dict[str, Any] = {k: v for k, v in self._user.defaults.items() if k in accepted} | self._chosen[bucket]
-        flat = kind([piece.weight for piece in self._pieces[bucket]], **options)
-        for piece in self._pieces[bucket]:
+        flat = kind([piece.weight for piece in pieces], **options)
+        for piece in pieces:
             piece.weight.grad = piece.gradient
-        return flat
+        return _Run(flat, pieces)
 
     @torch.no_grad()
-    def update(self, bucket: int, used: Sequence[bool] | None = None) -> None:
-        """One step of the bucket's weights. `used[s]`: whether any rank had a gradient for slot s; None = all."""
-        flat = self._flat[bucket]
-        theirs = self._user.param_groups[self._groups[bucket]]
-        flat.param_groups[0].update({k: v for k, v in theirs.items() if k != "params"} | self._chosen[bucket])
-        if used is not None:
-            for piece in self._pieces[bucket]:
-                assert piece.slot is not None
-                piece.weight.grad = piece.gradient if used[piece.slot] else None
-        # Without torch's wrappers around `step`: they import torch._dynamo, and cost more than a small bucket's update.
-        inspect.unwrap(type(flat).step)(flat)
+    def update(self, bucket: int, *, used: Sequence[bool] | None = None, factor: float = 1.0) -> None:
+        """One step of the bucket's weights. `used[s]`: whether any rank had a gradient for slot s; None = all.
+
+        `factor` is what `prepare` multiplies the sums by.
+        """
+        theirs = {k: v for k, v in self._user.param_groups[self._groups[bucket]].items() if k != "params"}
+        theirs |= self._chosen[bucket]
+        for flat, pieces in self._flat[bucket]:
+            flat.param_groups[0].update(theirs)
+            for piece in pieces:
+                if used is not None:
+                    assert piece.slot is not None
+                    piece.weight.grad = piece.gradient if used[piece.slot] else None
+                if self._prepare is not None:
+                    self._prepare(bucket, piece.start, piece.stop, factor)
+            # Without torch's wrappers around `step`: they import torch._dynamo, and cost more than a small update.
+            inspect.unwrap(type(flat).step)(flat)
         # A scheduler of torch warns unless it has seen a step of the optimizer it was made with.
         self._user._opt_called = True  # type: ignore[attr-defined]
 
     def stretches(self, bucket: int, start: int, stop: int) -> dict[str, Any]:
         """The state of elements [start, stop) of a bucket as it lies: lists of consecutive tensors, scalars as floats.
 
-        Empty before the first update.
+        Empty before the first update, and where this rank has none of these elements.
         """
-        covering = [piece for piece in self._pieces[bucket] if piece.start < stop and start < piece.stop]
-        states = [self._flat[bucket].state.get(piece.weight, {}) for piece in covering]
+        held = [(run, p) for run in self._flat[bucket] for p in run.pieces if p.start < stop and start < p.stop]
+        if not held:
+            return {}
+        covering = [piece for _, piece in held]
+        states = [run.optimizer.state.get(piece.weight, {}) for run, piece in held]
         bounds = [(max(start, piece.start) - piece.start, min(stop, piece.stop) - piece.start) for piece in covering]
         result: dict[str, Any] = {}
         for key, first in states[0].items():
@@ -142,22 +176,27 @@ class FlatOptimizer:
 
     def load_state(self, bucket: int, slots: Sequence[tuple[int, int, Mapping[str, Any]]]) -> None:
         """Put back what `state` gave for stretches (start, stop, state) that tile the bucket."""
-        for piece in self._pieces[bucket]:
+        for flat, piece in ((run.optimizer, piece) for run in self._flat[bucket] for piece in run.pieces):
             covering = [slot for slot in slots if slot[0] < piece.stop and piece.start < slot[1]]
+            if not covering:
+                continue  # padding
             state: dict[str, Any] = {}
             if any(s.keys() != covering[0][2].keys() for _, _, s in covering):
                 got = "parameters of one bucket, some with a state and some without"
                 raise OptimizerError(Problem(got, "the plan it was saved with"), where="the state")
             for key, first in covering[0][2].items():
                 if isinstance(first, Tensor):
-                    stretches = [s[key][max(a, piece.start) - a : min(b, piece.stop) - a] for a, b, s in covering]
-                    state[key] = torch.cat(stretches).to(piece.weight.device)
+                    whole = torch.zeros(piece.stop - piece.start, dtype=first.dtype, device=piece.weight.device)
+                    for start, stop, s in covering:
+                        low, high = max(start, piece.start), min(stop, piece.stop)
+                        whole[low - piece.start : high - piece.start] = s[key][low - start : high - start]
+                    state[key] = whole
                 elif any(s[key] != first for _, _, s in covering):
                     problem = Problem(f"{key} differs between parameters of one bucket", "the plan it was saved with")
                     raise OptimizerError(problem, where="the state")
                 else:
                     state[key] = _scalar(first, piece.weight, fused=bool(self._chosen[bucket].get("fused")))
-            self._flat[bucket].state[piece.weight] = state
+            flat.state[piece.weight] = state
 
 
 def _scalar(value: Any, weight: Tensor, *, fused: bool) -> Any:
