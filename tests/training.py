@@ -32,6 +32,10 @@ class Case:
     unused: str = "refuse"
     transport: str = "by-host"
     zero: int = 0
+    codec: str = "none"
+    codec_rank: int = 2
+    codec_density: float = 0.2
+    codec_life: int = 2
 
     def plan(self, size: int) -> Plan:
         return Plan(
@@ -41,6 +45,10 @@ class Case:
             unused=self.unused,
             transport=self.transport,
             zero=self.zero,
+            codec=self.codec,
+            codec_rank=self.codec_rank,
+            codec_density=self.codec_density,
+            codec_life=self.codec_life,
         )
 
 

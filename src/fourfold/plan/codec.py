@@ -82,7 +82,7 @@ def rounds(coding: Coding, bucket: Bucket, shapes: Shapes) -> tuple[Round, ...]:
         got = f"codec = {coding.kind!r} and {bucket.dtype} gradients ({names})"
         raise PlanError(Problem(got, "floating-point gradients", 'codec = "none"'))
     if coding.kind in ("bf16", "fp16"):
-        return (Round(Meet.SUM, bucket.size * min(2, bucket.element_bytes)),)
+        return (Round(Meet.SUM, length(bucket) * min(2, bucket.element_bytes)),)
     if coding.kind == "powersgd":
         low_rank = factor(bucket, shapes, coding.rank)
         width = work_bytes(bucket)
@@ -108,15 +108,20 @@ def sent_bytes(steps: Sequence[Round], *, size: int) -> float:
     return sent
 
 
+def length(bucket: Bucket) -> int:
+    """Elements of a bucket that a codec is about: all but the padding, which is zero and stays so."""
+    return bucket.slots[-1].stop
+
+
 def work_bytes(bucket: Bucket) -> int:
     """Bytes of an element of what is remembered: at least float32, else small remainders would be rounded away."""
     return max(4, bucket.element_bytes)
 
 
 class Section(NamedTuple):
-    """A part of a message: `length` numbers of `width` bytes each."""
+    """A part of a message: `num` numbers of `width` bytes each."""
 
-    length: int
+    num: int
     width: int
 
 
@@ -130,16 +135,16 @@ class Sections(NamedTuple):
 def lay(sections: Sequence[Section]) -> Sections:
     """The sections one after the other, each at a multiple of its width."""
     starts, end = [], 0
-    for length, width in sections:
+    for num, width in sections:
         start = -(-end // width) * width
         starts.append(start)
-        end = start + length * width
+        end = start + num * width
     return Sections(tuple(starts), end)
 
 
 def blockwise(bucket: Bucket) -> Sections:
     """int8: a scale for each block of 256 elements, then a byte for each element."""
-    return lay([Section(-(-bucket.size // SCALE_BLOCK), work_bytes(bucket)), Section(bucket.size, 1)])
+    return lay([Section(-(-length(bucket) // SCALE_BLOCK), work_bytes(bucket)), Section(length(bucket), 1)])
 
 
 def kept(num_elements: int, density: float) -> int:
@@ -176,7 +181,7 @@ class Sparse:
 
     def sections(self, bucket: Bucket) -> Sections:
         """Counts by place block (int32), values (whole stretches first), places (int16)."""
-        counts = -(-bucket.size // PLACE_BLOCK) if self.chosen else 0
+        counts = -(-length(bucket) // PLACE_BLOCK) if self.chosen else 0
         values = Section(self.num_whole + self.capacity, bucket.element_bytes)
         return lay([Section(counts, 4), values, Section(self.capacity, 2)])
 
@@ -184,10 +189,11 @@ class Sparse:
 def sparse(coding: Coding, bucket: Bucket) -> Sparse:
     """What is chosen from a bucket: by topk from all of it, by dct from each parameter that is large enough."""
     if coding.kind == "topk":
-        count = kept(bucket.size, coding.density)
-        if count == bucket.size:
-            return Sparse(((0, bucket.size),), ())
-        return Sparse((), (Chosen(0, bucket.size, count, count, count),))
+        num_elements = length(bucket)
+        count = kept(num_elements, coding.density)
+        if count == num_elements:
+            return Sparse(((0, num_elements),), ())
+        return Sparse((), (Chosen(0, num_elements, count, count, count),))
     whole: list[tuple[int, int]] = []
     chosen = []
     for slot in bucket.slots:

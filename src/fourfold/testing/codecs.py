@@ -12,7 +12,7 @@ from fourfold.plan.codec import Meet
 
 
 def exchange(codecs: Sequence[Codec], flats: Sequence[Tensor]) -> list[Message]:
-    """Reduce the ranks' addends [size] of one bucket in place; the messages of rank 0, one a round, as they were sent.
+    """Reduce the ranks' addends [length] of one bucket in place; returns what rank 0 has said, round by round.
 
     Sums are taken in rank order.
     """

@@ -4,13 +4,12 @@ Nothing is remembered: the sum itself is rounded on its way, on ranks that could
 Law: a value beyond 65,504 becomes infinite in fp16, on every rank alike; it is not clamped behind the user's back.
 """
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
+from fourfold.parts import memory
 from fourfold.parts.codec.talk import Message, Talk, dtype_of
-from fourfold.plan.codec import Coding, Meet, Shapes, rounds
+from fourfold.plan.codec import Coding, Meet, Shapes, length, rounds
 from fourfold.plan.data import Bucket
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -22,7 +21,9 @@ class Cast:
     def __init__(self, coding: Coding, bucket: Bucket, shapes: Shapes, device: torch.device) -> None:
         self.rounds, self.remainder = rounds(coding, bucket, shapes), None
         own = dtype_of(bucket)
-        self._payload = torch.zeros(bucket.size, dtype=DTYPES[coding.kind] if own.itemsize > 2 else own, device=device)
+        dtype = DTYPES[coding.kind] if own.itemsize > 2 else own
+        self.message_dtype, self.length = dtype, length(bucket)
+        self._payload = memory.private(self.length, dtype, device)
 
     @torch.no_grad()
     def talk(self, flat: Tensor) -> Talk:
@@ -32,8 +33,5 @@ class Cast:
     def scale(self, factor: float) -> None:
         pass
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> dict[str, dict[str, Tensor]]:
         return {}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        pass

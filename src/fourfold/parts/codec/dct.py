@@ -8,14 +8,13 @@ Source: Gupta et al. (2021), Alg. 1. The band is ours: remainders grow after the
 threshold that is kept for its whole life lets more and more through; and messages here have a fixed length.
 """
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
+from fourfold.parts import memory
 from fourfold.parts.codec.entries import Entries, above, choose
-from fourfold.parts.codec.talk import Talk, dtype_of, gather, put, work_dtype
-from fourfold.plan.codec import Chosen, Coding, Shapes, rounds, sparse
+from fourfold.parts.codec.talk import Talk, by_slot, dtype_of, gather, work_dtype
+from fourfold.plan.codec import Chosen, Coding, Shapes, length, rounds, sparse
 from fourfold.plan.data import Bucket
 
 
@@ -23,13 +22,14 @@ class Dct:
     """See `Codec` and `Gathering`."""
 
     def __init__(self, coding: Coding, bucket: Bucket, shapes: Shapes, device: torch.device) -> None:
+        self.message_dtype, self.length = torch.uint8, length(bucket)
         self.rounds, self._life = rounds(coding, bucket, shapes), coding.life
-        layout = sparse(coding, bucket)
+        self._bucket, layout = bucket, sparse(coding, bucket)
         self._chosen = layout.chosen
         self._entries = Entries(layout, bucket, dtype_of(bucket), device)
-        self.remainder: Tensor = torch.zeros(bucket.size, dtype=work_dtype(bucket), device=device)
+        self.remainder: Tensor = memory.private(self.length, work_dtype(bucket), device)
         self.thresholds = torch.zeros(len(layout.chosen), dtype=torch.float64)
-        self.steps = torch.zeros((), dtype=torch.int64)
+        self.ages = torch.zeros(len(layout.chosen), dtype=torch.int64)
         self.num_early = 0
         """Refreshes before their time, since the start."""
 
@@ -39,17 +39,16 @@ class Dct:
     @torch.no_grad()
     def encode(self, flat: Tensor) -> Tensor:
         rest = self.remainder.add_(flat)
-        due = int(self.steps) % self._life == 0
-        self.steps += 1
-        found = [self._choose(number, rest[each.start : each.stop], due) for number, each in enumerate(self._chosen)]
+        found = [self._choose(number, rest[each.start : each.stop]) for number, each in enumerate(self._chosen)]
         places = [there.add_(each.start) for there, each in zip(found, self._chosen, strict=True)]
         none = torch.empty(0, dtype=torch.int64, device=rest.device)
         return self._entries.write(rest, torch.cat(places) if places else none)
 
-    def _choose(self, number: int, rest: Tensor, due: bool) -> Tensor:
+    def _choose(self, number: int, rest: Tensor) -> Tensor:
         """Places in a parameter's stretch that are to be sent."""
-        each, threshold = self._chosen[number], float(self.thresholds[number])
-        if not due:
+        each, threshold, age = self._chosen[number], float(self.thresholds[number]), int(self.ages[number])
+        self.ages[number] += 1
+        if age % self._life:
             places = above(rest, threshold)
             if self._in_band(each, places.numel(), threshold, rest.dtype):
                 return places
@@ -71,8 +70,10 @@ class Dct:
         self.remainder.mul_(factor)
         self.thresholds.mul_(abs(factor))
 
-    def state(self) -> dict[str, Tensor]:
-        return {"remainder": self.remainder, "thresholds": self.thresholds, "steps": self.steps}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        put(self.state(), state)
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        found = by_slot(self._bucket, self.remainder)
+        names = {slot.start: slot.name for slot in self._bucket.slots}
+        for number, each in enumerate(self._chosen):
+            one = slice(number, number + 1)
+            found[names[each.start]] |= {"threshold": self.thresholds[one], "age": self.ages[one]}
+        return found

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fourfold.plan.codec import PLACE_BLOCK, Sparse
+from fourfold.plan.codec import PLACE_BLOCK, Sparse, length
 from fourfold.plan.data import Bucket
 
 CHUNK = 2**18
@@ -94,7 +94,7 @@ class Entries:
         self._layout, self._dtype = layout, dtype
         self._starts, num_bytes = layout.sections(bucket)
         self.payload = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        self._num_blocks = -(-bucket.size // PLACE_BLOCK)
+        self._num_blocks = -(-length(bucket) // PLACE_BLOCK)
         self._bases = torch.arange(self._num_blocks, device=device) * PLACE_BLOCK + HALF_BLOCK
 
     def write(self, remainder: Tensor, places: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class Entries:
             source.sub_(target).nan_to_num_(0.0, 0.0, 0.0)
 
     def add(self, payload: Tensor, out: Tensor) -> None:
-        """Add a message to `out` [size]."""
+        """Add a message to `out` [length]."""
         counts, values, offsets = self._parts(payload)
         at = 0
         for start, stop in self._layout.whole:

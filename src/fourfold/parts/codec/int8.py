@@ -6,13 +6,14 @@ Law: |remainder| ≤ scale / 2. A block that is not finite is sent so (NaN) and 
 Nearest rounding, not stochastic: with error feedback it is unbiased over steps, needs no random numbers, and errs less.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from fourfold.parts.codec.talk import Talk, dtype_of, gather, put, work_dtype
-from fourfold.plan.codec import SCALE_BLOCK, Coding, Shapes, blockwise, rounds
+from fourfold.parts import memory
+from fourfold.parts.codec.talk import Talk, by_slot, gather, work_dtype
+from fourfold.plan.codec import SCALE_BLOCK, Coding, Shapes, blockwise, length, rounds
 from fourfold.plan.data import Bucket
 
 LARGEST = 127
@@ -25,12 +26,13 @@ class Int8:
     """See `Codec` and `Gathering`."""
 
     def __init__(self, coding: Coding, bucket: Bucket, shapes: Shapes, device: torch.device) -> None:
+        self.message_dtype, self.length = torch.uint8, length(bucket)
         self.rounds = rounds(coding, bucket, shapes)
-        self._size, self._dtype, self._work = bucket.size, dtype_of(bucket), work_dtype(bucket)
+        self._bucket, self._work = bucket, work_dtype(bucket)
         self._sections = blockwise(bucket)
-        self._chunk = CHUNK if device.type == "cpu" else bucket.size
+        self._chunk = CHUNK if device.type == "cpu" else self.length
         self._payload = torch.zeros(self._sections.num_bytes, dtype=torch.uint8, device=device)
-        self.remainder: Tensor = torch.zeros(bucket.size, dtype=self._work, device=device)
+        self.remainder: Tensor = memory.private(self.length, self._work, device)
 
     def talk(self, flat: Tensor) -> Talk:
         return gather(self, flat)
@@ -65,25 +67,22 @@ class Int8:
     def _parts(self, payload: Tensor) -> tuple[Tensor, Tensor]:
         """The scales and the values of a message: views."""
         first, second = self._sections.starts
-        num_scales = -(-self._size // SCALE_BLOCK)
+        num_scales = -(-self.length // SCALE_BLOCK)
         scales = payload[first : first + num_scales * self._work.itemsize].view(self._work)
-        return scales, payload[second : second + self._size].view(torch.int8)
+        return scales, payload[second : second + self.length].view(torch.int8)
 
     def _chunks(self) -> Iterator[tuple[slice, slice]]:
         """Elements and their blocks, whole blocks first, then the last one if it is shorter."""
-        full = self._size // SCALE_BLOCK * SCALE_BLOCK
+        full = self.length // SCALE_BLOCK * SCALE_BLOCK
         step = -(-self._chunk // SCALE_BLOCK) * SCALE_BLOCK
         for start in range(0, full, step):
             stop = min(full, start + step)
             yield slice(start, stop), slice(start // SCALE_BLOCK, stop // SCALE_BLOCK)
-        if full < self._size:
-            yield slice(full, self._size), slice(full // SCALE_BLOCK, full // SCALE_BLOCK + 1)
+        if full < self.length:
+            yield slice(full, self.length), slice(full // SCALE_BLOCK, full // SCALE_BLOCK + 1)
 
     def scale(self, factor: float) -> None:
         self.remainder.mul_(factor)
 
-    def state(self) -> dict[str, Tensor]:
-        return {"remainder": self.remainder}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        put(self.state(), state)
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        return by_slot(self._bucket, self.remainder)

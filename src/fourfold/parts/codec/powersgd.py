@@ -11,13 +11,13 @@ is the same, but the differences between ranks do not pile up in it.
 """
 
 import zlib
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from fourfold.parts.codec.talk import Message, Talk, put, work_dtype
-from fourfold.plan.codec import Coding, Matrix, Meet, Shapes, factor, rounds
+from fourfold.parts import memory
+from fourfold.parts.codec.talk import Message, Talk, by_slot, work_dtype
+from fourfold.plan.codec import Coding, Matrix, Meet, Shapes, factor, length, rounds
 from fourfold.plan.data import Bucket
 
 
@@ -26,10 +26,11 @@ class PowerSGD:
 
     def __init__(self, coding: Coding, bucket: Bucket, shapes: Shapes, device: torch.device) -> None:
         self.rounds, self._rank = rounds(coding, bucket, shapes), coding.rank
-        self._layout = factor(bucket, shapes, coding.rank)
+        self._bucket, self._layout = bucket, factor(bucket, shapes, coding.rank)
         self._seeds = {each.slot: zlib.crc32(bucket.slots[each.slot].name.encode()) for each in self._layout.matrices}
-        dtype = work_dtype(bucket)
-        self.remainder: Tensor = torch.zeros(bucket.size, dtype=dtype, device=device)
+        dtype = self.message_dtype = work_dtype(bucket)
+        self.length = length(bucket)
+        self.remainder: Tensor = memory.private(self.length, dtype, device)
         # What the first round sends: left factors, then what goes whole.
         self._first = torch.zeros(self._layout.num_left + self._layout.num_whole, dtype=dtype, device=device)
         self._second = torch.zeros(self._layout.num_right, dtype=dtype, device=device)
@@ -101,11 +102,11 @@ class PowerSGD:
     def scale(self, factor: float) -> None:
         self.remainder.mul_(factor)
 
-    def state(self) -> dict[str, Tensor]:
-        return {"remainder": self.remainder, "warm": self.warm}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        put(self.state(), state)
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        found = by_slot(self._bucket, self.remainder)
+        for each in self._layout.matrices:
+            found[self._bucket.slots[each.slot].name]["warm"] = self._right(self.warm, each).view(-1)
+        return found
 
 
 def _matrix(flat: Tensor, each: Matrix) -> Tensor:

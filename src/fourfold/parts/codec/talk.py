@@ -5,7 +5,7 @@ talk     a generator: it yields messages, is sent what they have become, and lea
 Law: with the same messages every rank leaves the same bits in the flat, whatever the rank remembers for itself.
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -30,26 +30,28 @@ class Codec(Protocol):
     """One bucket's codec on one rank."""
 
     rounds: tuple[Round, ...]
+    message_dtype: torch.dtype
+    length: int
+    """Elements of the bucket, its padding left out."""
 
     @property
     def remainder(self) -> Tensor | None:
-        """[size] what this rank has not sent yet, float32 or wider; None where nothing is remembered."""
+        """[length] what this rank has not sent yet, float32 or wider; None where nothing is remembered."""
         ...
 
     def talk(self, flat: Tensor) -> Talk:
-        """Turn this rank's addend `flat` [size] into the sum over ranks of what each of them has sent."""
+        """Turn this rank's addend `flat` [length] into the sum over ranks of what each of them has sent."""
         ...
 
     def scale(self, factor: float) -> None:
         """The gradient is from now on measured in another unit: multiply what is remembered."""
         ...
 
-    def state(self) -> dict[str, Tensor]:
-        """What is remembered, by name: the living tensors."""
-        ...
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """What this rank remembers, by parameter and key: the living tensors, flat, so that they can be put back.
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what `state` held."""
+        "remainder" [elements of the parameter]; the other keys are the codec's own.
+        """
         ...
 
 
@@ -61,7 +63,7 @@ class Gathering(Protocol):
         ...
 
     def add(self, payload: Tensor, out: Tensor) -> None:
-        """Add what one rank has sent to `out` [size]."""
+        """Add what one rank has sent to `out` [length]."""
         ...
 
 
@@ -83,7 +85,6 @@ def work_dtype(bucket: Bucket) -> torch.dtype:
     return torch.promote_types(dtype_of(bucket), torch.float32)
 
 
-def put(living: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Copy saved tensors into living ones of the same names and lengths."""
-    for name, tensor in living.items():
-        tensor.copy_(saved[name].reshape(tensor.shape))
+def by_slot(bucket: Bucket, flat: Tensor) -> dict[str, dict[str, Tensor]]:
+    """A remainder [length] as `state` gives it."""
+    return {slot.name: {"remainder": flat[slot.start : slot.stop]} for slot in bucket.slots}

@@ -4,14 +4,13 @@ Law: the elements sent are the `kept` largest of gradient + remainder, ties take
 Source: Stich, Cordonnier, Jaggi, "Sparsified SGD with memory" (2018), Alg. 1.
 """
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
+from fourfold.parts import memory
 from fourfold.parts.codec.entries import Entries, choose
-from fourfold.parts.codec.talk import Talk, dtype_of, gather, put, work_dtype
-from fourfold.plan.codec import Coding, Shapes, rounds, sparse
+from fourfold.parts.codec.talk import Talk, by_slot, dtype_of, gather, work_dtype
+from fourfold.plan.codec import Coding, Shapes, length, rounds, sparse
 from fourfold.plan.data import Bucket
 
 
@@ -19,11 +18,12 @@ class TopK:
     """See `Codec` and `Gathering`."""
 
     def __init__(self, coding: Coding, bucket: Bucket, shapes: Shapes, device: torch.device) -> None:
+        self.message_dtype, self.length = torch.uint8, length(bucket)
         self.rounds = rounds(coding, bucket, shapes)
-        layout = sparse(coding, bucket)
+        self._bucket, layout = bucket, sparse(coding, bucket)
         self._chosen = layout.chosen
         self._entries = Entries(layout, bucket, dtype_of(bucket), device)
-        self.remainder: Tensor = torch.zeros(bucket.size, dtype=work_dtype(bucket), device=device)
+        self.remainder: Tensor = memory.private(self.length, work_dtype(bucket), device)
 
     def talk(self, flat: Tensor) -> Talk:
         return gather(self, flat)
@@ -43,8 +43,5 @@ class TopK:
     def scale(self, factor: float) -> None:
         self.remainder.mul_(factor)
 
-    def state(self) -> dict[str, Tensor]:
-        return {"remainder": self.remainder}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        put(self.state(), state)
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        return by_slot(self._bucket, self.remainder)

@@ -5,8 +5,10 @@ Law: every rank begins the same collectives of one group in the same order, and 
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,11 +19,27 @@ from fourfold.parts.comm.ranks import Ranks
 from fourfold.parts.comm.split import Splitter
 from fourfold.parts.comm.transport import Part
 from fourfold.plan.data import Rest
-from fourfold.words.layout import SPLIT, WHOLE
+from fourfold.words.layout import SPLIT, WHOLE, Change
+from fourfold.words.layout import sent_bytes as layout_bytes
 from fourfold.words.spans import SILENT
 
 # Of reductions to split layouts: each holds a received copy of its bucket until it has ended.
 IN_FLIGHT = 4
+
+
+class Use(NamedTuple):
+    """What a transport is for: where buckets rest, which of them take turns in a slot, and whose groups it uses.
+
+    `coded`: what is launched is the sum over all ranks that a process group connects; a codec has seen to it.
+    """
+
+    rest: Rest
+    turns: tuple[int, ...]
+    purpose: str = ""
+    coded: bool = False
+
+    def named(self, what: str) -> str:
+        return f"{self.purpose} {what}".strip()
 
 
 class GroupTransport:
@@ -30,15 +48,14 @@ class GroupTransport:
     weights: Sequence[Tensor] | None = None
     writes = True
 
-    def __init__(
-        self, slots: Sequence[Tensor], ranks: Ranks, members: Sequence[int], rest: Rest, turns: tuple[int, ...]
-    ) -> None:
-        group = ranks.group(members, "buckets")
-        self._group, self._scalars_group = group, ranks.group(members, "scalars")
+    def __init__(self, slots: Sequence[Tensor], ranks: Ranks, members: Sequence[int], use: Use) -> None:
+        group, rest, turns = ranks.group(members, use.named("buckets")), use.rest, use.turns
+        self._group, self._scalars_group = group, ranks.group(members, use.named("scalars"))
+        self._coded = use.coded
         self.name = "NCCL" if ranks.device.type == "cuda" else "gloo"
         self.size, self.index = len(members), list(members).index(ranks.rank)
         self.slots, self.turns = slots, turns
-        self.waiting_seconds, self.recorder = 0.0, SILENT
+        self.waiting_seconds, self.sent_bytes, self.recorder = 0.0, 0.0, SILENT
         self._device = ranks.device
         self._splitter = None if rest.state == WHOLE else Splitter(group, size=self.size, index=self.index)
         self._shards = None if rest.gradient != SPLIT else Shards(slots, self.size)
@@ -51,6 +68,11 @@ class GroupTransport:
             self.complete(other)
 
     def launch(self, bucket: int, name: int) -> None:
+        if self._coded:
+            self._flying[bucket] = functools.partial(self._share, bucket)
+            return
+        reduction = Change.ALL_REDUCE if self._splitter is None else Change.REDUCE_SCATTER
+        self.sent_bytes += ring_bytes(reduction, self.slots[bucket], self.size)
         if self._splitter is None:
             work = _all_reduce(self.slots[bucket], self._group)
             self.recorder.follow(name, work.get_future)
@@ -59,6 +81,10 @@ class GroupTransport:
         if len(self._flying) >= IN_FLIGHT:
             self.complete(next(iter(self._flying)))
         self._flying[bucket] = self._splitter.scatter(self.slots[bucket], lambda work: self.recorder.follow(name, work))
+
+    def _share(self, bucket: int) -> Tensor | None:
+        """This rank's share of a slot that holds the sum already."""
+        return None if self._splitter is None else self._splitter.share(self.slots[bucket])
 
     def complete(self, bucket: int) -> None:
         if bucket in self._flying:
@@ -96,6 +122,7 @@ class GroupTransport:
 
     def publish(self, bucket: int, weight: Tensor) -> None:
         assert self._splitter is not None
+        self.sent_bytes += ring_bytes(Change.ALL_GATHER, weight, self.size)
         if len(self._spreading) >= IN_FLIGHT:
             self._spreading.pop(0)()
         self._spreading.append(self._splitter.gather(weight))
@@ -152,14 +179,15 @@ class Shards:
 class BetweenHosts:
     """The ranks of one local index on every host, over gloo; see `shared.Between`."""
 
-    def __init__(self, ranks: Ranks, members: Sequence[int]) -> None:
-        self._group = ranks.group(members, "buckets")
-        self._scalars_group = ranks.group(members, "scalars")
-        self.size, self._leader = len(members), members[0]
+    def __init__(self, ranks: Ranks, members: Sequence[int], use: Use) -> None:
+        self._group = ranks.group(members, use.named("buckets"))
+        self._scalars_group = ranks.group(members, use.named("scalars"))
+        self.size, self._leader, self.sent_bytes = len(members), members[0], 0.0
         self.index = list(members).index(ranks.rank) if ranks.rank in members else -1
         self._splitter = Splitter(self._group, size=self.size, index=self.index)
 
     def begin(self, flat: Tensor) -> Callable[[], Tensor]:
+        self.sent_bytes += ring_bytes(Change.ALL_REDUCE, flat, self.size)
         land = _waiting(_all_reduce(flat, self._group))
 
         def landed() -> Tensor:
@@ -169,9 +197,11 @@ class BetweenHosts:
         return landed
 
     def scatter(self, flat: Tensor) -> Callable[[], Tensor]:
+        self.sent_bytes += ring_bytes(Change.REDUCE_SCATTER, flat, self.size)
         return self._splitter.scatter(flat)
 
     def gather(self, flat: Tensor) -> Callable[[], None]:
+        self.sent_bytes += ring_bytes(Change.ALL_GATHER, flat, self.size)
         return self._splitter.gather(flat)
 
     def broadcast(self, flat: Tensor) -> None:
@@ -181,6 +211,31 @@ class BetweenHosts:
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, group=self._scalars_group)
         return tensor.tolist()
+
+
+class Gatherer:
+    """Ranks that gather each other's messages; see `coded.Wire`."""
+
+    def __init__(self, group: dist.ProcessGroup | None, *, size: int) -> None:
+        self._group, self.size, self.sent_bytes = group, size, 0.0
+
+    def gather(self, payload: Tensor) -> Callable[[], Sequence[Tensor]]:
+        """Begin to bring the messages [bytes] of all to all; the returned function waits, and gives them in order."""
+        everyone = torch.empty(self.size * payload.numel(), dtype=payload.dtype, device=payload.device)
+        self.sent_bytes += ring_bytes(Change.ALL_GATHER, everyone, self.size)
+        work = dist.all_gather_into_tensor(everyone, payload, group=self._group, async_op=True)
+        assert work is not None
+
+        def land() -> Sequence[Tensor]:
+            work.wait()
+            return everyone.view(self.size, -1).unbind()
+
+        return land
+
+
+def ring_bytes(collective: Change, flat: Tensor, size: int) -> float:
+    """Bytes each of `size` ranks sends to change the layout of `flat`."""
+    return layout_bytes(collective, whole_bytes=flat.numel() * flat.element_size(), size=size)
 
 
 def _waiting(work: dist.Work) -> Callable[[], None]:

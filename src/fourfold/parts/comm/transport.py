@@ -30,17 +30,31 @@ class Transport(Protocol):
     name: str
     size: int
     index: int
-    waiting_seconds: float
-    """Time spent moving gradients and waiting for others, since the start."""
     slots: Sequence[torch.Tensor]
     """This rank's gradient flats, one a bucket. Buckets with the same number in `turns` share their memory."""
     turns: tuple[int, ...]
-    recorder: Recorder
-    """Told of waits and of this rank's part of each reduction."""
     weights: Sequence[torch.Tensor] | None
     """The flats of the weights, where they exist once per host; None where each rank is to have its own."""
     writes: bool
     """Whether this rank is the one that writes into `weights` what all are to have."""
+
+    @property
+    def waiting_seconds(self) -> float:
+        """Time spent moving gradients and waiting for others, since the start."""
+        ...
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes of gradients and weights that this rank has sent over process groups, since the start, as by ring."""
+        ...
+
+    @property
+    def recorder(self) -> Recorder:
+        """Told of waits and of this rank's part of each reduction."""
+        ...
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder) -> None: ...
 
     def lend(self, bucket: int) -> None:
         """Wait until this rank's slot of `bucket` may be written."""
@@ -110,7 +124,7 @@ class Alone:
     def __init__(self, slots: Sequence[torch.Tensor]) -> None:
         self.slots: Sequence[torch.Tensor] = slots
         self.turns = tuple(range(len(slots)))
-        self.waiting_seconds, self.recorder = 0.0, SILENT
+        self.waiting_seconds, self.sent_bytes, self.recorder = 0.0, 0.0, SILENT
         self._measured: dict[int, torch.Tensor] = {}
 
     def lend(self, bucket: int) -> None:
