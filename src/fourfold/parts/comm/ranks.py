@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fourfold.parts.comm import meeting
+from fourfold.parts.comm import calls, meeting
 from fourfold.parts.comm.transport import Part
 from fourfold.words import launchers
+from fourfold.words.action import LOSS
 from fourfold.words.errors import LaunchError, Problem
 from fourfold.words.spans import SILENT
 from fourfold.words.world import World, from_environment
@@ -158,6 +159,36 @@ def _timed(transport: "GroupTransport") -> Iterator[None]:
     transport.waiting_seconds += time.perf_counter() - begin
 
 
+NUM_LOSS_SCALARS = 8
+
+
+class _Roll:
+    """A group's tags: each member adds its own in a place of its own, so that the sum holds all of them.
+
+    All calls sum LOSS scalars of one length first: whichever two calls meet, they meet there.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, members: Sequence[int], index: int, device: torch.device):
+        self._group, self._members, self._index, self._device = group, members, index, device
+
+    def tagged(self, values: torch.Tensor, call: str) -> torch.Tensor:
+        """float64 [NUM_LOSS_SCALARS + members]"""
+        tensor = torch.zeros(NUM_LOSS_SCALARS + len(self._members), dtype=torch.float64, device=self._device)
+        tensor[: len(values)] = values
+        tensor[NUM_LOSS_SCALARS + self._index] = calls.tag(call)
+        return tensor
+
+    def compare(self, sums: Sequence[float], call: str) -> None:
+        """Raise DivergenceError, on all members alike, unless all tags are the same."""
+        if len(set(sums[NUM_LOSS_SCALARS:])) == 1:
+            return
+        mine = torch.frombuffer(bytearray(calls.encode(call)), dtype=torch.uint8).to(self._device)
+        rows = [torch.empty_like(mine) for _ in self._members]
+        dist.all_gather(rows, mine, group=self._group)
+        texts = [calls.decode(bytes(row.tolist())) for row in rows]
+        raise calls.diverged(dict(zip(self._members, texts, strict=True)))
+
+
 class GroupTransport:
     """The transport over a process group: gloo between hosts, NCCL on GPUs; see `Transport`."""
 
@@ -171,6 +202,15 @@ class GroupTransport:
         self._device = ranks.device
         self._works: dict[int, dist.Work] = {}
         self._measures: dict[int, tuple[torch.Tensor, dist.Work]] = {}
+        self._roll = _Roll(self._scalars_group, members, self.index, ranks.device)
+        self._call, self._num_loss = "", 0
+
+    def enter(self, call: str) -> None:
+        self._call = call
+
+    def agree(self) -> None:
+        self.measure(LOSS, torch.zeros(0))
+        self.measured(LOSS)
 
     def open(self) -> None:
         pass
@@ -204,14 +244,22 @@ class GroupTransport:
         pass
 
     def measure(self, kind: int, values: torch.Tensor) -> None:
-        tensor = values.to(self._device, copy=True)
+        if kind == LOSS:
+            self._num_loss = len(values)
+            tensor = self._roll.tagged(values, self._call)
+        else:
+            tensor = values.to(self._device, copy=True)
         self._measures[kind] = tensor, _all_reduce(tensor, self._scalars_group)
 
     def measured(self, kind: int) -> list[float]:
         tensor, work = self._measures.pop(kind)
         with _timed(self):
             work.wait()
-            return tensor.tolist()
+            sums = tensor.tolist()
+        if kind != LOSS:
+            return sums
+        self._roll.compare(sums, self._call)
+        return sums[: self._num_loss]
 
 
 class BetweenHosts:
@@ -222,6 +270,7 @@ class BetweenHosts:
         self._scalars_group = ranks.group(members, "scalars")
         self.size = len(members)
         self.index = list(members).index(ranks.rank) if ranks.rank in members else -1
+        self._roll = _Roll(self._scalars_group, members, self.index, torch.device("cpu"))
 
     def begin(self, flat: torch.Tensor) -> Callable[[], None]:
         work = _all_reduce(flat, self._group)
@@ -231,10 +280,15 @@ class BetweenHosts:
 
         return land
 
-    def measure(self, values: Sequence[float]) -> list[float]:
+    def measure(self, values: Sequence[float], call: str | None = None) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64)
+        if call is not None:
+            tensor = self._roll.tagged(tensor, call)
         dist.all_reduce(tensor, group=self._scalars_group)
-        return tensor.tolist()
+        sums = tensor.tolist()
+        if call is not None:
+            self._roll.compare(sums, call)
+        return sums[: len(values)]
 
 
 def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> dist.Work:

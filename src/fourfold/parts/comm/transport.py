@@ -4,6 +4,7 @@ slot      this rank's flat of a bucket's gradient
 launch    say that the slot is complete; reductions are launched in program order, on every rank the same
 sum       the sum over ranks of all slots of a bucket; it rests where `sums` says
 measure   a few float64 scalars summed over ranks
+call      what the ranks do together, and in which step; see `calls`
 Law: every rank launches and measures the same things in the same order.
 """
 
@@ -35,6 +36,14 @@ class Transport(Protocol):
     """This rank's gradient flats, one a bucket."""
     recorder: Recorder
     """Told of waits and of this rank's part of each reduction."""
+
+    def enter(self, call: str) -> None:
+        """This rank begins a collective call. Does not wait; who reads the sums of LOSS knows that all began it."""
+        ...
+
+    def agree(self) -> None:
+        """Wait until all ranks have begun a call. Raises DivergenceError unless it is the same one."""
+        ...
 
     def open(self) -> None:
         """Wait until everybody has finished with this rank's slots of the previous step."""
@@ -73,7 +82,7 @@ class Transport(Protocol):
         ...
 
     def measured(self, kind: int) -> list[float]:
-        """The sums begun by `measure`."""
+        """The sums begun by `measure`. Those of LOSS raise DivergenceError where ranks are in different calls."""
         ...
 
 
@@ -87,6 +96,12 @@ class Alone:
         self.slots: Sequence[torch.Tensor] = slots
         self.waiting_seconds, self.recorder = 0.0, SILENT
         self._measured: dict[int, torch.Tensor] = {}
+
+    def enter(self, call: str) -> None:
+        pass
+
+    def agree(self) -> None:
+        pass
 
     def open(self) -> None:
         pass
