@@ -58,6 +58,7 @@ RUN = {
     "checkpoint_every": Kind(int, least=0),
     "ema": Kind(float, optional=True, above=0),
     "init": Kind(str),
+    "skip_nan": Kind(int, least=0),
     "fresh": Kind(bool),
 }
 
