@@ -2,6 +2,7 @@
 
 import copy
 import mmap
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +77,19 @@ def test_a_rank_that_never_comes_does_not_keep_the_others_from_telling(monkeypat
 
     for said in threads.run(3, body)[:2]:
         assert "rank 0 is at step 2; rank 1 is at evaluate() after step 1; rank 2 is at step 1 and has" in said
+
+
+def test_a_stray_that_has_ended_of_it_is_told_as_a_stray():
+    slotting = shared.Slotting((), (), num_scalars=8)
+    mapping = mmap.mmap(-1, 3 * slotting.region_bytes)
+    here, there = socket.socketpair()
+    first = shared.Shared(mapping, slotting, index=0, size=3, links={1: here})
+    stray = shared.Shared(mapping, slotting, index=1, size=3)
+    stray.enter("evaluate() after step 5")
+    there.close()
+    first.enter("step 6")
+    with pytest.raises(DivergenceError, match="rank 2 is at nothing and has come no further"), here:
+        first.agree()
 
 
 def test_a_step_left_out_is_found_when_the_others_evaluate():
