@@ -44,6 +44,7 @@ SPINS = 200
 YIELD_SECONDS = 0.002
 POLL_SECONDS = 0.0002
 LIVENESS_SECONDS = 0.05
+COMING_SECONDS = 2.0
 
 
 class Between(Protocol):
@@ -189,8 +190,12 @@ class Shared:
                 time.sleep(POLL_SECONDS)
                 if now - looked > LIVENESS_SECONDS:
                     looked = now
-                    self._compare()
-                    self._look_for_dead(flag, count, now - begin)
+                    self._look_for_strays(now - begin)
+                    try:
+                        self._look_for_dead(flag, count, now - begin)
+                    except PeerError:
+                        self._compare()  # A rank that went astray ends of it: that is the cause, not its death.
+                        raise
         self.waiting_seconds += time.perf_counter() - begin
 
     def _look_for_dead(self, flag: int, count: int, waited_seconds: float) -> None:
@@ -224,6 +229,11 @@ class Shared:
         self._compare()
         if self._between is not None:
             self._between.measure([], self._call)
+
+    def _look_for_strays(self, waited_seconds: float) -> None:
+        # Those that are only late are waited for, so that every rank's call can be told.
+        if self._least(CALLED) >= self._counts[CALLED] or waited_seconds > COMING_SECONDS:
+            self._compare()
 
     def _compare(self) -> None:
         counts = [self._flags[peer * self._words + CALLED * FLAG_STRIDE] for peer in range(self.size)]
