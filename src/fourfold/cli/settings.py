@@ -59,6 +59,8 @@ RUN = {
     "ema": Kind(float, optional=True, above=0),
     "init": Kind(str),
     "fresh": Kind(bool),
+    "restarts": Kind(int, least=0),
+    "hang_seconds": Kind(float, optional=True, above=0),
 }
 
 

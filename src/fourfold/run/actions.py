@@ -39,6 +39,8 @@ class Totals:
     count: float
     samples: float
     tokens: float
+    asked: float
+    """How many ranks have been asked to stop."""
 
 
 class Actions:
@@ -59,6 +61,8 @@ class Actions:
         # in the first step, its count in all others. The rest of the division is made up for after the reduction,
         # and is 1 where batches are even.
         self.nominal_count: float | None = None
+        self.asked = False
+        """Whether this rank has been asked to stop; every rank learns of it within the step."""
         self.recorder = SILENT
         slots = [len(parameters) for parameters in parts.parameters]
         self._offsets = [sum(slots[:bucket]) for bucket in range(len(slots))]
@@ -67,7 +71,8 @@ class Actions:
         """Begin a step; afterwards `totals` and `grad_norm` tell of it."""
         self._microbatches = microbatches
         self._losses: dict[int, Loss] = {}
-        self._local = torch.zeros(4, dtype=torch.float64, device=self._device)
+        self._local = torch.zeros(5, dtype=torch.float64, device=self._device)
+        self._local[4] = float(self.asked)
         self._last = max((index for index, part in enumerate(microbatches) if part.samples), default=-1)
         self._sealed, self._scaled = False, False
         self._used: list[float] | None = None
@@ -94,7 +99,7 @@ class Actions:
         if part.samples:
             loss = measure(self._loss(call(self._model, part.inputs), part.targets), part.samples)
             self._losses[index] = loss
-            self._local += torch.stack([loss.total.detach().double(), *self._numbers(loss.count, part)])
+            self._local[:4] += torch.stack([loss.total.detach().double(), *self._numbers(loss.count, part)])
 
     def _numbers(self, count: float, part: Microbatch) -> Tensor:
         return torch.tensor([count, part.samples, part.tokens], dtype=torch.float64, device=self._device)

@@ -3,6 +3,7 @@
 Law: rank 0 alone writes and speaks; on other ranks the same calls only count.
 """
 
+import platform
 import secrets
 import time
 from collections import deque
@@ -12,8 +13,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fourfold.plan.plan import Plan
+from fourfold.run import faults
 from fourfold.run.build import Metrics, TrainStep
 from fourfold.run.checkpoint.keeper import Progress
+from fourfold.run.faults import Fault
 from fourfold.run.folder import Folder, Opened
 from fourfold.run.settings import Settings, told_finished
 from fourfold.words.record import Line
@@ -114,6 +117,16 @@ class Speaker:
     def note(self, text: str) -> None:
         if self._folder is not None and self._report is not None:
             self._report.note(text)
+
+    def fault(self, kind: str, step: int, text: str) -> None:
+        """Write down a fault that this rank has noticed."""
+        if self._folder is None:
+            return
+        try:
+            fault = Fault(time=time.time(), kind=kind, step=step, rank=None, host=platform.node(), text=text)
+            faults.append(self._folder.path, fault)
+        except OSError as error:
+            self.note(f"warning: {faults.FILE} could not be written: {error}")
 
     def position(self) -> int:
         return self._folder.position() if self._folder is not None else 0

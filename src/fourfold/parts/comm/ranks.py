@@ -2,6 +2,7 @@
 
 exchange   every rank gives a text, every rank gets all texts
 host       where a process runs: boot id and network namespace; processes of one host can share memory
+roster     host and process of every rank, so that a death can be told with a name
 Law: texts are JSON, never pickle; a world of one rank needs no process group.
 """
 
@@ -9,10 +10,11 @@ import atexit
 import contextlib
 import json
 import os
+import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,9 +22,20 @@ import torch.distributed as dist
 from fourfold.parts.comm import meeting
 from fourfold.parts.comm.transport import Part
 from fourfold.words import launchers
-from fourfold.words.errors import LaunchError, Problem
+from fourfold.words.errors import PEER_GONE, LaunchError, PeerError, Problem
 from fourfold.words.spans import SILENT
 from fourfold.words.world import World, from_environment
+
+BURIAL_SECONDS = 0.2  # a process's sockets are closed a moment before it is gone
+
+
+class _Process(NamedTuple):
+    """Where a rank lives."""
+
+    host: str
+    name: str
+    pid: int
+    began: int
 
 
 class Ranks:
@@ -31,6 +44,46 @@ class Ranks:
     def __init__(self, world: World, device: torch.device) -> None:
         self.world, self.device = world, device
         self._groups: dict[tuple[str, tuple[int, ...]], Any] = {}
+        self._roster: list[_Process] = []
+
+    def enrol(self) -> "Ranks":
+        """Have every rank know where all live. Collective."""
+        mine = _Process(host_id(), platform.node(), *meeting.me())
+        self._roster = [_Process(*theirs) for theirs in self.exchange(mine)]
+        return self
+
+    def has_died(self, rank: int) -> bool:
+        """Whether a rank's process has ended, as far as this host can tell. Not collective: waits ask it."""
+        if not self._roster or self._roster[rank].host != self._roster[self.rank].host:
+            return False
+        return not meeting.lives(self._roster[rank].pid, self._roster[rank].began)
+
+    def look(self) -> None:
+        """Raise PeerError where another rank of this host has ended. Not collective: waits call it."""
+        dead = self._dead()
+        if dead:
+            raise PeerError(f"{self._names(dead)} died while rank {self.rank} needed it")
+
+    def _dead(self) -> list[int]:
+        return [rank for rank in range(self.size) if self.has_died(rank)]
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        return " and ".join(f"rank {rank} (host {self._roster[rank].name})" for rank in ranks)
+
+    @contextlib.contextmanager
+    def naming_the_dead(self) -> Iterator[None]:
+        """Within: a connection that breaks is a PeerError that says who has died."""
+        try:
+            yield
+        except RuntimeError as error:
+            said = str(error).splitlines()[0] if str(error) else ""
+            if not any(words in str(error).lower() for words in PEER_GONE):
+                raise
+            deadline = time.monotonic() + BURIAL_SECONDS
+            while not (dead := self._dead()) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            who = self._names(dead) if dead else f"a rank of another host ({said})"
+            raise PeerError(f"{who} died while rank {self.rank} waited for it") from error
 
     @property
     def rank(self) -> int:
@@ -53,13 +106,15 @@ class Ranks:
 
     def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         rows = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(rows, tensor)
+        with self.naming_the_dead():
+            dist.all_gather(rows, tensor)
         return [row.cpu() for row in rows]
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Rank 0's values, everywhere, in place."""
         if self.size > 1:
-            dist.broadcast(tensor, src=0)
+            with self.naming_the_dead():
+                dist.broadcast(tensor, src=0)
 
     def group(self, ranks: Sequence[int], purpose: str) -> dist.ProcessGroup | None:
         """A process group of these ranks for one purpose. Every rank must ask for the same groups in one order.
@@ -76,7 +131,7 @@ def join() -> Ranks:
     """Join the process group that is there, or the one the launcher's environment speaks of, or stay alone."""
     world = present()
     if world is not None:
-        return Ranks(world, _device(world.local_rank))
+        return Ranks(world, _device(world.local_rank)).enrol()
     world = from_environment() or World()
     device = _device(world.local_rank)
     if world.size > 1:
@@ -85,7 +140,7 @@ def join() -> Ranks:
         _init_group("nccl" if device.type == "cuda" else "gloo")
         # Gloo's threads must end before the interpreter does, else the process aborts at its very end.
         atexit.register(leave)
-    return Ranks(world, device)
+    return Ranks(world, device).enrol()
 
 
 def _init_group(backend: str) -> None:
@@ -153,7 +208,7 @@ def host_id() -> str:
 @contextlib.contextmanager
 def _timed(transport: "GroupTransport") -> Iterator[None]:
     begin = time.perf_counter()
-    with transport.recorder.waiting():
+    with transport.recorder.waiting(), transport.ranks.naming_the_dead():
         yield
     transport.waiting_seconds += time.perf_counter() - begin
 
@@ -162,6 +217,7 @@ class GroupTransport:
     """The transport over a process group: gloo between hosts, NCCL on GPUs; see `Transport`."""
 
     def __init__(self, slots: Sequence[torch.Tensor], ranks: Ranks, members: Sequence[int]) -> None:
+        self.ranks = ranks
         self._group = ranks.group(members, "buckets")
         self._scalars_group = ranks.group(members, "scalars")
         self.name = "NCCL" if ranks.device.type == "cuda" else "gloo"
@@ -176,7 +232,8 @@ class GroupTransport:
         pass
 
     def launch(self, bucket: int) -> None:
-        work = self._works[bucket] = _all_reduce(self.slots[bucket], self._group)
+        with self.ranks.naming_the_dead():
+            work = self._works[bucket] = _all_reduce(self.slots[bucket], self._group)
         self.recorder.follow(bucket, work.get_future)
 
     def complete(self, bucket: int) -> None:
@@ -205,7 +262,8 @@ class GroupTransport:
 
     def measure(self, kind: int, values: torch.Tensor) -> None:
         tensor = values.to(self._device, copy=True)
-        self._measures[kind] = tensor, _all_reduce(tensor, self._scalars_group)
+        with self.ranks.naming_the_dead():
+            self._measures[kind] = tensor, _all_reduce(tensor, self._scalars_group)
 
     def measured(self, kind: int) -> list[float]:
         tensor, work = self._measures.pop(kind)
@@ -218,22 +276,26 @@ class BetweenHosts:
     """The ranks of one local index on every host, over gloo; see `shared.Between`."""
 
     def __init__(self, ranks: Ranks, members: Sequence[int]) -> None:
+        self._ranks = ranks
         self._group = ranks.group(members, "buckets")
         self._scalars_group = ranks.group(members, "scalars")
         self.size = len(members)
         self.index = list(members).index(ranks.rank) if ranks.rank in members else -1
 
     def begin(self, flat: torch.Tensor) -> Callable[[], None]:
-        work = _all_reduce(flat, self._group)
+        with self._ranks.naming_the_dead():
+            work = _all_reduce(flat, self._group)
 
         def land() -> None:
-            work.wait()
+            with self._ranks.naming_the_dead():
+                work.wait()
 
         return land
 
     def measure(self, values: Sequence[float]) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, group=self._scalars_group)
+        with self._ranks.naming_the_dead():
+            dist.all_reduce(tensor, group=self._scalars_group)
         return tensor.tolist()
 
 
