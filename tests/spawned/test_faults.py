@@ -46,7 +46,7 @@ class Loss:
         done = len(list(Path(".").glob("mark-*")))
         if self.calls == self.at + self.later * done and done < self.times and RANK == (done + 1) % 2:
             Path(f"mark-{done}").write_text(str(time.time()))
-            getattr(self, self.what)()
+            getattr(self, self.what.split(",")[done % 2])()
         return (outputs - targets) ** 2
 
     def kill(self):
@@ -55,8 +55,16 @@ class Loss:
     def terminate(self):
         os.kill(os.getpid(), signal.SIGTERM)
 
+    def terminate_launcher(self):
+        seen, handler = [], signal.getsignal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, lambda *got: (seen.append(1), handler(*got)))
+        os.kill(os.getppid(), signal.SIGTERM)
+        while not seen:
+            time.sleep(0.01)
+
     def stop(self):
         os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(5)  # it is woken for a moment, to say where it is
 
     def hang(self):
         while True:
@@ -66,7 +74,7 @@ class Loss:
         raise RuntimeError("the disk of this rank")
 
 
-def task(*, what: str = "kill", times: int = 0, at: int = 4, later: int = 1):
+def task(*, what: str = "kill,kill", times: int = 0, at: int = 4, later: int = 1):
     return ff.Task(
         model=lambda: torch.nn.Linear(4, 1),
         loss=Loss(what, times, at, later),
@@ -135,7 +143,7 @@ def faults(run: Path) -> list[dict]:
 
 
 def test_ranks_killed_again_and_again_change_nothing_but_the_time(start: Start, undisturbed: Path, tmp_path: Path):
-    job = start(*TRAIN, "what=kill", "times=4", "-n", "2")
+    job = start(*TRAIN, "what=kill,kill", "times=4", "-n", "2")
     assert job.end() == 0, job.err
     run = tmp_path / "runs" / "first"
     assert equal(run, undisturbed)
@@ -152,7 +160,7 @@ def test_ranks_killed_again_and_again_change_nothing_but_the_time(start: Start, 
         assert told in job.err
 
 
-FAILING = ("what=fail", "times=9", "later=0")
+FAILING = ("what=fail,fail", "times=9", "later=0")
 
 
 def test_a_crash_loop_ends_with_the_first_cause(start: Start, tmp_path: Path):
@@ -185,17 +193,57 @@ def test_a_rank_that_comes_late_to_a_restart_meets_the_others(start: Start, tmp_
     assert job.out == "together 2\n"
 
 
-@pytest.mark.parametrize("transport", ["shared", "gloo"])
-def test_a_dead_rank_ends_the_others_of_a_foreign_world_for_a_requeue(start: Start, transport: str, tmp_path: Path):
+def foreign_world(start: Start, *words: str) -> list[Job]:
+    """Two ranks that a launcher of others has started, as far as they can see."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = str(listener.getsockname()[1])
     listener.close()
-    words = (*TRAIN, "what=kill", "times=1", f"transport={transport}")
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    jobs = [start(*words, **world, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+    return [start(*TRAIN, *words, **world, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_a_dead_rank_ends_the_others_of_a_foreign_world_for_a_requeue(start: Start, transport: str, tmp_path: Path):
+    jobs = foreign_world(start, "what=kill,kill", "times=1", f"transport={transport}")
     assert jobs[1].end() == -signal.SIGKILL
     begin = time.monotonic()
     assert jobs[0].end() == 75
     assert time.monotonic() - begin < 5  # 0.2 s on a busy machine
     assert f"PeerError: rank 1 (host {HOST}) died while rank 0 waited for it (after step 3)" in jobs[0].err
     assert [fault["kind"] for fault in faults(tmp_path / "runs" / "first")] == ["lost rank"]
+
+
+@pytest.mark.parametrize("whom", ["terminate", "terminate_launcher"])
+def test_sigterm_saves_at_a_step_and_asks_to_be_started_again(start, whom: str, undisturbed: Path, tmp_path: Path):
+    words = (*TRAIN, f"what={whom},", "times=1", "-n", "2")
+    job = start(*words)
+    assert job.end() == 75
+    # The signal comes within step 4, and is told in step 5.
+    assert job.err == "fourfold: stopped by SIGTERM after step 5; the same command goes on there\n"
+    run = tmp_path / "runs" / "first"
+    assert [(fault["kind"], fault["step"]) for fault in faults(run)] == [("terminated", 5)]
+    job = start(*words)
+    assert job.end() == 0, job.err
+    assert "goes on from step 5 of 30" in job.out
+    assert losses(run) == losses(undisturbed)
+    assert equal(run, undisturbed)
+
+
+def test_sigterm_ends_a_foreign_world_in_the_same_way(start: Start):
+    jobs = foreign_world(start, "what=terminate,", "times=1")
+    assert [job.end() for job in jobs] == [75, 75]
+    assert jobs[0].err == "fourfold: stopped by SIGTERM after step 5; the same command goes on there\n"
+    assert jobs[1].err == ""
+
+
+def test_a_rank_that_holds_the_others_up_is_named_killed_and_started_again(start, undisturbed: Path, tmp_path: Path):
+    job = start(*TRAIN, "what=stop,hang", "times=2", "hang_seconds=4", "-n", "2")
+    assert job.end() == 0, job.err
+    run = tmp_path / "runs" / "first"
+    assert [(fault["kind"], fault["rank"]) for fault in faults(run)] == [("stopped", 1), ("hung", 0)]
+    assert f"rank 1 of 2 (host {HOST}, after step 3) has been stopped by a signal: no step in 4 s" in job.err
+    assert ", line " in job.err, job.err
+    assert " in stop\n" in job.err, job.err
+    assert " in hang\n" in job.err, job.err
+    assert losses(run) == losses(undisturbed)
+    assert equal(run, undisturbed)

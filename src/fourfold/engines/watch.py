@@ -6,6 +6,7 @@ Law: a culprit is killed with SIGKILL: a stopped process does not hear SIGTERM.
 """
 
 import contextlib
+import itertools
 import os
 import signal
 import time
@@ -17,10 +18,10 @@ from fourfold.run.pulse import STARTING, Beat
 
 VARIABLE = "FOURFOLD_STACKS"
 SIGNAL = signal.SIGUSR2
-DUMP_SECONDS = 1.0
-POLL_SECONDS = 0.02
+DUMP_SECONDS, AGAIN_SECONDS = 1.0, 0.1
+POLL_SECONDS = 0.002
+COMPLETE = (" in _run_module_as_main\n", "  ...\n")  # the outermost frame, or very many
 INNERMOST = 6
-MOST_LINES = 24
 WAITING = os.path.join("fourfold", "parts", "comm") + os.sep
 
 
@@ -61,18 +62,19 @@ def state(pid: int) -> str:
 
 
 def _stacks(ranks: Sequence[int], pids: Mapping[int, int], folder: Path) -> dict[int, str]:
-    """What ranks are at. One that was stopped goes on for the moment it takes to say so: the signal is served first."""
-    for rank in ranks:
-        _send(pids[rank], SIGNAL)
-        _send(pids[rank], signal.SIGCONT)
+    """What ranks are at. One that was stopped goes on for the moment it takes to say so."""
     deadline = time.monotonic() + DUMP_SECONDS
     found: dict[int, str] = {}
     while len(found) < len(ranks) and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
         for rank in ranks:
-            text = _read(file_of(folder, rank))
-            if text.endswith("\n") and text.count("\n") > 1:
-                found[rank] = text
+            # In this order, and again: a signal that finds every thread stopped may wait for ever.
+            _send(pids[rank], signal.SIGCONT)
+            _send(pids[rank], SIGNAL)
+        again = time.monotonic() + AGAIN_SECONDS
+        while len(found) < len(ranks) and time.monotonic() < again:
+            time.sleep(POLL_SECONDS)
+            told = {rank: _read(file_of(folder, rank)) for rank in ranks}
+            found = {rank: text for rank, text in told.items() if text.endswith(COMPLETE)}
     return {rank: _cut(text) for rank, text in found.items()}
 
 
@@ -89,9 +91,9 @@ def _read(path: Path) -> str:
 
 
 def _cut(text: str) -> str:
-    """The innermost frames, without the thread's number."""
-    lines = text.splitlines()[1:]
-    return "\n".join([*lines[:MOST_LINES], *(["  …"] if len(lines) > MOST_LINES else [])])
+    """The frames of the program, without the thread's number and what had led to the program."""
+    frames = itertools.takewhile(lambda line: "<frozen runpy>" not in line, text.splitlines()[1:])
+    return "\n".join(frames)
 
 
 def _waits(stack: str) -> bool:
