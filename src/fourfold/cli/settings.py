@@ -60,6 +60,8 @@ RUN = {
     "init": Kind(str),
     "skip_nan": Kind(int, least=0),
     "fresh": Kind(bool),
+    "restarts": Kind(int, least=0),
+    "hang_seconds": Kind(float, optional=True, above=0),
 }
 
 
