@@ -32,6 +32,7 @@ class Case:
     unused: str = "refuse"
     transport: str = "by-host"
     zero: int = 0
+    update: str = "after"
     codec: str = "none"
     codec_rank: int = 2
     codec_density: float = 0.2
@@ -45,6 +46,7 @@ class Case:
             unused=self.unused,
             transport=self.transport,
             zero=self.zero,
+            update=self.update,
             codec=self.codec,
             codec_rank=self.codec_rank,
             codec_density=self.codec_density,

@@ -24,11 +24,11 @@ def worst(case: Case, size: int, *, unit: float = 1.0) -> float:
     zero=st.integers(0, 2),
     batch_sizes=st.lists(st.integers(1, 13), min_size=1, max_size=4).map(tuple),
     microbatches=st.integers(1, 3),
-    clip=st.sampled_from([None, 0.05]),
+    then=st.sampled_from([{}, {"clip": 0.05}, {"update": "in_backward"}]),
     bucket_bytes=st.sampled_from([1500, 4000, 2**20]),
 )
-def test_every_data_mesh_trains_as_its_workers_would(codec, size, **fields):
-    assert worst(Case(codec=codec, **fields), size) <= TOLERANCE
+def test_every_data_mesh_trains_as_its_workers_would(size, then, **fields):
+    assert worst(Case(**fields, **then), size) <= TOLERANCE
 
 
 @settings(max_examples=12)

@@ -12,11 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 import fourfold as ff
+from fourfold.plan.codec import rounds
 from fourfold.plan.timeline import encode
 from fourfold.run.trace import Tracing
 from fourfold.tasks import lm
 from fourfold.testing import oracle
-from tests import training
+from fourfold.words.errors import DivergenceError
+from tests import coded, training
 from tests.training import Case
 
 
@@ -29,6 +31,35 @@ def deviation(host: str | None = None, **fields: Any) -> dict[str, Any]:
         step = training.build(case, dist.get_world_size())
     trained = training.train_step(case, step)
     return {"deviation": oracle.deviation(trained, training.train_oracle(case)), "transport": step.transport}
+
+
+def coded_deviations(cases: list[dict[str, Any]], host: str | None = None) -> list[dict[str, Any]]:
+    """For each case: how far a training is from that of its codec's workers, and what a step has sent."""
+    told = []
+    for fields in cases:
+        case, size = Case(**fields, batch_sizes=(16, 16)), dist.get_world_size()
+        with _hosts(host):
+            step = training.build(case, size)
+        metrics = [step(training.local(batch, size, step.data_index)) for batch in training.batches(case)]
+        trained = oracle.snapshot(step.model, [m.loss for m in metrics], [m.grad_norm for m in metrics])
+        expected = coded.train(case, size, unit=16.0)
+        lengths = [sum(b.num_bytes for b in rounds) for rounds in _rounds(step)]
+        told.append(
+            {
+                "deviation": oracle.deviation(trained, expected),
+                "transport": step.transport,
+                "sent_bytes": metrics[-1].sent_bytes,
+                "message_bytes": sum(lengths),
+            }
+        )
+    return told
+
+
+def _rounds(step: Any) -> list[Any]:
+    """By bucket, what its codec says of its messages."""
+    shapes = {name: tuple(p.shape) for name, p in step.model.named_parameters()}
+    by_bucket = [[shapes[slot.name] for slot in bucket.slots] for bucket in step.buckets]
+    return [rounds(step.plan.coding, b, s) for b, s in zip(step.buckets, by_bucket, strict=True)]
 
 
 @contextlib.contextmanager
@@ -161,6 +192,51 @@ def dies_in_silence() -> None:
         training.train_step(case, step)
     except ff.FourfoldError as error:
         raise RuntimeError(f"noticed in {time.perf_counter() - begin:.0f} s: {error}") from error
+
+
+def diverges(transport: str, stray: list[int], host: str | None = None) -> str:
+    """What is said where some ranks evaluate while the others train; before that, all have done both."""
+    case = Case(transport=transport)
+    with _hosts(host):
+        step = training.build(case, dist.get_world_size())
+    batch = training.local(training.batches(case)[0], dist.get_world_size(), dist.get_rank())
+    for call in (step, step.evaluate, step, step.evaluate if dist.get_rank() in stray else step):
+        try:
+            call(batch)
+        except DivergenceError as error:
+            return str(error)
+    return "nothing"
+
+
+def wrapped_diverges(transport: str) -> str:
+    """What a wrapped optimizer says where rank 1 leaves out a backward, but no step."""
+    model = nn.Linear(2, 2)
+    plan = ff.Plan(dp=dist.get_world_size(), transport=transport)
+    optimizer = ff.DistributedOptimizer(_sgd(model.parameters()), model, plan)
+    for number in range(3):
+        try:
+            if (number, dist.get_rank()) != (1, 1):
+                model(torch.ones(1, 2)).sum().backward()
+        except DivergenceError as error:
+            return str(error)
+        optimizer.step()
+    return "nothing"
+
+
+def skips(transport: str) -> dict[str, Any]:
+    """How far a training with a skipped step is from the oracle's without it, and why it was skipped."""
+    case, size = Case(transport=transport, clip=0.5), dist.get_world_size()
+    batches = training.batches(case)
+    batches[1][0][-1] = float("nan")
+    step = ff.parallelize(
+        training.model("mlp"), training.loss(case), training.optimizer(case), case.plan(size), clip=0.5, skip_nan=1
+    )
+    metrics = [step(training.local(batch, size, dist.get_rank())) for batch in batches]
+    good = [m for m in metrics if m.skipped is None]
+    trained = oracle.snapshot(step.model, [m.loss for m in good], [m.grad_norm for m in good])
+    model, loss = training.model("mlp"), training.loss(case)
+    expected = oracle.train(model, loss, training.optimizer(case), batches[::2], clip=0.5)
+    return {"deviation": oracle.deviation(trained, expected), "skipped": metrics[1].skipped}
 
 
 def feed(num_samples: int, batch_size: int) -> list[list[int]]:

@@ -48,6 +48,24 @@ def test_hosts_share_memory_inside_and_use_gloo_between(world, zero):
     assert max(result["deviation"] for result in results) <= TOLERANCE
 
 
+CODED = [
+    {"codec": kind, "zero": zero, "clip": 0.5, "microbatches": 2, "bucket_bytes": 1500, "optimizer": "SGD"}
+    for kind, zero in [("bf16", 0), ("topk", 0), ("int8", 1), ("powersgd", 0), ("powersgd", 2), ("dct", 2)]
+]
+
+
+@pytest.mark.parametrize(("transport", "host"), [("gloo", None), ("by-host", "two")])
+def test_messages_over_gloo_train_as_a_codecs_workers_would(world, transport, host):
+    cases = [{**case, "transport": transport} for case in CODED]
+    for told in world(4).run(f"{CASES}:coded_deviations", cases=cases, host=host):
+        for case, result in zip(cases, told, strict=True):
+            # The order in which gloo adds 2-byte numbers is its own.
+            assert result["deviation"] <= (2**-9 if case["codec"] == "bf16" else TOLERANCE), case
+            if case["zero"] == 0 and host is None:
+                times = 3 if case["codec"] == "topk" else 2 * 3 / 4
+                assert result["sent_bytes"] == pytest.approx(times * result["message_bytes"])
+
+
 def test_ranks_start_from_the_weights_of_rank_0(world):
     assert all(world(2).run(f"{CASES}:start_apart"))
 
@@ -91,6 +109,32 @@ def test_the_death_of_a_rank_is_noticed_and_named(world):
     with pytest.raises(CaseFailed) as caught:
         broken.run(f"{CASES}:dies_in_silence", time_limit_seconds=20)
     assert str(caught.value).count("noticed in 0 s: rank 1 has died") == 2
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_in_different_calls_are_told_so(world, transport):
+    for said in world(2).run(f"{CASES}:diverges", transport=transport, stray=[1], time_limit_seconds=20):
+        assert "rank 0 is at step 3; rank 1 is at evaluate() after step 2" in said
+
+
+def test_hosts_in_different_calls_are_told_so(world):
+    results = world(4).run(f"{CASES}:diverges", transport="shared", stray=[2, 3], host="two", time_limit_seconds=20)
+    for rank, said in enumerate(results):
+        here, there = rank % 2, rank % 2 + 2
+        assert f"rank {here} is at step 3; rank {there} is at evaluate() after step 2" in said
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_backward_that_one_rank_leaves_out_is_told(world, transport):
+    for said in world(2).run(f"{CASES}:wrapped_diverges", transport=transport, time_limit_seconds=20):
+        assert "rank 0 is at backward 2 after 1 steps of the optimizer; rank 1 is at backward 2 after 2 steps" in said
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_rank_skips_the_step_that_is_not_finite(world, transport):
+    for result in world(2).run(f"{CASES}:skips", transport=transport):
+        assert result["deviation"] <= TOLERANCE
+        assert result["skipped"][0].startswith("step 2: the loss is nan; rank 1, samples")
 
 
 def test_every_sample_is_fed_once_in_one_order(world):

@@ -19,6 +19,8 @@ from fourfold.words.task import Task
 
 RUNS = Path("runs")
 TASK_FIELDS = ("steps", "batch_size", "clip")
+RESTARTS = 3
+HANG_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Job:
     settings  keyword arguments of `train`; the run's name is always among them
     identity  what makes it the same run
     fresh     whether the run is to start over
+    restarts, hang_seconds  see `engines.restart.Care`; of no concern to the ranks
     """
 
     task: Task
@@ -35,6 +38,8 @@ class Job:
     settings: Mapping[str, Any]
     identity: Mapping[str, Any]
     fresh: bool = False
+    restarts: int = RESTARTS
+    hang_seconds: float | None = HANG_SECONDS
 
     @property
     def spec(self) -> str:
@@ -85,11 +90,11 @@ def read(words: Sequence[str], *, num_processes: int | None = None) -> Job:
         "spec": given.task,
         "extra": {key: value for key, value in values.task.items() if key not in TASK_FIELDS},
     }
-    fresh = rest.pop("fresh", False)
+    launching = {key: rest.pop(key) for key in ("fresh", "restarts", "hang_seconds") if key in rest}
     made = dataclasses.replace(made, **over)
     identity = settings_of(made, **rest).identity()
     rest.setdefault("name", run_name(rest["label"], identity))
-    return Job(task=made, plan=plan, settings=rest, identity=identity, fresh=fresh)
+    return Job(task=made, plan=plan, settings=rest, identity=identity, **launching)
 
 
 def prepare(words: Sequence[str], *, num_processes: int | None = None) -> Job:

@@ -58,7 +58,10 @@ RUN = {
     "checkpoint_every": Kind(int, least=0),
     "ema": Kind(float, optional=True, above=0),
     "init": Kind(str),
+    "skip_nan": Kind(int, least=0),
     "fresh": Kind(bool),
+    "restarts": Kind(int, least=0),
+    "hang_seconds": Kind(float, optional=True, above=0),
 }
 
 

@@ -7,18 +7,20 @@ Law: over all data indices the samples of a global batch are `plan.order.rows` o
 
 import queue
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple
 
 from fourfold.feed.source import fetch
 from fourfold.parts import comm
-from fourfold.plan.order import rows, share
+from fourfold.plan.order import Stretch, share
 from fourfold.plan.plan import Plan
 from fourfold.words.errors import DataError, Problem
 from fourfold.words.task import Source
 from fourfold.words.world import World, from_environment
 
 READ_AHEAD = 2
+LOOK_SECONDS = 0.25
+JOIN_SECONDS = 1.0  # a source that does not answer must not keep its rank; the thread ends with the process
 
 
 class Position(NamedTuple):
@@ -27,6 +29,21 @@ class Position(NamedTuple):
     seed: int
     epoch: int
     position: int
+
+
+class Batch(tuple):
+    """A pair (inputs, targets) that knows which samples it holds: errors then name them."""
+
+    samples: Stretch
+
+    @classmethod
+    def of(cls, pair: Any, samples: Stretch) -> Any:
+        """The pair as a Batch; whatever else a source makes of samples is left as it is."""
+        if type(pair) not in (tuple, list) or len(pair) != 2:
+            return pair
+        batch = cls(pair)
+        batch.samples = samples
+        return batch
 
 
 class Feed:
@@ -47,6 +64,8 @@ class Feed:
         self._source, self._batch_size = source, batch_size
         self._size, self._index = _place(plan)
         self._state = Position(seed, 0, 0)
+        self.look: Callable[[], None] = _nothing
+        """Called from time to time while a batch is waited for: what it raises ends the waiting."""
 
     @property
     def batch_size(self) -> int:
@@ -95,7 +114,8 @@ class Feed:
         while position < num_samples:
             stop = min(position + self._batch_size, num_samples)
             first, last = share(position, stop, self._size, self._index)
-            batch = fetch(self._source, rows(num_samples, seed, epoch, first, last).tolist())
+            samples = Stretch(num_samples, seed, epoch, position, stop, first, last)
+            batch = Batch.of(fetch(self._source, samples.ids()), samples)
             position = stop
             after = Position(seed, epoch, position) if position < num_samples else Position(seed, epoch + 1, 0)
             yield after, batch
@@ -117,13 +137,23 @@ class Feed:
         thread = threading.Thread(target=read, name="fourfold feed", daemon=True)
         thread.start()
         try:
-            while (item := ready.get()) is not None:
+            while (item := self._next(ready)) is not None:
                 if isinstance(item, BaseException):
                     raise item
                 yield item
         finally:
             stopped.set()
-            thread.join()
+            thread.join(JOIN_SECONDS)
+
+    def _next(self, ready: queue.Queue[Any]) -> Any:
+        while True:
+            try:
+                return ready.get(timeout=LOOK_SECONDS)
+            except queue.Empty:
+                self.look()
+
+
+def _nothing() -> None: ...
 
 
 def _put(ready: queue.Queue[Any], item: Any, stopped: threading.Event) -> bool:

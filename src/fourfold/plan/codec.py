@@ -24,6 +24,7 @@ from fourfold.words.layout import sent_bytes as layout_bytes
 KINDS = ("bf16", "fp16", "int8", "topk", "powersgd", "dct")
 SCALE_BLOCK = 256
 PLACE_BLOCK = 65536
+WIDEST = 8  # bytes of a number in a message
 # Kraken, a published DCT, sends tensors of fewer than 128 or 256 elements whole.
 WHOLE_BELOW = 256
 BAND_LOW, BAND_HIGH = 0.5, 1.25
@@ -133,13 +134,13 @@ class Sections(NamedTuple):
 
 
 def lay(sections: Sequence[Section]) -> Sections:
-    """The sections one after the other, each at a multiple of its width."""
+    """The sections one after the other, each at a multiple of its width; messages lie end to end, so the whole too."""
     starts, end = [], 0
     for num, width in sections:
         start = -(-end // width) * width
         starts.append(start)
         end = start + num * width
-    return Sections(tuple(starts), end)
+    return Sections(tuple(starts), -(-end // WIDEST) * WIDEST)
 
 
 def blockwise(bucket: Bucket) -> Sections:

@@ -1,10 +1,14 @@
 """Actions: what each verb of a program does with this rank's tensors.
 
 totals   loss and counts over all ranks and microbatches of a step
+bad      of a step: its global loss, or its norm where one is measured, is not a finite number
 nominal  the count that gradients are divided by during backward, when the step's own is not known yet
-Law: after a step's updates, weights have moved by the gradient of the mean over the global batch.
+Law: after a step's updates, weights have moved by the gradient of the mean over the global batch; after a bad step
+they have not moved, and neither have the optimizer's states.
 """
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,11 +19,11 @@ from torch import Tensor, nn
 from fourfold.parts.comm import Transport
 from fourfold.parts.data import Gradients
 from fourfold.parts.optim import FlatOptimizer
-from fourfold.plan.data import Rest
+from fourfold.plan.data import Rest, life
 from fourfold.run.batch import Loss, Microbatch, call, measure
-from fourfold.words.action import LOSS, NORM, USED
+from fourfold.words.action import LOSS, NORM, USED, Action, Verb
 from fourfold.words.errors import Problem, TrainingError
-from fourfold.words.layout import SPLIT, WHOLE
+from fourfold.words.layout import SPLIT, WHOLE, Change
 from fourfold.words.spans import DONE, SILENT
 
 
@@ -44,6 +48,8 @@ class Totals:
     count: float
     samples: float
     tokens: float
+    asked: float
+    """How many ranks have been asked to stop."""
 
 
 class Actions:
@@ -56,16 +62,26 @@ class Actions:
         parts: Parts,
         *,
         clip: float | None,
+        update: str,
         agree: Callable[[float], float],
     ) -> None:
-        """`agree` is the sum of a number over the data ranks, used once, in the first step."""
+        """`update` is the plan's: when buckets are updated.
+
+        `agree` is the sum of a number over the data ranks, used once, in the first step.
+        """
         self._model, self._loss, self._parts, self._clip, self._agree = model, loss, parts, clip, agree
         # Gradients are divided by a nominal count during backward, when the step's own is not known yet: an estimate
         # in the first step, its count in all others. The rest of the division is made up for after the reduction,
         # and is 1 where batches are even.
         self.nominal_count: float | None = None
+        self.asked = False
+        """Whether this rank has been asked to stop; every rank learns of it within the step."""
         self.recorder = SILENT
         self._every_round = parts.rest.gradient == SPLIT
+        self._gathers = life(parts.rest).after_update != Change.NONE
+        parts.transport.factor = self.factor
+        if update == "in_backward":
+            parts.gradients.on_launch = self._update_ahead
         slots = [len(parameters) for parameters in parts.parameters]
         self._offsets = [sum(slots[:bucket]) for bucket in range(len(slots))]
 
@@ -73,12 +89,18 @@ class Actions:
         """Begin a step; afterwards `totals` and `grad_norm` tell of it."""
         self._microbatches = microbatches
         self._losses: dict[int, Loss] = {}
-        self._local = torch.zeros(4, dtype=torch.float64, device=self._device)
+        self._local = torch.zeros(5, dtype=torch.float64, device=self._device)
+        self._local[4] = float(self.asked)
         self._last = max((index for index, part in enumerate(microbatches) if part.samples), default=-1)
         rounds = len(microbatches) if self._every_round else 1
         self._first_of_last_round = (rounds - 1) * len(self._parts.parameters)
-        self._sealed, self._scaled = False, False
+        self._sealed, self._in_last_round, self._num_ahead = False, not self._every_round, 0
+        self.ahead: set[Action] = set()
+        """What has been done while an earlier action ran: the updates in backward."""
         self._used: list[float] | None = None
+        self._seen: list[tuple[int, Tensor]] = []
+        self.bad: str | None = None
+        """What is wrong with a step that is bad: the same on every rank."""
         self.totals: Totals | None = None
         self.grad_norm: float | None = None
         self._parts.gradients.forget()
@@ -102,7 +124,14 @@ class Actions:
         if part.samples:
             loss = measure(self._loss(call(self._model, part.inputs), part.targets), part.samples)
             self._losses[index] = loss
-            self._local += torch.stack([loss.total.detach().double(), *self._numbers(loss.count, part)])
+            self._seen.append((index, loss.total.detach()))
+            self._local[:4] += torch.stack([loss.total.detach().double(), *self._numbers(loss.count, part)])
+
+    def suspects(self) -> list[range]:
+        """The samples of this rank's batch, by microbatch, whose loss is not finite."""
+        ends = list(itertools.accumulate(part.samples for part in self._microbatches))
+        found = [index for index, total in self._seen if not math.isfinite(total.item())]
+        return [range(ends[index] - self._microbatches[index].samples, ends[index]) for index in found]
 
     def _numbers(self, count: float, part: Microbatch) -> Tensor:
         return torch.tensor([count, part.samples, part.tokens], dtype=torch.float64, device=self._device)
@@ -114,6 +143,7 @@ class Actions:
         if self._every_round and index:
             self._parts.gradients.begin_round()
             self._sealed = False
+        self._in_last_round = not self._every_round or index == len(self._microbatches) - 1
         if index in self._losses:
             if index == self._last or self._every_round:
                 self._parts.gradients.last()
@@ -135,14 +165,22 @@ class Actions:
             own = [transport.own(bucket).flat for bucket in range(len(self._parts.parameters))]
             norms = torch.stack([torch.linalg.vector_norm(flat) for flat in own])
             transport.measure(NORM, norms.double().square().sum().reshape(1))
-            self._clip_to(transport.measured(NORM)[0] ** 0.5 * self._factor)
+            norm = transport.measured(NORM)[0] ** 0.5
+            self._clip_to(norm if self._parts.rest.state == WHOLE else norm * self._factor)
 
     def _clip_to(self, norm: float) -> None:
         assert self._clip is not None
         self.grad_norm = norm
+        if self.bad is None and not math.isfinite(norm):
+            self.bad = f"the gradient norm is {norm}"
         # 1e-6 as in torch.nn.utils.clip_grad_norm_
         # In this order: a norm that is not a number must stay one.
-        self._factor *= min(self._clip / (norm + 1e-6), 1.0)
+        coefficient = min(self._clip / (norm + 1e-6), 1.0)
+        if self._parts.rest.state == WHOLE:
+            if coefficient != 1.0:
+                self._parts.transport.scale(coefficient)
+        else:
+            self._factor *= coefficient
 
     def reduce(self, index: int) -> None:
         # The hooks have launched what was complete during backward; sealing launches the rest, in program order.
@@ -170,21 +208,36 @@ class Actions:
         self.totals = Totals(*self._parts.transport.measured(LOSS))
         if self.totals.count == 0:
             raise TrainingError(Problem("a global batch without a loss element", "at least one on one rank"))
+        if not math.isfinite(mean := self.totals.loss / self.totals.count):
+            self.bad = f"the loss is {mean}"
         assert self.nominal_count is not None
         self._factor = self.nominal_count / self.totals.count
 
-    def _scale(self) -> None:
-        if self._factor != 1.0:
-            self._complete_all()
-            self._parts.transport.scale(self._factor)
-        self._scaled = True
+    def factor(self) -> float:
+        """What sums are to be multiplied by to become the gradient of the mean."""
+        self._count()
+        return self._factor
+
+    def _update_ahead(self) -> None:
+        """In backward, after a launch: update the buckets whose sums are there, in program order."""
+        order = self._parts.gradients.launch_order
+        while self._in_last_round and self._num_ahead < self._parts.gradients.num_launched:
+            bucket = order[self._num_ahead]
+            if not self._parts.transport.is_complete(bucket):
+                return
+            self._num_ahead += 1
+            for verb, do in ((Verb.UPDATE, self.update), (Verb.GATHER, self.gather))[: 2 if self._gathers else 1]:
+                action = Action(verb, 0, bucket)
+                with self.recorder.action(action):
+                    do(bucket)
+                self.ahead.add(action)
 
     def update(self, bucket: int) -> None:
         self._count()
-        if self._parts.rest.state == WHOLE and not self._scaled:
-            self._scale()
         # Only this bucket: others may still be on their way.
         self._complete(bucket)
+        if self.bad is not None:
+            return
         used = None if self._used is None else [bool(count) for count in self._used_in(bucket)]
         self._parts.optimizer.update(bucket, used=used, factor=self._factor)
         # Autograd then refuses activations saved with the old weights, instead of computing with the new ones.

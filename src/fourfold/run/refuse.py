@@ -10,12 +10,29 @@ from fourfold.plan.plan import Plan, mesh_sizes
 from fourfold.words.errors import PlanError, Problem
 
 
-def refuse(model: nn.Module, plan: Plan, ranks: comm.Ranks) -> None:
+def refuse(model: nn.Module, plan: Plan, ranks: comm.Ranks, *, clip: float | None = None) -> None:
     """Raise PlanError with every reason why this plan cannot be carried out with this model on these ranks."""
-    problems = size_problems(plan, ranks.size) + model_problems(model, plan)
+    problems = size_problems(plan, ranks.size) + model_problems(model, plan) + update_problems(plan, clip)
     if problems:
         raise PlanError(problems, where="the plan")
     comm.refuse_impossible(plan.transport, ranks.device.type)
+
+
+def update_problems(plan: Plan, clip: float | None) -> list[Problem]:
+    """When buckets are updated must leave time for what the update needs to know."""
+    if plan.update == "after":
+        return []
+    problems = []
+    if clip is not None:
+        need = "the norm of all gradients before the first bucket is updated"
+        problems.append(
+            Problem(f'update = "{plan.update}" with clip = {clip:g}', need, 'clip = none, or update = "after"')
+        )
+    if plan.unused == "allow":
+        need = "to know, before a bucket is updated, which parameters got no gradient anywhere"
+        attempt = 'unused = "refuse", or update = "after"'
+        problems.append(Problem(f'update = "{plan.update}" with unused = "allow"', need, attempt))
+    return problems
 
 
 def size_problems(plan: Plan, size: int) -> list[Problem]:

@@ -35,6 +35,7 @@ class Settings:
     checkpoint_every: int = 100
     ema: float | None = None
     init: str | None = None
+    skip_nan: int = 0
 
     def identity(self) -> Identity:
         """What makes a run the same run, as JSON has it."""
@@ -51,6 +52,8 @@ def settings_of(task: Task, **given: Any) -> Settings:
     problems = []
     if settings.checkpoint_every < 0:
         problems.append(Problem(f"checkpoint_every = {settings.checkpoint_every}", "a number of steps, or 0 for never"))
+    if settings.skip_nan < 0:
+        problems.append(Problem(f"skip_nan = {settings.skip_nan}", "a number of steps, or 0 for none"))
     if settings.ema is not None and not 0 < settings.ema < 1:
         problems.append(Problem(f"ema = {settings.ema}", "more than 0, less than 1", "ema=0.999"))
     if problems:

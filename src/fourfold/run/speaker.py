@@ -3,6 +3,7 @@
 Law: rank 0 alone writes and speaks; on other ranks the same calls only count.
 """
 
+import platform
 import secrets
 import time
 from collections import deque
@@ -12,9 +13,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fourfold.plan.plan import Plan
+from fourfold.run import faults
 from fourfold.run.build import Metrics, TrainStep
 from fourfold.run.checkpoint.keeper import Progress
+from fourfold.run.faults import Fault
 from fourfold.run.folder import Folder, Opened
+from fourfold.run.guard import Skipped
 from fourfold.run.settings import Settings, told_finished
 from fourfold.words.record import Line
 from fourfold.words.task import Task
@@ -115,6 +119,16 @@ class Speaker:
         if self._folder is not None and self._report is not None:
             self._report.note(text)
 
+    def fault(self, kind: str, step: int, text: str) -> None:
+        """Write down a fault that this rank has noticed."""
+        if self._folder is None:
+            return
+        try:
+            fault = Fault(time=time.time(), kind=kind, step=step, rank=None, host=platform.node(), text=text)
+            faults.append(self._folder.path, fault)
+        except OSError as error:
+            self.note(f"warning: {faults.FILE} could not be written: {error}")
+
     def position(self) -> int:
         return self._folder.position() if self._folder is not None else 0
 
@@ -133,19 +147,35 @@ class Speaker:
             return
         record = {"step": number, "loss": metrics.loss, "samples": metrics.samples, "tokens": metrics.tokens}
         times = {"seconds": metrics.seconds, "waiting_seconds": metrics.waiting_seconds}
-        self._folder.line({**record, "grad_norm": metrics.grad_norm, "lr": float(lr), **times})
+        record |= {"grad_norm": metrics.grad_norm, "lr": float(lr), **times}
+        if metrics.skipped is not None:
+            self._skipped(number, metrics.skipped)
+            record["skipped"] = True
+        self._folder.line(record)
         self._recent.append((units, metrics))
         self._ends.append(time.perf_counter())
         if self._report is not None:
             self._report.step(self._line(number))
 
+    def _skipped(self, number: int, skipped: Skipped) -> None:
+        assert self._folder is not None
+        try:
+            fault = Fault(
+                time=time.time(), kind="skipped step", step=number, rank=skipped.rank, host=None, text=skipped.text
+            )
+            faults.append(self._folder.path, fault)
+        except OSError as error:  # A run is worth more than the list of its faults.
+            self.note(f"warning: {faults.FILE} could not be written: {error}")
+        self.note(f"skipped {skipped.text}")
+
     def _line(self, number: int) -> Line:
         seconds = max(self._ends[-1] - self._ends[0], 1e-9)
         elapsed = self._ends[-1] - self._begin
+        losses = [m.loss for _, m in self._recent if m.skipped is None]
         return Line(
             step=number,
             steps=self._settings.steps,
-            loss=sum(m.loss for _, m in self._recent) / len(self._recent),
+            loss=sum(losses) / len(losses) if losses else float("nan"),
             rate=sum(units for units, _ in self._recent) / seconds,
             unit=self._task.unit,
             waiting=sum(m.waiting_seconds for _, m in self._recent) / seconds,

@@ -22,7 +22,7 @@ from fourfold.parts.comm.group import BetweenHosts, Gatherer, GroupTransport, Us
 from fourfold.parts.comm.ranks import Ranks, host_id, join, leave, present
 from fourfold.parts.comm.shared import Shared, Slotting
 from fourfold.parts.comm.transport import Alone, Part, Transport
-from fourfold.plan.data import RESTS, Rest, turns
+from fourfold.plan.data import RESTS, Rest
 from fourfold.words.errors import LaunchError, PlanError, Problem
 from fourfold.words.layout import SPLIT
 
@@ -44,10 +44,11 @@ CONNECT_SECONDS = 60.0
 
 
 class Request(NamedTuple):
-    """What the buckets need of a transport: slots of these sizes and dtypes, where they rest, and room for scalars."""
+    """What the buckets need of a transport: sizes, dtypes, the slots they use by turns, rests, and room for scalars."""
 
     sizes: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
+    turns: tuple[int, ...]
     rest: Rest = RESTS[0]
     num_scalars: int = 8
     purpose: str = ""
@@ -57,11 +58,6 @@ class Request(NamedTuple):
     @property
     def use(self) -> Use:
         return Use(self.rest, self.turns, self.purpose, self.coded)
-
-    @property
-    def turns(self) -> tuple[int, ...]:
-        """By bucket: the slot it uses."""
-        return turns(len(self.sizes), self.rest)
 
 
 class Connection(NamedTuple):
@@ -84,7 +80,7 @@ def connect(ranks: Ranks, request: Request, *, choice: str = "by-host", codecs: 
         lengths = [codecs[bucket].rounds[number].num_bytes for bucket in those]
         dtypes = [codecs[bucket].message_dtype for bucket in those]
         sizes = [length // dtype.itemsize for length, dtype in zip(lengths, dtypes, strict=True)]
-        messages = Request(tuple(sizes), tuple(dtypes), purpose=f"round {number}")
+        messages = Request(tuple(sizes), tuple(dtypes), tuple(range(len(sizes))), purpose=f"round {number}")
         sums.append(_connect(ranks, messages, choice).transport)
     tells = not isinstance(inner, Shared) or inner.index == 0
     coded = Coded(Ways(inner, sums, _wire(ranks, inner), tells), codecs)
@@ -99,14 +95,15 @@ def _wire(ranks: Ranks, inner: Transport) -> Wire:
     column = inner.index if isinstance(inner, Shared) else 0
     said = ranks.exchange(column)
     wires = [[rank for rank, other in enumerate(said) if other == each] for each in sorted(set(said))]
-    groups = [ranks.group(members, "messages") for members in wires if len(members) > 1]
-    return Gatherer(groups[column], size=len(wires[column])) if groups else NoWire()
+    gatherers = [Gatherer(ranks, members) for members in wires if len(members) > 1]
+    return gatherers[column] if gatherers else NoWire()
 
 
 def _connect(ranks: Ranks, request: Request, choice: str) -> Connection:
     refuse_impossible(choice, ranks.device.type)
     if ranks.size == 1:
-        return Connection(Alone(_private(request, ranks.device)), "one rank, nothing to exchange")
+        alone = Alone(_private(request, ranks.device), request.turns)
+        return Connection(alone, "one rank, nothing to exchange")
     members = tuple(range(ranks.size))
     reason = "as the plan asks"
     if ranks.device.type == "cpu" and choice in ("by-host", "shared"):

@@ -1,6 +1,6 @@
 """Coded: a transport whose gradients travel as the messages of codecs.
 
-talk   of a bucket: begins when the bucket is launched, goes on when its sum is needed
+talk   of a bucket: begins when the bucket is launched, goes on when its messages are there or its sum is needed
 wire   the ranks that gather each other's messages: one of each host, or all where there is no shared memory
 sums   for each round whose messages are summed, a transport of its own: its buckets are the messages
 inner  the transport underneath: it adds up what one host's ranks have, and moves weights and scalars
@@ -14,7 +14,9 @@ up by the inner transport, in full precision, in memory.
 
 import contextlib
 import functools
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -23,9 +25,12 @@ import torch
 from torch import Tensor
 
 from fourfold.parts.codec import Codec, Message, Talk
+from fourfold.parts.comm.split import Flight, landed
 from fourfold.parts.comm.transport import Part, Transport
 from fourfold.plan.codec import Meet
 from fourfold.words.spans import Recorder
+
+ENDED = math.inf
 
 
 class Wire(Protocol):
@@ -33,8 +38,8 @@ class Wire(Protocol):
 
     sent_bytes: float
 
-    def gather(self, payload: Tensor) -> Callable[[], Sequence[Tensor]]:
-        """Begin to bring the messages [bytes] of all to all; the returned function waits, and gives them in order."""
+    def gather(self, payload: Tensor) -> Flight:
+        """Begin to bring the messages [bytes] of all to all; what lands are they, in order."""
         ...
 
 
@@ -43,8 +48,8 @@ class NoWire:
 
     sent_bytes = 0.0
 
-    def gather(self, payload: Tensor) -> Callable[[], Sequence[Tensor]]:
-        return lambda: [payload]
+    def gather(self, payload: Tensor) -> Flight:
+        return Flight(lambda: [payload], landed)
 
 
 class Ways(NamedTuple):
@@ -61,14 +66,13 @@ class Ways(NamedTuple):
 
 @dataclass
 class _Talking:
-    """A talk that has not ended: its bucket, what its reduction is called, and how to get what it waits for."""
+    """A bucket's talk, what its reduction is called, and the message that is on its way, of which round."""
 
     bucket: int
     name: int
     talk: Talk
-    land: Callable[[], Sequence[Tensor]]
-    round: int = 0
-    ended: bool = False
+    flight: Flight
+    round: float = 0
 
 
 class Coded:
@@ -81,7 +85,7 @@ class Coded:
         self.slots, self.turns = self._inner.slots, self._inner.turns
         self.weights, self.writes = self._inner.weights, self._inner.writes
         self._places = places(codecs)
-        self._talking: list[_Talking] = []
+        self._talking: deque[_Talking] = deque()
         self._round, self._coding_seconds = 0, 0.0
 
     @property
@@ -91,6 +95,14 @@ class Coded:
     @recorder.setter
     def recorder(self, recorder: Recorder) -> None:
         self._inner.recorder = recorder
+
+    @property
+    def factor(self) -> Callable[[], float]:
+        return self._inner.factor
+
+    @factor.setter
+    def factor(self, factor: Callable[[], float]) -> None:
+        self._inner.factor = factor
 
     @property
     def waiting_seconds(self) -> float:
@@ -114,22 +126,20 @@ class Coded:
     # ---- talks --------------------------------------------------------------------------------------
 
     def lend(self, bucket: int) -> None:
-        if any(self.turns[each.bucket] == self.turns[bucket] for each in self._talking):
-            self._finish()
+        same = [each.bucket for each in self._talking if self.turns[each.bucket] == self.turns[bucket]]
+        if same:
+            with self._timed():
+                self._finish(same[-1])
         self._inner.lend(bucket)
 
     @torch.no_grad()
     def launch(self, bucket: int, name: int) -> None:
         with self._timed():
             self._turn_to(name // len(self.codecs))
-            codec = self.codecs[bucket]
-            talk = codec.talk(self._flat(bucket))
+            talk = self.codecs[bucket].talk(self._flat(bucket))
             message = next(talk)
-            talking = _Talking(bucket, name, talk, land=list)
-            self._say(talking, message)
-            self._talking.append(talking)
-            if message.meet is Meet.GATHER and isinstance(self._wire, NoWire):
-                self._finish()
+            self._talking.append(_Talking(bucket, name, talk, self._say(bucket, 0, message)))
+            self._listen()
 
     def _flat(self, bucket: int) -> Tensor:
         """A slot without its padding."""
@@ -138,55 +148,87 @@ class Coded:
     def _turn_to(self, number: int) -> None:
         """Begin a further round of reductions in the same step: messages are written again, when all have read them."""
         if number != self._round:
-            self._finish()
+            if self._talking:
+                self._finish(self._talking[-1].bucket)
             for each in self._sums:
                 each.close()
         self._round = number
 
-    def _say(self, talking: _Talking, message: Message) -> None:
-        """Send a message on its way. Does not wait for the others'."""
+    def _say(self, bucket: int, number: int, message: Message) -> Flight:
+        """Send a message of a round on its way."""
         if message.meet is Meet.GATHER:
-            talking.land = self._wire.gather(message.payload)
-            return
-        transport, place = self._sums[talking.round], self._places[talking.round][talking.bucket]
+            return self._wire.gather(message.payload)
+        transport, place = self._sums[number], self._places[number][bucket]
         transport.lend(place)
         transport.slots[place].copy_(message.payload)
-        transport.launch(place, talking.name)
-        talking.land = functools.partial(_total, transport, place)
+        transport.launch(place, place)
+        return Flight(functools.partial(_total, transport, place), functools.partial(transport.is_complete, place))
 
-    def _finish(self) -> None:
-        """End the talks that have begun: of all a round, then of all the next, so that messages travel together."""
+    def _listen(self) -> None:
+        """Go on with the talks whose messages are there, without waiting.
+
+        Messages of a round are said in program order: a talk must not overtake those before it.
+        """
+        reached = ENDED
+        for talking in list(self._talking):
+            while talking.round < reached and talking.flight.has_landed():
+                self._go_on(talking)
+            reached = talking.round
+            if reached == 0:
+                break
+        self._hand_over()
+
+    def _finish(self, bucket: int) -> None:
+        """Wait for the ends of the talks up to a bucket's.
+
+        No further: a rank that has not launched the next bucket may be waiting for the sum of this one.
+        """
         with self.recorder.waiting():
-            while any(not each.ended for each in self._talking):
-                for talking in [each for each in self._talking if not each.ended]:
-                    self._go_on(talking)
-        for talking in self._talking:
-            if not self._tells and self.codecs[talking.bucket].rounds[0].meet is Meet.SUM:
-                self._flat(talking.bucket).zero_()
-            self._inner.launch(talking.bucket, talking.name)
-        self._talking.clear()
+            while any(each.bucket == bucket for each in self._talking):
+                self._go_on(self._talking[0])
+                self._listen()
 
     @torch.no_grad()
     def _go_on(self, talking: _Talking) -> None:
         try:
-            message = talking.talk.send(talking.land())
+            message = talking.talk.send(talking.flight.land())
         except StopIteration:
-            talking.ended = True
+            talking.round = ENDED
             return
         talking.round += 1
-        self._say(talking, message)
+        talking.flight = self._say(talking.bucket, int(talking.round), message)
+
+    def _hand_over(self) -> None:
+        """Give the inner transport the buckets whose talks have ended, in program order."""
+        while self._talking and self._talking[0].round == ENDED:
+            talking = self._talking.popleft()
+            if not self._tells and self.codecs[talking.bucket].rounds[0].meet is Meet.SUM:
+                self._flat(talking.bucket).zero_()
+            self._inner.launch(talking.bucket, talking.name)
 
     def complete(self, bucket: int) -> None:
+        if any(each.bucket == bucket for each in self._talking):
+            with self._timed():
+                self._finish(bucket)
+        self._inner.complete(bucket)
+
+    def is_complete(self, bucket: int) -> bool:
         if self._talking:
             with self._timed():
-                self._finish()
-        self._inner.complete(bucket)
+                self._listen()
+        return all(each.bucket != bucket for each in self._talking) and self._inner.is_complete(bucket)
 
     def close(self) -> None:
         for each in self._sums:
             each.close()
         self._round = 0
         self._inner.close()
+
+    def enter(self, call: str) -> None:
+        self._inner.enter(call)
+
+    def agree(self) -> None:
+        self._inner.agree()
 
     # ---- as the inner transport has it ----------------------------------------------------------------
 

@@ -15,16 +15,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.parts import memory
+from fourfold.parts.comm import calls
 from fourfold.parts.comm.ranks import Ranks
-from fourfold.parts.comm.split import Splitter
-from fourfold.parts.comm.transport import Part
+from fourfold.parts.comm.split import Flight, Splitter, landed
+from fourfold.parts.comm.transport import Part, one
 from fourfold.plan.data import Rest
+from fourfold.words.action import LOSS
 from fourfold.words.layout import SPLIT, WHOLE, Change
 from fourfold.words.layout import sent_bytes as layout_bytes
 from fourfold.words.spans import SILENT
 
 # Of reductions to split layouts: each holds a received copy of its bucket until it has ended.
 IN_FLIGHT = 4
+
+
+NUM_LOSS_SCALARS = 8
 
 
 class Use(NamedTuple):
@@ -42,6 +47,33 @@ class Use(NamedTuple):
         return f"{self.purpose} {what}".strip()
 
 
+class _Roll:
+    """A group's tags: each member adds its own in a place of its own, so that the sum holds all of them.
+
+    All calls sum LOSS scalars of one length first: whichever two calls meet, they meet there.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, members: Sequence[int], index: int, device: torch.device):
+        self._group, self._members, self._index, self._device = group, members, index, device
+
+    def tagged(self, values: Tensor, call: str) -> Tensor:
+        """float64 [NUM_LOSS_SCALARS + members]"""
+        tensor = torch.zeros(NUM_LOSS_SCALARS + len(self._members), dtype=torch.float64, device=self._device)
+        tensor[: len(values)] = values
+        tensor[NUM_LOSS_SCALARS + self._index] = calls.tag(call)
+        return tensor
+
+    def compare(self, sums: Sequence[float], call: str) -> None:
+        """Raise DivergenceError, on all members alike, unless all tags are the same."""
+        if len(set(sums[NUM_LOSS_SCALARS:])) == 1:
+            return
+        mine = torch.frombuffer(bytearray(calls.encode(call)), dtype=torch.uint8).to(self._device)
+        rows = [torch.empty_like(mine) for _ in self._members]
+        dist.all_gather(rows, mine, group=self._group)
+        texts = [calls.decode(bytes(row.tolist())) for row in rows]
+        raise calls.diverged(dict(zip(self._members, texts, strict=True)))
+
+
 class GroupTransport:
     """The transport over a process group; see `Transport`."""
 
@@ -49,19 +81,30 @@ class GroupTransport:
     writes = True
 
     def __init__(self, slots: Sequence[Tensor], ranks: Ranks, members: Sequence[int], use: Use) -> None:
-        group, rest, turns = ranks.group(members, use.named("buckets")), use.rest, use.turns
-        self._group, self._scalars_group = group, ranks.group(members, use.named("scalars"))
-        self._coded = use.coded
+        self._ranks, self._coded = ranks, use.coded
+        rest, turns = use.rest, use.turns
+        self._group = ranks.group(members, use.named("buckets"))
+        self._scalars_group = ranks.group(members, use.named("scalars"))
         self.name = "NCCL" if ranks.device.type == "cuda" else "gloo"
         self.size, self.index = len(members), list(members).index(ranks.rank)
         self.slots, self.turns = slots, turns
-        self.waiting_seconds, self.sent_bytes, self.recorder = 0.0, 0.0, SILENT
+        self.waiting_seconds, self.sent_bytes = 0.0, 0.0
+        self.recorder, self.factor = SILENT, one
         self._device = ranks.device
-        self._splitter = None if rest.state == WHOLE else Splitter(group, size=self.size, index=self.index)
+        self._splitter = None if rest.state == WHOLE else Splitter(ranks, members)
         self._shards = None if rest.gradient != SPLIT else Shards(slots, self.size)
-        self._flying: dict[int, Callable[[], Tensor | None]] = {}
+        self._flying: dict[int, Flight] = {}
         self._spreading: list[Callable[[], None]] = []
         self._measures: dict[int, tuple[Tensor, dist.Work]] = {}
+        self._roll = _Roll(self._scalars_group, members, self.index, ranks.device)
+        self._call, self._num_loss = "", 0
+
+    def enter(self, call: str) -> None:
+        self._call = call
+
+    def agree(self) -> None:
+        self.measure(LOSS, torch.zeros(0))
+        self.measured(LOSS)
 
     def lend(self, bucket: int) -> None:
         for other in [b for b in self._flying if self.turns[b] == self.turns[bucket]]:
@@ -69,18 +112,21 @@ class GroupTransport:
 
     def launch(self, bucket: int, name: int) -> None:
         if self._coded:
-            self._flying[bucket] = functools.partial(self._share, bucket)
+            self._flying[bucket] = Flight(functools.partial(self._share, bucket), landed)
             return
         reduction = Change.ALL_REDUCE if self._splitter is None else Change.REDUCE_SCATTER
         self.sent_bytes += ring_bytes(reduction, self.slots[bucket], self.size)
         if self._splitter is None:
-            work = _all_reduce(self.slots[bucket], self._group)
+            with self._ranks.naming_the_dead():
+                work = _all_reduce(self.slots[bucket], self._group)
             self.recorder.follow(name, work.get_future)
-            self._flying[bucket] = _waiting(work)
+            self._flying[bucket] = Flight(_waiting(work), work.is_completed)
             return
         if len(self._flying) >= IN_FLIGHT:
             self.complete(next(iter(self._flying)))
-        self._flying[bucket] = self._splitter.scatter(self.slots[bucket], lambda work: self.recorder.follow(name, work))
+        with self._ranks.naming_the_dead():
+            follow = functools.partial(self.recorder.follow, name)
+            self._flying[bucket] = self._splitter.scatter(self.slots[bucket], follow)
 
     def _share(self, bucket: int) -> Tensor | None:
         """This rank's share of a slot that holds the sum already."""
@@ -89,9 +135,14 @@ class GroupTransport:
     def complete(self, bucket: int) -> None:
         if bucket in self._flying:
             with self._timed():
-                total = self._flying.pop(bucket)()
+                total = self._flying.pop(bucket).land()
             if self._shards is not None and total is not None:
                 self._shards.add(bucket, total)
+            if self._splitter is None and (factor := self.factor()) != 1.0:
+                self.slots[bucket].mul_(factor)
+
+    def is_complete(self, bucket: int) -> bool:
+        return bucket not in self._flying or self._flying[bucket].has_landed()
 
     def take(self, bucket: int, start: int, stop: int, factor: float) -> None:
         if factor != 1.0:
@@ -124,8 +175,10 @@ class GroupTransport:
         assert self._splitter is not None
         self.sent_bytes += ring_bytes(Change.ALL_GATHER, weight, self.size)
         if len(self._spreading) >= IN_FLIGHT:
-            self._spreading.pop(0)()
-        self._spreading.append(self._splitter.gather(weight))
+            with self._timed():
+                self._spreading.pop(0)()
+        with self._ranks.naming_the_dead():
+            self._spreading.append(self._splitter.gather(weight))
 
     def close(self) -> None:
         with self._timed():
@@ -139,19 +192,28 @@ class GroupTransport:
         pass
 
     def measure(self, kind: int, values: Tensor) -> None:
-        tensor = values.to(self._device, copy=True)
-        self._measures[kind] = tensor, _all_reduce(tensor, self._scalars_group)
+        if kind == LOSS:
+            self._num_loss = len(values)
+            tensor = self._roll.tagged(values, self._call)
+        else:
+            tensor = values.to(self._device, copy=True)
+        with self._ranks.naming_the_dead():
+            self._measures[kind] = tensor, _all_reduce(tensor, self._scalars_group)
 
     def measured(self, kind: int) -> list[float]:
         tensor, work = self._measures.pop(kind)
         with self._timed():
             work.wait()
-            return tensor.tolist()
+            sums = tensor.tolist()
+        if kind != LOSS:
+            return sums
+        self._roll.compare(sums, self._call)
+        return sums[: self._num_loss]
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
         begin = time.perf_counter()
-        with self.recorder.waiting():
+        with self.recorder.waiting(), self._ranks.naming_the_dead():
             yield
         self.waiting_seconds += time.perf_counter() - begin
 
@@ -180,57 +242,73 @@ class BetweenHosts:
     """The ranks of one local index on every host, over gloo; see `shared.Between`."""
 
     def __init__(self, ranks: Ranks, members: Sequence[int], use: Use) -> None:
+        self._ranks = ranks
         self._group = ranks.group(members, use.named("buckets"))
         self._scalars_group = ranks.group(members, use.named("scalars"))
         self.size, self._leader, self.sent_bytes = len(members), members[0], 0.0
         self.index = list(members).index(ranks.rank) if ranks.rank in members else -1
-        self._splitter = Splitter(self._group, size=self.size, index=self.index)
+        self._splitter = Splitter(ranks, members)
+        self._roll = _Roll(self._scalars_group, members, self.index, torch.device("cpu"))
 
-    def begin(self, flat: Tensor) -> Callable[[], Tensor]:
+    def begin(self, flat: Tensor) -> Flight:
         self.sent_bytes += ring_bytes(Change.ALL_REDUCE, flat, self.size)
-        land = _waiting(_all_reduce(flat, self._group))
+        with self._ranks.naming_the_dead():
+            work = _all_reduce(flat, self._group)
 
-        def landed() -> Tensor:
-            land()
+        def land() -> Tensor:
+            with self._ranks.naming_the_dead():
+                work.wait()
             return flat
 
-        return landed
+        return Flight(land, work.is_completed)
 
-    def scatter(self, flat: Tensor) -> Callable[[], Tensor]:
+    def scatter(self, flat: Tensor) -> Flight:
         self.sent_bytes += ring_bytes(Change.REDUCE_SCATTER, flat, self.size)
-        return self._splitter.scatter(flat)
+        with self._ranks.naming_the_dead():
+            return self._splitter.scatter(flat)
 
     def gather(self, flat: Tensor) -> Callable[[], None]:
         self.sent_bytes += ring_bytes(Change.ALL_GATHER, flat, self.size)
-        return self._splitter.gather(flat)
+        with self._ranks.naming_the_dead():
+            return self._splitter.gather(flat)
 
     def broadcast(self, flat: Tensor) -> None:
-        dist.broadcast(flat, src=self._leader, group=self._group)
+        with self._ranks.naming_the_dead():
+            dist.broadcast(flat, src=self._leader, group=self._group)
 
-    def measure(self, values: Sequence[float]) -> list[float]:
+    def measure(self, values: Sequence[float], call: str | None = None) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, group=self._scalars_group)
-        return tensor.tolist()
+        if call is not None:
+            tensor = self._roll.tagged(tensor, call)
+        with self._ranks.naming_the_dead():
+            dist.all_reduce(tensor, group=self._scalars_group)
+        sums = tensor.tolist()
+        if call is not None:
+            self._roll.compare(sums, call)
+        return sums[: len(values)]
 
 
 class Gatherer:
     """Ranks that gather each other's messages; see `coded.Wire`."""
 
-    def __init__(self, group: dist.ProcessGroup | None, *, size: int) -> None:
-        self._group, self.size, self.sent_bytes = group, size, 0.0
+    def __init__(self, ranks: Ranks, members: Sequence[int]) -> None:
+        self._ranks, self._group = ranks, ranks.group(members, "messages")
+        self.size, self.sent_bytes = len(members), 0.0
 
-    def gather(self, payload: Tensor) -> Callable[[], Sequence[Tensor]]:
-        """Begin to bring the messages [bytes] of all to all; the returned function waits, and gives them in order."""
+    def gather(self, payload: Tensor) -> Flight:
+        """Begin to bring the messages [bytes] of all to all; what lands are they, in the order of the members."""
         everyone = torch.empty(self.size * payload.numel(), dtype=payload.dtype, device=payload.device)
         self.sent_bytes += ring_bytes(Change.ALL_GATHER, everyone, self.size)
-        work = dist.all_gather_into_tensor(everyone, payload, group=self._group, async_op=True)
+        with self._ranks.naming_the_dead():
+            work = dist.all_gather_into_tensor(everyone, payload, group=self._group, async_op=True)
         assert work is not None
 
         def land() -> Sequence[Tensor]:
-            work.wait()
+            with self._ranks.naming_the_dead():
+                work.wait()
             return everyone.view(self.size, -1).unbind()
 
-        return land
+        return Flight(land, work.is_completed)
 
 
 def ring_bytes(collective: Change, flat: Tensor, size: int) -> float:

@@ -15,6 +15,7 @@ Measured: `docs/measured.md`, "Collectives".
 
 import mmap
 import os
+import platform
 import select
 import socket
 import time
@@ -24,17 +25,19 @@ from typing import Protocol
 
 import torch
 
+from fourfold.parts.comm.calls import BOARD_BYTES, Board
 from fourfold.parts.comm.group import Shards
-from fourfold.parts.comm.split import add_up
-from fourfold.parts.comm.transport import Part
+from fourfold.parts.comm.split import Flight, add_up
+from fourfold.parts.comm.transport import Part, one
 from fourfold.plan.data import RESTS, Rest
 from fourfold.plan.order import share
+from fourfold.words.action import LOSS
 from fourfold.words.errors import PeerError
 from fourfold.words.layout import PARTIAL, SPLIT
 from fourfold.words.spans import SILENT
 
 FLAG_STRIDE = 8  # int64s: a cache line of its own for each flag
-LAUNCHED, SUMMED, SCALED, CLOSED, DEAD, MEASURED = range(6)
+LAUNCHED, SUMMED, SCALED, CLOSED, DEAD, CALLED, MEASURED = range(7)
 NUM_MEASURES = 4
 NUM_FLAGS = MEASURED + NUM_MEASURES
 ALIGNMENT_BYTES = 4096
@@ -42,6 +45,7 @@ SPINS = 200
 YIELD_SECONDS = 0.002
 POLL_SECONDS = 0.0002
 LIVENESS_SECONDS = 0.05
+COMING_SECONDS = 2.0
 
 
 class Between(Protocol):
@@ -51,12 +55,12 @@ class Between(Protocol):
     index: int
     sent_bytes: float
 
-    def begin(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin an all-reduce in place; the returned function waits for it."""
+    def begin(self, flat: torch.Tensor) -> Flight:
+        """Begin an all-reduce in place; what lands is `flat`."""
         ...
 
-    def scatter(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin a reduce-scatter; the returned function waits and gives this host's share of the sum."""
+    def scatter(self, flat: torch.Tensor) -> Flight:
+        """Begin a reduce-scatter; what lands is this host's share of the sum."""
         ...
 
     def gather(self, flat: torch.Tensor) -> Callable[[], None]:
@@ -67,13 +71,15 @@ class Between(Protocol):
         """Bring the first host's values to all."""
         ...
 
-    def measure(self, values: Sequence[float]) -> list[float]: ...
+    def measure(self, values: Sequence[float], call: str | None = None) -> list[float]:
+        """Sums over the hosts. With a call: raises DivergenceError where another host is in another one."""
+        ...
 
 
 class Slotting:
     """Where things lie. Pure arithmetic, the same on every rank.
 
-    A region a rank: flags, then scalars, then slots, of which buckets with the same turn share one. Behind the
+    A region a rank: flags, calls, scalars, then slots, of which buckets with the same turn share one. Behind the
     regions, where `weights` are to exist once per host: their flats.
     """
 
@@ -88,7 +94,8 @@ class Slotting:
     ) -> None:
         self.sizes, self.dtypes, self.num_scalars = tuple(sizes), tuple(dtypes), num_scalars
         self.turns = tuple(turns if turns is not None else range(len(sizes)))
-        flags = _aligned(8 * FLAG_STRIDE * NUM_FLAGS)
+        self.calls_offset = 8 * FLAG_STRIDE * NUM_FLAGS
+        flags = _aligned(self.calls_offset + BOARD_BYTES)
         # Two copies of the scalars, by turns: a rank is never two measures ahead of another.
         scalars = _aligned(8 * num_scalars * NUM_MEASURES * 2)
         self.scalars_offset, offset = flags, flags + scalars
@@ -129,7 +136,8 @@ class Shared:
         time_limit_seconds: float = 1800.0,
     ) -> None:
         self.name = "shared memory" + (" + gloo between hosts" if between else "")
-        self.index, self.size, self.waiting_seconds, self.recorder = index, size, 0.0, SILENT
+        self.index, self.size = index, size
+        self.waiting_seconds, self.recorder, self.factor = 0.0, SILENT, one
         self._between, self._limit = between, time_limit_seconds
         # Else a codec has been between the hosts already: what this host's ranks have adds up to the whole sum.
         self._reduces_between = between is not None and not coded
@@ -143,10 +151,12 @@ class Shared:
         self.turns = slotting.turns
         self._scalars = [_scalars(mapping, slotting, region) for region in range(size)]
         self._slices = [[_slice(length, size, peer) for peer in range(size)] for length in slotting.sizes]
+        starts = [region * slotting.region_bytes + slotting.calls_offset for region in range(size)]
+        self._board, self._call = Board(mapping, starts, self._ranks), ""
         self._counts = [0] * NUM_FLAGS
         self._lengths = [0] * NUM_MEASURES
         self._queue: list[tuple[int, int]] = []  # launched, not yet summed, in program order
-        self._flying: deque[tuple[int, Callable[[], torch.Tensor]]] = deque()  # summed here, on their way between hosts
+        self._flying: deque[tuple[int, Flight]] = deque()  # summed here, on their way between hosts
         self._numbers = [0] * len(self.slots)  # the number of a bucket's last launch
         self._split = rest.state == SPLIT
         # Sums of one's own share can be made when they are used, a piece at a time that stays in the cache.
@@ -189,7 +199,12 @@ class Shared:
                 time.sleep(POLL_SECONDS)
                 if now - looked > LIVENESS_SECONDS:
                     looked = now
-                    self._look_for_dead(flag, count, now - begin)
+                    self._look_for_strays(now - begin)
+                    try:
+                        self._look_for_dead(flag, count, now - begin)
+                    except PeerError:
+                        self._compare()  # A rank that went astray ends of it: that is the cause, not its death.
+                        raise
         self.waiting_seconds += time.perf_counter() - begin
 
     def _look_for_dead(self, flag: int, count: int, waited_seconds: float) -> None:
@@ -205,11 +220,35 @@ class Shared:
             self._flags[DEAD * FLAG_STRIDE] = known = dead[0] + 1
         if (known or dead) and self._least(flag) < count:
             rank = self._ranks[known - 1 if known else dead[0]]
-            raise PeerError(f"rank {rank} has died while rank {self._ranks[self.index]} waited for it")
+            raise PeerError(
+                f"rank {rank} (host {platform.node()}) died while rank {self._ranks[self.index]} waited for it"
+            )
         if waited_seconds > self._limit:
             flags = {self._ranks[p]: self._flags[p * self._words + flag * FLAG_STRIDE] for p in range(self.size)}
             late = ", ".join(str(rank) for rank, reached in flags.items() if reached < count)
             raise PeerError(f"rank {late} did not come within {self._limit:.0f} s")
+
+    # ---- calls ---------------------------------------------------------------------------------------
+
+    def enter(self, call: str) -> None:
+        self._call = call
+        self._board.write(self.index, self._counts[CALLED] + 1, call)
+        self._raise_flag(CALLED)
+
+    def agree(self) -> None:
+        self._wait(CALLED, self._counts[CALLED])
+        self._compare()
+        if self._between is not None:
+            self._between.measure([], self._call)
+
+    def _look_for_strays(self, waited_seconds: float) -> None:
+        # Those that are only late are waited for, so that every rank's call can be told.
+        if self._least(CALLED) >= self._counts[CALLED] or waited_seconds > COMING_SECONDS:
+            self._compare()
+
+    def _compare(self) -> None:
+        counts = [self._flags[peer * self._words + CALLED * FLAG_STRIDE] for peer in range(self.size)]
+        self._board.compare(self.index, counts)
 
     # ---- a bucket's reduction -----------------------------------------------------------------------
 
@@ -242,14 +281,23 @@ class Shared:
                 self._wait(SUMMED, number)
         self.waiting_seconds = waited + time.perf_counter() - begin
 
+    def is_complete(self, bucket: int) -> bool:
+        number = self._numbers[bucket]
+        if self._lazy:
+            return self._least(LAUNCHED) >= number
+        self._advance()
+        while self._flying and self._flying[0][1].has_landed():
+            self._sum_until(self._counts[SUMMED] + 1)
+        return (self._counts[SUMMED] if self._split else self._least(SUMMED)) >= number
+
     def _sum_until(self, number: int) -> None:
         """Have this rank's part of the first `number` reductions done."""
         while self._counts[SUMMED] + len(self._flying) < number:
             self._wait(LAUNCHED, self._counts[LAUNCHED] - len(self._queue) + 1)
             self._advance()
         while self._counts[SUMMED] < number:
-            bucket, land = self._flying.popleft()
-            self._landed(bucket, land())
+            bucket, flight = self._flying.popleft()
+            self._landed(bucket, flight.land())
 
     def _advance(self) -> None:
         """Sum this rank's slice of every bucket that all ranks have launched."""
@@ -259,6 +307,8 @@ class Shared:
             with self.recorder.reducing(name):
                 start, stop = self._slices[bucket][self.index]
                 mine = self._add_up(bucket, start, stop)
+                if not self._split and (factor := self.factor()) != 1.0:
+                    mine.mul_(factor)
             if self._between is None or not self._reduces_between:
                 self._landed(bucket, self._host_share(mine))
             else:
@@ -359,10 +409,14 @@ class Shared:
     def measured(self, kind: int) -> list[float]:
         count = self._counts[MEASURED + kind]
         self._wait(MEASURED + kind, count)
+        if kind == LOSS:
+            self._compare()
         total = self._scalars[0][kind, (count - 1) % 2, : self._lengths[kind]].clone()
         for peer in range(1, self.size):
             total += self._scalars[peer][kind, (count - 1) % 2, : self._lengths[kind]]
-        return total.tolist() if self._between is None else self._between.measure(total.tolist())
+        if self._between is None:
+            return total.tolist()
+        return self._between.measure(total.tolist(), self._call if kind == LOSS else None)
 
 
 def _slots(mapping: mmap.mmap, slotting: Slotting, region: int) -> list[torch.Tensor]:

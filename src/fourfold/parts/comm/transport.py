@@ -5,10 +5,11 @@ launch    say that the slot is complete; reductions are launched in program orde
 sum       the sum over ranks of all slots of a bucket; it rests where `sums` says
 share     what a rank updates where optimizer states rest split: an equal stretch of every bucket
 measure   a few float64 scalars summed over ranks
+call      what the ranks do together, and in which step; see `calls`
 Law: every rank launches and measures the same things in the same order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -56,6 +57,22 @@ class Transport(Protocol):
     @recorder.setter
     def recorder(self, recorder: Recorder) -> None: ...
 
+    @property
+    def factor(self) -> Callable[[], float]:
+        """What sums are multiplied by where states rest whole; asked once all ranks have measured the loss."""
+        ...
+
+    @factor.setter
+    def factor(self, factor: Callable[[], float]) -> None: ...
+
+    def enter(self, call: str) -> None:
+        """This rank begins a collective call. Does not wait; who reads the sums of LOSS knows that all began it."""
+        ...
+
+    def agree(self) -> None:
+        """Wait until all ranks have begun a call. Raises DivergenceError unless it is the same one."""
+        ...
+
     def lend(self, bucket: int) -> None:
         """Wait until this rank's slot of `bucket` may be written."""
         ...
@@ -66,6 +83,10 @@ class Transport(Protocol):
 
     def complete(self, bucket: int) -> None:
         """Wait until the sum of a launched bucket is there, or can be made by `take`."""
+        ...
+
+    def is_complete(self, bucket: int) -> bool:
+        """Whether `complete` would not wait. May do this rank's part of reductions."""
         ...
 
     def take(self, bucket: int, start: int, stop: int, factor: float) -> None:
@@ -85,7 +106,7 @@ class Transport(Protocol):
         ...
 
     def scale(self, factor: float) -> None:
-        """Multiply every sum by a factor that all ranks agree on, where states rest whole."""
+        """Multiply every completed sum by a factor that all ranks agree on, where states rest whole."""
         ...
 
     def gather(self, bucket: int) -> None:
@@ -109,8 +130,13 @@ class Transport(Protocol):
         ...
 
     def measured(self, kind: int) -> list[float]:
-        """The sums begun by `measure`."""
+        """The sums begun by `measure`. Those of LOSS raise DivergenceError where ranks are in different calls."""
         ...
+
+
+def one() -> float:
+    """The factor of sums that are used as they are."""
+    return 1.0
 
 
 class Alone:
@@ -121,11 +147,19 @@ class Alone:
     weights: Sequence[torch.Tensor] | None = None
     writes = True
 
-    def __init__(self, slots: Sequence[torch.Tensor]) -> None:
+    def __init__(self, slots: Sequence[torch.Tensor], turns: tuple[int, ...] = ()) -> None:
         self.slots: Sequence[torch.Tensor] = slots
-        self.turns = tuple(range(len(slots)))
-        self.waiting_seconds, self.sent_bytes, self.recorder = 0.0, 0.0, SILENT
+        self.turns = turns or tuple(range(len(slots)))
+        self.waiting_seconds, self.sent_bytes = 0.0, 0.0
+        self.recorder, self.factor = SILENT, one
+        self._scaled = [False] * len(slots)
         self._measured: dict[int, torch.Tensor] = {}
+
+    def enter(self, call: str) -> None:
+        pass
+
+    def agree(self) -> None:
+        pass
 
     def lend(self, bucket: int) -> None:
         pass
@@ -134,11 +168,16 @@ class Alone:
         pass
 
     def complete(self, bucket: int) -> None:
-        pass
+        if not self._scaled[bucket]:
+            self._scaled[bucket] = True
+            if (factor := self.factor()) != 1.0:
+                self.slots[bucket].mul_(factor)
+
+    def is_complete(self, bucket: int) -> bool:
+        return True
 
     def take(self, bucket: int, start: int, stop: int, factor: float) -> None:
-        if factor != 1.0:
-            self.slots[bucket][start:stop].mul_(factor)
+        raise AssertionError("one rank's states rest whole")
 
     def settle(self, bucket: int) -> None:
         pass
@@ -161,7 +200,7 @@ class Alone:
         pass
 
     def close(self) -> None:
-        pass
+        self._scaled = [False] * len(self.slots)
 
     def spread(self) -> None:
         pass
