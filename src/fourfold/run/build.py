@@ -28,6 +28,7 @@ from fourfold.run.batch import call, cut, evaluating, measure
 from fourfold.run.guard import Guard, Skipped
 from fourfold.run.outline import outline
 from fourfold.run.refuse import model_problems, refuse, update_problems
+from fourfold.run.remembered import Remembered
 from fourfold.run.runtime import Runtime
 from fourfold.words.action import LOSS
 from fourfold.words.errors import PlanError, Problem, TaskError
@@ -128,6 +129,7 @@ class TrainStep:
         )
         codecs = self._codecs(plan)
         self._transport, self.transport = comm.connect(ranks, request, choice=plan.transport, codecs=codecs)
+        self.remembered = Remembered(codecs, ranks)
         self._weights = data.rehome(trainable, self.buckets, self._transport)
         self._broadcast()
         self._gradients = data.Gradients(trainable, self.buckets, self._transport, allow_unused=allow_unused)
@@ -311,7 +313,8 @@ class TrainStep:
         """All state by parameter name, independent of the mesh; tensors are copies. Collective.
 
         "model": name -> tensor; "optimizer": name -> key -> tensor in the parameter's shape or a scalar;
-        "groups": options by group; "record": launch order and nominal count.
+        "groups": options by group; "record": launch order and nominal count; "codec": name -> key -> [ranks, elements],
+        what each rank's codec remembers.
         """
         self._enter("state_dict()")
         self._transport.agree()
@@ -324,7 +327,7 @@ class TrainStep:
                 parts = living["optimizer"][name].get(key, [])
                 states[name][key] = told if not isinstance(told, dict) else self._whole(name, parts, told["dtype"])
         model = {name: _copy(value) for name, value in self.model.state_dict().items()}
-        return {**self._decisions(), "model": model, "optimizer": states}
+        return {**self._decisions(), "model": model, "optimizer": states, "codec": self.remembered.saved()}
 
     def _whole(self, name: str, parts: Sequence[Tensor], dtype: str) -> Tensor:
         """A tensor of the optimizer's state in its parameter's shape, from the shares of all ranks."""
@@ -394,6 +397,8 @@ class TrainStep:
             self._record(record["order"], record["nominal_count"])
         else:
             self._actions.nominal_count = record["nominal_count"]
+        for name in self.remembered.living:
+            self.remembered.put(name, state.get("codec", {}).get(name, {}))
 
     def _enter(self, call: str, samples: Stretch | None = None) -> None:
         self._transport.enter(_name(f"{call} after step {self.steps}", samples))

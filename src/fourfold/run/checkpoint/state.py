@@ -58,9 +58,28 @@ def tensors(trained: Trained) -> Tensors:
     split = trained.step.is_split
     states = _split(trained.step, state["optimizer"]) if split else _whole(state["optimizer"], parameters)
     found += states.living
+    remembered = _remembered(trained.step)
+    found += remembered
     if trained.average is not None:
         found += [living(f"ema.{n}", [v.reshape(-1)], v.shape) for n, v in trained.average.values.items()]
-    return states._replace(living=found, aliases=aliases)
+    shares = states.shares | {each.tensor.name: _rows(each.tensor, trained.step) for each in remembered}
+    return states._replace(living=found, aliases=aliases, shares=shares)
+
+
+def _remembered(step: TrainStep) -> list[Living]:
+    """What the codecs remember: a row for each rank, end to end, and each rank's row is its own."""
+    found = []
+    for name, state in step.remembered.living.items():
+        for key, value in state.items():
+            total = Global(f"codec.{name}.{key}", DTYPES[value.dtype], (value.numel() * step.plan.mesh.size,))
+            found.append(Living(total, [value], value.numel() * step.rank))
+    return found
+
+
+def _rows(tensor: Global, step: TrainStep) -> tuple[Stretch, ...]:
+    size = step.plan.mesh.size
+    (length,) = tensor.shape
+    return tuple(Stretch(file_name(rank), (length // size * rank,), (length // size,)) for rank in range(size))
 
 
 def _whole(states: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> Tensors:
@@ -167,11 +186,20 @@ def put_back(trained: Trained, reader: Reader, *, seed: int) -> None:
         if parameter.requires_grad:
             state["optimizer"].setdefault(name, {})
     step.load_state_dict(state)
+    for name in step.remembered.living:
+        step.remembered.put(name, _saved_rows(reader, name))
     step.steps = manifest.step
     if trained.average is not None:
         trained.average.load({name: reader.tensor(f"ema.{name}") for name in trained.average.values})
     trained.feed.load(Position(manifest.feed.seed, manifest.feed.epoch, manifest.feed.position))
     _put_back_random(step, manifest, seed=seed)
+
+
+def _saved_rows(reader: Reader, name: str) -> dict[str, Tensor]:
+    """What the codecs of all ranks remembered of a parameter: [ranks, elements] by key."""
+    titles = [title for title in reader.manifest.tensors if title.rpartition(".")[0] == f"codec.{name}"]
+    ranks = len(reader.manifest.random)
+    return {title.rpartition(".")[2]: reader.tensor(title).view(ranks, -1) for title in titles}
 
 
 def _put_back_random(step: TrainStep, manifest: Manifest, *, seed: int) -> None:
@@ -222,6 +250,9 @@ def _problems(trained: Trained, manifest: Manifest) -> Iterator[Problem]:
         shape = shapes[f"optimizer.{name}.{key}"]
         if name not in parameters or shape not in (parameters[name], (math.prod(parameters[name]),)):
             yield Problem(f"{key} of {name}, shape {list(shape)}", "the state of a parameter")
+    if not step.remembered.living and any(name.startswith("codec.") for name in shapes):
+        got = f"what a codec has not sent yet, and codec = {step.plan.codec!r}, which cannot send it"
+        yield Problem(got, "a codec that remembers", "the codec it was saved with, or init= with its weights")
     if len(manifest.groups) != len(step.optimizer.param_groups):
         yield Problem(f"{len(manifest.groups)} groups of options", f"{len(step.optimizer.param_groups)}")
     for word in ("num_samples", "batch_size", "order_version"):
