@@ -92,6 +92,32 @@ def wrapped(accumulate: int, host: str | None = None, transport: str = "by-host"
     return {"deviation": far, "transport": optimizer.transport}
 
 
+def wrapped_uneven(transport: str = "by-host", host: str | None = None) -> dict[str, Any]:
+    """A rank has one batch more than the rank before it; all of them beside one process that has all batches."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    case = Case(batch_sizes=(12,) * size)
+    loss, mine, theirs, data = training.loss(case), training.model("mlp"), training.model("mlp"), training.batches(case)
+    plan = ff.Plan(dp=size, bucket_bytes=4000, transport=transport)
+    with _hosts(host):
+        optimizer = ff.DistributedOptimizer(_sgd(mine.parameters()), mine, plan)
+    with optimizer.join():
+        for inputs, targets in data[:rank]:
+            optimizer.zero_grad()
+            loss(mine(inputs), targets).mean().backward()
+            optimizer.step()
+    plain = _sgd(theirs.parameters())
+    for number in range(size - 1):
+        plain.zero_grad()
+        inputs, targets = data[number]
+        # Ranks above `number` have this batch: as many times the same gradient, of `size`.
+        ((size - 1 - number) / size * loss(theirs(inputs), targets).mean()).backward()
+        plain.step()
+    pairs = zip(mine.parameters(), theirs.parameters(), strict=True)
+    placed = (ff.world().rank, ff.world().size) == (rank, size)
+    far = max(float((a - b).abs().max()) for a, b in pairs)
+    return {"deviation": far, "transport": optimizer.transport, "placed": placed}
+
+
 def wrapped_adds_up() -> float:
     """Two backwards without zero_grad in between leave the sum of both means in `.grad`."""
     case, size = Case(), dist.get_world_size()

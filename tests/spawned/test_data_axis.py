@@ -65,6 +65,14 @@ def test_a_wrapped_optimizer_works_across_hosts(world):
     assert max(result["deviation"] for result in results) <= TOLERANCE
 
 
+@pytest.mark.parametrize("fields", [{"transport": "shared"}, {"transport": "gloo"}, {"host": "two"}])
+def test_ranks_with_unequal_data_go_on_to_the_end(world, fields):
+    results = world(4).run(f"{CASES}:wrapped_uneven", **fields)
+    assert max(result["deviation"] for result in results) <= TOLERANCE
+    assert all(result["placed"] for result in results)
+    assert all(("between hosts" in result["transport"]) == ("host" in fields) for result in results)
+
+
 def test_gradients_of_two_backwards_add_up(world):
     assert max(world(2).run(f"{CASES}:wrapped_adds_up")) <= TOLERANCE
 
