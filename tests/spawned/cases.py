@@ -1,9 +1,11 @@
 """What the ranks of a spawned world do; see `fourfold.testing.spawn`. Results are JSON."""
 
 import contextlib
+import json
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,6 +15,7 @@ from torch import nn
 
 import fourfold as ff
 from fourfold.plan.timeline import encode
+from fourfold.run import late
 from fourfold.run.trace import Tracing
 from fourfold.tasks import lm
 from fourfold.testing import oracle
@@ -279,3 +282,27 @@ def wide_steps(steps: int) -> int:
     for _ in range(steps):
         step((torch.ones(1, 1024), torch.zeros(1, 1024)))
     return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def late_in_data(folder: str) -> list[Any]:
+    """What the log of a run says of late ranks, whose rank 1 reads slowly."""
+
+    class Source:
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            if dist.get_rank() == 1:
+                time.sleep(0.01)
+            return torch.ones(4), torch.ones(2)
+
+    def data() -> ff.Data:
+        return ff.Data(train=Source())
+
+    def model() -> nn.Module:
+        return nn.Linear(4, 2)
+
+    task = ff.Task(model=model, loss=nn.functional.mse_loss, data=data, optimizer=_sgd, batch_size=8)
+    ff.train(task, ff.Plan(dp=2), steps=late.WINDOW + 1, checkpoint_every=0, trace_every=0, folder=folder, name="late")
+    lines = (Path(folder) / "late" / "metrics.jsonl").read_text().splitlines()
+    return [line["late"] for line in map(json.loads, lines) if "late" in line]

@@ -127,6 +127,12 @@ def test_every_rank_skips_the_step_that_is_not_finite(world, transport):
         assert result["skipped"][0].startswith("step 2: the loss is nan; rank 1, samples")
 
 
+def test_a_run_names_the_rank_that_is_late_in_its_log(world, tmp_path):
+    for said in world(2).run(f"{CASES}:late_in_data", folder=str(tmp_path)):
+        (late,) = said
+        assert (late["rank"], late["place"]) == (1, "data")
+
+
 def test_every_sample_is_fed_once_in_one_order(world):
     by_size = {}
     for size in (2, 4):
