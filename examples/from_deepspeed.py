@@ -24,7 +24,7 @@ def main() -> None:
     inputs = torch.rand(1000, 8)
     data = TensorDataset(inputs, inputs.square().mean(1, keepdim=True))
 
-    plan = ff.Plan(dp=ff.world().size, microbatches=2)
+    plan = ff.Plan(dp=ff.world().size, zero=1, microbatches=2)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
     step = ff.parallelize(model, loss, functools.partial(torch.optim.AdamW, lr=1e-2), plan, clip=1.0)
     feed = ff.Feed(data, plan, batch_size=64, seed=0)  # batch_size is global

@@ -9,7 +9,7 @@ from fourfold.run.optimizer import DistributedOptimizer
 from fourfold.run.spread import spread
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
-from fourfold.words.errors import TrainingError
+from fourfold.words.errors import PlanError, TrainingError
 
 RATE, MOMENTUM = 0.05, 0.9
 
@@ -158,6 +158,17 @@ def test_what_cannot_be_told_is_refused_on_every_rank():
         return True
 
     assert threads.run(2, body) == [True, True]
+
+
+def test_what_a_wrapped_optimizer_does_not_do_is_refused_all_at_once():
+    def body(ranks):
+        mine = model()
+        with pytest.raises(PlanError) as caught:
+            DistributedOptimizer(sgd(mine.parameters()), mine, ff.Plan(dp=2, zero=1, microbatches=3), ranks=ranks)
+        assert [problem.got for problem in caught.value.problems] == ["zero = 1", "microbatches = 3"]
+        assert [problem.attempt for problem in caught.value.problems] == ["ff.parallelize", "no_sync()"]
+
+    threads.run(2, body)
 
 
 def test_a_world_is_what_the_launcher_says(monkeypatch):

@@ -275,10 +275,10 @@ def trace(transport: str, host: str | None = None, steps: int = 12, ahead_second
     return encode(tracing.trace).decode()
 
 
-def wide_steps(steps: int) -> int:
+def wide_steps(steps: int, zero: int) -> int:
     """Some steps of one wide layer; the bytes of its gradient."""
     model = nn.Linear(1024, 1024)
-    step = ff.parallelize(model, nn.functional.mse_loss, _sgd, ff.Plan(dp=dist.get_world_size()))
+    step = ff.parallelize(model, nn.functional.mse_loss, _sgd, ff.Plan(dp=dist.get_world_size(), zero=zero))
     for _ in range(steps):
         step((torch.ones(1, 1024), torch.zeros(1, 1024)))
     return sum(p.numel() * p.element_size() for p in model.parameters())

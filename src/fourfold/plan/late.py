@@ -7,7 +7,7 @@ Law: a rank is late by its typical step, so one slow step of many makes nobody l
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, median_high
 
 FACTOR = 1.5
 LEAST_SECONDS = 0.002  # below it, it is the system's own unrest
@@ -45,7 +45,8 @@ def late(busy: Sequence[Mapping[str, float]]) -> list[Late]:
         others = [other for number, other in enumerate(busy) if number != rank]
         if not others:
             continue
-        usual = median(sum(other.values()) for other in others)
+        # The higher of two in the middle: at most half of the ranks can be late.
+        usual = median_high(sum(other.values()) for other in others)
         if total <= FACTOR * usual or total - usual < LEAST_SECONDS:
             continue
         there = {name: median(other.get(name, 0.0) for other in others) for name in row}

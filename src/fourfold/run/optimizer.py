@@ -6,8 +6,8 @@ Law: the wrapped optimizer does on every rank what it would have done alone on t
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,13 +22,14 @@ from fourfold.run.spread import spread
 from fourfold.words.action import LOSS, USED
 from fourfold.words.errors import OptimizerError, PlanError, Problem, TrainingError
 
+FIELDS = ("dp", "bucket_bytes", "unused", "batch_norm", "transport")  # of the plan, what is used here
 NO_BACKWARD = -1
 # The kind of scalar that counts the ranks with data. Losses are the loop's own here, and who reads this sum knows
 # that all ranks are in the same call.
 ACTIVE = LOSS
 
 
-@dataclass
+@dataclasses.dataclass
 class _Joining:
     """A loop with unequal numbers of batches: what gradients are divided by, and the rounds this rank had data in."""
 
@@ -41,9 +42,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Joins the process group that is there, or the one the launcher's environment speaks of. Rank 0's weights and
     buffers are broadcast first. Every rank must call `backward()` equally often outside `no_sync()`, and each of
-    these must reach at least one trainable parameter. Of the plan only `bucket_bytes`, `unused`, `batch_norm` and
-    `transport` are used. Raises PlanError or OptimizerError for what cannot be carried out, TrainingError from
-    `backward()` where a parameter got no gradient and the plan does not allow it.
+    these must reach at least one trainable parameter. Of the plan `dp`, `bucket_bytes`, `unused`, `batch_norm` and
+    `transport` are used; any other field must be at its default. Raises PlanError or OptimizerError for what cannot
+    be carried out, TrainingError from `backward()` where a parameter got no gradient and the plan does not allow it.
     """
 
     def __init__(
@@ -58,9 +59,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._optimizer, self._model, self._ranks = optimizer, model, ranks or comm.join()
         plan = plan or Plan(dp=self._ranks.size)
         refuse(model, plan, self._ranks)
-        if plan.microbatches > 1:
-            problem = Problem(f"microbatches = {plan.microbatches}", "1: the loop cuts its own batches", "no_sync()")
-            raise PlanError(problem, where="the plan")
+        _refuse_unused_fields(plan)
         strangers = {id(p) for group in optimizer.param_groups for p in group["params"]}
         strangers -= {id(p) for p in model.parameters()}
         if strangers:
@@ -266,3 +265,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_optimizer"], name)
+
+
+def _refuse_unused_fields(plan: Plan) -> None:
+    """Raise PlanError for all that a plan asks for and a wrapped optimizer does not do."""
+    given = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+    asked = {name: value for name, value in given.items() if name not in FIELDS and value != getattr(Plan(), name)}
+    need = f"with DistributedOptimizer nothing but {', '.join(FIELDS)}"
+    attempts = {"microbatches": "no_sync()"}
+    problems = [Problem(f"{n} = {v}", need, attempts.get(n, "ff.parallelize")) for n, v in asked.items()]
+    if problems:
+        raise PlanError(problems, where="the plan")
