@@ -113,6 +113,10 @@ def test_the_optimizer_goes_on_as_usual_after_join():
         optimizer = DistributedOptimizer(sgd(mine.parameters()), mine, ranks=ranks)
         with optimizer.join(), pytest.raises(TrainingError, match="within join"), optimizer.join():
             pass
+        with optimizer.join():
+            for number in range(ranks.rank):  # one rank steps, the other does not
+                mine(batch(0, number)).square().mean().backward()
+                optimizer.step()
         optimizer.zero_grad()
         mine(torch.full((1, 6), float(ranks.rank), dtype=torch.float64)).sum().backward()
         gradient = mine.get_parameter("0.bias").grad
