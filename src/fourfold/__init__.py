@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fourfold.feed.feed import Feed
+    from fourfold.parts.comm import world
     from fourfold.plan.plan import Plan
     from fourfold.run.build import Metrics, TrainStep, parallelize
     from fourfold.run.optimizer import DistributedOptimizer
@@ -28,6 +29,7 @@ __all__ = [
     "TrainStep",
     "parallelize",
     "train",
+    "world",
 ]
 
 _HOME = {
@@ -42,6 +44,7 @@ _HOME = {
     "TrainStep": "run.build",
     "parallelize": "run.build",
     "train": "run.train",
+    "world": "parts.comm",
 }
 
 

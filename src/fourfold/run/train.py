@@ -26,6 +26,7 @@ from fourfold.run.build import TrainStep, parallelize, trainable_of
 from fourfold.run.checkpoint.keeper import Keeper, Place, Progress
 from fourfold.run.checkpoint.read import load_weights
 from fourfold.run.checkpoint.state import Trained
+from fourfold.run.late import Lateness
 from fourfold.run.pulse import Pulse
 from fourfold.run.settings import Settings, settings_of
 from fourfold.run.speaker import WINDOW, Report, Result, Speaker
@@ -142,6 +143,7 @@ class Training:
         feed.look = step.look
         every, last = self.settings.checkpoint_every, self.settings.steps
         batches = feed.forever()
+        lateness = Lateness(step, self.speaker)
         losses = deque(progress.losses, maxlen=WINDOW)
         for number in range(progress.step, last):
             if self.task.schedule is not None:
@@ -149,7 +151,7 @@ class Training:
                 for group, rate in zip(step.optimizer.param_groups, self.speaker.rates, strict=True):
                     group["lr"] = rate * factor
             with self.tracing.sample(number + 1) as recorder:
-                with recorder.span(DATA):
+                with recorder.span(DATA), lateness.reading():
                     batch = next(batches)
                 step.ask(asked())
                 metrics = step(batch)
@@ -157,6 +159,7 @@ class Training:
                 losses.append(metrics.loss)
                 if average is not None:
                     average.update(number + 1)
+            lateness.stepped(number + 1)
             self.speaker.stepped(number + 1, metrics, lr=step.optimizer.param_groups[0]["lr"])
             self.keeper.tell()
             self.pulse.beat(number + 1)
