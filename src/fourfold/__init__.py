@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fourfold.feed.feed import Feed
     from fourfold.plan.plan import Plan
+    from fourfold.plan.rates import Rates
     from fourfold.run.build import Metrics, TrainStep, parallelize
     from fourfold.run.optimizer import DistributedOptimizer
     from fourfold.run.train import train
@@ -24,6 +25,7 @@ __all__ = [
     "Metrics",
     "Plan",
     "PlanError",
+    "Rates",
     "Task",
     "TrainStep",
     "parallelize",
@@ -38,6 +40,7 @@ _HOME = {
     "Metrics": "run.build",
     "Plan": "plan.plan",
     "PlanError": "words.errors",
+    "Rates": "plan.rates",
     "Task": "words.task",
     "TrainStep": "run.build",
     "parallelize": "run.build",

@@ -17,6 +17,7 @@ from fourfold.feed.feed import Feed
 from fourfold.feed.source import fetch
 from fourfold.plan.order import share
 from fourfold.plan.plan import Plan
+from fourfold.plan.rates import Rates
 from fourfold.plan.timeline import DATA
 from fourfold.run.average import Average
 from fourfold.run.batch import call, cut, evaluating, measure
@@ -24,7 +25,7 @@ from fourfold.run.build import TrainStep, parallelize, trainable_of
 from fourfold.run.checkpoint.keeper import Keeper, Place, Progress
 from fourfold.run.checkpoint.read import load_weights
 from fourfold.run.checkpoint.state import Trained
-from fourfold.run.settings import Settings, settings_of
+from fourfold.run.settings import Settings, factors, settings_of
 from fourfold.run.speaker import WINDOW, Report, Result, Speaker
 from fourfold.run.trace import EVERY, Tracing
 from fourfold.words.task import Source, Task
@@ -48,6 +49,7 @@ def train(
     checkpoint_every: int = 100,
     ema: float | None = None,
     init: str | None = None,
+    rates: Rates | None = None,
     report: Report | None = None,
 ) -> Result:
     """Train `task` as `plan` says. Collective: every rank calls it with the same arguments.
@@ -60,13 +62,14 @@ def train(
     `trace_every` counts steps too: steps 3 and 4 and every such step are recorded in trace.json; 0 records none.
     `checkpoint_every` counts steps; 0 saves never, otherwise the last step and every new best validation loss are
     saved too. `ema` keeps an average of the weights, which is evaluated, sampled from and saved. `init` is a plain
-    safetensors file of weights to begin with. `report` hears of the progress on rank 0. Raises children of
-    FourfoldError.
+    safetensors file of weights to begin with. `rates` scales the learning rate to the batch, warms it up and lets it
+    fall; without it the rate follows the task's schedule. `report` hears of the progress on rank 0. Raises children
+    of FourfoldError.
     """
     plan = plan or Plan()
     given = {"steps": steps, "batch_size": batch_size, "clip": clip, "seed": seed, "evaluate_every": evaluate_every}
     given |= {"trace_every": trace_every, "name": name, "folder": folder, "label": label, "spec": spec, "extra": extra}
-    settings = settings_of(task, **given, checkpoint_every=checkpoint_every, ema=ema, init=init)
+    settings = settings_of(task, **given, checkpoint_every=checkpoint_every, ema=ema, init=init, rates=rates)
     torch.manual_seed(settings.seed)
     data = task.data()
     model = task.model()
@@ -116,12 +119,12 @@ class Training:
         step, feed, average = self.trained
         every, last = self.settings.checkpoint_every, self.settings.steps
         batches = feed.forever()
+        factor = factors(self.task, self.settings)
         losses = deque(progress.losses, maxlen=WINDOW)
         for number in range(progress.step, last):
-            if self.task.schedule is not None:
-                factor = self.task.schedule(number, last)
+            if factor is not None:
                 for group, rate in zip(step.optimizer.param_groups, self.speaker.rates, strict=True):
-                    group["lr"] = rate * factor
+                    group["lr"] = rate * factor(number)
             with self.tracing.sample(number + 1) as recorder:
                 with recorder.span(DATA):
                     batch = next(batches)
