@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fourfold import optim
     from fourfold.feed.feed import Feed
     from fourfold.plan.plan import Plan
     from fourfold.plan.rates import Rates
@@ -28,6 +29,7 @@ __all__ = [
     "Rates",
     "Task",
     "TrainStep",
+    "optim",
     "parallelize",
     "train",
 ]
@@ -49,6 +51,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "optim":
+        return importlib.import_module("fourfold.optim")
     if name not in _HOME:
         raise AttributeError(f"module 'fourfold' has no attribute {name!r}")
     return getattr(importlib.import_module(f"fourfold.{_HOME[name]}"), name)

@@ -1,7 +1,8 @@
 """Optimizers on flat buffers: the user's class, its options by group, its update over whole buckets at once.
 
-piece    a stretch of a bucket's weights with the tensor where its summed gradient rests
-element-wise  an update in which no element looks at another; only such ones may run on flat buffers
+piece         a stretch of a bucket's weights with the tensor where its summed gradient rests
+element-wise  an update in which no element looks at another: it may run on flat buffers as it is
+layer-wise    an update in which an element looks at two norms of its parameter: see `layerwise`
 Law: the update of a flat piece equals the update of its parameters one by one.
 """
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fourfold.parts.layerwise import LAYERWISE, begin, finish
 from fourfold.words.errors import OptimizerError, Problem
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -49,12 +51,19 @@ class Piece(NamedTuple):
 def check(optimizer: Optimizer) -> None:
     """Raise OptimizerError unless the optimizer's update can run on flat buffers."""
     kind = type(optimizer)
-    if kind not in ELEMENTWISE:
+    if kind not in (*ELEMENTWISE, *LAYERWISE):
         known = ", ".join(cls.__name__ for cls in ELEMENTWISE)
+        ours = ", ".join(f"ff.optim.{cls.__name__}" for cls in LAYERWISE)
         attempt = "one of these, or ff.DistributedOptimizer, which runs any optimizer as it is"
-        raise OptimizerError(Problem(kind.__name__, f"an element-wise optimizer of torch.optim ({known})", attempt))
+        need = f"an element-wise optimizer of torch.optim ({known}), or {ours}"
+        raise OptimizerError(Problem(kind.__name__, need, attempt))
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise OptimizerError(Problem("differentiable = True", "an update outside autograd", "differentiable = False"))
+
+
+def by_parameter(optimizer: Optimizer) -> bool:
+    """Whether the update must know which elements are of one parameter."""
+    return isinstance(optimizer, LAYERWISE)
 
 
 def build(factory: OptimizerFactory, parameters: Sequence[nn.Parameter]) -> Optimizer:
@@ -114,10 +123,18 @@ class FlatOptimizer:
             for piece in self._pieces[bucket]:
                 assert piece.slot is not None
                 piece.weight.grad = piece.gradient if used[piece.slot] else None
-        # Without torch's wrappers around `step`: they import torch._dynamo, and cost more than a small bucket's update.
-        inspect.unwrap(type(flat).step)(flat)
+        if isinstance(flat, LAYERWISE):
+            self._update_by_parameter(bucket, flat)
+        else:
+            # Without torch's wrappers of `step`: they import torch._dynamo, and cost more than a small bucket's update.
+            inspect.unwrap(type(flat).step)(flat)
         # A scheduler of torch warns unless it has seen a step of the optimizer it was made with.
         self._user._opt_called = True  # type: ignore[attr-defined]
+
+    def _update_by_parameter(self, bucket: int, flat: Any) -> None:
+        owners = [piece.slot for piece in self._pieces[bucket] if piece.slot is not None]
+        begun = begin(flat, owners, num_parameters=1 + max(owners))
+        finish(begun, begun.squares)
 
     def stretches(self, bucket: int, start: int, stop: int) -> dict[str, Any]:
         """The state of elements [start, stop) of a bucket as it lies: lists of consecutive tensors, scalars as floats.

@@ -111,7 +111,8 @@ class TrainStep:
         )
         self._transport, self.transport = comm.connect(ranks, request, choice=plan.transport)
         self._gradients = data.Gradients(trainable, self.buckets, self._transport, allow_unused=allow_unused)
-        pieces = data.pieces(self._weights, self.buckets, self._transport, by_slot=allow_unused)
+        by_slot = allow_unused or optim.by_parameter(self.optimizer)
+        pieces = data.pieces(self._weights, self.buckets, self._transport, by_slot=by_slot)
         self._flat = optim.FlatOptimizer(self.optimizer, [bucket.group for bucket in self.buckets], pieces)
         by_bucket = [[trainable[slot.name] for slot in bucket.slots] for bucket in self.buckets]
         parts = Parts(self._gradients, self._transport, self._flat, by_bucket)
