@@ -49,6 +49,12 @@ def test_a_wrapped_optimizer_does_what_it_does_alone(world, accumulate, transpor
     assert max(result["deviation"] for result in results) <= TOLERANCE
 
 
+@pytest.mark.parametrize("kind", ["LARS", "LAMB"])
+def test_a_wrapped_layer_wise_optimizer_does_what_it_does_alone(world, kind):
+    results = world(2).run(f"{CASES}:wrapped", accumulate=1, kind=kind)
+    assert max(result["deviation"] for result in results) <= TOLERANCE
+
+
 def test_a_wrapped_optimizer_works_across_hosts(world):
     results = world(4).run(f"{CASES}:wrapped", accumulate=1, host="two")
     assert {result["transport"] for result in results} == {"shared memory + gloo between hosts"}
