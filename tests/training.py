@@ -32,6 +32,7 @@ class Case:
     bucket_bytes: int = 4000
     unused: str = "refuse"
     transport: str = "by-host"
+    zero: int = 0
 
     def plan(self, size: int) -> Plan:
         return Plan(
@@ -40,6 +41,7 @@ class Case:
             bucket_bytes=self.bucket_bytes,
             unused=self.unused,
             transport=self.transport,
+            zero=self.zero,
         )
 
 

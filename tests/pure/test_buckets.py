@@ -63,15 +63,24 @@ def test_a_step_sends_what_the_zero_paper_says(zero, factor):
 def test_a_step_as_text():
     program = lower(Step(microbatches=2, num_buckets=3, clip=True, order=(2, 0, 1)))
     assert " ".join(map(str, program)) == "F0.0 B0.0 F0.1 M0.0 B0.1 R0.2 R0.0 R0.1 M0.1 U0.2 U0.0 U0.1"
+    program = lower(Step(1, 2, RESTS[1], clip=True, trust=True))
+    assert " ".join(map(str, program)) == "F0.0 M0.0 B0.0 R0.0 R0.1 M0.1 M0.3 U0.0 G0.0 U0.1 G0.1"
 
 
-@given(microbatches=st.integers(1, 5), buckets=st.integers(1, 6), clip=st.booleans(), unused=st.booleans())
-def test_every_bucket_is_reduced_once_before_it_is_updated(microbatches, buckets, clip, unused):
-    program = lower(Step(microbatches, buckets, clip, unused))
+@given(
+    zero=st.integers(0, 2),
+    microbatches=st.integers(1, 5),
+    buckets=st.integers(1, 6),
+    clip=st.booleans(),
+    unused=st.booleans(),
+)
+def test_every_bucket_is_reduced_in_each_round_before_it_is_updated(zero, microbatches, buckets, clip, unused):
+    program = lower(Step(microbatches, buckets, RESTS[zero], clip, unused))
     verbs = [action.verb for action in program]
     assert verbs.count(Verb.FORWARD) == verbs.count(Verb.BACKWARD) == microbatches
     reduced = [a.index for a in program if a.verb == Verb.REDUCE]
-    assert sorted(reduced) == list(range(buckets))
+    assert sorted(reduced) == list(range(buckets * (microbatches if zero == 2 else 1)))
+    assert [a.index for a in program if a.verb == Verb.GATHER] == (list(range(buckets)) if zero else [])
     assert max(i for i, v in enumerate(verbs) if v == Verb.REDUCE) < min(
         i for i, v in enumerate(verbs) if v == Verb.UPDATE
     )

@@ -50,7 +50,7 @@ def test_the_signature_is_the_contract():
 
 def test_all_problems_are_told_at_once():
     with pytest.raises(PlanError) as caught:
-        Plan.build({"dp": 0, "microbatch": 2, "codec": "gzip", "zero": 1, "bucket_bytes": "big"}, where="plan.toml")
+        Plan.build({"dp": 0, "microbatch": 2, "codec": "gzip", "zero": 3, "bucket_bytes": "big"}, where="plan.toml")
     said = str(caught.value)
     assert said.startswith("5 problems in plan.toml")
     assert "dp = 0" in said

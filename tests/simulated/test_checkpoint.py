@@ -1,6 +1,7 @@
 """The laws of checkpoints, all ranks as threads of one process."""
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -76,7 +77,7 @@ class Run:
     def tensors(self) -> dict[str, Tensor]:
         """Copies of everything that is saved."""
         found = tensors(Trained(self.step, self.feed, self.average))
-        return {tensor.name: torch.cat([part.detach().clone() for part in parts]) for tensor, parts in found.living}
+        return {t.tensor.name: torch.cat([p.detach().clone() for p in t.parts]) for t in found.living if t.parts}
 
 
 CASES = [
@@ -84,10 +85,13 @@ CASES = [
     Case(model="frozen", optimizer="NAdam", batch_sizes=(8, 8, 8, 8), bucket_bytes=900),
     Case(model="mlp", optimizer="SGD", batch_sizes=(8, 8, 8, 8), microbatches=2),
     Case(model="sometimes", unused="allow", batch_sizes=(5, 6, 7, 8)),
+    Case(model="tied", clip=0.5, batch_sizes=(12, 12, 11, 12), zero=1),
+    Case(model="sometimes", unused="allow", batch_sizes=(5, 6, 7, 8), zero=1),
+    Case(model="mlp", microbatches=2, batch_sizes=(12, 12, 11, 12), zero=2),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.model)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.model}, zero {case.zero}")
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(case, tmp_path):
     def undisturbed(ranks):
         run = Run(case, ranks, tmp_path / "whole", ema=0.9)
@@ -112,13 +116,13 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(case, tmp_path):
         assert all(torch.equal(got[name], value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_another_number_of_ranks_reads_the_same_files(size, tmp_path):
-    case = Case(model="tied", batch_sizes=(12, 12, 12, 12))
+@pytest.mark.parametrize(("size", "zero", "then"), [(1, 0, 0), (2, 0, 1), (4, 0, 2), (1, 1, 0), (4, 1, 1), (2, 2, 0)])
+def test_another_number_of_ranks_at_another_zero_reads_the_same_files(size, zero, then, tmp_path):
+    case = Case(model="tied", batch_sizes=(12, 12, 12, 12), zero=zero)
     threads.run(3, lambda ranks: Run(case, ranks, tmp_path).go(0, 2, save_at=(2,)))
 
     def go_on(ranks):
-        run = Run(case, ranks, tmp_path)
+        run = Run(dataclasses.replace(case, zero=then), ranks, tmp_path)
         assert run.keeper.resume() is not None
         run.go(2, 4)
         return {name: p.detach().clone() for name, p in run.step.model.named_parameters()}
@@ -358,8 +362,12 @@ def test_an_average_follows_its_definition_and_does_not_disturb(tmp_path):
         decay = min(0.9, (1 + step) / (10 + step))
         expected = decay * expected + (1 - decay) * weight.detach()
     torch.testing.assert_close(average.values["w"], expected, rtol=1e-5, atol=1e-6)
+
+    def put(values):
+        weight.data.copy_(values["w"])
+
     before = weight.detach().clone()
-    with average.applied():
+    with average.applied(put):
         assert torch.equal(weight, average.values["w"])
     assert torch.equal(weight, before)
 

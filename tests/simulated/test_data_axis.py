@@ -29,6 +29,7 @@ SIZES = st.integers(1, 4)
     microbatches=st.integers(1, 3),
     clip=st.sampled_from([None, 0.05, 100.0]),
     bucket_bytes=st.sampled_from([1, 1500, 4000, 2**20]),
+    zero=st.integers(0, 2),
 )
 def test_every_data_mesh_gives_the_same_training(size, **fields):
     case = Case(**fields)
@@ -38,13 +39,15 @@ def test_every_data_mesh_gives_the_same_training(size, **fields):
 
 
 @pytest.mark.parametrize("kind", [cls.__name__ for cls in optim.ELEMENTWISE])
-def test_a_flat_update_equals_the_update_of_each_parameter(kind):
-    case = Case(optimizer=kind, batch_sizes=(8, 8, 8, 8), bucket_bytes=1500)
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_flat_update_equals_the_update_of_each_parameter(kind, zero):
+    case = Case(optimizer=kind, batch_sizes=(8, 8, 8, 8), bucket_bytes=1500, zero=zero)
     assert max(threads.run(3, lambda ranks: deviation(case, 3, ranks))) <= TOLERANCE
 
 
-def test_a_parameter_without_gradient_is_named():
-    case = Case(model="unused")
+@pytest.mark.parametrize(("zero", "microbatches"), [(0, 1), (0, 2), (1, 1), (2, 2)])
+def test_a_parameter_without_gradient_is_named(zero, microbatches):
+    case = Case(model="unused", zero=zero, microbatches=microbatches)
     with pytest.raises(TrainingError, match=r"spare\.weight got no gradient") as caught:
         threads.run(2, lambda ranks: train_step(case, build(case, 2, ranks)))
     assert "spare.bias" in str(caught.value)
@@ -52,9 +55,10 @@ def test_a_parameter_without_gradient_is_named():
 
 @pytest.mark.parametrize("kind", ["unused", "sometimes"])
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_a_parameter_without_gradient_anywhere_keeps_its_weight_and_state(kind, microbatches):
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_a_parameter_without_gradient_anywhere_keeps_its_weight_and_state(kind, microbatches, zero):
     # "sometimes": the spare layer works for even microbatches only, so on some ranks and in some steps it has none.
-    case = Case(model="unused", unused="allow", microbatches=microbatches)
+    case = Case(model=kind, unused="allow", microbatches=microbatches, zero=zero)
     assert max(threads.run(3, lambda ranks: deviation(case, 3, ranks))) <= TOLERANCE
 
 
@@ -66,7 +70,9 @@ def test_a_layer_used_on_one_rank_only_is_trained_everywhere(monkeypatch):
         step = build(case, 2, ranks)
         launched: list[int] = []
         launch = step._transport.launch
-        monkeypatch.setattr(step._transport, "launch", lambda bucket: launched.append(bucket) or launch(bucket))
+        monkeypatch.setattr(
+            step._transport, "launch", lambda bucket, name: launched.append(bucket) or launch(bucket, name)
+        )
         before = step.model.get_parameter("spare.weight").clone()
         trained = train_step(case, step)
         assert not torch.equal(before, trained.weights["spare.weight"])
@@ -77,8 +83,9 @@ def test_a_layer_used_on_one_rank_only_is_trained_everywhere(monkeypatch):
 
 
 @pytest.mark.parametrize(("bucket_bytes", "others"), [(2**20, 300), (300, 2**20), (4000, 4000)])
-def test_a_state_can_be_taken_to_another_mesh_and_other_buckets(bucket_bytes, others):
-    case = Case(batch_sizes=(12, 12, 12, 12), clip=0.5, model="tied", bucket_bytes=bucket_bytes)
+@pytest.mark.parametrize(("zero", "then"), [(0, 0), (1, 0), (0, 1), (2, 1)])
+def test_a_state_can_be_taken_to_another_mesh_and_other_buckets(bucket_bytes, others, zero, then):
+    case = Case(batch_sizes=(12, 12, 12, 12), clip=0.5, model="tied", bucket_bytes=bucket_bytes, zero=zero)
 
     def begin(ranks):
         step = build(case, 3, ranks)
@@ -91,7 +98,7 @@ def test_a_state_can_be_taken_to_another_mesh_and_other_buckets(bucket_bytes, ot
     state = threads.run(3, begin)[0]
 
     def go_on(ranks):
-        step = build(dataclasses.replace(case, bucket_bytes=others), 2, ranks)
+        step = build(dataclasses.replace(case, bucket_bytes=others, zero=then), 2, ranks)
         step.load_state_dict(state)
         return train_step(case, step, skip=2)
 
@@ -131,7 +138,9 @@ def test_after_the_first_step_buckets_are_launched_in_the_recorded_order(monkeyp
         train_step(dataclasses.replace(case, batch_sizes=(7,)), step)
         launched: list[int] = []
         launch = step._transport.launch
-        monkeypatch.setattr(step._transport, "launch", lambda bucket: launched.append(bucket) or launch(bucket))
+        monkeypatch.setattr(
+            step._transport, "launch", lambda bucket, name: launched.append(bucket) or launch(bucket, name)
+        )
         train_step(case, step, skip=1)
         return launched, [action.index for action in step.program if action.verb == Verb.REDUCE]
 

@@ -1,5 +1,6 @@
 """Laws of LARS and LAMB: the papers' updates, however a parameter is cut."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -166,6 +167,7 @@ def test_an_empty_group_and_impossible_options_are_refused(kind: Any) -> None:
     microbatches=st.integers(1, 2),
     clip=st.sampled_from([None, 0.05]),
     bucket_bytes=st.sampled_from([1, 1500, 2**20]),
+    zero=st.integers(0, 2),
 )
 def test_on_every_data_mesh_the_update_is_that_of_one_process(size: int, kind: str, **fields: Any) -> None:
     case = Case(model=kind, batch_sizes=(12, 9, 12), **fields)
@@ -173,14 +175,16 @@ def test_on_every_data_mesh_the_update_is_that_of_one_process(size: int, kind: s
 
 
 @pytest.mark.parametrize("optimizer", ["LARS", "LAMB"])
-def test_a_parameter_without_gradient_is_left_alone(optimizer: str) -> None:
-    case = Case(model="unused", unused="allow", optimizer=optimizer)
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_a_parameter_without_gradient_is_left_alone(optimizer: str, zero: int) -> None:
+    case = Case(model="unused", unused="allow", optimizer=optimizer, zero=zero, clip=0.05)
     assert max(threads.run(2, lambda ranks: deviation(case, 2, ranks))) <= TOLERANCE
 
 
 @pytest.mark.parametrize("optimizer", ["LARS", "LAMB"])
-def test_a_state_can_be_taken_to_another_mesh(optimizer: str) -> None:
-    case = Case(batch_sizes=(12, 12, 12, 12), optimizer=optimizer, bucket_bytes=1500)
+@pytest.mark.parametrize(("zero", "then"), [(0, 0), (0, 1), (2, 0), (1, 2)])
+def test_a_state_can_be_taken_to_another_mesh(optimizer: str, zero: int, then: int) -> None:
+    case = Case(batch_sizes=(12, 12, 12, 12), optimizer=optimizer, bucket_bytes=1500, zero=zero)
 
     def begun(ranks: Any) -> dict[str, Any]:
         step = build(case, 3, ranks)
@@ -191,7 +195,7 @@ def test_a_state_can_be_taken_to_another_mesh(optimizer: str) -> None:
     state = threads.run(3, begun)[0]
 
     def go_on(ranks: Any) -> dict[str, Tensor]:
-        step = build(case, 2, ranks)
+        step = build(dataclasses.replace(case, zero=then), 2, ranks)
         step.load_state_dict(state)
         return train_step(case, step, skip=2).weights
 

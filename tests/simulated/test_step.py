@@ -142,9 +142,10 @@ def test_autograd_notices_weights_that_a_step_has_changed():
     threads.run(1, body)
 
 
-def test_after_an_edit_every_rank_has_rank_0s_weights():
+@pytest.mark.parametrize("zero", [0, 1])
+def test_after_an_edit_every_rank_has_rank_0s_weights(zero):
     def body(ranks):
-        step = linear(ranks)
+        step = linear(ranks, plan=Plan(dp=2, zero=zero))
         with step.edit() as model:
             model.get_parameter("weight").fill_(float(ranks.rank + 1))
         return step.model.get_parameter("weight").flatten().tolist()

@@ -32,9 +32,28 @@ def test_odd_models_and_losses_train_as_the_oracle_does(world, fields, transport
     assert max(result["deviation"] for result in results) <= TOLERANCE
 
 
-def test_hosts_share_memory_inside_and_use_gloo_between(world):
-    results = world(4).run(f"{CASES}:deviation", host="two", clip=0.5, microbatches=2, batch_sizes=[12, 12, 3])
+@pytest.mark.parametrize("fields", [{"zero": 1, "clip": 0.5}, {"zero": 2, "microbatches": 2}])
+@pytest.mark.parametrize("size", [2, 4])
+def test_states_and_gradients_may_rest_split_over_gloo(world, size, fields):
+    fields |= {"model": "lm", "batch_sizes": [8, 8, 3], "bucket_bytes": 5_000, "transport": "gloo"}
+    results = world(size).run(f"{CASES}:deviation", **fields)
+    assert max(result["deviation"] for result in results) <= TOLERANCE
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_hosts_share_memory_inside_and_use_gloo_between(world, zero):
+    fields = {"host": "two", "clip": 0.5, "microbatches": 2, "batch_sizes": [12, 12, 3], "zero": zero}
+    results = world(4).run(f"{CASES}:deviation", **fields)
     assert {result["transport"] for result in results} == {"shared memory + gloo between hosts"}
+    assert max(result["deviation"] for result in results) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("size", "fields"), [
+    (2, {"optimizer": "LARS", "zero": 1, "transport": "gloo"}),
+    (4, {"optimizer": "LAMB", "zero": 2, "host": "two", "clip": 0.5}),
+])  # fmt: skip
+def test_trust_ratios_are_exact_where_parameters_are_split_among_ranks(world, size, fields):
+    results = world(size).run(f"{CASES}:deviation", **fields)
     assert max(result["deviation"] for result in results) <= TOLERANCE
 
 

@@ -1,11 +1,14 @@
 """The data axis, done: gradients go from autograd into slots, from slots into sums.
 
 slot       a parameter's stretch of its bucket's gradient flat
-countdown  parameters of a bucket that have no gradient yet in the last microbatch; zero permits the reduction
+countdown  parameters of a bucket that have no gradient yet in this round's last backward; zero permits the reduction
 launch     reductions begin in program order, on every rank the same, while backward goes on
-Law: a step is sealed with every slot written or known to be unused, and every bucket launched.
+round      what lies between two rounds of reductions: a whole step, or one backward where gradients rest split
+held       a gradient that stays in `.grad` because another bucket's gradient still needs the memory of its slot
+Law: a round is sealed with every slot written or known to be unused, and every bucket launched.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -32,18 +35,19 @@ def dtype_of(bucket: Bucket) -> torch.dtype:
 
 
 @torch.no_grad()
-def rehome(parameters: Mapping[str, nn.Parameter], buckets: Sequence[Bucket]) -> list[Tensor]:
+def rehome(parameters: Mapping[str, nn.Parameter], buckets: Sequence[Bucket], transport: Transport) -> Sequence[Tensor]:
     """Move the weights into one flat per bucket; each parameter becomes a view of its slot. Returns the flats."""
-    flats = []
-    for bucket in buckets:
-        first = parameters[bucket.slots[0].name]
-        flat = memory.private(bucket.size, dtype_of(bucket), first.device)
+    flats = transport.weights
+    if flats is None:
+        devices = [parameters[bucket.slots[0].name].device for bucket in buckets]
+        flats = [memory.private(b.size, dtype_of(b), d) for b, d in zip(buckets, devices, strict=True)]
+    for bucket, flat in zip(buckets, flats, strict=True):
         for slot in bucket.slots:
             parameter = parameters[slot.name]
             place = flat[slot.start : slot.stop].view(parameter.shape)
-            place.copy_(parameter)
+            if transport.writes:
+                place.copy_(parameter)
             parameter.data = place
-        flats.append(flat)
     return flats
 
 
@@ -63,6 +67,8 @@ class Gradients:
         self.recorder = SILENT
         self._names = [slot.name for bucket in buckets for slot in bucket.slots]
         self._bucket_of = [bucket.index for bucket in buckets for _ in bucket.slots]
+        self._paddings = [transport.slots[bucket.index][bucket.slots[-1].stop :] for bucket in buckets]
+        self._first = list(itertools.accumulate((len(bucket.slots) for bucket in buckets), initial=0))
         self.views = [
             transport.slots[bucket.index][slot.start : slot.stop].view(parameters[slot.name].shape)
             for bucket in buckets
@@ -72,21 +78,47 @@ class Gradients:
         self.listening = False
         """Whether gradients are taken: not those of a backward that is no part of a step."""
         self.completion_order: list[int] = []
-        """The order in which this rank's buckets became complete in the present step."""
+        """The order in which this rank's buckets became complete in the first round of the present step."""
         for number, name in enumerate(self._names):
             parameters[name].register_post_accumulate_grad_hook(self._hook(number))
         self.begin()
 
+    @property
+    def launch_order(self) -> Sequence[int]:
+        """The order of the reductions."""
+        return self._launch_order
+
+    @launch_order.setter
+    def launch_order(self, order: Sequence[int]) -> None:
+        self._launch_order = list(order)
+        # Where buckets take turns in a slot: who has it before, in the order of launches.
+        holder: dict[int, int] = {}
+        self._before: list[int | None] = [None] * len(order)
+        for bucket in order:
+            turn = self._transport.turns[bucket]
+            self._before[bucket] = holder.get(turn)
+            holder[turn] = bucket
+        self._place = {bucket: place for place, bucket in enumerate(order)}
+
     def begin(self) -> None:
         """Begin a step: no slot is written, nothing is launched."""
-        self.written = [False] * len(self._names)
+        self.reached = [False] * len(self._names)
+        self._round = -1
+        self.completion_order = []
+        self.begin_round()
+
+    def begin_round(self) -> None:
+        """Begin a round of reductions."""
+        self._round += 1
+        self._written = [False] * len(self._names)
         self._counted = [False] * len(self._names)
         self._missing = [len(bucket.slots) for bucket in self._buckets]
-        self._next, self._last, self._opened = 0, False, False
-        self.completion_order = []
+        self._lent = [False] * len(self._buckets)
+        self._held: list[list[int]] = [[] for _ in self._buckets]
+        self._next, self._last = 0, False
 
     def last(self) -> None:
-        """The next backward is the step's last: buckets may be launched as they become complete."""
+        """The next backward is the round's last: buckets may be launched as they become complete."""
         self._last = True
 
     def _hook(self, number: int):
@@ -96,31 +128,55 @@ class Gradients:
             gradient = parameter.grad
             if gradient is None or not self.listening:
                 return
-            if gradient is not view:  # else autograd has added to the slot itself
-                self._put(gradient, number)
-                # What autograd allocated is free before the next gradient is made.
-                parameter.grad = None
-            self.written[number] = True
+            if gradient is view:  # autograd has added to the slot itself
+                self._written[number] = True
+            else:
+                self._put(number)
+            self.reached[number] = True
             if self._last:
                 self._count_down(number)
 
         return take
 
-    def _put(self, gradient: Tensor, number: int) -> None:
+    def _put(self, number: int) -> None:
+        """Take a parameter's gradient into its slot, or hold it where the slot is not free yet."""
+        bucket = self._bucket_of[number]
+        if not self._lent[bucket]:
+            if not self._may_borrow(bucket):
+                self._held[bucket].append(number)
+                return
+            self._borrow(bucket)
+        self._copy(number)
+
+    def _may_borrow(self, bucket: int) -> bool:
+        before = self._before[bucket]
+        return before is None or self._place[before] < self._next
+
+    def _borrow(self, bucket: int) -> None:
+        if not self._lent[bucket]:
+            self._transport.lend(bucket)
+            self._lent[bucket] = True
+            # Where buckets take turns, another one's gradient may lie there, and a norm would count it.
+            self._paddings[bucket].zero_()
+            for number in self._held[bucket]:
+                self._copy(number)
+            self._held[bucket].clear()
+
+    def _copy(self, number: int) -> None:
         """Copy a gradient into its slot, or add it to what earlier microbatches left there."""
+        parameter, view = self._parameters[self._names[number]], self.views[number]
+        gradient = parameter.grad
+        assert gradient is not None
         if gradient.layout is not torch.strided:
             problem = Problem(f"{self._names[number]} has a sparse gradient", "dense gradients", "sparse=False")
             raise TaskError(problem)
-        if self.written[number]:
-            self.views[number].add_(gradient)
+        if self._written[number]:
+            view.add_(gradient)
         else:
-            self._open()
-            self.views[number].copy_(gradient)
-
-    def _open(self) -> None:
-        if not self._opened:
-            self._transport.open()
-            self._opened = True
+            view.copy_(gradient)
+        self._written[number] = True
+        # What autograd allocated is free before the next gradient is made.
+        parameter.grad = None
 
     def _count_down(self, number: int) -> None:
         if self._counted[number]:
@@ -131,16 +187,30 @@ class Gradients:
         bucket = self._bucket_of[number]
         self._missing[bucket] -= 1
         if self._missing[bucket] == 0:
-            self.completion_order.append(bucket)
-            self.recorder.moment(bucket, READY)
+            if self._round == 0:
+                self.completion_order.append(bucket)
+            self.recorder.moment(self._name(bucket), READY)
             self._launch_complete()
 
     def _launch_complete(self) -> None:
         # In program order, not in ready order: ranks differ in readiness, and collectives must not.
-        while self._next < len(self.launch_order) and self._missing[self.launch_order[self._next]] == 0:
-            self.recorder.moment(self.launch_order[self._next], SENT)
-            self._transport.launch(self.launch_order[self._next])
+        while self._next < len(self._launch_order) and self._missing[self._launch_order[self._next]] == 0:
+            bucket = self._launch_order[self._next]
+            self._borrow(bucket)
+            self._zero_unwritten(bucket)
+            self.recorder.moment(self._name(bucket), SENT)
+            self._transport.launch(bucket, self._name(bucket))
             self._next += 1
+
+    def _name(self, bucket: int) -> int:
+        """The index of a bucket's reduction in the program."""
+        return self._round * len(self._buckets) + bucket
+
+    def _zero_unwritten(self, bucket: int) -> None:
+        first = self._first[bucket]
+        for number in range(first, first + len(self._buckets[bucket].slots)):
+            if not self._written[number]:
+                self.views[number].zero_()
 
     def forget(self) -> None:
         """Drop what is in `.grad`: a backward that was no part of a step has left it there."""
@@ -153,41 +223,45 @@ class Gradients:
             gradient = self._parameters[self._names[number]].grad
             if gradient is None or self._counted[number]:
                 continue
-            if gradient is not view:
-                self._put(gradient, number)
-            self.written[number] = True
+            if gradient is view:
+                self._written[number] = True
+            else:
+                self._put(number)
+            self.reached[number] = True
 
-    def seal(self, *, empty: bool = False) -> None:
-        """End the last backward: every slot is written or zero, every bucket launched. Does not wait.
-
-        `empty`: this rank had no samples. Raises TrainingError naming the parameters without gradient.
-        """
-        unwritten = [number for number, written in enumerate(self.written) if not written]
-        if unwritten and not empty and not self._allow_unused:
-            raise TrainingError(
-                [
-                    Problem(
-                        f"parameter {self._names[number]} got no gradient",
-                        "a gradient for every trainable parameter",
-                        'unused = "allow", or requires_grad_(False)',
-                    )
-                    for number in unwritten
-                ]
-            )
-        self._open()
-        for number in unwritten:
-            self.views[number].zero_()
-        self.completion_order += [bucket.index for bucket in self._buckets if self._missing[bucket.index]]
+    def seal(self) -> None:
+        """End a round: every slot is written or zero, every bucket launched. Does not wait for the sums."""
+        if self._round == 0:
+            self.completion_order += [bucket.index for bucket in self._buckets if self._missing[bucket.index]]
         self._missing = [0] * len(self._buckets)
         self._launch_complete()
 
+    def refuse_unreached(self) -> None:
+        """Raise TrainingError naming the parameters that no backward of the step has reached."""
+        problems = [
+            Problem(
+                f"parameter {self._names[number]} got no gradient",
+                "a gradient for every trainable parameter",
+                'unused = "allow", or requires_grad_(False)',
+            )
+            for number, reached in enumerate(self.reached)
+            if not reached
+        ]
+        if problems and not self._allow_unused:
+            raise TrainingError(problems)
+
+
+# Of elements: 1 MiB of float32, so that a piece stays in the cache while it is summed, scaled and updated.
+PIECE_ELEMENTS = 2**18
+
 
 def pieces(
-    weights: Sequence[Tensor], buckets: Sequence[Bucket], transport: Transport, *, by_slot: bool
+    weights: Sequence[Tensor], buckets: Sequence[Bucket], transport: Transport, *, by_slot: bool, cut: bool
 ) -> list[list[Piece]]:
     """What the update works on, by bucket: weights beside the sums of their gradients.
 
-    A piece per part of the sum; `by_slot` cuts them at the slots too, so that one parameter can be left out.
+    A piece per part of the sum; `by_slot` cuts them at the slots too, so that one parameter can be left out, and
+    `cut` into pieces of at most PIECE_ELEMENTS.
     """
     result: list[list[Piece]] = []
     for bucket, weight in zip(buckets, weights, strict=True):
@@ -195,8 +269,9 @@ def pieces(
         result.append([])
         for number, (first, last) in enumerate(slots):
             for part in transport.sums(bucket.index):
-                start, stop = max(first, part.start), min(last, part.stop)
-                if start < stop:
+                low, high = max(first, part.start), min(last, part.stop)
+                for start in range(low, high, PIECE_ELEMENTS if cut else max(1, high - low)):
+                    stop = min(start + PIECE_ELEMENTS, high) if cut else high
                     gradient = part.flat[start - part.start : stop - part.start]
                     result[-1].append(Piece(start, stop, weight[start:stop], gradient, number if by_slot else None))
     return result

@@ -7,14 +7,15 @@ Law: the update of a flat piece equals the update of its parameters one by one.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fourfold.parts.layerwise import LAYERWISE, begin, finish
+from fourfold.parts.layerwise import LAYERWISE, Begun, Layerwise, begin, finish
+from fourfold.plan.data import Bucket
 from fourfold.words.errors import OptimizerError, Problem
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -33,6 +34,9 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 IMPLEMENTATION = ("fused", "foreach")
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+Prepare = Callable[[int, int, int, float], None]
 
 
 class Piece(NamedTuple):
@@ -95,54 +99,108 @@ def _spare_dynamo() -> None:
         setattr(plain, "__dynamo_disable", plain)
 
 
+class _Run(NamedTuple):
+    """Pieces that one optimizer updates."""
+
+    optimizer: Optimizer
+    pieces: Sequence[Piece]
+
+
 class FlatOptimizer:
     """The user's optimizer, once per bucket, over pieces of flat memory."""
 
-    def __init__(self, optimizer: Optimizer, groups: Sequence[int], pieces: Sequence[Sequence[Piece]]) -> None:
-        """`groups[b]` is the index of bucket b's group in `optimizer.param_groups`."""
-        self._user, self._groups, self._pieces = optimizer, groups, pieces
-        self._chosen = [_implementation(optimizer, p[0].weight) if p else {} for p in pieces]
-        self._flat = [self._make(bucket) for bucket in range(len(pieces))]
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        buckets: Sequence[Bucket],
+        pieces: Sequence[Sequence[Piece]],
+        *,
+        prepare: Prepare | None = None,
+    ) -> None:
+        """A bucket's group is an index into `optimizer.param_groups`; `pieces` are by bucket.
 
-    def _make(self, bucket: int) -> Optimizer:
+        `prepare(bucket, start, stop, factor)` has the gradients of a piece made, just before they are used.
+        """
+        self._user, self._buckets, self._pieces, self._prepare = optimizer, buckets, pieces, prepare
+        self._chosen = [_implementation(optimizer, p[0].weight) if p else {} for p in pieces]
+        self._flat = [[self._make(bucket, some) for some in self._runs(bucket)] for bucket in range(len(pieces))]
+        self._begun: dict[int, list[Begun]] = {}
+
+    def _runs(self, bucket: int) -> list[Sequence[Piece]]:
+        """The pieces that are updated together: one by one where each is to be prepared, else all."""
+        pieces = self._pieces[bucket]
+        return [[piece] for piece in pieces] if self._prepare is not None else [pieces] if pieces else []
+
+    def _make(self, bucket: int, pieces: Sequence[Piece]) -> "_Run":
         kind = type(self._user)
         accepted = inspect.signature(kind).parameters
         options: dict[str, Any] = {k: v for k, v in self._user.defaults.items() if k in accepted} | self._chosen[bucket]
-        flat = kind([piece.weight for piece in self._pieces[bucket]], **options)
-        for piece in self._pieces[bucket]:
+        flat = kind([piece.weight for piece in pieces], **options)
+        for piece in pieces:
             piece.weight.grad = piece.gradient
-        return flat
+        return _Run(flat, pieces)
 
     @torch.no_grad()
-    def update(self, bucket: int, used: Sequence[bool] | None = None) -> None:
-        """One step of the bucket's weights. `used[s]`: whether any rank had a gradient for slot s; None = all."""
-        flat = self._flat[bucket]
-        theirs = self._user.param_groups[self._groups[bucket]]
-        flat.param_groups[0].update({k: v for k, v in theirs.items() if k != "params"} | self._chosen[bucket])
-        if used is not None:
-            for piece in self._pieces[bucket]:
-                assert piece.slot is not None
-                piece.weight.grad = piece.gradient if used[piece.slot] else None
-        if isinstance(flat, LAYERWISE):
-            self._update_by_parameter(bucket, flat)
+    def update(
+        self,
+        bucket: int,
+        *,
+        used: Sequence[bool] | None = None,
+        factor: float = 1.0,
+        squares: Tensor | None = None,
+    ) -> None:
+        """One step of the bucket's weights. `used[s]`: whether any rank had a gradient for slot s; None = all.
+
+        `factor` is what `prepare` multiplies the sums by. `squares`: what `direct` gave, summed over the ranks that
+        share the bucket; without it, a bucket of a layer-wise optimizer is here as a whole.
+        """
+        if by_parameter(self._user):
+            here = self.direct(bucket, used=used, factor=factor) if squares is None else squares
+            for begun in self._begun.pop(bucket):
+                finish(begun, here)
         else:
-            # Without torch's wrappers of `step`: they import torch._dynamo, and cost more than a small bucket's update.
-            inspect.unwrap(type(flat).step)(flat)
+            for flat, _ in self._made_ready(bucket, used, factor):
+                # Without torch's wrappers around `step`: they import torch._dynamo, and cost more than a small update.
+                inspect.unwrap(type(flat).step)(flat)
         # A scheduler of torch warns unless it has seen a step of the optimizer it was made with.
         self._user._opt_called = True  # type: ignore[attr-defined]
 
-    def _update_by_parameter(self, bucket: int, flat: Any) -> None:
-        owners = [piece.slot for piece in self._pieces[bucket] if piece.slot is not None]
-        begun = begin(flat, owners, num_parameters=1 + max(owners))
-        finish(begun, begun.squares)
+    @torch.no_grad()
+    def direct(self, bucket: int, *, used: Sequence[bool] | None = None, factor: float = 1.0) -> Tensor:
+        """The first half of a layer-wise update: float64 [slots, 2], see `layerwise.Begun.squares`."""
+        begun = self._begun[bucket] = []
+        device = self._user.param_groups[0]["params"][0].device
+        total = torch.zeros(len(self._buckets[bucket].slots), 2, dtype=torch.float64, device=device)
+        for flat, pieces in self._made_ready(bucket, used, factor):
+            owners = [piece.slot for piece in pieces if piece.slot is not None]
+            begun.append(begin(cast(Layerwise, flat), owners, num_parameters=len(total)))
+            total += begun[-1].squares
+        return total
+
+    def _made_ready(self, bucket: int, used: Sequence[bool] | None, factor: float) -> Iterator["_Run"]:
+        """The bucket's runs, one after the other, each with its options and gradients."""
+        theirs = {k: v for k, v in self._user.param_groups[self._buckets[bucket].group].items() if k != "params"}
+        theirs |= self._chosen[bucket]
+        for run in self._flat[bucket]:
+            run.optimizer.param_groups[0].update(theirs)
+            for piece in run.pieces:
+                if used is not None:
+                    assert piece.slot is not None
+                    piece.weight.grad = piece.gradient if used[piece.slot] else None
+                if self._prepare is not None:
+                    self._prepare(bucket, piece.start, piece.stop, factor)
+            yield run
 
     def stretches(self, bucket: int, start: int, stop: int) -> dict[str, Any]:
         """The state of elements [start, stop) of a bucket as it lies: lists of consecutive tensors, scalars as floats.
 
-        Empty before the first update.
+        Empty before the first update, and where this rank has none of these elements.
         """
-        covering = [piece for piece in self._pieces[bucket] if piece.start < stop and start < piece.stop]
-        states = [self._flat[bucket].state.get(piece.weight, {}) for piece in covering]
+        held = [(run, p) for run in self._flat[bucket] for p in run.pieces if p.start < stop and start < p.stop]
+        if not held:
+            return {}
+        covering = [piece for _, piece in held]
+        states = [run.optimizer.state.get(piece.weight, {}) for run, piece in held]
         bounds = [(max(start, piece.start) - piece.start, min(stop, piece.stop) - piece.start) for piece in covering]
         result: dict[str, Any] = {}
         for key, first in states[0].items():
@@ -159,22 +217,27 @@ class FlatOptimizer:
 
     def load_state(self, bucket: int, slots: Sequence[tuple[int, int, Mapping[str, Any]]]) -> None:
         """Put back what `state` gave for stretches (start, stop, state) that tile the bucket."""
-        for piece in self._pieces[bucket]:
+        for flat, piece in ((run.optimizer, piece) for run in self._flat[bucket] for piece in run.pieces):
             covering = [slot for slot in slots if slot[0] < piece.stop and piece.start < slot[1]]
+            if not covering:
+                continue  # padding
             state: dict[str, Any] = {}
             if any(s.keys() != covering[0][2].keys() for _, _, s in covering):
                 got = "parameters of one bucket, some with a state and some without"
                 raise OptimizerError(Problem(got, "the plan it was saved with"), where="the state")
             for key, first in covering[0][2].items():
                 if isinstance(first, Tensor):
-                    stretches = [s[key][max(a, piece.start) - a : min(b, piece.stop) - a] for a, b, s in covering]
-                    state[key] = torch.cat(stretches).to(piece.weight.device)
+                    whole = torch.zeros(piece.stop - piece.start, dtype=first.dtype, device=piece.weight.device)
+                    for start, stop, s in covering:
+                        low, high = max(start, piece.start), min(stop, piece.stop)
+                        whole[low - piece.start : high - piece.start] = s[key][low - start : high - start]
+                    state[key] = whole
                 elif any(s[key] != first for _, _, s in covering):
                     problem = Problem(f"{key} differs between parameters of one bucket", "the plan it was saved with")
                     raise OptimizerError(problem, where="the state")
                 else:
                     state[key] = _scalar(first, piece.weight, fused=bool(self._chosen[bucket].get("fused")))
-            self._flat[bucket].state[piece.weight] = state
+            flat.state[piece.weight] = state
 
 
 def _scalar(value: Any, weight: Tensor, *, fused: bool) -> Any:

@@ -3,7 +3,8 @@
 slot    one parameter's place in a bucket, [start, stop) in elements
 bucket  consecutive slots in reverse order of definition, one dtype, one optimizer group
 rest    where a bucket's weights, gradients and optimizer states lie between uses
-Law: slots tile the bucket, so every share of it is one contiguous slice.
+round   the reductions after one backward; only where gradients rest split is there more than one in a step
+Law: slots tile the bucket, padding only at the end, so every share of it is one contiguous slice.
 
 Source of the table of rests: Rajbhandari et al., "ZeRO" (2020), §5.
 """
@@ -12,8 +13,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fourfold.words.action import LOSS, NORM, USED, Action, Verb
+from fourfold.words.action import LOSS, NORM, TRUST, USED, Action, Verb
 from fourfold.words.layout import PARTIAL, SPLIT, WHOLE, Change, Layout, change, sent_bytes
+
+# A share begins and ends with a cache line, so that no line has two writers.
+SHARE_ELEMENTS = 32
 
 
 class Spec(NamedTuple):
@@ -36,7 +40,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters that travel together, `size` elements in all."""
+    """Parameters that travel together: `size` elements, of which those behind the last slot are padding."""
 
     index: int
     slots: tuple[Slot, ...]
@@ -47,11 +51,12 @@ class Bucket:
 
     @property
     def num_bytes(self) -> int:
-        return self.size * self.element_bytes
+        """Without the padding."""
+        return self.slots[-1].stop * self.element_bytes
 
 
-def fill(specs: Sequence[Spec], *, bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Buckets of about `bucket_bytes` for parameters given in order of definition.
+def fill(specs: Sequence[Spec], *, bucket_bytes: int, shares: int = 1) -> tuple[Bucket, ...]:
+    """Buckets of about `bucket_bytes` for parameters given in order of definition, padded to `shares` equal shares.
 
     A bucket is closed before it would grow beyond `bucket_bytes`; a larger parameter has one of its own.
     Buckets are numbered by when their last parameter comes, in reverse order of definition, so that the
@@ -70,16 +75,18 @@ def fill(specs: Sequence[Spec], *, bucket_bytes: int) -> tuple[Bucket, ...]:
     place = {spec.name: index for index, spec in enumerate(reversed(specs))}
     closed.extend(opened.values())
     closed.sort(key=lambda members: place[members[-1].name])
-    return tuple(_bucket(index, members) for index, members in enumerate(closed))
+    return tuple(_bucket(index, members, shares) for index, members in enumerate(closed))
 
 
-def _bucket(index: int, members: Sequence[Spec]) -> Bucket:
+def _bucket(index: int, members: Sequence[Spec], shares: int) -> Bucket:
     slots, start = [], 0
     for spec in members:
         slots.append(Slot(spec.name, start, start + spec.num_elements))
         start += spec.num_elements
     first = members[0]
-    return Bucket(index, tuple(slots), start, first.dtype, first.element_bytes, first.group)
+    unit = shares * SHARE_ELEMENTS if shares > 1 else 1
+    size = -(-start // unit) * unit
+    return Bucket(index, tuple(slots), size, first.dtype, first.element_bytes, first.group)
 
 
 class Rest(NamedTuple):
@@ -96,6 +103,16 @@ RESTS = {
     2: Rest(WHOLE, SPLIT, SPLIT),
     3: Rest(SPLIT, SPLIT, SPLIT),
 }
+
+
+NUM_TURNS = 4
+
+
+def turns(num_buckets: int, rest: Rest) -> tuple[int, ...]:
+    """By bucket: which of this rank's gradient slots it uses. Gradients that rest split need only a few, by turns."""
+    if rest.gradient == SPLIT:
+        return tuple(index % NUM_TURNS for index in range(num_buckets))
+    return tuple(range(num_buckets))
 
 
 class Life(NamedTuple):
@@ -132,32 +149,48 @@ def step_bytes(buckets: Iterable[Bucket], *, zero: int, size: int, microbatches:
 
 
 class Step(NamedTuple):
-    """What a data rank's step consists of; `order` is the launch order recorded in the first step."""
+    """What a data rank's step consists of; `order` is the launch order recorded in the first step.
+
+    `trust`: norms of single parameters are wanted, and parameters are split among ranks.
+    """
 
     microbatches: int
     num_buckets: int
+    rest: Rest = RESTS[0]
     clip: bool = False
     unused: bool = False
     order: tuple[int, ...] = ()
+    trust: bool = False
 
 
 def lower(step: Step) -> tuple[Action, ...]:
     """A data rank's step: forwards and backwards, reductions in launch order, then the updates.
 
-    Reductions stand behind the last backward, and a runtime may begin each one while backward goes on, as soon
-    as it is permitted and in this order.
+    Reductions stand behind the backward that completes them, and a runtime may begin each one while that backward
+    goes on, as soon as it is permitted and in this order. Where gradients rest split there is a round of reductions
+    after every backward; the reduction of bucket b in round r has the index r × num_buckets + b.
     """
     launch = step.order or tuple(range(step.num_buckets))
+    moments = life(step.rest)
     actions: list[Action] = []
     for index in range(step.microbatches):
+        last = index == step.microbatches - 1
         actions.append(Action(Verb.FORWARD, 0, index))
-        if index == step.microbatches - 1:
+        if last:
             actions.append(Action(Verb.MEASURE, 0, LOSS))
         actions.append(Action(Verb.BACKWARD, 0, index))
-    actions += [Action(Verb.REDUCE, 0, bucket) for bucket in launch]
+        if moments.after_backward != Change.NONE:
+            actions += [Action(Verb.REDUCE, 0, index * step.num_buckets + bucket) for bucket in launch]
+        elif last:
+            actions += [Action(Verb.REDUCE, 0, bucket) for bucket in launch]
     if step.unused:
         actions.append(Action(Verb.MEASURE, 0, USED))
     if step.clip:
         actions.append(Action(Verb.MEASURE, 0, NORM))
-    actions += [Action(Verb.UPDATE, 0, bucket) for bucket in launch]
+    if step.trust:
+        actions.append(Action(Verb.MEASURE, 0, TRUST))
+    for bucket in launch:
+        actions.append(Action(Verb.UPDATE, 0, bucket))
+        if moments.after_update != Change.NONE:
+            actions.append(Action(Verb.GATHER, 0, bucket))
     return tuple(actions)

@@ -6,10 +6,11 @@ meeting  a collective: it begins on all its ranks together, when it is the next 
 Law: an action needs only what makes its inputs; everything else about its time is order or price.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from fourfold.words.action import LOSS, NORM, USED, Action, Program, Verb
+from fourfold.words.action import LOSS, NORM, TRUST, USED, Action, Program, Verb
 from fourfold.words.spans import COMPUTE, REDUCE, SEND
 
 LANE = {
@@ -49,6 +50,15 @@ class Needs:
         self._last: dict[tuple[int, Verb, int], Action] = {
             (rank, action.verb, action.stage): action for rank, actions in program.items() for action in actions
         }
+        self._backward_before: dict[tuple[int, Action], Action] = {}
+        for rank, actions in program.items():
+            latest: dict[int, Action] = {}
+            for action in actions:
+                if action.verb in (Verb.BACKWARD, Verb.BACKWARD_WEIGHT):
+                    latest[action.stage] = action
+                elif action.verb == Verb.REDUCE and action.stage in latest:
+                    self._backward_before[rank, action] = latest[action.stage]
+        self._rounds = _rounds(program)
 
     def of(self, rank: int, action: Action) -> list[Need]:
         """What `action` on `rank` needs. A need may stand nowhere in the program: then it is never met."""
@@ -79,11 +89,33 @@ class Needs:
         """The last action of a stage by the first of these verbs that this rank has."""
         return next((self._last[rank, verb, stage] for verb in verbs if (rank, verb, stage) in self._last), None)
 
+    def backward_before(self, rank: int, reduction: Action) -> Action | None:
+        """The backward that completes a reduction's gradients: the last one that stands before it."""
+        return self._backward_before.get((rank, reduction))
+
+    def rounds(self, rank: int, update: Action) -> list[Need]:
+        """The reductions of a bucket, one after each backward where gradients rest split."""
+        return self._rounds.get((rank, update), [])
+
     def everywhere(self, action: Action) -> list[Need]:
         return [Need(rank, action) for rank in self._holders[action]]
 
     def every(self, rank: int, verb: Verb, stage: int) -> list[Need]:
         return [Need(rank, each) for each in self._lists[rank] if each.verb == verb and each.stage == stage]
+
+
+def _rounds(program: Program) -> dict[tuple[int, Action], list[Need]]:
+    """By rank and update: the reductions of its bucket. That of bucket b in round r has the index r × buckets + b."""
+    found: dict[tuple[int, Action], list[Need]] = {}
+    for rank, actions in program.items():
+        updates = {(a.stage, a.index): a for a in actions if a.verb == Verb.UPDATE}
+        num_buckets = Counter(stage for stage, _ in updates)
+        for action in actions:
+            if action.verb == Verb.REDUCE and num_buckets[action.stage]:
+                update = updates.get((action.stage, action.index % num_buckets[action.stage]))
+                if update is not None:
+                    found.setdefault((rank, update), []).append(Need(rank, action))
+    return found
 
 
 def _nothing(needs: Needs, rank: int, action: Action) -> list[Need]:
@@ -110,16 +142,25 @@ def _measure(needs: Needs, rank: int, action: Action) -> list[Need]:
         return needs.here(rank, needs.last(rank, action.stage, Verb.FORWARD))
     if action.index == USED:
         return needs.here(rank, needs.last(rank, action.stage, Verb.BACKWARD_WEIGHT, Verb.BACKWARD))
-    assert action.index == NORM
-    return needs.every(rank, Verb.REDUCE, action.stage)
+    reduced = needs.every(rank, Verb.REDUCE, action.stage)
+    if action.index == NORM:
+        return reduced
+    assert action.index == TRUST
+    # Directions are made of gradients that have been scaled and clipped, so of every rank's other measures.
+    others = [own for own in needs.every(rank, Verb.MEASURE, action.stage) if own.action != action]
+    return reduced + [need for own in others for need in needs.everywhere(own.action)]
 
 
 def _reduce(needs: Needs, rank: int, action: Action) -> list[Need]:
-    return needs.here(rank, needs.last(rank, action.stage, Verb.BACKWARD_WEIGHT, Verb.BACKWARD))
+    return needs.here(rank, needs.backward_before(rank, action))
+
+
+def _gather(needs: Needs, rank: int, action: Action) -> list[Need]:
+    return needs.here(rank, Action(Verb.UPDATE, action.stage, action.index))
 
 
 def _update(needs: Needs, rank: int, action: Action) -> list[Need]:
-    reduced = needs.here(rank, Action(Verb.REDUCE, action.stage, action.index))
+    reduced = needs.rounds(rank, action)
     # A measure is begun and not waited for: what needs its sum is the update, and it needs every rank's part.
     measures = needs.every(rank, Verb.MEASURE, action.stage)
     return reduced + [need for own in measures for need in needs.everywhere(own.action)]
@@ -133,4 +174,5 @@ RULES: dict[Verb, Callable[[Needs, int, Action], list[Need]]] = {
     Verb.MEASURE: _measure,
     Verb.REDUCE: _reduce,
     Verb.UPDATE: _update,
+    Verb.GATHER: _gather,
 }

@@ -45,7 +45,7 @@ RULES = {
     "sp": Rule(int, built=(1,)),
     "tp": Rule(int, built=(1,)),
     "shard": Rule(int, optional=True, built=(None,)),
-    "zero": Rule(int, choices=(0, 1, 2, 3), built=(0,)),
+    "zero": Rule(int, choices=(0, 1, 2, 3), built=(0, 1, 2)),
     "microbatches": Rule(int),
     "schedule": Rule(str, choices=("gpipe", "1f1b", "interleaved", "zero-bubble"), built=("1f1b",)),
     "interleave": Rule(int, built=(1,)),

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from fourfold.parts.comm import Transport
 from fourfold.parts.data import Gradients
 from fourfold.parts.optim import FlatOptimizer
+from fourfold.plan.data import Rest
 from fourfold.run.batch import Loss, Microbatch, call, measure
-from fourfold.words.action import LOSS, NORM, USED
+from fourfold.words.action import LOSS, NORM, TRUST, USED
 from fourfold.words.errors import Problem, TrainingError
+from fourfold.words.layout import SPLIT, WHOLE
 from fourfold.words.spans import DONE, SILENT
 
 
@@ -29,6 +31,9 @@ class Parts(NamedTuple):
     optimizer: FlatOptimizer
     parameters: Sequence[Sequence[nn.Parameter]]
     """By bucket and slot."""
+    weights: Sequence[Tensor]
+    """By bucket."""
+    rest: Rest
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,7 @@ class Actions:
         # and is 1 where batches are even.
         self.nominal_count: float | None = None
         self.recorder = SILENT
+        self._every_round = parts.rest.gradient == SPLIT
         slots = [len(parameters) for parameters in parts.parameters]
         self._offsets = [sum(slots[:bucket]) for bucket in range(len(slots))]
 
@@ -69,8 +75,11 @@ class Actions:
         self._losses: dict[int, Loss] = {}
         self._local = torch.zeros(4, dtype=torch.float64, device=self._device)
         self._last = max((index for index, part in enumerate(microbatches) if part.samples), default=-1)
+        rounds = len(microbatches) if self._every_round else 1
+        self._first_of_last_round = (rounds - 1) * len(self._parts.parameters)
         self._sealed, self._scaled = False, False
         self._used: list[float] | None = None
+        self._squares: Sequence[Tensor] | None = None
         self.totals: Totals | None = None
         self.grad_norm: float | None = None
         self._parts.gradients.forget()
@@ -103,8 +112,11 @@ class Actions:
         if self.nominal_count is None:
             count = self._losses[index].count if index in self._losses else 0.0
             self.nominal_count = max(1.0, self._agree(count) * len(self._microbatches))
+        if self._every_round and index:
+            self._parts.gradients.begin_round()
+            self._sealed = False
         if index in self._losses:
-            if index == self._last:
+            if index == self._last or self._every_round:
                 self._parts.gradients.last()
             (self._losses.pop(index).total / self.nominal_count).backward()
 
@@ -114,15 +126,30 @@ class Actions:
             transport.measure(LOSS, self._local)
         elif kind == USED:
             self._seal()
-            transport.measure(USED, torch.tensor(self._parts.gradients.written, dtype=torch.float64))
+            transport.measure(USED, torch.tensor(self._parts.gradients.reached, dtype=torch.float64))
             self._used = transport.measured(USED)
         elif kind == NORM:
             self._count()
             self._complete_all()
+            for bucket in range(len(self._parts.parameters)):
+                transport.settle(bucket)
             own = [transport.own(bucket).flat for bucket in range(len(self._parts.parameters))]
             norms = torch.stack([torch.linalg.vector_norm(flat) for flat in own])
             transport.measure(NORM, norms.double().square().sum().reshape(1))
             self._clip_to(transport.measured(NORM)[0] ** 0.5 * self._factor)
+        elif kind == TRUST:
+            self._count()
+            self._complete_all()
+            self._trust()
+
+    def _trust(self) -> None:
+        """Begin the updates of all buckets: each needs norms of parameters that are split among ranks."""
+        transport, slots = self._parts.transport, [len(parameters) for parameters in self._parts.parameters]
+        optimizer, buckets = self._parts.optimizer, range(len(slots))
+        here = [optimizer.direct(b, used=self._used_in(b), factor=self._factor) for b in buckets]
+        transport.measure(TRUST, torch.cat(here).flatten())
+        total = torch.tensor(transport.measured(TRUST), dtype=torch.float64, device=self._device)
+        self._squares = total.view(-1, 2).split(slots)
 
     def _clip_to(self, norm: float) -> None:
         assert self._clip is not None
@@ -131,13 +158,15 @@ class Actions:
         # In this order: a norm that is not a number must stay one.
         self._factor *= min(self._clip / (norm + 1e-6), 1.0)
 
-    def reduce(self, bucket: int) -> None:
+    def reduce(self, index: int) -> None:
         # The hooks have launched what was complete during backward; sealing launches the rest, in program order.
-        self._seal()
+        self._seal(last=index >= self._first_of_last_round)
 
-    def _seal(self) -> None:
+    def _seal(self, *, last: bool = True) -> None:
         if not self._sealed:
-            self._parts.gradients.seal(empty=self._last < 0)
+            if last and self._last >= 0:
+                self._parts.gradients.refuse_unreached()
+            self._parts.gradients.seal()
             self._sealed = True
 
     def _complete_all(self) -> None:
@@ -159,23 +188,28 @@ class Actions:
         self._factor = self.nominal_count / self.totals.count
 
     def _scale(self) -> None:
-        self._count()
         if self._factor != 1.0:
             self._complete_all()
             self._parts.transport.scale(self._factor)
         self._scaled = True
 
     def update(self, bucket: int) -> None:
-        if not self._scaled:
+        self._count()
+        if self._parts.rest.state == WHOLE and not self._scaled:
             self._scale()
         # Only this bucket: others may still be on their way.
         self._complete(bucket)
-        used = None if self._used is None else [bool(count) for count in self._used_in(bucket)]
-        self._parts.optimizer.update(bucket, used)
+        squares = None if self._squares is None else self._squares[bucket]
+        self._parts.optimizer.update(bucket, used=self._used_in(bucket), factor=self._factor, squares=squares)
         # Autograd then refuses activations saved with the old weights, instead of computing with the new ones.
         torch.autograd.graph.increment_version(self._parts.parameters[bucket])
 
-    def _used_in(self, bucket: int) -> Sequence[float]:
-        assert self._used is not None
+    def gather(self, bucket: int) -> None:
+        self._parts.transport.publish(bucket, self._parts.weights[bucket])
+
+    def _used_in(self, bucket: int) -> Sequence[bool] | None:
+        """Which slots of the bucket have a gradient on some rank; None: all."""
+        if self._used is None:
+            return None
         first = self._offsets[bucket]
-        return self._used[first : first + len(self._parts.parameters[bucket])]
+        return [bool(count) for count in self._used[first : first + len(self._parts.parameters[bucket])]]

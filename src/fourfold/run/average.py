@@ -8,7 +8,7 @@ is mostly the weights it began with.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -40,16 +40,11 @@ class Average:
             value.copy_(values[name])
 
     @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        """Within: the model has the averages for weights."""
+    def applied(self, put: Callable[[Mapping[str, Tensor]], None]) -> Iterator[None]:
+        """Within: the model has the averages for weights. `put` replaces weights by name; collective if it is."""
         before = {name: p.detach().clone() for name, p in self._parameters.items()}
-        self._put(self.values)
+        put(self.values)
         try:
             yield
         finally:
-            self._put(before)
-
-    @torch.no_grad()
-    def _put(self, values: Mapping[str, Tensor]) -> None:
-        for name, parameter in self._parameters.items():
-            parameter.copy_(values[name])
+            put(before)

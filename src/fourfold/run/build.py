@@ -7,6 +7,7 @@ Law: after k steps, losses and weights equal those of one process that saw all t
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import os
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts import comm, data, memory, optim
-from fourfold.plan.data import Spec, Step, fill, lower
+from fourfold.plan.data import RESTS, Spec, Step, fill, lower
 from fourfold.plan.plan import Plan
 from fourfold.run.actions import Actions, Parts
 from fourfold.run.batch import call, cut, evaluating, measure
@@ -28,6 +29,7 @@ from fourfold.run.refuse import model_problems, refuse
 from fourfold.run.runtime import Runtime
 from fourfold.words.action import LOSS
 from fourfold.words.errors import PlanError, Problem, TaskError
+from fourfold.words.layout import SPLIT
 from fourfold.words.spans import Recorder
 from fourfold.words.task import Task
 from fourfold.words.world import cores
@@ -100,26 +102,32 @@ class TrainStep:
         groups = {name: group_of[id(p)] for name, p in trainable.items()}
         specs = data.specs(trainable, groups)
         compare(ranks, specs, {name: list(p.shape) for name, p in trainable.items()}, plan=plan, clip=clip)
-        self.buckets = fill(specs, bucket_bytes=plan.bucket_bytes)
-        self._weights = data.rehome(trainable, self.buckets)
-        self._broadcast(ranks)
-        allow_unused = plan.unused == "allow"
+        # A split over one rank is whole.
+        rest = RESTS[plan.zero if plan.dp > 1 else 0]
+        split = self._split = rest.state == SPLIT
+        self.buckets = fill(specs, bucket_bytes=plan.bucket_bytes, shares=plan.dp if split else 1)
+        allow_unused, layerwise = plan.unused == "allow", optim.by_parameter(self.optimizer)
         request = comm.Request(
             sizes=tuple(bucket.size for bucket in self.buckets),
             dtypes=tuple(data.dtype_of(bucket) for bucket in self.buckets),
-            num_scalars=max(8, len(trainable)),
+            rest=rest,
+            num_scalars=max(8, (2 if layerwise else 1) * len(trainable)),
         )
         self._transport, self.transport = comm.connect(ranks, request, choice=plan.transport)
+        self._weights = data.rehome(trainable, self.buckets, self._transport)
+        self._broadcast()
         self._gradients = data.Gradients(trainable, self.buckets, self._transport, allow_unused=allow_unused)
-        by_slot = allow_unused or optim.by_parameter(self.optimizer)
-        pieces = data.pieces(self._weights, self.buckets, self._transport, by_slot=by_slot)
-        self._flat = optim.FlatOptimizer(self.optimizer, [bucket.group for bucket in self.buckets], pieces)
+        pieces = data.pieces(self._weights, self.buckets, self._transport, by_slot=allow_unused or layerwise, cut=split)
+        prepare = self._transport.take if split else None
+        self._flat = optim.FlatOptimizer(self.optimizer, self.buckets, pieces, prepare=prepare)
         by_bucket = [[trainable[slot.name] for slot in bucket.slots] for bucket in self.buckets]
-        parts = Parts(self._gradients, self._transport, self._flat, by_bucket)
+        parts = Parts(self._gradients, self._transport, self._flat, by_bucket, self._weights, rest)
         self._actions = Actions(model, loss, parts, clip=clip, agree=lambda count: sum(ranks.exchange(count)))
         self._runtime = Runtime(self._actions)
         self._homes = {name: p.data_ptr() for name, p in trainable.items()}
-        self._outline = Step(plan.microbatches, len(self.buckets), clip is not None, allow_unused)
+        self._outline = Step(
+            plan.microbatches, len(self.buckets), rest, clip is not None, allow_unused, trust=layerwise and split
+        )
         self.program = lower(self._outline)
         self._recorded, self._num_steps = False, 0
 
@@ -194,11 +202,42 @@ class TrainStep:
     @contextlib.contextmanager
     def edit(self) -> Iterator[nn.Module]:
         """Change weights by hand: inside the block they are yours, after it every rank has rank 0's. Collective."""
-        with torch.no_grad():
+        with torch.no_grad(), self._copies():
             yield self.model
         self._look_at_parameters()
-        self._broadcast(self._ranks)
+        self._broadcast()
         torch.autograd.graph.increment_version(list(self.model.parameters()))
+
+    @contextlib.contextmanager
+    def _copies(self) -> Iterator[None]:
+        """Within: where weights exist once per host, all ranks but rank 0 have copies of their own."""
+        if self._transport.weights is None:
+            yield
+            return
+        self._ranks.exchange(None)  # all are here: nobody reads weights any more
+        views = {name: p.data for name, p in self._trainable.items()}
+        if self.rank:
+            for p in self._trainable.values():
+                p.data = p.data.clone()
+        self._ranks.exchange(None)  # all copies are made: rank 0 may write
+        try:
+            yield
+        finally:
+            if self.rank:
+                for name, p in self._trainable.items():
+                    p.data = views[name]
+
+    @torch.no_grad()
+    def put(self, values: Mapping[str, Tensor]) -> None:
+        """Replace trainable weights, by name; the same values on every rank. Collective."""
+        if self._transport.weights is not None:
+            self._ranks.exchange(None)  # all are here: nobody reads weights any more
+        if self._transport.writes:
+            for name, value in values.items():
+                self._trainable[name].copy_(value)
+        if self._transport.weights is not None:
+            self._ranks.exchange(None)
+        torch.autograd.graph.increment_version(list(self._trainable.values()))
 
     def state_dict(self) -> dict[str, Any]:
         """All state by parameter name, independent of the mesh; tensors are copies. Collective.
@@ -206,23 +245,59 @@ class TrainStep:
         "model": name -> tensor; "optimizer": name -> key -> tensor in the parameter's shape or a scalar;
         "groups": options by group; "record": launch order and nominal count.
         """
-        states: dict[str, dict[str, Any]] = {}
-        for bucket in self.buckets:
-            for slot in bucket.slots:
-                state = self._flat.state(bucket.index, slot.start, slot.stop)
-                shape = self._trainable[slot.name].shape
-                states[slot.name] = {k: v.view(shape) if isinstance(v, Tensor) else v for k, v in state.items()}
+        living = self.living_state()
+        mine = {name: {k: _told(v) for k, v in state.items()} for name, state in living["optimizer"].items() if state}
+        rows = self._ranks.exchange(mine) if self._split else [mine]
+        states: dict[str, dict[str, Any]] = {name: {} for name in living["optimizer"]}
+        for name, key, told in [(n, k, v) for row in rows for n, keys in row.items() for k, v in keys.items()]:
+            if key not in states[name]:
+                parts = living["optimizer"][name].get(key, [])
+                states[name][key] = told if not isinstance(told, dict) else self._whole(name, parts, told["dtype"])
         model = {name: _copy(value) for name, value in self.model.state_dict().items()}
         return {**self._decisions(), "model": model, "optimizer": states}
 
+    def _whole(self, name: str, parts: Sequence[Tensor], dtype: str) -> Tensor:
+        """A tensor of the optimizer's state in its parameter's shape, from the shares of all ranks."""
+        parameter = self._trainable[name]
+        if not self._split:
+            return torch.cat([part.clone() for part in parts]).view(parameter.shape)
+        whole = torch.zeros(parameter.numel(), dtype=getattr(torch, dtype), device=parameter.device)
+        low = self.shares[name][0]
+        for part in parts:
+            whole[low : low + part.numel()] = part
+            low += part.numel()
+        self._ranks.sum(whole)
+        return whole.view(parameter.shape)
+
     def living_state(self) -> dict[str, Any]:
-        """`state_dict` without a copy: the optimizer's tensors are lists of consecutive flat stretches."""
+        """`state_dict` without a copy: the optimizer's tensors are lists of consecutive flat stretches.
+
+        Where optimizer states rest split these are this rank's only: `shares` says which elements they are.
+        """
         states = {
             slot.name: self._flat.stretches(bucket.index, slot.start, slot.stop)
             for bucket in self.buckets
             for slot in bucket.slots
         }
         return {**self._decisions(), "model": self.model.state_dict(keep_vars=True), "optimizer": states}
+
+    @functools.cached_property
+    def shares(self) -> Mapping[str, tuple[int, int]]:
+        """By parameter: the elements [start, stop) of its flattened form whose optimizer state is this rank's."""
+        result = {}
+        for bucket in self.buckets:
+            first, last = 0, bucket.size
+            if self._split:
+                first, last, _ = self._transport.own(bucket.index)
+            for slot in bucket.slots:
+                low, high = max(first, slot.start), min(last, slot.stop)
+                result[slot.name] = (low - slot.start, max(low, high) - slot.start)
+        return result
+
+    @property
+    def is_split(self) -> bool:
+        """Whether optimizer states rest split over the data ranks."""
+        return self._split
 
     def _decisions(self) -> dict[str, Any]:
         return {
@@ -232,9 +307,7 @@ class TrainStep:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put back what `state_dict` gave, on this or another mesh. Collective."""
-        with torch.no_grad():
-            self.model.load_state_dict(state["model"])
-        torch.autograd.graph.increment_version(list(self.model.parameters()))
+        self._load_model(state["model"])
         for bucket in self.buckets:
             slots = [
                 (slot.start, slot.stop, {k: _flat(v) for k, v in state["optimizer"][slot.name].items()})
@@ -249,6 +322,15 @@ class TrainStep:
             self._record(record["order"], record["nominal_count"])
         else:
             self._actions.nominal_count = record["nominal_count"]
+
+    @torch.no_grad()
+    def _load_model(self, values: Mapping[str, Tensor]) -> None:
+        own = self.model.state_dict(keep_vars=True)
+        trained = {id(p): name for name, p in self._trainable.items()}
+        # What is trained may exist once per host, and then one rank writes it; the rest is each rank's own.
+        kept = {name: own[name].detach() if id(own.get(name)) in trained else value for name, value in values.items()}
+        self.model.load_state_dict(kept)
+        self.put({trained[id(p)]: values[name] for name, p in own.items() if id(p) in trained})
 
     def _look_at_parameters(self) -> None:
         """Raise TaskError where parameters are no longer what the buckets were made of."""
@@ -273,13 +355,20 @@ class TrainStep:
         self._actions.nominal_count = count
         self._recorded = True
 
-    def _broadcast(self, ranks: comm.Ranks) -> None:
-        for flat in self._weights:
-            ranks.broadcast(flat)
+    def _broadcast(self) -> None:
+        """Bring rank 0's weights and buffers to every rank."""
+        ranks = self._ranks
+        if self._transport.weights is not None:
+            self._transport.spread()
+        else:
+            for flat in self._weights:
+                ranks.broadcast(flat)
         trained = {id(p) for p in self._trainable.values()}
         rest = [p.data for p in self.model.parameters() if id(p) not in trained]
         for tensor in (*rest, *self.model.buffers()):
             ranks.broadcast(tensor)
+        if self._transport.weights is not None:
+            ranks.exchange(None)  # the hosts' first ranks have written: all may read
 
 
 def trainable_of(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -316,6 +405,11 @@ def check(task: Task, plan: Plan) -> None:
 
 def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _told(value: Any) -> Any:
+    """What another rank must know of a value of the optimizer's state."""
+    return {"dtype": str(value[0].dtype).removeprefix("torch.")} if isinstance(value, list) else value
 
 
 def _flat(value: Any) -> Any:

@@ -90,6 +90,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Every `.grad` becomes the mean over ranks; it lies in this rank's slot."""
         try:
             self._gradients.take_left()
+            self._gradients.refuse_unreached()
             self._gradients.seal()
             used = self._used()
             for bucket in range(self._num_buckets):
@@ -101,7 +102,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 parameter.grad = view if count else None
             self._transport.close()
             # Autograd may add to `.grad` in place, and the optimizer change it: nobody else may still read it then.
-            self._transport.open()
+            for bucket in range(self._num_buckets):
+                self._transport.lend(bucket)
             self._backward = NO_BACKWARD
         finally:
             self._gradients.begin()
@@ -110,7 +112,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _used(self) -> list[float]:
         if not self._allow_unused:
             return [1.0] * len(self._parameters)
-        self._transport.measure(USED, torch.tensor(self._gradients.written, dtype=torch.float64))
+        self._transport.measure(USED, torch.tensor(self._gradients.reached, dtype=torch.float64))
         return self._transport.measured(USED)
 
     @contextlib.contextmanager

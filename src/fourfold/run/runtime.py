@@ -23,6 +23,7 @@ class Runtime:
             Verb.MEASURE: actions.measure,
             Verb.REDUCE: actions.reduce,
             Verb.UPDATE: actions.update,
+            Verb.GATHER: actions.gather,
         }
         self._broken: BaseException | None = None
         self.recorder = SILENT

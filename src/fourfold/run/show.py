@@ -11,21 +11,23 @@ from fourfold.plan.plan import Plan
 from fourfold.run.outline import outline
 from fourfold.run.refuse import model_problems
 from fourfold.words import action
-from fourfold.words.action import LOSS, NORM, USED, Verb
+from fourfold.words.action import LOSS, NORM, TRUST, USED, Verb
 from fourfold.words.errors import PlanError
-from fourfold.words.layout import Change
+from fourfold.words.layout import SPLIT, Change
 from fourfold.words.task import Task
 
 MEASURES = {
     LOSS: "sum the loss and the counts over the data ranks",
     NORM: "sum the gradient norm over the data ranks",
+    TRUST: "sum the norms of every parameter's weight and direction over the data ranks",
     USED: "learn which parameters got a gradient on any data rank",
 }
 MEANINGS = {
     Verb.FORWARD: "forward of a microbatch",
     Verb.BACKWARD: "backward of a microbatch",
     Verb.REDUCE: "sum a bucket's gradient over the data ranks; begun while backward runs, in this order",
-    Verb.UPDATE: "update a bucket's weights",
+    Verb.UPDATE: "update a bucket's weights, or this rank's share of them",
+    Verb.GATHER: "bring the shares of a bucket's weights to all data ranks",
 }
 
 
@@ -39,8 +41,10 @@ def show(plan: Plan, task: Task) -> str:
     optimizer = optim.build(task.optimizer, list(model.parameters()))
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
     specs = data.specs(trainable, {name: group_of[id(p)] for name, p in trainable.items()})
-    buckets = fill(specs, bucket_bytes=plan.bucket_bytes)
-    outlined = Step(plan.microbatches, len(buckets), task.clip is not None, plan.unused == "allow")
+    rest = RESTS[plan.zero if plan.dp > 1 else 0]
+    buckets = fill(specs, bucket_bytes=plan.bucket_bytes, shares=plan.dp if rest.state == SPLIT else 1)
+    trust = optim.by_parameter(optimizer) and rest.state == SPLIT
+    outlined = Step(plan.microbatches, len(buckets), rest, task.clip is not None, plan.unused == "allow", trust=trust)
     program = {rank: lower(outlined) for rank in range(plan.mesh.size)}
     sections = [_plan(plan), _buckets(buckets, plan), _program(program), _bytes(buckets, plan)]
     return "\n\n".join(sections)
@@ -86,6 +90,9 @@ def _program(program: action.Program) -> str:
     for verb, index in dict.fromkeys((a.verb, a.index if a.verb == Verb.MEASURE else None) for a in program[ranks[0]]):
         word = f"M0.{index}" if verb == Verb.MEASURE else f"{verb.value}0.k"
         legend.append((word, MEANINGS.get(verb) or MEASURES[index or 0]))
+    num_buckets = sum(a.verb == Verb.UPDATE for a in program[ranks[0]])
+    if any(a.verb == Verb.REDUCE and a.index >= num_buckets for a in program[ranks[0]]):
+        legend.append(("", f"reductions are numbered by microbatch × {num_buckets} + bucket"))
     lines = _wrap([str(a) for a in program[ranks[0]]])
     return "\n".join([head, _indent(lines), *("  " + f"{word:<5}  {text}" for word, text in legend)])
 
@@ -95,8 +102,9 @@ def _bytes(buckets: Sequence[Bucket], plan: Plan) -> str:
     sent = step_bytes(buckets, zero=plan.zero, size=plan.dp, microbatches=plan.microbatches)
     lines = [f"gradients         {_mib(total)} a rank"]
     if plan.dp > 1:
+        times = sent / (total * (plan.dp - 1) / plan.dp)
         lines += [
-            f"over a network    {_mib(sent)} sent by each rank in each step, 2 (N − 1) / N of the gradients",
+            f"over a network    {_mib(sent)} sent by each rank in each step, {times:g} (N − 1) / N of the gradients",
             "in shared memory  nothing is sent: ranks of one host read each other's gradients where they lie",
         ]
     else:

@@ -150,7 +150,7 @@ class Training:
         step, _, average = self.trained
         valid = evaluate(step, self.task, self.valid, self.settings.batch_size)
         if average is not None:
-            with average.applied():
+            with average.applied(step.put):
                 averaged = evaluate(step, self.task, self.valid, self.settings.batch_size)
             valid |= {f"ema {name}": value for name, value in averaged.items()}
         self.speaker.evaluated(progress.step, valid)
@@ -166,10 +166,10 @@ class Training:
         if self.settings.checkpoint_every and self.keeper.saved_step != progress.step:
             self.keeper.save(progress)
         sample = None
-        if self.task.sample is not None and self.speaker.rank == 0:
-            applied = average.applied() if average is not None else contextlib.nullcontext()
+        if self.task.sample is not None:
+            applied = average.applied(step.put) if average is not None else contextlib.nullcontext()
             with applied, evaluating(step.model), torch.no_grad():
-                sample = self.task.sample(step.model)
+                sample = self.task.sample(step.model) if self.speaker.rank == 0 else None
         self.keeper.wait()
         losses = progress.losses
         loss = sum(losses) / len(losses) if losses else float("nan")

@@ -1,6 +1,6 @@
 """Ranks as threads of one process: the simulated rung. Real shared memory, no process group.
 
-Law: what a rank does here is what it does as a process; only `exchange` and `broadcast` are done by threads.
+Law: what a rank does here is what it does as a process; only `exchange`, `broadcast` and `sum` are done by threads.
 """
 
 import json
@@ -48,6 +48,11 @@ class ThreadRanks(Ranks):
             if self.rank:
                 tensor.copy_(source)
             self._meeting.barrier.wait()
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        if self.size > 1:
+            total = torch.stack(self._swap(tensor.clone())).sum(0)
+            tensor.copy_(total)
 
 
 def run(size: int, body: Callable[[ThreadRanks], Any]) -> list[Any]:

@@ -16,10 +16,13 @@ from typing import NamedTuple
 import torch
 
 from fourfold.parts import memory
-from fourfold.parts.comm.ranks import BetweenHosts, GroupTransport, Ranks, host_id, join, leave, present
+from fourfold.parts.comm.group import BetweenHosts, GroupTransport
+from fourfold.parts.comm.ranks import Ranks, host_id, join, leave, present
 from fourfold.parts.comm.shared import Shared, Slotting
 from fourfold.parts.comm.transport import Alone, Part, Transport
+from fourfold.plan.data import RESTS, Rest, turns
 from fourfold.words.errors import LaunchError, PlanError, Problem
+from fourfold.words.layout import SPLIT
 
 __all__ = ["Alone", "LaunchError", "Part", "Ranks", "Request", "Transport", "connect", "join", "leave", "present"]
 
@@ -27,11 +30,17 @@ CONNECT_SECONDS = 60.0
 
 
 class Request(NamedTuple):
-    """What the buckets need of a transport: a slot of each size and dtype, and room for scalars."""
+    """What the buckets need of a transport: slots of these sizes and dtypes, where they rest, and room for scalars."""
 
     sizes: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
+    rest: Rest = RESTS[0]
     num_scalars: int = 8
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """By bucket: the slot it uses."""
+        return turns(len(self.sizes), self.rest)
 
 
 class Connection(NamedTuple):
@@ -58,7 +67,8 @@ def connect(ranks: Ranks, request: Request, *, choice: str = "by-host") -> Conne
         if choice == "shared":
             problem = Problem(f'transport = "shared", but {reason}', "ranks that share memory", 'transport = "by-host"')
             raise PlanError(problem, where="the plan")
-    transport = GroupTransport(_private(request, ranks.device), ranks, members)
+    slots = _private(request, ranks.device)
+    transport = GroupTransport(slots, ranks, members, request.rest, request.turns)
     return Connection(transport, f"{transport.name} ({reason})" if transport.name == "gloo" else transport.name)
 
 
@@ -72,7 +82,16 @@ def refuse_impossible(choice: str, device: str) -> None:
 
 
 def _private(request: Request, device: torch.device) -> list[torch.Tensor]:
-    return [memory.private(size, dtype, device) for size, dtype in zip(request.sizes, request.dtypes, strict=True)]
+    """Slots of this process's own."""
+    lengths = [size * dtype.itemsize for size, dtype in zip(request.sizes, request.dtypes, strict=True)]
+    room: dict[int, int] = {}
+    for turn, length in zip(request.turns, lengths, strict=True):
+        room[turn] = max(room.get(turn, 0), length)
+    flats = {turn: memory.private(length, torch.uint8, device) for turn, length in room.items()}
+    return [
+        flats[turn][:length].view(dtype)
+        for turn, length, dtype in zip(request.turns, lengths, request.dtypes, strict=True)
+    ]
 
 
 def _share(ranks: Ranks, request: Request) -> tuple[Shared | None, str]:
@@ -86,7 +105,10 @@ def _share(ranks: Ranks, request: Request) -> tuple[Shared | None, str]:
     here = next(host for host in hosts if ranks.rank in host)
     if len({len(host) for host in hosts}) > 1 or len(here) == 1:
         return None, f"{len(hosts)} hosts with {sorted({len(host) for host in hosts})} ranks each"
-    slotting = Slotting(request.sizes, request.dtypes, num_scalars=request.num_scalars)
+    once = request.rest.state == SPLIT
+    slotting = Slotting(
+        request.sizes, request.dtypes, num_scalars=request.num_scalars, turns=request.turns, weights=once
+    )
     opened = _open(slotting, ranks, here)
     problems = [problem for problem in (opened.problem, *ranks.exchange(opened.problem)) if problem]
     if problems:
@@ -103,7 +125,9 @@ def _share(ranks: Ranks, request: Request) -> tuple[Shared | None, str]:
         between = columns[here.index(ranks.rank)]
     mapping = memory.map_shared(handle)
     index = here.index(ranks.rank)
-    shared = Shared(mapping, slotting, index=index, size=len(here), ranks=here, links=links, between=between)
+    shared = Shared(
+        mapping, slotting, index=index, size=len(here), rest=request.rest, ranks=here, links=links, between=between
+    )
     return shared, shared.name
 
 
@@ -124,7 +148,7 @@ def _open(slotting: Slotting, ranks: Ranks, here: Sequence[int]) -> _Opened:
     if ranks.rank != here[0]:
         return _Opened()
     try:
-        handle = memory.create_shared(slotting.region_bytes * len(here))
+        handle = memory.create_shared(slotting.total_bytes(len(here)))
     except memory.MemoryUnavailable as error:
         return _Opened(problem="; ".join(f"{p.got}, need {p.need}" for p in error.problems))
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -9,8 +9,7 @@ import atexit
 import contextlib
 import json
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,8 @@ import torch
 import torch.distributed as dist
 
 from fourfold.parts.comm import meeting
-from fourfold.parts.comm.transport import Part
 from fourfold.words import launchers
 from fourfold.words.errors import LaunchError, Problem
-from fourfold.words.spans import SILENT
 from fourfold.words.world import World, from_environment
 
 
@@ -60,6 +57,11 @@ class Ranks:
         """Rank 0's values, everywhere, in place."""
         if self.size > 1:
             dist.broadcast(tensor, src=0)
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """The sum over all ranks, everywhere, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
 
     def group(self, ranks: Sequence[int], purpose: str) -> dist.ProcessGroup | None:
         """A process group of these ranks for one purpose. Every rank must ask for the same groups in one order.
@@ -148,96 +150,3 @@ def host_id() -> str:
     if not boot.exists():
         return f"process {os.getpid()}"
     return f"{boot.read_text().strip()} {os.stat('/proc/self/ns/net').st_ino}"
-
-
-@contextlib.contextmanager
-def _timed(transport: "GroupTransport") -> Iterator[None]:
-    begin = time.perf_counter()
-    with transport.recorder.waiting():
-        yield
-    transport.waiting_seconds += time.perf_counter() - begin
-
-
-class GroupTransport:
-    """The transport over a process group: gloo between hosts, NCCL on GPUs; see `Transport`."""
-
-    def __init__(self, slots: Sequence[torch.Tensor], ranks: Ranks, members: Sequence[int]) -> None:
-        self._group = ranks.group(members, "buckets")
-        self._scalars_group = ranks.group(members, "scalars")
-        self.name = "NCCL" if ranks.device.type == "cuda" else "gloo"
-        self.size, self.index = len(members), list(members).index(ranks.rank)
-        self.slots: Sequence[torch.Tensor] = slots
-        self.waiting_seconds, self.recorder = 0.0, SILENT
-        self._device = ranks.device
-        self._works: dict[int, dist.Work] = {}
-        self._measures: dict[int, tuple[torch.Tensor, dist.Work]] = {}
-
-    def open(self) -> None:
-        pass
-
-    def launch(self, bucket: int) -> None:
-        work = self._works[bucket] = _all_reduce(self.slots[bucket], self._group)
-        self.recorder.follow(bucket, work.get_future)
-
-    def complete(self, bucket: int) -> None:
-        if bucket in self._works:
-            with _timed(self):
-                self._works.pop(bucket).wait()
-
-    def sums(self, bucket: int) -> Sequence[Part]:
-        flat = self.slots[bucket]
-        return [Part(0, flat.numel(), flat)]
-
-    def own(self, bucket: int) -> Part:
-        flat = self.slots[bucket]
-        start, stop = flat.numel() * self.index // self.size, flat.numel() * (self.index + 1) // self.size
-        return Part(start, stop, flat[start:stop])
-
-    def scale(self, factor: float) -> None:
-        for flat in self.slots:
-            flat.mul_(factor)
-
-    def gather(self, bucket: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def measure(self, kind: int, values: torch.Tensor) -> None:
-        tensor = values.to(self._device, copy=True)
-        self._measures[kind] = tensor, _all_reduce(tensor, self._scalars_group)
-
-    def measured(self, kind: int) -> list[float]:
-        tensor, work = self._measures.pop(kind)
-        with _timed(self):
-            work.wait()
-            return tensor.tolist()
-
-
-class BetweenHosts:
-    """The ranks of one local index on every host, over gloo; see `shared.Between`."""
-
-    def __init__(self, ranks: Ranks, members: Sequence[int]) -> None:
-        self._group = ranks.group(members, "buckets")
-        self._scalars_group = ranks.group(members, "scalars")
-        self.size = len(members)
-        self.index = list(members).index(ranks.rank) if ranks.rank in members else -1
-
-    def begin(self, flat: torch.Tensor) -> Callable[[], None]:
-        work = _all_reduce(flat, self._group)
-
-        def land() -> None:
-            work.wait()
-
-        return land
-
-    def measure(self, values: Sequence[float]) -> list[float]:
-        tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, group=self._scalars_group)
-        return tensor.tolist()
-
-
-def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> dist.Work:
-    work = dist.all_reduce(tensor, group=group, async_op=True)
-    assert work is not None
-    return work

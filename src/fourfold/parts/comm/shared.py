@@ -24,9 +24,13 @@ from typing import Protocol
 
 import torch
 
+from fourfold.parts.comm.group import Shards
+from fourfold.parts.comm.split import add_up
 from fourfold.parts.comm.transport import Part
+from fourfold.plan.data import RESTS, Rest
 from fourfold.plan.order import share
 from fourfold.words.errors import PeerError
+from fourfold.words.layout import PARTIAL, SPLIT
 from fourfold.words.spans import SILENT
 
 FLAG_STRIDE = 8  # int64s: a cache line of its own for each flag
@@ -46,27 +50,60 @@ class Between(Protocol):
     size: int
     index: int
 
-    def begin(self, flat: torch.Tensor) -> Callable[[], None]:
+    def begin(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Begin an all-reduce in place; the returned function waits for it."""
+        ...
+
+    def scatter(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin a reduce-scatter; the returned function waits and gives this host's share of the sum."""
+        ...
+
+    def gather(self, flat: torch.Tensor) -> Callable[[], None]:
+        """Begin an all-gather in place of the hosts' shares; the returned function waits for it."""
+        ...
+
+    def broadcast(self, flat: torch.Tensor) -> None:
+        """Bring the first host's values to all."""
         ...
 
     def measure(self, values: Sequence[float]) -> list[float]: ...
 
 
 class Slotting:
-    """Where things lie in a region: flags, then scalars, then slots. Pure arithmetic, the same on every rank."""
+    """Where things lie. Pure arithmetic, the same on every rank.
 
-    def __init__(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype], *, num_scalars: int) -> None:
+    A region a rank: flags, then scalars, then slots, of which buckets with the same turn share one. Behind the
+    regions, where `weights` are to exist once per host: their flats.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        dtypes: Sequence[torch.dtype],
+        *,
+        num_scalars: int,
+        turns: Sequence[int] | None = None,
+        weights: bool = False,
+    ) -> None:
         self.sizes, self.dtypes, self.num_scalars = tuple(sizes), tuple(dtypes), num_scalars
+        self.turns = tuple(turns if turns is not None else range(len(sizes)))
         flags = _aligned(8 * FLAG_STRIDE * NUM_FLAGS)
         # Two copies of the scalars, by turns: a rank is never two measures ahead of another.
         scalars = _aligned(8 * num_scalars * NUM_MEASURES * 2)
         self.scalars_offset, offset = flags, flags + scalars
-        self.offsets = []
-        for size, dtype in zip(self.sizes, self.dtypes, strict=True):
-            self.offsets.append(offset)
-            offset += _aligned(size * dtype.itemsize)
+        lengths = [_aligned(size * dtype.itemsize) for size, dtype in zip(self.sizes, self.dtypes, strict=True)]
+        starts = {}
+        for turn in dict.fromkeys(self.turns):
+            starts[turn] = offset
+            offset += max(length for length, each in zip(lengths, self.turns, strict=True) if each == turn)
+        self.offsets = [starts[turn] for turn in self.turns]
         self.region_bytes = offset
+        self.weights_bytes = sum(lengths) if weights else 0
+        self.weight_offsets = [sum(lengths[:bucket]) for bucket in range(len(lengths))]
+
+    def total_bytes(self, size: int) -> int:
+        """Of the mapping of `size` ranks."""
+        return size * self.region_bytes + self.weights_bytes
 
 
 def _aligned(num_bytes: int) -> int:
@@ -83,6 +120,7 @@ class Shared:
         *,
         index: int,
         size: int,
+        rest: Rest = RESTS[0],
         ranks: Sequence[int] = (),
         links: Mapping[int, socket.socket] | None = None,
         between: Between | None = None,
@@ -98,13 +136,25 @@ class Shared:
         self._words = slotting.region_bytes // 8
         self._all_slots = [_slots(mapping, slotting, region) for region in range(size)]
         self.slots: Sequence[torch.Tensor] = self._all_slots[index]
+        self.turns = slotting.turns
         self._scalars = [_scalars(mapping, slotting, region) for region in range(size)]
         self._slices = [[_slice(length, size, peer) for peer in range(size)] for length in slotting.sizes]
         self._counts = [0] * NUM_FLAGS
         self._lengths = [0] * NUM_MEASURES
-        self._queue: list[int] = []  # launched, not yet summed, in program order
-        self._flying: deque[Callable[[], None]] = deque()  # summed here, on their way between hosts
+        self._queue: list[tuple[int, int]] = []  # launched, not yet summed, in program order
+        self._flying: deque[tuple[int, Callable[[], torch.Tensor]]] = deque()  # summed here, on their way between hosts
         self._numbers = [0] * len(self.slots)  # the number of a bucket's last launch
+        self._split = rest.state == SPLIT
+        # Sums of one's own share can be made when they are used, a piece at a time that stays in the cache.
+        self._lazy = self._split and rest.gradient == PARTIAL and between is None
+        self._summed = [False] * len(self.slots)
+        hosts = between.size if between is not None else 1
+        self._shards = Shards(self.slots, size * hosts) if rest.gradient == SPLIT else None
+        self._spreading: list[Callable[[], None]] = []
+        self.writes = index == 0 or not slotting.weights_bytes
+        self.weights: Sequence[torch.Tensor] | None = None
+        if slotting.weights_bytes:
+            self.weights = _weights(mapping, slotting, size * slotting.region_bytes)
 
     # ---- flags --------------------------------------------------------------------------------------
 
@@ -155,57 +205,81 @@ class Shared:
 
     # ---- a bucket's reduction -----------------------------------------------------------------------
 
-    def open(self) -> None:
+    def lend(self, bucket: int) -> None:
         self._wait(CLOSED, self._counts[CLOSED])
+        if self._shards is not None:
+            numbers = [n for n, turn in zip(self._numbers, self.turns, strict=True) if turn == self.turns[bucket]]
+            self._sum_until(max(numbers))
+            self._wait(SUMMED, max(numbers))
 
-    def launch(self, bucket: int) -> None:
-        self._queue.append(bucket)
+    def launch(self, bucket: int, name: int) -> None:
+        self._queue.append((bucket, name))
         self._raise_flag(LAUNCHED)
         self._numbers[bucket] = self._counts[LAUNCHED]
-        self._advance()
+        if not self._lazy:
+            self._advance()
 
     def complete(self, bucket: int) -> None:
         number = self._numbers[bucket]
-        if self._least(SUMMED) >= number:
+        if self._lazy:
+            self._wait(LAUNCHED, number)
+            return
+        done = self._counts[SUMMED] if self._split else self._least(SUMMED)
+        if done >= number:
             return
         begin, waited = time.perf_counter(), self.waiting_seconds
         with self.recorder.waiting():
-            while self._counts[SUMMED] + len(self._flying) < number:
-                self._wait(LAUNCHED, self._counts[LAUNCHED] - len(self._queue) + 1)
-                self._advance()
-            while self._counts[SUMMED] < number:
-                self._flying.popleft()()
-                self._raise_flag(SUMMED)
-            self._wait(SUMMED, number)
+            self._sum_until(number)
+            if not self._split:
+                self._wait(SUMMED, number)
         self.waiting_seconds = waited + time.perf_counter() - begin
+
+    def _sum_until(self, number: int) -> None:
+        """Have this rank's part of the first `number` reductions done."""
+        while self._counts[SUMMED] + len(self._flying) < number:
+            self._wait(LAUNCHED, self._counts[LAUNCHED] - len(self._queue) + 1)
+            self._advance()
+        while self._counts[SUMMED] < number:
+            bucket, land = self._flying.popleft()
+            self._landed(bucket, land())
 
     def _advance(self) -> None:
         """Sum this rank's slice of every bucket that all ranks have launched."""
         begin = time.perf_counter()
         there = max(0, self._least(LAUNCHED) - (self._counts[LAUNCHED] - len(self._queue)))
-        for bucket in self._queue[:there]:
-            with self.recorder.reducing(bucket):
-                mine = self._sum(bucket)
+        for bucket, name in self._queue[:there]:
+            with self.recorder.reducing(name):
+                start, stop = self._slices[bucket][self.index]
+                mine = self._add_up(bucket, start, stop)
             if self._between is None:
-                self._raise_flag(SUMMED)
+                self._landed(bucket, mine)
             else:
-                self._flying.append(self._between.begin(mine))
+                begun = self._between.scatter(mine) if self._split else self._between.begin(mine)
+                self._flying.append((bucket, begun))
         del self._queue[:there]
         self.waiting_seconds += time.perf_counter() - begin
 
-    def _sum(self, bucket: int) -> torch.Tensor:
-        start, stop = self._slices[bucket][self.index]
+    def _landed(self, bucket: int, total: torch.Tensor) -> None:
+        if self._shards is not None:
+            self._shards.add(bucket, total)
+        self._raise_flag(SUMMED)
+
+    def _add_up(self, bucket: int, start: int, stop: int) -> torch.Tensor:
+        """The sum of [start, stop) over this host's ranks, in this rank's slot."""
         parts = [slots[bucket][start:stop] for slots in self._all_slots]
-        mine = parts[self.index]
-        if self.size == 1:
-            return mine
-        # In rank order whoever sums: ((0 + 1) + 2) + …, and the last sum lands in the owner's slot.
-        total = parts[0]
-        for peer in range(1, self.size):
-            total = torch.add(total, parts[peer], out=mine if peer == self.size - 1 else None)
-        return mine
+        add_up(parts, out=parts[self.index])
+        return parts[self.index]
+
+    def take(self, bucket: int, start: int, stop: int, factor: float) -> None:
+        if self._lazy and not self._summed[bucket]:
+            self._add_up(bucket, start, stop)
+        if factor != 1.0:
+            own = self.own(bucket)
+            own.flat[start - own.start : stop - own.start].mul_(factor)
 
     def sums(self, bucket: int) -> Sequence[Part]:
+        if self._split:
+            return [self.own(bucket)]
         return [
             Part(start, stop, self._all_slots[peer][bucket][start:stop])
             for peer, (start, stop) in enumerate(self._slices[bucket])
@@ -216,7 +290,13 @@ class Shared:
         start, stop = self._slices[bucket][self.index]
         if self._between is not None:
             start, stop = share(start, stop, self._between.size, self._between.index)
-        return Part(start, stop, self.slots[bucket][start:stop])
+        flat = self.slots[bucket][start:stop] if self._shards is None else self._shards.flats[bucket]
+        return Part(start, stop, flat)
+
+    def settle(self, bucket: int) -> None:
+        if self._lazy and not self._summed[bucket]:
+            self._add_up(bucket, *self._slices[bucket][self.index])
+            self._summed[bucket] = True
 
     def scale(self, factor: float) -> None:
         for slot, slices in zip(self.slots, self._slices, strict=True):
@@ -230,8 +310,29 @@ class Shared:
             if peer != self.index:
                 self.slots[bucket][start:stop].copy_(self._all_slots[peer][bucket][start:stop])
 
+    def publish(self, bucket: int, weight: torch.Tensor) -> None:
+        if self._between is not None:
+            start, stop = self._slices[bucket][self.index]
+            self._spreading.append(self._between.gather(weight[start:stop]))
+
     def close(self) -> None:
+        for land in self._spreading:
+            land()
+        self._spreading.clear()
+        self._queue.clear()
+        self._summed = [False] * len(self._summed)
+        if self._shards is not None:
+            self._shards.begin()
         self._raise_flag(CLOSED)
+        if self._split:
+            # Every rank has updated its share: the weights are whole.
+            self._wait(CLOSED, self._counts[CLOSED])
+
+    def spread(self) -> None:
+        assert self.weights is not None
+        if self._between is not None and self.writes:
+            for flat in self.weights:
+                self._between.broadcast(flat)
 
     # ---- scalars and weights ------------------------------------------------------------------------
 
@@ -255,6 +356,13 @@ def _slots(mapping: mmap.mmap, slotting: Slotting, region: int) -> list[torch.Te
     return [
         torch.frombuffer(mapping, dtype=dtype, count=size, offset=start + offset)
         for size, dtype, offset in zip(slotting.sizes, slotting.dtypes, slotting.offsets, strict=True)
+    ]
+
+
+def _weights(mapping: mmap.mmap, slotting: Slotting, start: int) -> list[torch.Tensor]:
+    return [
+        torch.frombuffer(mapping, dtype=dtype, count=size, offset=start + offset)
+        for size, dtype, offset in zip(slotting.sizes, slotting.dtypes, slotting.weight_offsets, strict=True)
     ]
 
 

@@ -1,8 +1,9 @@
 """Transport: what a layout change of a bucket costs between these ranks, and how it is done.
 
-slot      this rank's flat of a bucket's gradient
+slot      this rank's flat of a bucket's gradient; where gradients rest split, several buckets take turns in one
 launch    say that the slot is complete; reductions are launched in program order, on every rank the same
 sum       the sum over ranks of all slots of a bucket; it rests where `sums` says
+share     what a rank updates where optimizer states rest split: an equal stretch of every bucket
 measure   a few float64 scalars summed over ranks
 Law: every rank launches and measures the same things in the same order.
 """
@@ -32,24 +33,37 @@ class Transport(Protocol):
     waiting_seconds: float
     """Time spent moving gradients and waiting for others, since the start."""
     slots: Sequence[torch.Tensor]
-    """This rank's gradient flats, one a bucket."""
+    """This rank's gradient flats, one a bucket. Buckets with the same number in `turns` share their memory."""
+    turns: tuple[int, ...]
     recorder: Recorder
     """Told of waits and of this rank's part of each reduction."""
+    weights: Sequence[torch.Tensor] | None
+    """The flats of the weights, where they exist once per host; None where each rank is to have its own."""
+    writes: bool
+    """Whether this rank is the one that writes into `weights` what all are to have."""
 
-    def open(self) -> None:
-        """Wait until everybody has finished with this rank's slots of the previous step."""
+    def lend(self, bucket: int) -> None:
+        """Wait until this rank's slot of `bucket` may be written."""
         ...
 
-    def launch(self, bucket: int) -> None:
-        """This rank's slot of `bucket` is complete. Does not wait."""
+    def launch(self, bucket: int, name: int) -> None:
+        """This rank's slot of `bucket` is complete; the reduction is called `name`. Does not wait for its end."""
         ...
 
     def complete(self, bucket: int) -> None:
-        """Wait until the sum of a launched bucket is there."""
+        """Wait until the sum of a launched bucket is there, or can be made by `take`."""
+        ...
+
+    def take(self, bucket: int, start: int, stop: int, factor: float) -> None:
+        """Have the sum of [start, stop), inside this rank's share of a completed bucket, multiplied by `factor`."""
+        ...
+
+    def settle(self, bucket: int) -> None:
+        """Have the whole sum of this rank's share of a completed bucket, now."""
         ...
 
     def sums(self, bucket: int) -> Sequence[Part]:
-        """Where a bucket's sum rests: always the same tensors; read only."""
+        """Where a bucket's sum rests: always the same tensors. Only this rank's share where states rest split."""
         ...
 
     def own(self, bucket: int) -> Part:
@@ -57,15 +71,23 @@ class Transport(Protocol):
         ...
 
     def scale(self, factor: float) -> None:
-        """Multiply every sum by a factor that all ranks agree on."""
+        """Multiply every sum by a factor that all ranks agree on, where states rest whole."""
         ...
 
     def gather(self, bucket: int) -> None:
-        """Put the whole sum into this rank's slot."""
+        """Put the whole sum into this rank's slot, where states rest whole."""
+        ...
+
+    def publish(self, bucket: int, weight: torch.Tensor) -> None:
+        """This rank's share of a bucket's weights is new. Begins to bring it to all; `close` waits for all shares."""
         ...
 
     def close(self) -> None:
-        """This rank has finished with the sums of this step."""
+        """This rank has finished with the sums of this step. The weights are whole when this returns."""
+        ...
+
+    def spread(self) -> None:
+        """Bring rank 0's `weights` to every host. Collective."""
         ...
 
     def measure(self, kind: int, values: torch.Tensor) -> None:
@@ -78,23 +100,33 @@ class Transport(Protocol):
 
 
 class Alone:
-    """One rank: a sum is what the slot holds."""
+    """One rank: a sum is what the slot holds, and every rest is whole."""
 
     name = "alone"
     size, index = 1, 0
+    weights: Sequence[torch.Tensor] | None = None
+    writes = True
 
     def __init__(self, slots: Sequence[torch.Tensor]) -> None:
         self.slots: Sequence[torch.Tensor] = slots
+        self.turns = tuple(range(len(slots)))
         self.waiting_seconds, self.recorder = 0.0, SILENT
         self._measured: dict[int, torch.Tensor] = {}
 
-    def open(self) -> None:
+    def lend(self, bucket: int) -> None:
         pass
 
-    def launch(self, bucket: int) -> None:
+    def launch(self, bucket: int, name: int) -> None:
         pass
 
     def complete(self, bucket: int) -> None:
+        pass
+
+    def take(self, bucket: int, start: int, stop: int, factor: float) -> None:
+        if factor != 1.0:
+            self.slots[bucket][start:stop].mul_(factor)
+
+    def settle(self, bucket: int) -> None:
         pass
 
     def sums(self, bucket: int) -> Sequence[Part]:
@@ -111,7 +143,13 @@ class Alone:
     def gather(self, bucket: int) -> None:
         pass
 
+    def publish(self, bucket: int, weight: torch.Tensor) -> None:
+        pass
+
     def close(self) -> None:
+        pass
+
+    def spread(self) -> None:
         pass
 
     def measure(self, kind: int, values: torch.Tensor) -> None:

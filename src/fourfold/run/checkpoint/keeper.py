@@ -125,7 +125,8 @@ class Keeper:
         found = state.tensors(self._trained)
         tensors = [each.tensor for each in found.living]
         if tensors != self._globals:  # the first save, or a state that grew (a parameter's first use)
-            self._globals, self._stretches = tensors, share_out(tensors, self._size)
+            whole = [tensor for tensor in tensors if tensor.name not in found.shares]
+            self._globals, self._stretches = tensors, share_out(whole, self._size) | found.shares
             self._snapshot = Snapshot(tensors, self._stretches, file_name(self._rank))
         self._snapshot.take(found.living)
         random = state.random_state(self._trained.step.device)

@@ -3,6 +3,7 @@
 Law: what is put back is what was taken, bit for bit; what does not fit is refused before anything is changed.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -11,11 +12,11 @@ from torch import Tensor
 
 from fourfold.feed.feed import Feed, Position
 from fourfold.plan.order import ORDER_VERSION
-from fourfold.plan.pieces import Fed, Manifest, Random, Record, Scalar
+from fourfold.plan.pieces import Fed, Global, Manifest, Random, Record, Scalar, Stretch, file_name
 from fourfold.run.average import Average
 from fourfold.run.build import TrainStep
 from fourfold.run.checkpoint.read import Reader, shape_problems
-from fourfold.run.checkpoint.write import Living, living
+from fourfold.run.checkpoint.write import DTYPES, Living, living
 from fourfold.words.errors import CheckpointError, Problem
 
 
@@ -28,15 +29,19 @@ class Trained(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """The tensors of a run where they lie, the names that are another's, and the optimizer's scalars."""
+    """The tensors of a run where they lie, the names that are another's, and the optimizer's scalars.
+
+    `shares` has the stretches of those that lie split over the ranks: who has a share is who writes it.
+    """
 
     living: list[Living]
     aliases: dict[str, str]
     scalars: dict[str, dict[str, Scalar]]
+    shares: dict[str, tuple[Stretch, ...]]
 
 
 def tensors(trained: Trained) -> Tensors:
-    """Every tensor there is to save. Raises CheckpointError for what cannot be saved."""
+    """Every tensor there is to save. Collective. Raises CheckpointError for what cannot be saved."""
     state = trained.step.living_state()
     found, aliases, owners = [], {}, {}
     parameters = dict(trained.step.model.named_parameters())
@@ -50,16 +55,60 @@ def tensors(trained: Trained) -> Tensors:
             continue
         flat = [value.detach().reshape(-1)]
         found.append(living(f"model.{name}", flat, value.shape, whole=id(value) not in held))
+    split = trained.step.is_split
+    states = _split(trained.step, state["optimizer"]) if split else _whole(state["optimizer"], parameters)
+    found += states.living
+    if trained.average is not None:
+        found += [living(f"ema.{n}", [v.reshape(-1)], v.shape) for n, v in trained.average.values.items()]
+    return states._replace(living=found, aliases=aliases)
+
+
+def _whole(states: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> Tensors:
+    """The optimizer's state where every rank has all of it."""
+    found: list[Living] = []
     scalars: dict[str, dict[str, Scalar]] = {}
-    for name, values in state["optimizer"].items():
+    for name, values in states.items():
         for key, value in values.items():
             if isinstance(value, list):
                 found.append(living(f"optimizer.{name}.{key}", value, parameters[name].shape))
             else:
                 scalars.setdefault(name, {})[key] = value
-    if trained.average is not None:
-        found += [living(f"ema.{n}", [v.reshape(-1)], v.shape) for n, v in trained.average.values.items()]
-    return Tensors(found, aliases, scalars)
+    return Tensors(found, {}, scalars, {})
+
+
+class _Held(NamedTuple):
+    """A rank's share of a parameter's state, and what it tells of it by key."""
+
+    rank: int
+    start: int
+    stop: int
+    told: Mapping[str, Any]
+
+
+def _split(step: TrainStep, states: Mapping[str, Any]) -> Tensors:
+    """The optimizer's state where every rank has a share: tensors of one dim, since a share may end within a row."""
+    mine = {
+        name: {key: {"dtype": DTYPES.get(v[0].dtype)} if isinstance(v, list) else v for key, v in values.items()}
+        for name, values in states.items()
+        if values
+    }
+    rows: list[dict[str, Any]] = step.exchange({name: [*step.shares[name], told] for name, told in mine.items()})
+    found: list[Living] = []
+    shares: dict[str, tuple[Stretch, ...]] = {}
+    scalars: dict[str, dict[str, Scalar]] = {}
+    for name, key in dict.fromkeys((name, key) for row in rows for name, (_, _, told) in row.items() for key in told):
+        holders = [_Held(rank, *row[name]) for rank, row in enumerate(rows) if name in row]
+        told = holders[0].told[key]
+        if not isinstance(told, dict):
+            scalars.setdefault(name, {})[key] = told
+            continue
+        title = f"optimizer.{name}.{key}"
+        num_elements = max(holder.stop for holder in holders)
+        parts = states[name].get(key, [])
+        held = Living(Global(title, told["dtype"], (num_elements,)), parts, step.shares[name][0])
+        found.append(held)
+        shares[title] = tuple(Stretch(file_name(h.rank), (h.start,), (h.stop - h.start,)) for h in holders)
+    return Tensors(found, {}, scalars, shares)
 
 
 def groups(step: TrainStep) -> tuple[dict[str, Any], ...]:
@@ -169,10 +218,9 @@ def _problems(trained: Trained, manifest: Manifest) -> Iterator[Problem]:
     theirs = {name: shape for name, shape in shapes.items() if name.startswith("model.") or name in ours}
     yield from shape_problems(ours, theirs)
     for name, key in _optimizer_names(manifest):
-        if parameters.get(name) != shapes[f"optimizer.{name}.{key}"]:
-            yield Problem(
-                f"{key} of {name}, shape {list(shapes[f'optimizer.{name}.{key}'])}", "the state of a parameter"
-            )
+        shape = shapes[f"optimizer.{name}.{key}"]
+        if name not in parameters or shape not in (parameters[name], (math.prod(parameters[name]),)):
+            yield Problem(f"{key} of {name}, shape {list(shape)}", "the state of a parameter")
     if len(manifest.groups) != len(step.optimizer.param_groups):
         yield Problem(f"{len(manifest.groups)} groups of options", f"{len(step.optimizer.param_groups)}")
     for word in ("num_samples", "batch_size", "order_version"):

@@ -43,10 +43,14 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class Living(NamedTuple):
-    """A global tensor, and the flat stretches in which it lies in memory, in order."""
+    """A global tensor, and the flat stretches in which it lies in memory, in order; `first` is their first element.
+
+    All of the tensor lies there, or this rank's share of it.
+    """
 
     tensor: Global
     parts: Sequence[Tensor]
+    first: int = 0
 
 
 def living(name: str, parts: Sequence[Tensor], shape: Sequence[int], *, whole: bool = False) -> Living:
@@ -88,9 +92,10 @@ class Snapshot:
     @torch.no_grad()
     def take(self, tensors: Sequence[Living]) -> None:
         """Copy what this rank writes."""
-        for tensor, parts in tensors:
+        for tensor, parts, first in tensors:
             if tensor.name in self._ranges:
-                _copy(parts, *self._ranges[tensor.name], out=self._views[tensor.name])
+                start, stop = self._ranges[tensor.name]
+                _copy(parts, start - first, stop - first, out=self._views[tensor.name])
 
 
 def _copy(parts: Sequence[Tensor], start: int, stop: int, *, out: Tensor) -> None:

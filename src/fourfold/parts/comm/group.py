@@ -1,0 +1,196 @@
+"""Group: transports over a process group: gloo between processes and hosts, NCCL on GPUs.
+
+flying    reductions that have begun and not ended, in program order
+Law: every rank begins the same collectives of one group in the same order, and no more of them wait than `IN_FLIGHT`.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.parts import memory
+from fourfold.parts.comm.ranks import Ranks
+from fourfold.parts.comm.split import Splitter
+from fourfold.parts.comm.transport import Part
+from fourfold.plan.data import Rest
+from fourfold.words.layout import SPLIT, WHOLE
+from fourfold.words.spans import SILENT
+
+# Of reductions to split layouts: each holds a received copy of its bucket until it has ended.
+IN_FLIGHT = 4
+
+
+class GroupTransport:
+    """The transport over a process group; see `Transport`."""
+
+    weights: Sequence[Tensor] | None = None
+    writes = True
+
+    def __init__(
+        self, slots: Sequence[Tensor], ranks: Ranks, members: Sequence[int], rest: Rest, turns: tuple[int, ...]
+    ) -> None:
+        group = ranks.group(members, "buckets")
+        self._group, self._scalars_group = group, ranks.group(members, "scalars")
+        self.name = "NCCL" if ranks.device.type == "cuda" else "gloo"
+        self.size, self.index = len(members), list(members).index(ranks.rank)
+        self.slots, self.turns = slots, turns
+        self.waiting_seconds, self.recorder = 0.0, SILENT
+        self._device = ranks.device
+        self._splitter = None if rest.state == WHOLE else Splitter(group, size=self.size, index=self.index)
+        self._shards = None if rest.gradient != SPLIT else Shards(slots, self.size)
+        self._flying: dict[int, Callable[[], Tensor | None]] = {}
+        self._spreading: list[Callable[[], None]] = []
+        self._measures: dict[int, tuple[Tensor, dist.Work]] = {}
+
+    def lend(self, bucket: int) -> None:
+        for other in [b for b in self._flying if self.turns[b] == self.turns[bucket]]:
+            self.complete(other)
+
+    def launch(self, bucket: int, name: int) -> None:
+        if self._splitter is None:
+            work = _all_reduce(self.slots[bucket], self._group)
+            self.recorder.follow(name, work.get_future)
+            self._flying[bucket] = _waiting(work)
+            return
+        if len(self._flying) >= IN_FLIGHT:
+            self.complete(next(iter(self._flying)))
+        self._flying[bucket] = self._splitter.scatter(self.slots[bucket], lambda work: self.recorder.follow(name, work))
+
+    def complete(self, bucket: int) -> None:
+        if bucket in self._flying:
+            with self._timed():
+                total = self._flying.pop(bucket)()
+            if self._shards is not None and total is not None:
+                self._shards.add(bucket, total)
+
+    def take(self, bucket: int, start: int, stop: int, factor: float) -> None:
+        if factor != 1.0:
+            own = self.own(bucket)
+            own.flat[start - own.start : stop - own.start].mul_(factor)
+
+    def settle(self, bucket: int) -> None:
+        pass
+
+    def sums(self, bucket: int) -> Sequence[Part]:
+        if self._splitter is not None:
+            return [self.own(bucket)]
+        flat = self.slots[bucket]
+        return [Part(0, flat.numel(), flat)]
+
+    def own(self, bucket: int) -> Part:
+        length = self.slots[bucket].numel()
+        start, stop = length * self.index // self.size, length * (self.index + 1) // self.size
+        flat = self.slots[bucket][start:stop] if self._shards is None else self._shards.flats[bucket]
+        return Part(start, stop, flat)
+
+    def scale(self, factor: float) -> None:
+        for flat in self.slots:
+            flat.mul_(factor)
+
+    def gather(self, bucket: int) -> None:
+        pass
+
+    def publish(self, bucket: int, weight: Tensor) -> None:
+        assert self._splitter is not None
+        if len(self._spreading) >= IN_FLIGHT:
+            self._spreading.pop(0)()
+        self._spreading.append(self._splitter.gather(weight))
+
+    def close(self) -> None:
+        with self._timed():
+            for land in self._spreading:
+                land()
+        self._spreading.clear()
+        if self._shards is not None:
+            self._shards.begin()
+
+    def spread(self) -> None:
+        pass
+
+    def measure(self, kind: int, values: Tensor) -> None:
+        tensor = values.to(self._device, copy=True)
+        self._measures[kind] = tensor, _all_reduce(tensor, self._scalars_group)
+
+    def measured(self, kind: int) -> list[float]:
+        tensor, work = self._measures.pop(kind)
+        with self._timed():
+            work.wait()
+            return tensor.tolist()
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        with self.recorder.waiting():
+            yield
+        self.waiting_seconds += time.perf_counter() - begin
+
+
+class Shards:
+    """This rank's shares of the gradients, where they rest split: what each round adds up to."""
+
+    def __init__(self, slots: Sequence[Tensor], size: int) -> None:
+        self.flats = [memory.private(flat.numel() // size, flat.dtype, flat.device) for flat in slots]
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a step: the first sum of every bucket replaces what is there."""
+        self._fresh = [True] * len(self.flats)
+
+    def add(self, bucket: int, total: Tensor) -> None:
+        """Take in the sum of a round."""
+        if self._fresh[bucket]:
+            self.flats[bucket].copy_(total)
+        else:
+            self.flats[bucket].add_(total)
+        self._fresh[bucket] = False
+
+
+class BetweenHosts:
+    """The ranks of one local index on every host, over gloo; see `shared.Between`."""
+
+    def __init__(self, ranks: Ranks, members: Sequence[int]) -> None:
+        self._group = ranks.group(members, "buckets")
+        self._scalars_group = ranks.group(members, "scalars")
+        self.size, self._leader = len(members), members[0]
+        self.index = list(members).index(ranks.rank) if ranks.rank in members else -1
+        self._splitter = Splitter(self._group, size=self.size, index=self.index)
+
+    def begin(self, flat: Tensor) -> Callable[[], Tensor]:
+        land = _waiting(_all_reduce(flat, self._group))
+
+        def landed() -> Tensor:
+            land()
+            return flat
+
+        return landed
+
+    def scatter(self, flat: Tensor) -> Callable[[], Tensor]:
+        return self._splitter.scatter(flat)
+
+    def gather(self, flat: Tensor) -> Callable[[], None]:
+        return self._splitter.gather(flat)
+
+    def broadcast(self, flat: Tensor) -> None:
+        dist.broadcast(flat, src=self._leader, group=self._group)
+
+    def measure(self, values: Sequence[float]) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, group=self._scalars_group)
+        return tensor.tolist()
+
+
+def _waiting(work: dist.Work) -> Callable[[], None]:
+    def land() -> None:
+        work.wait()
+
+    return land
+
+
+def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    assert work is not None
+    return work
