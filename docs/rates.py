@@ -14,7 +14,8 @@ STYLE = """<style>
   .name { font-weight: 700 } .end { text-anchor: end } .middle { text-anchor: middle }
   .grid { stroke: #737d88; stroke-opacity: 0.25 } .axis { stroke: #737d88 }
   .line { fill: none; stroke-width: 2; stroke-linejoin: round }
-  .c0 { stroke: #2f76b5 } .c1 { stroke: #c2620a } .c2 { stroke: #2b8454 } .c3 { stroke: #d0405f } .c4 { stroke: #8a68cc }
+  .c0 { stroke: #2f76b5 } .c1 { stroke: #c2620a } .c2 { stroke: #2b8454 } .c3 { stroke: #d0405f }
+  .c4 { stroke: #8a68cc }
 </style>"""
 
 

@@ -16,6 +16,7 @@ from fourfold.plan.timeline import encode
 from fourfold.run.trace import Tracing
 from fourfold.tasks import lm
 from fourfold.testing import oracle
+from fourfold.words.errors import DivergenceError
 from tests import training
 from tests.training import Case
 
@@ -161,6 +162,51 @@ def dies_in_silence() -> None:
         training.train_step(case, step)
     except ff.FourfoldError as error:
         raise RuntimeError(f"noticed in {time.perf_counter() - begin:.0f} s: {error}") from error
+
+
+def diverges(transport: str, stray: list[int], host: str | None = None) -> str:
+    """What is said where some ranks evaluate while the others train; before that, all have done both."""
+    case = Case(transport=transport)
+    with _hosts(host):
+        step = training.build(case, dist.get_world_size())
+    batch = training.local(training.batches(case)[0], dist.get_world_size(), dist.get_rank())
+    for call in (step, step.evaluate, step, step.evaluate if dist.get_rank() in stray else step):
+        try:
+            call(batch)
+        except DivergenceError as error:
+            return str(error)
+    return "nothing"
+
+
+def wrapped_diverges(transport: str) -> str:
+    """What a wrapped optimizer says where rank 1 leaves out a backward, but no step."""
+    model = nn.Linear(2, 2)
+    plan = ff.Plan(dp=dist.get_world_size(), transport=transport)
+    optimizer = ff.DistributedOptimizer(_sgd(model.parameters()), model, plan)
+    for number in range(3):
+        try:
+            if (number, dist.get_rank()) != (1, 1):
+                model(torch.ones(1, 2)).sum().backward()
+        except DivergenceError as error:
+            return str(error)
+        optimizer.step()
+    return "nothing"
+
+
+def skips(transport: str) -> dict[str, Any]:
+    """How far a training with a skipped step is from the oracle's without it, and why it was skipped."""
+    case, size = Case(transport=transport, clip=0.5), dist.get_world_size()
+    batches = training.batches(case)
+    batches[1][0][-1] = float("nan")
+    step = ff.parallelize(
+        training.model("mlp"), training.loss(case), training.optimizer(case), case.plan(size), clip=0.5, skip_nan=1
+    )
+    metrics = [step(training.local(batch, size, dist.get_rank())) for batch in batches]
+    good = [m for m in metrics if m.skipped is None]
+    trained = oracle.snapshot(step.model, [m.loss for m in good], [m.grad_norm for m in good])
+    model, loss = training.model("mlp"), training.loss(case)
+    expected = oracle.train(model, loss, training.optimizer(case), batches[::2], clip=0.5)
+    return {"deviation": oracle.deviation(trained, expected), "skipped": metrics[1].skipped}
 
 
 def feed(num_samples: int, batch_size: int) -> list[list[int]]:

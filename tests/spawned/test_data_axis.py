@@ -108,6 +108,32 @@ def test_the_death_of_a_rank_is_noticed_and_named(world):
     assert str(caught.value).count("noticed in 0 s: rank 1 has died") == 2
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_in_different_calls_are_told_so(world, transport):
+    for said in world(2).run(f"{CASES}:diverges", transport=transport, stray=[1], time_limit_seconds=20):
+        assert "rank 0 is at step 3; rank 1 is at evaluate() after step 2" in said
+
+
+def test_hosts_in_different_calls_are_told_so(world):
+    results = world(4).run(f"{CASES}:diverges", transport="shared", stray=[2, 3], host="two", time_limit_seconds=20)
+    for rank, said in enumerate(results):
+        here, there = rank % 2, rank % 2 + 2
+        assert f"rank {here} is at step 3; rank {there} is at evaluate() after step 2" in said
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_backward_that_one_rank_leaves_out_is_told(world, transport):
+    for said in world(2).run(f"{CASES}:wrapped_diverges", transport=transport, time_limit_seconds=20):
+        assert "rank 0 is at backward 2 after 1 steps of the optimizer; rank 1 is at backward 2 after 2 steps" in said
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_rank_skips_the_step_that_is_not_finite(world, transport):
+    for result in world(2).run(f"{CASES}:skips", transport=transport):
+        assert result["deviation"] <= TOLERANCE
+        assert result["skipped"][0].startswith("step 2: the loss is nan; rank 1, samples")
+
+
 def test_every_sample_is_fed_once_in_one_order(world):
     by_size = {}
     for size in (2, 4):

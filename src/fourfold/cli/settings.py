@@ -70,6 +70,7 @@ RUN = {
     "checkpoint_every": Kind(int, least=0),
     "ema": Kind(float, optional=True, above=0),
     "init": Kind(str),
+    "skip_nan": Kind(int, least=0),
     "fresh": Kind(bool),
     "lr_schedule": Kind(str, choices=tuple(CURVES)),
     "lr_warmup": Kind(int, least=0),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from fourfold.feed.source import fetch
 from fourfold.parts import comm
-from fourfold.plan.order import rows, share
+from fourfold.plan.order import Stretch, share
 from fourfold.plan.plan import Plan
 from fourfold.words.errors import DataError, Problem
 from fourfold.words.task import Source
@@ -27,6 +27,21 @@ class Position(NamedTuple):
     seed: int
     epoch: int
     position: int
+
+
+class Batch(tuple):
+    """A pair (inputs, targets) that knows which samples it holds: errors then name them."""
+
+    samples: Stretch
+
+    @classmethod
+    def of(cls, pair: Any, samples: Stretch) -> Any:
+        """The pair as a Batch; whatever else a source makes of samples is left as it is."""
+        if type(pair) not in (tuple, list) or len(pair) != 2:
+            return pair
+        batch = cls(pair)
+        batch.samples = samples
+        return batch
 
 
 class Feed:
@@ -95,7 +110,8 @@ class Feed:
         while position < num_samples:
             stop = min(position + self._batch_size, num_samples)
             first, last = share(position, stop, self._size, self._index)
-            batch = fetch(self._source, rows(num_samples, seed, epoch, first, last).tolist())
+            samples = Stretch(num_samples, seed, epoch, position, stop, first, last)
+            batch = Batch.of(fetch(self._source, samples.ids()), samples)
             position = stop
             after = Position(seed, epoch, position) if position < num_samples else Position(seed, epoch + 1, 0)
             yield after, batch

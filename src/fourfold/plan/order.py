@@ -9,6 +9,7 @@ Source: Black and Rogaway, "Ciphers with arbitrary finite domains" (CT-RSA 2002)
 """
 
 import hashlib
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,6 +31,25 @@ def rows(num_samples: int, seed: int, epoch: int, start: int, stop: int) -> np.n
         ids[outside] = _permute(ids[outside], half, keys)
         outside = outside[ids[outside] >= num_samples]
     return ids.astype(np.int64)
+
+
+class Stretch(NamedTuple):
+    """Positions [start, stop) of an epoch's order: a global batch; [first, last) is the part that a rank has."""
+
+    num_samples: int
+    seed: int
+    epoch: int
+    start: int
+    stop: int
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        return f"positions {self.start} to {self.stop} of epoch {self.epoch}, seed {self.seed}"
+
+    def ids(self) -> list[int]:
+        """The samples of this rank's part."""
+        return rows(self.num_samples, self.seed, self.epoch, self.first, self.last).tolist()
 
 
 def share(start: int, stop: int, size: int, index: int) -> tuple[int, int]:

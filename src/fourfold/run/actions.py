@@ -1,10 +1,14 @@
 """Actions: what each verb of a program does with this rank's tensors.
 
 totals   loss and counts over all ranks and microbatches of a step
+bad      of a step: its global loss, or its norm where one is measured, is not a finite number
 nominal  the count that gradients are divided by during backward, when the step's own is not known yet
-Law: after a step's updates, weights have moved by the gradient of the mean over the global batch.
+Law: after a step's updates, weights have moved by the gradient of the mean over the global batch; after a bad step
+they have not moved, and neither have the optimizer's states.
 """
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -80,6 +84,9 @@ class Actions:
         self._sealed, self._scaled = False, False
         self._used: list[float] | None = None
         self._squares: Sequence[Tensor] | None = None
+        self._seen: list[tuple[int, Tensor]] = []
+        self.bad: str | None = None
+        """What is wrong with a step that is bad: the same on every rank."""
         self.totals: Totals | None = None
         self.grad_norm: float | None = None
         self._parts.gradients.forget()
@@ -103,7 +110,14 @@ class Actions:
         if part.samples:
             loss = measure(self._loss(call(self._model, part.inputs), part.targets), part.samples)
             self._losses[index] = loss
+            self._seen.append((index, loss.total.detach()))
             self._local += torch.stack([loss.total.detach().double(), *self._numbers(loss.count, part)])
+
+    def suspects(self) -> list[range]:
+        """The samples of this rank's batch, by microbatch, whose loss is not finite."""
+        ends = list(itertools.accumulate(part.samples for part in self._microbatches))
+        found = [index for index, total in self._seen if not math.isfinite(total.item())]
+        return [range(ends[index] - self._microbatches[index].samples, ends[index]) for index in found]
 
     def _numbers(self, count: float, part: Microbatch) -> Tensor:
         return torch.tensor([count, part.samples, part.tokens], dtype=torch.float64, device=self._device)
@@ -140,7 +154,8 @@ class Actions:
         elif kind == TRUST:
             self._count()
             self._complete_all()
-            self._trust()
+            if self.bad is None:
+                self._trust()
 
     def _trust(self) -> None:
         """Begin the updates of all buckets: each needs norms of parameters that are split among ranks."""
@@ -154,6 +169,8 @@ class Actions:
     def _clip_to(self, norm: float) -> None:
         assert self._clip is not None
         self.grad_norm = norm
+        if self.bad is None and not math.isfinite(norm):
+            self.bad = f"the gradient norm is {norm}"
         # 1e-6 as in torch.nn.utils.clip_grad_norm_
         # In this order: a norm that is not a number must stay one.
         self._factor *= min(self._clip / (norm + 1e-6), 1.0)
@@ -184,6 +201,8 @@ class Actions:
         self.totals = Totals(*self._parts.transport.measured(LOSS))
         if self.totals.count == 0:
             raise TrainingError(Problem("a global batch without a loss element", "at least one on one rank"))
+        if not math.isfinite(mean := self.totals.loss / self.totals.count):
+            self.bad = f"the loss is {mean}"
         assert self.nominal_count is not None
         self._factor = self.nominal_count / self.totals.count
 
@@ -199,6 +218,8 @@ class Actions:
             self._scale()
         # Only this bucket: others may still be on their way.
         self._complete(bucket)
+        if self.bad is not None:
+            return
         squares = None if self._squares is None else self._squares[bucket]
         self._parts.optimizer.update(bucket, used=self._used_in(bucket), factor=self._factor, squares=squares)
         # Autograd then refuses activations saved with the old weights, instead of computing with the new ones.

@@ -21,9 +21,11 @@ from torch import Tensor, nn
 
 from fourfold.parts import comm, data, memory, optim
 from fourfold.plan.data import RESTS, Spec, Step, fill, lower
+from fourfold.plan.order import Stretch
 from fourfold.plan.plan import Plan
 from fourfold.run.actions import Actions, Parts
 from fourfold.run.batch import call, cut, evaluating, measure
+from fourfold.run.guard import Guard, Skipped
 from fourfold.run.outline import outline
 from fourfold.run.refuse import model_problems, refuse
 from fourfold.run.runtime import Runtime
@@ -43,6 +45,7 @@ class Metrics:
     tokens           None where the inputs carry no positions
     grad_norm        norm of the global gradient before clipping; None without `clip`
     waiting_seconds  part of `seconds` spent reducing gradients and waiting for other ranks
+    skipped          why the step changed nothing, where `skip_nan` left it out; None for all others
     """
 
     loss: float
@@ -51,6 +54,7 @@ class Metrics:
     grad_norm: float | None
     seconds: float
     waiting_seconds: float
+    skipped: Skipped | None = None
 
 
 def parallelize(
@@ -61,6 +65,7 @@ def parallelize(
     *,
     clip: float | None = None,
     seed: int = 0,
+    skip_nan: int = 0,
 ) -> "TrainStep":
     """Lay one training step over the ranks of the plan. Collective.
 
@@ -68,7 +73,8 @@ def parallelize(
     buffers are broadcast first. `loss(outputs, targets)` returns unreduced values (their global mean is trained),
     a pair (sum, count), or a scalar (a mean over its samples). `optimizer` is called once, with the original
     parameters; its options are then used by an update over flat buffers. `clip` bounds the global norm of the
-    gradient. `seed` seeds torch's generator, differently on every data index.
+    gradient. `seed` seeds torch's generator, differently on every data index. `skip_nan` is how many steps in a row
+    may be left out because the global loss, or with `clip` the norm, is not finite; the next one raises TrainingError.
 
     Raises PlanError, OptimizerError or TaskError where the plan cannot be carried out.
     """
@@ -79,7 +85,7 @@ def parallelize(
     if ranks.device.type == "cpu":
         memory.keep_freed_memory()
     torch.manual_seed(seed + 1_000_003 * plan.mesh.at(ranks.rank)["dp"])
-    return TrainStep(model.to(ranks.device), loss, optimizer, plan=plan, ranks=ranks, clip=clip)
+    return TrainStep(model.to(ranks.device), loss, optimizer, plan=plan, ranks=ranks, clip=clip, skip_nan=skip_nan)
 
 
 class TrainStep:
@@ -94,6 +100,7 @@ class TrainStep:
         plan: Plan,
         ranks: comm.Ranks,
         clip: float | None,
+        skip_nan: int = 0,
     ) -> None:
         self.model, self.plan, self._loss, self._ranks = model, plan, loss, ranks
         trainable = self._trainable = trainable_of(model)
@@ -101,7 +108,8 @@ class TrainStep:
         group_of = {id(p): g for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
         groups = {name: group_of[id(p)] for name, p in trainable.items()}
         specs = data.specs(trainable, groups)
-        compare(ranks, specs, {name: list(p.shape) for name, p in trainable.items()}, plan=plan, clip=clip)
+        options = {"clip": clip, "skip_nan": skip_nan}
+        compare(ranks, specs, {name: list(p.shape) for name, p in trainable.items()}, plan=plan, options=options)
         # A split over one rank is whole.
         rest = RESTS[plan.zero if plan.dp > 1 else 0]
         split = self._split = rest.state == SPLIT
@@ -124,12 +132,15 @@ class TrainStep:
         parts = Parts(self._gradients, self._transport, self._flat, by_bucket, self._weights, rest)
         self._actions = Actions(model, loss, parts, clip=clip, agree=lambda count: sum(ranks.exchange(count)))
         self._runtime = Runtime(self._actions)
+        self._guard = Guard(ranks, model, limit=skip_nan)
         self._homes = {name: p.data_ptr() for name, p in trainable.items()}
         self._outline = Step(
             plan.microbatches, len(self.buckets), rest, clip is not None, allow_unused, trust=layerwise and split
         )
         self.program = lower(self._outline)
-        self._recorded, self._num_steps = False, 0
+        self._recorded, self._num_calls = False, 0
+        self.steps = 0
+        """Steps done, those before a resumption included: errors name them."""
 
     @property
     def rank(self) -> int:
@@ -150,16 +161,25 @@ class TrainStep:
         return self._ranks.device
 
     def __call__(self, batch: Any) -> Metrics:
-        """One optimizer update on this rank's batch `(inputs, targets)`. Collective."""
+        """One optimizer update on this rank's batch `(inputs, targets)`. Collective.
+
+        Raises DivergenceError where another rank is in another call, or has another part of the feed's order.
+        """
         begin, waited = time.perf_counter(), self._transport.waiting_seconds
+        samples = getattr(batch, "samples", None)
+        self._transport.enter(_name(f"step {self.steps + 1}", samples))
         self._look_at_parameters()
+        if not self._recorded:
+            self._transport.agree()  # The first step also exchanges what is no sum.
+        self._guard.begin()
         self._runtime.run(self.program, cut(batch, self.plan.microbatches, self._ranks.device))
         totals = self._actions.totals
         assert totals is not None
-        self._num_steps += 1
-        if self._num_steps == 2 and self.device.type == "cpu":
+        self._num_calls, self.steps = self._num_calls + 1, self.steps + 1
+        if self._num_calls == 2 and self.device.type == "cpu":
             memory.give_back_freed_memory()
-        if not self._recorded:
+        skipped = self._guard.judge(self._actions, self.steps, samples)
+        if not self._recorded and skipped is None:
             self._record(self._ranks.exchange(self._gradients.completion_order)[0], totals.count)
         return Metrics(
             loss=totals.loss / totals.count,
@@ -168,19 +188,21 @@ class TrainStep:
             grad_norm=self._actions.grad_norm,
             seconds=time.perf_counter() - begin,
             waiting_seconds=self._transport.waiting_seconds - waited,
+            skipped=skipped,
         )
 
     @torch.no_grad()
     def evaluate(self, batch: Any) -> Metrics:
         """The loss of the global batch without training on it; NaN where it is empty everywhere. Collective."""
         begin, waited = time.perf_counter(), self._transport.waiting_seconds
+        self._enter("evaluate()", getattr(batch, "samples", None))
         inputs, targets, samples, tokens = cut(batch, 1, self._ranks.device)[0]
         local = torch.zeros(4, dtype=torch.float64)
         if samples:
             with evaluating(self.model):
                 loss = measure(self._loss(call(self.model, inputs), targets), samples)
             local = torch.tensor([loss.total.item(), loss.count, samples, tokens], dtype=torch.float64)
-        total, count, samples, tokens = self.sum(local)
+        total, count, samples, tokens = self._sum(local)
         return Metrics(
             loss=total / count if count else float("nan"),
             samples=round(samples),
@@ -192,16 +214,24 @@ class TrainStep:
 
     def sum(self, values: Tensor) -> list[float]:
         """A few float64 scalars [n ≤ 8], summed over the data ranks. Collective."""
+        self._enter("sum()")
+        return self._sum(values)
+
+    def _sum(self, values: Tensor) -> list[float]:
         self._transport.measure(LOSS, values)
         return self._transport.measured(LOSS)
 
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's JSON value, in rank order. Collective."""
+        self._enter("exchange()")
+        self._transport.agree()
         return self._ranks.exchange(value)
 
     @contextlib.contextmanager
     def edit(self) -> Iterator[nn.Module]:
         """Change weights by hand: inside the block they are yours, after it every rank has rank 0's. Collective."""
+        self._enter("edit()")
+        self._transport.agree()
         with torch.no_grad(), self._copies():
             yield self.model
         self._look_at_parameters()
@@ -214,7 +244,6 @@ class TrainStep:
         if self._transport.weights is None:
             yield
             return
-        self._ranks.exchange(None)  # all are here: nobody reads weights any more
         views = {name: p.data for name, p in self._trainable.items()}
         if self.rank:
             for p in self._trainable.values():
@@ -230,8 +259,8 @@ class TrainStep:
     @torch.no_grad()
     def put(self, values: Mapping[str, Tensor]) -> None:
         """Replace trainable weights, by name; the same values on every rank. Collective."""
-        if self._transport.weights is not None:
-            self._ranks.exchange(None)  # all are here: nobody reads weights any more
+        self._enter("put()")
+        self._transport.agree()  # all are here: nobody reads weights any more
         if self._transport.writes:
             for name, value in values.items():
                 self._trainable[name].copy_(value)
@@ -245,6 +274,8 @@ class TrainStep:
         "model": name -> tensor; "optimizer": name -> key -> tensor in the parameter's shape or a scalar;
         "groups": options by group; "record": launch order and nominal count.
         """
+        self._enter("state_dict()")
+        self._transport.agree()
         living = self.living_state()
         mine = {name: {k: _told(v) for k, v in state.items()} for name, state in living["optimizer"].items() if state}
         rows = self._ranks.exchange(mine) if self._split else [mine]
@@ -307,6 +338,8 @@ class TrainStep:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put back what `state_dict` gave, on this or another mesh. Collective."""
+        self._enter("load_state_dict()")
+        self._transport.agree()
         self._load_model(state["model"])
         for bucket in self.buckets:
             slots = [
@@ -322,6 +355,9 @@ class TrainStep:
             self._record(record["order"], record["nominal_count"])
         else:
             self._actions.nominal_count = record["nominal_count"]
+
+    def _enter(self, call: str, samples: Stretch | None = None) -> None:
+        self._transport.enter(_name(f"{call} after step {self.steps}", samples))
 
     @torch.no_grad()
     def _load_model(self, values: Mapping[str, Tensor]) -> None:
@@ -371,17 +407,28 @@ class TrainStep:
             ranks.exchange(None)  # the hosts' first ranks have written: all may read
 
 
+def _name(call: str, samples: Stretch | None) -> str:
+    """A call, and its part of the feed's order where it is known: ranks may be as many steps on, and a batch apart."""
+    return call if samples is None else f"{call}, {samples}"
+
+
 def trainable_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters to be trained, by name, in order of definition; those of no elements have nothing to learn."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel() > 0}
 
 
 def compare(
-    ranks: comm.Ranks, specs: Sequence[Spec], shapes: Mapping[str, list[int]], *, plan: Plan, clip: float | None
+    ranks: comm.Ranks,
+    specs: Sequence[Spec],
+    shapes: Mapping[str, list[int]],
+    *,
+    plan: Plan,
+    options: Mapping[str, Any],
 ) -> None:
-    """Raise PlanError unless every rank has the same parameters, plan and clip. Collective."""
+    """Raise PlanError unless every rank has the same parameters, plan and options. Collective."""
     mine = [f"{s.name} {shapes[s.name]} {s.dtype}, group {s.group}" for s in specs]
-    mine += [f"clip {clip}", *plan.to_toml(defaults=True).splitlines()]
+    mine += [f"{name} {value}" for name, value in options.items()]
+    mine += plan.to_toml(defaults=True).splitlines()
     digest = hashlib.blake2b("\n".join(mine).encode(), digest_size=16).hexdigest()
     if len(set(ranks.exchange(digest))) == 1:
         return

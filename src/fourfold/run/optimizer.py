@@ -51,11 +51,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             got = f"parameters on {', '.join(sorted(places))}, ranks on {self._ranks.device.type}"
             raise OptimizerError(Problem(got, "one kind of device", f'model.to("{self._ranks.device.type}") first'))
         shapes = {name: list(p.shape) for name, p in trainable.items()}
-        compare(self._ranks, data.specs(trainable, {}), shapes, plan=plan, clip=None)
+        compare(self._ranks, data.specs(trainable, {}), shapes, plan=plan, options={})
         for tensor in (*model.parameters(), *model.buffers()):
             self._ranks.broadcast(tensor.data)
         self._connect(trainable, plan)
         self._syncing, self._backward = True, NO_BACKWARD
+        self._num_backwards = self._num_steps = 0
         for parameter in trainable.values():
             parameter.register_hook(self._at_the_beginning)
 
@@ -83,6 +84,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             got = "a backward after one that ended with an error, or within another one"
             raise TrainingError(Problem(got, "ranks that agree on what has been summed", "a new DistributedOptimizer"))
         self._backward = backward
+        self._num_backwards += 1
+        self._transport.enter(f"backward {self._num_backwards} after {self._num_steps} steps of the optimizer")
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
 
     @torch.no_grad()
@@ -92,6 +95,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._gradients.take_left()
             self._gradients.refuse_unreached()
             self._gradients.seal()
+            self._transport.agree()
             used = self._used()
             for bucket in range(self._num_buckets):
                 self._transport.complete(bucket)
@@ -138,6 +142,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """The wrapped optimizer's step, on mean gradients."""
+        self._num_steps += 1
         return self._optimizer.step(closure) if closure is not None else self._optimizer.step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

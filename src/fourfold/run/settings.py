@@ -37,6 +37,7 @@ class Settings:
     checkpoint_every: int = 100
     ema: float | None = None
     init: str | None = None
+    skip_nan: int = 0
     rates: Rates | None = None
 
     def identity(self) -> Identity:
@@ -54,6 +55,8 @@ def settings_of(task: Task, **given: Any) -> Settings:
     problems = []
     if settings.checkpoint_every < 0:
         problems.append(Problem(f"checkpoint_every = {settings.checkpoint_every}", "a number of steps, or 0 for never"))
+    if settings.skip_nan < 0:
+        problems.append(Problem(f"skip_nan = {settings.skip_nan}", "a number of steps, or 0 for none"))
     if settings.ema is not None and not 0 < settings.ema < 1:
         problems.append(Problem(f"ema = {settings.ema}", "more than 0, less than 1", "ema=0.999"))
     if problems:

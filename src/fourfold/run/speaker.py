@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fourfold.plan.plan import Plan
+from fourfold.run import faults
 from fourfold.run.build import Metrics, TrainStep
 from fourfold.run.checkpoint.keeper import Progress
 from fourfold.run.folder import Folder, Opened
+from fourfold.run.guard import Skipped
 from fourfold.run.settings import Settings, told_finished, tuned_for
 from fourfold.words.record import Line
 from fourfold.words.task import Task
@@ -144,19 +146,34 @@ class Speaker:
             return
         record = {"step": number, "loss": metrics.loss, "samples": metrics.samples, "tokens": metrics.tokens}
         times = {"seconds": metrics.seconds, "waiting_seconds": metrics.waiting_seconds}
-        self._folder.line({**record, "grad_norm": metrics.grad_norm, "lr": float(lr), **times})
+        record |= {"grad_norm": metrics.grad_norm, "lr": float(lr), **times}
+        if metrics.skipped is not None:
+            self._skipped(number, metrics.skipped)
+            record["skipped"] = True
+        self._folder.line(record)
         self._recent.append((units, metrics))
         self._ends.append(time.perf_counter())
         if self._report is not None:
             self._report.step(self._line(number))
 
+    def _skipped(self, number: int, skipped: Skipped) -> None:
+        assert self._folder is not None
+        try:
+            faults.append(
+                self._folder.path, kind=faults.SKIPPED_STEP, step=number, rank=skipped.rank, text=skipped.text
+            )
+        except OSError as error:  # A run is worth more than the list of its faults.
+            self.note(f"warning: {faults.FAULTS} could not be written: {error}")
+        self.note(f"skipped {skipped.text}")
+
     def _line(self, number: int) -> Line:
         seconds = max(self._ends[-1] - self._ends[0], 1e-9)
         elapsed = self._ends[-1] - self._begin
+        losses = [m.loss for _, m in self._recent if m.skipped is None]
         return Line(
             step=number,
             steps=self._settings.steps,
-            loss=sum(m.loss for _, m in self._recent) / len(self._recent),
+            loss=sum(losses) / len(losses) if losses else float("nan"),
             rate=sum(units for units, _ in self._recent) / seconds,
             unit=self._task.unit,
             waiting=sum(m.waiting_seconds for _, m in self._recent) / seconds,

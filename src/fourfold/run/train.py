@@ -49,6 +49,7 @@ def train(
     checkpoint_every: int = 100,
     ema: float | None = None,
     init: str | None = None,
+    skip_nan: int = 0,
     rates: Rates | None = None,
     report: Report | None = None,
 ) -> Result:
@@ -62,20 +63,23 @@ def train(
     `trace_every` counts steps too: steps 3 and 4 and every such step are recorded in trace.json; 0 records none.
     `checkpoint_every` counts steps; 0 saves never, otherwise the last step and every new best validation loss are
     saved too. `ema` keeps an average of the weights, which is evaluated, sampled from and saved. `init` is a plain
-    safetensors file of weights to begin with. `rates` scales the learning rate to the batch, warms it up and lets it
-    fall; without it the rate follows the task's schedule. `report` hears of the progress on rank 0. Raises children
-    of FourfoldError.
+    safetensors file of weights to begin with. `skip_nan` steps in a row may be left out because the loss, or the norm
+    where `clip` measures one, is not finite; they are told in faults.jsonl. `rates` scales the learning rate to the
+    batch, warms it up and lets it fall; without it the rate follows the task's schedule. `report` hears of the
+    progress on rank 0. Raises children of FourfoldError.
     """
     plan = plan or Plan()
     given = {"steps": steps, "batch_size": batch_size, "clip": clip, "seed": seed, "evaluate_every": evaluate_every}
     given |= {"trace_every": trace_every, "name": name, "folder": folder, "label": label, "spec": spec, "extra": extra}
-    settings = settings_of(task, **given, checkpoint_every=checkpoint_every, ema=ema, init=init, rates=rates)
+    given |= {"checkpoint_every": checkpoint_every, "ema": ema, "init": init, "skip_nan": skip_nan, "rates": rates}
+    settings = settings_of(task, **given)
     torch.manual_seed(settings.seed)
     data = task.data()
     model = task.model()
     if settings.init is not None:
         load_weights(model, Path(settings.init))
-    step = parallelize(model, task.loss, task.optimizer, plan, clip=settings.clip, seed=settings.seed)
+    kept = {"clip": settings.clip, "seed": settings.seed, "skip_nan": settings.skip_nan}
+    step = parallelize(model, task.loss, task.optimizer, plan, **kept)
     feed = Feed(data.train, plan, batch_size=settings.batch_size, seed=settings.seed)
     trained = Trained(step, feed, None if settings.ema is None else Average(trainable_of(step.model), settings.ema))
     with _speaker(task, step, plan, settings, report) as speaker:
@@ -129,9 +133,10 @@ class Training:
                 with recorder.span(DATA):
                     batch = next(batches)
                 metrics = step(batch)
-            losses.append(metrics.loss)
-            if average is not None:
-                average.update(number + 1)
+            if metrics.skipped is None:
+                losses.append(metrics.loss)
+                if average is not None:
+                    average.update(number + 1)
             self.speaker.stepped(number + 1, metrics, lr=step.optimizer.param_groups[0]["lr"])
             self.keeper.tell()
             progress, best = Progress(number + 1, list(losses), {}, progress.best), progress.best

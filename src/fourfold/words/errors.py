@@ -77,6 +77,12 @@ class PeerError(FourfoldError):
     exit_code = 1
 
 
+class DivergenceError(FourfoldError):
+    """Ranks are in different calls: what each waits for will not come, or is another's."""
+
+    exit_code = 1
+
+
 class RankError(FourfoldError):
     """A rank has failed; the message is the first cause."""
 

@@ -13,15 +13,47 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.parts import memory
+from fourfold.parts.comm import calls
 from fourfold.parts.comm.ranks import Ranks
 from fourfold.parts.comm.split import Splitter
 from fourfold.parts.comm.transport import Part
 from fourfold.plan.data import Rest
+from fourfold.words.action import LOSS
 from fourfold.words.layout import SPLIT, WHOLE
 from fourfold.words.spans import SILENT
 
 # Of reductions to split layouts: each holds a received copy of its bucket until it has ended.
 IN_FLIGHT = 4
+
+
+NUM_LOSS_SCALARS = 8
+
+
+class _Roll:
+    """A group's tags: each member adds its own in a place of its own, so that the sum holds all of them.
+
+    All calls sum LOSS scalars of one length first: whichever two calls meet, they meet there.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, members: Sequence[int], index: int, device: torch.device):
+        self._group, self._members, self._index, self._device = group, members, index, device
+
+    def tagged(self, values: Tensor, call: str) -> Tensor:
+        """float64 [NUM_LOSS_SCALARS + members]"""
+        tensor = torch.zeros(NUM_LOSS_SCALARS + len(self._members), dtype=torch.float64, device=self._device)
+        tensor[: len(values)] = values
+        tensor[NUM_LOSS_SCALARS + self._index] = calls.tag(call)
+        return tensor
+
+    def compare(self, sums: Sequence[float], call: str) -> None:
+        """Raise DivergenceError, on all members alike, unless all tags are the same."""
+        if len(set(sums[NUM_LOSS_SCALARS:])) == 1:
+            return
+        mine = torch.frombuffer(bytearray(calls.encode(call)), dtype=torch.uint8).to(self._device)
+        rows = [torch.empty_like(mine) for _ in self._members]
+        dist.all_gather(rows, mine, group=self._group)
+        texts = [calls.decode(bytes(row.tolist())) for row in rows]
+        raise calls.diverged(dict(zip(self._members, texts, strict=True)))
 
 
 class GroupTransport:
@@ -45,6 +77,15 @@ class GroupTransport:
         self._flying: dict[int, Callable[[], Tensor | None]] = {}
         self._spreading: list[Callable[[], None]] = []
         self._measures: dict[int, tuple[Tensor, dist.Work]] = {}
+        self._roll = _Roll(self._scalars_group, members, self.index, ranks.device)
+        self._call, self._num_loss = "", 0
+
+    def enter(self, call: str) -> None:
+        self._call = call
+
+    def agree(self) -> None:
+        self.measure(LOSS, torch.zeros(0))
+        self.measured(LOSS)
 
     def lend(self, bucket: int) -> None:
         for other in [b for b in self._flying if self.turns[b] == self.turns[bucket]]:
@@ -112,14 +153,22 @@ class GroupTransport:
         pass
 
     def measure(self, kind: int, values: Tensor) -> None:
-        tensor = values.to(self._device, copy=True)
+        if kind == LOSS:
+            self._num_loss = len(values)
+            tensor = self._roll.tagged(values, self._call)
+        else:
+            tensor = values.to(self._device, copy=True)
         self._measures[kind] = tensor, _all_reduce(tensor, self._scalars_group)
 
     def measured(self, kind: int) -> list[float]:
         tensor, work = self._measures.pop(kind)
         with self._timed():
             work.wait()
-            return tensor.tolist()
+            sums = tensor.tolist()
+        if kind != LOSS:
+            return sums
+        self._roll.compare(sums, self._call)
+        return sums[: self._num_loss]
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
@@ -158,6 +207,7 @@ class BetweenHosts:
         self.size, self._leader = len(members), members[0]
         self.index = list(members).index(ranks.rank) if ranks.rank in members else -1
         self._splitter = Splitter(self._group, size=self.size, index=self.index)
+        self._roll = _Roll(self._scalars_group, members, self.index, torch.device("cpu"))
 
     def begin(self, flat: Tensor) -> Callable[[], Tensor]:
         land = _waiting(_all_reduce(flat, self._group))
@@ -177,10 +227,15 @@ class BetweenHosts:
     def broadcast(self, flat: Tensor) -> None:
         dist.broadcast(flat, src=self._leader, group=self._group)
 
-    def measure(self, values: Sequence[float]) -> list[float]:
+    def measure(self, values: Sequence[float], call: str | None = None) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64)
+        if call is not None:
+            tensor = self._roll.tagged(tensor, call)
         dist.all_reduce(tensor, group=self._scalars_group)
-        return tensor.tolist()
+        sums = tensor.tolist()
+        if call is not None:
+            self._roll.compare(sums, call)
+        return sums[: len(values)]
 
 
 def _waiting(work: dist.Work) -> Callable[[], None]:

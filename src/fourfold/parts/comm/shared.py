@@ -24,17 +24,19 @@ from typing import Protocol
 
 import torch
 
+from fourfold.parts.comm.calls import BOARD_BYTES, Board
 from fourfold.parts.comm.group import Shards
 from fourfold.parts.comm.split import add_up
 from fourfold.parts.comm.transport import Part
 from fourfold.plan.data import RESTS, Rest
 from fourfold.plan.order import share
+from fourfold.words.action import LOSS
 from fourfold.words.errors import PeerError
 from fourfold.words.layout import PARTIAL, SPLIT
 from fourfold.words.spans import SILENT
 
 FLAG_STRIDE = 8  # int64s: a cache line of its own for each flag
-LAUNCHED, SUMMED, SCALED, CLOSED, DEAD, MEASURED = range(6)
+LAUNCHED, SUMMED, SCALED, CLOSED, DEAD, CALLED, MEASURED = range(7)
 NUM_MEASURES = 4
 NUM_FLAGS = MEASURED + NUM_MEASURES
 ALIGNMENT_BYTES = 4096
@@ -66,13 +68,15 @@ class Between(Protocol):
         """Bring the first host's values to all."""
         ...
 
-    def measure(self, values: Sequence[float]) -> list[float]: ...
+    def measure(self, values: Sequence[float], call: str | None = None) -> list[float]:
+        """Sums over the hosts. With a call: raises DivergenceError where another host is in another one."""
+        ...
 
 
 class Slotting:
     """Where things lie. Pure arithmetic, the same on every rank.
 
-    A region a rank: flags, then scalars, then slots, of which buckets with the same turn share one. Behind the
+    A region a rank: flags, calls, scalars, then slots, of which buckets with the same turn share one. Behind the
     regions, where `weights` are to exist once per host: their flats.
     """
 
@@ -87,7 +91,8 @@ class Slotting:
     ) -> None:
         self.sizes, self.dtypes, self.num_scalars = tuple(sizes), tuple(dtypes), num_scalars
         self.turns = tuple(turns if turns is not None else range(len(sizes)))
-        flags = _aligned(8 * FLAG_STRIDE * NUM_FLAGS)
+        self.calls_offset = 8 * FLAG_STRIDE * NUM_FLAGS
+        flags = _aligned(self.calls_offset + BOARD_BYTES)
         # Two copies of the scalars, by turns: a rank is never two measures ahead of another.
         scalars = _aligned(8 * num_scalars * NUM_MEASURES * 2)
         self.scalars_offset, offset = flags, flags + scalars
@@ -139,6 +144,8 @@ class Shared:
         self.turns = slotting.turns
         self._scalars = [_scalars(mapping, slotting, region) for region in range(size)]
         self._slices = [[_slice(length, size, peer) for peer in range(size)] for length in slotting.sizes]
+        starts = [region * slotting.region_bytes + slotting.calls_offset for region in range(size)]
+        self._board, self._call = Board(mapping, starts, self._ranks), ""
         self._counts = [0] * NUM_FLAGS
         self._lengths = [0] * NUM_MEASURES
         self._queue: list[tuple[int, int]] = []  # launched, not yet summed, in program order
@@ -181,6 +188,7 @@ class Shared:
                 time.sleep(POLL_SECONDS)
                 if now - looked > LIVENESS_SECONDS:
                     looked = now
+                    self._compare()
                     self._look_for_dead(flag, count, now - begin)
         self.waiting_seconds += time.perf_counter() - begin
 
@@ -202,6 +210,23 @@ class Shared:
             flags = {self._ranks[p]: self._flags[p * self._words + flag * FLAG_STRIDE] for p in range(self.size)}
             late = ", ".join(str(rank) for rank, reached in flags.items() if reached < count)
             raise PeerError(f"rank {late} did not come within {self._limit:.0f} s")
+
+    # ---- calls ---------------------------------------------------------------------------------------
+
+    def enter(self, call: str) -> None:
+        self._call = call
+        self._board.write(self.index, self._counts[CALLED] + 1, call)
+        self._raise_flag(CALLED)
+
+    def agree(self) -> None:
+        self._wait(CALLED, self._counts[CALLED])
+        self._compare()
+        if self._between is not None:
+            self._between.measure([], self._call)
+
+    def _compare(self) -> None:
+        counts = [self._flags[peer * self._words + CALLED * FLAG_STRIDE] for peer in range(self.size)]
+        self._board.compare(self.index, counts)
 
     # ---- a bucket's reduction -----------------------------------------------------------------------
 
@@ -345,10 +370,14 @@ class Shared:
     def measured(self, kind: int) -> list[float]:
         count = self._counts[MEASURED + kind]
         self._wait(MEASURED + kind, count)
+        if kind == LOSS:
+            self._compare()
         total = self._scalars[0][kind, (count - 1) % 2, : self._lengths[kind]].clone()
         for peer in range(1, self.size):
             total += self._scalars[peer][kind, (count - 1) % 2, : self._lengths[kind]]
-        return total.tolist() if self._between is None else self._between.measure(total.tolist())
+        if self._between is None:
+            return total.tolist()
+        return self._between.measure(total.tolist(), self._call if kind == LOSS else None)
 
 
 def _slots(mapping: mmap.mmap, slotting: Slotting, region: int) -> list[torch.Tensor]:

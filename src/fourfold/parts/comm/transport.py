@@ -5,6 +5,7 @@ launch    say that the slot is complete; reductions are launched in program orde
 sum       the sum over ranks of all slots of a bucket; it rests where `sums` says
 share     what a rank updates where optimizer states rest split: an equal stretch of every bucket
 measure   a few float64 scalars summed over ranks
+call      what the ranks do together, and in which step; see `calls`
 Law: every rank launches and measures the same things in the same order.
 """
 
@@ -41,6 +42,14 @@ class Transport(Protocol):
     """The flats of the weights, where they exist once per host; None where each rank is to have its own."""
     writes: bool
     """Whether this rank is the one that writes into `weights` what all are to have."""
+
+    def enter(self, call: str) -> None:
+        """This rank begins a collective call. Does not wait; who reads the sums of LOSS knows that all began it."""
+        ...
+
+    def agree(self) -> None:
+        """Wait until all ranks have begun a call. Raises DivergenceError unless it is the same one."""
+        ...
 
     def lend(self, bucket: int) -> None:
         """Wait until this rank's slot of `bucket` may be written."""
@@ -95,7 +104,7 @@ class Transport(Protocol):
         ...
 
     def measured(self, kind: int) -> list[float]:
-        """The sums begun by `measure`."""
+        """The sums begun by `measure`. Those of LOSS raise DivergenceError where ranks are in different calls."""
         ...
 
 
@@ -112,6 +121,12 @@ class Alone:
         self.turns = tuple(range(len(slots)))
         self.waiting_seconds, self.recorder = 0.0, SILENT
         self._measured: dict[int, torch.Tensor] = {}
+
+    def enter(self, call: str) -> None:
+        pass
+
+    def agree(self) -> None:
+        pass
 
     def lend(self, bucket: int) -> None:
         pass

@@ -167,6 +167,7 @@ def put_back(trained: Trained, reader: Reader, *, seed: int) -> None:
         if parameter.requires_grad:
             state["optimizer"].setdefault(name, {})
     step.load_state_dict(state)
+    step.steps = manifest.step
     if trained.average is not None:
         trained.average.load({name: reader.tensor(f"ema.{name}") for name in trained.average.values})
     trained.feed.load(Position(manifest.feed.seed, manifest.feed.epoch, manifest.feed.position))

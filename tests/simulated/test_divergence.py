@@ -1,0 +1,117 @@
+"""Laws of ranks that go astray: found in the same call, named, and no weight is changed. Ranks are threads."""
+
+import copy
+import mmap
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fourfold.feed.feed import Batch
+from fourfold.parts.comm import calls
+from fourfold.plan.order import Stretch
+from fourfold.run.build import TrainStep
+from fourfold.testing import threads
+from fourfold.words.errors import DivergenceError
+from tests.training import Case, batches, build, local
+
+CASE = Case(batch_sizes=(12, 12, 12), bucket_bytes=1500)
+
+
+def train(step: TrainStep, number: int) -> None:
+    step(local(batches(CASE)[number], step.plan.dp, step.data_index))
+
+
+def edit(step: TrainStep) -> None:
+    with step.edit():
+        pass
+
+
+CALLS: dict[str, Callable[[TrainStep], Any]] = {
+    "evaluate()": lambda step: step.evaluate(local(batches(CASE)[0], step.plan.dp, step.data_index)),
+    "sum()": lambda step: step.sum(torch.ones(2, dtype=torch.float64)),
+    "exchange()": lambda step: step.exchange("?"),
+    "edit()": edit,
+    "state_dict()": lambda step: step.state_dict(),
+}
+
+
+def astray(step: TrainStep, act: Callable[[], Any]) -> str:
+    """What is said; no weight may have moved."""
+    before = copy.deepcopy(dict(step.model.named_parameters()))
+    with pytest.raises(DivergenceError) as caught:
+        act()
+    assert all(torch.equal(p, before[name]) for name, p in step.model.named_parameters())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_not_all_ranks_make_is_found_and_named_on_every_rank(call, steps, alone):
+    def body(ranks):
+        step = build(CASE, 3, ranks)
+        for number in range(steps):
+            train(step, number)
+        calls_it = (ranks.rank == 1) == alone
+        return astray(step, lambda: CALLS[call](step) if calls_it else train(step, steps))
+
+    one, others = (f"{call} after step {steps}", f"step {steps + 1}")[:: 1 if alone else -1]
+    for said in threads.run(3, body):
+        assert f"rank 1 is at {one}; ranks 0 and 2 are at {others}" in said
+
+
+def test_a_step_left_out_is_found_when_the_others_evaluate():
+    def body(ranks):
+        step = build(CASE, 2, ranks)
+        train(step, 0)
+        if ranks.rank == 0:
+            train(step, 1)
+            return astray(step, lambda: CALLS["evaluate()"](step))
+        return astray(step, lambda: CALLS["evaluate()"](step))
+
+    with pytest.raises(DivergenceError, match=r"rank 0 is at step 2; rank 1 is at evaluate\(\) after step 1"):
+        threads.run(2, body)
+
+
+def test_a_batch_left_out_on_one_rank_is_found_in_that_step():
+    def body(ranks):
+        step = build(CASE, 2, ranks)
+        for number, batch in enumerate(batches(CASE)):
+            if ranks.rank == 1 and number == 1:
+                continue
+            place = Stretch(36, 5, 0, 12 * number, 12 * number + 12, 0, 0)
+            part = Batch.of(local(batch, 2, ranks.rank), place)
+            if number == 0:
+                step(part)
+            else:
+                return astray(step, lambda part=part: step(part))
+        return ""
+
+    for said in threads.run(2, body):
+        assert "rank 0 is at step 2, positions 12 to 24 of epoch 0, seed 5; " in said
+        assert "rank 1 is at step 2, positions 24 to 36 of epoch 0, seed 5" in said
+
+
+def test_a_rank_that_has_not_come_yet_is_told_where_it_was_last():
+    mapping = mmap.mmap(-1, 3 * calls.BOARD_BYTES)
+    board = calls.Board(mapping, [index * calls.BOARD_BYTES for index in range(3)], ranks=(4, 5, 6))
+    for index, number, call in (
+        (0, 1, "step 1"),
+        (1, 1, "step 1"),
+        (2, 1, "step 1"),
+        (0, 2, "step 2"),
+        (1, 2, "edit()"),
+    ):
+        board.write(index, number, call)
+    board.compare(2, [2, 2, 1])
+    with pytest.raises(DivergenceError, match=r"rank 5 is at edit.*rank 6 is at step 1 and has come no further"):
+        board.compare(0, [2, 2, 1])
+
+
+def test_long_calls_still_differ_by_what_fits_and_are_read_again():
+    for call in ("", "step 6", "ä" * calls.CALL_BYTES):
+        assert len(calls.encode(call)) == calls.CALL_BYTES
+        assert call.startswith(calls.decode(calls.encode(call)).rstrip("�"))
+    assert calls.tag("step 6") != calls.tag("step 7")
