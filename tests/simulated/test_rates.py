@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import fourfold as ff
+from bench.rates import train
 from fourfold.cli.job import read
 from fourfold.run.settings import settings_of
-from fourfold.tasks import digits
 from fourfold.words.errors import SettingError
 
 
@@ -116,15 +114,6 @@ def test_torchs_scheduler_takes_the_factors() -> None:
     assert got == pytest.approx([0.2, 0.2, 0.02, 0.02])
 
 
-class Deep(nn.Sequential):
-    """Images [B, 1, 8, 8] -> logits [B, 10]. Nothing normalizes: too large a first step and its units are dead."""
-
-    def __init__(self) -> None:
-        widths = (digits.SIDE**2, 64, 64, 64, 64)
-        layers = [layer for a, b in itertools.pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())]
-        super().__init__(nn.Flatten(), *layers, nn.Linear(64, digits.NUM_CLASSES))
-
-
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """The same order of addition on every machine."""
@@ -139,14 +128,6 @@ def one_thread() -> Iterator[None]:
 def test_at_eight_times_the_batch_the_scaled_rate_learns_with_warm_up_and_not_without(seed: int, tmp_path: Path):
     # Of ten seeds the worst with warm-up has loss 0.23 and accuracy 0.92, the best without it 0.59 and 0.79.
     pytest.importorskip("sklearn")
-    adam = functools.partial(torch.optim.Adam, lr=0.012)
-    task = dataclasses.replace(digits.task(), model=Deep, optimizer=adam, schedule=None)
-
-    def train(warmup: int) -> Any:
-        rates = ff.Rates(scale="linear", warmup=warmup, schedule="cosine")
-        settings: dict[str, Any] = {"steps": 84, "batch_size": 8 * digits.TUNED_FOR, "rates": rates, "seed": seed}
-        return ff.train(task, folder=str(tmp_path), checkpoint_every=0, trace_every=0, **settings).valid
-
-    warm, cold = train(28), train(0)
+    warm, cold = (train(f"Adam, batch 512, × 8{words}", seed=seed, folder=str(tmp_path)) for words in (", warm-up", ""))
     assert warm["loss"] < 0.6 * cold["loss"]
     assert warm["accuracy"] > 0.86 > cold["accuracy"]
