@@ -1,14 +1,18 @@
 """Checkpoints: saving and loading beside torch.distributed.checkpoint and beside the disk itself.
 
-    python -m bench.checkpoint [--width 384] [--layers 8] [--rounds 5]
+    python -m bench.checkpoint [--width 384] [--layers 8] [--rounds 9]
+    torchrun --nproc-per-node 2 -m bench.checkpoint …     the same on two ranks, each with a thread
 
-disk    the same bytes in one file: written and fsynced, read after the system has been asked to forget them
-pause   what the training loop waits for; the rest of a save happens beside it
-Law: rounds are interleaved, one of each kind after the other, and medians are told.
+disk    the same bytes in one file: written to a new name and fsynced; read through one small buffer, as dd does
+cold    after the system has been asked to forget the files; warm: right after that
+Law: rounds are interleaved, one of each kind after the other; a share is taken within its round, and medians are told.
+     Everyone keeps as many old files as a run does: blocks that a virtual disk has never held are slow to write.
 """
 
 import argparse
+import functools
 import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -17,19 +21,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from bench.measure import machine, table
 from fourfold.feed.feed import Feed
+from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep, parallelize
-from fourfold.run.checkpoint import shelf
-from fourfold.run.checkpoint.keeper import Keeper, Place, Progress
+from fourfold.run.checkpoint.keeper import KEEP, Keeper, Place, Progress
 from fourfold.run.checkpoint.state import Trained
 from fourfold.tasks import lm
+from fourfold.words.world import from_environment
 
 BATCH_SIZE, LENGTH = 4, 32
 MIB = 2**20
+CHUNK_BYTES = 4 * MIB
+WARM_UP = 3  # rounds
 
 
 class Silent:
@@ -49,17 +57,12 @@ class Silent:
 def trained(width: int, layers: int) -> Trained:
     """A language model after one step, so that the optimizer has its state."""
     task = lm.task(width=width, layers=layers, length=LENGTH)
-    step = parallelize(task.model(), task.loss, task.optimizer)
+    plan = Plan(dp=dist.get_world_size() if dist.is_initialized() else 1)
+    step = parallelize(task.model(), task.loss, task.optimizer, plan)
     tokens = torch.randint(0, 256, (BATCH_SIZE, LENGTH))
     positions = torch.arange(LENGTH).expand(BATCH_SIZE, LENGTH)
     step(({"tokens": tokens, "positions": positions}, tokens))
-    return Trained(step, Feed([(tokens, tokens)], batch_size=1))
-
-
-def timed(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
+    return Trained(step, Feed([(tokens, tokens)] * plan.dp, plan, batch_size=plan.dp))
 
 
 def forget(folder: Path) -> None:
@@ -72,9 +75,25 @@ def forget(folder: Path) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    with path.open("wb", buffering=0) as file:
-        file.write(data)
+    with path.open("xb", buffering=0) as file:
+        left = memoryview(data)
+        while left:
+            left = left[file.write(left) :]
         os.fsync(file.fileno())
+
+
+def read_file(path: Path) -> None:
+    # Not read_bytes: faulting in the pages of a new buffer is no work of the disk, and would flatter the others.
+    buffer = bytearray(CHUNK_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+
+
+def take_away(folder: Path, number: int) -> None:
+    """What was written in an earlier round."""
+    shutil.rmtree(folder / f"dcp-{number}", ignore_errors=True)
+    (folder / f"plain-{number}").unlink(missing_ok=True)
 
 
 def flat_state(step: TrainStep) -> dict[str, Any]:
@@ -86,55 +105,85 @@ def flat_state(step: TrainStep) -> dict[str, Any]:
     return tensors
 
 
+class Rounds:
+    """Seconds by kind, as rank 0 sees them: from when all ranks are there until all have done their part."""
+
+    def __init__(self, step: TrainStep) -> None:
+        self._step = step
+        self.found: dict[str, list[float]] = {}
+
+    def note(self, kind: str, *parts: Callable[[], object], alone: bool = False) -> None:
+        """Time the parts, one after the other. `alone`: rank 0 does it, for all."""
+        self._step.exchange(None)
+        begin = time.perf_counter()
+        for part in parts if self._step.rank == 0 or not alone else ():
+            part()
+        self._step.exchange(None)
+        self.found.setdefault(kind, []).append(time.perf_counter() - begin)
+
+
 def measure(run: Trained, *, rounds: int, folder: Path) -> dict[str, list[float]]:
-    """Seconds by kind."""
+    """Seconds by kind, and the number of bytes."""
     keeper = Keeper(run, Place(folder / "run", "bench"), Silent(), seed=0)
     keeper.save(Progress(1))  # allocates the snapshot
     keeper.wait()
-    data = os.urandom(keeper._snapshot.num_bytes)
+    num_bytes = sum(run.step.exchange(keeper._snapshot.num_bytes))
+    data = os.urandom(num_bytes)
     theirs = flat_state(run.step)
-    found: dict[str, list[float]] = {}
-
-    def note(kind: str, seconds: float) -> None:
-        found.setdefault(kind, []).append(seconds)
-
-    for number in range(rounds):
-        note("disk: write", timed(lambda: write_file(folder / "plain", data)))
-        begin = time.perf_counter()
-        keeper.save(Progress(number + 2))
-        note("fourfold: pause", time.perf_counter() - begin)
-        keeper.wait()
-        note("fourfold: save", time.perf_counter() - begin)
-        target = folder / f"dcp-{number}"
-        note("torch DCP: save", timed(lambda at=target: save(theirs, checkpoint_id=str(at), no_dist=True)))
-        forget(folder)
-        note("disk: read", timed((folder / "plain").read_bytes))
-        note("fourfold: load", timed(keeper.resume))
-        note("fourfold: verify", timed(lambda: shelf.verify(shelf.newest_good(folder / "run"))))
-        note("torch DCP: load", timed(lambda at=target: load(theirs, checkpoint_id=str(at), no_dist=True)))
-    found["bytes"] = [float(len(data))]
-    return found
+    alone = not dist.is_initialized()
+    timing = Rounds(run.step)
+    for number in range(-WARM_UP, rounds):
+        if number == 0:
+            timing.found.clear()
+        plain, target = (folder / f"{kind}-{number}" for kind in ("plain", "dcp"))
+        if run.step.rank == 0:
+            take_away(folder, number - KEEP)
+        timing.note("disk: write", lambda at=plain: write_file(at, data), alone=True)
+        timing.note("fourfold: save", lambda at=number: keeper.save(Progress(WARM_UP + at + 2)), keeper.wait)
+        timing.note("torch DCP: save", lambda at=target: save(theirs, checkpoint_id=str(at), no_dist=alone))
+        timing.note("", lambda: forget(folder), alone=True)
+        for kind in ("cold", "warm"):
+            read = functools.partial(load, theirs, checkpoint_id=str(target), no_dist=alone)
+            timing.note(f"disk: read, {kind}", functools.partial(read_file, plain), alone=True)
+            timing.note(f"fourfold: load, {kind}", keeper.resume)
+            timing.note(f"torch DCP: load, {kind}", read)
+    del timing.found[""]
+    return {**timing.found, "bytes": [float(num_bytes)]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args()
     # As a rank of two has on two cores; with more threads than free cores a plain copy takes ten times as long.
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="fourfold-bench-", dir=".") as folder:
-        run = trained(arguments.width, arguments.layers)
-        found = measure(run, rounds=arguments.rounds, folder=Path(folder))
+    if from_environment() is not None:
+        dist.init_process_group("gloo")
+    run = trained(arguments.width, arguments.layers)
+    with tempfile.TemporaryDirectory(prefix="fourfold-bench-", dir=".") as own:
+        folder = Path(run.step.exchange(own)[0])
+        found = measure(run, rounds=arguments.rounds, folder=folder)
+        run.step.exchange(None)
+    if run.step.rank == 0:
+        show(found, ranks=run.step.plan.dp, rounds=arguments.rounds)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def show(found: dict[str, list[float]], *, ranks: int, rounds: int) -> None:
     (num_bytes,) = found.pop("bytes")
-    print(f"{machine()}\n{num_bytes / MIB:.0f} MiB, one rank, medians of {arguments.rounds} interleaved rounds\n")
-    medians = {kind: statistics.median(seconds) for kind, seconds in found.items()}
-    rows = [("", "seconds", "MiB/s", "of the disk")]
-    for kind, seconds in medians.items():
-        disk = medians["disk: write" if "save" in kind or "write" in kind else "disk: read"]
-        share = "" if "pause" in kind else f"{disk / seconds:.0%}"
-        rows.append((kind, f"{seconds:.3f}", f"{num_bytes / MIB / seconds:,.0f}", share))
+    many = f"{ranks} {'rank' if ranks == 1 else 'ranks'} with one thread each"
+    print(f"{machine()}\n{num_bytes / MIB:.0f} MiB, {many}, medians of {rounds} interleaved rounds\n")
+    rows = [("", "seconds", "MiB/s", "of the disk", "middle half")]
+    for kind, seconds in found.items():
+        median = statistics.median(seconds)
+        disk = found["disk: write" if kind.endswith(("save", "write")) else f"disk: read, {kind.rpartition(' ')[2]}"]
+        shares = [one / each for one, each in zip(disk, seconds, strict=True)]
+        low, middle, high = statistics.quantiles(shares, n=4)
+        shown = f"{middle:.0%}", f"{low:.0%}–{high:.0%}"
+        rows.append((kind, f"{median:.3f}", f"{num_bytes / MIB / median:,.0f}", *shown))
     print(table(rows))
 
 

@@ -33,6 +33,7 @@ class Case:
     unused: str = "refuse"
     transport: str = "by-host"
     zero: int = 0
+    update: str = "after"
 
     def plan(self, size: int) -> Plan:
         return Plan(
@@ -42,6 +43,7 @@ class Case:
             unused=self.unused,
             transport=self.transport,
             zero=self.zero,
+            update=self.update,
         )
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fourfold.plan.plan import Plan
 from fourfold.plan.timeline import encode
-from fourfold.report import page, record, svg
+from fourfold.report import page, progress, record, svg, table
 from tests.pure.test_timeline import trace
 
 NASTY = "<b>&\"'</script>"
@@ -171,3 +171,17 @@ def test_a_thinned_curve_keeps_its_last_point(values):
 def test_no_field_of_the_plan_is_left_out(run):
     said = words(page.write([run]).read_text())
     assert all(field.name in said for field in dataclasses.fields(Plan) if getattr(Plan(), field.name) is not None)
+
+
+@given(num=st.integers(0, 90))
+def test_a_long_table_keeps_every_row_and_shows_the_last(num):
+    rows = [table.cells([str(number)]) for number in range(num)]
+    root = ElementTree.fromstring(f"<p>{table.many(['n'], rows, style='faults')}</p>")
+    assert [row[0].text for row in root.iter("tr") if row[0].tag == "td"] == [str(number) for number in range(num)]
+    hidden = [row for details in root.iter("details") for row in details.iter("tr")]
+    assert max(0, num - table.MOST) == max(0, len(hidden) - 1)
+
+
+def test_short_times_have_their_units():
+    times = (0.0017, 0.9996, 4.21, 99.94, 99.96, 725.0)
+    assert [progress.seconds_of(each) for each in times] == ["1.70 ms", "1.0 s", "4.2 s", "99.9 s", "1:40", "12:05"]

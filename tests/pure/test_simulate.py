@@ -13,7 +13,16 @@ from fourfold.words.action import Action, ProgramError, Verb, parse
 from fourfold.words.spans import LANES
 
 RESTING = st.sampled_from([RESTS[zero] for zero in (0, 1, 2)])
-STEPS = st.builds(Step, st.integers(1, 4), st.integers(1, 5), RESTING, st.booleans(), st.booleans(), st.just(()))
+STEPS = st.builds(
+    Step,
+    microbatches=st.integers(1, 4),
+    num_buckets=st.integers(1, 5),
+    rest=RESTING,
+    clip=st.booleans(),
+    unused=st.booleans(),
+    update=st.sampled_from(["after", "in_backward"]),
+    order=st.just(()),
+)
 SECONDS = st.floats(0, 10, allow_nan=False).map(lambda value: round(value, 3))
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import mmap
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from fourfold.feed.feed import Batch
-from fourfold.parts.comm import calls
+from fourfold.parts.comm import calls, shared
 from fourfold.plan.order import Stretch
 from fourfold.run.build import TrainStep
 from fourfold.testing import threads
@@ -49,7 +50,9 @@ def astray(step: TrainStep, act: Callable[[], Any]) -> str:
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("call", CALLS)
-def test_a_call_that_not_all_ranks_make_is_found_and_named_on_every_rank(call, steps, alone):
+def test_a_call_that_not_all_ranks_make_is_found_and_named_on_every_rank(call, steps, alone, monkeypatch):
+    monkeypatch.setattr(shared, "COMING_SECONDS", threads.TIME_LIMIT_SECONDS)  # However slow the machine is.
+
     def body(ranks):
         step = build(CASE, 3, ranks)
         for number in range(steps):
@@ -60,6 +63,33 @@ def test_a_call_that_not_all_ranks_make_is_found_and_named_on_every_rank(call, s
     one, others = (f"{call} after step {steps}", f"step {steps + 1}")[:: 1 if alone else -1]
     for said in threads.run(3, body):
         assert f"rank 1 is at {one}; ranks 0 and 2 are at {others}" in said
+
+
+def test_a_rank_that_never_comes_does_not_keep_the_others_from_telling(monkeypatch):
+    monkeypatch.setattr(shared, "COMING_SECONDS", 0.3)
+
+    def body(ranks):
+        step = build(CASE, 3, ranks)
+        train(step, 0)
+        if ranks.rank == 2:
+            return ""
+        return astray(step, lambda: CALLS["evaluate()"](step) if ranks.rank else train(step, 1))
+
+    for said in threads.run(3, body)[:2]:
+        assert "rank 0 is at step 2; rank 1 is at evaluate() after step 1; rank 2 is at step 1 and has" in said
+
+
+def test_a_stray_that_has_ended_of_it_is_told_as_a_stray():
+    slotting = shared.Slotting((), (), num_scalars=8)
+    mapping = mmap.mmap(-1, 3 * slotting.region_bytes)
+    here, there = socket.socketpair()
+    first = shared.Shared(mapping, slotting, index=0, size=3, links={1: here})
+    stray = shared.Shared(mapping, slotting, index=1, size=3)
+    stray.enter("evaluate() after step 5")
+    there.close()
+    first.enter("step 6")
+    with pytest.raises(DivergenceError, match="rank 2 is at nothing and has come no further"), here:
+        first.agree()
 
 
 def test_a_step_left_out_is_found_when_the_others_evaluate():
@@ -108,6 +138,10 @@ def test_a_rank_that_has_not_come_yet_is_told_where_it_was_last():
     board.compare(2, [2, 2, 1])
     with pytest.raises(DivergenceError, match=r"rank 5 is at edit.*rank 6 is at step 1 and has come no further"):
         board.compare(0, [2, 2, 1])
+    board.write(2, 2, "step 2")
+    board.write(2, 3, "step 3")
+    with pytest.raises(DivergenceError, match=r"rank 5 is at edit"):
+        board.compare(1, [1, 2, 3])  # Rank 6 is ahead already.
 
 
 def test_long_calls_still_differ_by_what_fits_and_are_read_again():

@@ -19,7 +19,7 @@ from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
-from fourfold.words.errors import OptimizerError
+from fourfold.words.errors import OptimizerError, PlanError
 from tests.training import LOSSES, Case, batches, build, deviation, local, model, train_step
 
 KINDS: list[Any] = [ff.optim.LARS, ff.optim.LAMB]
@@ -168,8 +168,11 @@ def test_an_empty_group_and_impossible_options_are_refused(kind: Any) -> None:
     clip=st.sampled_from([None, 0.05]),
     bucket_bytes=st.sampled_from([1, 1500, 2**20]),
     zero=st.integers(0, 2),
+    update=st.sampled_from(["after", "in_backward"]),
 )
 def test_on_every_data_mesh_the_update_is_that_of_one_process(size: int, kind: str, **fields: Any) -> None:
+    if fields["update"] == "in_backward":
+        fields |= {"clip": None, "zero": 0}
     case = Case(model=kind, batch_sizes=(12, 9, 12), **fields)
     assert max(threads.run(size, lambda ranks: deviation(case, size, ranks))) <= TOLERANCE
 
@@ -206,6 +209,16 @@ def test_a_state_can_be_taken_to_another_mesh(optimizer: str, zero: int, then: i
     for weights in threads.run(2, go_on):
         for name, weight in expected.items():
             torch.testing.assert_close(weights[name], weight, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("optimizer", ["LARS", "LAMB"])
+def test_an_update_in_backward_of_a_share_of_a_parameter_is_refused(optimizer: str) -> None:
+    case = Case(optimizer=optimizer, zero=1, update="in_backward")
+    with pytest.raises(
+        PlanError, match=f'"in_backward" with {optimizer} at zero = 1   need the norms of whole parameters'
+    ):
+        threads.run(2, lambda ranks: build(case, 2, ranks))
+    threads.run(1, lambda ranks: build(case, 1, ranks))
 
 
 def test_an_empty_group_is_refused_by_the_step_too() -> None:

@@ -101,7 +101,7 @@ def train(
     KEY=VALUE  a field of the plan:      dp=2 microbatches=4
                a setting of the run:     steps=500 batch_size=32 seed=1 clip=1.0 evaluate_every=100 name=first
                                          checkpoint_every=100 ema=0.999 init=weights.safetensors fresh=true
-                                         lr_schedule=cosine lr_warmup=100 lr_scale=linear
+                                         skip_nan=10 lr_scale=linear lr_warmup=100 lr_schedule=cosine
                an argument of the task:  data=PATH length=256 lr=1e-3
 
     The run goes to runs/NAME: its plan, its settings, metrics.jsonl, checkpoints, trace.json, and report.html to look

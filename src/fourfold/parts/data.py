@@ -9,7 +9,7 @@ Law: a round is sealed with every slot written or known to be unused, and every 
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,10 @@ def rehome(parameters: Mapping[str, nn.Parameter], buckets: Sequence[Bucket], tr
     return flats
 
 
+def nothing() -> None:
+    """For those who need not be told."""
+
+
 class Gradients:
     """The gradients of a step: hooks copy them into slots, buckets are launched when they are complete."""
 
@@ -75,6 +79,8 @@ class Gradients:
             for slot in bucket.slots
         ]
         self.launch_order = list(range(len(buckets)))
+        self.on_launch: Callable[[], None] = nothing
+        """Called after every launch."""
         self.listening = False
         """Whether gradients are taken: not those of a backward that is no part of a step."""
         self.completion_order: list[int] = []
@@ -115,7 +121,7 @@ class Gradients:
         self._missing = [len(bucket.slots) for bucket in self._buckets]
         self._lent = [False] * len(self._buckets)
         self._held: list[list[int]] = [[] for _ in self._buckets]
-        self._next, self._last = 0, False
+        self._last, self.num_launched = False, 0
 
     def last(self) -> None:
         """The next backward is the round's last: buckets may be launched as they become complete."""
@@ -150,7 +156,7 @@ class Gradients:
 
     def _may_borrow(self, bucket: int) -> bool:
         before = self._before[bucket]
-        return before is None or self._place[before] < self._next
+        return before is None or self._place[before] < self.num_launched
 
     def _borrow(self, bucket: int) -> None:
         if not self._lent[bucket]:
@@ -194,13 +200,14 @@ class Gradients:
 
     def _launch_complete(self) -> None:
         # In program order, not in ready order: ranks differ in readiness, and collectives must not.
-        while self._next < len(self._launch_order) and self._missing[self._launch_order[self._next]] == 0:
-            bucket = self._launch_order[self._next]
+        while self.num_launched < len(self._launch_order) and self._missing[self._launch_order[self.num_launched]] == 0:
+            bucket = self._launch_order[self.num_launched]
             self._borrow(bucket)
             self._zero_unwritten(bucket)
             self.recorder.moment(self._name(bucket), SENT)
             self._transport.launch(bucket, self._name(bucket))
-            self._next += 1
+            self.num_launched += 1
+            self.on_launch()
 
     def _name(self, bucket: int) -> int:
         """The index of a bucket's reduction in the program."""

@@ -108,9 +108,9 @@ RESTS = {
 NUM_TURNS = 4
 
 
-def turns(num_buckets: int, rest: Rest) -> tuple[int, ...]:
-    """By bucket: which of this rank's gradient slots it uses. Gradients that rest split need only a few, by turns."""
-    if rest.gradient == SPLIT:
+def turns(num_buckets: int, *, few: bool) -> tuple[int, ...]:
+    """By bucket: which of this rank's gradient slots it uses: one of its own, or one of a few, by turns."""
+    if few:
         return tuple(index % NUM_TURNS for index in range(num_buckets))
     return tuple(range(num_buckets))
 
@@ -159,6 +159,7 @@ class Step(NamedTuple):
     rest: Rest = RESTS[0]
     clip: bool = False
     unused: bool = False
+    update: str = "after"
     order: tuple[int, ...] = ()
     trust: bool = False
 
@@ -169,9 +170,17 @@ def lower(step: Step) -> tuple[Action, ...]:
     Reductions stand behind the backward that completes them, and a runtime may begin each one while that backward
     goes on, as soon as it is permitted and in this order. Where gradients rest split there is a round of reductions
     after every backward; the reduction of bucket b in round r has the index r × num_buckets + b.
+
+    `update = "in_backward"` puts each update behind the bucket's last reduction, and it too may begin while backward
+    goes on (Jiang et al., "Optimizer Fusion", 2021: backward fusion).
     """
     launch = step.order or tuple(range(step.num_buckets))
     moments = life(step.rest)
+    gathers = moments.after_update != Change.NONE
+    update = [
+        [Action(Verb.UPDATE, 0, bucket), *([Action(Verb.GATHER, 0, bucket)] if gathers else [])]
+        for bucket in range(step.num_buckets)
+    ]
     actions: list[Action] = []
     for index in range(step.microbatches):
         last = index == step.microbatches - 1
@@ -179,18 +188,18 @@ def lower(step: Step) -> tuple[Action, ...]:
         if last:
             actions.append(Action(Verb.MEASURE, 0, LOSS))
         actions.append(Action(Verb.BACKWARD, 0, index))
-        if moments.after_backward != Change.NONE:
-            actions += [Action(Verb.REDUCE, 0, index * step.num_buckets + bucket) for bucket in launch]
-        elif last:
-            actions += [Action(Verb.REDUCE, 0, bucket) for bucket in launch]
+        if last or moments.after_backward != Change.NONE:
+            first = index * step.num_buckets if moments.after_backward != Change.NONE else 0
+            for bucket in launch:
+                actions.append(Action(Verb.REDUCE, 0, first + bucket))
+                if last and step.update == "in_backward":
+                    actions += update[bucket]
     if step.unused:
         actions.append(Action(Verb.MEASURE, 0, USED))
     if step.clip:
         actions.append(Action(Verb.MEASURE, 0, NORM))
     if step.trust:
         actions.append(Action(Verb.MEASURE, 0, TRUST))
-    for bucket in launch:
-        actions.append(Action(Verb.UPDATE, 0, bucket))
-        if moments.after_update != Change.NONE:
-            actions.append(Action(Verb.GATHER, 0, bucket))
+    if step.update == "after":
+        actions += [action for bucket in launch for action in update[bucket]]
     return tuple(actions)

@@ -52,7 +52,7 @@ RULES = {
     "recompute": Rule(str, choices=("none", "selective", "full"), built=("none",)),
     "ring": Rule(str, choices=("zigzag", "plain", "rsa"), built=("zigzag",)),
     "ulysses": Rule(int, built=(1,)),
-    "update": Rule(str, choices=("after", "in_backward", "in_forward"), built=("after",)),
+    "update": Rule(str, choices=("after", "in_backward", "in_forward"), built=("after", "in_backward")),
     "sync": Rule(str, choices=("step", "local", "server"), built=("step",)),
     "codec": Rule(str, choices=("none", "bf16", "fp16", "int8", "topk", "powersgd", "dct"), built=("none",)),
     "offload": Rule(str, choices=("none", "states"), built=("none",)),

@@ -9,11 +9,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from fourfold.report import faults, saved
 from fourfold.report.progress import duration, scaled
 from fourfold.report.record import Record, read
 from fourfold.report.step import action_card, step_card
 from fourfold.report.style import CSS
 from fourfold.report.svg import Point, Series, lines
+from fourfold.report.table import cells
 
 FILE = "report.html"
 POINTS = 500  # of a curve: more than a drawing has room for
@@ -35,11 +37,16 @@ def write(paths: Sequence[Path]) -> Path:
 def page(record: Record) -> str:
     """One run."""
     cards = [_card(curves([record])), _card(throughput([record]))]
-    if record.trace is not None and record.trace.events:
-        cards += [_card(action_card(record.trace)), _card(_settings(record)), _card(step_card(record.trace), wide=True)]
-    else:
-        cards += [_card("<h2>Time by action</h2><p>No step of this run was traced.</p>"), _card(_settings(record))]
-    cards += [_card(_words("Plan", _plan(record))), _card(_words("Environment", _environment(record)))]
+    trace = record.trace if record.trace is not None and record.trace.events else None
+    untraced = "<h2>Time by action</h2><p>No step of this run was traced.</p>"
+    cards += [_card(action_card(trace) if trace else untraced), _card(saved.card(record.checkpoints))]
+    if troubles := faults.card(record.faults, record.resumed):
+        cards.append(_card(troubles, wide=True))
+    if trace:
+        cards.append(_card(step_card(trace), wide=True))
+    # The plan is long, these two are short.
+    beside = f"{_card(_settings(record))}{_card(_words('Environment', _environment(record)))}"
+    cards += [_card(_words("Plan", _plan(record))), f'<div class="stack">{beside}</div>']
     ended = "" if record.finished else " · not finished"
     under = f"{record.settings.get('task', 'run')} · {_ranks(record)} · {record.settings.get('transport', '')}{ended}"
     figures = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in key(record))
@@ -49,15 +56,15 @@ def page(record: Record) -> str:
 
 def comparison(records: Sequence[Record]) -> str:
     """Several runs."""
-    tables = [dict(key(record)) for record in records]
+    tables = [{**dict(key(record)), **_troubles(record)} for record in records]
     names = list(dict.fromkeys(name for table in tables for name in table))
-    rows = [_heads(["", *(record.name for record in records)])]
-    rows += [_cells([name, *(table.get(name, "–") for table in tables)]) for name in names]
+    rows = [cells(["", *(record.name for record in records)], "th")]
+    rows += [cells([name, *(table.get(name, "–") for table in tables)]) for name in names]
     settings = [{**_plan(record), **_flat(record.settings)} for record in records]
     names = list(dict.fromkeys(name for each in settings for name in each))
     differing = [name for name in names if len({str(each.get(name, "–")) for each in settings}) > 1]
-    rows_of_settings = [_heads(["", *(record.name for record in records)])]
-    rows_of_settings += [_cells([name, *(_text(each.get(name, "–")) for each in settings)]) for name in differing]
+    rows_of_settings = rows[:1]
+    rows_of_settings += [cells([name, *(_text(each.get(name, "–")) for each in settings)]) for name in differing]
     differ = f"<table>{''.join(rows_of_settings)}</table>" if differing else "<p>Nothing.</p>"
     cards = [
         _card(f'<h2>Key figures</h2><div class="scroll"><table>{"".join(rows)}</table></div>', wide=True),
@@ -87,8 +94,13 @@ def key(record: Record) -> list[tuple[str, str]]:
     ]
 
 
+def _troubles(record: Record) -> dict[str, str]:
+    counts = record.faults.count(faults.RESTART), record.faults.count(faults.SKIPPED)
+    return {"restarts / skipped steps": f"{counts[0]:,} / {counts[1]:,}"}
+
+
 def curves(records: Sequence[Record]) -> str:
-    """The loss of every step, smoothed, and the validation's."""
+    """The loss of every step, smoothed, and the validation's; of one run its restarts, faults and checkpoints too."""
     series, dots = [], []
     for index, record in enumerate(records):
         losses = [(line["step"], line["loss"]) for line in record.steps if line["loss"] is not None]
@@ -98,8 +110,13 @@ def curves(records: Sequence[Record]) -> str:
         series.append(Series(name, thinned(smooth(losses), _first), index))
         valid = [(step, measures["loss"]) for step, measures in record.valid if "loss" in measures]
         dots.append(Series("validation" if len(records) == 1 else "", valid, 1 if len(records) == 1 else index, "dots"))
-    drawing = lines([*series, *dots], x="step", y="loss", title="Loss")
-    note = "" if len(records) == 1 else '<p class="note">Dots: validation.</p>'
+    marks, note = [], "Dots: validation."
+    if len(records) == 1:
+        (one,) = records
+        marks = [*faults.marks(one.faults.known, last=one.last), saved.ticks(one.checkpoints, last=one.last)]
+        note = faults.quiet(one.faults, one.resumed)
+    drawing = lines([*marks, *series, *dots], x="step", y="loss", title="Loss")
+    note = f'<p class="note">{escape(note)}</p>' if note else ""
     return f"<h2>Loss</h2>{drawing or '<p>No step has ended.</p>'}{note}"
 
 
@@ -184,14 +201,6 @@ def _words(title: str, values: Mapping[str, Any]) -> str:
 
 def _text(value: Any) -> str:
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _cells(cells: Sequence[str]) -> str:
-    return f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
-
-
-def _heads(cells: Sequence[str]) -> str:
-    return f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in cells)}</tr>"
 
 
 def _card(content: str, *, wide: bool = False) -> str:

@@ -178,6 +178,13 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
 
 
+def seconds_of(seconds: float) -> str:
+    """A short time with its unit: 1.7 ms, 4.2 s, 12:05."""
+    if seconds >= 99.95:
+        return duration(seconds)
+    return f"{seconds:.1f} s" if seconds >= 0.9995 else f"{_three(seconds * 1e3)} ms"
+
+
 def printable(text: str) -> str:
     """The text without characters that would steer the terminal (generated text may hold any)."""
     return "".join(char if char.isprintable() or char in "\n\t" else "·" for char in text)

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from fourfold.plan.timeline import Trace, decode
+from fourfold.report import faults, saved
 from fourfold.words.errors import FourfoldError, Problem, nearest
 
 FILES = ("settings.json", "plan.toml", "metrics.jsonl")
@@ -23,7 +24,12 @@ class ReportError(FourfoldError):
 
 @dataclass(frozen=True)
 class Record:
-    """One run. `steps` are the lines of the log's steps, `valid` its evaluations as (step, measures)."""
+    """One run.
+
+    steps    the lines of the log's steps
+    valid    its evaluations as (step, measures)
+    resumed  the steps from which it went on
+    """
 
     name: str
     path: Path
@@ -33,6 +39,15 @@ class Record:
     valid: Sequence[tuple[int, Mapping[str, float]]]
     finished: Mapping[str, Any] | None
     trace: Trace | None
+    faults: faults.Faults
+    checkpoints: saved.Checkpoints
+    resumed: Sequence[int]
+
+    @property
+    def last(self) -> int:
+        """The last step it has reached, or was to reach."""
+        asked = self.settings.get("steps")
+        return max(asked if isinstance(asked, int) else 0, self.steps[-1]["step"] if self.steps else 0)
 
     @property
     def unit(self) -> str:
@@ -102,6 +117,9 @@ def read(path: Path) -> Record:
         valid=[(line["step"], line["valid"]) for line in lines if "step" in line and "valid" in line],
         finished=next((line for line in reversed(lines) if "finished" in line), None),
         trace=decode(trace.read_bytes(), where=str(trace)) if trace.is_file() else None,
+        faults=faults.read(path),
+        checkpoints=saved.read(path, lines),
+        resumed=[line["resumed"] for line in lines if "resumed" in line],
     )
 
 

@@ -41,11 +41,17 @@ th:first-child, td:first-child, .words th, .words td { text-align: left }
 .words td { overflow-wrap: anywhere }
 .words th { width: 40%; vertical-align: top }
 tr:last-child > * { border-bottom: 0 }
+.listed th, .listed td { white-space: nowrap; vertical-align: top }
+.listed td:last-child { text-align: left; white-space: normal; overflow-wrap: anywhere; padding-left: 20px; width: 70% }
+.listed .unknown { color: var(--muted) }
+.faults th:nth-child(-n+2), .faults td:nth-child(-n+2), .faults th:nth-child(4), .faults td:nth-child(4) {
+  text-align: left }
+.saved th:first-child, .saved td:first-child { text-align: right }
+.stack { display: grid; gap: 16px; align-content: start; min-width: 0 }
 .total > * { font-weight: 600 }
 details summary { cursor: pointer; color: var(--muted); margin: 12px 0 8px }
 .key { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin: 0 5px 0 14px }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; font-size: 13px }
-@media (max-width: 760px) { .cards { grid-template-columns: minmax(0, 1fr) } }
 svg { width: 100%; height: auto; display: block }
 svg text { font-size: 12px; fill: var(--muted) }
 svg .name { font-weight: 600 }
@@ -59,7 +65,9 @@ svg .axis { stroke: var(--muted) }
 svg .line { fill: none; stroke-width: 2; stroke-linejoin: round }
 svg .faint { fill: none; stroke-width: 1; opacity: 0.32 }
 svg .dot { stroke: var(--card); stroke-width: 1.5 }
-svg .mark { fill: none; stroke-width: 1.5 }
+svg .mark, svg .peg, svg .tick { fill: none; stroke-width: 1.5 }
+svg .rule { fill: none; stroke-width: 1.25; stroke-dasharray: 4 3 }
+svg .peg { stroke-width: 2 }
 .forward { fill: var(--forward); background: var(--forward) }
 .backward { fill: var(--backward); background: var(--backward) }
 .reduce { fill: var(--reduce); background: var(--reduce) }
@@ -69,10 +77,27 @@ svg .mark { fill: none; stroke-width: 1.5 }
 .data { fill: var(--data); background: var(--data) }
 .rest { fill: var(--edge); background: var(--edge) }
 svg .mark { stroke: var(--reduce) }
+.tick.c2 { stroke: var(--update) } .rule.c3, .peg.c3 { stroke: var(--c3) }
 .line.c0, .faint.c0 { stroke: var(--forward) } .dot.c0 { fill: var(--forward) }
 .line.c1, .faint.c1 { stroke: var(--reduce) } .dot.c1 { fill: var(--reduce) }
 .line.c2, .faint.c2 { stroke: var(--update) } .dot.c2 { fill: var(--update) }
 .line.c3, .faint.c3 { stroke: var(--c3) } .dot.c3 { fill: var(--c3) }
 .line.c4, .faint.c4 { stroke: var(--backward) } .dot.c4 { fill: var(--backward) }
 .line.c5, .faint.c5 { stroke: var(--c5) } .dot.c5 { fill: var(--c5) }
+@media (max-width: 760px) {
+  .cards { grid-template-columns: minmax(0, 1fr) }
+  .scroll svg { min-width: 760px }
+  svg { overflow: visible }
+  svg text { font-size: 14px }
+  .scroll svg text { font-size: 12px }
+  .listed tr { display: flex; flex-wrap: wrap; column-gap: 16px; padding: 8px 0; border-bottom: 1px solid var(--grid) }
+  .listed tr:first-child, .listed .unknown { display: none }
+  .listed tr:last-child { border-bottom: 0 }
+  .listed td, .listed td:last-child { border: 0; padding: 1px 0; width: auto }
+  .listed td:last-child { flex: 1 0 100% }
+  .faults td:nth-child(2) { font-weight: 600 }
+  .faults td:nth-child(3)::before, .saved td:first-child::before { content: "step " }
+  .faults td:nth-child(5)::before { content: "back after " }
+  .saved td:nth-child(3)::before { content: "pause " }
+}
 """

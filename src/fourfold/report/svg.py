@@ -13,10 +13,12 @@ from typing import NamedTuple
 Point = tuple[float, float]
 LETTER = 6.6  # the width of a letter at the drawings' size, in their units
 NUM_COLOURS = 6
+# Marks of the horizontal axis: from where to where, relative to the frame's bottom; a rule begins at its top.
+MARKS = {"rule": (0.0, 0.0), "peg": (-9.0, 0.0), "tick": (1.0, 7.0)}
 
 
 class Series(NamedTuple):
-    """Points of one name. `kind` is line, faint (a line behind others) or dots."""
+    """Points of one name. `kind` is line, faint (a line behind others), dots, or one of `MARKS`: x alone counts."""
 
     name: str
     points: Sequence[Point]
@@ -87,17 +89,18 @@ def number(value: float) -> str:
 def lines(series: Sequence[Series], *, x: str, y: str, title: str, from_zero: bool = False) -> str:
     """Curves in one frame. `x` and `y` name the axes with their units."""
     width, height = 560.0, 300.0
-    points = [point for each in series for point in each.points]
+    points = [point for each in series if each.kind not in MARKS for point in each.points]
     if not points:
         return ""
-    xs, ys = [p[0] for p in points], [p[1] for p in points]
+    xs, ys = [p[0] for each in series for p in each.points], [p[1] for p in points]
     low, high = (0.0 if from_zero else min(ys)), max(ys)
     margin = 0.05 * ((high - low) or abs(high) or 1.0)
     frame = Frame(
         left=58, right=width - 14, top=30, bottom=height - 42,
         x0=min(xs), x1=max(xs), y0=low if from_zero else low - margin, y1=high + margin,
     )  # fmt: skip
-    body = [_axes(frame, x=x, y=y), *(_curve(frame, each) for each in series if each.points)]
+    drawn = [_marks(frame, each) if each.kind in MARKS else _curve(frame, each) for each in series if each.points]
+    body = [_axes(frame, x=x, y=y), *drawn]
     return _drawing(width, height, title, [*body, _legend(series, right=frame.right)])
 
 
@@ -130,8 +133,22 @@ def _curve(frame: Frame, series: Series) -> str:
     return f'<path class="{series.kind} {colour}" d="M{path}"/>'
 
 
+def _marks(frame: Frame, series: Series) -> str:
+    upper, lower = MARKS[series.kind]
+    top = frame.top if series.kind == "rule" else frame.bottom + upper
+    parts = []
+    # One mark where several would lie on each other.
+    for at, value in {round(frame.x(value)): value for value, _ in series.points}.items():
+        tip = f"<title>{escape(series.name)} at {number(value)}</title>"
+        parts.append(
+            f'<path class="{series.kind} c{series.colour}" d="M{at} {top}V{frame.bottom + lower}">{tip}</path>'
+        )
+    return "".join(parts)
+
+
 def _legend(series: Sequence[Series], *, right: float) -> str:
     named = [each for each in series if each.name and each.kind != "faint" and each.points]
+    named.sort(key=lambda each: each.kind in MARKS)
     parts, at = [], right
     for each in reversed(named):
         at -= LETTER * len(each.name)
@@ -139,6 +156,9 @@ def _legend(series: Sequence[Series], *, right: float) -> str:
         colour = f"c{each.colour % NUM_COLOURS}"
         if each.kind == "dots":
             parts.append(f'<circle class="dot {colour}" cx="{at - 10:.1f}" cy="10" r="4"/>')
+        elif each.kind in MARKS:
+            top, bottom = (2, 17) if each.kind == "rule" else (5, 14)
+            parts.append(f'<path class="{each.kind} {colour}" d="M{at - 9:.1f} {top}V{bottom}"/>')
         else:
             parts.append(f'<line class="line {colour}" x1="{at - 20:.1f}" x2="{at - 6:.1f}" y1="10" y2="10"/>')
         at -= 34

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from fourfold.parts.comm import Transport
 from fourfold.parts.data import Gradients
 from fourfold.parts.optim import FlatOptimizer
-from fourfold.plan.data import Rest
+from fourfold.plan.data import Rest, life
 from fourfold.run.batch import Loss, Microbatch, call, measure
-from fourfold.words.action import LOSS, NORM, TRUST, USED
+from fourfold.words.action import LOSS, NORM, TRUST, USED, Action, Verb
 from fourfold.words.errors import Problem, TrainingError
-from fourfold.words.layout import SPLIT, WHOLE
+from fourfold.words.layout import SPLIT, WHOLE, Change
 from fourfold.words.spans import DONE, SILENT
 
 
@@ -60,9 +60,13 @@ class Actions:
         parts: Parts,
         *,
         clip: float | None,
+        update: str,
         agree: Callable[[float], float],
     ) -> None:
-        """`agree` is the sum of a number over the data ranks, used once, in the first step."""
+        """`update` is the plan's: when buckets are updated.
+
+        `agree` is the sum of a number over the data ranks, used once, in the first step.
+        """
         self._model, self._loss, self._parts, self._clip, self._agree = model, loss, parts, clip, agree
         # Gradients are divided by a nominal count during backward, when the step's own is not known yet: an estimate
         # in the first step, its count in all others. The rest of the division is made up for after the reduction,
@@ -70,6 +74,10 @@ class Actions:
         self.nominal_count: float | None = None
         self.recorder = SILENT
         self._every_round = parts.rest.gradient == SPLIT
+        self._gathers = life(parts.rest).after_update != Change.NONE
+        parts.transport.factor = self.factor
+        if update == "in_backward":
+            parts.gradients.on_launch = self._update_ahead
         slots = [len(parameters) for parameters in parts.parameters]
         self._offsets = [sum(slots[:bucket]) for bucket in range(len(slots))]
 
@@ -81,7 +89,9 @@ class Actions:
         self._last = max((index for index, part in enumerate(microbatches) if part.samples), default=-1)
         rounds = len(microbatches) if self._every_round else 1
         self._first_of_last_round = (rounds - 1) * len(self._parts.parameters)
-        self._sealed, self._scaled = False, False
+        self._sealed, self._in_last_round, self._num_ahead = False, not self._every_round, 0
+        self.ahead: set[Action] = set()
+        """What has been done while an earlier action ran: the updates in backward."""
         self._used: list[float] | None = None
         self._squares: Sequence[Tensor] | None = None
         self._seen: list[tuple[int, Tensor]] = []
@@ -129,6 +139,7 @@ class Actions:
         if self._every_round and index:
             self._parts.gradients.begin_round()
             self._sealed = False
+        self._in_last_round = not self._every_round or index == len(self._microbatches) - 1
         if index in self._losses:
             if index == self._last or self._every_round:
                 self._parts.gradients.last()
@@ -150,7 +161,8 @@ class Actions:
             own = [transport.own(bucket).flat for bucket in range(len(self._parts.parameters))]
             norms = torch.stack([torch.linalg.vector_norm(flat) for flat in own])
             transport.measure(NORM, norms.double().square().sum().reshape(1))
-            self._clip_to(transport.measured(NORM)[0] ** 0.5 * self._factor)
+            norm = transport.measured(NORM)[0] ** 0.5
+            self._clip_to(norm if self._parts.rest.state == WHOLE else norm * self._factor)
         elif kind == TRUST:
             self._count()
             self._complete_all()
@@ -173,7 +185,12 @@ class Actions:
             self.bad = f"the gradient norm is {norm}"
         # 1e-6 as in torch.nn.utils.clip_grad_norm_
         # In this order: a norm that is not a number must stay one.
-        self._factor *= min(self._clip / (norm + 1e-6), 1.0)
+        coefficient = min(self._clip / (norm + 1e-6), 1.0)
+        if self._parts.rest.state == WHOLE:
+            if coefficient != 1.0:
+                self._parts.transport.scale(coefficient)
+        else:
+            self._factor *= coefficient
 
     def reduce(self, index: int) -> None:
         # The hooks have launched what was complete during backward; sealing launches the rest, in program order.
@@ -206,16 +223,27 @@ class Actions:
         assert self.nominal_count is not None
         self._factor = self.nominal_count / self.totals.count
 
-    def _scale(self) -> None:
-        if self._factor != 1.0:
-            self._complete_all()
-            self._parts.transport.scale(self._factor)
-        self._scaled = True
+    def factor(self) -> float:
+        """What sums are to be multiplied by to become the gradient of the mean."""
+        self._count()
+        return self._factor
+
+    def _update_ahead(self) -> None:
+        """In backward, after a launch: update the buckets whose sums are there, in program order."""
+        order = self._parts.gradients.launch_order
+        while self._in_last_round and self._num_ahead < self._parts.gradients.num_launched:
+            bucket = order[self._num_ahead]
+            if not self._parts.transport.is_complete(bucket):
+                return
+            self._num_ahead += 1
+            for verb, do in ((Verb.UPDATE, self.update), (Verb.GATHER, self.gather))[: 2 if self._gathers else 1]:
+                action = Action(verb, 0, bucket)
+                with self.recorder.action(action):
+                    do(bucket)
+                self.ahead.add(action)
 
     def update(self, bucket: int) -> None:
         self._count()
-        if self._parts.rest.state == WHOLE and not self._scaled:
-            self._scale()
         # Only this bucket: others may still be on their way.
         self._complete(bucket)
         if self.bad is not None:

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts import comm, data, memory, optim
-from fourfold.plan.data import RESTS, Spec, Step, fill, lower
+from fourfold.plan.data import RESTS, Spec, Step, fill, lower, turns
 from fourfold.plan.order import Stretch
 from fourfold.plan.plan import Plan
 from fourfold.run.actions import Actions, Parts
 from fourfold.run.batch import call, cut, evaluating, measure
 from fourfold.run.guard import Guard, Skipped
 from fourfold.run.outline import outline
-from fourfold.run.refuse import model_problems, refuse
+from fourfold.run.refuse import model_problems, refuse, refuse_optimizer, update_problems
 from fourfold.run.runtime import Runtime
 from fourfold.words.action import LOSS
 from fourfold.words.errors import PlanError, Problem, TaskError
@@ -80,7 +80,7 @@ def parallelize(
     """
     plan = plan or Plan()
     ranks = comm.join()
-    refuse(model, plan, ranks)
+    refuse(model, plan, ranks, clip=clip)
     _set_threads(ranks)
     if ranks.device.type == "cpu":
         memory.keep_freed_memory()
@@ -105,6 +105,7 @@ class TrainStep:
         self.model, self.plan, self._loss, self._ranks = model, plan, loss, ranks
         trainable = self._trainable = trainable_of(model)
         self.optimizer = optim.build(optimizer, list(model.parameters()))
+        refuse_optimizer(self.optimizer, plan)
         group_of = {id(p): g for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
         groups = {name: group_of[id(p)] for name, p in trainable.items()}
         specs = data.specs(trainable, groups)
@@ -115,9 +116,12 @@ class TrainStep:
         split = self._split = rest.state == SPLIT
         self.buckets = fill(specs, bucket_bytes=plan.bucket_bytes, shares=plan.dp if split else 1)
         allow_unused, layerwise = plan.unused == "allow", optim.by_parameter(self.optimizer)
+        # One rank's update has ended when the next bucket comes: its slot is free.
+        frees_early = plan.update == "in_backward" and plan.dp == 1 and plan.microbatches == 1
         request = comm.Request(
             sizes=tuple(bucket.size for bucket in self.buckets),
             dtypes=tuple(data.dtype_of(bucket) for bucket in self.buckets),
+            turns=turns(len(self.buckets), few=rest.gradient == SPLIT or frees_early),
             rest=rest,
             num_scalars=max(8, (2 if layerwise else 1) * len(trainable)),
         )
@@ -130,12 +134,15 @@ class TrainStep:
         self._flat = optim.FlatOptimizer(self.optimizer, self.buckets, pieces, prepare=prepare)
         by_bucket = [[trainable[slot.name] for slot in bucket.slots] for bucket in self.buckets]
         parts = Parts(self._gradients, self._transport, self._flat, by_bucket, self._weights, rest)
-        self._actions = Actions(model, loss, parts, clip=clip, agree=lambda count: sum(ranks.exchange(count)))
+        self._actions = Actions(
+            model, loss, parts, clip=clip, update=plan.update, agree=lambda count: sum(ranks.exchange(count))
+        )
         self._runtime = Runtime(self._actions)
         self._guard = Guard(ranks, model, limit=skip_nan)
         self._homes = {name: p.data_ptr() for name, p in trainable.items()}
+        trust = layerwise and split
         self._outline = Step(
-            plan.microbatches, len(self.buckets), rest, clip is not None, allow_unused, trust=layerwise and split
+            plan.microbatches, len(self.buckets), rest, clip is not None, allow_unused, plan.update, trust=trust
         )
         self.program = lower(self._outline)
         self._recorded, self._num_calls = False, 0
@@ -443,11 +450,11 @@ def compare(
 def check(task: Task, plan: Plan) -> None:
     """Raise TaskError, PlanError or OptimizerError for what can be known of a task before processes are started."""
     model = outline(task)
-    problems = model_problems(model, plan)
+    problems = model_problems(model, plan) + update_problems(plan, task.clip)
     if problems:
         raise PlanError(problems, where="the plan")
     comm.refuse_impossible(plan.transport, "cuda" if torch.cuda.is_available() else "cpu")
-    optim.build(task.optimizer, list(model.parameters()))
+    refuse_optimizer(optim.build(task.optimizer, list(model.parameters())), plan)
 
 
 def _copy(value: Any) -> Any:

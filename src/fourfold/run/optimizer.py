@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts import comm, data
-from fourfold.plan.data import fill
+from fourfold.plan.data import fill, turns
 from fourfold.plan.plan import Plan
 from fourfold.run.build import compare, trainable_of
 from fourfold.run.refuse import refuse
@@ -65,6 +65,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         request = comm.Request(
             sizes=tuple(bucket.size for bucket in buckets),
             dtypes=tuple(data.dtype_of(bucket) for bucket in buckets),
+            turns=turns(len(buckets), few=False),
             num_scalars=max(8, len(trainable)),
         )
         self._allow_unused = plan.unused == "allow"

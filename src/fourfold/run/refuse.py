@@ -4,18 +4,45 @@ Law: no silent fallback. What a plan asks for happens, or is refused.
 """
 
 from torch import nn
+from torch.optim import Optimizer
 
-from fourfold.parts import comm
+from fourfold.parts import comm, optim
 from fourfold.plan.plan import Plan, mesh_sizes
 from fourfold.words.errors import PlanError, Problem
 
 
-def refuse(model: nn.Module, plan: Plan, ranks: comm.Ranks) -> None:
+def refuse(model: nn.Module, plan: Plan, ranks: comm.Ranks, *, clip: float | None = None) -> None:
     """Raise PlanError with every reason why this plan cannot be carried out with this model on these ranks."""
-    problems = size_problems(plan, ranks.size) + model_problems(model, plan)
+    problems = size_problems(plan, ranks.size) + model_problems(model, plan) + update_problems(plan, clip)
     if problems:
         raise PlanError(problems, where="the plan")
     comm.refuse_impossible(plan.transport, ranks.device.type)
+
+
+def update_problems(plan: Plan, clip: float | None) -> list[Problem]:
+    """When buckets are updated must leave time for what the update needs to know."""
+    if plan.update == "after":
+        return []
+    problems = []
+    if clip is not None:
+        need = "the norm of all gradients before the first bucket is updated"
+        problems.append(
+            Problem(f'update = "{plan.update}" with clip = {clip:g}', need, 'clip = none, or update = "after"')
+        )
+    if plan.unused == "allow":
+        need = "to know, before a bucket is updated, which parameters got no gradient anywhere"
+        attempt = 'unused = "refuse", or update = "after"'
+        problems.append(Problem(f'update = "{plan.update}" with unused = "allow"', need, attempt))
+    return problems
+
+
+def refuse_optimizer(optimizer: Optimizer, plan: Plan) -> None:
+    """Raise PlanError where the plan leaves no time for what this optimizer needs to know."""
+    if plan.update == "after" or plan.zero == 0 or plan.dp == 1 or not optim.by_parameter(optimizer):
+        return
+    got = f'update = "{plan.update}" with {type(optimizer).__name__} at zero = {plan.zero}'
+    need = "the norms of whole parameters, which ranks share, before a bucket is updated"
+    raise PlanError(Problem(got, need, 'update = "after", or zero = 0'), where="the plan")
 
 
 def size_problems(plan: Plan, size: int) -> list[Problem]:

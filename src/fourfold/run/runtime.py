@@ -39,6 +39,8 @@ class Runtime:
         try:
             self._actions.begin(microbatches)
             for action in program:
+                if action in self._actions.ahead:
+                    continue
                 with self.recorder.action(action):
                     self._verbs[action.verb](action.index)
         except BaseException as error:

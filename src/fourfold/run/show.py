@@ -9,7 +9,7 @@ from fourfold.parts import data, optim
 from fourfold.plan.data import RESTS, Bucket, Step, fill, life, lower, step_bytes
 from fourfold.plan.plan import Plan
 from fourfold.run.outline import outline
-from fourfold.run.refuse import model_problems
+from fourfold.run.refuse import model_problems, refuse_optimizer, update_problems
 from fourfold.words import action
 from fourfold.words.action import LOSS, NORM, TRUST, USED, Verb
 from fourfold.words.errors import PlanError
@@ -34,17 +34,19 @@ MEANINGS = {
 def show(plan: Plan, task: Task) -> str:
     """The text of `fourfold show`. Raises PlanError or OptimizerError for what cannot be carried out."""
     model = outline(task)
-    problems = model_problems(model, plan)
+    problems = model_problems(model, plan) + update_problems(plan, task.clip)
     if problems:
         raise PlanError(problems, where="the plan")
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = optim.build(task.optimizer, list(model.parameters()))
+    refuse_optimizer(optimizer, plan)
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
     specs = data.specs(trainable, {name: group_of[id(p)] for name, p in trainable.items()})
     rest = RESTS[plan.zero if plan.dp > 1 else 0]
     buckets = fill(specs, bucket_bytes=plan.bucket_bytes, shares=plan.dp if rest.state == SPLIT else 1)
     trust = optim.by_parameter(optimizer) and rest.state == SPLIT
-    outlined = Step(plan.microbatches, len(buckets), rest, task.clip is not None, plan.unused == "allow", trust=trust)
+    flags = {"clip": task.clip is not None, "unused": plan.unused == "allow", "update": plan.update, "trust": trust}
+    outlined = Step(plan.microbatches, len(buckets), rest, **flags)
     program = {rank: lower(outlined) for rank in range(plan.mesh.size)}
     sections = [_plan(plan), _buckets(buckets, plan), _program(program), _bytes(buckets, plan)]
     return "\n\n".join(sections)

@@ -20,7 +20,7 @@ from fourfold.parts.comm.group import BetweenHosts, GroupTransport
 from fourfold.parts.comm.ranks import Ranks, host_id, join, leave, present
 from fourfold.parts.comm.shared import Shared, Slotting
 from fourfold.parts.comm.transport import Alone, Part, Transport
-from fourfold.plan.data import RESTS, Rest, turns
+from fourfold.plan.data import RESTS, Rest
 from fourfold.words.errors import LaunchError, PlanError, Problem
 from fourfold.words.layout import SPLIT
 
@@ -30,17 +30,13 @@ CONNECT_SECONDS = 60.0
 
 
 class Request(NamedTuple):
-    """What the buckets need of a transport: slots of these sizes and dtypes, where they rest, and room for scalars."""
+    """What the buckets need of a transport: sizes, dtypes, the slots they use by turns, rests, and room for scalars."""
 
     sizes: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
+    turns: tuple[int, ...]
     rest: Rest = RESTS[0]
     num_scalars: int = 8
-
-    @property
-    def turns(self) -> tuple[int, ...]:
-        """By bucket: the slot it uses."""
-        return turns(len(self.sizes), self.rest)
 
 
 class Connection(NamedTuple):
@@ -57,7 +53,8 @@ def connect(ranks: Ranks, request: Request, *, choice: str = "by-host") -> Conne
     """
     refuse_impossible(choice, ranks.device.type)
     if ranks.size == 1:
-        return Connection(Alone(_private(request, ranks.device)), "one rank, nothing to exchange")
+        alone = Alone(_private(request, ranks.device), request.turns)
+        return Connection(alone, "one rank, nothing to exchange")
     members = tuple(range(ranks.size))
     reason = "as the plan asks"
     if ranks.device.type == "cpu" and choice in ("by-host", "shared"):

@@ -39,7 +39,7 @@ class Board:
     def _diverged(self, number: int, counts: Sequence[int]) -> DivergenceError:
         calls = {}
         for peer, count in enumerate(counts):
-            call = decode(self._read(peer, min(number, count))) if count else ""
+            call = decode(self._read(peer, min(number, count))) if count else "nothing"
             calls[self._ranks[peer]] = call if count >= number else f"{call} and has come no further"
         return diverged(calls)
 

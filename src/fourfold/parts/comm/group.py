@@ -15,8 +15,8 @@ from torch import Tensor
 from fourfold.parts import memory
 from fourfold.parts.comm import calls
 from fourfold.parts.comm.ranks import Ranks
-from fourfold.parts.comm.split import Splitter
-from fourfold.parts.comm.transport import Part
+from fourfold.parts.comm.split import Flight, Splitter
+from fourfold.parts.comm.transport import Part, one
 from fourfold.plan.data import Rest
 from fourfold.words.action import LOSS
 from fourfold.words.layout import SPLIT, WHOLE
@@ -70,11 +70,11 @@ class GroupTransport:
         self.name = "NCCL" if ranks.device.type == "cuda" else "gloo"
         self.size, self.index = len(members), list(members).index(ranks.rank)
         self.slots, self.turns = slots, turns
-        self.waiting_seconds, self.recorder = 0.0, SILENT
+        self.waiting_seconds, self.recorder, self.factor = 0.0, SILENT, one
         self._device = ranks.device
-        self._splitter = None if rest.state == WHOLE else Splitter(group, size=self.size, index=self.index)
+        self._splitter = None if rest.state == WHOLE else Splitter(ranks, members)
         self._shards = None if rest.gradient != SPLIT else Shards(slots, self.size)
-        self._flying: dict[int, Callable[[], Tensor | None]] = {}
+        self._flying: dict[int, Flight] = {}
         self._spreading: list[Callable[[], None]] = []
         self._measures: dict[int, tuple[Tensor, dist.Work]] = {}
         self._roll = _Roll(self._scalars_group, members, self.index, ranks.device)
@@ -95,7 +95,7 @@ class GroupTransport:
         if self._splitter is None:
             work = _all_reduce(self.slots[bucket], self._group)
             self.recorder.follow(name, work.get_future)
-            self._flying[bucket] = _waiting(work)
+            self._flying[bucket] = Flight(_waiting(work), work.is_completed)
             return
         if len(self._flying) >= IN_FLIGHT:
             self.complete(next(iter(self._flying)))
@@ -104,9 +104,14 @@ class GroupTransport:
     def complete(self, bucket: int) -> None:
         if bucket in self._flying:
             with self._timed():
-                total = self._flying.pop(bucket)()
+                total = self._flying.pop(bucket).land()
             if self._shards is not None and total is not None:
                 self._shards.add(bucket, total)
+            if self._splitter is None and (factor := self.factor()) != 1.0:
+                self.slots[bucket].mul_(factor)
+
+    def is_complete(self, bucket: int) -> bool:
+        return bucket not in self._flying or self._flying[bucket].has_landed()
 
     def take(self, bucket: int, start: int, stop: int, factor: float) -> None:
         if factor != 1.0:
@@ -206,19 +211,19 @@ class BetweenHosts:
         self._scalars_group = ranks.group(members, "scalars")
         self.size, self._leader = len(members), members[0]
         self.index = list(members).index(ranks.rank) if ranks.rank in members else -1
-        self._splitter = Splitter(self._group, size=self.size, index=self.index)
+        self._splitter = Splitter(ranks, members)
         self._roll = _Roll(self._scalars_group, members, self.index, torch.device("cpu"))
 
-    def begin(self, flat: Tensor) -> Callable[[], Tensor]:
-        land = _waiting(_all_reduce(flat, self._group))
+    def begin(self, flat: Tensor) -> Flight:
+        work = _all_reduce(flat, self._group)
 
-        def landed() -> Tensor:
-            land()
+        def land() -> Tensor:
+            work.wait()
             return flat
 
-        return landed
+        return Flight(land, work.is_completed)
 
-    def scatter(self, flat: Tensor) -> Callable[[], Tensor]:
+    def scatter(self, flat: Tensor) -> Flight:
         return self._splitter.scatter(flat)
 
     def gather(self, flat: Tensor) -> Callable[[], None]:

@@ -26,8 +26,8 @@ import torch
 
 from fourfold.parts.comm.calls import BOARD_BYTES, Board
 from fourfold.parts.comm.group import Shards
-from fourfold.parts.comm.split import add_up
-from fourfold.parts.comm.transport import Part
+from fourfold.parts.comm.split import Flight, add_up
+from fourfold.parts.comm.transport import Part, one
 from fourfold.plan.data import RESTS, Rest
 from fourfold.plan.order import share
 from fourfold.words.action import LOSS
@@ -44,6 +44,7 @@ SPINS = 200
 YIELD_SECONDS = 0.002
 POLL_SECONDS = 0.0002
 LIVENESS_SECONDS = 0.05
+COMING_SECONDS = 2.0
 
 
 class Between(Protocol):
@@ -52,12 +53,12 @@ class Between(Protocol):
     size: int
     index: int
 
-    def begin(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin an all-reduce in place; the returned function waits for it."""
+    def begin(self, flat: torch.Tensor) -> Flight:
+        """Begin an all-reduce in place; what lands is `flat`."""
         ...
 
-    def scatter(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin a reduce-scatter; the returned function waits and gives this host's share of the sum."""
+    def scatter(self, flat: torch.Tensor) -> Flight:
+        """Begin a reduce-scatter; what lands is this host's share of the sum."""
         ...
 
     def gather(self, flat: torch.Tensor) -> Callable[[], None]:
@@ -132,7 +133,8 @@ class Shared:
         time_limit_seconds: float = 1800.0,
     ) -> None:
         self.name = "shared memory" + (" + gloo between hosts" if between else "")
-        self.index, self.size, self.waiting_seconds, self.recorder = index, size, 0.0, SILENT
+        self.index, self.size = index, size
+        self.waiting_seconds, self.recorder, self.factor = 0.0, SILENT, one
         self._between, self._limit = between, time_limit_seconds
         self._ranks = tuple(ranks) or tuple(range(size))
         self._links = dict(links or {})
@@ -149,7 +151,7 @@ class Shared:
         self._counts = [0] * NUM_FLAGS
         self._lengths = [0] * NUM_MEASURES
         self._queue: list[tuple[int, int]] = []  # launched, not yet summed, in program order
-        self._flying: deque[tuple[int, Callable[[], torch.Tensor]]] = deque()  # summed here, on their way between hosts
+        self._flying: deque[tuple[int, Flight]] = deque()  # summed here, on their way between hosts
         self._numbers = [0] * len(self.slots)  # the number of a bucket's last launch
         self._split = rest.state == SPLIT
         # Sums of one's own share can be made when they are used, a piece at a time that stays in the cache.
@@ -188,8 +190,12 @@ class Shared:
                 time.sleep(POLL_SECONDS)
                 if now - looked > LIVENESS_SECONDS:
                     looked = now
-                    self._compare()
-                    self._look_for_dead(flag, count, now - begin)
+                    self._look_for_strays(now - begin)
+                    try:
+                        self._look_for_dead(flag, count, now - begin)
+                    except PeerError:
+                        self._compare()  # A rank that went astray ends of it: that is the cause, not its death.
+                        raise
         self.waiting_seconds += time.perf_counter() - begin
 
     def _look_for_dead(self, flag: int, count: int, waited_seconds: float) -> None:
@@ -223,6 +229,11 @@ class Shared:
         self._compare()
         if self._between is not None:
             self._between.measure([], self._call)
+
+    def _look_for_strays(self, waited_seconds: float) -> None:
+        # Those that are only late are waited for, so that every rank's call can be told.
+        if self._least(CALLED) >= self._counts[CALLED] or waited_seconds > COMING_SECONDS:
+            self._compare()
 
     def _compare(self) -> None:
         counts = [self._flags[peer * self._words + CALLED * FLAG_STRIDE] for peer in range(self.size)]
@@ -259,14 +270,23 @@ class Shared:
                 self._wait(SUMMED, number)
         self.waiting_seconds = waited + time.perf_counter() - begin
 
+    def is_complete(self, bucket: int) -> bool:
+        number = self._numbers[bucket]
+        if self._lazy:
+            return self._least(LAUNCHED) >= number
+        self._advance()
+        while self._flying and self._flying[0][1].has_landed():
+            self._sum_until(self._counts[SUMMED] + 1)
+        return (self._counts[SUMMED] if self._split else self._least(SUMMED)) >= number
+
     def _sum_until(self, number: int) -> None:
         """Have this rank's part of the first `number` reductions done."""
         while self._counts[SUMMED] + len(self._flying) < number:
             self._wait(LAUNCHED, self._counts[LAUNCHED] - len(self._queue) + 1)
             self._advance()
         while self._counts[SUMMED] < number:
-            bucket, land = self._flying.popleft()
-            self._landed(bucket, land())
+            bucket, flight = self._flying.popleft()
+            self._landed(bucket, flight.land())
 
     def _advance(self) -> None:
         """Sum this rank's slice of every bucket that all ranks have launched."""
@@ -276,6 +296,8 @@ class Shared:
             with self.recorder.reducing(name):
                 start, stop = self._slices[bucket][self.index]
                 mine = self._add_up(bucket, start, stop)
+                if not self._split and (factor := self.factor()) != 1.0:
+                    mine.mul_(factor)
             if self._between is None:
                 self._landed(bucket, mine)
             else:

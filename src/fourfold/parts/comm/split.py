@@ -9,13 +9,14 @@ to 2.3 times as long (`docs/measured.md`).
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.parts import memory
+from fourfold.parts.comm.ranks import Ranks
 
 Future = Callable[[], Any]
 
@@ -24,11 +25,23 @@ def ignore(future: Future) -> None:
     """For those who do not follow a collective."""
 
 
-class Splitter:
-    """The ranks among which flats are split. Every rank must begin the same changes in the same order."""
+class Flight(NamedTuple):
+    """A collective on its way: `land` waits for it and gives what it is about."""
 
-    def __init__(self, group: dist.ProcessGroup | None, *, size: int, index: int) -> None:
-        self._group, self.size, self.index = group, size, index
+    land: Callable[[], Any]
+    has_landed: Callable[[], bool]
+
+
+class Splitter:
+    """The ranks among which flats are split. Every rank must begin the same changes in the same order.
+
+    Sums and gathers are two orders: an update in backward may come before or after a launch, as it happens.
+    """
+
+    def __init__(self, ranks: Ranks, members: Sequence[int]) -> None:
+        self._sums, self._gathers = ranks.group(members, "buckets"), ranks.group(members, "weights")
+        self.size = len(members)
+        self.index = list(members).index(ranks.rank) if ranks.rank in members else -1
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
     def share(self, flat: Tensor) -> Tensor:
@@ -36,24 +49,24 @@ class Splitter:
         length = flat.numel() // self.size
         return flat[self.index * length : (self.index + 1) * length]
 
-    def scatter(self, flat: Tensor, begun: Callable[[Future], None] = ignore) -> Callable[[], Tensor]:
-        """Begin to sum `flat` over the ranks; the returned function waits and gives this rank's share of the sum.
+    def scatter(self, flat: Tensor, begun: Callable[[Future], None] = ignore) -> Flight:
+        """Begin to sum `flat` over the ranks; what lands is this rank's share of the sum.
 
         The sum lies in this rank's share of `flat`, the rest of which is no longer of any use. `begun` is told of the
         collective's future.
         """
         mine = self.share(flat)
         if flat.device.type == "cuda":
-            work = _begun(dist.reduce_scatter_tensor(mine, flat, group=self._group, async_op=True))
+            work = _begun(dist.reduce_scatter_tensor(mine, flat, group=self._sums, async_op=True))
             begun(work.get_future)
 
             def land() -> Tensor:
                 work.wait()
                 return mine
 
-            return land
+            return Flight(land, work.is_completed)
         received = self._take(flat.numel(), flat.dtype)
-        work = _begun(dist.all_to_all_single(received, flat, group=self._group, async_op=True))
+        work = _begun(dist.all_to_all_single(received, flat, group=self._sums, async_op=True))
         begun(work.get_future)
 
         def land_and_add() -> Tensor:
@@ -62,13 +75,13 @@ class Splitter:
             self._give_back(received)
             return mine
 
-        return land_and_add
+        return Flight(land_and_add, work.is_completed)
 
     def gather(self, flat: Tensor) -> Callable[[], None]:
         """Begin to bring every rank's share of `flat` to all; the returned function waits."""
         # A copy: gloo does not promise that the input may be a part of the output.
         mine = self.share(flat) if flat.device.type == "cuda" else self._copied(self.share(flat))
-        work = _begun(dist.all_gather_into_tensor(flat, mine, group=self._group, async_op=True))
+        work = _begun(dist.all_gather_into_tensor(flat, mine, group=self._gathers, async_op=True))
 
         def land() -> None:
             work.wait()

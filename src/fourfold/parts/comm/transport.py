@@ -9,7 +9,7 @@ call      what the ranks do together, and in which step; see `calls`
 Law: every rank launches and measures the same things in the same order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -40,6 +40,8 @@ class Transport(Protocol):
     """Told of waits and of this rank's part of each reduction."""
     weights: Sequence[torch.Tensor] | None
     """The flats of the weights, where they exist once per host; None where each rank is to have its own."""
+    factor: Callable[[], float]
+    """What sums are multiplied by where states rest whole; asked once all ranks have measured the loss."""
     writes: bool
     """Whether this rank is the one that writes into `weights` what all are to have."""
 
@@ -63,6 +65,10 @@ class Transport(Protocol):
         """Wait until the sum of a launched bucket is there, or can be made by `take`."""
         ...
 
+    def is_complete(self, bucket: int) -> bool:
+        """Whether `complete` would not wait. May do this rank's part of reductions."""
+        ...
+
     def take(self, bucket: int, start: int, stop: int, factor: float) -> None:
         """Have the sum of [start, stop), inside this rank's share of a completed bucket, multiplied by `factor`."""
         ...
@@ -80,7 +86,7 @@ class Transport(Protocol):
         ...
 
     def scale(self, factor: float) -> None:
-        """Multiply every sum by a factor that all ranks agree on, where states rest whole."""
+        """Multiply every completed sum by a factor that all ranks agree on, where states rest whole."""
         ...
 
     def gather(self, bucket: int) -> None:
@@ -108,6 +114,11 @@ class Transport(Protocol):
         ...
 
 
+def one() -> float:
+    """The factor of sums that are used as they are."""
+    return 1.0
+
+
 class Alone:
     """One rank: a sum is what the slot holds, and every rest is whole."""
 
@@ -116,10 +127,11 @@ class Alone:
     weights: Sequence[torch.Tensor] | None = None
     writes = True
 
-    def __init__(self, slots: Sequence[torch.Tensor]) -> None:
+    def __init__(self, slots: Sequence[torch.Tensor], turns: tuple[int, ...] = ()) -> None:
         self.slots: Sequence[torch.Tensor] = slots
-        self.turns = tuple(range(len(slots)))
-        self.waiting_seconds, self.recorder = 0.0, SILENT
+        self.turns = turns or tuple(range(len(slots)))
+        self.waiting_seconds, self.recorder, self.factor = 0.0, SILENT, one
+        self._scaled = [False] * len(slots)
         self._measured: dict[int, torch.Tensor] = {}
 
     def enter(self, call: str) -> None:
@@ -135,11 +147,16 @@ class Alone:
         pass
 
     def complete(self, bucket: int) -> None:
-        pass
+        if not self._scaled[bucket]:
+            self._scaled[bucket] = True
+            if (factor := self.factor()) != 1.0:
+                self.slots[bucket].mul_(factor)
+
+    def is_complete(self, bucket: int) -> bool:
+        return True
 
     def take(self, bucket: int, start: int, stop: int, factor: float) -> None:
-        if factor != 1.0:
-            self.slots[bucket][start:stop].mul_(factor)
+        raise AssertionError("one rank's states rest whole")
 
     def settle(self, bucket: int) -> None:
         pass
@@ -162,7 +179,7 @@ class Alone:
         pass
 
     def close(self) -> None:
-        pass
+        self._scaled = [False] * len(self.slots)
 
     def spread(self) -> None:
         pass

@@ -1,0 +1,98 @@
+"""What it costs to tell and compare calls: the same steps with and without, by turns.
+
+with     as it is: each rank tells its call, and compares those of the others when it reads the summed loss
+without  neither told nor compared
+Law: steps alternate, on all ranks alike, and a difference is taken within a pair of neighbours.
+
+    PYTHONPATH=. fourfold run -n 2 bench/calls.py shared|gloo PAIRS
+"""
+
+import contextlib
+import functools
+import sys
+import time
+from collections.abc import Iterator
+from statistics import median, quantiles
+from typing import Any
+from unittest import mock
+
+import torch
+
+import fourfold as ff
+from bench.measure import machine
+from bench.models import CASES, losses
+from fourfold.parts.comm.calls import TURNS
+from fourfold.parts.comm.ranks import NUM_LOSS_SCALARS
+
+WARMUP, CALLS = 4, 5000
+CALL = "step 1000, positions 2000 to 2002 of epoch 0, seed 0"
+
+
+@contextlib.contextmanager
+def silent(transport: Any) -> Iterator[None]:
+    """Within: calls are neither told nor compared."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(transport, "enter"))
+        if hasattr(transport, "_roll"):
+            roll = stack.enter_context(mock.patch.object(transport, "_roll"))
+            roll.tagged.side_effect = lambda values, call: values.clone()
+        else:
+            stack.enter_context(mock.patch.object(transport, "_compare"))
+        yield
+
+
+def main() -> None:
+    kind, pairs = sys.argv[1], int(sys.argv[2])
+    case = CASES["gpt1"]
+    step = ff.parallelize(
+        case.build(), losses, functools.partial(torch.optim.AdamW, lr=case.lr), ff.Plan(dp=2, transport=kind)
+    )
+    transport: Any = step._transport
+    (batch,) = case.batches(step.rank, 1)
+    found = []
+    for number in range(WARMUP + pairs):
+        seconds = {}
+        for told in (True, False) if number % 2 else (False, True):
+            with contextlib.nullcontext() if told else silent(transport):
+                begin = time.perf_counter()
+                step(batch)
+                seconds[told] = time.perf_counter() - begin
+        found.append((seconds[True], seconds[False]))
+    ratios = [told / untold for told, untold in found[WARMUP:]]
+    low, _, high = quantiles(ratios, n=4)
+    without = median(untold for _, untold in found[WARMUP:])
+    alone = _on_board(transport) if kind == "shared" else _on_roll(transport)
+    if step.rank == 0:
+        print(machine())
+        print(f"{kind}: step without {without * 1e3:.1f} ms")
+        print(f"with / without {median(ratios):.4f}, middle half {low:.3f}–{high:.3f}")
+        print(f"telling and comparing: {alone * 1e6:.1f} µs of CPU, {alone / without:.4%} of the step")
+
+
+def _on_board(transport: Any) -> float:
+    """Seconds of one telling and comparing in shared memory, from many in a row: nobody waits in them."""
+    counts = [1] * transport.size
+    for _ in range(TURNS):
+        transport.enter(CALL)
+    transport.agree()
+    begin = time.process_time()
+    for _ in range(CALLS):
+        transport.enter(CALL)
+        transport._compare()
+        transport._board.compare(transport.index, counts)  # Another rank may be too far away to be compared above.
+    return (time.process_time() - begin) / CALLS
+
+
+def _on_roll(transport: Any) -> float:
+    """Seconds of making and comparing the tags of one call. The message is there without them; it grows by 48 bytes."""
+    values = torch.zeros(4, dtype=torch.float64)
+    sums = [0.0] * NUM_LOSS_SCALARS + [1.0] * transport.size
+    begin = time.process_time()
+    for _ in range(CALLS):
+        transport._roll.tagged(values, CALL)
+        transport._roll.compare(sums, CALL)
+    return (time.process_time() - begin) / CALLS
+
+
+if __name__ == "__main__":
+    main()

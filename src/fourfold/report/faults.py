@@ -1,0 +1,124 @@
+"""Faults: what went wrong in a run, when, and how long it took to go on.
+
+fault  a line of faults.jsonl, in the run's folder: a restart, a skipped step, an end on a signal, or what comes later
+Law: a kind that nobody knows is shown as any other; a line that cannot be read is counted, and hides nothing else.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from fourfold.report.progress import printable, seconds_of
+from fourfold.report.svg import Series
+from fourfold.report.table import UNKNOWN, cells, many
+
+FILE = "faults.jsonl"
+RESTART, SKIPPED = "restart", "skipped step"
+LONGEST_NAME = 14  # letters of a kind that fit into a drawing's legend
+MOST_NAMED = 5  # steps
+HEADS = ("when, UTC", "what", "step", "where", "back after", "")
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """A line of faults.jsonl.
+
+    time     seconds since 1970
+    step     the last step that had ended; -1 where nobody knows
+    seconds  from the fault to the end of the first step after it; None where there was none
+    """
+
+    time: float
+    kind: str
+    step: int
+    rank: int | None = None
+    host: str | None = None
+    text: str = ""
+    seconds: float | None = None
+
+
+class Faults(NamedTuple):
+    """A run's faults as they came, and how many lines of the file could not be read."""
+
+    known: Sequence[Fault] = ()
+    unread: int = 0
+
+    def count(self, kind: str) -> int:
+        return sum(fault.kind == kind for fault in self.known)
+
+
+def read(folder: Path) -> Faults:
+    """The faults of the run in `folder`; none where it has no such file. Raises OSError."""
+    path = folder / FILE
+    if not path.exists():
+        return Faults()
+    known, unread = [], 0
+    for line in path.read_bytes().splitlines():
+        try:
+            known.append(msgspec.json.decode(line, type=Fault))
+        except (msgspec.DecodeError, UnicodeDecodeError):  # a ValidationError is the first, too
+            unread += bool(line.strip())
+    return Faults(known, unread)
+
+
+def marks(faults: Sequence[Fault], *, last: int) -> list[Series]:
+    """Marks for an axis of steps that ends at `last`: restarts as rules, all others as pegs."""
+    placed = [fault for fault in faults if 0 <= fault.step <= last]
+    restarts = [(float(fault.step), 0.0) for fault in placed if fault.kind == RESTART]
+    others = [(float(fault.step), 0.0) for fault in placed if fault.kind != RESTART]
+    kinds = {fault.kind for fault in placed if fault.kind != RESTART}
+    name = printable(kinds.pop()) if len(kinds) == 1 else "other fault"
+    name = name if len(name) <= LONGEST_NAME else "other fault"
+    return [Series(RESTART, restarts, 3, "rule"), Series(name, others, 3, "peg")]
+
+
+def card(faults: Faults, resumed: Sequence[int]) -> str:
+    """The table of faults; nothing where there were none."""
+    known, unread = faults
+    if not known and not unread:
+        return ""
+    counts = Counter(fault.kind for fault in known)
+    said = [f"{printable(kind)} × {count}" if count > 1 else printable(kind) for kind, count in counts.items()]
+    lost = [fault.seconds for fault in known if fault.seconds is not None and math.isfinite(fault.seconds)]
+    if lost:
+        said.append(f"{seconds_of(sum(lost))} in all until steps ended again")
+    if resumed:
+        said.append(_resumed(resumed))
+    if unread:
+        said.append(f"{unread} {'line' if unread == 1 else 'lines'} of {FILE} could not be read")
+    rows = [cells(_row(fault)) for fault in sorted(known, key=lambda fault: fault.time)]
+    table = many(HEADS, rows, style="faults") if rows else ""
+    return f'<h2>Faults and restarts</h2><p class="note">{escape(" · ".join(said))}</p>{table}'
+
+
+def quiet(faults: Faults, resumed: Sequence[int]) -> str:
+    """What there is to say where there is no table."""
+    if faults.known or faults.unread:
+        return ""
+    return f"No faults; {_resumed(resumed)}." if resumed else "No faults, no restarts."
+
+
+def _resumed(steps: Sequence[int]) -> str:
+    if len(steps) > MOST_NAMED:
+        return f"gone on from a checkpoint {len(steps):,} times"
+    return f"gone on from step {', '.join(f'{step:,}' for step in steps)}"
+
+
+def _row(fault: Fault) -> Sequence[str]:
+    where = [f"rank {fault.rank}"] if fault.rank is not None else []
+    where += [fault.host] if fault.host else []
+    again = UNKNOWN if fault.seconds is None or not math.isfinite(fault.seconds) else seconds_of(fault.seconds)
+    step = f"{fault.step:,}" if fault.step >= 0 else UNKNOWN
+    return _moment(fault.time), fault.kind, step, ", ".join(where) or UNKNOWN, again, fault.text
+
+
+def _moment(time: float) -> str:
+    try:
+        return datetime.fromtimestamp(time, UTC).strftime("%-d %b %H:%M:%S")
+    except (ValueError, OverflowError, OSError):  # no time of this calendar
+        return UNKNOWN
