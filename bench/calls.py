@@ -22,7 +22,7 @@ import fourfold as ff
 from bench.measure import machine
 from bench.models import CASES, losses
 from fourfold.parts.comm.calls import TURNS
-from fourfold.parts.comm.ranks import NUM_LOSS_SCALARS
+from fourfold.parts.comm.group import NUM_LOSS_SCALARS
 
 WARMUP, CALLS = 4, 5000
 CALL = "step 1000, positions 2000 to 2002 of epoch 0, seed 0"

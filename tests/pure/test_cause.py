@@ -16,7 +16,7 @@ def entry(rank: int, *, timestamp: float, kind: str = "ValueError", message: str
 
 
 def first(*records: cause.Record, exit_codes: dict[int, int] | None = None) -> cause.Cause:
-    return cause.first({each.rank: each for each in records}, exit_codes or {}, num_processes=4)
+    return cause.first({each.rank: each for each in records}, exit_codes or {}, [f"rank {n} of 4" for n in range(4)])
 
 
 def test_the_earliest_error_is_the_cause() -> None:
@@ -28,7 +28,7 @@ def test_an_echo_is_never_the_cause_of_a_job() -> None:
     reset = entry(0, timestamp=1.0, kind="RuntimeError", message="[pair.cc:547] Connection closed by peer [127.0.0.1]")
     assert "rank 1" in first(reset, entry(1, timestamp=2.0)).text
     assert first(reset, exit_codes={0: 1, 1: -9}).text.startswith("rank 1 of 4 was killed by SIGKILL")
-    assert first(reset, exit_codes={0: 1, 1: 3}) == cause.Cause("rank 1 of 4 ended with exit code 3", 3)
+    assert first(reset, exit_codes={0: 1, 1: 3}) == cause.Cause("rank 1 of 4 ended with exit code 3", 3, 1)
     assert "rank 0 of 4 failed" in first(reset).text  # unless nothing else is known
 
 
@@ -94,7 +94,7 @@ def test_full_tracebacks_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_error_of_our_own_code_keeps_every_frame() -> None:
     with pytest.raises(AttributeError) as caught:
-        cause.first(None, {}, num_processes=1)  # type: ignore[arg-type]
+        cause.first(None, {}, [])  # type: ignore[arg-type]
     error = caught.value
     assert error.__traceback__ is not None
     error.__traceback__ = error.__traceback__.tb_next  # this test's own frame

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -233,7 +234,7 @@ def test_train_runs_here_and_under_torchrun_and_one_rank_speaks(
 def test_a_rank_that_fails_while_training_ends_the_job(start: Start) -> None:
     ended = end(start(TASK, ["train", "script.py", "broken=yes", "-n", "2"]))
     assert ended.code == 1
-    assert ended.err.startswith("fourfold: rank 1 of 2 failed\n")
+    assert ended.err.startswith(f"fourfold: rank 1 of 2 (host {socket.gethostname()}, before its first step) failed\n")
     assert ended.err.endswith("OSError: the disk of rank 1\n")
     assert 'script.py", line 16' in ended.err
 

@@ -39,5 +39,10 @@ def _run(arguments: list[str]) -> int:
         raise
     except Exception as error:
         from fourfold.cli.failure import tell
+        from fourfold.engines.worker import leave_at_once
+        from fourfold.words.errors import REQUEUE_CODE
 
-        return tell(error)
+        code = tell(error)
+        if code == REQUEUE_CODE:
+            leave_at_once(code)
+        return code

@@ -21,7 +21,7 @@ app = typer.Typer(
 )
 
 COMMANDS = ("train", "run", "show", "checkpoint", "report", "doctor")
-OPTIONS = "[-n N]"
+OPTIONS, RUN_OPTIONS = "[-n N]", "[-n N] [--restarts K]"
 TRAIN_WORDS = "TASK PLAN.toml KEY=VALUE"
 Processes = Annotated[
     str | None,
@@ -102,10 +102,15 @@ def train(
                a setting of the run:     steps=500 batch_size=32 seed=1 clip=1.0 evaluate_every=100 name=first
                                          checkpoint_every=100 ema=0.999 init=weights.safetensors fresh=true
                                          skip_nan=10 lr_scale=linear lr_warmup=100 lr_schedule=cosine
+               a setting of the launch:  restarts=3 hang_seconds=10
                an argument of the task:  data=PATH length=256 lr=1e-3
 
     The run goes to runs/NAME: its plan, its settings, metrics.jsonl, checkpoints, trace.json, and report.html to look
     at. The same command again goes on where the newest checkpoint ends, on any number of processes.
+
+    A rank that dies, or makes no step for hang_seconds (and 5 median steps; none: it may), is told of, and all start
+    again from the newest checkpoint: any number of times with progress in between, `restarts` times without. SIGTERM
+    saves at the next step and ends with code 75: to be started again.
     """
     from fourfold.cli import work
 
@@ -113,11 +118,14 @@ def train(
 
 
 @app.command(
-    options_metavar=OPTIONS, context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True}
+    options_metavar=RUN_OPTIONS, context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True}
 )
 def run(
     command: Annotated[list[str] | None, typer.Argument(metavar="SCRIPT.py ARGUMENT", hidden=True)] = None,
     processes: Processes = None,
+    restarts: Annotated[
+        str, typer.Option("--restarts", metavar="K", help="Start all again when one fails, so many times.")
+    ] = "0",
 ) -> Act:
     """Run a script in N processes that know each other.
 
@@ -126,7 +134,7 @@ def run(
     """
     from fourfold.cli import work
 
-    return functools.partial(work.run, command or [], processes)
+    return functools.partial(work.run, command or [], processes, restarts)
 
 
 @app.command(options_metavar="[-h]")

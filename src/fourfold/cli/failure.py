@@ -1,6 +1,7 @@
 """Failure: how a command ends badly.
 
-Law: one text on stderr, from one process; the exit code says whose fault it was: 2 the input's, 1 the run's.
+Law: one text on stderr, from one process; the exit code says whose fault it was: 2 the input's, 1 the run's, 75
+nobody's: the same command is to be started again.
 """
 
 import sys
@@ -10,12 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fourfold.engines import cause
-from fourfold.words.errors import FourfoldError, LaunchError, nearest
+from fourfold.words.errors import FourfoldError, LaunchError, StoppedError, nearest
 from fourfold.words.world import from_environment
 
 INPUT_CODE = FourfoldError.exit_code
 # A launcher ends all ranks when the first has gone: those that say nothing must not go before the one that speaks.
 SILENT_SECONDS = 5.0
+STOPPED_SECONDS = 0.5  # they have met a moment ago
 
 
 class Errors:
@@ -44,20 +46,24 @@ def tell(error: Exception) -> int:
     """Print what went wrong; returns the exit code. Under a launcher of others, rank 0 tells of bad input for all."""
     errors = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
     code = max((each.exit_code if isinstance(each, FourfoldError) else 1) for each in errors)
-    text = "\n".join(cause.explain(each).rstrip() for each in errors)
+    text = "\n".join(_text(each) for each in errors)
     try:
         world = from_environment()
     except LaunchError:  # Who we are is what went wrong.
         world = None
     if world is None:
         print(text, file=sys.stderr, flush=True)
-    elif code != INPUT_CODE:
+    elif code != INPUT_CODE and not isinstance(error, StoppedError):
         print(f"rank {world.rank} of {world.size} failed\n{text}", file=sys.stderr, flush=True)
     elif world.rank == 0:
         print(text, file=sys.stderr, flush=True)
     else:
-        time.sleep(SILENT_SECONDS)
+        time.sleep(SILENT_SECONDS if code == INPUT_CODE else STOPPED_SECONDS)
     return code
+
+
+def _text(error: Exception) -> str:
+    return f"fourfold: {error}" if isinstance(error, StoppedError) else cause.explain(error).rstrip()
 
 
 def neighbour(path: Path, pattern: str) -> str:

@@ -20,6 +20,8 @@ from fourfold.words.task import Task
 
 RUNS = Path("runs")
 TASK_FIELDS = ("steps", "batch_size", "clip")
+RESTARTS = 3
+HANG_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Job:
     settings  keyword arguments of `train`; the run's name is always among them
     identity  what makes it the same run
     fresh     whether the run is to start over
+    restarts, hang_seconds  see `engines.restart.Care`; of no concern to the ranks
     """
 
     task: Task
@@ -36,6 +39,8 @@ class Job:
     settings: Mapping[str, Any]
     identity: Mapping[str, Any]
     fresh: bool = False
+    restarts: int = RESTARTS
+    hang_seconds: float | None = HANG_SECONDS
 
     @property
     def spec(self) -> str:
@@ -86,7 +91,7 @@ def read(words: Sequence[str], *, num_processes: int | None = None) -> Job:
         "spec": given.task,
         "extra": {key: value for key, value in values.task.items() if key not in TASK_FIELDS},
     }
-    fresh = rest.pop("fresh", False)
+    launching = {key: rest.pop(key) for key in ("fresh", "restarts", "hang_seconds") if key in rest}
     rates = {key: rest.pop(key) for key in list(rest) if key.startswith(settings.RATES)}
     if rates:
         rest["rates"] = Rates(**{key.removeprefix(settings.RATES): value for key, value in rates.items()})
@@ -94,7 +99,7 @@ def read(words: Sequence[str], *, num_processes: int | None = None) -> Job:
     made = dataclasses.replace(made, **over, tuned_for=tuned_for(made))
     identity = settings_of(made, **rest).identity()
     rest.setdefault("name", run_name(rest["label"], identity))
-    return Job(task=made, plan=plan, settings=rest, identity=identity, fresh=fresh)
+    return Job(task=made, plan=plan, settings=rest, identity=identity, **launching)
 
 
 def prepare(words: Sequence[str], *, num_processes: int | None = None) -> Job:

@@ -79,6 +79,8 @@ RUN = {
     "lr_milestones": Kind(tuple),
     "lr_drop": Kind(float, above=0),
     "lr_floor": Kind(float, least=0),
+    "restarts": Kind(int, least=0),
+    "hang_seconds": Kind(float, optional=True, above=0),
 }
 RATES = "lr_"  # what the settings of the learning rate begin with; the rest is a field of `Rates`
 

@@ -14,6 +14,7 @@ from fourfold.words.world import from_environment
 
 if TYPE_CHECKING:
     from fourfold.cli.job import Job
+    from fourfold.engines.restart import Care
 
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 SHOW_CURSOR = "\x1b[?25h"
@@ -31,7 +32,27 @@ def train(words: Sequence[str], processes: str | None) -> int:
     if world is not None or ready.num_processes == 1:
         rank.train(ready, world)
         return 0
-    return _launch(["-m", "fourfold.cli.rank", *words], ready.num_processes)
+    return _launch(["-m", "fourfold.cli.rank", *words], ready.num_processes, _care(ready))
+
+
+def _care(ready: "Job") -> "Care":
+    from fourfold.engines.restart import GRACE_SECONDS, Care
+    from fourfold.run import faults
+
+    def record(fault: faults.Fault) -> None:
+        try:
+            faults.append(ready.folder, fault)
+        except OSError as error:  # A full disk, or ranks that died before there was a folder.
+            _say(f"{faults.FILE} could not be written: {error}")
+
+    return Care(
+        restarts=ready.restarts,
+        beats=True,
+        hang_seconds=ready.hang_seconds,
+        grace=GRACE_SECONDS,
+        notice=_say,
+        record=record,
+    )
 
 
 def _is_finished(ready: "Job", *, speaks: bool) -> bool:
@@ -51,12 +72,15 @@ def _is_finished(ready: "Job", *, speaks: bool) -> bool:
     return line is not None
 
 
-def run(command: Sequence[str], processes: str | None) -> int:
+def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> int:
     """`fourfold run`; returns the exit code."""
     from fourfold.cli.failure import neighbour
     from fourfold.engines.machine import check_number, default_processes
+    from fourfold.engines.restart import Care
     from fourfold.engines.worker import run_program
 
+    if not restarts.isdecimal():
+        raise SettingError(Problem(f"--restarts {restarts}", "a whole number, at least 0"), where="fourfold run")
     if not command:
         raise SettingError(Problem("no script", "SCRIPT.py", "fourfold run --help"), where="fourfold run")
     script = Path(command[0])
@@ -69,7 +93,7 @@ def run(command: Sequence[str], processes: str | None) -> int:
     if world is not None or num_processes == 1:
         run_program(command)
         return 0
-    return _launch(command, num_processes)
+    return _launch(command, num_processes, Care(restarts=int(restarts), notice=_say))
 
 
 def show(words: Sequence[str]) -> int:
@@ -98,12 +122,17 @@ def report(words: Sequence[str]) -> int:
     return 0
 
 
-def _launch(command: Sequence[str], num_processes: int) -> int:
+def _launch(command: Sequence[str], num_processes: int, care: "Care") -> int:
     from fourfold.engines.local import launch
 
-    outcome = launch(command, num_processes=num_processes)
-    if outcome.exit_code and sys.stdout.isatty():
-        print(SHOW_CURSOR, flush=True)  # and a new line: a rank that was killed has left its own half drawn
+    outcome = launch(command, num_processes=num_processes, care=care)
     if outcome.text:
-        print(f"fourfold: {outcome.text}", file=sys.stderr, flush=True)
+        _say(outcome.text)
     return outcome.exit_code
+
+
+def _say(text: str) -> None:
+    """Tell of ranks that have ended."""
+    if sys.stdout.isatty():
+        print(SHOW_CURSOR, flush=True)  # and a new line: a rank that was killed has left its own half drawn
+    print(f"fourfold: {text}", file=sys.stderr, flush=True)

@@ -2,6 +2,7 @@
 
 record  what a rank writes down about the error that ended it: a JSON file, replaced atomically
 echo    an error that only says that another rank has gone (a connection reset); never the cause if there is another
+final   an error that another attempt would end with too: all that are told to people, except that a peer has gone
 cut     a traceback without the frames of torch, fourfold and the import machinery
 Law: of all that ranks report, the earliest record that is no echo is the cause; next come deaths by signal, then exit
 codes, then echoes.
@@ -14,23 +15,14 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fourfold.words.errors import FourfoldError
+from fourfold.words.errors import PEER_GONE, FourfoldError, PeerError, StoppedError
 
-ECHOES = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "broken pipe",
-    "recvvalue failed",
-    "socket closed",
-    "remote process exited",
-    "application timeout caused pair closure",
-)
-ECHO_KINDS = ("PeerError", "DistNetworkError")
+# A rank that dies before all have met leaves a LaunchError to the others.
+ECHO_KINDS = ("PeerError", "LaunchError", "DistNetworkError")
 
 
 @dataclass(frozen=True)
@@ -43,19 +35,29 @@ class Record:
     text: str
     timestamp: float  # seconds since the epoch
     exit_code: int
+    final: bool = False
 
     @property
     def echo(self) -> bool:
         said = self.message.lower()
-        return self.kind in ECHO_KINDS or any(echo in said for echo in ECHOES)
+        return self.kind in ECHO_KINDS or any(echo in said for echo in PEER_GONE)
 
 
 @dataclass(frozen=True)
 class Cause:
-    """What to tell the user, and what to exit with."""
+    """What to tell the user, and what to exit with.
+
+    rank       whose it is; None where nobody knows
+    by_signal  the rank was killed
+    stopped    the job was asked to stop, and did
+    """
 
     text: str
     exit_code: int
+    rank: int | None = None
+    by_signal: bool = False
+    final: bool = False
+    stopped: bool = False
 
 
 def record(error: BaseException, *, rank: int) -> Record:
@@ -67,6 +69,7 @@ def record(error: BaseException, *, rank: int) -> Record:
         text=explain(error),
         timestamp=time.time(),
         exit_code=error.exit_code if isinstance(error, FourfoldError) else 1,
+        final=isinstance(error, FourfoldError) and not isinstance(error, PeerError),
     )
 
 
@@ -85,34 +88,40 @@ def read(path: Path) -> Record | None:
         return None
 
 
-def first(records: Mapping[int, Record], exit_codes: Mapping[int, int], *, num_processes: int) -> Cause:
-    """The cause among the ranks' records, and the exit codes of the ranks that ended before anyone was told to."""
+def first(records: Mapping[int, Record], exit_codes: Mapping[int, int], names: Sequence[str]) -> Cause:
+    """The cause among the ranks' records, and the exit codes of the ranks that ended before anyone was told to.
+
+    names: what each rank is called, as "rank 1 of 2".
+    """
     entries = sorted(records.values(), key=lambda entry: (entry.echo, entry.timestamp))
     if entries and not entries[0].echo:
-        return _of_record(entries[0], num_processes)
+        return _of_record(entries[0], names)
     silent = {rank: code for rank, code in sorted(exit_codes.items()) if code and rank not in records}
     killed = [rank for rank, code in silent.items() if code < 0]
     if silent:
         rank = (killed or list(silent))[0]
-        return _of_code(rank, silent[rank], num_processes)
+        return _of_code(rank, silent[rank], names[rank])
     if entries:
-        return _of_record(entries[0], num_processes)
-    return Cause(f"a rank of {num_processes} failed and left no trace", 1)
+        return _of_record(entries[0], names)
+    return Cause(f"a rank of {len(names)} failed and left no trace", 1)
 
 
-def _of_record(entry: Record, num_processes: int) -> Cause:
-    return Cause(f"rank {entry.rank} of {num_processes} failed\n{entry.text.rstrip()}", entry.exit_code)
+def _of_record(entry: Record, names: Sequence[str]) -> Cause:
+    if entry.kind == StoppedError.__name__:
+        return Cause(entry.message, entry.exit_code, final=True, stopped=True)
+    text = f"{names[entry.rank]} failed\n{entry.text.rstrip()}"
+    return Cause(text, entry.exit_code, entry.rank, final=entry.final)
 
 
-def _of_code(rank: int, code: int, num_processes: int) -> Cause:
+def _of_code(rank: int, code: int, name: str) -> Cause:
     if code >= 0:
-        return Cause(f"rank {rank} of {num_processes} ended with exit code {code}", code)
+        return Cause(f"{name} ended with exit code {code}", code, rank)
     try:
-        name = signal.Signals(-code).name
+        number = signal.Signals(-code).name
     except ValueError:
-        name = f"signal {-code}"
+        number = f"signal {-code}"
     hint = "; if nobody did this, the machine has run out of memory" if -code == signal.SIGKILL else ""
-    return Cause(f"rank {rank} of {num_processes} was killed by {name}{hint}", 1)
+    return Cause(f"{name} was killed by {number}{hint}", 1, rank, by_signal=True)
 
 
 # ---- tracebacks, cut

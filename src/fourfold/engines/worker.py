@@ -7,6 +7,7 @@ Law: the program sees the command line, the path and the exit codes it would see
 down for the launcher, which tells it once.
 """
 
+import atexit
 import faulthandler
 import os
 import runpy
@@ -15,8 +16,10 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from fourfold.engines import cause
+from fourfold.engines import cause, watch
+from fourfold.words.errors import REQUEUE_CODE
 
 EXIT_SECONDS = 2.0  # for atexit functions and threads of a rank that has failed
 
@@ -25,6 +28,7 @@ def main(arguments: Sequence[str]) -> None:
     launcher, *command = arguments
     _die_with(int(launcher))
     faulthandler.enable(all_threads=False)
+    _tell_where_on_signal()
     try:
         run_program(command)
     except KeyboardInterrupt:
@@ -48,11 +52,37 @@ def run_program(command: Sequence[str]) -> None:
 def _fail(error: Exception) -> None:
     entry = cause.record(error, rank=int(os.environ["RANK"]))
     cause.write(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), entry)
-    # A thread of the user's, or a process group that waits for dead peers, must not keep a failed rank alive.
-    deadline = threading.Timer(EXIT_SECONDS, os._exit, [entry.exit_code])
+    if entry.exit_code == REQUEUE_CODE:
+        leave_at_once(entry.exit_code)
+    _end_within(EXIT_SECONDS, entry.exit_code)
+    sys.exit(entry.exit_code)
+
+
+def leave_at_once(exit_code: int) -> NoReturn:
+    """End this process without taking the interpreter apart: with torch in it that takes up to seconds."""
+    _end_within(EXIT_SECONDS, exit_code)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(exit_code)
+
+
+def _end_within(seconds: float, exit_code: int) -> None:
+    """Have this process end, whatever it does next.
+
+    A thread of the user's, or a process group that waits for dead peers, must not keep a failed rank alive.
+    """
+    deadline = threading.Timer(seconds, os._exit, [exit_code])
     deadline.daemon = True
     deadline.start()
-    sys.exit(entry.exit_code)
+
+
+def _tell_where_on_signal() -> None:
+    """Where the launcher looks for ranks that hang: on its signal, write down what the main thread is at."""
+    folder = os.environ.get(watch.VARIABLE)
+    if folder is not None:
+        path = watch.file_of(Path(folder), int(os.environ["LOCAL_RANK"]))
+        faulthandler.register(watch.SIGNAL, file=path.open("w"), all_threads=False)
 
 
 def _die_with(launcher: int) -> None:

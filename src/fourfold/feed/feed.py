@@ -7,7 +7,7 @@ Law: over all data indices the samples of a global batch are `plan.order.rows` o
 
 import queue
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple
 
 from fourfold.feed.source import fetch
@@ -19,6 +19,8 @@ from fourfold.words.task import Source
 from fourfold.words.world import World, from_environment
 
 READ_AHEAD = 2
+LOOK_SECONDS = 0.25
+JOIN_SECONDS = 1.0  # a source that does not answer must not keep its rank; the thread ends with the process
 
 
 class Position(NamedTuple):
@@ -62,6 +64,8 @@ class Feed:
         self._source, self._batch_size = source, batch_size
         self._size, self._index = _place(plan)
         self._state = Position(seed, 0, 0)
+        self.look: Callable[[], None] = _nothing
+        """Called from time to time while a batch is waited for: what it raises ends the waiting."""
 
     @property
     def batch_size(self) -> int:
@@ -133,13 +137,23 @@ class Feed:
         thread = threading.Thread(target=read, name="fourfold feed", daemon=True)
         thread.start()
         try:
-            while (item := ready.get()) is not None:
+            while (item := self._next(ready)) is not None:
                 if isinstance(item, BaseException):
                     raise item
                 yield item
         finally:
             stopped.set()
-            thread.join()
+            thread.join(JOIN_SECONDS)
+
+    def _next(self, ready: queue.Queue[Any]) -> Any:
+        while True:
+            try:
+                return ready.get(timeout=LOOK_SECONDS)
+            except queue.Empty:
+                self.look()
+
+
+def _nothing() -> None: ...
 
 
 def _put(ready: queue.Queue[Any], item: Any, stopped: threading.Event) -> bool:

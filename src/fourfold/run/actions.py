@@ -48,6 +48,8 @@ class Totals:
     count: float
     samples: float
     tokens: float
+    asked: float
+    """How many ranks have been asked to stop."""
 
 
 class Actions:
@@ -72,6 +74,8 @@ class Actions:
         # in the first step, its count in all others. The rest of the division is made up for after the reduction,
         # and is 1 where batches are even.
         self.nominal_count: float | None = None
+        self.asked = False
+        """Whether this rank has been asked to stop; every rank learns of it within the step."""
         self.recorder = SILENT
         self._every_round = parts.rest.gradient == SPLIT
         self._gathers = life(parts.rest).after_update != Change.NONE
@@ -85,7 +89,8 @@ class Actions:
         """Begin a step; afterwards `totals` and `grad_norm` tell of it."""
         self._microbatches = microbatches
         self._losses: dict[int, Loss] = {}
-        self._local = torch.zeros(4, dtype=torch.float64, device=self._device)
+        self._local = torch.zeros(5, dtype=torch.float64, device=self._device)
+        self._local[4] = float(self.asked)
         self._last = max((index for index, part in enumerate(microbatches) if part.samples), default=-1)
         rounds = len(microbatches) if self._every_round else 1
         self._first_of_last_round = (rounds - 1) * len(self._parts.parameters)
@@ -121,7 +126,7 @@ class Actions:
             loss = measure(self._loss(call(self._model, part.inputs), part.targets), part.samples)
             self._losses[index] = loss
             self._seen.append((index, loss.total.detach()))
-            self._local += torch.stack([loss.total.detach().double(), *self._numbers(loss.count, part)])
+            self._local[:4] += torch.stack([loss.total.detach().double(), *self._numbers(loss.count, part)])
 
     def suspects(self) -> list[range]:
         """The samples of this rank's batch, by microbatch, whose loss is not finite."""

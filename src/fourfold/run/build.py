@@ -153,6 +153,24 @@ class TrainStep:
     def rank(self) -> int:
         return self._ranks.rank
 
+    def ask(self, stop: bool) -> None:
+        """Whether this rank wants the run to stop: `asked` tells all ranks after the next step."""
+        self._actions.asked = stop
+
+    @property
+    def asked(self) -> bool:
+        """Whether some rank wanted the run to stop when the last step ended; the same on every rank."""
+        totals = self._actions.totals
+        return totals is not None and totals.asked > 0
+
+    def has_died(self, rank: int) -> bool:
+        """Whether a rank's process has ended, as far as this host can tell. Not collective: waits ask it."""
+        return self._ranks.has_died(rank)
+
+    def look(self) -> None:
+        """Raise PeerError where another rank of this host has ended. Not collective: waits call it."""
+        self._ranks.look()
+
     def tell(self, recorder: Recorder) -> None:
         """From now on `recorder` hears of every action, bucket and wait of this rank; `SILENT` ends it."""
         self._runtime.recorder = self._actions.recorder = recorder

@@ -1,30 +1,42 @@
-"""Faults: what a run has met and gone on from, a line each in `faults.jsonl` in its folder.
+"""Faults: what went wrong in a run and what became of it, a line each in faults.jsonl.
 
-Law: lines are only ever appended; nothing that happened is forgotten when a run goes on from an earlier step.
+Law: lines are appended and never taken back: a run that goes on from a checkpoint cuts its log, not its faults.
 """
 
-import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-FAULTS = "faults.jsonl"
-SKIPPED_STEP = "skipped step"
+FILE = "faults.jsonl"
 
 
-def append(
-    folder: Path,
-    *,
-    kind: str,
-    step: int,
-    rank: int | None = None,
-    host: str | None = None,
-    text: str,
-    seconds: float | None = None,
-) -> None:
-    """Write down one fault. `text` is one line for people; `seconds` is the time it cost. Raises OSError."""
-    record = {"time": time.time(), "kind": kind, "step": step, "rank": rank, "host": host}
-    line = msgspec.json.encode({**record, "text": text, "seconds": seconds}) + b"\n"
-    # One write: lines of several processes do not mix.
-    with (folder / FAULTS).open("ab", buffering=0) as file:
-        file.write(line)
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """One fault.
+
+    time     when it was noticed, in seconds since the epoch
+    kind     "restart", "stopped", "hung", "terminated", "gave up", "lost rank", "skipped step"
+    step     the last finished one, or the one that was skipped; -1 where nobody knows
+    seconds  from the fault to the end of the first step after it; None where there was none, or nobody waited for it
+    """
+
+    time: float
+    kind: str
+    step: int
+    rank: int | None
+    host: str | None
+    text: str
+    seconds: float | None = None
+
+
+def append(folder: Path, fault: Fault) -> None:
+    """Write down a fault, in the run's folder. Raises OSError."""
+    with (folder / FILE).open("ab", buffering=0) as file:
+        file.write(msgspec.json.encode(fault) + b"\n")
+
+
+def read(folder: Path) -> Sequence[Fault]:
+    """All faults of a run, in the order in which they were written."""
+    path = folder / FILE
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return [msgspec.json.decode(line, type=Fault) for line in lines]

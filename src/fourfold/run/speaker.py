@@ -3,6 +3,7 @@
 Law: rank 0 alone writes and speaks; on other ranks the same calls only count.
 """
 
+import platform
 import secrets
 import time
 from collections import deque
@@ -15,6 +16,7 @@ from fourfold.plan.plan import Plan
 from fourfold.run import faults
 from fourfold.run.build import Metrics, TrainStep
 from fourfold.run.checkpoint.keeper import Progress
+from fourfold.run.faults import Fault
 from fourfold.run.folder import Folder, Opened
 from fourfold.run.guard import Skipped
 from fourfold.run.settings import Settings, told_finished, tuned_for
@@ -128,6 +130,16 @@ class Speaker:
         if self._folder is not None and self._report is not None:
             self._report.note(text)
 
+    def fault(self, kind: str, step: int, text: str) -> None:
+        """Write down a fault that this rank has noticed."""
+        if self._folder is None:
+            return
+        try:
+            fault = Fault(time=time.time(), kind=kind, step=step, rank=None, host=platform.node(), text=text)
+            faults.append(self._folder.path, fault)
+        except OSError as error:
+            self.note(f"warning: {faults.FILE} could not be written: {error}")
+
     def position(self) -> int:
         return self._folder.position() if self._folder is not None else 0
 
@@ -159,11 +171,12 @@ class Speaker:
     def _skipped(self, number: int, skipped: Skipped) -> None:
         assert self._folder is not None
         try:
-            faults.append(
-                self._folder.path, kind=faults.SKIPPED_STEP, step=number, rank=skipped.rank, text=skipped.text
+            fault = Fault(
+                time=time.time(), kind="skipped step", step=number, rank=skipped.rank, host=None, text=skipped.text
             )
+            faults.append(self._folder.path, fault)
         except OSError as error:  # A run is worth more than the list of its faults.
-            self.note(f"warning: {faults.FAULTS} could not be written: {error}")
+            self.note(f"warning: {faults.FILE} could not be written: {error}")
         self.note(f"skipped {skipped.text}")
 
     def _line(self, number: int) -> Line:

@@ -6,10 +6,10 @@ Law: every rank does the same steps; rank 0 alone writes and speaks.
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -19,15 +19,19 @@ from fourfold.plan.order import share
 from fourfold.plan.plan import Plan
 from fourfold.plan.rates import Rates
 from fourfold.plan.timeline import DATA
+from fourfold.run import pulse
+from fourfold.run.asked import asked_to_stop
 from fourfold.run.average import Average
 from fourfold.run.batch import call, cut, evaluating, measure
 from fourfold.run.build import TrainStep, parallelize, trainable_of
 from fourfold.run.checkpoint.keeper import Keeper, Place, Progress
 from fourfold.run.checkpoint.read import load_weights
 from fourfold.run.checkpoint.state import Trained
+from fourfold.run.pulse import Pulse
 from fourfold.run.settings import Settings, factors, settings_of
 from fourfold.run.speaker import WINDOW, Report, Result, Speaker
 from fourfold.run.trace import EVERY, Tracing
+from fourfold.words.errors import PeerError, StoppedError
 from fourfold.words.task import Source, Task
 
 
@@ -66,7 +70,10 @@ def train(
     safetensors file of weights to begin with. `skip_nan` steps in a row may be left out because the loss, or the norm
     where `clip` measures one, is not finite; they are told in faults.jsonl. `rates` scales the learning rate to the
     batch, warms it up and lets it fall; without it the rate follows the task's schedule. `report` hears of the
-    progress on rank 0. Raises children of FourfoldError.
+    progress on rank 0.
+
+    SIGTERM to any rank ends the run after the next step, with a checkpoint and a StoppedError on every rank, unless the
+    process handles that signal itself. Raises children of FourfoldError.
     """
     plan = plan or Plan()
     given = {"steps": steps, "batch_size": batch_size, "clip": clip, "seed": seed, "evaluate_every": evaluate_every}
@@ -89,10 +96,25 @@ def train(
             progress = speaker.resumed(keeper.resume())
             begin = time.perf_counter()
             tracing = Tracing(step, every=settings.trace_every, folder=speaker.path)
-            run = Training(task, trained, settings, speaker, keeper, tracing, data.valid)
-            progress = run.steps(progress)
-            seconds = time.perf_counter() - begin
-            return run.end(progress, seconds)
+            beats = pulse.of_environment()
+            beats.resumed(progress.step)
+            run = Training(task, trained, settings, speaker, keeper, tracing, data.valid, beats)
+            with asked_to_stop() as asked, _telling_when(speaker, beats):
+                progress = run.steps(progress, asked)
+                seconds = time.perf_counter() - begin
+                return run.end(progress, seconds)
+
+
+@contextlib.contextmanager
+def _telling_when(speaker: Speaker, beats: Pulse) -> Iterator[None]:
+    """Within: a PeerError says after which step. Where no launcher of ours does, it is written down here."""
+    try:
+        yield
+    except PeerError as error:
+        text = f"{error} (after step {beats.step})" if beats.step >= 0 else f"{error} (before the first step)"
+        if not beats.is_read:
+            speaker.fault("lost rank", beats.step, text)
+        raise PeerError(text) from error
 
 
 @contextlib.contextmanager
@@ -117,10 +139,12 @@ class Training:
     keeper: Keeper
     tracing: Tracing
     valid: Source | None
+    pulse: Pulse
 
-    def steps(self, progress: Progress) -> Progress:
-        """From where the run is to its last step."""
+    def steps(self, progress: Progress, asked: Callable[[], bool]) -> Progress:
+        """From where the run is to its last step. Raises StoppedError where a rank is `asked` to stop."""
         step, feed, average = self.trained
+        feed.look = step.look
         every, last = self.settings.checkpoint_every, self.settings.steps
         batches = feed.forever()
         factor = factors(self.task, self.settings)
@@ -132,6 +156,7 @@ class Training:
             with self.tracing.sample(number + 1) as recorder:
                 with recorder.span(DATA):
                     batch = next(batches)
+                step.ask(asked())
                 metrics = step(batch)
             if metrics.skipped is None:
                 losses.append(metrics.loss)
@@ -139,17 +164,39 @@ class Training:
                     average.update(number + 1)
             self.speaker.stepped(number + 1, metrics, lr=step.optimizer.param_groups[0]["lr"])
             self.keeper.tell()
+            self.pulse.beat(number + 1)
             progress, best = Progress(number + 1, list(losses), {}, progress.best), progress.best
             if progress.step < last:
+                if step.asked:
+                    self.stop(progress)
                 if self.settings.evaluate_every and progress.step % self.settings.evaluate_every == 0:
                     progress = self.evaluate(progress)
                 if every and (progress.step % every == 0 or progress.best != best):
-                    self.keeper.save(progress)
+                    with self.pulse.pause():
+                        self.keeper.save(progress)
         batches.close()  # ends the thread that reads ahead
         return progress
 
+    def stop(self, progress: Progress) -> NoReturn:
+        """Save, and end the run before its time. Collective."""
+        with self.pulse.pause():
+            if self.settings.checkpoint_every and self.keeper.saved_step != progress.step:
+                self.keeper.save(progress)
+            self.keeper.wait()
+            newest = self.keeper.newest()
+            where = "there" if newest == progress.step else f"after step {newest}" if newest else "at the beginning"
+            text = f"stopped by SIGTERM after step {progress.step}; the same command goes on {where}"
+            self.speaker.fault("terminated", progress.step, text)
+            # All leave together: a launcher of others ends all ranks when the first has gone.
+            text = self.trained.step.exchange(text)[0]
+        raise StoppedError(text)
+
     def evaluate(self, progress: Progress) -> Progress:
         """What the run has reached, with what the validation data say of it."""
+        with self.pulse.pause():
+            return self._evaluate(progress)
+
+    def _evaluate(self, progress: Progress) -> Progress:
         if self.valid is None:
             return progress
         step, _, average = self.trained
@@ -168,6 +215,7 @@ class Training:
         """The last evaluation, the last checkpoint, and what is told of the run."""
         step, _, average = self.trained
         progress = self.evaluate(progress)
+        self.pulse.done()
         if self.settings.checkpoint_every and self.keeper.saved_step != progress.step:
             self.keeper.save(progress)
         sample = None

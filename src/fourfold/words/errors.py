@@ -1,12 +1,28 @@
 """Errors for people: what was got, what is needed, what to try; all problems at once.
 
 problem  one thing that is wrong: (got, need, attempt); printed in columns
+requeue  the exit code of a job that the same command goes on with
 Law: an error raised for a user's input is a `FourfoldError`, and no process has been started yet.
 """
 
 import difflib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+# EX_TEMPFAIL of BSD's sysexits.h, "try again later": schedulers are told to start such a job once more.
+REQUEUE_CODE = 75
+
+# What torch and gloo say when another process has gone.
+PEER_GONE = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "recvvalue failed",
+    "socket closed",
+    "remote process exited",
+    "application timeout caused pair closure",
+)
 
 
 class Problem(NamedTuple):
@@ -72,9 +88,15 @@ class LaunchError(FourfoldError):
 
 
 class PeerError(FourfoldError):
-    """Another rank has died or does not answer."""
+    """Another rank has died or does not answer: nothing is wrong with this one, and another attempt may go well."""
 
-    exit_code = 1
+    exit_code = REQUEUE_CODE
+
+
+class StoppedError(FourfoldError):
+    """Training was asked to stop (SIGTERM) and did, at a step that all ranks agreed on."""
+
+    exit_code = REQUEUE_CODE
 
 
 class DivergenceError(FourfoldError):

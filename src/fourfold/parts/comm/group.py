@@ -5,6 +5,7 @@ Law: every rank begins the same collectives of one group in the same order, and 
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -65,6 +66,7 @@ class GroupTransport:
     def __init__(
         self, slots: Sequence[Tensor], ranks: Ranks, members: Sequence[int], rest: Rest, turns: tuple[int, ...]
     ) -> None:
+        self._ranks = ranks
         group = ranks.group(members, "buckets")
         self._group, self._scalars_group = group, ranks.group(members, "scalars")
         self.name = "NCCL" if ranks.device.type == "cuda" else "gloo"
@@ -93,13 +95,16 @@ class GroupTransport:
 
     def launch(self, bucket: int, name: int) -> None:
         if self._splitter is None:
-            work = _all_reduce(self.slots[bucket], self._group)
+            with self._ranks.naming_the_dead():
+                work = _all_reduce(self.slots[bucket], self._group)
             self.recorder.follow(name, work.get_future)
             self._flying[bucket] = Flight(_waiting(work), work.is_completed)
             return
         if len(self._flying) >= IN_FLIGHT:
             self.complete(next(iter(self._flying)))
-        self._flying[bucket] = self._splitter.scatter(self.slots[bucket], lambda work: self.recorder.follow(name, work))
+        with self._ranks.naming_the_dead():
+            follow = functools.partial(self.recorder.follow, name)
+            self._flying[bucket] = self._splitter.scatter(self.slots[bucket], follow)
 
     def complete(self, bucket: int) -> None:
         if bucket in self._flying:
@@ -143,8 +148,10 @@ class GroupTransport:
     def publish(self, bucket: int, weight: Tensor) -> None:
         assert self._splitter is not None
         if len(self._spreading) >= IN_FLIGHT:
-            self._spreading.pop(0)()
-        self._spreading.append(self._splitter.gather(weight))
+            with self._timed():
+                self._spreading.pop(0)()
+        with self._ranks.naming_the_dead():
+            self._spreading.append(self._splitter.gather(weight))
 
     def close(self) -> None:
         with self._timed():
@@ -163,7 +170,8 @@ class GroupTransport:
             tensor = self._roll.tagged(values, self._call)
         else:
             tensor = values.to(self._device, copy=True)
-        self._measures[kind] = tensor, _all_reduce(tensor, self._scalars_group)
+        with self._ranks.naming_the_dead():
+            self._measures[kind] = tensor, _all_reduce(tensor, self._scalars_group)
 
     def measured(self, kind: int) -> list[float]:
         tensor, work = self._measures.pop(kind)
@@ -178,7 +186,7 @@ class GroupTransport:
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
         begin = time.perf_counter()
-        with self.recorder.waiting():
+        with self.recorder.waiting(), self._ranks.naming_the_dead():
             yield
         self.waiting_seconds += time.perf_counter() - begin
 
@@ -207,6 +215,7 @@ class BetweenHosts:
     """The ranks of one local index on every host, over gloo; see `shared.Between`."""
 
     def __init__(self, ranks: Ranks, members: Sequence[int]) -> None:
+        self._ranks = ranks
         self._group = ranks.group(members, "buckets")
         self._scalars_group = ranks.group(members, "scalars")
         self.size, self._leader = len(members), members[0]
@@ -215,28 +224,34 @@ class BetweenHosts:
         self._roll = _Roll(self._scalars_group, members, self.index, torch.device("cpu"))
 
     def begin(self, flat: Tensor) -> Flight:
-        work = _all_reduce(flat, self._group)
+        with self._ranks.naming_the_dead():
+            work = _all_reduce(flat, self._group)
 
         def land() -> Tensor:
-            work.wait()
+            with self._ranks.naming_the_dead():
+                work.wait()
             return flat
 
         return Flight(land, work.is_completed)
 
     def scatter(self, flat: Tensor) -> Flight:
-        return self._splitter.scatter(flat)
+        with self._ranks.naming_the_dead():
+            return self._splitter.scatter(flat)
 
     def gather(self, flat: Tensor) -> Callable[[], None]:
-        return self._splitter.gather(flat)
+        with self._ranks.naming_the_dead():
+            return self._splitter.gather(flat)
 
     def broadcast(self, flat: Tensor) -> None:
-        dist.broadcast(flat, src=self._leader, group=self._group)
+        with self._ranks.naming_the_dead():
+            dist.broadcast(flat, src=self._leader, group=self._group)
 
     def measure(self, values: Sequence[float], call: str | None = None) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64)
         if call is not None:
             tensor = self._roll.tagged(tensor, call)
-        dist.all_reduce(tensor, group=self._scalars_group)
+        with self._ranks.naming_the_dead():
+            dist.all_reduce(tensor, group=self._scalars_group)
         sums = tensor.tolist()
         if call is not None:
             self._roll.compare(sums, call)

@@ -145,6 +145,17 @@ def _process(pid: int) -> _Process:
     return _Process(pid, int(fields[19]) if fields else 0)
 
 
+def me() -> _Process:
+    """This process."""
+    return _process(os.getpid())
+
+
+def lives(pid: int, began: int) -> bool:
+    """Whether a process of this host is still there; one that has ended and is not buried yet is not."""
+    fields = _stat(pid)
+    return bool(fields) and int(fields[19]) == began and fields[0] not in ("Z", "X")
+
+
 def _stat(pid: int) -> list[str]:
     """The fields of /proc/PID/stat after the command's name (state first); none where there is no such process."""
     try:

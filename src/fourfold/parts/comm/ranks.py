@@ -2,6 +2,7 @@
 
 exchange   every rank gives a text, every rank gets all texts
 host       where a process runs: boot id and network namespace; processes of one host can share memory
+roster     host and process of every rank, so that a death can be told with a name
 Law: texts are JSON, never pickle; a world of one rank needs no process group.
 """
 
@@ -9,17 +10,30 @@ import atexit
 import contextlib
 import json
 import os
-from collections.abc import Sequence
+import platform
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from fourfold.parts.comm import meeting
 from fourfold.words import launchers
-from fourfold.words.errors import LaunchError, Problem
+from fourfold.words.errors import PEER_GONE, LaunchError, PeerError, Problem
 from fourfold.words.world import World, from_environment
+
+BURIAL_SECONDS = 0.2  # a process's sockets are closed a moment before it is gone
+
+
+class _Process(NamedTuple):
+    """Where a rank lives."""
+
+    host: str
+    name: str
+    pid: int
+    began: int
 
 
 class Ranks:
@@ -28,6 +42,46 @@ class Ranks:
     def __init__(self, world: World, device: torch.device) -> None:
         self.world, self.device = world, device
         self._groups: dict[tuple[str, tuple[int, ...]], Any] = {}
+        self._roster: list[_Process] = []
+
+    def enrol(self) -> "Ranks":
+        """Have every rank know where all live. Collective."""
+        mine = _Process(host_id(), platform.node(), *meeting.me())
+        self._roster = [_Process(*theirs) for theirs in self.exchange(mine)]
+        return self
+
+    def has_died(self, rank: int) -> bool:
+        """Whether a rank's process has ended, as far as this host can tell. Not collective: waits ask it."""
+        if not self._roster or self._roster[rank].host != self._roster[self.rank].host:
+            return False
+        return not meeting.lives(self._roster[rank].pid, self._roster[rank].began)
+
+    def look(self) -> None:
+        """Raise PeerError where another rank of this host has ended. Not collective: waits call it."""
+        dead = self._dead()
+        if dead:
+            raise PeerError(f"{self._names(dead)} died while rank {self.rank} needed it")
+
+    def _dead(self) -> list[int]:
+        return [rank for rank in range(self.size) if self.has_died(rank)]
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        return " and ".join(f"rank {rank} (host {self._roster[rank].name})" for rank in ranks)
+
+    @contextlib.contextmanager
+    def naming_the_dead(self) -> Iterator[None]:
+        """Within: a connection that breaks is a PeerError that says who has died."""
+        try:
+            yield
+        except RuntimeError as error:
+            said = str(error).splitlines()[0] if str(error) else ""
+            if not any(words in str(error).lower() for words in PEER_GONE):
+                raise
+            deadline = time.monotonic() + BURIAL_SECONDS
+            while not (dead := self._dead()) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            who = self._names(dead) if dead else f"a rank of another host ({said})"
+            raise PeerError(f"{who} died while rank {self.rank} waited for it") from error
 
     @property
     def rank(self) -> int:
@@ -50,13 +104,15 @@ class Ranks:
 
     def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         rows = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(rows, tensor)
+        with self.naming_the_dead():
+            dist.all_gather(rows, tensor)
         return [row.cpu() for row in rows]
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Rank 0's values, everywhere, in place."""
         if self.size > 1:
-            dist.broadcast(tensor, src=0)
+            with self.naming_the_dead():
+                dist.broadcast(tensor, src=0)
 
     def sum(self, tensor: torch.Tensor) -> None:
         """The sum over all ranks, everywhere, in place."""
@@ -78,7 +134,7 @@ def join() -> Ranks:
     """Join the process group that is there, or the one the launcher's environment speaks of, or stay alone."""
     world = present()
     if world is not None:
-        return Ranks(world, _device(world.local_rank))
+        return Ranks(world, _device(world.local_rank)).enrol()
     world = from_environment() or World()
     device = _device(world.local_rank)
     if world.size > 1:
@@ -87,7 +143,7 @@ def join() -> Ranks:
         _init_group("nccl" if device.type == "cuda" else "gloo")
         # Gloo's threads must end before the interpreter does, else the process aborts at its very end.
         atexit.register(leave)
-    return Ranks(world, device)
+    return Ranks(world, device).enrol()
 
 
 def _init_group(backend: str) -> None:

@@ -15,6 +15,7 @@ Measured: `docs/measured.md`, "Collectives".
 
 import mmap
 import os
+import platform
 import select
 import socket
 import time
@@ -211,7 +212,9 @@ class Shared:
             self._flags[DEAD * FLAG_STRIDE] = known = dead[0] + 1
         if (known or dead) and self._least(flag) < count:
             rank = self._ranks[known - 1 if known else dead[0]]
-            raise PeerError(f"rank {rank} has died while rank {self._ranks[self.index]} waited for it")
+            raise PeerError(
+                f"rank {rank} (host {platform.node()}) died while rank {self._ranks[self.index]} waited for it"
+            )
         if waited_seconds > self._limit:
             flags = {self._ranks[p]: self._flags[p * self._words + flag * FLAG_STRIDE] for p in range(self.size)}
             late = ", ".join(str(rank) for rank, reached in flags.items() if reached < count)

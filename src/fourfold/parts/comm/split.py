@@ -39,6 +39,7 @@ class Splitter:
     """
 
     def __init__(self, ranks: Ranks, members: Sequence[int]) -> None:
+        self._ranks = ranks
         self._sums, self._gathers = ranks.group(members, "buckets"), ranks.group(members, "weights")
         self.size = len(members)
         self.index = list(members).index(ranks.rank) if ranks.rank in members else -1
@@ -61,7 +62,8 @@ class Splitter:
             begun(work.get_future)
 
             def land() -> Tensor:
-                work.wait()
+                with self._ranks.naming_the_dead():
+                    work.wait()
                 return mine
 
             return Flight(land, work.is_completed)
@@ -70,7 +72,8 @@ class Splitter:
         begun(work.get_future)
 
         def land_and_add() -> Tensor:
-            work.wait()
+            with self._ranks.naming_the_dead():
+                work.wait()
             add_up(received.view(self.size, -1).unbind(), out=mine)
             self._give_back(received)
             return mine
@@ -84,7 +87,8 @@ class Splitter:
         work = _begun(dist.all_gather_into_tensor(flat, mine, group=self._gathers, async_op=True))
 
         def land() -> None:
-            work.wait()
+            with self._ranks.naming_the_dead():
+                work.wait()
             if flat.device.type != "cuda":
                 self._give_back(mine)
 

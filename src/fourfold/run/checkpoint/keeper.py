@@ -11,7 +11,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -173,6 +173,10 @@ class Keeper:
             self._writer = None
         self.tell()
 
+    def newest(self) -> int | None:
+        """The step of the newest checkpoint that has its name."""
+        return max(self._shelf.steps(), default=None)
+
     def leave(self) -> None:
         """After an error: finish what can be finished at once, without waiting for ranks that may be dead."""
         self._given_up.set()
@@ -180,6 +184,14 @@ class Keeper:
             self._writer.join(LEAVE_SECONDS)
 
     # ---- in the writer's thread
+
+    def _lost(self, rank: int) -> str:
+        """Why a rank's piece will not come, "" where it may."""
+        if self._trained.step.has_died(rank):
+            return f"rank {rank} died before it had written its piece"
+        if self._given_up.wait(POLL_SECONDS):
+            return f"the run ended before rank {rank} had written its piece"
+        return ""
 
     def _write(self, step: int, random: Random, manifest: Manifest | None) -> None:
         part = self._shelf.part(step, self._place.token)
@@ -222,7 +234,7 @@ class Keeper:
         deadline = time.monotonic() + WAIT_SECONDS + total / SLOWEST_BYTES_PER_SECOND
         paths = [part / f"rank-{rank:03d}" for rank in range(self._size)]
         # All are waited for before one that failed is told: who may still write must not be swept away under.
-        problems = [_await(path, rank, self._given_up, deadline) for rank, path in enumerate(paths)]
+        problems = [_await(path, rank, self._lost, deadline) for rank, path in enumerate(paths)]
         if any(problems):
             raise CheckpointError([Problem(text) for text in problems if text])
         marks = [msgspec.json.decode(path.with_suffix(".json").read_bytes(), type=Mark) for path in paths]
@@ -245,18 +257,19 @@ def _mark(path: Path, suffix: str, text: bytes) -> None:
     os.rename(partial, path.with_suffix(suffix))
 
 
-def _await(path: Path, rank: int, given_up: threading.Event, deadline: float) -> str:
+def _await(path: Path, rank: int, lost: Callable[[int], str], deadline: float) -> str:
     """Until a rank's mark is there: what went wrong with its piece, "" where nothing did."""
+    reason = ""
     while not path.with_suffix(".json").exists():
         failed = path.with_suffix(".failed")
         if failed.exists():
             return f"rank {rank}: {failed.read_text() or 'its piece could not be written'}"
         if time.monotonic() > deadline:
             return f"the piece of rank {rank} has not come in time"
-        # Looked at after the mark: a checkpoint of which all pieces are there is not thrown away.
-        if given_up.is_set():
-            return f"the run ended before rank {rank} had written its piece"
-        given_up.wait(POLL_SECONDS)
+        # Told one look at the mark later: a checkpoint of which all pieces are there is not thrown away.
+        if reason:
+            return reason
+        reason = lost(rank)
     return ""
 
 

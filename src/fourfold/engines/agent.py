@@ -1,0 +1,207 @@
+"""Agent: torch's elastic agent, with our own judgement of what is done after a fault.
+
+attempt  the ranks from one start to the next
+words    what the ranks of an attempt have written down about their end
+Law: whatever ends an attempt, none of its processes is left when the next begins.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+
+from fourfold.engines import cause, watch
+from fourfold.engines.restart import Budget, Care
+from fourfold.run.faults import Fault
+from fourfold.run.pulse import STARTING, Pulses
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+UNLIMITED = 10**9  # restarts, as far as torch's agent is concerned: we count for ourselves
+
+
+class Agent(LocalElasticAgent):
+    """The ranks of one host. `run` returns when they have ended for good.
+
+    cause  why they did; None where all went well
+    """
+
+    def __init__(self, spec: WorkerSpec, *, folder: Path, pulses: Pulses, care: Care) -> None:
+        super().__init__(spec, logs_specs=DefaultLogsSpecs(log_dir=str(folder)))
+        self.size, self.care = spec.local_world_size, care
+        self.cause: cause.Cause | None = None
+        self._folder, self._pulses, self._budget = folder, pulses, Budget(care)
+        self._host = socket.gethostname()
+        self._exit_codes: dict[int, int] = {}
+        """Of the ranks that ended before the others were told to."""
+        self._hang: watch.Hang | None = None
+        self._signal: signal.Signals | None = None
+        """One that came while ranks were being ended."""
+        self._pending: list[tuple[Fault, float]] = []
+        """Faults after which no step has been finished yet, and when they were, on the monotonic clock."""
+
+    # ---- an attempt
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self._sweep()
+        self._exit_codes, self._hang = {}, None
+        self._pulses.begin()
+        started: Any = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
+        context: Any = self._pcontext
+        close = context.close
+
+        # The agent itself would wait 30 s, whatever its settings say: a failing rank closes the context with defaults.
+        def close_soon(death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
+            if not self._exit_codes:
+                self._exit_codes = {rank: code for rank, code in self.codes().items() if code is not None}
+            words = self.last_words()
+            saving = death_sig == signal.SIGTERM or (words is not None and words.stopped)
+            with _on_signals(self._end_now):
+                close(death_sig, self.care.grace if saving else self.care.window)
+
+        context.close = close_soon
+        return started
+
+    def _end_now(self, number: signal.Signals) -> None:
+        """A signal that comes while ranks are being ended (a second Ctrl-C, say)."""
+        self._signal = number
+        self._signal_all(signal.SIGKILL)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self._look_for_hang()
+        result: Any = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
+        self._tell_recovered()
+        if result.is_failed():
+            if self._signal is not None:
+                raise SignalException(f"{self._signal.name} came while ranks were ended", self._signal)
+            self._judge()
+        return result
+
+    def _look_for_hang(self) -> None:
+        if self.care.hang_seconds is None or self._hang is not None:
+            return
+        beats = self._pulses.read()
+        late = watch.late(beats, least=self.care.hang_seconds, now=time.monotonic())
+        if late:
+            self._hang = watch.kill(late, beats, self._pids(), self._folder)
+
+    # ---- after a fault
+
+    def _judge(self) -> None:
+        """Whether the ranks are started again, and what is said and written down."""
+        found, beats = self.last_words(), self._pulses.read()
+        assert found is not None
+        again = self._budget.allows(found, beats)
+        if not again:
+            self.cause, self._remaining_restarts = found, 0
+        if found.stopped:
+            return
+        step = max(beat.step for beat in beats)
+        kind = "restart" if again else "gave up"
+        if self._hang is not None and again:
+            kind = "stopped" if self._hang.stopped else "hung"
+        line = _one_line(found.text)
+        fault = Fault(time=time.time(), kind=kind, step=step, rank=found.rank, host=self._host, text=line)
+        self._pending.append((fault, time.monotonic()))
+        if again:
+            left = f" ({self._budget.used} of {self.care.restarts} restarts without progress)"
+            self.care.notice(f"{found.text}\nstarting again{left if self._budget.used > 1 else ''}")
+
+    def _tell_recovered(self) -> None:
+        """Have the faults written down after which training goes on again."""
+        if not self._pending:
+            return
+        beats = self._pulses.read()
+        if all(beat.phase == STARTING for beat in beats):
+            return
+        first = min(beat.since for beat in beats if beat.phase != STARTING)
+        self._record(first)
+
+    def _record(self, until: float | None) -> None:
+        for fault, begin in self._pending:
+            seconds = None if until is None else round(until - begin, 3)
+            self.care.record(msgspec.structs.replace(fault, seconds=seconds))
+        self._pending = []
+
+    def last_words(self) -> cause.Cause | None:
+        """Why the present attempt ended, as far as its ranks have said; None where none has failed."""
+        if self._hang is not None:
+            return self._cause_of(self._hang)
+        records = {}
+        for rank, path in self._pcontext_of("error_files").items():
+            entry = cause.read(Path(path))
+            if entry is not None:
+                records[rank] = entry
+        if not records and not any(self._exit_codes.values()):
+            return None
+        return cause.first(records, self._exit_codes, self._names())
+
+    def _cause_of(self, hang: watch.Hang) -> cause.Cause:
+        names = self._names()
+        who = " and ".join(names[rank] for rank in hang.ranks)
+        why = "has been stopped by a signal" if hang.stopped else "hangs"
+        text = f"{who} {why}: no step in {hang.seconds:.0f} s, so it was killed"
+        stack = f"\nit was here, innermost first\n{hang.stack}" if hang.stack else ""
+        return cause.Cause(text + stack, 1, hang.ranks[0], by_signal=True)
+
+    def _names(self) -> list[str]:
+        names = [f"rank {rank} of {self.size}" for rank in range(self.size)]
+        if not self.care.beats:
+            return names
+        steps = [beat.step for beat in self._pulses.read()]
+        told = [f"after step {step}" if step >= 0 else "before its first step" for step in steps]
+        return [f"{name} (host {self._host}, {when})" for name, when in zip(names, told, strict=True)]
+
+    # ---- processes
+
+    def _pcontext_of(self, name: str) -> dict[int, Any]:
+        return {} if self._pcontext is None else getattr(self._pcontext, name)
+
+    def codes(self) -> dict[int, int | None]:
+        """Each rank's exit code; None while it lives."""
+        return {rank: handler.proc.poll() for rank, handler in self._pcontext_of("subprocess_handlers").items()}
+
+    def _pids(self) -> dict[int, int]:
+        alive = [rank for rank, code in self.codes().items() if code is None]
+        return {rank: self._pcontext_of("subprocess_handlers")[rank].proc.pid for rank in alive}
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        """Send a signal to each rank's process group: torch's agent makes every rank the leader of its own."""
+        for handler in self._pcontext_of("subprocess_handlers").values():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(handler.proc.pid, number)
+
+    def _sweep(self) -> None:
+        """Kill what ranks that did not end well have left behind in their process groups."""
+        if any(code != 0 for code in self.codes().values()):
+            self._signal_all(signal.SIGKILL)
+
+    def end(self) -> None:
+        """Nothing is left: no process, and no fault that has not been told."""
+        self._sweep()
+        self._record(None)
+
+
+def _one_line(text: str) -> str:
+    """A cause in one line: who it was, and the last line of what he said."""
+    lines = text.splitlines()
+    return lines[0] if len(lines) == 1 or lines[0].endswith("killed") else f"{lines[0]}: {lines[-1].strip()}"
+
+
+@contextlib.contextmanager
+def _on_signals(act: Callable[[signal.Signals], None]) -> Iterator[None]:
+    """Within: a signal to end does `act` and nothing else."""
+    before = {number: signal.signal(number, lambda got, _: act(signal.Signals(got))) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

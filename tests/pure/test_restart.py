@@ -1,0 +1,91 @@
+"""Whether a job is started again, and who held it up."""
+
+from pathlib import Path
+
+import pytest
+
+from fourfold.engines import cause, watch
+from fourfold.engines.cause import Cause
+from fourfold.engines.restart import Budget, Care
+from fourfold.run.pulse import PAUSING, STARTING, STEPPING, Beat, Pulse, Pulses
+from fourfold.words.errors import CheckpointError, PeerError, StoppedError, TrainingError
+
+KILLED = Cause("rank 1 of 2 was killed", 1, 1, by_signal=True)
+FAILED = Cause("rank 1 of 2 failed", 1, 1)
+
+
+def at(step: int, resumed: int = 0) -> list[Beat]:
+    return [Beat(step, resumed, STEPPING, 0.0, 0.1)] * 2
+
+
+def judged(deaths: list[tuple[int, int]], *, restarts: int = 3, of: Cause = KILLED) -> list[bool]:
+    """Whether the job goes on after each of some deaths: (last step, step it had gone on from)."""
+    budget = Budget(Care(restarts=restarts, beats=True))
+    return [budget.allows(of, at(*death)) for death in deaths]
+
+
+def test_any_number_of_restarts_with_progress_is_allowed() -> None:
+    assert all(judged([(step, 0) for step in range(100)], restarts=1))
+
+
+def test_a_newer_checkpoint_is_progress_even_where_the_step_is_not() -> None:
+    assert judged([(57, 50), (56, 55), (56, 55)], restarts=1) == [True, True, False]
+    assert judged([(57, 50), (56, 50)], restarts=1) == [True, False]
+
+
+def test_restarts_without_progress_are_counted_in_a_row() -> None:
+    assert judged([(5, 0), (5, 0), (5, 0), (5, 0)], restarts=3) == [True, True, True, False]
+    assert judged([(5, 0), (5, 0), (6, 0), (6, 0), (6, 0)], restarts=2) == [True, True, True, True, False]
+    assert judged([(5, 0)], restarts=0) == [False]
+
+
+def test_a_rank_killed_before_the_first_step_is_started_again_a_program_that_fails_there_is_not() -> None:
+    assert judged([(-1, -1)]) == [True]
+    assert judged([(-1, -1)], of=FAILED) == [False]
+    assert judged([(3, 0), (-1, -1)], of=FAILED) == [True, True]  # it has worked before
+
+
+@pytest.mark.parametrize("error", [CheckpointError("bad"), TrainingError("no gradient"), StoppedError("asked")])
+def test_what_another_attempt_cannot_mend_is_not_attempted(error: Exception) -> None:
+    found = cause.first({0: cause.record(error, rank=0)}, {0: 1}, ["rank 0 of 1"])
+    assert judged([(9, 0)], of=found) == [False]
+
+
+def test_a_peer_that_has_gone_is_a_reason_to_try_again() -> None:
+    found = cause.first({0: cause.record(PeerError("rank 1 died"), rank=0)}, {0: 75}, ["rank 0 of 1"])
+    assert judged([(9, 0)], of=found) == [True]
+
+
+def test_a_job_that_was_asked_to_stop_says_so_and_not_that_a_rank_failed() -> None:
+    found = cause.first({1: cause.record(StoppedError("stopped after step 5"), rank=1)}, {1: 75}, ["rank 0", "rank 1"])
+    assert (found.text, found.exit_code, found.stopped) == ("stopped after step 5", 75, True)
+
+
+def test_a_limit_is_learned_from_the_steps_and_never_below_the_least() -> None:
+    assert Beat(9, 0, STEPPING, 0.0, 0.1).limit(10.0) == 10.0
+    assert Beat(9, 0, STEPPING, 0.0, 60.0).limit(10.0) == 300.0
+    assert Beat(9, 0, PAUSING, 0.0, 1.0).limit(10.0) == 120.0
+    assert Beat(9, 0, PAUSING, 0.0, 0.0).limit(10.0) == 600.0  # the first of its kind
+    assert Beat(-1, 0, STARTING, 0.0, 0.0).limit(10.0) == 600.0
+
+
+def test_only_ranks_beyond_their_limit_are_late() -> None:
+    beats = [Beat(9, 0, STEPPING, 100.0, 0.1), Beat(9, 0, PAUSING, 50.0, 20.0), Beat(9, 0, STEPPING, 89.0, 0.1)]
+    assert watch.late(beats, least=10.0, now=100.0) == [2]
+
+
+def test_a_launcher_reads_what_its_ranks_have_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 5.0, 6.0, 7.0, 8.0, 9.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    pulses = Pulses(tmp_path, 2)
+    pulses.begin()
+    mine = Pulse(pulses._words, 1)
+    mine.resumed(4)
+    mine.beat(5)
+    assert pulses.read()[1] == Beat(5, 4, STEPPING, 5.0, 5.0)
+    mine.beat(6)
+    mine.beat(7)
+    with mine.pause():
+        assert pulses.read()[1] == Beat(7, 4, PAUSING, 8.0, 0.0)
+    assert pulses.read()[1] == Beat(7, 4, STEPPING, 9.0, 1.0)
+    assert pulses.read()[0].step == -1

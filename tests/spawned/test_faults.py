@@ -1,0 +1,249 @@
+"""Faults, done to real runs: ranks are killed, stopped, asked to stop; training goes on as if nothing had been."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.spawned.test_resume import SOURCE, equal, losses
+
+SECONDS = 120  # the time limit of a command; on an idle machine the longest takes fifteen
+HOST = socket.gethostname()
+
+# At a call of the loss, `later` calls further on in every attempt, rank 1 and rank 0 by turns do something to
+# themselves, and leave a mark; as long as there are fewer than `times`.
+TASK = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+import fourfold as ff
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+class Source:
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return torch.full((4,), 0.01 * index), torch.tensor([0.0])
+
+
+class Loss:
+    def __init__(self, what, times, at, later):
+        self.what, self.times, self.at, self.later, self.calls = what, times, at, later, 0
+
+    def __call__(self, outputs, targets):
+        self.calls += torch.is_grad_enabled()
+        done = len(list(Path(".").glob("mark-*")))
+        if self.calls == self.at + self.later * done and done < self.times and RANK == (done + 1) % 2:
+            Path(f"mark-{done}").write_text(str(time.time()))
+            getattr(self, self.what.split(",")[done % 2])()
+        return (outputs - targets) ** 2
+
+    def kill(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def terminate(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def terminate_launcher(self):
+        seen, handler = [], signal.getsignal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, lambda *got: (seen.append(1), handler(*got)))
+        os.kill(os.getppid(), signal.SIGTERM)
+        while not seen:
+            time.sleep(0.01)
+
+    def stop(self):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(5)  # it is woken for a moment, to say where it is
+
+    def hang(self):
+        while True:
+            time.sleep(0.01)
+
+    def fail(self):
+        raise RuntimeError("the disk of this rank")
+
+
+def task(*, what: str = "kill,kill", times: int = 0, at: int = 4, later: int = 1):
+    return ff.Task(
+        model=lambda: torch.nn.Linear(4, 1),
+        loss=Loss(what, times, at, later),
+        data=lambda: ff.Data(train=Source()),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
+        steps=30,
+        batch_size=8,
+    )
+"""
+TRAIN = ("train", "script.py", "checkpoint_every=2", "name=first")
+
+
+class Job:
+    """`fourfold WORDS` in a folder of its own, or one process of a launcher of others."""
+
+    def __init__(self, folder: Path, words: Sequence[str], variables: Mapping[str, str]) -> None:
+        foreign = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        environ = {name: value for name, value in os.environ.items() if name not in foreign}
+        environ |= {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **variables}
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-m", "fourfold", *words]
+        self.process = subprocess.Popen(command, cwd=folder, env=environ, stdout=pipe, stderr=pipe, text=True)
+        self.out = self.err = ""
+
+    def end(self, seconds: float = SECONDS) -> int:
+        self.out, self.err = self.process.communicate(timeout=seconds)
+        return self.process.returncode
+
+    def ranks(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children()
+
+
+Start = Callable[..., Job]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts `fourfold WORDS` beside script.py; what is left at the end of the test is ended."""
+    (tmp_path / "script.py").write_text(TASK)
+    jobs: list[Job] = []
+
+    def begin(*words: str, **variables: str) -> Job:
+        jobs.append(Job(tmp_path, words, variables))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        if job.process.poll() is None:
+            for rank in job.ranks():
+                rank.kill()
+            job.process.kill()
+            job.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "script.py").write_text(TASK)
+    job = Job(folder, [*TRAIN, "-n", "2"], {})
+    assert job.end() == 0, job.err
+    return folder / "runs" / "first"
+
+
+def faults(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "faults.jsonl").read_text().splitlines()]
+
+
+def test_ranks_killed_again_and_again_change_nothing_but_the_time(start: Start, undisturbed: Path, tmp_path: Path):
+    job = start(*TRAIN, "what=kill,kill", "times=4", "-n", "2")
+    assert job.end() == 0, job.err
+    run = tmp_path / "runs" / "first"
+    assert equal(run, undisturbed)
+    assert losses(run) == losses(undisturbed)
+    found = faults(run)
+    assert [(fault["kind"], fault["rank"]) for fault in found] == [("restart", rank) for rank in (1, 0, 1, 0)]
+    steps = [fault["step"] for fault in found]
+    assert steps == sorted(set(steps))
+    for number, fault in enumerate(found):
+        assert fault["time"] - float((tmp_path / f"mark-{number}").read_text()) < 3  # a second, on an idle machine
+        assert fault["seconds"] < 30  # six
+        told = f"rank {fault['rank']} of 2 (host {HOST}, after step {fault['step']}) was killed by SIGKILL"
+        assert fault["text"].startswith(told)
+        assert told in job.err
+
+
+FAILING = ("what=fail,fail", "times=9", "later=0")
+
+
+def test_a_crash_loop_ends_with_the_first_cause(start: Start, tmp_path: Path):
+    job = start("train", "script.py", "checkpoint_every=0", "name=first", *FAILING, "restarts=1", "-n", "2")
+    assert job.end() == 1
+    assert job.err.count("RuntimeError: the disk of this rank") == 2
+    assert [fault["kind"] for fault in faults(tmp_path / "runs" / "first")] == ["restart", "gave up"]
+
+
+LATE = """
+import os, time
+import torch, torch.distributed as dist
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if attempt and os.environ["RANK"] == "1":
+    time.sleep(1)  # long enough for rank 0 to read what the first attempt left in a store that is not fresh
+dist.init_process_group("gloo")
+one = torch.ones(1)
+dist.all_reduce(one)
+if attempt == 0:
+    raise RuntimeError("every rank fails at first")
+if dist.get_rank() == 0:
+    print("together", int(one), flush=True)
+"""
+
+
+def test_a_rank_that_comes_late_to_a_restart_meets_the_others(start: Start, tmp_path: Path):
+    (tmp_path / "late.py").write_text(LATE)
+    job = start("run", "-n", "2", "--restarts", "1", "late.py")
+    assert job.end() == 0, job.err
+    assert job.out == "together 2\n"
+
+
+def foreign_world(start: Start, *words: str) -> list[Job]:
+    """Two ranks that a launcher of others has started, as far as they can see."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = str(listener.getsockname()[1])
+    listener.close()
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [start(*TRAIN, *words, **world, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_a_dead_rank_ends_the_others_of_a_foreign_world_for_a_requeue(start: Start, transport: str, tmp_path: Path):
+    jobs = foreign_world(start, "what=kill,kill", "times=1", f"transport={transport}")
+    assert jobs[1].end() == -signal.SIGKILL
+    begin = time.monotonic()
+    assert jobs[0].end() == 75
+    assert time.monotonic() - begin < 5  # 0.2 s on a busy machine
+    assert f"PeerError: rank 1 (host {HOST}) died while rank 0 waited for it (after step 3)" in jobs[0].err
+    assert [fault["kind"] for fault in faults(tmp_path / "runs" / "first")] == ["lost rank"]
+
+
+@pytest.mark.parametrize("whom", ["terminate", "terminate_launcher"])
+def test_sigterm_saves_at_a_step_and_asks_to_be_started_again(start, whom: str, undisturbed: Path, tmp_path: Path):
+    words = (*TRAIN, f"what={whom},", "times=1", "-n", "2")
+    job = start(*words)
+    assert job.end() == 75
+    # The signal comes within step 4, and is told in step 5.
+    assert job.err == "fourfold: stopped by SIGTERM after step 5; the same command goes on there\n"
+    run = tmp_path / "runs" / "first"
+    assert [(fault["kind"], fault["step"]) for fault in faults(run)] == [("terminated", 5)]
+    job = start(*words)
+    assert job.end() == 0, job.err
+    assert "goes on from step 5 of 30" in job.out
+    assert losses(run) == losses(undisturbed)
+    assert equal(run, undisturbed)
+
+
+def test_sigterm_ends_a_foreign_world_in_the_same_way(start: Start):
+    jobs = foreign_world(start, "what=terminate,", "times=1")
+    assert [job.end() for job in jobs] == [75, 75]
+    assert jobs[0].err == "fourfold: stopped by SIGTERM after step 5; the same command goes on there\n"
+    assert jobs[1].err == ""
+
+
+def test_a_rank_that_holds_the_others_up_is_named_killed_and_started_again(start, undisturbed: Path, tmp_path: Path):
+    job = start(*TRAIN, "what=stop,hang", "times=2", "hang_seconds=4", "-n", "2")
+    assert job.end() == 0, job.err
+    run = tmp_path / "runs" / "first"
+    assert [(fault["kind"], fault["rank"]) for fault in faults(run)] == [("stopped", 1), ("hung", 0)]
+    assert f"rank 1 of 2 (host {HOST}, after step 3) has been stopped by a signal: no step in 4 s" in job.err
+    assert ", line " in job.err, job.err
+    assert " in stop\n" in job.err, job.err
+    assert " in hang\n" in job.err, job.err
+    assert losses(run) == losses(undisturbed)
+    assert equal(run, undisturbed)
