@@ -22,7 +22,8 @@ STEPS = st.builds(
     unused=st.booleans(),
     update=st.sampled_from(["after", "in_backward"]),
     order=st.just(()),
-).filter(lambda step: step.update == "after" or not (step.clip or step.unused))
+    trust=st.booleans(),
+).filter(lambda step: step.update == "after" or not (step.clip or step.unused or step.trust))
 SECONDS = st.floats(0, 10, allow_nan=False).map(lambda value: round(value, 3))
 
 
