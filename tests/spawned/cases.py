@@ -60,12 +60,12 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def wrapped(accumulate: int, host: str | None = None, transport: str = "by-host") -> dict[str, Any]:
+def wrapped(accumulate: int, host: str | None = None, transport: str = "by-host", kind: str = "ASGD") -> dict[str, Any]:
     """A plain loop with a wrapped optimizer of a kind that is not element-wise, beside the same loop alone."""
     case, size = Case(batch_sizes=(12, 12, 12)), dist.get_world_size()
     loss = training.loss(case)
     theirs, mine = training.model("mlp"), training.model("mlp")
-    alone = torch.optim.ASGD  # not in the table of element-wise optimizers
+    alone = getattr(ff.optim, kind, None) or getattr(torch.optim, kind)
     plain, model = alone(theirs.parameters(), lr=0.05), mine
     with _hosts(host):
         optimizer = ff.DistributedOptimizer(

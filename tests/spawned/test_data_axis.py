@@ -50,6 +50,15 @@ def test_hosts_share_memory_inside_and_use_gloo_between(world, zero):
     assert max(result["deviation"] for result in results) <= TOLERANCE
 
 
+@pytest.mark.parametrize(("size", "fields"), [
+    (2, {"optimizer": "LARS", "zero": 1, "transport": "gloo"}),
+    (4, {"optimizer": "LAMB", "zero": 2, "host": "two", "clip": 0.5}),
+])  # fmt: skip
+def test_trust_ratios_are_exact_where_parameters_are_split_among_ranks(world, size, fields):
+    results = world(size).run(f"{CASES}:deviation", **fields)
+    assert max(result["deviation"] for result in results) <= TOLERANCE
+
+
 def test_ranks_start_from_the_weights_of_rank_0(world):
     assert all(world(2).run(f"{CASES}:start_apart"))
 
@@ -58,6 +67,12 @@ def test_ranks_start_from_the_weights_of_rank_0(world):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_wrapped_optimizer_does_what_it_does_alone(world, accumulate, transport):
     results = world(2).run(f"{CASES}:wrapped", accumulate=accumulate, transport=transport)
+    assert max(result["deviation"] for result in results) <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["LARS", "LAMB"])
+def test_a_wrapped_layer_wise_optimizer_does_what_it_does_alone(world, kind):
+    results = world(2).run(f"{CASES}:wrapped", accumulate=1, kind=kind)
     assert max(result["deviation"] for result in results) <= TOLERANCE
 
 
