@@ -108,9 +108,9 @@ def train(
     The run goes to runs/NAME: its plan, its settings, metrics.jsonl, checkpoints, trace.json, and report.html to look
     at. The same command again goes on where the newest checkpoint ends, on any number of processes.
 
-    A rank that dies, or makes no step for hang_seconds (and 5 median steps; none: it may), is told of, and all start
-    again from the newest checkpoint: any number of times with progress in between, `restarts` times without. SIGTERM
-    saves at the next step and ends with code 75: to be started again.
+    When a rank dies, or makes no step for hang_seconds (and for 5 median steps; none: no limit), all start again from
+    the newest checkpoint: any number of times with progress in between, restarts= times without. SIGTERM saves at the
+    next step and ends with code 75: to be started again.
     """
     from fourfold.cli import work
 
