@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fourfold import optim
     from fourfold.feed.feed import Feed
+    from fourfold.parts.comm import world
     from fourfold.plan.plan import Plan
     from fourfold.plan.rates import Rates
     from fourfold.run.build import Metrics, TrainStep, parallelize
@@ -32,6 +33,7 @@ __all__ = [
     "optim",
     "parallelize",
     "train",
+    "world",
 ]
 
 _HOME = {
@@ -47,6 +49,7 @@ _HOME = {
     "TrainStep": "run.build",
     "parallelize": "run.build",
     "train": "run.train",
+    "world": "parts.comm",
 }
 
 

@@ -117,6 +117,10 @@ class Actions:
         self._parts.gradients.listening = False
 
     @property
+    def waiting_seconds(self) -> float:
+        return self._parts.transport.waiting_seconds
+
+    @property
     def _device(self) -> torch.device:
         return self._parts.parameters[0][0].device
 

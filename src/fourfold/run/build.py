@@ -177,6 +177,11 @@ class TrainStep:
         self._gradients.recorder = self._transport.recorder = recorder
 
     @property
+    def busy_seconds(self) -> dict[str, float]:
+        """What this rank's last step was spent on, by the verbs' names, waiting left out."""
+        return self._runtime.busy_seconds
+
+    @property
     def data_index(self) -> int:
         """This rank's place on the data axis."""
         return self.plan.mesh.at(self.rank)["dp"]

@@ -27,6 +27,7 @@ from fourfold.run.build import TrainStep, parallelize, trainable_of
 from fourfold.run.checkpoint.keeper import Keeper, Place, Progress
 from fourfold.run.checkpoint.read import load_weights
 from fourfold.run.checkpoint.state import Trained
+from fourfold.run.late import Lateness
 from fourfold.run.pulse import Pulse
 from fourfold.run.settings import Settings, factors, settings_of
 from fourfold.run.speaker import WINDOW, Report, Result, Speaker
@@ -148,13 +149,14 @@ class Training:
         every, last = self.settings.checkpoint_every, self.settings.steps
         batches = feed.forever()
         factor = factors(self.task, self.settings)
+        lateness = Lateness(step, self.speaker)
         losses = deque(progress.losses, maxlen=WINDOW)
         for number in range(progress.step, last):
             if factor is not None:
                 for group, rate in zip(step.optimizer.param_groups, self.speaker.rates, strict=True):
                     group["lr"] = rate * factor(number)
             with self.tracing.sample(number + 1) as recorder:
-                with recorder.span(DATA):
+                with recorder.span(DATA), lateness.reading():
                     batch = next(batches)
                 step.ask(asked())
                 metrics = step(batch)
@@ -162,6 +164,7 @@ class Training:
                 losses.append(metrics.loss)
                 if average is not None:
                     average.update(number + 1)
+            lateness.stepped(number + 1)
             self.speaker.stepped(number + 1, metrics, lr=step.optimizer.param_groups[0]["lr"])
             self.keeper.tell()
             self.pulse.beat(number + 1)

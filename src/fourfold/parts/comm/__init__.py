@@ -17,14 +17,26 @@ import torch
 
 from fourfold.parts import memory
 from fourfold.parts.comm.group import BetweenHosts, GroupTransport
-from fourfold.parts.comm.ranks import Ranks, host_id, join, leave, present
+from fourfold.parts.comm.ranks import Ranks, host_id, join, leave, present, world
 from fourfold.parts.comm.shared import Shared, Slotting
 from fourfold.parts.comm.transport import Alone, Part, Transport
 from fourfold.plan.data import RESTS, Rest
 from fourfold.words.errors import LaunchError, PlanError, Problem
 from fourfold.words.layout import SPLIT
 
-__all__ = ["Alone", "LaunchError", "Part", "Ranks", "Request", "Transport", "connect", "join", "leave", "present"]
+__all__ = [
+    "Alone",
+    "LaunchError",
+    "Part",
+    "Ranks",
+    "Request",
+    "Transport",
+    "connect",
+    "join",
+    "leave",
+    "present",
+    "world",
+]
 
 CONNECT_SECONDS = 60.0
 
