@@ -293,7 +293,7 @@ def late_in_data(folder: str) -> list[Any]:
 
         def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
             if dist.get_rank() == 1:
-                time.sleep(0.01)
+                time.sleep(0.02)
             return torch.ones(4), torch.ones(2)
 
     def data() -> ff.Data:
