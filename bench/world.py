@@ -12,12 +12,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Self
 
 from bench.measure import busy_seconds
+from fourfold.testing.hosts import Hosts
 
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLE_SECONDS = 0.05
@@ -28,21 +29,32 @@ class WorldError(RuntimeError):
 
 
 class World(AbstractContextManager["World"]):
-    """`python -m bench.child` once per rank: started and ready on entry, ended on exit, whatever happened."""
+    """`python -m MODULE` once per rank: started and ready on entry, ended on exit, whatever happened."""
 
-    def __init__(self, configuration: str, case: str, *, ranks: int, limit: int):
+    def __init__(
+        self,
+        configuration: str,
+        case: str,
+        *,
+        ranks: int,
+        limit: int,
+        module: str = "bench.child",
+        hosts: Hosts | None = None,
+    ):
         self._name = f"{configuration} on {case}"
-        self._command = [sys.executable, "-m", "bench.child", configuration, case, str(limit)]
-        self._ranks = ranks
+        self._command = [sys.executable, "-m", module, configuration, case, str(limit)]
+        self._ranks, self._hosts = ranks, hosts
         self._deadline = time.monotonic() + limit
         self._folder = tempfile.TemporaryDirectory(prefix="fourfold-bench-")
         self._processes: list[subprocess.Popen[bytes]] = []
+        self.greetings: list[dict] = []
+        """What each rank said when it was ready."""
 
     def __enter__(self) -> Self:
         try:
             for rank in range(self._ranks):
                 self._processes.append(self._start(rank))
-            self._replies()
+            self.greetings = self._replies()
         except BaseException:
             self.__exit__()
             raise
@@ -69,31 +81,39 @@ class World(AbstractContextManager["World"]):
         `sample(pids)` is called about 20 times a second meanwhile. Each result gets `others`: processor seconds
         per second that went to anybody else.
         """
-        line = json.dumps({"untimed": untimed, "timed": timed}) + "\n"
         cpu, begin, busy = self._cpu_seconds(), time.monotonic(), busy_seconds()
+        pids = [process.pid for process in self._processes]
+        results = self.ask({"untimed": untimed, "timed": timed}, (lambda: sample(pids)) if sample else None)
+        foreign = busy_seconds() - busy - (self._cpu_seconds() - cpu)
+        others = max(0.0, foreign / (time.monotonic() - begin))
+        return [result | {"others": others} for result in results]
+
+    def ask(self, request: Mapping[str, object], on_tick: Callable[[], None] | None = None) -> list[dict]:
+        """What all ranks reply to a request, by rank."""
+        line = json.dumps(request) + "\n"
         for process in self._processes:
             assert process.stdin
             # A rank that is gone is reported with its log where its reply is missing.
             with suppress(BrokenPipeError):
                 process.stdin.write(line.encode())
                 process.stdin.flush()
-        pids = [process.pid for process in self._processes]
-        results = self._replies((lambda: sample(pids)) if sample else None)
-        foreign = busy_seconds() - busy - (self._cpu_seconds() - cpu)
-        others = max(0.0, foreign / (time.monotonic() - begin))
-        return [result | {"others": others} for result in results]
+        return self._replies(on_tick)
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         inherited = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self._ranks, "LOCAL_WORLD_SIZE": self._ranks}
+        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self._ranks, "LOCAL_WORLD_SIZE": self._ranks}
+        place = {name: str(number) for name, number in numbers.items()}
+        command = [*self._command, f"file://{self._folder.name}/rendezvous"]
+        if self._hosts is not None:
+            place = self._hosts.variables(rank, self._ranks)
+            command = self._hosts.place(rank, self._ranks).command(command)
         environment = {
             **os.environ,
-            **{name: str(value) for name, value in place.items()},
+            **place,
             "OMP_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src"), *inherited]),
         }
-        command = [*self._command, f"file://{self._folder.name}/rendezvous"]
         pipe = subprocess.PIPE
         with open(Path(self._folder.name) / f"rank{rank}.log", "wb") as log:
             return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, env=environment)

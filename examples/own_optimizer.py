@@ -5,8 +5,6 @@ fourfold run -n 2 examples/own_optimizer.py
 torchrun --nproc-per-node 2 examples/own_optimizer.py
 """
 
-import os
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -15,25 +13,25 @@ import fourfold as ff
 
 
 def main() -> None:
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    world = ff.world()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     optimizer = ff.DistributedOptimizer(optimizer, model)  # the one line
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=200)
 
-    generator = torch.Generator().manual_seed(rank)  # every rank draws samples of its own
+    generator = torch.Generator().manual_seed(world.rank)  # every rank draws samples of its own
     loss = torch.tensor(float("nan"))
     for _ in range(200):
-        x = torch.rand(64 // size, 8, generator=generator)
+        x = torch.rand(64 // world.size, 8, generator=generator)
         loss = F.mse_loss(model(x), x.square().mean(1, keepdim=True))
         optimizer.zero_grad()
         loss.backward()  # when it returns, every .grad is the mean over ranks
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         scheduler.step()
-    if rank == 0:
-        print(f"loss {loss.item():.4f} on {size} ranks, gradients through: {optimizer.transport}")
+    if world.rank == 0:
+        print(f"loss {loss.item():.4f} on {world.size} ranks, gradients through: {optimizer.transport}")
     assert loss.item() < 0.01
 
 

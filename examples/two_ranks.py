@@ -6,7 +6,6 @@ torchrun --nproc-per-node 2 examples/two_ranks.py
 """
 
 import functools
-import os
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +32,7 @@ def main() -> None:
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(outputs, targets, reduction="none")  # unreduced: the mean is taken over all ranks
 
-    plan = ff.Plan(dp=int(os.environ.get("WORLD_SIZE", "1")), microbatches=2)
+    plan = ff.Plan(dp=ff.world().size, microbatches=2)
     step = ff.parallelize(model, loss, functools.partial(torch.optim.AdamW, lr=3e-3), plan)
     feed = ff.Feed(Parity(), plan, batch_size=64, seed=0)  # batch_size is global
     metrics = None

@@ -1,11 +1,13 @@
-"""Worlds shared by all spawned tests: one of each size a session."""
+"""Worlds shared by all spawned tests: one of each size a session; the reason to skip tests marked `hosts`."""
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
 
+from fourfold.testing import hosts
 from fourfold.testing.spawn import World
 
 # Machines are shared: how long an example takes says nothing.
@@ -26,3 +28,11 @@ def world() -> Iterator[Callable[[int], World]]:
     yield of_size
     for each in worlds.values():
         each.end()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("hosts") and (reason := _why_no_hosts()):
+        pytest.skip(reason)
+
+
+_why_no_hosts = functools.cache(hosts.missing)

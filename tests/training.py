@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fourfold as ff
 from fourfold.plan.order import share
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep, parallelize
@@ -112,9 +113,12 @@ def loss(case: Case) -> Callable[[Any, Any], Any]:
     return {"lm": lm.loss, "digits": digits.loss}.get(case.model, LOSSES[case.loss])
 
 
+EXTRA: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9, "nesterov": True}, "LARS": {"trust": 1.0}}
+
+
 def optimizer(case: Case) -> Callable[..., torch.optim.Optimizer]:
-    kind = getattr(torch.optim, case.optimizer)
-    extra = {"momentum": 0.9, "nesterov": True} if case.optimizer == "SGD" else {}
+    kind = getattr(ff.optim, case.optimizer, None) or getattr(torch.optim, case.optimizer)
+    extra = EXTRA.get(case.optimizer, {})
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         parameters = list(parameters)

@@ -7,8 +7,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fourfold import optim
     from fourfold.feed.feed import Feed
+    from fourfold.parts.comm import world
     from fourfold.plan.plan import Plan
+    from fourfold.plan.rates import Rates
     from fourfold.run.build import Metrics, TrainStep, parallelize
     from fourfold.run.optimizer import DistributedOptimizer
     from fourfold.run.train import train
@@ -24,10 +27,13 @@ __all__ = [
     "Metrics",
     "Plan",
     "PlanError",
+    "Rates",
     "Task",
     "TrainStep",
+    "optim",
     "parallelize",
     "train",
+    "world",
 ]
 
 _HOME = {
@@ -38,14 +44,18 @@ _HOME = {
     "Metrics": "run.build",
     "Plan": "plan.plan",
     "PlanError": "words.errors",
+    "Rates": "plan.rates",
     "Task": "words.task",
     "TrainStep": "run.build",
     "parallelize": "run.build",
     "train": "run.train",
+    "world": "parts.comm",
 }
 
 
 def __getattr__(name: str) -> Any:
+    if name == "optim":
+        return importlib.import_module("fourfold.optim")
     if name not in _HOME:
         raise AttributeError(f"module 'fourfold' has no attribute {name!r}")
     return getattr(importlib.import_module(f"fourfold.{_HOME[name]}"), name)

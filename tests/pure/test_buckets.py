@@ -63,6 +63,8 @@ def test_a_step_sends_what_the_zero_paper_says(zero, factor):
 def test_a_step_as_text():
     program = lower(Step(microbatches=2, num_buckets=3, clip=True, order=(2, 0, 1)))
     assert " ".join(map(str, program)) == "F0.0 B0.0 F0.1 M0.0 B0.1 R0.2 R0.0 R0.1 M0.1 U0.2 U0.0 U0.1"
+    program = lower(Step(1, 2, RESTS[1], clip=True, trust=True))
+    assert " ".join(map(str, program)) == "F0.0 M0.0 B0.0 R0.0 R0.1 M0.1 M0.3 U0.0 G0.0 U0.1 G0.1"
 
 
 @given(

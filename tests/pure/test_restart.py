@@ -10,7 +10,7 @@ from fourfold.engines.restart import Budget, Care
 from fourfold.run.pulse import PAUSING, STARTING, STEPPING, Beat, Pulse, Pulses
 from fourfold.words.errors import CheckpointError, PeerError, StoppedError, TrainingError
 
-KILLED = Cause("rank 1 of 2 was killed", 1, 1, by_signal=True)
+KILLED = Cause("rank 1 of 2 was killed", 1, 1, signal=9)
 FAILED = Cause("rank 1 of 2 failed", 1, 1)
 
 

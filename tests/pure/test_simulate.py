@@ -22,7 +22,8 @@ STEPS = st.builds(
     unused=st.booleans(),
     update=st.sampled_from(["after", "in_backward"]),
     order=st.just(()),
-).filter(lambda step: step.update == "after" or not (step.clip or step.unused))
+    trust=st.booleans(),
+).filter(lambda step: step.update == "after" or not (step.clip or step.unused or step.trust))
 SECONDS = st.floats(0, 10, allow_nan=False).map(lambda value: round(value, 3))
 
 
@@ -84,6 +85,16 @@ def test_an_update_needs_what_every_rank_has_measured():
     program = dict.fromkeys(range(2), lower(Step(1, 1, clip=True)))
     times = simulate(program, lambda rank, action: 10.0 if (rank, str(action)) == (1, "M0.1") else 1.0)
     assert [timed.start for timed in times[0] if timed.action.verb == Verb.UPDATE] == [14]
+
+
+def test_norms_of_directions_need_what_every_rank_has_measured_and_reduced():
+    program = dict.fromkeys(range(2), lower(Step(1, 1, clip=True, trust=True)))
+    prices = {(1, "M0.1"): 10.0, (0, "M0.3"): 5.0}
+    times = simulate(program, lambda rank, action: prices.get((rank, str(action)), 1.0))
+    for rank in (0, 1):
+        start = {str(timed.action): timed.start for timed in times[rank]}
+        assert start["M0.3"] >= 14 > start["M0.1"]
+        assert start["U0.0"] >= 19
 
 
 def test_a_reduction_runs_beside_backward_from_when_its_bucket_is_ready():

@@ -49,6 +49,8 @@ def poisoned(case: Case, number: int, sample: int, value: float = NAN) -> list[A
     {"microbatches": 2, "optimizer": "SGD"},
     {"model": "unused", "unused": "allow"},
     {"batch_sizes": (12, 11, 12, 2)},
+    {"optimizer": "LAMB", "zero": 1},
+    {"optimizer": "LARS", "zero": 2, "clip": 0.3},
 ], ids=str)  # fmt: skip
 def test_training_with_a_skipped_step_is_training_without_it(fields, bad):
     case = Case(**{"batch_sizes": (12, 12, 12, 12), **fields})

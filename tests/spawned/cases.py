@@ -1,9 +1,11 @@
 """What the ranks of a spawned world do; see `fourfold.testing.spawn`. Results are JSON."""
 
 import contextlib
+import json
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,6 +16,7 @@ from torch import nn
 import fourfold as ff
 from fourfold.plan.codec import rounds
 from fourfold.plan.timeline import encode
+from fourfold.run import late
 from fourfold.run.trace import Tracing
 from fourfold.tasks import lm
 from fourfold.testing import oracle
@@ -87,12 +90,12 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def wrapped(accumulate: int, host: str | None = None, transport: str = "by-host") -> dict[str, Any]:
+def wrapped(accumulate: int, host: str | None = None, transport: str = "by-host", kind: str = "ASGD") -> dict[str, Any]:
     """A plain loop with a wrapped optimizer of a kind that is not element-wise, beside the same loop alone."""
     case, size = Case(batch_sizes=(12, 12, 12)), dist.get_world_size()
     loss = training.loss(case)
     theirs, mine = training.model("mlp"), training.model("mlp")
-    alone = torch.optim.ASGD  # not in the table of element-wise optimizers
+    alone = getattr(ff.optim, kind, None) or getattr(torch.optim, kind)
     plain, model = alone(theirs.parameters(), lr=0.05), mine
     with _hosts(host):
         optimizer = ff.DistributedOptimizer(
@@ -120,6 +123,32 @@ def wrapped(accumulate: int, host: str | None = None, transport: str = "by-host"
     pairs = zip(model.parameters(), theirs.parameters(), strict=True)
     far = max(far, *(float((a - b).abs().max()) for a, b in pairs))
     return {"deviation": far, "transport": optimizer.transport}
+
+
+def wrapped_uneven(transport: str = "by-host", host: str | None = None) -> dict[str, Any]:
+    """A rank has one batch more than the rank before it; all of them beside one process that has all batches."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    case = Case(batch_sizes=(12,) * size)
+    loss, mine, theirs, data = training.loss(case), training.model("mlp"), training.model("mlp"), training.batches(case)
+    plan = ff.Plan(dp=size, bucket_bytes=4000, transport=transport)
+    with _hosts(host):
+        optimizer = ff.DistributedOptimizer(_sgd(mine.parameters()), mine, plan)
+    with optimizer.join():
+        for inputs, targets in data[:rank]:
+            optimizer.zero_grad()
+            loss(mine(inputs), targets).mean().backward()
+            optimizer.step()
+    plain = _sgd(theirs.parameters())
+    for number in range(size - 1):
+        plain.zero_grad()
+        inputs, targets = data[number]
+        # Ranks above `number` have this batch: as many times the same gradient, of `size`.
+        ((size - 1 - number) / size * loss(theirs(inputs), targets).mean()).backward()
+        plain.step()
+    pairs = zip(mine.parameters(), theirs.parameters(), strict=True)
+    placed = (ff.world().rank, ff.world().size) == (rank, size)
+    far = max(float((a - b).abs().max()) for a, b in pairs)
+    return {"deviation": far, "transport": optimizer.transport, "placed": placed}
 
 
 def wrapped_adds_up() -> float:
@@ -274,3 +303,36 @@ def trace(transport: str, host: str | None = None, steps: int = 12, ahead_second
             with tracing.sample(number) if number > 2 else contextlib.nullcontext():
                 step(batch)
     return encode(tracing.trace).decode()
+
+
+def wide_steps(steps: int, zero: int) -> int:
+    """Some steps of one wide layer; the bytes of its gradient."""
+    model = nn.Linear(1024, 1024)
+    step = ff.parallelize(model, nn.functional.mse_loss, _sgd, ff.Plan(dp=dist.get_world_size(), zero=zero))
+    for _ in range(steps):
+        step((torch.ones(1, 1024), torch.zeros(1, 1024)))
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def late_in_data(folder: str) -> list[Any]:
+    """What the log of a run says of late ranks, whose rank 1 reads slowly."""
+
+    class Source:
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            if dist.get_rank() == 1:
+                time.sleep(0.02)
+            return torch.ones(4), torch.ones(2)
+
+    def data() -> ff.Data:
+        return ff.Data(train=Source())
+
+    def model() -> nn.Module:
+        return nn.Linear(4, 2)
+
+    task = ff.Task(model=model, loss=nn.functional.mse_loss, data=data, optimizer=_sgd, batch_size=8)
+    ff.train(task, ff.Plan(dp=2), steps=late.WINDOW + 1, checkpoint_every=0, trace_every=0, folder=folder, name="late")
+    lines = (Path(folder) / "late" / "metrics.jsonl").read_text().splitlines()
+    return [line["late"] for line in map(json.loads, lines) if "late" in line]

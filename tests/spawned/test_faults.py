@@ -213,6 +213,26 @@ def test_a_dead_rank_ends_the_others_of_a_foreign_world_for_a_requeue(start: Sta
     assert [fault["kind"] for fault in faults(tmp_path / "runs" / "first")] == ["lost rank"]
 
 
+ENDING = """
+import os, signal, sys, time
+if os.environ["RANK"] == "1":
+    while not os.path.exists("ready"):
+        time.sleep(0.01)
+    sys.exit(3)
+signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getppid(), signal.SIGINT))
+open("ready", "w").close()
+while True:
+    signal.pause()
+"""
+
+
+def test_a_signal_that_comes_while_ranks_are_ended_is_not_lost_in_a_restart(start: Start, tmp_path: Path):
+    (tmp_path / "ending.py").write_text(ENDING)
+    job = start("run", "-n", "2", "--restarts", "9", "ending.py")
+    assert job.end() == 128 + signal.SIGINT
+    assert "starting again" not in job.err
+
+
 @pytest.mark.parametrize("whom", ["terminate", "terminate_launcher"])
 def test_sigterm_saves_at_a_step_and_asks_to_be_started_again(start, whom: str, undisturbed: Path, tmp_path: Path):
     words = (*TRAIN, f"what={whom},", "times=1", "-n", "2")

@@ -101,16 +101,16 @@ def train(
     KEY=VALUE  a field of the plan:      dp=2 microbatches=4
                a setting of the run:     steps=500 batch_size=32 seed=1 clip=1.0 evaluate_every=100 name=first
                                          checkpoint_every=100 ema=0.999 init=weights.safetensors fresh=true
-                                         skip_nan=10
+                                         skip_nan=10 lr_scale=linear lr_warmup=100 lr_schedule=cosine
                a setting of the launch:  restarts=3 hang_seconds=10
                an argument of the task:  data=PATH length=256 lr=1e-3
 
     The run goes to runs/NAME: its plan, its settings, metrics.jsonl, checkpoints, trace.json, and report.html to look
     at. The same command again goes on where the newest checkpoint ends, on any number of processes.
 
-    A rank that dies, or makes no step for hang_seconds (and 5 median steps; none: it may), is told of, and all start
-    again from the newest checkpoint: any number of times with progress in between, `restarts` times without. SIGTERM
-    saves at the next step and ends with code 75: to be started again.
+    When a rank dies, or makes no step for hang_seconds (and for 5 median steps; none: no limit), all start again from
+    the newest checkpoint: any number of times with progress in between, restarts= times without. SIGTERM saves at the
+    next step and ends with code 75: to be started again.
     """
     from fourfold.cli import work
 

@@ -13,7 +13,8 @@ from fourfold.cli import settings, task
 from fourfold.cli.failure import Errors, neighbour
 from fourfold.engines.machine import default_processes
 from fourfold.plan.plan import Plan
-from fourfold.run.settings import run_name, settings_of
+from fourfold.plan.rates import Rates
+from fourfold.run.settings import run_name, settings_of, tuned_for
 from fourfold.words.errors import PlanError, Problem, SettingError
 from fourfold.words.task import Task
 
@@ -91,7 +92,11 @@ def read(words: Sequence[str], *, num_processes: int | None = None) -> Job:
         "extra": {key: value for key, value in values.task.items() if key not in TASK_FIELDS},
     }
     launching = {key: rest.pop(key) for key in ("fresh", "restarts", "hang_seconds") if key in rest}
-    made = dataclasses.replace(made, **over)
+    rates = {key: rest.pop(key) for key in list(rest) if key.startswith(settings.RATES)}
+    if rates:
+        rest["rates"] = Rates(**{key.removeprefix(settings.RATES): value for key, value in rates.items()})
+    # A task that was written for one batch size is still tuned for that one.
+    made = dataclasses.replace(made, **over, tuned_for=tuned_for(made))
     identity = settings_of(made, **rest).identity()
     rest.setdefault("name", run_name(rest["label"], identity))
     return Job(task=made, plan=plan, settings=rest, identity=identity, **launching)

@@ -14,24 +14,34 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fourfold.plan.plan import FIELDS, read_value
+from fourfold.plan.rates import CURVES, SCALES
 from fourfold.words.errors import Problem, SettingError, nearest
 
 DEFAULT_TASK = "lm"
 KEY_VALUE = re.compile(r"(?P<key>[\w.-]+)=(?P<value>.*)", re.DOTALL)
 TRUTHS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-NEEDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+NEEDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    tuple: "numbers with commas between them",
+}
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a value may be: a type (None: any), whether `none` is one, the least and what it is compared to."""
+    """What a value may be: a type (None: any), whether `none` is one, the least, what it is above, the choices."""
 
     type: type | None
     optional: bool = False
     least: float | None = None
     above: float | None = None
+    choices: tuple[str, ...] = ()
 
     def need(self) -> str:
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
         need = NEEDS.get(self.type, "a value") if self.type else "a value"
         need += f" of at least {self.least:g}" if self.least is not None else ""
         need += f" above {self.above:g}" if self.above is not None else ""
@@ -42,6 +52,8 @@ class Kind:
         if text.lower() == "none" and (self.optional or self.type is None):
             return None
         value = READERS[self.type](text)
+        if self.choices and value not in self.choices:
+            raise ValueError(text)
         if (self.least is not None and value < self.least) or (self.above is not None and not value > self.above):
             raise ValueError(text)
         return value
@@ -60,9 +72,17 @@ RUN = {
     "init": Kind(str),
     "skip_nan": Kind(int, least=0),
     "fresh": Kind(bool),
+    "lr_schedule": Kind(str, choices=tuple(CURVES)),
+    "lr_warmup": Kind(int, least=0),
+    "lr_scale": Kind(str, choices=tuple(SCALES)),
+    "lr_batch_size": Kind(int, least=1),
+    "lr_milestones": Kind(tuple),
+    "lr_drop": Kind(float, above=0),
+    "lr_floor": Kind(float, least=0),
     "restarts": Kind(int, least=0),
     "hang_seconds": Kind(float, optional=True, above=0),
 }
+RATES = "lr_"  # what the settings of the learning rate begin with; the rest is a field of `Rates`
 
 
 def _read_int(text: str) -> int:
@@ -76,6 +96,10 @@ def _read_bool(text: str) -> bool:
     if text.lower() not in TRUTHS:
         raise ValueError(text)
     return TRUTHS[text.lower()]
+
+
+def _read_numbers(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(","))
 
 
 def _read_any(text: str) -> Any:
@@ -92,6 +116,7 @@ READERS: dict[Any, Callable[[str], Any]] = {
     float: float,
     bool: _read_bool,
     str: str,
+    tuple: _read_numbers,
     None: _read_any,
 }
 

@@ -23,6 +23,7 @@ from fourfold.engines import cause, watch
 from fourfold.engines.restart import Budget, Care
 from fourfold.run.faults import Fault
 from fourfold.run.pulse import STARTING, Pulses
+from fourfold.words.errors import REQUEUE_CODE
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 UNLIMITED = 10**9  # restarts, as far as torch's agent is concerned: we count for ourselves
@@ -51,6 +52,7 @@ class Agent(LocalElasticAgent):
     # ---- an attempt
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self._heed()
         self._sweep()
         self._exit_codes, self._hang = {}, None
         self._pulses.begin()
@@ -80,10 +82,14 @@ class Agent(LocalElasticAgent):
         result: Any = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
         self._tell_recovered()
         if result.is_failed():
-            if self._signal is not None:
-                raise SignalException(f"{self._signal.name} came while ranks were ended", self._signal)
+            self._heed()
             self._judge()
         return result
+
+    def _heed(self) -> None:
+        """Do what a signal asks for that came while ranks were being ended: nothing is started after it."""
+        if self._signal is not None:
+            raise SignalException(f"{self._signal.name} came while ranks were ended", self._signal)
 
     def _look_for_hang(self) -> None:
         if self.care.hang_seconds is None or self._hang is not None:
@@ -142,7 +148,12 @@ class Agent(LocalElasticAgent):
                 records[rank] = entry
         if not records and not any(self._exit_codes.values()):
             return None
-        return cause.first(records, self._exit_codes, self._names())
+        found = cause.first(records, self._exit_codes, self._names())
+        if found.signal == signal.SIGTERM and self.care.beats:
+            # Where it could not leave a note yet: before the first step.
+            text = f"{found.text}: stopped; the same command goes on from the newest checkpoint"
+            return cause.Cause(text, REQUEUE_CODE, found.rank, final=True, stopped=True)
+        return found
 
     def _cause_of(self, hang: watch.Hang) -> cause.Cause:
         names = self._names()
@@ -150,7 +161,7 @@ class Agent(LocalElasticAgent):
         why = "has been stopped by a signal" if hang.stopped else "hangs"
         text = f"{who} {why}: no step in {hang.seconds:.0f} s, so it was killed"
         stack = f"\nit was here, innermost first\n{hang.stack}" if hang.stack else ""
-        return cause.Cause(text + stack, 1, hang.ranks[0], by_signal=True)
+        return cause.Cause(text + stack, 1, hang.ranks[0], signal=signal.SIGKILL)
 
     def _names(self) -> list[str]:
         names = [f"rank {rank} of {self.size}" for rank in range(self.size)]

@@ -48,14 +48,14 @@ class Cause:
     """What to tell the user, and what to exit with.
 
     rank       whose it is; None where nobody knows
-    by_signal  the rank was killed
+    signal     the one that killed the rank
     stopped    the job was asked to stop, and did
     """
 
     text: str
     exit_code: int
     rank: int | None = None
-    by_signal: bool = False
+    signal: int | None = None
     final: bool = False
     stopped: bool = False
 
@@ -121,7 +121,7 @@ def _of_code(rank: int, code: int, name: str) -> Cause:
     except ValueError:
         number = f"signal {-code}"
     hint = "; if nobody did this, the machine has run out of memory" if -code == signal.SIGKILL else ""
-    return Cause(f"{name} was killed by {number}{hint}", 1, rank, by_signal=True)
+    return Cause(f"{name} was killed by {number}{hint}", 1, rank, signal=-code)
 
 
 # ---- tracebacks, cut

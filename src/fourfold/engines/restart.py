@@ -56,7 +56,7 @@ class Budget:
         if step > self._step or resumed > self._resumed >= 0:
             self.used = 0
         self._step, self._resumed = max(step, self._step), max(resumed, self._resumed)
-        never_began = self._care.beats and self._step < 0 and not cause.by_signal
+        never_began = self._care.beats and self._step < 0 and cause.signal is None
         if cause.final or never_began or self.used >= self._care.restarts:
             return False
         self.used += 1

@@ -16,7 +16,6 @@ from fourfold.plan.order import Stretch, share
 from fourfold.plan.plan import Plan
 from fourfold.words.errors import DataError, Problem
 from fourfold.words.task import Source
-from fourfold.words.world import World, from_environment
 
 READ_AHEAD = 2
 LOOK_SECONDS = 0.25
@@ -168,7 +167,7 @@ def _put(ready: queue.Queue[Any], item: Any, stopped: threading.Event) -> bool:
 
 def _place(plan: Plan | None) -> tuple[int, int]:
     """Size of the data axis and this process's index on it."""
-    world = comm.present() or from_environment() or World()
+    world = comm.world()
     if plan is None:
         return world.size, world.rank
     return plan.dp, plan.mesh.at(world.rank)["dp"]

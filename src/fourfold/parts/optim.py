@@ -1,18 +1,21 @@
 """Optimizers on flat buffers: the user's class, its options by group, its update over whole buckets at once.
 
-piece    a stretch of a bucket's weights with the tensor where its summed gradient rests
-element-wise  an update in which no element looks at another; only such ones may run on flat buffers
+piece         a stretch of a bucket's weights with the tensor where its summed gradient rests
+element-wise  an update in which no element looks at another: it may run on flat buffers as it is
+layer-wise    an update in which an element looks at two norms of its parameter: see `layerwise`
 Law: the update of a flat piece equals the update of its parameters one by one.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fourfold.parts.layerwise import LAYERWISE, Begun, Layerwise, begin, finish
+from fourfold.plan.data import Bucket
 from fourfold.words.errors import OptimizerError, Problem
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -52,12 +55,19 @@ class Piece(NamedTuple):
 def check(optimizer: Optimizer) -> None:
     """Raise OptimizerError unless the optimizer's update can run on flat buffers."""
     kind = type(optimizer)
-    if kind not in ELEMENTWISE:
+    if kind not in (*ELEMENTWISE, *LAYERWISE):
         known = ", ".join(cls.__name__ for cls in ELEMENTWISE)
+        ours = ", ".join(f"ff.optim.{cls.__name__}" for cls in LAYERWISE)
         attempt = "one of these, or ff.DistributedOptimizer, which runs any optimizer as it is"
-        raise OptimizerError(Problem(kind.__name__, f"an element-wise optimizer of torch.optim ({known})", attempt))
+        need = f"an element-wise optimizer of torch.optim ({known}), or {ours}"
+        raise OptimizerError(Problem(kind.__name__, need, attempt))
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise OptimizerError(Problem("differentiable = True", "an update outside autograd", "differentiable = False"))
+
+
+def by_parameter(optimizer: Optimizer) -> bool:
+    """Whether the update must know which elements are of one parameter."""
+    return isinstance(optimizer, LAYERWISE)
 
 
 def build(factory: OptimizerFactory, parameters: Sequence[nn.Parameter]) -> Optimizer:
@@ -102,18 +112,19 @@ class FlatOptimizer:
     def __init__(
         self,
         optimizer: Optimizer,
-        groups: Sequence[int],
+        buckets: Sequence[Bucket],
         pieces: Sequence[Sequence[Piece]],
         *,
         prepare: Prepare | None = None,
     ) -> None:
-        """`groups[b]` is the index of bucket b's group in `optimizer.param_groups`.
+        """A bucket's group is an index into `optimizer.param_groups`; `pieces` are by bucket.
 
         `prepare(bucket, start, stop, factor)` has the gradients of a piece made, just before they are used.
         """
-        self._user, self._groups, self._pieces, self._prepare = optimizer, groups, pieces, prepare
+        self._user, self._buckets, self._pieces, self._prepare = optimizer, buckets, pieces, prepare
         self._chosen = [_implementation(optimizer, p[0].weight) if p else {} for p in pieces]
         self._flat = [[self._make(bucket, some) for some in self._runs(bucket)] for bucket in range(len(pieces))]
+        self._begun: dict[int, list[Begun]] = {}
 
     def _runs(self, bucket: int) -> list[Sequence[Piece]]:
         """The pieces that are updated together: one by one where each is to be prepared, else all."""
@@ -130,25 +141,55 @@ class FlatOptimizer:
         return _Run(flat, pieces)
 
     @torch.no_grad()
-    def update(self, bucket: int, *, used: Sequence[bool] | None = None, factor: float = 1.0) -> None:
+    def update(
+        self,
+        bucket: int,
+        *,
+        used: Sequence[bool] | None = None,
+        factor: float = 1.0,
+        squares: Tensor | None = None,
+    ) -> None:
         """One step of the bucket's weights. `used[s]`: whether any rank had a gradient for slot s; None = all.
 
-        `factor` is what `prepare` multiplies the sums by.
+        `factor` is what `prepare` multiplies the sums by. `squares`: what `direct` gave, summed over the ranks that
+        share the bucket; without it, a bucket of a layer-wise optimizer is here as a whole.
         """
-        theirs = {k: v for k, v in self._user.param_groups[self._groups[bucket]].items() if k != "params"}
+        if by_parameter(self._user):
+            here = self.direct(bucket, used=used, factor=factor) if squares is None else squares
+            for begun in self._begun.pop(bucket):
+                finish(begun, here)
+        else:
+            for flat, _ in self._made_ready(bucket, used, factor):
+                # Without torch's wrappers around `step`: they import torch._dynamo, and cost more than a small update.
+                inspect.unwrap(type(flat).step)(flat)
+        # A scheduler of torch warns unless it has seen a step of the optimizer it was made with.
+        self._user._opt_called = True  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def direct(self, bucket: int, *, used: Sequence[bool] | None = None, factor: float = 1.0) -> Tensor:
+        """The first half of a layer-wise update: float64 [slots, 2], see `layerwise.Begun.squares`."""
+        begun = self._begun[bucket] = []
+        device = self._user.param_groups[0]["params"][0].device
+        total = torch.zeros(len(self._buckets[bucket].slots), 2, dtype=torch.float64, device=device)
+        for flat, pieces in self._made_ready(bucket, used, factor):
+            owners = [piece.slot for piece in pieces if piece.slot is not None]
+            begun.append(begin(cast(Layerwise, flat), owners, num_parameters=len(total)))
+            total += begun[-1].squares
+        return total
+
+    def _made_ready(self, bucket: int, used: Sequence[bool] | None, factor: float) -> Iterator["_Run"]:
+        """The bucket's runs, one after the other, each with its options and gradients."""
+        theirs = {k: v for k, v in self._user.param_groups[self._buckets[bucket].group].items() if k != "params"}
         theirs |= self._chosen[bucket]
-        for flat, pieces in self._flat[bucket]:
-            flat.param_groups[0].update(theirs)
-            for piece in pieces:
+        for run in self._flat[bucket]:
+            run.optimizer.param_groups[0].update(theirs)
+            for piece in run.pieces:
                 if used is not None:
                     assert piece.slot is not None
                     piece.weight.grad = piece.gradient if used[piece.slot] else None
                 if self._prepare is not None:
                     self._prepare(bucket, piece.start, piece.stop, factor)
-            # Without torch's wrappers around `step`: they import torch._dynamo, and cost more than a small update.
-            inspect.unwrap(type(flat).step)(flat)
-        # A scheduler of torch warns unless it has seen a step of the optimizer it was made with.
-        self._user._opt_called = True  # type: ignore[attr-defined]
+            yield run
 
     def stretches(self, bucket: int, start: int, stop: int) -> dict[str, Any]:
         """The state of elements [start, stop) of a bucket as it lies: lists of consecutive tensors, scalars as floats.

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fourfold.words.action import LOSS, NORM, USED, Action, Verb
+from fourfold.words.action import LOSS, NORM, TRUST, USED, Action, Verb
 from fourfold.words.layout import PARTIAL, SPLIT, WHOLE, Change, Layout, change, sent_bytes
 
 # A share begins and ends with a cache line, so that no line has two writers.
@@ -149,7 +149,10 @@ def step_bytes(buckets: Iterable[Bucket], *, zero: int, size: int, microbatches:
 
 
 class Step(NamedTuple):
-    """What a data rank's step consists of; `order` is the launch order recorded in the first step."""
+    """What a data rank's step consists of; `order` is the launch order recorded in the first step.
+
+    `trust`: norms of single parameters are wanted, and parameters are split among ranks.
+    """
 
     microbatches: int
     num_buckets: int
@@ -158,6 +161,7 @@ class Step(NamedTuple):
     unused: bool = False
     update: str = "after"
     order: tuple[int, ...] = ()
+    trust: bool = False
 
 
 def lower(step: Step) -> tuple[Action, ...]:
@@ -194,6 +198,8 @@ def lower(step: Step) -> tuple[Action, ...]:
         actions.append(Action(Verb.MEASURE, 0, USED))
     if step.clip:
         actions.append(Action(Verb.MEASURE, 0, NORM))
+    if step.trust:
+        actions.append(Action(Verb.MEASURE, 0, TRUST))
     if step.update == "after":
         actions += [action for bucket in launch for action in update[bucket]]
     return tuple(actions)

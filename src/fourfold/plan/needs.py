@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from fourfold.words.action import LOSS, NORM, USED, Action, Program, Verb
+from fourfold.words.action import LOSS, NORM, TRUST, USED, Action, Program, Verb
 from fourfold.words.spans import COMPUTE, REDUCE, SEND
 
 LANE = {
@@ -142,8 +142,13 @@ def _measure(needs: Needs, rank: int, action: Action) -> list[Need]:
         return needs.here(rank, needs.last(rank, action.stage, Verb.FORWARD))
     if action.index == USED:
         return needs.here(rank, needs.last(rank, action.stage, Verb.BACKWARD_WEIGHT, Verb.BACKWARD))
-    assert action.index == NORM
-    return needs.every(rank, Verb.REDUCE, action.stage)
+    reduced = needs.every(rank, Verb.REDUCE, action.stage)
+    if action.index == NORM:
+        return reduced
+    assert action.index == TRUST
+    # Directions are made of gradients that have been scaled and clipped, so of every rank's other measures.
+    others = [own for own in needs.every(rank, Verb.MEASURE, action.stage) if own.action != action]
+    return reduced + [need for own in others for need in needs.everywhere(own.action)]
 
 
 def _reduce(needs: Needs, rank: int, action: Action) -> list[Need]:

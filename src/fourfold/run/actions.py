@@ -21,7 +21,7 @@ from fourfold.parts.data import Gradients
 from fourfold.parts.optim import FlatOptimizer
 from fourfold.plan.data import Rest, life
 from fourfold.run.batch import Loss, Microbatch, call, measure
-from fourfold.words.action import LOSS, NORM, USED, Action, Verb
+from fourfold.words.action import LOSS, NORM, TRUST, USED, Action, Verb
 from fourfold.words.errors import Problem, TrainingError
 from fourfold.words.layout import SPLIT, WHOLE, Change
 from fourfold.words.spans import DONE, SILENT
@@ -98,6 +98,7 @@ class Actions:
         self.ahead: set[Action] = set()
         """What has been done while an earlier action ran: the updates in backward."""
         self._used: list[float] | None = None
+        self._squares: Sequence[Tensor] | None = None
         self._seen: list[tuple[int, Tensor]] = []
         self.bad: str | None = None
         """What is wrong with a step that is bad: the same on every rank."""
@@ -114,6 +115,10 @@ class Actions:
     def stop(self) -> None:
         """End a step, however it went: gradients of other backwards are not taken."""
         self._parts.gradients.listening = False
+
+    @property
+    def waiting_seconds(self) -> float:
+        return self._parts.transport.waiting_seconds
 
     @property
     def _device(self) -> torch.device:
@@ -167,6 +172,20 @@ class Actions:
             transport.measure(NORM, norms.double().square().sum().reshape(1))
             norm = transport.measured(NORM)[0] ** 0.5
             self._clip_to(norm if self._parts.rest.state == WHOLE else norm * self._factor)
+        elif kind == TRUST:
+            self._count()
+            self._complete_all()
+            if self.bad is None:
+                self._trust()
+
+    def _trust(self) -> None:
+        """Begin the updates of all buckets: each needs norms of parameters that are split among ranks."""
+        transport, slots = self._parts.transport, [len(parameters) for parameters in self._parts.parameters]
+        optimizer, buckets = self._parts.optimizer, range(len(slots))
+        here = [optimizer.direct(b, used=self._used_in(b), factor=self._factor) for b in buckets]
+        transport.measure(TRUST, torch.cat(here).flatten())
+        total = torch.tensor(transport.measured(TRUST), dtype=torch.float64, device=self._device)
+        self._squares = total.view(-1, 2).split(slots)
 
     def _clip_to(self, norm: float) -> None:
         assert self._clip is not None
@@ -238,15 +257,17 @@ class Actions:
         self._complete(bucket)
         if self.bad is not None:
             return
-        used = None if self._used is None else [bool(count) for count in self._used_in(bucket)]
-        self._parts.optimizer.update(bucket, used=used, factor=self._factor)
+        squares = None if self._squares is None else self._squares[bucket]
+        self._parts.optimizer.update(bucket, used=self._used_in(bucket), factor=self._factor, squares=squares)
         # Autograd then refuses activations saved with the old weights, instead of computing with the new ones.
         torch.autograd.graph.increment_version(self._parts.parameters[bucket])
 
     def gather(self, bucket: int) -> None:
         self._parts.transport.publish(bucket, self._parts.weights[bucket])
 
-    def _used_in(self, bucket: int) -> Sequence[float]:
-        assert self._used is not None
+    def _used_in(self, bucket: int) -> Sequence[bool] | None:
+        """Which slots of the bucket have a gradient on some rank; None: all."""
+        if self._used is None:
+            return None
         first = self._offsets[bucket]
-        return self._used[first : first + len(self._parts.parameters[bucket])]
+        return [bool(count) for count in self._used[first : first + len(self._parts.parameters[bucket])]]

@@ -27,7 +27,7 @@ from fourfold.run.actions import Actions, Parts
 from fourfold.run.batch import call, cut, evaluating, measure
 from fourfold.run.guard import Guard, Skipped
 from fourfold.run.outline import outline
-from fourfold.run.refuse import model_problems, refuse, update_problems
+from fourfold.run.refuse import model_problems, refuse, refuse_optimizer, update_problems
 from fourfold.run.remembered import Remembered
 from fourfold.run.runtime import Runtime
 from fourfold.words.action import LOSS
@@ -108,6 +108,7 @@ class TrainStep:
         self.model, self.plan, self._loss, self._ranks = model, plan, loss, ranks
         trainable = self._trainable = trainable_of(model)
         self.optimizer = optim.build(optimizer, list(model.parameters()))
+        refuse_optimizer(self.optimizer, plan)
         group_of = {id(p): g for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
         groups = {name: group_of[id(p)] for name, p in trainable.items()}
         specs = data.specs(trainable, groups)
@@ -117,7 +118,7 @@ class TrainStep:
         rest = RESTS[plan.zero if plan.dp > 1 else 0]
         split = self._split = rest.state == SPLIT
         self.buckets = fill(specs, bucket_bytes=plan.bucket_bytes, shares=plan.dp if split else 1)
-        allow_unused = plan.unused == "allow"
+        allow_unused, layerwise = plan.unused == "allow", optim.by_parameter(self.optimizer)
         # One rank's update has ended when the next bucket comes: its slot is free.
         frees_early = plan.update == "in_backward" and plan.dp == 1 and plan.microbatches == 1
         request = comm.Request(
@@ -125,7 +126,7 @@ class TrainStep:
             dtypes=tuple(data.dtype_of(bucket) for bucket in self.buckets),
             turns=turns(len(self.buckets), few=rest.gradient == SPLIT or frees_early),
             rest=rest,
-            num_scalars=max(8, len(trainable)),
+            num_scalars=max(8, (2 if layerwise else 1) * len(trainable)),
         )
         codecs = self._codecs(plan)
         self._transport, self.transport = comm.connect(ranks, request, choice=plan.transport, codecs=codecs)
@@ -133,13 +134,9 @@ class TrainStep:
         self._weights = data.rehome(trainable, self.buckets, self._transport)
         self._broadcast()
         self._gradients = data.Gradients(trainable, self.buckets, self._transport, allow_unused=allow_unused)
-        pieces = data.pieces(self._weights, self.buckets, self._transport, by_slot=allow_unused, cut=split)
-        self._flat = optim.FlatOptimizer(
-            self.optimizer,
-            [bucket.group for bucket in self.buckets],
-            pieces,
-            prepare=self._transport.take if split else None,
-        )
+        pieces = data.pieces(self._weights, self.buckets, self._transport, by_slot=allow_unused or layerwise, cut=split)
+        prepare = self._transport.take if split else None
+        self._flat = optim.FlatOptimizer(self.optimizer, self.buckets, pieces, prepare=prepare)
         by_bucket = [[trainable[slot.name] for slot in bucket.slots] for bucket in self.buckets]
         parts = Parts(self._gradients, self._transport, self._flat, by_bucket, self._weights, rest)
         self._actions = Actions(
@@ -148,7 +145,10 @@ class TrainStep:
         self._runtime = Runtime(self._actions)
         self._guard = Guard(ranks, model, limit=skip_nan)
         self._homes = {name: p.data_ptr() for name, p in trainable.items()}
-        self._outline = Step(plan.microbatches, len(self.buckets), rest, clip is not None, allow_unused, plan.update)
+        trust = layerwise and split
+        self._outline = Step(
+            plan.microbatches, len(self.buckets), rest, clip is not None, allow_unused, plan.update, trust=trust
+        )
         self.program = lower(self._outline)
         self._recorded, self._num_calls = False, 0
         self.steps = 0
@@ -189,6 +189,11 @@ class TrainStep:
         """From now on `recorder` hears of every action, bucket and wait of this rank; `SILENT` ends it."""
         self._runtime.recorder = self._actions.recorder = recorder
         self._gradients.recorder = self._transport.recorder = recorder
+
+    @property
+    def busy_seconds(self) -> dict[str, float]:
+        """What this rank's last step was spent on, by the verbs' names, waiting left out."""
+        return self._runtime.busy_seconds
 
     @property
     def data_index(self) -> int:
@@ -495,7 +500,7 @@ def check(task: Task, plan: Plan) -> None:
     if problems:
         raise PlanError(problems, where="the plan")
     comm.refuse_impossible(plan.transport, "cuda" if torch.cuda.is_available() else "cpu")
-    optim.build(task.optimizer, list(model.parameters()))
+    refuse_optimizer(optim.build(task.optimizer, list(model.parameters())), plan)
 
 
 def _copy(value: Any) -> Any:

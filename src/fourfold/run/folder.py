@@ -4,6 +4,7 @@ runs/NAME/plan.toml      every field, as it was resolved
 runs/NAME/settings.json  the command's settings, the transport, the versions, and what makes it the same run
 runs/NAME/metrics.jsonl  a line per step, per evaluation and per checkpoint
 runs/NAME/checkpoints/   see `run.checkpoint`
+runs/NAME/faults.jsonl   see `run.faults`; the launcher of a job on one machine writes there too
 Law: a folder belongs to one run; that run goes on in it, and any other is refused.
 """
 

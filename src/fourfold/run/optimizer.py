@@ -1,10 +1,12 @@
 """DistributedOptimizer: a plain loop, one wrapped optimizer; gradients are averaged while backward runs.
 
 complete  when `backward()` returns, every `.grad` holds the mean over ranks
+round     one backward that reduces, on all ranks; inside `join`, ranks without data answer it with zeros
 Law: the wrapped optimizer does on every rank what it would have done alone on the mean gradient.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,10 +18,23 @@ from fourfold.plan.data import fill, turns
 from fourfold.plan.plan import Plan
 from fourfold.run.build import compare, trainable_of
 from fourfold.run.refuse import refuse
-from fourfold.words.action import USED
+from fourfold.run.spread import spread
+from fourfold.words.action import LOSS, USED
 from fourfold.words.errors import OptimizerError, PlanError, Problem, TrainingError
 
+FIELDS = ("dp", "bucket_bytes", "unused", "batch_norm", "transport")  # of the plan, what is used here
 NO_BACKWARD = -1
+# The kind of scalar that counts the ranks with data. Losses are the loop's own here, and who reads this sum knows
+# that all ranks are in the same call.
+ACTIVE = LOSS
+
+
+@dataclasses.dataclass
+class _Joining:
+    """A loop with unequal numbers of batches: what gradients are divided by, and the rounds this rank had data in."""
+
+    by_all: bool
+    rounds: int = 0
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -27,19 +42,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Joins the process group that is there, or the one the launcher's environment speaks of. Rank 0's weights and
     buffers are broadcast first. Every rank must call `backward()` equally often outside `no_sync()`, and each of
-    these must reach at least one trainable parameter. Of the plan only `bucket_bytes`, `unused`, `batch_norm` and
-    `transport` are used. Raises PlanError or OptimizerError for what cannot be carried out, TrainingError from
-    `backward()` where a parameter got no gradient and the plan does not allow it.
+    these must reach at least one trainable parameter. Of the plan `dp`, `bucket_bytes`, `unused`, `batch_norm` and
+    `transport` are used; any other field must be at its default. Raises PlanError or OptimizerError for what cannot
+    be carried out, TrainingError from `backward()` where a parameter got no gradient and the plan does not allow it.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+        plan: Plan | None = None,
+        *,
+        ranks: comm.Ranks | None = None,
+    ) -> None:
         # The state, the groups and the hooks are the wrapped optimizer's: see __getattr__.
-        self._optimizer, self._ranks = optimizer, comm.join()
+        self._optimizer, self._model, self._ranks = optimizer, model, ranks or comm.join()
         plan = plan or Plan(dp=self._ranks.size)
         refuse(model, plan, self._ranks)
-        if plan.microbatches > 1:
-            problem = Problem(f"microbatches = {plan.microbatches}", "1: the loop cuts its own batches", "no_sync()")
-            raise PlanError(problem, where="the plan")
+        _refuse_unused_fields(plan)
         strangers = {id(p) for group in optimizer.param_groups for p in group["params"]}
         strangers -= {id(p) for p in model.parameters()}
         if strangers:
@@ -52,11 +72,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise OptimizerError(Problem(got, "one kind of device", f'model.to("{self._ranks.device.type}") first'))
         shapes = {name: list(p.shape) for name, p in trainable.items()}
         compare(self._ranks, data.specs(trainable, {}), shapes, plan=plan, options={})
-        for tensor in (*model.parameters(), *model.buffers()):
-            self._ranks.broadcast(tensor.data)
+        self._broadcast_model(source=0)
         self._connect(trainable, plan)
         self._syncing, self._backward = True, NO_BACKWARD
         self._num_backwards = self._num_steps = 0
+        self._joining: _Joining | None = None
         for parameter in trainable.values():
             parameter.register_hook(self._at_the_beginning)
 
@@ -85,8 +105,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             got = "a backward after one that ended with an error, or within another one"
             raise TrainingError(Problem(got, "ranks that agree on what has been summed", "a new DistributedOptimizer"))
         self._backward = backward
-        self._num_backwards += 1
-        self._transport.enter(f"backward {self._num_backwards} after {self._num_steps} steps of the optimizer")
+        self._begin_round(has_data=True)
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
 
     @torch.no_grad()
@@ -96,23 +115,48 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._gradients.take_left()
             self._gradients.refuse_unreached()
             self._gradients.seal()
-            self._transport.agree()
-            used = self._used()
-            for bucket in range(self._num_buckets):
-                self._transport.complete(bucket)
-            self._transport.scale(1.0 / self._ranks.size)
-            for bucket in range(self._num_buckets):
-                self._transport.gather(bucket)
+            used = self._reduce(self._active())
             for parameter, view, count in zip(self._parameters, self._gradients.views, used, strict=True):
                 parameter.grad = view if count else None
-            self._transport.close()
-            # Autograd may add to `.grad` in place, and the optimizer change it: nobody else may still read it then.
-            for bucket in range(self._num_buckets):
-                self._transport.lend(bucket)
+            self._end_round()
             self._backward = NO_BACKWARD
         finally:
             self._gradients.begin()
             self._gradients.last()
+        if self._joining is not None:
+            self._joining.rounds += 1
+
+    def _begin_round(self, *, has_data: bool) -> None:
+        self._num_backwards += 1
+        if self._joining is None:
+            self._transport.enter(f"backward {self._num_backwards} after {self._num_steps} steps of the optimizer")
+        else:
+            self._transport.enter(f"backward {self._num_backwards}, within join()")
+            self._transport.measure(ACTIVE, torch.tensor([float(has_data)], dtype=torch.float64))
+
+    def _active(self) -> int:
+        """How many ranks have data in this round. Raises DivergenceError where ranks are not in the same one."""
+        if self._joining is None:
+            self._transport.agree()
+            return self._ranks.size
+        return round(self._transport.measured(ACTIVE)[0])
+
+    def _reduce(self, active: int) -> list[float]:
+        """Slots become the mean over ranks; how many ranks have each gradient."""
+        used = self._used()
+        for bucket in range(self._num_buckets):
+            self._transport.complete(bucket)
+        by_all = self._joining is None or self._joining.by_all
+        self._transport.scale(1.0 / (self._ranks.size if by_all else active))
+        for bucket in range(self._num_buckets):
+            self._transport.gather(bucket)
+        return used
+
+    def _end_round(self) -> None:
+        self._transport.close()
+        # Autograd may add to `.grad` in place, and the optimizer change it: nobody else may still read it then.
+        for bucket in range(self._num_buckets):
+            self._transport.lend(bucket)
 
     def _used(self) -> list[float]:
         if not self._allow_unused:
@@ -128,6 +172,66 @@ class DistributedOptimizer(torch.optim.Optimizer):
             yield
         finally:
             self._syncing = self._gradients.listening = True
+
+    @contextlib.contextmanager
+    def join(self, *, divide_by_initial_world_size: bool = True) -> Iterator[None]:
+        """Around a loop whose ranks have unequal numbers of batches, or none. Collective: every rank enters it.
+
+        A rank that leaves the block answers the others' reductions with zeros until all have left. A gradient is the
+        sum over the ranks that still have data, divided by the number of all ranks, so that every sample weighs what
+        it did before; or, with `divide_by_initial_world_size=False`, by the number of those that have data. The names
+        and the meaning are those of DDP's `join`. At the end all ranks get weights, buffers and optimizer state of
+        the one that was at it longest, and every `.grad` is None.
+
+        Inside, ranks may not meet in other ways: those that have left do not come. What a rank has gathered under
+        `no_sync()` and not yet reduced when it leaves is lost. One scalar more travels with each reduction.
+        """
+        if self._joining is not None:
+            raise TrainingError(Problem("join() within join()", "one around the whole loop"))
+        joining = self._joining = _Joining(by_all=divide_by_initial_world_size)
+        try:
+            yield
+            with torch.no_grad():
+                while self._answer():
+                    pass
+        finally:
+            self._joining = None
+        rounds, steps = zip(*self._ranks.exchange([joining.rounds, self._num_steps]), strict=True)
+        self._num_steps = max(steps)
+        for parameter in self._parameters:
+            parameter.grad = None
+        if len(set(rounds)) > 1:
+            self.broadcast(source=rounds.index(max(rounds)))
+
+    def _answer(self) -> bool:
+        """Add nothing to a round of the others; False where nobody has data left."""
+        self._begin_round(has_data=False)
+        active = self._active()
+        if not active:
+            return False
+        self._gradients.seal()
+        self._reduce(active)
+        self._end_round()
+        self._gradients.begin()
+        self._gradients.last()
+        return True
+
+    def broadcast(self, value: Any = None, *, source: int = 0) -> Any:
+        """Rank `source`'s weights, buffers and optimizer state on every rank; returns its `value`. Collective.
+
+        So a checkpoint need be read by one rank only. `value` is whatever else all should know, such as the epoch:
+        dicts, lists, tuples, numbers, texts, None and tensors. Raises TrainingError for anything else.
+        """
+        self._broadcast_model(source=source)
+        told = spread(self._ranks, [self._optimizer.state_dict(), value], source=source)
+        if self._ranks.rank != source:
+            self._optimizer.load_state_dict(told[0])
+        return told[1]
+
+    def _broadcast_model(self, *, source: int) -> None:
+        for tensor in (*self._model.parameters(), *self._model.buffers()):
+            self._ranks.broadcast(tensor.data, source)
+        torch.autograd.graph.increment_version(list(self._model.parameters()))
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale `.grad` so that the global norm is at most `max_norm`; returns the norm before. No communication."""
@@ -161,3 +265,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_optimizer"], name)
+
+
+def _refuse_unused_fields(plan: Plan) -> None:
+    """Raise PlanError for all that a plan asks for and a wrapped optimizer does not do."""
+    given = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+    asked = {name: value for name, value in given.items() if name not in FIELDS and value != getattr(Plan(), name)}
+    need = f"with DistributedOptimizer nothing but {', '.join(FIELDS)}"
+    attempts = {"microbatches": "no_sync()"}
+    problems = [Problem(f"{n} = {v}", need, attempts.get(n, "ff.parallelize")) for n, v in asked.items()]
+    if problems:
+        raise PlanError(problems, where="the plan")

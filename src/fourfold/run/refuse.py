@@ -4,8 +4,9 @@ Law: no silent fallback. What a plan asks for happens, or is refused.
 """
 
 from torch import nn
+from torch.optim import Optimizer
 
-from fourfold.parts import comm
+from fourfold.parts import comm, optim
 from fourfold.plan.plan import Plan, mesh_sizes
 from fourfold.words.errors import PlanError, Problem
 
@@ -33,6 +34,15 @@ def update_problems(plan: Plan, clip: float | None) -> list[Problem]:
         attempt = 'unused = "refuse", or update = "after"'
         problems.append(Problem(f'update = "{plan.update}" with unused = "allow"', need, attempt))
     return problems
+
+
+def refuse_optimizer(optimizer: Optimizer, plan: Plan) -> None:
+    """Raise PlanError where the plan leaves no time for what this optimizer needs to know."""
+    if plan.update == "after" or plan.zero == 0 or plan.dp == 1 or not optim.by_parameter(optimizer):
+        return
+    got = f'update = "{plan.update}" with {type(optimizer).__name__} at zero = {plan.zero}'
+    need = "the norms of whole parameters, which ranks share, before a bucket is updated"
+    raise PlanError(Problem(got, need, 'update = "after", or zero = 0'), where="the plan")
 
 
 def size_problems(plan: Plan, size: int) -> list[Problem]:

@@ -3,6 +3,7 @@
 Law: it decides nothing. What happens, and in which order, is in the program; what an action does is in `actions`.
 """
 
+import time
 from collections.abc import Sequence
 
 from fourfold.run.actions import Actions
@@ -10,6 +11,8 @@ from fourfold.run.batch import Microbatch
 from fourfold.words.action import Action, Verb
 from fourfold.words.errors import Problem, TrainingError
 from fourfold.words.spans import SILENT
+
+NAMES = {verb: verb.name.lower().replace("_", "-") for verb in Verb}
 
 
 class Runtime:
@@ -27,6 +30,8 @@ class Runtime:
         }
         self._broken: BaseException | None = None
         self.recorder = SILENT
+        self.busy_seconds: dict[str, float] = {}
+        """Of the last program, by the verb's name: the time of its actions, waits left out."""
 
     def run(self, program: Sequence[Action], microbatches: Sequence[Microbatch]) -> None:
         """One optimizer update.
@@ -38,11 +43,16 @@ class Runtime:
             raise TrainingError(Problem(got, "a new TrainStep")) from self._broken
         try:
             self._actions.begin(microbatches)
+            self.busy_seconds = {}
             for action in program:
                 if action in self._actions.ahead:
                     continue
+                begin, waited = time.perf_counter(), self._actions.waiting_seconds
                 with self.recorder.action(action):
                     self._verbs[action.verb](action.index)
+                spent = time.perf_counter() - begin - (self._actions.waiting_seconds - waited)
+                name = NAMES[action.verb]
+                self.busy_seconds[name] = self.busy_seconds.get(name, 0.0) + spent
         except BaseException as error:
             self._broken = error
             raise

@@ -4,6 +4,7 @@ identity  the task, its settings, the number of steps, the batch size, the clip,
 Law: two commands with the same identity are the same run, on whatever mesh.
 """
 
+import functools
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from fourfold.plan.rates import Factors, Rates
 from fourfold.words.errors import Problem, SettingError
 from fourfold.words.task import Task
 
@@ -36,11 +38,12 @@ class Settings:
     ema: float | None = None
     init: str | None = None
     skip_nan: int = 0
+    rates: Rates | None = None
 
     def identity(self) -> Identity:
         """What makes a run the same run, as JSON has it."""
         asked = {"steps": self.steps, "batch_size": self.batch_size, "clip": self.clip, "seed": self.seed}
-        over = {"ema": self.ema, "init": self.init}
+        over = {"ema": self.ema, "init": self.init, "rates": self.rates and self.rates.given()}
         given = {name: value for name, value in over.items() if value is not None}
         return {"task": self.spec or self.label, "settings": dict(self.extra or {}), **asked, **given}
 
@@ -58,7 +61,29 @@ def settings_of(task: Task, **given: Any) -> Settings:
         problems.append(Problem(f"ema = {settings.ema}", "more than 0, less than 1", "ema=0.999"))
     if problems:
         raise SettingError(problems, where="the settings")
+    factors(task, settings)
     return settings
+
+
+def factors(task: Task, settings: Settings) -> Factors | None:
+    """The factor of the learning rate at each step; None where the rate stays what the optimizer has.
+
+    Raises SettingError where the rates do not go with the run.
+    """
+    own = None if task.schedule is None else functools.partial(_own, task, settings.steps)
+    if settings.rates is None:
+        return own
+    return settings.rates.factors(steps=settings.steps, batch_size=settings.batch_size, tuned=tuned_for(task), own=own)
+
+
+def _own(task: Task, steps: int, step: int) -> float:
+    assert task.schedule is not None
+    return task.schedule(step, steps)
+
+
+def tuned_for(task: Task) -> int:
+    """The global batch size that the task's rate was tuned for."""
+    return task.batch_size if task.tuned_for is None else task.tuned_for
 
 
 def run_name(label: str, identity: Identity) -> str:

@@ -9,9 +9,9 @@ from fourfold.parts import data, optim
 from fourfold.plan.data import RESTS, Bucket, Step, fill, life, lower, step_bytes
 from fourfold.plan.plan import Plan
 from fourfold.run.outline import outline
-from fourfold.run.refuse import model_problems, update_problems
+from fourfold.run.refuse import model_problems, refuse_optimizer, update_problems
 from fourfold.words import action
-from fourfold.words.action import LOSS, NORM, USED, Verb
+from fourfold.words.action import LOSS, NORM, TRUST, USED, Verb
 from fourfold.words.errors import PlanError
 from fourfold.words.layout import SPLIT, Change
 from fourfold.words.task import Task
@@ -19,6 +19,7 @@ from fourfold.words.task import Task
 MEASURES = {
     LOSS: "sum the loss and the counts over the data ranks",
     NORM: "sum the gradient norm over the data ranks",
+    TRUST: "sum the norms of every parameter's weight and direction over the data ranks",
     USED: "learn which parameters got a gradient on any data rank",
 }
 MEANINGS = {
@@ -38,11 +39,14 @@ def show(plan: Plan, task: Task) -> str:
         raise PlanError(problems, where="the plan")
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = optim.build(task.optimizer, list(model.parameters()))
+    refuse_optimizer(optimizer, plan)
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
     specs = data.specs(trainable, {name: group_of[id(p)] for name, p in trainable.items()})
     rest = RESTS[plan.zero if plan.dp > 1 else 0]
     buckets = fill(specs, bucket_bytes=plan.bucket_bytes, shares=plan.dp if rest.state == SPLIT else 1)
-    outlined = Step(plan.microbatches, len(buckets), rest, task.clip is not None, plan.unused == "allow", plan.update)
+    trust = optim.by_parameter(optimizer) and rest.state == SPLIT
+    flags = {"clip": task.clip is not None, "unused": plan.unused == "allow", "update": plan.update, "trust": trust}
+    outlined = Step(plan.microbatches, len(buckets), rest, **flags)
     program = {rank: lower(outlined) for rank in range(plan.mesh.size)}
     sections = [_plan(plan), _buckets(buckets, plan), _program(program), _bytes(buckets, plan)]
     return "\n\n".join(sections)

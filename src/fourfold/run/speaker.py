@@ -19,7 +19,7 @@ from fourfold.run.checkpoint.keeper import Progress
 from fourfold.run.faults import Fault
 from fourfold.run.folder import Folder, Opened
 from fourfold.run.guard import Skipped
-from fourfold.run.settings import Settings, told_finished
+from fourfold.run.settings import Settings, told_finished, tuned_for
 from fourfold.words.record import Line
 from fourfold.words.task import Task
 
@@ -79,12 +79,23 @@ class Speaker:
         self.opened = Opened(*step.exchange(self.opened)[0])
         if self._folder is None or self.opened.finished is not None:
             return
+        rates = self._rates()
         asked = {"steps": s.steps, "batch_size": s.batch_size, "clip": s.clip, "seed": s.seed}
+        asked |= {} if rates is None else {"rates": rates}
         self._folder.describe(plan, {"task": s.label, **asked, **(s.extra or {}), "transport": step.transport})
         parameters = sum(p.numel() for p in step.model.parameters())
         mesh = f"{plan.dp} ranks" if plan.dp > 1 else "1 process"
         if self._report is not None:
             self._report.start(f"{s.label} · {parameters / 1e6:.2f} M parameters · {mesh} · {step.transport}")
+            if rates is not None:
+                self._report.note(rates)
+
+    def _rates(self) -> str | None:
+        """What the run makes of the optimizer's rates, where it was asked to make something of them."""
+        if self._settings.rates is None:
+            return None
+        sizes = {"batch_size": self._settings.batch_size, "tuned": tuned_for(self._task)}
+        return self._settings.rates.describe(self.rates, **sizes, own=self._task.schedule is not None)
 
     def resumed(self, progress: Progress | None) -> Progress:
         """The run goes on from there. None: it begins."""

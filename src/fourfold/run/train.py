@@ -17,6 +17,7 @@ from fourfold.feed.feed import Feed
 from fourfold.feed.source import fetch
 from fourfold.plan.order import share
 from fourfold.plan.plan import Plan
+from fourfold.plan.rates import Rates
 from fourfold.plan.timeline import DATA
 from fourfold.run import pulse
 from fourfold.run.asked import asked_to_stop
@@ -26,8 +27,9 @@ from fourfold.run.build import TrainStep, parallelize, trainable_of
 from fourfold.run.checkpoint.keeper import Keeper, Place, Progress
 from fourfold.run.checkpoint.read import load_weights
 from fourfold.run.checkpoint.state import Trained
+from fourfold.run.late import Lateness
 from fourfold.run.pulse import Pulse
-from fourfold.run.settings import Settings, settings_of
+from fourfold.run.settings import Settings, factors, settings_of
 from fourfold.run.speaker import WINDOW, Report, Result, Speaker
 from fourfold.run.trace import EVERY, Tracing
 from fourfold.words.errors import PeerError, StoppedError
@@ -53,6 +55,7 @@ def train(
     ema: float | None = None,
     init: str | None = None,
     skip_nan: int = 0,
+    rates: Rates | None = None,
     report: Report | None = None,
 ) -> Result:
     """Train `task` as `plan` says. Collective: every rank calls it with the same arguments.
@@ -66,7 +69,9 @@ def train(
     `checkpoint_every` counts steps; 0 saves never, otherwise the last step and every new best validation loss are
     saved too. `ema` keeps an average of the weights, which is evaluated, sampled from and saved. `init` is a plain
     safetensors file of weights to begin with. `skip_nan` steps in a row may be left out because the loss, or the norm
-    where `clip` measures one, is not finite; they are told in faults.jsonl. `report` hears of the progress on rank 0.
+    where `clip` measures one, is not finite; they are told in faults.jsonl. `rates` scales the learning rate to the
+    batch, warms it up and lets it fall; without it the rate follows the task's schedule. `report` hears of the
+    progress on rank 0.
 
     SIGTERM to any rank ends the run after the next step, with a checkpoint and a StoppedError on every rank, unless the
     process handles that signal itself. Raises children of FourfoldError.
@@ -74,7 +79,8 @@ def train(
     plan = plan or Plan()
     given = {"steps": steps, "batch_size": batch_size, "clip": clip, "seed": seed, "evaluate_every": evaluate_every}
     given |= {"trace_every": trace_every, "name": name, "folder": folder, "label": label, "spec": spec, "extra": extra}
-    settings = settings_of(task, **given, checkpoint_every=checkpoint_every, ema=ema, init=init, skip_nan=skip_nan)
+    given |= {"checkpoint_every": checkpoint_every, "ema": ema, "init": init, "skip_nan": skip_nan, "rates": rates}
+    settings = settings_of(task, **given)
     torch.manual_seed(settings.seed)
     data = task.data()
     model = task.model()
@@ -142,14 +148,15 @@ class Training:
         feed.look = step.look
         every, last = self.settings.checkpoint_every, self.settings.steps
         batches = feed.forever()
+        lateness = Lateness(step, self.speaker)
+        factor = factors(self.task, self.settings)
         losses = deque(progress.losses, maxlen=WINDOW)
         for number in range(progress.step, last):
-            if self.task.schedule is not None:
-                factor = self.task.schedule(number, last)
+            if factor is not None:
                 for group, rate in zip(step.optimizer.param_groups, self.speaker.rates, strict=True):
-                    group["lr"] = rate * factor
+                    group["lr"] = rate * factor(number)
             with self.tracing.sample(number + 1) as recorder:
-                with recorder.span(DATA):
+                with recorder.span(DATA), lateness.reading():
                     batch = next(batches)
                 step.ask(asked())
                 metrics = step(batch)
@@ -157,6 +164,7 @@ class Training:
                 losses.append(metrics.loss)
                 if average is not None:
                     average.update(number + 1)
+            lateness.stepped(number + 1)
             self.speaker.stepped(number + 1, metrics, lr=step.optimizer.param_groups[0]["lr"])
             self.keeper.tell()
             self.pulse.beat(number + 1)

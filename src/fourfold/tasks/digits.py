@@ -22,13 +22,14 @@ NUM_CLASSES = 10
 SIDE = 8  # pixels
 LARGEST_VALUE = 16.0  # of a pixel
 GROUP = 8  # channels normalized together
+TUNED_FOR = 64  # samples of a batch, at which the default learning rate was found
 
 
 def task(
     *,
     channels: int = 32,
     steps: int = 400,
-    batch_size: int = 64,
+    batch_size: int = TUNED_FOR,
     lr: float = 3e-3,
     weight_decay: float = 0.01,
 ) -> Task:
@@ -49,6 +50,7 @@ def task(
         schedule=schedule,
         steps=steps,
         batch_size=batch_size,
+        tuned_for=TUNED_FOR,
     )
 
 

@@ -23,6 +23,7 @@ from fourfold.words.task import Data, Task
 NUM_BYTES = 256
 ROTARY_BASE = 10_000.0
 SMALLEST_FACTOR = 0.02  # of the learning rate, at the last step
+TUNED_FOR = 16  # samples of a batch, at which the default learning rate was found
 
 
 def task(
@@ -34,7 +35,7 @@ def task(
     kv_heads: int | None = None,
     length: int = 128,
     steps: int = 800,
-    batch_size: int = 16,
+    batch_size: int = TUNED_FOR,
     lr: float = 4e-3,
     warmup: float = 0.05,
     weight_decay: float = 0.1,
@@ -75,6 +76,7 @@ def task(
         steps=steps,
         batch_size=batch_size,
         clip=clip,
+        tuned_for=TUNED_FOR,
     )
 
 

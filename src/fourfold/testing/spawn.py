@@ -18,6 +18,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from fourfold.testing.hosts import Hosts
+
 TIME_LIMIT_SECONDS = 60.0
 START_SECONDS = 90.0
 
@@ -27,10 +29,10 @@ class CaseFailed(AssertionError):
 
 
 class World:
-    """`size` processes, started when first used."""
+    """`size` processes, started when first used; with `hosts`, shared among them."""
 
-    def __init__(self, size: int, *, root: Path) -> None:
-        self.size, self._root = size, root
+    def __init__(self, size: int, *, root: Path, hosts: Hosts | None = None) -> None:
+        self.size, self._root, self._hosts = size, root, hosts
         self._processes: list[subprocess.Popen[str]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -65,9 +67,13 @@ class World:
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="fourfold-world-")
         for rank in range(self.size):
-            variables = {"RANK": rank, "WORLD_SIZE": self.size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": self.size}
-            environ = {**os.environ, **{k: str(v) for k, v in variables.items()}, "OMP_NUM_THREADS": "1"}
+            places = {"RANK": rank, "WORLD_SIZE": self.size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": self.size}
+            variables = {name: str(place) for name, place in places.items()}
             command = [sys.executable, "-m", "fourfold.testing.spawn", f"{self._folder.name}/rendezvous"]
+            if self._hosts is not None:
+                variables = self._hosts.variables(rank, self.size)
+                command = self._hosts.place(rank, self.size).command(command)
+            environ = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
             self._processes.append(
                 subprocess.Popen(
                     command,

@@ -42,11 +42,11 @@ class ThreadRanks(Ranks):
     def exchange(self, value: Any) -> list[Any]:
         return [json.loads(text) for text in self._swap(json.dumps(value))]
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         if self.size > 1:
-            source = self._swap(tensor)[0]
-            if self.rank:
-                tensor.copy_(source)
+            values = self._swap(tensor)[source]
+            if self.rank != source:
+                tensor.copy_(values)
             self._meeting.barrier.wait()
 
     def sum(self, tensor: torch.Tensor) -> None:

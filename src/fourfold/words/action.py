@@ -33,8 +33,8 @@ class Verb(StrEnum):
 
 
 # The index of a MEASURE says which scalars: the loss and the counts, the squared gradient norm, which
-# parameters got a gradient anywhere.
-LOSS, NORM, USED = 0, 1, 2
+# parameters got a gradient anywhere, the squared norms that trust ratios are made of.
+LOSS, NORM, USED, TRUST = 0, 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True)

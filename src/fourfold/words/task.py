@@ -42,6 +42,7 @@ class Task:
     sample     (model) -> a text to print when training has ended
     schedule   (step, steps) -> factor of the learning rate
     unit       what throughput counts: the elements of the targets ("tokens", "bytes") or "samples"
+    tuned_for  the global batch size that the optimizer's rate was tuned for; None: batch_size
     """
 
     model: Callable[[], torch.nn.Module]
@@ -55,3 +56,4 @@ class Task:
     steps: int = 1000
     batch_size: int = 32  # global
     clip: float | None = None
+    tuned_for: int | None = None

@@ -19,7 +19,7 @@ from fourfold.parts import memory
 from fourfold.parts.codec import Codec
 from fourfold.parts.comm.coded import Coded, NoWire, Ways, Wire, places
 from fourfold.parts.comm.group import BetweenHosts, Gatherer, GroupTransport, Use
-from fourfold.parts.comm.ranks import Ranks, host_id, join, leave, present
+from fourfold.parts.comm.ranks import Ranks, host_id, join, leave, present, world
 from fourfold.parts.comm.shared import Shared, Slotting
 from fourfold.parts.comm.transport import Alone, Part, Transport
 from fourfold.plan.data import RESTS, Rest
@@ -38,6 +38,7 @@ __all__ = [
     "join",
     "leave",
     "present",
+    "world",
 ]
 
 CONNECT_SECONDS = 60.0

@@ -108,11 +108,11 @@ class Ranks:
             dist.all_gather(rows, tensor)
         return [row.cpu() for row in rows]
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Rank 0's values, everywhere, in place."""
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """Rank `source`'s values, everywhere, in place."""
         if self.size > 1:
             with self.naming_the_dead():
-                dist.broadcast(tensor, src=0)
+                dist.broadcast(tensor, src=source)
 
     def sum(self, tensor: torch.Tensor) -> None:
         """The sum over all ranks, everywhere, in place."""
@@ -169,6 +169,16 @@ def _init_group(backend: str) -> None:
 def present() -> World | None:
     """The world of the process group that is there, or None; has no effect."""
     return _world_of_group() if dist.is_available() and dist.is_initialized() else None
+
+
+def world() -> World:
+    """This process's place: `rank`, `size`, `local_rank`, `local_size`. Joins nothing.
+
+    As the process group says that is there, else the environment of torchrun, `fourfold run`, mpirun, srun or
+    Kubernetes; without any of them, one process alone. Raises LaunchError where a launcher's variables contradict
+    each other.
+    """
+    return present() or from_environment() or World()
 
 
 def leave() -> None:

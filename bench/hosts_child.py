@@ -1,0 +1,202 @@
+"""One rank of one contender: the built-in `lm`, trained on one machine of several hosts.
+
+contender  a way to train the same model on the same batches: DDP and its hooks, FSDP2, or a plan of ours
+turn       some steps, or one validation, taken when the parent says so
+Law: all contenders have the same weights at the start, the same batches, rates and clipping.
+
+    python -m bench.hosts_child CONTENDER STEPS LIMIT RENDEZVOUS      (RANK and WORLD_SIZE in the environment)
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TextIO
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import fourfold as ff
+from fourfold.feed.source import fetch
+from fourfold.plan.order import share
+from fourfold.plan.plan import RULES, read_value
+from fourfold.tasks import lm
+
+VALID_BYTES = 16_384
+VALID_BATCH = 16
+POWERSGD_START = 10  # plain all-reduces before it: it needs two at least
+OURS = "fourfold"
+
+
+class Contender(Protocol):
+    """What is measured; `optimizer.param_groups` sets the rates."""
+
+    optimizer: torch.optim.Optimizer
+
+    def step(self, batch: Any) -> float:
+        """One update; a loss, the local one for peers: no reduction, so that they pay for none."""
+        ...
+
+    def valid(self, batches: Sequence[Any]) -> float:
+        """The mean loss over this rank's validation batches, or over all ranks'."""
+        ...
+
+
+class Peer:
+    """The loop that every torch peer writes."""
+
+    def __init__(self, model: nn.Module, task: ff.Task) -> None:
+        self._model, self._task = model, task
+        self.optimizer = task.optimizer(model.parameters())
+
+    def step(self, batch: Any) -> float:
+        loss = self._loss(batch)
+        loss.backward()
+        assert self._task.clip is not None
+        nn.utils.clip_grad_norm_(self._model.parameters(), self._task.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    @torch.no_grad()
+    def valid(self, batches: Sequence[Any]) -> float:
+        return sum(self._loss(batch).item() for batch in batches) / len(batches)
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        inputs, targets = batch
+        return self._task.loss(self._model(**inputs), targets).mean()
+
+
+class Plan:
+    """A plan of ours."""
+
+    def __init__(self, model: nn.Module, task: ff.Task, plan: ff.Plan) -> None:
+        self._step = ff.parallelize(model, task.loss, task.optimizer, plan, clip=task.clip)
+        self.optimizer = self._step.optimizer
+
+    def step(self, batch: Any) -> float:
+        return self._step(batch).loss
+
+    def valid(self, batches: Sequence[Any]) -> float:
+        return sum(self._step.evaluate(batch).loss for batch in batches) / len(batches)
+
+
+def ddp(model: nn.Module, task: ff.Task) -> Peer:
+    return Peer(_ddp(model), task)
+
+
+def ddp_fp16(model: nn.Module, task: ff.Task) -> Peer:
+    wrapped = _ddp(model)
+    wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return Peer(wrapped, task)
+
+
+def ddp_powersgd(model: nn.Module, task: ff.Task) -> Peer:
+    # One bucket: with several, gloo aborts ("received data size doesn't match"); see docs/measured.md.
+    wrapped = DistributedDataParallel(model, static_graph=True, gradient_as_bucket_view=True, bucket_cap_mb=256)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=POWERSGD_START)
+    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return Peer(wrapped, task)
+
+
+def fsdp2(model: nn.Module, task: ff.Task) -> Peer:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.get_submodule("blocks").children():
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return Peer(model, task)
+
+
+def _ddp(model: nn.Module) -> DistributedDataParallel:
+    return DistributedDataParallel(model, static_graph=True, gradient_as_bucket_view=True)
+
+
+PEERS: dict[str, Callable[[nn.Module, ff.Task], Peer]] = {
+    "ddp": ddp,
+    "ddp-fp16": ddp_fp16,
+    "ddp-powersgd": ddp_powersgd,
+    "fsdp2": fsdp2,
+}
+
+
+def plan_of(contender: str, size: int) -> ff.Plan:
+    """The plan of `fourfold` or `fourfold:zero=1,codec=fp16`. Raises PlanError."""
+    values: dict[str, object] = {"dp": size}
+    for field in filter(None, contender.partition(":")[2].split(",")):
+        name, _, text = field.partition("=")
+        values[name] = read_value(name, text) if name in RULES else text
+    return ff.Plan.build(values)
+
+
+def build(contender: str, task: ff.Task, size: int) -> Contender:
+    torch.manual_seed(0)
+    model = task.model()
+    return PEERS[contender](model, task) if contender in PEERS else Plan(model, task, plan_of(contender, size))
+
+
+class Training:
+    """A contender, and where it stands."""
+
+    def __init__(self, contender: str, steps: int, *, rank: int, size: int) -> None:
+        self._task = lm.task(steps=steps, valid_bytes=VALID_BYTES)
+        data = self._task.data()
+        self._contender = build(contender, self._task, size)
+        self._rates = [group["lr"] for group in self._contender.optimizer.param_groups]
+        # The same batches for everybody, in one order.
+        self._batches = ff.Feed(data.train, ff.Plan(dp=size), batch_size=self._task.batch_size, seed=0).forever()
+        assert data.valid is not None
+        start, stop = share(0, len(data.valid) // (size * VALID_BATCH) * size * VALID_BATCH, size, rank)
+        firsts = range(start, stop, VALID_BATCH)
+        self._valid = [fetch(data.valid, range(first, first + VALID_BATCH)) for first in firsts]
+        self._number = 0
+
+    def steps(self, count: int) -> dict[str, object]:
+        """Some steps: the seconds of each, and the loss of the last."""
+        seconds, loss = [], float("nan")
+        for _ in range(count):
+            batch = next(self._batches)
+            begin = time.perf_counter()
+            assert self._task.schedule is not None
+            factor = self._task.schedule(self._number, self._task.steps)
+            for group, rate in zip(self._contender.optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = rate * factor
+            loss = self._contender.step(batch)
+            seconds.append(time.perf_counter() - begin)
+            self._number += 1
+        return {"seconds": seconds, "loss": loss}
+
+    def valid(self) -> dict[str, object]:
+        return {"valid": self._contender.valid(self._valid)}
+
+
+def main(arguments: list[str], say: TextIO) -> None:
+    contender, steps, limit, rendezvous = arguments
+    # The kernel ends this process at its limit even if it hangs in C or the parent is gone.
+    signal.alarm(int(limit))
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=size)
+    training = Training(contender, int(steps), rank=rank, size=size)
+    num_bytes = sum(p.numel() * p.element_size() for p in lm.task().model().parameters())
+    print(json.dumps({"bytes": num_bytes}), file=say, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        reply = training.steps(request["steps"]) if "steps" in request else training.valid()
+        print(json.dumps(reply), file=say, flush=True)
+    # Without the group's own shutdown: another rank may be gone already.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    # What libraries print must not mix with the messages: they get stderr.
+    with os.fdopen(os.dup(1), "w") as say:
+        os.dup2(2, 1)
+        main(sys.argv[1:], say)

@@ -1,0 +1,41 @@
+"""A loop that was written for Horovod: docs/from-horovod.md has it as it was.
+
+python examples/from_horovod.py
+fourfold run -n 2 examples/from_horovod.py
+mpirun -n 2 python examples/from_horovod.py
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import fourfold as ff
+
+
+def main() -> None:
+    world = ff.world()
+    torch.manual_seed(world.rank)
+    inputs = torch.linspace(0, 1, 8000).view(1000, 8)
+    data = TensorDataset(inputs, inputs.square().mean(1, keepdim=True))
+    feed = ff.Feed(data, batch_size=64, seed=0)  # batch_size is global; every epoch in another order
+
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = ff.DistributedOptimizer(optimizer, model)  # rank 0's weights, everywhere
+    # Where rank 0 alone has read a checkpoint, this brings it to all: weights, optimizer state, the epoch.
+    begin = optimizer.broadcast(0)
+    for _ in range(begin, 10):
+        for x, y in feed:
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()  # when it returns, every .grad is the mean over ranks
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+    loss = F.mse_loss(model(data.tensors[0]), data.tensors[1]).item()
+    if world.rank == 0:
+        print(f"loss {loss:.4f} on {world.size} ranks, gradients through: {optimizer.transport}")
+    assert loss < 0.01
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""LARS and LAMB: every parameter moves by a share of its own length, whatever the length of its gradient.
+
+direction    the way an element would go: element-wise, from its gradient and its state
+trust ratio  ‖weight‖ / ‖direction‖ of a parameter: the one number of an update that looks at a whole parameter
+stretch      what of a parameter lies in one tensor; on flat buffers a parameter may lie in several
+Law: the update of a parameter's stretches equals the update of the parameter, however it is cut.
+
+Sources: LARS, You, Gitman, Ginsburg 2017 (arXiv 1708.03888), eq. 6 and algorithm 1; LAMB, You et al. 2020
+(arXiv 1904.00962), algorithm 2, with φ(z) = z as in its experiments.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fourfold.words.errors import OptimizerError, Problem
+
+Group = dict[str, Any]
+
+
+class Layerwise(Protocol):
+    """What an optimizer with a trust ratio is made of."""
+
+    param_groups: list[Group]
+    state: Any
+
+    def direction(self, weight: Tensor, state: dict[str, Any], group: Group) -> Tensor:
+        """What the weight's norm is compared with; advances the state. Never the weight itself."""
+        ...
+
+    def ratio(self, weight_norm: Tensor, norm: Tensor, group: Group) -> Tensor:
+        """The trust ratio of a parameter with these norms, both more than 0."""
+        ...
+
+    def move(self, weight: Tensor, direction: Tensor, ratio: Tensor, group: Group) -> None:
+        """Change the weight; `direction` may be used up, unless it is the gradient."""
+        ...
+
+
+class Begun(NamedTuple):
+    """An update that waits for its norms."""
+
+    optimizer: Layerwise
+    moves: Sequence[tuple[Tensor, Tensor, int, Group]]
+    """Weight, direction, the number of the parameter they are a stretch of, group."""
+    squares: Tensor
+    """[parameters, 2] float64: the sums of squares of weight and direction over the stretches that are here."""
+
+
+def begin(optimizer: Layerwise, owners: Sequence[int], *, num_parameters: int) -> Begun:
+    """The element-wise half of an update: directions, and what is here of the squared norms.
+
+    `owners`: for every tensor of the optimizer, the number of the parameter it is a stretch of. Tensors without
+    gradient are left out. Raises OptimizerError for a sparse gradient.
+    """
+    tensors = [(weight, group) for group in optimizer.param_groups for weight in group["params"]]
+    device = tensors[0][0].device if tensors else None
+    squares = torch.zeros(num_parameters, 2, dtype=torch.float64, device=device)
+    moves = []
+    for (weight, group), owner in zip(tensors, owners, strict=True):
+        if weight.grad is None:
+            continue
+        if weight.grad.layout is not torch.strided:
+            raise OptimizerError(Problem("a sparse gradient", "dense gradients", "sparse=False"))
+        direction = optimizer.direction(weight, optimizer.state[weight], group)
+        squares[owner] += torch.stack((_square(weight), _square(direction)))
+        moves.append((weight, direction, owner, group))
+    return Begun(optimizer, moves, squares)
+
+
+def finish(begun: Begun, squares: Tensor) -> None:
+    """The other half, with the squared norms [parameters, 2] of whole parameters."""
+    norms = squares.sqrt()
+    one = torch.ones((), dtype=norms.dtype, device=norms.device)
+    for weight, direction, owner, group in begun.moves:
+        weight_norm, norm = norms[owner]
+        adapted = group["adapt"] & (weight_norm > 0) & (norm > 0)
+        ratio = torch.where(adapted, begun.optimizer.ratio(weight_norm, norm, group), one)
+        begun.optimizer.move(weight, direction, ratio, group)
+
+
+def _square(tensor: Tensor) -> Tensor:
+    # Squares of two-byte numbers overflow, or vanish.
+    wide = torch.float32 if tensor.dtype.itemsize < 4 else None
+    return torch.linalg.vector_norm(tensor, dtype=wide).double().square()
+
+
+def _step(optimizer: Any, closure: Callable[[], float] | None) -> float | None:
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    begun = begin(optimizer, range(count), num_parameters=count)
+    finish(begun, begun.squares)
+    return loss
+
+
+class LARS(Optimizer):
+    """Momentum SGD with layer-wise rates (You et al. 2017, algorithm 1), its momentum in the paper's form:
+
+    λ = trust · ‖w‖ / (‖g‖ + weight_decay · ‖w‖ + eps)
+    v ← momentum · v + lr · λ · (g + weight_decay · w)
+    w ← w − v
+
+    λ is one number a parameter, and 1 where ‖w‖ or ‖g‖ is 0, or where the group has `adapt=False`: there `lr` is the
+    plain rate of SGD, and a group of biases and gains wants a smaller one than the matrices.
+    Raises OptimizerError for options out of range and for a group without elements.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1.0,
+        *,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust: float = 0.001,
+        eps: float = 0.0,
+        adapt: bool = True,
+    ) -> None:
+        options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust, "eps": eps}
+        super().__init__(params, {**options, "adapt": adapt})
+
+    def add_param_group(self, param_group: Group) -> None:
+        super().add_param_group(_checked(param_group, self.defaults, type(self).__name__, below_one=("momentum",)))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update; parameters whose `.grad` is None are left as they are."""
+        return _step(self, closure)
+
+    def direction(self, weight: Tensor, state: dict[str, Any], group: Group) -> Tensor:
+        """The gradient: the paper measures it before weight decay is added."""
+        assert weight.grad is not None
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(weight)
+        return weight.grad
+
+    def ratio(self, weight_norm: Tensor, norm: Tensor, group: Group) -> Tensor:
+        """λ."""
+        return group["trust"] * weight_norm / (norm + group["weight_decay"] * weight_norm + group["eps"])
+
+    def move(self, weight: Tensor, direction: Tensor, ratio: Tensor, group: Group) -> None:
+        buffer = self.state[weight]["momentum_buffer"].mul_(group["momentum"])
+        step = direction.add(weight, alpha=group["weight_decay"])
+        weight.sub_(buffer.add_(step.mul_(ratio * group["lr"])))
+
+
+class LAMB(Optimizer):
+    """Adam with layer-wise rates (You et al. 2020, algorithm 2), bias correction included:
+
+    m ← β₁ m + (1 − β₁) g,   v ← β₂ v + (1 − β₂) g²
+    u = m / (1 − β₁ᵗ) / (√(v / (1 − β₂ᵗ)) + eps) + weight_decay · w
+    w ← w − lr · ‖w‖ / ‖u‖ · u
+
+    The ratio is one number a parameter, and 1 where ‖w‖ or ‖u‖ is 0, or where the group has `adapt=False`: there the
+    update is AdamW's. Raises OptimizerError for options out of range and for a group without elements.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        adapt: bool = True,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": adapt})
+
+    def add_param_group(self, param_group: Group) -> None:
+        super().add_param_group(_checked(param_group, self.defaults, type(self).__name__, below_one=("betas",)))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update; parameters whose `.grad` is None are left as they are."""
+        return _step(self, closure)
+
+    def direction(self, weight: Tensor, state: dict[str, Any], group: Group) -> Tensor:
+        """u: Adam's direction and the decay."""
+        gradient = weight.grad
+        assert gradient is not None
+        if not state:
+            wide = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+            state["step"] = torch.zeros((), dtype=wide)  # on the CPU, as torch's own: read here at every step
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
+        state["step"] += 1
+        number = state["step"].item()
+        first, second = group["betas"]
+        mean = state["exp_avg"].lerp_(gradient, 1.0 - first)
+        square = state["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1.0 - second)
+        root = (square / (1.0 - second**number)).sqrt_().add_(group["eps"])
+        u = (mean / (1.0 - first**number)).div_(root)
+        return u.add_(weight, alpha=group["weight_decay"])
+
+    def ratio(self, weight_norm: Tensor, norm: Tensor, group: Group) -> Tensor:
+        """‖w‖ / ‖u‖."""
+        return weight_norm / norm
+
+    def move(self, weight: Tensor, direction: Tensor, ratio: Tensor, group: Group) -> None:
+        weight.sub_(direction.mul_(ratio * group["lr"]))
+
+
+LAYERWISE: tuple[type[Optimizer], ...] = (LARS, LAMB)
+
+
+def _checked(group: Group, defaults: Group, kind: str, *, below_one: Iterable[str]) -> Group:
+    """The group with its parameters in a list. Raises OptimizerError with all problems."""
+    params = group["params"]
+    members = [params] if isinstance(params, Tensor) else list(params)
+    options = {**defaults, **group}
+    problems = []
+    # A member may be a pair of a name and a parameter.
+    tensors = [member[1] if isinstance(member, tuple) else member for member in members]
+    if not any(tensor.numel() for tensor in tensors):
+        got = f"{kind} on an empty group ({len(tensors)} parameters, no elements)"
+        need = "at least one weight, whose norm the trust ratio is made of"
+        problems.append(Problem(got, need, 'groups = [group for group in groups if group["params"]]'))
+    for name in ("lr", "weight_decay", "eps", "trust"):
+        if name in options and not options[name] >= 0:
+            problems.append(Problem(f"{name} = {options[name]}", "0 or more"))
+    for name in below_one:
+        values = options[name] if isinstance(options[name], tuple) else (options[name],)
+        if not all(0 <= value < 1 for value in values):
+            problems.append(Problem(f"{name} = {options[name]}", "0 or more, less than 1"))
+    if problems:
+        raise OptimizerError(problems, where=kind)
+    return {**group, "params": members}

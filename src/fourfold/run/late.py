@@ -1,0 +1,56 @@
+"""Lateness: in a run, a rank that the others wait for is named once, with what it is in. It is not ended.
+
+Law: every rank tells how long it was busy once in WINDOW steps, and in no other step does anybody communicate for it.
+"""
+
+import contextlib
+import dataclasses
+import socket
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from fourfold.plan.late import late, typical
+from fourfold.run.build import TrainStep
+
+WINDOW = 20
+DATA = "data"
+
+
+class Log(Protocol):
+    """Where late ranks are named; only rank 0's says anything."""
+
+    def line(self, record: Mapping[str, Any]) -> None: ...
+    def note(self, text: str) -> None: ...
+
+
+class Lateness:
+    """What the last steps of this rank were spent on."""
+
+    def __init__(self, step: TrainStep, log: Log) -> None:
+        self._step, self._log = step, log
+        self._steps: deque[dict[str, float]] = deque(maxlen=WINDOW)
+        self._data_seconds, self._count = 0.0, 0
+        self._named: set[int] = set()
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Within: this rank waits for its next batch."""
+        begin = time.perf_counter()
+        yield
+        self._data_seconds = time.perf_counter() - begin
+
+    def stepped(self, number: int) -> None:
+        """Step `number` of the run has ended. Collective, once in WINDOW steps."""
+        self._steps.append({DATA: self._data_seconds, **self._step.busy_seconds})
+        self._count += 1
+        if self._count % WINDOW or self._step.plan.mesh.size == 1:
+            return
+        told = self._step.exchange([socket.gethostname(), typical(self._steps)])
+        for found in late([busy for _, busy in told]):
+            if found.rank not in self._named:
+                self._named.add(found.rank)
+                host = told[found.rank][0]
+                self._log.note(f"{found.describe(host)} (steps {number - WINDOW + 1} to {number})")
+                self._log.line({"late": {**dataclasses.asdict(found), "host": host, "step": number}})

@@ -1,0 +1,191 @@
+"""Hosts on one machine: network namespaces, each behind a link of limited rate.
+
+host    a namespace with one interface; processes in it see no other network and share memory among themselves only
+bridge  a namespace of its own that joins the hosts; what is sent to a host is limited there, what it sends at the host
+owner   the process that made them; its number and its beginning are in the names
+Law: what is made here is removed when the `with` block is left, or by whoever comes next once its owner is dead;
+no process is ended that does not live in such a namespace.
+
+Needs root (CAP_SYS_ADMIN, CAP_NET_ADMIN), `ip` and `tc` of iproute2, and the kernel's token bucket filter.
+"""
+
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from fourfold.words.errors import LaunchError, Problem
+
+PREFIX = "fourfold"
+INTERFACE = "e0"
+BRIDGE = "br0"
+COMMAND_SECONDS = 20
+_numbers = itertools.count()
+
+
+class HostsUnavailable(LaunchError):
+    """This machine or this user cannot have namespaces with limited links."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """One namespace."""
+
+    name: str
+    address: str
+
+    def command(self, command: Sequence[str]) -> list[str]:
+        """The command that runs `command` there; `ip` becomes it, so the process started is the process meant."""
+        return ["ip", "netns", "exec", self.name, *command]
+
+    def sent_bytes(self) -> int:
+        """Bytes that have left this host since it was made, headers and acknowledgements included."""
+        told = json.loads(_ip("-n", self.name, "-s", "-j", "link", "show", "dev", INTERFACE))
+        return told[0]["stats64"]["tx"]["bytes"]
+
+
+class Hosts(AbstractContextManager["Hosts"]):
+    """`count` hosts, made on entry and removed on exit with every process in them.
+
+    `rate` limits each host both ways, in the words of tc ("100mbit"); None: no limit. Raises HostsUnavailable.
+    """
+
+    def __init__(self, count: int, *, rate: str | None = "100mbit") -> None:
+        base = f"{PREFIX}-{os.getpid()}-{_began(os.getpid())}-{next(_numbers)}"
+        self.hosts = tuple(Host(f"{base}-{index}", f"10.93.0.{10 + index}") for index in range(count))
+        self.rate, self._bridge = rate, f"{base}-bridge"
+
+    def __enter__(self) -> Self:
+        _look_for_tools()
+        remove_stale()
+        try:
+            self._make()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        there = set(_namespaces())
+        for name in (*(host.name for host in self.hosts), self._bridge):
+            if name in there:
+                _remove(name)
+
+    def place(self, rank: int, size: int) -> Host:
+        """The host of a rank: consecutive ranks live together, the same number on each host."""
+        if size % len(self.hosts):
+            raise LaunchError(Problem(f"{size} ranks on {len(self.hosts)} hosts", "as many ranks on each host"))
+        return self.hosts[rank * len(self.hosts) // size]
+
+    def variables(self, rank: int, size: int) -> dict[str, str]:
+        """What a launcher would tell this rank, and the interface that gloo is to use."""
+        self.place(rank, size)
+        each = size // len(self.hosts)
+        place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % each, "LOCAL_WORLD_SIZE": each}
+        told = {name: str(value) for name, value in place.items()}
+        return {**told, "MASTER_ADDR": self.hosts[0].address, "GLOO_SOCKET_IFNAME": INTERFACE}
+
+    def sent_bytes(self) -> list[int]:
+        return [host.sent_bytes() for host in self.hosts]
+
+    def _make(self) -> None:
+        _ip("netns", "add", self._bridge)
+        _ip("-n", self._bridge, "link", "add", BRIDGE, "type", "bridge")
+        _ip("-n", self._bridge, "link", "set", BRIDGE, "up")
+        for index, host in enumerate(self.hosts):
+            port = f"v{index}"
+            _ip("netns", "add", host.name)
+            veth = ["link", "add", INTERFACE, "netns", host.name, "type", "veth"]
+            _ip(*veth, "peer", "name", port, "netns", self._bridge)
+            _ip("-n", self._bridge, "link", "set", port, "master", BRIDGE, "up")
+            _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", INTERFACE)
+            _ip("-n", host.name, "link", "set", INTERFACE, "up")
+            _ip("-n", host.name, "link", "set", "lo", "up")
+            if self.rate is not None:
+                _limit(host.name, INTERFACE, self.rate)
+                _limit(self._bridge, port, self.rate)
+
+
+def missing() -> str | None:
+    """Why hosts cannot be had here, found out by making one; None where they can."""
+    try:
+        with Hosts(1):
+            return None
+    except HostsUnavailable as error:
+        return str(error)
+
+
+def remove_stale() -> None:
+    """Remove what owners that have died have left: their namespaces, and the processes in them."""
+    for name in _namespaces():
+        match = re.fullmatch(rf"{PREFIX}-(\d+)-(\d+)-\d+-\w+", name)
+        if match and _began(int(match[1])) != int(match[2]):
+            _remove(name)
+
+
+def _limit(name: str, device: str, rate: str) -> None:
+    filtered = ["tbf", "rate", rate, "burst", "128kb", "latency", "100ms"]
+    _run(["tc", "-n", name, "qdisc", "add", "dev", device, "root", *filtered])
+
+
+def _namespaces() -> list[str]:
+    return [line.split()[0] for line in _ip("netns", "list").splitlines() if line.startswith(f"{PREFIX}-")]
+
+
+def _remove(name: str) -> None:
+    try:
+        _end_processes(name)
+        _ip("netns", "del", name)
+    except HostsUnavailable:
+        if name in _namespaces():  # else another process has come upon the same one, and was faster
+            raise
+
+
+def _end_processes(name: str) -> None:
+    for pid in map(int, _ip("netns", "pids", name).split()):
+        with suppress(ProcessLookupError):  # It has ended by itself.
+            # Through a handle: a number may have become another process's by now.
+            handle = os.pidfd_open(pid)
+            try:
+                if str(pid) in _ip("netns", "pids", name).split():
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
+            finally:
+                os.close(handle)
+
+
+def _began(pid: int) -> int:
+    """When a process began, in ticks since the boot; -1 where there is none. A later one of its number began later."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return -1
+
+
+def _look_for_tools() -> None:
+    absent = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    problems = [Problem(f"no {tool}", "iproute2", "apt-get install iproute2") for tool in absent]
+    if os.geteuid() != 0:
+        problems.append(Problem(f"user {os.geteuid()}", "root, to make network namespaces", "sudo"))
+    if problems:
+        raise HostsUnavailable(problems, where="hosts on one machine")
+
+
+def _ip(*arguments: str) -> str:
+    return _run(["ip", *arguments])
+
+
+def _run(command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS)
+    if done.returncode:
+        got = f"{' '.join(command)}: {done.stderr.strip() or done.returncode}"
+        problem = Problem(got, "CAP_SYS_ADMIN, CAP_NET_ADMIN and the kernel's sch_tbf", "a machine of your own")
+        raise HostsUnavailable(problem, where="hosts on one machine")
+    return done.stdout

@@ -1,0 +1,77 @@
+"""Laws of late ranks in real steps. All ranks as threads."""
+
+import threading
+
+import torch
+from torch import nn
+
+from fourfold.plan.plan import Plan
+from fourfold.run.build import TrainStep
+from fourfold.run.late import WINDOW, Lateness
+from fourfold.testing import threads
+
+SECONDS = 0.05
+BATCH = (torch.ones(2, 4), torch.zeros(2))
+
+
+class Slow(nn.Module):
+    """A layer that takes its time, in the forward of rank 1."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.layer, self.rank = nn.Linear(4, 4), rank
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.rank == 1:
+            threading.Event().wait(SECONDS)
+        return self.layer(inputs)
+
+
+class Kept:
+    """A log that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.notes, self.lines = [], []
+
+    def line(self, record) -> None:
+        self.lines.append(record)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def body(ranks) -> tuple[Kept, int]:
+    def loss(outputs, targets):
+        return outputs.sum(1)
+
+    def sgd(parameters):
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    step = TrainStep(Slow(ranks.rank), loss, sgd, plan=Plan(dp=ranks.size), ranks=ranks, clip=None)
+    log, told, exchange = Kept(), [], ranks.exchange
+    lateness = Lateness(step, log)
+    ranks.exchange = lambda value: told.append(value) or exchange(value)
+    for number in range(1, 2 * WINDOW + 1):
+        with lateness.reading():
+            pass
+        step(BATCH)
+        lateness.stepped(number)
+    return log, len(told)
+
+
+def test_a_slow_rank_is_named_once_with_what_it_is_in():
+    for log, _ in threads.run(3, body):
+        (note,) = log.notes
+        assert note.startswith("rank 1 on ")
+        assert note.endswith(f" ms (steps 1 to {WINDOW})")
+        (line,) = log.lines
+        assert line["late"]["place"] == "forward"
+        assert line["late"]["place_seconds"] >= SECONDS
+        # They wait for it in every step, and are not busy meanwhile.
+        assert line["late"]["others_seconds"] < line["late"]["seconds"] / 1.5
+
+
+def test_ranks_speak_of_it_once_in_a_window():
+    # Beside it the first step alone exchanges: the nominal count and the launch order.
+    for _, exchanges in threads.run(2, body):
+        assert exchanges == 2 + 2

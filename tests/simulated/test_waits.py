@@ -1,0 +1,103 @@
+"""No wait outlasts the one it waits for."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fourfold.feed.feed import Feed
+from fourfold.parts.comm import Ranks, meeting
+from fourfold.parts.comm.ranks import _Process, host_id
+from fourfold.run.checkpoint.shelf import Shelf
+from fourfold.testing import threads
+from fourfold.words.errors import PeerError
+from fourfold.words.world import World
+from tests.simulated.test_checkpoint import Run
+from tests.training import Case
+
+SECONDS = 20  # far less than a wait's own time limit, far more than a look takes
+
+
+@pytest.fixture
+def corpse() -> Iterator[_Process]:
+    """Where a rank lived that has been killed; its parent has not taken notice yet."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    mine = _Process(host_id(), "somewhere", *meeting._process(process.pid))
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    yield mine
+    process.wait()
+
+
+def beside(corpse: _Process) -> Ranks:
+    """Rank 0 of two; rank 1 has died."""
+    ranks = Ranks(World(rank=0, size=2, local_rank=0, local_size=2), torch.device("cpu"))
+    ranks._roster = [_Process(host_id(), "here", *meeting.me()), corpse]
+    return ranks
+
+
+def test_a_process_that_has_died_is_seen_before_it_is_buried(corpse: _Process) -> None:
+    ranks = beside(corpse)
+    assert [ranks.has_died(rank) for rank in range(2)] == [False, True]
+    with pytest.raises(PeerError, match=r"rank 1 \(host somewhere\)"):
+        ranks.look()
+
+
+def test_a_later_process_of_the_same_number_and_one_of_another_host_are_not_mistaken_for_the_rank() -> None:
+    here = _Process(host_id(), "here", *meeting.me())
+    assert beside(here._replace(began=here.began - 1)).has_died(1)
+    assert not beside(here._replace(host="another", pid=1, began=0)).has_died(1)
+
+
+def test_a_connection_that_breaks_tells_who_has_died_and_other_errors_are_left_alone(corpse: _Process) -> None:
+    ranks = beside(corpse)
+    with pytest.raises(PeerError, match=r"rank 1 \(host somewhere\) died"), ranks.naming_the_dead():
+        raise RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:1234")
+    with pytest.raises(RuntimeError, match="shapes"), ranks.naming_the_dead():
+        raise RuntimeError("shapes differ")
+
+
+class Stuck:
+    """A source whose disk does not answer."""
+
+    def __init__(self) -> None:
+        self.answers = threading.Event()
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> None:
+        self.answers.wait(60)
+        raise OSError("at last")
+
+
+def test_a_rank_that_waits_for_data_hears_of_a_death(corpse: _Process) -> None:
+    source, begin = Stuck(), time.monotonic()
+    feed = Feed(source, batch_size=2)
+    feed.look = beside(corpse).look
+    with pytest.raises(PeerError):
+        next(iter(feed))
+    assert time.monotonic() - begin < SECONDS
+    source.answers.set()
+
+
+def test_the_writer_does_not_wait_for_the_piece_of_a_dead_rank(tmp_path, monkeypatch) -> None:
+    def body(ranks):
+        run = Run(Case(), ranks, tmp_path)
+        run.go(0, 2, save_at=(1,))
+        if ranks.rank == 1:  # as if it had been killed while it wrote
+            monkeypatch.setattr(run.keeper, "_write_piece", lambda *_: None)
+        monkeypatch.setattr(run.step, "has_died", lambda rank: rank == 1)
+        begin = time.monotonic()
+        run.go(2, 3, save_at=(3,))
+        return run.log.notes, time.monotonic() - begin
+
+    notes, seconds = threads.run(2, body)[0]
+    assert seconds < SECONDS
+    assert "rank 1 died before it had written its piece" in notes[0]
+    assert Shelf(tmp_path).steps() == [1]

@@ -1,0 +1,149 @@
+"""Laws of several hosts, made on this machine out of network namespaces."""
+
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from fourfold.plan.plan import RULES
+from fourfold.testing import hosts
+from fourfold.testing.hosts import Host, Hosts
+from fourfold.testing.oracle import TOLERANCE
+from fourfold.testing.spawn import World
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.hosts
+CASES = "tests.spawned.cases"
+SECONDS = 30
+ZEROS = [zero for zero in RULES["zero"].built or RULES["zero"].choices if zero < 3]  # zero 3 sends half as much again
+OWNER = """
+import subprocess, sys, time
+from fourfold.testing.hosts import Hosts
+with Hosts(2) as made:
+    child = subprocess.Popen(made.hosts[0].command(["sleep", "600"]))
+    print(made.hosts[0].name, child.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Hosts]:
+    with Hosts(2, rate="1gbit") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def four_ranks(two) -> Iterator[World]:
+    world = World(4, root=ROOT, hosts=two)
+    yield world
+    world.end()
+
+
+@pytest.mark.parametrize("zero", ZEROS)
+def test_two_hosts_train_as_the_oracle_does(four_ranks, zero):
+    results = four_ranks.run(f"{CASES}:deviation", zero=zero, clip=0.5, microbatches=2, batch_sizes=[12, 12, 3])
+    assert {result["transport"] for result in results} == {"shared memory + gloo between hosts"}
+    assert max(result["deviation"] for result in results) <= TOLERANCE
+
+
+@pytest.mark.parametrize("zero", ZEROS)
+def test_each_host_sends_what_the_formula_says(four_ranks, two, zero):
+    def sent(steps: int) -> list[int]:
+        before = two.sent_bytes()
+        (num_bytes, *_) = four_ranks.run(f"{CASES}:wide_steps", steps=steps, zero=zero)
+        assert num_bytes == GRADIENT_BYTES
+        return [after - first for after, first in zip(two.sent_bytes(), before, strict=True)]
+
+    # Twice as many steps less the same start: the weights' broadcast and the groups are made once in each.
+    each = [(more - few) / 2 for more, few in zip(sent(4), sent(2), strict=True)]
+    # 2 (H − 1) / H of the gradient, H = 2; headers and scalars are the rest.
+    assert each == pytest.approx([GRADIENT_BYTES] * 2, rel=0.02)
+
+
+GRADIENT_BYTES = 4 * (1024 * 1024 + 1024)
+
+
+def there(name: str) -> bool:
+    return name in hosts._namespaces()
+
+
+def test_hosts_of_an_owner_that_was_killed_are_removed_with_what_runs_in_them():
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert owner.stdout
+    try:
+        name, pid = owner.stdout.readline().split()
+        hosts.remove_stale()
+        assert there(name)  # its owner lives
+    finally:
+        owner.kill()
+        owner.wait(SECONDS)
+        owner.stdout.close()
+    handle = os.pidfd_open(int(pid))
+    hosts.remove_stale()
+    assert not there(name)
+    assert select.select([handle], [], [], SECONDS)[0]  # the process has ended
+    os.close(handle)
+
+
+def test_hosts_are_removed_after_an_error():
+    made = Hosts(2)
+
+    def fail() -> None:
+        assert there(made.hosts[1].name)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), made:
+        fail()
+    assert not there(made.hosts[1].name)
+
+
+def test_hosts_that_cannot_be_made_leave_nothing():
+    made = Hosts(2, rate="a lot")
+    with pytest.raises(hosts.HostsUnavailable, match=r"tc .*need CAP_SYS_ADMIN"):
+        made.__enter__()
+    assert not any(there(host.name) for host in made.hosts)
+
+
+def test_a_link_is_as_slow_as_it_was_asked_to_be():
+    with Hosts(2, rate="10mbit") as made:
+        seconds = send(made.hosts[0], made.hosts[1], num_bytes=1_000_000)
+        assert made.sent_bytes()[0] > 1_000_000
+    # 0.8 s at 10 Mbit/s, less what fits in the bucket; without a limit some milliseconds.
+    assert seconds > 0.4
+
+
+RECEIVE = """
+import socket, sys
+server = socket.create_server((sys.argv[1], 0))
+print(server.getsockname()[1], flush=True)
+link, _ = server.accept()
+left = int(sys.argv[2])
+while left:
+    left -= len(link.recv(min(left, 65536)))
+link.sendall(b"!")
+"""
+SEND = """
+import socket, sys, time
+begin = time.perf_counter()
+link = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+link.sendall(bytes(int(sys.argv[3])))
+link.recv(1)
+print(time.perf_counter() - begin)
+"""
+
+
+def send(source: Host, target: Host, *, num_bytes: int) -> float:
+    """Seconds from one host to the other."""
+    receive = target.command([sys.executable, "-c", RECEIVE, target.address, str(num_bytes)])
+    receiver = subprocess.Popen(receive, stdout=subprocess.PIPE, text=True)
+    try:
+        assert receiver.stdout
+        port = receiver.stdout.readline().strip()
+        command = source.command([sys.executable, "-c", SEND, target.address, port, str(num_bytes)])
+        return float(subprocess.run(command, capture_output=True, text=True, check=True, timeout=SECONDS).stdout)
+    finally:
+        receiver.kill()
+        receiver.communicate()
