@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from fourfold.plan.codec import KINDS
 from fourfold.plan.plan import Plan
 from fourfold.run.refuse import model_problems
+from fourfold.run.show import show
+from fourfold.tasks import lm
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from tests import coded
@@ -87,3 +89,15 @@ def test_a_codec_that_remembers_is_refused_where_parameters_may_be_unused():
     assert not model_problems(model, Plan(codec="bf16", unused="allow"))
     (problem,) = model_problems(model, Plan(codec="dct", unused="allow"))
     assert 'codec = "dct" and unused = "allow"' in problem.got
+    odd = torch.nn.Linear(2, 2, dtype=torch.complex64)
+    (problem,) = model_problems(odd, Plan(codec="int8"))
+    assert "weight (torch.complex64)" in problem.got
+
+
+def test_what_messages_will_cost_is_shown_before():
+    bucket_bytes, dp = 2**22, 4
+    shown = show(Plan(dp=dp, codec="bf16", bucket_bytes=bucket_bytes), lm.task())
+    assert "2 times less than without the codec" in shown
+    # int8 among four: 3 messages of a byte an element, a quarter of 2 · 3/4 · 4 bytes · 2, less 4 / 256 for the scales.
+    shown = show(Plan(dp=dp, codec="int8", bucket_bytes=bucket_bytes), lm.task())
+    assert "1.97 times less than without the codec" in shown

@@ -157,7 +157,11 @@ class Speaker:
         if self._folder is None:
             return
         record = {"step": number, "loss": metrics.loss, "samples": metrics.samples, "tokens": metrics.tokens}
-        times = {"seconds": metrics.seconds, "waiting_seconds": metrics.waiting_seconds}
+        times = {
+            "seconds": metrics.seconds,
+            "waiting_seconds": metrics.waiting_seconds,
+            "sent_bytes": metrics.sent_bytes,
+        }
         record |= {"grad_norm": metrics.grad_norm, "lr": float(lr), **times}
         if metrics.skipped is not None:
             self._skipped(number, metrics.skipped)
