@@ -34,6 +34,10 @@ class Case:
     transport: str = "by-host"
     zero: int = 0
     update: str = "after"
+    codec: str = "none"
+    codec_rank: int = 2
+    codec_density: float = 0.2
+    codec_life: int = 2
 
     def plan(self, size: int) -> Plan:
         return Plan(
@@ -44,6 +48,10 @@ class Case:
             transport=self.transport,
             zero=self.zero,
             update=self.update,
+            codec=self.codec,
+            codec_rank=self.codec_rank,
+            codec_density=self.codec_density,
+            codec_life=self.codec_life,
         )
 
 

@@ -14,13 +14,14 @@ import torch.distributed as dist
 from torch import nn
 
 import fourfold as ff
+from fourfold.plan.codec import rounds
 from fourfold.plan.timeline import encode
 from fourfold.run import late
 from fourfold.run.trace import Tracing
 from fourfold.tasks import lm
 from fourfold.testing import oracle
 from fourfold.words.errors import DivergenceError
-from tests import training
+from tests import coded, training
 from tests.training import Case
 
 
@@ -33,6 +34,35 @@ def deviation(host: str | None = None, **fields: Any) -> dict[str, Any]:
         step = training.build(case, dist.get_world_size())
     trained = training.train_step(case, step)
     return {"deviation": oracle.deviation(trained, training.train_oracle(case)), "transport": step.transport}
+
+
+def coded_deviations(cases: list[dict[str, Any]], host: str | None = None) -> list[dict[str, Any]]:
+    """For each case: how far a training is from that of its codec's workers, and what a step has sent."""
+    told = []
+    for fields in cases:
+        case, size = Case(**fields, batch_sizes=(16, 16)), dist.get_world_size()
+        with _hosts(host):
+            step = training.build(case, size)
+        metrics = [step(training.local(batch, size, step.data_index)) for batch in training.batches(case)]
+        trained = oracle.snapshot(step.model, [m.loss for m in metrics], [m.grad_norm for m in metrics])
+        expected = coded.train(case, size, unit=16.0)
+        lengths = [sum(b.num_bytes for b in rounds) for rounds in _rounds(step)]
+        told.append(
+            {
+                "deviation": oracle.deviation(trained, expected),
+                "transport": step.transport,
+                "sent_bytes": metrics[-1].sent_bytes,
+                "message_bytes": sum(lengths),
+            }
+        )
+    return told
+
+
+def _rounds(step: Any) -> list[Any]:
+    """By bucket, what its codec says of its messages."""
+    shapes = {name: tuple(p.shape) for name, p in step.model.named_parameters()}
+    by_bucket = [[shapes[slot.name] for slot in bucket.slots] for bucket in step.buckets]
+    return [rounds(step.plan.coding, b, s) for b, s in zip(step.buckets, by_bucket, strict=True)]
 
 
 @contextlib.contextmanager

@@ -59,6 +59,24 @@ def test_trust_ratios_are_exact_where_parameters_are_split_among_ranks(world, si
     assert max(result["deviation"] for result in results) <= TOLERANCE
 
 
+CODED = [
+    {"codec": kind, "zero": zero, "clip": 0.5, "microbatches": 2, "bucket_bytes": 1500, "optimizer": "SGD"}
+    for kind, zero in [("bf16", 0), ("topk", 0), ("int8", 1), ("powersgd", 0), ("powersgd", 2), ("dct", 2)]
+]
+
+
+@pytest.mark.parametrize(("transport", "host"), [("gloo", None), ("by-host", "two")])
+def test_messages_over_gloo_train_as_a_codecs_workers_would(world, transport, host):
+    cases = [{**case, "transport": transport} for case in CODED]
+    for told in world(4).run(f"{CASES}:coded_deviations", cases=cases, host=host):
+        for case, result in zip(cases, told, strict=True):
+            # The order in which gloo adds 2-byte numbers is its own.
+            assert result["deviation"] <= (2**-9 if case["codec"] == "bf16" else TOLERANCE), case
+            if case["zero"] == 0 and host is None:
+                times = 3 if case["codec"] == "topk" else 2 * 3 / 4
+                assert result["sent_bytes"] == pytest.approx(times * result["message_bytes"])
+
+
 def test_ranks_start_from_the_weights_of_rank_0(world):
     assert all(world(2).run(f"{CASES}:start_apart"))
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from fourfold.plan.codec import KINDS, Coding
 from fourfold.words.errors import PlanError, Problem, nearest
 from fourfold.words.mesh import Mesh
 
@@ -25,10 +26,14 @@ class Rule:
     least: int = 1
     built: tuple[Any, ...] | None = None
     optional: bool = False
+    most: float | None = None
+    """Of a number that need not be whole: it is above 0, and at most this."""
 
     def need(self) -> str:
         if self.choices:
             return "one of " + ", ".join(map(str, self.choices))
+        if self.most is not None:
+            return f"a number above 0, at most {self.most}"
         return f"a whole number of at least {self.least}" + (", or nothing" if self.optional else "")
 
     def admits(self, value: object) -> bool:
@@ -36,6 +41,8 @@ class Rule:
             return self.optional
         if type(value) is not self.kind:
             return False
+        if self.most is not None:
+            return 0.0 < value <= self.most  # type: ignore[operator]
         return value in self.choices if self.choices else value >= self.least  # type: ignore[operator]
 
 
@@ -54,7 +61,10 @@ RULES = {
     "ulysses": Rule(int, built=(1,)),
     "update": Rule(str, choices=("after", "in_backward", "in_forward"), built=("after", "in_backward")),
     "sync": Rule(str, choices=("step", "local", "server"), built=("step",)),
-    "codec": Rule(str, choices=("none", "bf16", "fp16", "int8", "topk", "powersgd", "dct"), built=("none",)),
+    "codec": Rule(str, choices=("none", *KINDS)),
+    "codec_rank": Rule(int),
+    "codec_density": Rule(float, most=1.0),
+    "codec_life": Rule(int),
     "offload": Rule(str, choices=("none", "states"), built=("none",)),
     "precision": Rule(str, choices=("keep", "bf16", "fp16"), built=("keep",)),
     "batch_norm": Rule(str, choices=("refuse", "local", "sync"), built=("refuse", "local")),
@@ -87,6 +97,9 @@ class Plan:
     update: str = "after"
     sync: str = "step"
     codec: str = "none"
+    codec_rank: int = 4
+    codec_density: float = 0.01
+    codec_life: int = 100
     offload: str = "none"
     precision: str = "keep"
     batch_norm: str = "refuse"
@@ -98,6 +111,13 @@ class Plan:
         problems = check(dataclasses.asdict(self))
         if problems:
             raise PlanError(problems, where="the plan")
+
+    @property
+    def coding(self) -> Coding | None:
+        """The codec and its parameters, or None."""
+        if self.codec == "none":
+            return None
+        return Coding(self.codec, rank=self.codec_rank, density=self.codec_density, life=self.codec_life)
 
     @property
     def mesh(self) -> Mesh:
@@ -156,9 +176,9 @@ def read_value(name: str, text: str) -> object:
     rule = RULES[name]
     if rule.optional and text == "none":
         return None
-    if rule.kind is int:
+    if rule.kind is not str:
         try:
-            return int(text)
+            return rule.kind(text)
         except ValueError:
             return text
     return text

@@ -19,7 +19,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts import comm, data, memory, optim
+from fourfold.parts import codec, comm, data, memory, optim
 from fourfold.plan.data import RESTS, Spec, Step, fill, lower, turns
 from fourfold.plan.order import Stretch
 from fourfold.plan.plan import Plan
@@ -45,6 +45,7 @@ class Metrics:
     tokens           None where the inputs carry no positions
     grad_norm        norm of the global gradient before clipping; None without `clip`
     waiting_seconds  part of `seconds` spent reducing gradients and waiting for other ranks
+    sent_bytes       of gradients and weights, that this rank has sent to other hosts or over gloo or NCCL, as by ring
     skipped          why the step changed nothing, where `skip_nan` left it out; None for all others
     """
 
@@ -54,6 +55,7 @@ class Metrics:
     grad_norm: float | None
     seconds: float
     waiting_seconds: float
+    sent_bytes: float = 0.0
     skipped: Skipped | None = None
 
 
@@ -125,7 +127,8 @@ class TrainStep:
             rest=rest,
             num_scalars=max(8, (2 if layerwise else 1) * len(trainable)),
         )
-        self._transport, self.transport = comm.connect(ranks, request, choice=plan.transport)
+        codecs = self._codecs(plan)
+        self._transport, self.transport = comm.connect(ranks, request, choice=plan.transport, codecs=codecs)
         self._weights = data.rehome(trainable, self.buckets, self._transport)
         self._broadcast()
         self._gradients = data.Gradients(trainable, self.buckets, self._transport, allow_unused=allow_unused)
@@ -148,6 +151,15 @@ class TrainStep:
         self._recorded, self._num_calls = False, 0
         self.steps = 0
         """Steps done, those before a resumption included: errors name them."""
+
+    def _codecs(self, plan: Plan) -> list[codec.Codec]:
+        """One for each bucket, or none at all."""
+        coding = plan.coding
+        if coding is None:
+            return []
+        by_bucket = [[tuple(self._trainable[slot.name].shape) for slot in bucket.slots] for bucket in self.buckets]
+        pairs = zip(self.buckets, by_bucket, strict=True)
+        return [codec.make(coding, bucket, shapes, device=self.device) for bucket, shapes in pairs]
 
     @property
     def rank(self) -> int:
@@ -196,6 +208,7 @@ class TrainStep:
         Raises DivergenceError where another rank is in another call, or has another part of the feed's order.
         """
         begin, waited = time.perf_counter(), self._transport.waiting_seconds
+        sent = self._transport.sent_bytes
         samples = getattr(batch, "samples", None)
         self._transport.enter(_name(f"step {self.steps + 1}", samples))
         self._look_at_parameters()
@@ -218,6 +231,7 @@ class TrainStep:
             grad_norm=self._actions.grad_norm,
             seconds=time.perf_counter() - begin,
             waiting_seconds=self._transport.waiting_seconds - waited,
+            sent_bytes=self._transport.sent_bytes - sent,
             skipped=skipped,
         )
 
@@ -418,6 +432,10 @@ class TrainStep:
         self._outline = self._outline._replace(order=tuple(order))
         self.program = lower(self._outline)
         self._gradients.launch_order = list(order)
+        before = self._actions.nominal_count
+        if before is not None and before != count and isinstance(self._transport, comm.Coded):
+            # What is remembered was divided by the count of before.
+            self._transport.rescale(before / count)
         self._actions.nominal_count = count
         self._recorded = True
 

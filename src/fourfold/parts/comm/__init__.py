@@ -16,7 +16,9 @@ from typing import NamedTuple
 import torch
 
 from fourfold.parts import memory
-from fourfold.parts.comm.group import BetweenHosts, GroupTransport
+from fourfold.parts.codec import Codec
+from fourfold.parts.comm.coded import Coded, NoWire, Ways, Wire, places
+from fourfold.parts.comm.group import BetweenHosts, Gatherer, GroupTransport, Use
 from fourfold.parts.comm.ranks import Ranks, host_id, join, leave, present, world
 from fourfold.parts.comm.shared import Shared, Slotting
 from fourfold.parts.comm.transport import Alone, Part, Transport
@@ -26,6 +28,7 @@ from fourfold.words.layout import SPLIT
 
 __all__ = [
     "Alone",
+    "Coded",
     "LaunchError",
     "Part",
     "Ranks",
@@ -49,6 +52,13 @@ class Request(NamedTuple):
     turns: tuple[int, ...]
     rest: Rest = RESTS[0]
     num_scalars: int = 8
+    purpose: str = ""
+    """Transports of one purpose share their process groups, and so the order of what they begin."""
+    coded: bool = False
+
+    @property
+    def use(self) -> Use:
+        return Use(self.rest, self.turns, self.purpose, self.coded)
 
 
 class Connection(NamedTuple):
@@ -58,11 +68,39 @@ class Connection(NamedTuple):
     note: str
 
 
-def connect(ranks: Ranks, request: Request, *, choice: str = "by-host") -> Connection:
-    """The transport among all ranks. Collective. `choice` is the plan's `transport`.
+def connect(ranks: Ranks, request: Request, *, choice: str = "by-host", codecs: Sequence[Codec] = ()) -> Connection:
+    """The transport among all ranks. Collective. `choice` is the plan's `transport`, `codecs` one for each bucket.
 
     Raises PlanError where a transport is asked for that cannot be had.
     """
+    if not codecs:
+        return _connect(ranks, request, choice)
+    inner, note = _connect(ranks, request._replace(coded=True), choice)
+    sums = []
+    for number, those in enumerate(places(codecs)):
+        lengths = [codecs[bucket].rounds[number].num_bytes for bucket in those]
+        dtypes = [codecs[bucket].message_dtype for bucket in those]
+        sizes = [length // dtype.itemsize for length, dtype in zip(lengths, dtypes, strict=True)]
+        messages = Request(tuple(sizes), tuple(dtypes), tuple(range(len(sizes))), purpose=f"round {number}")
+        sums.append(_connect(ranks, messages, choice).transport)
+    tells = not isinstance(inner, Shared) or inner.index == 0
+    coded = Coded(Ways(inner, sums, _wire(ranks, inner), tells), codecs)
+    return Connection(coded, f"{note}, coded")
+
+
+def _wire(ranks: Ranks, inner: Transport) -> Wire:
+    """The ranks that gather each other's messages. Collective."""
+    if isinstance(inner, Alone):
+        return NoWire()
+    # Between hosts with shared memory, the ranks of one local index; else all.
+    column = inner.index if isinstance(inner, Shared) else 0
+    said = ranks.exchange(column)
+    wires = [[rank for rank, other in enumerate(said) if other == each] for each in sorted(set(said))]
+    gatherers = [Gatherer(ranks, members) for members in wires if len(members) > 1]
+    return gatherers[column] if gatherers else NoWire()
+
+
+def _connect(ranks: Ranks, request: Request, choice: str) -> Connection:
     refuse_impossible(choice, ranks.device.type)
     if ranks.size == 1:
         alone = Alone(_private(request, ranks.device), request.turns)
@@ -77,7 +115,7 @@ def connect(ranks: Ranks, request: Request, *, choice: str = "by-host") -> Conne
             problem = Problem(f'transport = "shared", but {reason}', "ranks that share memory", 'transport = "by-host"')
             raise PlanError(problem, where="the plan")
     slots = _private(request, ranks.device)
-    transport = GroupTransport(slots, ranks, members, request.rest, request.turns)
+    transport = GroupTransport(slots, ranks, members, request.use)
     return Connection(transport, f"{transport.name} ({reason})" if transport.name == "gloo" else transport.name)
 
 
@@ -130,12 +168,20 @@ def _share(ranks: Ranks, request: Request) -> tuple[Shared | None, str]:
         raise LaunchError(problem) from error
     between = None
     if len(hosts) > 1:
-        columns = [BetweenHosts(ranks, [host[index] for host in hosts]) for index in range(len(here))]
+        columns = [BetweenHosts(ranks, [host[index] for host in hosts], request.use) for index in range(len(here))]
         between = columns[here.index(ranks.rank)]
     mapping = memory.map_shared(handle)
     index = here.index(ranks.rank)
     shared = Shared(
-        mapping, slotting, index=index, size=len(here), rest=request.rest, ranks=here, links=links, between=between
+        mapping,
+        slotting,
+        index=index,
+        size=len(here),
+        rest=request.rest,
+        ranks=here,
+        links=links,
+        between=between,
+        coded=request.coded,
     )
     return shared, shared.name
 

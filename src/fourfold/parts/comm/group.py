@@ -8,6 +8,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,11 +17,12 @@ from torch import Tensor
 from fourfold.parts import memory
 from fourfold.parts.comm import calls
 from fourfold.parts.comm.ranks import Ranks
-from fourfold.parts.comm.split import Flight, Splitter
+from fourfold.parts.comm.split import Flight, Splitter, landed
 from fourfold.parts.comm.transport import Part, one
 from fourfold.plan.data import Rest
 from fourfold.words.action import LOSS
-from fourfold.words.layout import SPLIT, WHOLE
+from fourfold.words.layout import SPLIT, WHOLE, Change
+from fourfold.words.layout import sent_bytes as layout_bytes
 from fourfold.words.spans import SILENT
 
 # Of reductions to split layouts: each holds a received copy of its bucket until it has ended.
@@ -28,6 +30,21 @@ IN_FLIGHT = 4
 
 
 NUM_LOSS_SCALARS = 8
+
+
+class Use(NamedTuple):
+    """What a transport is for: where buckets rest, which of them take turns in a slot, and whose groups it uses.
+
+    `coded`: what is launched is the sum over all ranks that a process group connects; a codec has seen to it.
+    """
+
+    rest: Rest
+    turns: tuple[int, ...]
+    purpose: str = ""
+    coded: bool = False
+
+    def named(self, what: str) -> str:
+        return f"{self.purpose} {what}".strip()
 
 
 class _Roll:
@@ -63,16 +80,16 @@ class GroupTransport:
     weights: Sequence[Tensor] | None = None
     writes = True
 
-    def __init__(
-        self, slots: Sequence[Tensor], ranks: Ranks, members: Sequence[int], rest: Rest, turns: tuple[int, ...]
-    ) -> None:
-        self._ranks = ranks
-        group = ranks.group(members, "buckets")
-        self._group, self._scalars_group = group, ranks.group(members, "scalars")
+    def __init__(self, slots: Sequence[Tensor], ranks: Ranks, members: Sequence[int], use: Use) -> None:
+        self._ranks, self._coded = ranks, use.coded
+        rest, turns = use.rest, use.turns
+        self._group = ranks.group(members, use.named("buckets"))
+        self._scalars_group = ranks.group(members, use.named("scalars"))
         self.name = "NCCL" if ranks.device.type == "cuda" else "gloo"
         self.size, self.index = len(members), list(members).index(ranks.rank)
         self.slots, self.turns = slots, turns
-        self.waiting_seconds, self.recorder, self.factor = 0.0, SILENT, one
+        self.waiting_seconds, self.sent_bytes = 0.0, 0.0
+        self.recorder, self.factor = SILENT, one
         self._device = ranks.device
         self._splitter = None if rest.state == WHOLE else Splitter(ranks, members)
         self._shards = None if rest.gradient != SPLIT else Shards(slots, self.size)
@@ -94,6 +111,11 @@ class GroupTransport:
             self.complete(other)
 
     def launch(self, bucket: int, name: int) -> None:
+        if self._coded:
+            self._flying[bucket] = Flight(functools.partial(self._share, bucket), landed)
+            return
+        reduction = Change.ALL_REDUCE if self._splitter is None else Change.REDUCE_SCATTER
+        self.sent_bytes += ring_bytes(reduction, self.slots[bucket], self.size)
         if self._splitter is None:
             with self._ranks.naming_the_dead():
                 work = _all_reduce(self.slots[bucket], self._group)
@@ -105,6 +127,10 @@ class GroupTransport:
         with self._ranks.naming_the_dead():
             follow = functools.partial(self.recorder.follow, name)
             self._flying[bucket] = self._splitter.scatter(self.slots[bucket], follow)
+
+    def _share(self, bucket: int) -> Tensor | None:
+        """This rank's share of a slot that holds the sum already."""
+        return None if self._splitter is None else self._splitter.share(self.slots[bucket])
 
     def complete(self, bucket: int) -> None:
         if bucket in self._flying:
@@ -147,6 +173,7 @@ class GroupTransport:
 
     def publish(self, bucket: int, weight: Tensor) -> None:
         assert self._splitter is not None
+        self.sent_bytes += ring_bytes(Change.ALL_GATHER, weight, self.size)
         if len(self._spreading) >= IN_FLIGHT:
             with self._timed():
                 self._spreading.pop(0)()
@@ -214,16 +241,17 @@ class Shards:
 class BetweenHosts:
     """The ranks of one local index on every host, over gloo; see `shared.Between`."""
 
-    def __init__(self, ranks: Ranks, members: Sequence[int]) -> None:
+    def __init__(self, ranks: Ranks, members: Sequence[int], use: Use) -> None:
         self._ranks = ranks
-        self._group = ranks.group(members, "buckets")
-        self._scalars_group = ranks.group(members, "scalars")
-        self.size, self._leader = len(members), members[0]
+        self._group = ranks.group(members, use.named("buckets"))
+        self._scalars_group = ranks.group(members, use.named("scalars"))
+        self.size, self._leader, self.sent_bytes = len(members), members[0], 0.0
         self.index = list(members).index(ranks.rank) if ranks.rank in members else -1
         self._splitter = Splitter(ranks, members)
         self._roll = _Roll(self._scalars_group, members, self.index, torch.device("cpu"))
 
     def begin(self, flat: Tensor) -> Flight:
+        self.sent_bytes += ring_bytes(Change.ALL_REDUCE, flat, self.size)
         with self._ranks.naming_the_dead():
             work = _all_reduce(flat, self._group)
 
@@ -235,10 +263,12 @@ class BetweenHosts:
         return Flight(land, work.is_completed)
 
     def scatter(self, flat: Tensor) -> Flight:
+        self.sent_bytes += ring_bytes(Change.REDUCE_SCATTER, flat, self.size)
         with self._ranks.naming_the_dead():
             return self._splitter.scatter(flat)
 
     def gather(self, flat: Tensor) -> Callable[[], None]:
+        self.sent_bytes += ring_bytes(Change.ALL_GATHER, flat, self.size)
         with self._ranks.naming_the_dead():
             return self._splitter.gather(flat)
 
@@ -256,6 +286,34 @@ class BetweenHosts:
         if call is not None:
             self._roll.compare(sums, call)
         return sums[: len(values)]
+
+
+class Gatherer:
+    """Ranks that gather each other's messages; see `coded.Wire`."""
+
+    def __init__(self, ranks: Ranks, members: Sequence[int]) -> None:
+        self._ranks, self._group = ranks, ranks.group(members, "messages")
+        self.size, self.sent_bytes = len(members), 0.0
+
+    def gather(self, payload: Tensor) -> Flight:
+        """Begin to bring the messages [bytes] of all to all; what lands are they, in the order of the members."""
+        everyone = torch.empty(self.size * payload.numel(), dtype=payload.dtype, device=payload.device)
+        self.sent_bytes += ring_bytes(Change.ALL_GATHER, everyone, self.size)
+        with self._ranks.naming_the_dead():
+            work = dist.all_gather_into_tensor(everyone, payload, group=self._group, async_op=True)
+        assert work is not None
+
+        def land() -> Sequence[Tensor]:
+            with self._ranks.naming_the_dead():
+                work.wait()
+            return everyone.view(self.size, -1).unbind()
+
+        return Flight(land, work.is_completed)
+
+
+def ring_bytes(collective: Change, flat: Tensor, size: int) -> float:
+    """Bytes each of `size` ranks sends to change the layout of `flat`."""
+    return layout_bytes(collective, whole_bytes=flat.numel() * flat.element_size(), size=size)
 
 
 def _waiting(work: dist.Work) -> Callable[[], None]:

@@ -53,6 +53,7 @@ class Between(Protocol):
 
     size: int
     index: int
+    sent_bytes: float
 
     def begin(self, flat: torch.Tensor) -> Flight:
         """Begin an all-reduce in place; what lands is `flat`."""
@@ -131,12 +132,15 @@ class Shared:
         ranks: Sequence[int] = (),
         links: Mapping[int, socket.socket] | None = None,
         between: Between | None = None,
+        coded: bool = False,
         time_limit_seconds: float = 1800.0,
     ) -> None:
         self.name = "shared memory" + (" + gloo between hosts" if between else "")
         self.index, self.size = index, size
         self.waiting_seconds, self.recorder, self.factor = 0.0, SILENT, one
         self._between, self._limit = between, time_limit_seconds
+        # Else a codec has been between the hosts already: what this host's ranks have adds up to the whole sum.
+        self._reduces_between = between is not None and not coded
         self._ranks = tuple(ranks) or tuple(range(size))
         self._links = dict(links or {})
         self._mapping = mapping
@@ -156,7 +160,7 @@ class Shared:
         self._numbers = [0] * len(self.slots)  # the number of a bucket's last launch
         self._split = rest.state == SPLIT
         # Sums of one's own share can be made when they are used, a piece at a time that stays in the cache.
-        self._lazy = self._split and rest.gradient == PARTIAL and between is None
+        self._lazy = self._split and rest.gradient == PARTIAL and not self._reduces_between
         self._summed = [False] * len(self.slots)
         hosts = between.size if between is not None else 1
         self._shards = Shards(self.slots, size * hosts) if rest.gradient == SPLIT else None
@@ -165,6 +169,10 @@ class Shared:
         self.weights: Sequence[torch.Tensor] | None = None
         if slotting.weights_bytes:
             self.weights = _weights(mapping, slotting, size * slotting.region_bytes)
+
+    @property
+    def sent_bytes(self) -> float:
+        return 0.0 if self._between is None else self._between.sent_bytes
 
     # ---- flags --------------------------------------------------------------------------------------
 
@@ -301,13 +309,19 @@ class Shared:
                 mine = self._add_up(bucket, start, stop)
                 if not self._split and (factor := self.factor()) != 1.0:
                     mine.mul_(factor)
-            if self._between is None:
-                self._landed(bucket, mine)
+            if self._between is None or not self._reduces_between:
+                self._landed(bucket, self._host_share(mine))
             else:
                 begun = self._between.scatter(mine) if self._split else self._between.begin(mine)
                 self._flying.append((bucket, begun))
         del self._queue[:there]
         self.waiting_seconds += time.perf_counter() - begin
+
+    def _host_share(self, mine: torch.Tensor) -> torch.Tensor:
+        """This host's part of a rank's slice."""
+        if self._between is None:
+            return mine
+        return mine[slice(*share(0, mine.numel(), self._between.size, self._between.index))]
 
     def _landed(self, bucket: int, total: torch.Tensor) -> None:
         if self._shards is not None:

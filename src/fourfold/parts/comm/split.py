@@ -32,6 +32,11 @@ class Flight(NamedTuple):
     has_landed: Callable[[], bool]
 
 
+def landed() -> bool:
+    """Whether a flight of nothing has landed."""
+    return True
+
+
 class Splitter:
     """The ranks among which flats are split. Every rank must begin the same changes in the same order.
 

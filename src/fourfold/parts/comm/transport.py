@@ -31,19 +31,39 @@ class Transport(Protocol):
     name: str
     size: int
     index: int
-    waiting_seconds: float
-    """Time spent moving gradients and waiting for others, since the start."""
     slots: Sequence[torch.Tensor]
     """This rank's gradient flats, one a bucket. Buckets with the same number in `turns` share their memory."""
     turns: tuple[int, ...]
-    recorder: Recorder
-    """Told of waits and of this rank's part of each reduction."""
     weights: Sequence[torch.Tensor] | None
     """The flats of the weights, where they exist once per host; None where each rank is to have its own."""
-    factor: Callable[[], float]
-    """What sums are multiplied by where states rest whole; asked once all ranks have measured the loss."""
     writes: bool
     """Whether this rank is the one that writes into `weights` what all are to have."""
+
+    @property
+    def waiting_seconds(self) -> float:
+        """Time spent moving gradients and waiting for others, since the start."""
+        ...
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes of gradients and weights that this rank has sent over process groups, since the start, as by ring."""
+        ...
+
+    @property
+    def recorder(self) -> Recorder:
+        """Told of waits and of this rank's part of each reduction."""
+        ...
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder) -> None: ...
+
+    @property
+    def factor(self) -> Callable[[], float]:
+        """What sums are multiplied by where states rest whole; asked once all ranks have measured the loss."""
+        ...
+
+    @factor.setter
+    def factor(self, factor: Callable[[], float]) -> None: ...
 
     def enter(self, call: str) -> None:
         """This rank begins a collective call. Does not wait; who reads the sums of LOSS knows that all began it."""
@@ -130,7 +150,8 @@ class Alone:
     def __init__(self, slots: Sequence[torch.Tensor], turns: tuple[int, ...] = ()) -> None:
         self.slots: Sequence[torch.Tensor] = slots
         self.turns = turns or tuple(range(len(slots)))
-        self.waiting_seconds, self.recorder, self.factor = 0.0, SILENT, one
+        self.waiting_seconds, self.sent_bytes = 0.0, 0.0
+        self.recorder, self.factor = SILENT, one
         self._scaled = [False] * len(slots)
         self._measured: dict[int, torch.Tensor] = {}
 

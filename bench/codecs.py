@@ -1,0 +1,116 @@
+"""Codecs: what coding and reading one bucket costs a core, and what it saves.
+
+    python -m bench.codecs [--rounds 30] [--ranks 2]
+
+encode  from a rank's addend to its last message, in a step of the steady state
+decode  reading the messages of all ranks into the sum
+Law: configurations take turns in one run, and medians are told; of the thread's own processor time, so that a busy
+machine does not count.
+"""
+
+import argparse
+import dataclasses
+import statistics
+import time
+
+import torch
+
+from bench.measure import machine, table
+from fourfold.parts import codec, memory
+from fourfold.parts.codec import Codec
+from fourfold.plan.codec import Coding, Meet, sent_bytes
+from fourfold.plan.data import Bucket, Slot
+
+# A block of a small language model, in reverse order of definition: 1,050,624 elements, 4.0 MiB of float32.
+SHAPES = [(256, 1024), (512,), (1024, 256), (512,), (256, 512), (512, 256), (512,), (1024, 256), (512,)]
+WARM_UP = 100  # steps until remainders have grown and thresholds stay
+CODINGS = {
+    "bf16": Coding("bf16"),
+    "fp16": Coding("fp16"),
+    "int8": Coding("int8"),
+    "topk 1 %": Coding("topk", density=0.01),
+    "dct 1 %, life 100": Coding("dct", density=0.01, life=100),
+    "dct 1 %, life 1": Coding("dct", density=0.01, life=1),
+    "dct 10 %, life 100": Coding("dct", density=0.1, life=100),
+    "powersgd, rank 2": Coding("powersgd", rank=2),
+    "powersgd, rank 4": Coding("powersgd", rank=4),
+}
+
+
+@dataclasses.dataclass
+class Times:
+    """Processor seconds of a step's two halves, by step."""
+
+    encode: list[float] = dataclasses.field(default_factory=list)
+    decode: list[float] = dataclasses.field(default_factory=list)
+
+
+def bucket() -> Bucket:
+    slots, start = [], 0
+    for number, shape in enumerate(SHAPES):
+        stop = start + torch.Size(shape).numel()
+        slots.append(Slot(f"p{number}", start, stop))
+        start = stop
+    return Bucket(0, tuple(slots), start, "float32", 4, 0)
+
+
+def step(each: Codec, flat: torch.Tensor, ranks: int, times: Times) -> None:
+    """One talk, with this rank's own message in the place of everybody's."""
+    encode = decode = 0.0
+    begin = time.thread_time()
+    talk = each.talk(flat)
+    message = next(talk)
+    encode += time.thread_time() - begin
+    for number in range(len(each.rounds)):
+        gathered = message.meet is Meet.GATHER
+        reply = [message.payload.clone() for _ in range(ranks)] if gathered else [message.payload]
+        begin = time.thread_time()
+        try:
+            message = talk.send(reply)
+        except StopIteration:
+            decode += time.thread_time() - begin
+        else:
+            assert number + 1 < len(each.rounds)
+            encode += time.thread_time() - begin
+    times.encode.append(encode)
+    times.decode.append(decode)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--ranks", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    memory.keep_freed_memory()  # as every training process does
+    where, cpu = bucket(), torch.device("cpu")
+    codecs = {name: codec.make(coding, where, SHAPES, device=cpu) for name, coding in CODINGS.items()}
+    times = {name: Times() for name in codecs}
+    dense = 2 * (options.ranks - 1) / options.ranks * where.num_bytes
+    generator = torch.Generator().manual_seed(0)
+    for turn in range(WARM_UP + options.rounds):
+        gradient = torch.randn(where.size, generator=generator) ** 3
+        for name, each in codecs.items():
+            flat = gradient.clone()
+            step(each, flat, options.ranks, times[name] if turn >= WARM_UP else Times())
+    rows = []
+    for name, each in codecs.items():
+        encode, decode = statistics.median(times[name].encode), statistics.median(times[name].decode)
+        sent = sent_bytes(each.rounds, size=options.ranks)
+        rows.append(
+            [
+                name,
+                f"{1e3 * encode:.2f}",
+                f"{1e3 * decode:.2f}",
+                f"{where.num_bytes / (encode + decode) / 1e9:.1f}",
+                f"{sent / 1e6:.3f}",
+                f"{dense / sent:.1f}",
+            ]
+        )
+    print(machine())
+    print(f"one bucket of {where.num_bytes / 2**20:.1f} MiB, {options.ranks} ranks, 1 thread, {options.rounds} rounds")
+    print(table([["codec", "encode, ms", "decode, ms", "GB/s", "sent, MB", "dense / sent"], *rows]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""bf16, fp16: each element in two bytes. Rounding commutes with nothing, but the sum is taken in the same dtype.
+
+Nothing is remembered: the sum itself is rounded on its way, on ranks that could not know of it.
+Law: a value beyond 65,504 becomes infinite in fp16, on every rank alike; it is not clamped behind the user's back.
+"""
+
+import torch
+from torch import Tensor
+
+from fourfold.parts import memory
+from fourfold.parts.codec.talk import Message, Talk, dtype_of
+from fourfold.plan.codec import Coding, Meet, Shapes, length, rounds
+from fourfold.plan.data import Bucket
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Cast:
+    """See `Codec`. A gradient that has two bytes already is sent as it is."""
+
+    def __init__(self, coding: Coding, bucket: Bucket, shapes: Shapes, device: torch.device) -> None:
+        self.rounds, self.remainder = rounds(coding, bucket, shapes), None
+        own = dtype_of(bucket)
+        dtype = DTYPES[coding.kind] if own.itemsize > 2 else own
+        self.message_dtype, self.length = dtype, length(bucket)
+        self._payload = memory.private(self.length, dtype, device)
+
+    @torch.no_grad()
+    def talk(self, flat: Tensor) -> Talk:
+        (total,) = yield Message(self._payload.copy_(flat), Meet.SUM)
+        flat.copy_(total)
+
+    def scale(self, factor: float) -> None:
+        pass
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        return {}

@@ -1,0 +1,88 @@
+"""int8: blocks of 256 elements, a scale for each and a byte for every element; what rounding loses is remembered.
+
+scale  the largest magnitude of a block / 127, at least the smallest normal number
+Law: |remainder| ≤ scale / 2. A block that is not finite is sent so (NaN) and not remembered.
+
+Nearest rounding, not stochastic: with error feedback it is unbiased over steps, needs no random numbers, and errs less.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fourfold.parts import memory
+from fourfold.parts.codec.talk import Talk, by_slot, gather, work_dtype
+from fourfold.plan.codec import SCALE_BLOCK, Coding, Shapes, blockwise, length, rounds
+from fourfold.plan.data import Bucket
+
+LARGEST = 127
+# Elements worked on at a time on a CPU: few enough to stay in a cache from one operation to the next, and enough
+# that calling the operations costs little (docs/measured.md, "Codecs").
+CHUNK = 2**18
+
+
+class Int8:
+    """See `Codec` and `Gathering`."""
+
+    def __init__(self, coding: Coding, bucket: Bucket, shapes: Shapes, device: torch.device) -> None:
+        self.message_dtype, self.length = torch.uint8, length(bucket)
+        self.rounds = rounds(coding, bucket, shapes)
+        self._bucket, self._work = bucket, work_dtype(bucket)
+        self._sections = blockwise(bucket)
+        self._chunk = CHUNK if device.type == "cpu" else self.length
+        self._payload = torch.zeros(self._sections.num_bytes, dtype=torch.uint8, device=device)
+        self.remainder: Tensor = memory.private(self.length, self._work, device)
+
+    def talk(self, flat: Tensor) -> Talk:
+        return gather(self, flat)
+
+    @torch.no_grad()
+    def encode(self, flat: Tensor) -> Tensor:
+        scales, values = self._parts(self._payload)
+        smallest = torch.finfo(self._work).tiny
+        for elements, blocks in self._chunks():
+            rest = self.remainder[elements].add_(flat[elements]).view(blocks.stop - blocks.start, -1)
+            # Never below the smallest normal number, whose inverse is finite: what is less than half of it waits.
+            scale = rest.abs().amax(1).div_(LARGEST).clamp_(min=smallest)
+            value = values[elements].view(rest.shape)
+            value.copy_((rest * scale.reciprocal().unsqueeze(1)).round_())
+            rest.addcmul_(value, scale.unsqueeze(1), value=-1)
+            scales[blocks] = scale
+            if not torch.isfinite(scale).all():
+                rest.masked_fill_(~torch.isfinite(scale).unsqueeze(1), 0.0)
+        return self._payload
+
+    @torch.no_grad()
+    def add(self, payload: Tensor, out: Tensor) -> None:
+        scales, values = self._parts(payload)
+        for elements, blocks in self._chunks():
+            value, scale = values[elements].view(blocks.stop - blocks.start, -1), scales[blocks].unsqueeze(1)
+            total = out[elements].view(value.shape)
+            if total.dtype == scale.dtype:
+                total.addcmul_(value, scale)
+            else:
+                total.add_(value * scale)
+
+    def _parts(self, payload: Tensor) -> tuple[Tensor, Tensor]:
+        """The scales and the values of a message: views."""
+        first, second = self._sections.starts
+        num_scales = -(-self.length // SCALE_BLOCK)
+        scales = payload[first : first + num_scales * self._work.itemsize].view(self._work)
+        return scales, payload[second : second + self.length].view(torch.int8)
+
+    def _chunks(self) -> Iterator[tuple[slice, slice]]:
+        """Elements and their blocks, whole blocks first, then the last one if it is shorter."""
+        full = self.length // SCALE_BLOCK * SCALE_BLOCK
+        step = -(-self._chunk // SCALE_BLOCK) * SCALE_BLOCK
+        for start in range(0, full, step):
+            stop = min(full, start + step)
+            yield slice(start, stop), slice(start // SCALE_BLOCK, stop // SCALE_BLOCK)
+        if full < self.length:
+            yield slice(full, self.length), slice(full // SCALE_BLOCK, full // SCALE_BLOCK + 1)
+
+    def scale(self, factor: float) -> None:
+        self.remainder.mul_(factor)
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        return by_slot(self._bucket, self.remainder)

@@ -1,0 +1,83 @@
+"""The oracle of training with a codec: all workers in one process, one after the other, in plain torch.
+
+worker  what a data rank is: its part of the batch, and for each bucket a codec of its own
+Law: nothing is shared with what is tested but buckets and codecs, and those have tests of their own.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.parts import codec, data
+from fourfold.parts.codec import Codec
+from fourfold.plan.data import Bucket, fill
+from fourfold.run.batch import Microbatch, call, cut, measure
+from fourfold.run.build import trainable_of
+from fourfold.testing.codecs import exchange
+from fourfold.testing.oracle import Trained
+from tests.training import Case, batches, local, loss, model, optimizer
+
+
+class Workers:
+    """`size` workers that train one model."""
+
+    def __init__(self, case: Case, size: int) -> None:
+        self.case, self.size, self.model = case, size, model(case.model)
+        self.optimizer = optimizer(case)(self.model.parameters())
+        group_of = {id(p): g for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+        self.trainable = trainable_of(self.model)
+        specs = data.specs(self.trainable, {name: group_of[id(p)] for name, p in self.trainable.items()})
+        self.buckets = fill(specs, bucket_bytes=case.bucket_bytes)
+        self.codecs = [[self._make(bucket) for _ in range(size)] for bucket in self.buckets]
+
+    def _make(self, bucket: Bucket) -> Codec:
+        coding = self.case.plan(self.size).coding
+        assert coding is not None
+        shapes = [tuple(self.trainable[slot.name].shape) for slot in bucket.slots]
+        return codec.make(coding, bucket, shapes, device=torch.device("cpu"))
+
+    def _gradient(self, parts: list[Microbatch], unit: float) -> tuple[dict[str, Tensor], Tensor]:
+        """A worker's addend by parameter, in a unit, and the sum and count of its loss."""
+        self.model.zero_grad()
+        said = torch.zeros(2, dtype=torch.float64)
+        for part in parts:
+            if part.samples:
+                value = measure(loss(self.case)(call(self.model, part.inputs), part.targets), part.samples)
+                (value.total / unit).backward()
+                said += torch.tensor([value.total.item(), value.count], dtype=torch.float64)
+        named = self.trainable.items()
+        return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in named}, said
+
+    def step(self, batch, unit: float) -> tuple[float, float | None]:
+        """One update; its loss and gradient norm."""
+        microbatches = self.case.microbatches
+        parts = [cut(local(batch, self.size, w), microbatches, torch.device("cpu")) for w in range(self.size)]
+        # Where gradients rest split, every microbatch is reduced by itself.
+        rounds = (
+            [[i] for i in range(microbatches)] if self.case.zero == 2 and self.size > 1 else [list(range(microbatches))]
+        )
+        totals = [torch.zeros(bucket.size, dtype=torch.float64) for bucket in self.buckets]
+        said = torch.zeros(2, dtype=torch.float64)
+        for these in rounds:
+            found = [self._gradient([mine[i] for i in these], unit) for mine in parts]
+            said += sum(each for _, each in found)
+            for bucket, codecs, total in zip(self.buckets, self.codecs, totals, strict=True):
+                flats = [torch.cat([g[slot.name].flatten() for slot in bucket.slots]) for g, _ in found]
+                exchange(codecs, flats)
+                total += flats[0]
+        for bucket, total in zip(self.buckets, totals, strict=True):
+            for slot in bucket.slots:
+                parameter = self.trainable[slot.name]
+                parameter.grad = (total[slot.start : slot.stop] * (unit / said[1])).view(parameter.shape)
+        norm = None
+        if self.case.clip is not None:
+            norm = nn.utils.clip_grad_norm_(self.trainable.values(), self.case.clip).item()
+        self.optimizer.step()
+        return float(said[0] / said[1]), norm
+
+
+def train(case: Case, size: int, *, unit: float = 1.0) -> Trained:
+    """The case with `size` workers. Gradients are coded as sums over elements, divided by `unit`."""
+    workers = Workers(case, size)
+    told = [workers.step(batch, unit) for batch in batches(case)]
+    weights = {name: p.detach().clone() for name, p in workers.model.named_parameters()}
+    return Trained([value for value, _ in told], [norm for _, norm in told if norm is not None], weights)

@@ -1,0 +1,377 @@
+"""The laws of codecs: nothing is lost, messages are as long as was said, and every rank gets the same sum."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fourfold.parts import codec
+from fourfold.parts.codec.dct import Dct
+from fourfold.parts.codec.entries import kth_largest
+from fourfold.parts.codec.int8 import Int8
+from fourfold.parts.codec.powersgd import PowerSGD
+from fourfold.parts.codec.topk import TopK
+from fourfold.plan.codec import KINDS, PLACE_BLOCK, SCALE_BLOCK, Coding, kept, rounds
+from fourfold.testing.codecs import exchange
+from tests.pure.test_codec import bucket_of
+
+REMEMBERING = [kind for kind in KINDS if kind not in ("bf16", "fp16")]
+SHAPES = [(40, 30), (30,), (), (7, 3, 5), (600,), (33, 65)]
+CPU = torch.device("cpu")
+
+
+def make(kind, shapes, *, dtype="float64", size=1, **parameters):
+    bucket = bucket_of(shapes, dtype, getattr(torch, dtype).itemsize)
+    return [codec.make(Coding(kind, **parameters), bucket, shapes, device=CPU) for _ in range(size)]
+
+
+def remainder_of(each):
+    assert each.remainder is not None
+    return each.remainder
+
+
+def dct(shapes, **parameters) -> Dct:
+    (each,) = make("dct", shapes, **parameters)
+    assert isinstance(each, Dct)
+    return each
+
+
+def gradients(shapes, *, size, seed=0, dtype=torch.float64):
+    """Heavy-tailed addends of `size` ranks, some of each exactly zero."""
+    generator = torch.Generator().manual_seed(seed)
+    length = bucket_of(shapes).size
+    flats = [torch.randn(length, generator=generator, dtype=torch.float64) ** 3 for _ in range(size)]
+    return [flat.masked_fill_(torch.rand(length, generator=generator) < 0.2, 0.0).to(dtype) for flat in flats]
+
+
+@settings(max_examples=60)
+@given(
+    kind=st.sampled_from(REMEMBERING),
+    size=st.integers(1, 4),
+    steps=st.integers(1, 6),
+    shapes=st.lists(st.sampled_from(SHAPES), min_size=1, max_size=4),
+    density=st.sampled_from([0.01, 0.1, 0.5, 1.0]),
+    rank=st.integers(1, 4),
+    life=st.integers(1, 4),
+    seed=st.integers(0, 99),
+)
+def test_what_was_sent_and_what_remains_is_the_gradient(kind, size, steps, shapes, density, rank, life, seed):
+    codecs = make(kind, shapes, size=size, density=density, rank=rank, life=life)
+    gradient = sent = torch.zeros(bucket_of(shapes).size, dtype=torch.float64)
+    for step in range(steps):
+        flats = gradients(shapes, size=size, seed=10 * seed + step)
+        gradient = gradient + sum(flats)
+        exchange(codecs, flats)
+        assert all(torch.equal(flat, flats[0]) for flat in flats)
+        sent = sent + flats[0]
+    remainder = sum(map(remainder_of, codecs))
+    assert (sent + remainder - gradient).abs().max() <= 1e-12 * max(1.0, gradient.abs().max().item())
+
+
+@pytest.mark.parametrize("kind", ["topk", "dct"])
+def test_at_density_one_a_sparse_codec_is_no_codec_bit_for_bit(kind):
+    codecs = make(kind, SHAPES, size=3, density=1.0, dtype="float32")
+    for step in range(3):
+        flats = gradients(SHAPES, size=3, seed=step, dtype=torch.float32)
+        dense = (flats[0] + flats[1]) + flats[2]
+        exchange(codecs, flats)
+        assert torch.equal(flats[0], dense)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+def test_a_message_is_as_long_as_was_said(kind, dtype):
+    shapes = [*SHAPES, (300, 257)]  # more than one block of places
+    codecs = make(kind, shapes, size=2, dtype=dtype, density=0.03, rank=2)
+    said = exchange(codecs, gradients(shapes, size=2, dtype=getattr(torch, dtype)))
+    expected = rounds(Coding(kind, density=0.03, rank=2), bucket_of(shapes, dtype, codecs_width(dtype)), shapes)
+    assert [(each.meet, each.payload.nbytes) for each in said] == list(expected) == list(codecs[0].rounds)
+
+
+def codecs_width(dtype):
+    return getattr(torch, dtype).itemsize
+
+
+@pytest.mark.parametrize("kind", ["topk", "dct"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_what_two_bytes_cannot_hold_waits_in_four(kind, dtype):
+    # 20 times a thousandth beside a one that is always sent: bfloat16 itself cannot add a thousandth to a one.
+    (each,) = make(kind, [(1000,)], dtype=dtype, density=0.001)
+    thousandth = torch.tensor(0.001, dtype=getattr(torch, dtype)).item()
+    for _ in range(20):
+        flat = torch.full((1000,), thousandth, dtype=getattr(torch, dtype))
+        flat[7] = 1.0
+        exchange([each], [flat])
+        assert flat.nonzero().tolist() == [[7]]
+    remainder = remainder_of(each)
+    assert remainder.dtype == torch.float32
+    assert remainder[8].item() == pytest.approx(20 * thousandth, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_codec_goes_on_from_its_state_bit_for_bit(kind):
+    options = {"size": 2, "dtype": "float32", "density": 0.1, "rank": 2, "life": 3}
+    codecs, others = make(kind, SHAPES, **options), make(kind, SHAPES, **options)
+    for step in range(4):
+        exchange(codecs, gradients(SHAPES, size=2, seed=step, dtype=torch.float32))
+    for one, other in zip(codecs, others, strict=True):
+        for name, tensors in one.state().items():
+            for key, tensor in tensors.items():
+                other.state()[name][key].copy_(tensor)
+    for step in range(4, 8):
+        ours, theirs = (gradients(SHAPES, size=2, seed=step, dtype=torch.float32) for _ in range(2))
+        exchange(codecs, ours)
+        exchange(others, theirs)
+        assert torch.equal(ours[0], theirs[0])
+
+
+@pytest.mark.parametrize("kind", REMEMBERING)
+def test_a_change_of_unit_changes_what_is_remembered(kind):
+    # Powers of two scale without rounding, so the two trainings must agree in every bit.
+    options = {"dtype": "float32", "density": 0.1, "rank": 2, "life": 3}
+    codecs, others = make(kind, SHAPES, **options), make(kind, SHAPES, **options)
+    for step in range(8):
+        ours, theirs = (gradients(SHAPES, size=1, seed=step, dtype=torch.float32) for _ in range(2))
+        if step == 4:
+            codecs[0].scale(8.0)
+        if step >= 4:
+            ours[0] *= 8.0
+        exchange(codecs, ours)
+        exchange(others, theirs)
+        torch.testing.assert_close(ours[0], theirs[0] * (8.0 if step >= 4 else 1.0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", REMEMBERING)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_is_seen_by_all_and_not_remembered(kind, bad):
+    codecs = make(kind, [(64, 64)], size=2, dtype="float32", density=0.01)
+    for step in range(3):
+        flats = gradients([(64, 64)], size=2, seed=step, dtype=torch.float32)
+        if step == 1:
+            flats[1][100:200] = bad
+        exchange(codecs, flats)
+        assert torch.isfinite(flats[0]).all() == (step != 1)
+        assert all(torch.isfinite(remainder_of(each)).all() for each in codecs)
+
+
+# ---- casts --------------------------------------------------------------------------------------
+
+
+def test_beyond_its_range_fp16_is_infinite_on_every_rank():
+    codecs = make("fp16", [(3,)], size=2, dtype="float32")
+    flats = [torch.tensor([40000.0, 1.0, 70000.0]), torch.tensor([40000.0, 1.0, 0.0])]
+    exchange(codecs, flats)
+    for flat in flats:
+        assert flat.tolist() == [float("inf"), 2.0, float("inf")]
+
+
+@pytest.mark.parametrize(("kind", "error"), [("bf16", 2**-8), ("fp16", 2**-11)])
+def test_a_cast_errs_by_half_a_unit_in_the_last_place(kind, error):
+    (flat,) = gradients(SHAPES, size=1, dtype=torch.float32)
+    before = flat.clone()
+    exchange(make(kind, SHAPES, dtype="float32"), [flat])
+    assert 0 < ((flat - before).abs() / before.abs().clamp(min=1e-3)).max() <= error
+
+
+# ---- int8 ---------------------------------------------------------------------------------------
+
+
+@given(length=st.integers(1, 3000), seed=st.integers(0, 999), exponent=st.integers(-30, 30))
+def test_int8_errs_by_half_a_step_of_its_block(length, seed, exponent):
+    (each,) = make("int8", [(length,)], dtype="float32")
+    (flat,) = gradients([(length,)], size=1, seed=seed, dtype=torch.float32)
+    before = flat.mul_(10.0**exponent).clone()
+    exchange([each], [flat])
+    for start in range(0, length, SCALE_BLOCK):
+        block = slice(start, start + SCALE_BLOCK)
+        step = before[block].abs().max() / 127
+        assert (flat[block] - before[block]).abs().max() <= 0.5001 * step
+
+
+def test_int8_of_denormal_numbers_waits():
+    (each,) = make("int8", [(10,)], dtype="float32")
+    assert isinstance(each, Int8)
+    flat = torch.full((10,), 1e-42)
+    exchange([each], [flat])
+    assert torch.equal(flat, torch.zeros(10))
+    assert torch.equal(each.remainder, torch.full((10,), 1e-42))
+
+
+# ---- topk and dct -------------------------------------------------------------------------------
+
+
+@given(
+    length=st.integers(1, 60000),
+    count=st.floats(0.0001, 1.0),
+    seed=st.integers(0, 99),
+    ties=st.booleans(),
+)
+def test_the_kth_largest_is_exact(length, count, seed, ties):
+    (flat,) = gradients([(length,)], size=1, seed=seed, dtype=torch.float32)
+    if ties:
+        flat = flat.round()
+    k = max(1, int(length * count))
+    assert kth_largest(flat, k) == flat.abs().sort(descending=True).values[k - 1].item()
+
+
+def test_a_sample_that_misleads_does_not_change_the_kth_largest():
+    # All large elements lie where the sample does not look, or all where it does.
+    for first in (0, 1):
+        flat = torch.rand(80000)
+        flat[first :: 80000 // 8192][:500] += 5.0
+        assert kth_largest(flat, 300) == flat.sort(descending=True).values[299].item()
+
+
+@given(shapes=st.lists(st.sampled_from(SHAPES), min_size=1, max_size=4), percent=st.integers(1, 60))
+def test_topk_sends_the_largest_of_the_bucket(shapes, percent):
+    size = bucket_of(shapes).size
+    flat = torch.randperm(size).add_(1).to(torch.float64) * torch.randint(0, 2, (size,)).mul_(2).sub_(1)
+    before = flat.clone()
+    (each,) = make("topk", shapes, density=percent / 100)
+    assert isinstance(each, TopK)
+    exchange([each], [flat])
+    largest = before.abs() > size - kept(size, percent / 100)
+    assert torch.equal(flat, before * largest)
+
+
+def test_topk_takes_the_first_of_the_ties():
+    flat = torch.ones(1000)
+    flat[500] = 2.0
+    exchange(make("topk", [(1000,)], dtype="float32", density=0.01), [flat])
+    assert flat.nonzero().squeeze(1).tolist() == [*range(9), 500]
+
+
+def test_places_reach_over_many_blocks():
+    length = 3 * PLACE_BLOCK + 17
+    flat = torch.zeros(length)
+    places = torch.tensor([0, 1, PLACE_BLOCK - 1, PLACE_BLOCK, 2 * PLACE_BLOCK + 5, 3 * PLACE_BLOCK, length - 1])
+    flat[places] = torch.arange(1.0, 8.0)
+    for kind in ("topk", "dct"):
+        sent = flat.clone()
+        exchange(make(kind, [(length,)], dtype="float32", density=0.001), [sent])
+        assert torch.equal(sent, flat)
+
+
+@given(length=st.integers(256, 5000), percent=st.integers(1, 99), seed=st.integers(0, 99))
+def test_at_a_refresh_without_ties_as_many_are_kept_as_the_sparsity_leaves(length, percent, seed):
+    generator = torch.Generator().manual_seed(seed)
+    flat = torch.randperm(length, generator=generator).add_(1).to(torch.float64)
+    exchange(make("dct", [(length,)], density=percent / 100), [flat])
+    assert flat.count_nonzero() == length - length * (100 - percent) // 100
+
+
+def test_zeros_are_never_sent():
+    # More than η of the elements are zero: the η-quantile is 0, and `>=` would keep everything. Fewer than the band's
+    # low end are left, and looking for a threshold again and again would find no more.
+    each = dct([(1000,)], density=0.1, life=2)
+    for _ in range(4):
+        flat = torch.zeros(1000, dtype=torch.float64)
+        flat[:30] = 1.0
+        exchange([each], [flat])
+        assert torch.equal(flat.nonzero().squeeze(1), torch.arange(30))
+        assert not each.remainder.any()
+    assert each.num_early == 0
+
+
+def test_a_threshold_is_kept_for_its_life():
+    each = dct([(4000,)], density=0.1, life=3)
+    seen = []
+    for step in range(9):
+        flat = torch.linspace(-1.0, 1.0, 4000, dtype=torch.float64) * (1.0 + 0.001 * step)
+        each.remainder.zero_()
+        exchange([each], [flat])
+        seen.append(each.thresholds.item())
+    assert [a == b for a, b in itertools.pairwise(seen)] == [True, True, False] * 2 + [True, True]
+
+
+@given(seed=st.integers(0, 30), growth=st.sampled_from([0.2, 0.7, 1.0, 1.5, 5.0]))
+def test_drift_never_takes_density_out_of_its_band(seed, growth):
+    each = dct([(5000,)], density=0.05, life=1000)
+    for step in range(12):
+        (flat,) = gradients([(5000,)], size=1, seed=100 * seed + step)
+        exchange([each], [flat.mul_(growth**step)])
+        assert 125 <= flat.count_nonzero() <= 313  # 250, from half of it to a quarter more
+    assert each.num_early > 0
+
+
+def test_the_first_threshold_is_too_low_and_does_not_stay():
+    # The first refresh sees no remainder. From the second step on the remainder is most of what there is.
+    each = dct([(20000,)], density=0.01, life=1000)
+    counts = []
+    for step in range(30):
+        flat = torch.randn(20000, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        exchange([each], [flat])
+        counts.append(int(flat.count_nonzero()))
+    assert max(counts) <= 250
+    assert each.num_early >= 1
+    assert each.thresholds.item() > 2.5758 * 1.5  # the 1 % quantile of |N(0, 1)| is where it began
+
+
+# ---- powersgd -----------------------------------------------------------------------------------
+
+
+@given(
+    rows=st.integers(12, 40),
+    columns=st.integers(12, 40),
+    rank=st.integers(1, 4),
+    size=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+def test_a_gradient_of_low_rank_is_sent_exactly(rows, columns, rank, size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    left = torch.randn(rows, rank, generator=generator, dtype=torch.float64)
+    flats = [
+        (left @ torch.randn(rank, columns, generator=generator, dtype=torch.float64)).flatten() for _ in range(size)
+    ]
+    total = sum(flats)
+    codecs = make("powersgd", [(rows, columns)], size=size, rank=rank)
+    exchange(codecs, flats)
+    torch.testing.assert_close(flats[0], total, rtol=0, atol=1e-10)
+
+
+def test_a_warm_start_finds_the_best_approximation():
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(60, 50, generator=generator, dtype=torch.float64)
+    u, _, v = torch.linalg.svd(matrix)
+    values = 2.0 ** -torch.arange(50.0, dtype=torch.float64)
+    matrix = u[:, :50] @ torch.diag(values) @ v
+    best = values[3:].norm()
+    (each,) = make("powersgd", [(60, 50)], rank=3)
+    assert isinstance(each, PowerSGD)
+    errors = []
+    for _ in range(20):
+        each.remainder.zero_()
+        flat = matrix.flatten().clone()
+        exchange([each], [flat])
+        errors.append((flat.view(60, 50) - matrix).norm() / best)
+    assert errors[0] > 1.1
+    assert errors[-1] == pytest.approx(1.0, abs=1e-9)
+
+
+def test_a_matrix_without_gradient_is_learned_when_it_has_one():
+    (each,) = make("powersgd", [(30, 30)], rank=2)
+    for _ in range(3):
+        flat = torch.zeros(900, dtype=torch.float64)
+        exchange([each], [flat])
+        assert not flat.any()
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(2, 30, generator=generator, dtype=torch.float64) for _ in range(2))
+    for _ in range(3):
+        flat = (left.T @ right).flatten()
+        exchange([each], [flat])
+    torch.testing.assert_close(each.remainder, torch.zeros(900, dtype=torch.float64), rtol=0, atol=1e-10)
+
+
+def test_ranks_remember_their_own_part_only():
+    # Differences between ranks cancel in the sum, and must not pile up in the remainders.
+    codecs = make("powersgd", [(40, 40)], size=2, rank=2)
+    generator = torch.Generator().manual_seed(3)
+    norms = []
+    for _ in range(60):
+        left, right = (torch.randn(2, 40, generator=generator, dtype=torch.float64) for _ in range(2))
+        low, noise = (left.T @ right).flatten(), torch.randn(1600, generator=generator, dtype=torch.float64)
+        exchange(codecs, [low + noise, low - noise])
+        norms.append(max(remainder_of(each).norm().item() for each in codecs))
+    assert norms[-1] < 60**0.5 * 40
