@@ -80,6 +80,7 @@ def train(
     given = {"steps": steps, "batch_size": batch_size, "clip": clip, "seed": seed, "evaluate_every": evaluate_every}
     given |= {"trace_every": trace_every, "name": name, "folder": folder, "label": label, "spec": spec, "extra": extra}
     given |= {"checkpoint_every": checkpoint_every, "ema": ema, "init": init, "skip_nan": skip_nan, "rates": rates}
+    given |= {"training": plan.training}
     settings = settings_of(task, **given)
     torch.manual_seed(settings.seed)
     data = task.data()
