@@ -228,6 +228,8 @@ class Training:
             with applied, evaluating(step.model), torch.no_grad():
                 sample = self.task.sample(step.model) if self.speaker.rank == 0 else None
         self.keeper.wait()
+        # A rank that died while it wrote its last piece must not leave a run that calls itself finished without it.
+        step.exchange(None)
         losses = progress.losses
         loss = sum(losses) / len(losses) if losses else float("nan")
         path, rate = self.speaker.path, self.speaker.units / max(seconds, 1e-9)
