@@ -120,6 +120,12 @@ class Plan:
         return Coding(self.codec, rank=self.codec_rank, density=self.codec_density, life=self.codec_life)
 
     @property
+    def training(self) -> dict[str, object]:
+        """The decisions that make another training of it, and not only another way to the same weights."""
+        names = () if self.codec == "none" else [name for name in FIELDS if name.startswith("codec")]
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def mesh(self) -> Mesh:
         return Mesh(pp=self.pp, dp=self.dp, sp=self.sp, tp=self.tp)
 

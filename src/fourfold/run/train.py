@@ -80,6 +80,7 @@ def train(
     given = {"steps": steps, "batch_size": batch_size, "clip": clip, "seed": seed, "evaluate_every": evaluate_every}
     given |= {"trace_every": trace_every, "name": name, "folder": folder, "label": label, "spec": spec, "extra": extra}
     given |= {"checkpoint_every": checkpoint_every, "ema": ema, "init": init, "skip_nan": skip_nan, "rates": rates}
+    given |= {"training": plan.training}
     settings = settings_of(task, **given)
     torch.manual_seed(settings.seed)
     data = task.data()
@@ -227,6 +228,8 @@ class Training:
             with applied, evaluating(step.model), torch.no_grad():
                 sample = self.task.sample(step.model) if self.speaker.rank == 0 else None
         self.keeper.wait()
+        # A rank that died while it wrote its last piece must not leave a run that calls itself finished without it.
+        step.exchange(None)
         losses = progress.losses
         loss = sum(losses) / len(losses) if losses else float("nan")
         path, rate = self.speaker.path, self.speaker.units / max(seconds, 1e-9)
