@@ -250,6 +250,9 @@ class Coded:
     def gather(self, bucket: int) -> None:
         self._inner.gather(bucket)
 
+    def permit(self) -> None:
+        self._inner.permit()
+
     def publish(self, bucket: int, weight: Tensor) -> None:
         self._inner.publish(bucket, weight)
 
