@@ -292,12 +292,14 @@ class Shared:
 
     def _sum_until(self, number: int) -> None:
         """Have this rank's part of the first `number` reductions done."""
-        while self._counts[SUMMED] + len(self._flying) < number:
-            self._wait(LAUNCHED, self._counts[LAUNCHED] - len(self._queue) + 1)
-            self._advance()
         while self._counts[SUMMED] < number:
-            bucket, flight = self._flying.popleft()
-            self._landed(bucket, flight.land())
+            self._advance()
+            if self._flying:
+                # Before any wait for a later launch: who is to launch it may be waiting for this sum.
+                bucket, flight = self._flying.popleft()
+                self._landed(bucket, flight.land())
+            elif self._counts[SUMMED] < number:
+                self._wait(LAUNCHED, self._counts[LAUNCHED] - len(self._queue) + 1)
 
     def _advance(self) -> None:
         """Sum this rank's slice of every bucket that all ranks have launched."""
