@@ -169,8 +169,10 @@ class Actions:
             for bucket in range(len(self._parts.parameters)):
                 transport.settle(bucket)
             own = [transport.own(bucket).flat for bucket in range(len(self._parts.parameters))]
-            norms = torch.stack([torch.linalg.vector_norm(flat) for flat in own])
-            transport.measure(NORM, norms.double().square().sum().reshape(1))
+            # Two bytes would round each bucket's norm, and in fp16 a norm beyond 65,504 would seem infinite.
+            wide = [torch.promote_types(flat.dtype, torch.float32) for flat in own]
+            norms = [torch.linalg.vector_norm(flat, dtype=dtype) for flat, dtype in zip(own, wide, strict=True)]
+            transport.measure(NORM, torch.stack(norms).double().square().sum().reshape(1))
             norm = transport.measured(NORM)[0] ** 0.5
             self._clip_to(norm if self._parts.rest.state == WHOLE else norm * self._factor)
         elif kind == TRUST:
