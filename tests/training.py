@@ -38,6 +38,10 @@ class Case:
     codec_rank: int = 2
     codec_density: float = 0.2
     codec_life: int = 2
+    sync: str = "step"
+    local_steps: int = 10
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
 
     def plan(self, size: int) -> Plan:
         return Plan(
@@ -52,6 +56,10 @@ class Case:
             codec_rank=self.codec_rank,
             codec_density=self.codec_density,
             codec_life=self.codec_life,
+            sync=self.sync,
+            local_steps=self.local_steps,
+            outer_lr=self.outer_lr,
+            outer_momentum=self.outer_momentum,
         )
 
 
@@ -113,11 +121,12 @@ def loss(case: Case) -> Callable[[Any, Any], Any]:
     return {"lm": lm.loss, "digits": digits.loss}.get(case.model, LOSSES[case.loss])
 
 
+KINDS: dict[str, Any] = {"descent": torch.optim.SGD}  # without momentum
 EXTRA: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9, "nesterov": True}, "LARS": {"trust": 1.0}}
 
 
 def optimizer(case: Case) -> Callable[..., torch.optim.Optimizer]:
-    kind = getattr(ff.optim, case.optimizer, None) or getattr(torch.optim, case.optimizer)
+    kind = KINDS.get(case.optimizer) or getattr(ff.optim, case.optimizer, None) or getattr(torch.optim, case.optimizer)
     extra = EXTRA.get(case.optimizer, {})
 
     def make(parameters: Any) -> torch.optim.Optimizer:

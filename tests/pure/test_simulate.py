@@ -23,6 +23,7 @@ STEPS = st.builds(
     update=st.sampled_from(["after", "in_backward"]),
     order=st.just(()),
     trust=st.booleans(),
+    sync=st.just("step"),
 ).filter(lambda step: step.update == "after" or not (step.clip or step.unused or step.trust))
 SECONDS = st.floats(0, 10, allow_nan=False).map(lambda value: round(value, 3))
 

@@ -14,7 +14,7 @@ from fourfold.cli.failure import Errors, neighbour
 from fourfold.engines.machine import default_processes
 from fourfold.plan.plan import Plan
 from fourfold.plan.rates import Rates
-from fourfold.run.settings import run_name, settings_of, tuned_for
+from fourfold.run.settings import refuse_steps, run_name, settings_of, tuned_for
 from fourfold.words.errors import PlanError, Problem, SettingError
 from fourfold.words.task import Task
 
@@ -115,6 +115,8 @@ def prepare(words: Sequence[str], *, num_processes: int | None = None) -> Job:
         check_init(job)
     with errors.gather():
         check_batch(job.task.batch_size, job.plan)
+    with errors.gather():
+        refuse_steps(job.task.steps, job.plan)
     with errors.gather():
         task.open_data(job.task, spec=job.spec)
     with errors.gather():

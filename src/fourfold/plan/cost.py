@@ -120,10 +120,11 @@ def typical_step(trace: Trace) -> int:
     return lengths[(len(lengths) - 1) // 2][1]
 
 
-def simulated(trace: Trace) -> dict[int, tuple[Timed, ...]]:
-    """One step of the traced program at its measured prices."""
+def simulated(trace: Trace, step: int | None = None) -> dict[int, tuple[Timed, ...]]:
+    """One step of the traced program at its measured prices; with `step`, what was run in that one."""
     known = prices(trace)
-    return simulate(trace.program, known.price, lead=known.lead)
+    program = trace.program if step is None else trace.ran(step)
+    return simulate(program, known.price, lead=known.lead)
 
 
 def differences(trace: Trace, step: int, timeline: Timeline) -> list[Difference]:
@@ -150,6 +151,8 @@ NAMES = {
     Verb.UPDATE: "update",
 }
 DATA_TIME, WAIT_TIME, REST_TIME, REDUCE_TIME = "data", "waiting", "between actions", "reduce"
+AVERAGE_TIME = "average"
+KINDS = {**NAMES, Verb.REDUCE: REDUCE_TIME, Verb.PUSH: AVERAGE_TIME, Verb.PULL: AVERAGE_TIME}
 
 
 def by_action(trace: Trace) -> dict[str, float]:
@@ -157,7 +160,7 @@ def by_action(trace: Trace) -> dict[str, float]:
 
     All but "reduce" lie in the compute lane and add up to the step; "reduce" is the reduce lane's, beside or within.
     """
-    names = [DATA_TIME, *NAMES.values(), WAIT_TIME, REST_TIME, REDUCE_TIME]
+    names = [DATA_TIME, *NAMES.values(), AVERAGE_TIME, WAIT_TIME, REST_TIME, REDUCE_TIME]
     sums = dict.fromkeys(names, 0.0)
     steps = 0
     for step in trace.steps:
@@ -182,5 +185,4 @@ def _kind(name: str) -> str | None:
         return DATA_TIME
     if name == STEP:
         return None
-    verb = Verb(name[0])
-    return REDUCE_TIME if verb == Verb.REDUCE else NAMES.get(verb)
+    return KINDS.get(Verb(name[0]))

@@ -162,6 +162,8 @@ class Step(NamedTuple):
     update: str = "after"
     order: tuple[int, ...] = ()
     trust: bool = False
+    sync: str = "step"
+    """"step": gradients are reduced. "apart": they stay with their rank. "meet": they do, and weights are averaged."""
 
 
 def lower(step: Step) -> tuple[Action, ...]:
@@ -170,6 +172,9 @@ def lower(step: Step) -> tuple[Action, ...]:
     Reductions stand behind the backward that completes them, and a runtime may begin each one while that backward
     goes on, as soon as it is permitted and in this order. Where gradients rest split there is a round of reductions
     after every backward; the reduction of bucket b in round r has the index r × num_buckets + b.
+
+    Where ranks keep their gradients there are no reductions; where they meet, the difference a bucket has made is
+    pushed behind its update, and the averages are pulled at the end.
 
     `update = "in_backward"` puts each update behind the bucket's last reduction, and it too may begin while backward
     goes on (Jiang et al., "Optimizer Fusion", 2021: backward fusion).
@@ -181,6 +186,7 @@ def lower(step: Step) -> tuple[Action, ...]:
         [Action(Verb.UPDATE, 0, bucket), *([Action(Verb.GATHER, 0, bucket)] if gathers else [])]
         for bucket in range(step.num_buckets)
     ]
+    push = [[Action(Verb.PUSH, 0, b)] if step.sync == "meet" else [] for b in range(step.num_buckets)]
     actions: list[Action] = []
     for index in range(step.microbatches):
         last = index == step.microbatches - 1
@@ -191,7 +197,8 @@ def lower(step: Step) -> tuple[Action, ...]:
         if last or moments.after_backward != Change.NONE:
             first = index * step.num_buckets if moments.after_backward != Change.NONE else 0
             for bucket in launch:
-                actions.append(Action(Verb.REDUCE, 0, first + bucket))
+                if step.sync == "step":
+                    actions.append(Action(Verb.REDUCE, 0, first + bucket))
                 if last and step.update == "in_backward":
                     actions += update[bucket]
     if step.unused:
@@ -201,5 +208,9 @@ def lower(step: Step) -> tuple[Action, ...]:
     if step.trust:
         actions.append(Action(Verb.MEASURE, 0, TRUST))
     if step.update == "after":
-        actions += [action for bucket in launch for action in update[bucket]]
+        actions += [action for bucket in launch for action in update[bucket] + push[bucket]]
+    else:
+        actions += [action for bucket in launch for action in push[bucket]]
+    if step.sync == "meet":
+        actions += [Action(Verb.PULL, 0, bucket) for bucket in launch]
     return tuple(actions)

@@ -98,7 +98,7 @@ class Needs:
         return self._rounds.get((rank, update), [])
 
     def everywhere(self, action: Action) -> list[Need]:
-        return [Need(rank, action) for rank in self._holders[action]]
+        return [Need(rank, action) for rank in self._holders.get(action, ())]
 
     def every(self, rank: int, verb: Verb, stage: int) -> list[Need]:
         return [Need(rank, each) for each in self._lists[rank] if each.verb == verb and each.stage == stage]
@@ -166,6 +166,14 @@ def _update(needs: Needs, rank: int, action: Action) -> list[Need]:
     return reduced + [need for own in measures for need in needs.everywhere(own.action)]
 
 
+def _push(needs: Needs, rank: int, action: Action) -> list[Need]:
+    return needs.here(rank, Action(Verb.UPDATE, action.stage, action.index))
+
+
+def _pull(needs: Needs, rank: int, action: Action) -> list[Need]:
+    return needs.everywhere(Action(Verb.PUSH, action.stage, action.index))
+
+
 RULES: dict[Verb, Callable[[Needs, int, Action], list[Need]]] = {
     Verb.FORWARD: _forward,
     Verb.BACKWARD: _backward,
@@ -175,4 +183,6 @@ RULES: dict[Verb, Callable[[Needs, int, Action], list[Need]]] = {
     Verb.REDUCE: _reduce,
     Verb.UPDATE: _update,
     Verb.GATHER: _gather,
+    Verb.PUSH: _push,
+    Verb.PULL: _pull,
 }

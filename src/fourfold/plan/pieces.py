@@ -104,7 +104,8 @@ Scalar = float | int | bool | str | None
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A checkpoint's table of contents, and all of it that is not a tensor.
 
-    tensors        by name: model.NAME, optimizer.NAME.KEY, ema.NAME
+    tensors        by name: model.NAME, optimizer.NAME.KEY, ema.NAME; of local steps worker.NAME.KEY, the states of
+                   all ranks end to end, and outer.NAME, the outer momentum
     aliases        names of tensors that are another one's (tied weights)
     scalars        of the optimizer's state, by parameter and key
     groups         the optimizer's options, by group

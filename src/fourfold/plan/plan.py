@@ -28,21 +28,24 @@ class Rule:
     optional: bool = False
     most: float | None = None
     """Of a number that need not be whole: it is above 0, and at most this."""
+    zero: bool = False
+    """Whether such a number may also be 0."""
 
     def need(self) -> str:
         if self.choices:
             return "one of " + ", ".join(map(str, self.choices))
         if self.most is not None:
-            return f"a number above 0, at most {self.most}"
+            return f"a number {'of at least' if self.zero else 'above'} 0, at most {self.most}"
         return f"a whole number of at least {self.least}" + (", or nothing" if self.optional else "")
 
     def admits(self, value: object) -> bool:
         if value is None:
             return self.optional
-        if type(value) is not self.kind:
+        # In TOML a whole number has no point.
+        if type(value) is not self.kind and not (self.kind is float and type(value) is int):
             return False
         if self.most is not None:
-            return 0.0 < value <= self.most  # type: ignore[operator]
+            return (value > 0.0 or (self.zero and value == 0.0)) and value <= self.most  # type: ignore[operator]
         return value in self.choices if self.choices else value >= self.least  # type: ignore[operator]
 
 
@@ -60,7 +63,10 @@ RULES = {
     "ring": Rule(str, choices=("zigzag", "plain", "rsa"), built=("zigzag",)),
     "ulysses": Rule(int, built=(1,)),
     "update": Rule(str, choices=("after", "in_backward", "in_forward"), built=("after", "in_backward")),
-    "sync": Rule(str, choices=("step", "local", "server"), built=("step",)),
+    "sync": Rule(str, choices=("step", "local", "server"), built=("step", "local")),
+    "local_steps": Rule(int),
+    "outer_lr": Rule(float, most=10.0),
+    "outer_momentum": Rule(float, most=0.999, zero=True),
     "codec": Rule(str, choices=("none", *KINDS)),
     "codec_rank": Rule(int),
     "codec_density": Rule(float, most=1.0),
@@ -96,6 +102,9 @@ class Plan:
     ulysses: int = 1
     update: str = "after"
     sync: str = "step"
+    local_steps: int = 10
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
     codec: str = "none"
     codec_rank: int = 4
     codec_density: float = 0.01
@@ -122,8 +131,16 @@ class Plan:
     @property
     def training(self) -> dict[str, object]:
         """The decisions that make another training of it, and not only another way to the same weights."""
-        names = () if self.codec == "none" else [name for name in FIELDS if name.startswith("codec")]
+        names = [] if self.codec == "none" else [name for name in FIELDS if name.startswith("codec")]
+        if self.sync == "local":
+            # Each of the ranks learns by itself: their number matters too.
+            names += ["sync", "local_steps", "outer_lr", "outer_momentum", "dp"]
         return {name: getattr(self, name) for name in names}
+
+    @property
+    def period(self) -> int:
+        """Weights are the same on all ranks after every so many steps."""
+        return self.local_steps if self.sync == "local" else 1
 
     @property
     def mesh(self) -> Mesh:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from fourfold.words.action import Program, ProgramError, parse, show
+from fourfold.words.action import Program, ProgramError, Verb, parse, show
 from fourfold.words.errors import FourfoldError, Problem
 from fourfold.words.spans import LANES, WAIT
 
@@ -56,6 +56,14 @@ class Trace:
     @property
     def steps(self) -> list[int]:
         return sorted({event.step for event in self.events})
+
+    def ran(self, step: int) -> Program:
+        """What was run in a sampled step: where ranks keep to themselves, they push and pull in some steps only."""
+        names = {event.name for event in self.events if event.step == step}
+        return {
+            rank: tuple(a for a in actions if a.verb not in (Verb.PUSH, Verb.PULL) or str(a) in names)
+            for rank, actions in self.program.items()
+        }
 
     def of(self, *, step: int, rank: int) -> list[Event]:
         return [event for event in self.events if event.step == step and event.rank == rank]

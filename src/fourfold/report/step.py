@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from fourfold.plan.cost import (
+    AVERAGE_TIME,
     DATA_TIME,
     NAMES,
     REDUCE_TIME,
@@ -30,10 +31,12 @@ STYLES = {
     **NAMES,
     Verb.REDUCE: "reduce",
     Verb.GATHER: "reduce",
+    Verb.PUSH: "reduce",
+    Verb.PULL: "reduce",
     Verb.BACKWARD_INPUT: "backward",
     Verb.BACKWARD_WEIGHT: "backward",
 }
-BAR_STYLES = {DATA_TIME: "data", WAIT_TIME: "wait", REST_TIME: "rest", REDUCE_TIME: "reduce"}
+BAR_STYLES = {DATA_TIME: "data", WAIT_TIME: "wait", REST_TIME: "rest", REDUCE_TIME: "reduce", AVERAGE_TIME: "reduce"}
 MANY = 24  # rows of a table that are shown at once
 
 
@@ -55,7 +58,7 @@ def action_card(trace: Trace) -> str:
 def step_card(trace: Trace) -> str:
     """The typical step of every rank, measured and simulated, and the difference per action."""
     step = typical_step(trace)
-    begun, priced = measured(trace, step), simulated(trace)
+    begun, priced = measured(trace, step), simulated(trace, step)
     rows = [*_measured_lanes(trace, step, begun), Lane("", ()), *_simulated_lanes(priced)]
     end = max(makespan(begun), makespan(priced)) * 1e3
     drawing = lanes(rows, end=end, title=f"Step {step}, measured and simulated", x="time, ms")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fourfold.parts.comm import Transport
 from fourfold.parts.data import Gradients
+from fourfold.parts.local import Local
 from fourfold.parts.optim import FlatOptimizer
 from fourfold.plan.data import Rest, life
 from fourfold.run.batch import Loss, Microbatch, call, measure
@@ -38,6 +39,8 @@ class Parts(NamedTuple):
     weights: Sequence[Tensor]
     """By bucket."""
     rest: Rest
+    local: Local | None = None
+    """Where ranks take steps of their own: what brings them together."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ class Actions:
         """Begin a step; afterwards `totals` and `grad_norm` tell of it."""
         self._microbatches = microbatches
         self._losses: dict[int, Loss] = {}
+        self._own_count, self._learned = 0.0, False
         self._local = torch.zeros(5, dtype=torch.float64, device=self._device)
         self._local[4] = float(self.asked)
         self._last = max((index for index, part in enumerate(microbatches) if part.samples), default=-1)
@@ -96,6 +100,7 @@ class Actions:
         self._first_of_last_round = (rounds - 1) * len(self._parts.parameters)
         self._sealed, self._in_last_round, self._num_ahead = False, not self._every_round, 0
         self._permitted = False
+        self._met = False
         self.ahead: set[Action] = set()
         """What has been done while an earlier action ran: the updates in backward."""
         self._used: list[float] | None = None
@@ -112,6 +117,8 @@ class Actions:
     def end(self) -> None:
         """End a step that went well: the sums may be overwritten."""
         self._parts.transport.close()
+        if self._met and self._parts.local is not None:
+            self._parts.local.met()
 
     def stop(self) -> None:
         """End a step, however it went: gradients of other backwards are not taken."""
@@ -130,6 +137,7 @@ class Actions:
         if part.samples:
             loss = measure(self._loss(call(self._model, part.inputs), part.targets), part.samples)
             self._losses[index] = loss
+            self._own_count += loss.count
             self._seen.append((index, loss.total.detach()))
             self._local[:4] += torch.stack([loss.total.detach().double(), *self._numbers(loss.count, part)])
 
@@ -164,6 +172,7 @@ class Actions:
             transport.measure(USED, torch.tensor(self._parts.gradients.reached, dtype=torch.float64))
             self._used = transport.measured(USED)
         elif kind == NORM:
+            self._seal()
             self._count()
             self._complete_all()
             for bucket in range(len(self._parts.parameters)):
@@ -172,9 +181,14 @@ class Actions:
             # Two bytes would round each bucket's norm, and in fp16 a norm beyond 65,504 would seem infinite.
             wide = [torch.promote_types(flat.dtype, torch.float32) for flat in own]
             norms = [torch.linalg.vector_norm(flat, dtype=dtype) for flat, dtype in zip(own, wide, strict=True)]
-            transport.measure(NORM, torch.stack(norms).double().square().sum().reshape(1))
-            norm = transport.measured(NORM)[0] ** 0.5
-            self._clip_to(norm if self._parts.rest.state == WHOLE else norm * self._factor)
+            squares = torch.stack(norms).double().square().sum()
+            transport.measure(NORM, squares.reshape(1))
+            total = transport.measured(NORM)[0]
+            if self._parts.local is not None:
+                self._clip_to(squares.item() ** 0.5, told=(total / transport.size) ** 0.5)
+                return
+            norm = total**0.5 * (1.0 if self._parts.rest.state == WHOLE else self._factor)
+            self._clip_to(norm, told=norm)
         elif kind == TRUST:
             self._count()
             self._complete_all()
@@ -190,11 +204,12 @@ class Actions:
         total = torch.tensor(transport.measured(TRUST), dtype=torch.float64, device=self._device)
         self._squares = total.view(-1, 2).split(slots)
 
-    def _clip_to(self, norm: float) -> None:
+    def _clip_to(self, norm: float, *, told: float) -> None:
+        """`norm` is that of what this rank updates with, `told` the same on all ranks."""
         assert self._clip is not None
-        self.grad_norm = norm
-        if self.bad is None and not math.isfinite(norm):
-            self.bad = f"the gradient norm is {norm}"
+        self.grad_norm = told
+        if self.bad is None and not math.isfinite(told):
+            self.bad = f"the gradient norm is {told}"
         # 1e-6 as in torch.nn.utils.clip_grad_norm_
         # In this order: a norm that is not a number must stay one.
         coefficient = min(self._clip / (norm + 1e-6), 1.0)
@@ -221,7 +236,8 @@ class Actions:
 
     def _complete(self, bucket: int) -> None:
         self._parts.transport.complete(bucket)
-        self.recorder.moment(bucket, DONE)
+        if self._parts.local is None:
+            self.recorder.moment(bucket, DONE)
 
     def _count(self) -> None:
         """Learn the totals, and what the sums are to be multiplied by to become the gradient of the mean."""
@@ -233,7 +249,11 @@ class Actions:
         if not math.isfinite(mean := self.totals.loss / self.totals.count):
             self.bad = f"the loss is {mean}"
         assert self.nominal_count is not None
-        self._factor = self.nominal_count / self.totals.count
+        count = self.totals.count
+        if self._parts.local is not None:
+            # A rank without elements has a gradient of zero: any factor will do.
+            count = self._own_count or self.nominal_count
+        self._factor = self.nominal_count / count
 
     def factor(self) -> float:
         """What sums are to be multiplied by to become the gradient of the mean."""
@@ -251,13 +271,17 @@ class Actions:
             if not self._parts.transport.is_complete(bucket):
                 return
             self._num_ahead += 1
-            for verb, do in ((Verb.UPDATE, self.update), (Verb.GATHER, self.gather))[: 2 if self._gathers else 1]:
+            for verb, do in ((Verb.UPDATE, self._update), (Verb.GATHER, self.gather))[: 2 if self._gathers else 1]:
                 action = Action(verb, 0, bucket)
                 with self.recorder.action(action):
                     do(bucket)
                 self.ahead.add(action)
 
     def update(self, bucket: int) -> None:
+        self._seal()  # where nothing is reduced, this ends the backward
+        self._update(bucket)
+
+    def _update(self, bucket: int) -> None:
         self._count()
         # Only this bucket: others may still be on their way.
         self._complete(bucket)
@@ -267,6 +291,10 @@ class Actions:
             # A rank's backward may read a weight after its gradient is complete: that of a use without gradient.
             self._parts.transport.permit()
             self._permitted = True
+        if self._parts.local is not None and not self._learned:
+            assert self.totals is not None
+            self._parts.local.learned(self._own_count, self.totals.count)
+            self._learned = True
         squares = None if self._squares is None else self._squares[bucket]
         self._parts.optimizer.update(bucket, used=self._used_in(bucket), factor=self._factor, squares=squares)
         # Autograd then refuses activations saved with the old weights, instead of computing with the new ones.
@@ -274,6 +302,16 @@ class Actions:
 
     def gather(self, bucket: int) -> None:
         self._parts.transport.publish(bucket, self._parts.weights[bucket])
+
+    def push(self, bucket: int) -> None:
+        assert self._parts.local is not None
+        self._parts.local.push(bucket)
+
+    def pull(self, bucket: int) -> None:
+        assert self._parts.local is not None
+        self._parts.local.pull(bucket)
+        self._met = True
+        torch.autograd.graph.increment_version(self._parts.parameters[bucket])
 
     def _used_in(self, bucket: int) -> Sequence[bool] | None:
         """Which slots of the bucket have a gradient on some rank; None: all."""

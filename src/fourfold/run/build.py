@@ -19,7 +19,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts import codec, comm, data, memory, optim
+from fourfold.parts import codec, comm, data, local, memory, optim
 from fourfold.plan.data import RESTS, Spec, Step, fill, lower, turns
 from fourfold.plan.order import Stretch
 from fourfold.plan.plan import Plan
@@ -27,11 +27,11 @@ from fourfold.run.actions import Actions, Parts
 from fourfold.run.batch import call, cut, evaluating, measure
 from fourfold.run.guard import Guard, Skipped
 from fourfold.run.outline import outline
-from fourfold.run.refuse import model_problems, refuse, refuse_optimizer, update_problems
+from fourfold.run.refuse import model_problems, refuse, refuse_optimizer, sync_problems, update_problems
 from fourfold.run.remembered import Remembered
 from fourfold.run.runtime import Runtime
-from fourfold.words.action import LOSS
-from fourfold.words.errors import PlanError, Problem, TaskError
+from fourfold.words.action import LOSS, Action
+from fourfold.words.errors import PlanError, Problem, TaskError, TrainingError
 from fourfold.words.layout import SPLIT
 from fourfold.words.spans import Recorder
 from fourfold.words.task import Task
@@ -44,7 +44,8 @@ class Metrics:
 
     loss             mean over all elements of the global batch
     tokens           None where the inputs carry no positions
-    grad_norm        norm of the global gradient before clipping; None without `clip`
+    grad_norm        norm of the global gradient before clipping; None without `clip`. With local steps: the root of
+                     the mean square of all ranks' own
     waiting_seconds  part of `seconds` spent reducing gradients and waiting for other ranks
     sent_bytes       of gradients and weights, that this rank has sent to other hosts or over gloo or NCCL, as by ring
     skipped          why the step changed nothing, where `skip_nan` left it out; None for all others
@@ -119,8 +120,8 @@ class TrainStep:
         split = self._split = rest.state == SPLIT
         self.buckets = fill(specs, bucket_bytes=plan.bucket_bytes, shares=plan.dp if split else 1)
         allow_unused, layerwise = plan.unused == "allow", optim.by_parameter(self.optimizer)
-        # One rank's update has ended when the next bucket comes: its slot is free.
-        frees_early = plan.update == "in_backward" and plan.dp == 1 and plan.microbatches == 1
+        # One rank's update has ended when the next bucket comes: its slot is free, unless the ranks will meet in it.
+        frees_early = plan.update == "in_backward" and plan.dp == plan.microbatches == 1 and plan.sync == "step"
         request = comm.Request(
             sizes=tuple(bucket.size for bucket in self.buckets),
             dtypes=tuple(data.dtype_of(bucket) for bucket in self.buckets),
@@ -131,16 +132,29 @@ class TrainStep:
         codecs = self._codecs(plan)
         self._transport, self.transport = comm.connect(ranks, request, choice=plan.transport, codecs=codecs)
         self.remembered = Remembered(codecs, ranks)
+        apart = comm.Apart(self._transport) if plan.sync == "local" else None
+        self._transport = apart or self._transport
         self._weights = data.rehome(trainable, self.buckets, self._transport)
         self._broadcast()
+        self._local = None
+        if apart is not None:
+            outer = local.Outer(plan.outer_lr, plan.outer_momentum)
+            self._local = local.Local(self._weights, self.buckets, apart, outer)
         self._gradients = data.Gradients(trainable, self.buckets, self._transport, allow_unused=allow_unused)
         pieces = data.pieces(self._weights, self.buckets, self._transport, by_slot=allow_unused or layerwise, cut=split)
         prepare = self._transport.take if split else None
         self._flat = optim.FlatOptimizer(self.optimizer, self.buckets, pieces, prepare=prepare)
         by_bucket = [[trainable[slot.name] for slot in bucket.slots] for bucket in self.buckets]
-        parts = Parts(self._gradients, self._transport, self._flat, by_bucket, self._weights, rest)
+        parts = Parts(self._gradients, self._transport, self._flat, by_bucket, self._weights, rest, self._local)
+        # What gradients are divided by: of all ranks, or of one, if each learns by itself.
+        self._sharing = plan.dp if self._local is not None else 1
         self._actions = Actions(
-            model, loss, parts, clip=clip, update=plan.update, agree=lambda count: sum(ranks.exchange(count))
+            model,
+            loss,
+            parts,
+            clip=clip,
+            update=plan.update,
+            agree=lambda count: sum(ranks.exchange(count)) / self._sharing,
         )
         self._runtime = Runtime(self._actions)
         self._guard = Guard(ranks, model, limit=skip_nan)
@@ -149,10 +163,25 @@ class TrainStep:
         self._outline = Step(
             plan.microbatches, len(self.buckets), rest, clip is not None, allow_unused, plan.update, trust=trust
         )
-        self.program = lower(self._outline)
+        self._lower()
         self._recorded, self._num_calls = False, 0
+        self.program: tuple[Action, ...]
+        """What a step does; with local steps one that ends with a meeting, the others do `program_apart`."""
         self.steps = 0
         """Steps done, those before a resumption included: errors name them."""
+
+    def _lower(self) -> None:
+        """Make the programs of what is known of a step."""
+        if self._local is None:
+            self.program = self.program_apart = lower(self._outline)
+            return
+        self.program = lower(self._outline._replace(sync="meet"))
+        self.program_apart = lower(self._outline._replace(sync="apart"))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all ranks have the same weights: always, or with local steps when they have just met."""
+        return self.steps % self.plan.period == 0
 
     def _codecs(self, plan: Plan) -> list[codec.Codec]:
         """One for each bucket, or none at all."""
@@ -188,7 +217,9 @@ class TrainStep:
     def tell(self, recorder: Recorder) -> None:
         """From now on `recorder` hears of every action, bucket and wait of this rank; `SILENT` ends it."""
         self._runtime.recorder = self._actions.recorder = recorder
-        self._gradients.recorder = self._transport.recorder = recorder
+        self._transport.recorder = recorder
+        if self._local is None:
+            self._gradients.recorder = recorder  # elsewhere gradients go nowhere
 
     @property
     def busy_seconds(self) -> dict[str, float]:
@@ -217,7 +248,8 @@ class TrainStep:
         if not self._recorded:
             self._transport.agree()  # The first step also exchanges what is no sum.
         self._guard.begin()
-        self._runtime.run(self.program, cut(batch, self.plan.microbatches, self._ranks.device))
+        program = self.program_apart if (self.steps + 1) % self.plan.period else self.program
+        self._runtime.run(program, cut(batch, self.plan.microbatches, self._ranks.device))
         totals = self._actions.totals
         assert totals is not None
         self._num_calls, self.steps = self._num_calls + 1, self.steps + 1
@@ -225,7 +257,7 @@ class TrainStep:
             memory.give_back_freed_memory()
         skipped = self._guard.judge(self._actions, self.steps, samples)
         if not self._recorded and skipped is None:
-            self._record(self._ranks.exchange(self._gradients.completion_order)[0], totals.count)
+            self._record(self._ranks.exchange(self._gradients.completion_order)[0], totals.count / self._sharing)
         return Metrics(
             loss=totals.loss / totals.count,
             samples=round(totals.samples),
@@ -282,6 +314,8 @@ class TrainStep:
             yield self.model
         self._look_at_parameters()
         self._broadcast()
+        if self._local is not None:
+            self._local.begin()
         torch.autograd.graph.increment_version(list(self.model.parameters()))
 
     @contextlib.contextmanager
@@ -319,7 +353,8 @@ class TrainStep:
 
         "model": name -> tensor; "optimizer": name -> key -> tensor in the parameter's shape or a scalar;
         "groups": options by group; "record": launch order and nominal count; "codec": name -> key -> [ranks, elements],
-        what each rank's codec remembers.
+        what each rank's codec remembers; "outer": with local steps, the outer momentum by name. Then the optimizer's
+        tensors are means over ranks, and TrainingError is raised between meetings.
         """
         self._enter("state_dict()")
         self._transport.agree()
@@ -332,13 +367,19 @@ class TrainStep:
                 parts = living["optimizer"][name].get(key, [])
                 states[name][key] = told if not isinstance(told, dict) else self._whole(name, parts, told["dtype"])
         model = {name: _copy(value) for name, value in self.model.state_dict().items()}
-        return {**self._decisions(), "model": model, "optimizer": states, "codec": self.remembered.saved()}
+        outer = {name: value.clone() for name, value in living["outer"].items()}
+        codec = self.remembered.saved()
+        return {**self._decisions(), "model": model, "optimizer": states, "outer": outer, "codec": codec}
 
     def _whole(self, name: str, parts: Sequence[Tensor], dtype: str) -> Tensor:
         """A tensor of the optimizer's state in its parameter's shape, from the shares of all ranks."""
         parameter = self._trainable[name]
         if not self._split:
-            return torch.cat([part.clone() for part in parts]).view(parameter.shape)
+            whole = torch.cat([part.clone() for part in parts])
+            if self._local is not None:
+                self._ranks.sum(whole)
+                whole.div_(self.plan.dp)
+            return whole.view(parameter.shape)
         whole = torch.zeros(parameter.numel(), dtype=getattr(torch, dtype), device=parameter.device)
         low = self.shares[name][0]
         for part in parts:
@@ -350,14 +391,22 @@ class TrainStep:
     def living_state(self) -> dict[str, Any]:
         """`state_dict` without a copy: the optimizer's tensors are lists of consecutive flat stretches.
 
-        Where optimizer states rest split these are this rank's only: `shares` says which elements they are.
+        Where optimizer states rest split these are this rank's only: `shares` says which elements they are. With local
+        steps too: each rank has states of its own.
         """
+        if not self.is_whole:
+            got = f"the state after step {self.steps}, with local_steps = {self.plan.period}"
+            need = "weights that all ranks have alike"
+            after = -(-self.steps // self.plan.period) * self.plan.period
+            raise TrainingError(Problem(got, need, f"after step {after}"))
         states = {
             slot.name: self._flat.stretches(bucket.index, slot.start, slot.stop)
             for bucket in self.buckets
             for slot in bucket.slots
         }
-        return {**self._decisions(), "model": self.model.state_dict(keep_vars=True), "optimizer": states}
+        outer = {} if self._local is None else self._local.momenta
+        model = self.model.state_dict(keep_vars=True)
+        return {**self._decisions(), "model": model, "optimizer": states, "outer": outer}
 
     @functools.cached_property
     def shares(self) -> Mapping[str, tuple[int, int]]:
@@ -394,6 +443,8 @@ class TrainStep:
                 for slot in bucket.slots
             ]
             self._flat.load_state(bucket.index, slots)
+        if self._local is not None:
+            self._local.load(state.get("outer", {}))
         for group, options in zip(self.optimizer.param_groups, state["groups"], strict=True):
             group.update(options)
         record = state["record"]
@@ -435,7 +486,7 @@ class TrainStep:
     def _record(self, order: list[int], count: float) -> None:
         """Freeze what the first step taught: the same on every rank from now on."""
         self._outline = self._outline._replace(order=tuple(order))
-        self.program = lower(self._outline)
+        self._lower()
         self._gradients.launch_order = list(order)
         before = self._actions.nominal_count
         if before is not None and before != count and isinstance(self._transport, comm.Coded):
@@ -496,7 +547,7 @@ def compare(
 def check(task: Task, plan: Plan) -> None:
     """Raise TaskError, PlanError or OptimizerError for what can be known of a task before processes are started."""
     model = outline(task)
-    problems = model_problems(model, plan) + update_problems(plan, task.clip)
+    problems = model_problems(model, plan) + update_problems(plan, task.clip) + sync_problems(plan)
     if problems:
         raise PlanError(problems, where="the plan")
     comm.refuse_impossible(plan.transport, "cuda" if torch.cuda.is_available() else "cpu")

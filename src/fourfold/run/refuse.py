@@ -13,7 +13,8 @@ from fourfold.words.errors import PlanError, Problem
 
 def refuse(model: nn.Module, plan: Plan, ranks: comm.Ranks, *, clip: float | None = None) -> None:
     """Raise PlanError with every reason why this plan cannot be carried out with this model on these ranks."""
-    problems = size_problems(plan, ranks.size) + model_problems(model, plan) + update_problems(plan, clip)
+    problems = size_problems(plan, ranks.size) + model_problems(model, plan)
+    problems += update_problems(plan, clip) + sync_problems(plan)
     if problems:
         raise PlanError(problems, where="the plan")
     comm.refuse_impossible(plan.transport, ranks.device.type)
@@ -33,6 +34,23 @@ def update_problems(plan: Plan, clip: float | None) -> list[Problem]:
         need = "to know, before a bucket is updated, which parameters got no gradient anywhere"
         attempt = 'unused = "refuse", or update = "after"'
         problems.append(Problem(f'update = "{plan.update}" with unused = "allow"', need, attempt))
+    return problems
+
+
+def sync_problems(plan: Plan) -> list[Problem]:
+    """With local steps every rank has weights, states and gradients of its own, and all of them."""
+    if plan.sync != "local":
+        return []
+    local, problems = 'sync = "local"', []
+    if plan.zero:
+        need = "weights and optimizer states that rest whole: each rank's are its own"
+        problems.append(Problem(f"{local} with zero = {plan.zero}", need, 'zero = 0, or sync = "step"'))
+    if plan.codec != "none":
+        need = "gradients on their way between ranks, and here they stay where they are"
+        problems.append(Problem(f'{local} with codec = "{plan.codec}"', need, 'codec = "none", or sync = "step"'))
+    if plan.unused == "allow":
+        need = "the same optimizer states on every rank, and a rank may have used what another one has not"
+        problems.append(Problem(f'{local} with unused = "allow"', need, 'unused = "refuse", or sync = "step"'))
     return problems
 
 

@@ -27,6 +27,8 @@ class Runtime:
             Verb.REDUCE: actions.reduce,
             Verb.UPDATE: actions.update,
             Verb.GATHER: actions.gather,
+            Verb.PUSH: actions.push,
+            Verb.PULL: actions.pull,
         }
         self._broken: BaseException | None = None
         self.recorder = SILENT

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from fourfold.plan.plan import Plan
 from fourfold.plan.rates import Factors, Rates
 from fourfold.words.errors import Problem, SettingError
 from fourfold.words.task import Task
@@ -65,6 +66,34 @@ def settings_of(task: Task, **given: Any) -> Settings:
         raise SettingError(problems, where="the settings")
     factors(task, settings)
     return settings
+
+
+def refuse_steps(steps: int, plan: Plan) -> None:
+    """Raises SettingError where a run would end before its ranks have met."""
+    period = plan.period
+    if steps % period == 0:
+        return
+    below = steps // period * period
+    fitting = f"steps={below} or {below + period}" if below else f"steps={period}"
+    got, need = f"steps = {steps}, local_steps = {period}", "a number of steps divisible by local_steps"
+    raise SettingError(Problem(got, need, fitting), where="the settings")
+
+
+def told_late(settings: Settings, plan: Plan) -> str | None:
+    """What is said of a run whose evaluations or checkpoints cannot be just when they were asked for."""
+    asked = {"checkpoint_every": settings.checkpoint_every, "evaluate_every": settings.evaluate_every or 0}
+    late = [f"{name} = {every}" for name, every in asked.items() if every % plan.period]
+    if not late:
+        return None
+    return f"{' and '.join(late)}: done at the next multiple of {plan.period}, where ranks have the same weights"
+
+
+def is_due(step: int, every: int, period: int) -> bool:
+    """Whether what is wanted after every so many steps is to be done after this one.
+
+    Ranks have the same weights after every `period` steps only: what comes between waits until then.
+    """
+    return every > 0 and step % period == 0 and step // every > (step - period) // every
 
 
 def factors(task: Task, settings: Settings) -> Factors | None:

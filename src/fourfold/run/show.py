@@ -10,7 +10,7 @@ from fourfold.plan.codec import rounds, sent_bytes
 from fourfold.plan.data import RESTS, Bucket, Step, fill, life, lower, step_bytes
 from fourfold.plan.plan import Plan
 from fourfold.run.outline import outline
-from fourfold.run.refuse import model_problems, refuse_optimizer, update_problems
+from fourfold.run.refuse import model_problems, refuse_optimizer, sync_problems, update_problems
 from fourfold.words import action
 from fourfold.words.action import LOSS, NORM, TRUST, USED, Verb
 from fourfold.words.errors import PlanError
@@ -30,13 +30,15 @@ MEANINGS = {
     Verb.REDUCE: "sum a bucket's gradient over the data ranks; begun while backward runs, in this order",
     Verb.UPDATE: "update a bucket's weights, or this rank's share of them",
     Verb.GATHER: "bring the shares of a bucket's weights to all data ranks",
+    Verb.PUSH: "add how far a bucket's weights have come on this rank to those of all data ranks",
+    Verb.PULL: "go an outer step along the mean of all data ranks: weights are the same again",
 }
 
 
 def show(plan: Plan, task: Task) -> str:
     """The text of `fourfold show`. Raises PlanError or OptimizerError for what cannot be carried out."""
     model = outline(task)
-    problems = model_problems(model, plan) + update_problems(plan, task.clip)
+    problems = model_problems(model, plan) + update_problems(plan, task.clip) + sync_problems(plan)
     if problems:
         raise PlanError(problems, where="the plan")
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -49,10 +51,19 @@ def show(plan: Plan, task: Task) -> str:
     trust = optim.by_parameter(optimizer) and rest.state == SPLIT
     flags = {"clip": task.clip is not None, "unused": plan.unused == "allow", "update": plan.update, "trust": trust}
     outlined = Step(plan.microbatches, len(buckets), rest, **flags)
-    program = {rank: lower(outlined) for rank in range(plan.mesh.size)}
     messages = _messages(buckets, plan, {name: tuple(p.shape) for name, p in trainable.items()})
-    sections = [_plan(plan), _buckets(buckets, plan), _program(program), _bytes(buckets, plan, messages)]
+    programs = [_program(_all(plan, outlined))]
+    if plan.sync == "local":
+        programs = [
+            _program(_all(plan, outlined._replace(sync="apart")), "no rank hears of another one's gradients"),
+            _program(_all(plan, outlined._replace(sync="meet")), f"in every {_ordinal(plan.local_steps)} step"),
+        ]
+    sections = [_plan(plan), _buckets(buckets, plan), *programs, _bytes(buckets, plan, messages)]
     return "\n\n".join(sections)
+
+
+def _all(plan: Plan, step: Step) -> action.Program:
+    return dict.fromkeys(range(plan.mesh.size), lower(step))
 
 
 def _plan(plan: Plan) -> str:
@@ -81,15 +92,19 @@ def _buckets(buckets: Sequence[Bucket], plan: Plan) -> str:
         f"weights rest {rest.weight}, gradients {rest.gradient}, optimizer states {rest.state}",
         *(f"{moment}: {change}" for moment, change in changes.items()),
     ]
+    if plan.sync == "local":
+        often = f"all-reduce of the weights in every {_ordinal(plan.local_steps)} step"
+        lines = [f"weights, gradients and optimizer states rest whole, each rank's own; {often}"]
     return "buckets   filled in reverse order of definition\n" + _table(rows, left=4) + "\n" + _indent(lines)
 
 
-def _program(program: action.Program) -> str:
+def _program(program: action.Program, note: str = "") -> str:
     ranks = sorted(program)
     same = [rank for rank in ranks if program[rank] == program[ranks[0]]]
     head = f"program   {_plural('rank', len(ranks))} {ranks[0]}" + (
         f" to {ranks[-1]}, all the same" if len(ranks) > 1 else ""
     )
+    head += f"; {note}" if note else ""
     assert len(same) == len(ranks)
     legend = []
     for verb, index in dict.fromkeys((a.verb, a.index if a.verb == Verb.MEASURE else None) for a in program[ranks[0]]):
@@ -125,6 +140,12 @@ def _bytes(buckets: Sequence[Bucket], plan: Plan, messages: float | None) -> str
             "without the codec",
             "in shared memory  nothing is sent, and gradients are coded all the same: training is that of a network",
         ]
+    elif plan.dp > 1 and plan.sync == "local":
+        lines += [
+            f"over a network    {_mib(sent / plan.period)} sent by each rank in each step on average, "
+            f"{_mib(sent).strip()} in every {_ordinal(plan.local_steps)}",
+            "in shared memory  nothing is sent: ranks of one host read each other's weights where they lie",
+        ]
     elif plan.dp > 1:
         times = sent / (total * (plan.dp - 1) / plan.dp)
         lines += [
@@ -138,6 +159,11 @@ def _bytes(buckets: Sequence[Bucket], plan: Plan, messages: float | None) -> str
 
 def _mib(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:9.2f} MiB"
+
+
+def _ordinal(number: int) -> str:
+    ending = "th" if number // 10 % 10 == 1 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
 
 
 def _plural(noun: str, count: int) -> str:

@@ -29,7 +29,7 @@ from fourfold.run.checkpoint.read import load_weights
 from fourfold.run.checkpoint.state import Trained
 from fourfold.run.late import Lateness
 from fourfold.run.pulse import Pulse
-from fourfold.run.settings import Settings, factors, settings_of
+from fourfold.run.settings import Settings, factors, is_due, refuse_steps, settings_of, told_late
 from fourfold.run.speaker import WINDOW, Report, Result, Speaker
 from fourfold.run.trace import EVERY, Tracing
 from fourfold.words.errors import PeerError, Problem, StoppedError, TrainingError
@@ -73,6 +73,9 @@ def train(
     batch, warms it up and lets it fall; without it the rate follows the task's schedule. `report` hears of the
     progress on rank 0.
 
+    With `sync = "local"` all of these wait for the next step after which ranks have the same weights, and the average
+    takes in the weights of such steps only; `steps` must be divisible by `local_steps`.
+
     SIGTERM to any rank ends the run after the next step, with a checkpoint and a StoppedError on every rank, unless the
     process handles that signal itself. Raises children of FourfoldError.
     """
@@ -82,6 +85,7 @@ def train(
     given |= {"checkpoint_every": checkpoint_every, "ema": ema, "init": init, "skip_nan": skip_nan, "rates": rates}
     given |= {"training": plan.training}
     settings = settings_of(task, **given)
+    refuse_steps(settings.steps, plan)
     torch.manual_seed(settings.seed)
     data = task.data()
     model = task.model()
@@ -96,6 +100,8 @@ def train(
             return speaker.ended_before()
         with _keeper(trained, settings, speaker) as keeper:
             progress = speaker.resumed(keeper.resume())
+            if late := told_late(settings, plan):
+                speaker.note(late)
             begin = time.perf_counter()
             tracing = Tracing(step, every=settings.trace_every, folder=speaker.path)
             beats = pulse.of_environment()
@@ -147,7 +153,7 @@ class Training:
         """From where the run is to its last step. Raises StoppedError where a rank is `asked` to stop."""
         step, feed, average = self.trained
         feed.look = step.look
-        every, last = self.settings.checkpoint_every, self.settings.steps
+        every, last, period = self.settings.checkpoint_every, self.settings.steps, step.plan.period
         batches = feed.forever()
         lateness = Lateness(step, self.speaker)
         factor = factors(self.task, self.settings)
@@ -163,19 +169,19 @@ class Training:
                 metrics = step(batch)
             if metrics.skipped is None:
                 losses.append(metrics.loss)
-                if average is not None:
-                    average.update(number + 1)
+            if average is not None and step.is_whole and (metrics.skipped is None or period > 1):
+                average.update((number + 1) // period)
             lateness.stepped(number + 1)
             self.speaker.stepped(number + 1, metrics, lr=step.optimizer.param_groups[0]["lr"])
             self.keeper.tell()
             self.pulse.beat(number + 1)
             progress, best = Progress(number + 1, list(losses), {}, progress.best), progress.best
-            if progress.step < last:
+            if progress.step < last and step.is_whole:
                 if step.asked:
                     self.stop(progress)
-                if self.settings.evaluate_every and progress.step % self.settings.evaluate_every == 0:
+                if is_due(progress.step, self.settings.evaluate_every or 0, period):
                     progress = self.evaluate(progress)
-                if every and (progress.step % every == 0 or progress.best != best):
+                if every and (is_due(progress.step, every, period) or progress.best != best):
                     with self.pulse.pause():
                         self.keeper.save(progress)
         batches.close()  # ends the thread that reads ahead

@@ -82,3 +82,13 @@ class Silent:
 
 
 SILENT: Recorder = Silent()
+
+
+class OnlyWaits(Silent):
+    """Passes on when this rank waits, and nothing else."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def waiting(self) -> AbstractContextManager[Any]:
+        return self._recorder.waiting()

@@ -17,6 +17,7 @@ import torch
 
 from fourfold.parts import memory
 from fourfold.parts.codec import Codec
+from fourfold.parts.comm.apart import Apart
 from fourfold.parts.comm.coded import Coded, NoWire, Ways, Wire, places
 from fourfold.parts.comm.group import BetweenHosts, Gatherer, GroupTransport, Use
 from fourfold.parts.comm.ranks import Ranks, host_id, join, leave, present, world
@@ -28,6 +29,7 @@ from fourfold.words.layout import SPLIT
 
 __all__ = [
     "Alone",
+    "Apart",
     "Coded",
     "LaunchError",
     "Part",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fourfold.feed.feed import Feed, Position
 from fourfold.plan.order import ORDER_VERSION
-from fourfold.plan.pieces import Fed, Global, Manifest, Random, Record, Scalar, Stretch, file_name
+from fourfold.plan.pieces import Box, Fed, Global, Manifest, Random, Record, Scalar, Stretch, file_name
 from fourfold.run.average import Average
 from fourfold.run.build import TrainStep
 from fourfold.run.checkpoint.read import Reader, shape_problems
@@ -57,9 +57,12 @@ def tensors(trained: Trained) -> Tensors:
         found.append(living(f"model.{name}", flat, value.shape, whole=id(value) not in held))
     split = trained.step.is_split
     states = _split(trained.step, state["optimizer"]) if split else _whole(state["optimizer"], parameters)
+    if trained.step.plan.sync == "local":
+        states = _workers(trained.step, states)
     found += states.living
     remembered = _remembered(trained.step)
     found += remembered
+    found += [living(f"outer.{n}", [v], parameters[n].shape) for n, v in state["outer"].items()]
     if trained.average is not None:
         found += [living(f"ema.{n}", [v.reshape(-1)], v.shape) for n, v in trained.average.values.items()]
     shares = states.shares | {each.tensor.name: _rows(each.tensor, trained.step) for each in remembered}
@@ -93,6 +96,18 @@ def _whole(states: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> Tenso
             else:
                 scalars.setdefault(name, {})[key] = value
     return Tensors(found, {}, scalars, {})
+
+
+def _workers(step: TrainStep, own: Tensors) -> Tensors:
+    """The optimizer's states where every rank has all of its own: those of all ranks end to end."""
+    found: list[Living] = []
+    shares: dict[str, tuple[Stretch, ...]] = {}
+    size = step.plan.mesh.size
+    for tensor, parts, _ in own.living:
+        title, length = f"worker.{tensor.name.removeprefix('optimizer.')}", math.prod(tensor.shape)
+        found.append(Living(Global(title, tensor.dtype, (size * length,)), parts, step.rank * length))
+        shares[title] = tuple(Stretch(file_name(rank), (rank * length,), (length,)) for rank in range(size))
+    return Tensors(found, {}, own.scalars, shares)
 
 
 class _Held(NamedTuple):
@@ -167,7 +182,8 @@ def _hex(state: Tensor) -> str:
 def put_back(trained: Trained, reader: Reader, *, seed: int) -> None:
     """Everything a checkpoint holds. Collective. Raises CheckpointError, having changed nothing, where it does not fit.
 
-    On another number of ranks than it was saved with, random numbers begin anew, from the seed, the step and the rank.
+    On another number of ranks than it was saved with, random numbers begin anew, from the seed, the step and the rank,
+    and optimizer states of local steps from their mean.
     """
     step, manifest = trained.step, reader.manifest
     problems = list(_problems(trained, manifest))
@@ -180,8 +196,11 @@ def put_back(trained: Trained, reader: Reader, *, seed: int) -> None:
         "groups": [_as_before(g, now) for g, now in zip(manifest.groups, step.optimizer.param_groups, strict=True)],
         "record": {"order": list(manifest.record.order), "nominal_count": manifest.record.nominal_count},
     }
-    for name, key in _optimizer_names(manifest):
+    state["outer"] = {n.removeprefix("outer."): reader.tensor(n) for n in names if n.startswith("outer.")}
+    for name, key in _names(manifest, "optimizer."):
         state["optimizer"].setdefault(name, {})[key] = reader.tensor(f"optimizer.{name}.{key}")
+    for name, key in _names(manifest, "worker."):
+        state["optimizer"].setdefault(name, {})[key] = _worker(step, reader, name, key)
     for name, parameter in step.model.named_parameters():
         if parameter.requires_grad:
             state["optimizer"].setdefault(name, {})
@@ -200,6 +219,17 @@ def _saved_rows(reader: Reader, name: str) -> dict[str, Tensor]:
     titles = [title for title in reader.manifest.tensors if title.rpartition(".")[0] == f"codec.{name}"]
     ranks = len(reader.manifest.random)
     return {title.rpartition(".")[2]: reader.tensor(title).view(ranks, -1) for title in titles}
+
+
+def _worker(step: TrainStep, reader: Reader, name: str, key: str) -> Tensor:
+    """A rank's own state of a parameter; or the mean of all, where there are no such ranks."""
+    title = f"worker.{name}.{key}"
+    (total,) = reader.manifest.tensors[title].shape
+    length = dict(step.model.named_parameters())[name].numel()
+    if step.plan.sync == "local" and total == step.plan.mesh.size * length:
+        return reader.tensor(title, Box((step.rank * length,), (length,)))
+    rows = reader.tensor(title).view(-1, length)
+    return rows.mean(0) if rows.is_floating_point() else rows[0].clone()
 
 
 def _put_back_random(step: TrainStep, manifest: Manifest, *, seed: int) -> None:
@@ -229,10 +259,11 @@ def _as_before(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, An
     return result
 
 
-def _optimizer_names(manifest: Manifest) -> Iterator[tuple[str, str]]:
+def _names(manifest: Manifest, prefix: str) -> Iterator[tuple[str, str]]:
+    """Parameters and keys of the optimizer's state."""
     for each in manifest.tensors:
-        if each.startswith("optimizer."):
-            name, _, key = each.removeprefix("optimizer.").rpartition(".")
+        if each.startswith(prefix):
+            name, _, key = each.removeprefix(prefix).rpartition(".")
             yield name, key
 
 
@@ -246,7 +277,15 @@ def _problems(trained: Trained, manifest: Manifest) -> Iterator[Problem]:
         ours |= {f"ema.{name}": shape for name, shape in parameters.items()}
     theirs = {name: shape for name, shape in shapes.items() if name.startswith("model.") or name in ours}
     yield from shape_problems(ours, theirs)
-    for name, key in _optimizer_names(manifest):
+    for title, shape in shapes.items():
+        name = title.removeprefix("outer.")
+        if name != title and parameters.get(name) != shape:
+            yield Problem(f"an outer momentum of {name}, shape {list(shape)}", "that of a parameter")
+    for name, key in _names(manifest, "worker."):
+        shape = shapes[f"worker.{name}.{key}"]
+        if name not in parameters or len(shape) != 1 or shape[0] % math.prod(parameters[name]):
+            yield Problem(f"{key} of {name} on all ranks, shape {list(shape)}", "the states of a parameter")
+    for name, key in _names(manifest, "optimizer."):
         shape = shapes[f"optimizer.{name}.{key}"]
         if name not in parameters or shape not in (parameters[name], (math.prod(parameters[name]),)):
             yield Problem(f"{key} of {name}, shape {list(shape)}", "the state of a parameter")

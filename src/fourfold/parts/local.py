@@ -1,0 +1,89 @@
+"""Local steps, done: weights drift away from an anchor, each rank's by itself, and come back together.
+
+anchor   the weights that all ranks had alike when they last met
+share    of a rank: its part of the loss elements that all ranks have learned from since; shares sum to 1
+advance  the mean of all ranks' weights by their shares, less the anchor: what the outer optimizer goes along
+Law: after a meeting all ranks have the same weights; with outer_lr 1 and no momentum these are the mean.
+
+Sources: Stich, "Local SGD Converges Fast and Communicates Little" (2018); Lin et al., "Don't Use Large Mini-Batches,
+Use Local SGD" (2018); Douillard et al., "DiLoCo" (2023), Alg. 1, with Nesterov's momentum as torch.optim.SGD has it.
+Shares: McMahan et al., "Communication-Efficient Learning of Deep Networks" (2017), Alg. 1.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fourfold.parts.comm import Apart
+from fourfold.plan.data import Bucket
+
+
+class Outer(NamedTuple):
+    """The outer optimizer: SGD with Nesterov's momentum."""
+
+    lr: float = 1.0
+    momentum: float = 0.0
+
+
+class Local:
+    """What one rank keeps between two meetings. `weights` are flats, one a bucket."""
+
+    def __init__(self, weights: Sequence[Tensor], buckets: Sequence[Bucket], transport: Apart, outer: Outer) -> None:
+        self._weights, self._buckets, self._transport, self._outer = weights, buckets, transport, outer
+        self._anchors = [torch.empty_like(flat) for flat in weights]
+        self._momenta = [torch.zeros_like(flat) for flat in weights] if outer.momentum else []
+        self.begin()
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """The weights are the same on all ranks now: they are the anchor."""
+        for anchor, weight in zip(self._anchors, self._weights, strict=True):
+            anchor.copy_(weight)
+        self._own = self._all = 0.0
+
+    def learned(self, own: float, of: float) -> None:
+        """A step has updated this rank's weights with `own` loss elements, and those of all ranks with `of`."""
+        self._own, self._all = self._own + own, self._all + of
+
+    @torch.no_grad()
+    def push(self, bucket: int) -> None:
+        """Say how far this rank has come. Does not wait."""
+        # Where no rank has learned anything, none has moved.
+        share = self._own / self._all if self._all else 0.0
+        slot = self._transport.slots[bucket]
+        torch.sub(self._weights[bucket], self._anchors[bucket], out=slot).mul_(share)
+        self._transport.push(bucket)
+
+    @torch.no_grad()
+    def pull(self, bucket: int) -> None:
+        """Go one outer step from the anchor; waits for all ranks."""
+        weight, anchor = self._weights[bucket], self._anchors[bucket]
+        for start, stop, advance in self._transport.pull(bucket):
+            if self._outer.momentum:
+                momentum = self._momenta[bucket][start:stop]
+                momentum.mul_(self._outer.momentum).add_(advance)
+                anchor[start:stop].add_(momentum, alpha=self._outer.lr * self._outer.momentum)
+            anchor[start:stop].add_(advance, alpha=self._outer.lr)
+        weight.copy_(anchor)
+
+    def met(self) -> None:
+        """All buckets have been pulled."""
+        self._own = self._all = 0.0
+
+    @property
+    def momenta(self) -> dict[str, Tensor]:
+        """The outer optimizer's momentum by parameter, flat, the same on all ranks after a meeting; may be empty."""
+        pairs = zip(self._buckets, self._momenta, strict=False)
+        return {slot.name: flat[slot.start : slot.stop] for bucket, flat in pairs for slot in bucket.slots}
+
+    @torch.no_grad()
+    def load(self, momenta: Mapping[str, Tensor]) -> None:
+        """Put back what `momenta` gave, zeros where nothing is given; and begin from the weights as they are."""
+        for name, flat in self.momenta.items():
+            if name in momenta:
+                flat.copy_(momenta[name].reshape(-1))
+            else:
+                flat.zero_()
+        self.begin()

@@ -1,0 +1,144 @@
+"""The laws of local steps, all ranks as threads of one process."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fourfold.plan.plan import Plan
+from fourfold.run.build import TrainStep
+from fourfold.run.refuse import sync_problems
+from fourfold.testing import oracle, threads
+from fourfold.testing.oracle import TOLERANCE
+from fourfold.words.action import Verb
+from fourfold.words.errors import TrainingError
+from tests import apart
+from tests.training import Case, batches, build, local, loss, model, optimizer, train_oracle, train_step
+
+
+def deviation(case: Case, size: int, ranks) -> float:
+    return oracle.deviation(train_step(case, build(case, size, ranks)), apart.train(case, size))
+
+
+@settings(max_examples=40)
+@given(
+    size=st.integers(1, 4),
+    model=st.sampled_from(["mlp", "tied", "frozen"]),
+    loss=st.sampled_from(["values", "scalar", "masked"]),
+    optimizer=st.sampled_from(["AdamW", "SGD", "LAMB", "Adagrad"]),
+    local_steps=st.integers(1, 3),
+    meetings=st.integers(1, 3),
+    sizes=st.lists(st.integers(1, 13), min_size=9, max_size=9),
+    microbatches=st.integers(1, 2),
+    clip=st.sampled_from([None, 0.05]),
+    bucket_bytes=st.sampled_from([1, 1500, 2**20]),
+    outer_lr=st.sampled_from([0.7, 1.0]),
+    outer_momentum=st.sampled_from([0.0, 0.9]),
+    update=st.sampled_from(["after", "in_backward"]),
+)
+def test_local_steps_are_workers_that_meet(size, meetings, sizes, **fields):
+    case = Case(sync="local", batch_sizes=tuple(sizes[: fields["local_steps"] * meetings]), **fields)
+    if case.update == "in_backward" and case.clip is not None:
+        return
+    if case.loss == "masked" and any((t < 6).sum() == 0 for _, t in batches(case)):
+        return
+    assert max(threads.run(size, lambda ranks: deviation(case, size, ranks))) <= TOLERANCE
+
+
+@settings(max_examples=10)
+@given(size=st.integers(1, 4), batch_sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple))
+def test_plain_descent_that_meets_in_every_step_is_data_parallelism(size, batch_sizes):
+    # With momentum they differ where batches are uneven: each rank's is its own.
+    case = Case(optimizer="descent", batch_sizes=batch_sizes, sync="local", local_steps=1)
+    both = threads.run(size, lambda ranks: (train_step(case, build(case, size, ranks)), train_oracle(case)))
+    assert max(oracle.deviation(got, expected) for got, expected in both) <= TOLERANCE
+
+
+LOCAL = Case(sync="local", local_steps=3, batch_sizes=(12, 11, 2, 12, 12, 7), outer_momentum=0.9, bucket_bytes=1500)
+
+
+def test_ranks_differ_between_meetings_and_agree_after_them():
+    def body(ranks):
+        step = build(LOCAL, 2, ranks)
+        seen = []
+        for batch in batches(LOCAL):
+            metrics = step(local(batch, 2, step.data_index))
+            flat = torch.cat([p.detach().reshape(-1) for p in step.model.parameters()])
+            seen.append((metrics.loss, step.is_whole, flat))
+        return seen
+
+    for (told, whole, mine), (others, _, theirs) in zip(*threads.run(2, body), strict=True):
+        assert told == others
+        assert torch.equal(mine, theirs) == whole
+
+
+def test_gradients_are_never_reduced_and_weights_are_in_meetings_only():
+    def body(ranks):
+        step = build(LOCAL, 2, ranks)
+        for batch in batches(LOCAL):
+            step(local(batch, 2, step.data_index))
+        return step.program, step.program_apart
+
+    for meeting, alone in threads.run(2, body):
+        assert {a.verb for a in meeting} - {a.verb for a in alone} == {Verb.PUSH, Verb.PULL}
+        assert Verb.REDUCE not in {a.verb for a in meeting}
+
+
+@pytest.mark.parametrize("fields", [{"zero": 1}, {"zero": 2}, {"codec": "topk"}, {"unused": "allow"}])
+def test_what_needs_the_same_gradients_everywhere_is_refused(fields):
+    (problem,) = sync_problems(Plan(dp=2, sync="local", **fields))
+    ((name, value),) = fields.items()
+    assert name in problem.got
+    assert str(value) in problem.got
+    assert sync_problems(Plan(dp=2, **fields)) == []
+
+
+def test_a_state_between_meetings_is_refused():
+    def body(ranks):
+        step = build(LOCAL, 2, ranks)
+        step(local(batches(LOCAL)[0], 2, step.data_index))
+        with pytest.raises(TrainingError, match=r"after step 1, with local_steps = 3.*try after step 3"):
+            step.state_dict()
+
+    threads.run(2, body)
+
+
+def test_every_rank_goes_on_from_what_is_put_back():
+    case = dataclasses.replace(LOCAL, optimizer="descent")
+
+    def body(ranks):
+        step, again = build(case, 2, ranks), build(case, 2, ranks)
+        parts = [local(batch, 2, step.data_index) for batch in batches(case)]
+        for batch in parts[:3]:
+            step(batch)
+        again.load_state_dict(step.state_dict())
+        for batch in parts[3:]:
+            step(batch)
+            again(batch)
+        pairs = zip(step.model.parameters(), again.model.parameters(), strict=True)
+        return [torch.equal(a, b) for a, b in pairs]
+
+    assert all(all(same) for same in threads.run(2, body))
+
+
+def test_a_bad_step_is_left_out_by_all_ranks_and_a_meeting_is_held_all_the_same():
+    case = dataclasses.replace(LOCAL, outer_momentum=0.0)
+
+    def body(ranks):
+        step = TrainStep(
+            model(case.model), loss(case), optimizer(case), plan=case.plan(2), ranks=ranks, clip=None, skip_nan=3
+        )
+        skipped = []
+        for number, batch in enumerate(batches(case)):
+            inputs, targets = local(batch, 2, step.data_index)
+            if number == 2 and ranks.rank == 1:
+                inputs = inputs * float("nan")
+            skipped.append(step((inputs, targets)).skipped is not None)
+        return skipped, torch.cat([p.detach().reshape(-1) for p in step.model.parameters()])
+
+    (skipped, mine), (others, theirs) = threads.run(2, body)
+    assert skipped == others == [False, False, True, False, False, False]
+    assert torch.equal(mine, theirs)
+    assert mine.isfinite().all()
