@@ -279,7 +279,8 @@ class Actions:
 
     def update(self, bucket: int) -> None:
         self._seal()  # where nothing is reduced, this ends the backward
-        self._update(bucket)
+        if Action(Verb.UPDATE, 0, bucket) not in self.ahead:  # sealing may have done it: a rank without samples
+            self._update(bucket)
 
     def _update(self, bucket: int) -> None:
         self._count()
