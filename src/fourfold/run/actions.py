@@ -272,8 +272,10 @@ class Actions:
                 self.ahead.add(action)
 
     def update(self, bucket: int) -> None:
-        self._seal()  # where nothing is reduced, this ends the backward
-        self._update(bucket)
+        # Where nothing is reduced this ends the backward, and that may have updated buckets of a rank without samples.
+        self._seal()
+        if Action(Verb.UPDATE, 0, bucket) not in self.ahead:
+            self._update(bucket)
 
     def _update(self, bucket: int) -> None:
         self._count()
