@@ -159,6 +159,11 @@ def test_an_empty_corpus_is_refused(refused: Refused) -> None:
     assert "no samples to train on   need at least 1" in refused("train", "mine.py", "samples=0", "-n", "2")
 
 
+def test_local_steps_that_do_not_divide_the_steps_are_told_with_steps_that_do(refused: Refused) -> None:
+    said = refused("train", "mine.py", "-n", "2", "sync=local", "local_steps=3", "steps=7")
+    assert "steps = 7, local_steps = 3   need a number of steps divisible by local_steps   try steps=6 or 9" in said
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [

@@ -20,6 +20,10 @@ PLANS = st.builds(
     unused=st.sampled_from(["refuse", "allow"]),
     batch_norm=st.sampled_from(["refuse", "local"]),
     transport=st.sampled_from(["by-host", "shared", "gloo", "nccl"]),
+    sync=st.sampled_from(["step", "local"]),
+    local_steps=st.integers(1, 500),
+    outer_lr=st.floats(0.0, 10.0, exclude_min=True) | st.integers(1, 10),
+    outer_momentum=st.floats(0.0, 0.999) | st.just(0),
 )
 
 
@@ -73,6 +77,16 @@ def test_an_axis_that_is_not_built_yet_is_refused(name, value):
 def test_a_file_that_is_no_plan_is_refused(text):
     with pytest.raises(PlanError, match=r"plan\.toml"):
         Plan.from_toml(text)
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("outer_lr", 0), ("outer_lr", 11.0), ("outer_lr", float("nan")), ("outer_lr", True), ("outer_lr", "1"),
+    ("outer_momentum", 1), ("outer_momentum", -0.1), ("codec_density", 0.0),
+])  # fmt: skip
+def test_a_number_outside_its_bounds_is_refused_with_them(name, value):
+    least = "of at least 0" if name == "outer_momentum" else "above 0"
+    with pytest.raises(PlanError, match=f"{name} = .*need a number {least}, at most"):
+        Plan(**{name: value})
 
 
 def test_true_is_no_number():

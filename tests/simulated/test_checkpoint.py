@@ -91,10 +91,11 @@ CASES = [
     Case(model="tied", codec="dct", codec_life=3, batch_sizes=(12, 12, 11, 12), clip=0.5),
     Case(model="mlp", codec="topk", batch_sizes=(12, 12, 11, 12), zero=1),
     Case(model="mlp", codec="powersgd", microbatches=2, batch_sizes=(12, 12, 11, 12), zero=2),
+    Case(model="tied", clip=0.5, batch_sizes=(12, 12, 11, 12), sync="local", local_steps=2, outer_momentum=0.9),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.model}, zero {case.zero}, {case.codec}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.model}, zero {case.zero}, {case.codec}, {case.sync}")
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(case, tmp_path):
     def undisturbed(ranks):
         run = Run(case, ranks, tmp_path / "whole", ema=0.9)
@@ -414,3 +415,47 @@ def test_pieces_are_balanced_in_bytes(tmp_path):
     sizes = [file.num_bytes for file in read_manifest(shelf.at(3)).files.values()]
     assert len(sizes) == 4
     assert max(sizes) < 1.2 * min(sizes)
+
+
+def own_states(run: Run) -> dict[str, Tensor]:
+    """The first moments of Adam on this rank."""
+    states = run.step.living_state()["optimizer"]
+    return {name: torch.cat([part.clone() for part in state["exp_avg"]]) for name, state in states.items()}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_states_of_local_steps_are_each_ranks_own_or_on_another_number_of_ranks_their_mean(size, tmp_path):
+    case = Case(sync="local", local_steps=2, outer_momentum=0.9, batch_sizes=(12, 12))
+
+    def begin(ranks):
+        run = Run(case, ranks, tmp_path)
+        run.go(0, 2, save_at=(2,))
+        return own_states(run), run.step.living_state()["outer"]
+
+    def go_on(ranks):
+        run = Run(case, ranks, tmp_path)
+        assert run.keeper.resume() is not None
+        return own_states(run), run.step.living_state()["outer"]
+
+    saved = threads.run(3, begin)
+    for rank, (states, outer) in enumerate(threads.run(size, go_on)):
+        for name, state in states.items():
+            rows = torch.stack([own[name] for own, _ in saved])
+            assert not torch.equal(rows[0], rows[1])
+            assert torch.equal(state, rows[rank] if size == 3 else rows.mean(0))
+            assert torch.equal(outer[name], saved[0][1][name])
+
+
+def test_ranks_that_learn_by_themselves_may_go_on_together(tmp_path):
+    case = Case(sync="local", local_steps=2, outer_momentum=0.9, batch_sizes=(12, 12, 12, 12))
+    threads.run(3, lambda ranks: Run(case, ranks, tmp_path).go(0, 2, save_at=(2,)))
+
+    def go_on(ranks, **fields):
+        run = Run(dataclasses.replace(case, sync="step", **fields), ranks, tmp_path)
+        assert run.keeper.resume() is not None
+        run.go(2, 4)
+        return [p.detach().clone() for p in run.step.model.parameters()]
+
+    whole, split = threads.run(2, go_on), threads.run(3, lambda ranks: go_on(ranks, zero=2))
+    for a, b in zip(whole[0], split[0], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=TOLERANCE)

@@ -1,19 +1,29 @@
 """The laws of local steps, all ranks as threads of one process."""
 
 import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fourfold as ff
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
+from fourfold.run.checkpoint.read import Reader
+from fourfold.run.checkpoint.shelf import Shelf, newest_good
 from fourfold.run.refuse import sync_problems
+from fourfold.run.settings import is_due
+from fourfold.run.show import show
+from fourfold.tasks import lm
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.action import Verb
-from fourfold.words.errors import TrainingError
+from fourfold.words.errors import SettingError, TrainingError
 from tests import apart
 from tests.training import Case, batches, build, local, loss, model, optimizer, train_oracle, train_step
 
@@ -142,3 +152,75 @@ def test_a_bad_step_is_left_out_by_all_ranks_and_a_meeting_is_held_all_the_same(
     assert skipped == others == [False, False, True, False, False, False]
     assert torch.equal(mine, theirs)
     assert mine.isfinite().all()
+
+
+def test_show_tells_both_programs_and_how_seldom_weights_are_sent():
+    told = {sync: show(Plan(dp=2, sync=sync, local_steps=4), lm.task()) for sync in ("step", "local")}
+    apart, meeting = (part for part in told["local"].split("\n\n") if part.startswith("program"))
+    assert "R0." not in told["local"]
+    assert "P0." not in apart
+    assert "in every 4th step" in meeting
+    assert "L0.0" in meeting
+    sent = {sync: float(re.search(r"network +([0-9.]+) MiB", text)[1]) for sync, text in told.items()}  # type: ignore[index]
+    assert sent["local"] == pytest.approx(sent["step"] / 4, abs=0.01)
+
+
+class Interrupted(Exception):
+    """The loss function's own, in mid-run."""
+
+
+def small(stop_at: int | None = None) -> ff.Task:
+    """Twenty-four samples; the run breaks off in a step of this number."""
+    inputs, targets = batches(Case(batch_sizes=(24,)))[0]
+    calls = iter(range(1, 1000))
+
+    def interrupting(outputs: Any, targets: Any) -> Any:
+        if outputs.requires_grad and next(calls) == stop_at:
+            raise Interrupted
+        return loss(Case())(outputs, targets)
+
+    return ff.Task(
+        model=lambda: model("mlp"),
+        loss=interrupting,
+        data=lambda: ff.Data(train=list(zip(inputs, targets, strict=True))),
+        optimizer=optimizer(Case()),
+    )
+
+
+def saved(folder: Path) -> dict[str, torch.Tensor]:
+    newest = newest_good(folder)
+    assert newest is not None
+    with Reader(newest) as reader:
+        return {name: reader.tensor(name) for name in reader.manifest.tensors}
+
+
+RUN: dict[str, Any] = {"batch_size": 4, "trace_every": 0, "ema": 0.5}
+
+
+def test_a_run_that_would_end_between_meetings_is_refused():
+    with pytest.raises(SettingError, match=r"steps = 8, local_steps = 3.*try steps=6 or 9"):
+        ff.train(small(), ff.Plan(sync="local", local_steps=3), steps=8, **RUN)
+
+
+def test_a_run_saves_and_evaluates_at_the_next_meeting_and_goes_on_bit_for_bit(tmp_path):
+    plan = ff.Plan(sync="local", local_steps=3, outer_lr=0.7, outer_momentum=0.9)
+    options: dict[str, Any] = {"steps": 9, "checkpoint_every": 2, "folder": str(tmp_path), **RUN}
+    ff.train(small(), plan, name="whole", **options)
+    with pytest.raises(Interrupted):
+        ff.train(small(stop_at=8), plan, name="broken", **options)
+    assert newest_good(tmp_path / "broken") == Shelf(tmp_path / "broken").at(6)
+    ff.train(small(), plan, name="broken", **options)
+    log = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log if "checkpoint" in line] == [3, 6, 9]
+    expected, got = saved(tmp_path / "whole"), saved(tmp_path / "broken")
+    assert {name.partition(".")[0] for name in expected} == {"model", "worker", "outer", "ema"}
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], value) for name, value in expected.items())
+
+
+@given(every=st.integers(1, 30), meetings=st.integers(1, 20), period=st.integers(1, 12))
+def test_what_is_wanted_now_and_then_is_done_as_often_and_less_than_a_period_late(every, meetings, period):
+    done = [step for step in range(1, meetings * period + 1) if is_due(step, every, period)]
+    wanted = range(every, meetings * period + 1, every)
+    assert done == sorted({-(-step // period) * period for step in wanted})
+    assert not any(is_due(step, 0, period) for step in range(20))

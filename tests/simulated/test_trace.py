@@ -52,6 +52,20 @@ def test_a_bucket_is_ready_then_sent_then_reduced_then_done():
                     assert ready <= sent <= at[name].start <= at[name].stop <= done
 
 
+def test_a_step_apart_and_a_meeting_are_each_recorded_and_simulated_as_what_they_were():
+    whole = traced(Case(sync="local", local_steps=2, bucket_bytes=1500, clip=0.5), 2)[0]
+    for step in whole.steps:
+        program = whole.ran(step)
+        for rank in whole.ranks:
+            names = {event.name for event in whole.of(step=step, rank=rank)}
+            assert {name for name in names if name[1:2] == "0"} == {str(action) for action in program[rank]}
+            assert any(name[0] in "PL" for name in names) == (step % 2 == 0)
+        assert {rank: len(timed) for rank, timed in cost.simulated(whole, step).items()} == {
+            rank: len(actions) for rank, actions in program.items()
+        }
+    assert cost.by_action(whole)[cost.AVERAGE_TIME] > 0
+
+
 def test_every_rank_holds_the_same_trace():
     first, second = traced(Case(), 2)
     assert first == second

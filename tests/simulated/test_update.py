@@ -39,13 +39,13 @@ def test_the_first_buckets_are_updated_while_backward_goes_on(size, zero):
 
     def body(ranks):
         step, late = build(case, size, ranks), []
-        update = step._actions._update
+        update = step._actions.update
 
         def watched(bucket):
             late.append(bool(step._gradients.num_launched == len(step.buckets)))
             update(bucket)
 
-        step._actions._update = watched
+        step._actions.update = watched
         step(local(batches(case)[0], size, ranks.rank))
         return late
 

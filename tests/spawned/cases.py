@@ -21,7 +21,7 @@ from fourfold.run.trace import Tracing
 from fourfold.tasks import lm
 from fourfold.testing import oracle
 from fourfold.words.errors import DivergenceError
-from tests import coded, training
+from tests import apart, coded, training
 from tests.training import Case
 
 
@@ -56,6 +56,20 @@ def coded_deviations(cases: list[dict[str, Any]], host: str | None = None) -> li
             }
         )
     return told
+
+
+def apart_deviation(fields: dict[str, Any], host: str | None = None) -> dict[str, Any]:
+    """How far a training with local steps is from that of its workers, and what each step has sent."""
+    case, size = Case(**{**fields, "batch_sizes": tuple(fields["batch_sizes"])}), dist.get_world_size()
+    with _hosts(host):
+        step = training.build(case, size)
+    metrics = [step(training.local(batch, size, step.data_index)) for batch in training.batches(case)]
+    trained = oracle.snapshot(step.model, [m.loss for m in metrics], [m.grad_norm for m in metrics])
+    return {
+        "deviation": oracle.deviation(trained, apart.train(case, size)),
+        "sent_bytes": [m.sent_bytes for m in metrics],
+        "weight_bytes": sum(bucket.num_bytes for bucket in step.buckets),
+    }
 
 
 def _rounds(step: Any) -> list[Any]:

@@ -77,6 +77,17 @@ def test_messages_over_gloo_train_as_a_codecs_workers_would(world, transport, ho
                 assert result["sent_bytes"] == pytest.approx(times * result["message_bytes"])
 
 
+@pytest.mark.parametrize(("transport", "host"), [("gloo", None), ("shared", None), ("by-host", "two")])
+def test_ranks_that_learn_by_themselves_meet_over_every_transport(world, transport, host):
+    case = {"sync": "local", "local_steps": 2, "outer_lr": 0.7, "outer_momentum": 0.9, "microbatches": 2}
+    case |= {"batch_sizes": [12, 9, 3, 12], "bucket_bytes": 1500, "transport": transport}
+    for result in world(4).run(f"{CASES}:apart_deviation", fields=case, host=host):
+        assert result["deviation"] <= TOLERANCE
+        assert [sent > 0 for sent in result["sent_bytes"]] == [False, transport != "shared"] * 2
+        if transport == "gloo":
+            assert result["sent_bytes"][1] == pytest.approx(2 * 3 / 4 * result["weight_bytes"])
+
+
 def test_ranks_start_from_the_weights_of_rank_0(world):
     assert all(world(2).run(f"{CASES}:start_apart"))
 

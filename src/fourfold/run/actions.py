@@ -4,7 +4,7 @@ totals   loss and counts over all ranks and microbatches of a step
 bad      of a step: its global loss, or its norm where one is measured, is not a finite number
 nominal  the count that gradients are divided by during backward, when the step's own is not known yet
 Law: after a step's updates, weights have moved by the gradient of the mean over the global batch; after a bad step
-they have not moved, and neither have the optimizer's states.
+they have not moved, and neither have the optimizer's states. A meeting of local steps is held after a bad step too.
 """
 
 import itertools
@@ -271,18 +271,19 @@ class Actions:
             if not self._parts.transport.is_complete(bucket):
                 return
             self._num_ahead += 1
-            for verb, do in ((Verb.UPDATE, self._update), (Verb.GATHER, self.gather))[: 2 if self._gathers else 1]:
+            for verb, do in ((Verb.UPDATE, self.update), (Verb.GATHER, self.gather))[: 2 if self._gathers else 1]:
                 action = Action(verb, 0, bucket)
                 with self.recorder.action(action):
                     do(bucket)
                 self.ahead.add(action)
 
-    def update(self, bucket: int) -> None:
-        self._seal()  # where nothing is reduced, this ends the backward
-        if Action(Verb.UPDATE, 0, bucket) not in self.ahead:  # sealing may have done it: a rank without samples
-            self._update(bucket)
+    def update_in_turn(self, bucket: int) -> None:
+        # Where nothing is reduced this ends the backward, and that may have updated buckets of a rank without samples.
+        self._seal()
+        if Action(Verb.UPDATE, 0, bucket) not in self.ahead:
+            self.update(bucket)
 
-    def _update(self, bucket: int) -> None:
+    def update(self, bucket: int) -> None:
         self._count()
         # Only this bucket: others may still be on their way.
         self._complete(bucket)

@@ -25,7 +25,7 @@ class Runtime:
             Verb.BACKWARD: actions.backward,
             Verb.MEASURE: actions.measure,
             Verb.REDUCE: actions.reduce,
-            Verb.UPDATE: actions.update,
+            Verb.UPDATE: actions.update_in_turn,
             Verb.GATHER: actions.gather,
             Verb.PUSH: actions.push,
             Verb.PULL: actions.pull,
