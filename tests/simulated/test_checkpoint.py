@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from fourfold.cli import checkpoint as checkpoints
 from fourfold.feed.feed import Feed
 from fourfold.run.average import Average
 from fourfold.run.checkpoint import keeper as keeping
@@ -212,12 +213,14 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_what_is_damaged_is_found_named_and_the_one_before_is_used(damage, tmp_path):
+def test_what_is_damaged_is_found_named_and_the_one_before_is_used(damage, tmp_path, capsys):
     name, break_it = DAMAGE[damage]
     shelf = saved_twice(tmp_path)
     break_it(shelf.at(3) / name)
     assert any(name in text for text in verify(shelf.at(3)))
     assert newest_good(tmp_path) == shelf.at(1)
+    checkpoints.export(str(tmp_path), str(tmp_path / "weights"), step=None, ema=False)
+    assert "a newer checkpoint is damaged" in capsys.readouterr().err
 
     def go_on(ranks):
         run = Run(Case(), ranks, tmp_path, token="b")

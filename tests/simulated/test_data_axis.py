@@ -194,3 +194,8 @@ def test_the_norm_of_gradients_of_two_bytes_is_neither_rounded_nor_infinite(zero
         return step((each.view(1), torch.zeros(1))).grad_norm
 
     assert threads.run(2, body) == [pytest.approx(each.item() * 900**0.5, rel=1e-6)] * 2
+
+
+def test_what_another_bucket_left_in_a_slot_is_no_part_of_the_norm():
+    case = Case(zero=2, clip=0.05, bucket_bytes=1, batch_sizes=(12, 12))
+    assert max(threads.run(2, lambda ranks: deviation(case, 2, ranks))) <= TOLERANCE
