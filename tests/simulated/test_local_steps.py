@@ -57,6 +57,12 @@ def test_local_steps_are_workers_that_meet(size, meetings, sizes, **fields):
     assert max(threads.run(size, lambda ranks: deviation(case, size, ranks))) <= TOLERANCE
 
 
+def test_a_rank_without_samples_updates_each_bucket_once():
+    # Its buckets are all updated when the first of them is asked for.
+    case = Case(sync="local", local_steps=1, batch_sizes=(1, 2), bucket_bytes=1, update="in_backward")
+    assert max(threads.run(2, lambda ranks: deviation(case, 2, ranks))) <= TOLERANCE
+
+
 @settings(max_examples=10)
 @given(size=st.integers(1, 4), batch_sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple))
 def test_plain_descent_that_meets_in_every_step_is_data_parallelism(size, batch_sizes):
