@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -79,11 +79,20 @@ def alone(model: nn.Module, case: Case) -> Step:
     return _plain(model, torch.optim.AdamW(model.parameters(), lr=case.lr, fused=True))
 
 
-def fourfold(model: nn.Module, case: Case) -> Step:
+def zero_torch(model: nn.Module, case: Case) -> Step:
+    """torch's own ZeRO 1, over tuned DDP."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # here: no other configuration should hold it
+
+    model = DistributedDataParallel(model, static_graph=True, gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=case.lr, fused=True)
+    return _plain(model, optimizer)
+
+
+def fourfold(model: nn.Module, case: Case, **fields: Any) -> Step:
     import fourfold as ff  # here: the peers are measured without it
 
     optimizer = functools.partial(torch.optim.AdamW, lr=case.lr, fused=True)
-    step = ff.parallelize(model, losses, optimizer, ff.Plan(dp=int(os.environ["WORLD_SIZE"])))
+    step = ff.parallelize(model, losses, optimizer, ff.Plan(dp=int(os.environ["WORLD_SIZE"]), **fields))
     return lambda batch: step(batch).loss
 
 
@@ -93,7 +102,12 @@ CONFIGURATIONS: dict[str, Callable[[nn.Module, Case], Step]] = {
     "ddp-malloc": ddp_malloc,
     "fsdp2": fsdp2,
     "alone": alone,
+    "zero-torch": zero_torch,
     "fourfold": fourfold,
+    "fourfold-early": functools.partial(fourfold, update="in_backward"),
+    "fourfold-zero1": functools.partial(fourfold, zero=1),
+    "fourfold-zero1-early": functools.partial(fourfold, zero=1, update="in_backward"),
+    "fourfold-zero2": functools.partial(fourfold, zero=2),
 }
 
 

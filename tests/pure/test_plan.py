@@ -105,3 +105,8 @@ def test_thinking_imports_no_torch():
     modules = "fourfold, fourfold.plan.plan, fourfold.plan.data, fourfold.plan.order, fourfold.words.task"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_a_codec_makes_another_training_and_a_mesh_does_not():
+    assert not Plan(dp=4, zero=2, microbatches=3, update="in_backward").training
+    assert Plan(codec="topk", codec_density=0.1).training["codec_density"] == 0.1

@@ -1,5 +1,6 @@
 """Whether a job is started again, and who held it up."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from fourfold.engines import cause, watch
 from fourfold.engines.cause import Cause
 from fourfold.engines.restart import Budget, Care
-from fourfold.run.pulse import PAUSING, STARTING, STEPPING, Beat, Pulse, Pulses
+from fourfold.run.pulse import DONE, PAUSING, STARTING, STEPPING, Beat, Pulse, Pulses
 from fourfold.words.errors import CheckpointError, PeerError, StoppedError, TrainingError
 
 KILLED = Cause("rank 1 of 2 was killed", 1, 1, signal=9)
@@ -67,6 +68,7 @@ def test_a_limit_is_learned_from_the_steps_and_never_below_the_least() -> None:
     assert Beat(9, 0, PAUSING, 0.0, 1.0).limit(10.0) == 120.0
     assert Beat(9, 0, PAUSING, 0.0, 0.0).limit(10.0) == 600.0  # the first of its kind
     assert Beat(-1, 0, STARTING, 0.0, 0.0).limit(10.0) == 600.0
+    assert Beat(9, 0, DONE, 0.0, 0.0).limit(10.0) == math.inf  # a sample, a page
 
 
 def test_only_ranks_beyond_their_limit_are_late() -> None:

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from fourfold.cli import checkpoint as checkpoints
 from fourfold.feed.feed import Feed
 from fourfold.run.average import Average
 from fourfold.run.checkpoint import keeper as keeping
@@ -88,11 +89,14 @@ CASES = [
     Case(model="tied", clip=0.5, batch_sizes=(12, 12, 11, 12), zero=1),
     Case(model="sometimes", unused="allow", batch_sizes=(5, 6, 7, 8), zero=1),
     Case(model="mlp", microbatches=2, batch_sizes=(12, 12, 11, 12), zero=2),
+    Case(model="tied", codec="dct", codec_life=3, batch_sizes=(12, 12, 11, 12), clip=0.5),
+    Case(model="mlp", codec="topk", batch_sizes=(12, 12, 11, 12), zero=1),
+    Case(model="mlp", codec="powersgd", microbatches=2, batch_sizes=(12, 12, 11, 12), zero=2),
     Case(model="tied", clip=0.5, batch_sizes=(12, 12, 11, 12), sync="local", local_steps=2, outer_momentum=0.9),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.model}, zero {case.zero}, sync {case.sync}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.model}, zero {case.zero}, {case.codec}, {case.sync}")
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(case, tmp_path):
     def undisturbed(ranks):
         run = Run(case, ranks, tmp_path / "whole", ema=0.9)
@@ -132,6 +136,40 @@ def test_another_number_of_ranks_at_another_zero_reads_the_same_files(size, zero
     for weights in threads.run(size, go_on):
         for name, weight in oracle.weights.items():
             torch.testing.assert_close(weights[name], weight, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("codec", ["int8", "topk", "powersgd", "dct"])
+@pytest.mark.parametrize(("size", "zero"), [(1, 0), (2, 2), (4, 1)])
+def test_what_ranks_have_not_sent_is_kept_on_another_number_of_them(size, zero, codec, tmp_path):
+    case = Case(codec=codec, batch_sizes=(12, 11, 12, 12))
+
+    def remainders(run):
+        return {name: state["remainder"].clone() for name, state in run.step.remembered.living.items()}
+
+    def begin(ranks):
+        run = Run(case, ranks, tmp_path)
+        run.go(0, 2, save_at=(2,))
+        return remainders(run)
+
+    def go_on(ranks):
+        run = Run(dataclasses.replace(case, zero=zero, bucket_bytes=900), ranks, tmp_path)
+        assert run.keeper.resume() is not None
+        found = remainders(run)
+        run.go(2, 4)
+        return found
+
+    saved, loaded = threads.run(3, begin), threads.run(size, go_on)
+    assert any(value.any() for value in saved[0].values())
+    for name in saved[0]:
+        total, now = (torch.stack([each[name] for each in ranks]).sum(0) for ranks in (saved, loaded))
+        torch.testing.assert_close(now, total, rtol=0, atol=1e-15)
+
+
+def test_what_was_not_sent_is_not_dropped_in_silence(tmp_path):
+    case = Case(codec="topk", batch_sizes=(12, 12))
+    threads.run(2, lambda ranks: Run(case, ranks, tmp_path).go(0, 2, save_at=(2,)))
+    with pytest.raises(CheckpointError, match="what a codec has not sent yet, and codec = 'bf16'"):
+        threads.run(2, lambda ranks: Run(dataclasses.replace(case, codec="bf16"), ranks, tmp_path).keeper.resume())
 
 
 def own_states(run: Run) -> dict[str, Tensor]:
@@ -219,12 +257,14 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_what_is_damaged_is_found_named_and_the_one_before_is_used(damage, tmp_path):
+def test_what_is_damaged_is_found_named_and_the_one_before_is_used(damage, tmp_path, capsys):
     name, break_it = DAMAGE[damage]
     shelf = saved_twice(tmp_path)
     break_it(shelf.at(3) / name)
     assert any(name in text for text in verify(shelf.at(3)))
     assert newest_good(tmp_path) == shelf.at(1)
+    checkpoints.export(str(tmp_path), str(tmp_path / "weights"), step=None, ema=False)
+    assert "a newer checkpoint is damaged" in capsys.readouterr().err
 
     def go_on(ranks):
         run = Run(Case(), ranks, tmp_path, token="b")

@@ -1,13 +1,21 @@
 """Training with codecs, all ranks as threads: what the workers of the oracle do, at every zero level."""
 
+import dataclasses
+
+import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold.plan.codec import KINDS
+from fourfold.plan.plan import Plan
+from fourfold.run.refuse import model_problems
+from fourfold.run.show import show
+from fourfold.tasks import lm
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from tests import coded
-from tests.training import Case, build, train_step
+from tests.training import Case, batches, build, local, train_step
 
 REMEMBERING = [kind for kind in KINDS if kind not in ("bf16", "fp16")]
 
@@ -41,3 +49,55 @@ def test_every_data_mesh_trains_as_its_workers_would(size, then, **fields):
 def test_a_cast_trains_as_its_workers_would(codec, size, **fields):
     # Rounding depends on the unit: with even batches it is the count of the first step, everywhere.
     assert worst(Case(codec=codec, batch_sizes=(16, 16, 16), **fields), size, unit=16.0) <= TOLERANCE
+
+
+@pytest.mark.parametrize("codec", REMEMBERING)
+def test_a_state_dict_holds_what_every_rank_remembers(codec):
+    case = Case(codec=codec, batch_sizes=(12, 12, 12, 12))
+
+    def begin(ranks):
+        step = build(case, 3, ranks)
+        for batch in batches(case)[:2]:
+            step(local(batch, 3, step.data_index))
+        state = step.state_dict()
+        return state, train_step(case, step, skip=2).weights
+
+    begun = threads.run(3, begin)
+
+    def go_on(ranks):
+        step = build(case, 3, ranks)
+        train_step(dataclasses.replace(case, batch_sizes=(9,)), step)  # what it remembers of this must go
+        step.load_state_dict(begun[0][0])
+        return train_step(case, step, skip=2).weights
+
+    for (_, expected), got in zip(begun, threads.run(3, go_on), strict=True):
+        assert all(torch.equal(got[name], weight) for name, weight in expected.items())
+
+
+def test_over_memory_nothing_is_sent():
+    case = Case(codec="topk")
+
+    def body(ranks):
+        step = build(case, 2, ranks)
+        return [step(local(batch, 2, step.data_index)).sent_bytes for batch in batches(case)]
+
+    assert threads.run(2, body) == [[0.0] * 3] * 2
+
+
+def test_a_codec_that_remembers_is_refused_where_parameters_may_be_unused():
+    model = torch.nn.Linear(2, 2)
+    assert not model_problems(model, Plan(codec="bf16", unused="allow"))
+    (problem,) = model_problems(model, Plan(codec="dct", unused="allow"))
+    assert 'codec = "dct" and unused = "allow"' in problem.got
+    odd = torch.nn.Linear(2, 2, dtype=torch.complex64)
+    (problem,) = model_problems(odd, Plan(codec="int8"))
+    assert "weight (torch.complex64)" in problem.got
+
+
+def test_what_messages_will_cost_is_shown_before():
+    bucket_bytes, dp = 2**22, 4
+    shown = show(Plan(dp=dp, codec="bf16", bucket_bytes=bucket_bytes), lm.task())
+    assert "2 times less than without the codec" in shown
+    # int8 among four: 3 messages of a byte an element, a quarter of 2 · 3/4 · 4 bytes · 2, less 4 / 256 for the scales.
+    shown = show(Plan(dp=dp, codec="int8", bucket_bytes=bucket_bytes), lm.task())
+    assert "1.97 times less than without the codec" in shown

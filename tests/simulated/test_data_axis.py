@@ -1,6 +1,7 @@
 """The laws of the data axis, all ranks as threads of one process."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -169,3 +170,32 @@ def test_two_gradients_of_a_parameter_in_one_backward_are_refused():
 
     with pytest.raises(TaskError, match=r"two gradients of layer\.\w+ in one backward"):
         threads.run(2, body)
+
+
+class Weighed(torch.nn.Module):
+    """The gradient of every element is its input."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.zeros(300, dtype=dtype) for _ in range(3))
+
+    def forward(self, x):
+        return torch.stack([(weight * x).sum() for weight in self.weights]).sum()
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_norm_of_gradients_of_two_bytes_is_neither_rounded_nor_infinite(zero, dtype):
+    each = torch.tensor(9000.0, dtype=dtype)
+
+    def body(ranks):
+        plan, sgd = Plan(dp=2, zero=zero, bucket_bytes=1), functools.partial(torch.optim.SGD, lr=0.1)
+        step = TrainStep(Weighed(dtype), lambda out, _: (out, 1), sgd, plan=plan, ranks=ranks, clip=1.0)
+        return step((each.view(1), torch.zeros(1))).grad_norm
+
+    assert threads.run(2, body) == [pytest.approx(each.item() * 900**0.5, rel=1e-6)] * 2
+
+
+def test_what_another_bucket_left_in_a_slot_is_no_part_of_the_norm():
+    case = Case(zero=2, clip=0.05, bucket_bytes=1, batch_sizes=(12, 12))
+    assert max(threads.run(2, lambda ranks: deviation(case, 2, ranks))) <= TOLERANCE

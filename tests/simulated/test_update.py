@@ -1,11 +1,15 @@
 """Laws of when buckets are updated."""
 
 import dataclasses
+import functools
+import threading
+import time
 
 import pytest
 import torch
 
-from fourfold.run.build import parallelize
+from fourfold.plan.plan import Plan
+from fourfold.run.build import TrainStep, parallelize
 from fourfold.testing import threads
 from fourfold.words.action import Verb
 from fourfold.words.errors import PlanError
@@ -74,3 +78,72 @@ def test_updates_in_backward_are_refused_where_they_cannot_know_enough(fields, s
     model, loss, optimizer = training.model(case.model), training.loss(case), training.optimizer(case)
     with pytest.raises(PlanError, match=said):
         parallelize(model, loss, optimizer, case.plan(1), clip=case.clip)
+
+
+class Pause(torch.autograd.Function):
+    """The identity, which does something in backward."""
+
+    @staticmethod
+    def forward(ctx, x, act):
+        ctx.act = act
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        ctx.act()
+        return gradients[0], None
+
+
+class Detached(torch.nn.Module):
+    """Its last weight is used once more, early and without a gradient: backward reads it again at its end."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+        self.at_begin = self.at_end = lambda: None
+
+    def forward(self, x):
+        x = torch.nn.functional.linear(self.first(x), self.last.weight.detach())
+        return Pause.apply(self.last(torch.tanh(Pause.apply(x, self.at_end))), self.at_begin)
+
+
+def train_detached(ranks, zero, update, *, ready):
+    """A step in which rank 1 reads its last weight when rank 0 has had time to update it. Whether it still could."""
+    model = Detached().double()
+    make = functools.partial(torch.optim.SGD, lr=0.1)
+    plan = Plan(dp=2, zero=zero, update=update, bucket_bytes=1)
+    step = TrainStep(model, lambda out, _: out.square(), make, plan=plan, ranks=ranks, clip=None)
+    before, same = model.last.weight.detach().clone(), []
+
+    def at_end():
+        ready.set()
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end and torch.equal(before, model.last.weight):
+            time.sleep(0.01)
+        same.append(torch.equal(before, model.last.weight))
+
+    if ranks.rank == 0:
+        model.at_begin = lambda: ready.wait(5)
+    else:
+        model.at_end = at_end
+    step((torch.ones(3, 16, dtype=torch.float64), torch.zeros(3)))
+    return same
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_no_backward_computes_with_weights_that_another_rank_has_updated(zero):
+    ready = threading.Event()
+    assert threads.run(2, lambda ranks: train_detached(ranks, zero, "after", ready=ready))[1] == [True]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_a_weight_that_backward_still_needs_is_told_on_every_rank_when_updates_come_in_backward(zero):
+    ready, told = threading.Event(), [threading.Event(), threading.Event()]
+
+    def body(ranks):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            train_detached(ranks, zero, "in_backward", ready=ready)
+        told[ranks.rank].set()
+        assert told[1 - ranks.rank].wait(5)
+
+    threads.run(2, body)

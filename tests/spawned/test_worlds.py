@@ -205,6 +205,18 @@ def test_a_rank_that_fails_ends_the_job_and_is_named(launch: Launch, tmp_path: P
     assert "OSError: the disk of rank 1" in ended.err
 
 
+DYING = TASK.replace("raise OSError(", "os.kill(os.getpid(), 9)  # (").replace('"RANK"', '"SLURM_PROCID"')
+
+
+def test_the_ranks_of_a_dead_one_end_for_a_requeue_under_srun(cluster: Mapping[str, str], tmp_path: Path) -> None:
+    # mpirun ends all ranks by itself; srun does not, unless it is told to.
+    (tmp_path / "script.py").write_text(DYING)
+    rank = f'{PYTHON} -m fourfold train script.py broken=yes; echo "$SLURM_PROCID ended with $?"'
+    ended = run(["srun", "-n", "2", "--overcommit", "--time=1", "sh", "-c", rank], tmp_path, cluster)
+    assert "0 ended with 75" in ended.out, ended.err
+    assert "PeerError: rank 1 " in ended.err
+
+
 WHO = "from fourfold.words.world import from_environment; print(from_environment(), flush=True)"
 
 

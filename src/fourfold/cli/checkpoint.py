@@ -3,6 +3,7 @@
 Law: nothing of a run is changed here.
 """
 
+import sys
 import time
 from pathlib import Path
 
@@ -67,6 +68,8 @@ def export(run: str, file: str | None, *, step: int | None, ema: bool) -> int:
         need = f"one of {', '.join(map(str, steps))}" if steps else "a run with checkpoints"
         raise SettingError(Problem(f"--step {step}", need), where=str(folder))
     source = newest_good(folder, step=step)
+    if step is None and source != Shelf(folder).at(steps[-1]):
+        print(f"warning: a newer checkpoint is damaged: fourfold checkpoint verify {run}", file=sys.stderr)
     target = Path(file or f"{folder.name}-{source.name.removeprefix('step-')}{'-ema' if ema else ''}.safetensors")
     if target.exists():
         raise SettingError(Problem(f"{target} is there already", "a new file", "another FILE"))

@@ -137,7 +137,7 @@ def run(
     return functools.partial(work.run, command or [], processes, restarts)
 
 
-@app.command(options_metavar="[-h]")
+@app.command(options_metavar="[-h]", short_help="Print a plan: each rank's program, bytes sent.")
 def show(words: Annotated[list[str] | None, typer.Argument(metavar=TRAIN_WORDS, hidden=True)] = None) -> Act:
     """Print a plan: its mesh, each rank's program and the bytes it sends.
 
@@ -170,7 +170,7 @@ def verify_checkpoints(run: Run) -> Act:
     return functools.partial(checkpoint.verify, run)
 
 
-@checkpoint.command("export")
+@checkpoint.command("export", short_help="Write the weights into one safetensors file.")
 def export_checkpoint(
     run: Run,
     file: Annotated[str | None, typer.Argument(metavar="[FILE]", help="Default: NAME-STEP.safetensors here.")] = None,
@@ -183,7 +183,7 @@ def export_checkpoint(
     return functools.partial(checkpoint.export, run, file, step=step, ema=ema)
 
 
-@app.command(options_metavar="[--json]")
+@app.command(options_metavar="[--json]", short_help="Look at this machine and say what to mend.")
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the same as JSON.")] = False) -> Act:
     """Look at this machine and say what to mend: cores, memory, GPUs, disk, versions, launchers. Takes seconds.
 
@@ -194,7 +194,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the same 
     return functools.partial(look, as_json=as_json)
 
 
-@app.command(options_metavar="[-h]")
+@app.command(options_metavar="[-h]", short_help="Write a run, or several, as a page to look at.")
 def report(runs: Annotated[list[str] | None, typer.Argument(metavar="RUN [RUN…]", hidden=True)] = None) -> Act:
     """Write a run as a page to look at; several runs beside each other.
 

@@ -97,7 +97,7 @@ def read(words: Sequence[str], *, num_processes: int | None = None) -> Job:
         rest["rates"] = Rates(**{key.removeprefix(settings.RATES): value for key, value in rates.items()})
     # A task that was written for one batch size is still tuned for that one.
     made = dataclasses.replace(made, **over, tuned_for=tuned_for(made))
-    identity = settings_of(made, **rest).identity()
+    identity = settings_of(made, **rest, training=plan.training).identity()
     rest.setdefault("name", run_name(rest["label"], identity))
     return Job(task=made, plan=plan, settings=rest, identity=identity, **launching)
 

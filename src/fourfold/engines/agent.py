@@ -94,10 +94,10 @@ class Agent(LocalElasticAgent):
     def _look_for_hang(self) -> None:
         if self.care.hang_seconds is None or self._hang is not None:
             return
-        beats = self._pulses.read()
+        beats, pids = self._pulses.read(), self._pids()
         late = watch.late(beats, least=self.care.hang_seconds, now=time.monotonic())
-        if late:
-            self._hang = watch.kill(late, beats, self._pids(), self._folder)
+        if any(rank in pids for rank in late):
+            self._hang = watch.kill([rank for rank in late if rank in pids], beats, pids, self._folder)
 
     # ---- after a fault
 

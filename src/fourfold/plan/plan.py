@@ -134,6 +134,13 @@ class Plan:
         return self.local_steps if self.sync == "local" else 1
 
     @property
+    def training(self) -> dict[str, object]:
+        """The decisions that make another training of it, and not only another way to the same weights."""
+        names = [] if self.codec == "none" else [name for name in FIELDS if name.startswith("codec")]
+        names += ["sync", "local_steps", "outer_lr", "outer_momentum"] if self.sync == "local" else []
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def mesh(self) -> Mesh:
         return Mesh(pp=self.pp, dp=self.dp, sp=self.sp, tp=self.tp)
 

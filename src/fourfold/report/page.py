@@ -91,6 +91,7 @@ def key(record: Record) -> list[tuple[str, str]]:
         (f"{record.unit} a second", scaled(record.rate)),
         ("time", duration(record.seconds)),
         ("of it waiting", f"{100 * record.waiting:.1f} %"),
+        ("sent a step by rank 0", f"{record.sent_bytes / 1e6:.3f} MB"),
     ]
 
 

@@ -72,6 +72,11 @@ class Record:
         return (self.finished or {}).get("rate") or total / max(self.seconds, 1e-9)
 
     @property
+    def sent_bytes(self) -> float:
+        """What rank 0 sent in a step, on average; 0 where the run was written before that was."""
+        return sum(line.get("sent_bytes", 0.0) for line in self.steps) / max(len(self.steps), 1)
+
+    @property
     def waiting(self) -> float:
         """The share of the steps' time that rank 0 spent reducing and waiting."""
         seconds = sum(line["seconds"] for line in self.steps)

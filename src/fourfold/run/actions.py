@@ -80,7 +80,7 @@ class Actions:
         self.asked = False
         """Whether this rank has been asked to stop; every rank learns of it within the step."""
         self.recorder = SILENT
-        self._every_round = parts.rest.gradient == SPLIT
+        self._every_round, self._after = parts.rest.gradient == SPLIT, update == "after"
         self._gathers = life(parts.rest).after_update != Change.NONE
         parts.transport.factor = self.factor
         if update == "in_backward":
@@ -100,6 +100,7 @@ class Actions:
         self._first_of_last_round = (rounds - 1) * len(self._parts.parameters)
         self._sealed, self._in_last_round, self._num_ahead = False, not self._every_round, 0
         self._met = False
+        self._permitted = False
         self.ahead: set[Action] = set()
         """What has been done while an earlier action ran: the updates in backward."""
         self._used: list[float] | None = None
@@ -177,8 +178,10 @@ class Actions:
             for bucket in range(len(self._parts.parameters)):
                 transport.settle(bucket)
             own = [transport.own(bucket).flat for bucket in range(len(self._parts.parameters))]
-            norms = torch.stack([torch.linalg.vector_norm(flat) for flat in own])
-            squares = norms.double().square().sum()
+            # Two bytes would round each bucket's norm, and in fp16 a norm beyond 65,504 would seem infinite.
+            wide = [torch.promote_types(flat.dtype, torch.float32) for flat in own]
+            norms = [torch.linalg.vector_norm(flat, dtype=dtype) for flat, dtype in zip(own, wide, strict=True)]
+            squares = torch.stack(norms).double().square().sum()
             transport.measure(NORM, squares.reshape(1))
             total = transport.measured(NORM)[0]
             if self._parts.local is not None:
@@ -259,8 +262,11 @@ class Actions:
 
     def _update_ahead(self) -> None:
         """In backward, after a launch: update the buckets whose sums are there, in program order."""
-        order = self._parts.gradients.launch_order
-        while self._in_last_round and self._num_ahead < self._parts.gradients.num_launched:
+        order, num_launched = self._parts.gradients.launch_order, self._parts.gradients.num_launched
+        if self._in_last_round:
+            # From now on other ranks may write the bucket's weights, where they exist once per host.
+            torch.autograd.graph.increment_version(self._parts.parameters[order[num_launched - 1]])
+        while self._in_last_round and self._num_ahead < num_launched:
             bucket = order[self._num_ahead]
             if not self._parts.transport.is_complete(bucket):
                 return
@@ -287,6 +293,10 @@ class Actions:
             assert self.totals is not None
             self._parts.local.learned(self._own_count, self.totals.count)
             self._learned = True
+        if self._after and not self._permitted:
+            # A rank's backward may read a weight after its gradient is complete: that of a use without gradient.
+            self._parts.transport.permit()
+            self._permitted = True
         squares = None if self._squares is None else self._squares[bucket]
         self._parts.optimizer.update(bucket, used=self._used_in(bucket), factor=self._factor, squares=squares)
         # Autograd then refuses activations saved with the old weights, instead of computing with the new ones.

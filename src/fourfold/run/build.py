@@ -28,6 +28,7 @@ from fourfold.run.batch import call, cut, evaluating, measure
 from fourfold.run.guard import Guard, Skipped
 from fourfold.run.outline import outline
 from fourfold.run.refuse import model_problems, refuse, refuse_optimizer, sync_problems, update_problems
+from fourfold.run.remembered import Remembered
 from fourfold.run.runtime import Runtime
 from fourfold.words.action import LOSS, Action
 from fourfold.words.errors import PlanError, Problem, TaskError, TrainingError
@@ -132,6 +133,7 @@ class TrainStep:
         self._transport, self.transport = comm.connect(ranks, request, choice=plan.transport, codecs=codecs)
         apart = comm.Apart(self._transport) if plan.sync == "local" else None
         self._transport = apart or self._transport
+        self.remembered = Remembered(codecs, ranks)
         self._weights = data.rehome(trainable, self.buckets, self._transport)
         self._broadcast()
         self._local = None
@@ -350,9 +352,9 @@ class TrainStep:
         """All state by parameter name, independent of the mesh; tensors are copies. Collective.
 
         "model": name -> tensor; "optimizer": name -> key -> tensor in the parameter's shape or a scalar;
-        "groups": options by group; "record": launch order and nominal count; "outer": with local steps, the outer
-        momentum by name. Then the optimizer's tensors are means over ranks, and TrainingError is raised between
-        meetings.
+        "groups": options by group; "record": launch order and nominal count; "codec": name -> key -> [ranks, elements],
+        what each rank's codec remembers; "outer": with local steps, the outer momentum by name. Then the optimizer's
+        tensors are means over ranks, and TrainingError is raised between meetings.
         """
         self._enter("state_dict()")
         self._transport.agree()
@@ -366,7 +368,8 @@ class TrainStep:
                 states[name][key] = told if not isinstance(told, dict) else self._whole(name, parts, told["dtype"])
         model = {name: _copy(value) for name, value in self.model.state_dict().items()}
         outer = {name: value.clone() for name, value in living["outer"].items()}
-        return {**self._decisions(), "model": model, "optimizer": states, "outer": outer}
+        kept = {"codec": self.remembered.saved(), "outer": outer}
+        return {**self._decisions(), "model": model, "optimizer": states, **kept}
 
     def _whole(self, name: str, parts: Sequence[Tensor], dtype: str) -> Tensor:
         """A tensor of the optimizer's state in its parameter's shape, from the shares of all ranks."""
@@ -450,6 +453,8 @@ class TrainStep:
             self._record(record["order"], record["nominal_count"])
         else:
             self._actions.nominal_count = record["nominal_count"]
+        for name in self.remembered.living:
+            self.remembered.put(name, state.get("codec", {}).get(name, {}))
 
     def _enter(self, call: str, samples: Stretch | None = None) -> None:
         self._transport.enter(_name(f"{call} after step {self.steps}", samples))

@@ -3,7 +3,6 @@
 Law: lines are appended and never taken back: a run that goes on from a checkpoint cuts its log, not its faults.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -33,10 +32,3 @@ def append(folder: Path, fault: Fault) -> None:
     """Write down a fault, in the run's folder. Raises OSError."""
     with (folder / FILE).open("ab", buffering=0) as file:
         file.write(msgspec.json.encode(fault) + b"\n")
-
-
-def read(folder: Path) -> Sequence[Fault]:
-    """All faults of a run, in the order in which they were written."""
-    path = folder / FILE
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    return [msgspec.json.decode(line, type=Fault) for line in lines]

@@ -13,6 +13,7 @@ import fcntl
 import os
 import platform
 import secrets
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +38,8 @@ class Opened(NamedTuple):
 
 
 class Folder:
-    """The files of one run. `line` appends to the log."""
+    """The files of one run. `line` appends to the log; what a full disk does not take is kept, and comes before the
+    next line. The log may be used by two threads."""
 
     def __init__(self, parent: Path, name: str | None, *, label: str, identity: Identity) -> None:
         """Opens the run's folder, or makes one. Raises SettingError where it is another run's, or in use."""
@@ -47,6 +49,8 @@ class Folder:
         self.path = _make(parent, name, label=label, identity=identity)
         self.finished = finished(self.path)
         self._log = (self.path / LOG).open("ab", buffering=0)
+        self._late = b""
+        self._using = threading.Lock()
         _lock(self._log, self.path)
 
     def describe(self, plan: Plan, settings: Mapping[str, Any]) -> None:
@@ -60,20 +64,39 @@ class Folder:
         record = {**settings, "versions": versions, "machine": platform.machine(), "cores": os.cpu_count()}
         _write_settings(self.path, {**record, "identity": self._identity})
 
-    def line(self, record: Mapping[str, Any]) -> None:
-        """Append one line to the log."""
-        self._log.write(self._encoder.encode(record) + b"\n")
+    def line(self, record: Mapping[str, Any]) -> OSError | None:
+        """Append one line to the log. Returns why it is not there yet; a run is worth more than its log."""
+        with self._using:
+            self._late += self._encoder.encode(record) + b"\n"
+            try:
+                self._write()
+            except OSError as error:
+                return error
+        return None
+
+    def _write(self) -> None:
+        """Write what is late, in order. Raises OSError; what has been written by then is not written again."""
+        while self._late:
+            self._late = self._late[self._log.write(self._late) :]
 
     def position(self) -> int:
-        """The log's size in bytes."""
+        """The log's size in bytes, with what is late."""
+        with self._using:
+            return self._size() + len(self._late)
+
+    def _size(self) -> int:
         return os.fstat(self._log.fileno()).st_size
 
     def cut(self, position: int) -> None:
         """Forget what the log says after `position`: it is about steps that will be done again."""
-        self._log.truncate(min(position, self.position()))
+        with self._using:
+            self._late = self._late[: max(0, position - self._size())]
+            self._log.truncate(min(position, self._size()))
 
     def sync(self) -> None:
-        """Have the log on the disk."""
+        """Have the log on the disk. Raises OSError."""
+        with self._using:
+            self._write()
         os.fsync(self._log.fileno())
 
     def close(self) -> None:

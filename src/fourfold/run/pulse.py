@@ -8,6 +8,7 @@ The launcher makes the file and names it in FOURFOLD_PULSE; without that variabl
 """
 
 import contextlib
+import math
 import mmap
 import os
 import statistics
@@ -44,7 +45,7 @@ class Beat(NamedTuple):
             return max(least, FACTOR * self.typical)
         if self.phase == PAUSING and self.typical:
             return max(least, PAUSE_SECONDS, FACTOR * self.typical)
-        return max(least, FIRST_SECONDS)
+        return math.inf if self.phase == DONE else max(least, FIRST_SECONDS)
 
 
 class Pulse:

@@ -84,6 +84,10 @@ def model_problems(model: nn.Module, plan: Plan) -> list[Problem]:
         got = f"batch normalization at {', '.join(norms[:3])}{' …' if len(norms) > 3 else ''}"
         need = f"no statistics over a batch that is cut in {parts}"
         problems.append(Problem(got, need, 'GroupNorm, or batch_norm = "local" (not the same training)'))
+    odd = [f"{name} ({p.dtype})" for name, p in model.named_parameters() if p.requires_grad and p.is_complex()]
+    if plan.codec != "none" and odd:
+        got = f'codec = "{plan.codec}" and {", ".join(odd[:3])}'
+        problems.append(Problem(got, "gradients that are real floating-point numbers", 'codec = "none"'))
     if plan.codec not in ("none", "bf16", "fp16") and plan.unused == "allow":
         got = f'codec = "{plan.codec}" and unused = "allow"'
         need = "a gradient for every parameter: what a codec sends of an unused one's remainder would not be applied"

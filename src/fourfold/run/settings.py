@@ -1,6 +1,6 @@
 """Settings: what a run needs beside the task and the plan, and what makes it the same run.
 
-identity  the task, its settings, the number of steps, the batch size, the clip, the seed: not the mesh
+identity  the task, its settings, the number of steps, the batch size, the clip, the seed, a codec: not the mesh
 Law: two commands with the same identity are the same run, on whatever mesh.
 """
 
@@ -40,12 +40,14 @@ class Settings:
     init: str | None = None
     skip_nan: int = 0
     rates: Rates | None = None
+    training: Mapping[str, Any] = field(default_factory=dict)
+    """Of the plan: what makes another training of it."""
 
     def identity(self) -> Identity:
         """What makes a run the same run, as JSON has it."""
         asked = {"steps": self.steps, "batch_size": self.batch_size, "clip": self.clip, "seed": self.seed}
         over = {"ema": self.ema, "init": self.init, "rates": self.rates and self.rates.given()}
-        given = {name: value for name, value in over.items() if value is not None}
+        given = {name: value for name, value in over.items() if value is not None} | dict(self.training)
         return {"task": self.spec or self.label, "settings": dict(self.extra or {}), **asked, **given}
 
 

@@ -55,6 +55,7 @@ class Speaker:
         self.rank, self._task, self._settings, self._report = rank, task, settings, report
         self._folder: Folder | None = None
         self._existed = False
+        self._is_late = False
         self.opened = Opened("", "", None)
         self.rates: list[float] = []
         """The learning rates by group, which the task's schedule multiplies."""
@@ -123,8 +124,13 @@ class Speaker:
         return Result(path, line["finished"], loss, numbers, line.get("rate", 0.0), line.get("seconds", 0.0), None)
 
     def line(self, record: Mapping[str, Any]) -> None:
-        if self._folder is not None:
-            self._folder.line(record)
+        if self._folder is None:
+            return
+        error = self._folder.line(record)
+        if error is not None and not self._is_late:
+            reason = (error.strerror or str(error)).lower()
+            self.note(f"warning: metrics.jsonl could not be written: {reason}; its lines are kept, training goes on")
+        self._is_late = error is not None
 
     def note(self, text: str) -> None:
         if self._folder is not None and self._report is not None:
@@ -157,12 +163,16 @@ class Speaker:
         if self._folder is None:
             return
         record = {"step": number, "loss": metrics.loss, "samples": metrics.samples, "tokens": metrics.tokens}
-        times = {"seconds": metrics.seconds, "waiting_seconds": metrics.waiting_seconds}
+        times = {
+            "seconds": metrics.seconds,
+            "waiting_seconds": metrics.waiting_seconds,
+            "sent_bytes": metrics.sent_bytes,
+        }
         record |= {"grad_norm": metrics.grad_norm, "lr": float(lr), **times}
         if metrics.skipped is not None:
             self._skipped(number, metrics.skipped)
             record["skipped"] = True
-        self._folder.line(record)
+        self.line(record)
         self._recent.append((units, metrics))
         self._ends.append(time.perf_counter())
         if self._report is not None:
@@ -196,7 +206,7 @@ class Speaker:
     def evaluated(self, number: int, valid: Mapping[str, float]) -> None:
         if self._folder is None or not valid:
             return
-        self._folder.line({"step": number, "valid": dict(valid)})
+        self.line({"step": number, "valid": dict(valid)})
         if self._report is not None and number < self._settings.steps:
             self._report.note(f"step {number}   validation {describe(valid)}")
 
@@ -205,9 +215,9 @@ class Speaker:
             return
         ending = {"seconds": result.seconds, "rate": result.rate, "unit": self._task.unit, "valid": dict(result.valid)}
         ending["loss"] = result.loss
-        self._folder.line({"finished": result.steps, **ending})
+        self.line({"finished": result.steps, **ending})
         if self._report is not None:
-            self._report.finish(summary(result, self._task.unit))
+            self._report.finish(summary(result, self._task.unit, steps=result.steps - self._first))
 
     def close(self) -> None:
         if self._folder is not None:
@@ -219,11 +229,11 @@ def describe(valid: Mapping[str, float]) -> str:
     return "   ".join(f"{name} {value:.4f}" for name, value in valid.items())
 
 
-def summary(result: Result, unit: str) -> str:
-    """What is said at the end of a run."""
+def summary(result: Result, unit: str, *, steps: int) -> str:
+    """What is said at the end of a run, whose last `steps` steps took its time."""
     rows = [(f"validation {name}" if name == "loss" else name, f"{value:.4f}") for name, value in result.valid.items()]
     rows += [("training loss", f"{result.loss:.4f}"), (f"{unit} per second", f"{result.rate:,.0f}")]
-    rows += [("time", f"{result.seconds:.1f} s for {result.steps} steps"), ("folder", str(result.folder))]
+    rows += [("time", f"{result.seconds:.1f} s for {steps} steps"), ("folder", str(result.folder))]
     width = max(len(name) for name, _ in rows)
     text = "\n".join(f"{name:<{width}}   {value}" for name, value in rows)
     return text if not result.sample else f"{text}\n\nsample\n{result.sample}"

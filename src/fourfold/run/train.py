@@ -32,7 +32,7 @@ from fourfold.run.pulse import Pulse
 from fourfold.run.settings import Settings, factors, is_due, refuse_steps, settings_of, told_late
 from fourfold.run.speaker import WINDOW, Report, Result, Speaker
 from fourfold.run.trace import EVERY, Tracing
-from fourfold.words.errors import PeerError, StoppedError
+from fourfold.words.errors import PeerError, Problem, StoppedError, TrainingError
 from fourfold.words.task import Source, Task
 
 
@@ -83,6 +83,7 @@ def train(
     given = {"steps": steps, "batch_size": batch_size, "clip": clip, "seed": seed, "evaluate_every": evaluate_every}
     given |= {"trace_every": trace_every, "name": name, "folder": folder, "label": label, "spec": spec, "extra": extra}
     given |= {"checkpoint_every": checkpoint_every, "ema": ema, "init": init, "skip_nan": skip_nan, "rates": rates}
+    given |= {"training": plan.training}
     settings = settings_of(task, **given)
     refuse_steps(settings.steps, plan)
     torch.manual_seed(settings.seed)
@@ -193,8 +194,9 @@ class Training:
                 self.keeper.save(progress)
             self.keeper.wait()
             newest = self.keeper.newest()
-            where = "there" if newest == progress.step else f"after step {newest}" if newest else "at the beginning"
-            text = f"stopped by SIGTERM after step {progress.step}; the same command goes on {where}"
+            where = "there" if newest == progress.step else f"after step {newest}"
+            then = f"goes on {where}" if newest else "begins again"
+            text = f"stopped by SIGTERM after step {progress.step}; the same command {then}"
             self.speaker.fault("terminated", progress.step, text)
             # All leave together: a launcher of others ends all ranks when the first has gone.
             text = self.trained.step.exchange(text)[0]
@@ -233,12 +235,26 @@ class Training:
             with applied, evaluating(step.model), torch.no_grad():
                 sample = self.task.sample(step.model) if self.speaker.rank == 0 else None
         self.keeper.wait()
+        if self.settings.checkpoint_every:
+            self._check_saved(progress.step)
         losses = progress.losses
         loss = sum(losses) / len(losses) if losses else float("nan")
         path, rate = self.speaker.path, self.speaker.units / max(seconds, 1e-9)
         result = Result(path, self.settings.steps, loss, progress.valid, rate, seconds, sample)
         self.speaker.finish(result)
         return result
+
+    def _check_saved(self, last: int) -> None:
+        """A run whose last step is on no disk has not ended well. Collective.
+
+        Raises TrainingError, or PeerError where a rank died while it wrote its last piece.
+        """
+        newest = self.trained.step.exchange(self.keeper.newest())[0]
+        if newest == last:
+            return
+        where = f"goes on from step {newest}" if newest else "begins again"
+        got = f"all {last} steps are done, but the last checkpoint could not be written"
+        raise TrainingError(Problem(got, "it on the disk", f"the same command: it {where}"), where="training")
 
 
 @torch.no_grad()

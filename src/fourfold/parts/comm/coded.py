@@ -86,6 +86,7 @@ class Coded:
         self.weights, self.writes = self._inner.weights, self._inner.writes
         self._places = places(codecs)
         self._talking: deque[_Talking] = deque()
+        self._handed_over: int | None = None
         self._round, self._coding_seconds = 0, 0.0
 
     @property
@@ -185,6 +186,10 @@ class Coded:
         """
         with self.recorder.waiting():
             while any(each.bucket == bucket for each in self._talking):
+                if self._handed_over is not None:
+                    # Before any wait for a later message: who is to send it may be waiting for this rank's part.
+                    self._inner.complete(self._handed_over)
+                    self._handed_over = None
                 self._go_on(self._talking[0])
                 self._listen()
 
@@ -205,6 +210,7 @@ class Coded:
             if not self._tells and self.codecs[talking.bucket].rounds[0].meet is Meet.SUM:
                 self._flat(talking.bucket).zero_()
             self._inner.launch(talking.bucket, talking.name)
+            self._handed_over = talking.bucket
 
     def complete(self, bucket: int) -> None:
         if any(each.bucket == bucket for each in self._talking):
@@ -221,7 +227,7 @@ class Coded:
     def close(self) -> None:
         for each in self._sums:
             each.close()
-        self._round = 0
+        self._round, self._handed_over = 0, None
         self._inner.close()
 
     def enter(self, call: str) -> None:
@@ -249,6 +255,9 @@ class Coded:
 
     def gather(self, bucket: int) -> None:
         self._inner.gather(bucket)
+
+    def permit(self) -> None:
+        self._inner.permit()
 
     def publish(self, bucket: int, weight: Tensor) -> None:
         self._inner.publish(bucket, weight)

@@ -171,6 +171,9 @@ class GroupTransport:
     def gather(self, bucket: int) -> None:
         pass
 
+    def permit(self) -> None:
+        pass
+
     def publish(self, bucket: int, weight: Tensor) -> None:
         assert self._splitter is not None
         self.sent_bytes += ring_bytes(Change.ALL_GATHER, weight, self.size)

@@ -37,7 +37,7 @@ from fourfold.words.layout import PARTIAL, SPLIT
 from fourfold.words.spans import SILENT
 
 FLAG_STRIDE = 8  # int64s: a cache line of its own for each flag
-LAUNCHED, SUMMED, SCALED, CLOSED, DEAD, CALLED, MEASURED = range(7)
+LAUNCHED, SUMMED, SCALED, PERMITTED, CLOSED, DEAD, CALLED, MEASURED = range(8)
 NUM_MEASURES = 4
 NUM_FLAGS = MEASURED + NUM_MEASURES
 ALIGNMENT_BYTES = 4096
@@ -292,12 +292,14 @@ class Shared:
 
     def _sum_until(self, number: int) -> None:
         """Have this rank's part of the first `number` reductions done."""
-        while self._counts[SUMMED] + len(self._flying) < number:
-            self._wait(LAUNCHED, self._counts[LAUNCHED] - len(self._queue) + 1)
-            self._advance()
         while self._counts[SUMMED] < number:
-            bucket, flight = self._flying.popleft()
-            self._landed(bucket, flight.land())
+            self._advance()
+            if self._flying:
+                # Before any wait for a later launch: who is to launch it may be waiting for this sum.
+                bucket, flight = self._flying.popleft()
+                self._landed(bucket, flight.land())
+            elif self._counts[SUMMED] < number:
+                self._wait(LAUNCHED, self._counts[LAUNCHED] - len(self._queue) + 1)
 
     def _advance(self) -> None:
         """Sum this rank's slice of every bucket that all ranks have launched."""
@@ -373,6 +375,11 @@ class Shared:
         for peer, (start, stop) in enumerate(self._slices[bucket]):
             if peer != self.index:
                 self.slots[bucket][start:stop].copy_(self._all_slots[peer][bucket][start:stop])
+
+    def permit(self) -> None:
+        if self.weights is not None:
+            self._raise_flag(PERMITTED)
+            self._wait(PERMITTED, self._counts[PERMITTED])
 
     def publish(self, bucket: int, weight: torch.Tensor) -> None:
         if self._between is not None:

@@ -113,6 +113,10 @@ class Transport(Protocol):
         """Put the whole sum into this rank's slot, where states rest whole."""
         ...
 
+    def permit(self) -> None:
+        """This rank's backward is over. Where weights exist once per host, waits until that of all its ranks is."""
+        ...
+
     def publish(self, bucket: int, weight: torch.Tensor) -> None:
         """This rank's share of a bucket's weights is new. Begins to bring it to all; `close` waits for all shares."""
         ...
@@ -194,6 +198,9 @@ class Alone:
             flat.mul_(factor)
 
     def gather(self, bucket: int) -> None:
+        pass
+
+    def permit(self) -> None:
         pass
 
     def publish(self, bucket: int, weight: torch.Tensor) -> None:

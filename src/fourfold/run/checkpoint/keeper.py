@@ -263,7 +263,7 @@ def _await(path: Path, rank: int, lost: Callable[[int], str], deadline: float) -
     while not path.with_suffix(".json").exists():
         failed = path.with_suffix(".failed")
         if failed.exists():
-            return f"rank {rank}: {failed.read_text() or 'its piece could not be written'}"
+            return f"rank {rank}: {failed.read_text() or 'its piece could not be written, nor the reason'}"
         if time.monotonic() > deadline:
             return f"the piece of rank {rank} has not come in time"
         # Told one look at the mark later: a checkpoint of which all pieces are there is not thrown away.

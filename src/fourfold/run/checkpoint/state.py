@@ -61,9 +61,28 @@ def tensors(trained: Trained) -> Tensors:
         states = _workers(trained.step, states)
     found += states.living
     found += [living(f"outer.{n}", [v], parameters[n].shape) for n, v in state["outer"].items()]
+    remembered = _remembered(trained.step)
+    found += remembered
     if trained.average is not None:
         found += [living(f"ema.{n}", [v.reshape(-1)], v.shape) for n, v in trained.average.values.items()]
-    return states._replace(living=found, aliases=aliases)
+    shares = states.shares | {each.tensor.name: _rows(each.tensor, trained.step) for each in remembered}
+    return states._replace(living=found, aliases=aliases, shares=shares)
+
+
+def _remembered(step: TrainStep) -> list[Living]:
+    """What the codecs remember: a row for each rank, end to end, and each rank's row is its own."""
+    found = []
+    for name, state in step.remembered.living.items():
+        for key, value in state.items():
+            total = Global(f"codec.{name}.{key}", DTYPES[value.dtype], (value.numel() * step.plan.mesh.size,))
+            found.append(Living(total, [value], value.numel() * step.rank))
+    return found
+
+
+def _rows(tensor: Global, step: TrainStep) -> tuple[Stretch, ...]:
+    size = step.plan.mesh.size
+    (length,) = tensor.shape
+    return tuple(Stretch(file_name(rank), (length // size * rank,), (length // size,)) for rank in range(size))
 
 
 def _whole(states: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> Tensors:
@@ -186,6 +205,8 @@ def put_back(trained: Trained, reader: Reader, *, seed: int) -> None:
         if parameter.requires_grad:
             state["optimizer"].setdefault(name, {})
     step.load_state_dict(state)
+    for name in step.remembered.living:
+        step.remembered.put(name, _saved_rows(reader, name))
     step.steps = manifest.step
     if trained.average is not None:
         trained.average.load({name: reader.tensor(f"ema.{name}") for name in trained.average.values})
@@ -202,6 +223,13 @@ def _worker(step: TrainStep, reader: Reader, name: str, key: str) -> Tensor:
         return reader.tensor(title, Box((step.rank * length,), (length,)))
     rows = reader.tensor(title).view(-1, length)
     return rows.mean(0) if rows.is_floating_point() else rows[0].clone()
+
+
+def _saved_rows(reader: Reader, name: str) -> dict[str, Tensor]:
+    """What the codecs of all ranks remembered of a parameter: [ranks, elements] by key."""
+    titles = [title for title in reader.manifest.tensors if title.rpartition(".")[0] == f"codec.{name}"]
+    ranks = len(reader.manifest.random)
+    return {title.rpartition(".")[2]: reader.tensor(title).view(ranks, -1) for title in titles}
 
 
 def _put_back_random(step: TrainStep, manifest: Manifest, *, seed: int) -> None:
@@ -261,6 +289,9 @@ def _problems(trained: Trained, manifest: Manifest) -> Iterator[Problem]:
         shape = shapes[f"optimizer.{name}.{key}"]
         if name not in parameters or shape not in (parameters[name], (math.prod(parameters[name]),)):
             yield Problem(f"{key} of {name}, shape {list(shape)}", "the state of a parameter")
+    if not step.remembered.living and any(name.startswith("codec.") for name in shapes):
+        got = f"what a codec has not sent yet, and codec = {step.plan.codec!r}, which cannot send it"
+        yield Problem(got, "a codec that remembers", "the codec it was saved with, or init= with its weights")
     if len(manifest.groups) != len(step.optimizer.param_groups):
         yield Problem(f"{len(manifest.groups)} groups of options", f"{len(step.optimizer.param_groups)}")
     for word in ("num_samples", "batch_size", "order_version"):

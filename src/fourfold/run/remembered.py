@@ -1,0 +1,56 @@
+"""Remembered: what the codecs of all ranks know of earlier steps, taken out and put back by parameter.
+
+remainder  what a rank has not sent yet; each rank has its own, and only their sum means something to the others
+saved      a row for each rank that there was
+Law: on as many ranks, training goes on bit for bit; on another number the sum of the remainders is the same.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fourfold.parts.codec import Codec
+from fourfold.parts.comm import Ranks
+
+States = Mapping[str, Mapping[str, Tensor]]
+
+
+class Remembered:
+    """What this rank's codecs remember, and what it may know of the others'."""
+
+    def __init__(self, codecs: Sequence[Codec], ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.living: dict[str, dict[str, Tensor]] = {}
+        """By parameter and key, flat: the living tensors of this rank."""
+        for codec in codecs:
+            self.living |= codec.state()
+
+    def saved(self) -> dict[str, dict[str, Tensor]]:
+        """By parameter and key: copies [ranks, elements] of what all ranks remember. Collective."""
+        return {name: {key: self._rows(value) for key, value in state.items()} for name, state in self.living.items()}
+
+    def _rows(self, mine: Tensor) -> Tensor:
+        rows = torch.zeros(self._ranks.size, mine.numel(), dtype=mine.dtype, device=self._ranks.device)
+        rows[self._ranks.rank] = mine
+        self._ranks.sum(rows)
+        return rows
+
+    @torch.no_grad()
+    def put(self, name: str, saved: Mapping[str, Tensor]) -> None:
+        """Have a parameter's codec remember what was saved of it: tensors [ranks, elements] by key, or nothing."""
+        for key, value in self.living[name].items():
+            rows: Any = saved.get(key)
+            if key == "remainder":
+                value.zero_() if rows is None else value.copy_(self._share(rows))
+            elif rows is not None and rows.shape == (self._ranks.size, value.numel()):
+                value.copy_(rows[self._ranks.rank])
+            elif key == "age":
+                value.zero_()  # a threshold is found before it is used
+            elif rows is not None and key == "warm" and rows.shape[1] == value.numel():
+                value.copy_(rows[0])  # the same on every rank
+
+    def _share(self, rows: Tensor) -> Tensor:
+        """This rank's part of the remainders of other ranks."""
+        return rows[self._ranks.rank] if len(rows) == self._ranks.size else rows.sum(0) / self._ranks.size

@@ -1,0 +1,131 @@
+"""What a full disk does to a run: training goes on, and what the disk takes later is not lost."""
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fourfold as ff
+from fourfold.feed.source import Tensors
+from fourfold.run.checkpoint import keeper as keeping
+from fourfold.run.checkpoint.shelf import newest_good
+from fourfold.run.folder import Folder
+from fourfold.words.errors import TrainingError
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+class Disk:
+    """A log's file on a disk with room for so many bytes."""
+
+    def __init__(self, file: Any, room: int) -> None:
+        self._file, self.room = file, room
+
+    def write(self, text: bytes) -> int:
+        if not self.room:
+            raise FULL
+        taken = self._file.write(text[: self.room])
+        self.room -= taken
+        return taken
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+class Told:
+    """A report that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.ending = ""
+
+    def start(self, text: str) -> None: ...
+    def step(self, line: Any) -> None: ...
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def finish(self, text: str) -> None:
+        self.ending = text
+
+
+def train(folder: Path, **given: Any) -> Told:
+    torch.manual_seed(1)
+    data = Tensors(torch.randn(16, 4), torch.randn(16, 2))
+    task = ff.Task(
+        model=lambda: nn.Linear(4, 2),
+        loss=lambda outputs, targets: (outputs - targets).square(),
+        data=lambda: ff.Data(train=data),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    told = Told()
+    ff.train(task, folder=str(folder), name="run", steps=6, batch_size=4, trace_every=0, report=told, **given)
+    return told
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("room", [0, 1, 13, 14, 20])
+def test_lines_that_a_full_disk_does_not_take_come_with_the_next_that_it_takes(room, tmp_path):
+    folder = Folder(tmp_path, "run", label="run", identity={})
+    disk = folder._log = Disk(folder._log, room)  # type: ignore[assignment]
+    late = [folder.line({"number": number}) is not None for number in range(3)]
+    assert late == [room < 13 * (number + 1) for number in range(3)]
+    position = folder.position()
+    folder.line({"number": 3})
+    disk.room = 10**6
+    folder.sync()
+    assert [line["number"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2, 3]
+    folder.cut(position)
+    assert [line["number"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]
+    folder.close()
+
+
+def test_what_is_late_is_forgotten_with_the_steps_that_are_done_again(tmp_path):
+    folder = Folder(tmp_path, "run", label="run", identity={})
+    disk = folder._log = Disk(folder._log, 13)  # type: ignore[assignment]
+    folder.line({"number": 0})
+    position = folder.position()
+    folder.line({"number": 1})
+    folder.cut(position)
+    disk.room = 10**6
+    folder.line({"number": 2})
+    assert [line["number"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [0, 2]
+    folder.close()
+
+
+def test_training_goes_on_when_the_log_cannot_be_written(tmp_path, monkeypatch):
+    calls = iter(range(1000))
+
+    def write(folder: Folder, real=Folder._write) -> None:
+        if 1 <= next(calls) < 4:
+            raise FULL
+        real(folder)
+
+    monkeypatch.setattr(Folder, "_write", write)
+    told = train(tmp_path, checkpoint_every=0)
+    assert [note.partition(":")[0] for note in told.notes] == ["warning"]
+    assert "metrics.jsonl could not be written: no space left on device" in told.notes[0]
+    assert [line.get("step") for line in lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6, None]
+
+
+def test_a_run_is_finished_only_with_its_last_step_on_the_disk(tmp_path, monkeypatch):
+    def fails(path, snapshot, real=keeping.write_snapshot):
+        if "step-00000006" in str(path):
+            raise FULL
+        return real(path, snapshot)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(keeping, "write_snapshot", fails)
+        with pytest.raises(TrainingError, match=r"the last checkpoint could not be written.*goes on from step 4"):
+            train(tmp_path, checkpoint_every=4)
+    told = train(tmp_path, checkpoint_every=4)
+    assert told.notes == [f"{tmp_path / 'run'} goes on from step 4 of 6"]
+    assert "for 2 steps" in told.ending
+    assert newest_good(tmp_path / "run").name == "step-00000006"

@@ -1,0 +1,90 @@
+"""Laws of waits in shared memory: ranks whose gradients come in different orders."""
+
+import functools
+import mmap
+import threading
+from typing import Any, cast
+
+import torch
+
+from fourfold.parts import codec
+from fourfold.parts.comm.coded import Coded, NoWire, Ways
+from fourfold.parts.comm.shared import Shared, Slotting
+from fourfold.parts.comm.split import Flight, landed
+from fourfold.plan.codec import Coding
+from fourfold.plan.data import RESTS, Bucket, Slot, turns
+from fourfold.testing import threads
+
+NUM_BUCKETS = 8
+
+
+class NoOthers:
+    """The other hosts left out: what a rank has summed is the whole sum, once it has been waited for."""
+
+    size, index, sent_bytes = 1, 0, 0.0
+
+    def scatter(self, flat):
+        return Flight(lambda: flat, landed)
+
+    begin = scatter
+
+
+def test_a_sum_on_its_way_lands_before_a_rank_waits_for_a_later_launch():
+    # Two ranks whose gradients come in different orders: rank 0 waits for the slot of bucket 0, by whose turn bucket 4
+    # comes; rank 1 for that of bucket 1, which rank 0 has yet to launch.
+    sizes, dtypes = [64] * NUM_BUCKETS, [torch.float32] * NUM_BUCKETS
+    slotting = Slotting(sizes, dtypes, num_scalars=8, turns=turns(NUM_BUCKETS, few=True), weights=True)
+    mapping, both = mmap.mmap(-1, slotting.total_bytes(2)), threading.Barrier(2)
+    make = functools.partial(Shared, mapping, slotting, size=2, rest=RESTS[2], time_limit_seconds=10)
+
+    def body(ranks):
+        shared = make(index=ranks.rank, between=cast(Any, NoOthers()))
+        shared.lend(0)
+        shared.slots[0].fill_(1.0)
+        shared.launch(0, 0)
+        both.wait(10)
+        if ranks.rank == 0:
+            shared.lend(4)
+        shared.lend(1)
+        shared.slots[1].fill_(2.0)
+        shared.launch(1, 1)
+        if ranks.rank == 1:
+            shared.lend(5)
+        return [shared.complete(bucket) or shared.own(bucket).flat.tolist() for bucket in (0, 1)]
+
+    assert threads.run(2, body) == [[[2.0] * 32, [4.0] * 32]] * 2
+
+
+def test_a_rank_does_its_part_of_a_sum_before_it_waits_for_a_later_message():
+    # As above, with a codec: rank 1 waits for the message of bucket 1, and rank 0 first for the sum of bucket 0.
+    sizes, wide, narrow = [64] * NUM_BUCKETS, [torch.float32] * NUM_BUCKETS, [torch.bfloat16] * NUM_BUCKETS
+    slotting = Slotting(sizes, wide, num_scalars=8, turns=turns(NUM_BUCKETS, few=True), weights=True)
+    messages = Slotting(sizes, narrow, num_scalars=8)
+    mapping, other = mmap.mmap(-1, slotting.total_bytes(2)), mmap.mmap(-1, messages.total_bytes(2))
+    first, both, launched = threading.Event(), threading.Barrier(2), threading.Event()
+    buckets = [Bucket(index, (Slot(str(index), 0, 64),), 64, "float32", 4, 0) for index in range(NUM_BUCKETS)]
+
+    def body(ranks):
+        inner = Shared(mapping, slotting, index=ranks.rank, size=2, rest=RESTS[2], coded=True, time_limit_seconds=10)
+        sums = Shared(other, messages, index=ranks.rank, size=2, time_limit_seconds=10)
+        codecs = [codec.make(Coding("bf16"), bucket, [(64,)], device=ranks.device) for bucket in buckets]
+        coded = Coded(Ways(inner, [sums], NoWire(), tells=ranks.rank == 0), codecs)
+        coded.lend(0)
+        coded.slots[0].fill_(1.0)
+        if ranks.rank == 0:
+            first.wait(10)
+        coded.launch(0, 0)
+        first.set()
+        both.wait(10)
+        if ranks.rank == 0:
+            launched.wait(10)
+            coded.lend(4)
+        coded.lend(1)
+        coded.slots[1].fill_(2.0)
+        coded.launch(1, 1)
+        if ranks.rank == 1:
+            launched.set()
+            coded.lend(5)
+        return [coded.complete(bucket) or coded.own(bucket).flat.tolist() for bucket in (0, 1)]
+
+    assert threads.run(2, body) == [[[2.0] * 32, [4.0] * 32]] * 2
