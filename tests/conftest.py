@@ -1,6 +1,7 @@
 """Worlds shared by all spawned tests: one of each size a session; the reason to skip tests marked `hosts`."""
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import pytest
 from fourfold.testing import hosts
 from fourfold.testing.spawn import World
 
-# Machines are shared: how long an example takes says nothing.
-hypothesis.settings.register_profile("fourfold", deadline=None)
-hypothesis.settings.load_profile("fourfold")
+# Machines are shared: how long an example takes says nothing. The same examples in every run: a submission is not to
+# fail by an example that it has not changed. HYPOTHESIS_PROFILE=search looks for new ones.
+hypothesis.settings.register_profile("fourfold", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("search", deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fourfold"))
 
 ROOT = Path(__file__).parent.parent
 

@@ -101,3 +101,9 @@ def test_what_messages_will_cost_is_shown_before():
     # int8 among four: 3 messages of a byte an element, a quarter of 2 · 3/4 · 4 bytes · 2, less 4 / 256 for the scales.
     shown = show(Plan(dp=dp, codec="int8", bucket_bytes=bucket_bytes), lm.task())
     assert "1.97 times less than without the codec" in shown
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_gradient_of_less_than_full_rank_leaves_no_rounding_to_go_along(size):
+    # One sample makes matrices of rank 1; what other columns there are must not come from the order of sums.
+    assert worst(Case(codec="powersgd", batch_sizes=(1, 1, 3), bucket_bytes=1500), size) <= TOLERANCE

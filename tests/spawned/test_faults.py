@@ -1,7 +1,9 @@
 """Faults, done to real runs: ranks are killed, stopped, asked to stop; training goes on as if nothing had been."""
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -267,3 +269,53 @@ def test_a_rank_that_holds_the_others_up_is_named_killed_and_started_again(start
     assert " in hang\n" in job.err, job.err
     assert losses(run) == losses(undisturbed)
     assert equal(run, undisturbed)
+
+
+def test_a_damaged_checkpoint_is_named_set_aside_and_the_one_before_is_used(start: Start, tmp_path: Path):
+    # It ends by SIGTERM after step 5, with the checkpoints of steps 4 and 5.
+    assert start(*TRAIN, "what=terminate,", "times=1", "-n", "2").end() == 75
+    shelf = tmp_path / "runs" / "first" / "checkpoints"
+    newest = sorted(shelf.glob("step-*"))[-1]
+    piece = newest / "rank-001.safetensors"
+    content = bytearray(piece.read_bytes())
+    content[-1] ^= 1
+    piece.write_bytes(content)
+    job = start(*TRAIN, "what=terminate,", "times=1", "-n", "2")
+    assert job.end() == 0, job.err
+    assert (
+        f"a damaged checkpoint was set aside: {newest.relative_to(tmp_path)}/rank-001.safetensors" in job.out + job.err
+    )
+    assert (shelf / f"damaged-{newest.name}").is_dir()
+    lines = (tmp_path / "runs" / "first" / "metrics.jsonl").read_text().splitlines()
+    steps = [line["step"] for line in map(json.loads, lines) if "step" in line and "loss" in line]
+    assert steps == list(range(1, 31))
+
+
+@contextlib.contextmanager
+def small_disk(path: Path) -> Iterator[None]:
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "fourfold-test", str(path)]
+    if (
+        not shutil.which("mount")
+        or os.geteuid()
+        or subprocess.run(command, capture_output=True, check=False).returncode
+    ):
+        pytest.skip("a small tmpfs needs root and the right to mount")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_full_disk_is_told_and_a_run_is_finished_only_when_it_is_saved(tmp_path: Path):
+    disk = tmp_path / "disk"
+    with small_disk(disk):
+        (disk / "script.py").write_text(TASK)
+        (disk / "other").write_bytes(b"x" * (shutil.disk_usage(disk).free - 65536))
+        full = Job(disk, [*TRAIN, "-n", "2"], {})
+        assert full.end() == 1
+        assert "could not be written" in full.out + full.err
+        assert "all 30 steps are done, but the last checkpoint could not be written" in full.err
+        (disk / "other").unlink()
+        again = Job(disk, [*TRAIN, "-n", "2"], {})
+        assert again.end() == 0, again.err

@@ -20,6 +20,8 @@ from fourfold.parts.codec.talk import Message, Talk, by_slot, work_dtype
 from fourfold.plan.codec import Coding, Matrix, Meet, Shapes, factor, length, rounds
 from fourfold.plan.data import Bucket
 
+DEAD = 1e-6  # of the largest right factor's norm
+
 
 class PowerSGD:
     """See `Codec`."""
@@ -66,6 +68,8 @@ class PowerSGD:
                 # A gradient that is not finite has been sent so; nothing of it may come back in later steps.
                 _matrix(rest, each).zero_()
                 self._draw(each)
+            else:
+                self._draw_again(each, right)
 
     def _multiply(self, rest: Tensor) -> None:
         """Fill the first message, and keep of what goes whole what its sum cannot lose: nothing."""
@@ -95,9 +99,21 @@ class PowerSGD:
 
     def _draw(self, each: Matrix) -> None:
         """A first right factor: random, the same on every rank and in whatever bucket the parameter lies."""
+        self._right(self.warm, each).copy_(self._drawn(each))
+
+    def _drawn(self, each: Matrix) -> Tensor:
         generator = torch.Generator().manual_seed(self._seeds[each.slot])
-        drawn = torch.randn(self._rank, each.columns, generator=generator, dtype=torch.float64)
-        self._right(self.warm, each).copy_(drawn)
+        return torch.randn(self._rank, each.columns, generator=generator, dtype=torch.float64)
+
+    def _draw_again(self, each: Matrix, right: Tensor) -> None:
+        """Replace right factors that are nothing but rounding: a gradient of less than full rank leaves such.
+
+        The next step would otherwise go along directions that depend on the order of sums, on the mesh that is.
+        """
+        norms = torch.linalg.vector_norm(right, dim=1)
+        lost = norms <= norms.max() * DEAD
+        if lost.any():
+            right[lost] = self._drawn(each).to(right.dtype)[lost]
 
     def scale(self, factor: float) -> None:
         self.remainder.mul_(factor)

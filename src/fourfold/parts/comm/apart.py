@@ -108,9 +108,6 @@ class Apart:
     def settle(self, bucket: int) -> None:
         self._alone.settle(bucket)
 
-    def permit(self) -> None:
-        self._alone.permit()
-
     def sums(self, bucket: int) -> Sequence[Part]:
         return self._alone.sums(bucket)
 
