@@ -1,5 +1,8 @@
 """Laws of one step as its user meets it: what it refuses, what it leaves alone, what it says."""
 
+import gc
+import os
+
 import pytest
 import torch
 from torch import nn
@@ -188,3 +191,18 @@ def test_a_step_and_its_oracle_disagree_when_they_should():
         return deviation(train_step(case, build(case, 2, ranks)), train_oracle(other))
 
     assert min(threads.run(2, body)) > 1e-3
+
+
+def test_a_step_that_nobody_holds_any_more_is_gone_with_its_memory():
+    def files() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    def body(ranks):
+        train_step(Case(zero=1), build(Case(zero=1), 2, ranks))
+
+    threads.run(2, body)
+    before = files()
+    for _ in range(3):
+        threads.run(2, body)
+    assert files() <= before

@@ -9,6 +9,7 @@ Law: a round is sealed with every slot written or known to be unused, and every 
 """
 
 import itertools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -127,22 +128,29 @@ class Gradients:
         """The next backward is the round's last: buckets may be launched as they become complete."""
         self._last = True
 
-    def _hook(self, number: int):
-        view = self.views[number]
+    def _hook(self, number: int) -> Callable[[Tensor], None]:
+        # Not a reference: the garbage collector does not see through a parameter's hooks, and all of a step, its
+        # shared memory too, would stay as long as the process.
+        mine = weakref.ref(self)
 
         def take(parameter: Tensor) -> None:
-            gradient = parameter.grad
-            if gradient is None or not self.listening:
-                return
-            if gradient is view:  # autograd has added to the slot itself
-                self._written[number] = True
-            else:
-                self._put(number)
-            self.reached[number] = True
-            if self._last:
-                self._count_down(number)
+            gradients = mine()
+            if gradients is not None:
+                gradients._take(parameter, number)
 
         return take
+
+    def _take(self, parameter: Tensor, number: int) -> None:
+        gradient = parameter.grad
+        if gradient is None or not self.listening:
+            return
+        if gradient is self.views[number]:  # autograd has added to the slot itself
+            self._written[number] = True
+        else:
+            self._put(number)
+        self.reached[number] = True
+        if self._last:
+            self._count_down(number)
 
     def _put(self, number: int) -> None:
         """Take a parameter's gradient into its slot, or hold it where the slot is not free yet."""

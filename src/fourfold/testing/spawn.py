@@ -9,7 +9,7 @@ import contextlib
 import importlib
 import json
 import os
-import select
+import selectors
 import subprocess
 import sys
 import tempfile
@@ -94,8 +94,12 @@ class World:
         left = {process.stdout: rank for rank, process in enumerate(self._processes) if process.stdout is not None}
         failed = False
         while left and time.monotonic() < deadline:
-            ready, _, _ = select.select(list(left), [], [], 0.2)
-            for pipe in ready:
+            # Not `select`: a session of many tests has more than 1024 files open.
+            with selectors.DefaultSelector() as waiting:
+                for pipe in left:
+                    waiting.register(pipe, selectors.EVENT_READ)
+                ready = [key.fileobj for key, _ in waiting.select(0.2)]
+            for pipe in [pipe for pipe in left if pipe in ready]:
                 rank = left.pop(pipe)
                 line = pipe.readline()
                 answers[rank] = json.loads(line) if line else None
