@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -240,13 +241,15 @@ def test_sigterm_saves_at_a_step_and_asks_to_be_started_again(start, whom: str, 
     words = (*TRAIN, f"what={whom},", "times=1", "-n", "2")
     job = start(*words)
     assert job.end() == 75
-    # The signal comes within step 4, and is told in step 5.
-    assert job.err == "fourfold: stopped by SIGTERM after step 5; the same command goes on there\n"
+    # The signal comes within step 4, and is told in step 5, or by the other rank, which gets it too, in step 4 still.
+    told = re.fullmatch(r"fourfold: stopped by SIGTERM after step ([45]); the same command goes on there\n", job.err)
+    assert told, job.err
+    step = int(told[1])
     run = tmp_path / "runs" / "first"
-    assert [(fault["kind"], fault["step"]) for fault in faults(run)] == [("terminated", 5)]
+    assert [(fault["kind"], fault["step"]) for fault in faults(run)] == [("terminated", step)]
     job = start(*words)
     assert job.end() == 0, job.err
-    assert "goes on from step 5 of 30" in job.out
+    assert f"goes on from step {step} of 30" in job.out
     assert losses(run) == losses(undisturbed)
     assert equal(run, undisturbed)
 
