@@ -156,7 +156,8 @@ def alive(process: psutil.Process) -> bool:
 ARGUMENTS = """
 import os, sys
 variables = "RANK WORLD_SIZE LOCAL_RANK OMP_NUM_THREADS MKL_NUM_THREADS".split()
-print(*(os.environ.get(name) for name in variables), sys.argv, sys.path[0] == os.getcwd(), __name__, flush=True)
+words = *(os.environ.get(name) for name in variables), sys.argv, sys.path[0] == os.getcwd(), __name__
+print(" ".join(map(str, words)) + "\\n", end="", flush=True)  # in one piece, also where Python does not buffer
 sys.exit(7)
 """
 
