@@ -210,13 +210,8 @@ class FlatOptimizer:
                 result[key] = first.item() if isinstance(first, Tensor) else first
         return result
 
-    def state(self, bucket: int, start: int, stop: int) -> dict[str, Any]:
-        """Like `stretches`, with copies of tensors [stop − start]."""
-        state = self.stretches(bucket, start, stop)
-        return {key: torch.cat(value) if isinstance(value, list) else value for key, value in state.items()}
-
     def load_state(self, bucket: int, slots: Sequence[tuple[int, int, Mapping[str, Any]]]) -> None:
-        """Put back what `state` gave for stretches (start, stop, state) that tile the bucket."""
+        """Put back what `stretches` gave, tensors joined: (start, stop, state) of stretches that tile the bucket."""
         for flat, piece in ((run.optimizer, piece) for run in self._flat[bucket] for piece in run.pieces):
             covering = [slot for slot in slots if slot[0] < piece.stop and piece.start < slot[1]]
             if not covering:
