@@ -134,17 +134,47 @@ def life(rest: Rest) -> Life:
     )
 
 
-def step_bytes(buckets: Iterable[Bucket], *, zero: int, size: int, microbatches: int) -> float:
-    """Bytes each of `size` data ranks sends in a step; zero 3 gathers for forward and again for backward."""
+class Places(NamedTuple):
+    """The data ranks as replicas × shard: a flat is split over `shard` of them, and `replicas` hold each share.
+
+    Neighbours share: rank r has share r % shard of replica r // shard.
+    """
+
+    shard: int
+    replicas: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.shard * self.replicas
+
+    def reduced_bytes(self, collective: Change, whole_bytes: int) -> float:
+        """Bytes a rank sends to sum a flat. One that comes to rest split is then summed over the replicas."""
+        if collective != Change.REDUCE_SCATTER:
+            return sent_bytes(collective, whole_bytes=whole_bytes, size=self.size)
+        inside = sent_bytes(collective, whole_bytes=whole_bytes, size=self.shard)
+        return inside + sent_bytes(Change.ALL_REDUCE, whole_bytes=whole_bytes, size=self.replicas) / self.shard
+
+    def gathered_bytes(self, collective: Change, whole_bytes: int) -> float:
+        """Bytes a rank sends to bring the shares of a flat together: each replica has all of them."""
+        return sent_bytes(collective, whole_bytes=whole_bytes, size=self.shard)
+
+
+def step_bytes(
+    buckets: Iterable[Bucket], *, zero: int, size: int, microbatches: int, shard: int | None = None
+) -> float:
+    """Bytes each of `size` data ranks sends in a step; zero 3 gathers for forward and again for backward.
+
+    What is split is split over `shard` ranks (None: all); their sums are summed over the size / shard replicas.
+    """
+    places = Places(shard or size, size // (shard or size))
     moments = life(RESTS[zero])
     sent = 0.0
     for bucket in buckets:
-
-        def cost(collective: Change, whole: int = bucket.num_bytes) -> float:
-            return sent_bytes(collective, whole_bytes=whole, size=size)
-
-        each = 2 * cost(moments.before_use) + cost(moments.after_backward)
-        sent += microbatches * each + cost(moments.before_update) + cost(moments.after_update)
+        whole = bucket.num_bytes
+        each = 2 * places.gathered_bytes(moments.before_use, whole)
+        each += places.reduced_bytes(moments.after_backward, whole)
+        once = places.reduced_bytes(moments.before_update, whole) + places.gathered_bytes(moments.after_update, whole)
+        sent += microbatches * each + once
     return sent
 
 

@@ -54,8 +54,8 @@ RULES = {
     "dp": Rule(int),
     "sp": Rule(int, built=(1,)),
     "tp": Rule(int, built=(1,)),
-    "shard": Rule(int, optional=True, built=(None,)),
-    "zero": Rule(int, choices=(0, 1, 2, 3), built=(0, 1, 2)),
+    "shard": Rule(int, optional=True),
+    "zero": Rule(int, choices=(0, 1, 2, 3)),
     "microbatches": Rule(int),
     "schedule": Rule(str, choices=("gpipe", "1f1b", "interleaved", "zero-bubble"), built=("1f1b",)),
     "interleave": Rule(int, built=(1,)),
@@ -138,6 +138,11 @@ class Plan:
         return {name: getattr(self, name) for name in names}
 
     @property
+    def num_shares(self) -> int:
+        """Among how many data ranks that which rests split is split; 1: all of it rests whole."""
+        return (self.shard or self.dp) if self.zero else 1
+
+    @property
     def period(self) -> int:
         """Weights are the same on all ranks after every so many steps."""
         return self.local_steps if self.sync == "local" else 1
@@ -191,6 +196,21 @@ def check(values: Mapping[str, object]) -> list[Problem]:
         elif rule.built is not None and value not in rule.built:
             only = " or ".join("nothing" if choice is None else str(choice) for choice in rule.built)
             problems.append(Problem(f"{name} = {value}", f"{only} (the rest is not built yet)", f"{name} = {only}"))
+    return problems or shard_problems(values)
+
+
+def shard_problems(values: Mapping[str, Any]) -> list[Problem]:
+    """A bucket is split over `shard` data ranks, and all of them are taken up by groups of so many."""
+    shard, size = values.get("shard"), values.get("dp", 1)
+    if shard is None:
+        return []
+    problems = []
+    if size % shard:
+        sizes = ", ".join(str(each) for each in range(1, size + 1) if size % each == 0)
+        problems.append(Problem(f"shard = {shard} with dp = {size}", "a divisor of dp", f"shard = {sizes}"))
+    if shard < size and not values.get("zero", 0):
+        need = "zero of at least 1: at zero 0 nothing rests split"
+        problems.append(Problem(f"shard = {shard} with zero = 0", need, "zero = 1, or no shard"))
     return problems
 
 

@@ -20,7 +20,7 @@ from fourfold.parts.codec import Codec
 from fourfold.parts.comm.apart import Apart
 from fourfold.parts.comm.coded import Coded, NoWire, Ways, Wire, places
 from fourfold.parts.comm.group import BetweenHosts, Gatherer, GroupTransport, Use
-from fourfold.parts.comm.ranks import Ranks, host_id, join, leave, present, world
+from fourfold.parts.comm.ranks import Ranks, join, leave, present, world
 from fourfold.parts.comm.shared import Shared, Slotting
 from fourfold.parts.comm.transport import Alone, Part, Transport
 from fourfold.plan.data import RESTS, Rest
@@ -57,10 +57,12 @@ class Request(NamedTuple):
     purpose: str = ""
     """Transports of one purpose share their process groups, and so the order of what they begin."""
     coded: bool = False
+    shard: int | None = None
+    """Among how many neighbouring ranks that which rests split is split; None: all."""
 
     @property
     def use(self) -> Use:
-        return Use(self.rest, self.turns, self.purpose, self.coded)
+        return Use(self.rest, self.turns, self.purpose, self.coded, self.shard)
 
 
 class Connection(NamedTuple):
@@ -147,16 +149,22 @@ def _share(ranks: Ranks, request: Request) -> tuple[Shared | None, str]:
     """Shared memory inside each host, gloo between hosts; or None and the reason."""
     machine = platform.machine()
     able = sys.platform == "linux" and machine == "x86_64"
-    said = ranks.exchange(host_id() if able else "")
+    said = ranks.exchange(ranks.host if able else "")
     if not all(said):
         return None, f"shared memory needs Linux on x86-64, rank {said.index('')} is not ({sys.platform}, {machine})"
     hosts = [[rank for rank, host in enumerate(said) if host == name] for name in dict.fromkeys(said)]
     here = next(host for host in hosts if ranks.rank in host)
     if len({len(host) for host in hosts}) > 1 or len(here) == 1:
         return None, f"{len(hosts)} hosts with {sorted({len(host) for host in hosts})} ranks each"
-    once = request.rest.state == SPLIT
+    sharing = _hosts_sharing(request.shard or ranks.size, len(here), len(hosts))
+    between_hosts = request.rest.weight == SPLIT and sharing > 1
     slotting = Slotting(
-        request.sizes, request.dtypes, num_scalars=request.num_scalars, turns=request.turns, weights=once
+        request.sizes,
+        request.dtypes,
+        num_scalars=request.num_scalars,
+        turns=request.turns,
+        weights=request.rest.state == SPLIT and not between_hosts,
+        stages=between_hosts,
     )
     opened = _open(slotting, ranks, here)
     problems = [problem for problem in (opened.problem, *ranks.exchange(opened.problem)) if problem]
@@ -170,7 +178,8 @@ def _share(ranks: Ranks, request: Request) -> tuple[Shared | None, str]:
         raise LaunchError(problem) from error
     between = None
     if len(hosts) > 1:
-        columns = [BetweenHosts(ranks, [host[index] for host in hosts], request.use) for index in range(len(here))]
+        use = request.use._replace(shard=sharing)
+        columns = [BetweenHosts(ranks, [host[index] for host in hosts], use) for index in range(len(here))]
         between = columns[here.index(ranks.rank)]
     mapping = memory.map_shared(handle)
     index = here.index(ranks.rank)
@@ -186,6 +195,21 @@ def _share(ranks: Ranks, request: Request) -> tuple[Shared | None, str]:
         coded=request.coded,
     )
     return shared, shared.name
+
+
+def _hosts_sharing(shard: int, each: int, hosts: int) -> int:
+    """Among how many hosts of `each` ranks that is split which `shard` ranks share. Raises PlanError.
+
+    Ranks that have memory in common need no second copy there: within a host all of them share.
+    """
+    if each % shard == 0:
+        return 1
+    if shard % each == 0:
+        return shard // each
+    sizes = [size * each for size in range(1, hosts + 1) if hosts % size == 0]
+    need = "whole hosts, or a part of one: a host's ranks share its memory"
+    attempt = f'shard = {", ".join(map(str, sizes))}, or transport = "gloo"'
+    raise PlanError(Problem(f"shard = {shard} on {hosts} hosts of {each} ranks", need, attempt), where="the plan")
 
 
 class _Opened(NamedTuple):
