@@ -4,8 +4,10 @@ import dataclasses
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import fourfold as ff
+from fourfold.feed.source import Tensors
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import CheckpointError
@@ -168,3 +170,33 @@ def test_ranks_that_learn_by_themselves_may_go_on_together(tmp_path):
     whole, split = threads.run(2, go_on), threads.run(3, lambda ranks: go_on(ranks, zero=2))
     for a, b in zip(whole[0], split[0], strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=TOLERANCE)
+
+
+class Hollow(nn.Module):
+    """Two parameters have no elements; the forward of step 3 fails where it `breaks`."""
+
+    def __init__(self, *, breaks: bool) -> None:
+        super().__init__()
+        self.layer, self.row, self.column = nn.Linear(4, 2), *(nn.Parameter(torch.empty(s)) for s in ((0, 3), (3, 0)))
+        self.calls = iter(range(3 if breaks else 99))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        next(self.calls)
+        return self.layer(inputs)
+
+
+def test_a_run_with_an_average_and_parameters_without_elements_goes_on(tmp_path):
+    data = Tensors(torch.ones(8, 4), torch.zeros(8, 2))
+
+    def run(*, breaks: bool = False):
+        task = ff.Task(
+            model=lambda: Hollow(breaks=breaks),
+            loss=lambda outputs, targets: (outputs - targets).square(),
+            data=lambda: ff.Data(train=data),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        )
+        return ff.train(task, folder=str(tmp_path), name="run", steps=4, batch_size=4, ema=0.5, checkpoint_every=2)
+
+    with pytest.raises(StopIteration):
+        run(breaks=True)
+    assert run().steps == 4

@@ -141,6 +141,6 @@ def test_a_full_disk_is_a_warning_and_the_checkpoints_before_stay(checked, tmp_p
 
         notes, _ = threads.run(2, body)
         assert "could not be written" in notes[0]
-        assert ("MiB needed" if checked else "no space left") in notes[0]
+        assert ("KiB needed" if checked else "no space left") in notes[0]
         assert [path.name for path in Shelf(folder).path.iterdir()] == ["step-00000001"]
         assert not verify(Shelf(folder).at(1))
