@@ -64,7 +64,7 @@ class Uses:
             self.bucket_of[kind] = bucket
             for parameter in parameters:
                 parameter.__class__ = kind
-        # Weakly: a user's hook on a parameter may hold the step, and then neither would ever go.
+        # Weakly: a parameter may have come to hold the step, and then neither would ever go.
         mine = [weakref.ref(parameter) for parameters in parameters_by_bucket for parameter in parameters]
         self._end = weakref.finalize(self, _make_plain, mine)
         self._end.atexit = False
