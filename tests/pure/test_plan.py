@@ -56,7 +56,9 @@ def test_the_signature_is_the_contract():
 
 def test_all_problems_are_told_at_once():
     with pytest.raises(PlanError) as caught:
-        Plan.build({"dp": 0, "microbatch": 2, "codec": "gzip", "zero": 4, "tp": 2, "bucket_bytes": "big"}, where="plan.toml")
+        Plan.build(
+            {"dp": 0, "microbatch": 2, "codec": "gzip", "zero": 4, "tp": 2, "bucket_bytes": "big"}, where="plan.toml"
+        )
     said = str(caught.value)
     assert said.startswith("6 problems in plan.toml")
     assert "dp = 0" in said

@@ -85,7 +85,7 @@ def test_weights_are_exported_under_the_models_names_and_loaded_again(tmp_path):
 
 def test_an_average_follows_its_definition_and_does_not_disturb(tmp_path):
     weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
-    average, expected = Average({"w": weight}, 0.9), weight.detach().clone()
+    average, expected = Average(lambda: [("w", weight)], 0.9), weight.detach().clone()
     for step in range(1, 20):
         with torch.no_grad():
             weight.add_(0.1)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts import memory
-from fourfold.parts.comm import Transport
+from fourfold.parts.comm import Part, Transport
 from fourfold.parts.optim import Piece
 from fourfold.plan.data import Bucket, Spec
 from fourfold.words.errors import Problem, TaskError, TrainingError
@@ -84,6 +84,9 @@ class Gradients:
         """Called after every launch."""
         self.listening = False
         """Whether gradients are taken: not those of a backward that is no part of a step."""
+        self.waits = True
+        """Whether hooks wait for reductions that hold them up. Where weights are gathered in backward they must not:
+        who is to end the reduction may be waiting for a gather that this rank has not begun."""
         self.completion_order: list[int] = []
         """The order in which this rank's buckets became complete in the first round of the present step."""
         for number, name in enumerate(self._names):
@@ -164,7 +167,9 @@ class Gradients:
 
     def _may_borrow(self, bucket: int) -> bool:
         before = self._before[bucket]
-        return before is None or self._place[before] < self.num_launched
+        if before is not None and self._place[before] >= self.num_launched:
+            return False
+        return self.waits or self._transport.is_free(bucket)
 
     def _borrow(self, bucket: int) -> None:
         if not self._lent[bucket]:
@@ -204,12 +209,14 @@ class Gradients:
             if self._round == 0:
                 self.completion_order.append(bucket)
             self.recorder.moment(self._name(bucket), READY)
-            self._launch_complete()
+            self._launch_complete(wait=self.waits)
 
-    def _launch_complete(self) -> None:
+    def _launch_complete(self, *, wait: bool) -> None:
         # In program order, not in ready order: ranks differ in readiness, and collectives must not.
         while self.num_launched < len(self._launch_order) and self._missing[self._launch_order[self.num_launched]] == 0:
             bucket = self._launch_order[self.num_launched]
+            if not (wait or self._transport.is_free(bucket)):
+                return
             self._borrow(bucket)
             self._zero_unwritten(bucket)
             self.recorder.moment(self._name(bucket), SENT)
@@ -249,7 +256,7 @@ class Gradients:
         if self._round == 0:
             self.completion_order += [bucket.index for bucket in self._buckets if self._missing[bucket.index]]
         self._missing = [0] * len(self._buckets)
-        self._launch_complete()
+        self._launch_complete(wait=True)
 
     def refuse_unreached(self) -> None:
         """Raise TrainingError naming the parameters that no backward of the step has reached."""
@@ -271,7 +278,7 @@ PIECE_ELEMENTS = 2**18
 
 
 def pieces(
-    weights: Sequence[Tensor], buckets: Sequence[Bucket], transport: Transport, *, by_slot: bool, cut: bool
+    weights: Sequence[Part], buckets: Sequence[Bucket], transport: Transport, *, by_slot: bool, cut: bool
 ) -> list[list[Piece]]:
     """What the update works on, by bucket: weights beside the sums of their gradients.
 
@@ -288,5 +295,6 @@ def pieces(
                 for start in range(low, high, PIECE_ELEMENTS if cut else max(1, high - low)):
                     stop = min(start + PIECE_ELEMENTS, high) if cut else high
                     gradient = part.flat[start - part.start : stop - part.start]
-                    result[-1].append(Piece(start, stop, weight[start:stop], gradient, number if by_slot else None))
+                    here = weight.flat[start - weight.start : stop - weight.start]
+                    result[-1].append(Piece(start, stop, here, gradient, number if by_slot else None))
     return result

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from fourfold.plan.order import share
+
 VERSION = 1
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 2**28
@@ -160,6 +162,17 @@ def share_out(tensors: Iterable[Global], size: int) -> dict[str, tuple[Stretch, 
         result[tensor.name] = tuple(stretches) or (_rows(tensor, 0, rows, rank=0),)
         start = stop
     return result
+
+
+def row_share(shape: Sequence[int], size: int, rank: int) -> tuple[int, int]:
+    """The rows [start, stop) of a tensor that a rank writes where all ranks write some; a scalar is rank 0's."""
+    return share(0, shape[0] if shape else 1, size, size - 1 - rank)
+
+
+def dealt(tensor: Global, size: int) -> tuple[Stretch, ...]:
+    """The stretches of a tensor of which every rank writes its `row_share`."""
+    bounds = [(rank, *row_share(tensor.shape, size, rank)) for rank in reversed(range(size))]
+    return tuple(_rows(tensor, low, high, rank=rank) for rank, low, high in bounds if low < high)
 
 
 def _row(offset_bytes: int, row_bytes: int, rows: int) -> int:

@@ -7,6 +7,7 @@ Law: after a step's updates, weights have moved by the gradient of the mean over
 they have not moved, and neither have the optimizer's states. A meeting of local steps is held after a bad step too.
 """
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from fourfold.parts.comm import Transport
 from fourfold.parts.data import Gradients
+from fourfold.parts.gathered import Gathered
 from fourfold.parts.local import Local
 from fourfold.parts.optim import FlatOptimizer
 from fourfold.plan.data import Rest, life
@@ -39,6 +41,8 @@ class Parts(NamedTuple):
     weights: Sequence[Tensor]
     """By bucket."""
     rest: Rest
+    gathered: Gathered | None = None
+    """Where weights rest split among hosts."""
     local: Local | None = None
     """Where ranks take steps of their own: what brings them together."""
 
@@ -85,6 +89,7 @@ class Actions:
         parts.transport.factor = self.factor
         if update == "in_backward":
             parts.gradients.on_launch = self._update_ahead
+        parts.gradients.waits = parts.gathered is None
         slots = [len(parameters) for parameters in parts.parameters]
         self._offsets = [sum(slots[:bucket]) for bucket in range(len(slots))]
 
@@ -132,7 +137,15 @@ class Actions:
     def _device(self) -> torch.device:
         return self._parts.parameters[0][0].device
 
+    def _phase(self, kind: str) -> contextlib.AbstractContextManager[None]:
+        """Within: weights that rest split are gathered; also on a rank that uses none."""
+        return contextlib.nullcontext() if self._parts.gathered is None else self._parts.gathered.phase(kind)
+
     def forward(self, index: int) -> None:
+        with self._phase("forward"):
+            self._forward(index)
+
+    def _forward(self, index: int) -> None:
         part = self._microbatches[index]
         if part.samples:
             loss = measure(self._loss(call(self._model, part.inputs), part.targets), part.samples)
@@ -158,10 +171,14 @@ class Actions:
             self._parts.gradients.begin_round()
             self._sealed = False
         self._in_last_round = not self._every_round or index == len(self._microbatches) - 1
-        if index in self._losses:
-            if index == self._last or self._every_round:
-                self._parts.gradients.last()
-            (self._losses.pop(index).total / self.nominal_count).backward()
+        if self._in_last_round and not self._after and self._parts.gathered is not None:
+            # Now, when all ranks will come: in backward they may be waiting for this rank's part in a gather.
+            self._count()
+        with self._phase("backward"):
+            if index in self._losses:
+                if index == self._last or self._every_round:
+                    self._parts.gradients.last()
+                (self._losses.pop(index).total / self.nominal_count).backward()
 
     def measure(self, kind: int) -> None:
         transport = self._parts.transport
@@ -182,6 +199,8 @@ class Actions:
             wide = [torch.promote_types(flat.dtype, torch.float32) for flat in own]
             norms = [torch.linalg.vector_norm(flat, dtype=dtype) for flat, dtype in zip(own, wide, strict=True)]
             squares = torch.stack(norms).double().square().sum()
+            if transport.replica:
+                squares = torch.zeros_like(squares)  # replica 0 has measured the same share
             transport.measure(NORM, squares.reshape(1))
             total = transport.measured(NORM)[0]
             if self._parts.local is not None:
@@ -200,7 +219,9 @@ class Actions:
         transport, slots = self._parts.transport, [len(parameters) for parameters in self._parts.parameters]
         optimizer, buckets = self._parts.optimizer, range(len(slots))
         here = [optimizer.direct(b, used=self._used_in(b), factor=self._factor) for b in buckets]
-        transport.measure(TRUST, torch.cat(here).flatten())
+        norms = torch.cat(here).flatten()
+        # Of the replicas of a share one is measured.
+        transport.measure(TRUST, torch.zeros_like(norms) if transport.replica else norms)
         total = torch.tensor(transport.measured(TRUST), dtype=torch.float64, device=self._device)
         self._squares = total.view(-1, 2).split(slots)
 
@@ -301,6 +322,8 @@ class Actions:
         self._parts.optimizer.update(bucket, used=self._used_in(bucket), factor=self._factor, squares=squares)
         # Autograd then refuses activations saved with the old weights, instead of computing with the new ones.
         torch.autograd.graph.increment_version(self._parts.parameters[bucket])
+        if self._parts.gathered is not None:
+            self._parts.gathered.drop(bucket)
 
     def gather(self, bucket: int) -> None:
         self._parts.transport.publish(bucket, self._parts.weights[bucket])

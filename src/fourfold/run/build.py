@@ -90,7 +90,7 @@ class TrainStep:
         shapes = {name: list(p.shape) for name, p in trainable.items()}
         compare(ranks, specs, shapes, plan=plan, options={"clip": clip, "skip_nan": skip_nan})
         # A split over one rank is whole.
-        rest = RESTS[plan.zero if plan.dp > 1 else 0]
+        rest = RESTS[plan.zero if plan.num_shares > 1 else 0]
         split = rest.state == SPLIT
         self.buckets = fill(specs, bucket_bytes=plan.bucket_bytes, shares=plan.dp if split else 1)
         by_bucket = [[trainable[slot.name] for slot in bucket.slots] for bucket in self.buckets]
@@ -118,10 +118,20 @@ class TrainStep:
         )
         # What gradients are divided by: of all ranks, or of one, if each learns by itself.
         self._sharing = plan.dp if self._local is not None else 1
+        parts = Parts(
+            self._gradients,
+            self._transport,
+            flat,
+            by_bucket,
+            self._weights.flats,
+            rest,
+            self._weights.gathered,
+            self._local,
+        )
         self._actions = Actions(
             model,
             loss,
-            Parts(self._gradients, self._transport, flat, by_bucket, self._weights.flats, rest, self._local),
+            parts,
             clip=clip,
             update=plan.update,
             agree=lambda count: sum(ranks.exchange(count)) / self._sharing,
@@ -146,7 +156,7 @@ class TrainStep:
 
     def _flat_optimizer(self, *, by_slot: bool, split: bool) -> optim.FlatOptimizer:
         """The user's optimizer, over the flats."""
-        pieces = data.pieces(self._weights.flats, self.buckets, self._transport, by_slot=by_slot, cut=split)
+        pieces = data.pieces(self._weights.homes, self.buckets, self._transport, by_slot=by_slot, cut=split)
         prepare = self._transport.take if split else None
         return optim.FlatOptimizer(self.optimizer, self.buckets, pieces, prepare=prepare)
 
@@ -247,10 +257,10 @@ class TrainStep:
         self._enter("evaluate()", getattr(batch, "samples", None))
         inputs, targets, samples, tokens = cut(batch, 1, self._ranks.device)[0]
         local = torch.zeros(4, dtype=torch.float64)
-        if samples:
-            with evaluating(self.model):
+        with evaluating(self.model), self._weights.read("evaluate"):
+            if samples:
                 loss = measure(self._loss(call(self.model, inputs), targets), samples)
-            local = torch.tensor([loss.total.item(), loss.count, samples, tokens], dtype=torch.float64)
+                local = torch.tensor([loss.total.item(), loss.count, samples, tokens], dtype=torch.float64)
         total, count, samples, tokens = self._sum(local)
         return Metrics(
             loss=total / count if count else float("nan"),
@@ -286,6 +296,22 @@ class TrainStep:
         if self._local is not None:
             self._local.begin()
         torch.autograd.graph.increment_version(list(self.model.parameters()))
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[nn.Module]:
+        """Call the model by hand: within, on any rank and as often as one likes, without training it. Collective.
+
+        Needed only where weights rest split among hosts (zero 3): outside of steps parameters are placeholders there,
+        NaN in their shapes. Other ranks wait at the end of the block until no rank needs their shares any more.
+        """
+        self._enter("read()")
+        with torch.no_grad(), self._weights.read("read"):
+            yield self.model
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every trainable weight by name, one after the other; read only. Collective: every rank goes to the end."""
+        self._enter("weights()")
+        return self._weights.each()
 
     def put(self, values: Mapping[str, Tensor]) -> None:
         """Replace trainable weights, by name; the same values on every rank. Collective."""
@@ -326,6 +352,11 @@ class TrainStep:
     def shares(self) -> Mapping[str, tuple[int, int]]:
         """By parameter: the elements [start, stop) of its flattened form whose optimizer state is this rank's."""
         return self._state.shares
+
+    @property
+    def gathers(self) -> bool:
+        """Whether weights rest split, and are gathered before use."""
+        return self._transport.gathers
 
     @property
     def is_split(self) -> bool:
@@ -395,6 +426,7 @@ def _request(plan: Plan, buckets: Sequence[Bucket], rest: Rest, *, num_norms: in
         turns=turns(len(buckets), few=rest.gradient == SPLIT or frees_early),
         rest=rest,
         num_scalars=max(8, num_norms),
+        shard=plan.num_shares if rest.state == SPLIT else None,
     )
 
 

@@ -36,8 +36,9 @@ class State:
 
     def living(self) -> dict[str, Any]:
         """Model, optimizer and outer momenta, without a copy."""
+        # Of the replicas of a share one is told of.
         states = {
-            slot.name: self.optimizer.stretches(bucket.index, slot.start, slot.stop)
+            slot.name: {} if self.transport.replica else self.optimizer.stretches(bucket.index, slot.start, slot.stop)
             for bucket in self.buckets
             for slot in bucket.slots
         }
@@ -54,7 +55,12 @@ class State:
             if key not in states[name]:
                 parts = living["optimizer"][name].get(key, [])
                 states[name][key] = told if not isinstance(told, dict) else self._whole(name, parts, told["dtype"])
-        model = {name: copied(value) for name, value in living["model"].items()}
+        names = {id(p): name for name, p in self.weights.trainable.items()}
+        weights = {name: weight.clone() for name, weight in self.weights.each()}
+        model = {
+            name: weights[names[id(value)]] if id(value) in names else copied(value)
+            for name, value in living["model"].items()
+        }
         outer = {name: value.clone() for name, value in living["outer"].items()}
         return {"model": model, "optimizer": states, "outer": outer, "codec": self.remembered.saved()}
 

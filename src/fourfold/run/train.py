@@ -32,7 +32,6 @@ from fourfold.run.pulse import Pulse
 from fourfold.run.settings import Settings, factors, is_due, refuse_steps, settings_of, told_late
 from fourfold.run.speaker import WINDOW, Report, Result, Speaker
 from fourfold.run.trace import EVERY, Tracing
-from fourfold.run.weights import trainable_of
 from fourfold.words.errors import PeerError, Problem, StoppedError, TrainingError
 from fourfold.words.task import Source, Task
 
@@ -95,7 +94,7 @@ def train(
     kept = {"clip": settings.clip, "seed": settings.seed, "skip_nan": settings.skip_nan}
     step = parallelize(model, task.loss, task.optimizer, plan, **kept)
     feed = Feed(data.train, plan, batch_size=settings.batch_size, seed=settings.seed)
-    trained = Trained(step, feed, None if settings.ema is None else Average(trainable_of(step.model), settings.ema))
+    trained = Trained(step, feed, None if settings.ema is None else Average(step.weights, settings.ema))
     with _speaker(task, step, plan, settings, report) as speaker:
         if speaker.opened.finished is not None:
             return speaker.ended_before()
@@ -233,7 +232,7 @@ class Training:
         sample = None
         if self.task.sample is not None:
             applied = average.applied(step.put) if average is not None else contextlib.nullcontext()
-            with applied, evaluating(step.model), torch.no_grad():
+            with applied, evaluating(step.model), step.read():
                 sample = self.task.sample(step.model) if self.speaker.rank == 0 else None
         self.keeper.wait()
         if self.settings.checkpoint_every:
@@ -265,9 +264,13 @@ def evaluate(step: TrainStep, task: Task, source: Source, batch_size: int) -> di
     start, stop = share(0, len(source), step.plan.dp, step.data_index)
     each = max(1, batch_size // step.plan.dp)
     with evaluating(step.model):
-        for first in range(start, stop, each):
-            batch = fetch(source, range(first, min(first + each, stop)))
-            for name, (total, count) in _measures(step, task, batch).items():
+        # As many times on every rank: all of them bring the weights, where those rest split.
+        longest = max(len(range(*share(0, len(source), step.plan.dp, rank))) for rank in range(step.plan.dp))
+        for first in range(start, start + longest, each):
+            batch = fetch(source, range(first, min(first + each, stop))) if first < stop else None
+            with step.read():
+                found = {} if batch is None else _measures(step, task, batch)
+            for name, (total, count) in found.items():
                 held = sums.setdefault(name, [0.0, 0.0])
                 held[0] += float(total)
                 held[1] += float(count)

@@ -112,9 +112,9 @@ class ThreadGroup:
         return self._begin("all_gather", everyone, part)
 
     def broadcast(self, flat: torch.Tensor, source: int) -> None:
-        parts = flat.new_empty((len(self._key[1]), flat.numel()))
-        self.all_gather(parts, flat).wait()
-        flat.copy_(parts[self._key[1].index(source)])
+        everyone = flat.new_empty(len(self._key[1]) * flat.numel())
+        self.all_gather(everyone, flat).wait()
+        flat.copy_(everyone.view(len(self._key[1]), -1)[self._key[1].index(source)])
 
 
 class ThreadRanks(Ranks):

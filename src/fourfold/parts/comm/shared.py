@@ -168,6 +168,8 @@ class Shared:
         self._board, self._call = Board(mapping, starts, self._ranks), ""
         self._counts = [0] * NUM_FLAGS
         self._lengths = [0] * NUM_MEASURES
+        self._unread: deque[int] = deque()  # measures that have begun
+        self._read: dict[int, list[float]] = {}
         self._queue: list[tuple[int, int]] = []  # launched, not yet summed, in program order
         self._flying: deque[tuple[int, Flight]] = deque()  # summed here, on their way between hosts
         self._numbers = [0] * len(self.slots)  # the number of a bucket's last launch
@@ -469,9 +471,18 @@ class Shared:
         turn = self._counts[MEASURED + kind] % 2
         self._scalars[self.index][kind, turn, : len(values)] = values
         self._lengths[kind] = len(values)
+        self._unread.append(kind)
         self._raise_flag(MEASURED + kind)
 
     def measured(self, kind: int) -> list[float]:
+        # In the order in which they were begun, whichever is asked for first: between hosts they pair up by order, and
+        # one rank may need the loss while it reduces, another only after other measures.
+        while kind in self._unread:
+            first = self._unread.popleft()
+            self._read[first] = self._sum_measure(first)
+        return self._read.pop(kind)
+
+    def _sum_measure(self, kind: int) -> list[float]:
         count = self._counts[MEASURED + kind]
         self._wait(MEASURED + kind, count)
         if kind == LOSS:

@@ -54,8 +54,8 @@ class _Onward:
 
     def _send_next(self) -> None:
         head = self._before.popleft()
-        head._sum = head._first.land()
-        head._second = head._replicas.all_reduce(head._sum)
+        share = head._sum = head._first.land()
+        head._second = head._replicas.all_reduce(share)
 
     def has_landed(self) -> bool:
         while self._second is None:

@@ -12,7 +12,19 @@ from torch import Tensor
 
 from fourfold.feed.feed import Feed, Position
 from fourfold.plan.order import ORDER_VERSION
-from fourfold.plan.pieces import Box, Fed, Global, Manifest, Random, Record, Scalar, Stretch, file_name
+from fourfold.plan.pieces import (
+    Box,
+    Fed,
+    Global,
+    Manifest,
+    Random,
+    Record,
+    Scalar,
+    Stretch,
+    dealt,
+    file_name,
+    row_share,
+)
 from fourfold.run.average import Average
 from fourfold.run.build import TrainStep
 from fourfold.run.checkpoint.read import Reader, shape_problems
@@ -46,12 +58,21 @@ def tensors(trained: Trained) -> Tensors:
     found, aliases, owners = [], {}, {}
     parameters = dict(trained.step.model.named_parameters())
     held = {id(p) for p in parameters.values()}
+    rows = _own_rows(trained.step) if trained.step.gathers else {}
+    split_up: dict[str, tuple[Stretch, ...]] = {}
+    trainable = {id(p): name for name, p in parameters.items() if name in rows}
     for name, value in state["model"].items():
         if not isinstance(value, Tensor):
             raise CheckpointError(Problem(f"{name} is a {type(value).__name__}", "tensors in the model's state_dict"))
         owner = owners.setdefault(id(value), name)
         if owner != name:
             aliases[f"model.{name}"] = f"model.{owner}"
+            continue
+        if id(value) in trainable:
+            mine = rows[trainable[id(value)]]
+            each = living(f"model.{name}", [mine.weights], value.shape)
+            found.append(each._replace(first=mine.first))
+            split_up[f"model.{name}"] = dealt(each.tensor, trained.step.plan.mesh.size)
             continue
         flat = [value.detach().reshape(-1)]
         found.append(living(f"model.{name}", flat, value.shape, whole=id(value) not in held))
@@ -65,8 +86,29 @@ def tensors(trained: Trained) -> Tensors:
     found += [living(f"outer.{n}", [v], parameters[n].shape) for n, v in state["outer"].items()]
     if trained.average is not None:
         found += [living(f"ema.{n}", [v.reshape(-1)], v.shape) for n, v in trained.average.values.items()]
-    shares = states.shares | {each.tensor.name: _rows(each.tensor, trained.step) for each in remembered}
+    shares = states.shares | split_up
+    shares |= {each.tensor.name: _rows(each.tensor, trained.step) for each in remembered}
     return states._replace(living=found, aliases=aliases, shares=shares)
+
+
+class _Rows(NamedTuple):
+    """The rows of a weight that this rank writes, flat, and their first element."""
+
+    weights: Tensor
+    first: int
+
+
+def _own_rows(step: TrainStep) -> dict[str, _Rows]:
+    """Of each weight, where they rest split: copies of the rows that this rank writes. Collective.
+
+    A rank's share may end within a row, so it does not write its share.
+    """
+    found = {}
+    for name, weight in step.weights():
+        low, high = row_share(tuple(weight.shape), step.plan.mesh.size, step.rank)
+        width = math.prod(weight.shape[1:])
+        found[name] = _Rows(weight.reshape(-1)[low * width : high * width].clone(), low * width)
+    return found
 
 
 def _remembered(step: TrainStep) -> list[Living]:
