@@ -14,14 +14,16 @@ from typing import Any, Protocol
 
 from fourfold.plan.plan import Plan
 from fourfold.run import faults
-from fourfold.run.build import Metrics, TrainStep
+from fourfold.run.build import TrainStep
 from fourfold.run.checkpoint.keeper import Progress
 from fourfold.run.faults import Fault
 from fourfold.run.folder import Folder, Opened
 from fourfold.run.guard import Skipped
+from fourfold.run.metrics import Metrics
 from fourfold.run.settings import Settings, told_finished, tuned_for
 from fourfold.words.record import Line
 from fourfold.words.task import Task
+from fourfold.words.units import counted
 
 WINDOW = 20  # steps over which the progress line averages
 
@@ -87,7 +89,7 @@ class Speaker:
         parameters = sum(p.numel() for p in step.model.parameters())
         mesh = f"{plan.dp} ranks" if plan.dp > 1 else "1 process"
         if self._report is not None:
-            self._report.start(f"{s.label} · {parameters / 1e6:.2f} M parameters · {mesh} · {step.transport}")
+            self._report.start(f"{s.label} · {counted(parameters)} parameters · {mesh} · {step.transport}")
             if rates is not None:
                 self._report.note(rates)
 
