@@ -319,12 +319,13 @@ def trace(transport: str, host: str | None = None, steps: int = 12, ahead_second
     return encode(tracing.trace).decode()
 
 
-def wide_steps(steps: int, zero: int) -> int:
-    """Some steps of one wide layer; the bytes of its gradient."""
+def wide_steps(steps: int, zero: int, shard: int | None) -> int:
+    """Some steps of one wide layer, whose input wants a gradient; the bytes of its own."""
     model = nn.Linear(1024, 1024)
-    step = ff.parallelize(model, nn.functional.mse_loss, _sgd, ff.Plan(dp=dist.get_world_size(), zero=zero))
+    plan = ff.Plan(dp=dist.get_world_size(), zero=zero, shard=shard)
+    step = ff.parallelize(model, nn.functional.mse_loss, _sgd, plan)
     for _ in range(steps):
-        step((torch.ones(1, 1024), torch.zeros(1, 1024)))
+        step((torch.ones(1, 1024, requires_grad=True), torch.zeros(1, 1024)))
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 

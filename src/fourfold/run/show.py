@@ -47,7 +47,7 @@ def show(plan: Plan, task: Task) -> str:
     refuse_optimizer(optimizer, plan)
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
     specs = data.specs(trainable, {name: group_of[id(p)] for name, p in trainable.items()})
-    rest = RESTS[plan.zero if plan.dp > 1 else 0]
+    rest = RESTS[plan.zero if plan.num_shares > 1 else 0]
     buckets = fill(specs, bucket_bytes=plan.bucket_bytes, shares=plan.dp if rest.state == SPLIT else 1)
     trust = optim.by_parameter(optimizer) and rest.state == SPLIT
     flags = {"clip": task.clip is not None, "unused": plan.unused == "allow", "update": plan.update, "trust": trust}
@@ -89,9 +89,16 @@ def _buckets(buckets: Sequence[Bucket], plan: Plan) -> str:
     ]
     rest = RESTS[plan.zero]
     changes = {name.replace("_", " "): change for name, change in life(rest)._asdict().items() if change != Change.NONE}
+    replicas = plan.dp // plan.num_shares if plan.zero else 1
+    onward = f", then an all-reduce of the share over {replicas} replicas" if replicas > 1 else ""
+    among = f" over {plan.num_shares} ranks each" if replicas > 1 else ""
     lines = [
-        f"weights rest {rest.weight}, gradients {rest.gradient}, optimizer states {rest.state}",
-        *(f"{moment}: {change}" for moment, change in changes.items()),
+        f"weights rest {rest.weight}, gradients {rest.gradient}, optimizer states {rest.state}{among}",
+        *(
+            f"{moment}: {change}{onward if change == Change.REDUCE_SCATTER else ''}"
+            + (", in forward and again in backward" if moment == "before use" else "")
+            for moment, change in changes.items()
+        ),
     ]
     if plan.sync == "local":
         often = f"all-reduce of the weights in every {_ordinal(plan.local_steps)} step"
@@ -133,7 +140,7 @@ def _messages(buckets: Sequence[Bucket], plan: Plan, shapes: Mapping[str, tuple[
 
 def _bytes(buckets: Sequence[Bucket], plan: Plan, messages: float | None) -> str:
     total = sum(bucket.num_bytes for bucket in buckets)
-    sent = step_bytes(buckets, zero=plan.zero, size=plan.dp, microbatches=plan.microbatches)
+    sent = step_bytes(buckets, zero=plan.zero, size=plan.dp, microbatches=plan.microbatches, shard=plan.shard)
     lines = [f"gradients         {sized(total)} a rank"]
     if plan.dp > 1 and messages is not None:
         lines += [
@@ -149,9 +156,10 @@ def _bytes(buckets: Sequence[Bucket], plan: Plan, messages: float | None) -> str
         ]
     elif plan.dp > 1:
         times = sent / (total * (plan.dp - 1) / plan.dp)
+        theirs = "gradients and weights" if plan.zero == 3 else "gradients"
         lines += [
             f"over a network    {sized(sent)} sent by each rank in each step, {times:g} (N − 1) / N of the gradients",
-            "in shared memory  nothing is sent: ranks of one host read each other's gradients where they lie",
+            f"in shared memory  nothing is sent: ranks of one host read each other's {theirs} where they lie",
         ]
     else:
         lines.append("one data rank: nothing is sent")

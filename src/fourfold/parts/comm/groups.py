@@ -49,7 +49,7 @@ class Group(Protocol):
 class Processes:
     """The group over a process group of torch.distributed."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
 
     def all_reduce(self, flat: Tensor) -> Work:

@@ -42,7 +42,7 @@ class Ranks:
 
     def __init__(self, world: World, device: torch.device) -> None:
         self.world, self.device = world, device
-        self._groups: dict[tuple[str, tuple[int, ...]], Group] = {}
+        self._groups: dict[tuple[str, tuple[int, ...]], Any] = {}
         self._roster: list[_Process] = []
 
     def enrol(self) -> "Ranks":
@@ -130,9 +130,13 @@ class Ranks:
 
         Collectives of one group pair up by order alone, so two streams whose order is not fixed need two groups.
         """
+        return Processes(self.process_group(ranks, purpose))
+
+    def process_group(self, ranks: Sequence[int], purpose: str) -> dist.ProcessGroup | None:
+        """The same as torch.distributed has it."""
         key = purpose, tuple(ranks)
         if key not in self._groups:
-            self._groups[key] = Processes(dist.new_group(list(ranks)))
+            self._groups[key] = dist.new_group(list(ranks))
         return self._groups[key]
 
 
