@@ -20,13 +20,14 @@ from fourfold.plan.data import RESTS, Bucket, Rest, Step, fill, lower, turns
 from fourfold.plan.order import Stretch
 from fourfold.plan.plan import Plan
 from fourfold.run.actions import Actions, Parts
-from fourfold.run.batch import call, cut, evaluating, measure
+from fourfold.run.batch import Microbatch, call, cut, evaluating, measure
 from fourfold.run.guard import Guard
 from fourfold.run.metrics import Metrics
 from fourfold.run.outline import outline
 from fourfold.run.refuse import compare, model_problems, refuse, refuse_optimizer, sync_problems, update_problems
 from fourfold.run.remembered import Remembered
 from fourfold.run.runtime import Runtime
+from fourfold.run.sequence import Tokens
 from fourfold.run.state import State, copied
 from fourfold.run.weights import Weights, trainable_of
 from fourfold.words.action import LOSS, Action
@@ -90,9 +91,9 @@ class TrainStep:
         shapes = {name: list(p.shape) for name, p in trainable.items()}
         compare(ranks, specs, shapes, plan=plan, options={"clip": clip, "skip_nan": skip_nan})
         # A split over one rank is whole.
-        rest = RESTS[plan.zero if plan.dp > 1 else 0]
+        rest = RESTS[plan.zero if plan.num_sharing > 1 else 0]
         split = rest.state == SPLIT
-        self.buckets = fill(specs, bucket_bytes=plan.bucket_bytes, shares=plan.dp if split else 1)
+        self.buckets = fill(specs, bucket_bytes=plan.bucket_bytes, shares=plan.num_sharing if split else 1)
         by_bucket = [[trainable[slot.name] for slot in bucket.slots] for bucket in self.buckets]
         codecs = _codecs(plan, self.buckets, by_bucket)
         layerwise = optim.by_parameter(self.optimizer)
@@ -126,6 +127,7 @@ class TrainStep:
             update=plan.update,
             agree=lambda count: sum(ranks.exchange(count)) / self._sharing,
         )
+        self._tokens = Tokens(model, loss, plan, ranks) if plan.sp > 1 else None
         self._runtime = Runtime(self._actions)
         self._guard = Guard(ranks, model, limit=skip_nan)
         self._outline = Step(
@@ -218,9 +220,11 @@ class TrainStep:
         self._weights.check()
         if not self._recorded:
             self._transport.agree()  # The first step also exchanges what is no sum.
+        self.try_out(batch)
         self._guard.begin()
         program = self.program_apart if (self.steps + 1) % self.plan.period else self.program
-        self._runtime.run(program, cut(batch, self.plan.microbatches, self._ranks.device))
+        with self.reading(batch, self.plan.microbatches) as microbatches:
+            self._runtime.run(program, microbatches)
         totals = self._actions.totals
         assert totals is not None
         self._num_calls, self.steps = self._num_calls + 1, self.steps + 1
@@ -231,7 +235,7 @@ class TrainStep:
             self._record(self._ranks.exchange(self._gradients.completion_order)[0], totals.count / self._sharing)
         return Metrics(
             loss=totals.loss / totals.count,
-            samples=round(totals.samples),
+            samples=round(totals.samples / self.plan.sp),
             tokens=round(totals.tokens) or None,
             grad_norm=self._actions.grad_norm,
             seconds=time.perf_counter() - begin,
@@ -245,21 +249,41 @@ class TrainStep:
         """The loss of the global batch without training on it; NaN where it is empty everywhere. Collective."""
         begin, waited = time.perf_counter(), self._transport.waiting_seconds
         self._enter("evaluate()", getattr(batch, "samples", None))
-        inputs, targets, samples, tokens = cut(batch, 1, self._ranks.device)[0]
+        self.try_out(batch)
         local = torch.zeros(4, dtype=torch.float64)
-        if samples:
-            with evaluating(self.model):
-                loss = measure(self._loss(call(self.model, inputs), targets), samples)
-            local = torch.tensor([loss.total.item(), loss.count, samples, tokens], dtype=torch.float64)
+        with self.reading(batch) as (part,), evaluating(self.model):
+            if part.samples:
+                loss = measure(self._loss(call(self.model, part.inputs, part.kept), part.targets), part.samples)
+                values = [loss.total.item(), loss.count, part.samples, part.tokens]
+                local = torch.tensor(values, dtype=torch.float64)
         total, count, samples, tokens = self._sum(local)
         return Metrics(
             loss=total / count if count else float("nan"),
-            samples=round(samples),
+            samples=round(samples / self.plan.sp),
             tokens=round(tokens) or None,
             grad_norm=None,
             seconds=time.perf_counter() - begin,
             waiting_seconds=self._transport.waiting_seconds - waited,
         )
+
+    def try_out(self, batch: Any) -> None:
+        """With sp > 1, show by a first batch that the model can be cut into tokens. Collective.
+
+        Raises TaskError, on every rank, where it cannot. The first step does it too.
+        """
+        if self._tokens is not None and not self._tokens.is_tried:
+            self._transport.agree()
+            self._tokens.try_out(batch)
+
+    @contextlib.contextmanager
+    def reading(self, batch: Any, count: int = 1) -> Iterator[list[Microbatch]]:
+        """This rank's part of a batch in microbatches; within, the model's attention reaches all tokens of it."""
+        if self._tokens is None:
+            yield cut(batch, count, self.device)
+            return
+        part, kept = self._tokens.cut(batch)
+        with self._tokens.routing():
+            yield cut(part, count, self.device, kept=kept)
 
     def sum(self, values: Tensor) -> list[float]:
         """A few float64 scalars [n ≤ 8], summed over the data ranks. Collective."""
@@ -388,7 +412,8 @@ def _codecs(plan: Plan, buckets: Sequence[Bucket], by_bucket: Sequence[Sequence[
 def _request(plan: Plan, buckets: Sequence[Bucket], rest: Rest, *, num_norms: int) -> comm.Request:
     """What the buckets of a plan need of a transport."""
     # One rank's update has ended when the next bucket comes: its slot is free, unless the ranks will meet in it.
-    frees_early = plan.update == "in_backward" and plan.dp == plan.microbatches == 1 and plan.sync == "step"
+    is_alone = plan.num_sharing == plan.microbatches == 1
+    frees_early = plan.update == "in_backward" and is_alone and plan.sync == "step"
     return comm.Request(
         sizes=tuple(bucket.size for bucket in buckets),
         dtypes=tuple(data.dtype_of(bucket) for bucket in buckets),
