@@ -9,7 +9,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -66,7 +66,15 @@ def parallelize(
     if ranks.device.type == "cpu":
         memory.keep_freed_memory()
     torch.manual_seed(seed + 1_000_003 * plan.mesh.at(ranks.rank)["dp"])
-    return TrainStep(model.to(ranks.device), loss, optimizer, plan=plan, ranks=ranks, clip=clip, skip_nan=skip_nan)
+    options = {"clip": clip, "skip_nan": skip_nan, "seed": seed}
+    return TrainStep(model.to(ranks.device), loss, optimizer, plan=plan, ranks=ranks, **options)
+
+
+class Traffic(NamedTuple):
+    """What a rank has waited for others, and sent to them."""
+
+    waiting_seconds: float
+    sent_bytes: float
 
 
 class TrainStep:
@@ -82,6 +90,7 @@ class TrainStep:
         ranks: comm.Ranks,
         clip: float | None,
         skip_nan: int = 0,
+        seed: int = 0,
     ) -> None:
         self.model, self.plan, self._loss, self._ranks = model, plan, loss, ranks
         self.optimizer = optim.build(optimizer, list(model.parameters()))
@@ -127,7 +136,7 @@ class TrainStep:
             update=plan.update,
             agree=lambda count: sum(ranks.exchange(count)) / self._sharing,
         )
-        self._tokens = Tokens(model, loss, plan, ranks) if plan.sp > 1 else None
+        self._tokens = Tokens(model, loss, plan, ranks, seed=seed) if plan.sp > 1 else None
         self._runtime = Runtime(self._actions)
         self._guard = Guard(ranks, model, limit=skip_nan)
         self._outline = Step(
@@ -190,7 +199,8 @@ class TrainStep:
     def tell(self, recorder: Recorder) -> None:
         """From now on `recorder` hears of every action, bucket and wait of this rank; `SILENT` ends it."""
         self._runtime.recorder = self._actions.recorder = recorder
-        self._transport.recorder = recorder
+        for way in (self._transport, *(self._tokens.links if self._tokens is not None else ())):
+            way.recorder = recorder
         if self._local is None:
             self._gradients.recorder = recorder  # elsewhere gradients go nowhere
 
@@ -213,8 +223,7 @@ class TrainStep:
 
         Raises DivergenceError where another rank is in another call, or has another part of the feed's order.
         """
-        begin, waited = time.perf_counter(), self._transport.waiting_seconds
-        sent = self._transport.sent_bytes
+        begin, (waited, sent) = time.perf_counter(), self._traffic()
         samples = getattr(batch, "samples", None)
         self._transport.enter(_name(f"step {self.steps + 1}", samples))
         self._weights.check()
@@ -239,15 +248,15 @@ class TrainStep:
             tokens=round(totals.tokens) or None,
             grad_norm=self._actions.grad_norm,
             seconds=time.perf_counter() - begin,
-            waiting_seconds=self._transport.waiting_seconds - waited,
-            sent_bytes=self._transport.sent_bytes - sent,
+            waiting_seconds=self._traffic().waiting_seconds - waited,
+            sent_bytes=self._traffic().sent_bytes - sent,
             skipped=skipped,
         )
 
     @torch.no_grad()
     def evaluate(self, batch: Any) -> Metrics:
         """The loss of the global batch without training on it; NaN where it is empty everywhere. Collective."""
-        begin, waited = time.perf_counter(), self._transport.waiting_seconds
+        begin, (waited, _) = time.perf_counter(), self._traffic()
         self._enter("evaluate()", getattr(batch, "samples", None))
         self.try_out(batch)
         local = torch.zeros(4, dtype=torch.float64)
@@ -263,7 +272,7 @@ class TrainStep:
             tokens=round(tokens) or None,
             grad_norm=None,
             seconds=time.perf_counter() - begin,
-            waiting_seconds=self._transport.waiting_seconds - waited,
+            waiting_seconds=self._traffic().waiting_seconds - waited,
         )
 
     def try_out(self, batch: Any) -> None:
@@ -282,8 +291,9 @@ class TrainStep:
             yield cut(batch, count, self.device)
             return
         part, kept = self._tokens.cut(batch)
-        with self._tokens.routing():
-            yield cut(part, count, self.device, kept=kept)
+        parts = cut(part, count, self.device, kept=kept)
+        with self._tokens.routing(parts, self.steps, getattr(batch, "samples", None)):
+            yield parts
 
     def sum(self, values: Tensor) -> list[float]:
         """A few float64 scalars [n ≤ 8], summed over the data ranks. Collective."""
@@ -376,6 +386,11 @@ class TrainStep:
         else:
             self._actions.nominal_count = record["nominal_count"]
         self._state.remember(state)
+
+    def _traffic(self) -> Traffic:
+        """What this rank has waited and sent so far."""
+        ways = (self._transport, *(self._tokens.links if self._tokens is not None else ()))
+        return Traffic(sum(way.waiting_seconds for way in ways), sum(way.sent_bytes for way in ways))
 
     def _enter(self, call: str, samples: Stretch | None = None) -> None:
         self._transport.enter(_name(f"{call} after step {self.steps}", samples))

@@ -6,27 +6,26 @@ Law: a step over dp × sp ranks is the step of one process.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts import comm
+from fourfold.parts import comm, sequence
+from fourfold.plan.order import Stretch
 from fourfold.plan.plan import Plan
-from fourfold.plan.sequence import divisor
-from fourfold.run.batch import has_tokens, leaves, mapped
-from fourfold.run.sequence.dropout import apart
+from fourfold.plan.sequence import divisor, length_problem
+from fourfold.run.batch import Microbatch, has_tokens, leaves, mapped
+from fourfold.run.sequence.dropout import Drawn, apart
 from fourfold.run.sequence.losses import Sum, Value, adding_up, observed, refuse_uneven
 from fourfold.run.sequence.route import Call, routed
-from fourfold.run.sequence.tokens import Share, cut_tokens, length_of, share
+from fourfold.run.sequence.tokens import Share, cut_tokens, length_of, share, without_pads
 from fourfold.run.sequence.trial import Trial, smaller
 from fourfold.words.errors import Problem, TaskError
 
 TRIED_TOKENS = 256
 TRIED_SAMPLES = 2
-
-Attend = Callable[[Call, Share], Tensor]
 
 
 class Cut(NamedTuple):
@@ -37,15 +36,25 @@ class Cut(NamedTuple):
 
 
 class Tokens:
-    """The sequence axis of a step. `attend` is attention over the line's tokens."""
+    """The sequence axis of a step. Collective to build. `seed` is that of dropout in attention: one for all ranks."""
 
-    def __init__(self, model: nn.Module, loss: Callable[[Any, Any], Any], plan: Plan, ranks: comm.Ranks) -> None:
+    def __init__(
+        self, model: nn.Module, loss: Callable[[Any, Any], Any], plan: Plan, ranks: comm.Ranks, *, seed: int = 0
+    ) -> None:
         self._model, self._loss, self._plan, self._ranks = model, loss, plan, ranks
         self._place = plan.mesh.at(ranks.rank)
+        lines = plan.mesh.groups("sp")
+        self._axis = sequence.connect(ranks, lines, ring=plan.ring, ulysses=plan.ulysses, choice=plan.transport)
         self._instead = apart(self._place["sp"])
+        self._drawn = Drawn(seed)
         self._share: Share | None = None
         self._ignored: list[int] | None = None
         self.is_tried = False
+
+    @property
+    def links(self) -> Sequence[comm.Link]:
+        """What attention travels over."""
+        return self._axis.links
 
     def shares(self, length: int) -> list[Share]:
         """What each rank of the line keeps of sequences of this length."""
@@ -57,7 +66,7 @@ class Tokens:
         length = length_of((inputs, targets))
         shares = self.shares(length)
         if self._ignored is not None:
-            refuse_uneven(targets, shares, self._ignored)
+            self._refuse_uneven(targets, length)
         mine = self._share = shares[self._place["sp"]]
         kept = mine.kept
         parts = cut_tokens(targets, mine)
@@ -65,14 +74,31 @@ class Tokens:
             parts = mapped(parts, lambda tensor: tensor[:, kept] if has_tokens(tensor, mine.size) else tensor)
         return Cut((cut_tokens(inputs, mine), parts), kept)
 
+    def _refuse_uneven(self, targets: Any, length: int) -> None:
+        assert self._ignored is not None
+        problem = length_problem(length, self._plan.sp, self._plan.ring, self._plan.ulysses)
+        lengths = "" if problem is None else problem.attempt
+        refuse_uneven(targets, self.shares(length), self._ignored, lengths=lengths)
+
     @contextlib.contextmanager
-    def routing(self) -> Iterator[None]:
-        """Within, attention reaches the tokens of the whole line."""
-        with routed(self._attend, instead=self._instead):
-            yield
+    def routing(self, parts: Sequence[Microbatch], step: int, samples: Stretch | None) -> Iterator[None]:
+        """Within, attention reaches the tokens of the whole line. `samples`: the batch's place in the feed's order."""
+        # Without a place in the order, samples of other data ranks are far away: no two are drawn alike.
+        first = self._place["dp"] << 32 if samples is None else samples.first - samples.start
+        self._drawn.begin(step, first, [part.samples for part in parts if part.samples])
+        hook = self._model.register_forward_pre_hook(self._drawn.forward)
+        try:
+            with routed(self._attend, instead=self._instead):
+                yield
+        finally:
+            hook.remove()
 
     def _attend(self, call: Call) -> Tensor:
-        raise NotImplementedError
+        assert self._share is not None
+        mask = without_pads(call, self._share)
+        dropout = self._drawn.dropout(call.dropout) if call.dropout else None
+        options = {"causal": call.causal, "scale": call.scale, "grouped": call.grouped}
+        return sequence.attend(call.q, call.k, call.v, self._axis, mask=mask, dropout=dropout, **options)
 
     def try_out(self, batch: Any) -> None:
         """Show that the model can be cut, by the first tokens of this batch. Collective.
@@ -91,7 +117,7 @@ class Tokens:
             told["ignored"] = sorted({index for value in values for index in value.ignored})
         self._judge(self._ranks.exchange(told))
         if self._ignored is not None:
-            refuse_uneven(targets, self.shares(length), self._ignored)
+            self._refuse_uneven(targets, length)
         self.is_tried = True
 
     def _try(self, inputs: Mapping[str, Any], targets: Any, length: int) -> tuple[list[Problem], list[Value]]:

@@ -57,23 +57,28 @@ def observed(loss: Callable[[Any, Any], Any], outputs: Any, targets: Any, sample
     return Value(Sum(float(measured.total), measured.count), is_mean, ignored)
 
 
-def refuse_uneven(targets: Any, shares: Sequence[Share], ignored: Sequence[int]) -> None:
-    """Raise TaskError where the means of parts are no mean: some part has fewer targets. On all ranks alike."""
+def refuse_uneven(targets: Any, shares: Sequence[Share], ignored: Sequence[int], *, lengths: str) -> None:
+    """Raise TaskError where the means of parts are no mean: some part has fewer targets. On all ranks alike.
+
+    lengths: those that divide, in words.
+    """
     length = shares[0].length
     counts = [share.size if share.kept is None else len(share.kept) for share in shares]
-    what = f"{length} tokens, which sp = {len(shares)} does not divide"
+    what, attempt = f"{length} tokens, which do not divide", f"{VALUES}, or {lengths}"
     for target in leaves(targets) if len(set(counts)) == 1 else ():
         if not has_tokens(target, length) or target.is_floating_point():
             continue
         for index in {-100, *ignored}:
             told = (target != index).sum(0)
             counts = [int(sum(int(told[start:stop].sum()) for start, stop in share.spans)) for share in shares]
-            what = f"targets with {index}, which is ignored"
+            what, attempt = f"targets with {index}, which is ignored", VALUES
             if len(set(counts)) > 1:
                 break
     if len(set(counts)) > 1:
         got = f"sp = {len(shares)}, a loss that is a mean, and {what}: {counts} targets by rank"
-        raise TaskError(Problem(got, "as many on every rank, or a loss that can be added up", VALUES), where="the loss")
+        raise TaskError(
+            Problem(got, "as many on every rank, or a loss that can be added up", attempt), where="the loss"
+        )
 
 
 def adding_up(whole: Sum, parts: Sequence[Sum], *, is_mean: bool) -> Problem | None:

@@ -11,11 +11,13 @@ B samples · L length · P padded length · l = P / sp
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fourfold.plan.plan import Plan
 from fourfold.plan.sequence import Spans, chunks, nearest_length
 from fourfold.run.batch import POSITION_NAMES, has_tokens, leaves, mapped, positions_of
+from fourfold.run.sequence.route import Call
 from fourfold.words.errors import Problem, TaskError
 
 POSITIONS = " or ".join(POSITION_NAMES)
@@ -82,3 +84,19 @@ def length_of(batch: Any) -> int:
 def cut_tokens(tree: Any, share: Share) -> Any:
     """A tree of tensors with each token tensor cut to the share; the others are the samples' own, and whole."""
     return mapped(tree, lambda tensor: share.of(tensor) if has_tokens(tensor, share.length) else tensor)
+
+
+def without_pads(call: Call, share: Share) -> Tensor | None:
+    """The mask of a call, with pads as keys for nobody. A causal one needs none: pads come last."""
+    mask, missing = call.mask, share.padded - share.length
+    if not missing or (mask is None and call.causal):
+        return mask
+    real = (share.places < share.length).to(call.k.device)
+    if mask is None:
+        return real.view(1, 1, 1, -1)
+    if mask.shape[-1] == share.length:
+        hidden = False if mask.dtype == torch.bool else float("-inf")
+        return F.pad(mask, (0, missing), value=hidden)
+    if mask.shape[-1] == share.size:
+        return mask & real if mask.dtype == torch.bool else mask.masked_fill(~real, float("-inf"))
+    return mask
