@@ -89,8 +89,8 @@ def whole(case: Case, factor: float = 1.0) -> Whole:
         for heads, size in shapes
     )
     mask = _mask(case, q.shape[1], generator)
-    tensors = [tensor.to(case.dtype) for tensor in (q * factor, k * factor, v, grad_out)]
-    return Whole(*tensors, mask)
+    q, k, v, grad_out = (tensor.to(case.dtype) for tensor in (q * factor, k * factor, v, grad_out))
+    return Whole(q, k, v, grad_out, mask)
 
 
 def _mask(case: Case, heads: int, generator: torch.Generator) -> Tensor | None:

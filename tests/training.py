@@ -95,11 +95,11 @@ class Net(nn.Module):
 
 
 # Ranks may be threads, and they share torch's generator.
-_SEEDING = threading.Lock()
+SEEDING = threading.Lock()
 
 
 def model(kind: str) -> nn.Module:
-    with _SEEDING:
+    with SEEDING:
         torch.manual_seed(7)
         return _make(kind)
 

@@ -1,7 +1,6 @@
 """The laws of the sequence axis in training, all ranks as threads of one process."""
 
 import dataclasses
-import functools
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from fourfold.run.refuse import refuse
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import PlanError, TaskError
-from tests.training import Case, batches, build, deviation, local, optimizer, train_oracle, train_step
+from tests.training import SEEDING, Case, batches, build, deviation, local, optimizer, train_oracle, train_step
 from tests.training import loss as loss_of
 from tests.training import model as make
 
@@ -194,7 +193,7 @@ class Bidirectional(nn.Module):
 
 
 def bidirectional(*options) -> nn.Module:
-    with functools.partial(torch.random.fork_rng, [])():
+    with SEEDING, torch.random.fork_rng([]):  # ranks are threads, and share torch's generator
         torch.manual_seed(3)
         return Bidirectional(*options).double()
 

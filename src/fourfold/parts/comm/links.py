@@ -42,10 +42,24 @@ class Link(Protocol):
     name: str
     size: int
     index: int
-    sent_bytes: float
-    """Given to process groups, since the start."""
-    waiting_seconds: float
-    recorder: Recorder
+
+    @property
+    def sent_bytes(self) -> float:
+        """Given to process groups, since the start."""
+        ...
+
+    @property
+    def waiting_seconds(self) -> float:
+        """Spent waiting for others, since the start."""
+        ...
+
+    @property
+    def recorder(self) -> Recorder:
+        """Told of waits."""
+        ...
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder) -> None: ...
 
     def visit(self, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
         """(owner, its block: its parts, one after the other), for all. To be read to the end.

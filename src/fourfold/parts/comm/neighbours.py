@@ -47,9 +47,9 @@ def total_bytes(size: int) -> int:
 
 
 class Place(NamedTuple):
-    """A rank's place in a link: its index among `ranks`, the global ranks of all."""
+    """A rank's place in a link: `here`, its index among `ranks`, the global ranks of all."""
 
-    index: int
+    here: int
     ranks: tuple[int, ...]
 
 

@@ -103,8 +103,8 @@ def attend(
     """
     if q.ndim == 3 and k.ndim == 3 and v.ndim == 3:
         mask = mask.unsqueeze(1) if mask is not None and mask.ndim == 3 else mask
-        tensors = (tensor.unsqueeze(1) for tensor in (q, k, v))
-        return attend(*tensors, axis, mask=mask, causal=causal, scale=scale, dropout=dropout).squeeze(1)
+        q, k, v = (tensor.unsqueeze(1) for tensor in (q, k, v))
+        return attend(q, k, v, axis, mask=mask, causal=causal, scale=scale, dropout=dropout).squeeze(1)
     _check(q, k, v, axis, grouped=grouped)
     if q.shape[0] == 0:
         return _alone(q, k, v, None, causal=False, scale=scale)

@@ -87,7 +87,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor):
+    def backward(ctx: Any, grad_out: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, keys, rows, out, lse = ctx.saved_tensors
         work = _Work(q, rows, ctx.call)
         whole = Whole(grad_out.to(work.q.dtype).contiguous(), out, lse.masked_fill(lse == -INF, INF))
@@ -225,7 +225,8 @@ def _gather_back(gradients: _Gradients, k: Tensor, v: Tensor, keys: Tensor | Non
     """dK and dV of this rank's keys: those of all keys, summed by their owners."""
     call, dtype = gradients.work.call, wide(k.dtype)
     _, side = next(_sides(k, v, keys, call))
-    whole = Side(*(torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (side.k, side.v)), None, side.spans)
+    grad_k, grad_v = (torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (side.k, side.v))
+    whole = Side(grad_k, grad_v, None, side.spans)
     _add(gradients.of(side), whole)
     parts = torch.empty(len(call.places), k.numel() + v.numel(), dtype=dtype, device=k.device)
     views = [_split(part, (k, v), spans) for part, spans in zip(parts, call.places, strict=True)]

@@ -75,7 +75,7 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_scores: Tensor):
+    def backward(ctx: Any, grad_scores: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k = ctx.saved_tensors
         local = k.shape[-2]
         grad_k = _sum_at_owner(grad_scores, q, ctx.link)
@@ -98,7 +98,7 @@ class _Values(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor):
+    def backward(ctx: Any, grad_out: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         weights, v = ctx.saved_tensors
         local = v.shape[-2]
         grad_v = _sum_at_owner(weights, grad_out, ctx.link)

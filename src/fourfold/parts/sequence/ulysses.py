@@ -51,7 +51,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor):
+    def backward(ctx: Any, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         return None, None, *_exchange(ctx.link, not ctx.to_heads, grads)
 
 
