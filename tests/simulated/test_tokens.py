@@ -127,6 +127,11 @@ def test_a_mean_over_targets_that_are_ignored_is_refused_when_they_are_unequal()
         threads.run(2, body)
 
 
+def test_heads_that_cannot_be_shared_out_are_refused():
+    with pytest.raises(TaskError, match=r"ulysses = 4, 4 heads, 2 of them of keys and values.*try ulysses = 1 or 2"):
+        threads.run(4, lambda ranks: deviation(dataclasses.replace(LM, sp=4, ulysses=4), 4, ranks))
+
+
 def shifted(logits: Tensor, targets: Tensor) -> Tensor:
     """Each output is compared with the next one's target: the last of each part has none."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten(), reduction="none")

@@ -128,7 +128,7 @@ class Tokens:
         inputs, targets = (mapped(tree, lambda tensor: tensor.to(self._ranks.device)) for tree in (inputs, targets))
         mine = share(self._plan, few, self._place["sp"])
         try:
-            tried = Trial(self._model, inputs, mine).run()
+            tried = Trial(self._model, inputs, mine, ulysses=self._plan.ulysses).run()
         except (RuntimeError, ValueError, IndexError, AssertionError) as error:
             said = str(error).splitlines()[0] if str(error) else type(error).__name__
             got = f"sp > 1 and a model that fails with {few} tokens, where a sample has {length}: {said}"

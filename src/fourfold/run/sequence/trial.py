@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fourfold.plan.sequence import heads_problem
 from fourfold.run.batch import POSITION_NAMES, evaluating, has_tokens, leaves, mapped
 from fourfold.run.sequence.route import Call, routed
 from fourfold.run.sequence.tokens import Share, cut_tokens
@@ -55,10 +56,10 @@ class _Differs(Exception):
 
 
 class Trial:
-    """The trial of a model on whole inputs (a dict), of which `share` is this rank's."""
+    """The trial of a model on whole inputs (a dict), of which `share` is this rank's; `ulysses` is the plan's."""
 
-    def __init__(self, model: nn.Module, inputs: Mapping[str, Any], share: Share) -> None:
-        self._model, self._inputs, self._share = model, inputs, share
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any], share: Share, *, ulysses: int = 1) -> None:
+        self._model, self._inputs, self._share, self._ulysses = model, inputs, share, ulysses
         self._names = Names(model)
         self._seen: list[_Seen] = []
         self._manual: list[str] = []
@@ -128,6 +129,8 @@ class Trial:
         name = f"attention call {number} ({where})"
         for what in ("q", "k", "v"):
             self._same(getattr(whole, what), getattr(call, what), 2, f"{what} of {name}")
+        if problem := heads_problem(call.q.shape[1], call.k.shape[1], self._ulysses):
+            raise TaskError(problem)
         options = [(one.causal, one.scale, one.dropout, one.grouped) for one in (whole, call)]
         if options[0] != options[1]:
             raise _Differs(f"{name} with other options", depends=False)
