@@ -88,7 +88,7 @@ class Speaker:
         asked |= {} if rates is None else {"rates": rates}
         self._folder.describe(plan, {"task": s.label, **asked, **(s.extra or {}), "transport": step.transport})
         parameters = sum(p.numel() for p in step.model.parameters())
-        mesh = f"{plan.dp} ranks" if plan.dp > 1 else "1 process"
+        mesh = f"{plan.mesh.size} ranks" if plan.mesh.size > 1 else "1 process"
         if self._report is not None:
             self._report.start(f"{s.label} · {counted(parameters)} parameters · {mesh} · {step.transport}")
             if rates is not None:
