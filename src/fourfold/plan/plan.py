@@ -53,7 +53,7 @@ class Rule:
 RULES = {
     "pp": Rule(int, built=(1,)),
     "dp": Rule(int),
-    "sp": Rule(int, built=(1,)),
+    "sp": Rule(int),
     "tp": Rule(int, built=(1,)),
     "shard": Rule(int, optional=True),
     "zero": Rule(int, choices=(0, 1, 2, 3)),
@@ -140,13 +140,18 @@ class Plan:
 
     @property
     def num_shares(self) -> int:
-        """Among how many data ranks that which rests split is split; 1: all of it rests whole."""
-        return (self.shard or self.dp) if self.zero else 1
+        """Among how many ranks that which rests split is split; 1: all of it rests whole."""
+        return (self.shard or self.dp) * self.sp if self.zero else 1
 
     @property
     def period(self) -> int:
         """Weights are the same on all ranks after every so many steps."""
         return self.local_steps if self.sync == "local" else 1
+
+    @property
+    def num_sharing(self) -> int:
+        """Ranks whose gradients are added up, and that share what rests split: dp · sp."""
+        return self.dp * self.sp
 
     @property
     def mesh(self) -> Mesh:
@@ -233,5 +238,5 @@ def read_value(name: str, text: str) -> object:
 
 
 def mesh_sizes(size: int) -> list[Mesh]:
-    """The meshes of `size` ranks that this version can build."""
-    return [Mesh(dp=size)]
+    """The meshes of `size` ranks that this version can build, those with more samples at once first."""
+    return [Mesh(dp=size // sp, sp=sp) for sp in range(1, size + 1) if size % sp == 0]

@@ -48,7 +48,7 @@ def show(plan: Plan, task: Task) -> str:
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
     specs = data.specs(trainable, {name: group_of[id(p)] for name, p in trainable.items()})
     rest = RESTS[plan.zero if plan.num_shares > 1 else 0]
-    buckets = fill(specs, bucket_bytes=plan.bucket_bytes, shares=plan.dp if rest.state == SPLIT else 1)
+    buckets = fill(specs, bucket_bytes=plan.bucket_bytes, shares=plan.num_sharing if rest.state == SPLIT else 1)
     trust = optim.by_parameter(optimizer) and rest.state == SPLIT
     flags = {"clip": task.clip is not None, "unused": plan.unused == "allow", "update": plan.update, "trust": trust}
     outlined = Step(plan.microbatches, len(buckets), rest, **flags)
@@ -89,7 +89,7 @@ def _buckets(buckets: Sequence[Bucket], plan: Plan) -> str:
     ]
     rest = RESTS[plan.zero]
     changes = {name.replace("_", " "): change for name, change in life(rest)._asdict().items() if change != Change.NONE}
-    replicas = plan.dp // plan.num_shares if plan.zero else 1
+    replicas = plan.num_sharing // plan.num_shares if plan.zero else 1
     onward = f", then an all-reduce of the share over {replicas} replicas" if replicas > 1 else ""
     among = f" over {plan.num_shares} ranks each" if replicas > 1 else ""
     lines = [
@@ -132,30 +132,31 @@ def _messages(buckets: Sequence[Bucket], plan: Plan, shapes: Mapping[str, tuple[
     sent = 0.0
     for bucket in buckets:
         said = rounds(plan.coding, bucket, [shapes[slot.name] for slot in bucket.slots])
-        sent += sent_bytes(said, size=plan.dp) * (plan.microbatches if plan.zero == 2 else 1)
+        sent += sent_bytes(said, size=plan.num_sharing) * (plan.microbatches if plan.zero == 2 else 1)
         weights = life(RESTS[plan.zero]).after_update
-        sent += layout_bytes(weights, whole_bytes=bucket.num_bytes, size=plan.dp)
+        sent += layout_bytes(weights, whole_bytes=bucket.num_bytes, size=plan.num_sharing)
     return sent
 
 
 def _bytes(buckets: Sequence[Bucket], plan: Plan, messages: float | None) -> str:
     total = sum(bucket.num_bytes for bucket in buckets)
-    sent = step_bytes(buckets, zero=plan.zero, size=plan.dp, microbatches=plan.microbatches, shard=plan.shard)
+    shard = plan.num_shares if plan.zero else None
+    sent = step_bytes(buckets, zero=plan.zero, size=plan.num_sharing, microbatches=plan.microbatches, shard=shard)
     lines = [f"gradients         {sized(total)} a rank"]
-    if plan.dp > 1 and messages is not None:
+    if plan.num_sharing > 1 and messages is not None:
         lines += [
             f"over a network    {sized(messages)} sent by each rank in each step, {sent / messages:.3g} times less "
             "than without the codec",
             "in shared memory  nothing is sent, and gradients are coded all the same: training is that of a network",
         ]
-    elif plan.dp > 1 and plan.sync == "local":
+    elif plan.num_sharing > 1 and plan.sync == "local":
         lines += [
             f"over a network    {sized(sent / plan.period)} sent by each rank in each step on average, "
             f"{sized(sent)} in every {_ordinal(plan.local_steps)}",
             "in shared memory  nothing is sent: ranks of one host read each other's weights where they lie",
         ]
-    elif plan.dp > 1:
-        times = sent / (total * (plan.dp - 1) / plan.dp)
+    elif plan.num_sharing > 1:
+        times = sent / (total * (plan.num_sharing - 1) / plan.num_sharing)
         theirs = "gradients and weights" if plan.zero == 3 else "gradients"
         lines += [
             f"over a network    {sized(sent)} sent by each rank in each step, {times:g} (N − 1) / N of the gradients",
