@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fourfold.parts import memory
 from fourfold.parts.comm import Transport
 from fourfold.parts.optim import Piece
+from fourfold.parts.uses import unwatched
 from fourfold.plan.data import Bucket, Spec
 from fourfold.words.errors import Problem, TaskError, TrainingError
 from fourfold.words.spans import READY, SENT, SILENT
@@ -136,7 +137,8 @@ class Gradients:
         def take(parameter: Tensor) -> None:
             gradients = mine()
             if gradients is not None:
-                gradients._take(parameter, number)
+                with unwatched():
+                    gradients._take(parameter, number)
 
         return take
 
@@ -250,6 +252,12 @@ class Gradients:
             self.completion_order += [bucket.index for bucket in self._buckets if self._missing[bucket.index]]
         self._missing = [0] * len(self._buckets)
         self._launch_complete()
+
+    def reached_in(self, bucket: int) -> str | None:
+        """The name of a parameter of the bucket that a backward of the step has reached, if there is one."""
+        first = self._first[bucket]
+        numbers = range(first, first + len(self._buckets[bucket].slots))
+        return next((self._names[number] for number in numbers if self.reached[number]), None)
 
     def refuse_unreached(self) -> None:
         """Raise TrainingError naming the parameters that no backward of the step has reached."""

@@ -19,11 +19,12 @@ from fourfold.parts import codec, comm, data, local, memory, optim
 from fourfold.plan.data import RESTS, Bucket, Rest, Step, fill, lower, turns
 from fourfold.plan.order import Stretch
 from fourfold.plan.plan import Plan
-from fourfold.run.actions import Actions, Parts
+from fourfold.run.actions import Actions
 from fourfold.run.batch import call, cut, evaluating, measure
 from fourfold.run.guard import Guard
 from fourfold.run.metrics import Metrics
 from fourfold.run.outline import outline
+from fourfold.run.parts import Parts
 from fourfold.run.refuse import compare, model_problems, refuse, refuse_optimizer, sync_problems, update_problems
 from fourfold.run.remembered import Remembered
 from fourfold.run.runtime import Runtime
@@ -245,6 +246,7 @@ class TrainStep:
         """The loss of the global batch without training on it; NaN where it is empty everywhere. Collective."""
         begin, waited = time.perf_counter(), self._transport.waiting_seconds
         self._enter("evaluate()", getattr(batch, "samples", None))
+        self._actions.settle()
         inputs, targets, samples, tokens = cut(batch, 1, self._ranks.device)[0]
         local = torch.zeros(4, dtype=torch.float64)
         if samples:
@@ -281,16 +283,27 @@ class TrainStep:
         """Change weights by hand: inside the block they are yours, after it every rank has rank 0's. Collective."""
         self._enter("edit()")
         self._transport.agree()
+        self._actions.settle()
         with self._weights.edited():
             yield self.model
         if self._local is not None:
             self._local.begin()
         torch.autograd.graph.increment_version(list(self.model.parameters()))
 
+    def flush(self) -> None:
+        """Have the weights as they are after the last step: `update = "in_forward"` leaves it to the next. Collective.
+
+        All that is done with a step, such as `evaluate` and `state_dict`, sees to it by itself. Before weights are
+        used in another way, all ranks call this; where they do not, TrainingError is raised at the use.
+        """
+        self._enter("flush()")
+        self._actions.settle()
+
     def put(self, values: Mapping[str, Tensor]) -> None:
         """Replace trainable weights, by name; the same values on every rank. Collective."""
         self._enter("put()")
         self._transport.agree()  # all are here: nobody reads weights any more
+        self._actions.settle()
         self._weights.put(values)
 
     def state_dict(self) -> dict[str, Any]:
@@ -303,6 +316,7 @@ class TrainStep:
         """
         self._enter("state_dict()")
         self._transport.agree()
+        self._actions.settle()
         self._refuse_apart()
         return {**self._decisions(), **self._state.saved()}
 
@@ -310,9 +324,10 @@ class TrainStep:
         """`state_dict` without a copy: the optimizer's tensors are lists of consecutive flat stretches.
 
         Where optimizer states rest split these are this rank's only: `shares` says which elements they are. With local
-        steps too: each rank has states of its own.
+        steps too: each rank has states of its own. Collective where updates wait for the next forward: see `flush`.
         """
         self._refuse_apart()
+        self._actions.settle()
         return {**self._decisions(), **self._state.living()}
 
     def _refuse_apart(self) -> None:
@@ -342,6 +357,7 @@ class TrainStep:
         """Put back what `state_dict` gave, on this or another mesh. Collective."""
         self._enter("load_state_dict()")
         self._transport.agree()
+        self._actions.settle()
         self._state.load(state)
         for group, options in zip(self.optimizer.param_groups, state["groups"], strict=True):
             group.update(options)
