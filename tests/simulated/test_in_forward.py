@@ -282,6 +282,18 @@ def test_a_use_between_steps_is_told_to_need_the_update_first():
     threads.run(2, body)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradients_that_anybody_sets_to_none_between_steps_are_not_lost(size):
+    def body(case, step):
+        for batch in batches(case):
+            step.model.zero_grad()
+            step(local(batch, size, step.data_index))
+            step.model.zero_grad()
+        return weights(step)
+
+    same(*both(CASE, size, body))
+
+
 class Unseen(nn.Module):
     """A bias that torch.func takes as an argument: no operation of torch has it."""
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fourfold.parts.data import Gradients
 from fourfold.plan.data import life
 from fourfold.run.batch import Loss, Microbatch, call, measure
 from fourfold.run.deferred import Deferred
@@ -104,8 +105,10 @@ class Actions:
         self._count()
         self._complete_all()
         if self.bad is not None:
+            self._parts.gradients.forget()
             self._parts.transport.close()
             return
+        self._parts.gradients.hold()
         self._parts.transport.permit()
         self._terms = Terms(self._factor, self._used, self._squares)
         self._parts.optimizer.keep_options(as_they_are=True)
@@ -122,7 +125,9 @@ class Actions:
         """Update a bucket by the gradient of the step before."""
         with self.recorder.action(Action(Verb.UPDATE, 0, bucket)):
             self._parts.transport.permitted()
+            self._parts.gradients.hand_out(bucket)
             self._move(bucket, self._terms)
+            self._parts.gradients.release(bucket)
         if self._gathers:
             with self.recorder.action(Action(Verb.GATHER, 0, bucket)):
                 self.gather(bucket)
@@ -170,6 +175,7 @@ class Actions:
             count = self._losses[index].count if index in self._losses else 0.0
             self.nominal_count = max(1.0, self._agree(count) * len(self._microbatches))
         if self._every_round and index:
+            assert isinstance(self._parts.gradients, Gradients)  # one rank's gradients rest whole
             self._parts.gradients.begin_round()
             self._sealed = False
         self._in_last_round = not self._every_round or index == len(self._microbatches) - 1
@@ -192,9 +198,7 @@ class Actions:
             self._seal()
             self._count()
             self._complete_all()
-            for bucket in range(len(self._parts.parameters)):
-                transport.settle(bucket)
-            own = [transport.own(bucket).flat for bucket in range(len(self._parts.parameters))]
+            own = list(itertools.chain(*map(self._parts.gradients.own, range(len(self._parts.parameters)))))
             # Two bytes would round each bucket's norm, and in fp16 a norm beyond 65,504 would seem infinite.
             wide = [torch.promote_types(flat.dtype, torch.float32) for flat in own]
             norms = [torch.linalg.vector_norm(flat, dtype=dtype) for flat, dtype in zip(own, wide, strict=True)]
@@ -304,8 +308,12 @@ class Actions:
         self._count()
         # Only this bucket: others may still be on their way.
         self._complete(bucket)
-        if self.bad is not None:
-            return
+        if self.bad is None:
+            self._update(bucket)
+        self._parts.gradients.release(bucket)
+
+    def _update(self, bucket: int) -> None:
+        """Update a bucket whose sum is there."""
         if self._after and not self._permitted:
             # A rank's backward may read a weight after its gradient is complete: that of a use without gradient.
             self._parts.transport.permit()

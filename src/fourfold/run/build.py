@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts import codec, comm, data, local, memory, optim
+from fourfold.parts.in_place import InPlace
 from fourfold.plan.data import RESTS, Bucket, Rest, Step, fill, lower, turns
 from fourfold.plan.order import Stretch
 from fourfold.plan.plan import Plan
@@ -63,8 +64,6 @@ def parallelize(
     ranks = comm.join()
     refuse(model, plan, ranks, clip=clip)
     _set_threads(ranks)
-    if ranks.device.type == "cpu":
-        memory.keep_freed_memory()
     torch.manual_seed(seed + 1_000_003 * plan.mesh.at(ranks.rank)["dp"])
     return TrainStep(model.to(ranks.device), loss, optimizer, plan=plan, ranks=ranks, clip=clip, skip_nan=skip_nan)
 
@@ -97,12 +96,11 @@ class TrainStep:
         by_bucket = [[trainable[slot.name] for slot in bucket.slots] for bucket in self.buckets]
         codecs = _codecs(plan, self.buckets, by_bucket)
         layerwise = optim.by_parameter(self.optimizer)
-        self._transport, self.transport = comm.connect(
-            ranks,
-            _request(plan, self.buckets, rest, num_norms=2 * len(trainable) if layerwise else len(trainable)),
-            choice=plan.transport,
-            codecs=codecs,
-        )
+        allow_unused = plan.unused == "allow"
+        in_place = InPlace(trainable, self.buckets, allow_unused=allow_unused) if _stay(plan, ranks) else None
+        request = _request(plan, self.buckets, rest, num_norms=2 * len(trainable) if layerwise else len(trainable))
+        held = None if in_place is None else in_place.own
+        self._transport, self.transport = comm.connect(ranks, request, choice=plan.transport, codecs=codecs, held=held)
         self.remembered = Remembered(codecs, ranks)
         apart = comm.Apart(self._transport) if plan.sync == "local" else None
         self._transport = apart or self._transport
@@ -111,9 +109,15 @@ class TrainStep:
         if apart is not None:
             outer = local.Outer(plan.outer_lr, plan.outer_momentum)
             self._local = local.Local(self._weights.flats, self.buckets, apart, outer)
-        allow_unused = plan.unused == "allow"
-        self._gradients = data.Gradients(trainable, self.buckets, self._transport, allow_unused=allow_unused)
-        flat = self._flat_optimizer(by_slot=allow_unused or layerwise, split=split)
+        if in_place is not None:
+            self._gradients = in_place
+            pieces = in_place.pieces(self._weights.flats, self.buckets)
+        else:
+            self._gradients = data.Gradients(trainable, self.buckets, self._transport, allow_unused=allow_unused)
+            by_slot = allow_unused or layerwise
+            pieces = data.pieces(self._weights.flats, self.buckets, self._transport, by_slot=by_slot, cut=split)
+        prepare = self._transport.take if split else None
+        flat = optim.FlatOptimizer(self.optimizer, self.buckets, pieces, prepare=prepare)
         self._state = State(
             self._weights, self.buckets, flat, self._transport, ranks, self.remembered, self._local, is_split=split
         )
@@ -144,12 +148,6 @@ class TrainStep:
         """What a step does; with local steps one that ends with a meeting, the others do `program_apart`."""
         self.steps = 0
         """Steps done, those before a resumption included: errors name them."""
-
-    def _flat_optimizer(self, *, by_slot: bool, split: bool) -> optim.FlatOptimizer:
-        """The user's optimizer, over the flats."""
-        pieces = data.pieces(self._weights.flats, self.buckets, self._transport, by_slot=by_slot, cut=split)
-        prepare = self._transport.take if split else None
-        return optim.FlatOptimizer(self.optimizer, self.buckets, pieces, prepare=prepare)
 
     def _lower(self) -> None:
         """Make the programs of what is known of a step."""
@@ -225,8 +223,8 @@ class TrainStep:
         totals = self._actions.totals
         assert totals is not None
         self._num_calls, self.steps = self._num_calls + 1, self.steps + 1
-        if self._num_calls == 2 and self.device.type == "cpu":
-            memory.give_back_freed_memory()
+        if self.device.type == "cpu":
+            _mind_memory(self._num_calls)
         skipped = self._guard.judge(self._actions, self.steps, samples)
         if not self._recorded and skipped is None:
             self._record(self._ranks.exchange(self._gradients.completion_order)[0], totals.count / self._sharing)
@@ -401,14 +399,18 @@ def _codecs(plan: Plan, buckets: Sequence[Bucket], by_bucket: Sequence[Sequence[
     ]
 
 
+def _stay(plan: Plan, ranks: comm.Ranks) -> bool:
+    """Whether gradients stay where autograd leaves them: nobody sums, encodes, converts or keeps them."""
+    as_usual = (plan.sync, plan.codec, plan.precision, plan.offload) == ("step", "none", "keep", "none")
+    return ranks.size == 1 and as_usual and plan.update != "in_forward"
+
+
 def _request(plan: Plan, buckets: Sequence[Bucket], rest: Rest, *, num_norms: int) -> comm.Request:
     """What the buckets of a plan need of a transport."""
-    # One rank's update has ended when the next bucket comes: its slot is free, unless the ranks will meet in it.
-    frees_early = plan.update == "in_backward" and plan.dp == plan.microbatches == 1 and plan.sync == "step"
     return comm.Request(
         sizes=tuple(bucket.size for bucket in buckets),
         dtypes=tuple(data.dtype_of(bucket) for bucket in buckets),
-        turns=turns(len(buckets), few=rest.gradient == SPLIT or frees_early),
+        turns=turns(len(buckets), few=rest.gradient == SPLIT),
         rest=rest,
         num_scalars=max(8, num_norms),
     )
@@ -422,6 +424,15 @@ def check(task: Task, plan: Plan) -> None:
         raise PlanError(problems, where="the plan")
     comm.refuse_impossible(plan.transport, "cuda" if torch.cuda.is_available() else "cpu")
     refuse_optimizer(optim.build(task.optimizer, list(model.parameters())), plan)
+
+
+def _mind_memory(num_steps: int) -> None:
+    """After each step of a process on a CPU: what its C library keeps of what is freed."""
+    if num_steps == 1:
+        # Not before: states are made in the first step, and would lie between gradients that are gone after it.
+        memory.keep_freed_memory()
+    elif num_steps == 2:
+        memory.give_back_freed_memory()
 
 
 def _set_threads(ranks: comm.Ranks) -> None:

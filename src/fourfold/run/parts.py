@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fourfold.parts.comm import Transport
 from fourfold.parts.data import Gradients
+from fourfold.parts.in_place import InPlace
 from fourfold.parts.local import Local
 from fourfold.parts.optim import FlatOptimizer
 from fourfold.plan.data import Rest
@@ -21,7 +22,7 @@ from fourfold.plan.data import Rest
 class Parts(NamedTuple):
     """What the verbs work with: the gradients of all buckets, their transport, their update."""
 
-    gradients: Gradients
+    gradients: Gradients | InPlace
     transport: Transport
     optimizer: FlatOptimizer
     parameters: Sequence[Sequence[nn.Parameter]]

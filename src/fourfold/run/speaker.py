@@ -138,12 +138,13 @@ class Speaker:
         if self._folder is not None and self._report is not None:
             self._report.note(text)
 
-    def fault(self, kind: str, step: int, text: str) -> None:
-        """Write down a fault that this rank has noticed."""
+    def fault(self, kind: str, step: int, text: str, *, rank: int | None = None) -> None:
+        """Write down a fault that this rank has noticed; `rank` is one of this host's."""
         if self._folder is None:
             return
         try:
-            fault = Fault(time=time.time(), kind=kind, step=step, rank=None, host=platform.node(), text=text)
+            host = None if rank is None else platform.node()
+            fault = Fault(time=time.time(), kind=kind, step=step, rank=rank, host=host, text=text)
             faults.append(self._folder.path, fault)
         except OSError as error:
             self.note(f"warning: {faults.FILE} could not be written: {error}")

@@ -15,6 +15,7 @@ import torch
 
 from fourfold.feed.feed import Feed
 from fourfold.feed.source import fetch
+from fourfold.parts.comm.ranks import BURIAL_SECONDS
 from fourfold.plan.order import share
 from fourfold.plan.plan import Plan
 from fourfold.plan.rates import Rates
@@ -96,8 +97,10 @@ def train(
     step = parallelize(model, task.loss, task.optimizer, plan, **kept)
     feed = Feed(data.train, plan, batch_size=settings.batch_size, seed=settings.seed)
     trained = Trained(step, feed, None if settings.ema is None else Average(trainable_of(step.model), settings.ema))
+    beats = pulse.of_environment()
     with _speaker(task, step, plan, settings, report) as speaker:
         if speaker.opened.finished is not None:
+            beats.done()
             return speaker.ended_before()
         with _keeper(trained, settings, speaker) as keeper:
             progress = speaker.resumed(keeper.resume())
@@ -105,25 +108,34 @@ def train(
                 speaker.note(late)
             begin = time.perf_counter()
             tracing = Tracing(step, every=settings.trace_every, folder=speaker.path, note=speaker.note)
-            beats = pulse.of_environment()
             beats.resumed(progress.step)
             run = Training(task, trained, settings, speaker, keeper, tracing, data.valid, beats)
-            with asked_to_stop() as asked, _telling_when(speaker, beats):
+            with asked_to_stop() as asked, _telling_when(step, speaker, beats):
                 progress = run.steps(progress, asked)
                 seconds = time.perf_counter() - begin
                 return run.end(progress, seconds)
 
 
 @contextlib.contextmanager
-def _telling_when(speaker: Speaker, beats: Pulse) -> Iterator[None]:
+def _telling_when(step: TrainStep, speaker: Speaker, beats: Pulse) -> Iterator[None]:
     """Within: a PeerError says after which step. Where no launcher of ours does, it is written down here."""
     try:
         yield
     except PeerError as error:
         text = f"{error} (after step {beats.step})" if beats.step >= 0 else f"{error} (before the first step)"
         if not beats.is_read:
-            speaker.fault("lost rank", beats.step, text)
+            speaker.fault("lost rank", beats.step, text, rank=_lost(step))
         raise PeerError(text) from error
+
+
+def _lost(step: TrainStep) -> int | None:
+    """The rank of this host that has died, where it is one and no more."""
+    deadline = time.monotonic() + BURIAL_SECONDS
+    while not (dead := [rank for rank in range(step.plan.mesh.size) if step.has_died(rank)]):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    return dead[0] if len(dead) == 1 else None
 
 
 @contextlib.contextmanager
