@@ -402,7 +402,7 @@ def _codecs(plan: Plan, buckets: Sequence[Bucket], by_bucket: Sequence[Sequence[
 def _stay(plan: Plan, ranks: comm.Ranks) -> bool:
     """Whether gradients stay where autograd leaves them: nobody sums, encodes, converts or keeps them."""
     as_usual = (plan.sync, plan.codec, plan.precision, plan.offload) == ("step", "none", "keep", "none")
-    return ranks.size == 1 and as_usual and plan.update != "in_forward"
+    return ranks.size == 1 and as_usual
 
 
 def _request(plan: Plan, buckets: Sequence[Bucket], rest: Rest, *, num_norms: int) -> comm.Request:
