@@ -64,7 +64,7 @@ PLACES = [
     clip=st.sampled_from([None, 0.05]),
     bucket_bytes=st.sampled_from([1, 1500, 4000, 2**20]),
     zero=st.sampled_from([1, 2, 3, 3, 3]),
-    update=st.sampled_from(["after", "in_backward"]),
+    update=st.sampled_from(["after", "in_backward", "in_forward"]),
 )
 def test_every_place_and_level_gives_the_same_training(place, **fields):
     case = place.case(**fields)

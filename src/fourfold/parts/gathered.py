@@ -28,6 +28,10 @@ from fourfold.words.errors import Problem, TrainingError
 NO_PLEA = -1
 
 
+def nothing(bucket: int) -> None:
+    """For those who need not be told."""
+
+
 class _Coming(NamedTuple):
     """A gather that has begun, and what waits for its end."""
 
@@ -74,6 +78,8 @@ class Gathered:
         self._coming: deque[_Coming] = deque()
         self._held: OrderedDict[int, Tensor] = OrderedDict()
         self._holders: dict[int, int] = {}  # by the address of its slot, the bucket
+        self.before_gather: Callable[[int], None] = nothing
+        """Called before this rank's share of a bucket is read."""
         self._uses = Uses(parameters, self._told)
         self._operation, self._needed = 0, set[int]()
 
@@ -214,6 +220,7 @@ class Gathered:
             self._coming.append(self._begin(self._script.next()))
 
     def _begin(self, bucket: int) -> _Coming:
+        self.before_gather(bucket)
         home = self.homes[bucket].flat
         slot = self.slots.lend(self._buckets[bucket].size, home.dtype, home.device)
         return _Coming(bucket, slot, self._transport.bring(bucket, home, slot))

@@ -126,6 +126,9 @@ class Apart:
     def permit(self) -> None:
         self._alone.permit()
 
+    def permitted(self) -> None:
+        self._alone.permitted()
+
     def publish(self, bucket: int, weight: torch.Tensor) -> None:
         self._alone.publish(bucket, weight)
 
@@ -134,3 +137,6 @@ class Apart:
 
     def hear(self, row: Sequence[int]) -> list[list[int]]:
         return self._alone.hear(row)
+
+    def arrive(self, bucket: int) -> None:
+        self._alone.arrive(bucket)
