@@ -120,6 +120,16 @@ def test_a_state_can_be_taken_to_another_mesh_and_other_buckets(bucket_bytes, ot
             torch.testing.assert_close(trained.weights[name], weight.detach(), rtol=0, atol=TOLERANCE)
 
 
+def test_between_hosts_gradients_travel_in_more_buckets_unless_a_codec_makes_them_small(monkeypatch):
+    def num_buckets(**fields):
+        return len(threads.run(1, lambda ranks: build(Case(bucket_bytes=2**20, **fields), 1, ranks))[0].buckets)
+
+    here = num_buckets()
+    monkeypatch.setattr(threads.ThreadRanks, "num_hosts", 2)
+    monkeypatch.setattr("fourfold.plan.data.LEAST_BETWEEN_HOSTS", 1)
+    assert here == num_buckets(codec="int8") < num_buckets()
+
+
 def test_the_launch_order_is_frozen_after_the_first_step_and_the_same_everywhere():
     case = Case(bucket_bytes=1000)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fourfold.parts import codec, comm, data, local, memory, optim
 from fourfold.parts.in_place import InPlace
-from fourfold.plan.data import RESTS, Bucket, Rest, Step, fill, lower, turns
+from fourfold.plan.data import RESTS, Bucket, Rest, Step, fill, limit, lower, turns
 from fourfold.plan.order import Stretch
 from fourfold.plan.plan import Plan
 from fourfold.run.actions import Actions, Parts
@@ -91,7 +91,10 @@ class TrainStep:
         # A split over one rank is whole.
         rest = RESTS[plan.zero if plan.dp > 1 else 0]
         split = rest.state == SPLIT
-        self.buckets = fill(specs, bucket_bytes=plan.bucket_bytes, shares=plan.dp if split else 1)
+        # A codec makes of a bucket what it makes of it on one host: the same training, and few messages.
+        num_hosts = ranks.num_hosts if plan.codec == "none" else 1
+        bucket_bytes = limit(specs, plan.bucket_bytes, num_hosts=num_hosts)
+        self.buckets = fill(specs, bucket_bytes=bucket_bytes, shares=plan.dp if split else 1)
         by_bucket = [[trainable[slot.name] for slot in bucket.slots] for bucket in self.buckets]
         codecs = _codecs(plan, self.buckets, by_bucket)
         layerwise = optim.by_parameter(self.optimizer)
