@@ -136,7 +136,7 @@ class Actions:
     def forward(self, index: int) -> None:
         part = self._microbatches[index]
         if part.samples:
-            loss = measure(self._loss(call(self._model, part.inputs), part.targets), part.samples)
+            loss = measure(self._loss(call(self._model, part.inputs, part.kept), part.targets), part.samples)
             self._losses[index] = loss
             self._own_count += loss.count
             self._seen.append((index, loss.total.detach()))

@@ -23,7 +23,7 @@ from fourfold.plan.timeline import DATA
 from fourfold.run import pulse
 from fourfold.run.asked import asked_to_stop
 from fourfold.run.average import Average
-from fourfold.run.batch import call, cut, evaluating, measure
+from fourfold.run.batch import call, evaluating, measure
 from fourfold.run.build import TrainStep, parallelize
 from fourfold.run.checkpoint.keeper import Keeper, Place, Progress
 from fourfold.run.checkpoint.read import load_weights
@@ -276,6 +276,7 @@ def evaluate(step: TrainStep, task: Task, source: Source, batch_size: int) -> di
     sums: dict[str, list[float]] = {}
     start, stop = share(0, len(source), step.plan.dp, step.data_index)
     each = max(1, batch_size // step.plan.dp)
+    step.try_out(fetch(source, range(start, min(start + each, stop))))
     with evaluating(step.model):
         for first in range(start, stop, each):
             batch = fetch(source, range(first, min(first + each, stop)))
@@ -293,8 +294,8 @@ def evaluate(step: TrainStep, task: Task, source: Source, batch_size: int) -> di
 
 
 def _measures(step: TrainStep, task: Task, batch: Any) -> dict[str, Sequence[Any]]:
-    part = cut(batch, 1, step.device)[0]
-    outputs = call(step.model, part.inputs)
+    with step.reading(batch) as (part,):
+        outputs = call(step.model, part.inputs, part.kept)
     loss = measure(task.loss(outputs, part.targets), part.samples)
     extra = task.evaluate(outputs, part.targets) if task.evaluate is not None else {}
     return {"loss": (loss.total, loss.count), **extra}
