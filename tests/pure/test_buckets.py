@@ -52,8 +52,8 @@ def test_buckets_and_slots_are_in_reverse_order_of_definition(specs, bucket_byte
 ])  # fmt: skip
 def test_between_hosts_a_model_travels_in_about_eight_buckets_of_half_a_mebibyte_at_least(megabytes, asked, closed):
     specs = [Spec("p", int(megabytes * 2**18), "float32", 4)]
-    assert limit(specs, int(asked * 2**20), num_hosts=2) == closed * 2**20
-    assert limit(specs, int(asked * 2**20), num_hosts=1) == asked * 2**20
+    assert limit(specs, int(asked * 2**20), travels=True) == closed * 2**20
+    assert limit(specs, int(asked * 2**20), travels=False) == asked * 2**20
 
 
 def test_zero_is_a_table_of_rests():

@@ -429,9 +429,9 @@ def _stay(plan: Plan, ranks: comm.Ranks) -> bool:
 
 
 def _buckets(plan: Plan, specs: Sequence[Spec], ranks: comm.Ranks, *, shares: int) -> tuple[Bucket, ...]:
-    # A codec makes of a bucket what it makes of it on one host: the same training, and few messages.
-    num_hosts = ranks.num_hosts if plan.codec == "none" else 1
-    return fill(specs, bucket_bytes=limit(specs, plan.bucket_bytes, num_hosts=num_hosts), shares=shares)
+    # With a codec on one host too: what it keeps depends on the buckets, and the training is to be the same.
+    travels = ranks.num_hosts > 1 or plan.codec != "none"
+    return fill(specs, bucket_bytes=limit(specs, plan.bucket_bytes, travels=travels), shares=shares)
 
 
 def _request(plan: Plan, buckets: Sequence[Bucket], rest: Rest, *, num_norms: int) -> comm.Request:

@@ -82,7 +82,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _connect(self, trainable: dict[str, nn.Parameter], plan: Plan) -> None:
         specs = data.specs(trainable, {})
-        buckets = fill(specs, bucket_bytes=limit(specs, plan.bucket_bytes, num_hosts=self._ranks.num_hosts))
+        buckets = fill(specs, bucket_bytes=limit(specs, plan.bucket_bytes, travels=self._ranks.num_hosts > 1))
         request = comm.Request(
             sizes=tuple(bucket.size for bucket in buckets),
             dtypes=tuple(data.dtype_of(bucket) for bucket in buckets),
