@@ -1,0 +1,124 @@
+"""Show, the sequence axis: who holds which tokens, what each rank computes and keeps of attention, what it sends.
+
+Law: arithmetic on the plan and on the shapes of attention, which are those of a model without memory behind it.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.plan.plan import Plan
+from fourfold.plan.sequence import Attention, Spans, chunks, nearest_length, ring_size, sent_elements, work
+from fourfold.run.batch import POSITION_NAMES, call, evaluating
+from fourfold.run.sequence.route import Call, routed
+from fourfold.words.errors import PlanError, Problem
+from fourfold.words.task import Task
+
+MOST_ROWS = 16
+WAYS = {
+    "zigzag": "keys and values travel around",
+    "plain": "keys and values travel around",
+    "rsa": "keys travel around, then values; a row of scores is held whole",
+    "gather": "keys and values of all are brought to each",
+}
+
+
+class Form(NamedTuple):
+    """A call of attention, as far as it matters here."""
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    value_size: int
+    causal: bool
+    element_bytes: int
+
+    def __str__(self) -> str:
+        shared = "" if self.heads == self.kv_heads else f", {self.kv_heads} of keys and values"
+        sizes = f"{self.head_size}" if self.head_size == self.value_size else f"{self.head_size} and {self.value_size}"
+        return f"{self.heads} heads{shared}, of size {sizes}{', causal' if self.causal else ''}"
+
+
+class Seen(NamedTuple):
+    """What one sample is to the model: its length, and the calls of attention in one forward."""
+
+    length: int
+    calls: Counter[Form]
+
+
+def sequence(plan: Plan, task: Task, model: nn.Module) -> str:
+    """The part of `fourfold show` for sp > 1. Raises PlanError where tokens cannot be told from positions."""
+    seen = look(task, model)
+    padded = nearest_length(seen.length, plan.sp, plan.ring, plan.ulysses)
+    spans = chunks(padded, plan.sp, plan.ring, plan.ulysses)
+    causal = any(form.causal for form in seen.calls)
+    places = ring_size(plan.sp, plan.ulysses)
+    shape = f"a ring of {places}" if plan.ulysses == 1 else f"heads among {plan.ulysses}, a ring of {places}"
+    pads = f", padded to {padded:,}" if padded != seen.length else ""
+    head = f"sequence  {plan.ring}, {shape}; samples of {seen.length:,} tokens{pads}, {padded // plan.sp:,} a rank"
+    shares = work(padded, places, plan.ring, causal=causal)
+    rows = [("index", "work", "tokens"), *(_row(i, spans[i], shares, plan.ulysses) for i in range(plan.sp))]
+    samples = -(-task.batch_size // plan.dp)
+    return "\n".join([head, *_aligned(rows), *_costs(plan, seen, samples, padded)])
+
+
+def look(task: Task, model: nn.Module) -> Seen:
+    """One sample through a model that may have no values. Raises PlanError where it does not attend."""
+    inputs, _ = task.data().train[0]
+    name = next((name for name in POSITION_NAMES if isinstance(inputs, dict) and name in inputs), None)
+    if name is None:
+        need = f"inputs that are a dict with {' or '.join(POSITION_NAMES)}"
+        raise PlanError(Problem(f"sp > 1 and inputs of type {type(inputs).__name__}", need, "sp = 1"), where="the plan")
+    device = next(model.parameters()).device
+    calls: Counter[Form] = Counter()
+
+    def note(seen: Call) -> Tensor:
+        q, k, v = seen.q, seen.k, seen.v
+        calls[Form(q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], seen.causal, q.element_size())] += 1
+        return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+    with torch.no_grad(), evaluating(model), routed(note):
+        call(model, {name: _like(part, device) for name, part in inputs.items()})
+    if not calls:
+        need = "a model that attends by torch.nn.functional.scaled_dot_product_attention"
+        raise PlanError(Problem("sp > 1 and a model that does not attend", need, "sp = 1"), where="the plan")
+    return Seen(len(inputs[name]), calls)
+
+
+def _like(part: Any, device: torch.device) -> Any:
+    return torch.zeros((1, *part.shape), dtype=part.dtype, device=device) if isinstance(part, Tensor) else part
+
+
+def _row(index: int, spans: Spans, shares: Sequence[int], ulysses: int) -> tuple[str, str, str]:
+    even = sum(shares) / len(shares)
+    tokens = " and ".join(f"{start:,} to {stop - 1:,}" for start, stop in spans)
+    return str(index), f"{shares[index // ulysses] / even:.2f}", tokens
+
+
+def _aligned(rows: Sequence[tuple[str, str, str]]) -> list[str]:
+    if len(rows) > MOST_ROWS:
+        rows = [*rows[: MOST_ROWS - 2], ("…", "…", "…"), rows[-1]]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    return [f"  {index.rjust(widths[0])}  {share.rjust(widths[1])}  {tokens}" for index, share, tokens in rows]
+
+
+def _costs(plan: Plan, seen: Seen, samples: int, padded: int) -> list[str]:
+    sent = kept = 0.0
+    for form, number in seen.calls.items():
+        layer = Attention(samples, padded, form.heads, form.head_size, form.kv_heads, form.value_size)
+        sent += number * form.element_bytes * sent_elements(layer, plan.sp, ulysses=plan.ulysses)
+        tokens = samples / plan.microbatches * padded / plan.sp
+        sizes = form.heads * (form.head_size + form.value_size) + form.kv_heads * (form.head_size + form.value_size)
+        kept += number * tokens * (form.element_bytes * sizes + 4 * form.heads)
+    several = [f"{number} × {form}" for form, number in seen.calls.items()]
+    held = "queries, keys, values, outputs and a log-sum-exp a row"
+    if plan.ring == "rsa":
+        held = "queries, keys, values and outputs; the rows of scores are not counted"
+    return [
+        f"  attention   {'; '.join(several)}: {WAYS[plan.ring]}",
+        f"  sent        {sent / 2**20:9.2f} MiB by each rank in each step of {samples} samples, forward and backward",
+        f"  kept        {kept / 2**20:9.2f} MiB on each rank until backward: {held}",
+    ]
