@@ -42,13 +42,14 @@ Prepare = Callable[[int, int, int, float], None]
 class Piece(NamedTuple):
     """Elements [start, stop) of a bucket: its weights and where the sum of their gradients rests.
 
-    `slot` is the number of the piece's parameter in the bucket, where pieces are cut by parameter.
+    `slot` is the number of the piece's parameter in the bucket, where pieces are cut by parameter. In place of a
+    gradient the parameter itself: its gradient is what its `.grad` holds at the time.
     """
 
     start: int
     stop: int
     weight: Tensor
-    gradient: Tensor
+    gradient: Tensor | nn.Parameter
     slot: int | None = None
 
 
@@ -143,7 +144,8 @@ class FlatOptimizer:
         options: dict[str, Any] = {k: v for k, v in self._user.defaults.items() if k in accepted} | self._chosen[bucket]
         flat = kind([piece.weight for piece in pieces], **options)
         for piece in pieces:
-            piece.weight.grad = piece.gradient
+            if not isinstance(piece.gradient, nn.Parameter):
+                piece.weight.grad = piece.gradient
         return _Run(flat, pieces)
 
     @torch.no_grad()
@@ -168,6 +170,9 @@ class FlatOptimizer:
             for flat, _ in self._made_ready(bucket, used, factor):
                 # Without torch's wrappers around `step`: they import torch._dynamo, and cost more than a small update.
                 inspect.unwrap(type(flat).step)(flat)
+        for piece in self._pieces[bucket]:
+            if isinstance(piece.gradient, nn.Parameter):
+                piece.weight.grad = None  # whoever holds the parameter's own may free it now
         # A scheduler of torch warns unless it has seen a step of the optimizer it was made with.
         self._user._opt_called = True  # type: ignore[attr-defined]
 
@@ -190,7 +195,10 @@ class FlatOptimizer:
         for run in self._flat[bucket]:
             run.optimizer.param_groups[0].update(theirs)
             for piece in run.pieces:
-                if used is not None:
+                if isinstance(piece.gradient, nn.Parameter):
+                    gradient = piece.gradient.grad
+                    piece.weight.grad = None if gradient is None else gradient.reshape(-1)
+                elif used is not None:
                     assert piece.slot is not None
                     piece.weight.grad = piece.gradient if used[piece.slot] else None
                 if self._prepare is not None:
