@@ -31,7 +31,7 @@ def test_what_is_said_to_be_sent_is_what_a_rank_sends(plan: Plan) -> None:
     (form,) = seen.calls
     samples = TASK.batch_size // plan.dp
     around, heads = Silence(plan.sp // plan.ulysses), Silence(plan.ulysses)
-    axis = Axis(*(Messages(wire) if wire.size > 1 else NoLink() for wire in (around, heads)), plan.ring)
+    axis = Axis(Messages(around), Messages(heads) if heads.size > 1 else NoLink(), plan.ring)
     q, k, v = (
         torch.randn(samples, num, seen.length // plan.sp, form.head_size, requires_grad=True)
         for num in (form.heads, form.kv_heads, form.kv_heads)

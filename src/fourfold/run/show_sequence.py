@@ -132,7 +132,7 @@ def _costs(plan: Plan, seen: Seen, samples: int, padded: int) -> list[str]:
     sent, kept = sent_bytes(plan, seen, samples, padded), kept_bytes(plan, seen, samples, padded)
     return [
         f"  attention  {'; '.join(several)}: {WAYS[plan.ring]}",
-        f"  sent       {sized(sent)} over a network, by each rank in each step of {samples} samples, forward and backward",
+        f"  sent       {sized(sent)} over a network, by each rank in each step of {samples} samples",
         f"  kept       {sized(kept)} on each rank until backward: {held}",
     ]
 
