@@ -1,6 +1,7 @@
 """Optimizers on flat buffers: the user's class, its options by group, its update over whole buckets at once.
 
 piece         a stretch of a bucket's weights with the tensor where its summed gradient rests
+converted     a piece whose gradient becomes the numbers of its weights just before they are updated
 element-wise  an update in which no element looks at another: it may run on flat buffers as it is
 layer-wise    an update in which an element looks at two norms of its parameter: see `layerwise`
 Law: the update of a flat piece equals the update of its parameters one by one.
@@ -40,9 +41,10 @@ Prepare = Callable[[int, int, int, float], None]
 
 
 class Piece(NamedTuple):
-    """Elements [start, stop) of a bucket: its weights and where the sum of their gradients rests.
+    """Elements [start, stop) of a bucket: the weights that are updated, and where the sum of their gradients rests.
 
-    `slot` is the number of the piece's parameter in the bucket, where pieces are cut by parameter.
+    `slot` is the number of the piece's parameter in the bucket, where pieces are cut by parameter. `working`: where
+    these are master weights, those that the model computes with.
     """
 
     start: int
@@ -50,6 +52,14 @@ class Piece(NamedTuple):
     weight: Tensor
     gradient: Tensor
     slot: int | None = None
+    working: Tensor | None = None
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether the gradient is of another dtype than the weights, or on another device; or these are masters."""
+        weight, gradient = self.weight, self.gradient
+        alike = gradient.dtype == weight.dtype and gradient.device == weight.device
+        return self.working is not None or not alike
 
 
 def check(optimizer: Optimizer) -> None:
@@ -127,9 +137,11 @@ class FlatOptimizer:
         self._begun: dict[int, list[Begun]] = {}
 
     def _runs(self, bucket: int) -> list[Sequence[Piece]]:
-        """The pieces that are updated together: one by one where each is to be prepared, else all."""
+        """The pieces that are updated together: one by one where each is to be prepared or converted, else all."""
         pieces = self._pieces[bucket]
-        return [[piece] for piece in pieces] if self._prepare is not None else [pieces] if pieces else []
+        if self._prepare is not None or any(piece.is_converted for piece in pieces):
+            return [[piece] for piece in pieces]
+        return [pieces] if pieces else []
 
     def _make(self, bucket: int, pieces: Sequence[Piece]) -> "_Run":
         kind = type(self._user)
@@ -137,8 +149,14 @@ class FlatOptimizer:
         options: dict[str, Any] = {k: v for k, v in self._user.defaults.items() if k in accepted} | self._chosen[bucket]
         flat = kind([piece.weight for piece in pieces], **options)
         for piece in pieces:
-            piece.weight.grad = piece.gradient
+            if not piece.is_converted:
+                piece.weight.grad = piece.gradient
         return _Run(flat, pieces)
+
+    @property
+    def converts(self) -> bool:
+        """Whether some gradients are converted: then those are multiplied by `factor` in the weights' own numbers."""
+        return any(piece.is_converted for pieces in self._pieces for piece in pieces)
 
     @torch.no_grad()
     def update(
@@ -151,17 +169,19 @@ class FlatOptimizer:
     ) -> None:
         """One step of the bucket's weights. `used[s]`: whether any rank had a gradient for slot s; None = all.
 
-        `factor` is what `prepare` multiplies the sums by. `squares`: what `direct` gave, summed over the ranks that
+        `factor` is what the sums are multiplied by, by `prepare` or when they are converted. `squares`: what `direct` gave, summed over the ranks that
         share the bucket; without it, a bucket of a layer-wise optimizer is here as a whole.
         """
         if by_parameter(self._user):
             here = self.direct(bucket, used=used, factor=factor) if squares is None else squares
-            for begun in self._begun.pop(bucket):
+            for begun, run in zip(self._begun.pop(bucket), self._flat[bucket], strict=True):
                 finish(begun, here)
+                _round(run)
         else:
-            for flat, _ in self._made_ready(bucket, used, factor):
+            for run in self._made_ready(bucket, used, factor):
                 # Without torch's wrappers around `step`: they import torch._dynamo, and cost more than a small update.
-                inspect.unwrap(type(flat).step)(flat)
+                inspect.unwrap(type(run.optimizer).step)(run.optimizer)
+                _round(run)
         # A scheduler of torch warns unless it has seen a step of the optimizer it was made with.
         self._user._opt_called = True  # type: ignore[attr-defined]
 
@@ -184,11 +204,16 @@ class FlatOptimizer:
         for run in self._flat[bucket]:
             run.optimizer.param_groups[0].update(theirs)
             for piece in run.pieces:
+                if self._prepare is not None:
+                    self._prepare(bucket, piece.start, piece.stop, 1.0 if piece.is_converted else factor)
+                if piece.is_converted:
+                    piece.weight.grad = _converted(piece, factor)
                 if used is not None:
                     assert piece.slot is not None
-                    piece.weight.grad = piece.gradient if used[piece.slot] else None
-                if self._prepare is not None:
-                    self._prepare(bucket, piece.start, piece.stop, factor)
+                    if not used[piece.slot]:
+                        piece.weight.grad = None
+                    elif not piece.is_converted:
+                        piece.weight.grad = piece.gradient
             yield run
 
     def stretches(self, bucket: int, start: int, stop: int) -> dict[str, Any]:
@@ -222,7 +247,9 @@ class FlatOptimizer:
                 raise OptimizerError(Problem(got, "the plan it was saved with"), where="the state")
             for key, first in covering[0][2].items():
                 if isinstance(first, Tensor):
-                    whole = torch.zeros(piece.stop - piece.start, dtype=first.dtype, device=piece.weight.device)
+                    # Saved with other weights than now, states become the numbers that these are updated in.
+                    dtype = piece.weight.dtype if first.is_floating_point() else first.dtype
+                    whole = torch.zeros(piece.stop - piece.start, dtype=dtype, device=piece.weight.device)
                     for start, stop, s in covering:
                         low, high = max(start, piece.start), min(stop, piece.stop)
                         whole[low - piece.start : high - piece.start] = s[key][low - start : high - start]
@@ -233,6 +260,24 @@ class FlatOptimizer:
                 else:
                     state[key] = _scalar(first, piece.weight, fused=bool(self._chosen[bucket].get("fused")))
             flat.state[piece.weight] = state
+
+
+def _converted(piece: Piece, factor: float) -> Tensor:
+    """The sum of a piece's gradients in the numbers of its weights, times the factor."""
+    gradient = piece.gradient.to(piece.weight.device, piece.weight.dtype)
+    if factor == 1.0:
+        return gradient
+    # What rests in a slot may still be read by others.
+    return gradient * factor if gradient is piece.gradient else gradient.mul_(factor)
+
+
+def _round(run: _Run) -> None:
+    """After the update of converted pieces: the model computes with the new weights, the gradients are free."""
+    for piece in run.pieces:
+        if piece.working is not None:
+            piece.working.copy_(piece.weight)
+        if piece.is_converted:
+            piece.weight.grad = None
 
 
 def _scalar(value: Any, weight: Tensor, *, fused: bool) -> Any:

@@ -1,10 +1,11 @@
 """Actions: what each verb of a program does with this rank's tensors.
 
-totals   loss and counts over all ranks and microbatches of a step
-bad      of a step: its global loss, or its norm where one is measured, is not a finite number
-nominal  the count that gradients are divided by during backward, when the step's own is not known yet
+totals    loss and counts over all ranks and microbatches of a step
+bad       of a step: its global loss, or its norm where one is measured, is not a finite number
+overflow  the norm of a scaled gradient is not finite, and a smaller scale of the loss may help: no bad step
+nominal   the count that gradients are divided by during backward, when the step's own is not known yet
 Law: after a step's updates, weights have moved by the gradient of the mean over the global batch; after a bad step
-they have not moved, and neither have the optimizer's states. A meeting of local steps is held after a bad step too.
+or an overflow they have not moved, and neither have the optimizer's states. A meeting of local steps is held after a bad step too.
 """
 
 import itertools
@@ -21,6 +22,7 @@ from fourfold.parts.data import Gradients
 from fourfold.parts.local import Local
 from fourfold.parts.optim import FlatOptimizer
 from fourfold.plan.data import Rest, life
+from fourfold.plan.precision import Scale
 from fourfold.run.batch import Loss, Microbatch, call, measure
 from fourfold.words.action import LOSS, NORM, TRUST, USED, Action, Verb
 from fourfold.words.errors import Problem, TrainingError
@@ -41,6 +43,8 @@ class Parts(NamedTuple):
     rest: Rest
     local: Local | None = None
     """Where ranks take steps of their own: what brings them together."""
+    scale: Scale | None = None
+    """What the loss is multiplied by, where gradients have few numbers near 0."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,10 @@ class Actions:
         self.recorder = SILENT
         self._every_round, self._after = parts.rest.gradient == SPLIT, update == "after"
         self._gathers = life(parts.rest).after_update != Change.NONE
-        parts.transport.factor = self.factor
+        # Else the factor is part of the update: before it, sums are what they are.
+        self._scales_sums = parts.rest.state == WHOLE and not parts.optimizer.converts
+        if self._scales_sums:
+            parts.transport.factor = self.factor
         if update == "in_backward":
             parts.gradients.on_launch = self._update_ahead
         slots = [len(parameters) for parameters in parts.parameters]
@@ -108,6 +115,7 @@ class Actions:
         self._seen: list[tuple[int, Tensor]] = []
         self.bad: str | None = None
         """What is wrong with a step that is bad: the same on every rank."""
+        self.overflowed = False
         self.totals: Totals | None = None
         self.grad_norm: float | None = None
         self._parts.gradients.forget()
@@ -117,6 +125,8 @@ class Actions:
     def end(self) -> None:
         """End a step that went well: the sums may be overwritten."""
         self._parts.transport.close()
+        if self._parts.scale is not None and self.bad is None:
+            self._parts.scale.stepped(overflowed=self.overflowed)
         if self._met and self._parts.local is not None:
             self._parts.local.met()
 
@@ -141,6 +151,10 @@ class Actions:
             self._seen.append((index, loss.total.detach()))
             self._local[:4] += torch.stack([loss.total.detach().double(), *self._numbers(loss.count, part)])
 
+    @property
+    def _is_left_out(self) -> bool:
+        return self.bad is not None or self.overflowed
+
     def suspects(self) -> list[range]:
         """The samples of this rank's batch, by microbatch, whose loss is not finite."""
         ends = list(itertools.accumulate(part.samples for part in self._microbatches))
@@ -161,7 +175,8 @@ class Actions:
         if index in self._losses:
             if index == self._last or self._every_round:
                 self._parts.gradients.last()
-            (self._losses.pop(index).total / self.nominal_count).backward()
+            loss = self._losses.pop(index).total / self.nominal_count
+            (loss if self._parts.scale is None else loss * self._parts.scale.value).backward()
 
     def measure(self, kind: int) -> None:
         transport = self._parts.transport
@@ -187,12 +202,12 @@ class Actions:
             if self._parts.local is not None:
                 self._clip_to(squares.item() ** 0.5, told=(total / transport.size) ** 0.5)
                 return
-            norm = total**0.5 * (1.0 if self._parts.rest.state == WHOLE else self._factor)
+            norm = total**0.5 * (1.0 if self._scales_sums else self._factor)
             self._clip_to(norm, told=norm)
         elif kind == TRUST:
             self._count()
             self._complete_all()
-            if self.bad is None:
+            if not self._is_left_out:
                 self._trust()
 
     def _trust(self) -> None:
@@ -206,18 +221,20 @@ class Actions:
 
     def _clip_to(self, norm: float, *, told: float) -> None:
         """`norm` is that of what this rank updates with, `told` the same on all ranks."""
-        assert self._clip is not None
         self.grad_norm = told
         if self.bad is None and not math.isfinite(told):
-            self.bad = f"the gradient norm is {told}"
+            self.overflowed = self._parts.scale is not None and self._parts.scale.may_fall
+            if not self.overflowed:
+                self.bad = f"the gradient norm is {told}"
+        if self._clip is None:
+            return
         # 1e-6 as in torch.nn.utils.clip_grad_norm_
         # In this order: a norm that is not a number must stay one.
         coefficient = min(self._clip / (norm + 1e-6), 1.0)
-        if self._parts.rest.state == WHOLE:
-            if coefficient != 1.0:
-                self._parts.transport.scale(coefficient)
-        else:
+        if not self._scales_sums:
             self._factor *= coefficient
+        elif coefficient != 1.0:
+            self._parts.transport.scale(coefficient)
 
     def reduce(self, index: int) -> None:
         # The hooks have launched what was complete during backward; sealing launches the rest, in program order.
@@ -254,6 +271,8 @@ class Actions:
             # A rank without elements has a gradient of zero: any factor will do.
             count = self._own_count or self.nominal_count
         self._factor = self.nominal_count / count
+        if self._parts.scale is not None:
+            self._factor /= self._parts.scale.value
 
     def factor(self) -> float:
         """What sums are to be multiplied by to become the gradient of the mean."""
@@ -287,7 +306,7 @@ class Actions:
         self._count()
         # Only this bucket: others may still be on their way.
         self._complete(bucket)
-        if self.bad is not None:
+        if self._is_left_out:
             return
         if self._after and not self._permitted:
             # A rank's backward may read a weight after its gradient is complete: that of a use without gradient.
