@@ -11,7 +11,7 @@ from fourfold.parts import codec, data
 from fourfold.parts.codec import Codec
 from fourfold.plan.data import Bucket, fill
 from fourfold.run.batch import Microbatch, call, cut, measure
-from fourfold.run.build import trainable_of
+from fourfold.run.weights import trainable_of
 from fourfold.testing.codecs import exchange
 from fourfold.testing.oracle import Trained
 from tests.training import Case, batches, local, loss, model, optimizer

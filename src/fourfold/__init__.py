@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from fourfold.parts.comm import world
     from fourfold.plan.plan import Plan
     from fourfold.plan.rates import Rates
-    from fourfold.run.build import Metrics, TrainStep, parallelize
+    from fourfold.run.build import TrainStep, parallelize
+    from fourfold.run.metrics import Metrics
     from fourfold.run.optimizer import DistributedOptimizer
     from fourfold.run.train import train
     from fourfold.words.errors import FourfoldError, PlanError
@@ -41,7 +42,7 @@ _HOME = {
     "DistributedOptimizer": "run.optimizer",
     "Feed": "feed.feed",
     "FourfoldError": "words.errors",
-    "Metrics": "run.build",
+    "Metrics": "run.metrics",
     "Plan": "plan.plan",
     "PlanError": "words.errors",
     "Rates": "plan.rates",

@@ -102,6 +102,12 @@ def build(factory: OptimizerFactory, parameters: Sequence[nn.Parameter]) -> Opti
     return optimizer
 
 
+def groups(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
+    """By name of a parameter: the index of its group."""
+    group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    return {name: group_of[id(p)] for name, p in parameters.items()}
+
+
 def _spare_dynamo() -> None:
     """Keep torch from importing torch._dynamo when an optimizer is made: 1.25 s in every process."""
     plain = inspect.unwrap(Optimizer.add_param_group)

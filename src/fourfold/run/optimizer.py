@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from fourfold.parts import comm, data
 from fourfold.plan.data import fill, turns
 from fourfold.plan.plan import Plan
-from fourfold.run.build import compare, trainable_of
-from fourfold.run.refuse import refuse
+from fourfold.run.refuse import compare, refuse
 from fourfold.run.spread import spread
+from fourfold.run.weights import trainable_of
 from fourfold.words.action import LOSS, USED
 from fourfold.words.errors import OptimizerError, PlanError, Problem, TrainingError
 

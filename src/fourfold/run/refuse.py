@@ -3,10 +3,16 @@
 Law: no silent fallback. What a plan asks for happens, or is refused.
 """
 
+import hashlib
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from torch import nn
 from torch.optim import Optimizer
 
 from fourfold.parts import comm, optim
+from fourfold.plan.data import Spec
 from fourfold.plan.plan import Plan, mesh_sizes
 from fourfold.words.errors import PlanError, Problem
 
@@ -93,3 +99,26 @@ def model_problems(model: nn.Module, plan: Plan) -> list[Problem]:
         need = "a gradient for every parameter: what a codec sends of an unused one's remainder would not be applied"
         problems.append(Problem(got, need, 'unused = "refuse", or codec = "bf16"'))
     return problems
+
+
+def compare(
+    ranks: comm.Ranks,
+    specs: Sequence[Spec],
+    shapes: Mapping[str, list[int]],
+    *,
+    plan: Plan,
+    options: Mapping[str, Any],
+) -> None:
+    """Raise PlanError unless every rank has the same parameters, plan and options. Collective."""
+    mine = [f"{s.name} {shapes[s.name]} {s.dtype}, group {s.group}" for s in specs]
+    mine += [f"{name} {value}" for name, value in options.items()]
+    mine += plan.to_toml(defaults=True).splitlines()
+    digest = hashlib.blake2b("\n".join(mine).encode(), digest_size=16).hexdigest()
+    if len(set(ranks.exchange(digest))) == 1:
+        return
+    everyone = ranks.exchange(mine)
+    for rank, theirs in enumerate(everyone):
+        for first, other in itertools.zip_longest(everyone[0], theirs, fillvalue="nothing"):
+            if first != other:
+                problem = Problem(f"rank 0 has {first}, rank {rank} has {other}", "the same on every rank")
+                raise PlanError(problem, where="the ranks")

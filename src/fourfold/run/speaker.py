@@ -14,11 +14,12 @@ from typing import Any, Protocol
 
 from fourfold.plan.plan import Plan
 from fourfold.run import faults
-from fourfold.run.build import Metrics, TrainStep
+from fourfold.run.build import TrainStep
 from fourfold.run.checkpoint.keeper import Progress
 from fourfold.run.faults import Fault
 from fourfold.run.folder import Folder, Opened
 from fourfold.run.guard import Skipped
+from fourfold.run.metrics import Metrics
 from fourfold.run.settings import Settings, told_finished, tuned_for
 from fourfold.words.record import Line
 from fourfold.words.task import Task

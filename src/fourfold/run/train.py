@@ -23,7 +23,7 @@ from fourfold.run import pulse
 from fourfold.run.asked import asked_to_stop
 from fourfold.run.average import Average
 from fourfold.run.batch import call, cut, evaluating, measure
-from fourfold.run.build import TrainStep, parallelize, trainable_of
+from fourfold.run.build import TrainStep, parallelize
 from fourfold.run.checkpoint.keeper import Keeper, Place, Progress
 from fourfold.run.checkpoint.read import load_weights
 from fourfold.run.checkpoint.state import Trained
@@ -32,6 +32,7 @@ from fourfold.run.pulse import Pulse
 from fourfold.run.settings import Settings, factors, is_due, refuse_steps, settings_of, told_late
 from fourfold.run.speaker import WINDOW, Report, Result, Speaker
 from fourfold.run.trace import EVERY, Tracing
+from fourfold.run.weights import trainable_of
 from fourfold.words.errors import PeerError, Problem, StoppedError, TrainingError
 from fourfold.words.task import Source, Task
 

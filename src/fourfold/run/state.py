@@ -1,0 +1,119 @@
+"""State: all that training goes on from, by parameter name, independent of the mesh.
+
+living  as it lies: the optimizer's tensors are lists of consecutive flat stretches, this rank's only where they
+        rest split
+saved   copies, whole, in the shapes of the parameters
+Law: `load(saved())` changes nothing, and on another mesh goes on with the same training.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fourfold.parts import comm, optim
+from fourfold.parts.local import Local
+from fourfold.plan.data import Bucket
+from fourfold.run.remembered import Remembered
+from fourfold.run.weights import Weights
+
+
+@dataclass(frozen=True)
+class State:
+    """What a step is made of that outlives it. `is_split`: whether optimizer states rest split over the ranks."""
+
+    weights: Weights
+    buckets: Sequence[Bucket]
+    optimizer: optim.FlatOptimizer
+    transport: comm.Transport
+    ranks: comm.Ranks
+    remembered: Remembered
+    local: Local | None
+    is_split: bool
+
+    def living(self) -> dict[str, Any]:
+        """Model, optimizer and outer momenta, without a copy."""
+        states = {
+            slot.name: self.optimizer.stretches(bucket.index, slot.start, slot.stop)
+            for bucket in self.buckets
+            for slot in bucket.slots
+        }
+        outer = {} if self.local is None else self.local.momenta
+        return {"model": self.weights.model.state_dict(keep_vars=True), "optimizer": states, "outer": outer}
+
+    def saved(self) -> dict[str, Any]:
+        """Copies of all of it, and of what codecs remember. Collective."""
+        living = self.living()
+        mine = {name: {k: _told(v) for k, v in state.items()} for name, state in living["optimizer"].items() if state}
+        rows = self.ranks.exchange(mine) if self.is_split else [mine]
+        states: dict[str, dict[str, Any]] = {name: {} for name in living["optimizer"]}
+        for name, key, told in [(n, k, v) for row in rows for n, keys in row.items() for k, v in keys.items()]:
+            if key not in states[name]:
+                parts = living["optimizer"][name].get(key, [])
+                states[name][key] = told if not isinstance(told, dict) else self._whole(name, parts, told["dtype"])
+        model = {name: copied(value) for name, value in living["model"].items()}
+        outer = {name: value.clone() for name, value in living["outer"].items()}
+        return {"model": model, "optimizer": states, "outer": outer, "codec": self.remembered.saved()}
+
+    def _whole(self, name: str, parts: Sequence[Tensor], dtype: str) -> Tensor:
+        """A tensor of the optimizer's state in its parameter's shape, from the shares of all ranks."""
+        parameter = self.weights.trainable[name]
+        if not self.is_split:
+            whole = torch.cat([part.clone() for part in parts])
+            if self.local is not None:
+                self.ranks.sum(whole)
+                whole.div_(self.ranks.size)
+            return whole.view(parameter.shape)
+        whole = torch.zeros(parameter.numel(), dtype=getattr(torch, dtype), device=parameter.device)
+        low = self.shares[name][0]
+        for part in parts:
+            whole[low : low + part.numel()] = part
+            low += part.numel()
+        self.ranks.sum(whole)
+        return whole.view(parameter.shape)
+
+    @functools.cached_property
+    def shares(self) -> Mapping[str, tuple[int, int]]:
+        """By parameter: the elements [start, stop) of its flattened form whose optimizer state is this rank's."""
+        result = {}
+        for bucket in self.buckets:
+            first, last = 0, bucket.size
+            if self.is_split:
+                first, last, _ = self.transport.own(bucket.index)
+            for slot in bucket.slots:
+                low, high = max(first, slot.start), min(last, slot.stop)
+                result[slot.name] = (low - slot.start, max(low, high) - slot.start)
+        return result
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Put back what `saved` gave, all but what codecs remember; nobody may be reading weights. Collective."""
+        self.weights.load(state["model"])
+        for bucket in self.buckets:
+            slots = [
+                (slot.start, slot.stop, {k: _flat(v) for k, v in state["optimizer"][slot.name].items()})
+                for slot in bucket.slots
+            ]
+            self.optimizer.load_state(bucket.index, slots)
+        if self.local is not None:
+            self.local.load(state.get("outer", {}))
+
+    def remember(self, state: Mapping[str, Any]) -> None:
+        """Have the codecs remember what `saved` gave of them. Last: a new nominal count would scale it again."""
+        for name in self.remembered.living:
+            self.remembered.put(name, state.get("codec", {}).get(name, {}))
+
+
+def copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _told(value: Any) -> Any:
+    """What another rank must know of a value of the optimizer's state."""
+    return {"dtype": str(value[0].dtype).removeprefix("torch.")} if isinstance(value, list) else value
+
+
+def _flat(value: Any) -> Any:
+    return value.reshape(-1) if isinstance(value, Tensor) else value

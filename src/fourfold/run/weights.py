@@ -1,0 +1,109 @@
+"""Weights: where a model's weights lie, and who may write there.
+
+home   a trainable parameter's place in the flat of its bucket, which may exist once per host
+others frozen parameters and buffers: each rank has its own
+Law: between steps every rank has rank 0's weights, and each home is written by one rank of its host.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.parts import comm, data
+from fourfold.plan.data import Bucket
+from fourfold.words.errors import Problem, TaskError
+
+
+def trainable_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters to be trained, by name, in order of definition; those of no elements have nothing to learn."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel() > 0}
+
+
+class Weights:
+    """The weights of a step. Building one moves them into their homes, and brings rank 0's to all. Collective."""
+
+    def __init__(
+        self, model: nn.Module, buckets: Sequence[Bucket], transport: comm.Transport, ranks: comm.Ranks
+    ) -> None:
+        self.model, self.trainable = model, trainable_of(model)
+        self._transport, self._ranks = transport, ranks
+        self.flats = data.rehome(self.trainable, buckets, transport)
+        self._homes = {name: p.data_ptr() for name, p in self.trainable.items()}
+        self.broadcast()
+
+    def check(self) -> None:
+        """Raise TaskError where parameters are no longer what the buckets were made of."""
+        problems = []
+        moved = [name for name, p in self.trainable.items() if p.data_ptr() != self._homes[name]]
+        if moved:
+            got = (
+                f"{moved[0]}{f' and {len(moved) - 1} more' if len(moved) > 1 else ''} with another storage than before"
+            )
+            need = "weights changed in place, and one TrainStep a model"
+            problems.append(Problem(got, need, "p.copy_(…) inside step.edit(), or a new TrainStep"))
+        if trainable_of(self.model).keys() != self.trainable.keys():
+            problems.append(Problem("requires_grad was changed after the step was built", "a new TrainStep"))
+        if problems:
+            raise TaskError(problems, where="the model")
+
+    def broadcast(self) -> None:
+        """Bring rank 0's weights and buffers to every rank. Collective."""
+        if self._transport.weights is not None:
+            self._transport.spread()
+        else:
+            for flat in self.flats:
+                self._ranks.broadcast(flat)
+        trained = {id(p) for p in self.trainable.values()}
+        others = [p.data for p in self.model.parameters() if id(p) not in trained]
+        for tensor in (*others, *self.model.buffers()):
+            self._ranks.broadcast(tensor)
+        if self._transport.weights is not None:
+            self._ranks.exchange(None)  # the hosts' first ranks have written: all may read
+
+    @contextlib.contextmanager
+    def edited(self) -> Iterator[None]:
+        """Within, weights may be written on any rank; afterwards all have rank 0's. Collective."""
+        with torch.no_grad(), self._copies():
+            yield
+        self.check()
+        self.broadcast()
+
+    @contextlib.contextmanager
+    def _copies(self) -> Iterator[None]:
+        """Within: where weights exist once per host, all ranks but rank 0 have copies of their own."""
+        if self._transport.weights is None:
+            yield
+            return
+        views = {name: p.data for name, p in self.trainable.items()}
+        if self._ranks.rank:
+            for p in self.trainable.values():
+                p.data = p.data.clone()
+        self._ranks.exchange(None)  # all copies are made: rank 0 may write
+        try:
+            yield
+        finally:
+            if self._ranks.rank:
+                for name, p in self.trainable.items():
+                    p.data = views[name]
+
+    @torch.no_grad()
+    def put(self, values: Mapping[str, Tensor]) -> None:
+        """Replace trainable weights, by name; nobody may be reading them. Collective."""
+        if self._transport.writes:
+            for name, value in values.items():
+                self.trainable[name].copy_(value)
+        if self._transport.weights is not None:
+            self._ranks.exchange(None)
+        torch.autograd.graph.increment_version(list(self.trainable.values()))
+
+    @torch.no_grad()
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Put back the model's `state_dict`; nobody may be reading it. Collective."""
+        own = self.model.state_dict(keep_vars=True)
+        trained = {id(p): name for name, p in self.trainable.items()}
+        # What is trained may exist once per host, and then one rank writes it; the rest is each rank's own.
+        kept = {name: own[name].detach() if id(own.get(name)) in trained else value for name, value in values.items()}
+        self.model.load_state_dict(kept)
+        self.put({trained[id(p)]: values[name] for name, p in own.items() if id(p) in trained})
