@@ -7,7 +7,8 @@ Law: after every update, and every edit, a working weight is its master weight r
 Source: Micikevicius et al., "Mixed Precision Training" (2018), §3.1; ZeRO: Rajbhandari et al. (2020), §3.1.
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from fourfold.parts import memory
 from fourfold.parts.comm import Transport
 from fourfold.plan.data import Bucket
+from fourfold.plan.precision import has_masters
 
 
 class Own(NamedTuple):
@@ -29,25 +31,29 @@ class Own(NamedTuple):
         return self.flat[start - self.start : stop - self.start]
 
 
-class Want(NamedTuple):
-    """What the update's own weights of a bucket are to be."""
+class Policy(NamedTuple):
+    """What the update keeps of its own: `precision` is the plan's; `is_split`: only what this rank updates."""
 
-    dtype: torch.dtype
-    device: torch.device
+    precision: str = "keep"
+    is_split: bool = False
 
 
 class Masters:
     """The master weights of this rank, by bucket; None for a bucket whose working weights are updated themselves."""
 
     def __init__(
-        self, buckets: Sequence[Bucket], transport: Transport, wants: Sequence[Want | None], *, split: bool
+        self, parameters: Mapping[str, Tensor], buckets: Sequence[Bucket], transport: Transport, policy: Policy
     ) -> None:
-        self._buckets = buckets
-        self.by_bucket: list[Own | None] = []
-        for bucket, want in zip(buckets, wants, strict=True):
-            first, last = transport.own(bucket.index)[:2] if split else (0, bucket.size)
-            flat = None if want is None else memory.private(last - first, want.dtype, want.device)
-            self.by_bucket.append(None if flat is None else Own(first, flat))
+        """`parameters` are as the user made them: in their own dtypes, and not in the buckets yet."""
+        self.is_split, self.by_bucket = policy.is_split, list[Own | None]()
+        for bucket in buckets:
+            if not has_masters(bucket, policy.precision):
+                self.by_bucket.append(None)
+                continue
+            first, last = transport.own(bucket.index)[:2] if policy.is_split else (0, bucket.size)
+            members = [parameters[slot.name] for slot in bucket.slots]
+            dtype = functools.reduce(torch.promote_types, (p.dtype for p in members), torch.float32)
+            self.by_bucket.append(Own(first, memory.private(last - first, dtype, members[0].device)))
         self._places = {
             slot.name: (own, max(slot.start, own.start), min(slot.stop, own.start + own.flat.numel()), slot.start)
             for bucket, own in zip(buckets, self.by_bucket, strict=True)
@@ -55,9 +61,10 @@ class Masters:
             for slot in bucket.slots
         }
 
-    def __contains__(self, name: str) -> bool:
-        """Whether the parameter has master weights."""
-        return name in self._places
+    @property
+    def names(self) -> Collection[str]:
+        """The parameters that have master weights."""
+        return self._places.keys()
 
     @torch.no_grad()
     def put(self, name: str, value: Tensor) -> None:
@@ -71,6 +78,11 @@ class Masters:
         own, low, high, _ = self._places[name]
         return own.part(low, max(low, high))
 
-    def stretches(self) -> Mapping[str, Tensor]:
-        """By parameter: `stretch`."""
-        return {name: self.stretch(name) for name in self._places}
+    @torch.no_grad()
+    def laid_out(self, name: str, share: Tensor, num_elements: int) -> Tensor:
+        """A copy of a share at its place among zeros [elements]: summed over the ranks they are the parameter."""
+        _, low, high, first = self._places[name]
+        whole = torch.zeros(num_elements, dtype=share.dtype, device=share.device)
+        if low < high:
+            whole[low - first : high - first] = share
+        return whole

@@ -175,8 +175,9 @@ class FlatOptimizer:
     ) -> None:
         """One step of the bucket's weights. `used[s]`: whether any rank had a gradient for slot s; None = all.
 
-        `factor` is what the sums are multiplied by, by `prepare` or when they are converted. `squares`: what `direct` gave, summed over the ranks that
-        share the bucket; without it, a bucket of a layer-wise optimizer is here as a whole.
+        `factor` is what the sums are multiplied by, by `prepare` or when they are converted. `squares`: what `direct`
+        gave, summed over the ranks that share the bucket; without it, a bucket of a layer-wise optimizer is here as a
+        whole.
         """
         if by_parameter(self._user):
             here = self.direct(bucket, used=used, factor=factor) if squares is None else squares

@@ -5,7 +5,8 @@ bad       of a step: its global loss, or its norm where one is measured, is not 
 overflow  the norm of a scaled gradient is not finite, and a smaller scale of the loss may help: no bad step
 nominal   the count that gradients are divided by during backward, when the step's own is not known yet
 Law: after a step's updates, weights have moved by the gradient of the mean over the global batch; after a bad step
-or an overflow they have not moved, and neither have the optimizer's states. A meeting of local steps is held after a bad step too.
+or an overflow they have not moved, and neither have the optimizer's states. A meeting of local steps is held after a
+bad step too.
 """
 
 import itertools

@@ -15,10 +15,12 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts import codec, comm, data, local, memory, optim
+from fourfold.parts import codec, comm, data, local, lowered, memory, optim
+from fourfold.parts.masters import Policy
 from fourfold.plan.data import RESTS, Bucket, Rest, Step, fill, lower, turns
 from fourfold.plan.order import Stretch
 from fourfold.plan.plan import Plan
+from fourfold.plan.precision import Scale, computed, reduced
 from fourfold.run.actions import Actions, Parts
 from fourfold.run.batch import call, cut, evaluating, measure
 from fourfold.run.guard import Guard
@@ -86,12 +88,13 @@ class TrainStep:
         self.optimizer = optim.build(optimizer, list(model.parameters()))
         refuse_optimizer(self.optimizer, plan)
         trainable = trainable_of(model)
-        specs = data.specs(trainable, optim.groups(self.optimizer, trainable))
+        own = data.specs(trainable, optim.groups(self.optimizer, trainable))
         shapes = {name: list(p.shape) for name, p in trainable.items()}
-        compare(ranks, specs, shapes, plan=plan, options={"clip": clip, "skip_nan": skip_nan})
+        compare(ranks, own, shapes, plan=plan, options={"clip": clip, "skip_nan": skip_nan})
         # A split over one rank is whole.
         rest = RESTS[plan.zero if plan.dp > 1 else 0]
         split = rest.state == SPLIT
+        specs = computed(own, plan.precision, kept=lowered.kept(model))
         self.buckets = fill(specs, bucket_bytes=plan.bucket_bytes, shares=plan.dp if split else 1)
         by_bucket = [[trainable[slot.name] for slot in bucket.slots] for bucket in self.buckets]
         codecs = _codecs(plan, self.buckets, by_bucket)
@@ -105,7 +108,7 @@ class TrainStep:
         self.remembered = Remembered(codecs, ranks)
         apart = comm.Apart(self._transport) if plan.sync == "local" else None
         self._transport = apart or self._transport
-        self._weights = Weights(model, self.buckets, self._transport, ranks)
+        self._weights = Weights(model, self.buckets, self._transport, ranks, Policy(plan.precision, split))
         self._local = None
         if apart is not None:
             outer = local.Outer(plan.outer_lr, plan.outer_momentum)
@@ -118,10 +121,13 @@ class TrainStep:
         )
         # What gradients are divided by: of all ranks, or of one, if each learns by itself.
         self._sharing = plan.dp if self._local is not None else 1
+        self._scale = Scale() if plan.precision == "fp16" else None
         self._actions = Actions(
             model,
             loss,
-            Parts(self._gradients, self._transport, flat, by_bucket, self._weights.flats, rest, self._local),
+            Parts(
+                self._gradients, self._transport, flat, by_bucket, self._weights.flats, rest, self._local, self._scale
+            ),
             clip=clip,
             update=plan.update,
             agree=lambda count: sum(ranks.exchange(count)) / self._sharing,
@@ -132,7 +138,7 @@ class TrainStep:
             plan.microbatches,
             len(self.buckets),
             rest,
-            clip is not None,
+            clip is not None or self._scale is not None,
             allow_unused,
             plan.update,
             trust=layerwise and split,
@@ -146,7 +152,10 @@ class TrainStep:
 
     def _flat_optimizer(self, *, by_slot: bool, split: bool) -> optim.FlatOptimizer:
         """The user's optimizer, over the flats."""
-        pieces = data.pieces(self._weights.flats, self.buckets, self._transport, by_slot=by_slot, cut=split)
+        masters = self._weights.masters
+        pieces = data.pieces(
+            self._weights.flats, self.buckets, self._transport, masters=masters, by_slot=by_slot, cut=split
+        )
         prepare = self._transport.take if split else None
         return optim.FlatOptimizer(self.optimizer, self.buckets, pieces, prepare=prepare)
 
@@ -293,10 +302,28 @@ class TrainStep:
         self._transport.agree()  # all are here: nobody reads weights any more
         self._weights.put(values)
 
+    @property
+    def shares_of_weights(self) -> dict[str, Tensor]:
+        """Of each trainable parameter what this rank has of its weights, as training goes on from them: no copies.
+
+        The parameter; or, where the update has weights of its own, its flattened elements `shares` of these.
+        """
+        return {name: self._weights.share(name) for name in self._weights.trainable}
+
+    @contextlib.contextmanager
+    def replaced(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Within, trainable weights are others, given as `shares_of_weights` has them. Collective."""
+        self._enter("replaced()")
+        self._transport.agree()
+        with self._weights.replaced(weights):
+            yield
+            self._enter("the end of replaced()")
+            self._transport.agree()  # nobody computes with them any more
+
     def state_dict(self) -> dict[str, Any]:
         """All state by parameter name, independent of the mesh; tensors are copies. Collective.
 
-        "model": name -> tensor; "optimizer": name -> key -> tensor in the parameter's shape or a scalar;
+        "model": name -> tensor, the weights as the update has them; "optimizer": name -> key -> tensor in the parameter's shape or a scalar;
         "groups": options by group; "record": launch order and nominal count; "codec": name -> key -> [ranks, elements],
         what each rank's codec remembers; "outer": with local steps, the outer momentum by name. Then the optimizer's
         tensors are means over ranks, and TrainingError is raised between meetings.
@@ -333,10 +360,14 @@ class TrainStep:
         return self._state.is_split
 
     def _decisions(self) -> dict[str, Any]:
-        return {
-            "groups": [{k: copied(v) for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups],
-            "record": {"order": list(self._outline.order), "nominal_count": self._actions.nominal_count},
+        record: dict[str, Any] = {
+            "order": list(self._outline.order),
+            "nominal_count": self._actions.nominal_count,
         }
+        if self._scale is not None:
+            record["scale"] = self._scale.state
+        groups = [{k: copied(v) for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        return {"groups": groups, "record": record}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put back what `state_dict` gave, on this or another mesh. Collective."""
@@ -346,9 +377,11 @@ class TrainStep:
         for group, options in zip(self.optimizer.param_groups, state["groups"], strict=True):
             group.update(options)
         record = state["record"]
+        if self._scale is not None and record.get("scale"):
+            self._scale.load(record["scale"])
         # The launch order is of use only where the buckets are the same; else this mesh records one of its own.
         if sorted(record["order"]) == list(range(len(self.buckets))):
-            self._record(record["order"], record["nominal_count"])
+            self._record(list(record["order"]), record["nominal_count"])
         else:
             self._actions.nominal_count = record["nominal_count"]
         self._state.remember(state)
@@ -380,8 +413,8 @@ def _codecs(plan: Plan, buckets: Sequence[Bucket], by_bucket: Sequence[Sequence[
     if coding is None:
         return []
     return [
-        codec.make(coding, bucket, [tuple(p.shape) for p in parameters], device=parameters[0].device)
-        for bucket, parameters in zip(buckets, by_bucket, strict=True)
+        codec.make(coding, reduced(bucket, plan.reduce), [tuple(p.shape) for p in some], device=some[0].device)
+        for bucket, some in zip(buckets, by_bucket, strict=True)
     ]
 
 
@@ -391,10 +424,11 @@ def _request(plan: Plan, buckets: Sequence[Bucket], rest: Rest, *, num_norms: in
     frees_early = plan.update == "in_backward" and plan.dp == plan.microbatches == 1 and plan.sync == "step"
     return comm.Request(
         sizes=tuple(bucket.size for bucket in buckets),
-        dtypes=tuple(data.dtype_of(bucket) for bucket in buckets),
+        dtypes=tuple(data.dtype_of(reduced(bucket, plan.reduce)) for bucket in buckets),
         turns=turns(len(buckets), few=rest.gradient == SPLIT or frees_early),
         rest=rest,
         num_scalars=max(8, num_norms),
+        weight_dtypes=tuple(data.dtype_of(bucket) for bucket in buckets),
     )
 
 
