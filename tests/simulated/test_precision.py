@@ -4,71 +4,235 @@ import dataclasses
 
 import pytest
 import torch
+from torch import nn
 
+from fourfold.plan.order import share
+from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
-from fourfold.testing import oracle, threads
+from fourfold.testing import threads
+from fourfold.testing.oracle import Trained
 from tests import training
 from tests.training import Case, batches, local
 
-CASE = Case(precision="bf16", batch_sizes=(12, 12, 12, 12), bucket_bytes=1000)
-
+CASE = Case(precision="bf16", batch_sizes=(12, 12, 12, 12), bucket_bytes=1000, optimizer="SGD")
 # torch's fused kernels round the last elements of a tensor otherwise than the others: which those are depends on where
 # a parameter lies.
 HOW = {"foreach": True}
+NUMBERS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def by_hand(case, *, dtype=torch.bfloat16, model=None):
-    """One process, as one would write it: a rounded copy computes, torch.optim updates the float32 weights."""
-    masters = (model or training.model(case.model)).float()
-    working = training.model(case.model).to(dtype)
-    optimizer = training.optimizer(case, **HOW)(masters.parameters())
-    loss = training.loss(case)
+def by_hand(case: Case, size: int = 1) -> Trained:
+    """What `size` ranks ought to do, in one process: rounded copies compute, torch.optim updates float32 weights."""
+    masters, working = training.model(case.model).float(), training.model(case.model).to(NUMBERS[case.precision])
+    optimizer, loss = training.optimizer(case, **HOW)(masters.parameters()), training.loss(case)
     losses, norms = [], []
-    for inputs, targets in batches(case):
+    for batch in batches(case):
         with torch.no_grad():
             for low, high in zip(working.parameters(), masters.parameters(), strict=True):
                 low.copy_(high)
-        parts = [loss(working(x.to(dtype)).float(), y) for x, y in _cut(inputs, targets, case.microbatches)]
-        mean = sum(part.sum() for part in parts) / len(targets)
-        for part in parts:
-            (part.sum() / len(targets)).backward()
-        for low, high in zip(working.parameters(), masters.parameters(), strict=True):
-            high.grad, low.grad = None if low.grad is None else low.grad.float(), None
+        total, slots = 0.0, []
+        for rank in range(size):
+            inputs, targets = local(batch, size, rank)
+            slots.append([])
+            for part in range(case.microbatches):
+                some = slice(*share(0, len(targets), case.microbatches, part))
+                values = loss(working(inputs[some].to(NUMBERS[case.precision])).float(), targets[some])
+                (values.sum() / len(batch[1])).backward()
+                total += values.sum().item()
+                slots[-1].append([p.grad for p in working.parameters()])
+                working.zero_grad()
+        sums = [summed(case, [[each[n] for each in mine] for mine in slots]) for n in range(len(slots[0][0]))]
+        for high, gradient in zip(masters.parameters(), sums, strict=True):
+            high.grad = gradient
         if case.clip is not None:
-            norms.append(torch.nn.utils.clip_grad_norm_(masters.parameters(), case.clip).item())
+            norms.append(nn.utils.clip_grad_norm_(masters.parameters(), case.clip).item())
         optimizer.step()
-        losses.append(mean.item())
-    return oracle.snapshot(masters, losses, norms or [None] * len(losses))
+        losses.append(total / len(batch[1]))
+    return Trained(losses, norms, {name: p.detach().clone() for name, p in masters.named_parameters()})
 
 
-def _cut(inputs, targets, count):
-    return zip(inputs.chunk(count), targets.chunk(count), strict=True)
+def summed(case, slots):
+    """The gradient of a parameter from those of each rank and microbatch: in slots and in rank order."""
+    if slots[0][0] is None:
+        return None
+    number = NUMBERS[case.precision if case.reduce == "keep" else case.reduce]
+    if case.zero == 2 and len(slots) > 1:  # a round of sums after each backward
+        return add([add([mine[part].to(number) for mine in slots]) for part in range(case.microbatches)]).float()
+    return add([add([part.to(number) for part in mine]) for mine in slots]).float()
 
 
-def masters_after(case, step):
-    """Losses and precise weights of a training on this rank."""
-    size, index = step.plan.dp, step.data_index
-    metrics = [step(local(batch, size, index)) for batch in batches(case)]
-    weights = step.state_dict()["model"]
-    return oracle.Trained([m.loss for m in metrics], [m.grad_norm for m in metrics], weights)
+def add(parts):
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
 
 
-def make(case, size, ranks):
+def make(case, size, ranks, skip_nan=0):
     model, loss, optimizer = training.model(case.model).float(), training.loss(case), training.optimizer(case, **HOW)
-    return TrainStep(model, loss, optimizer, plan=case.plan(size), ranks=ranks, clip=case.clip)
+    return TrainStep(model, loss, optimizer, plan=case.plan(size), ranks=ranks, clip=case.clip, skip_nan=skip_nan)
+
+
+def go(step, case, first=0):
+    metrics = [step(local(batch, step.plan.dp, step.data_index)) for batch in batches(case)[first:]]
+    norms = [m.grad_norm for m in metrics if m.grad_norm is not None]
+    return Trained([m.loss for m in metrics], norms, step.state_dict()["model"])
 
 
 def run(case, size):
-    return threads.run(size, lambda ranks: masters_after(case, make(case, size, ranks)))
+    return threads.run(size, lambda ranks: go(make(case, size, ranks), case))
 
 
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
+
+
+@pytest.mark.parametrize("reduce", ["keep", "fp32"])
 @pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adagrad"])
-def test_one_rank_trains_as_a_rounded_copy_beside_float32_weights_does_bit_for_bit(optimizer, microbatches):
-    case = dataclasses.replace(CASE, optimizer=optimizer, microbatches=microbatches)
-    (got,) = run(case, 1)
-    expected = by_hand(case)
-    assert got.losses == pytest.approx(expected.losses, rel=1e-6)
-    for name, weight in expected.weights.items():
-        assert got.weights[name].dtype == torch.float32
-        assert torch.equal(got.weights[name], weight), name
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_rounded_copies_compute_and_float32_weights_are_updated_bit_for_bit_as_by_hand(
+    size, zero, microbatches, reduce
+):
+    case = dataclasses.replace(CASE, zero=zero, microbatches=microbatches, reduce=reduce)
+    expected = by_hand(case, size)
+    for got in run(case, size):
+        assert got.losses == pytest.approx(expected.losses, rel=1e-6)
+        assert {value.dtype for value in got.weights.values()} == {torch.float32}
+        assert same(got.weights, expected.weights)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize(("optimizer", "model"), [("AdamW", "tied"), ("Adagrad", "mlp"), ("RMSprop", "frozen")])
+def test_other_optimizers_tied_and_frozen_weights_too(optimizer, model, zero):
+    case = dataclasses.replace(CASE, optimizer=optimizer, model=model, zero=zero, bucket_bytes=4000)
+    expected = by_hand(case, 2).weights
+    for got in run(case, 2):
+        trained = {name: value for name, value in got.weights.items() if value.dtype == torch.float32}
+        assert same(trained, {name: expected[name if name in expected else "second.weight"] for name in trained})
+        assert len(trained) == (9 if model != "frozen" else 7)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_updates_in_backward_are_those_after_it_bit_for_bit(microbatches, zero):
+    case = dataclasses.replace(CASE, zero=zero, microbatches=microbatches, batch_sizes=(12, 11, 12, 5), model="tied")
+    late, early = run(case, 2), run(dataclasses.replace(case, update="in_backward"), 2)
+    assert same(early[0].weights, late[0].weights)
+    assert same(early[1].weights, late[0].weights)
+
+
+@pytest.mark.parametrize("optimizer", ["LARS", "LAMB"])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_layer_wise_updates_measure_the_float32_weights(zero, optimizer):
+    case = dataclasses.replace(CASE, optimizer=optimizer, zero=zero, reduce="fp32")
+    how = HOW.copy()
+    try:
+        HOW.clear()
+        expected = by_hand(case, 2)
+        for got in run(case, 2):
+            for name, weight in expected.weights.items():
+                torch.testing.assert_close(got.weights[name], weight, rtol=1e-6, atol=1e-7)
+    finally:
+        HOW.update(how)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_the_clipped_norm_is_that_of_the_sums_and_clipping_does_not_round_them(zero):
+    case = dataclasses.replace(CASE, zero=zero, clip=0.1, batch_sizes=(12, 12))
+    expected = by_hand(case, 2)
+    for got in run(case, 2):
+        assert got.norms == pytest.approx(expected.norms, rel=1e-5)
+        for name, weight in expected.weights.items():
+            torch.testing.assert_close(got.weights[name], weight, rtol=1e-6, atol=1e-7)
+
+
+def test_sums_in_float32_do_not_care_which_rank_has_which_microbatch():
+    # The same four rounded gradients, added up in another order.
+    def far(reduce):
+        cases = [dataclasses.replace(CASE, microbatches=count, zero=1, reduce=reduce) for count in (4, 2)]
+        one, two = (run(case, size)[0].weights for case, size in zip(cases, (1, 2), strict=True))
+        return max((one[name] - two[name]).abs().max().item() for name in one)
+
+    assert far("fp32") < 1e-6 < 1e-5 < far("keep")
+
+
+@pytest.mark.parametrize(("reduce", "number"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_gradients_are_summed_in_the_numbers_asked_for_whatever_the_model_computes_in(reduce, number):
+    def body(ranks):
+        case = dataclasses.replace(CASE, precision="keep", reduce=reduce, zero=1, batch_sizes=(8,))
+        step = training.build(case, 2, ranks)
+        go(step, case)
+        return {slot.dtype for slot in step._transport.slots}, {p.dtype for p in step.model.parameters()}
+
+    assert threads.run(2, body) == [({number}, {torch.float64})] * 2
+
+
+def drifting(plan, ranks, steps=100):
+    """A weight of 1 that moves by 1e-4 in each step; in bfloat16 the next smaller number is 0.996."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    if plan.precision == "keep":
+        model = model.bfloat16()
+    make = lambda parameters: torch.optim.SGD(parameters, lr=1e-4)  # noqa: E731
+    step = TrainStep(model, lambda outputs, _: outputs.float(), make, plan=plan, ranks=ranks, clip=None)
+    data = torch.ones(2, 1, dtype=torch.float32 if plan.precision != "keep" else torch.bfloat16), torch.zeros(2)
+    for _ in range(steps):
+        step(data)
+    return model.weight.item(), step.state_dict()["model"]["weight"].item()
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_updates_too_small_for_the_working_weights_add_up(zero):
+    for working, precise in threads.run(2, lambda r: drifting(Plan(dp=2, zero=zero, precision="bf16"), r)):
+        assert precise == pytest.approx(0.99, rel=1e-5)
+        assert working == torch.tensor(precise).bfloat16().item()
+    assert threads.run(1, lambda r: drifting(Plan(), r)) == [(1.0, 1.0)]
+
+
+class Watched(nn.Module):
+    """Says in what it computes: parameters, a buffer, batch normalization, what comes in and what goes out."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("table", torch.ones(4))
+        self.seen = {}
+
+    def forward(self, x, places):
+        self.seen = {"x": x.dtype, "places": places.dtype, "table": self.table.dtype}
+        self.seen |= {name: p.dtype for name, p in self.named_parameters()}
+        out = self.norm(self.first(x))
+        return {"logits": out, "places": places}
+
+
+def test_what_is_in_which_numbers():
+    def loss(outputs, targets):
+        told.update({name: value.dtype for name, value in outputs.items()})
+        return (outputs["logits"] - targets).square()
+
+    def body(ranks):
+        make = lambda parameters: torch.optim.Adam(parameters)  # noqa: E731
+        plan = Plan(precision="bf16")
+        step = TrainStep(Watched(), loss, make, plan=plan, ranks=ranks, clip=None)
+        inputs = {"x": torch.randn(6, 4), "places": torch.arange(6)}
+        step((inputs, torch.zeros(6, 4)))
+        return step
+
+    told = {}
+    (step,) = threads.run(1, body)
+    low, high = torch.bfloat16, torch.float32
+    assert step.model.seen == {
+        "x": low,
+        "places": torch.int64,
+        "table": high,
+        "first.weight": low,
+        "first.bias": low,
+        "norm.weight": high,
+        "norm.bias": high,
+    }
+    assert told == {"logits": high, "places": torch.int64}
+    state = step.state_dict()
+    assert {value.dtype for name, value in state["model"].items() if "num_batches" not in name} == {high}
+    assert {value.dtype for keys in state["optimizer"].values() for value in keys.values()
+            if isinstance(value, torch.Tensor)} == {high}  # fmt: skip

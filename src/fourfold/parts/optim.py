@@ -271,11 +271,9 @@ class FlatOptimizer:
 
 def _converted(piece: Piece, factor: float) -> Tensor:
     """The sum of a piece's gradients in the numbers of its weights, times the factor."""
-    gradient = piece.gradient.to(piece.weight.device, piece.weight.dtype)
-    if factor == 1.0:
-        return gradient
-    # What rests in a slot may still be read by others.
-    return gradient * factor if gradient is piece.gradient else gradient.mul_(factor)
+    # A copy in any case: what rests in a slot may still be read by others, and some updates change their gradients.
+    gradient = piece.gradient.to(piece.weight.device, piece.weight.dtype, copy=True)
+    return gradient if factor == 1.0 else gradient.mul_(factor)
 
 
 def _round(run: _Run) -> None:
@@ -298,6 +296,8 @@ def _scalar(value: Any, weight: Tensor, *, fused: bool) -> Any:
 def _implementation(optimizer: Optimizer, weight: Tensor) -> dict[str, bool | None]:
     """Fused, where the class has it for this device and the user asked for no other implementation."""
     theirs = {key: optimizer.defaults.get(key) for key in IMPLEMENTATION if key in optimizer.defaults}
+    if theirs.get("foreach") and optimizer.defaults.get("nesterov"):
+        return theirs | {"foreach": False}  # it adds the momentum to the sums, which other ranks may still read
     if "fused" not in theirs or any(value is not None for value in theirs.values()):
         return theirs
     # torch 2.13's fused SGD leaves most elements of 2-byte weights as they are on CPUs (pytorch#191763).

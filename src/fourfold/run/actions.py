@@ -198,6 +198,8 @@ class Actions:
             wide = [torch.promote_types(flat.dtype, torch.float32) for flat in own]
             norms = [torch.linalg.vector_norm(flat, dtype=dtype) for flat, dtype in zip(own, wide, strict=True)]
             squares = torch.stack(norms).double().square().sum()
+            if self._parts.local is not None and not self._scales_sums:
+                squares *= self._factor**2
             transport.measure(NORM, squares.reshape(1))
             total = transport.measured(NORM)[0]
             if self._parts.local is not None:

@@ -26,13 +26,13 @@ from fourfold.run.batch import call, cut, evaluating, measure
 from fourfold.run.guard import Guard
 from fourfold.run.metrics import Metrics
 from fourfold.run.outline import outline
-from fourfold.run.refuse import compare, model_problems, refuse, refuse_optimizer, sync_problems, update_problems
+from fourfold.run.refuse import compare, refuse, refuse_for, refuse_optimizer
 from fourfold.run.remembered import Remembered
 from fourfold.run.runtime import Runtime
 from fourfold.run.state import State, copied
 from fourfold.run.weights import Weights, trainable_of
 from fourfold.words.action import LOSS, Action
-from fourfold.words.errors import PlanError, Problem, TrainingError
+from fourfold.words.errors import Problem, TrainingError
 from fourfold.words.layout import SPLIT
 from fourfold.words.spans import Recorder
 from fourfold.words.task import Task
@@ -228,6 +228,7 @@ class TrainStep:
         if not self._recorded:
             self._transport.agree()  # The first step also exchanges what is no sum.
         self._guard.begin()
+        loss_scale = None if self._scale is None else self._scale.value
         program = self.program_apart if (self.steps + 1) % self.plan.period else self.program
         self._runtime.run(program, cut(batch, self.plan.microbatches, self._ranks.device))
         totals = self._actions.totals
@@ -247,6 +248,8 @@ class TrainStep:
             waiting_seconds=self._transport.waiting_seconds - waited,
             sent_bytes=self._transport.sent_bytes - sent,
             skipped=skipped,
+            loss_scale=loss_scale,
+            overflowed=self._actions.overflowed,
         )
 
     @torch.no_grad()
@@ -323,10 +326,11 @@ class TrainStep:
     def state_dict(self) -> dict[str, Any]:
         """All state by parameter name, independent of the mesh; tensors are copies. Collective.
 
-        "model": name -> tensor, the weights as the update has them; "optimizer": name -> key -> tensor in the parameter's shape or a scalar;
-        "groups": options by group; "record": launch order and nominal count; "codec": name -> key -> [ranks, elements],
-        what each rank's codec remembers; "outer": with local steps, the outer momentum by name. Then the optimizer's
-        tensors are means over ranks, and TrainingError is raised between meetings.
+        "model": name -> tensor, weights as the update has them; "optimizer": name -> key -> tensor in the parameter's
+        shape or a scalar; "groups": options by group; "record": launch order, nominal count, and the scale of the loss
+        where it has one; "codec": name -> key -> [ranks, elements], what each rank's codec remembers; "outer": with
+        local steps, the outer momentum by name. Then the optimizer's tensors are means over ranks, and TrainingError is
+        raised between meetings.
         """
         self._enter("state_dict()")
         self._transport.agree()
@@ -435,9 +439,7 @@ def _request(plan: Plan, buckets: Sequence[Bucket], rest: Rest, *, num_norms: in
 def check(task: Task, plan: Plan) -> None:
     """Raise TaskError, PlanError or OptimizerError for what can be known of a task before processes are started."""
     model = outline(task)
-    problems = model_problems(model, plan) + update_problems(plan, task.clip) + sync_problems(plan)
-    if problems:
-        raise PlanError(problems, where="the plan")
+    refuse_for(model, plan, clip=task.clip)
     comm.refuse_impossible(plan.transport, "cuda" if torch.cuda.is_available() else "cpu")
     refuse_optimizer(optim.build(task.optimizer, list(model.parameters())), plan)
 

@@ -10,10 +10,9 @@ from fourfold.plan.codec import rounds, sent_bytes
 from fourfold.plan.data import RESTS, Bucket, Step, fill, life, lower, step_bytes
 from fourfold.plan.plan import Plan
 from fourfold.run.outline import outline
-from fourfold.run.refuse import model_problems, refuse_optimizer, sync_problems, update_problems
+from fourfold.run.refuse import refuse_for, refuse_optimizer
 from fourfold.words import action
 from fourfold.words.action import LOSS, NORM, TRUST, USED, Verb
-from fourfold.words.errors import PlanError
 from fourfold.words.layout import SPLIT, Change
 from fourfold.words.layout import sent_bytes as layout_bytes
 from fourfold.words.task import Task
@@ -38,9 +37,7 @@ MEANINGS = {
 def show(plan: Plan, task: Task) -> str:
     """The text of `fourfold show`. Raises PlanError or OptimizerError for what cannot be carried out."""
     model = outline(task)
-    problems = model_problems(model, plan) + update_problems(plan, task.clip) + sync_problems(plan)
-    if problems:
-        raise PlanError(problems, where="the plan")
+    refuse_for(model, plan, clip=task.clip)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = optim.build(task.optimizer, list(model.parameters()))
     refuse_optimizer(optimizer, plan)

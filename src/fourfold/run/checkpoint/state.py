@@ -72,7 +72,8 @@ def tensors(trained: Trained) -> Tensors:
         averages = trained.average.values.items()
         found += [masters.living(f"ema.{n}", n, v) for n, v in averages if n in masters.flats]
         found += [living(f"ema.{n}", [v.reshape(-1)], v.shape) for n, v in averages if n not in masters.flats]
-    shares = states.shares | masters.shares | {each.tensor.name: _rows(each.tensor, trained.step) for each in remembered}
+    shares = {each.tensor.name: _rows(each.tensor, trained.step) for each in remembered}
+    shares |= states.shares | masters.shares
     return states._replace(living=found, aliases=aliases, shares=shares)
 
 
