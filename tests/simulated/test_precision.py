@@ -8,10 +8,14 @@ from torch import nn
 
 from fourfold.plan.order import share
 from fourfold.plan.plan import Plan
+from fourfold.run.average import Average
 from fourfold.run.build import TrainStep
+from fourfold.run.checkpoint.read import export, load_weights
+from fourfold.run.checkpoint.shelf import Shelf
 from fourfold.testing import threads
 from fourfold.testing.oracle import Trained
 from tests import training
+from tests.simulated.test_checkpoint import Run
 from tests.training import Case, batches, local
 
 CASE = Case(precision="bf16", batch_sizes=(12, 12, 12, 12), bucket_bytes=1000, optimizer="SGD")
@@ -73,8 +77,13 @@ def make(case, size, ranks, skip_nan=0):
     return TrainStep(model, loss, optimizer, plan=case.plan(size), ranks=ranks, clip=case.clip, skip_nan=skip_nan)
 
 
+def own(step, batch):
+    inputs, targets = local(batch, step.plan.dp, step.data_index)
+    return inputs.double() if step.model.head.weight.dtype == torch.float64 else inputs.float(), targets
+
+
 def go(step, case, first=0):
-    metrics = [step(local(batch, step.plan.dp, step.data_index)) for batch in batches(case)[first:]]
+    metrics = [step(own(step, batch)) for batch in batches(case)[first:]]
     norms = [m.grad_norm for m in metrics if m.grad_norm is not None]
     return Trained([m.loss for m in metrics], norms, step.state_dict()["model"])
 
@@ -236,3 +245,132 @@ def test_what_is_in_which_numbers():
     assert {value.dtype for name, value in state["model"].items() if "num_batches" not in name} == {high}
     assert {value.dtype for keys in state["optimizer"].values() for value in keys.values()
             if isinstance(value, torch.Tensor)} == {high}  # fmt: skip
+
+
+def resumed(ranks, case, state):
+    step = make(case, ranks.size, ranks)
+    step.load_state_dict(state)
+    assert same(step.state_dict()["model"], state["model"])
+    return go(step, case, first=2)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(("zero", "then"), [(0, 0), (0, 2), (1, 0), (2, 1)])
+def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit_at_any_zero_level(zero, then, precision):
+    case = dataclasses.replace(CASE, zero=zero, optimizer="AdamW", precision=precision)
+    halfway = dataclasses.replace(case, batch_sizes=case.batch_sizes[:2])
+
+    def first(ranks):
+        step = make(halfway, 2, ranks)
+        go(step, halfway)
+        return step.state_dict()
+
+    states = threads.run(2, first)
+    expected = run(case, 2)[0].weights
+    for got in threads.run(2, lambda ranks: resumed(ranks, dataclasses.replace(case, zero=then), states[ranks.rank])):
+        assert same(got.weights, expected)
+    # On other ranks: what is put back is what was saved.
+    threads.run(3, lambda ranks: resumed(ranks, dataclasses.replace(case, zero=then), states[0]))
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_float32_state_goes_through_a_bf16_run_and_back_unchanged(zero):
+    whole = dataclasses.replace(CASE, precision="keep", zero=zero)
+
+    def first(ranks):
+        step = make(whole, 2, ranks)
+        go(step, whole)
+        return step.state_dict()
+
+    def through(case, states):
+        def body(ranks):
+            step = make(dataclasses.replace(case, zero=1 - zero), 2, ranks)
+            step.load_state_dict(states[ranks.rank])
+            return step.state_dict()
+
+        return threads.run(2, body)
+
+    states = threads.run(2, first)
+    for after in through(whole, through(CASE, states)):
+        assert same(after["model"], states[0]["model"])
+        assert all(same(keys, states[0]["optimizer"][name]) for name, keys in after["optimizer"].items())
+
+
+def rounded(step):
+    """Whether the model computes with the rounded values of what the update has."""
+    state = step.state_dict()["model"]
+    return all(torch.equal(p, state[name].to(p.dtype)) for name, p in step.model.named_parameters())
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_edits_are_of_the_float32_weights_and_all_ranks_have_rank_0s(zero):
+    def body(ranks):
+        step = make(dataclasses.replace(CASE, zero=zero), 2, ranks)
+        before = step.state_dict()["model"]
+        with step.edit() as model:
+            assert {p.dtype for p in model.parameters()} == {torch.float32}
+            model.first.weight.mul_(1.0001 if ranks.rank == 0 else 7.0)
+        after = step.state_dict()["model"]
+        assert torch.equal(after["first.weight"], before["first.weight"] * 1.0001)
+        assert all(torch.equal(value, before[name]) for name, value in after.items() if name != "first.weight")
+        assert rounded(step)
+        go(step, CASE)
+        return rounded(step)
+
+    assert threads.run(2, body) == [True, True]
+
+
+@pytest.mark.parametrize("precision", ["keep", "bf16"])
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_averages_are_of_the_float32_weights_and_evaluating_with_them_changes_nothing(zero, precision):
+    case = dataclasses.replace(CASE, zero=zero, precision=precision)
+
+    def body(ranks):
+        step = make(case, 2, ranks)
+        average, expected = Average(step.shares_of_weights, 0.5), None
+        for number, batch in enumerate(batches(case), 1):
+            step(own(step, batch))
+            average.update(number)
+            weights = step.state_dict()["model"]
+            share = 1.0 - min(0.5, (1 + number) / (10 + number))
+            expected = first | {n: torch.lerp((expected or first)[n], w, share) for n, w in weights.items()}
+        before = step.state_dict()["model"]
+        loss = step.evaluate(own(step, batches(case)[0])).loss
+        with step.replaced(average.values):
+            assert same(step.state_dict()["model"], expected)
+            assert rounded(step)
+            assert step.evaluate(own(step, batches(case)[0])).loss != loss
+        assert same(step.state_dict()["model"], before)
+        assert step.evaluate(own(step, batches(case)[0])).loss == loss
+        return rounded(step)
+
+    first = {name: p.detach() for name, p in training.model(case.model).float().named_parameters()}
+    assert threads.run(2, body) == [True, True]
+
+
+@pytest.mark.parametrize(("zero", "size", "then"), [(1, 2, (0, 1)), (0, 2, (2, 3)), (2, 3, (1, 2))])
+def test_checkpoints_hold_the_float32_weights_and_averages_and_are_read_on_any_mesh(tmp_path, zero, size, then):
+    case = dataclasses.replace(CASE, zero=zero, batch_sizes=(12, 12, 12))
+
+    def save(ranks):
+        run = Run(case, ranks, tmp_path, ema=0.9)
+        run.go(0, 2, save_at=(2,))
+        weights = run.step.state_dict()
+        with run.step.replaced(run.average.values):
+            return weights, run.step.state_dict()["model"]
+
+    def load(ranks):
+        other = Run(dataclasses.replace(case, zero=then[0]), ranks, tmp_path, token="b", ema=0.9)
+        assert other.keeper.resume().step == 2
+        state = other.step.state_dict()
+        assert same(state["model"], weights["model"])
+        assert all(same(keys, weights["optimizer"][name]) for name, keys in state["optimizer"].items())
+        with other.step.replaced(other.average.values):
+            assert same(other.step.state_dict()["model"], averages)
+
+    weights, averages = threads.run(size, save)[0]
+    threads.run(then[1], load)
+    export(Shelf(tmp_path).at(2), tmp_path / "weights.safetensors")
+    fresh = training.model(case.model)
+    load_weights(fresh, tmp_path / "weights.safetensors")
+    assert same(dict(fresh.state_dict()), weights["model"])
