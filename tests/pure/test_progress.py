@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from fourfold.report.progress import LOG_SECONDS, Progress, cells, duration, fitted, five_digits, scaled
+from fourfold.report.progress import LOG_SECONDS, Progress, cells, duration, fitted, five_digits
 from fourfold.words.record import Line
 
 
@@ -89,22 +89,6 @@ def test_what_is_shown_cannot_steer_the_terminal() -> None:
     file = io.StringIO()
     Progress(file).note("a\x1b[31m [bold]b[/bold]\r\n\tc")
     assert file.getvalue().splitlines() == ["a·[31m [bold]b[/bold]·", "        c"]
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0.00"),
-        (9.994, "9.99"),
-        (9.996, "10.0"),
-        (99.96, "100"),
-        (999.6, "1.00 k"),
-        (12_345, "12.3 k"),
-        (4.56e6, "4.56 M"),
-    ],
-)
-def test_rates_have_three_digits(value: float, text: str) -> None:
-    assert scaled(value) == text
 
 
 @pytest.mark.parametrize(

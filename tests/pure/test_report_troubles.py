@@ -125,7 +125,7 @@ def test_checkpoints_are_told_with_sizes_pauses_and_what_became_of_them(run):
     html = page.write([run]).read_text()
     assert rows(html, "saved")[1:] == [
         ["2", "–", "–", f"damaged, set aside: rank-000.safetensors: {NASTY}"],
-        ["4", "3.0 MiB", "4.00 ms", "kept"],
+        ["4", "3.00 MiB", "4.00 ms", "kept"],
         ["6", "–", "6.00 ms", "not written: no space left on device"],
     ]
     assert "3 saved, 1 kept · pause 3.00 ms in the median, 6.00 ms at most" in words(html)

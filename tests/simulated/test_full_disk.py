@@ -2,6 +2,7 @@
 
 import errno
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 import fourfold as ff
 from fourfold.feed.source import Tensors
+from fourfold.plan.timeline import decode
 from fourfold.run.checkpoint import keeper as keeping
 from fourfold.run.checkpoint.shelf import newest_good
 from fourfold.run.folder import Folder
@@ -41,9 +43,11 @@ class Told:
 
     def __init__(self) -> None:
         self.notes: list[str] = []
-        self.ending = ""
+        self.beginning = self.ending = ""
 
-    def start(self, text: str) -> None: ...
+    def start(self, text: str) -> None:
+        self.beginning = text
+
     def step(self, line: Any) -> None: ...
 
     def note(self, text: str) -> None:
@@ -63,7 +67,7 @@ def train(folder: Path, **given: Any) -> Told:
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )
     told = Told()
-    ff.train(task, folder=str(folder), name="run", steps=6, batch_size=4, trace_every=0, report=told, **given)
+    ff.train(task, folder=str(folder), name="run", steps=6, batch_size=4, report=told, **{"trace_every": 0, **given})
     return told
 
 
@@ -110,9 +114,28 @@ def test_training_goes_on_when_the_log_cannot_be_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Folder, "_write", write)
     told = train(tmp_path, checkpoint_every=0)
+    assert told.beginning == "run · 10 parameters · 1 process · one rank, nothing to exchange"
     assert [note.partition(":")[0] for note in told.notes] == ["warning"]
     assert "metrics.jsonl could not be written: no space left on device" in told.notes[0]
     assert [line.get("step") for line in lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6, None]
+
+
+def test_a_trace_that_a_full_disk_does_not_take_is_told_once_and_comes_with_the_next_step(tmp_path, monkeypatch):
+    def write(path: Path, content: bytes, real=Path.write_bytes) -> int:
+        if path.name == "trace.json.part" and next(calls) < 2:
+            real(path, content[:9])
+            raise FULL
+        return real(path, content)
+
+    calls = iter(range(1000))
+    monkeypatch.setattr(Path, "write_bytes", write)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        told = train(tmp_path, checkpoint_every=0, trace_every=1)
+    reason = "trace.json could not be written: no space left on device"
+    assert told.notes == [f"warning: {reason}; its steps are kept, training goes on"]
+    assert decode((tmp_path / "run" / "trace.json").read_bytes()).steps == [1, 2, 3, 4, 5, 6]
+    assert not (tmp_path / "run" / "trace.json.part").exists()
 
 
 def test_a_run_is_finished_only_with_its_last_step_on_the_disk(tmp_path, monkeypatch):

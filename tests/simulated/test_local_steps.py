@@ -167,8 +167,9 @@ def test_show_tells_both_programs_and_how_seldom_weights_are_sent():
     assert "P0." not in apart
     assert "in every 4th step" in meeting
     assert "L0.0" in meeting
-    sent = {sync: float(re.search(r"network +([0-9.]+) MiB", text)[1]) for sync, text in told.items()}  # type: ignore[index]
-    assert sent["local"] == pytest.approx(sent["step"] / 4, abs=0.01)
+    sent = {sync: re.search(r"network +([0-9.]+) ([KM])iB", text) for sync, text in told.items()}
+    sizes = {sync: float(found[1]) * {"K": 1, "M": 1024}[found[2]] for sync, found in sent.items() if found}
+    assert sizes["local"] == pytest.approx(sizes["step"] / 4, rel=0.01)
 
 
 class Interrupted(Exception):

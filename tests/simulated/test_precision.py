@@ -15,7 +15,7 @@ from fourfold.run.checkpoint.shelf import Shelf
 from fourfold.testing import threads
 from fourfold.testing.oracle import Trained
 from tests import training
-from tests.simulated.test_checkpoint import Run
+from tests.checkpoints import Run
 from tests.training import Case, batches, local
 
 CASE = Case(precision="bf16", batch_sizes=(12, 12, 12, 12), bucket_bytes=1000, optimizer="SGD")

@@ -17,7 +17,7 @@ from fourfold.run.checkpoint.shelf import Shelf
 from fourfold.testing import threads
 from fourfold.words.errors import PeerError
 from fourfold.words.world import World
-from tests.simulated.test_checkpoint import Run
+from tests.checkpoints import Run
 from tests.training import Case
 
 SECONDS = 20  # far less than a wait's own time limit, far more than a look takes

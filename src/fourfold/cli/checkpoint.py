@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fourfold.cli.failure import neighbour
 from fourfold.words.errors import CheckpointError, Problem, SettingError
+from fourfold.words.units import sized
 
 RUNS = Path("runs")
 UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
@@ -19,7 +20,7 @@ def listing(run: str) -> int:
     from fourfold.run.checkpoint.shelf import Shelf, read_manifest
 
     shelf = Shelf(_folder(run))
-    rows = [("step", "MiB", "age", "ranks", "validation loss", "")]
+    rows = [("step", "size", "age", "ranks", "validation loss", "")]
     best = shelf.best()
     for step in shelf.steps():
         path = shelf.at(step)
@@ -28,13 +29,11 @@ def listing(run: str) -> int:
         except CheckpointError as error:
             rows.append((str(step), "", "", "", "", f"damaged: {error.problems[0].got}"))
             continue
-        size = sum(file.num_bytes for file in manifest.files.values()) / 2**20
+        size = sized(sum(file.num_bytes for file in manifest.files.values()))
         loss = manifest.valid.get("loss")
         word = "best" if step == best else ""
         age = _age(time.time() - path.stat().st_mtime)
-        rows.append(
-            (str(step), f"{size:.1f}", age, str(len(manifest.files)), "" if loss is None else f"{loss:.4f}", word)
-        )
+        rows.append((str(step), size, age, str(len(manifest.files)), "" if loss is None else f"{loss:.4f}", word))
     print(_table(rows) if len(rows) > 1 else f"{shelf.path} holds no checkpoint")
     return 0
 
@@ -74,7 +73,7 @@ def export(run: str, file: str | None, *, step: int | None, ema: bool) -> int:
     if target.exists():
         raise SettingError(Problem(f"{target} is there already", "a new file", "another FILE"))
     num_bytes = write(source, target, ema=ema)
-    print(f"{target}   {num_bytes / 2**20:.1f} MiB of weights from {source}")
+    print(f"{target}   {sized(num_bytes)} of weights from {source}")
     return 0
 
 

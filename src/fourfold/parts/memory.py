@@ -50,8 +50,26 @@ def create_shared(num_bytes: int) -> int:
     return handle
 
 
+def create_growing(num_bytes: int) -> int:
+    """A file descriptor of anonymous shared memory of which nothing is reserved yet; see `grow`."""
+    if not hasattr(os, "memfd_create"):
+        raise MemoryUnavailable(Problem(f"no memfd on {sys.platform}", "Linux", 'transport = "gloo"'))
+    handle = os.memfd_create("fourfold", os.MFD_CLOEXEC)
+    os.ftruncate(handle, num_bytes)
+    return handle
+
+
+def grow(handle: int, start: int, num_bytes: int) -> None:
+    """Reserve [start, start + num_bytes) of growing memory; what is reserved already stays as it is."""
+    try:
+        os.posix_fallocate(handle, start, num_bytes)
+    except OSError as error:
+        need = f"{num_bytes / 2**20:.0f} MiB of shared memory for what the ranks of this host show each other"
+        raise MemoryUnavailable(Problem(str(error), need, 'shorter sequences, or transport = "gloo"')) from None
+
+
 def close_shared(handle: int) -> None:
-    """Give back what `create_shared` reserved."""
+    """Give back what `create_shared` or `create_growing` made."""
     os.close(handle)
 
 

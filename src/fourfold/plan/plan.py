@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from fourfold.plan.codec import KINDS, Coding
 from fourfold.plan.precision import COMPUTE, REDUCE
+from fourfold.plan.sequence import RINGS, ulysses_problem
 from fourfold.words.errors import PlanError, Problem, nearest
 from fourfold.words.mesh import Mesh
 
@@ -61,8 +62,8 @@ RULES = {
     "schedule": Rule(str, choices=("gpipe", "1f1b", "interleaved", "zero-bubble"), built=("1f1b",)),
     "interleave": Rule(int, built=(1,)),
     "recompute": Rule(str, choices=("none", "selective", "full"), built=("none",)),
-    "ring": Rule(str, choices=("zigzag", "plain", "rsa"), built=("zigzag",)),
-    "ulysses": Rule(int, built=(1,)),
+    "ring": Rule(str, choices=RINGS),
+    "ulysses": Rule(int),
     "update": Rule(str, choices=("after", "in_backward", "in_forward"), built=("after", "in_backward")),
     "sync": Rule(str, choices=("step", "local", "server"), built=("step", "local")),
     "local_steps": Rule(int),
@@ -195,6 +196,10 @@ def check(values: Mapping[str, object]) -> list[Problem]:
         elif rule.built is not None and value not in rule.built:
             only = " or ".join("nothing" if choice is None else str(choice) for choice in rule.built)
             problems.append(Problem(f"{name} = {value}", f"{only} (the rest is not built yet)", f"{name} = {only}"))
+    sp, ulysses = values.get("sp", 1), values.get("ulysses", 1)
+    if isinstance(sp, int) and isinstance(ulysses, int) and RULES["ulysses"].admits(ulysses) and RULES["sp"].admits(sp):
+        problem = ulysses_problem(sp, ulysses)
+        problems += [] if problem is None else [problem]
     return problems
 
 

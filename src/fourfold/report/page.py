@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.report import faults, saved
-from fourfold.report.progress import duration, scaled
+from fourfold.report.progress import duration
 from fourfold.report.record import Record, read
 from fourfold.report.step import action_card, step_card
 from fourfold.report.style import CSS
 from fourfold.report.svg import Point, Series, lines
 from fourfold.report.table import cells
+from fourfold.words.units import scaled, sized
 
 FILE = "report.html"
 POINTS = 500  # of a curve: more than a drawing has room for
@@ -91,7 +92,7 @@ def key(record: Record) -> list[tuple[str, str]]:
         (f"{record.unit} a second", scaled(record.rate)),
         ("time", duration(record.seconds)),
         ("of it waiting", f"{100 * record.waiting:.1f} %"),
-        ("sent a step by rank 0", f"{record.sent_bytes / 1e6:.3f} MB"),
+        ("sent a step by rank 0", sized(record.sent_bytes)),
     ]
 
 

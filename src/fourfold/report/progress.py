@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TextIO
 
 from fourfold.words.record import Line
+from fourfold.words.units import scaled, three
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -157,18 +158,6 @@ def five_digits(value: float) -> str:
     )
 
 
-def scaled(value: float) -> str:
-    """A number in three digits with its prefix: 12.3 k, 4.56 M."""
-    for factor, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= 0.9995 * factor:
-            return f"{_three(value / factor)} {prefix}"
-    return _three(value)
-
-
-def _three(value: float) -> str:
-    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
-
-
 def duration(seconds: float) -> str:
     """A time for people: 0:09, 12:05, 3:07:00, 2d 05h."""
     whole = max(0, round(seconds))
@@ -182,7 +171,7 @@ def seconds_of(seconds: float) -> str:
     """A short time with its unit: 1.7 ms, 4.2 s, 12:05."""
     if seconds >= 99.95:
         return duration(seconds)
-    return f"{seconds:.1f} s" if seconds >= 0.9995 else f"{_three(seconds * 1e3)} ms"
+    return f"{seconds:.1f} s" if seconds >= 0.9995 else f"{three(seconds * 1e3)} ms"
 
 
 def printable(text: str) -> str:

@@ -14,6 +14,7 @@ from fourfold.report.progress import seconds_of
 from fourfold.report.svg import Series
 from fourfold.report.table import UNKNOWN, cells, many
 from fourfold.run.checkpoint.shelf import Shelf
+from fourfold.words.units import sized
 
 FAILED = re.compile(r"the checkpoint of step ([0-9]{1,15}) could not be written: ([^;]*)")
 NAME = re.compile(r"step-([0-9]{8,15})")
@@ -92,6 +93,6 @@ def card(checkpoints: Checkpoints) -> str:
 
 
 def _row(saved: Saved) -> Sequence[str]:
-    size = UNKNOWN if saved.num_bytes is None else f"{saved.num_bytes / 2**20:,.1f} MiB"
+    size = UNKNOWN if saved.num_bytes is None else sized(saved.num_bytes)
     pause = UNKNOWN if saved.pause_seconds is None else seconds_of(saved.pause_seconds)
     return f"{saved.step:,}", size, pause, f"{saved.state}: {saved.text}" if saved.text else saved.state

@@ -101,7 +101,8 @@ class Loss:
 def measure(value: Any, samples: int) -> Loss:
     """What a loss function returned, as a sum and a count.
 
-    Unreduced values count their elements; a pair is (sum, count); a scalar is a mean over the samples.
+    Unreduced values count their elements; a pair is (sum, count); a scalar is a mean over the samples. Sums of values
+    in half precision are made in float32: a mean of 1.0 over 70,000 samples is beyond what float16 can hold.
     """
     if isinstance(value, tuple | list) and len(value) == 2:
         return Loss(value[0], float(value[1]))
@@ -110,6 +111,7 @@ def measure(value: Any, samples: int) -> Loss:
             f"a loss of type {type(value).__name__}", "unreduced values, a pair (sum, count), or a scalar"
         )
         raise TaskError(problem)
+    dtype = torch.promote_types(value.dtype, torch.float32)
     if value.dim() == 0:
-        return Loss(value * samples, float(samples))
-    return Loss(value.sum(dtype=torch.promote_types(value.dtype, torch.float32)), float(value.numel()))
+        return Loss(value.to(dtype) * samples, float(samples))
+    return Loss(value.sum(dtype=dtype), float(value.numel()))

@@ -17,6 +17,7 @@ from fourfold.words.action import LOSS, NORM, TRUST, USED, Verb
 from fourfold.words.layout import SPLIT, Change
 from fourfold.words.layout import sent_bytes as layout_bytes
 from fourfold.words.task import Task
+from fourfold.words.units import sized
 
 MEASURES = {
     LOSS: "sum the loss and the counts over the data ranks",
@@ -73,13 +74,13 @@ def _plan(plan: Plan) -> str:
 
 
 def _buckets(buckets: Sequence[Bucket], plan: Plan) -> str:
-    rows = [("bucket", "parameters", "elements", "MiB", "dtype", "first", "last")]
+    rows = [("bucket", "parameters", "elements", "size", "dtype", "first", "last")]
     rows += [
         (
             str(bucket.index),
             str(len(bucket.slots)),
             f"{bucket.size:,}",
-            f"{bucket.num_bytes / 2**20:.2f}",
+            sized(bucket.num_bytes),
             bucket.dtype,
             bucket.slots[0].name,
             bucket.slots[-1].name,
@@ -138,38 +139,34 @@ def _bytes(buckets: Sequence[Bucket], plan: Plan, messages: float | None) -> str
     gradients = [reduced(bucket, plan.reduce) for bucket in buckets]
     total = sum(bucket.num_bytes for bucket in gradients)
     sent = step_bytes(buckets, zero=plan.zero, size=plan.dp, microbatches=plan.microbatches, gradients=gradients)
-    lines = [f"gradients         {_mib(total)} a rank"]
+    lines = [f"gradients         {sized(total)} a rank"]
     wide = [bucket for bucket in buckets if has_masters(bucket, plan.precision)]
     if wide:
         share = plan.dp if RESTS[plan.zero].state == SPLIT else 1
         masters = sum(bucket.slots[-1].stop for bucket in wide) * MASTER_BYTES / share
         weights = sum(bucket.num_bytes for bucket in buckets)
-        lines += [f"weights           {_mib(weights)}", f"float32 weights   {_mib(masters)} a rank"]
+        lines += [f"weights           {sized(weights)}", f"float32 weights   {sized(masters)} a rank"]
     if plan.dp > 1 and messages is not None:
         lines += [
-            f"over a network    {_mib(messages)} sent by each rank in each step, {sent / messages:.3g} times less than "
-            "without the codec",
+            f"over a network    {sized(messages)} sent by each rank in each step, {sent / messages:.3g} times less "
+            "than without the codec",
             "in shared memory  nothing is sent, and gradients are coded all the same: training is that of a network",
         ]
     elif plan.dp > 1 and plan.sync == "local":
         lines += [
-            f"over a network    {_mib(sent / plan.period)} sent by each rank in each step on average, "
-            f"{_mib(sent).strip()} in every {_ordinal(plan.local_steps)}",
+            f"over a network    {sized(sent / plan.period)} sent by each rank in each step on average, "
+            f"{sized(sent)} in every {_ordinal(plan.local_steps)}",
             "in shared memory  nothing is sent: ranks of one host read each other's weights where they lie",
         ]
     elif plan.dp > 1:
         times = sent / (total * (plan.dp - 1) / plan.dp)
         lines += [
-            f"over a network    {_mib(sent)} sent by each rank in each step, {times:g} (N − 1) / N of the gradients",
+            f"over a network    {sized(sent)} sent by each rank in each step, {times:g} (N − 1) / N of the gradients",
             "in shared memory  nothing is sent: ranks of one host read each other's gradients where they lie",
         ]
     else:
         lines.append("one data rank: nothing is sent")
     return "bytes\n" + _indent(lines)
-
-
-def _mib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**20:9.2f} MiB"
 
 
 def _ordinal(number: int) -> str:

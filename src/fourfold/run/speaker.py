@@ -23,6 +23,7 @@ from fourfold.run.metrics import Metrics
 from fourfold.run.settings import Settings, told_finished, tuned_for
 from fourfold.words.record import Line
 from fourfold.words.task import Task
+from fourfold.words.units import counted
 
 WINDOW = 20  # steps over which the progress line averages
 
@@ -88,7 +89,7 @@ class Speaker:
         parameters = sum(p.numel() for p in step.model.parameters())
         mesh = f"{plan.dp} ranks" if plan.dp > 1 else "1 process"
         if self._report is not None:
-            self._report.start(f"{s.label} · {parameters / 1e6:.2f} M parameters · {mesh} · {step.transport}")
+            self._report.start(f"{s.label} · {counted(parameters)} parameters · {mesh} · {step.transport}")
             if rates is not None:
                 self._report.note(rates)
 

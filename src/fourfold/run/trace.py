@@ -92,10 +92,21 @@ def is_sampled(number: int, every: int) -> bool:
 
 
 class Tracing:
-    """The sampled steps of a run, in `folder`/trace.json; only rank 0 is given a folder."""
+    """The sampled steps of a run, in `folder`/trace.json; only rank 0 is given a folder.
 
-    def __init__(self, step: TrainStep, *, every: int = EVERY, folder: Path | None = None) -> None:
-        self._step, self._every, self._folder = step, every, folder
+    `note` hears of a disk that does not take the file: once, until it does again.
+    """
+
+    def __init__(
+        self,
+        step: TrainStep,
+        *,
+        every: int = EVERY,
+        folder: Path | None = None,
+        note: Callable[[str], None] = warnings.warn,
+    ) -> None:
+        self._step, self._every, self._folder, self._note = step, every, folder, note
+        self._is_late = False
         self._offsets: list[int] | None = None
         self._program = step.program
         self._kept: dict[int, list[list[Span]]] = {}
@@ -131,9 +142,15 @@ class Tracing:
         try:
             draft.write_bytes(encode(self.trace))
             draft.replace(folder / FILE)
+            self._is_late = False
         except OSError as error:
-            # A run is worth more than its trace.
-            warnings.warn(f"step {max(self._kept)} is not in the trace: {error}", stacklevel=2)
+            # A run is worth more than its trace, and the next sampled step writes all of it again.
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+            if not self._is_late:
+                reason = (error.strerror or str(error)).lower()
+                self._note(f"warning: {FILE} could not be written: {reason}; its steps are kept, training goes on")
+            self._is_late = True
 
     @property
     def trace(self) -> Trace:

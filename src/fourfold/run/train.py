@@ -103,7 +103,7 @@ def train(
             if late := told_late(settings, plan):
                 speaker.note(late)
             begin = time.perf_counter()
-            tracing = Tracing(step, every=settings.trace_every, folder=speaker.path)
+            tracing = Tracing(step, every=settings.trace_every, folder=speaker.path, note=speaker.note)
             beats = pulse.of_environment()
             beats.resumed(progress.step)
             run = Training(task, trained, settings, speaker, keeper, tracing, data.valid, beats)

@@ -32,7 +32,8 @@ class ThreadRanks(Ranks):
         super().__init__(World(rank=rank, size=size, local_rank=rank, local_size=size), torch.device("cpu"))
         self._meeting = meeting
 
-    def _swap(self, value: Any) -> list[Any]:
+    def swap(self, value: Any) -> list[Any]:
+        """Every thread's value itself, in rank order. Collective."""
         self._meeting.row[self.rank] = value
         self._meeting.barrier.wait()
         row = list(self._meeting.row)
@@ -40,18 +41,18 @@ class ThreadRanks(Ranks):
         return row
 
     def exchange(self, value: Any) -> list[Any]:
-        return [json.loads(text) for text in self._swap(json.dumps(value))]
+        return [json.loads(text) for text in self.swap(json.dumps(value))]
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         if self.size > 1:
-            values = self._swap(tensor)[source]
+            values = self.swap(tensor)[source]
             if self.rank != source:
                 tensor.copy_(values)
             self._meeting.barrier.wait()
 
     def sum(self, tensor: torch.Tensor) -> None:
         if self.size > 1:
-            total = torch.stack(self._swap(tensor.clone())).sum(0)
+            total = torch.stack(self.swap(tensor.clone())).sum(0)
             tensor.copy_(total)
 
 

@@ -5,10 +5,7 @@ transport  how their buckets are summed: alone, shared memory, gloo, NCCL (`conn
 Law: every rank decides for the same transport, from what all ranks said of themselves.
 """
 
-import os
 import platform
-import secrets
-import socket
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,9 +17,13 @@ from fourfold.parts.codec import Codec
 from fourfold.parts.comm.apart import Apart
 from fourfold.parts.comm.coded import Coded, NoWire, Ways, Wire, places
 from fourfold.parts.comm.group import BetweenHosts, Gatherer, GroupTransport, Use
+from fourfold.parts.comm.links import Link, Messages, NoLink
+from fourfold.parts.comm.neighbours import Neighbours, Place, total_bytes
 from fourfold.parts.comm.ranks import Ranks, host_id, join, leave, present, world
+from fourfold.parts.comm.same_host import meet
 from fourfold.parts.comm.shared import Shared, Slotting
 from fourfold.parts.comm.transport import Alone, Part, Transport
+from fourfold.parts.comm.wire import GroupWire
 from fourfold.plan.data import RESTS, Rest
 from fourfold.words.errors import LaunchError, PlanError, Problem
 from fourfold.words.layout import SPLIT
@@ -32,6 +33,7 @@ __all__ = [
     "Apart",
     "Coded",
     "LaunchError",
+    "Link",
     "Part",
     "Ranks",
     "Request",
@@ -39,11 +41,10 @@ __all__ = [
     "connect",
     "join",
     "leave",
+    "link",
     "present",
     "world",
 ]
-
-CONNECT_SECONDS = 60.0
 
 
 class Request(NamedTuple):
@@ -147,13 +148,21 @@ def _private(request: Request, device: torch.device) -> list[torch.Tensor]:
     ]
 
 
-def _share(ranks: Ranks, request: Request) -> tuple[Shared | None, str]:
-    """Shared memory inside each host, gloo between hosts; or None and the reason."""
+def _hosts(ranks: Ranks) -> tuple[list[str], str]:
+    """The host of every rank, or the reason why they cannot share memory. Collective."""
     machine = platform.machine()
     able = sys.platform == "linux" and machine == "x86_64"
     said = ranks.exchange(host_id() if able else "")
-    if not all(said):
-        return None, f"shared memory needs Linux on x86-64, rank {said.index('')} is not ({sys.platform}, {machine})"
+    if all(said):
+        return said, ""
+    return said, f"shared memory needs Linux on x86-64, rank {said.index('')} is not ({sys.platform}, {machine})"
+
+
+def _share(ranks: Ranks, request: Request) -> tuple[Shared | None, str]:
+    """Shared memory inside each host, gloo between hosts; or None and the reason."""
+    said, reason = _hosts(ranks)
+    if reason:
+        return None, reason
     hosts = [[rank for rank, host in enumerate(said) if host == name] for name in dict.fromkeys(said)]
     here = next(host for host in hosts if ranks.rank in host)
     if len({len(host) for host in hosts}) > 1 or len(here) == 1:
@@ -162,21 +171,14 @@ def _share(ranks: Ranks, request: Request) -> tuple[Shared | None, str]:
     slotting = Slotting(
         request.sizes, request.dtypes, num_scalars=request.num_scalars, turns=request.turns, weights=weights
     )
-    opened = _open(slotting, ranks, here)
-    problems = [problem for problem in (opened.problem, *ranks.exchange(opened.problem)) if problem]
-    if problems:
-        opened.close()
-        return None, problems[0]
-    try:
-        handle, links = _meet(opened, ranks, here)
-    except (OSError, IndexError) as error:
-        problem = Problem(f"ranks {here} did not meet ({error or 'one of them has ended'})", "all of them to be alive")
-        raise LaunchError(problem) from error
+    met, problem = meet(lambda: memory.create_shared(slotting.total_bytes(len(here))), ranks, here)
+    if met is None:
+        return None, problem
     between = None
     if len(hosts) > 1:
         columns = [BetweenHosts(ranks, [host[index] for host in hosts], request.use) for index in range(len(here))]
         between = columns[here.index(ranks.rank)]
-    mapping = memory.map_shared(handle)
+    mapping = memory.map_shared(met.handle)
     index = here.index(ranks.rank)
     shared = Shared(
         mapping,
@@ -185,67 +187,42 @@ def _share(ranks: Ranks, request: Request) -> tuple[Shared | None, str]:
         size=len(here),
         rest=request.rest,
         ranks=here,
-        links=links,
+        links=met.links,
         between=between,
         coded=request.coded,
     )
     return shared, shared.name
 
 
-class _Opened(NamedTuple):
-    """A host's memory at its leader (the least rank), and the socket where the others ask for it."""
+def link(ranks: Ranks, groups: Sequence[Sequence[int]], purpose: str, *, choice: str = "by-host") -> Link:
+    """The link among the ranks of this rank's group. Collective; `groups` partition the ranks, alike on every rank.
 
-    handle: int = -1
-    listener: socket.socket | None = None
-    problem: str = ""
-
-    def close(self) -> None:
-        if self.listener is not None:
-            self.listener.close()
-            memory.close_shared(self.handle)
-
-
-def _open(slotting: Slotting, ranks: Ranks, here: Sequence[int]) -> _Opened:
-    if ranks.rank != here[0]:
-        return _Opened()
-    try:
-        handle = memory.create_shared(slotting.total_bytes(len(here)))
-    except memory.MemoryUnavailable as error:
-        return _Opened(problem="; ".join(f"{p.got}, need {p.need}" for p in error.problems))
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.settimeout(CONNECT_SECONDS)
-    # An abstract name: it belongs to the network namespace, like the host, and vanishes with the socket.
-    listener.bind(f"\0fourfold-{secrets.token_hex(16)}")
-    listener.listen(len(here))
-    return _Opened(handle, listener)
+    Raises PlanError where a transport is asked for that cannot be had.
+    """
+    refuse_impossible(choice, ranks.device.type)
+    mine = next(group for group in groups if ranks.rank in group)
+    if all(len(group) == 1 for group in groups):
+        return NoLink()
+    if ranks.device.type == "cpu" and choice in ("by-host", "shared"):
+        neighbours, reason = _neighbours(ranks, groups, mine)
+        if neighbours is not None:
+            return neighbours
+        if choice == "shared":
+            problem = Problem(f'transport = "shared", but {reason}', "ranks that share memory", 'transport = "by-host"')
+            raise PlanError(problem, where="the plan")
+    wires = [GroupWire(ranks, group, purpose) for group in groups]
+    return Messages(next(wire for wire, group in zip(wires, groups, strict=True) if group is mine))
 
 
-def _meet(opened: _Opened, ranks: Ranks, here: Sequence[int]) -> tuple[int, dict[int, socket.socket]]:
-    """The descriptor of the host's memory, and links by local index: a link whose end is gone tells of a death."""
-    address = opened.listener.getsockname().decode("latin-1") if opened.listener else ""
-    addresses = ranks.exchange(address)
-    links: dict[int, socket.socket] = {}
-    if opened.listener is None:
-        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        link.settimeout(CONNECT_SECONDS)
-        link.connect(addresses[here[0]].encode("latin-1"))
-        link.sendall(here.index(ranks.rank).to_bytes(4, "little"))
-        _, handles, _, _ = socket.recv_fds(link, 1, 1)
-        links[0] = link
-        return handles[0], links
-    while len(links) < len(here) - 1:
-        link, _ = opened.listener.accept()
-        if not _same_user(link):
-            link.close()
-            continue
-        index = int.from_bytes(link.recv(4, socket.MSG_WAITALL), "little")
-        socket.send_fds(link, [b"m"], [opened.handle])
-        links[index] = link
-    opened.listener.close()
-    return opened.handle, links
-
-
-def _same_user(link: socket.socket) -> bool:
-    """Whether the other end runs as this user: abstract sockets have no file permissions."""
-    credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return int.from_bytes(credentials[4:8], sys.byteorder) == os.getuid()
+def _neighbours(ranks: Ranks, groups: Sequence[Sequence[int]], mine: Sequence[int]) -> tuple[Neighbours | None, str]:
+    """The link of a group inside a host, if every group is; or None and the reason."""
+    said, reason = _hosts(ranks)
+    apart = [group for group in groups if len({said[rank] for rank in group}) > 1]
+    if reason or apart:
+        return None, reason or f"ranks {list(apart[0])} are on several hosts"
+    met, problem = meet(lambda: memory.create_growing(total_bytes(len(mine))), ranks, mine)
+    if met is None:
+        return None, problem
+    for socket in met.links.values():
+        socket.close()
+    return Neighbours(met.handle, Place(list(mine).index(ranks.rank), tuple(mine)), look=ranks.look), ""

@@ -25,6 +25,7 @@ from fourfold.run.checkpoint.shelf import Shelf
 from fourfold.run.checkpoint.state import Trained
 from fourfold.run.checkpoint.write import Snapshot, write, write_snapshot
 from fourfold.words.errors import CheckpointError, Problem
+from fourfold.words.units import sized
 
 KEEP = 2
 SPARE_BYTES = 2**20
@@ -226,7 +227,7 @@ class Keeper:
         need = (total if manifest is not None else self._snapshot.num_bytes) + SPARE_BYTES
         free = shutil.disk_usage(self._shelf.path).free
         if free < need:
-            raise OSError(f"{free / 2**20:.1f} MiB free on the disk, {need / 2**20:.1f} MiB needed")
+            raise OSError(f"{sized(free)} free on the disk, {sized(need)} needed")
 
     def _publish(self, part: Path, manifest: Manifest) -> None:
         """Rank 0: wait for all pieces, write the table of contents, give the folder its name."""

@@ -1,0 +1,100 @@
+"""Host: how the ranks of one host come to map the same memory.
+
+leader  the least of them: it makes the memory and hands out its descriptor
+link    a socket between the leader and another; it can be read once its other end is gone
+"""
+
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from fourfold.parts import memory
+from fourfold.parts.comm.ranks import Ranks
+from fourfold.words.errors import LaunchError, Problem
+
+CONNECT_SECONDS = 60.0
+
+
+class _Opened(NamedTuple):
+    """A host's memory at its leader, and the socket where the others ask for it."""
+
+    handle: int = -1
+    listener: socket.socket | None = None
+    problem: str = ""
+
+    def close(self) -> None:
+        if self.listener is not None:
+            self.listener.close()
+            memory.close_shared(self.handle)
+
+
+class Met(NamedTuple):
+    """The descriptor of the host's memory, and links by local index."""
+
+    handle: int
+    links: dict[int, socket.socket]
+
+
+def meet(create: Callable[[], int], ranks: Ranks, here: Sequence[int]) -> tuple[Met | None, str]:
+    """Memory that the leader makes by `create`, at all of `here`; or None and the reason, on every rank of the job.
+
+    Collective among all ranks. Raises LaunchError.
+    """
+    opened = _open(create, ranks, here)
+    problems = [problem for problem in (opened.problem, *ranks.exchange(opened.problem)) if problem]
+    if problems:
+        opened.close()
+        return None, problems[0]
+    try:
+        return _meet(opened, ranks, here), ""
+    except (OSError, IndexError) as error:
+        problem = Problem(f"ranks {here} did not meet ({error or 'one of them has ended'})", "all of them to be alive")
+        raise LaunchError(problem) from error
+
+
+def _open(create: Callable[[], int], ranks: Ranks, here: Sequence[int]) -> _Opened:
+    if ranks.rank != here[0]:
+        return _Opened()
+    try:
+        handle = create()
+    except memory.MemoryUnavailable as error:
+        return _Opened(problem="; ".join(f"{p.got}, need {p.need}" for p in error.problems))
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.settimeout(CONNECT_SECONDS)
+    # An abstract name: it belongs to the network namespace, like the host, and vanishes with the socket.
+    listener.bind(f"\0fourfold-{secrets.token_hex(16)}")
+    listener.listen(len(here))
+    return _Opened(handle, listener)
+
+
+def _meet(opened: _Opened, ranks: Ranks, here: Sequence[int]) -> Met:
+    address = opened.listener.getsockname().decode("latin-1") if opened.listener else ""
+    addresses = ranks.exchange(address)
+    links: dict[int, socket.socket] = {}
+    if opened.listener is None:
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        link.settimeout(CONNECT_SECONDS)
+        link.connect(addresses[here[0]].encode("latin-1"))
+        link.sendall(here.index(ranks.rank).to_bytes(4, "little"))
+        _, handles, _, _ = socket.recv_fds(link, 1, 1)
+        links[0] = link
+        return Met(handles[0], links)
+    while len(links) < len(here) - 1:
+        link, _ = opened.listener.accept()
+        if not _same_user(link):
+            link.close()
+            continue
+        index = int.from_bytes(link.recv(4, socket.MSG_WAITALL), "little")
+        socket.send_fds(link, [b"m"], [opened.handle])
+        links[index] = link
+    opened.listener.close()
+    return Met(opened.handle, links)
+
+
+def _same_user(link: socket.socket) -> bool:
+    """Whether the other end runs as this user: abstract sockets have no file permissions."""
+    credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return int.from_bytes(credentials[4:8], sys.byteorder) == os.getuid()

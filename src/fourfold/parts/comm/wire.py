@@ -1,0 +1,64 @@
+"""Wire: messages between the ranks of a link over a process group: gloo between processes, NCCL on GPUs."""
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.parts.comm.links import Landing
+from fourfold.parts.comm.ranks import Ranks
+from fourfold.words.spans import SILENT
+
+
+class GroupWire:
+    """See `links.Wire`. Every rank of the job must make those of all members in the same order."""
+
+    def __init__(self, ranks: Ranks, members: Sequence[int], purpose: str) -> None:
+        self._ranks, self._group = ranks, ranks.group(members, purpose)
+        self.name = "NCCL" if ranks.device.type == "cuda" else "gloo"
+        self.size = len(members)
+        self.index = list(members).index(ranks.rank) if ranks.rank in members else -1
+        self._right, self._left = (members[(self.index + step) % self.size] for step in (1, -1))
+        self.sent_bytes, self.waiting_seconds, self.recorder = 0.0, 0.0, SILENT
+
+    def shift(self, flat: Tensor, lane: int) -> Landing:
+        taken = torch.empty_like(flat)
+        self.sent_bytes += flat.numel() * flat.element_size()
+        operations = [
+            dist.P2POp(dist.isend, flat, self._right, group=self._group, tag=lane),
+            dist.P2POp(dist.irecv, taken, self._left, group=self._group, tag=lane),
+        ]
+        with self._ranks.naming_the_dead():
+            works = dist.batch_isend_irecv(operations)
+
+        def land() -> Tensor:
+            with self._waiting():
+                for work in works:
+                    work.wait()
+            return taken
+
+        return land
+
+    def gather(self, flat: Tensor) -> Tensor:
+        everyone = flat.new_empty(self.size, flat.numel())
+        self.sent_bytes += (self.size - 1) * flat.numel() * flat.element_size()
+        with self._waiting():
+            dist.all_gather_into_tensor(everyone.view(-1), flat, group=self._group)
+        return everyone
+
+    def swap(self, parts: Tensor) -> Tensor:
+        received = torch.empty_like(parts)
+        self.sent_bytes += (self.size - 1) * parts[0].numel() * parts.element_size()
+        with self._waiting():
+            dist.all_to_all_single(received, parts, group=self._group)
+        return received
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        with self.recorder.waiting(), self._ranks.naming_the_dead():
+            yield
+        self.waiting_seconds += time.perf_counter() - begin

@@ -1,0 +1,164 @@
+"""The sequence axis: exact attention among ranks that keep some tokens of every sequence each.
+
+axis     this rank's view of the ranks of one sequence, and how they attend to each other's tokens
+attend   torch's `scaled_dot_product_attention`, where q, k and v are this rank's tokens only
+
+sp = ulysses × ring. The `ulysses` neighbours exchange tokens for heads first; then keys and values go round among
+the places of the ring. See `plan/sequence.py` for which tokens a rank keeps.
+
+B batch · H heads of queries · G heads of keys and values · l tokens of a rank · L = l · sp · K, V head sizes
+Law: output and gradients are those of one process with all tokens, whatever the upstream gradient.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fourfold.parts import comm
+from fourfold.parts.comm import Link, Ranks
+from fourfold.parts.sequence import masks, ring, rsa, ulysses
+from fourfold.parts.sequence.dropout import Dropout
+from fourfold.plan.sequence import Spans, chunks, heads_problem, ring_size
+from fourfold.words.errors import Problem, TrainingError
+
+__all__ = ["Axis", "Dropout", "attend", "connect"]
+
+WHERE = "attention over the sequence axis"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The ranks of one sequence, as one of them sees them. `ring`: one of `plan.sequence.RINGS`."""
+
+    around: Link
+    """The places of the ring."""
+    heads: Link
+    """The neighbours that exchange tokens for heads."""
+    ring: str = "zigzag"
+
+    @property
+    def size(self) -> int:
+        return self.around.size * self.heads.size
+
+    @property
+    def index(self) -> int:
+        return self.around.index * self.heads.size + self.heads.index
+
+    @property
+    def ulysses(self) -> int:
+        return self.heads.size
+
+    @property
+    def links(self) -> tuple[Link, Link]:
+        return self.around, self.heads
+
+    def chunks(self, length: int) -> tuple[Spans, ...]:
+        """The spans of a sequence of this length that each index keeps, in its local order. Raises PlanError."""
+        return chunks(length, self.size, self.ring, self.ulysses)
+
+    def spans(self, length: int) -> Spans:
+        """Those that this rank keeps."""
+        return self.chunks(length)[self.index]
+
+
+def connect(
+    ranks: Ranks, sequences: Sequence[Sequence[int]], *, ring: str = "zigzag", ulysses: int = 1, choice: str = "by-host"
+) -> Axis:
+    """The axis of this rank. Collective among all ranks.
+
+    `sequences` are the ranks of each sequence in the order of the axis (`mesh.groups("sp")`), `choice` the plan's
+    `transport`. Raises PlanError.
+    """
+    ring_size(len(sequences[0]), ulysses)
+    neighbours = [group[start : start + ulysses] for group in sequences for start in range(0, len(group), ulysses)]
+    places = [group[first::ulysses] for group in sequences for first in range(ulysses)]
+    around = comm.link(ranks, places, "ring", choice=choice)
+    return Axis(around, comm.link(ranks, neighbours, "heads", choice=choice), ring)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    axis: Axis,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout: Dropout | None = None,
+    grouped: bool = False,
+) -> Tensor:
+    """Attention of this rank's queries to the keys of the whole sequence: [B, H, l, V].
+
+    q [B, H, l, K], k [B, G, l, K], v [B, G, l, V] are this rank's tokens in the order of `axis.spans`; G is H, or
+    divides it if `grouped`. `mask` is as torch's, boolean (True: attends) or added, of this rank's keys [.., 1, l], or
+    of this rank's queries by all keys in the order of the whole sequence, [.., l or 1, L]. It may come with `causal`.
+    Queries that attend to nothing give 0. `scale` is 1/√K if not given. Without heads, tensors may be [B, l, K].
+
+    Collective among the ranks of the axis, also in backward. Raises TrainingError, PlanError where the length does
+    not divide, PeerError where a rank has gone.
+    """
+    if q.ndim == 3 and k.ndim == 3 and v.ndim == 3:
+        mask = mask.unsqueeze(1) if mask is not None and mask.ndim == 3 else mask
+        q, k, v = (tensor.unsqueeze(1) for tensor in (q, k, v))
+        return attend(q, k, v, axis, mask=mask, causal=causal, scale=scale, dropout=dropout).squeeze(1)
+    _check(q, k, v, axis, grouped=grouped)
+    if q.shape[0] == 0:
+        return _alone(q, k, v, None, causal=False, scale=scale)
+    if axis.size == 1 and _torch_can(mask, causal, dropout):
+        return _alone(q, k, v, mask, causal=causal, scale=scale)
+    known = masks.read(mask, q, k, axis.size)
+    whole = q.shape[-2] * axis.size
+    first_head = q.shape[1] // axis.ulysses * axis.heads.index
+    if axis.ulysses > 1:
+        q, k, v = ulysses.to_heads(axis.heads, q, k, v)
+        known = ulysses.mask_to_heads(axis.heads, known)
+    one = known.rows if known.rows is not None else known.keys
+    if axis.around.size == 1 and _torch_can(one, causal, dropout):
+        out = _alone(q, k, v, one, causal=causal, scale=scale)
+    else:
+        call = ring.Call(
+            axis.around,
+            chunks(whole, axis.around.size, axis.ring),
+            gathers=axis.ring == "gather",
+            causal=causal,
+            scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,
+            dropout=dropout,
+            first_head=first_head,
+        )
+        out = (rsa if axis.ring == "rsa" else ring).attend(q, k, v, known, call)
+    return ulysses.to_tokens(axis.heads, out) if axis.ulysses > 1 else out
+
+
+def _torch_can(mask: Tensor | None, causal: bool, dropout: Dropout | None) -> bool:
+    """Whether torch's own attention does this: not with a dropout that is to be the same on every mesh."""
+    return not (causal and mask is not None) and (dropout is None or dropout.p == 0.0)
+
+
+def _alone(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool, scale: float | None) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, axis: Axis, *, grouped: bool) -> None:
+    """Raises TrainingError with all that is wrong."""
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if {q.ndim, k.ndim, v.ndim} != {4} or q.shape[-1] != k.shape[-1] or k.shape[:-1] != v.shape[:-1]:
+        need = "q [batch, heads, tokens, size], k as q, v as k but for its size"
+        raise TrainingError(Problem(shapes, need), where=WHERE)
+    problems = []
+    if axis.size > 1 and (q.shape[-2] != k.shape[-2] or q.shape[0] != k.shape[0]):
+        problems.append(Problem(shapes, "queries and keys of the same tokens: self-attention", "sp = 1"))
+    if not grouped and q.shape[1] != k.shape[1]:
+        problems.append(Problem(shapes, "as many heads of keys as of queries", "enable_gqa"))
+    elif k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        problems.append(Problem(shapes, "heads of queries divisible by those of keys"))
+    if len({tensor.dtype for tensor in (q, k, v)}) > 1 or not q.is_floating_point():
+        problems.append(Problem(f"{q.dtype}, {k.dtype}, {v.dtype}", "one floating-point dtype"))
+    heads = heads_problem(q.shape[1], k.shape[1], axis.ulysses)
+    problems += [] if heads is None else [heads]
+    if problems:
+        raise TrainingError(problems, where=WHERE)

@@ -1,0 +1,49 @@
+"""Merge: attention to some keys and attention to others -> attention to both.
+
+A block's output counts by its share of the sum of exponentials, σ(lse of the block − lse so far). As a share it can
+not overflow, however large the scores; the sum itself is never formed.
+"""
+
+import torch
+from torch import Tensor
+
+from fourfold.parts.sequence.kernels import Part, wide
+from fourfold.plan.sequence import Span
+
+INF = float("inf")
+
+
+class Merged:
+    """What a rank's queries have attended to so far: out [B, H, l, V] and lse [B, H, l]."""
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+        self._shape, self._dtype, self._device = shape, wide(dtype), device
+        self._part: Part | None = None
+
+    def add(self, part: Part, queries: Span) -> None:
+        """Take in a block of the queries [start, stop)."""
+        start, stop = queries
+        part = Part(part.out.to(self._dtype), part.lse.to(self._dtype))
+        if self._part is None and stop - start == self._shape[2]:
+            self._part = part
+            return
+        out, lse = self.out[:, :, start:stop], self.lse[:, :, start:stop]
+        total = torch.logaddexp(lse, part.lse)
+        # Of a query that attends to nothing in this block: its share is 0, also where it attends to nothing so far.
+        share = (part.lse - total).exp_().masked_fill_(part.lse == -INF, 0.0)
+        out.lerp_(part.out, share[..., None])
+        lse.copy_(total)
+
+    @property
+    def out(self) -> Tensor:
+        return self._whole().out
+
+    @property
+    def lse(self) -> Tensor:
+        return self._whole().lse
+
+    def _whole(self) -> Part:
+        if self._part is None:
+            out = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+            self._part = Part(out, torch.full(self._shape[:-1], -INF, dtype=self._dtype, device=self._device))
+        return self._part

@@ -1,0 +1,139 @@
+"""Uses: told of a parameter just before an operation takes it, whoever calls the operation.
+
+use   an operation of torch with the parameter among its arguments, also in a list; its data, views and address too
+look  what is asked of a parameter without its elements: its shape, its dtype, its gradient
+kind  a class of parameters, one a bucket: torch hands every operation on them to the class first
+Law: every use is told of before it happens, once an operation and bucket; no look is, and no result is of a kind.
+
+Hooks of modules would miss a weight that is used outside its module, as in `F.linear(x, embedding.weight)`. What torch
+does not hand to the class cannot be told of: a parameter that is itself an argument of a transform of `torch.func`, or
+of an extension not registered with `torch.library`; code compiled by TorchScript; and what is computed once more
+inside `torch.autograd.grad(…, parameters)`.
+
+Source: torch's protocol for subclasses, "Extending torch Python API" in its docs.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import GetSetDescriptorType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
+
+# Attributes that are the elements, or a view of them. All others only tell of them.
+_VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+_METHODS = (
+    "size dim ndimension numel nelement element_size stride storage_offset get_device is_contiguous is_floating_point "
+    "is_complex is_signed is_inference is_pinned is_shared dim_order requires_grad_ retain_grad "
+    "register_hook register_post_accumulate_grad_hook __len__ __hash__"
+)
+
+
+def _looks() -> frozenset[Any]:
+    looks: set[Any] = {torch.numel, torch.is_floating_point, torch.is_complex, torch.autograd.grad}
+    looks.update(getattr(Tensor, name) for name in _METHODS.split())
+    for base in Tensor.__mro__:
+        for name, attribute in vars(base).items():
+            if isinstance(attribute, GetSetDescriptorType):
+                looks.update((attribute.__set__, attribute.__delete__))
+                if name not in _VIEWS:
+                    looks.add(attribute.__get__)
+    return frozenset(looks)
+
+
+LOOKS = _looks()
+
+
+class Uses:
+    """Tells of uses while it listens. Parameters know it weakly: it lives as long as somebody else holds it."""
+
+    def __init__(self, parameters_by_bucket: Sequence[Sequence[nn.Parameter]], before: Callable[[int], None]) -> None:
+        """`before(bucket)` is called just before an operation takes a parameter of the bucket.
+
+        It may itself work with the parameters: these are no uses. What it raises is raised where the parameter was
+        to be used. It stands where the operation stands: see `outside`.
+        """
+        self.listening = False
+        self.before = before
+        self.bucket_of: dict[type, int] = {}
+        for bucket, parameters in enumerate(parameters_by_bucket):
+            kind = _kind(weakref.ref(self))
+            self.bucket_of[kind] = bucket
+            for parameter in parameters:
+                parameter.__class__ = kind
+        # Weakly: a parameter may have come to hold the step, and then neither would ever go.
+        mine = [weakref.ref(parameter) for parameters in parameters_by_bucket for parameter in parameters]
+        self._end = weakref.finalize(self, _make_plain, mine)
+        self._end.atexit = False
+
+    def close(self) -> None:
+        """The parameters are plain again: nothing is told any more."""
+        self._end()
+
+
+def _make_plain(parameters: Iterable[weakref.ref[nn.Parameter]]) -> None:
+    for each in parameters:
+        parameter = each()
+        if parameter is not None:
+            parameter.__class__ = nn.Parameter
+
+
+def _kind(owner: "weakref.ref[Uses]") -> type[nn.Parameter]:
+    """A class of its own for the parameters of one bucket: torch says which classes an operation meets."""
+
+    class Parameter(nn.Parameter):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            uses = owner()
+            known = uses.bucket_of if uses is not None else {cls: 0}
+            with DisableTorchFunctionSubclass():
+                if uses is not None and uses.listening and func not in LOOKS:
+                    for kind in types:
+                        if kind in known:
+                            uses.before(known[kind])
+                if all(map(known.__contains__, types)):
+                    return func(*args, **kwargs) if kwargs else func(*args)
+            others = tuple(kind for kind in types if kind not in known and kind is not Tensor)
+            return _call(func, others, args, kwargs or {})
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+            if id(self) not in memo:
+                memo[id(self)] = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
+            return memo[id(self)]
+
+        def __repr__(self, *, tensor_contents: object = None) -> str:
+            return repr(nn.Parameter(self.data, self.requires_grad))
+
+    return Parameter
+
+
+def _call(func: Any, others: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The operation as it would be if its parameters were plain: tensors of another class decide about it."""
+    for kind in others:
+        result = kind.__torch_function__(func, others, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    if others:
+        return NotImplemented
+    with DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def outside(device_type: str) -> Iterator[None]:
+    """Within: no gradient is recorded, no `torch.func` transform and no autocast is active, as between operations."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        if torch.is_autocast_enabled(device_type):
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        if torch._C._are_functorch_transforms_active():
+            # Only then: it imports much.
+            from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+            stack.enter_context(temporarily_clear_interpreter_stack())
+        yield

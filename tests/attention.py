@@ -1,0 +1,178 @@
+"""Attention in one process, in plain torch, and what the ranks of a sequence have to find."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fourfold.parts.sequence import Axis, Dropout, attend
+from fourfold.parts.sequence.dropout import Draw
+from fourfold.plan.sequence import RINGS, Spans, positions
+
+TOLERANCE = 1e-12
+BATCH, LOCAL, SIZE = 2, 4, 5
+INF = float("inf")
+
+
+class Heads(NamedTuple):
+    """How many heads of queries and of keys for each rank that exchanges them, and the size of V."""
+
+    queries: int
+    keys: int
+    value_size: int
+
+
+HEADS = {"all": Heads(2, 2, SIZE), "grouped": Heads(4, 2, SIZE), "one": Heads(3, 1, SIZE), "narrow V": Heads(2, 1, 3)}
+KEY_MASKS = ("padding", "bias of keys")
+ROW_MASKS = ("documents", "bias", "columns", "lowest")
+MASKS = (None, *KEY_MASKS, *ROW_MASKS)
+
+
+class Case(NamedTuple):
+    """One attention over `size` ranks."""
+
+    size: int
+    ring: str = "zigzag"
+    ulysses: int = 1
+    causal: bool = False
+    mask: str | None = None
+    heads: str = "all"
+    dropout: float = 0.0
+    scale: float | None = None
+    dtype: torch.dtype = torch.float64
+
+    @property
+    def length(self) -> int:
+        return LOCAL * self.size
+
+    @property
+    def dropped(self) -> Dropout | None:
+        return Dropout(self.dropout, seed=3, step=7, call=2, samples=[11, 5]) if self.dropout else None
+
+
+class Whole(NamedTuple):
+    """The tensors of a whole sequence; `mask` [b, h, 1 or L, L]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad_out: Tensor
+    mask: Tensor | None
+
+
+class Found(NamedTuple):
+    """What attention gave."""
+
+    out: Tensor
+    grad_q: Tensor
+    grad_k: Tensor
+    grad_v: Tensor
+
+
+def cases(size: int) -> Iterator[Case]:
+    """For every way to lay an axis of this size, every kind of mask; heads and dropout by turns."""
+    layouts = itertools.product(RINGS, (u for u in range(1, size + 1) if size % u == 0))
+    heads, dropouts = itertools.cycle(HEADS), itertools.cycle((0.0, 0.0, 0.3))
+    for (ring, ulysses), mask, causal in itertools.product(layouts, MASKS, (False, True)):
+        yield Case(size, ring, ulysses, causal, mask, next(heads), next(dropouts))
+
+
+def whole(case: Case, factor: float = 1.0) -> Whole:
+    """Random tensors; scores grow with the square of `factor`."""
+    generator = torch.Generator().manual_seed(0)
+    queries, keys, value_size = HEADS[case.heads]
+    shapes = [(queries, SIZE), (keys, SIZE), (keys, value_size), (queries, value_size)]
+    q, k, v, grad_out = (
+        torch.randn(BATCH, heads * case.ulysses, case.length, size, generator=generator, dtype=torch.float64)
+        for heads, size in shapes
+    )
+    mask = _mask(case, q.shape[1], generator)
+    q, k, v, grad_out = (tensor.to(case.dtype) for tensor in (q * factor, k * factor, v, grad_out))
+    return Whole(q, k, v, grad_out, mask)
+
+
+def _mask(case: Case, heads: int, generator: torch.Generator) -> Tensor | None:
+    length, dtype = case.length, case.dtype
+    numbers = torch.randn(BATCH, heads, length, length, generator=generator, dtype=torch.float64).to(dtype)
+    tokens = torch.arange(length)
+    if case.mask == "padding":  # and of one sample nothing but padding
+        return tokens < torch.tensor([0, max(1, length - 3)]).view(BATCH, 1, 1, 1)
+    if case.mask == "bias of keys":
+        return numbers[:, :, :1].masked_fill(tokens % 3 == 1, -INF)
+    if case.mask == "documents":
+        document = torch.stack([tokens * 3 // length, tokens * 2 // length])
+        seen = document[:, None, :, None] == document[:, None, None, :]
+        return seen & (tokens != 2)[:, None]  # one query attends to nothing
+    if case.mask == "bias":
+        return numbers[:1]
+    if case.mask == "columns":
+        return numbers[:, :1, :1] > -0.5
+    if case.mask == "lowest":
+        unseen = (numbers[:1, :1] > 0).masked_fill_(torch.eye(length, dtype=torch.bool), False)
+        return torch.zeros(1, 1, length, length, dtype=dtype).masked_fill_(unseen, torch.finfo(dtype).min)
+    return None
+
+
+def oracle(case: Case, tensors: Whole) -> Found:
+    """What one process finds that writes all scores down, in float64."""
+    q, k, v = (tensor.double().clone().requires_grad_() for tensor in tensors[:3])
+    heads = q.shape[1]
+    scale = SIZE**-0.5 if case.scale is None else case.scale
+    scores = q @ _of_all(k, heads).mT * scale
+    if tensors.mask is not None and tensors.mask.dtype == torch.bool:
+        scores = scores.masked_fill(~tensors.mask, -INF)
+    elif tensors.mask is not None:
+        lowest = torch.finfo(tensors.mask.dtype).min
+        scores = (scores + tensors.mask).masked_fill(tensors.mask == lowest, -INF)
+    if case.causal:
+        scores = scores.masked_fill(torch.ones(case.length, case.length, dtype=torch.bool).triu(1), -INF)
+    dead = (scores == -INF).all(-1, keepdim=True)
+    weights = scores.masked_fill(dead, 0.0).softmax(-1).masked_fill(dead, 0.0)
+    if case.dropped is not None:
+        everything, tokens = slice(None), torch.arange(case.length)
+        draw = Draw(case.dropped, torch.tensor(case.dropped.samples), torch.arange(heads), tokens, tokens)
+        weights = weights * draw.kept(everything, everything) / (1 - case.dropout)
+    out = weights @ _of_all(v, heads)
+    out.backward(tensors.grad_out.double())
+    return Found(out.detach(), *(tensor.grad for tensor in (q, k, v)))  # type: ignore[arg-type]
+
+
+def _of_all(tensor: Tensor, heads: int) -> Tensor:
+    return tensor.repeat_interleave(heads // tensor.shape[1], 1)
+
+
+def local(tensors: Whole, case: Case, spans: Spans) -> dict[str, Any]:
+    """This rank's part of the tensors, as `attend` takes it."""
+    mine = torch.tensor(positions(spans))
+    q, k, v = (tensor[:, :, mine].clone().requires_grad_() for tensor in tensors[:3])
+    mask = tensors.mask
+    if mask is not None and case.mask in KEY_MASKS:
+        mask = mask[..., mine]
+    elif mask is not None and mask.shape[-2] > 1:
+        mask = mask[:, :, mine]
+    settings = {
+        "causal": case.causal,
+        "scale": case.scale,
+        "dropout": case.dropped,
+        "grouped": q.shape[1] != k.shape[1],
+    }
+    return {"q": q, "k": k, "v": v, "mask": mask, **settings}
+
+
+def on_axis(case: Case, tensors: Whole, axis: Axis) -> Found:
+    """What this rank of an axis finds."""
+    mine = torch.tensor(positions(axis.spans(case.length)))
+    given = local(tensors, case, axis.spans(case.length))
+    out = attend(axis=axis, **given)
+    out.backward(tensors.grad_out[:, :, mine])
+    return Found(out.detach(), *(given[name].grad for name in "qkv"))
+
+
+def deviation(found: Found, expected: Found, spans: Spans) -> float:
+    """The largest |a − b| / max(1, |b|) over the output and the three gradients of a rank's tokens."""
+    mine = torch.tensor(positions(spans))
+    pairs = zip(found, (tensor[:, :, mine] for tensor in expected), strict=True)
+    worst = [((a.double() - b).abs() / b.abs().clamp(min=1.0)).nan_to_num(INF).max().item() for a, b in pairs]
+    return max(worst)

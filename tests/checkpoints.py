@@ -1,0 +1,72 @@
+"""A run on one thread's rank that saves and goes on, and its log in memory."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fourfold.feed.feed import Feed
+from fourfold.run.average import Average
+from fourfold.run.checkpoint.keeper import Keeper, Place, Progress
+from fourfold.run.checkpoint.shelf import Shelf
+from fourfold.run.checkpoint.state import Trained, tensors
+from fourfold.testing import threads
+from tests.training import Case, batches, build, local
+
+
+class Log:
+    """A log in memory."""
+
+    def __init__(self) -> None:
+        self.lines: list[Any] = []
+        self.notes: list[str] = []
+
+    def line(self, record: Any) -> None:
+        self.lines.append(record)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def position(self) -> int:
+        return len(self.lines)
+
+    def cut(self, position: int) -> None:
+        del self.lines[position:]
+
+    def sync(self) -> None: ...
+
+
+class Run:
+    """A run of a case on one thread's rank; `save_at` are steps, `valid` the losses measured there."""
+
+    def __init__(self, case: Case, ranks: Any, folder: Path, *, token: str = "a", ema: float | None = None) -> None:
+        self.case, self.step = case, build(case, ranks.size, ranks)
+        source = [(torch.zeros(1), torch.zeros(1)) for _ in range(40)]
+        self.average = Average(self.step.shares_of_weights, ema) if ema else None
+        self.feed = Feed(source, batch_size=8)
+        self.log = Log()
+        trained = Trained(self.step, self.feed, self.average)
+        self.keeper = Keeper(trained, Place(folder, token), self.log, seed=0)
+
+    def go(self, start: int, stop: int, *, save_at: Any = (), valid: dict[int, float] | None = None) -> None:
+        for number in range(start, stop):
+            self.step(local(batches(self.case)[number], self.step.plan.dp, self.step.data_index))
+            if self.average is not None and self.step.is_whole:
+                self.average.update(number + 1)
+            if number + 1 in save_at:
+                loss = (valid or {}).get(number + 1)
+                self.keeper.save(Progress(number + 1, [1.0], {} if loss is None else {"loss": loss}))
+        self.keeper.wait()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Copies of everything that is saved."""
+        found = tensors(Trained(self.step, self.feed, self.average))
+        return {t.tensor.name: torch.cat([p.detach().clone() for p in t.parts]) for t in found.living if t.parts}
+
+
+def saved_twice(folder: Path, size: int = 2) -> Shelf:
+    threads.run(size, lambda ranks: Run(Case(), ranks, folder).go(0, 3, save_at=(1, 3)))
+    shelf = Shelf(folder)
+    assert shelf.steps() == [1, 3]
+    return shelf

@@ -1,0 +1,136 @@
+"""Laws of the sequence axis' arithmetic: tokens, tiles, work and elements."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold.plan.plan import Plan
+from fourfold.plan.sequence import (
+    RINGS,
+    Attention,
+    chunks,
+    divisor,
+    heads_problem,
+    length_problem,
+    nearest_length,
+    positions,
+    ring_size,
+    sent_elements,
+    tiles,
+    work,
+)
+from fourfold.words.errors import PlanError
+
+
+@st.composite
+def layouts(draw):
+    """(length, size, ring, ulysses) that go together."""
+    size = draw(st.integers(1, 12))
+    ulysses = draw(st.sampled_from([u for u in range(1, size + 1) if size % u == 0]))
+    ring = draw(st.sampled_from(RINGS))
+    return draw(st.integers(1, 5)) * divisor(size, ring, ulysses), size, ring, ulysses
+
+
+@given(layouts())
+def test_every_token_is_kept_once_and_all_ranks_keep_as_many(layout):
+    length, size, _, _ = layout
+    kept = [positions(spans) for spans in chunks(*layout)]
+    assert sorted(token for tokens in kept for token in tokens) == list(range(length))
+    assert {len(tokens) for tokens in kept} == {length // size}
+    assert all(tokens == sorted(tokens) for tokens in kept)
+
+
+@given(layouts())
+def test_neighbours_that_exchange_heads_together_keep_the_tokens_of_one_place(layout):
+    length, size, ring, ulysses = layout
+    places = chunks(length, ring_size(size, ulysses), ring)
+    kept = [positions(spans) for spans in chunks(*layout)]
+    for place, spans in enumerate(places):
+        together = [token for tokens in kept[place * ulysses : (place + 1) * ulysses] for token in tokens]
+        assert together == positions(spans)
+
+
+@given(layouts(), st.booleans(), st.booleans())
+def test_tiles_cover_every_score_once_and_nothing_that_is_masked_out(layout, causal, gathers):
+    length, size, ring, ulysses = layout
+    places = chunks(length, ring_size(size, ulysses), ring)
+    sides = [tuple(sorted(span for spans in places for span in spans))] if gathers else places
+    for spans in places:
+        mine, seen = positions(spans), []
+        for keys in sides:
+            theirs = positions(keys)
+            for tile in tiles(spans, keys, causal=causal):
+                pairs = [
+                    (mine[row], theirs[column])
+                    for row in range(*tile.queries)
+                    for column in range(*tile.keys)
+                    if not tile.causal or column - tile.keys[0] <= row - tile.queries[0]
+                ]
+                assert len(pairs) == tile.scores
+                seen += pairs
+        expected = [(row, column) for row in mine for column in range(length) if not causal or column <= row]
+        assert sorted(seen) == expected
+
+
+@pytest.mark.parametrize(("size", "ratio"), [(2, 1.5), (4, 1.75), (8, 1.875)])
+def test_zigzag_halves_the_work_of_the_slowest_rank_of_a_causal_ring(size, ratio):
+    length = size * 4096
+    plain, zigzag = (work(length, size, ring, causal=True) for ring in ("plain", "zigzag"))
+    assert sum(plain) == sum(zigzag) == length * (length + 1) // 2
+    assert max(plain) / max(zigzag) == pytest.approx(ratio, rel=1e-3)
+    assert max(zigzag) == min(zigzag)
+
+
+def test_every_hop_of_zigzag_costs_the_same():
+    places = chunks(64, 4, "zigzag")
+    for mine in places:
+        hops = [sum(tile.scores for tile in tiles(mine, keys, causal=True)) for keys in places]
+        assert sorted(set(hops)) == [128, 136]  # half of 16 · 16, and one's own with the diagonal
+
+
+def test_a_layer_sends_what_the_papers_count():
+    layer = Attention(batch=2, length=1024, heads=8, head_size=64)
+    hidden = 8 * 64
+    assert sent_elements(layer, 4) == 6 * 3 * 2 * hidden * 1024 / 4
+    assert sent_elements(layer, 1) == 0
+    # K and V of two of eight heads.
+    assert sent_elements(layer._replace(kv_heads=2), 4) == sent_elements(layer, 4) / 4
+    # All of Q, K, V, O and their gradients, but for what stays.
+    assert sent_elements(layer, 4, ulysses=4) == 8 * 2 * hidden * 1024 / 4 * 3 / 4
+
+
+@given(layouts(), st.integers(1, 10_000))
+def test_a_length_that_does_not_divide_is_refused_with_lengths_that_work(layout, length):
+    _, size, ring, ulysses = layout
+    problem = length_problem(length, size, ring, ulysses)
+    padded = nearest_length(length, size, ring, ulysses)
+    assert 0 <= padded - length < divisor(size, ring, ulysses)
+    assert length_problem(padded, size, ring, ulysses) is None
+    assert (problem is None) == (padded == length)
+    if problem is not None:
+        assert f" {padded}" in problem.attempt
+        with pytest.raises(PlanError, match=f"sequence length {length}"):
+            chunks(length, size, ring, ulysses)
+
+
+def test_the_other_order_is_offered_where_it_works():
+    problem = length_problem(6000, 16, "zigzag")
+    assert problem is not None
+    assert problem.need == "a length divisible by 32 (zigzag)"
+    assert problem.attempt == 'length 5984 or 6016, or ring = "plain"'
+    assert 'ring = "plain"' not in length_problem(6001, 16, "zigzag").attempt  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "works"), [(12, 12, "1 or 2 or 3 or 4 or 6 or 12"), (32, 8, "1 or 2")])
+def test_heads_that_cannot_be_shared_out_are_refused_with_what_works(heads, kv_heads, works):
+    problem = heads_problem(heads, kv_heads, 5)
+    assert problem is not None
+    assert problem.attempt.startswith(f"ulysses = {works}")
+    assert heads_problem(heads, kv_heads, 2) is None
+    assert heads_problem(32, 8, 16) is not None
+
+
+def test_ulysses_divides_the_axis():
+    with pytest.raises(PlanError, match=r"ulysses = 2, sp = 1 .*need ulysses to divide sp .*try ulysses = 1"):
+        Plan(ulysses=2)
+    assert Plan(ring="rsa").ring == "rsa"

@@ -1,0 +1,146 @@
+"""What is damaged, or cannot be written, costs the checkpoints before it nothing. Ranks are threads."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from fourfold.cli import checkpoint as checkpoints
+from fourfold.run.checkpoint import keeper as keeping
+from fourfold.run.checkpoint import write
+from fourfold.run.checkpoint.keeper import Keeper
+from fourfold.run.checkpoint.shelf import Shelf, newest_good, verify
+from fourfold.testing import threads
+from fourfold.words.errors import CheckpointError
+from tests.checkpoints import Run, saved_twice
+from tests.training import Case
+
+
+def flip(path: Path, place: int) -> None:
+    text = bytearray(path.read_bytes())
+    text[place] ^= 1
+    path.write_bytes(text)
+
+
+DAMAGE = {
+    "truncated": ("rank-001.safetensors", lambda path: os.truncate(path, path.stat().st_size - 1)),
+    "a flipped bit in the last byte": ("rank-001.safetensors", lambda path: flip(path, -1)),
+    "a flipped bit in the header": ("rank-000.safetensors", lambda path: flip(path, 20)),
+    "a missing piece": ("rank-000.safetensors", Path.unlink),
+    "a missing manifest": ("manifest.json", Path.unlink),
+    "half a manifest": ("manifest.json", lambda path: os.truncate(path, path.stat().st_size // 2)),
+    "another step in the manifest": (
+        "manifest.json",
+        lambda path: path.write_text(path.read_text().replace('"step":3', '"step":4')),
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_what_is_damaged_is_found_named_and_the_one_before_is_used(damage, tmp_path, capsys):
+    name, break_it = DAMAGE[damage]
+    shelf = saved_twice(tmp_path)
+    break_it(shelf.at(3) / name)
+    assert any(name in text for text in verify(shelf.at(3)))
+    assert newest_good(tmp_path) == shelf.at(1)
+    checkpoints.export(str(tmp_path), str(tmp_path / "weights"), step=None, ema=False)
+    assert "a newer checkpoint is damaged" in capsys.readouterr().err
+
+    def go_on(ranks):
+        run = Run(Case(), ranks, tmp_path, token="b")
+        progress = run.keeper.resume()
+        assert progress is not None
+        run.go(1, 3, save_at=(3,))
+        return progress.step, run.log.notes
+
+    (step, notes), (other, _) = threads.run(2, go_on)
+    assert (step, other) == (1, 1)
+    assert name in notes[0]
+    assert Shelf(tmp_path).steps() == [1, 3]
+    assert not verify(shelf.at(3))
+    assert (shelf.path / "damaged-step-00000003").is_dir()
+
+
+def test_every_flipped_bit_of_a_file_is_found(tmp_path):
+    shelf = saved_twice(tmp_path, 1)
+    generator = torch.Generator().manual_seed(0)
+    for path in shelf.at(3).iterdir():
+        for place in torch.randint(path.stat().st_size - 1, (40,), generator=generator).tolist():
+            flip(path, place)
+            assert verify(shelf.at(3)), (path, place)
+            flip(path, place)
+    assert not verify(shelf.at(3))
+
+
+def test_without_a_good_checkpoint_nothing_is_put_back(tmp_path):
+    shelf = saved_twice(tmp_path, 1)
+    for step in (1, 3):
+        flip(shelf.at(step) / "rank-000.safetensors", -1)
+    (progress,) = threads.run(1, lambda ranks: Run(Case(), ranks, tmp_path).keeper.resume())
+    assert progress is None
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        newest_good(tmp_path)
+
+
+def test_a_piece_that_cannot_be_written_leaves_the_checkpoints_before(tmp_path, monkeypatch):
+    def fails(path, snapshot, real=write.write_snapshot):
+        if path.name == "rank-001.safetensors" and "step-00000003" in str(path):
+            raise OSError(28, "No space left on device")
+        return real(path, snapshot)
+
+    monkeypatch.setattr(keeping, "write_snapshot", fails)
+
+    def body(ranks):
+        run = Run(Case(), ranks, tmp_path)
+        run.go(0, 3, save_at=(1, 3))
+        return run.log.notes
+
+    (notes, others) = threads.run(2, body)
+    assert "step 3 could not be written: rank 1: no space left on device" in notes[0]
+    assert not others
+    assert [path.name for path in Shelf(tmp_path).path.iterdir()] == ["step-00000001"]
+    assert not verify(Shelf(tmp_path).at(1))
+
+
+@contextlib.contextmanager
+def small_disk(path: Path) -> Iterator[None]:
+    """A file system of 256 KiB at `path`, or a skip where it cannot be had."""
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "fourfold-test", str(path)]
+    mount = shutil.which("mount")
+    if mount is None or os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("a small tmpfs needs root and the right to mount")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["room is looked for first", "room ends while writing"])
+def test_a_full_disk_is_a_warning_and_the_checkpoints_before_stay(checked, tmp_path, monkeypatch):
+    if not checked:
+        monkeypatch.setattr(Keeper, "_check_room", lambda *_: None)
+    monkeypatch.setattr(keeping, "SPARE_BYTES", 0)
+    with small_disk(tmp_path / "disk"):
+        folder = tmp_path / "disk" / "run"
+
+        def body(ranks):
+            run = Run(Case(), ranks, folder)
+            run.go(0, 1, save_at=(1,))
+            if run.step.rank == 0:
+                free = shutil.disk_usage(folder).free
+                (tmp_path / "disk" / "other").write_bytes(b"x" * (free - 8192))
+            run.step.exchange(None)
+            run.go(1, 3, save_at=(3,))
+            return run.log.notes
+
+        notes, _ = threads.run(2, body)
+        assert "could not be written" in notes[0]
+        assert ("KiB needed" if checked else "no space left") in notes[0]
+        assert [path.name for path in Shelf(folder).path.iterdir()] == ["step-00000001"]
+        assert not verify(Shelf(folder).at(1))

@@ -1,0 +1,102 @@
+"""What is on the disk after a save: which checkpoints, which pieces, whose weights. Ranks are threads."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fourfold.run.average import Average
+from fourfold.run.checkpoint import keeper as keeping
+from fourfold.run.checkpoint import write
+from fourfold.run.checkpoint.keeper import Progress
+from fourfold.run.checkpoint.read import Reader, check_weights, export, load_weights
+from fourfold.run.checkpoint.shelf import Shelf, read_manifest
+from fourfold.testing import threads
+from fourfold.words.errors import CheckpointError
+from tests import training
+from tests.checkpoints import Run, saved_twice
+from tests.training import Case, batches
+
+
+def test_the_last_ones_and_the_best_are_kept(tmp_path):
+    case = Case(batch_sizes=(8,) * 6)
+    valid = {1: 3.0, 2: 1.0, 3: 2.0, 4: 2.0, 5: 2.0}
+    every = tuple(range(1, 7))
+    threads.run(2, lambda ranks: Run(case, ranks, tmp_path).go(0, 6, save_at=every, valid=valid))
+    shelf = Shelf(tmp_path)
+    assert shelf.steps() == [2, 5, 6]
+    assert shelf.best() == 2
+    assert sorted(path.name for path in shelf.path.iterdir()) == [shelf.at(step).name for step in (2, 5, 6)]
+
+
+def test_a_snapshot_is_what_the_weights_were_when_it_was_taken(tmp_path, monkeypatch):
+    entered, go = threads.threading.Event(), threads.threading.Event()
+
+    def later(path, snapshot, real=write.write_snapshot):
+        entered.set()
+        assert go.wait(30)
+        return real(path, snapshot)
+
+    monkeypatch.setattr(keeping, "write_snapshot", later)
+
+    def body(ranks):
+        run = Run(Case(), ranks, tmp_path)
+        run.step(batches(Case())[0])
+        then = run.tensors()
+        run.keeper.save(Progress(1))
+        assert entered.wait(30)
+        run.step(batches(Case())[1])  # training goes on while nothing has been written yet
+        go.set()
+        run.keeper.wait()
+        return then, run.tensors()
+
+    ((then, now),) = threads.run(1, body)
+    with Reader(Shelf(tmp_path).at(1)) as reader:
+        for name, value in then.items():
+            assert torch.equal(reader.tensor(name).reshape(-1), value)
+    assert any(not torch.equal(now[name], value) for name, value in then.items())
+
+
+def test_weights_are_exported_under_the_models_names_and_loaded_again(tmp_path):
+    case = Case(model="tied")
+
+    def body(ranks):
+        run = Run(case, ranks, tmp_path, ema=0.5)
+        run.go(0, 3, save_at=(3,))
+        assert run.average is not None
+        return run.step.model.state_dict(), {name: value.clone() for name, value in run.average.values.items()}
+
+    model, averages = threads.run(2, body)[0]
+    export(Shelf(tmp_path).at(3), tmp_path / "weights.safetensors")
+    export(Shelf(tmp_path).at(3), tmp_path / "ema.safetensors", ema=True)
+    exported = load_file(tmp_path / "weights.safetensors")
+    assert exported.keys() == model.keys()
+    assert all(torch.equal(exported[name], value) for name, value in model.items())
+    averaged = load_file(tmp_path / "ema.safetensors")
+    assert all(torch.equal(averaged[name], value) for name, value in averages.items())
+
+    fresh = training.model("tied")
+    load_weights(fresh, tmp_path / "weights.safetensors")
+    assert all(torch.equal(value, model[name]) for name, value in fresh.state_dict().items())
+    with pytest.raises(CheckpointError, match=r"no spare\.bias"):
+        check_weights(training.model("unused"), tmp_path / "weights.safetensors")
+    with pytest.raises(CheckpointError, match="a safetensors file"):
+        check_weights(fresh, tmp_path / "missing.safetensors")
+
+
+def test_an_average_follows_its_definition_and_does_not_disturb(tmp_path):
+    weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+    average, expected = Average({"w": weight}, 0.9), weight.detach().clone()
+    for step in range(1, 20):
+        with torch.no_grad():
+            weight.add_(0.1)
+        average.update(step)
+        decay = min(0.9, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * weight.detach()
+    torch.testing.assert_close(average.values["w"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_pieces_are_balanced_in_bytes(tmp_path):
+    shelf = saved_twice(tmp_path, 4)
+    sizes = [file.num_bytes for file in read_manifest(shelf.at(3)).files.values()]
+    assert len(sizes) == 4
+    assert max(sizes) < 1.2 * min(sizes)
