@@ -1,6 +1,7 @@
 """Laws of the scaled loss: overflows are found on all ranks alike, and cost a step, not a training."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -77,9 +78,9 @@ class Louder(torch.autograd.Function):
         return gradients[0] * ctx.factor, None
 
 
-def loud(ranks, *, zero=0, update="after", skip_nan=0, clip=None):
+def loud(ranks: Any, *, zero: int = 0, skip_nan: int = 0, clip: float | None = None) -> Any:
     torch.manual_seed(1)
-    plan = Plan(dp=ranks.size, zero=zero, update=update, precision="fp16", bucket_bytes=8)
+    plan = Plan(dp=ranks.size, zero=zero, precision="fp16", bucket_bytes=8)
     make = lambda parameters: torch.optim.Adam(parameters, lr=0.01)  # noqa: E731
     loss = lambda outputs, _: outputs.square()  # noqa: E731
     return TrainStep(Loud(), loss, make, plan=plan, ranks=ranks, clip=clip, skip_nan=skip_nan)
