@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fourfold.plan.order import share
-from fourfold.run.build import TrainStep
+from fourfold.run.build import TrainStep, parallelize
 from fourfold.testing import threads
 from fourfold.testing.oracle import Trained
 from tests import training
