@@ -79,6 +79,11 @@ def alone(model: nn.Module, case: Case) -> Step:
     return _plain(model, torch.optim.AdamW(model.parameters(), lr=case.lr, fused=True))
 
 
+def plain(model: nn.Module, case: Case, **options: Any) -> Step:
+    """One process as torch's users write it; `options` choose how the update is carried out."""
+    return _plain(model, torch.optim.AdamW(model.parameters(), lr=case.lr, **options))
+
+
 def zero_torch(model: nn.Module, case: Case) -> Step:
     """torch's own ZeRO 1, over tuned DDP."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # here: no other configuration should hold it
@@ -102,6 +107,9 @@ CONFIGURATIONS: dict[str, Callable[[nn.Module, Case], Step]] = {
     "ddp-malloc": ddp_malloc,
     "fsdp2": fsdp2,
     "alone": alone,
+    "default": plain,
+    "foreach": functools.partial(plain, foreach=True),
+    "fused": functools.partial(plain, fused=True),
     "zero-torch": zero_torch,
     "fourfold": fourfold,
     "fourfold-early": functools.partial(fourfold, update="in_backward"),
@@ -127,6 +135,7 @@ def turn(step: Step, batches: Iterator[Batch], *, untimed: int, timed: int) -> d
         "user_seconds": after.ru_utime - before.ru_utime,
         "system_seconds": after.ru_stime - before.ru_stime,
         "page_faults": after.ru_minflt - before.ru_minflt,
+        "peak_bytes": 1024 * after.ru_maxrss,
     }
 
 
@@ -136,7 +145,7 @@ def main(arguments: list[str], say: TextIO) -> None:
     signal.alarm(int(limit))
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    if configuration != "alone":
+    if size > 1 and configuration != "alone":
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=size)
     case = CASES[case_name]
     step = CONFIGURATIONS[configuration](case.build(), case)

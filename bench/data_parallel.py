@@ -16,7 +16,7 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
@@ -92,6 +92,7 @@ class Turn:
     user_seconds: float
     system_seconds: float
     page_faults: float
+    peak_bytes: float
     others: float
     losses: list[float]
 
@@ -105,6 +106,7 @@ class Turn:
             user_seconds=slowest("user_seconds"),
             system_seconds=slowest("system_seconds"),
             page_faults=slowest("page_faults"),
+            peak_bytes=max(result["peak_bytes"] for result in results),
             others=results[0]["others"],
             losses=[sum(ranks) / len(results) for ranks in zip(*(r["losses"] for r in results), strict=True)],
         )
@@ -133,11 +135,11 @@ class Measured:
         )
 
 
-def measure(case: str, setting: Setting) -> Measured:
-    """The memory pass, then the rounds."""
+def measure(case: str, setting: Setting, *, memory: bool = True) -> Measured:
+    """The memory pass, where it is wanted, then the rounds."""
     steps = setting.steps or CASES[case].steps
     measured = Measured([], {}, {})
-    for name in setting.configurations:
+    for name in setting.configurations if memory else ():
         _note(f"{case}: memory of {name}")
         measured.memory[name] = PeakMemory()
         with setting.world(name, case) as world:
@@ -201,7 +203,7 @@ def _row(name: str, measured: Measured) -> list[str]:
         name,
         f"{1e3 * measured.median(name, 'seconds'):.1f}",
         ratio(PEER),
-        _middle_half(measured.ratios(name, PEER)),
+        middle_half(measured.ratios(name, PEER)),
         ratio(BOUND),
         f"{1e3 * (user + system):.1f}",
         f"{1e3 * system:.1f}",
@@ -211,7 +213,7 @@ def _row(name: str, measured: Measured) -> list[str]:
     ]
 
 
-def _middle_half(values: list[float]) -> str:
+def middle_half(values: list[float]) -> str:
     if not values:
         return "–"
     ordered, cut = sorted(values), len(values) // 4
@@ -259,16 +261,19 @@ def _record(measured: Measured) -> dict[str, object]:
     }
 
 
+def some_of(choices: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """The reader of a comma-separated list of some of these."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        chosen = tuple(text.split(","))
+        if unknown := set(chosen) - set(choices):
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: need some of {', '.join(choices)}")
+        return chosen
+
+    return parse
+
+
 def _parser() -> argparse.ArgumentParser:
-    def some_of(choices: Sequence[str]):
-        def parse(text: str) -> tuple[str, ...]:
-            chosen = tuple(text.split(","))
-            if unknown := set(chosen) - set(choices):
-                raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: need some of {', '.join(choices)}")
-            return chosen
-
-        return parse
-
     parser = argparse.ArgumentParser(prog="python -m bench.data_parallel", description=str(__doc__).split("\n")[0])
     parser.add_argument("--cases", type=some_of(tuple(CASES)), default=tuple(CASES), help="comma-separated")
     parser.add_argument("--only", type=some_of(CONFIGURATIONS), default=DEFAULT, help="configurations")

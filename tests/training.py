@@ -44,10 +44,17 @@ class Case:
     outer_momentum: float = 0.0
     precision: str = "keep"
     reduce: str = "keep"
+    sp: int = 1
+    ring: str = "zigzag"
+    ulysses: int = 1
+    length: int = 16
 
     def plan(self, size: int) -> Plan:
         return Plan(
-            dp=size,
+            dp=size // self.sp,
+            sp=self.sp,
+            ring=self.ring,
+            ulysses=self.ulysses,
             microbatches=self.microbatches,
             bucket_bytes=self.bucket_bytes,
             unused=self.unused,
@@ -92,11 +99,11 @@ class Net(nn.Module):
 
 
 # Ranks may be threads, and they share torch's generator.
-_SEEDING = threading.Lock()
+SEEDING = threading.Lock()
 
 
 def model(kind: str) -> nn.Module:
-    with _SEEDING:
+    with SEEDING:
         torch.manual_seed(7)
         return _make(kind)
 
@@ -122,7 +129,13 @@ LOSSES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def loss(case: Case) -> Callable[[Any, Any], Any]:
-    return {"lm": lm.loss, "digits": digits.loss}.get(case.model, LOSSES[case.loss])
+    if case.model == "lm":
+        return functools.partial(_of_tokens, LOSSES[case.loss])
+    return digits.loss if case.model == "digits" else LOSSES[case.loss]
+
+
+def _of_tokens(of_samples: Callable[[Any, Any], Any], logits: Tensor, targets: Tensor) -> Any:
+    return of_samples(logits.flatten(0, 1), targets.flatten())
 
 
 KINDS: dict[str, Any] = {"descent": torch.optim.SGD}  # without momentum
@@ -150,9 +163,9 @@ def batches(case: Case) -> list[Any]:
     result = []
     for size in case.batch_sizes:
         if case.model == "lm":
-            positions = torch.arange(16).expand(size, 16)
-            inputs = {"tokens": draw(0, 256, (size, 16)), "positions": positions}
-            result.append((inputs, draw(0, 256, (size, 16))))
+            positions = torch.arange(case.length).expand(size, case.length)
+            inputs = {"tokens": draw(0, 256, (size, case.length)), "positions": positions}
+            result.append((inputs, draw(0, 256, (size, case.length))))
         elif case.model == "digits":
             images = torch.randn(size, 1, 8, 8, generator=generator, dtype=torch.float64)
             result.append((images, draw(0, 10, (size,))))

@@ -32,6 +32,15 @@ def test_an_echo_is_never_the_cause_of_a_job() -> None:
     assert "rank 0 of 4 failed" in first(reset).text  # unless nothing else is known
 
 
+def test_a_rank_that_left_is_the_cause_where_there_is_no_better_one() -> None:
+    reset = entry(0, timestamp=1.0, kind="PeerError", message="rank 1 died while rank 0 waited for it")
+    left = "rank 1 of 4 ended with exit code 0 before the run had ended"
+    assert first(reset, exit_codes={0: 75, 1: 0}) == cause.Cause(left, 1, 1)
+    assert first(exit_codes={0: 0, 1: 0}).text.startswith("rank 0 of 4 and rank 1 of 4 ended with exit code 0")
+    assert "SIGKILL" in first(reset, exit_codes={0: 75, 1: 0, 2: -9}).text
+    assert "ValueError" in first(reset, entry(2, timestamp=2.0), exit_codes={0: 75, 1: 0, 2: 1}).text
+
+
 def test_our_own_peer_error_is_an_echo() -> None:
     assert cause.record(PeerError("rank 1 has gone"), rank=0).echo
 

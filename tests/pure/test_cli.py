@@ -1,5 +1,6 @@
 """The command line: what it reads, and what it refuses before any process is started."""
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -343,3 +344,18 @@ def test_help_does_not_import_torch(arguments: list[str]) -> None:
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr
     assert "fourfold" in ended.stdout
+
+
+def test_ctrl_c_is_one_line_and_130(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr("fourfold.cli.commands.read", interrupted)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main(["train"])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended.value.code == 130
+    assert capfd.readouterr() == ("", "fourfold: stopped by SIGINT\n")

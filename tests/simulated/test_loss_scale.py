@@ -55,6 +55,26 @@ def test_the_loss_is_scaled_and_nobody_notices(size, zero, microbatches, clip):
             torch.testing.assert_close(got.weights[name], weight, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("size", "zero"), [(1, 0), (2, 0), (2, 1)])
+def test_weights_that_stay_in_float32_move_by_the_true_gradient_too(size, zero):
+    def body(ranks):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        make = lambda parameters: torch.optim.SGD(parameters, lr=1.0)  # noqa: E731
+        plan = Plan(dp=size, zero=zero, precision="fp16", batch_norm="local")
+        loss = lambda outputs, _: 10 * (outputs - 1).square()  # noqa: E731
+        step = TrainStep(model, loss, make, plan=plan, ranks=ranks, clip=0.01)
+        before = step.state_dict()["model"]
+        while step((torch.randn(6, 4), torch.zeros(6))).overflowed:
+            assert step.steps < 10
+        after = step.state_dict()["model"]
+        return [(after[name] - before[name]).norm().item() for name, _ in model.named_parameters()]
+
+    for moved in threads.run(size, body):
+        assert sum(each**2 for each in moved) ** 0.5 == pytest.approx(0.01, rel=1e-3)
+        assert min(moved[2:]) > 1e-3
+
+
 class Loud(nn.Module):
     """A layer whose gradients can be made as large, or as small, as one likes, after a loss that stays what it is."""
 

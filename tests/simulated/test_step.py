@@ -30,21 +30,23 @@ def linear(ranks, model=None, **options):
 BATCH = (torch.ones(2, 2), torch.zeros(2))
 
 
-def test_a_backward_outside_the_step_changes_nothing():
-    case = Case(batch_sizes=(8, 8, 8))
+@pytest.mark.parametrize("update", ["after", "in_backward"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_backward_outside_the_step_changes_nothing(size, update):
+    case = Case(batch_sizes=(8, 8, 8), update=update)
 
     def body(ranks):
-        step = build(case, 2, ranks)
+        step = build(case, size, ranks)
         metrics = []
         for batch in batches(case):
-            part = local(batch, 2, ranks.rank)
+            part = local(batch, size, ranks.rank)
             metrics.append(step(part))
             LOSSES["values"](step.model(part[0]) * 100, part[1]).mean().backward()  # left in .grad
         weights = {name: p.detach().clone() for name, p in step.model.named_parameters()}
         return [m.loss for m in metrics], weights
 
     oracle = train_oracle(case)
-    for losses, weights in threads.run(2, body):
+    for losses, weights in threads.run(size, body):
         assert losses == pytest.approx(oracle.losses, abs=TOLERANCE)
         for name, weight in oracle.weights.items():
             torch.testing.assert_close(weights[name], weight, rtol=0, atol=TOLERANCE)
@@ -77,6 +79,10 @@ def test_what_is_trained_may_not_change_behind_the_step():
     def body(ranks):
         step = linear(ranks)
         step.model.get_parameter("bias").requires_grad_(False)
+        with pytest.raises(TaskError, match="requires_grad was changed"):
+            step(BATCH)
+        step = linear(ranks)
+        step.model.add_module("more", nn.Linear(2, 2))
         with pytest.raises(TaskError, match="requires_grad was changed"):
             step(BATCH)
 

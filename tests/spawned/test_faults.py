@@ -73,6 +73,12 @@ class Loss:
         while True:
             time.sleep(0.01)
 
+    def leave(self):
+        os._exit(0)
+
+    def exit(self):
+        sys.exit(0)
+
     def fail(self):
         raise RuntimeError("the disk of this rank")
 
@@ -171,6 +177,25 @@ def test_a_crash_loop_ends_with_the_first_cause(start: Start, tmp_path: Path):
     assert job.end() == 1
     assert job.err.count("RuntimeError: the disk of this rank") == 2
     assert [fault["kind"] for fault in faults(tmp_path / "runs" / "first")] == ["restart", "gave up"]
+    assert job.err.endswith(
+        "gave up after 1 restart in a row that came no further than step 3\n"
+        "  look at   the error above; those before it are in runs/first/faults.jsonl\n"
+        "  try       to mend its cause, or restarts=10 where the machine is to blame\n"
+        "  then      nothing is saved, and the same command begins again\n"
+    )
+
+
+def test_a_rank_that_ends_as_if_all_were_well_is_named(start: Start, tmp_path: Path):
+    # First rank 1 leaves without a word, and all start again; then rank 0 does, with one.
+    job = start(*TRAIN, "what=leave,exit", "times=2", "-n", "2")
+    assert job.end() == 1
+    run = tmp_path / "runs" / "first"
+    told = f"rank 1 of 2 (host {HOST}, after step 3) ended with exit code 0 before the run had ended"
+    assert [(fault["kind"], fault["rank"]) for fault in faults(run)] == [("restart", 1), ("gave up", 0)]
+    assert faults(run)[0]["text"] == told
+    assert job.err.startswith(f"fourfold: {told}\nstarting again\n")
+    assert "TrainingError: the task ended its process in mid-run, with exit code 0\nTraceback" in job.err
+    assert "sys.exit(0)" in job.err
 
 
 LATE = """
@@ -213,7 +238,8 @@ def test_a_dead_rank_ends_the_others_of_a_foreign_world_for_a_requeue(start: Sta
     assert jobs[0].end() == 75
     assert time.monotonic() - begin < 5  # 0.2 s on a busy machine
     assert f"PeerError: rank 1 (host {HOST}) died while rank 0 waited for it (after step 3)" in jobs[0].err
-    assert [fault["kind"] for fault in faults(tmp_path / "runs" / "first")] == ["lost rank"]
+    (fault,) = faults(tmp_path / "runs" / "first")
+    assert (fault["kind"], fault["rank"], fault["host"]) == ("lost rank", 1, HOST)
 
 
 ENDING = """
@@ -252,6 +278,34 @@ def test_sigterm_saves_at_a_step_and_asks_to_be_started_again(start, whom: str, 
     assert f"goes on from step {step} of 30" in job.out
     assert losses(run) == losses(undisturbed)
     assert equal(run, undisturbed)
+
+
+def until(path: Path) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not path.exists():
+        assert time.monotonic() < deadline, f"no {path}"
+        time.sleep(0.01)
+
+
+def test_ctrl_c_is_answered_with_where_the_run_stands(start: Start, tmp_path: Path):
+    (tmp_path / "mark-0").touch()  # it is rank 0's turn
+    job = start(*TRAIN, "what=kill,hang", "times=2", "-n", "1")
+    until(tmp_path / "mark-1")
+    job.process.send_signal(signal.SIGINT)
+    assert job.end() == 130
+    assert job.err == "fourfold: stopped by SIGINT; the same command goes on from step 4\n"
+
+
+def test_ctrl_c_while_ranks_start_is_answered_in_one_line(start: Start, tmp_path: Path):
+    slow = 'if os.environ.get("RANK") == "1":\n    Path("ready").touch()\n    time.sleep(99)\n'
+    script = tmp_path / "script.py"
+    script.write_text(TASK.replace("import torch\n", f"{slow}import torch\n"))
+    job = start(*TRAIN, "-n", "2")
+    until(tmp_path / "ready")
+    job.process.send_signal(signal.SIGINT)
+    assert job.end() == 130
+    told = "stopped by SIGINT; all 2 processes have ended; nothing is saved, and the same command begins again"
+    assert job.err == f"fourfold: {told}\n"
 
 
 def test_sigterm_ends_a_foreign_world_in_the_same_way(start: Start):

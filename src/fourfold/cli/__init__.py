@@ -5,6 +5,7 @@ Law: what a user got wrong is told on stderr as got / need / try, all at once, w
 """
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -20,13 +21,22 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         code = _run(sys.argv[1:] if arguments is None else list(arguments))
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        code = 130  # as a shell has it: 128 + SIGINT
+    except KeyboardInterrupt as stop:
+        code = _interrupted(stop)
     except BrokenPipeError:
         # The reader has gone (`fourfold show plan.toml | head`). Python would complain once more as it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     sys.exit(code)
+
+
+def _interrupted(stop: KeyboardInterrupt) -> int:
+    """Say so, once; a second Ctrl-C is not answered with a traceback. Returns the exit code a shell would have."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    text = str(stop) if stop.args else "stopped by SIGINT"
+    if text:
+        print(f"fourfold: {text}", file=sys.stderr, flush=True)
+    return 128 + signal.SIGINT
 
 
 def _run(arguments: list[str]) -> int:

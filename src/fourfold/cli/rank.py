@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fourfold.cli import job
-from fourfold.words.errors import FourfoldError
+from fourfold.engines import cause
+from fourfold.engines.restart import outlook
+from fourfold.words.errors import FourfoldError, TrainingError
 from fourfold.words.launchers import OPEN_MPI, present
 from fourfold.words.world import World, from_environment
 
@@ -23,7 +25,24 @@ def main(words: Sequence[str]) -> None:
 
 
 def train(work: job.Job, world: World | None) -> None:
-    """Train in this process; rank 0 shows how it goes."""
+    """Train in this process; rank 0 shows how it goes.
+
+    Raises TrainingError where the task ends the process as if all were well: the others would wait for it.
+    KeyboardInterrupt comes with what there is to say, "" where another rank says it.
+    """
+    try:
+        _train(work, world)
+    except SystemExit as leaving:
+        if leaving.code:
+            raise
+        where = cause.explain(leaving).rstrip()
+        raise TrainingError(f"the task ended its process in mid-run, with exit code 0\n{where}") from None
+    except KeyboardInterrupt:
+        speaks = world is None or world.rank == 0
+        raise KeyboardInterrupt(f"stopped by SIGINT; {outlook(work.folder)}" if speaks else "") from None
+
+
+def _train(work: job.Job, world: World | None) -> None:
     from fourfold.report.progress import Progress
     from fourfold.run.train import train as run
 

@@ -52,6 +52,7 @@ def _care(ready: "Job") -> "Care":
         grace=GRACE_SECONDS,
         notice=_say,
         record=record,
+        folder=ready.folder,
     )
 
 

@@ -6,23 +6,24 @@ Law: whatever ends an attempt, none of its processes is left when the next begin
 """
 
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
 from fourfold.engines import cause, watch
 from fourfold.engines.restart import Budget, Care
 from fourfold.run.faults import Fault
-from fourfold.run.pulse import STARTING, Pulses
+from fourfold.run.pulse import DONE, STARTING, Pulses
 from fourfold.words.errors import REQUEUE_CODE
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -44,6 +45,8 @@ class Agent(LocalElasticAgent):
         self._exit_codes: dict[int, int] = {}
         """Of the ranks that ended before the others were told to."""
         self._hang: watch.Hang | None = None
+        self._left_at: float | None = None
+        """When a rank was first seen to have left, on the monotonic clock."""
         self._signal: signal.Signals | None = None
         """One that came while ranks were being ended."""
         self._pending: list[tuple[Fault, float]] = []
@@ -54,7 +57,7 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._heed()
         self._sweep()
-        self._exit_codes, self._hang = {}, None
+        self._exit_codes, self._hang, self._left_at = {}, None, None
         self._pulses.begin()
         started: Any = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
         context: Any = self._pcontext
@@ -62,10 +65,11 @@ class Agent(LocalElasticAgent):
 
         # The agent itself would wait 30 s, whatever its settings say: a failing rank closes the context with defaults.
         def close_soon(death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
-            if not self._exit_codes:
-                self._exit_codes = {rank: code for rank, code in self.codes().items() if code is not None}
+            self._note_codes()
             words = self.last_words()
             saving = death_sig == signal.SIGTERM or (words is not None and words.stopped)
+            if death_sig == signal.SIGINT and self._is_starting():
+                death_sig = signal.SIGKILL  # in the middle of its imports, Python would answer with a traceback
             with _on_signals(self._end_now):
                 close(death_sig, self.care.grace if saving else self.care.window)
 
@@ -79,8 +83,11 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._look_for_hang()
+        self._end_without(self._left())
         result: Any = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
         self._tell_recovered()
+        if result.state == WorkerState.SUCCEEDED and self._left():
+            result = RunResult(state=WorkerState.FAILED)
         if result.is_failed():
             self._heed()
             self._judge()
@@ -92,12 +99,37 @@ class Agent(LocalElasticAgent):
             raise SignalException(f"{self._signal.name} came while ranks were ended", self._signal)
 
     def _look_for_hang(self) -> None:
-        if self.care.hang_seconds is None or self._hang is not None:
+        if self.care.hang_seconds is None or self._hang is not None or self._left_at is not None:
             return
         beats, pids = self._pulses.read(), self._pids()
         late = watch.late(beats, least=self.care.hang_seconds, now=time.monotonic())
         if any(rank in pids for rank in late):
             self._hang = watch.kill([rank for rank in late if rank in pids], beats, pids, self._folder)
+
+    def _left(self) -> list[int]:
+        """Ranks that ended in mid-run, as if all were well."""
+        if not self.care.beats:
+            return []  # a script ends when it likes
+        beats = self._pulses.read()
+        return [rank for rank, code in self.codes().items() if code == 0 and beats[rank].phase != DONE]
+
+    def _end_without(self, left: Sequence[int]) -> None:
+        """End the ranks that wait for some that have left, where they do not end by themselves."""
+        if not left or len(left) == self.size:
+            return
+        now = time.monotonic()
+        self._left_at = self._left_at or now
+        if now - self._left_at > self.care.window:
+            self._note_codes()
+            self._signal_all(signal.SIGKILL)
+
+    def _note_codes(self) -> None:
+        """Remember the codes of the ranks that have ended by now, before the others are told to."""
+        if not self._exit_codes:
+            self._exit_codes = {rank: code for rank, code in self.codes().items() if code is not None}
+
+    def _is_starting(self) -> bool:
+        return self.care.beats and all(beat.phase == STARTING for beat in self._pulses.read())
 
     # ---- after a fault
 
@@ -107,7 +139,8 @@ class Agent(LocalElasticAgent):
         assert found is not None
         again = self._budget.allows(found, beats)
         if not again:
-            self.cause, self._remaining_restarts = found, 0
+            text = "\n".join(filter(None, (found.text, self._budget.spent(found))))
+            self.cause, self._remaining_restarts = dataclasses.replace(found, text=text), 0
         if found.stopped:
             return
         step = max(beat.step for beat in beats)
@@ -146,12 +179,14 @@ class Agent(LocalElasticAgent):
             entry = cause.read(Path(path))
             if entry is not None:
                 records[rank] = entry
-        if not records and not any(self._exit_codes.values()):
+        left = self._left()
+        if not records and not left and not any(self._exit_codes.values()):
             return None
-        found = cause.first(records, self._exit_codes, self._names())
+        codes = {rank: code for rank, code in self._exit_codes.items() if code or records or rank in left}
+        found = cause.first(records, codes, self._names())
         if found.signal == signal.SIGTERM and self.care.beats:
             # Where it could not leave a note yet: before the first step.
-            text = f"{found.text}: stopped; the same command goes on from the newest checkpoint"
+            text = f"{found.text}: stopped; {self.care.outlook()}"
             return cause.Cause(text, REQUEUE_CODE, found.rank, final=True, stopped=True)
         return found
 

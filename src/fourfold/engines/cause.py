@@ -4,8 +4,9 @@ record  what a rank writes down about the error that ended it: a JSON file, repl
 echo    an error that only says that another rank has gone (a connection reset); never the cause if there is another
 final   an error that another attempt would end with too: all that are told to people, except that a peer has gone
 cut     a traceback without the frames of torch, fourfold and the import machinery
+left    a rank that has ended with code 0 although others still needed it
 Law: of all that ranks report, the earliest record that is no echo is the cause; next come deaths by signal, then exit
-codes, then echoes.
+codes, then ranks that left, then echoes.
 """
 
 import dataclasses
@@ -91,7 +92,7 @@ def read(path: Path) -> Record | None:
 def first(records: Mapping[int, Record], exit_codes: Mapping[int, int], names: Sequence[str]) -> Cause:
     """The cause among the ranks' records, and the exit codes of the ranks that ended before anyone was told to.
 
-    names: what each rank is called, as "rank 1 of 2".
+    A code of 0 is that of a rank that left. names: what each rank is called, as "rank 1 of 2".
     """
     entries = sorted(records.values(), key=lambda entry: (entry.echo, entry.timestamp))
     if entries and not entries[0].echo:
@@ -101,6 +102,10 @@ def first(records: Mapping[int, Record], exit_codes: Mapping[int, int], names: S
     if silent:
         rank = (killed or list(silent))[0]
         return _of_code(rank, silent[rank], names[rank])
+    left = [rank for rank, code in sorted(exit_codes.items()) if code == 0]
+    if left:
+        text = f"{' and '.join(names[rank] for rank in left)} ended with exit code 0 before the run had ended"
+        return Cause(text, 1, left[0])
     if entries:
         return _of_record(entries[0], names)
     return Cause(f"a rank of {len(names)} failed and left no trace", 1)

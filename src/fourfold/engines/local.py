@@ -90,10 +90,10 @@ def _stopped(agent: Agent, number: signal.Signals) -> Outcome:
     codes = agent.codes().values()
     if codes and not any(codes):
         return Outcome()
-    text = f"stopped by {number.name}; all {agent.size} processes have ended"
-    if agent.care.beats and number == signal.SIGTERM:
-        return Outcome(REQUEUE_CODE, f"{text}; the same command goes on from the newest checkpoint")
-    return Outcome(128 + number, text)
+    outlook = agent.care.outlook()
+    text = f"stopped by {number.name}; all {agent.size} processes have ended{f'; {outlook}' if outlook else ''}"
+    asks_again = agent.care.beats and number == signal.SIGTERM
+    return Outcome(REQUEUE_CODE if asks_again else 128 + number, text)
 
 
 def _literal(word: str) -> str:

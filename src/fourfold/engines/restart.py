@@ -8,9 +8,11 @@ of the program's own before the job has finished a single step.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from fourfold.engines.cause import Cause
-from fourfold.run.faults import Fault
+from fourfold.run.checkpoint.shelf import Shelf
+from fourfold.run.faults import FILE, Fault
 from fourfold.run.pulse import Beat
 
 WINDOW_SECONDS = 3
@@ -31,6 +33,7 @@ class Care:
     grace         the same after a signal to the whole job, and for ranks that save before they end
     notice        hears at once of a fault after which the job goes on
     record        hears of every fault when it is over
+    folder        the run's; None where it is not known what a script does
     """
 
     restarts: int = 0
@@ -40,6 +43,19 @@ class Care:
     grace: int = WINDOW_SECONDS
     notice: Callable[[str], None] = _ignore
     record: Callable[[Fault], None] = _ignore
+    folder: Path | None = None
+
+    def outlook(self) -> str:
+        """What the same command will do; "" where nobody knows."""
+        return "" if self.folder is None else outlook(self.folder)
+
+
+def outlook(folder: Path) -> str:
+    """What the command that trains the run in this folder will do when it is given again."""
+    steps = Shelf(folder).steps()
+    if not steps:
+        return "nothing is saved, and the same command begins again"
+    return f"the same command goes on from step {steps[-1]}"
 
 
 class Budget:
@@ -61,3 +77,17 @@ class Budget:
             return False
         self.used += 1
         return True
+
+    def spent(self, cause: Cause) -> str:
+        """What is said where the budget is why the job is not started again; "" where it is not."""
+        if cause.final or self.used == 0 or self.used < self._care.restarts:
+            return ""
+        gave_up = f"gave up after {self.used} restart{'s' * (self.used > 1)}"
+        if self._care.folder is None:
+            return gave_up
+        return (
+            f"{gave_up} in a row that came no further than step {max(self._step, 0)}\n"
+            f"  look at   the error above; those before it are in {self._care.folder / FILE}\n"
+            f"  try       to mend its cause, or restarts={10 * self._care.restarts} where the machine is to blame\n"
+            f"  then      {self._care.outlook()}"
+        )

@@ -11,6 +11,7 @@ Law: a round is sealed with every slot written or known to be unused, and every 
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,46 @@ def nothing() -> None:
     """For those who need not be told."""
 
 
+class _Taker(Protocol):
+    """Who takes gradients from autograd."""
+
+    def take(self, parameter: Tensor, number: int) -> None: ...
+
+
+def weak_hook(taker: _Taker, number: int) -> Callable[[Tensor], None]:
+    """A hook that has `taker` take the gradient of its `number`-th parameter."""
+    # Not a reference: the garbage collector does not see through a parameter's hooks, and all of a step, its
+    # shared memory too, would stay as long as the process.
+    mine = weakref.ref(taker)
+
+    def take(parameter: Tensor) -> None:
+        living = mine()
+        if living is not None:
+            living.take(parameter, number)
+
+    return take
+
+
+def refuse_sparse(gradient: Tensor, name: str) -> None:
+    """Raise TaskError for a sparse gradient."""
+    if gradient.layout is not torch.strided:
+        raise TaskError(Problem(f"{name} has a sparse gradient", "dense gradients", "sparse=False"))
+
+
+def refuse_second(name: str) -> NoReturn:
+    """Raise TaskError for the second gradient of a parameter in one backward."""
+    got = f"two gradients of {name} in one backward (a reentrant checkpoint around its layer?)"
+    raise TaskError(Problem(got, "one, with all uses added up", "checkpoint(…, use_reentrant=False)"))
+
+
+def refuse_unreached(names: Sequence[str], reached: Sequence[bool]) -> None:
+    """Raise TrainingError naming the parameters that no backward of the step has reached."""
+    need, attempt = "a gradient for every trainable parameter", 'unused = "allow", or requires_grad_(False)'
+    missed = [name for name, was_reached in zip(names, reached, strict=True) if not was_reached]
+    if missed:
+        raise TrainingError([Problem(f"parameter {name} got no gradient", need, attempt) for name in missed])
+
+
 class Gradients:
     """The gradients of a step: hooks copy them into slots, buckets are launched when they are complete."""
 
@@ -88,7 +129,7 @@ class Gradients:
         self.completion_order: list[int] = []
         """The order in which this rank's buckets became complete in the first round of the present step."""
         for number, name in enumerate(self._names):
-            parameters[name].register_post_accumulate_grad_hook(self._hook(number))
+            parameters[name].register_post_accumulate_grad_hook(weak_hook(self, number))
         self.begin()
 
     @property
@@ -129,19 +170,8 @@ class Gradients:
         """The next backward is the round's last: buckets may be launched as they become complete."""
         self._last = True
 
-    def _hook(self, number: int) -> Callable[[Tensor], None]:
-        # Not a reference: the garbage collector does not see through a parameter's hooks, and all of a step, its
-        # shared memory too, would stay as long as the process.
-        mine = weakref.ref(self)
-
-        def take(parameter: Tensor) -> None:
-            gradients = mine()
-            if gradients is not None:
-                gradients._take(parameter, number)
-
-        return take
-
-    def _take(self, parameter: Tensor, number: int) -> None:
+    def take(self, parameter: Tensor, number: int) -> None:
+        """Autograd has a parameter's gradient ready."""
         gradient = parameter.grad
         if gradient is None or not self.listening:
             return
@@ -182,9 +212,7 @@ class Gradients:
         parameter, view = self._parameters[self._names[number]], self.views[number]
         gradient = parameter.grad
         assert gradient is not None
-        if gradient.layout is not torch.strided:
-            problem = Problem(f"{self._names[number]} has a sparse gradient", "dense gradients", "sparse=False")
-            raise TaskError(problem)
+        refuse_sparse(gradient, self._names[number])
         if self._written[number]:
             view.add_(gradient)
         else:
@@ -196,8 +224,7 @@ class Gradients:
     def _count_down(self, number: int) -> None:
         if self._counted[number]:
             # Its bucket may be on its way already: this gradient would be lost, or added after the sum.
-            got = f"two gradients of {self._names[number]} in one backward (a reentrant checkpoint around its layer?)"
-            raise TaskError(Problem(got, "one, with all uses added up", "checkpoint(…, use_reentrant=False)"))
+            refuse_second(self._names[number])
         self._counted[number] = True
         bucket = self._bucket_of[number]
         self._missing[bucket] -= 1
@@ -254,31 +281,31 @@ class Gradients:
 
     def refuse_unreached(self) -> None:
         """Raise TrainingError naming the parameters that no backward of the step has reached."""
-        problems = [
-            Problem(
-                f"parameter {self._names[number]} got no gradient",
-                "a gradient for every trainable parameter",
-                'unused = "allow", or requires_grad_(False)',
-            )
-            for number, reached in enumerate(self.reached)
-            if not reached
-        ]
-        if problems and not self._allow_unused:
-            raise TrainingError(problems)
+        if not self._allow_unused:
+            refuse_unreached(self._names, self.reached)
+
+    def own(self, bucket: int) -> list[Tensor]:
+        """What this rank measures of a completed bucket's sum."""
+        self._transport.settle(bucket)
+        return [self._transport.own(bucket).flat]
+
+    def release(self, bucket: int) -> None:
+        """A bucket's sum has been used. Its slot is the transport's, which knows when it may be written again."""
 
 
 # Of elements: 1 MiB of float32, so that a piece stays in the cache while it is summed, scaled and updated.
 PIECE_ELEMENTS = 2**18
 
 
+class Laid(Protocol):
+    """Weights by bucket: those that the model computes with, and the update's own."""
+
+    flats: Sequence[Tensor]
+    masters: Masters
+
+
 def pieces(
-    weights: Sequence[Tensor],
-    buckets: Sequence[Bucket],
-    transport: Transport,
-    *,
-    masters: Masters,
-    by_slot: bool,
-    cut: bool,
+    weights: Laid, buckets: Sequence[Bucket], transport: Transport, *, by_slot: bool, cut: bool
 ) -> list[list[Piece]]:
     """What the update works on, by bucket: weights beside the sums of their gradients.
 
@@ -286,7 +313,7 @@ def pieces(
     `cut` into pieces of at most PIECE_ELEMENTS: so are pieces whose gradients must be converted.
     """
     result: list[list[Piece]] = []
-    for bucket, weight, own in zip(buckets, weights, masters.by_bucket, strict=True):
+    for bucket, weight, own in zip(buckets, weights.flats, weights.masters.by_bucket, strict=True):
         slots = [(slot.start, slot.stop) for slot in bucket.slots] if by_slot else [(0, bucket.size)]
         result.append([])
         for number, (first, last) in enumerate(slots):

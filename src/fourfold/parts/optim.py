@@ -1,7 +1,7 @@
 """Optimizers on flat buffers: the user's class, its options by group, its update over whole buckets at once.
 
 piece         a stretch of a bucket's weights with the tensor where its summed gradient rests
-converted     a piece whose gradient becomes the numbers of its weights just before they are updated
+converted     of a gradient: made the numbers of its weights just before these are updated
 element-wise  an update in which no element looks at another: it may run on flat buffers as it is
 layer-wise    an update in which an element looks at two norms of its parameter: see `layerwise`
 Law: the update of a flat piece equals the update of its parameters one by one.
@@ -43,14 +43,15 @@ Prepare = Callable[[int, int, int, float], None]
 class Piece(NamedTuple):
     """Elements [start, stop) of a bucket: the weights that are updated, and where the sum of their gradients rests.
 
-    `slot` is the number of the piece's parameter in the bucket, where pieces are cut by parameter. `working`: where
-    these are master weights, those that the model computes with.
+    `slot` is the number of the piece's parameter in the bucket, where pieces are cut by parameter. In place of a
+    gradient the parameter itself: its gradient is what its `.grad` holds at the time. `working`: where these are master
+    weights, those that the model computes with.
     """
 
     start: int
     stop: int
     weight: Tensor
-    gradient: Tensor
+    gradient: Tensor | nn.Parameter
     slot: int | None = None
     working: Tensor | None = None
 
@@ -60,6 +61,11 @@ class Piece(NamedTuple):
         weight, gradient = self.weight, self.gradient
         alike = gradient.dtype == weight.dtype and gradient.device == weight.device
         return self.working is not None or not alike
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the gradient is where autograd leaves it."""
+        return isinstance(self.gradient, nn.Parameter)
 
 
 def check(optimizer: Optimizer) -> None:
@@ -116,10 +122,11 @@ def _spare_dynamo() -> None:
 
 
 class _Run(NamedTuple):
-    """Pieces that one optimizer updates."""
+    """Pieces that one optimizer updates. `has_slots`: their gradients always rest in the same tensors, as they are."""
 
     optimizer: Optimizer
     pieces: Sequence[Piece]
+    has_slots: bool
 
 
 class FlatOptimizer:
@@ -138,6 +145,8 @@ class FlatOptimizer:
         `prepare(bucket, start, stop, factor)` has the gradients of a piece made, just before they are used.
         """
         self._user, self._buckets, self._pieces, self._prepare = optimizer, buckets, pieces, prepare
+        self.converts = any(piece.is_converted for some in pieces for piece in some)
+        """Whether gradients are converted: then all are, and multiplied by `factor` in the weights' own numbers."""
         self._chosen = [_implementation(optimizer, p[0].weight) if p else {} for p in pieces]
         self._flat = [[self._make(bucket, some) for some in self._runs(bucket)] for bucket in range(len(pieces))]
         self._begun: dict[int, list[Begun]] = {}
@@ -145,7 +154,7 @@ class FlatOptimizer:
     def _runs(self, bucket: int) -> list[Sequence[Piece]]:
         """The pieces that are updated together: one by one where each is to be prepared or converted, else all."""
         pieces = self._pieces[bucket]
-        if self._prepare is not None or any(piece.is_converted for piece in pieces):
+        if self._prepare is not None or self.converts:
             return [[piece] for piece in pieces]
         return [pieces] if pieces else []
 
@@ -154,15 +163,11 @@ class FlatOptimizer:
         accepted = inspect.signature(kind).parameters
         options: dict[str, Any] = {k: v for k, v in self._user.defaults.items() if k in accepted} | self._chosen[bucket]
         flat = kind([piece.weight for piece in pieces], **options)
-        for piece in pieces:
-            if not piece.is_converted:
+        run = _Run(flat, pieces, has_slots=not (self.converts or any(piece.is_in_place for piece in pieces)))
+        if run.has_slots:
+            for piece in pieces:
                 piece.weight.grad = piece.gradient
-        return _Run(flat, pieces)
-
-    @property
-    def converts(self) -> bool:
-        """Whether some gradients are converted: then those are multiplied by `factor` in the weights' own numbers."""
-        return any(piece.is_converted for pieces in self._pieces for piece in pieces)
+        return run
 
     @torch.no_grad()
     def update(
@@ -198,9 +203,9 @@ class FlatOptimizer:
         begun = self._begun[bucket] = []
         device = self._user.param_groups[0]["params"][0].device
         total = torch.zeros(len(self._buckets[bucket].slots), 2, dtype=torch.float64, device=device)
-        for flat, pieces in self._made_ready(bucket, used, factor):
-            owners = [piece.slot for piece in pieces if piece.slot is not None]
-            begun.append(begin(cast(Layerwise, flat), owners, num_parameters=len(total)))
+        for run in self._made_ready(bucket, used, factor):
+            owners = [piece.slot for piece in run.pieces if piece.slot is not None]
+            begun.append(begin(cast(Layerwise, run.optimizer), owners, num_parameters=len(total)))
             total += begun[-1].squares
         return total
 
@@ -212,14 +217,14 @@ class FlatOptimizer:
             run.optimizer.param_groups[0].update(theirs)
             for piece in run.pieces:
                 if self._prepare is not None:
-                    self._prepare(bucket, piece.start, piece.stop, 1.0 if piece.is_converted else factor)
-                if piece.is_converted:
-                    piece.weight.grad = _converted(piece, factor)
+                    self._prepare(bucket, piece.start, piece.stop, 1.0 if self.converts else factor)
+                if not run.has_slots:
+                    piece.weight.grad = _converted(piece, factor) if self.converts else _in_place(piece)
                 if used is not None:
                     assert piece.slot is not None
                     if not used[piece.slot]:
                         piece.weight.grad = None
-                    elif not piece.is_converted:
+                    elif run.has_slots:
                         piece.weight.grad = piece.gradient
             yield run
 
@@ -269,6 +274,12 @@ class FlatOptimizer:
             flat.state[piece.weight] = state
 
 
+def _in_place(piece: Piece) -> Tensor | None:
+    """The gradient where autograd has left it; None where there is none."""
+    gradient = piece.gradient.grad
+    return None if gradient is None else gradient.reshape(-1)
+
+
 def _converted(piece: Piece, factor: float) -> Tensor:
     """The sum of a piece's gradients in the numbers of its weights, times the factor."""
     # A copy in any case: what rests in a slot may still be read by others, and some updates change their gradients.
@@ -277,11 +288,11 @@ def _converted(piece: Piece, factor: float) -> Tensor:
 
 
 def _round(run: _Run) -> None:
-    """After the update of converted pieces: the model computes with the new weights, the gradients are free."""
+    """After an update: the model computes with the new weights, and gradients that rest in no slot are free."""
     for piece in run.pieces:
         if piece.working is not None:
             piece.working.copy_(piece.weight)
-        if piece.is_converted:
+        if not run.has_slots:
             piece.weight.grad = None
 
 

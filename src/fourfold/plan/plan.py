@@ -54,7 +54,7 @@ class Rule:
 RULES = {
     "pp": Rule(int, built=(1,)),
     "dp": Rule(int),
-    "sp": Rule(int, built=(1,)),
+    "sp": Rule(int),
     "tp": Rule(int, built=(1,)),
     "shard": Rule(int, optional=True, built=(None,)),
     "zero": Rule(int, choices=(0, 1, 2, 3), built=(0, 1, 2)),
@@ -148,6 +148,11 @@ class Plan:
         return self.local_steps if self.sync == "local" else 1
 
     @property
+    def num_sharing(self) -> int:
+        """Ranks whose gradients are added up, and that share what rests split: dp · sp."""
+        return self.dp * self.sp
+
+    @property
     def mesh(self) -> Mesh:
         return Mesh(pp=self.pp, dp=self.dp, sp=self.sp, tp=self.tp)
 
@@ -217,5 +222,5 @@ def read_value(name: str, text: str) -> object:
 
 
 def mesh_sizes(size: int) -> list[Mesh]:
-    """The meshes of `size` ranks that this version can build."""
-    return [Mesh(dp=size)]
+    """The meshes of `size` ranks that this version can build, those with more samples at once first."""
+    return [Mesh(dp=size // sp, sp=sp) for sp in range(1, size + 1) if size % sp == 0]

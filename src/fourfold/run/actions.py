@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from fourfold.parts.comm import Transport
 from fourfold.parts.data import Gradients
+from fourfold.parts.in_place import InPlace
 from fourfold.parts.local import Local
 from fourfold.parts.optim import FlatOptimizer
 from fourfold.plan.data import Rest, life
@@ -34,7 +35,7 @@ from fourfold.words.spans import DONE, SILENT
 class Parts(NamedTuple):
     """What the verbs work with: the gradients of all buckets, their transport, their update."""
 
-    gradients: Gradients
+    gradients: Gradients | InPlace
     transport: Transport
     optimizer: FlatOptimizer
     parameters: Sequence[Sequence[nn.Parameter]]
@@ -146,7 +147,7 @@ class Actions:
     def forward(self, index: int) -> None:
         part = self._microbatches[index]
         if part.samples:
-            loss = measure(self._loss(call(self._model, part.inputs), part.targets), part.samples)
+            loss = measure(self._loss(call(self._model, part.inputs, part.kept), part.targets), part.samples)
             self._losses[index] = loss
             self._own_count += loss.count
             self._seen.append((index, loss.total.detach()))
@@ -170,6 +171,7 @@ class Actions:
             count = self._losses[index].count if index in self._losses else 0.0
             self.nominal_count = max(1.0, self._agree(count) * len(self._microbatches))
         if self._every_round and index:
+            assert isinstance(self._parts.gradients, Gradients)  # one rank's gradients rest whole
             self._parts.gradients.begin_round()
             self._sealed = False
         self._in_last_round = not self._every_round or index == len(self._microbatches) - 1
@@ -191,9 +193,7 @@ class Actions:
             self._seal()
             self._count()
             self._complete_all()
-            for bucket in range(len(self._parts.parameters)):
-                transport.settle(bucket)
-            own = [transport.own(bucket).flat for bucket in range(len(self._parts.parameters))]
+            own = list(itertools.chain(*map(self._parts.gradients.own, range(len(self._parts.parameters)))))
             # Two bytes would round each bucket's norm, and in fp16 a norm beyond 65,504 would seem infinite.
             wide = [torch.promote_types(flat.dtype, torch.float32) for flat in own]
             norms = [torch.linalg.vector_norm(flat, dtype=dtype) for flat, dtype in zip(own, wide, strict=True)]
@@ -309,8 +309,12 @@ class Actions:
         self._count()
         # Only this bucket: others may still be on their way.
         self._complete(bucket)
-        if self._is_left_out:
-            return
+        if not self._is_left_out:
+            self._move(bucket)
+        self._parts.gradients.release(bucket)
+
+    def _move(self, bucket: int) -> None:
+        """Update a bucket whose sum is there."""
         if self._after and not self._permitted:
             # A rank's backward may read a weight after its gradient is complete: that of a use without gradient.
             self._parts.transport.permit()

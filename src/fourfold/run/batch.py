@@ -4,7 +4,7 @@ Law: the microbatches of a batch tile it, in order; there may be empty ones.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,17 +18,22 @@ POSITION_NAMES = ("position_ids", "positions")
 
 
 class Microbatch(NamedTuple):
-    """A stretch of a batch; `tokens` is 0 where inputs carry no positions."""
+    """A stretch of a batch; `tokens` is 0 where inputs carry no positions.
+
+    kept  which of its tokens are no pads, where a rank has but some of a sample's tokens; None: all
+    """
 
     inputs: Any
     targets: Any
     samples: int
     tokens: int
+    kept: Tensor | None = None
 
 
-def cut(batch: Any, count: int, device: torch.device) -> list[Microbatch]:
+def cut(batch: Any, count: int, device: torch.device, *, kept: Tensor | None = None) -> list[Microbatch]:
     """The batch in `count` microbatches on `device`, sizes as equal as can be, larger ones never first.
 
+    kept: int64 [tokens], which tokens of the inputs are no pads; the targets have none. None: all.
     Raises TaskError for what is not a pair of tensors or dicts of tensors with one number of samples.
     """
     if not (isinstance(batch, tuple | list) and len(batch) == 2):
@@ -39,16 +44,22 @@ def cut(batch: Any, count: int, device: torch.device) -> list[Microbatch]:
         raise TaskError(Problem(f"first dims {sorted(lengths)}", "one number of samples in inputs and targets"))
     (samples,) = lengths
     parts = []
+    kept = None if kept is None else kept.to(device)
     for index in range(count):
         start, stop = share(0, samples, count, index)
         some = _slice(inputs, start, stop)
-        parts.append(Microbatch(some, _slice(targets, start, stop), stop - start, num_tokens(some)))
+        tokens = num_tokens(some) if kept is None else (stop - start) * len(kept)
+        parts.append(Microbatch(some, _slice(targets, start, stop), stop - start, tokens, kept))
     return parts
 
 
-def call(model: torch.nn.Module, inputs: Any) -> Any:
-    """The model's outputs: a dict of inputs is given as keywords."""
-    return model(**inputs) if isinstance(inputs, dict) else model(inputs)
+def call(model: torch.nn.Module, inputs: Any, kept: Tensor | None = None) -> Any:
+    """The model's outputs, of the tokens that are `kept` (None: all). A dict of inputs is given as keywords."""
+    outputs = model(**inputs) if isinstance(inputs, dict) else model(inputs)
+    if kept is None:
+        return outputs
+    length = positions_of(inputs).shape[1]
+    return mapped(outputs, lambda tensor: tensor[:, kept] if has_tokens(tensor, length) else tensor)
 
 
 @contextlib.contextmanager
@@ -65,9 +76,44 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 def num_tokens(inputs: Any) -> int:
     """Elements of the positions, where the inputs are a dict with `position_ids` or `positions`; else 0."""
+    positions = positions_of(inputs)
+    return 0 if positions is None else positions.numel()
+
+
+def positions_of(inputs: Any) -> Any:
+    """The positions, where the inputs are a dict with `position_ids` or `positions`; else None."""
     if not isinstance(inputs, dict):
-        return 0
-    return next((inputs[name].numel() for name in POSITION_NAMES if name in inputs), 0)
+        return None
+    return next((inputs[name] for name in POSITION_NAMES if name in inputs), None)
+
+
+def has_tokens(tensor: Tensor, length: int) -> bool:
+    """Whether a tensor has something for each of `length` tokens: on dim 1."""
+    return tensor.dim() >= 2 and tensor.shape[1] == length
+
+
+def mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A tree of dicts, lists and tuples of tensors, each of them changed; what is no tensor stays."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, dict):
+        # A subclass (as of transformers) keeps its kind: the loss may ask for its attributes.
+        changed = {name: mapped(part, change) for name, part in tree.items()}
+        return changed if type(tree) is dict else type(tree)(**changed)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(mapped(part, change) for part in tree))
+    if isinstance(tree, list | tuple):
+        return type(tree)(mapped(part, change) for part in tree)
+    return tree
+
+
+def leaves(tree: Any) -> Iterator[Tensor]:
+    """The tensors of a tree, in order."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, dict | list | tuple):
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from leaves(part)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -9,26 +9,28 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
 from torch import Tensor, nn
 
 from fourfold.parts import codec, comm, data, local, lowered, memory, optim
+from fourfold.parts.in_place import InPlace
 from fourfold.parts.masters import Policy
 from fourfold.plan.data import RESTS, Bucket, Rest, Step, fill, lower, turns
 from fourfold.plan.order import Stretch
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import Scale, computed, reduced
 from fourfold.run.actions import Actions, Parts
-from fourfold.run.batch import call, cut, evaluating, measure
+from fourfold.run.batch import Microbatch, call, cut, evaluating, measure
 from fourfold.run.guard import Guard
 from fourfold.run.metrics import Metrics
 from fourfold.run.outline import outline
 from fourfold.run.refuse import compare, refuse, refuse_for, refuse_optimizer
 from fourfold.run.remembered import Remembered
 from fourfold.run.runtime import Runtime
+from fourfold.run.sequence import Tokens
 from fourfold.run.state import State, copied
 from fourfold.run.weights import Weights, trainable_of
 from fourfold.words.action import LOSS, Action
@@ -64,10 +66,16 @@ def parallelize(
     ranks = comm.join()
     refuse(model, plan, ranks, clip=clip)
     _set_threads(ranks)
-    if ranks.device.type == "cpu":
-        memory.keep_freed_memory()
     torch.manual_seed(seed + 1_000_003 * plan.mesh.at(ranks.rank)["dp"])
-    return TrainStep(model.to(ranks.device), loss, optimizer, plan=plan, ranks=ranks, clip=clip, skip_nan=skip_nan)
+    options = {"clip": clip, "skip_nan": skip_nan, "seed": seed}
+    return TrainStep(model.to(ranks.device), loss, optimizer, plan=plan, ranks=ranks, **options)
+
+
+class Traffic(NamedTuple):
+    """What a rank has waited for others, and sent to them."""
+
+    waiting_seconds: float
+    sent_bytes: float
 
 
 class TrainStep:
@@ -83,6 +91,7 @@ class TrainStep:
         ranks: comm.Ranks,
         clip: float | None,
         skip_nan: int = 0,
+        seed: int = 0,
     ) -> None:
         self.model, self.plan, self._loss, self._ranks = model, plan, loss, ranks
         self.optimizer = optim.build(optimizer, list(model.parameters()))
@@ -92,19 +101,18 @@ class TrainStep:
         shapes = {name: list(p.shape) for name, p in trainable.items()}
         compare(ranks, own, shapes, plan=plan, options={"clip": clip, "skip_nan": skip_nan})
         # A split over one rank is whole.
-        rest = RESTS[plan.zero if plan.dp > 1 else 0]
+        rest = RESTS[plan.zero if plan.num_sharing > 1 else 0]
         split = rest.state == SPLIT
         specs = computed(own, plan.precision, kept=lowered.kept(model))
-        self.buckets = fill(specs, bucket_bytes=plan.bucket_bytes, shares=plan.dp if split else 1)
+        self.buckets = fill(specs, bucket_bytes=plan.bucket_bytes, shares=plan.num_sharing if split else 1)
         by_bucket = [[trainable[slot.name] for slot in bucket.slots] for bucket in self.buckets]
         codecs = _codecs(plan, self.buckets, by_bucket)
         layerwise = optim.by_parameter(self.optimizer)
-        self._transport, self.transport = comm.connect(
-            ranks,
-            _request(plan, self.buckets, rest, num_norms=2 * len(trainable) if layerwise else len(trainable)),
-            choice=plan.transport,
-            codecs=codecs,
-        )
+        allow_unused = plan.unused == "allow"
+        in_place = InPlace(trainable, self.buckets, allow_unused=allow_unused) if _stay(plan, ranks) else None
+        request = _request(plan, self.buckets, rest, num_norms=2 * len(trainable) if layerwise else len(trainable))
+        held = None if in_place is None else in_place.own
+        self._transport, self.transport = comm.connect(ranks, request, choice=plan.transport, codecs=codecs, held=held)
         self.remembered = Remembered(codecs, ranks)
         apart = comm.Apart(self._transport) if plan.sync == "local" else None
         self._transport = apart or self._transport
@@ -113,9 +121,15 @@ class TrainStep:
         if apart is not None:
             outer = local.Outer(plan.outer_lr, plan.outer_momentum)
             self._local = local.Local(self._weights.flats, self.buckets, apart, outer)
-        allow_unused = plan.unused == "allow"
-        self._gradients = data.Gradients(trainable, self.buckets, self._transport, allow_unused=allow_unused)
-        flat = self._flat_optimizer(by_slot=allow_unused or layerwise, split=split)
+        if in_place is not None:
+            self._gradients = in_place
+            pieces = in_place.pieces(self._weights.flats, self.buckets)
+        else:
+            self._gradients = data.Gradients(trainable, self.buckets, self._transport, allow_unused=allow_unused)
+            by_slot = allow_unused or layerwise
+            pieces = data.pieces(self._weights, self.buckets, self._transport, by_slot=by_slot, cut=split)
+        prepare = self._transport.take if split else None
+        flat = optim.FlatOptimizer(self.optimizer, self.buckets, pieces, prepare=prepare)
         self._state = State(
             self._weights, self.buckets, flat, self._transport, ranks, self.remembered, self._local, is_split=split
         )
@@ -132,6 +146,7 @@ class TrainStep:
             update=plan.update,
             agree=lambda count: sum(ranks.exchange(count)) / self._sharing,
         )
+        self._tokens = Tokens(model, loss, plan, ranks, seed=seed) if plan.sp > 1 else None
         self._runtime = Runtime(self._actions)
         self._guard = Guard(ranks, model, limit=skip_nan)
         self._outline = Step(
@@ -149,15 +164,6 @@ class TrainStep:
         """What a step does; with local steps one that ends with a meeting, the others do `program_apart`."""
         self.steps = 0
         """Steps done, those before a resumption included: errors name them."""
-
-    def _flat_optimizer(self, *, by_slot: bool, split: bool) -> optim.FlatOptimizer:
-        """The user's optimizer, over the flats."""
-        masters = self._weights.masters
-        pieces = data.pieces(
-            self._weights.flats, self.buckets, self._transport, masters=masters, by_slot=by_slot, cut=split
-        )
-        prepare = self._transport.take if split else None
-        return optim.FlatOptimizer(self.optimizer, self.buckets, pieces, prepare=prepare)
 
     def _lower(self) -> None:
         """Make the programs of what is known of a step."""
@@ -197,7 +203,8 @@ class TrainStep:
     def tell(self, recorder: Recorder) -> None:
         """From now on `recorder` hears of every action, bucket and wait of this rank; `SILENT` ends it."""
         self._runtime.recorder = self._actions.recorder = recorder
-        self._transport.recorder = recorder
+        for way in (self._transport, *(self._tokens.links if self._tokens is not None else ())):
+            way.recorder = recorder
         if self._local is None:
             self._gradients.recorder = recorder  # elsewhere gradients go nowhere
 
@@ -220,33 +227,34 @@ class TrainStep:
 
         Raises DivergenceError where another rank is in another call, or has another part of the feed's order.
         """
-        begin, waited = time.perf_counter(), self._transport.waiting_seconds
-        sent = self._transport.sent_bytes
+        begin, (waited, sent) = time.perf_counter(), self._traffic()
         samples = getattr(batch, "samples", None)
         self._transport.enter(_name(f"step {self.steps + 1}", samples))
         self._weights.check()
         if not self._recorded:
             self._transport.agree()  # The first step also exchanges what is no sum.
+        self.try_out(batch)
         self._guard.begin()
         loss_scale = None if self._scale is None else self._scale.value
         program = self.program_apart if (self.steps + 1) % self.plan.period else self.program
-        self._runtime.run(program, cut(batch, self.plan.microbatches, self._ranks.device))
+        with self.reading(batch, self.plan.microbatches) as microbatches:
+            self._runtime.run(program, microbatches)
         totals = self._actions.totals
         assert totals is not None
         self._num_calls, self.steps = self._num_calls + 1, self.steps + 1
-        if self._num_calls == 2 and self.device.type == "cpu":
-            memory.give_back_freed_memory()
+        if self.device.type == "cpu":
+            _mind_memory(self._num_calls)
         skipped = self._guard.judge(self._actions, self.steps, samples)
         if not self._recorded and skipped is None:
             self._record(self._ranks.exchange(self._gradients.completion_order)[0], totals.count / self._sharing)
         return Metrics(
             loss=totals.loss / totals.count,
-            samples=round(totals.samples),
+            samples=round(totals.samples / self.plan.sp),
             tokens=round(totals.tokens) or None,
             grad_norm=self._actions.grad_norm,
             seconds=time.perf_counter() - begin,
-            waiting_seconds=self._transport.waiting_seconds - waited,
-            sent_bytes=self._transport.sent_bytes - sent,
+            waiting_seconds=self._traffic().waiting_seconds - waited,
+            sent_bytes=self._traffic().sent_bytes - sent,
             skipped=skipped,
             loss_scale=loss_scale,
             overflowed=self._actions.overflowed,
@@ -255,23 +263,44 @@ class TrainStep:
     @torch.no_grad()
     def evaluate(self, batch: Any) -> Metrics:
         """The loss of the global batch without training on it; NaN where it is empty everywhere. Collective."""
-        begin, waited = time.perf_counter(), self._transport.waiting_seconds
+        begin, (waited, _) = time.perf_counter(), self._traffic()
         self._enter("evaluate()", getattr(batch, "samples", None))
-        inputs, targets, samples, tokens = cut(batch, 1, self._ranks.device)[0]
+        self.try_out(batch)
         local = torch.zeros(4, dtype=torch.float64)
-        if samples:
-            with evaluating(self.model):
-                loss = measure(self._loss(call(self.model, inputs), targets), samples)
-            local = torch.tensor([loss.total.item(), loss.count, samples, tokens], dtype=torch.float64)
+        with self.reading(batch) as (part,), evaluating(self.model):
+            if part.samples:
+                loss = measure(self._loss(call(self.model, part.inputs, part.kept), part.targets), part.samples)
+                values = [loss.total.item(), loss.count, part.samples, part.tokens]
+                local = torch.tensor(values, dtype=torch.float64)
         total, count, samples, tokens = self._sum(local)
         return Metrics(
             loss=total / count if count else float("nan"),
-            samples=round(samples),
+            samples=round(samples / self.plan.sp),
             tokens=round(tokens) or None,
             grad_norm=None,
             seconds=time.perf_counter() - begin,
-            waiting_seconds=self._transport.waiting_seconds - waited,
+            waiting_seconds=self._traffic().waiting_seconds - waited,
         )
+
+    def try_out(self, batch: Any) -> None:
+        """With sp > 1, show by a first batch that the model can be cut into tokens. Collective.
+
+        Raises TaskError, on every rank, where it cannot. The first step does it too.
+        """
+        if self._tokens is not None and not self._tokens.is_tried:
+            self._transport.agree()
+            self._tokens.try_out(batch)
+
+    @contextlib.contextmanager
+    def reading(self, batch: Any, count: int = 1) -> Iterator[list[Microbatch]]:
+        """This rank's part of a batch in microbatches; within, the model's attention reaches all tokens of it."""
+        if self._tokens is None:
+            yield cut(batch, count, self.device)
+            return
+        part, kept = self._tokens.cut(batch)
+        parts = cut(part, count, self.device, kept=kept)
+        with self._tokens.routing(parts, self.steps, getattr(batch, "samples", None)):
+            yield parts
 
     def sum(self, values: Tensor) -> list[float]:
         """A few float64 scalars [n ≤ 8], summed over the data ranks. Collective."""
@@ -390,6 +419,11 @@ class TrainStep:
             self._actions.nominal_count = record["nominal_count"]
         self._state.remember(state)
 
+    def _traffic(self) -> Traffic:
+        """What this rank has waited and sent so far."""
+        ways = (self._transport, *(self._tokens.links if self._tokens is not None else ()))
+        return Traffic(sum(way.waiting_seconds for way in ways), sum(way.sent_bytes for way in ways))
+
     def _enter(self, call: str, samples: Stretch | None = None) -> None:
         self._transport.enter(_name(f"{call} after step {self.steps}", samples))
 
@@ -422,14 +456,19 @@ def _codecs(plan: Plan, buckets: Sequence[Bucket], by_bucket: Sequence[Sequence[
     ]
 
 
+def _stay(plan: Plan, ranks: comm.Ranks) -> bool:
+    """Whether gradients stay where autograd leaves them: nobody sums, encodes, converts or keeps them."""
+    numbers = plan.precision == plan.reduce == "keep"
+    as_usual = numbers and (plan.sync, plan.codec, plan.offload) == ("step", "none", "none")
+    return ranks.size == 1 and as_usual and plan.update != "in_forward"
+
+
 def _request(plan: Plan, buckets: Sequence[Bucket], rest: Rest, *, num_norms: int) -> comm.Request:
     """What the buckets of a plan need of a transport."""
-    # One rank's update has ended when the next bucket comes: its slot is free, unless the ranks will meet in it.
-    frees_early = plan.update == "in_backward" and plan.dp == plan.microbatches == 1 and plan.sync == "step"
     return comm.Request(
         sizes=tuple(bucket.size for bucket in buckets),
         dtypes=tuple(data.dtype_of(reduced(bucket, plan.reduce)) for bucket in buckets),
-        turns=turns(len(buckets), few=rest.gradient == SPLIT or frees_early),
+        turns=turns(len(buckets), few=rest.gradient == SPLIT),
         rest=rest,
         num_scalars=max(8, num_norms),
         weight_dtypes=tuple(data.dtype_of(bucket) for bucket in buckets),
@@ -442,6 +481,15 @@ def check(task: Task, plan: Plan) -> None:
     refuse_for(model, plan, clip=task.clip)
     comm.refuse_impossible(plan.transport, "cuda" if torch.cuda.is_available() else "cpu")
     refuse_optimizer(optim.build(task.optimizer, list(model.parameters())), plan)
+
+
+def _mind_memory(num_steps: int) -> None:
+    """After each step of a process on a CPU: what its C library keeps of what is freed."""
+    if num_steps == 1:
+        # Not before: states are made in the first step, and would lie between gradients that are gone after it.
+        memory.keep_freed_memory()
+    elif num_steps == 2:
+        memory.give_back_freed_memory()
 
 
 def _set_threads(ranks: comm.Ranks) -> None:

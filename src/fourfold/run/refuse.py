@@ -78,6 +78,9 @@ def sync_problems(plan: Plan) -> list[Problem]:
         need = "weights that are averaged as they are updated, not as they are rounded"
         got = f'{local} with precision = "{plan.precision}"'
         problems.append(Problem(got, need, 'precision = "keep", or sync = "step"'))
+    if plan.sp > 1:
+        need = "ranks that each have whole samples: those of one sequence share every step"
+        problems.append(Problem(f"{local} with sp = {plan.sp}", need, 'sp = 1, or sync = "step"'))
     if plan.zero:
         need = "weights and optimizer states that rest whole: each rank's are its own"
         problems.append(Problem(f"{local} with zero = {plan.zero}", need, 'zero = 0, or sync = "step"'))
@@ -92,7 +95,7 @@ def sync_problems(plan: Plan) -> list[Problem]:
 
 def refuse_optimizer(optimizer: Optimizer, plan: Plan) -> None:
     """Raise PlanError where the plan leaves no time for what this optimizer needs to know."""
-    if plan.update == "after" or plan.zero == 0 or plan.dp == 1 or not optim.by_parameter(optimizer):
+    if plan.update == "after" or plan.zero == 0 or plan.num_sharing == 1 or not optim.by_parameter(optimizer):
         return
     got = f'update = "{plan.update}" with {type(optimizer).__name__} at zero = {plan.zero}'
     need = "the norms of whole parameters, which ranks share, before a bucket is updated"
@@ -105,7 +108,10 @@ def size_problems(plan: Plan, size: int) -> list[Problem]:
     if mesh.size == size:
         return []
     got = f"pp × dp × sp × tp = {mesh.pp} × {mesh.dp} × {mesh.sp} × {mesh.tp} = {mesh.size}"
-    attempt = " or ".join(f"dp = {choice.dp}" for choice in mesh_sizes(size)) + f", or -n {mesh.size}"
+    # The same share of sequence ranks where that can be, else data ranks alone.
+    fitting = [choice for choice in mesh_sizes(size) if choice.sp == mesh.sp] or mesh_sizes(size)[:1]
+    told = f"dp = {fitting[0].dp}" + (f", sp = {fitting[0].sp}" if mesh.sp > 1 else "")
+    attempt = f"{told}, or -n {mesh.size}"
     return [Problem(got, f"the number of ranks, {size}", attempt)]
 
 
@@ -115,7 +121,7 @@ def model_problems(model: nn.Module, plan: Plan) -> list[Problem]:
     if not any(p.requires_grad for p in model.parameters()):
         problems.append(Problem("a model without trainable parameters", "at least one with requires_grad"))
     norms = [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    parts = plan.dp * plan.microbatches
+    parts = plan.num_sharing * plan.microbatches
     if norms and plan.batch_norm == "refuse" and parts > 1:
         got = f"batch normalization at {', '.join(norms[:3])}{' …' if len(norms) > 3 else ''}"
         need = f"no statistics over a batch that is cut in {parts}"

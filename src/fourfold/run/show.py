@@ -46,8 +46,8 @@ def show(plan: Plan, task: Task) -> str:
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
     specs = data.specs(trainable, {name: group_of[id(p)] for name, p in trainable.items()})
     specs = computed(specs, plan.precision, kept=lowered.kept(model))
-    rest = RESTS[plan.zero if plan.dp > 1 else 0]
-    buckets = fill(specs, bucket_bytes=plan.bucket_bytes, shares=plan.dp if rest.state == SPLIT else 1)
+    rest = RESTS[plan.zero if plan.num_sharing > 1 else 0]
+    buckets = fill(specs, bucket_bytes=plan.bucket_bytes, shares=plan.num_sharing if rest.state == SPLIT else 1)
     trust = optim.by_parameter(optimizer) and rest.state == SPLIT
     measured = task.clip is not None or plan.precision == "fp16"
     flags = {"clip": measured, "unused": plan.unused == "allow", "update": plan.update, "trust": trust}
@@ -129,37 +129,39 @@ def _messages(buckets: Sequence[Bucket], plan: Plan, shapes: Mapping[str, tuple[
     sent = 0.0
     for bucket in buckets:
         said = rounds(plan.coding, reduced(bucket, plan.reduce), [shapes[slot.name] for slot in bucket.slots])
-        sent += sent_bytes(said, size=plan.dp) * (plan.microbatches if plan.zero == 2 else 1)
+        sent += sent_bytes(said, size=plan.num_sharing) * (plan.microbatches if plan.zero == 2 else 1)
         weights = life(RESTS[plan.zero]).after_update
-        sent += layout_bytes(weights, whole_bytes=bucket.num_bytes, size=plan.dp)
+        sent += layout_bytes(weights, whole_bytes=bucket.num_bytes, size=plan.num_sharing)
     return sent
 
 
 def _bytes(buckets: Sequence[Bucket], plan: Plan, messages: float | None) -> str:
     gradients = [reduced(bucket, plan.reduce) for bucket in buckets]
     total = sum(bucket.num_bytes for bucket in gradients)
-    sent = step_bytes(buckets, zero=plan.zero, size=plan.dp, microbatches=plan.microbatches, gradients=gradients)
+    sent = step_bytes(
+        buckets, zero=plan.zero, size=plan.num_sharing, microbatches=plan.microbatches, gradients=gradients
+    )
     lines = [f"gradients         {sized(total)} a rank"]
     wide = [bucket for bucket in buckets if has_masters(bucket, plan.precision)]
     if wide:
-        share = plan.dp if RESTS[plan.zero].state == SPLIT else 1
+        share = plan.num_sharing if RESTS[plan.zero].state == SPLIT else 1
         masters = sum(bucket.slots[-1].stop for bucket in wide) * MASTER_BYTES / share
         weights = sum(bucket.num_bytes for bucket in buckets)
         lines += [f"weights           {sized(weights)}", f"float32 weights   {sized(masters)} a rank"]
-    if plan.dp > 1 and messages is not None:
+    if plan.num_sharing > 1 and messages is not None:
         lines += [
             f"over a network    {sized(messages)} sent by each rank in each step, {sent / messages:.3g} times less "
             "than without the codec",
             "in shared memory  nothing is sent, and gradients are coded all the same: training is that of a network",
         ]
-    elif plan.dp > 1 and plan.sync == "local":
+    elif plan.num_sharing > 1 and plan.sync == "local":
         lines += [
             f"over a network    {sized(sent / plan.period)} sent by each rank in each step on average, "
             f"{sized(sent)} in every {_ordinal(plan.local_steps)}",
             "in shared memory  nothing is sent: ranks of one host read each other's weights where they lie",
         ]
-    elif plan.dp > 1:
-        times = sent / (total * (plan.dp - 1) / plan.dp)
+    elif plan.num_sharing > 1:
+        times = sent / (total * (plan.num_sharing - 1) / plan.num_sharing)
         lines += [
             f"over a network    {sized(sent)} sent by each rank in each step, {times:g} (N − 1) / N of the gradients",
             "in shared memory  nothing is sent: ranks of one host read each other's gradients where they lie",

@@ -87,7 +87,7 @@ class Speaker:
         asked |= {} if rates is None else {"rates": rates}
         self._folder.describe(plan, {"task": s.label, **asked, **(s.extra or {}), "transport": step.transport})
         parameters = sum(p.numel() for p in step.model.parameters())
-        mesh = f"{plan.dp} ranks" if plan.dp > 1 else "1 process"
+        mesh = f"{plan.mesh.size} ranks" if plan.mesh.size > 1 else "1 process"
         if self._report is not None:
             self._report.start(f"{s.label} · {counted(parameters)} parameters · {mesh} · {step.transport}")
             if rates is not None:
@@ -138,12 +138,13 @@ class Speaker:
         if self._folder is not None and self._report is not None:
             self._report.note(text)
 
-    def fault(self, kind: str, step: int, text: str) -> None:
-        """Write down a fault that this rank has noticed."""
+    def fault(self, kind: str, step: int, text: str, *, rank: int | None = None) -> None:
+        """Write down a fault that this rank has noticed; `rank` is one of this host's."""
         if self._folder is None:
             return
         try:
-            fault = Fault(time=time.time(), kind=kind, step=step, rank=None, host=platform.node(), text=text)
+            host = None if rank is None else platform.node()
+            fault = Fault(time=time.time(), kind=kind, step=step, rank=rank, host=host, text=text)
             faults.append(self._folder.path, fault)
         except OSError as error:
             self.note(f"warning: {faults.FILE} could not be written: {error}")

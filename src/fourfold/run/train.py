@@ -15,6 +15,7 @@ import torch
 
 from fourfold.feed.feed import Feed
 from fourfold.feed.source import fetch
+from fourfold.parts.comm.ranks import BURIAL_SECONDS
 from fourfold.plan.order import share
 from fourfold.plan.plan import Plan
 from fourfold.plan.rates import Rates
@@ -22,7 +23,7 @@ from fourfold.plan.timeline import DATA
 from fourfold.run import pulse
 from fourfold.run.asked import asked_to_stop
 from fourfold.run.average import Average
-from fourfold.run.batch import call, cut, evaluating, measure
+from fourfold.run.batch import call, evaluating, measure
 from fourfold.run.build import TrainStep, parallelize
 from fourfold.run.checkpoint.keeper import Keeper, Place, Progress
 from fourfold.run.checkpoint.read import load_weights
@@ -95,8 +96,10 @@ def train(
     step = parallelize(model, task.loss, task.optimizer, plan, **kept)
     feed = Feed(data.train, plan, batch_size=settings.batch_size, seed=settings.seed)
     trained = Trained(step, feed, None if settings.ema is None else Average(step.shares_of_weights, settings.ema))
+    beats = pulse.of_environment()
     with _speaker(task, step, plan, settings, report) as speaker:
         if speaker.opened.finished is not None:
+            beats.done()
             return speaker.ended_before()
         with _keeper(trained, settings, speaker) as keeper:
             progress = speaker.resumed(keeper.resume())
@@ -104,25 +107,34 @@ def train(
                 speaker.note(late)
             begin = time.perf_counter()
             tracing = Tracing(step, every=settings.trace_every, folder=speaker.path, note=speaker.note)
-            beats = pulse.of_environment()
             beats.resumed(progress.step)
             run = Training(task, trained, settings, speaker, keeper, tracing, data.valid, beats)
-            with asked_to_stop() as asked, _telling_when(speaker, beats):
+            with asked_to_stop() as asked, _telling_when(step, speaker, beats):
                 progress = run.steps(progress, asked)
                 seconds = time.perf_counter() - begin
                 return run.end(progress, seconds)
 
 
 @contextlib.contextmanager
-def _telling_when(speaker: Speaker, beats: Pulse) -> Iterator[None]:
+def _telling_when(step: TrainStep, speaker: Speaker, beats: Pulse) -> Iterator[None]:
     """Within: a PeerError says after which step. Where no launcher of ours does, it is written down here."""
     try:
         yield
     except PeerError as error:
         text = f"{error} (after step {beats.step})" if beats.step >= 0 else f"{error} (before the first step)"
         if not beats.is_read:
-            speaker.fault("lost rank", beats.step, text)
+            speaker.fault("lost rank", beats.step, text, rank=_lost(step))
         raise PeerError(text) from error
+
+
+def _lost(step: TrainStep) -> int | None:
+    """The rank of this host that has died, where it is one and no more."""
+    deadline = time.monotonic() + BURIAL_SECONDS
+    while not (dead := [rank for rank in range(step.plan.mesh.size) if step.has_died(rank)]):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    return dead[0] if len(dead) == 1 else None
 
 
 @contextlib.contextmanager
@@ -263,6 +275,7 @@ def evaluate(step: TrainStep, task: Task, source: Source, batch_size: int) -> di
     sums: dict[str, list[float]] = {}
     start, stop = share(0, len(source), step.plan.dp, step.data_index)
     each = max(1, batch_size // step.plan.dp)
+    step.try_out(fetch(source, range(start, min(start + each, stop))))
     with evaluating(step.model):
         for first in range(start, stop, each):
             batch = fetch(source, range(first, min(first + each, stop)))
@@ -280,8 +293,8 @@ def evaluate(step: TrainStep, task: Task, source: Source, batch_size: int) -> di
 
 
 def _measures(step: TrainStep, task: Task, batch: Any) -> dict[str, Sequence[Any]]:
-    part = cut(batch, 1, step.device)[0]
-    outputs = call(step.model, part.inputs)
+    with step.reading(batch) as (part,):
+        outputs = call(step.model, part.inputs, part.kept)
     loss = measure(task.loss(outputs, part.targets), part.samples)
     extra = task.evaluate(outputs, part.targets) if task.evaluate is not None else {}
     return {"loss": (loss.total, loss.count), **extra}

@@ -22,7 +22,7 @@ from fourfold.parts.comm.neighbours import Neighbours, Place, total_bytes
 from fourfold.parts.comm.ranks import Ranks, host_id, join, leave, present, world
 from fourfold.parts.comm.same_host import meet
 from fourfold.parts.comm.shared import Shared, Slotting
-from fourfold.parts.comm.transport import Alone, Part, Transport
+from fourfold.parts.comm.transport import Alone, Held, Part, Transport
 from fourfold.parts.comm.wire import GroupWire
 from fourfold.plan.data import RESTS, Rest
 from fourfold.words.errors import LaunchError, PlanError, Problem
@@ -75,11 +75,22 @@ class Connection(NamedTuple):
     note: str
 
 
-def connect(ranks: Ranks, request: Request, *, choice: str = "by-host", codecs: Sequence[Codec] = ()) -> Connection:
+def connect(
+    ranks: Ranks,
+    request: Request,
+    *,
+    choice: str = "by-host",
+    codecs: Sequence[Codec] = (),
+    held: Held | None = None,
+) -> Connection:
     """The transport among all ranks. Collective. `choice` is the plan's `transport`, `codecs` one for each bucket.
 
-    Raises PlanError where a transport is asked for that cannot be had.
+    `held`: one rank's gradients by bucket, where they have no slots. Raises PlanError where a transport is asked for
+    that cannot be had.
     """
+    if held is not None:
+        refuse_impossible(choice, ranks.device.type)
+        return Connection(Alone([], request.turns, held=held), "one rank, nothing to exchange")
     if not codecs:
         return _connect(ranks, request, choice)
     inner, note = _connect(ranks, request._replace(coded=True), choice)

@@ -143,20 +143,27 @@ def one() -> float:
     return 1.0
 
 
+Held = Callable[[int], Sequence[torch.Tensor]]
+
+
 class Alone:
-    """One rank: a sum is what the slot holds, and every rest is whole."""
+    """One rank: a sum is what the slot holds, and every rest is whole.
+
+    Without slots: it is what `held(bucket)` gives, and who holds it lends, launches and updates.
+    """
 
     name = "alone"
     size, index = 1, 0
     weights: Sequence[torch.Tensor] | None = None
     writes = True
 
-    def __init__(self, slots: Sequence[torch.Tensor], turns: tuple[int, ...] = ()) -> None:
+    def __init__(self, slots: Sequence[torch.Tensor], turns: tuple[int, ...] = (), *, held: Held | None = None) -> None:
         self.slots: Sequence[torch.Tensor] = slots
         self.turns = turns or tuple(range(len(slots)))
+        self._held = held or (lambda bucket: [self.slots[bucket]])
         self.waiting_seconds, self.sent_bytes = 0.0, 0.0
         self.recorder, self.factor = SILENT, one
-        self._scaled = [False] * len(slots)
+        self._scaled = [False] * len(self.turns)
         self._measured: dict[int, torch.Tensor] = {}
 
     def enter(self, call: str) -> None:
@@ -175,7 +182,11 @@ class Alone:
         if not self._scaled[bucket]:
             self._scaled[bucket] = True
             if (factor := self.factor()) != 1.0:
-                self.slots[bucket].mul_(factor)
+                self._multiply(bucket, factor)
+
+    def _multiply(self, bucket: int, factor: float) -> None:
+        for flat in self._held(bucket):
+            flat.mul_(factor)
 
     def is_complete(self, bucket: int) -> bool:
         return True
@@ -194,8 +205,8 @@ class Alone:
         return Part(0, flat.numel(), flat)
 
     def scale(self, factor: float) -> None:
-        for flat in self.slots:
-            flat.mul_(factor)
+        for bucket in range(len(self.turns)):
+            self._multiply(bucket, factor)
 
     def gather(self, bucket: int) -> None:
         pass
@@ -207,7 +218,7 @@ class Alone:
         pass
 
     def close(self) -> None:
-        self._scaled = [False] * len(self.slots)
+        self._scaled = [False] * len(self.turns)
 
     def spread(self) -> None:
         pass

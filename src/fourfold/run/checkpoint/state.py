@@ -308,7 +308,7 @@ def _problems(trained: Trained, manifest: Manifest) -> Iterator[Problem]:
     shapes = {name: entry.shape for name, entry in manifest.tensors.items()}
     shapes |= {alias: shapes[name] for alias, name in manifest.aliases.items()}
     if trained.average is not None:
-        ours |= {f"ema.{name}": tuple(value.shape) for name, value in trained.average.values.items()}
+        ours |= {f"ema.{name}": parameters[name] for name in trained.average.values}
     theirs = {name: shape for name, shape in shapes.items() if name.startswith("model.") or name in ours}
     yield from shape_problems(ours, theirs)
     for title, shape in shapes.items():

@@ -1,0 +1,111 @@
+"""Fused: an update inside backward against updates after it, in one process with one thread.
+
+default, foreach, fused   torch's AdamW as it comes, over lists of tensors, and in one kernel; `zero_grad` sets to None
+fourfold-early            Fourfold with one rank, `update = "in_backward"`
+fourfold                  the same, `update = "after"`
+peak                      the largest resident set of the process so far, its libraries included (getrusage)
+Law: all of them take turns in one run, and train the same weights; AdamW as a loop of operations rounds otherwise.
+
+    python -m bench.fused [--cases mlp,gpt1] [--rounds 2] [--turns 6]
+"""
+
+import argparse
+import signal
+import sys
+from statistics import median
+from typing import NamedTuple
+
+from bench.data_parallel import CASES, TOLERANCE, Measured, Setting, measure, middle_half, some_of
+from bench.measure import MB, machine, table
+from bench.world import WorldError
+
+PEERS = ("default", "foreach", "fused")
+OURS = ("fourfold-early", "fourfold")
+KERNEL = ("fused", *OURS)
+"""Those that compute an update with the same kernel."""
+
+
+class Reach(NamedTuple):
+    """Shares of the peers' step time and of the fused update's memory that `fourfold-early` is to reach."""
+
+    of_default: float
+    of_fused: float
+    memory: float = 0.85
+
+
+REACH = {"mlp": Reach(0.40, 0.98), "gpt1": Reach(0.86, 1.00)}
+
+
+def describe(case: str, measured: Measured) -> str:
+    """The table of a case, the check of its losses and what was reached."""
+    titles = ["", "step ms", "/ default", "/ fused", "(half of turns)", "faults", "peak MB", "/ fused", "loss"]
+    rows = [titles, *(_row(name, measured) for name in measured.losses)]
+    others = sorted(turn.others for turns in measured.turns for turn in turns.values())
+    lines = [
+        f"{case} · {CASES[case].text} · one process, 1 thread · {len(measured.turns)} turns",
+        table(rows),
+        f"  losses of {', '.join(KERNEL)} differ by {_difference(measured):.1e}",
+        f"  other processes used {median(others):.2f} cores (median of turns), {others[-1]:.2f} at most",
+    ]
+    reach, early = REACH[case], OURS[0]
+    seen = [
+        ("step, of default", median(measured.ratios(early, "default")), reach.of_default),
+        ("step, of fused", median(measured.ratios(early, "fused")), reach.of_fused),
+        ("peak, of fused", _peak(measured, early) / _peak(measured, "fused"), reach.memory),
+    ]
+    for what, value, limit in seen:
+        lines.append(f"  {what}: {value:.3f}, reach ≤ {limit:.2f}: {'reached' if value <= limit else 'missed'}")
+    return "\n".join(lines)
+
+
+def _row(name: str, measured: Measured) -> list[str]:
+    peak = _peak(measured, name)
+    return [
+        name,
+        f"{1e3 * measured.median(name, 'seconds'):.1f}",
+        f"{median(measured.ratios(name, 'default')):.3f}",
+        f"{median(measured.ratios(name, 'fused')):.3f}",
+        middle_half(measured.ratios(name, "fused")),
+        f"{measured.median(name, 'page_faults'):.0f}",
+        f"{peak / MB:.0f}",
+        f"{peak / _peak(measured, 'fused'):.3f}",
+        f"{measured.losses[name][-1]:.5f}",
+    ]
+
+
+def _peak(measured: Measured, name: str) -> float:
+    return max(turns[name].peak_bytes for turns in measured.turns)
+
+
+def _difference(measured: Measured) -> float:
+    first, *others = (measured.losses[name] for name in KERNEL)
+    return max(abs(a - b) / max(abs(a), abs(b)) for other in others for a, b in zip(first, other, strict=True))
+
+
+def main() -> int:
+    """0, or 1 where losses disagree or a configuration does not run."""
+    parser = argparse.ArgumentParser(prog="python -m bench.fused", description=str(__doc__).split("\n")[0])
+    parser.add_argument("--cases", type=some_of(tuple(REACH)), default=tuple(REACH), help="comma-separated")
+    parser.add_argument("--rounds", type=int, default=2, help="fresh starts of all processes")
+    parser.add_argument("--turns", type=int, default=6, help="turns of a round")
+    parser.add_argument("--steps", type=int, help="timed steps of a turn; each case has its own default")
+    parser.add_argument("--limit", type=int, default=600, help="seconds after which a process is ended")
+    arguments = vars(parser.parse_args())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of every `with`: the processes end too
+    cases, failed = arguments.pop("cases"), False
+    setting = Setting(configurations=(*PEERS, *OURS), ranks=1, **arguments)
+    print(machine(), flush=True)
+    for case in cases:
+        try:
+            measured = measure(case, setting, memory=False)
+        except WorldError as error:
+            print(f"\n{error}", flush=True)
+            failed = True
+            continue
+        print(f"\n{describe(case, measured)}", flush=True)
+        failed |= _difference(measured) > TOLERANCE
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""In place: the gradients of one rank, which has nobody to sum with, stay where autograd leaves them.
+
+complete  a bucket all of whose parameters have their gradient of the step; its update may come, while backward goes on
+release   a gradient that has been used is freed: the memory of the next one
+Law: what a step does is what it would do by way of slots; but nothing is copied, and no slot exists.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from fourfold.parts.data import nothing, refuse_second, refuse_sparse, refuse_unreached, weak_hook
+from fourfold.parts.optim import Piece
+from fourfold.plan.data import Bucket
+from fourfold.words.spans import READY, SENT, SILENT
+
+
+class InPlace:
+    """The gradients of a step of one rank; as `data.Gradients` to those who use them."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], buckets: Sequence[Bucket], *, allow_unused: bool
+    ) -> None:
+        self._allow_unused = allow_unused
+        self._names = [slot.name for bucket in buckets for slot in bucket.slots]
+        self._bucket_of = [bucket.index for bucket in buckets for _ in bucket.slots]
+        self._parameters = [[parameters[slot.name] for slot in bucket.slots] for bucket in buckets]
+        self.launch_order: Sequence[int] = list(range(len(buckets)))
+        """The order in which buckets are used."""
+        self.recorder, self.on_launch, self.listening = SILENT, nothing, False
+        self.completion_order: list[int] = []
+        for number, name in enumerate(self._names):
+            parameters[name].register_post_accumulate_grad_hook(weak_hook(self, number))
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.reached = [False] * len(self._names)
+        self.completion_order = []
+        self._counted = [False] * len(self._names)
+        self._missing = [len(members) for members in self._parameters]
+        self._last, self.num_launched = False, 0
+
+    def last(self) -> None:
+        """The next backward is the step's last: buckets may be used as they become complete."""
+        self._last = True
+
+    def take(self, parameter: Tensor, number: int) -> None:
+        """Autograd has a parameter's gradient ready."""
+        if parameter.grad is None or not self.listening:
+            return
+        refuse_sparse(parameter.grad, self._names[number])
+        self.reached[number] = True
+        if self._last:
+            self._count_down(number)
+
+    def _count_down(self, number: int) -> None:
+        if self._counted[number]:
+            refuse_second(self._names[number])
+        self._counted[number] = True
+        bucket = self._bucket_of[number]
+        self._missing[bucket] -= 1
+        if self._missing[bucket] == 0:
+            self.completion_order.append(bucket)
+            self.recorder.moment(bucket, READY)
+            self._launch_complete()
+
+    def _launch_complete(self) -> None:
+        while self.num_launched < len(self.launch_order) and not self._missing[self.launch_order[self.num_launched]]:
+            self.recorder.moment(self.launch_order[self.num_launched], SENT)
+            self.num_launched += 1
+            self.on_launch()
+
+    def seal(self) -> None:
+        """No gradient will come any more."""
+        self.completion_order += [bucket for bucket, missing in enumerate(self._missing) if missing]
+        self._missing = [0] * len(self._missing)
+        self._launch_complete()
+
+    def own(self, bucket: int) -> list[Tensor]:
+        """The gradients of a bucket, as they lie."""
+        return [parameter.grad for parameter in self._parameters[bucket] if parameter.grad is not None]
+
+    def release(self, bucket: int) -> None:
+        """Free a bucket's gradients: they have been used."""
+        for parameter in self._parameters[bucket]:
+            parameter.grad = None
+
+    def forget(self) -> None:
+        """Drop what is in `.grad`: a backward that was no part of a step has left it there."""
+        for bucket in range(len(self._parameters)):
+            self.release(bucket)
+
+    def refuse_unreached(self) -> None:
+        """Raise TrainingError naming the parameters that no backward of the step has reached."""
+        if not self._allow_unused:
+            refuse_unreached(self._names, self.reached)
+
+    def pieces(self, weights: Sequence[Tensor], buckets: Sequence[Bucket]) -> list[list[Piece]]:
+        """What the update works on, by bucket: each parameter's stretch of the flat `weights`."""
+        return [
+            [
+                Piece(slot.start, slot.stop, weight[slot.start : slot.stop], parameter, number)
+                for number, (slot, parameter) in enumerate(zip(bucket.slots, members, strict=True))
+            ]
+            for bucket, members, weight in zip(buckets, self._parameters, weights, strict=True)
+        ]

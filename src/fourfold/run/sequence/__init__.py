@@ -1,0 +1,172 @@
+"""Sequence: a rank's tokens, and attention that reaches all of them.
+
+line     the ranks that hold the tokens of the same samples
+trial    before the first batch it is shown that tokens meet in attention only (`trial.py`), or the model is refused
+Law: a step over dp × sp ranks is the step of one process.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.parts import comm, sequence
+from fourfold.plan.order import Stretch
+from fourfold.plan.plan import Plan
+from fourfold.plan.sequence import divisor, length_problem
+from fourfold.run.batch import Microbatch, has_tokens, leaves, mapped
+from fourfold.run.sequence.dropout import Drawn, apart
+from fourfold.run.sequence.losses import Sum, Value, adding_up, observed, refuse_uneven
+from fourfold.run.sequence.route import Call, routed
+from fourfold.run.sequence.tokens import Share, cut_tokens, length_of, share, without_pads
+from fourfold.run.sequence.trial import Trial, smaller
+from fourfold.words.errors import Problem, TaskError
+
+TRIED_TOKENS = 256
+TRIED_SAMPLES = 2
+
+
+class Cut(NamedTuple):
+    """This rank's part of a batch; `kept`: which of its tokens are no pads, None: all."""
+
+    batch: tuple[Any, Any]
+    kept: Tensor | None
+
+
+class Tokens:
+    """The sequence axis of a step. Collective to build. `seed` is that of dropout in attention: one for all ranks."""
+
+    def __init__(
+        self, model: nn.Module, loss: Callable[[Any, Any], Any], plan: Plan, ranks: comm.Ranks, *, seed: int = 0
+    ) -> None:
+        self._model, self._loss, self._plan, self._ranks = model, loss, plan, ranks
+        self._place = plan.mesh.at(ranks.rank)
+        lines = plan.mesh.groups("sp")
+        self._axis = sequence.connect(ranks, lines, ring=plan.ring, ulysses=plan.ulysses, choice=plan.transport)
+        self._instead = apart(self._place["sp"])
+        self._drawn = Drawn(seed)
+        self._share: Share | None = None
+        self._ignored: list[int] | None = None
+        self.is_tried = False
+
+    @property
+    def links(self) -> Sequence[comm.Link]:
+        """What attention travels over."""
+        return self._axis.links
+
+    def shares(self, length: int) -> list[Share]:
+        """What each rank of the line keeps of sequences of this length."""
+        return [share(self._plan, length, index) for index in range(self._plan.sp)]
+
+    def cut(self, batch: Any) -> Cut:
+        """This rank's tokens of a batch. Raises TaskError where a batch has none that can be cut."""
+        inputs, targets = pair(batch)
+        length = length_of((inputs, targets))
+        shares = self.shares(length)
+        if self._ignored is not None:
+            self._refuse_uneven(targets, length)
+        mine = self._share = shares[self._place["sp"]]
+        kept = mine.kept
+        parts = cut_tokens(targets, mine)
+        if kept is not None:
+            parts = mapped(parts, lambda tensor: tensor[:, kept] if has_tokens(tensor, mine.size) else tensor)
+        return Cut((cut_tokens(inputs, mine), parts), kept)
+
+    def _refuse_uneven(self, targets: Any, length: int) -> None:
+        assert self._ignored is not None
+        problem = length_problem(length, self._plan.sp, self._plan.ring, self._plan.ulysses)
+        lengths = "" if problem is None else problem.attempt
+        refuse_uneven(targets, self.shares(length), self._ignored, lengths=lengths)
+
+    @contextlib.contextmanager
+    def routing(self, parts: Sequence[Microbatch], step: int, samples: Stretch | None) -> Iterator[None]:
+        """Within, attention reaches the tokens of the whole line. `samples`: the batch's place in the feed's order."""
+        # Without a place in the order, samples of other data ranks are far away: no two are drawn alike.
+        first = self._place["dp"] << 32 if samples is None else samples.first - samples.start
+        self._drawn.begin(step, first, [part.samples for part in parts if part.samples])
+        hook = self._model.register_forward_pre_hook(self._drawn.forward)
+        try:
+            with routed(self._attend, instead=self._instead):
+                yield
+        finally:
+            hook.remove()
+
+    def _attend(self, call: Call) -> Tensor:
+        assert self._share is not None
+        mask = without_pads(call, self._share)
+        dropout = self._drawn.dropout(call.dropout) if call.dropout else None
+        options = {"causal": call.causal, "scale": call.scale, "grouped": call.grouped}
+        return sequence.attend(call.q, call.k, call.v, self._axis, mask=mask, dropout=dropout, **options)
+
+    def try_out(self, batch: Any) -> None:
+        """Show that the model can be cut, by the first tokens of this batch. Collective.
+
+        Raises TaskError, on every rank, where it cannot.
+        """
+        inputs, targets = pair(batch)
+        length = length_of((inputs, targets))
+        told: dict[str, Any] = {"line": self._place["dp"], "problems": []}
+        values: list[Value] = []
+        if any(len(tensor) for tensor in leaves(targets)):
+            problems, values = self._try(inputs, targets, length)
+            told["problems"] = problems
+            told["values"] = [value.sum for value in values]
+            told["means"] = any(value.is_mean for value in values)
+            told["ignored"] = sorted({index for value in values for index in value.ignored})
+        self._judge(self._ranks.exchange(told))
+        if self._ignored is not None:
+            self._refuse_uneven(targets, length)
+        self.is_tried = True
+
+    def _try(self, inputs: Mapping[str, Any], targets: Any, length: int) -> tuple[list[Problem], list[Value]]:
+        """The problems that a trial finds; else the values of the loss for all tokens, and for this rank's."""
+        few = self._few(length, inputs, targets)
+        options = {"length": length, "few": few, "samples": TRIED_SAMPLES}
+        inputs, targets = (smaller(tree, **options) for tree in (inputs, targets))
+        inputs, targets = (mapped(tree, lambda tensor: tensor.to(self._ranks.device)) for tree in (inputs, targets))
+        mine = share(self._plan, few, self._place["sp"])
+        try:
+            tried = Trial(self._model, inputs, mine, ulysses=self._plan.ulysses).run()
+        except (RuntimeError, ValueError, IndexError, AssertionError) as error:
+            said = str(error).splitlines()[0] if str(error) else type(error).__name__
+            got = f"sp > 1 and a model that fails with {few} tokens, where a sample has {length}: {said}"
+            return [Problem(got, "a model of any number of tokens")], []
+        if tried.problems:
+            return tried.problems, []
+        samples = len(next(leaves(targets)))
+        with torch.no_grad():
+            whole = observed(self._loss, tried.outputs, targets, samples)
+            return [], [whole, observed(self._loss, tried.own, cut_tokens(targets, mine), samples)]
+
+    def _few(self, length: int, inputs: Any, targets: Any) -> int:
+        """How many tokens the model is tried with: such a number as no other dim 1 has."""
+        step = divisor(self._plan.sp, self._plan.ring, self._plan.ulysses)
+        few = -(-min(length, TRIED_TOKENS) // step) * step
+        others = [t.shape[1] for t in (*leaves(inputs), *leaves(targets)) if t.dim() > 1 and t.shape[1] != length]
+        while few in others:
+            few += step
+        return few
+
+    def _judge(self, everyone: list[dict[str, Any]]) -> None:
+        """Raise TaskError for what any rank has found; learn whether the loss is a mean."""
+        problems = [Problem(*problem) for told in everyone for problem in told["problems"]]
+        if problems:
+            raise TaskError(list(dict.fromkeys(problems)), where="the model")
+        tried = [told for told in everyone if "values" in told]
+        if any(told["means"] for told in tried):
+            self._ignored = sorted({index for told in tried for index in told["ignored"]})
+        for line in {told["line"] for told in tried}:
+            those = [told for told in tried if told["line"] == line]
+            parts = [Sum(*told["values"][1]) for told in those]
+            problem = adding_up(Sum(*those[0]["values"][0]), parts, is_mean=self._ignored is not None)
+            if problem is not None:
+                raise TaskError(problem, where="the loss")
+
+
+def pair(batch: Any) -> tuple[Any, Any]:
+    """The inputs and targets of a batch. Raises TaskError for anything else."""
+    if not (isinstance(batch, tuple | list) and len(batch) == 2):
+        raise TaskError(Problem(f"a batch of type {type(batch).__name__}", "a pair (inputs, targets)"))
+    return batch[0], batch[1]

@@ -1,0 +1,168 @@
+"""Route: calls of scaled_dot_product_attention go where they are sent, whoever makes them.
+
+call    one call, with the arguments of torch's scaled_dot_product_attention
+mode    a TorchFunctionMode: sees what a thread calls, in whatever way it came by the function; not what torch's own
+        composites call, such as nn.MultiheadAttention, since a mode is off while it is asked
+patch   of every module that has the function under some name: sees those, and the second forward of a checkpoint,
+        since backward has no mode
+Law: inside `routed` no call of this thread reaches torch's own kernel unasked; outside, every call does.
+"""
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fourfold.words.errors import Problem, TaskError
+
+KERNEL = F.scaled_dot_product_attention
+ROUTED = {KERNEL, torch.ops.aten.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default}
+
+
+class Call(NamedTuple):
+    """q [B, H, l, D], k [B, G, l, D] and v [B, G, l, Dv], with the options of scaled_dot_product_attention."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None = None
+    dropout: float = 0.0
+    causal: bool = False
+    scale: float | None = None
+    grouped: bool = False
+
+    def plain(self) -> Tensor:
+        """What torch makes of it: [B, H, l, Dv]."""
+        return KERNEL(
+            self.q, self.k, self.v, self.mask, self.dropout, self.causal, scale=self.scale, enable_gqa=self.grouped
+        )
+
+
+Target = Callable[[Call], Tensor]
+
+
+class _Here(threading.local):
+    """The routes that are open in a thread, the innermost last; None: closed while a target works."""
+
+    def __init__(self) -> None:
+        self.targets: list[Target | None] = []
+
+
+_here = _Here()
+_lock = threading.Lock()
+_everywhere: list[Target] = []
+_patched: list[tuple[Any, str]] = []
+
+
+Watch = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
+Instead = Mapping[Any, Callable[..., Any]]
+
+
+@contextlib.contextmanager
+def routed(target: Target, *, watch: Watch | None = None, instead: Instead | None = None) -> Iterator[None]:
+    """Within, each call of this thread, and of the threads of its backward, is `target`'s.
+
+    `watch(func, args, kwargs)` hears of every other torch function that the thread calls; what is in `instead` is
+    called as `instead[func](func, *args, **kwargs)`.
+    """
+    _here.targets.append(target)
+    with _lock:
+        _everywhere.append(target)
+        if not _patched:
+            _patched.extend(_bindings(len(sys.modules)))
+            _bind(attention)
+    try:
+        with _Mode(watch, instead or {}):
+            yield
+    finally:
+        _here.targets.pop()
+        with _lock:
+            _everywhere.remove(target)
+            if not _everywhere:
+                _bind(KERNEL)
+                _patched.clear()
+
+
+@functools.lru_cache(1)
+def _bindings(num_modules: int) -> list[tuple[Any, str]]:
+    """The modules that have torch's function, and its name there; looked for again when there are more modules."""
+    found = []
+    for module in list(sys.modules.values()):
+        members = getattr(module, "__dict__", None)
+        # No lookup by name: some modules make what they are asked for.
+        if type(members) is dict and module.__name__ != __name__:
+            found += [(module, name) for name, value in list(members.items()) if value is KERNEL]
+    return found
+
+
+def _bind(function: Callable[..., Tensor]) -> None:
+    for module, name in _patched:
+        setattr(module, name, function)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Stands in the place of torch's scaled_dot_product_attention."""
+    call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    target = _target()
+    if target is None:
+        return call.plain()
+    if query.dim() != 4:
+        return _of_heads(target, call)
+    _here.targets.append(None)
+    try:
+        return target(call)
+    finally:
+        _here.targets.pop()
+
+
+def _of_heads(target: Target, call: Call) -> Tensor:
+    """A call whose tensors are [N, l, D]: each of the N is a sample of one head."""
+    if call.q.dim() != 3:
+        got = f"sp > 1 and scaled_dot_product_attention of {list(call.q.shape)}"
+        raise TaskError(Problem(got, "q, k and v of [samples, heads, tokens, head size]", "q.flatten(0, -4)"))
+    mask = call.mask if call.mask is None or call.mask.dim() < 3 else call.mask.unsqueeze(1)
+    q, k, v = (tensor.unsqueeze(1) for tensor in (call.q, call.k, call.v))
+    return attention(q, k, v, mask, call.dropout, call.causal, call.scale, call.grouped).squeeze(1)
+
+
+def _target() -> Target | None:
+    if _here.targets:
+        return _here.targets[-1]
+    # A thread of autograd's, in the second forward of a checkpoint: it has no routes of its own.
+    if torch._C._current_graph_task_id() != -1 and len(_everywhere) == 1:
+        return _everywhere[0]
+    return None
+
+
+class _Mode(TorchFunctionMode):
+    def __init__(self, watch: Watch | None, instead: Instead) -> None:
+        super().__init__()
+        self._watch, self._instead = watch, instead
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in ROUTED:
+            return attention(*args, **kwargs)
+        if self._watch is not None:
+            self._watch(func, args, kwargs)
+        if func in self._instead:
+            return self._instead[func](func, *args, **kwargs)
+        return func(*args, **kwargs)

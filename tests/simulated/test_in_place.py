@@ -1,0 +1,112 @@
+"""Laws of one rank, whose gradients stay where autograd leaves them."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fourfold.plan.plan import Plan
+from fourfold.run.build import TrainStep
+from fourfold.testing import threads
+from fourfold.testing.oracle import TOLERANCE, deviation
+from fourfold.words.errors import TaskError, TrainingError
+from tests import training
+from tests.training import LOSSES, Case, batches, train_oracle, train_step
+
+CASE = Case(batch_sizes=(8, 8), bucket_bytes=1)
+UPDATES = ["after", "in_backward"]
+BATCH = torch.ones(2, 16), torch.zeros(2, dtype=torch.int64)
+
+
+def on_one_rank(case, *, skip_nan=0):
+    """The case's step, on a rank that has no other."""
+    model, loss, optimizer = training.model(case.model), training.loss(case), training.optimizer(case)
+    make = functools.partial(TrainStep, plan=case.plan(1), clip=case.clip, skip_nan=skip_nan)
+    return threads.run(1, lambda ranks: make(model, loss, optimizer, ranks=ranks))[0]
+
+
+def watched(step):
+    """Have the most elements of gradients that live at once while the step runs told."""
+    parameters, most = list(step.model.parameters()), [0]
+
+    def look(_):
+        most[0] = max(most[0], sum(p.grad.numel() for p in parameters if p.grad is not None))
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(look)
+        parameter.register_hook(look)
+    return most
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_updates_in_backward_hold_one_gradient_at_a_time_and_updates_after_it_all(update):
+    step = on_one_rank(dataclasses.replace(CASE, update=update))
+    most = watched(step)
+    sizes = [p.numel() for p in step.model.parameters()]
+    for number, batch in enumerate(batches(CASE)):
+        step(batch)
+        assert all(p.grad is None for p in step.model.parameters())
+        if number == 0:
+            most[0] = 0  # the first step uses gradients in the order of the buckets, from then on in their own
+    assert most[0] == sum(sizes) if update == "after" else most[0] <= max(sizes)
+    assert not step._transport.slots
+    assert all(piece.weight.grad is None for pieces in step._state.optimizer._pieces for piece in pieces)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_bad_step_frees_its_gradients_and_moves_nothing(update):
+    step = on_one_rank(dataclasses.replace(CASE, update=update), skip_nan=1)
+    (first, _), most = batches(CASE), watched(step)
+    step(first)
+    before, most[0] = [p.detach().clone() for p in step.model.parameters()], 0
+    assert step((first[0] * float("nan"), first[1])).skipped is not None
+    assert all(map(torch.equal, before, step.model.parameters()))
+    assert all(p.grad is None for p in step.model.parameters())
+    assert update == "after" or most[0] <= max(p.numel() for p in before)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_gradient_that_lies_in_another_order_is_read_in_the_parameters(update, microbatches):
+    case = dataclasses.replace(CASE, update=update, microbatches=microbatches, batch_sizes=(8, 7, 8))
+    step = on_one_rank(case)
+    for parameter in step.model.parameters():
+        if parameter.ndim == 2:
+            parameter.register_hook(lambda gradient: gradient.t().contiguous().t())
+    assert deviation(train_step(case, step), train_oracle(case)) <= TOLERANCE
+
+
+class Odd(nn.Module):
+    """Two layers of which the first is used as `kind` says."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.layer, self.head = kind, nn.Linear(16, 16), nn.Linear(16, 10)
+        self.table = nn.Embedding(4, 16, sparse=True)
+
+    def forward(self, x):
+        if self.kind == "twice":
+            for _ in range(2):
+                x = checkpoint(self.layer, x.requires_grad_(), use_reentrant=True)
+        if self.kind == "sparse":
+            x = x + self.table(torch.zeros(len(x), dtype=torch.int64))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize(("kind", "error", "said"), [
+    ("twice", TaskError, r"two gradients of layer\.\w+ in one backward"),
+    ("sparse", TaskError, r"table\.weight has a sparse gradient"),
+    ("unused", TrainingError, r"parameter layer\.weight got no gradient"),
+])  # fmt: skip
+def test_gradients_that_cannot_be_used_are_refused_by_name(kind, error, said, update):
+    def body(ranks):
+        plan = Plan(update=update, bucket_bytes=1)
+        step = TrainStep(Odd(kind), LOSSES["values"], torch.optim.SGD, plan=plan, ranks=ranks, clip=None)
+        step(BATCH)
+
+    with pytest.raises(error, match=said):
+        threads.run(1, body)

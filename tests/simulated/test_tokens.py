@@ -1,0 +1,242 @@
+"""The laws of the sequence axis in training, all ranks as threads of one process."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fourfold.feed.feed import Batch
+from fourfold.plan.order import Stretch
+from fourfold.plan.plan import Plan
+from fourfold.run.build import TrainStep
+from fourfold.run.refuse import refuse
+from fourfold.testing import oracle, threads
+from fourfold.testing.oracle import TOLERANCE
+from fourfold.words.errors import PlanError, TaskError
+from tests.training import SEEDING, Case, batches, build, deviation, local, optimizer, train_oracle, train_step
+from tests.training import loss as loss_of
+from tests.training import model as make
+
+MESHES = [(1, 2), (1, 3), (2, 2), (1, 4), (1, 8), (2, 4), (4, 2)]
+WAYS = [("zigzag", 1), ("plain", 1), ("rsa", 1), ("gather", 1), ("zigzag", 2), ("plain", 2)]
+LM = Case(model="lm", batch_sizes=(4, 4, 4))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+@settings(max_examples=15)
+@given(
+    mesh=st.sampled_from(MESHES),
+    way=st.sampled_from(WAYS),
+    zero=st.integers(0, 2),
+    update=st.sampled_from(["after", "in_backward"]),
+    microbatches=st.integers(1, 2),
+    clip=st.sampled_from([None, 0.05]),
+    loss=st.sampled_from(["values", "pair", "masked"]),
+    batch_sizes=st.lists(st.integers(1, 5), min_size=3, max_size=3).map(tuple),
+    length=st.sampled_from([16, 16, 11, 5]),
+)
+def test_every_mesh_of_data_and_tokens_gives_the_same_training(mesh, way, **fields):
+    (dp, sp), (ring, ulysses) = mesh, way
+    case = Case(model="lm", sp=sp, ring=ring, ulysses=ulysses if sp % ulysses == 0 else 1, **fields)
+    if case.update == "in_backward" and case.clip is not None:
+        return
+    if case.loss == "masked" and any((t < 6).sum() == 0 for _, t in batches(case)):
+        return
+    assert max(threads.run(dp * sp, lambda ranks: deviation(case, dp * sp, ranks))) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), WAYS)
+@pytest.mark.parametrize("zero", [0, 2])
+def test_every_way_to_attend_gives_the_same_training(ring, ulysses, zero):
+    case = dataclasses.replace(LM, sp=4, ring=ring, ulysses=ulysses, zero=zero)
+    assert max(threads.run(4, lambda ranks: deviation(case, 4, ranks))) <= TOLERANCE
+
+
+def test_metrics_count_each_sample_and_token_once():
+    case = dataclasses.replace(LM, sp=2, batch_sizes=(5, 3), length=13)
+
+    def body(ranks):
+        step = build(case, 4, ranks)
+        rows = [step(local(batch, 2, step.data_index)) for batch in batches(case)]
+        rows.append(step.evaluate(local(batches(case)[0], 2, step.data_index)))
+        return [(m.samples, m.tokens) for m in rows]
+
+    assert threads.run(4, body) == [[(5, 65), (3, 39), (5, 65)]] * 4
+
+
+def test_an_evaluation_is_that_of_one_process():
+    case = dataclasses.replace(LM, batch_sizes=(5,), length=13)
+
+    def body(ranks):
+        step = build(dataclasses.replace(case, sp=ranks.size), ranks.size, ranks)
+        return step.evaluate(batches(case)[0]).loss
+
+    (expected,) = threads.run(1, body)
+    assert threads.run(4, body) == pytest.approx([expected] * 4, abs=TOLERANCE)
+
+
+def test_a_state_can_be_taken_to_another_mesh_of_tokens():
+    case = dataclasses.replace(LM, batch_sizes=(4, 4, 4, 4), zero=1, bucket_bytes=3000)
+
+    def begin(ranks):
+        step = build(dataclasses.replace(case, sp=4), 4, ranks)
+        for batch in batches(case)[:2]:
+            step(batch)
+        return step.state_dict()
+
+    state = threads.run(4, begin)[0]
+
+    def go_on(ranks):
+        step = build(dataclasses.replace(case, sp=2, zero=2, ring="plain"), 4, ranks)
+        step.load_state_dict(state)
+        return train_step(case, step, skip=2).weights
+
+    expected = train_oracle(case).weights
+    for weights in threads.run(4, go_on):
+        for name, weight in expected.items():
+            torch.testing.assert_close(weights[name], weight, rtol=0, atol=TOLERANCE)
+
+
+def test_a_mean_is_refused_where_ranks_have_unequal_parts():
+    fits = dataclasses.replace(LM, loss="scalar", sp=2)
+    assert max(threads.run(2, lambda ranks: deviation(fits, 2, ranks))) <= TOLERANCE
+    odd = dataclasses.replace(fits, length=13)
+    with pytest.raises(
+        TaskError, match=r"a mean, and 13 tokens, which do not divide: \[5, 8\] targets.*try unreduced.*length 12 or 16"
+    ):
+        threads.run(2, lambda ranks: deviation(odd, 2, ranks))
+
+
+def test_a_mean_over_targets_that_are_ignored_is_refused_when_they_are_unequal():
+    def body(ranks):
+        step = build(dataclasses.replace(LM, loss="scalar", sp=2), 2, ranks)
+        inputs, targets = batches(LM)[0]
+        step((inputs, targets))
+        targets[0, 3] = -100  # on one rank only
+        step((inputs, targets))
+
+    with pytest.raises(TaskError, match=r"targets with -100, which is ignored: \[3?[0-9]+, 3?[0-9]+\] targets"):
+        threads.run(2, body)
+
+
+def test_heads_that_cannot_be_shared_out_are_refused():
+    with pytest.raises(TaskError, match=r"ulysses = 4, 4 heads, 2 of them of keys and values.*try ulysses = 1 or 2"):
+        threads.run(4, lambda ranks: deviation(dataclasses.replace(LM, sp=4, ulysses=4), 4, ranks))
+
+
+def shifted(logits: Tensor, targets: Tensor) -> Tensor:
+    """Each output is compared with the next one's target: the last of each part has none."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten(), reduction="none")
+
+
+def test_a_loss_that_shifts_its_targets_is_refused():
+    def body(ranks):
+        step = built(ranks, LM.plan(1), shifted)
+        step(batches(LM)[0])
+
+    with pytest.raises(TaskError, match=r"over 30 elements for all tokens.* over 28 .*that the data has shifted"):
+        threads.run(2, body)
+
+
+def built(ranks, plan, loss, model=None):
+    plan = dataclasses.replace(plan, dp=1, sp=ranks.size)
+    return TrainStep(model or make("lm"), loss, optimizer(LM), plan=plan, ranks=ranks, clip=None)
+
+
+BATCHES = {
+    "a tensor": ((torch.zeros(2, 16), torch.zeros(2, 16)), r"inputs that are a Tensor.*position_ids or positions"),
+    "no positions": (({"tokens": torch.zeros(2, 16)}, torch.zeros(2, 16)), r"inputs tokens.*torch\.arange"),
+    "one target": (
+        ({"tokens": torch.zeros(2, 16), "positions": torch.zeros(2, 16)}, torch.zeros(2)),
+        r"targets \[2\].*a target for each of the 16 tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_a_batch_whose_tokens_cannot_be_cut_is_refused(kind):
+    batch, said = BATCHES[kind]
+    with pytest.raises(TaskError, match=said):
+        threads.run(2, lambda ranks: built(ranks, Plan(), shifted)(batch))
+
+
+def test_local_steps_are_refused():
+    def body(ranks):
+        refuse(nn.Linear(2, 2), Plan(sp=2, sync="local"), ranks)
+
+    with pytest.raises(PlanError, match=r'sync = "local" with sp = 2'):
+        threads.run(2, body)
+
+
+class Bidirectional(nn.Module):
+    """Attention both ways, with a mask of keys on demand."""
+
+    def __init__(self, mask: str = "none", dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(256, 16), nn.Linear(16, 256)
+        self.places, self.qkv, self.mask, self.p = nn.Embedding(32, 16), nn.Linear(16, 48), mask, dropout
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.places(positions)
+        q, k, v = (part.unflatten(2, (2, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        mask = None
+        if self.mask == "keys":
+            mask = (tokens > 40)[:, None, None, :]
+        elif self.mask == "added":
+            mask = torch.zeros(tokens.shape, dtype=x.dtype).masked_fill(tokens < 40, float("-inf"))[:, None, None]
+        dropout = self.p if self.training else 0.0
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+        return self.head(x + out.transpose(1, 2).flatten(2))
+
+
+def bidirectional(*options) -> nn.Module:
+    with SEEDING, torch.random.fork_rng([]):  # ranks are threads, and share torch's generator
+        torch.manual_seed(3)
+        return Bidirectional(*options).double()
+
+
+@pytest.mark.parametrize("length", [16, 13, 3])
+@pytest.mark.parametrize("mask", ["none", "keys", "added"])
+def test_pads_are_keys_for_nobody(mask, length):
+    case = dataclasses.replace(LM, length=length)
+    expected = oracle.train(bidirectional(mask), loss_of(case), optimizer(case), batches(case))
+
+    def body(ranks):
+        step = built(ranks, Plan(), loss_of(case), bidirectional(mask))
+        return oracle.deviation(train_step(case, step), expected)
+
+    assert max(threads.run(4, body)) <= TOLERANCE
+
+
+def dropped(ranks, plan, sizes):
+    """The weights of a model with dropout in attention, on batches that know their place in the feed's order."""
+    case = dataclasses.replace(LM, batch_sizes=sizes)
+    plan = dataclasses.replace(plan, dp=ranks.size // plan.sp)
+    step = TrainStep(
+        bidirectional("keys", 0.5), loss_of(case), optimizer(case), plan=plan, ranks=ranks, clip=None, seed=5
+    )
+    for number, whole in enumerate(batches(case)):
+        batch = local(whole, plan.dp, step.data_index)
+        first = 100 * number + len(whole[1]) * step.data_index // plan.dp
+        place = Stretch(1000, 0, 0, 100 * number, 100 * number + len(whole[1]), first, first + len(batch[1]))
+        step(Batch.of(batch, place))
+    return {name: p.detach().clone() for name, p in step.model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("size", "plan"),
+    [(4, Plan(sp=4)), (4, Plan(sp=2)), (2, Plan(sp=2, microbatches=2)), (2, Plan(sp=2, ulysses=2)), (3, Plan(sp=3))],
+)
+def test_what_attention_drops_does_not_depend_on_the_mesh(size, plan):
+    expected = threads.run(2, lambda ranks: dropped(ranks, Plan(sp=2), (4, 4, 4)))[0]
+    for weights in threads.run(size, lambda ranks: dropped(ranks, plan, (4, 4, 4))):
+        for name, weight in expected.items():
+            torch.testing.assert_close(weights[name], weight, rtol=0, atol=TOLERANCE)

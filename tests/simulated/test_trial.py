@@ -1,0 +1,211 @@
+"""Before the first step a model is tried out: what cannot be cut into tokens is refused, with the place and the way."""
+
+import functools
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention as imported
+from torch.utils.checkpoint import checkpoint
+
+from fourfold.plan.plan import Plan
+from fourfold.run.sequence.route import Call, routed
+from fourfold.run.sequence.tokens import share
+from fourfold.run.sequence.trial import Trial
+from tests.training import Case, batches
+from tests.training import model as built_in
+
+LENGTH, WIDTH = 16, 24
+
+
+class Body(nn.Module):
+    """An embedding of tokens and positions, one layer between, a head."""
+
+    def __init__(self, layer: nn.Module, *, positions: str = "given") -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(50, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.layer, self.head, self.positions = layer, nn.Linear(WIDTH, 50), positions
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        if self.positions == "made":
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        return self.head(self.layer(self.tokens(tokens) + self.places(positions)))
+
+
+class Attention(nn.Module):
+    """Attention of one kind, with something around it."""
+
+    def __init__(self, kind: str = "plain", around: str = "none") -> None:
+        super().__init__()
+        self.kind, self.around = kind, around
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.memory = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.gate = nn.Parameter(torch.zeros(()))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        length = q.shape[2]
+        if self.kind == "by hand":
+            return (q @ k.transpose(2, 3)).softmax(-1) @ v
+        if self.kind == "imported":
+            return imported(q, k, v, is_causal=True)
+        if self.kind == "operator":
+            return torch.ops.aten.scaled_dot_product_attention(q, k, v)
+        if self.kind == "local mask":
+            return F.scaled_dot_product_attention(q, k, v, torch.ones(length, length).tril().bool())
+        if self.kind == "flat":
+            return F.scaled_dot_product_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)).view_as(q)
+        if self.kind == "checkpoint":
+            return checkpoint(F.scaled_dot_product_attention, q, k, v, use_reentrant=False)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.kind == "causal")
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.around == "convolution":
+            x = x + self.conv(x.transpose(1, 2)).transpose(1, 2)
+        if self.around == "gated convolution":
+            x = x + self.gate * self.conv(x.transpose(1, 2)).transpose(1, 2)
+        if self.around == "recurrence":
+            x = self.memory(x)[0]
+        if self.around == "cumulated":
+            x = x + x.cumsum(1)
+        if self.around == "centred":
+            x = x - x.mean(1, keepdim=True)
+        if self.around == "fixed":
+            x = x.reshape(-1, LENGTH, WIDTH)
+        q, k, v = (part.unflatten(2, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        out = x + self.attend(q, k, v).transpose(1, 2).flatten(2)
+        return out + out.roll(1, 1) if self.around == "rolled after" else out
+
+
+class Pooled(Body):
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        return super().forward(tokens, positions)[:, 0]
+
+
+class Torchs(nn.Module):
+    """torch's own module of attention."""
+
+    def __init__(self, **options) -> None:
+        super().__init__()
+        self.attention, self.options = nn.MultiheadAttention(WIDTH, 2, batch_first=True), options
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(x, x, x, **self.options)[0]
+
+
+def problems(model: nn.Module, *, sp: int = 2, index: int = 1, ring: str = "zigzag") -> list:
+    torch.manual_seed(0)
+    inputs = {"tokens": torch.randint(0, 50, (2, LENGTH)), "positions": torch.arange(LENGTH).expand(2, LENGTH)}
+    return Trial(model, inputs, share(Plan(sp=sp, ring=ring), LENGTH, index)).run().problems
+
+
+FINE = {
+    **{kind: functools.partial(Attention, kind) for kind in ("plain", "causal", "imported", "operator", "flat")},
+    "checkpoint": functools.partial(Attention, "checkpoint"),
+    "torch's": functools.partial(Torchs, need_weights=False),
+    "encoder layer": functools.partial(nn.TransformerEncoderLayer, WIDTH, 2, batch_first=True),
+}
+
+
+@pytest.mark.parametrize("sp", [2, 4])
+@pytest.mark.parametrize("ring", ["zigzag", "plain"])
+@pytest.mark.parametrize("kind", FINE)
+def test_tokens_that_meet_in_attention_only_can_be_cut(kind, ring, sp):
+    torch.manual_seed(1)
+    for index in range(sp):
+        assert problems(Body(FINE[kind]()), sp=sp, index=index, ring=ring) == []
+
+
+def test_the_built_in_model_can_be_cut():
+    model = built_in("lm")
+    inputs, _ = batches(Case(model="lm", batch_sizes=(2,)))[0]
+    for index in range(4):
+        tried = Trial(model, inputs, share(Plan(sp=4), 16, index)).run()
+        assert (tried.problems, tried.num_calls) == ([], 2)
+
+
+REFUSED = {
+    "by hand": (Body, Attention, {"kind": "by hand"}, r"by hand at layer \(softmax over"),
+    "weights asked for": (Body, Torchs, {}, r"layer.attention.*need_weights=True.*try need_weights=False"),
+    "local mask": (Body, Attention, {"kind": "local mask"}, r"a mask \[8, 8\].*is_causal=True"),
+    "convolution": (Body, Attention, {"around": "convolution"}, r"first in layer.conv \(Conv1d\)"),
+    "gate": (Body, Attention, {"around": "gated convolution"}, r"first in layer.conv \(Conv1d\)"),
+    "recurrence": (Body, Attention, {"around": "recurrence"}, r"first in layer.memory \(LSTM\)"),
+    "sum": (Body, Attention, {"around": "cumulated"}, r"q of attention call 1 \(layer\) depend"),
+    "mean": (Body, Attention, {"around": "centred"}, r"q of attention call 1 \(layer\) depend"),
+    "fixed length": (
+        Body,
+        Attention,
+        {"around": "fixed"},
+        r"q of attention call 1 \(layer\): 16 long with 16 tokens, 16 with 8",
+    ),
+    "after attention": (Body, Attention, {"around": "rolled after"}, r"the outputs depend.*first in head"),
+    "one output": (Pooled, Attention, {}, r"an output \[2, 50\] that is not each token's own"),
+    "no attention": (Body, nn.Identity, {}, r"never calls scaled_dot_product_attention"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_tokens_that_meet_elsewhere_are_refused_with_the_place(kind):
+    body, layer, options, said = REFUSED[kind]
+    torch.manual_seed(1)
+    (problem,) = problems(body(layer(**options)))
+    text = " need ".join(problem[:2]) + " try " + problem.attempt
+    assert re.search(said, text), text
+
+
+def test_positions_that_the_model_makes_are_refused():
+    torch.manual_seed(1)
+    (problem,) = problems(Body(Attention(), positions="made"))
+    assert "does not use positions" in problem.got
+    assert "arange" in problem.attempt
+
+
+def test_a_trial_leaves_the_model_as_it_was():
+    torch.manual_seed(1)
+    model = Body(Attention("plain", "gated convolution"))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model.layer.eval()
+    problems(model)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert model.training
+    assert not model.layer.training
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_calls_are_routed_once_each_and_only_within():
+    x = torch.randn(1, 2, 4, 8)
+    attention = nn.MultiheadAttention(16, 2, batch_first=True)
+    tokens = torch.randn(1, 4, 16)
+    taken = []
+
+    def target(call: Call) -> Tensor:
+        taken.append(call)
+        return F.scaled_dot_product_attention(call.q, call.k, call.v)  # a target's own calls are torch's
+
+    original = F.scaled_dot_product_attention
+    with routed(target):
+        F.scaled_dot_product_attention(x, x, x)
+        imported(x, x, x)
+        torch.ops.aten.scaled_dot_product_attention.default(x, x, x)
+        attention(tokens, tokens, tokens, need_weights=False)
+        assert len(taken) == 4
+    assert F.scaled_dot_product_attention is original
+    original(x, x, x)
+    assert len(taken) == 4
+
+
+@pytest.mark.parametrize("name", ["module", "imported"])
+def test_a_checkpoint_is_routed_again_in_its_backward(name):
+    functions = {"module": lambda t: F.scaled_dot_product_attention(t, t, t), "imported": lambda t: imported(t, t, t)}
+    x, taken = torch.randn(1, 2, 4, 8, requires_grad=True), []
+
+    def target(call: Call) -> Tensor:
+        taken.append(call)
+        return call.plain()
+
+    with routed(target):
+        checkpoint(functions[name], x, use_reentrant=False).sum().backward()
+    assert len(taken) == 2
