@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import time
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fourfold as ff
+from fourfold.parts import comm, sequence
 from fourfold.plan.codec import rounds
 from fourfold.plan.timeline import encode
 from fourfold.run import late
@@ -22,7 +24,7 @@ from fourfold.run.trace import Tracing
 from fourfold.tasks import lm
 from fourfold.testing import oracle
 from fourfold.words.errors import DivergenceError
-from tests import apart, coded, precision, training
+from tests import apart, attention, coded, precision, training
 from tests.training import Case
 
 
@@ -83,6 +85,25 @@ def apart_deviation(fields: dict[str, Any], host: str | None = None) -> dict[str
         "sent_bytes": [m.sent_bytes for m in metrics],
         "weight_bytes": sum(bucket.num_bytes for bucket in step.buckets),
     }
+
+
+def attentions(choice: str, host: str | None) -> dict[str, Any]:
+    """How far every layout's attention is from one process', which links it had, and what it has sent by ring."""
+    size, ranks = dist.get_world_size(), comm.join()
+    deviations: dict[str, float] = {}
+    sent: dict[str, float] = {}
+    names: set[str] = set()
+    by_layout = itertools.groupby(attention.cases(size), key=lambda case: (case.ring, case.ulysses))
+    for (ring, ulysses), cases in by_layout:
+        with _hosts(host):
+            axis = sequence.connect(ranks, [range(size)], ring=ring, ulysses=ulysses, choice=choice)
+        names |= {link.name for link in axis.links if link.size > 1}
+        for case in cases:
+            tensors = attention.whole(case)
+            found, expected = attention.on_axis(case, tensors, axis), attention.oracle(case, tensors)
+            deviations[str(case)] = attention.deviation(found, expected, axis.spans(case.length))
+        sent[ring] = axis.around.sent_bytes + axis.heads.sent_bytes
+    return {"deviations": deviations, "links": sorted(names), "sent_bytes": sent}
 
 
 def _rounds(step: Any) -> list[Any]:

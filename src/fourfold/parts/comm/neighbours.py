@@ -4,9 +4,9 @@ region  one rank's part of the mapping: its flags, then areas of which only what
 flag    an int64 that only its owner writes and that only grows
 post    what a rank shows the others next, in one of two areas by turns
 sum     what the others have added up for a rank, in one of two areas of that rank's region by turns
-Law: a post lies still until all have read it: an area is written again only after `READ` says so of the post before
-the last. A sum is written by one rank at a time, in the order of the ring (`ADDED`), and not begun again before its
-owner has taken it (`TAKEN`).
+Law: a post lies still until all have read it: who posts a third time has read all second posts, and each of them was
+made after its rank had read all first ones. So the two areas are enough, and nobody says what he has read. A sum
+is written by one rank at a time, in the order of the ring (`ADDED`); its second one by turns for the same reason.
 
 Nobody sends anything: of the 6 (N−1) · B · H · L/N elements of a layer each rank copies its own K and V twice, and adds
 to the sums of others in place. The order of addition is that of messages, so both give the same bits. As `shared`, this
@@ -35,7 +35,7 @@ from fourfold.parts.comm.shared import (
 from fourfold.words.errors import DivergenceError, PeerError, Problem
 from fourfold.words.spans import SILENT
 
-POSTED, READ, ADDED, TAKEN, LENGTHS = range(5)  # flags; LENGTHS are two words, in bytes, one for each turn
+POSTED, ADDED, LENGTHS = range(3)  # flags; LENGTHS are two words, in bytes, one for each turn
 AREA_BYTES = 2**34  # of addresses, not of memory
 REGION_BYTES = ALIGNMENT_BYTES + 4 * AREA_BYTES
 POSTS, SUMS = 0, 2  # areas, two of each
@@ -68,7 +68,8 @@ class Neighbours:
         self.look, self._limit = look, time_limit_seconds
         self._memory = _Growing(handle)
         self._flags = memoryview(self._memory.mapping).cast("B").cast("q")
-        self._counts = [0] * 4
+        self._counts = [0, 0]
+        self._rounds = 0
 
     # ---- what a rank shows ---------------------------------------------------------------------------
 
@@ -78,27 +79,22 @@ class Neighbours:
         for hop in range(1, self.size):
             owner = (self.index - hop) % self.size
             yield owner, self._read(owner, mine)
-        self._raise_flag(READ)
 
     def gather(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
         mine = self._post(parts)
-        blocks = [self._read(peer, mine).clone() for peer in range(self.size)]
-        self._raise_flag(READ)
-        return blocks
+        return [self._read(peer, mine).clone() for peer in range(self.size)]
 
     def swap(self, parts: Tensor) -> Tensor:
         mine = self._post((parts,))
-        received = torch.stack([self._read(peer, mine).view_as(parts)[self.index] for peer in range(self.size)])
-        self._raise_flag(READ)
-        return received
+        return torch.stack([self._read(peer, mine).view_as(parts)[self.index] for peer in range(self.size)])
 
     def carry(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Carry:
+        self._rounds += 1
         return _Sums(self, num_elements, dtype)
 
     def _post(self, parts: Sequence[Tensor]) -> Tensor:
         """This rank's block, where all see it."""
         count, num_elements = self._counts[POSTED], sum(part.numel() for part in parts)
-        self._wait(READ, count - 1, range(self.size))
         block = self._memory.view(self.index, POSTS + count % 2, num_elements, parts[0].dtype)
         start = 0
         for part in parts:
@@ -112,7 +108,7 @@ class Neighbours:
         """A peer's block in this round, which is like this rank's."""
         count = self._counts[POSTED]
         turn = (count - 1) % 2
-        self._wait(POSTED, count, (peer,))
+        self._wait(POSTED, count, peer)
         length = self._flags[self._word(peer, LENGTHS) + turn]
         if length != mine.nbytes:
             got = f"rank {self._ranks[peer]} shows {length} bytes, rank {self._ranks[self.index]} {mine.nbytes}"
@@ -129,17 +125,15 @@ class Neighbours:
         self._counts[flag] += 1
         self._flags[self._word(self.index, flag)] = self._counts[flag]
 
-    def _least(self, flag: int, peers: Sequence[int]) -> int:
-        return min(self._flags[self._word(peer, flag)] for peer in peers)
-
-    def _wait(self, flag: int, count: int, peers: Sequence[int]) -> None:
-        """Until the flags of these peers have reached `count`: spin, then yield, then doze, looking for dead peers."""
+    def _wait(self, flag: int, count: int, peer: int) -> None:
+        """Until a peer's flag has reached `count`: spin, then yield, then doze, looking for dead peers."""
+        word = self._word(peer, flag)
         for _ in range(SPINS):
-            if self._least(flag, peers) >= count:
+            if self._flags[word] >= count:
                 return
         begin = looked = time.perf_counter()
         with self.recorder.waiting():
-            while self._least(flag, peers) < count:
+            while self._flags[word] < count:
                 now = time.perf_counter()
                 if now - begin < YIELD_SECONDS:
                     os.sched_yield()
@@ -147,14 +141,10 @@ class Neighbours:
                 time.sleep(POLL_SECONDS)
                 if now - looked > LIVENESS_SECONDS:
                     looked = now
-                    self._look(flag, count, peers, now - begin)
+                    self.look()
+                    if now - begin > self._limit:
+                        raise PeerError(f"rank {self._ranks[peer]} did not come within {self._limit:.0f} s")
         self.waiting_seconds += time.perf_counter() - begin
-
-    def _look(self, flag: int, count: int, peers: Sequence[int], waited_seconds: float) -> None:
-        self.look()
-        if waited_seconds > self._limit:
-            late = [self._ranks[peer] for peer in peers if self._least(flag, (peer,)) < count]
-            raise PeerError(f"rank {', '.join(map(str, late))} did not come within {self._limit:.0f} s")
 
 
 class _Sums:
@@ -162,32 +152,26 @@ class _Sums:
 
     def __init__(self, link: Neighbours, num_elements: int, dtype: torch.dtype) -> None:
         self._link, self._num_elements, self._dtype = link, num_elements, dtype
-        self._round, self._hop = link._counts[TAKEN], 0
+        self._round, self._hop = link._rounds - 1, 0
 
     def take(self) -> Tensor:
-        link = self._link
         self._hop += 1
-        owner = (link.index - self._hop) % link.size
-        held = self._view(owner)
-        if self._hop > 1:
-            self._wait_for_left(self._hop - 1)
-            return held
-        # The area's sum of two rounds ago is to be its owner's first.
-        link._wait(TAKEN, self._round - 1, (owner,))
-        return held.zero_()
+        held = self._view((self._link.index - self._hop) % self._link.size)
+        if self._hop == 1:
+            return held.zero_()
+        self._wait_for_left(self._hop - 1)
+        return held
 
     def give(self) -> None:
         self._link._raise_flag(ADDED)
 
     def own(self) -> Tensor:
         self._wait_for_left(self._link.size - 1)
-        total = self._view(self._link.index).clone()
-        self._link._raise_flag(TAKEN)
-        return total
+        return self._view(self._link.index).clone()
 
     def _wait_for_left(self, hop: int) -> None:
         left = (self._link.index - 1) % self._link.size
-        self._link._wait(ADDED, self._round * (self._link.size - 1) + hop, (left,))
+        self._link._wait(ADDED, self._round * (self._link.size - 1) + hop, left)
 
     def _view(self, owner: int) -> Tensor:
         return self._link._memory.view(owner, SUMS + self._round % 2, self._num_elements, self._dtype)

@@ -1,0 +1,301 @@
+"""Laws of how attention over the sequence axis may be used, what it refuses, what it drops, and how it waits."""
+
+import threading
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from fourfold.parts import memory
+from fourfold.parts.comm import neighbours
+from fourfold.parts.sequence import Dropout, attend
+from fourfold.parts.sequence.dropout import GOLDEN, Draw, _mixed, _signed
+from fourfold.plan.sequence import RINGS, positions
+from fourfold.testing import links, threads
+from fourfold.words.errors import DivergenceError, PeerError, PlanError, TrainingError
+from tests import attention
+from tests.attention import TOLERANCE, Case
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+def both(size, use, ring="zigzag", ulysses=1):
+    """What `use(attend, take)` gives in one process, and what its ranks give, put together."""
+    tensors = attention.whole(Case(size, ring, ulysses))
+    alone = use(lambda q, k, v, causal=False: scaled_dot_product_attention(q, k, v, is_causal=causal), tensors)
+
+    def body(ranks):
+        axis = links.axis(ranks, ring, ulysses)
+        mine = torch.tensor(positions(axis.spans(tensors.q.shape[-2])))
+        q, k, v, grad_out = (tensor[:, :, mine] for tensor in tensors[:4])
+        local = attention.Whole(q, k, v, grad_out, None)
+        return mine, use(lambda q, k, v, causal=False: attend(q, k, v, axis, causal=causal), local)
+
+    found = threads.run(size, body)
+    order = torch.argsort(torch.cat([mine for mine, _ in found]))
+    together = [torch.cat(parts, dim=2)[:, :, order] for parts in zip(*(each for _, each in found), strict=True)]
+    return together, alone
+
+
+def same(found, expected):
+    return all((a - b).abs().max() <= TOLERANCE for a, b in zip(found, expected, strict=True))
+
+
+USES = [("zigzag", 1), ("plain", 1), ("rsa", 1), ("gather", 1), ("zigzag", 2), ("plain", 4)]
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), USES)
+def test_it_may_be_computed_again_in_backward(ring, ulysses):
+    def use(attend, tensors):
+        q, k, v = (tensor.clone().requires_grad_() for tensor in tensors[:3])
+        layer = lambda q, k, v: attend(q, k, v, causal=True).sin()  # noqa: E731
+        out = checkpoint(layer, q, k, v, use_reentrant=False)
+        out.backward(tensors.grad_out)
+        return out.detach(), q.grad, k.grad, v.grad
+
+    assert same(*both(4, use, ring, ulysses))
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), USES)
+def test_it_may_be_used_twice_in_one_graph_and_without_one(ring, ulysses):
+    def use(attend, tensors):
+        q, k, v = (tensor.clone().requires_grad_() for tensor in tensors[:3])
+        with torch.no_grad():
+            first = attend(q, k, v)
+        out = attend(attend(q, k, v, causal=True), k, v)
+        out.backward(tensors.grad_out)
+        return first, out.detach(), q.grad, k.grad, v.grad
+
+    assert same(*both(4, use, ring, ulysses))
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "qv"])
+@pytest.mark.parametrize(("ring", "ulysses"), USES)
+def test_only_some_of_q_k_and_v_may_want_a_gradient(ring, ulysses, wanted):
+    def use(attend, tensors):
+        given = {name: tensor.clone() for name, tensor in zip("qkv", tensors[:3], strict=True)}
+        for name in wanted:
+            given[name].requires_grad_()
+        attend(*given.values(), causal=True).backward(tensors.grad_out)
+        assert all(given[name].grad is None for name in "qkv" if name not in wanted)
+        return [given[name].grad for name in wanted]
+
+    assert same(*both(4, use, ring, ulysses))
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), USES)
+def test_tensors_may_lie_in_memory_as_they_like(ring, ulysses):
+    def use(attend, tensors):
+        # As of a projection [B, l, H, K], seen as [B, H, l, K]; the upstream gradient is one number, expanded.
+        q, k, v = (t.transpose(1, 2).contiguous().requires_grad_() for t in tensors[:3])
+        out = attend(*(t.transpose(1, 2) for t in (q, k, v)))
+        out.sum().backward()
+        return [out.detach(), *(t.grad.transpose(1, 2) for t in (q, k, v))]
+
+    assert same(*both(4, use, ring, ulysses))
+
+
+def test_tensors_may_have_no_heads_and_batches_no_samples():
+    def use(attend, tensors):
+        q, k, v, grad_out = (tensor[:, 0].clone().requires_grad_() for tensor in tensors[:4])
+        attend(q, k, v).backward(grad_out)
+        empty = [t[:0].detach().requires_grad_() for t in tensors[:3]]
+        attend(*empty).sum().backward()
+        assert empty[1].grad.shape == empty[1].shape
+        return [t.grad.unsqueeze(1) for t in (q, k, v)]
+
+    assert same(*both(4, use))
+
+
+@pytest.mark.parametrize("ring", RINGS)
+def test_a_gradient_of_a_gradient_is_refused(ring):
+    def body(ranks):
+        q, k, v = (t.requires_grad_() for t in torch.randn(3, 1, 1, 2, 4))
+        out = attend(q, k, v, links.axis(ranks, ring))
+        (grad,) = torch.autograd.grad(out.sin().sum(), q, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.sum().backward()
+
+    threads.run(2, body)
+
+
+def test_one_rank_calls_torchs_own_attention(monkeypatch):
+    axis = threads.run(1, links.axis)[0]
+    q, k, v = torch.randn(3, 2, 2, 6, 4)
+    called, own = [], scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: (called.append(1), own(*a, **k))[1]
+    )
+    assert torch.equal(attend(q, k, v, axis, causal=True), own(q, k, v, is_causal=True))
+    assert called == [1]
+
+
+# ---- what is refused -------------------------------------------------------------------------------
+
+Q = torch.randn(2, 4, 6, 8)
+REFUSED = [
+    ({"mask": torch.ones(6, 6, dtype=torch.bool)}, r"a mask \[6, 6\] .*need \[.., 1, 6\]: .*\[.., 6 or 1, 12\]"),
+    ({"mask": torch.ones(3, 1, 1, 6)}, r"a mask \[3, 1, 1, 6\]"),
+    ({"mask": torch.ones(1, 1, dtype=torch.bool)}, r"a mask \[1, 1\]"),
+    ({"mask": torch.ones(1, 6, dtype=torch.int64)}, "need a boolean or a floating-point one"),
+    ({"mask": torch.ones(1, 6, requires_grad=True)}, "wants a gradient"),
+    ({"k": Q[:, :, :5], "v": Q[:, :, :5]}, "self-attention"),
+    ({"k": Q[:, :2], "v": Q[:, :2]}, "need as many heads of keys"),
+    ({"k": Q[:, :3], "v": Q[:, :3], "grouped": True}, "divisible"),
+    ({"k": Q[..., :4]}, "need q "),
+    ({"v": Q.double()}, "one floating-point dtype"),
+    (
+        {"q": Q[:, :, :5], "k": Q[:, :, :5], "v": Q[:, :, :5]},
+        "sequence length 10 .*divisible by 4 .*try length 8 or 12",
+    ),
+    ({"dropout": Dropout(0.5, samples=[1, 2, 3])}, "3.* samples of the dropout, a batch of 2"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), REFUSED)
+def test_what_would_be_computed_wrongly_is_refused(given, said):
+    def body(ranks):
+        with pytest.raises((TrainingError, PlanError), match=said):
+            attend(axis=links.axis(ranks), **{"q": Q, "k": Q, "v": Q, **given})
+
+    threads.run(2, body)
+
+
+def test_heads_that_cannot_be_exchanged_are_refused():
+    def body(ranks):
+        with pytest.raises(TrainingError, match=r"ulysses = 4, 4 heads, 2 of them .*try ulysses = 1 or 2"):
+            attend(Q, Q[:, :2], Q[:, :2], links.axis(ranks, ulysses=4), grouped=True)
+
+    threads.run(4, body)
+    with pytest.raises(TrainingError, match=r"dropout of 1\.5"):
+        Dropout(1.5)
+
+
+# ---- dropout ---------------------------------------------------------------------------------------
+
+
+def kept(p=0.25, rows=200, columns=300, **fields):
+    draw = Draw(Dropout(p, **fields), *(torch.arange(n) for n in (3, 4, rows, columns)))
+    return draw.kept(slice(None), slice(None))
+
+
+@pytest.mark.parametrize("p", [0.0, 1e-3, 0.25, 0.9, 1.0])
+def test_what_is_kept_is_as_much_as_asked_for_in_every_direction(p):
+    found = kept(p).double()
+    for dims in ((0, 1, 2, 3), (0, 1, 2), (0, 1, 3), (2, 3)):
+        share = found.mean(dims)
+        count = found.numel() / share.numel()
+        assert (share - (1 - p)).abs().max() <= 5 * (p * (1 - p) / count) ** 0.5
+
+
+def test_every_call_every_place_and_every_seed_draws_anew():
+    first = kept().double() - 0.75
+    others = [kept(seed=1), kept(step=1), kept(call=1), kept(seed=2**40), kept(seed=-1)]
+    others += [kept().roll(1, dim) for dim in range(4)]
+    for other in others:
+        correlation = (first * (other.double() - 0.75)).mean() / (0.25 * 0.75)
+        assert abs(correlation) < 5 / first.numel() ** 0.5
+
+
+def test_a_draw_depends_on_where_it_is_and_not_on_what_is_drawn_with_it():
+    whole = kept(rows=16, columns=24)
+    part = Draw(Dropout(0.25), torch.tensor([2]), torch.tensor([1, 3]), torch.arange(16), torch.arange(24).flip(0))
+    assert torch.equal(part.kept(slice(4, 9), slice(0, 7)), whole[2:3, [1, 3], 4:9].flip(-1)[..., :7])
+
+
+def test_the_hash_is_the_published_one_and_draws_the_same_for_good():
+    # SplitMix64 from 1234567, as published with its test programs.
+    words = _mixed(torch.tensor([1234567, 1234567 + _signed(GOLDEN)]))
+    assert words.tolist() == [6457827717110365317, 3203168211198807973]
+    # What a checkpoint goes on with must not change with a version.
+    drawn = kept(0.5, 2, 12, seed=1, step=2, call=3)[1, 2].long().tolist()
+    assert ["".join(map(str, row)) for row in drawn] == ["111110101011", "100101000010"]
+
+
+# ---- shared memory ---------------------------------------------------------------------------------
+
+
+def test_a_block_lies_still_until_all_have_read_it():
+    begun = threading.Event()
+
+    def body(ranks):
+        link = links.axis(ranks, by="shared").around
+        first = link.visit([torch.full((4,), 1.0 + ranks.rank)])
+        if ranks.rank == 0:
+            list(first)
+            second = link.visit([torch.full((4,), 5.0)])
+            next(second)
+            begun.set()
+            return next(second)[1].tolist()
+        held = [block for _, block in (next(first), next(first))][1]
+        assert begun.wait(30)
+        assert held.tolist() == [1.0] * 4
+        list(first)
+        return list(link.visit([torch.full((4,), 6.0)]))[1][1].tolist()
+
+    assert threads.run(2, body) == [[6.0] * 4, [5.0] * 4]
+
+
+def test_a_sum_lies_still_until_its_owner_has_it():
+    ahead = threading.Event()
+
+    def body(ranks):
+        link = links.axis(ranks, by="shared").around
+        found = []
+        for number in (1.0, 2.0):
+            carry = link.carry(3, torch.float64, torch.device("cpu"))
+            carry.take().add_(number)
+            carry.give()
+            if ranks.rank == 1 and number == 2.0:
+                ahead.set()
+            if ranks.rank == 0 and number == 1.0:
+                assert ahead.wait(30)
+            found.append(carry.own().tolist())
+        return found
+
+    assert threads.run(2, body) == [[[1.0] * 3, [2.0] * 3]] * 2
+
+
+def test_ranks_that_attend_to_something_else_are_told_of_it():
+    def body(ranks):
+        axis, mine = links.axis(ranks, by="shared"), Q[:, :, : 2 + 2 * ranks.rank]
+        with pytest.raises(DivergenceError, match=r"rank . shows \d+ bytes, rank . \d+ .*need the same attention"):
+            attend(mine, mine, mine, axis)
+
+    threads.run(2, body)
+
+
+def test_a_wait_ends_when_a_rank_has_died_or_does_not_come():
+    def look():
+        raise PeerError("rank 1 died")
+
+    def body(ranks):
+        link = links.axis(ranks, by="shared").around
+        if ranks.rank == 1:
+            return
+        assert isinstance(link, neighbours.Neighbours)
+        link.look = look
+        with pytest.raises(PeerError, match="rank 1 died"):
+            list(link.visit([torch.zeros(2)]))
+
+    def late(ranks):
+        handle = memory.create_growing(neighbours.total_bytes(2))
+        link = neighbours.Neighbours(handle, neighbours.Place(0, (4, 7)), look=lambda: None, time_limit_seconds=0.1)
+        with pytest.raises(PeerError, match="rank 7 did not come"):
+            list(link.visit([torch.zeros(2)]))
+
+    threads.run(2, body)
+    threads.run(1, late)
+
+
+def test_a_block_that_does_not_fit_is_refused():
+    def body(ranks):
+        link = links.axis(ranks, by="shared").around
+        with pytest.raises(memory.MemoryUnavailable, match="need at most 16 GiB"):
+            link.carry(2**40, torch.float32, torch.device("cpu")).take()
+
+    threads.run(2, body)
