@@ -47,9 +47,10 @@ def test_other_optimizers_tied_and_frozen_weights_too(optimizer, model, zero):
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_updates_in_backward_are_those_after_it_bit_for_bit(microbatches, zero):
+@pytest.mark.parametrize("update", ["in_backward", "in_forward"])
+def test_updates_in_backward_or_forward_are_those_after_it_bit_for_bit(update, microbatches, zero):
     case = dataclasses.replace(CASE, zero=zero, microbatches=microbatches, batch_sizes=(12, 11, 12, 5), model="tied")
-    late, early = run(case, 2), run(dataclasses.replace(case, update="in_backward"), 2)
+    late, early = run(case, 2), run(dataclasses.replace(case, update=update), 2)
     assert same(early[0].weights, late[0].weights)
     assert same(early[1].weights, late[0].weights)
 

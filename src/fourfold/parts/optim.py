@@ -150,6 +150,7 @@ class FlatOptimizer:
         self._chosen = [_implementation(optimizer, p[0].weight) if p else {} for p in pieces]
         self._flat = [[self._make(bucket, some) for some in self._runs(bucket)] for bucket in range(len(pieces))]
         self._begun: dict[int, list[Begun]] = {}
+        self._kept: list[dict[str, Any]] | None = None
 
     def _runs(self, bucket: int) -> list[Sequence[Piece]]:
         """The pieces that are updated together: one by one where each is to be prepared or converted, else all."""
@@ -168,6 +169,20 @@ class FlatOptimizer:
             for piece in pieces:
                 piece.weight.grad = piece.gradient
         return run
+
+    def keep_options(self, *, as_they_are: bool) -> None:
+        """From now on update with the options of this moment, or again with those of each update's."""
+        self._kept = None
+        if as_they_are:
+            self._kept = [
+                {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+                for group in self._user.param_groups
+            ]
+            self._tell_schedulers()
+
+    def _tell_schedulers(self) -> None:
+        # A scheduler of torch warns unless it has seen a step of the optimizer it was made with.
+        self._user._opt_called = True  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def update(
@@ -194,8 +209,7 @@ class FlatOptimizer:
                 # Without torch's wrappers around `step`: they import torch._dynamo, and cost more than a small update.
                 inspect.unwrap(type(run.optimizer).step)(run.optimizer)
                 _round(run)
-        # A scheduler of torch warns unless it has seen a step of the optimizer it was made with.
-        self._user._opt_called = True  # type: ignore[attr-defined]
+        self._tell_schedulers()
 
     @torch.no_grad()
     def direct(self, bucket: int, *, used: Sequence[bool] | None = None, factor: float = 1.0) -> Tensor:
@@ -211,7 +225,8 @@ class FlatOptimizer:
 
     def _made_ready(self, bucket: int, used: Sequence[bool] | None, factor: float) -> Iterator["_Run"]:
         """The bucket's runs, one after the other, each with its options and gradients."""
-        theirs = {k: v for k, v in self._user.param_groups[self._buckets[bucket].group].items() if k != "params"}
+        groups = self._user.param_groups if self._kept is None else self._kept
+        theirs = {k: v for k, v in groups[self._buckets[bucket].group].items() if k != "params"}
         theirs |= self._chosen[bucket]
         for run in self._flat[bucket]:
             run.optimizer.param_groups[0].update(theirs)

@@ -22,11 +22,12 @@ from fourfold.plan.data import RESTS, Bucket, Rest, Step, fill, lower, turns
 from fourfold.plan.order import Stretch
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import Scale, computed, reduced
-from fourfold.run.actions import Actions, Parts
+from fourfold.run.actions import Actions
 from fourfold.run.batch import Microbatch, call, cut, evaluating, measure
 from fourfold.run.guard import Guard
 from fourfold.run.metrics import Metrics
 from fourfold.run.outline import outline
+from fourfold.run.parts import Parts
 from fourfold.run.refuse import compare, refuse, refuse_for, refuse_optimizer
 from fourfold.run.remembered import Remembered
 from fourfold.run.runtime import Runtime
@@ -265,6 +266,7 @@ class TrainStep:
         """The loss of the global batch without training on it; NaN where it is empty everywhere. Collective."""
         begin, (waited, _) = time.perf_counter(), self._traffic()
         self._enter("evaluate()", getattr(batch, "samples", None))
+        self._actions.settle()
         self.try_out(batch)
         local = torch.zeros(4, dtype=torch.float64)
         with self.reading(batch) as (part,), evaluating(self.model):
@@ -322,16 +324,27 @@ class TrainStep:
         """Change weights by hand: inside the block they are yours, after it every rank has rank 0's. Collective."""
         self._enter("edit()")
         self._transport.agree()
+        self._actions.settle()
         with self._weights.edited():
             yield self.model
         if self._local is not None:
             self._local.begin()
         torch.autograd.graph.increment_version(list(self.model.parameters()))
 
+    def flush(self) -> None:
+        """Have the weights as they are after the last step: `update = "in_forward"` leaves it to the next. Collective.
+
+        All that is done with a step, such as `evaluate` and `state_dict`, sees to it by itself. Before weights are
+        used in another way, all ranks call this; where they do not, TrainingError is raised at the use.
+        """
+        self._enter("flush()")
+        self._actions.settle()
+
     def put(self, values: Mapping[str, Tensor]) -> None:
         """Replace trainable weights, by name; the same values on every rank. Collective."""
         self._enter("put()")
         self._transport.agree()  # all are here: nobody reads weights any more
+        self._actions.settle()
         self._weights.put(values)
 
     @property
@@ -347,6 +360,7 @@ class TrainStep:
         """Within, trainable weights are others, given as `shares_of_weights` has them. Collective."""
         self._enter("replaced()")
         self._transport.agree()
+        self._actions.settle()
         with self._weights.replaced(weights):
             yield
             self._enter("the end of replaced()")
@@ -363,6 +377,7 @@ class TrainStep:
         """
         self._enter("state_dict()")
         self._transport.agree()
+        self._actions.settle()
         self._refuse_apart()
         return {**self._decisions(), **self._state.saved()}
 
@@ -370,9 +385,10 @@ class TrainStep:
         """`state_dict` without a copy: the optimizer's tensors are lists of consecutive flat stretches.
 
         Where optimizer states rest split these are this rank's only: `shares` says which elements they are. With local
-        steps too: each rank has states of its own.
+        steps too: each rank has states of its own. Collective where updates wait for the next forward: see `flush`.
         """
         self._refuse_apart()
+        self._actions.settle()
         return {**self._decisions(), **self._state.living()}
 
     def _refuse_apart(self) -> None:
@@ -406,6 +422,7 @@ class TrainStep:
         """Put back what `state_dict` gave, on this or another mesh. Collective."""
         self._enter("load_state_dict()")
         self._transport.agree()
+        self._actions.settle()
         self._state.load(state)
         for group, options in zip(self.optimizer.param_groups, state["groups"], strict=True):
             group.update(options)
@@ -459,8 +476,7 @@ def _codecs(plan: Plan, buckets: Sequence[Bucket], by_bucket: Sequence[Sequence[
 def _stay(plan: Plan, ranks: comm.Ranks) -> bool:
     """Whether gradients stay where autograd leaves them: nobody sums, encodes, converts or keeps them."""
     numbers = plan.precision == plan.reduce == "keep"
-    as_usual = numbers and (plan.sync, plan.codec, plan.offload) == ("step", "none", "none")
-    return ranks.size == 1 and as_usual and plan.update != "in_forward"
+    return ranks.size == 1 and numbers and (plan.sync, plan.codec, plan.offload) == ("step", "none", "none")
 
 
 def _request(plan: Plan, buckets: Sequence[Bucket], rest: Rest, *, num_norms: int) -> comm.Request:
