@@ -98,9 +98,9 @@ class Louder(torch.autograd.Function):
         return gradients[0] * ctx.factor, None
 
 
-def loud(ranks: Any, *, zero: int = 0, skip_nan: int = 0, clip: float | None = None) -> Any:
+def loud(ranks: Any, *, zero: int = 0, skip_nan: int = 0, clip: float | None = None, update: str = "after") -> Any:
     torch.manual_seed(1)
-    plan = Plan(dp=ranks.size, zero=zero, precision="fp16", bucket_bytes=8)
+    plan = Plan(dp=ranks.size, zero=zero, update=update, precision="fp16", bucket_bytes=8)
     make = lambda parameters: torch.optim.Adam(parameters, lr=0.01)  # noqa: E731
     loss = lambda outputs, _: outputs.square()  # noqa: E731
     return TrainStep(Loud(), loss, make, plan=plan, ranks=ranks, clip=clip, skip_nan=skip_nan)
@@ -109,11 +109,11 @@ def loud(ranks: Any, *, zero: int = 0, skip_nan: int = 0, clip: float | None = N
 DATA = torch.ones(2, 4), torch.zeros(2)
 
 
-@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize(("clip", "update"), [(None, "after"), (1.0, "after"), (None, "in_forward")])
 @pytest.mark.parametrize("zero", [0, 1, 2])
-def test_an_overflow_on_one_rank_leaves_the_step_out_on_all_and_halves_the_scale(zero, clip):
+def test_an_overflow_on_one_rank_leaves_the_step_out_on_all_and_halves_the_scale(zero, clip, update):
     def body(ranks):
-        step = loud(ranks, zero=zero, clip=clip)
+        step = loud(ranks, zero=zero, clip=clip, update=update)
         step(DATA)
         before = step.state_dict()
         step.model.factor = 1e6 if ranks.rank == 1 else 1.0
