@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fourfold.parts import codec, comm, data, local, lowered, memory, optim
 from fourfold.parts.in_place import InPlace
 from fourfold.parts.masters import Policy
-from fourfold.plan.data import RESTS, Bucket, Rest, Step, fill, lower, turns
+from fourfold.plan.data import RESTS, Bucket, Rest, Spec, Step, fill, limit, lower, turns
 from fourfold.plan.order import Stretch
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import Scale, computed, reduced
@@ -105,7 +105,7 @@ class TrainStep:
         rest = RESTS[plan.zero if plan.num_sharing > 1 else 0]
         split = rest.state == SPLIT
         specs = computed(own, plan.precision, kept=lowered.kept(model))
-        self.buckets = fill(specs, bucket_bytes=plan.bucket_bytes, shares=plan.num_sharing if split else 1)
+        self.buckets = _buckets(plan, specs, ranks, shares=plan.num_sharing if split else 1)
         by_bucket = [[trainable[slot.name] for slot in bucket.slots] for bucket in self.buckets]
         codecs = _codecs(plan, self.buckets, by_bucket)
         layerwise = optim.by_parameter(self.optimizer)
@@ -477,6 +477,12 @@ def _stay(plan: Plan, ranks: comm.Ranks) -> bool:
     """Whether gradients stay where autograd leaves them: nobody sums, encodes, converts or keeps them."""
     numbers = plan.precision == plan.reduce == "keep"
     return ranks.size == 1 and numbers and (plan.sync, plan.codec, plan.offload) == ("step", "none", "none")
+
+
+def _buckets(plan: Plan, specs: Sequence[Spec], ranks: comm.Ranks, *, shares: int) -> tuple[Bucket, ...]:
+    # With a codec on one host too: what it keeps depends on the buckets, and the training is to be the same.
+    travels = ranks.num_hosts > 1 or plan.codec != "none"
+    return fill(specs, bucket_bytes=limit(specs, plan.bucket_bytes, travels=travels), shares=shares)
 
 
 def _request(plan: Plan, buckets: Sequence[Bucket], rest: Rest, *, num_norms: int) -> comm.Request:
