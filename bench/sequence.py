@@ -62,7 +62,7 @@ def turn(world: World, length: Length, job: dict[str, Any], first: int, expected
 def rows(length: int, found: Length) -> list[list[str]]:
     return [
         [
-            f"{length:,}" if way == WAYS[0] else "",
+            f"{length:,}",
             way,
             f"{statistics.median(found.seconds[way]) * 1000:.1f}",
             f"{found.ratio(way, BASE):.3f}",
@@ -87,7 +87,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     setting = parser.parse_args(arguments)
     print(machine())
     titles = ["length", "way", "ms", "/ gather", "/ one process", "processor, ms", "waited, ms", "hidden"]
-    lines = [titles]
     with World("sequence", "-", ranks=setting.ranks, limit=setting.limit, module="bench.sequence_child") as world:
         for length in setting.lengths:
             job = {
@@ -101,9 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for number in range(setting.turns):
                 turn(world, found, job, number, [])
                 print(f"\r{length}: turn {number + 1} of {setting.turns}", end="", file=sys.stderr, flush=True)
-            lines += rows(length, found)
-    print(file=sys.stderr)
-    print(table(lines))
+            print(file=sys.stderr)
+            print(table([titles, *rows(length, found)]), flush=True)
 
 
 if __name__ == "__main__":
