@@ -139,6 +139,23 @@ def test_a_run_without_checkpoints_says_so(run):
     assert saved.read(run, []).there == []
 
 
+def test_the_time_of_a_resumed_run_is_that_of_all_its_attempts(run):
+    path = run / "metrics.jsonl"
+    *steps, valid, finished = path.read_text().splitlines()
+    saved_at_4 = {"step": 4, "checkpoint": "step-00000004", "pause_seconds": 0.1, "elapsed_seconds": 2.5}
+    between = [json.dumps(line) for line in (saved_at_4, {"resumed": 4})]
+    path.write_text("\n".join([*steps[:4], *between, *steps[4:], valid, finished]) + "\n")
+    html = page.write([run]).read_text()
+    assert rows(html, "attempts")[1:] == [
+        ["1 to 4", "2.5 s", "3.28 k", "begun"],
+        ["5 to 6", "3.2 s", "1.26 k", "gone on from step 4"],
+    ]
+    assert "0:06 time, 2 attempts" in words(html).replace("0:06time", "0:06 time")
+    assert "2.14 k" in words(html)
+    path.write_text("\n".join([*steps[:4], json.dumps({"resumed": 4}), *steps[4:]]) + "\n")  # not ended, an older log
+    assert [attempt.seconds for attempt in record.read(run).attempts] == [2.0, 1.0]
+
+
 def test_a_comparison_counts_restarts_and_skipped_steps(tmp_path):
     folders = [make(tmp_path / "first"), make(tmp_path / "second", loss=2.0)]
     tell(folders[0], RESTART, RESTART, SKIPPED, {**SKIPPED, "kind": "terminated"})

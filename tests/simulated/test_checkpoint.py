@@ -1,6 +1,7 @@
 """The laws of going on from a checkpoint, all ranks as threads of one process."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 import fourfold as ff
 from fourfold.feed.source import Tensors
+from fourfold.report import attempts
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import CheckpointError
@@ -200,3 +202,6 @@ def test_a_run_with_an_average_and_parameters_without_elements_goes_on(tmp_path)
     with pytest.raises(StopIteration):
         run(breaks=True)
     assert run().steps == 4
+    log = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(attempt.first, attempt.last) for attempt in attempts.read(log)] == [(1, 2), (3, 4)]
+    assert all(line["elapsed_seconds"] > line["pause_seconds"] for line in log if "checkpoint" in line)

@@ -152,3 +152,22 @@ def test_a_run_is_finished_only_with_its_last_step_on_the_disk(tmp_path, monkeyp
     assert told.notes == [f"{tmp_path / 'run'} goes on from step 4 of 6"]
     assert "for 2 steps" in told.ending
     assert newest_good(tmp_path / "run").name == "step-00000006"
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["begins", "goes on"])
+def test_a_run_that_finds_no_room_at_its_start_names_the_file_and_leaves_all_as_it_was(again, tmp_path, monkeypatch):
+    if again:
+        monkeypatch.setattr(keeping, "write_snapshot", refuse)
+        with pytest.raises(TrainingError, match="could not be written"):
+            train(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    name = "plan.toml" if again else "settings.json"
+    with pytest.raises(TrainingError, match=rf"{name} could not be written: no space left .*need room .*try the same"):
+        train(tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert again or not list(tmp_path.iterdir())
+
+
+def refuse(*_: Any) -> None:
+    raise FULL

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fourfold.words.errors import Problem, SettingError
+from fourfold.words.errors import Problem, SettingError, reason
 from fourfold.words.world import from_environment
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def _care(ready: "Job") -> "Care":
         try:
             faults.append(ready.folder, fault)
         except OSError as error:  # A full disk, or ranks that died before there was a folder.
-            _say(f"{faults.FILE} could not be written: {error}")
+            _say(f"{faults.FILE} could not be written: {reason(error)}")
 
     return Care(
         restarts=ready.restarts,

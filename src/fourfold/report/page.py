@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from fourfold.report import faults, saved
+from fourfold.report import attempts, faults, saved
 from fourfold.report.progress import duration
 from fourfold.report.record import Record, read
 from fourfold.report.step import action_card, step_card
@@ -41,6 +41,8 @@ def page(record: Record) -> str:
     trace = record.trace if record.trace is not None and record.trace.events else None
     untraced = "<h2>Time by action</h2><p>No step of this run was traced.</p>"
     cards += [_card(action_card(trace) if trace else untraced), _card(saved.card(record.checkpoints))]
+    if times := attempts.card(record.attempts):
+        cards.append(_card(times))
     if troubles := faults.card(record.faults, record.resumed):
         cards.append(_card(troubles, wide=True))
     if trace:
@@ -90,7 +92,7 @@ def key(record: Record) -> list[tuple[str, str]]:
         *figures,
         ("steps", f"{len(record.steps):,}"),
         (f"{record.unit} a second", scaled(record.rate)),
-        ("time", duration(record.seconds)),
+        ("time" if len(record.attempts) == 1 else f"time, {len(record.attempts)} attempts", duration(record.seconds)),
         ("of it waiting", f"{100 * record.waiting:.1f} %"),
         ("sent a step by rank 0", sized(record.sent_bytes)),
     ]

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from fourfold.plan.timeline import Trace, decode
-from fourfold.report import faults, saved
+from fourfold.report import attempts, faults, saved
 from fourfold.words.errors import FourfoldError, Problem, nearest
 
 FILES = ("settings.json", "plan.toml", "metrics.jsonl")
@@ -29,6 +29,7 @@ class Record:
     steps    the lines of the log's steps
     valid    its evaluations as (step, measures)
     resumed  the steps from which it went on
+    attempts the stretches between
     """
 
     name: str
@@ -42,6 +43,7 @@ class Record:
     faults: faults.Faults
     checkpoints: saved.Checkpoints
     resumed: Sequence[int]
+    attempts: Sequence[attempts.Attempt]
 
     @property
     def last(self) -> int:
@@ -62,14 +64,14 @@ class Record:
 
     @property
     def seconds(self) -> float:
-        """The run's time; what its steps took, where it has not ended well."""
-        return (self.finished or {}).get("seconds") or sum(line["seconds"] for line in self.steps)
+        """The run's time, over all its attempts."""
+        return sum(attempt.seconds for attempt in self.attempts)
 
     @property
     def rate(self) -> float:
         """Units a second."""
         total = sum(self.units(index) for index in range(len(self.steps)))
-        return (self.finished or {}).get("rate") or total / max(self.seconds, 1e-9)
+        return total / max(self.seconds, 1e-9)
 
     @property
     def sent_bytes(self) -> float:
@@ -125,6 +127,7 @@ def read(path: Path) -> Record:
         faults=faults.read(path),
         checkpoints=saved.read(path, lines),
         resumed=[line["resumed"] for line in lines if "resumed" in line],
+        attempts=attempts.read(lines),
     )
 
 

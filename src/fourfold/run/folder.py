@@ -9,12 +9,14 @@ Law: a folder belongs to one run; that run goes on in it, and any other is refus
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import platform
 import secrets
+import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +26,7 @@ import torch
 import fourfold
 from fourfold.plan.plan import Plan
 from fourfold.run.settings import Identity, canonical
-from fourfold.words.errors import Problem, SettingError
+from fourfold.words.errors import Problem, SettingError, TrainingError, reason
 
 LOG, SETTINGS, PLAN = "metrics.jsonl", "settings.json", "plan.toml"
 
@@ -42,13 +44,17 @@ class Folder:
     next line. The log may be used by two threads."""
 
     def __init__(self, parent: Path, name: str | None, *, label: str, identity: Identity) -> None:
-        """Opens the run's folder, or makes one. Raises SettingError where it is another run's, or in use."""
+        """Opens the run's folder, or makes one. Raises SettingError where it is another run's, or in use.
+
+        Raises TrainingError, here and in `describe`, where the disk does not take it.
+        """
         check_name(parent, name, identity)
         self._encoder = msgspec.json.Encoder()
         self._identity = identity
         self.path = _make(parent, name, label=label, identity=identity)
         self.finished = finished(self.path)
-        self._log = (self.path / LOG).open("ab", buffering=0)
+        with _written(self.path / LOG):
+            self._log = (self.path / LOG).open("ab", buffering=0)
         self._late = b""
         self._using = threading.Lock()
         _lock(self._log, self.path)
@@ -164,8 +170,13 @@ def _make(parent: Path, name: str | None, *, label: str, identity: Identity) -> 
     if name is not None and (parent / name).exists():
         return parent / name
     staging = parent / f".new-{secrets.token_hex(8)}"
-    staging.mkdir(parents=True)
-    _write_settings(staging, {"identity": identity})
+    with _written(staging):
+        staging.mkdir(parents=True)
+    try:
+        _write_settings(staging, {"identity": identity})
+    except TrainingError:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
     for number in range(1, 10_000):
         path = parent / (name if name is not None else f"{label}-{number}")
         with contextlib.suppress(OSError):
@@ -185,8 +196,25 @@ def _write_settings(path: Path, record: Mapping[str, Any]) -> None:
 def _replace(path: Path, text: bytes) -> None:
     """A file's new content: whole, or not at all."""
     partial = path.with_name(f".{path.name}")
-    partial.write_bytes(text)
-    partial.replace(path)
+    with _written(path):
+        try:
+            partial.write_bytes(text)
+            partial.replace(path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+
+
+@contextlib.contextmanager
+def _written(path: Path) -> Iterator[None]:
+    """Within: what the disk does not take is told with its name, which an error of `write` has not."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        need = "room on its disk" if full else "a folder that can be written"
+        attempt = "the same command when there is room" if full else "the same command elsewhere"
+        raise TrainingError(Problem(f"{path} could not be written: {reason(error)}", need, attempt)) from None
 
 
 def _lock(file: Any, path: Path) -> None:

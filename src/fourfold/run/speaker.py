@@ -21,6 +21,7 @@ from fourfold.run.folder import Folder, Opened
 from fourfold.run.guard import Skipped
 from fourfold.run.metrics import Metrics
 from fourfold.run.settings import Settings, told_finished, tuned_for
+from fourfold.words.errors import reason
 from fourfold.words.record import Line
 from fourfold.words.task import Task
 from fourfold.words.units import counted
@@ -130,8 +131,8 @@ class Speaker:
             return
         error = self._folder.line(record)
         if error is not None and not self._is_late:
-            reason = (error.strerror or str(error)).lower()
-            self.note(f"warning: metrics.jsonl could not be written: {reason}; its lines are kept, training goes on")
+            said = f"metrics.jsonl could not be written: {reason(error)}"
+            self.note(f"warning: {said}; its lines are kept, training goes on")
         self._is_late = error is not None
 
     def note(self, text: str) -> None:
@@ -147,7 +148,7 @@ class Speaker:
             fault = Fault(time=time.time(), kind=kind, step=step, rank=rank, host=host, text=text)
             faults.append(self._folder.path, fault)
         except OSError as error:
-            self.note(f"warning: {faults.FILE} could not be written: {error}")
+            self.note(f"warning: {faults.FILE} could not be written: {reason(error)}")
 
     def position(self) -> int:
         return self._folder.position() if self._folder is not None else 0
@@ -189,7 +190,7 @@ class Speaker:
             )
             faults.append(self._folder.path, fault)
         except OSError as error:  # A run is worth more than the list of its faults.
-            self.note(f"warning: {faults.FILE} could not be written: {error}")
+            self.note(f"warning: {faults.FILE} could not be written: {reason(error)}")
         self.note(f"skipped {skipped.text}")
 
     def _line(self, number: int) -> Line:

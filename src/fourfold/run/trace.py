@@ -20,6 +20,7 @@ from fourfold.parts.comm.ranks import host_id
 from fourfold.plan.timeline import STEP, Event, Trace, bounds, encode
 from fourfold.run.build import TrainStep
 from fourfold.words.action import Action, Verb
+from fourfold.words.errors import reason
 from fourfold.words.spans import COMPUTE, REDUCE, SEND, SILENT, WAIT, Recorder, Span
 
 FILE = "trace.json"
@@ -152,8 +153,8 @@ class Tracing:
             with contextlib.suppress(OSError):
                 draft.unlink(missing_ok=True)
             if not self._is_late:
-                reason = (error.strerror or str(error)).lower()
-                self._note(f"warning: {FILE} could not be written: {reason}; its steps are kept, training goes on")
+                said = f"{FILE} could not be written: {reason(error)}"
+                self._note(f"warning: {said}; its steps are kept, training goes on")
             self._is_late = True
 
     @property

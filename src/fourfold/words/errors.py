@@ -123,6 +123,11 @@ def describe(problems: Sequence[Problem], *, where: str = "") -> str:
     return "\n".join([f"{head}{place}", *("  " + line for line in lines)])
 
 
+def reason(error: OSError) -> str:
+    """What the system says, in our manner of writing: "no space left on device"."""
+    return (error.strerror or str(error)).lower()
+
+
 def nearest(word: str, choices: Iterable[str]) -> str | None:
     """The choice a mistyped word was most likely meant to be, or None."""
     close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)

@@ -82,6 +82,7 @@ class Keeper:
         self._given_up = threading.Event()
         self._failures: list[str] = []
         self.saved_step: int | None = None
+        self._begin = time.perf_counter()
 
     # ---- going on
 
@@ -105,6 +106,7 @@ class Keeper:
         for number, problems in damaged:
             self._log.note(f"warning: a damaged checkpoint was set aside: {'; '.join(problems[:3])}")
             self._log.line({"checkpoint": self._shelf.at(number).name, "damaged": problems})
+        self._begin = time.perf_counter()
         return progress
 
     def _put_back(self, folder: Path) -> Progress:
@@ -133,7 +135,8 @@ class Keeper:
         random = state.random_state(self._trained.step.device)
         pause = time.perf_counter() - begin
         name = self._shelf.at(progress.step).name
-        self._log.line({"step": progress.step, "checkpoint": name, "pause_seconds": pause})
+        elapsed = time.perf_counter() - self._begin
+        self._log.line({"step": progress.step, "checkpoint": name, "pause_seconds": pause, "elapsed_seconds": elapsed})
         manifest = self._manifest(progress, found) if self._rank == 0 else None
         self.saved_step = progress.step
         self._writer = threading.Thread(

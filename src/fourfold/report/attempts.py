@@ -1,0 +1,73 @@
+"""Attempts: the stretches of a run between its beginning, its resumptions and its end, and the time each took.
+
+attempt  from where a process began, or went on from a checkpoint, to the checkpoint that the next one went on from
+Law: attempts tile the run's steps; what was done after an attempt's last checkpoint was done again, and is not counted.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fourfold.report.progress import seconds_of
+from fourfold.report.table import UNKNOWN, cells, many
+from fourfold.words.units import scaled
+
+HEADS = ("steps", "time", "a second", "")
+NOTE = "Steps after an attempt's last checkpoint were done again; their first time is not counted."
+
+
+class Attempt(NamedTuple):
+    """Steps `first` to `last`; `units` are tokens, or samples where there are none."""
+
+    first: int
+    last: int
+    seconds: float
+    units: float
+
+
+def read(lines: Iterable[Mapping[str, Any]]) -> list[Attempt]:
+    """The attempts that the lines of a log tell of, at least one."""
+    found, begun = [], _Begun(0)
+    for line in lines:
+        if "resumed" in line:
+            found.append(begun.ended())
+            begun = _Begun(line["resumed"])
+        else:
+            begun.take(line)
+    return [*found, begun.ended()]
+
+
+class _Begun:
+    """An attempt, line by line."""
+
+    def __init__(self, step: int) -> None:
+        self._first = self._last = step
+        self._seconds = self._units = 0.0
+
+    def take(self, line: Mapping[str, Any]) -> None:
+        if "step" in line and "loss" in line:
+            self._last = line["step"]
+            self._seconds += line["seconds"]
+            self._units += line.get("tokens") or line["samples"]
+        # Between steps there are evaluations, saves and batches: where the whole time is told, it counts.
+        elif "elapsed_seconds" in line:
+            self._seconds = line["elapsed_seconds"]
+        elif "finished" in line:
+            self._seconds = line["seconds"]
+
+    def ended(self) -> Attempt:
+        return Attempt(self._first + 1, self._last, self._seconds, self._units)
+
+
+def card(attempts: Sequence[Attempt]) -> str:
+    """The table of attempts; nothing where there was one."""
+    if len(attempts) == 1:
+        return ""
+    rows = [cells(_row(each)) for each in attempts]
+    return f'<h2>Time by attempt</h2><p class="note">{NOTE}</p>{many(HEADS, rows, style="attempts")}'
+
+
+def _row(attempt: Attempt) -> Sequence[str]:
+    first, last, seconds, units = attempt
+    steps = UNKNOWN if last < first else f"{first:,} to {last:,}" if last > first else f"{first:,}"
+    rate = scaled(units / seconds) if units and seconds > 0 else UNKNOWN
+    return steps, seconds_of(seconds), rate, f"gone on from step {first - 1:,}" if first > 1 else "begun"
