@@ -198,7 +198,7 @@ def test_the_trace_shows_that_messages_travel_while_a_rank_computes(monkeypatch)
 
     def body(ranks):
         axis, recording = links.axis(ranks), Recording()
-        axis.tell(recording)
+        axis.around.recorder = recording
         attention.on_axis(case, attention.whole(case), axis)
         return threading.get_ident(), recording.spans
 

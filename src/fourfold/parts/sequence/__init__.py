@@ -23,7 +23,6 @@ from fourfold.parts.sequence import masks, ring, rsa, ulysses
 from fourfold.parts.sequence.dropout import Dropout
 from fourfold.plan.sequence import Spans, chunks, heads_problem, ring_size
 from fourfold.words.errors import Problem, TrainingError
-from fourfold.words.spans import Recorder
 
 __all__ = ["Axis", "Dropout", "attend", "connect"]
 
@@ -55,11 +54,6 @@ class Axis:
     @property
     def links(self) -> tuple[Link, Link]:
         return self.around, self.heads
-
-    def tell(self, recorder: Recorder) -> None:
-        """Have a recorder told of what this rank sends to the others of its sequence, and of its waits."""
-        for link in self.links:
-            link.recorder = recorder
 
     def chunks(self, length: int) -> tuple[Spans, ...]:
         """The spans of a sequence of this length that each index keeps, in its local order. Raises PlanError."""
