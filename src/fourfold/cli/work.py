@@ -107,9 +107,32 @@ def show(words: Sequence[str]) -> int:
     if given.plan is None and not set(given.values) & set(FIELDS):
         raise SettingError(Problem("no plan", "a file PLAN.toml, or fields of a plan", "fourfold show dp=2"))
     # Without a file, dp is 1 unless said: what is shown must not depend on this machine.
-    ready = job.read(words, num_processes=1 if given.plan is None and "dp" not in given.values else None)
+    said = given.plan is not None or "dp" in given.values
+    ready = job.read([*words] if said else [*words, "dp=1"])
     print(text_of(ready.plan, ready.task))
     return 0
+
+
+def verify(words: Sequence[str], processes: str | None) -> int:
+    """`fourfold verify`; returns the exit code."""
+    from fourfold.cli import job, verify
+    from fourfold.cli.settings import FIELDS, sort
+    from fourfold.engines.machine import check_number
+    from fourfold.engines.restart import Care
+    from fourfold.run.verify import STEPS, refuse_outside
+
+    given = sort(words)
+    if given.plan is None and not set(given.values) & set(FIELDS):
+        problem = Problem("no plan", "a file PLAN.toml, or fields of a plan", "fourfold verify lm dp=2 zero=1")
+        raise SettingError(problem, where="fourfold verify")
+    words = [*words] if "steps" in given.values else [*words, f"steps={STEPS}"]
+    world = from_environment()
+    refuse_outside(job.read(words, num_processes=check_number(processes, world)).plan)
+    ready = job.prepare(words, num_processes=check_number(processes, world), keeps=False)
+    if world is not None or ready.num_processes == 1:
+        verify.verify(ready, world)
+        return 0
+    return _launch(["-m", "fourfold.cli.verify", *words], ready.num_processes, Care(restarts=0, notice=_say))
 
 
 def report(words: Sequence[str]) -> int:
