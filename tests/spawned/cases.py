@@ -20,6 +20,7 @@ from fourfold.plan.codec import rounds
 from fourfold.plan.timeline import encode
 from fourfold.run import late
 from fourfold.run.trace import Tracing
+from fourfold.run.verify import verify
 from fourfold.tasks import lm
 from fourfold.testing import oracle
 from fourfold.words.errors import DivergenceError
@@ -371,3 +372,10 @@ def late_in_data(folder: str) -> list[Any]:
     ff.train(task, ff.Plan(dp=2), steps=late.WINDOW + 1, checkpoint_every=0, trace_every=0, folder=folder, name="late")
     lines = (Path(folder) / "late" / "metrics.jsonl").read_text().splitlines()
     return [line["late"] for line in map(json.loads, lines) if "late" in line]
+
+
+def verdict(**fields: Any) -> dict[str, Any] | None:
+    """What `fourfold verify` finds of a plan with these fields; on rank 0."""
+    task = lm.task(width=32, layers=1, length=32, steps=2, batch_size=4, clip=None)
+    found = verify(task, ff.Plan(**fields))
+    return None if found is None else {"worst": found.worst, "tensors": len(found.weights)}

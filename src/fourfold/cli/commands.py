@@ -20,8 +20,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
-COMMANDS = ("train", "run", "show", "checkpoint", "report", "doctor")
-WITH_SETTINGS = ("fourfold train", "fourfold show")
+COMMANDS = ("train", "run", "show", "verify", "checkpoint", "report", "doctor")
+WITH_SETTINGS = ("fourfold train", "fourfold show", "fourfold verify")
 OPTIONS, RUN_OPTIONS = "[-n N]", "[-n N] [--restarts K]"
 TRAIN_WORDS = "TASK PLAN.toml KEY=VALUE"
 Processes = Annotated[
@@ -88,6 +88,7 @@ def fourfold(
     fourfold train task.py:task -n 4      your own task, on 4 processes
     fourfold run -n 4 script.py           your own script, on 4 processes
     fourfold show plan.toml               what each rank will do and send
+    fourfold verify lm plan.toml          whether a plan gives the training of one device
     fourfold checkpoint list runs/NAME    a run's checkpoints
     fourfold report first second          a run as a page, or several beside each other
     fourfold doctor                       this machine: what is there, what to mend
@@ -156,6 +157,25 @@ def show(words: Annotated[list[str] | None, typer.Argument(metavar=TRAIN_WORDS, 
     from fourfold.cli import work
 
     return functools.partial(work.show, words or [])
+
+
+@app.command(options_metavar=OPTIONS, short_help="Train by a plan and on one device, and compare.")
+def verify(
+    words: Annotated[list[str] | None, typer.Argument(metavar=TRAIN_WORDS, hidden=True)] = None,
+    processes: Processes = None,
+) -> Act:
+    """Train a few steps as a plan has it, and on one device, in float64; compare losses, gradients and weights.
+
+    \b
+    TASK       as for fourfold train
+    PLAN.toml  the plan; or its fields as KEY=VALUE: dp=2 sp=2 zero=1
+    KEY=VALUE  steps=3 batch_size=8 seed=1, and arguments of the task
+
+    Exit code 1 where something is further off than 1e-9 · max(1, |b|). Nothing is written.
+    """
+    from fourfold.cli import work
+
+    return functools.partial(work.verify, words or [], processes)
 
 
 checkpoint = typer.Typer(rich_markup_mode=None, help="List, verify and export checkpoints.")

@@ -102,15 +102,19 @@ def read(words: Sequence[str], *, num_processes: int | None = None) -> Job:
     return Job(task=made, plan=plan, settings=rest, identity=identity, **launching)
 
 
-def prepare(words: Sequence[str], *, num_processes: int | None = None) -> Job:
-    """The job a command line describes, after every check that can be made before processes are started."""
+def prepare(words: Sequence[str], *, num_processes: int | None = None, keeps: bool = True) -> Job:
+    """The job a command line describes, after every check that can be made before processes are started.
+
+    keeps: whether it is to be a run, with a folder.
+    """
     from fourfold.run.build import check
     from fourfold.run.folder import check_name
 
     job = read(words, num_processes=num_processes)
     errors = Errors()
     with errors.gather():
-        check_name(RUNS, job.settings["name"], job.identity)
+        if keeps:
+            check_name(RUNS, job.settings["name"], job.identity)
     with errors.gather():
         check_init(job)
     with errors.gather():

@@ -112,6 +112,28 @@ def show(words: Sequence[str]) -> int:
     return 0
 
 
+def verify(words: Sequence[str], processes: str | None) -> int:
+    """`fourfold verify`; returns the exit code."""
+    from fourfold.cli import job, verify
+    from fourfold.cli.settings import FIELDS, sort
+    from fourfold.engines.machine import check_number
+    from fourfold.engines.restart import Care
+    from fourfold.run.verify import STEPS, refuse_outside
+
+    given = sort(words)
+    if given.plan is None and not set(given.values) & set(FIELDS):
+        problem = Problem("no plan", "a file PLAN.toml, or fields of a plan", "fourfold verify lm dp=2 zero=1")
+        raise SettingError(problem, where="fourfold verify")
+    words = [*words] if "steps" in given.values else [*words, f"steps={STEPS}"]
+    world = from_environment()
+    refuse_outside(job.read(words, num_processes=check_number(processes, world)).plan)
+    ready = job.prepare(words, num_processes=check_number(processes, world), keeps=False)
+    if world is not None or ready.num_processes == 1:
+        verify.verify(ready, world)
+        return 0
+    return _launch(["-m", "fourfold.cli.verify", *words], ready.num_processes, Care(restarts=0, notice=_say))
+
+
 def report(words: Sequence[str]) -> int:
     """`fourfold report`; returns the exit code."""
     from fourfold.report.page import write

@@ -18,6 +18,7 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.sequence import divisor, length_problem
 from fourfold.run.batch import Microbatch, has_tokens, leaves, mapped
 from fourfold.run.sequence.dropout import Drawn, apart
+from fourfold.run.sequence.hugging import installed, is_hugging, refuse_packed
 from fourfold.run.sequence.losses import Sum, Value, adding_up, observed, refuse_uneven
 from fourfold.run.sequence.route import Call, routed
 from fourfold.run.sequence.tokens import Share, cut_tokens, length_of, share, without_pads
@@ -64,6 +65,8 @@ class Tokens:
         """This rank's tokens of a batch. Raises TaskError where a batch has none that can be cut."""
         inputs, targets = pair(batch)
         length = length_of((inputs, targets))
+        if is_hugging(self._model):
+            refuse_packed(inputs)
         shares = self.shares(length)
         if self._ignored is not None:
             self._refuse_uneven(targets, length)
@@ -88,7 +91,7 @@ class Tokens:
         self._drawn.begin(step, first, [part.samples for part in parts if part.samples])
         hook = self._model.register_forward_pre_hook(self._drawn.forward)
         try:
-            with routed(self._attend, instead=self._instead):
+            with routed(self._attend, instead=self._instead), installed(self._model):
                 yield
         finally:
             hook.remove()

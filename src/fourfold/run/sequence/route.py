@@ -39,10 +39,19 @@ class Call(NamedTuple):
     grouped: bool = False
 
     def plain(self) -> Tensor:
-        """What torch makes of it: [B, H, l, Dv]."""
-        return KERNEL(
-            self.q, self.k, self.v, self.mask, self.dropout, self.causal, scale=self.scale, enable_gqa=self.grouped
-        )
+        """What torch makes of it: [B, H, l, Dv]. A mask may come with `causal`, which torch does not take."""
+        mask, causal = self.mask, self.causal
+        if mask is not None and causal:
+            mask, causal = (
+                both(mask, torch.ones(self.q.shape[2], self.k.shape[2], device=mask.device).tril() > 0),
+                False,
+            )
+        return KERNEL(self.q, self.k, self.v, mask, self.dropout, causal, scale=self.scale, enable_gqa=self.grouped)
+
+
+def both(mask: Tensor, other: Tensor) -> Tensor:
+    """A mask, and a boolean one beside it."""
+    return mask & other if mask.dtype == torch.bool else mask.masked_fill(~other, float("-inf"))
 
 
 Target = Callable[[Call], Tensor]

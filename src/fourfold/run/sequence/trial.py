@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from fourfold.plan.sequence import heads_problem
 from fourfold.run.batch import POSITION_NAMES, evaluating, has_tokens, leaves, mapped
-from fourfold.run.sequence.route import Call, routed
+from fourfold.run.sequence.hugging import installed, is_hugging
+from fourfold.run.sequence.route import Call, both, routed
 from fourfold.run.sequence.tokens import Share, cut_tokens
 from fourfold.run.sequence.where import Names
 from fourfold.words.errors import Problem, TaskError
@@ -69,10 +70,12 @@ class Trial:
     def run(self) -> Tried:
         """Try the model out. What the model raises itself on whole inputs is raised."""
         with evaluating(self._model), self._names:
-            outputs = self._whole()
-            if not self._seen:
-                return Tried([self._without_attention()])
             try:
+                outputs = self._whole()
+                if not self._seen:
+                    return Tried([self._without_attention()])
+                if is_hugging(self._model):
+                    self._compare_with_its_own(outputs)
                 own = self._replay(outputs)
             except _Differs as error:
                 return Tried([self._explained(error.got)])
@@ -88,8 +91,15 @@ class Trial:
             self._seen.append(_Seen(call, self._names.here))
             return call.plain()
 
-        with routed(target, watch=self._watch):
+        with routed(target, watch=self._watch), installed(self._model):
             return self._call(self._inputs)
+
+    def _compare_with_its_own(self, outputs: Any) -> None:
+        """A transformers model must be the same with our attention and masks as with those it is configured for."""
+        theirs = self._call(self._inputs)
+        if not all(map(_close, leaves(theirs), leaves(outputs))):
+            kind = f"a {type(self._model).__name__} that attends otherwise than its masks and modules say"
+            raise TaskError(Problem(f"sp > 1 and {kind}", "plain or causal attention, with a mask of keys"))
 
     def _watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Notice attention that is made by hand: it is what a message should speak of."""
@@ -110,7 +120,7 @@ class Trial:
             number += 1
             return self._attend(number, call)
 
-        with routed(target):
+        with routed(target), installed(self._model):
             try:
                 own = self._call(cut_tokens(dict(self._inputs), self._share))
             except (RuntimeError, IndexError, ValueError) as error:
@@ -139,7 +149,7 @@ class Trial:
         if whole.causal:
             columns = torch.arange(whole.k.shape[2], device=call.q.device)
             causal = columns <= rows[:, None]
-            mask = causal if mask is None else _both(mask, causal)
+            mask = causal if mask is None else both(mask, causal)
         return call._replace(k=whole.k, v=whole.v, mask=mask, causal=False).plain()
 
     def _mask(self, whole: Call, call: Call, rows: Tensor, name: str) -> Tensor | None:
@@ -214,14 +224,14 @@ class Trial:
 
     def _ignores_positions(self) -> bool:
         given = self._inputs[self._position]
-        with routed(Call.plain):
+        with routed(Call.plain), installed(self._model):
             turned = self._call({**self._inputs, self._position: given.flip(1)})
             straight = self._call(self._inputs)
         return all(map(torch.equal, leaves(turned), leaves(straight)))
 
     def _first_difference(self) -> str | None:
         """The first module whose outputs for this rank's tokens are not those it has among all tokens."""
-        with self._names.recording() as whole, routed(Call.plain):
+        with self._names.recording() as whole, routed(Call.plain), installed(self._model):
             outputs = self._call(self._inputs)
         # It ends as it did before; what was recorded until then tells where.
         with self._names.recording() as own, contextlib.suppress(_Differs):
@@ -257,10 +267,6 @@ def smaller(tree: Any, *, length: int, few: int, samples: int) -> Any:
         return few_samples[:, places.to(tensor.device)] if has_tokens(tensor, length) else few_samples
 
     return mapped(tree, first)
-
-
-def _both(mask: Tensor, causal: Tensor) -> Tensor:
-    return mask & causal if mask.dtype == torch.bool else mask.masked_fill(~causal, float("-inf"))
 
 
 def _close(whole: Tensor, own: Tensor) -> bool:

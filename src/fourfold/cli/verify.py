@@ -1,0 +1,96 @@
+"""`fourfold verify`: a plan's training beside one device's, as a table.
+
+    python -m fourfold.cli.verify WORD…      one rank of it, in a world of a launcher's
+
+Law: the exit code is 1 where something is further off than the tolerance.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from fourfold.cli import job
+from fourfold.words.errors import FourfoldError, Problem
+from fourfold.words.world import World, from_environment
+
+if TYPE_CHECKING:
+    from fourfold.run.verify import Verdict
+
+SHOWN = 40  # tensors; of more, the furthest
+
+
+class VerifyError(FourfoldError):
+    """A plan whose training is not that of one device."""
+
+    exit_code = 1
+
+
+def main(words: Sequence[str]) -> None:
+    world = from_environment()
+    assert world is not None
+    verify(job.read(words, num_processes=world.size), world)
+
+
+def verify(work: job.Job, world: World | None) -> None:
+    """Verify in this process; rank 0 says what was found. Raises VerifyError there."""
+    from fourfold.run.verify import TOLERANCE
+    from fourfold.run.verify import verify as run
+
+    verdict = run(work.task, work.plan, seed=work.settings.get("seed", 0))
+    if verdict is None:
+        return
+    print("\n".join(told(work, verdict)), flush=True)
+    if not verdict.worst <= TOLERANCE:
+        raise VerifyError(_problems(verdict, TOLERANCE), where="what was compared")
+
+
+def told(work: job.Job, verdict: "Verdict") -> list[str]:
+    """The lines of the table, and what is to be known about it."""
+    from fourfold.run.verify import TOLERANCE
+
+    mesh = work.plan.mesh
+    axes = " × ".join(f"{axis} {mesh.axis_size(axis)}" for axis in ("pp", "dp", "sp", "tp") if mesh.axis_size(axis) > 1)
+    steps = f"{work.task.steps} step{'s' if work.task.steps > 1 else ''}"
+    lines = [f"{work.spec} on {axes or 'one rank'}, beside one device: {steps} in float64", ""]
+    names = sorted(verdict.weights, key=lambda name: -max(verdict.weights[name], verdict.gradients[name]))
+    names = [name for name in verdict.weights if name in names[:SHOWN]]
+    width = max(len(name) for name in (*names, "tensor"))
+    lines.append(f"  {'tensor'.ljust(width)}  gradient   weight")
+    for name in names:
+        lines.append(f"  {name.ljust(width)}  {_number(verdict.gradients[name])}  {_number(verdict.weights[name])}")
+    if len(names) < len(verdict.weights):
+        lines.append(f"  and {len(verdict.weights) - len(names)} more, none of them further off")
+    lines += ["", f"  loss, by step  {'  '.join(map(_number, verdict.losses))}", ""]
+    lines.append(f"largest deviation {verdict.worst:.1e}, of |a − b| / max(1, |b|); the tolerance is {TOLERANCE:.0e}")
+    if verdict.num_dropouts:
+        lines.append("dropout is left out: what is dropped is drawn by each rank")
+    if verdict.draws:
+        lines.append("the model draws random numbers while it trains: each mesh has other ones, and may differ by them")
+    if verdict.worst <= TOLERANCE:
+        lines.append("the plan gives the training of one device")
+    return lines
+
+
+def _number(far: float) -> str:
+    return f"{far:8.1e}"
+
+
+def _problems(verdict: "Verdict", tolerance: float) -> list[Problem]:
+    kinds: Mapping[str, Mapping[str, float]] = {
+        "gradient": verdict.gradients,
+        "weight": verdict.weights,
+        "loss": {f"step {number}": far for number, far in enumerate(verdict.losses, 1)},
+    }
+    problems = []
+    for kind, each in kinds.items():
+        over = {name: far for name, far in each.items() if not far <= tolerance}
+        if over:
+            name = max(over, key=lambda key: over[key])
+            more = f", and {len(over) - 1} more" if len(over) > 1 else ""
+            got = f"the {kind} of {name} is {over[name]:.1e} off{more}"
+            problems.append(Problem(got, f"at most {tolerance:.0e}", "the same with one axis of the mesh at a time"))
+    return problems
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,185 @@
+"""Verify: the training of a plan beside that of one device, on the same task and data.
+
+exact    in float64 throughout, also where a model asks for float32 itself, and without dropout
+probe    one step of plain descent at rate 1: what the weights move by is the gradient
+far      |a − b| / max(1, |b|), the largest of a tensor
+Law: what is inside the law of every mesh is compared, number by number; what is outside is refused with the reason.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fourfold.feed.feed import Batch, Feed
+from fourfold.parts.comm import world
+from fourfold.plan.plan import Plan
+from fourfold.run.batch import call, leaves, mapped, measure
+from fourfold.run.build import parallelize
+from fourfold.words.errors import PlanError, Problem
+from fourfold.words.task import Task
+
+TOLERANCE = 1e-9
+STEPS = 3
+WIDE = {torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.float16: torch.float64}
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """How far the plan's training is from one device's: losses by step, gradients and weights by name."""
+
+    losses: list[float]
+    gradients: dict[str, float]
+    weights: dict[str, float]
+    num_dropouts: int
+    draws: bool
+    """Whether the model drew random numbers all the same: then each mesh has other ones."""
+
+    @property
+    def worst(self) -> float:
+        every = (*self.losses, *self.gradients.values(), *self.weights.values())
+        return float("inf") if any(far != far for far in every) else max(every)
+
+
+def refuse_outside(plan: Plan) -> None:
+    """Raise PlanError for a plan whose training is not meant to be one device's."""
+    apart = "ranks that have the same weights after every step"
+    reasons = {
+        "codec": (
+            "none",
+            f'codec = "{plan.codec}"',
+            "gradients that arrive as they were: a codec rounds or leaves out",
+        ),
+        "sync": ("step", f'sync = "{plan.sync}"', apart),
+        "precision": ("keep", f'precision = "{plan.precision}"', "float64, in which rounding does not hide a mistake"),
+    }
+    problems = [
+        Problem(f"{got}: another training than one device's", need, f'{name} = "{value}"')
+        for name, (value, got, need) in reasons.items()
+        if getattr(plan, name) != value
+    ]
+    if plan.batch_norm == "local":
+        need = "statistics of the whole batch"
+        problems.append(Problem('batch_norm = "local": another training than one device\'s', need, "GroupNorm"))
+    if problems:
+        raise PlanError(problems, where="what is to be verified")
+
+
+def verify(task: Task, plan: Plan, *, seed: int = 0) -> Verdict | None:
+    """Train `task.steps` steps on the plan's mesh, and on rank 0 alone as well; what is found, there. Collective.
+
+    Raises PlanError for a plan outside the law, and whatever a training raises.
+    """
+    refuse_outside(plan)
+    torch.manual_seed(seed)
+    source = task.data().train
+    model = task.model().double()
+    num_dropouts = _without_dropout(model)
+    # Each of the trainings begins with these weights; rank 0's, for it is rank 0 that compares.
+    first = {name: p.detach().clone() for name, p in model.named_parameters()}
+    make = functools.partial(Feed, source, batch_size=task.batch_size, seed=seed)
+    with _Exact():
+        probed, _ = _on_mesh(_probe(task), copy.deepcopy(model), plan, make(plan), seed=seed)
+        trained, losses = _on_mesh(task, copy.deepcopy(model), plan, make(plan), seed=seed)
+        if world().rank:
+            return None
+        state = torch.get_rng_state()
+        alone, _ = _alone(_probe(task), copy.deepcopy(model), make(Plan()))
+        expected, their_losses = _alone(task, model, make(Plan()))
+        draws = not torch.equal(state, torch.get_rng_state())
+    return Verdict(
+        losses=[abs(a - b) / max(1.0, abs(b)) for a, b in zip(losses, their_losses, strict=True)],
+        gradients={name: _far(first[name] - probed[name], first[name] - alone[name]) for name in first},
+        weights={name: _far(trained[name], expected[name]) for name in first},
+        num_dropouts=num_dropouts,
+        draws=draws,
+    )
+
+
+def _probe(task: Task) -> Task:
+    """The task with one step, that of the gradient itself."""
+    descent = functools.partial(torch.optim.SGD, lr=1.0)
+    return dataclasses.replace(task, steps=1, clip=None, optimizer=descent, schedule=None)
+
+
+def _on_mesh(
+    task: Task, model: nn.Module, plan: Plan, feed: Feed, *, seed: int
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Weights and losses of a training as the plan has it."""
+    step = parallelize(model, task.loss, task.optimizer, plan, clip=task.clip, seed=seed)
+    losses = [step(batch).loss for batch in _rated(task, step.optimizer, feed)]
+    state = step.state_dict()["model"]
+    return {name: state[name].cpu() for name, _ in step.model.named_parameters()}, losses
+
+
+def _alone(task: Task, model: nn.Module, feed: Feed) -> tuple[dict[str, Tensor], list[float]]:
+    """Weights and losses of a training in this process, in plain torch."""
+    optimizer = task.optimizer(list(model.parameters()))
+    losses = []
+    for inputs, targets in _rated(task, optimizer, feed):
+        loss = measure(task.loss(call(model, inputs), targets), len(next(leaves(targets))))
+        mean = loss.total / loss.count
+        optimizer.zero_grad()
+        mean.backward()
+        if task.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), task.clip)
+        optimizer.step()
+        losses.append(mean.item())
+    return {name: p.detach() for name, p in model.named_parameters()}, losses
+
+
+def _rated(task: Task, optimizer: torch.optim.Optimizer, feed: Feed) -> Iterator[Any]:
+    """The batches of all steps, in float64; before each one the rate is the schedule's."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    batches = feed.forever()
+    with contextlib.closing(batches):
+        for number in range(task.steps):
+            if task.schedule is not None:
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = rate * task.schedule(number, task.steps)
+            batch = next(batches)
+            yield Batch.of(mapped(tuple(batch), _wide), batch.samples)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _far(a: Tensor, b: Tensor) -> float:
+    a, b = a.double(), b.double()
+    return ((a - b).abs() / b.abs().clamp(min=1.0)).max().item() if a.numel() else 0.0
+
+
+def _without_dropout(model: nn.Module) -> int:
+    """Set every probability of dropout in a model to 0; how many there were."""
+    found = 0
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            is_one = name == "p" if isinstance(module, nn.modules.dropout._DropoutNd) else "drop" in name
+            if is_one and type(value) is float and value > 0.0:
+                setattr(module, name, 0.0)
+                found += 1
+    return found
+
+
+class _Exact(TorchFunctionMode):
+    """Within, what asks for float32 or less gets float64."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        args = tuple(_wider(arg) for arg in args)
+        named = {name: _wider(value) for name, value in (kwargs or {}).items()}
+        if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
+            func = Tensor.double
+        return func(*args, **named)
+
+
+def _wider(value: Any) -> Any:
+    return WIDE.get(value, value) if isinstance(value, torch.dtype) else value

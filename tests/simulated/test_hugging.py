@@ -1,0 +1,163 @@
+"""Models of transformers over the sequence axis: as in one process, without a change to them. Nothing is downloaded."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fourfold.plan.plan import Plan
+from fourfold.run.build import TrainStep
+from fourfold.run.sequence.hugging import NAME
+from fourfold.testing import oracle, threads
+from fourfold.testing.oracle import TOLERANCE
+from fourfold.words.errors import TaskError
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {"vocab_size": 50, "attn_implementation": "sdpa"}
+LENGTH = 16
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, **SMALL
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def gpt2() -> nn.Module:
+    options = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**options, **dropouts, **SMALL))
+
+
+def bert() -> nn.Module:
+    options = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    dropouts = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    return transformers.BertForMaskedLM(transformers.BertConfig(**options, **dropouts, **SMALL))
+
+
+MODELS = {"llama": llama, "gpt2": gpt2, "bert": bert}
+
+
+class Wide(torch.overrides.TorchFunctionMode):
+    """Normalization in float32, as these models have it, would round what is compared to 1e-9."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        return (torch.Tensor.double if func is torch.Tensor.float else func)(*args, **kwargs)
+
+
+@functools.cache
+def made(kind: str) -> nn.Module:
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    return MODELS[kind]().double()
+
+
+def batches(*, masked: bool = False, length: int = LENGTH) -> list:
+    generator = torch.Generator().manual_seed(5)
+    result = []
+    for _ in range(3):
+        tokens, targets = torch.randint(0, 50, (2, 4, length), generator=generator)
+        inputs = {"input_ids": tokens, "position_ids": torch.arange(length).expand(4, length)}
+        if masked:
+            inputs["attention_mask"] = (torch.arange(length) < torch.tensor([[length], [9], [3], [12]])).long()
+        result.append((inputs, targets))
+    return result
+
+
+def loss(outputs, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.logits.flatten(0, 1), targets.flatten(), reduction="none")
+
+
+adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
+
+
+def train(ranks, kind: str, plan: Plan, given: list) -> oracle.Trained:
+    with Wide():
+        step = TrainStep(copy.deepcopy(made(kind)), loss, adamw, plan=plan, ranks=ranks, clip=None)
+        metrics = [step(batch) for batch in given]
+    return oracle.snapshot(step.model, [m.loss for m in metrics], [])
+
+
+def expected(kind: str, given: list) -> oracle.Trained:
+    with Wide():
+        return oracle.train(copy.deepcopy(made(kind)), loss, adamw, given)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("sp", [2, 4])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_of_transformers_is_trained_as_in_one_process(kind, sp, masked):
+    given = batches(masked=masked)
+    alone = expected(kind, given)
+    trained = threads.run(sp, lambda ranks: train(ranks, kind, Plan(sp=sp), given))
+    assert max(oracle.deviation(each, alone) for each in trained) <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_lengths_that_do_not_divide_are_padded(kind):
+    given = batches(masked=True, length=13)
+    alone = expected(kind, given)
+    trained = threads.run(2, lambda ranks: train(ranks, kind, Plan(sp=2, ring="plain"), given))
+    assert max(oracle.deviation(each, alone) for each in trained) <= TOLERANCE
+
+
+def test_outside_a_step_a_model_attends_as_it_is_configured():
+    def body(ranks):
+        step = TrainStep(copy.deepcopy(made("llama")), loss, adamw, plan=Plan(sp=2), ranks=ranks, clip=None)
+        step(batches()[0])
+        return getattr(step.model.config, "_attn_implementation")  # noqa: B009
+
+    assert threads.run(2, body) == ["sdpa", "sdpa"]
+
+
+def test_packed_documents_are_refused():
+    given = batches()[:1]
+    given[0][0]["position_ids"] = torch.arange(LENGTH).remainder(5).expand(4, LENGTH)
+    with pytest.raises(TaskError, match=r"packed documents"):
+        threads.run(2, lambda ranks: train(ranks, "llama", Plan(sp=2), given))
+
+
+def test_sliding_windows_are_refused():
+    def body(ranks):
+        config = transformers.MistralConfig(
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            sliding_window=4,
+            **SMALL,
+        )
+        model = transformers.MistralForCausalLM(config)
+        TrainStep(model, loss, adamw, plan=Plan(sp=2), ranks=ranks, clip=None)(batches()[0])
+
+    with pytest.raises(TaskError, match=r"a mask by sliding_window_causal_mask_function|a mask by and_masks"):
+        threads.run(2, body)
+
+
+def test_a_model_that_counts_positions_itself_is_refused():
+    class Blind(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = copy.deepcopy(made("gpt2"))
+
+        def forward(self, input_ids: Tensor, position_ids: Tensor):
+            return self.inner(input_ids)
+
+    def body(ranks):
+        TrainStep(Blind(), loss, adamw, plan=Plan(sp=2), ranks=ranks, clip=None)(batches()[0])
+
+    with pytest.raises(TaskError, match=r"does not use position_ids"):
+        threads.run(2, body)
+
+
+def test_the_name_is_known_to_transformers_when_it_has_been_used():
+    threads.run(2, lambda ranks: train(ranks, "llama", Plan(sp=2), batches()[:1]))
+    assert NAME in transformers.AttentionInterface()

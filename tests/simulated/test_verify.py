@@ -1,0 +1,122 @@
+"""Laws of `fourfold verify`: it passes what is right, names what is wrong, and says what it leaves out."""
+
+import dataclasses
+import functools
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fourfold.cli import verify as command
+from fourfold.cli.job import Job
+from fourfold.feed.source import Tensors
+from fourfold.plan.plan import Plan
+from fourfold.run import actions
+from fourfold.run.batch import Loss, measure
+from fourfold.run.verify import TOLERANCE, Verdict, refuse_outside, verify
+from fourfold.words.errors import PlanError
+from fourfold.words.task import Data, Task
+
+
+class Net(nn.Module):
+    """Eight features, three classes; dropout as a module, a number of its own or a draw; a norm in float32."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.second, self.kind = nn.Linear(8, 16), nn.Linear(16, 3), kind
+        self.module, self.dropout = nn.Dropout(0.5 if kind == "module" else 0.0), 0.5 if kind == "number" else 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.module(self.first(x))
+        x = F.dropout(x, self.dropout, self.training)
+        if self.kind == "narrow":
+            x = x.to(torch.float32).softmax(-1, dtype=torch.float32) + x.float()
+        if self.kind == "draws":
+            x = x * torch.rand(())
+        return self.second(x.to(self.second.weight.dtype))
+
+
+def task(kind: str = "plain", **fields) -> Task:
+    torch.manual_seed(0)
+    data = Data(train=Tensors(torch.randn(64, 8), torch.randint(0, 3, (64,))))
+    return Task(
+        model=functools.partial(Net, kind),
+        loss=functools.partial(F.cross_entropy, reduction="none"),
+        data=lambda: data,
+        optimizer=functools.partial(torch.optim.AdamW, lr=1e-2),
+        schedule=lambda step, steps: 1.0 - step / steps,
+        **{"steps": 3, "batch_size": 16, "clip": 0.5, **fields},
+    )
+
+
+PLANS = [Plan(), Plan(microbatches=3), Plan(bucket_bytes=100), Plan(update="in_backward", microbatches=2)]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", ["plain", "module", "number", "narrow"])
+def test_what_is_right_passes(kind, plan):
+    verdict = verify(task(kind, clip=0.5 if plan.update == "after" else None), plan)
+    assert verdict is not None
+    assert verdict.worst <= TOLERANCE
+    assert verdict.weights.keys() == verdict.gradients.keys() == {n for n, _ in Net(kind).named_parameters()}
+    assert len(verdict.losses) == 3
+    assert verdict.num_dropouts == (kind in ("module", "number"))
+    assert not verdict.draws
+
+
+def wrong(value, samples):
+    loss = measure(value, samples)
+    return Loss(loss.total * 1.0001, loss.count)
+
+
+def test_a_wrong_gradient_is_found_in_every_number():
+    with mock.patch.object(actions, "measure", wrong):
+        verdict = verify(task(), Plan())
+    assert verdict is not None
+    assert min(verdict.losses) > 1e-6
+    assert min(verdict.gradients.values()) > 1e-7
+    assert not verdict.worst <= TOLERANCE
+
+
+def test_a_model_that_draws_is_told():
+    verdict = verify(task("draws"), Plan())
+    assert verdict is not None
+    assert verdict.draws
+
+
+def told(verdict: Verdict) -> str:
+    plan = dataclasses.replace(Plan(), dp=2, sp=2)
+    return "\n".join(command.told(Job(task=task(), plan=plan, settings={"spec": "lm"}, identity={}), verdict))
+
+
+def test_the_table_says_what_was_compared_and_what_was_left_out():
+    verdict = Verdict([1e-12], {"a": 2e-13, "bc": 0.0}, {"a": 1e-5, "bc": float("nan")}, 2, True)
+    lines = told(verdict)
+    assert lines.startswith("lm on dp 2 × sp 2, beside one device: 3 steps in float64")
+    assert "  a        2.0e-13   1.0e-05" in lines
+    assert "largest deviation inf" in lines
+    assert "dropout is left out" in lines
+    assert "draws random numbers" in lines
+    assert "gives the training of one device" not in lines
+    assert "gives the training of one device" in told(Verdict([0.0], {"a": 0.0}, {"a": 1e-10}, 0, False))
+
+
+def test_what_is_off_is_named_and_ends_with_exit_code_1():
+    verdict = Verdict([1e-12, 1e-3], {"a": 2e-13, "bc": 0.0}, {"a": 1e-5, "bc": float("nan")}, 0, False)
+    job = Job(task=task(), plan=Plan(), settings={"spec": "lm"}, identity={})
+    with mock.patch("fourfold.run.verify.verify", return_value=verdict), pytest.raises(command.VerifyError) as caught:
+        command.verify(job, None)
+    assert caught.value.exit_code == 1
+    assert "the weight of a is 1.0e-05 off, and 1 more" in str(caught.value)
+    assert "the loss of step 2 is 1.0e-03 off" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [Plan(dp=2, codec="topk"), Plan(dp=2, sync="local"), Plan(batch_norm="local"), Plan(dp=2, codec="bf16")],
+)
+def test_plans_of_another_training_are_refused_with_the_reason(plan):
+    with pytest.raises(PlanError, match="another training than one device's"):
+        refuse_outside(plan)

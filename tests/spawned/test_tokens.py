@@ -1,0 +1,27 @@
+"""The laws of the sequence axis in training, on real processes."""
+
+import pytest
+
+from fourfold.testing.oracle import TOLERANCE
+
+CASES = "tests.spawned.cases"
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+@pytest.mark.parametrize(("size", "fields"), [
+    (2, {"sp": 2, "clip": 0.5}),
+    (4, {"sp": 2, "ulysses": 2, "zero": 1, "microbatches": 2}),
+    (4, {"sp": 4, "zero": 2, "length": 13}),
+])  # fmt: skip
+def test_tokens_are_shared_out_as_the_oracle_has_it(world, size, fields, transport):
+    fields |= {"model": "lm", "batch_sizes": [4, 4, 3], "transport": transport}
+    results = world(size).run(f"{CASES}:deviation", **fields)
+    assert max(result["deviation"] for result in results) <= TOLERANCE
+
+
+@pytest.mark.parametrize("fields", [{"sp": 2}, {"dp": 2, "zero": 1, "update": "in_backward"}])
+def test_a_plan_is_verified_on_its_mesh(world, fields):
+    found, other = world(2).run(f"{CASES}:verdict", **fields)
+    assert found["tensors"] == 9
+    assert found["worst"] <= TOLERANCE
+    assert other is None
