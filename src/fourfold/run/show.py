@@ -11,6 +11,7 @@ from fourfold.plan.data import RESTS, Bucket, Step, fill, life, lower, step_byte
 from fourfold.plan.plan import Plan
 from fourfold.run.outline import outline
 from fourfold.run.refuse import model_problems, refuse_optimizer, sync_problems, update_problems
+from fourfold.run.show_sequence import sequence
 from fourfold.words import action
 from fourfold.words.action import LOSS, NORM, TRUST, USED, Verb
 from fourfold.words.errors import PlanError
@@ -59,7 +60,8 @@ def show(plan: Plan, task: Task) -> str:
             _program(_all(plan, outlined._replace(sync="apart")), "no rank hears of another one's gradients"),
             _program(_all(plan, outlined._replace(sync="meet")), f"in every {_ordinal(plan.local_steps)} step"),
         ]
-    sections = [_plan(plan), _buckets(buckets, plan), *programs, _bytes(buckets, plan, messages)]
+    tokens = [sequence(plan, task, model)] if plan.sp > 1 else []
+    sections = [_plan(plan), _buckets(buckets, plan), *tokens, *programs, _bytes(buckets, plan, messages)]
     return "\n\n".join(sections)
 
 
