@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from fourfold.parts import data, optim
 from fourfold.plan.codec import rounds, sent_bytes
-from fourfold.plan.data import RESTS, Bucket, Step, fill, life, lower, step_bytes
+from fourfold.plan.data import RESTS, Bucket, Step, fill, life, limit, lower, step_bytes
 from fourfold.plan.plan import Plan
 from fourfold.run.outline import outline
 from fourfold.run.refuse import model_problems, refuse_optimizer, sync_problems, update_problems
@@ -49,7 +49,8 @@ def show(plan: Plan, task: Task) -> str:
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
     specs = data.specs(trainable, {name: group_of[id(p)] for name, p in trainable.items()})
     rest = RESTS[plan.zero if plan.num_sharing > 1 else 0]
-    buckets = fill(specs, bucket_bytes=plan.bucket_bytes, shares=plan.num_sharing if rest.state == SPLIT else 1)
+    bucket_bytes = limit(specs, plan.bucket_bytes, travels=plan.codec != "none")
+    buckets = fill(specs, bucket_bytes=bucket_bytes, shares=plan.num_sharing if rest.state == SPLIT else 1)
     trust = optim.by_parameter(optimizer) and rest.state == SPLIT
     flags = {"clip": task.clip is not None, "unused": plan.unused == "allow", "update": plan.update, "trust": trust}
     outlined = Step(plan.microbatches, len(buckets), rest, **flags)
