@@ -13,7 +13,7 @@ from torch import nn
 
 from fourfold.parts import memory
 from fourfold.parts.gathered import Gathered
-from fourfold.plan.data import step_bytes
+from fourfold.plan.data import Places, step_bytes
 from fourfold.plan.gathers import ROOM
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
@@ -161,10 +161,9 @@ def test_a_rank_sends_what_the_formula_says(place, microbatches):
         step = deep(ranks, place, microbatches=microbatches)
         return [step(ones(6)).sent_bytes for _ in range(3)], step.buckets
 
-    size, shard = place.size // (2 if place.hosts == 2 else 1), place.shard
-    shard = shard if place.hosts == 1 else (shard or place.size) // 2
+    size, shard = place.size // place.hosts, (place.shard or place.size) // place.hosts
     for sent, buckets in place.run(body):
-        expected = step_bytes(buckets, zero=3, size=size, microbatches=microbatches, shard=shard)
+        expected = step_bytes(buckets, zero=3, places=Places(shard, size // shard), microbatches=microbatches)
         # Each rank of a host sends its slice.
         assert sent[-1] == pytest.approx(expected / place.hosts, rel=1e-9)
         assert sent[0] == sent[-1]  # also while the order is learnt

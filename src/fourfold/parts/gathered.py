@@ -67,11 +67,17 @@ class Gathered:
         self._parameters, self._buckets, self._transport = parameters, buckets, transport
         self._device = parameters[0][0].device
         owns = [transport.own(bucket.index) for bucket in buckets]
+        dtypes = [members[0].dtype for members in parameters]
         self.homes = [
-            Part(own.start, own.stop, memory.private(own.stop - own.start, own.flat.dtype, self._device))
-            for own in owns
+            Part(start, stop, memory.private(stop - start, dtype, self._device))
+            for (start, stop, _), dtype in zip(owns, dtypes, strict=True)
         ]
-        self._nothing = [torch.full((), float("nan"), dtype=o.flat.dtype, device=self._device) for o in owns]
+        self._places = {
+            slot.name: (bucket.index, slot.start, max(home.start, slot.start), min(home.stop, slot.stop))
+            for bucket, home in zip(buckets, self.homes, strict=True)
+            for slot in bucket.slots
+        }
+        self._nothing = [torch.full((), float("nan"), dtype=dtype, device=self._device) for dtype in dtypes]
         self.slots = memory.Slots()
         self._scripts: dict[str, Script] = {}
         self._script: Script | None = None
@@ -100,12 +106,25 @@ class Gathered:
     @torch.no_grad()
     def put(self, values: Mapping[str, Tensor]) -> None:
         """Replace weights, by name, as far as they are this rank's."""
-        for bucket in self._buckets:
-            start, stop, home = self.homes[bucket.index]
-            for name, first, last in bucket.slots:
-                low, high = max(start, first), min(stop, last)
-                if name in values and low < high:
-                    home[low - start : high - start] = values[name].detach().flatten()[low - first : high - first]
+        for name, value in values.items():
+            _, first, low, high = self._places[name]
+            if low < high:
+                self.stretch(name).copy_(value.detach().flatten()[low - first : high - first])
+
+    def stretch(self, name: str) -> Tensor:
+        """This rank's share of a parameter, as it lies; may be empty."""
+        bucket, _, low, high = self._places[name]
+        start, _, home = self.homes[bucket]
+        return home[low - start : max(low, high) - start]
+
+    @torch.no_grad()
+    def laid_out(self, name: str, share: Tensor, num_elements: int) -> Tensor:
+        """A copy of a share at its place among zeros [elements]: summed over the ranks they are the parameter."""
+        _, first, low, high = self._places[name]
+        whole = torch.zeros(num_elements, dtype=share.dtype, device=share.device)
+        if low < high:
+            whole[low - first : high - first] = share
+        return whole
 
     def wholes(self) -> Iterator[tuple[Bucket, Tensor]]:
         """Every bucket and all of its weights, one after the other. Collective: every rank goes to the end."""

@@ -179,22 +179,24 @@ class Places(NamedTuple):
 
 
 def step_bytes(
-    buckets: Iterable[Bucket], *, zero: int, size: int, microbatches: int, shard: int | None = None
+    buckets: Iterable[Bucket],
+    *,
+    zero: int,
+    places: Places,
+    microbatches: int,
+    gradients: Iterable[Bucket] | None = None,
 ) -> float:
-    """Bytes each of `size` data ranks sends in a step; zero 3 gathers for forward and again for backward.
+    """Bytes each data rank sends in a step; zero 3 gathers for forward and again for backward.
 
-    What is split is split over `shard` ranks (None: all); their sums are summed over the size / shard replicas.
+    `gradients`: the buckets in the numbers in which gradients are summed, where these are others.
     """
-    places = Places(shard or size, size // (shard or size))
     moments = life(RESTS[zero])
-    sent = 0.0
-    for bucket in buckets:
-        whole = bucket.num_bytes
-        each = 2 * places.gathered_bytes(moments.before_use, whole)
-        each += places.reduced_bytes(moments.after_backward, whole)
-        once = places.reduced_bytes(moments.before_update, whole) + places.gathered_bytes(moments.after_update, whole)
-        sent += microbatches * each + once
-    return sent
+    weights = sum(bucket.num_bytes for bucket in buckets)
+    summed = weights if gradients is None else sum(bucket.num_bytes for bucket in gradients)
+    each = 2 * places.gathered_bytes(moments.before_use, weights)
+    each += places.reduced_bytes(moments.after_backward, summed)
+    once = places.reduced_bytes(moments.before_update, summed) + places.gathered_bytes(moments.after_update, weights)
+    return microbatches * each + once
 
 
 class Step(NamedTuple):

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from fourfold.plan.order import share
-
 VERSION = 1
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 2**28
@@ -31,12 +29,16 @@ ELEMENT_BYTES = {
 
 
 class Global(NamedTuple):
-    """A tensor as the whole run sees it; `whole`: it is not cut (the buffers, which rank 0 speaks for)."""
+    """A tensor as the whole run sees it; `whole`: it is not cut (the buffers, which rank 0 speaks for).
+
+    `flat`: it is cut as if it had one dim, anywhere in its rows.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     whole: bool = False
+    flat: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -61,11 +63,17 @@ class Stretch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A global tensor, and where its parts lie."""
+    """A global tensor, and where its parts lie; `flat`: stretches are of the tensor in one dim, its shape is not."""
 
     dtype: str
     shape: tuple[int, ...]
     stretches: tuple[Stretch, ...]
+    flat: bool = False
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The shape that the stretches are boxes of."""
+        return (math.prod(self.shape),) if self.flat else self.shape
 
 
 class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,10 +84,11 @@ class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the first step taught: see `run.build`."""
+    """What the first step taught: see `run.build`; and the scale of the loss, where it has one."""
 
     order: tuple[int, ...]
     nominal_count: float
+    scale: dict[str, float] | None = None
 
 
 class Fed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -164,17 +173,6 @@ def share_out(tensors: Iterable[Global], size: int) -> dict[str, tuple[Stretch, 
     return result
 
 
-def row_share(shape: Sequence[int], size: int, rank: int) -> tuple[int, int]:
-    """The rows [start, stop) of a tensor that a rank writes where all ranks write some; a scalar is rank 0's."""
-    return share(0, shape[0] if shape else 1, size, size - 1 - rank)
-
-
-def dealt(tensor: Global, size: int) -> tuple[Stretch, ...]:
-    """The stretches of a tensor of which every rank writes its `row_share`."""
-    bounds = [(rank, *row_share(tensor.shape, size, rank)) for rank in reversed(range(size))]
-    return tuple(_rows(tensor, low, high, rank=rank) for rank, low, high in bounds if low < high)
-
-
 def _row(offset_bytes: int, row_bytes: int, rows: int) -> int:
     """The row nearest to a place in the tensor."""
     return min(max((offset_bytes + row_bytes // 2) // row_bytes, 0), rows) if row_bytes else 0
@@ -233,10 +231,10 @@ def _entry_problems(entry: Entry, files: Mapping[str, File]) -> Iterator[str]:
     for stretch in entry.stretches:
         if stretch.file not in files:
             yield f"in {stretch.file!r}, which is not among the files"
-        if not _inside(stretch.box, entry.shape):
+        if not _inside(stretch.box, entry.dims):
             yield f"offsets {stretch.offsets}, lengths {stretch.lengths} of shape {entry.shape}"
             return
-    if not _tile([stretch.box for stretch in entry.stretches], entry.shape):
+    if not _tile([stretch.box for stretch in entry.stretches], entry.dims):
         yield "its stretches leave a gap, or lie on each other"
     if len({stretch.file for stretch in entry.stretches}) < len(entry.stretches):
         yield "two stretches in one file"

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from fourfold.plan.codec import KINDS, Coding
+from fourfold.plan.data import Places
+from fourfold.plan.precision import COMPUTE, REDUCE
 from fourfold.plan.sequence import RINGS, ulysses_problem
 from fourfold.words.errors import PlanError, Problem, nearest
 from fourfold.words.mesh import Mesh
@@ -73,7 +75,8 @@ RULES = {
     "codec_density": Rule(float, most=1.0),
     "codec_life": Rule(int),
     "offload": Rule(str, choices=("none", "states"), built=("none",)),
-    "precision": Rule(str, choices=("keep", "bf16", "fp16"), built=("keep",)),
+    "precision": Rule(str, choices=("keep", *COMPUTE)),
+    "reduce": Rule(str, choices=("keep", *REDUCE)),
     "batch_norm": Rule(str, choices=("refuse", "local", "sync"), built=("refuse", "local")),
     "unused": Rule(str, choices=("refuse", "allow")),
     "bucket_bytes": Rule(int, least=1),
@@ -112,6 +115,7 @@ class Plan:
     codec_life: int = 100
     offload: str = "none"
     precision: str = "keep"
+    reduce: str = "keep"
     batch_norm: str = "refuse"
     unused: str = "refuse"
     bucket_bytes: int = 4 * 2**20
@@ -133,6 +137,7 @@ class Plan:
     def training(self) -> dict[str, object]:
         """The decisions that make another training of it, and not only another way to the same weights."""
         names = [] if self.codec == "none" else [name for name in FIELDS if name.startswith("codec")]
+        names += [name for name in ("precision", "reduce") if getattr(self, name) != "keep"]
         if self.sync == "local":
             # Each of the ranks learns by itself: their number matters too.
             names += ["sync", "local_steps", "outer_lr", "outer_momentum", "dp"]
@@ -152,6 +157,12 @@ class Plan:
     def num_sharing(self) -> int:
         """Ranks whose gradients are added up, and that share what rests split: dp · sp."""
         return self.dp * self.sp
+
+    @property
+    def places(self) -> Places:
+        """The ranks that share what rests split, and how often there are all shares of it."""
+        shard = self.num_shares if self.zero else self.num_sharing
+        return Places(shard, self.num_sharing // shard)
 
     @property
     def mesh(self) -> Mesh:

@@ -2,7 +2,7 @@
 
 living  as it lies: the optimizer's tensors are lists of consecutive flat stretches, this rank's only where they
         rest split
-saved   copies, whole, in the shapes of the parameters
+saved   copies, whole, in the shapes of the parameters; of weights the precise ones, as the update has them
 Law: `load(saved())` changes nothing, and on another mesh goes on with the same training.
 """
 
@@ -43,7 +43,9 @@ class State:
             for slot in bucket.slots
         }
         outer = {} if self.local is None else self.local.momenta
-        return {"model": self.weights.model.state_dict(keep_vars=True), "optimizer": states, "outer": outer}
+        masters = {name: self.weights.share(name) for name in self.weights.apart}
+        model = self.weights.model.state_dict(keep_vars=True)
+        return {"model": model, "masters": masters, "optimizer": states, "outer": outer}
 
     def saved(self) -> dict[str, Any]:
         """Copies of all of it, and of what codecs remember. Collective."""
@@ -91,7 +93,8 @@ class State:
                 first, last, _ = self.transport.own(bucket.index)
             for slot in bucket.slots:
                 low, high = max(first, slot.start), min(last, slot.stop)
-                result[slot.name] = (low - slot.start, max(low, high) - slot.start)
+                high = low if self.transport.replica else max(low, high)  # replica 0 has the same
+                result[slot.name] = (low - slot.start, high - slot.start)
         return result
 
     def load(self, state: Mapping[str, Any]) -> None:

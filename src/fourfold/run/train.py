@@ -95,7 +95,7 @@ def train(
     kept = {"clip": settings.clip, "seed": settings.seed, "skip_nan": settings.skip_nan}
     step = parallelize(model, task.loss, task.optimizer, plan, **kept)
     feed = Feed(data.train, plan, batch_size=settings.batch_size, seed=settings.seed)
-    trained = Trained(step, feed, None if settings.ema is None else Average(step.weights, settings.ema))
+    trained = Trained(step, feed, None if settings.ema is None else Average(step.shares_of_weights, settings.ema))
     beats = pulse.of_environment()
     with _speaker(task, step, plan, settings, report) as speaker:
         if speaker.opened.finished is not None:
@@ -226,7 +226,7 @@ class Training:
         step, _, average = self.trained
         valid = evaluate(step, self.task, self.valid, self.settings.batch_size)
         if average is not None:
-            with average.applied(step.put):
+            with step.replaced(average.values):
                 averaged = evaluate(step, self.task, self.valid, self.settings.batch_size)
             valid |= {f"ema {name}": value for name, value in averaged.items()}
         self.speaker.evaluated(progress.step, valid)
@@ -245,7 +245,7 @@ class Training:
             self.keeper.save(progress)
         sample = None
         if self.task.sample is not None:
-            applied = average.applied(step.put) if average is not None else contextlib.nullcontext()
+            applied = step.replaced(average.values) if average is not None else contextlib.nullcontext()
             with applied, evaluating(step.model), step.read():
                 sample = self.task.sample(step.model) if self.speaker.rank == 0 else None
         self.keeper.wait()

@@ -48,7 +48,10 @@ __all__ = [
 
 
 class Request(NamedTuple):
-    """What the buckets need of a transport: sizes, dtypes, the slots they use by turns, rests, and room for scalars."""
+    """What the buckets need of a transport: sizes, dtypes, the slots they use by turns, rests, and room for scalars.
+
+    `dtypes` are those of the slots; `weight_dtypes` those of the weights, where they are others.
+    """
 
     sizes: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
@@ -60,6 +63,7 @@ class Request(NamedTuple):
     coded: bool = False
     shard: int | None = None
     """Among how many neighbouring ranks that which rests split is split; None: all."""
+    weight_dtypes: tuple[torch.dtype, ...] | None = None
 
     @property
     def use(self) -> Use:
@@ -178,13 +182,14 @@ def _share(ranks: Ranks, request: Request) -> tuple[Shared | None, str]:
         return None, f"{len(hosts)} hosts with {sorted({len(host) for host in hosts})} ranks each"
     sharing = _hosts_sharing(request.shard or ranks.size, len(here), len(hosts))
     between_hosts = request.rest.weight == SPLIT and sharing > 1
+    weights = (request.weight_dtypes or request.dtypes) if request.rest.state == SPLIT else ()
     slotting = Slotting(
         request.sizes,
         request.dtypes,
         num_scalars=request.num_scalars,
         turns=request.turns,
-        weights=request.rest.state == SPLIT and not between_hosts,
-        stages=between_hosts,
+        weights=() if between_hosts else weights,
+        stages=weights if between_hosts else (),
     )
     met, problem = meet(lambda: memory.create_shared(slotting.total_bytes(len(here))), ranks, here)
     if met is None:
