@@ -113,8 +113,10 @@ CONFIGURATIONS: dict[str, Callable[[nn.Module, Case], Step]] = {
     "zero-torch": zero_torch,
     "fourfold": fourfold,
     "fourfold-early": functools.partial(fourfold, update="in_backward"),
+    "fourfold-forward": functools.partial(fourfold, update="in_forward"),
     "fourfold-zero1": functools.partial(fourfold, zero=1),
     "fourfold-zero1-early": functools.partial(fourfold, zero=1, update="in_backward"),
+    "fourfold-zero1-forward": functools.partial(fourfold, zero=1, update="in_forward"),
     "fourfold-zero2": functools.partial(fourfold, zero=2),
 }
 

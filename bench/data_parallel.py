@@ -27,7 +27,15 @@ from typing import NamedTuple
 from bench.measure import MB, PeakMemory, machine, table
 from bench.world import World, WorldError
 
-OURS = ("fourfold", "fourfold-early", "fourfold-zero1", "fourfold-zero1-early", "fourfold-zero2")
+OURS = (
+    "fourfold",
+    "fourfold-early",
+    "fourfold-forward",
+    "fourfold-zero1",
+    "fourfold-zero1-early",
+    "fourfold-zero1-forward",
+    "fourfold-zero2",
+)
 CONFIGURATIONS = ("ddp", "ddp-tuned", "ddp-malloc", "zero-torch", "fsdp2", "alone", *OURS)
 DEFAULT = ("ddp", "ddp-tuned", "ddp-malloc", "fsdp2", "alone", "fourfold")
 BOUND, PEER = "alone", "ddp-tuned"

@@ -54,6 +54,7 @@ class Run:
         for number in range(start, stop):
             self.step(local(batches(self.case)[number], self.step.plan.dp, self.step.data_index))
             if self.average is not None and self.step.is_whole:
+                self.step.flush()
                 self.average.update(number + 1)
             if number + 1 in save_at:
                 loss = (valid or {}).get(number + 1)

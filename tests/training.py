@@ -187,6 +187,7 @@ def train_step(case: Case, step: TrainStep, *, skip: int = 0) -> Trained:
     """All steps of a case on this rank, the first `skip` left out."""
     size, index = step.plan.dp, step.data_index
     metrics = [step(local(batch, size, index)) for batch in batches(case)[skip:]]
+    step.flush()
     return oracle.snapshot(step.model, [m.loss for m in metrics], [m.grad_norm for m in metrics])
 
 

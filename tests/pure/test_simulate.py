@@ -12,6 +12,13 @@ from fourfold.plan.simulate import makespan, simulate
 from fourfold.words.action import Action, ProgramError, Verb, parse
 from fourfold.words.spans import LANES
 
+
+def _can_be(step):
+    if step.update == "in_backward":
+        return not (step.clip or step.unused or step.trust)
+    return step.update == "after" or step.sync == "step"
+
+
 RESTING = st.sampled_from([RESTS[zero] for zero in (0, 1, 2)])
 STEPS = st.builds(
     Step,
@@ -20,11 +27,11 @@ STEPS = st.builds(
     rest=RESTING,
     clip=st.booleans(),
     unused=st.booleans(),
-    update=st.sampled_from(["after", "in_backward"]),
+    update=st.sampled_from(["after", "in_backward", "in_forward"]),
     order=st.just(()),
     trust=st.booleans(),
     sync=st.sampled_from(["step", "apart", "meet"]),
-).filter(lambda step: step.update == "after" or not (step.clip or step.unused or step.trust))
+).filter(_can_be)
 SECONDS = st.floats(0, 10, allow_nan=False).map(lambda value: round(value, 3))
 
 

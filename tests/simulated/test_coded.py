@@ -32,7 +32,7 @@ def worst(case: Case, size: int, *, unit: float = 1.0) -> float:
     zero=st.integers(0, 2),
     batch_sizes=st.lists(st.integers(1, 13), min_size=1, max_size=4).map(tuple),
     microbatches=st.integers(1, 3),
-    then=st.sampled_from([{}, {"clip": 0.05}, {"update": "in_backward"}]),
+    then=st.sampled_from([{}, {"clip": 0.05}, {"update": "in_backward"}, {"update": "in_forward", "clip": 0.05}]),
     bucket_bytes=st.sampled_from([1500, 4000, 2**20]),
 )
 def test_every_data_mesh_trains_as_its_workers_would(size, then, **fields):

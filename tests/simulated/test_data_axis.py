@@ -31,7 +31,7 @@ SIZES = st.integers(1, 4)
     clip=st.sampled_from([None, 0.05, 100.0]),
     bucket_bytes=st.sampled_from([1, 1500, 4000, 2**20]),
     zero=st.integers(0, 2),
-    update=st.sampled_from(["after", "in_backward"]),
+    update=st.sampled_from(["after", "in_backward", "in_forward"]),
 )
 def test_every_data_mesh_gives_the_same_training(size, **fields):
     case = Case(**fields)

@@ -168,7 +168,7 @@ def test_an_empty_group_and_impossible_options_are_refused(kind: Any) -> None:
     clip=st.sampled_from([None, 0.05]),
     bucket_bytes=st.sampled_from([1, 1500, 2**20]),
     zero=st.integers(0, 2),
-    update=st.sampled_from(["after", "in_backward"]),
+    update=st.sampled_from(["after", "in_backward", "in_forward"]),
 )
 def test_on_every_data_mesh_the_update_is_that_of_one_process(size: int, kind: str, **fields: Any) -> None:
     if fields["update"] == "in_backward":

@@ -19,12 +19,13 @@ from tests.training import Case, batches, build, local, train_step
 CASE = Case(batch_sizes=(8, 8, 8, 8), bucket_bytes=1000, optimizer="AdamW")
 
 
+@pytest.mark.parametrize("update", ["in_backward", "in_forward"])
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_updates_in_backward_give_the_weights_of_updates_after_it_bit_for_bit(size, microbatches, zero):
+def test_fused_updates_give_the_weights_of_updates_after_backward_bit_for_bit(size, microbatches, zero, update):
     case = dataclasses.replace(CASE, zero=zero, microbatches=microbatches, model="tied", batch_sizes=(12, 11, 12, 5))
-    early = dataclasses.replace(case, update="in_backward")
+    early = dataclasses.replace(case, update=update)
     expected = threads.run(size, lambda ranks: train_step(case, build(case, size, ranks)))
     for got, wanted in zip(
         threads.run(size, lambda r: train_step(early, build(early, size, r))), expected, strict=True

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fourfold.parts import memory
 from fourfold.parts.comm import Transport
 from fourfold.parts.optim import Piece
+from fourfold.parts.uses import unwatched
 from fourfold.plan.data import Bucket, Spec
 from fourfold.words.errors import Problem, TaskError, TrainingError
 from fourfold.words.spans import READY, SENT, SILENT
@@ -72,7 +73,8 @@ def weak_hook(taker: _Taker, number: int) -> Callable[[Tensor], None]:
     def take(parameter: Tensor) -> None:
         living = mine()
         if living is not None:
-            living.take(parameter, number)
+            with unwatched():
+                living.take(parameter, number)
 
     return take
 
@@ -278,6 +280,12 @@ class Gradients:
         self._missing = [0] * len(self._buckets)
         self._launch_complete()
 
+    def reached_in(self, bucket: int) -> str | None:
+        """The name of a parameter of the bucket that a backward of the step has reached, if there is one."""
+        first = self._first[bucket]
+        numbers = range(first, first + len(self._buckets[bucket].slots))
+        return next((self._names[number] for number in numbers if self.reached[number]), None)
+
     def refuse_unreached(self) -> None:
         """Raise TrainingError naming the parameters that no backward of the step has reached."""
         if not self._allow_unused:
@@ -287,6 +295,12 @@ class Gradients:
         """What this rank measures of a completed bucket's sum."""
         self._transport.settle(bucket)
         return [self._transport.own(bucket).flat]
+
+    def hold(self) -> None:
+        """The sums are used after the step. They lie where nobody else writes."""
+
+    def hand_out(self, bucket: int) -> None:
+        """A bucket's sum is about to be used. It lies where the update looks for it."""
 
     def release(self, bucket: int) -> None:
         """A bucket's sum has been used. Its slot is the transport's, which knows when it may be written again."""

@@ -25,6 +25,7 @@ class InPlace:
         self._names = [slot.name for bucket in buckets for slot in bucket.slots]
         self._bucket_of = [bucket.index for bucket in buckets for _ in bucket.slots]
         self._parameters = [[parameters[slot.name] for slot in bucket.slots] for bucket in buckets]
+        self._held: list[list[Tensor | None]] = [[] for _ in buckets]
         self.launch_order: Sequence[int] = list(range(len(buckets)))
         """The order in which buckets are used."""
         self.recorder, self.on_launch, self.listening = SILENT, nothing, False
@@ -80,6 +81,22 @@ class InPlace:
     def own(self, bucket: int) -> list[Tensor]:
         """The gradients of a bucket, as they lie."""
         return [parameter.grad for parameter in self._parameters[bucket] if parameter.grad is not None]
+
+    def hold(self) -> None:
+        """Keep the gradients out of `.grad`, where anybody may set them to None: they are used after the step."""
+        self._held = [[parameter.grad for parameter in members] for members in self._parameters]
+        self.forget()
+
+    def hand_out(self, bucket: int) -> None:
+        """Put a bucket's gradients back: they are about to be used."""
+        for parameter, gradient in zip(self._parameters[bucket], self._held[bucket], strict=True):
+            parameter.grad = gradient
+        self._held[bucket] = []
+
+    def reached_in(self, bucket: int) -> str | None:
+        """The name of a parameter of the bucket that a backward of the step has reached, if there is one."""
+        mine = zip(self._names, self._bucket_of, self.reached, strict=True)
+        return next((name for name, of, reached in mine if of == bucket and reached), None)
 
     def release(self, bucket: int) -> None:
         """Free a bucket's gradients: they have been used."""

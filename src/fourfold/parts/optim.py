@@ -132,6 +132,7 @@ class FlatOptimizer:
         self._chosen = [_implementation(optimizer, p[0].weight) if p else {} for p in pieces]
         self._flat = [[self._make(bucket, some) for some in self._runs(bucket)] for bucket in range(len(pieces))]
         self._begun: dict[int, list[Begun]] = {}
+        self._kept: list[dict[str, Any]] | None = None
 
     def _runs(self, bucket: int) -> list[Sequence[Piece]]:
         """The pieces that are updated together: one by one where each is to be prepared, else all."""
@@ -147,6 +148,20 @@ class FlatOptimizer:
             if not isinstance(piece.gradient, nn.Parameter):
                 piece.weight.grad = piece.gradient
         return _Run(flat, pieces)
+
+    def keep_options(self, *, as_they_are: bool) -> None:
+        """From now on update with the options of this moment, or again with those of each update's."""
+        self._kept = None
+        if as_they_are:
+            self._kept = [
+                {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+                for group in self._user.param_groups
+            ]
+            self._tell_schedulers()
+
+    def _tell_schedulers(self) -> None:
+        # A scheduler of torch warns unless it has seen a step of the optimizer it was made with.
+        self._user._opt_called = True  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def update(
@@ -173,8 +188,7 @@ class FlatOptimizer:
         for piece in self._pieces[bucket]:
             if isinstance(piece.gradient, nn.Parameter):
                 piece.weight.grad = None  # whoever holds the parameter's own may free it now
-        # A scheduler of torch warns unless it has seen a step of the optimizer it was made with.
-        self._user._opt_called = True  # type: ignore[attr-defined]
+        self._tell_schedulers()
 
     @torch.no_grad()
     def direct(self, bucket: int, *, used: Sequence[bool] | None = None, factor: float = 1.0) -> Tensor:
@@ -190,7 +204,8 @@ class FlatOptimizer:
 
     def _made_ready(self, bucket: int, used: Sequence[bool] | None, factor: float) -> Iterator["_Run"]:
         """The bucket's runs, one after the other, each with its options and gradients."""
-        theirs = {k: v for k, v in self._user.param_groups[self._buckets[bucket].group].items() if k != "params"}
+        groups = self._user.param_groups if self._kept is None else self._kept
+        theirs = {k: v for k, v in groups[self._buckets[bucket].group].items() if k != "params"}
         theirs |= self._chosen[bucket]
         for run in self._flat[bucket]:
             run.optimizer.param_groups[0].update(theirs)

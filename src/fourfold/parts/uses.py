@@ -124,6 +124,10 @@ def _call(func: Any, others: Sequence[Any], args: Sequence[Any], kwargs: dict[st
         return func(*args, **kwargs)
 
 
+unwatched = DisableTorchFunctionSubclass
+"""Within: parameters are plain, and nobody is told."""
+
+
 @contextlib.contextmanager
 def outside(device_type: str) -> Iterator[None]:
     """Within: no gradient is recorded, no `torch.func` transform and no autocast is active, as between operations."""

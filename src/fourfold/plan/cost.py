@@ -84,8 +84,19 @@ def _durations(events: list[Event], sent: Mapping[str, float]) -> dict[str, floa
             free = max(free, event.stop)
             found[event.name] = max(0.0, event.stop - begin)
         elif " " not in event.name and event.name != WAIT:
-            found[event.name] = event.seconds - waited(events, event)
+            found[event.name] = event.seconds - waited(events, event) - _others(events, event)
     return found
+
+
+def _others(events: list[Event], within: Event) -> float:
+    """Seconds of the actions that were done while a forward or a backward went on: updates that are fused with it."""
+    if within.name[0] not in (Verb.FORWARD, Verb.BACKWARD):
+        return 0.0
+    return sum(
+        event.seconds - waited(events, event)
+        for event in events
+        if event.name[0] in (Verb.UPDATE, Verb.GATHER) and within.start <= event.start and event.stop <= within.stop
+    )
 
 
 def _leads(needs: Needs, rank: int, actions: tuple[Action, ...], events: list[Event]) -> dict[str, float]:

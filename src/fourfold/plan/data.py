@@ -177,7 +177,9 @@ def lower(step: Step) -> tuple[Action, ...]:
     pushed behind its update, and the averages are pulled at the end.
 
     `update = "in_backward"` puts each update behind the bucket's last reduction, and it too may begin while backward
-    goes on (Jiang et al., "Optimizer Fusion", 2021: backward fusion).
+    goes on (Jiang et al., "Optimizer Fusion", 2021: backward fusion). `update = "in_forward"` puts the updates by the
+    gradient of the step before in front of the first forward, what is used first at the head; each may be put off until
+    that forward comes to its bucket (the same: forward fusion).
     """
     launch = step.order or tuple(range(step.num_buckets))
     moments = life(step.rest)
@@ -188,6 +190,8 @@ def lower(step: Step) -> tuple[Action, ...]:
     ]
     push = [[Action(Verb.PUSH, 0, b)] if step.sync == "meet" else [] for b in range(step.num_buckets)]
     actions: list[Action] = []
+    if step.update == "in_forward":
+        actions += [action for bucket in reversed(launch) for action in update[bucket]]
     for index in range(step.microbatches):
         last = index == step.microbatches - 1
         actions.append(Action(Verb.FORWARD, 0, index))

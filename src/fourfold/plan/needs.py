@@ -6,6 +6,7 @@ meeting  a collective: it begins on all its ranks together, when it is the next 
 Law: an action needs only what makes its inputs; everything else about its time is order or price.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -59,6 +60,11 @@ class Needs:
                 elif action.verb == Verb.REDUCE and action.stage in latest:
                     self._backward_before[rank, action] = latest[action.stage]
         self._rounds = _rounds(program)
+        # What stands in front of the first forward ends the step before: all that it needs has ended.
+        self._overdue = {
+            rank: dict.fromkeys(itertools.takewhile(lambda each: each.verb != Verb.FORWARD, actions))
+            for rank, actions in program.items()
+        }
 
     def of(self, rank: int, action: Action) -> list[Need]:
         """What `action` on `rank` needs. A need may stand nowhere in the program: then it is never met."""
@@ -97,6 +103,14 @@ class Needs:
         """The reductions of a bucket, one after each backward where gradients rest split."""
         return self._rounds.get((rank, update), [])
 
+    def is_overdue(self, rank: int, action: Action) -> bool:
+        """Whether an action is of the step before."""
+        return action in self._overdue[rank]
+
+    def gathered(self, rank: int) -> list[Need]:
+        """The gathers of weights that a rank's forwards wait for."""
+        return [Need(rank, each) for each in self._overdue[rank] if each.verb == Verb.GATHER]
+
     def everywhere(self, action: Action) -> list[Need]:
         return [Need(rank, action) for rank in self._holders.get(action, ())]
 
@@ -123,7 +137,8 @@ def _nothing(needs: Needs, rank: int, action: Action) -> list[Need]:
 
 
 def _forward(needs: Needs, rank: int, action: Action) -> list[Need]:
-    return needs.at_counterpart(rank, action, Verb.FORWARD, action.stage - 1) if action.stage else []
+    before = needs.at_counterpart(rank, action, Verb.FORWARD, action.stage - 1) if action.stage else []
+    return before + needs.gathered(rank)
 
 
 def _backward(needs: Needs, rank: int, action: Action) -> list[Need]:
@@ -160,6 +175,8 @@ def _gather(needs: Needs, rank: int, action: Action) -> list[Need]:
 
 
 def _update(needs: Needs, rank: int, action: Action) -> list[Need]:
+    if needs.is_overdue(rank, action):
+        return []
     reduced = needs.rounds(rank, action)
     # A measure is begun and not waited for: what needs its sum is the update, and it needs every rank's part.
     measures = needs.every(rank, Verb.MEASURE, action.stage)

@@ -63,7 +63,7 @@ RULES = {
     "recompute": Rule(str, choices=("none", "selective", "full"), built=("none",)),
     "ring": Rule(str, choices=RINGS),
     "ulysses": Rule(int),
-    "update": Rule(str, choices=("after", "in_backward", "in_forward"), built=("after", "in_backward")),
+    "update": Rule(str, choices=("after", "in_backward", "in_forward")),
     "sync": Rule(str, choices=("step", "local", "server"), built=("step", "local")),
     "local_steps": Rule(int),
     "outer_lr": Rule(float, most=10.0),

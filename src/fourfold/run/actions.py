@@ -1,6 +1,5 @@
 """Actions: what each verb of a program does with this rank's tensors.
 
-totals   loss and counts over all ranks and microbatches of a step
 bad      of a step: its global loss, or its norm where one is measured, is not a finite number
 nominal  the count that gradients are divided by during backward, when the step's own is not known yet
 Law: after a step's updates, weights have moved by the gradient of the mean over the global batch; after a bad step
@@ -10,50 +9,20 @@ they have not moved, and neither have the optimizer's states. A meeting of local
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.comm import Transport
 from fourfold.parts.data import Gradients
-from fourfold.parts.in_place import InPlace
-from fourfold.parts.local import Local
-from fourfold.parts.optim import FlatOptimizer
-from fourfold.plan.data import Rest, life
+from fourfold.plan.data import life
 from fourfold.run.batch import Loss, Microbatch, call, measure
+from fourfold.run.deferred import Deferred
+from fourfold.run.parts import Parts, Terms, Totals
 from fourfold.words.action import LOSS, NORM, TRUST, USED, Action, Verb
 from fourfold.words.errors import Problem, TrainingError
 from fourfold.words.layout import SPLIT, WHOLE, Change
 from fourfold.words.spans import DONE, SILENT
-
-
-class Parts(NamedTuple):
-    """What the verbs work with: the gradients of all buckets, their transport, their update."""
-
-    gradients: Gradients | InPlace
-    transport: Transport
-    optimizer: FlatOptimizer
-    parameters: Sequence[Sequence[nn.Parameter]]
-    """By bucket and slot."""
-    weights: Sequence[Tensor]
-    """By bucket."""
-    rest: Rest
-    local: Local | None = None
-    """Where ranks take steps of their own: what brings them together."""
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Sums over all ranks and microbatches of a step."""
-
-    loss: float
-    count: float
-    samples: float
-    tokens: float
-    asked: float
-    """How many ranks have been asked to stop."""
 
 
 class Actions:
@@ -83,6 +52,10 @@ class Actions:
         self.recorder = SILENT
         self._every_round, self._after = parts.rest.gradient == SPLIT, update == "after"
         self._gathers = life(parts.rest).after_update != Change.NONE
+        self.deferred: Deferred | None = None
+        """The updates that wait for the next forward, where they do."""
+        if update == "in_forward":
+            self.deferred = Deferred(parts.parameters, parts.transport, self._update_late)
         parts.transport.factor = self.factor
         if update == "in_backward":
             parts.gradients.on_launch = self._update_ahead
@@ -103,7 +76,10 @@ class Actions:
         self._permitted = False
         self._met = False
         self.ahead: set[Action] = set()
-        """What has been done while an earlier action ran: the updates in backward."""
+        """What is done while another action runs: the updates in backward, and those in forward."""
+        if self.deferred is not None:
+            verbs, buckets = (Verb.UPDATE, Verb.GATHER), range(len(self._parts.parameters))
+            self.ahead = {Action(verb, 0, bucket) for verb in verbs for bucket in buckets}
         self._used: list[float] | None = None
         self._squares: Sequence[Tensor] | None = None
         self._seen: list[tuple[int, Tensor]] = []
@@ -116,10 +92,45 @@ class Actions:
         self._parts.gradients.listening = True
 
     def end(self) -> None:
-        """End a step that went well: the sums may be overwritten."""
-        self._parts.transport.close()
+        """End a step that went well: the sums may be overwritten, unless updates that wait still need them."""
+        if self.deferred is None:
+            self._parts.transport.close()
+        else:
+            self._defer(self.deferred)
         if self._met and self._parts.local is not None:
             self._parts.local.met()
+
+    def _defer(self, deferred: Deferred) -> None:
+        """Leave the updates of this step to the next forward, with all that they need to know."""
+        self._count()
+        self._complete_all()
+        if self.bad is not None:
+            self._parts.gradients.forget()
+            self._parts.transport.close()
+            return
+        self._parts.gradients.hold()
+        self._parts.transport.permit()
+        self._terms = Terms(self._factor, self._used, self._squares)
+        self._parts.optimizer.keep_options(as_they_are=True)
+        # What is complete last in backward is mostly used first.
+        deferred.hold(self._parts.gradients.launch_order[::-1])
+
+    def settle(self) -> None:
+        """Do the updates that wait for the next forward. Collective."""
+        if self.deferred is not None:
+            self.deferred.flush()
+            self._parts.optimizer.keep_options(as_they_are=False)
+
+    def _update_late(self, bucket: int) -> None:
+        """Update a bucket by the gradient of the step before."""
+        with self.recorder.action(Action(Verb.UPDATE, 0, bucket)):
+            self._parts.transport.permitted()
+            self._parts.gradients.hand_out(bucket)
+            self._move(bucket, self._terms)
+            self._parts.gradients.release(bucket)
+        if self._gathers:
+            with self.recorder.action(Action(Verb.GATHER, 0, bucket)):
+                self.gather(bucket)
 
     def stop(self) -> None:
         """End a step, however it went: gradients of other backwards are not taken."""
@@ -134,6 +145,14 @@ class Actions:
         return self._parts.parameters[0][0].device
 
     def forward(self, index: int) -> None:
+        if self.deferred is not None and self.deferred.is_waiting:
+            with self.deferred.forward():
+                self._forward(index)
+            self._parts.optimizer.keep_options(as_they_are=False)
+        else:
+            self._forward(index)
+
+    def _forward(self, index: int) -> None:
         part = self._microbatches[index]
         if part.samples:
             loss = measure(self._loss(call(self._model, part.inputs, part.kept), part.targets), part.samples)
@@ -164,6 +183,8 @@ class Actions:
             if index == self._last or self._every_round:
                 self._parts.gradients.last()
             (self._losses.pop(index).total / self.nominal_count).backward()
+            if self.deferred is not None and index == 0:
+                self.deferred.refuse_unseen(self._parts.gradients.reached_in)
 
     def measure(self, kind: int) -> None:
         transport = self._parts.transport
@@ -199,7 +220,7 @@ class Actions:
         """Begin the updates of all buckets: each needs norms of parameters that are split among ranks."""
         transport, slots = self._parts.transport, [len(parameters) for parameters in self._parts.parameters]
         optimizer, buckets = self._parts.optimizer, range(len(slots))
-        here = [optimizer.direct(b, used=self._used_in(b), factor=self._factor) for b in buckets]
+        here = [optimizer.direct(b, used=self._used_in(b, self._used), factor=self._factor) for b in buckets]
         transport.measure(TRUST, torch.cat(here).flatten())
         total = torch.tensor(transport.measured(TRUST), dtype=torch.float64, device=self._device)
         self._squares = total.view(-1, 2).split(slots)
@@ -288,21 +309,26 @@ class Actions:
         # Only this bucket: others may still be on their way.
         self._complete(bucket)
         if self.bad is None:
-            self._move(bucket)
+            self._update(bucket)
         self._parts.gradients.release(bucket)
 
-    def _move(self, bucket: int) -> None:
+    def _update(self, bucket: int) -> None:
         """Update a bucket whose sum is there."""
         if self._after and not self._permitted:
             # A rank's backward may read a weight after its gradient is complete: that of a use without gradient.
             self._parts.transport.permit()
+            self._parts.transport.permitted()
             self._permitted = True
         if self._parts.local is not None and not self._learned:
             assert self.totals is not None
             self._parts.local.learned(self._own_count, self.totals.count)
             self._learned = True
-        squares = None if self._squares is None else self._squares[bucket]
-        self._parts.optimizer.update(bucket, used=self._used_in(bucket), factor=self._factor, squares=squares)
+        self._move(bucket, Terms(self._factor, self._used, self._squares))
+
+    def _move(self, bucket: int, terms: Terms) -> None:
+        squares = None if terms.squares is None else terms.squares[bucket]
+        used = self._used_in(bucket, terms.used)
+        self._parts.optimizer.update(bucket, used=used, factor=terms.factor, squares=squares)
         # Autograd then refuses activations saved with the old weights, instead of computing with the new ones.
         torch.autograd.graph.increment_version(self._parts.parameters[bucket])
 
@@ -319,9 +345,9 @@ class Actions:
         self._met = True
         torch.autograd.graph.increment_version(self._parts.parameters[bucket])
 
-    def _used_in(self, bucket: int) -> Sequence[bool] | None:
+    def _used_in(self, bucket: int, counts: Sequence[float] | None) -> Sequence[bool] | None:
         """Which slots of the bucket have a gradient on some rank; None: all."""
-        if self._used is None:
+        if counts is None:
             return None
         first = self._offsets[bucket]
-        return [bool(count) for count in self._used[first : first + len(self._parts.parameters[bucket])]]
+        return [bool(count) for count in counts[first : first + len(self._parts.parameters[bucket])]]

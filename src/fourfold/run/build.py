@@ -20,11 +20,12 @@ from fourfold.parts.in_place import InPlace
 from fourfold.plan.data import RESTS, Bucket, Rest, Step, fill, lower, turns
 from fourfold.plan.order import Stretch
 from fourfold.plan.plan import Plan
-from fourfold.run.actions import Actions, Parts
+from fourfold.run.actions import Actions
 from fourfold.run.batch import Microbatch, call, cut, evaluating, measure
 from fourfold.run.guard import Guard
 from fourfold.run.metrics import Metrics
 from fourfold.run.outline import outline
+from fourfold.run.parts import Parts
 from fourfold.run.refuse import compare, model_problems, refuse, refuse_optimizer, sync_problems, update_problems
 from fourfold.run.remembered import Remembered
 from fourfold.run.runtime import Runtime
@@ -256,6 +257,7 @@ class TrainStep:
         """The loss of the global batch without training on it; NaN where it is empty everywhere. Collective."""
         begin, (waited, _) = time.perf_counter(), self._traffic()
         self._enter("evaluate()", getattr(batch, "samples", None))
+        self._actions.settle()
         self.try_out(batch)
         local = torch.zeros(4, dtype=torch.float64)
         with self.reading(batch) as (part,), evaluating(self.model):
@@ -313,16 +315,27 @@ class TrainStep:
         """Change weights by hand: inside the block they are yours, after it every rank has rank 0's. Collective."""
         self._enter("edit()")
         self._transport.agree()
+        self._actions.settle()
         with self._weights.edited():
             yield self.model
         if self._local is not None:
             self._local.begin()
         torch.autograd.graph.increment_version(list(self.model.parameters()))
 
+    def flush(self) -> None:
+        """Have the weights as they are after the last step: `update = "in_forward"` leaves it to the next. Collective.
+
+        All that is done with a step, such as `evaluate` and `state_dict`, sees to it by itself. Before weights are
+        used in another way, all ranks call this; where they do not, TrainingError is raised at the use.
+        """
+        self._enter("flush()")
+        self._actions.settle()
+
     def put(self, values: Mapping[str, Tensor]) -> None:
         """Replace trainable weights, by name; the same values on every rank. Collective."""
         self._enter("put()")
         self._transport.agree()  # all are here: nobody reads weights any more
+        self._actions.settle()
         self._weights.put(values)
 
     def state_dict(self) -> dict[str, Any]:
@@ -335,6 +348,7 @@ class TrainStep:
         """
         self._enter("state_dict()")
         self._transport.agree()
+        self._actions.settle()
         self._refuse_apart()
         return {**self._decisions(), **self._state.saved()}
 
@@ -342,9 +356,10 @@ class TrainStep:
         """`state_dict` without a copy: the optimizer's tensors are lists of consecutive flat stretches.
 
         Where optimizer states rest split these are this rank's only: `shares` says which elements they are. With local
-        steps too: each rank has states of its own.
+        steps too: each rank has states of its own. Collective where updates wait for the next forward: see `flush`.
         """
         self._refuse_apart()
+        self._actions.settle()
         return {**self._decisions(), **self._state.living()}
 
     def _refuse_apart(self) -> None:
@@ -374,6 +389,7 @@ class TrainStep:
         """Put back what `state_dict` gave, on this or another mesh. Collective."""
         self._enter("load_state_dict()")
         self._transport.agree()
+        self._actions.settle()
         self._state.load(state)
         for group, options in zip(self.optimizer.param_groups, state["groups"], strict=True):
             group.update(options)
@@ -425,7 +441,7 @@ def _codecs(plan: Plan, buckets: Sequence[Bucket], by_bucket: Sequence[Sequence[
 def _stay(plan: Plan, ranks: comm.Ranks) -> bool:
     """Whether gradients stay where autograd leaves them: nobody sums, encodes, converts or keeps them."""
     as_usual = (plan.sync, plan.codec, plan.precision, plan.offload) == ("step", "none", "keep", "none")
-    return ranks.size == 1 and as_usual and plan.update != "in_forward"
+    return ranks.size == 1 and as_usual
 
 
 def _request(plan: Plan, buckets: Sequence[Bucket], rest: Rest, *, num_norms: int) -> comm.Request:

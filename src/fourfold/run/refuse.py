@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -28,18 +29,18 @@ def refuse(model: nn.Module, plan: Plan, ranks: comm.Ranks, *, clip: float | Non
 
 def update_problems(plan: Plan, clip: float | None) -> list[Problem]:
     """When buckets are updated must leave time for what the update needs to know."""
-    if plan.update == "after":
+    if plan.update != "in_backward":
         return []
     problems = []
     if clip is not None:
         need = "the norm of all gradients before the first bucket is updated"
         problems.append(
-            Problem(f'update = "{plan.update}" with clip = {clip:g}', need, 'clip = none, or update = "after"')
+            Problem(f'update = "in_backward" with clip = {clip:g}', need, 'clip = none, or update = "in_forward"')
         )
     if plan.unused == "allow":
         need = "to know, before a bucket is updated, which parameters got no gradient anywhere"
-        attempt = 'unused = "refuse", or update = "after"'
-        problems.append(Problem(f'update = "{plan.update}" with unused = "allow"', need, attempt))
+        attempt = 'unused = "refuse", or update = "in_forward"'
+        problems.append(Problem('update = "in_backward" with unused = "allow"', need, attempt))
     return problems
 
 
@@ -60,16 +61,19 @@ def sync_problems(plan: Plan) -> list[Problem]:
     if plan.unused == "allow":
         need = "the same optimizer states on every rank, and a rank may have used what another one has not"
         problems.append(Problem(f'{local} with unused = "allow"', need, 'unused = "refuse", or sync = "step"'))
+    if plan.update == "in_forward":
+        need = "weights that are new when ranks meet at the end of a step"
+        problems.append(Problem(f'{local} with update = "in_forward"', need, 'update = "in_backward", or "after"'))
     return problems
 
 
 def refuse_optimizer(optimizer: Optimizer, plan: Plan) -> None:
     """Raise PlanError where the plan leaves no time for what this optimizer needs to know."""
-    if plan.update == "after" or plan.zero == 0 or plan.num_sharing == 1 or not optim.by_parameter(optimizer):
+    if plan.update != "in_backward" or plan.zero == 0 or plan.num_sharing == 1 or not optim.by_parameter(optimizer):
         return
-    got = f'update = "{plan.update}" with {type(optimizer).__name__} at zero = {plan.zero}'
+    got = f'update = "in_backward" with {type(optimizer).__name__} at zero = {plan.zero}'
     need = "the norms of whole parameters, which ranks share, before a bucket is updated"
-    raise PlanError(Problem(got, need, 'update = "after", or zero = 0'), where="the plan")
+    raise PlanError(Problem(got, need, 'update = "in_forward", or zero = 0'), where="the plan")
 
 
 def size_problems(plan: Plan, size: int) -> list[Problem]:
@@ -96,6 +100,12 @@ def model_problems(model: nn.Module, plan: Plan) -> list[Problem]:
         got = f"batch normalization at {', '.join(norms[:3])}{' …' if len(norms) > 3 else ''}"
         need = f"no statistics over a batch that is cut in {parts}"
         problems.append(Problem(got, need, 'GroupNorm, or batch_norm = "local" (not the same training)'))
+    whole = [name or "the model" for name, module in model.named_modules() if _is_compiled(module)]
+    if plan.update == "in_forward" and whole:
+        got = f'update = "in_forward" and compiled code at {", ".join(whole[:3])}{" …" if len(whole) > 3 else ""}'
+        problems.append(
+            Problem(got, "to be told when a weight is used, which compiled code does not", 'update = "after"')
+        )
     odd = [f"{name} ({p.dtype})" for name, p in model.named_parameters() if p.requires_grad and p.is_complex()]
     if plan.codec != "none" and odd:
         got = f'codec = "{plan.codec}" and {", ".join(odd[:3])}'
@@ -128,3 +138,9 @@ def compare(
             if first != other:
                 problem = Problem(f"rank 0 has {first}, rank {rank} has {other}", "the same on every rank")
                 raise PlanError(problem, where="the ranks")
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """By `torch.compile`, as a whole or in place, or by TorchScript."""
+    in_place = getattr(module, "_compiled_call_impl", None) is not None
+    return in_place or isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod")

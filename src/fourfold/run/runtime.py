@@ -55,9 +55,9 @@ class Runtime:
                 spent = time.perf_counter() - begin - (self._actions.waiting_seconds - waited)
                 name = NAMES[action.verb]
                 self.busy_seconds[name] = self.busy_seconds.get(name, 0.0) + spent
+            self._actions.end()
         except BaseException as error:
             self._broken = error
             raise
         finally:
             self._actions.stop()
-        self._actions.end()

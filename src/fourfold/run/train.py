@@ -183,6 +183,7 @@ class Training:
             if metrics.skipped is None:
                 losses.append(metrics.loss)
             if average is not None and step.is_whole and (metrics.skipped is None or period > 1):
+                step.flush()
                 average.update((number + 1) // period)
             lateness.stepped(number + 1)
             self.speaker.stepped(number + 1, metrics, lr=step.optimizer.param_groups[0]["lr"])
@@ -238,6 +239,7 @@ class Training:
     def end(self, progress: Progress, seconds: float) -> Result:
         """The last evaluation, the last checkpoint, and what is told of the run."""
         step, _, average = self.trained
+        step.flush()
         progress = self.evaluate(progress)
         self.pulse.done()
         if self.settings.checkpoint_every and self.keeper.saved_step != progress.step:
@@ -274,6 +276,7 @@ class Training:
 def evaluate(step: TrainStep, task: Task, source: Source, batch_size: int) -> dict[str, float]:
     """Mean loss and the task's measures over a whole source, which the data ranks share. Collective."""
     sums: dict[str, list[float]] = {}
+    step.flush()
     start, stop = share(0, len(source), step.plan.dp, step.data_index)
     each = max(1, batch_size // step.plan.dp)
     step.try_out(fetch(source, range(start, min(start + each, stop))))

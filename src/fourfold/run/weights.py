@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts import comm, data
+from fourfold.parts.uses import unwatched
 from fourfold.plan.data import Bucket
 from fourfold.words.errors import Problem, TaskError
 
@@ -38,6 +39,12 @@ class Weights:
 
     def check(self) -> None:
         """Raise TaskError where parameters are no longer what the buckets were made of."""
+        with unwatched():
+            problems = self._problems()
+        if problems:
+            raise TaskError(problems, where="the model")
+
+    def _problems(self) -> list[Problem]:
         problems = []
         moved = [name for name, p in self.trainable.items() if p.data_ptr() != self._homes[name]]
         if moved:
@@ -48,8 +55,7 @@ class Weights:
             problems.append(Problem(got, need, "p.copy_(…) inside step.edit(), or a new TrainStep"))
         if not self._trains_the_same():
             problems.append(Problem("requires_grad was changed after the step was built", "a new TrainStep"))
-        if problems:
-            raise TaskError(problems, where="the model")
+        return problems
 
     def _trains_the_same(self) -> bool:
         """Whether the model's trainable parameters are still those it had."""

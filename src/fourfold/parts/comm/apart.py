@@ -123,5 +123,11 @@ class Apart:
     def permit(self) -> None:
         self._alone.permit()
 
+    def permitted(self) -> None:
+        self._alone.permitted()
+
     def publish(self, bucket: int, weight: torch.Tensor) -> None:
         self._alone.publish(bucket, weight)
+
+    def arrive(self, bucket: int) -> None:
+        self._alone.arrive(bucket)

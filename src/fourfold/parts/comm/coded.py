@@ -259,8 +259,14 @@ class Coded:
     def permit(self) -> None:
         self._inner.permit()
 
+    def permitted(self) -> None:
+        self._inner.permitted()
+
     def publish(self, bucket: int, weight: Tensor) -> None:
         self._inner.publish(bucket, weight)
+
+    def arrive(self, bucket: int) -> None:
+        self._inner.arrive(bucket)
 
     def spread(self) -> None:
         self._inner.spread()

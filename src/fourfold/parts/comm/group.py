@@ -94,7 +94,7 @@ class GroupTransport:
         self._splitter = None if rest.state == WHOLE else Splitter(ranks, members)
         self._shards = None if rest.gradient != SPLIT else Shards(slots, self.size)
         self._flying: dict[int, Flight] = {}
-        self._spreading: list[Callable[[], None]] = []
+        self._spreading: dict[int, Callable[[], None]] = {}  # on their way to all, in program order
         self._measures: dict[int, tuple[Tensor, dist.Work]] = {}
         self._roll = _Roll(self._scalars_group, members, self.index, ranks.device)
         self._call, self._num_loss = "", 0
@@ -174,20 +174,25 @@ class GroupTransport:
     def permit(self) -> None:
         pass
 
+    def permitted(self) -> None:
+        pass
+
     def publish(self, bucket: int, weight: Tensor) -> None:
         assert self._splitter is not None
         self.sent_bytes += ring_bytes(Change.ALL_GATHER, weight, self.size)
         if len(self._spreading) >= IN_FLIGHT:
-            with self._timed():
-                self._spreading.pop(0)()
+            self.arrive(next(iter(self._spreading)))
         with self._ranks.naming_the_dead():
-            self._spreading.append(self._splitter.gather(weight))
+            self._spreading[bucket] = self._splitter.gather(weight)
+
+    def arrive(self, bucket: int) -> None:
+        with self._timed():
+            while bucket in self._spreading:
+                self._spreading.pop(next(iter(self._spreading)))()
 
     def close(self) -> None:
-        with self._timed():
-            for land in self._spreading:
-                land()
-        self._spreading.clear()
+        for bucket in list(self._spreading):
+            self.arrive(bucket)
         if self._shards is not None:
             self._shards.begin()
 

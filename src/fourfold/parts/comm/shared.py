@@ -37,7 +37,7 @@ from fourfold.words.layout import PARTIAL, SPLIT
 from fourfold.words.spans import SILENT
 
 FLAG_STRIDE = 8  # int64s: a cache line of its own for each flag
-LAUNCHED, SUMMED, SCALED, PERMITTED, CLOSED, DEAD, CALLED, MEASURED = range(8)
+LAUNCHED, SUMMED, SCALED, PERMITTED, UPDATED, CLOSED, DEAD, CALLED, MEASURED = range(9)
 NUM_MEASURES = 4
 NUM_FLAGS = MEASURED + NUM_MEASURES
 ALIGNMENT_BYTES = 4096
@@ -164,7 +164,8 @@ class Shared:
         self._summed = [False] * len(self.slots)
         hosts = between.size if between is not None else 1
         self._shards = Shards(self.slots, size * hosts) if rest.gradient == SPLIT else None
-        self._spreading: list[Callable[[], None]] = []
+        self._spreading: deque[Callable[[], None] | None] = deque()  # published, not yet on all of this host's memory
+        self._published = [0] * len(self.slots)  # the number of a bucket's last publication
         self.writes = index == 0 or not slotting.weights_bytes
         self.weights: Sequence[torch.Tensor] | None = None
         if slotting.weights_bytes:
@@ -377,27 +378,43 @@ class Shared:
                 self.slots[bucket][start:stop].copy_(self._all_slots[peer][bucket][start:stop])
 
     def permit(self) -> None:
+        self._raise_flag(PERMITTED)
+
+    def permitted(self) -> None:
         if self.weights is not None:
-            self._raise_flag(PERMITTED)
             self._wait(PERMITTED, self._counts[PERMITTED])
 
     def publish(self, bucket: int, weight: torch.Tensor) -> None:
+        land = None
         if self._between is not None:
             start, stop = self._slices[bucket][self.index]
-            self._spreading.append(self._between.gather(weight[start:stop]))
+            land = self._between.gather(weight[start:stop])
+        self._spreading.append(land)
+        self._published[bucket] = self._counts[UPDATED] + len(self._spreading)
+        if land is None:
+            self._land_until(self._published[bucket])
+
+    def _land_until(self, number: int) -> None:
+        """Have this rank's slices of the first `number` publications in this host's memory, told one by one."""
+        while self._counts[UPDATED] < number:
+            if (land := self._spreading.popleft()) is not None:
+                land()
+            self._raise_flag(UPDATED)
+
+    def arrive(self, bucket: int) -> None:
+        # Those before it too, in program order: a rank of another host may wait for one of them.
+        self._land_until(self._published[bucket])
+        self._wait(UPDATED, self._published[bucket])
 
     def close(self) -> None:
-        for land in self._spreading:
-            land()
-        self._spreading.clear()
+        self._land_until(self._counts[UPDATED] + len(self._spreading))
         self._queue.clear()
         self._summed = [False] * len(self._summed)
         if self._shards is not None:
             self._shards.begin()
         self._raise_flag(CLOSED)
-        if self._split:
-            # Every rank has updated its share: the weights are whole.
-            self._wait(CLOSED, self._counts[CLOSED])
+        # Every rank has updated its share: the weights are whole.
+        self._wait(UPDATED, self._counts[UPDATED])
 
     def spread(self) -> None:
         assert self.weights is not None

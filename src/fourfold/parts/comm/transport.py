@@ -114,11 +114,19 @@ class Transport(Protocol):
         ...
 
     def permit(self) -> None:
-        """This rank's backward is over. Where weights exist once per host, waits until that of all its ranks is."""
+        """This rank's backward is over: it reads the weights of this step no more. Does not wait."""
+        ...
+
+    def permitted(self) -> None:
+        """Wait until weights may be written: where they exist once per host, until all its ranks have permitted it."""
         ...
 
     def publish(self, bucket: int, weight: torch.Tensor) -> None:
-        """This rank's share of a bucket's weights is new. Begins to bring it to all; `close` waits for all shares."""
+        """This rank's share of a bucket's weights is new. Begins to bring it to all; in program order."""
+        ...
+
+    def arrive(self, bucket: int) -> None:
+        """Wait until all shares of a bucket that this rank has published are new. `close` waits for all buckets."""
         ...
 
     def close(self) -> None:
@@ -214,7 +222,13 @@ class Alone:
     def permit(self) -> None:
         pass
 
+    def permitted(self) -> None:
+        pass
+
     def publish(self, bucket: int, weight: torch.Tensor) -> None:
+        pass
+
+    def arrive(self, bucket: int) -> None:
         pass
 
     def close(self) -> None:

@@ -1,0 +1,101 @@
+"""Deferred: updates that wait for the next use of what they change.
+
+waiting  a bucket whose gradient of the last step is summed, and whose weights are still those of that step
+due      a bucket that is about to be used: it is updated now, and all before it in the order too
+unseen   a bucket that was used and had not been told of
+Law: whoever uses a weight finds it new. Ranks update in one order, whatever the order in which each uses its buckets.
+
+One order, because ranks of a host share weights: each waits, before it uses a bucket, for the others' shares of it. A
+rank that has updated all up to what it waits for never keeps another one waiting for more than its own forward.
+
+Source: Jiang, Gu, Liu, Zhu, Pan, "Optimizer Fusion" (2021): forward fusion.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+from torch import nn
+
+from fourfold.parts.comm import Transport
+from fourfold.parts.uses import Uses, outside
+from fourfold.words.errors import Problem, TrainingError
+
+
+class Deferred:
+    """The updates of one step, until the forward of the next one, or until somebody wants the weights."""
+
+    def __init__(
+        self,
+        parameters: Sequence[Sequence[nn.Parameter]],
+        transport: Transport,
+        update: Callable[[int], None],
+    ) -> None:
+        """`parameters` are by bucket; `update(bucket)` updates a bucket, or this rank's share of it."""
+        self._parameters, self._transport, self._update = parameters, transport, update
+        self._uses = Uses(parameters, self._before_use)
+        self._device_type = parameters[0][0].device.type
+        self._order: Sequence[int] = ()
+        self._place: dict[int, int] = {}
+        self._num_updated, self._num_arrived = 0, 0
+        self._in_forward, self._told = False, [True] * len(parameters)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there are updates to be done."""
+        return len(self._order) > 0
+
+    def hold(self, order: Sequence[int]) -> None:
+        """All buckets are waiting from now on. They are updated in this order, which is the same on every rank."""
+        self._order = list(order)
+        self._place = {bucket: place for place, bucket in enumerate(order)}
+        self._num_updated, self._num_arrived = 0, 0
+        self._uses.listening = True
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Within, uses are due; at the end nothing is waiting any more."""
+        self._told = [not self.is_waiting] * len(self._parameters)
+        self._in_forward = True
+        try:
+            yield
+        finally:
+            self._in_forward = False
+        self.flush()
+
+    def flush(self) -> None:
+        """Update what is waiting. Where weights are shared, returns when all ranks have."""
+        if not self.is_waiting:
+            return
+        self._update_up_to(len(self._order) - 1)
+        self._order = ()
+        self._uses.listening = False
+        self._transport.close()
+
+    def refuse_unseen(self, reached: Callable[[int], str | None]) -> None:
+        """Raise TrainingError where a bucket was not told of in `forward`, and `reached` by its backward.
+
+        `reached(bucket)` names a parameter of the bucket that has a gradient, or none.
+        """
+        unseen = [name for bucket, told in enumerate(self._told) if not told and (name := reached(bucket))]
+        if unseen:
+            got = f"a use of the weights of {unseen[0]} that torch told nobody of, with their old values"
+            need = "no torch.func transform of a parameter itself, and operations registered with torch.library"
+            raise TrainingError(Problem(got, need, 'update = "after"'))
+
+    def _before_use(self, bucket: int) -> None:
+        self._told[bucket] = True
+        place = self._place[bucket]
+        if place < self._num_arrived:
+            return
+        if not self._in_forward:
+            got = "a weight used between steps, while its update waits for the next forward"
+            raise TrainingError(Problem(got, "the update first", "step.flush() on every rank"))
+        with outside(self._device_type):
+            self._update_up_to(place)
+            self._transport.arrive(bucket)
+        self._num_arrived = place + 1
+
+    def _update_up_to(self, place: int) -> None:
+        while self._num_updated <= place:
+            self._num_updated += 1
+            self._update(self._order[self._num_updated - 1])

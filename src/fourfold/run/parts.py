@@ -1,0 +1,56 @@
+"""Parts: what a step's actions work with, and what they learn.
+
+parts   made once: gradients, transport, optimizer, weights
+totals  loss and counts over all ranks and microbatches of a step
+terms   what the updates of a step must know, once all is measured
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from fourfold.parts.comm import Transport
+from fourfold.parts.data import Gradients
+from fourfold.parts.in_place import InPlace
+from fourfold.parts.local import Local
+from fourfold.parts.optim import FlatOptimizer
+from fourfold.plan.data import Rest
+
+
+class Parts(NamedTuple):
+    """What the verbs work with: the gradients of all buckets, their transport, their update."""
+
+    gradients: Gradients | InPlace
+    transport: Transport
+    optimizer: FlatOptimizer
+    parameters: Sequence[Sequence[nn.Parameter]]
+    """By bucket and slot."""
+    weights: Sequence[Tensor]
+    """By bucket."""
+    rest: Rest
+    local: Local | None = None
+    """Where ranks take steps of their own: what brings them together."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over all ranks and microbatches of a step."""
+
+    loss: float
+    count: float
+    samples: float
+    tokens: float
+    asked: float
+    """How many ranks have been asked to stop."""
+
+
+class Terms(NamedTuple):
+    """What the updates of a step must know: see `FlatOptimizer.update`."""
+
+    factor: float
+    used: Sequence[float] | None
+    """By slot, on how many ranks it has a gradient."""
+    squares: Sequence[Tensor] | None
+    """By bucket."""

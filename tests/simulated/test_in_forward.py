@@ -1,0 +1,393 @@
+"""Laws of updates that wait for the next use of their weights."""
+
+import copy
+import dataclasses
+import functools
+import gc
+import os
+import threading
+import time
+import warnings
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+import fourfold as ff
+from fourfold.feed.source import Tensors
+from fourfold.plan import cost
+from fourfold.plan.plan import Plan
+from fourfold.run.build import TrainStep, parallelize
+from fourfold.run.trace import Tracing
+from fourfold.testing import threads
+from fourfold.words.action import Verb
+from fourfold.words.errors import PlanError, TrainingError
+from tests import training
+from tests.training import Case, batches, build, local, train_step
+
+CASE = Case(batch_sizes=(8, 8, 8, 8), bucket_bytes=1000, update="in_forward", clip=0.05)
+ZEROS = pytest.mark.parametrize("zero", [0, 1, 2])
+
+
+def both(case, size, body):
+    """What `body(case, step)` gives on every rank with updates in forward, and after backward."""
+    cases = [case, dataclasses.replace(case, update="after")]
+    return [threads.run(size, lambda ranks, one=one: body(one, build(one, size, ranks))) for one in cases]
+
+
+def same(got, expected):
+    for mine, wanted in zip(got, expected, strict=True):
+        assert mine.keys() == wanted.keys()
+        assert all(torch.equal(mine[name], value) for name, value in wanted.items())
+
+
+def weights(step):
+    step.flush()
+    return {name: p.detach().clone() for name, p in step.model.named_parameters()}
+
+
+def test_the_program_begins_with_the_updates_of_the_step_before():
+    step = threads.run(1, lambda ranks: build(CASE, 1, ranks))[0]
+    verbs = [action.verb for action in step.program]
+    assert verbs[: len(step.buckets)] == [Verb.UPDATE] * len(step.buckets)
+    assert verbs.count(Verb.UPDATE) == len(step.buckets)
+
+
+@pytest.mark.parametrize(("size", "zero"), [(1, 0), (2, 0), (2, 1), (2, 2)])
+def test_a_bucket_is_updated_when_forward_comes_to_it_and_not_before(size, zero):
+    case = dataclasses.replace(CASE, zero=zero, bucket_bytes=1)
+
+    def body(ranks):
+        step, seen = build(case, size, ranks), []
+        step(local(batches(case)[0], size, ranks.rank))
+        flats = {bucket.slots[0].name: flat for bucket, flat in zip(step.buckets, step._weights.flats, strict=True)}
+        watched = {name: (flat, flat.clone()) for name, flat in flats.items() if name in ("first.bias", "head.bias")}
+
+        def look(*_):
+            seen.append({name: torch.equal(flat, old) for name, (flat, old) in watched.items()})
+
+        step.model.get_submodule("second").register_forward_pre_hook(look)
+        step.model.get_submodule("head").register_forward_hook(look)
+        step(local(batches(case)[1], size, ranks.rank))
+        return seen
+
+    is_old = [{"first.bias": False, "head.bias": True}, {"first.bias": False, "head.bias": False}]
+    assert threads.run(size, body) == [is_old] * size
+
+
+@ZEROS
+@pytest.mark.parametrize("optimizer", ["AdamW", "LAMB"])
+def test_the_rate_is_that_of_the_step_whose_gradient_it_is(optimizer, zero):
+    def body(case, step):
+        schedule = torch.optim.lr_scheduler.StepLR(step.optimizer, step_size=1, gamma=0.1)
+        for batch in batches(case):
+            step(local(batch, 2, step.data_index))
+            schedule.step()
+        return weights(step)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Detected call of `lr_scheduler")  # of steps that it did not see
+        same(*both(dataclasses.replace(CASE, zero=zero, optimizer=optimizer), 2, body))
+
+
+USES = {
+    "evaluate": lambda step, batch: step.evaluate(batch),
+    "state_dict": lambda step, batch: step.state_dict(),
+    "living_state": lambda step, batch: step.living_state(),
+    "load_state_dict": lambda step, batch: step.load_state_dict(step.state_dict()),
+    "put": lambda step, batch: step.put({"scale": torch.tensor(2.0, dtype=torch.float64)}),
+    "edit": lambda step, batch: _edit(step),
+    "flush": lambda step, batch: step.flush(),
+}
+
+
+def _edit(step):
+    with step.edit() as model:
+        model.get_parameter("scale").mul_(2.0)
+
+
+@ZEROS
+@pytest.mark.parametrize("use", USES)
+def test_who_wants_the_weights_between_steps_finds_them_new(use, zero):
+    def body(case, step):
+        found = {}
+        for number, batch in enumerate(batches(case)):
+            mine = local(batch, 2, step.data_index)
+            step(mine)
+            told = USES[use](step, mine)
+            if use == "evaluate":
+                found[f"loss {number}"] = torch.tensor(told.loss)
+            found |= {f"{name} {number}": p.detach().clone() for name, p in step.model.named_parameters()}
+        return found
+
+    same(*both(dataclasses.replace(CASE, zero=zero), 2, body))
+
+
+@ZEROS
+def test_a_state_between_steps_goes_on_bit_for_bit(zero):
+    case = dataclasses.replace(CASE, zero=zero)
+    whole = threads.run(2, lambda ranks: train_step(case, build(case, 2, ranks)).weights)
+
+    def begin(ranks):
+        step = build(case, 2, ranks)
+        for batch in batches(case)[:2]:
+            step(local(batch, 2, ranks.rank))
+        return step.state_dict()
+
+    state = threads.run(2, begin)[0]
+
+    def go_on(ranks):
+        step = build(case, 2, ranks)
+        step.load_state_dict(state)
+        return train_step(case, step, skip=2).weights
+
+    same(threads.run(2, go_on), whole)
+
+
+class Either(nn.Module):
+    """Two layers in one order or the other, or only one of them; ranks may differ in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        way = int(x[0, 0].item())
+        layers = [(self.left, self.right), (self.right, self.left), (self.left,), (self.right,)][way]
+        for layer in layers:
+            x = torch.tanh(layer(x))
+        return self.last(x)
+
+
+@ZEROS
+def test_ranks_may_use_buckets_in_different_orders_or_not_at_all(zero):
+    # By step: which way each rank goes; None: it has no sample.
+    ways = [(0, 1, 2), (1, 0, 3), (2, 3, 1), (None, 1, 0), (3, 2, None), (1, 1, 0)]
+
+    start = Either().double()
+
+    def body(ranks, update):
+        plan = Plan(dp=3, zero=zero, bucket_bytes=1, unused="allow", update=update)
+        model, make = copy.deepcopy(start), functools.partial(torch.optim.AdamW, lr=0.1)
+        step = TrainStep(model, lambda out, _: out.square(), make, plan=plan, ranks=ranks, clip=None)
+        for number, row in enumerate(ways):
+            way = row[ranks.rank]
+            rows = 0 if way is None else 2
+            step((torch.full((rows, 4), float(way or 0) + number / 100, dtype=torch.float64), torch.zeros(rows)))
+        return weights(step)
+
+    same(*(threads.run(3, functools.partial(body, update=update)) for update in ("in_forward", "after")))
+
+
+class Pause(torch.autograd.Function):
+    """The identity, which does something in backward."""
+
+    @staticmethod
+    def forward(ctx, x, act):
+        ctx.act = act
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        ctx.act()
+        return gradients[0], None
+
+
+class Slow(nn.Module):
+    """Its backward does something when all gradients are there."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.at_end: Any = lambda: None
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(Pause.apply(x.requires_grad_(), self.at_end))))
+
+
+def slow_step(ranks, zero):
+    plan = Plan(dp=2, zero=zero, update="in_forward", bucket_bytes=1)
+    make = functools.partial(torch.optim.SGD, lr=0.1)
+    return TrainStep(Slow().double(), lambda out, _: out.square(), make, plan=plan, ranks=ranks, clip=None)
+
+
+def ones():
+    return torch.ones(3, 16, dtype=torch.float64), torch.zeros(3)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_no_weight_is_overwritten_while_another_ranks_backward_may_read_it(zero):
+    next_forward = threading.Event()
+
+    def body(ranks):
+        step, same = slow_step(ranks, zero), []
+        flat = step._weights.flats[0]
+        before = flat.clone()
+
+        def at_end():
+            # Rank 0 is in its next forward now, and must not get further.
+            next_forward.wait(5)
+            end = time.monotonic() + 0.3
+            while time.monotonic() < end and torch.equal(before, flat):
+                time.sleep(0.01)
+            same.append(torch.equal(before, flat))
+
+        model = cast(Slow, step.model)
+        if ranks.rank == 1:
+            model.at_end = at_end
+        step(ones())
+        model.at_end = lambda: None
+        if ranks.rank == 0:
+            step.model.register_forward_pre_hook(lambda *_: next_forward.set())
+        step(ones())
+        return same
+
+    assert threads.run(2, body)[1] == [True]
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_no_weight_is_used_before_all_ranks_have_updated_their_shares_of_it(zero):
+    case = dataclasses.replace(CASE, zero=zero)
+
+    def body(one, step):
+        update = step._actions._parts.optimizer.update
+
+        def late(bucket, **terms):
+            if step.rank == 1:
+                time.sleep(0.02)
+            update(bucket, **terms)
+
+        step._actions._parts.optimizer.update = late
+        losses = [step(local(batch, 2, step.data_index)).loss for batch in batches(one)]
+        return weights(step) | {"losses": torch.tensor(losses)}
+
+    same(*both(case, 2, body))
+
+
+def test_a_use_between_steps_is_told_to_need_the_update_first():
+    def body(ranks):
+        step = build(CASE, 2, ranks)
+        step(local(batches(CASE)[0], 2, ranks.rank))
+        for use in (
+            lambda: step.model(batches(CASE)[0][0]),
+            step.model.state_dict,
+            lambda: step.model.get_parameter("scale").item(),
+        ):
+            with pytest.raises(TrainingError, match=r"used between steps.*try step\.flush\(\) on every rank"):
+                use()
+        step.flush()
+        assert torch.isfinite(step.model(batches(CASE)[0][0])).all()
+
+    threads.run(2, body)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradients_that_anybody_sets_to_none_between_steps_are_not_lost(size):
+    def body(case, step):
+        for batch in batches(case):
+            step.model.zero_grad()
+            step(local(batch, size, step.data_index))
+            step.model.zero_grad()
+        return weights(step)
+
+    same(*both(CASE, size, body))
+
+
+class Unseen(nn.Module):
+    """A bias that torch.func takes as an argument: no operation of torch has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias, self.layer = nn.Parameter(torch.zeros(4)), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.func.vmap(lambda b, y: y + b)(self.bias, self.layer(x).T).T
+
+
+def test_a_use_that_nobody_was_told_of_ends_the_training():
+    def body(ranks):
+        plan = Plan(update="in_forward", bucket_bytes=1)
+        make = functools.partial(torch.optim.SGD, lr=0.1)
+        step = TrainStep(Unseen(), lambda out, _: out.square(), make, plan=plan, ranks=ranks, clip=None)
+        batch = torch.ones(2, 4), torch.zeros(2)
+        step(batch)
+        with pytest.raises(TrainingError, match="a use of the weights of bias that torch told nobody of"):
+            step(batch)
+
+    threads.run(1, body)
+
+
+def test_the_trace_shows_updates_within_forward_and_counts_them_once():
+    def body(ranks):
+        step = build(CASE, 2, ranks)
+        tracing = Tracing(step, every=1)
+        for number, batch in enumerate(batches(CASE), 1):
+            with tracing.sample(number):
+                step(local(batch, 2, step.data_index))
+        return tracing.trace
+
+    trace = threads.run(2, body)[0]
+    for rank in trace.ranks:
+        at = {event.name: event for event in trace.of(step=3, rank=rank)}
+        updates = [event for name, event in at.items() if name[0] == "U"]
+        assert len(updates) == sum(action.verb == Verb.UPDATE for action in trace.program[rank])
+        assert all(at["F0.0"].start <= each.start <= each.stop <= at["F0.0"].stop for each in updates)
+    spent = cost.by_action(trace)
+    steps = [e.seconds for e in trace.events if e.name == "step"]
+    assert sum(v for name, v in spent.items() if name != cost.REDUCE_TIME) <= 1.001 * sum(steps) / len(steps)
+    assert {rank: len(timed) for rank, timed in cost.simulated(trace).items()} == {
+        rank: len(actions) for rank, actions in trace.program.items()
+    }
+
+
+def test_a_step_that_nobody_holds_any_more_is_gone_with_its_memory():
+    def files() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    def body(ranks):
+        case = dataclasses.replace(CASE, zero=1)
+        step = build(case, 2, ranks)
+        step(local(batches(case)[0], 2, ranks.rank))
+
+    threads.run(2, body)
+    before = files()
+    for _ in range(3):
+        threads.run(2, body)
+    assert files() <= before
+
+
+@pytest.mark.parametrize("ema", [None, 0.5])
+def test_a_run_ends_with_the_weights_of_its_last_step(ema, tmp_path):
+    data = Tensors(torch.randn(16, 4, generator=torch.Generator().manual_seed(1)), torch.ones(16, 2))
+
+    def run(update):
+        task = ff.Task(
+            model=lambda: nn.Linear(4, 2),
+            loss=lambda outputs, targets: (outputs - targets).square(),
+            data=lambda: ff.Data(train=data),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            sample=lambda model: str([p.tolist() for p in model.parameters()]),
+        )
+        options = {"steps": 3, "batch_size": 4, "checkpoint_every": 0, "trace_every": 0, "ema": ema}
+        return ff.train(task, Plan(update=update), folder=str(tmp_path), name=update, **options).sample
+
+    assert run("in_forward") == run("after") != None  # noqa: E711
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(("fields", "said"), [
+    ({"sync": "local"}, "weights that are new when ranks meet"),
+    ({"model": "compiled"}, "compiled code at second"),
+    ({"model": "scripted"}, "compiled code at second"),
+])  # fmt: skip
+def test_updates_in_forward_are_refused_where_uses_are_not_told_of_or_come_too_late(fields, said):
+    case = dataclasses.replace(CASE, clip=None, **fields)
+    model, loss, optimizer = training.model("mlp"), training.loss(case), training.optimizer(case)
+    if case.model == "compiled":
+        model.get_submodule("second").compile()
+    if case.model == "scripted":
+        model.add_module("second", cast(nn.Module, torch.jit.script(model.get_submodule("second"))))
+    with pytest.raises(PlanError, match=said):
+        parallelize(model, loss, optimizer, case.plan(1))
