@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.data import RESTS, Spec, Step, fill, life, lower, step_bytes
+from fourfold.plan.data import RESTS, Spec, Step, fill, life, limit, lower, step_bytes
 from fourfold.words.action import Verb
 from fourfold.words.layout import Change
 
@@ -42,6 +42,18 @@ def test_buckets_and_slots_are_in_reverse_order_of_definition(specs, bucket_byte
     for bucket in buckets:
         places = [place[slot.name] for slot in bucket.slots]
         assert places == sorted(places)
+
+
+@pytest.mark.parametrize(("megabytes", "asked", "closed"), [
+    (3.5, 4.0, 0.5),  # a small model
+    (20.0, 4.0, 2.5),  # an eighth
+    (400.0, 4.0, 4.0),  # a large one: as the plan says
+    (3.5, 0.25, 0.25),  # never more than the plan says
+])  # fmt: skip
+def test_between_hosts_a_model_travels_in_about_eight_buckets_of_half_a_mebibyte_at_least(megabytes, asked, closed):
+    specs = [Spec("p", int(megabytes * 2**18), "float32", 4)]
+    assert limit(specs, int(asked * 2**20), travels=True) == closed * 2**20
+    assert limit(specs, int(asked * 2**20), travels=False) == asked * 2**20
 
 
 def test_zero_is_a_table_of_rests():

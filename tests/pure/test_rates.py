@@ -2,8 +2,6 @@
 
 import itertools
 import math
-import runpy
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -128,8 +126,3 @@ def test_every_setting_of_the_rates_is_a_field_and_read_as_one() -> None:
         "drop": 0.2,
         "floor": 0.1,
     }
-
-
-def test_the_picture_in_the_docs_is_what_the_library_draws() -> None:
-    script = Path(__file__).parents[2] / "docs" / "rates.py"
-    assert runpy.run_path(str(script))["draw"]() == script.with_suffix(".svg").read_text()

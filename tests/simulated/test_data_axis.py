@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from fourfold.parts import optim
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
+from fourfold.run.optimizer import DistributedOptimizer
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.action import Verb
@@ -118,6 +119,22 @@ def test_a_state_can_be_taken_to_another_mesh_and_other_buckets(bucket_bytes, ot
     for trained in threads.run(2, go_on):
         for name, weight in expected.items():
             torch.testing.assert_close(trained.weights[name], weight.detach(), rtol=0, atol=TOLERANCE)
+
+
+def test_between_hosts_and_with_a_codec_gradients_travel_in_more_buckets(monkeypatch):
+    def num_buckets(**fields):
+        return len(threads.run(1, lambda ranks: build(Case(bucket_bytes=2**20, **fields), 1, ranks))[0].buckets)
+
+    def wrapped(ranks):
+        model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(8)))
+        return DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, ranks=ranks)._num_buckets
+
+    monkeypatch.setattr("fourfold.plan.data.LEAST_BETWEEN_HOSTS", 1)
+    here, coded = num_buckets(), num_buckets(codec="int8")
+    assert threads.run(1, wrapped) == [1]
+    monkeypatch.setattr(threads.ThreadRanks, "num_hosts", 2)
+    assert here < coded == num_buckets() == num_buckets(codec="int8")
+    assert threads.run(1, wrapped) == [8]
 
 
 def test_the_launch_order_is_frozen_after_the_first_step_and_the_same_everywhere():

@@ -107,7 +107,8 @@ def show(words: Sequence[str]) -> int:
     if given.plan is None and not set(given.values) & set(FIELDS):
         raise SettingError(Problem("no plan", "a file PLAN.toml, or fields of a plan", "fourfold show dp=2"))
     # Without a file, dp is 1 unless said: what is shown must not depend on this machine.
-    ready = job.read(words, num_processes=1 if given.plan is None and "dp" not in given.values else None)
+    said = given.plan is not None or "dp" in given.values
+    ready = job.read([*words] if said else [*words, "dp=1"])
     print(text_of(ready.plan, ready.task))
     return 0
 

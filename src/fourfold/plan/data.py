@@ -78,6 +78,25 @@ def fill(specs: Sequence[Spec], *, bucket_bytes: int, shares: int = 1) -> tuple[
     return tuple(_bucket(index, members, shares) for index, members in enumerate(closed))
 
 
+# Of the gradients of a model that travel between hosts, so that most of them do while backward goes on.
+BUCKETS_BETWEEN_HOSTS = 8
+# 42 ms at 100 Mbit/s, 4 ms at 1 Gbit/s: a latency is little beside it.
+LEAST_BETWEEN_HOSTS = 2**19
+
+
+def limit(specs: Sequence[Spec], bucket_bytes: int, *, travels: bool) -> int:
+    """The bytes at which `fill` is to close a bucket, where the plan says `bucket_bytes` at most.
+
+    Inside a host a sum takes less time than a matrix product, and few buckets cost least. What travels between hosts,
+    or has a codec because it is to, would of a small model be on its way only when backward is over
+    (`docs/measured.md`, "Several hosts behind slow links").
+    """
+    if not travels:
+        return bucket_bytes
+    whole = sum(spec.num_elements * spec.element_bytes for spec in specs)
+    return min(bucket_bytes, max(LEAST_BETWEEN_HOSTS, whole // BUCKETS_BETWEEN_HOSTS))
+
+
 def _bucket(index: int, members: Sequence[Spec], shares: int) -> Bucket:
     slots, start = [], 0
     for spec in members:

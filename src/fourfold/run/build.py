@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fourfold.parts import codec, comm, data, local, memory, optim
 from fourfold.parts.in_place import InPlace
-from fourfold.plan.data import RESTS, Bucket, Rest, Step, fill, lower, turns
+from fourfold.plan.data import RESTS, Bucket, Rest, Spec, Step, fill, limit, lower, turns
 from fourfold.plan.order import Stretch
 from fourfold.plan.plan import Plan
 from fourfold.run.actions import Actions
@@ -102,7 +102,7 @@ class TrainStep:
         # A split over one rank is whole.
         rest = RESTS[plan.zero if plan.num_sharing > 1 else 0]
         split = rest.state == SPLIT
-        self.buckets = fill(specs, bucket_bytes=plan.bucket_bytes, shares=plan.num_sharing if split else 1)
+        self.buckets = _buckets(plan, specs, ranks, shares=plan.num_sharing if split else 1)
         by_bucket = [[trainable[slot.name] for slot in bucket.slots] for bucket in self.buckets]
         codecs = _codecs(plan, self.buckets, by_bucket)
         layerwise = optim.by_parameter(self.optimizer)
@@ -442,6 +442,12 @@ def _stay(plan: Plan, ranks: comm.Ranks) -> bool:
     """Whether gradients stay where autograd leaves them: nobody sums, encodes, converts or keeps them."""
     as_usual = (plan.sync, plan.codec, plan.precision, plan.offload) == ("step", "none", "keep", "none")
     return ranks.size == 1 and as_usual
+
+
+def _buckets(plan: Plan, specs: Sequence[Spec], ranks: comm.Ranks, *, shares: int) -> tuple[Bucket, ...]:
+    # With a codec on one host too: what it keeps depends on the buckets, and the training is to be the same.
+    travels = ranks.num_hosts > 1 or plan.codec != "none"
+    return fill(specs, bucket_bytes=limit(specs, plan.bucket_bytes, travels=travels), shares=shares)
 
 
 def _request(plan: Plan, buckets: Sequence[Bucket], rest: Rest, *, num_norms: int) -> comm.Request:

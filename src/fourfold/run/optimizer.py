@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts import comm, data
-from fourfold.plan.data import fill, turns
+from fourfold.plan.data import fill, limit, turns
 from fourfold.plan.plan import Plan
 from fourfold.run.refuse import compare, refuse
 from fourfold.run.spread import spread
@@ -81,7 +81,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             parameter.register_hook(self._at_the_beginning)
 
     def _connect(self, trainable: dict[str, nn.Parameter], plan: Plan) -> None:
-        buckets = fill(data.specs(trainable, {}), bucket_bytes=plan.bucket_bytes)
+        specs = data.specs(trainable, {})
+        buckets = fill(specs, bucket_bytes=limit(specs, plan.bucket_bytes, travels=self._ranks.num_hosts > 1))
         request = comm.Request(
             sizes=tuple(bucket.size for bucket in buckets),
             dtypes=tuple(data.dtype_of(bucket) for bucket in buckets),

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from fourfold.parts import data, optim
 from fourfold.plan.codec import rounds, sent_bytes
-from fourfold.plan.data import RESTS, Bucket, Step, fill, life, lower, step_bytes
+from fourfold.plan.data import RESTS, Bucket, Step, fill, life, limit, lower, step_bytes
 from fourfold.plan.plan import Plan
 from fourfold.run.outline import outline
 from fourfold.run.refuse import model_problems, refuse_optimizer, sync_problems, update_problems
+from fourfold.run.show_sequence import sequence
 from fourfold.words import action
 from fourfold.words.action import LOSS, NORM, TRUST, USED, Verb
 from fourfold.words.errors import PlanError
@@ -48,7 +49,8 @@ def show(plan: Plan, task: Task) -> str:
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
     specs = data.specs(trainable, {name: group_of[id(p)] for name, p in trainable.items()})
     rest = RESTS[plan.zero if plan.num_sharing > 1 else 0]
-    buckets = fill(specs, bucket_bytes=plan.bucket_bytes, shares=plan.num_sharing if rest.state == SPLIT else 1)
+    bucket_bytes = limit(specs, plan.bucket_bytes, travels=plan.codec != "none")
+    buckets = fill(specs, bucket_bytes=bucket_bytes, shares=plan.num_sharing if rest.state == SPLIT else 1)
     trust = optim.by_parameter(optimizer) and rest.state == SPLIT
     flags = {"clip": task.clip is not None, "unused": plan.unused == "allow", "update": plan.update, "trust": trust}
     outlined = Step(plan.microbatches, len(buckets), rest, **flags)
@@ -59,7 +61,8 @@ def show(plan: Plan, task: Task) -> str:
             _program(_all(plan, outlined._replace(sync="apart")), "no rank hears of another one's gradients"),
             _program(_all(plan, outlined._replace(sync="meet")), f"in every {_ordinal(plan.local_steps)} step"),
         ]
-    sections = [_plan(plan), _buckets(buckets, plan), *programs, _bytes(buckets, plan, messages)]
+    tokens = [sequence(plan, task, model)] if plan.sp > 1 else []
+    sections = [_plan(plan), _buckets(buckets, plan), *tokens, *programs, _bytes(buckets, plan, messages)]
     return "\n\n".join(sections)
 
 

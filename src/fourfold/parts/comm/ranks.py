@@ -50,6 +50,11 @@ class Ranks:
         self._roster = [_Process(*theirs) for theirs in self.exchange(mine)]
         return self
 
+    @property
+    def num_hosts(self) -> int:
+        """On how many hosts the ranks are; 1 where nobody has enrolled."""
+        return len({process.host for process in self._roster}) or 1
+
     def has_died(self, rank: int) -> bool:
         """Whether a rank's process has ended, as far as this host can tell. Not collective: waits ask it."""
         if not self._roster or self._roster[rank].host != self._roster[self.rank].host:

@@ -1,0 +1,321 @@
+"""Sequence memory: the largest batch and the longest sequence that BERT-base trains with on 16 GB devices.
+
+    python -m bench.sequence_memory
+
+fake rank  one process that plays one rank with tensors that have sizes and no memory (`testing/peak.py`)
+hasty      with the first hop of a ring only: the others hold no more, and take time
+Law: what is printed is counted, for all 12 layers: the winner fits, and one sample (or one step of length) more does
+not. On the way there, layers are extrapolated from 2 and 3, in which the peak is a line. The winner of the headline is
+counted with every hop, too.
+
+float32, Adam, dropout 0.1, a loss on every position, no recomputation. TP is tensor parallelism over heads and inner
+sizes as Megatron has it, its gradients made anew in each step. Sequence ranks hold what Fourfold's ranks on GPUs hold:
+weights, gradient slots and states in buckets, for the whole run.
+"""
+
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from bench import bert
+from bench.measure import machine, table
+from fourfold.parts.comm import Alone
+from fourfold.parts.comm.links import Messages, NoLink
+from fourfold.parts.data import Gradients, rehome, specs
+from fourfold.parts.sequence import Axis, Dropout, attend
+from fourfold.plan.data import RESTS, fill, turns
+from fourfold.plan.plan import Plan
+from fourfold.testing.peak import Peak
+from fourfold.words.layout import SPLIT
+from fourfold.words.spans import SILENT
+
+USABLE_BYTES = 15_400_000_000
+"""Of 16 GiB: what context, libraries and fragments leave on a P100."""
+LAYERS = 12
+SAMPLE, BATCH = 512, 64  # the length that batches are counted at, the batch that lengths are counted at
+STEP = 64  # of lengths
+HOPS = 1
+LEAP = 8
+TENSOR_SIZES = (1, 2, 4, 6, 12)  # 12 heads
+SEQUENCE_SIZES = (1, 2, 4, 6, 8, 12, 16, 32, 64)
+SOME_TENSOR_SIZES, SOME_SEQUENCE_SIZES = (4, 12), (4, 12, 64)
+WEIGHTS, GRADIENTS, STATES, INPUTS = "weights", "gradients", "optimizer states", "inputs"
+
+
+Kinds = dict[str, Sequence[Tensor]]
+
+
+class Resting(NamedTuple):
+    """What lies beside a rank's weights for the whole step; `owner` is what must live as long."""
+
+    kinds: Kinds
+    owner: object = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """How BERT is laid over `size` ranks: what one of them builds, computes, and keeps beside its weights."""
+
+    size: int
+    build: Callable[[bert.Shape], bert.Bert]
+    rest: Callable[[nn.Module], Resting]
+    losses: bert.Losses
+    shares: int
+    """Among how many ranks a sequence is cut; a length that does not divide is padded."""
+
+
+def tensor(
+    size: int, losses: bert.Losses = bert.careful_losses, *, attend: bert.Attend = bert.written_out, split: bool = False
+) -> Job:
+    """A rank of a tensor axis. Its gradients are freed after each update, as torch does it."""
+    build = functools.partial(bert.Bert, ways=size, attend=attend, split=split)
+    return Job(size, build, adam, losses, size if split else 1)
+
+
+def adam(model: nn.Module) -> Resting:
+    """Two moments of every weight."""
+    return Resting({STATES: [torch.empty_like(p) for p in model.parameters() for _ in range(2)]})
+
+
+class Silence:
+    """A wire of `size` ranks, of which this one is alone: it takes the memory of messages and brings nothing."""
+
+    name = "silence"
+
+    def __init__(self, size: int) -> None:
+        self.size, self.index = size, 0
+        self.sent_bytes, self.waiting_seconds, self.recorder = 0.0, 0.0, SILENT
+
+    def shift(self, flat: Tensor, lane: int) -> Callable[[], Tensor]:
+        taken = torch.empty_like(flat)
+        self.sent_bytes += flat.numel() * flat.element_size()
+        return lambda: taken
+
+    def gather(self, flat: Tensor) -> Tensor:
+        self.sent_bytes += (self.size - 1) * flat.numel() * flat.element_size()
+        return flat.new_empty(self.size, flat.numel())
+
+    def swap(self, parts: Tensor) -> Tensor:
+        self.sent_bytes += (self.size - 1) * parts[0].numel() * parts.element_size()
+        return torch.empty_like(parts)
+
+
+class Hasty(Messages):
+    """A link whose visits end after `HOPS` hops."""
+
+    def visit(self, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        return itertools.islice(super().visit(parts), HOPS + 1)
+
+
+def fourfold(size: int, ring: str, *, zero: int = 0, losses: bert.Losses = bert.losses, hasty: bool = False) -> Job:
+    """A rank of Fourfold's sequence axis; alone, it has torch's own attention. Zero's shares are over the ranks."""
+    rest = functools.partial(buckets_of, size=size, zero=zero)
+    axis = Axis((Hasty if hasty else Messages)(Silence(size)), NoLink(), ring)
+
+    def across(q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor) -> Tensor:
+        return attend(q_BHLK, k_BHLK, v_BHLK, axis, dropout=Dropout(bert.DROPOUT))
+
+    reach = across if size > 1 else bert.written_out
+    return Job(size, functools.partial(bert.Bert, attend=reach), rest, losses, size)
+
+
+def buckets_of(model: nn.Module, *, size: int, zero: int) -> Resting:
+    """What `run/build.py` and `parts/comm` make for GPUs; the hooks that fill the slots are the real ones."""
+    named = dict(model.named_parameters())
+    rest = RESTS[zero if size > 1 else 0]
+    split = rest.state == SPLIT
+    buckets = fill(specs(named, {}), bucket_bytes=Plan().bucket_bytes, shares=size if split else 1)
+    by_turn = turns(len(buckets), few=rest.gradient == SPLIT)
+    room: dict[int, int] = {}
+    for bucket, turn in zip(buckets, by_turn, strict=True):
+        room[turn] = max(room.get(turn, 0), bucket.size)
+    held = {turn: torch.empty(length) for turn, length in room.items()}
+    transport = Alone([held[turn][: b.size] for b, turn in zip(buckets, by_turn, strict=True)], by_turn)
+    transport.weights = [torch.empty(bucket.size) for bucket in buckets]
+    rehome(named, buckets, transport)
+    gradients = Gradients(named, buckets, transport, allow_unused=False)
+    gradients.listening = True
+    gradients.last()
+    shares = [bucket.size // (size if split else 1) for bucket in buckets]
+    own = [torch.empty(share) for share in shares] if rest.gradient == SPLIT else []
+    states = [torch.empty(2 * share) for share in shares]
+    return Resting({GRADIENTS: [*held.values(), *own], STATES: states}, gradients)
+
+
+def peak(job: Job, shape: bert.Shape, *, batch: int, length: int) -> Peak:
+    """One forward and backward of one rank; the update holds less. With real tensors, or inside a mode of others."""
+    model = job.build(shape._replace(positions=max(shape.positions, length)))
+    resting = job.rest(model)
+    ids_BL = torch.zeros(batch, -(-length // job.shares), dtype=torch.long)
+    found = Peak()
+    for kind, tensors in {WEIGHTS: [*model.parameters()], INPUTS: [ids_BL], **resting.kinds}.items():
+        found.hold(kind, tensors)
+    with found:
+        logits_BLV = model(ids_BL, ids_BL)
+        losses = job.losses(logits_BLV, ids_BL.new_zeros(logits_BLV.shape[:2]))
+        del logits_BLV
+        losses.sum().backward()
+    return found
+
+
+def counted(job: Job, *, batch: int, length: int, layers: int = LAYERS) -> int:
+    """Bytes of BERT-base at a step's fullest moment."""
+    # The meta device has the sizes of fake tensors (`tests/simulated/test_peak.py`) at a fifth of their time.
+    with torch.device("meta"):
+        return peak(job, bert.Shape(layers=layers), batch=batch, length=length).bytes
+
+
+def extrapolated(job: Job, *, batch: int, length: int) -> int:
+    """The same from 2 and 3 layers, in which it is affine."""
+    two, three = (counted(job, batch=batch, length=length, layers=layers) for layers in (2, 3))
+    return two + (LAYERS - 2) * (three - two)
+
+
+def largest(bytes_at: Callable[[int], int], limit: int, start: int = 1) -> int:
+    """The largest n ≥ 0 with bytes_at(n) ≤ limit, of a growing function; 0 if there is none.
+
+    Guesses by a line through two numbers that are known, but never goes up more than `LEAP` times at once: what is
+    small at first may grow as nothing.
+    """
+    low, high, known = start, 2 * start, {}
+    while known.setdefault(low, bytes_at(low)) > limit:
+        low, high = low // 2, low
+        if low == 0:
+            return 0
+    while (known.get(high) or known.setdefault(high, bytes_at(high))) <= limit:
+        slope = (known[high] - known[low]) / (high - low)
+        guess = high + int((limit - known[high]) / slope) + 1 if slope > 0 else LEAP * high
+        low, high = high, min(guess, LEAP * high)
+    while high - low > 1:
+        share = (limit - known[low]) / (known[high] - known[low])
+        guess = min(max(low + int(share * (high - low)), low + 1), high - 1)
+        known[guess] = bytes_at(guess)
+        low, high = (guess, high) if known[guess] <= limit else (low, guess)
+    return low
+
+
+def most(job: Job, question: "Question") -> int:
+    """The answer for all layers; extrapolated, then verified, and looked for with all layers if that was wrong."""
+    start = question.start * job.size
+    guess = largest(lambda n: extrapolated(job, **question.at(n)), USABLE_BYTES, start)
+    fits = guess == 0 or counted(job, **question.at(guess)) <= USABLE_BYTES
+    if fits and counted(job, **question.at(guess + 1)) > USABLE_BYTES:
+        return guess * question.unit
+    return largest(lambda n: counted(job, **question.at(n)), USABLE_BYTES, max(1, guess)) * question.unit
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is made as large as it can be, in steps of `unit`."""
+
+    title: str
+    unit: int
+    start: int
+    """Where to begin, in units for each rank."""
+    at: Callable[[int], dict[str, int]]
+
+
+BATCHES = Question(f"largest batch, {SAMPLE} tokens", 1, 8, lambda n: {"batch": n, "length": SAMPLE})
+LENGTHS = Question(f"longest sequence, batch {BATCH}", STEP, 2, lambda n: {"batch": BATCH, "length": n * STEP})
+
+
+BASELINE, ORIGINAL, MERGED = "vocabulary-parallel loss", "rsa (full rows)", "plain (merged blocks)"
+
+
+class Row(NamedTuple):
+    """A way to lay BERT over ranks, by the number of ranks."""
+
+    name: str
+    sizes: Sequence[int]
+    job: Callable[[int], Job]
+
+
+TENSOR_ROWS = [
+    Row(BASELINE, TENSOR_SIZES, tensor),
+    Row("gathered logits", TENSOR_SIZES, lambda size: tensor(size, bert.gathered_losses(size))),
+    Row("flash attention", SOME_TENSOR_SIZES, lambda size: tensor(size, attend=bert.fused)),
+    Row("tokens split as well (Megatron's)", SOME_TENSOR_SIZES, lambda size: tensor(size, split=True)),
+    Row("the same, flash attention", SOME_TENSOR_SIZES, lambda size: tensor(size, split=True, attend=bert.fused)),
+]
+SEQUENCE_ROWS = [
+    Row(ORIGINAL, SEQUENCE_SIZES, lambda size: fourfold(size, "rsa", hasty=True)),
+    Row(MERGED, SEQUENCE_SIZES, lambda size: fourfold(size, "plain", hasty=True)),
+    Row(
+        "plain, in-place loss",
+        SOME_SEQUENCE_SIZES,
+        lambda size: fourfold(size, "plain", losses=bert.careful_losses, hasty=True),
+    ),
+    *(
+        Row(
+            f"plain, zero {zero}",
+            SOME_SEQUENCE_SIZES,
+            lambda size, zero=zero: fourfold(size, "plain", zero=zero, hasty=True),
+        )
+        for zero in (1, 2)
+    ),
+    Row("rsa, zero 2", SOME_SEQUENCE_SIZES, lambda size: fourfold(size, "rsa", zero=2, hasty=True)),
+]
+Found = dict[str, dict[int, int]]
+
+
+def fill_in(rows: Sequence[Row], question: Question) -> Found:
+    found: Found = {}
+    for row in rows:
+        found[row.name] = {}
+        for size in row.sizes:
+            found[row.name][size] = most(row.job(size), question)
+            print(f"    {question.title} · {row.name} · {size}: {found[row.name][size]}", flush=True)
+    return found
+
+
+def ratios(tensors: Found, sequences: Found) -> list[list[str]]:
+    """What 64 sequence ranks reach over 12 tensor ranks, and equal numbers of both."""
+    lines = [["", "64 : 12", *(f"{size} : {size}" for size in TENSOR_SIZES if size > 1)]]
+    for name, ours in sequences.items():
+        for against, theirs in tensors.items():
+            equal = [_ratio(ours, size, theirs, size) for size in TENSOR_SIZES if size > 1]
+            lines.append([f"{name} : TP, {against}", _ratio(ours, 64, theirs, 12), *equal])
+    return lines
+
+
+def _ratio(ours: Mapping[int, int], size: int, theirs: Mapping[int, int], against: int) -> str:
+    return f"{ours[size] / theirs[against]:.1f}" if ours.get(size) and theirs.get(against) else "–"
+
+
+def told(heading: str, found: Found, sizes: Sequence[int]) -> str:
+    rows = [[heading, *map(str, sizes)]]
+    rows += [[name, *(str(row[size]) if size in row else "–" for size in sizes)] for name, row in found.items()]
+    return table(rows)
+
+
+def verified(question: Question, found: int) -> str:
+    """The headline's winner once more, with every hop of every layer. Raises AssertionError where that holds more."""
+    at = question.at(found // question.unit)
+    few = counted(fourfold(64, "plain", hasty=True), **at)
+    with FakeTensorMode():
+        every = peak(fourfold(64, "plain"), bert.Shape(), **at).bytes
+    assert few == every <= USABLE_BYTES, (few, every)
+    return f"64 ranks, {found}, every hop of every layer, fake tensors: {every / 1e9:.3f} GB"
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    print(f"{machine()}\nBERT-base, float32, Adam, dropout 0.1; {USABLE_BYTES / 1e9:.1f} GB usable of 16 GiB\n")
+    for question in (BATCHES, LENGTHS):
+        begin = time.monotonic()
+        tensors, sequences = fill_in(TENSOR_ROWS, question), fill_in(SEQUENCE_ROWS, question)
+        print(f"\n{question.title}; tensor parallelism, by ranks\n{told('TP', tensors, TENSOR_SIZES)}")
+        print(f"\n{question.title}; sequence axis, by ranks\n{told('sp', sequences, SEQUENCE_SIZES)}")
+        print(f"\nratios\n{table(ratios(tensors, sequences))}")
+        print(f"\n{verified(question, sequences[MERGED][64])}, {time.monotonic() - begin:.0f} s\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Show, the sequence axis: who holds which tokens, what each rank computes and keeps of attention, what it sends.
+
+Law: arithmetic on the plan and on the shapes of attention, which are those of a model without memory behind it.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.plan.plan import Plan
+from fourfold.plan.sequence import Attention, Spans, chunks, nearest_length, ring_size, sent_elements, work
+from fourfold.run.batch import POSITION_NAMES, call, evaluating
+from fourfold.run.sequence.route import Call, routed
+from fourfold.words.errors import PlanError, Problem
+from fourfold.words.task import Task
+from fourfold.words.units import sized
+
+MOST_ROWS = 16
+WAYS = {
+    "zigzag": "keys and values travel around",
+    "plain": "keys and values travel around",
+    "rsa": "keys travel around, then values; a row of scores is held whole",
+    "gather": "keys and values of all are brought to each",
+}
+
+
+class Form(NamedTuple):
+    """A call of attention, as far as it matters here."""
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    value_size: int
+    causal: bool
+    element_bytes: int
+
+    def layer(self, samples: int, length: int) -> Attention:
+        return Attention(samples, length, self.heads, self.head_size, self.kv_heads, self.value_size)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token's query, key, value and output, and the log-sum-exp, which is never narrower than float32."""
+        sizes = (self.heads + self.kv_heads) * (self.head_size + self.value_size)
+        return self.element_bytes * sizes + max(4, self.element_bytes) * self.heads
+
+    def __str__(self) -> str:
+        shared = "" if self.heads == self.kv_heads else f", {self.kv_heads} of keys and values"
+        sizes = f"{self.head_size}" if self.head_size == self.value_size else f"{self.head_size} and {self.value_size}"
+        return f"{self.heads} heads{shared}, of size {sizes}{', causal' if self.causal else ''}"
+
+
+class Seen(NamedTuple):
+    """What one sample is to the model: its length, and the calls of attention in one forward."""
+
+    length: int
+    calls: Counter[Form]
+
+
+def sequence(plan: Plan, task: Task, model: nn.Module) -> str:
+    """The part of `fourfold show` for sp > 1. Raises PlanError where tokens cannot be told from positions."""
+    seen = look(task, model)
+    padded = nearest_length(seen.length, plan.sp, plan.ring, plan.ulysses)
+    spans = chunks(padded, plan.sp, plan.ring, plan.ulysses)
+    causal = any(form.causal for form in seen.calls)
+    places = ring_size(plan.sp, plan.ulysses)
+    shape = f"a ring of {places}" if plan.ulysses == 1 else f"heads among {plan.ulysses}, a ring of {places}"
+    pads = f", padded to {padded:,}" if padded != seen.length else ""
+    head = f"sequence  {plan.ring}, {shape}; samples of {seen.length:,} tokens{pads}, {padded // plan.sp:,} a rank"
+    shares = work(padded, places, plan.ring, causal=causal)
+    rows = [("index", "work, even = 1", "tokens"), *(_row(i, spans[i], shares, plan.ulysses) for i in range(plan.sp))]
+    samples = -(-task.batch_size // plan.dp)
+    return "\n".join([head, *_aligned(rows), *_costs(plan, seen, samples, padded)])
+
+
+def look(task: Task, model: nn.Module) -> Seen:
+    """One sample through a model that may have no values. Raises PlanError where there is nothing to split."""
+    inputs, _ = task.data().train[0]
+    name = next((name for name in POSITION_NAMES if isinstance(inputs, dict) and name in inputs), None)
+    if name is None:
+        need = f"inputs that are a dict with {' or '.join(POSITION_NAMES)}"
+        raise PlanError(Problem(f"sp > 1 and inputs of type {type(inputs).__name__}", need, "sp = 1"), where="the plan")
+    try:
+        calls = _calls(model, inputs)
+    except (RuntimeError, NotImplementedError):
+        # Some models compute with values; an error of the task's own comes again here.
+        calls = _calls(task.model(), inputs)
+    if not calls:
+        need = "a model that attends by torch.nn.functional.scaled_dot_product_attention"
+        raise PlanError(Problem("sp > 1 and a model that does not attend", need, "sp = 1"), where="the plan")
+    return Seen(len(inputs[name]), calls)
+
+
+def _calls(model: nn.Module, inputs: Mapping[str, Any]) -> Counter[Form]:
+    device = next(model.parameters()).device
+    calls: Counter[Form] = Counter()
+
+    def note(seen: Call) -> Tensor:
+        q, k, v = seen.q, seen.k, seen.v
+        calls[Form(q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], seen.causal, q.element_size())] += 1
+        return q.new_zeros(*q.shape[:-1], v.shape[-1])
+
+    with torch.no_grad(), evaluating(model), routed(note):
+        call(model, {name: _like(part, device) for name, part in inputs.items()})
+    return calls
+
+
+def _like(part: Any, device: torch.device) -> Any:
+    return torch.zeros((1, *part.shape), dtype=part.dtype, device=device) if isinstance(part, Tensor) else part
+
+
+def _row(index: int, spans: Spans, shares: Sequence[int], ulysses: int) -> tuple[str, str, str]:
+    even = sum(shares) / len(shares)
+    tokens = " and ".join(f"{start:,} to {stop - 1:,}" for start, stop in spans)
+    return str(index), f"{shares[index // ulysses] / even:.2f}", tokens
+
+
+def _aligned(rows: Sequence[tuple[str, str, str]]) -> list[str]:
+    if len(rows) > MOST_ROWS:
+        rows = [*rows[: MOST_ROWS - 2], ("…", "…", "…"), rows[-1]]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    return [f"  {index.rjust(widths[0])}  {share.rjust(widths[1])}  {tokens}" for index, share, tokens in rows]
+
+
+def _costs(plan: Plan, seen: Seen, samples: int, padded: int) -> list[str]:
+    several = [f"{number} {'call' if number == 1 else 'calls'} of {form}" for form, number in seen.calls.items()]
+    held = "queries, keys, values, outputs and a log-sum-exp a row"
+    if plan.ring == "rsa":
+        held += "; here the rows of scores as well, which are not counted"
+    sent, kept = sent_bytes(plan, seen, samples, padded), kept_bytes(plan, seen, samples, padded)
+    return [
+        f"  attention  {'; '.join(several)}: {WAYS[plan.ring]}",
+        f"  sent       {sized(sent)} over a network, by each rank in each step of {samples} samples",
+        f"  kept       {sized(kept)} on each rank until backward: {held}",
+    ]
+
+
+def sent_bytes(plan: Plan, seen: Seen, samples: int, padded: int) -> float:
+    """Keys, values and their gradients that each rank sends in a step."""
+    return sum(
+        number * form.element_bytes * sent_elements(form.layer(samples, padded), plan.sp, ulysses=plan.ulysses)
+        for form, number in seen.calls.items()
+    )
+
+
+def kept_bytes(plan: Plan, seen: Seen, samples: int, padded: int) -> float:
+    """What blocks of attention need again in backward, of one microbatch."""
+    tokens = samples / plan.microbatches * padded / plan.sp
+    return tokens * sum(number * form.token_bytes for form, number in seen.calls.items())

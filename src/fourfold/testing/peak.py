@@ -1,0 +1,68 @@
+"""Peak: the bytes a step holds at its fullest moment, by kind, on real or fake tensors.
+
+kind     what the caller says of tensors that are there (`hold`); else ACTIVATION if made outside a backward, TEMPORARY
+         if made inside one
+storage  counted once, however many views it has, from when an operation returns it until its last tensor is gone
+Law: the kinds add up to the bytes of all storages that are alive and have been seen.
+
+Memory that an operation takes and gives back before it returns is not seen. Fake tensors have sizes and no memory, so
+one process counts what a rank of any world would hold.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+ACTIVATION, TEMPORARY = "activations", "temporaries"
+
+
+class Peak(TorchDispatchMode):
+    """Within: every operation's results are counted. `bytes` and `kinds` tell of the fullest moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes, self.kinds = 0, dict[str, int]()
+        self._now: dict[str, int] = {ACTIVATION: 0, TEMPORARY: 0}
+        self._total = 0
+        self._seen = WeakIdKeyDictionary()
+
+    def hold(self, kind: str, tensors: Iterable[Tensor]) -> None:
+        """Count tensors that are there already."""
+        for tensor in tensors:
+            self._count(tensor, kind)
+        self._look()
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # -1: no backward is running in this thread.
+        kind = ACTIVATION if torch._C._current_graph_task_id() == -1 else TEMPORARY
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._count(leaf, kind)
+        self._look()
+        return result
+
+    def _count(self, tensor: Tensor, kind: str) -> None:
+        storage = tensor.untyped_storage()
+        if storage in self._seen:
+            return
+        size = storage.nbytes()
+        self._seen[storage] = None
+        self._add(kind, size)
+        weakref.finalize(storage, self._add, kind, -size)
+
+    def _add(self, kind: str, size: int) -> None:
+        self._now[kind] = self._now.get(kind, 0) + size
+        self._total += size
+
+    def _look(self) -> None:
+        if self._total > self.bytes:
+            self.bytes, self.kinds = self._total, dict(self._now)

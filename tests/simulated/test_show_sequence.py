@@ -1,0 +1,75 @@
+"""Laws of what `fourfold show` says of the sequence axis: it is what attention does."""
+
+import pytest
+import torch
+
+from bench.sequence_memory import Silence
+from fourfold.cli import work
+from fourfold.parts.comm.links import Messages, NoLink
+from fourfold.parts.sequence import Axis, attend
+from fourfold.plan.plan import Plan
+from fourfold.run.outline import outline
+from fourfold.run.show import show
+from fourfold.run.show_sequence import kept_bytes, look, sent_bytes
+from fourfold.tasks import digits, lm
+from fourfold.words.errors import PlanError
+
+TASK = lm.task(length=96, heads=4, kv_heads=2, layers=3, width=64, batch_size=6)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        *(Plan(sp=4, ring=ring) for ring in ("zigzag", "plain", "rsa", "gather")),
+        Plan(sp=4, ulysses=2),
+        Plan(dp=2, sp=2, ulysses=2),
+    ],
+    ids=str,
+)
+def test_what_is_said_to_be_sent_is_what_a_rank_sends(plan: Plan) -> None:
+    seen = look(TASK, outline(TASK))
+    (form,) = seen.calls
+    samples = TASK.batch_size // plan.dp
+    around, heads = Silence(plan.sp // plan.ulysses), Silence(plan.ulysses)
+    axis = Axis(Messages(around), Messages(heads) if heads.size > 1 else NoLink(), plan.ring)
+    q, k, v = (
+        torch.randn(samples, num, seen.length // plan.sp, form.head_size, requires_grad=True)
+        for num in (form.heads, form.kv_heads, form.kv_heads)
+    )
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point():
+            kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        out = attend(q, k, v, axis, causal=True, grouped=True)
+    if plan.ring != "rsa":
+        assert kept_bytes(plan, seen, samples, seen.length) == 3 * sum(kept.values())
+    out.sum().backward()
+    assert sent_bytes(plan, seen, samples, seen.length) == 3 * (around.sent_bytes + heads.sent_bytes)
+
+
+def test_every_token_has_one_rank_and_pads_are_told() -> None:
+    told = show(Plan(sp=4), lm.task(length=100))
+    assert "samples of 100 tokens, padded to 104, 26 a rank" in told
+    rows = [
+        line.split(maxsplit=2)[2] for line in told.splitlines() if line.strip().startswith(("0 ", "1 ", "2 ", "3 "))
+    ]
+    held = [range(int(first), int(last) + 1) for row in rows[-4:] for first, last in _spans(row)]
+    assert sorted(token for span in held for token in span) == list(range(104))
+
+
+def _spans(row: str) -> list[list[str]]:
+    return [span.split(" to ") for span in row.split(" and ")]
+
+
+def test_a_task_without_positions_is_refused() -> None:
+    with pytest.raises(PlanError, match="positions"):
+        show(Plan(sp=2), digits.task())
+
+
+def test_what_is_shown_does_not_ask_for_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert work.show(["lm", "sp=2"]) == 0
+    assert "pp 1 × dp 1 × sp 2 × tp 1 = 2 ranks" in capsys.readouterr().out
