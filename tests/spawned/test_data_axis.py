@@ -50,6 +50,14 @@ def test_hosts_share_memory_inside_and_use_gloo_between(world, zero):
     assert max(result["deviation"] for result in results) <= TOLERANCE
 
 
+@pytest.mark.parametrize(("zero", "where"), [(1, {"host": "two"}), (2, {"host": "two"}), (1, {"transport": "gloo"})])
+def test_updates_wait_for_the_next_forward_on_every_transport(world, zero, where):
+    # The second batch leaves a rank without a sample: it has no forward, and updates its shares all the same.
+    fields = {"update": "in_forward", "clip": 0.5, "batch_sizes": [12, 3, 12], "bucket_bytes": 1500, "zero": zero}
+    results = world(4).run(f"{CASES}:deviation", **fields, **where)
+    assert max(result["deviation"] for result in results) <= TOLERANCE
+
+
 @pytest.mark.parametrize(("size", "fields"), [
     (2, {"optimizer": "LARS", "zero": 1, "transport": "gloo"}),
     (4, {"optimizer": "LAMB", "zero": 2, "host": "two", "clip": 0.5}),
@@ -57,6 +65,17 @@ def test_hosts_share_memory_inside_and_use_gloo_between(world, zero):
 def test_trust_ratios_are_exact_where_parameters_are_split_among_ranks(world, size, fields):
     results = world(size).run(f"{CASES}:deviation", **fields)
     assert max(result["deviation"] for result in results) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("transport", "host"), [("gloo", None), ("by-host", "two")])
+def test_two_byte_weights_and_sums_in_float32_travel_as_themselves(world, transport, host):
+    cases = [{"precision": "bf16", "reduce": "fp32", "zero": zero, "microbatches": 2} for zero in (0, 1, 2)]
+    cases += [{"precision": "fp16", "zero": 1}, {"precision": "bf16", "zero": 2}]
+    cases = [{**case, "transport": transport} for case in cases]
+    for told in world(4).run(f"{CASES}:precision_deviations", cases=cases, host=host):
+        # Hosts add up in another order than ranks do: float32 hardly minds.
+        assert max(told[:3]) < 1e-7
+        assert max(told[3:]) < 1e-4
 
 
 CODED = [
