@@ -43,8 +43,7 @@ class Run:
     def __init__(self, case: Case, ranks: Any, folder: Path, *, token: str = "a", ema: float | None = None) -> None:
         self.case, self.step = case, build(case, ranks.size, ranks)
         source = [(torch.zeros(1), torch.zeros(1)) for _ in range(40)]
-        parameters = {n: p for n, p in self.step.model.named_parameters() if p.requires_grad}
-        self.average = Average(parameters, ema) if ema else None
+        self.average = Average(self.step.shares_of_weights, ema) if ema else None
         self.feed = Feed(source, batch_size=8)
         self.log = Log()
         trained = Trained(self.step, self.feed, self.average)

@@ -42,6 +42,8 @@ class Case:
     local_steps: int = 10
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
+    precision: str = "keep"
+    reduce: str = "keep"
     sp: int = 1
     ring: str = "zigzag"
     ulysses: int = 1
@@ -67,6 +69,8 @@ class Case:
             local_steps=self.local_steps,
             outer_lr=self.outer_lr,
             outer_momentum=self.outer_momentum,
+            precision=self.precision,
+            reduce=self.reduce,
         )
 
 
@@ -138,9 +142,9 @@ KINDS: dict[str, Any] = {"descent": torch.optim.SGD}  # without momentum
 EXTRA: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9, "nesterov": True}, "LARS": {"trust": 1.0}}
 
 
-def optimizer(case: Case) -> Callable[..., torch.optim.Optimizer]:
+def optimizer(case: Case, **how: Any) -> Callable[..., torch.optim.Optimizer]:
     kind = KINDS.get(case.optimizer) or getattr(ff.optim, case.optimizer, None) or getattr(torch.optim, case.optimizer)
-    extra = EXTRA.get(case.optimizer, {})
+    extra = EXTRA.get(case.optimizer, {}) | how
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         parameters = list(parameters)

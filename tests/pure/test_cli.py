@@ -237,6 +237,15 @@ def test_options_and_commands_that_do_not_exist_are_told_with_what_does(refused:
     assert "need SCRIPT.py" in refused("run")
 
 
+def test_what_the_option_parser_objects_to_is_told_with_what_to_try(refused: Refused) -> None:
+    assert "the option -n without a value   need a value after it" in refused("train", "-n")
+    assert "the option --verson   need an option of this command   try --version" in refused("--verson")
+    assert "the option --jsn   need an option of this command   try --json" in refused("doctor", "--jsn")
+    assert "Missing argument 'RUN'   try fourfold checkpoint list --help" in refused("checkpoint", "list")
+    text = refused("train", "steps = 3")
+    assert "'steps = 3'   need a setting as KEY=VALUE, without spaces   try steps=3" in text
+
+
 def test_a_name_that_is_taken_is_refused(refused: Refused) -> None:
     Path("runs/first").mkdir(parents=True)
     assert "is there already" in refused("train", "mine.py", "name=first", "-n", "2")

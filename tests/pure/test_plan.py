@@ -46,7 +46,7 @@ def test_the_signature_is_the_contract():
         "interleave": 1, "recompute": "none", "ring": "zigzag", "ulysses": 1, "update": "after", "sync": "step",
         "local_steps": 10, "outer_lr": 1.0, "outer_momentum": 0.0,
         "codec": "none", "codec_rank": 4, "codec_density": 0.01, "codec_life": 100,
-        "offload": "none", "precision": "keep", "batch_norm": "refuse", "unused": "refuse",
+        "offload": "none", "precision": "keep", "reduce": "keep", "batch_norm": "refuse", "unused": "refuse",
         "bucket_bytes": 4194304, "transport": "by-host",
     }  # fmt: skip
     parameters = inspect.signature(Plan).parameters
@@ -110,3 +110,8 @@ def test_thinking_imports_no_torch():
 def test_a_codec_makes_another_training_and_a_mesh_does_not():
     assert not Plan(dp=4, zero=2, microbatches=3, update="in_backward").training
     assert Plan(codec="topk", codec_density=0.1).training["codec_density"] == 0.1
+
+
+def test_the_numbers_of_the_training_are_part_of_a_runs_identity():
+    assert Plan(dp=2, zero=1).training == {}
+    assert Plan(precision="bf16", reduce="fp32").training == {"precision": "bf16", "reduce": "fp32"}

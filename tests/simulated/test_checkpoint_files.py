@@ -94,14 +94,6 @@ def test_an_average_follows_its_definition_and_does_not_disturb(tmp_path):
         expected = decay * expected + (1 - decay) * weight.detach()
     torch.testing.assert_close(average.values["w"], expected, rtol=1e-5, atol=1e-6)
 
-    def put(values):
-        weight.data.copy_(values["w"])
-
-    before = weight.detach().clone()
-    with average.applied(put):
-        assert torch.equal(weight, average.values["w"])
-    assert torch.equal(weight, before)
-
 
 def test_pieces_are_balanced_in_bytes(tmp_path):
     shelf = saved_twice(tmp_path, 4)

@@ -2,13 +2,16 @@
 
 import itertools
 import threading
+import time
 
 import pytest
 import torch
 
 from fourfold.parts.sequence import kernels
 from fourfold.plan.sequence import RINGS, Attention, sent_elements, work
+from fourfold.run.trace import Recording
 from fourfold.testing import links, threads
+from fourfold.words.spans import RING, SEND
 from tests import attention
 from tests.attention import BATCH, HEADS, SIZE, TOLERANCE, Case
 
@@ -175,6 +178,37 @@ def test_the_slowest_rank_of_zigzag_computes_what_the_plan_says(monkeypatch, by)
     assert slowest["zigzag"] == slowest["gather"]
     # 1.75 for long sequences; a sequence of 16 has a thick diagonal.
     assert slowest["plain"] / slowest["zigzag"] == pytest.approx(1.75, rel=0.06)
+
+
+def test_the_trace_shows_that_messages_travel_while_a_rank_computes(monkeypatch):
+    computed = []
+
+    def timed(compute):
+        def run(*given):
+            begin = time.monotonic_ns()
+            found = compute(*given)
+            computed.append((threading.get_ident(), begin, time.monotonic_ns()))
+            return found
+
+        return run
+
+    monkeypatch.setattr(kernels, "forward", timed(kernels.forward))
+    monkeypatch.setattr(kernels, "backward", timed(kernels.backward))
+    case = Case(4, causal=True)
+
+    def body(ranks):
+        axis, recording = links.axis(ranks), Recording()
+        axis.around.recorder = recording
+        attention.on_axis(case, attention.whole(case), axis)
+        return threading.get_ident(), recording.spans
+
+    for rank, spans in threads.run(4, body):
+        sent = [span for span in spans if span.lane == SEND]
+        beside = [any(who == rank and span.start < begin and stop < span.stop for who, begin, stop in computed)
+                  for span in sent]  # fmt: skip
+        # K and V in forward and in backward, and their gradients, of which nothing is left to hide the last hop.
+        assert {span.name for span in sent} == {RING}
+        assert (len(sent), sum(beside)) == (9, 8)
 
 
 @pytest.mark.parametrize("ring", RINGS)

@@ -4,12 +4,13 @@ import threading
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from fourfold.parts import memory
 from fourfold.parts.comm import neighbours
-from fourfold.parts.sequence import Dropout, attend
+from fourfold.parts.sequence import Dropout, attend, kernels
 from fourfold.parts.sequence.dropout import GOLDEN, Draw, _mixed, _signed
 from fourfold.plan.sequence import RINGS, positions
 from fourfold.testing import links, threads
@@ -132,6 +133,24 @@ def test_one_rank_calls_torchs_own_attention(monkeypatch):
     )
     assert torch.equal(attend(q, k, v, axis, causal=True), own(q, k, v, is_causal=True))
     assert called == [1]
+    # Which takes masks that have no part for every rank.
+    mask = torch.randn(6, 6, requires_grad=True)
+    attend(q, k, v, axis, mask=mask).sum().backward()
+    assert mask.grad is not None
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+def test_half_precision_is_computed_by_flash_attention_on_gpus(groups):
+    with FakeTensorMode():  # its kernels' own rules of shapes and dtypes, and no GPU
+        q = torch.empty(2, 4, 16, 64, device="cuda", dtype=torch.bfloat16)
+        k = torch.empty(2, groups, 16, 64, device="cuda", dtype=torch.bfloat16)
+        block = kernels.Block(q, k, k, 0.1, causal=True)
+        part = kernels.forward(block)
+        grads = kernels.backward(block, kernels.Whole(part.out, part.out, part.lse))
+    # The plain kernel gives wide numbers.
+    assert (part.out.shape, part.out.dtype) == (q.shape, torch.bfloat16)
+    assert (part.lse.shape, part.lse.dtype) == (q.shape[:-1], torch.float32)
+    assert (grads.q.shape, grads.k.shape, grads.v.shape) == (q.shape, k.shape, k.shape)
 
 
 # ---- what is refused -------------------------------------------------------------------------------

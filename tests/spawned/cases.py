@@ -1,6 +1,7 @@
 """What the ranks of a spawned world do; see `fourfold.testing.spawn`. Results are JSON."""
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -24,7 +25,7 @@ from fourfold.run.verify import verify
 from fourfold.tasks import lm
 from fourfold.testing import oracle
 from fourfold.words.errors import DivergenceError
-from tests import apart, attention, coded, training
+from tests import apart, attention, coded, precision, training
 from tests.training import Case
 
 
@@ -58,6 +59,18 @@ def coded_deviations(cases: list[dict[str, Any]], host: str | None = None) -> li
                 "message_bytes": sum(lengths),
             }
         )
+    return told
+
+
+def precision_deviations(cases: list[dict[str, Any]], host: str | None = None) -> list[float]:
+    """For each case: how far the weights of the update are from those of ranks in one process."""
+    told = []
+    for fields in cases:
+        case, size = dataclasses.replace(precision.CASE, batch_sizes=(16, 16, 16), **fields), dist.get_world_size()
+        with _hosts(host):
+            step = precision.make(case, size)
+        got, expected = precision.go(step, case).weights, precision.by_hand(case, size).weights
+        told.append(max((got[name] - weight).abs().max().item() for name, weight in expected.items()))
     return told
 
 

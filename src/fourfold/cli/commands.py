@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 
 COMMANDS = ("train", "run", "show", "verify", "checkpoint", "report", "doctor")
+WITH_SETTINGS = ("fourfold train", "fourfold show", "fourfold verify")
 OPTIONS, RUN_OPTIONS = "[-n N]", "[-n N] [--restarts K]"
 TRAIN_WORDS = "TASK PLAN.toml KEY=VALUE"
 Processes = Annotated[
@@ -34,7 +35,8 @@ def read(arguments: list[str]) -> Act | None:
     word = next((word for word in arguments if not word.startswith("-")), None)
     if word is not None and word not in COMMANDS:
         raise SettingError(
-            Problem(f"the command {word}", f"one of {', '.join(COMMANDS)}", _meant(word)), where="fourfold"
+            Problem(f"the command {word or '(nothing)'}", f"one of {', '.join(COMMANDS)}", _meant(word)),
+            where="fourfold",
         )
     try:
         act: Any = app(arguments, prog_name="fourfold", standalone_mode=False)
@@ -59,10 +61,18 @@ def _usage(error: Any) -> SettingError:
     command = error.ctx.command_path if getattr(error, "ctx", None) else "fourfold"
     name = getattr(error, "option_name", "")
     if name:
-        setting = name.lstrip("-").replace("-", "_")
-        attempt = f"{setting}=…, or {command} --help"
-        return SettingError(Problem(f"the option {name}", "settings as KEY=VALUE", attempt), where=command)
+        return SettingError(_option(name, getattr(error, "possibilities", None), command), where=command)
     return SettingError(Problem(error.format_message().rstrip("."), attempt=f"{command} --help"), where=command)
+
+
+def _option(name: str, known: list[str] | None, command: str) -> Problem:
+    """An option that is not there; `known` are those that were perhaps meant, None where only its value is missing."""
+    if known is None:
+        return Problem(f"the option {name} without a value", "a value after it", "fourfold train --help")
+    if command in WITH_SETTINGS:
+        setting = name.lstrip("-").replace("-", "_")
+        return Problem(f"the option {name}", "settings as KEY=VALUE", f"{setting}=…, or {command} --help")
+    return Problem(f"the option {name}", "an option of this command", " or ".join(known) or f"{command} --help")
 
 
 @app.callback(invoke_without_command=True)
@@ -168,8 +178,16 @@ def verify(
     return functools.partial(work.verify, words or [], processes)
 
 
-checkpoint = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="List, verify and export checkpoints.")
+checkpoint = typer.Typer(rich_markup_mode=None, help="List, verify and export checkpoints.")
 app.add_typer(checkpoint, name="checkpoint")
+
+
+@checkpoint.callback(invoke_without_command=True)
+def checkpoint_alone(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The run's folder, or its name in runs/.", show_default=False)]
 Step = Annotated[int | None, typer.Option("--step", metavar="STEP", help="Which one. Default: the newest good one.")]
 

@@ -95,6 +95,9 @@ def _member(module: Any, name: str, *, file: str) -> Maker:
 
 
 def _not_a_task(spec: str) -> Problem:
+    if "=" in spec:
+        close = "".join(spec.split())
+        return Problem(repr(spec), "a setting as KEY=VALUE, without spaces", "" if close.startswith("=") else close)
     close = nearest(spec, BUILT_IN)
     if close is None and Path(f"{spec}.py").is_file():
         close = f"{spec}.py"

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fourfold.parts import memory
 from fourfold.parts.comm import Transport
+from fourfold.parts.masters import Masters
 from fourfold.parts.optim import Piece
 from fourfold.parts.uses import unwatched
 from fourfold.plan.data import Bucket, Spec
@@ -310,23 +311,33 @@ class Gradients:
 PIECE_ELEMENTS = 2**18
 
 
+class Laid(Protocol):
+    """Weights by bucket: those that the model computes with, and the update's own."""
+
+    flats: Sequence[Tensor]
+    masters: Masters
+
+
 def pieces(
-    weights: Sequence[Tensor], buckets: Sequence[Bucket], transport: Transport, *, by_slot: bool, cut: bool
+    weights: Laid, buckets: Sequence[Bucket], transport: Transport, *, by_slot: bool, cut: bool
 ) -> list[list[Piece]]:
     """What the update works on, by bucket: weights beside the sums of their gradients.
 
     A piece per part of the sum; `by_slot` cuts them at the slots too, so that one parameter can be left out, and
-    `cut` into pieces of at most PIECE_ELEMENTS.
+    `cut` into pieces of at most PIECE_ELEMENTS: so are pieces whose gradients must be converted.
     """
     result: list[list[Piece]] = []
-    for bucket, weight in zip(buckets, weights, strict=True):
+    for bucket, weight, own in zip(buckets, weights.flats, weights.masters.by_bucket, strict=True):
         slots = [(slot.start, slot.stop) for slot in bucket.slots] if by_slot else [(0, bucket.size)]
         result.append([])
         for number, (first, last) in enumerate(slots):
             for part in transport.sums(bucket.index):
                 low, high = max(first, part.start), min(last, part.stop)
-                for start in range(low, high, PIECE_ELEMENTS if cut else max(1, high - low)):
-                    stop = min(start + PIECE_ELEMENTS, high) if cut else high
+                small = cut or own is not None or part.flat.dtype != weight.dtype
+                for start in range(low, high, PIECE_ELEMENTS if small else max(1, high - low)):
+                    stop = min(start + PIECE_ELEMENTS, high) if small else high
                     gradient = part.flat[start - part.start : stop - part.start]
-                    result[-1].append(Piece(start, stop, weight[start:stop], gradient, number if by_slot else None))
+                    working = weight[start:stop]
+                    mine = (working, None) if own is None else (own.part(start, stop), working)
+                    result[-1].append(Piece(start, stop, mine[0], gradient, number if by_slot else None, mine[1]))
     return result

@@ -1,6 +1,7 @@
 """Optimizers on flat buffers: the user's class, its options by group, its update over whole buckets at once.
 
 piece         a stretch of a bucket's weights with the tensor where its summed gradient rests
+converted     of a gradient: made the numbers of its weights just before these are updated
 element-wise  an update in which no element looks at another: it may run on flat buffers as it is
 layer-wise    an update in which an element looks at two norms of its parameter: see `layerwise`
 Law: the update of a flat piece equals the update of its parameters one by one.
@@ -40,10 +41,11 @@ Prepare = Callable[[int, int, int, float], None]
 
 
 class Piece(NamedTuple):
-    """Elements [start, stop) of a bucket: its weights and where the sum of their gradients rests.
+    """Elements [start, stop) of a bucket: the weights that are updated, and where the sum of their gradients rests.
 
     `slot` is the number of the piece's parameter in the bucket, where pieces are cut by parameter. In place of a
-    gradient the parameter itself: its gradient is what its `.grad` holds at the time.
+    gradient the parameter itself: its gradient is what its `.grad` holds at the time. `working`: where these are master
+    weights, those that the model computes with.
     """
 
     start: int
@@ -51,6 +53,19 @@ class Piece(NamedTuple):
     weight: Tensor
     gradient: Tensor | nn.Parameter
     slot: int | None = None
+    working: Tensor | None = None
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether the gradient is of another dtype than the weights, or on another device; or these are masters."""
+        weight, gradient = self.weight, self.gradient
+        alike = gradient.dtype == weight.dtype and gradient.device == weight.device
+        return self.working is not None or not alike
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the gradient is where autograd leaves it."""
+        return isinstance(self.gradient, nn.Parameter)
 
 
 def check(optimizer: Optimizer) -> None:
@@ -107,10 +122,11 @@ def _spare_dynamo() -> None:
 
 
 class _Run(NamedTuple):
-    """Pieces that one optimizer updates."""
+    """Pieces that one optimizer updates. `has_slots`: their gradients always rest in the same tensors, as they are."""
 
     optimizer: Optimizer
     pieces: Sequence[Piece]
+    has_slots: bool
 
 
 class FlatOptimizer:
@@ -129,25 +145,30 @@ class FlatOptimizer:
         `prepare(bucket, start, stop, factor)` has the gradients of a piece made, just before they are used.
         """
         self._user, self._buckets, self._pieces, self._prepare = optimizer, buckets, pieces, prepare
+        self.converts = any(piece.is_converted for some in pieces for piece in some)
+        """Whether gradients are converted: then all are, and multiplied by `factor` in the weights' own numbers."""
         self._chosen = [_implementation(optimizer, p[0].weight) if p else {} for p in pieces]
         self._flat = [[self._make(bucket, some) for some in self._runs(bucket)] for bucket in range(len(pieces))]
         self._begun: dict[int, list[Begun]] = {}
         self._kept: list[dict[str, Any]] | None = None
 
     def _runs(self, bucket: int) -> list[Sequence[Piece]]:
-        """The pieces that are updated together: one by one where each is to be prepared, else all."""
+        """The pieces that are updated together: one by one where each is to be prepared or converted, else all."""
         pieces = self._pieces[bucket]
-        return [[piece] for piece in pieces] if self._prepare is not None else [pieces] if pieces else []
+        if self._prepare is not None or self.converts:
+            return [[piece] for piece in pieces]
+        return [pieces] if pieces else []
 
     def _make(self, bucket: int, pieces: Sequence[Piece]) -> "_Run":
         kind = type(self._user)
         accepted = inspect.signature(kind).parameters
         options: dict[str, Any] = {k: v for k, v in self._user.defaults.items() if k in accepted} | self._chosen[bucket]
         flat = kind([piece.weight for piece in pieces], **options)
-        for piece in pieces:
-            if not isinstance(piece.gradient, nn.Parameter):
+        run = _Run(flat, pieces, has_slots=not (self.converts or any(piece.is_in_place for piece in pieces)))
+        if run.has_slots:
+            for piece in pieces:
                 piece.weight.grad = piece.gradient
-        return _Run(flat, pieces)
+        return run
 
     def keep_options(self, *, as_they_are: bool) -> None:
         """From now on update with the options of this moment, or again with those of each update's."""
@@ -174,20 +195,20 @@ class FlatOptimizer:
     ) -> None:
         """One step of the bucket's weights. `used[s]`: whether any rank had a gradient for slot s; None = all.
 
-        `factor` is what `prepare` multiplies the sums by. `squares`: what `direct` gave, summed over the ranks that
-        share the bucket; without it, a bucket of a layer-wise optimizer is here as a whole.
+        `factor` is what the sums are multiplied by, by `prepare` or when they are converted. `squares`: what `direct`
+        gave, summed over the ranks that share the bucket; without it, a bucket of a layer-wise optimizer is here as a
+        whole.
         """
         if by_parameter(self._user):
             here = self.direct(bucket, used=used, factor=factor) if squares is None else squares
-            for begun in self._begun.pop(bucket):
+            for begun, run in zip(self._begun.pop(bucket), self._flat[bucket], strict=True):
                 finish(begun, here)
+                _round(run)
         else:
-            for flat, _ in self._made_ready(bucket, used, factor):
+            for run in self._made_ready(bucket, used, factor):
                 # Without torch's wrappers around `step`: they import torch._dynamo, and cost more than a small update.
-                inspect.unwrap(type(flat).step)(flat)
-        for piece in self._pieces[bucket]:
-            if isinstance(piece.gradient, nn.Parameter):
-                piece.weight.grad = None  # whoever holds the parameter's own may free it now
+                inspect.unwrap(type(run.optimizer).step)(run.optimizer)
+                _round(run)
         self._tell_schedulers()
 
     @torch.no_grad()
@@ -196,9 +217,9 @@ class FlatOptimizer:
         begun = self._begun[bucket] = []
         device = self._user.param_groups[0]["params"][0].device
         total = torch.zeros(len(self._buckets[bucket].slots), 2, dtype=torch.float64, device=device)
-        for flat, pieces in self._made_ready(bucket, used, factor):
-            owners = [piece.slot for piece in pieces if piece.slot is not None]
-            begun.append(begin(cast(Layerwise, flat), owners, num_parameters=len(total)))
+        for run in self._made_ready(bucket, used, factor):
+            owners = [piece.slot for piece in run.pieces if piece.slot is not None]
+            begun.append(begin(cast(Layerwise, run.optimizer), owners, num_parameters=len(total)))
             total += begun[-1].squares
         return total
 
@@ -210,14 +231,16 @@ class FlatOptimizer:
         for run in self._flat[bucket]:
             run.optimizer.param_groups[0].update(theirs)
             for piece in run.pieces:
-                if isinstance(piece.gradient, nn.Parameter):
-                    gradient = piece.gradient.grad
-                    piece.weight.grad = None if gradient is None else gradient.reshape(-1)
-                elif used is not None:
-                    assert piece.slot is not None
-                    piece.weight.grad = piece.gradient if used[piece.slot] else None
                 if self._prepare is not None:
-                    self._prepare(bucket, piece.start, piece.stop, factor)
+                    self._prepare(bucket, piece.start, piece.stop, 1.0 if self.converts else factor)
+                if not run.has_slots:
+                    piece.weight.grad = _converted(piece, factor) if self.converts else _in_place(piece)
+                if used is not None:
+                    assert piece.slot is not None
+                    if not used[piece.slot]:
+                        piece.weight.grad = None
+                    elif run.has_slots:
+                        piece.weight.grad = piece.gradient
             yield run
 
     def stretches(self, bucket: int, start: int, stop: int) -> dict[str, Any]:
@@ -251,7 +274,9 @@ class FlatOptimizer:
                 raise OptimizerError(Problem(got, "the plan it was saved with"), where="the state")
             for key, first in covering[0][2].items():
                 if isinstance(first, Tensor):
-                    whole = torch.zeros(piece.stop - piece.start, dtype=first.dtype, device=piece.weight.device)
+                    # Saved with other weights than now, states become the numbers that these are updated in.
+                    dtype = piece.weight.dtype if first.is_floating_point() else first.dtype
+                    whole = torch.zeros(piece.stop - piece.start, dtype=dtype, device=piece.weight.device)
                     for start, stop, s in covering:
                         low, high = max(start, piece.start), min(stop, piece.stop)
                         whole[low - piece.start : high - piece.start] = s[key][low - start : high - start]
@@ -262,6 +287,28 @@ class FlatOptimizer:
                 else:
                     state[key] = _scalar(first, piece.weight, fused=bool(self._chosen[bucket].get("fused")))
             flat.state[piece.weight] = state
+
+
+def _in_place(piece: Piece) -> Tensor | None:
+    """The gradient where autograd has left it; None where there is none."""
+    gradient = piece.gradient.grad
+    return None if gradient is None else gradient.reshape(-1)
+
+
+def _converted(piece: Piece, factor: float) -> Tensor:
+    """The sum of a piece's gradients in the numbers of its weights, times the factor."""
+    # A copy in any case: what rests in a slot may still be read by others, and some updates change their gradients.
+    gradient = piece.gradient.to(piece.weight.device, piece.weight.dtype, copy=True)
+    return gradient if factor == 1.0 else gradient.mul_(factor)
+
+
+def _round(run: _Run) -> None:
+    """After an update: the model computes with the new weights, and gradients that rest in no slot are free."""
+    for piece in run.pieces:
+        if piece.working is not None:
+            piece.working.copy_(piece.weight)
+        if not run.has_slots:
+            piece.weight.grad = None
 
 
 def _scalar(value: Any, weight: Tensor, *, fused: bool) -> Any:
@@ -275,6 +322,8 @@ def _scalar(value: Any, weight: Tensor, *, fused: bool) -> Any:
 def _implementation(optimizer: Optimizer, weight: Tensor) -> dict[str, bool | None]:
     """Fused, where the class has it for this device and the user asked for no other implementation."""
     theirs = {key: optimizer.defaults.get(key) for key in IMPLEMENTATION if key in optimizer.defaults}
+    if theirs.get("foreach") and optimizer.defaults.get("nesterov"):
+        return theirs | {"foreach": False}  # it adds the momentum to the sums, which other ranks may still read
     if "fused" not in theirs or any(value is not None for value in theirs.values()):
         return theirs
     # torch 2.13's fused SGD leaves most elements of 2-byte weights as they are on CPUs (pytorch#191763).

@@ -14,7 +14,7 @@ from fourfold.plan.needs import Needs
 from fourfold.plan.simulate import Timed, Timeline, makespan, simulate
 from fourfold.plan.timeline import DATA, STEP, Event, Trace, disjoint, waited
 from fourfold.words.action import Action, Verb
-from fourfold.words.spans import READY, SENT, WAIT
+from fourfold.words.spans import READY, RING, SENT, WAIT
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def _durations(events: list[Event], sent: Mapping[str, float]) -> dict[str, floa
             begin = max(event.start, sent.get(event.name, event.start), free)
             free = max(free, event.stop)
             found[event.name] = max(0.0, event.stop - begin)
-        elif " " not in event.name and event.name != WAIT:
+        elif " " not in event.name and event.name not in (WAIT, RING):
             found[event.name] = event.seconds - waited(events, event) - _others(events, event)
     return found
 

@@ -153,18 +153,27 @@ def life(rest: Rest) -> Life:
     )
 
 
-def step_bytes(buckets: Iterable[Bucket], *, zero: int, size: int, microbatches: int) -> float:
-    """Bytes each of `size` data ranks sends in a step; zero 3 gathers for forward and again for backward."""
+def step_bytes(
+    buckets: Iterable[Bucket],
+    *,
+    zero: int,
+    size: int,
+    microbatches: int,
+    gradients: Iterable[Bucket] | None = None,
+) -> float:
+    """Bytes each of `size` data ranks sends in a step; zero 3 gathers for forward and again for backward.
+
+    `gradients`: the buckets in the numbers in which gradients are summed, where these are others.
+    """
     moments = life(RESTS[zero])
-    sent = 0.0
-    for bucket in buckets:
+    weights = sum(bucket.num_bytes for bucket in buckets)
+    summed = weights if gradients is None else sum(bucket.num_bytes for bucket in gradients)
 
-        def cost(collective: Change, whole: int = bucket.num_bytes) -> float:
-            return sent_bytes(collective, whole_bytes=whole, size=size)
+    def cost(collective: Change, whole: int) -> float:
+        return sent_bytes(collective, whole_bytes=whole, size=size)
 
-        each = 2 * cost(moments.before_use) + cost(moments.after_backward)
-        sent += microbatches * each + cost(moments.before_update) + cost(moments.after_update)
-    return sent
+    each = 2 * cost(moments.before_use, weights) + cost(moments.after_backward, summed)
+    return microbatches * each + cost(moments.before_update, summed) + cost(moments.after_update, weights)
 
 
 class Step(NamedTuple):

@@ -29,12 +29,16 @@ ELEMENT_BYTES = {
 
 
 class Global(NamedTuple):
-    """A tensor as the whole run sees it; `whole`: it is not cut (the buffers, which rank 0 speaks for)."""
+    """A tensor as the whole run sees it; `whole`: it is not cut (the buffers, which rank 0 speaks for).
+
+    `flat`: it is cut as if it had one dim, anywhere in its rows.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     whole: bool = False
+    flat: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -59,11 +63,17 @@ class Stretch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A global tensor, and where its parts lie."""
+    """A global tensor, and where its parts lie; `flat`: stretches are of the tensor in one dim, its shape is not."""
 
     dtype: str
     shape: tuple[int, ...]
     stretches: tuple[Stretch, ...]
+    flat: bool = False
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The shape that the stretches are boxes of."""
+        return (math.prod(self.shape),) if self.flat else self.shape
 
 
 class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,10 +84,11 @@ class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the first step taught: see `run.build`."""
+    """What the first step taught: see `run.build`; and the scale of the loss, where it has one."""
 
     order: tuple[int, ...]
     nominal_count: float
+    scale: dict[str, float] | None = None
 
 
 class Fed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -220,10 +231,10 @@ def _entry_problems(entry: Entry, files: Mapping[str, File]) -> Iterator[str]:
     for stretch in entry.stretches:
         if stretch.file not in files:
             yield f"in {stretch.file!r}, which is not among the files"
-        if not _inside(stretch.box, entry.shape):
+        if not _inside(stretch.box, entry.dims):
             yield f"offsets {stretch.offsets}, lengths {stretch.lengths} of shape {entry.shape}"
             return
-    if not _tile([stretch.box for stretch in entry.stretches], entry.shape):
+    if not _tile([stretch.box for stretch in entry.stretches], entry.dims):
         yield "its stretches leave a gap, or lie on each other"
     if len({stretch.file for stretch in entry.stretches}) < len(entry.stretches):
         yield "two stretches in one file"

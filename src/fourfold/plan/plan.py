@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from fourfold.plan.codec import KINDS, Coding
+from fourfold.plan.precision import COMPUTE, REDUCE
 from fourfold.plan.sequence import RINGS, ulysses_problem
 from fourfold.words.errors import PlanError, Problem, nearest
 from fourfold.words.mesh import Mesh
@@ -73,7 +74,8 @@ RULES = {
     "codec_density": Rule(float, most=1.0),
     "codec_life": Rule(int),
     "offload": Rule(str, choices=("none", "states"), built=("none",)),
-    "precision": Rule(str, choices=("keep", "bf16", "fp16"), built=("keep",)),
+    "precision": Rule(str, choices=("keep", *COMPUTE)),
+    "reduce": Rule(str, choices=("keep", *REDUCE)),
     "batch_norm": Rule(str, choices=("refuse", "local", "sync"), built=("refuse", "local")),
     "unused": Rule(str, choices=("refuse", "allow")),
     "bucket_bytes": Rule(int, least=1),
@@ -112,6 +114,7 @@ class Plan:
     codec_life: int = 100
     offload: str = "none"
     precision: str = "keep"
+    reduce: str = "keep"
     batch_norm: str = "refuse"
     unused: str = "refuse"
     bucket_bytes: int = 4 * 2**20
@@ -133,6 +136,7 @@ class Plan:
     def training(self) -> dict[str, object]:
         """The decisions that make another training of it, and not only another way to the same weights."""
         names = [] if self.codec == "none" else [name for name in FIELDS if name.startswith("codec")]
+        names += [name for name in ("precision", "reduce") if getattr(self, name) != "keep"]
         if self.sync == "local":
             # Each of the ranks learns by itself: their number matters too.
             names += ["sync", "local_steps", "outer_lr", "outer_momentum", "dp"]

@@ -40,9 +40,7 @@ def page(record: Record) -> str:
     cards = [_card(curves([record])), _card(throughput([record]))]
     trace = record.trace if record.trace is not None and record.trace.events else None
     untraced = "<h2>Time by action</h2><p>No step of this run was traced.</p>"
-    cards += [_card(action_card(trace) if trace else untraced), _card(saved.card(record.checkpoints))]
-    if times := attempts.card(record.attempts):
-        cards.append(_card(times))
+    cards += [_card(action_card(trace) if trace else untraced), _saves_and_attempts(record)]
     if troubles := faults.card(record.faults, record.resumed):
         cards.append(_card(troubles, wide=True))
     if trace:
@@ -55,6 +53,11 @@ def page(record: Record) -> str:
     figures = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in key(record))
     body = f'<div class="figures">{figures}</div><div class="cards">{"".join(cards)}</div>'
     return _html(record.name, under, body)
+
+
+def _saves_and_attempts(record: Record) -> str:
+    saves, times = _card(saved.card(record.checkpoints)), attempts.card(record.attempts)
+    return f'<div class="stack">{saves}{_card(times)}</div>' if times else saves
 
 
 def comparison(records: Sequence[Record]) -> str:

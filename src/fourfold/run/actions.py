@@ -1,9 +1,11 @@
 """Actions: what each verb of a program does with this rank's tensors.
 
-bad      of a step: its global loss, or its norm where one is measured, is not a finite number
-nominal  the count that gradients are divided by during backward, when the step's own is not known yet
+bad       of a step: its global loss, or its norm where one is measured, is not a finite number
+overflow  the norm of a scaled gradient is not finite, and a smaller scale of the loss may help: no bad step
+nominal   the count that gradients are divided by during backward, when the step's own is not known yet
 Law: after a step's updates, weights have moved by the gradient of the mean over the global batch; after a bad step
-they have not moved, and neither have the optimizer's states. A meeting of local steps is held after a bad step too.
+or an overflow they have not moved, and neither have the optimizer's states. A meeting of local steps is held after a
+bad step too.
 """
 
 import itertools
@@ -56,7 +58,10 @@ class Actions:
         """The updates that wait for the next forward, where they do."""
         if update == "in_forward":
             self.deferred = Deferred(parts.parameters, parts.transport, self._update_late)
-        parts.transport.factor = self.factor
+        # Else the factor is part of the update: before it, sums are what they are.
+        self._scales_sums = parts.rest.state == WHOLE and not parts.optimizer.converts
+        if self._scales_sums:
+            parts.transport.factor = self.factor
         if update == "in_backward":
             parts.gradients.on_launch = self._update_ahead
         slots = [len(parameters) for parameters in parts.parameters]
@@ -85,6 +90,7 @@ class Actions:
         self._seen: list[tuple[int, Tensor]] = []
         self.bad: str | None = None
         """What is wrong with a step that is bad: the same on every rank."""
+        self.overflowed = False
         self.totals: Totals | None = None
         self.grad_norm: float | None = None
         self._parts.gradients.forget()
@@ -97,6 +103,8 @@ class Actions:
             self._parts.transport.close()
         else:
             self._defer(self.deferred)
+        if self._parts.scale is not None and self.bad is None:
+            self._parts.scale.stepped(overflowed=self.overflowed)
         if self._met and self._parts.local is not None:
             self._parts.local.met()
 
@@ -104,7 +112,7 @@ class Actions:
         """Leave the updates of this step to the next forward, with all that they need to know."""
         self._count()
         self._complete_all()
-        if self.bad is not None:
+        if self._is_left_out:
             self._parts.gradients.forget()
             self._parts.transport.close()
             return
@@ -161,6 +169,10 @@ class Actions:
             self._seen.append((index, loss.total.detach()))
             self._local[:4] += torch.stack([loss.total.detach().double(), *self._numbers(loss.count, part)])
 
+    @property
+    def _is_left_out(self) -> bool:
+        return self.bad is not None or self.overflowed
+
     def suspects(self) -> list[range]:
         """The samples of this rank's batch, by microbatch, whose loss is not finite."""
         ends = list(itertools.accumulate(part.samples for part in self._microbatches))
@@ -182,7 +194,8 @@ class Actions:
         if index in self._losses:
             if index == self._last or self._every_round:
                 self._parts.gradients.last()
-            (self._losses.pop(index).total / self.nominal_count).backward()
+            loss = self._losses.pop(index).total / self.nominal_count
+            (loss if self._parts.scale is None else loss * self._parts.scale.value).backward()
             if self.deferred is not None and index == 0:
                 self.deferred.refuse_unseen(self._parts.gradients.reached_in)
 
@@ -203,17 +216,19 @@ class Actions:
             wide = [torch.promote_types(flat.dtype, torch.float32) for flat in own]
             norms = [torch.linalg.vector_norm(flat, dtype=dtype) for flat, dtype in zip(own, wide, strict=True)]
             squares = torch.stack(norms).double().square().sum()
+            if self._parts.local is not None and not self._scales_sums:
+                squares *= self._factor**2
             transport.measure(NORM, squares.reshape(1))
             total = transport.measured(NORM)[0]
             if self._parts.local is not None:
                 self._clip_to(squares.item() ** 0.5, told=(total / transport.size) ** 0.5)
                 return
-            norm = total**0.5 * (1.0 if self._parts.rest.state == WHOLE else self._factor)
+            norm = total**0.5 * (1.0 if self._scales_sums else self._factor)
             self._clip_to(norm, told=norm)
         elif kind == TRUST:
             self._count()
             self._complete_all()
-            if self.bad is None:
+            if not self._is_left_out:
                 self._trust()
 
     def _trust(self) -> None:
@@ -227,18 +242,20 @@ class Actions:
 
     def _clip_to(self, norm: float, *, told: float) -> None:
         """`norm` is that of what this rank updates with, `told` the same on all ranks."""
-        assert self._clip is not None
         self.grad_norm = told
         if self.bad is None and not math.isfinite(told):
-            self.bad = f"the gradient norm is {told}"
+            self.overflowed = self._parts.scale is not None and self._parts.scale.may_fall
+            if not self.overflowed:
+                self.bad = f"the gradient norm is {told}"
+        if self._clip is None:
+            return
         # 1e-6 as in torch.nn.utils.clip_grad_norm_
         # In this order: a norm that is not a number must stay one.
         coefficient = min(self._clip / (norm + 1e-6), 1.0)
-        if self._parts.rest.state == WHOLE:
-            if coefficient != 1.0:
-                self._parts.transport.scale(coefficient)
-        else:
+        if not self._scales_sums:
             self._factor *= coefficient
+        elif coefficient != 1.0:
+            self._parts.transport.scale(coefficient)
 
     def reduce(self, index: int) -> None:
         # The hooks have launched what was complete during backward; sealing launches the rest, in program order.
@@ -275,6 +292,8 @@ class Actions:
             # A rank without elements has a gradient of zero: any factor will do.
             count = self._own_count or self.nominal_count
         self._factor = self.nominal_count / count
+        if self._parts.scale is not None:
+            self._factor /= self._parts.scale.value
 
     def factor(self) -> float:
         """What sums are to be multiplied by to become the gradient of the mean."""
@@ -308,7 +327,7 @@ class Actions:
         self._count()
         # Only this bucket: others may still be on their way.
         self._complete(bucket)
-        if self.bad is None:
+        if not self._is_left_out:
             self._update(bucket)
         self._parts.gradients.release(bucket)
 

@@ -7,44 +7,33 @@ Source of the warm-up: TensorFlow's ExponentialMovingAverage (`num_updates`); wi
 is mostly the weights it began with.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class Average:
-    """The averages of some parameters, by name. Every rank keeps all of them."""
+    """The averages of some weights, by name: of what this rank has of them, as `TrainStep.shares_of_weights` gives."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
-        self._parameters, self._decay = dict(parameters), decay
+    def __init__(self, weights: Mapping[str, Tensor], decay: float) -> None:
+        self._weights, self._decay = dict(weights), decay
         # In half precision a step's small part of the weights would be rounded away.
         self.values: dict[str, Tensor] = {
             name: p.detach().to(torch.float32 if p.element_size() < 4 else p.dtype, copy=True)
-            for name, p in parameters.items()
+            for name, p in weights.items()
         }
 
     @torch.no_grad()
     def update(self, steps: int) -> None:
         """Take in the weights after `steps` steps."""
         share = 1.0 - min(self._decay, (1 + steps) / (10 + steps))
-        for name, parameter in self._parameters.items():
+        for name, weight in self._weights.items():
             average = self.values[name]
-            average.lerp_(parameter.detach().to(average.dtype), share)
+            average.lerp_(weight.detach().to(average.dtype), share)
 
     @torch.no_grad()
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Put back what `values` held."""
         for name, value in self.values.items():
             value.copy_(values[name])
-
-    @contextlib.contextmanager
-    def applied(self, put: Callable[[Mapping[str, Tensor]], None]) -> Iterator[None]:
-        """Within: the model has the averages for weights. `put` replaces weights by name; collective if it is."""
-        before = {name: p.detach().clone() for name, p in self._parameters.items()}
-        put(self.values)
-        try:
-            yield
-        finally:
-            put(before)

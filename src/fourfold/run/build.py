@@ -15,25 +15,27 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts import codec, comm, data, local, memory, optim
+from fourfold.parts import codec, comm, data, local, lowered, memory, optim
 from fourfold.parts.in_place import InPlace
+from fourfold.parts.masters import Policy
 from fourfold.plan.data import RESTS, Bucket, Rest, Spec, Step, fill, limit, lower, turns
 from fourfold.plan.order import Stretch
 from fourfold.plan.plan import Plan
+from fourfold.plan.precision import Scale, computed, reduced
 from fourfold.run.actions import Actions
 from fourfold.run.batch import Microbatch, call, cut, evaluating, measure
 from fourfold.run.guard import Guard
 from fourfold.run.metrics import Metrics
 from fourfold.run.outline import outline
 from fourfold.run.parts import Parts
-from fourfold.run.refuse import compare, model_problems, refuse, refuse_optimizer, sync_problems, update_problems
+from fourfold.run.refuse import compare, refuse, refuse_for, refuse_optimizer
 from fourfold.run.remembered import Remembered
 from fourfold.run.runtime import Runtime
 from fourfold.run.sequence import Tokens
 from fourfold.run.state import State, copied
 from fourfold.run.weights import Weights, trainable_of
 from fourfold.words.action import LOSS, Action
-from fourfold.words.errors import PlanError, Problem, TrainingError
+from fourfold.words.errors import Problem, TrainingError
 from fourfold.words.layout import SPLIT
 from fourfold.words.spans import Recorder
 from fourfold.words.task import Task
@@ -96,12 +98,13 @@ class TrainStep:
         self.optimizer = optim.build(optimizer, list(model.parameters()))
         refuse_optimizer(self.optimizer, plan)
         trainable = trainable_of(model)
-        specs = data.specs(trainable, optim.groups(self.optimizer, trainable))
+        own = data.specs(trainable, optim.groups(self.optimizer, trainable))
         shapes = {name: list(p.shape) for name, p in trainable.items()}
-        compare(ranks, specs, shapes, plan=plan, options={"clip": clip, "skip_nan": skip_nan})
+        compare(ranks, own, shapes, plan=plan, options={"clip": clip, "skip_nan": skip_nan})
         # A split over one rank is whole.
         rest = RESTS[plan.zero if plan.num_sharing > 1 else 0]
         split = rest.state == SPLIT
+        specs = computed(own, plan.precision, kept=lowered.kept(model))
         self.buckets = _buckets(plan, specs, ranks, shares=plan.num_sharing if split else 1)
         by_bucket = [[trainable[slot.name] for slot in bucket.slots] for bucket in self.buckets]
         codecs = _codecs(plan, self.buckets, by_bucket)
@@ -114,7 +117,7 @@ class TrainStep:
         self.remembered = Remembered(codecs, ranks)
         apart = comm.Apart(self._transport) if plan.sync == "local" else None
         self._transport = apart or self._transport
-        self._weights = Weights(model, self.buckets, self._transport, ranks)
+        self._weights = Weights(model, self.buckets, self._transport, ranks, Policy(plan.precision, split))
         self._local = None
         if apart is not None:
             outer = local.Outer(plan.outer_lr, plan.outer_momentum)
@@ -125,7 +128,7 @@ class TrainStep:
         else:
             self._gradients = data.Gradients(trainable, self.buckets, self._transport, allow_unused=allow_unused)
             by_slot = allow_unused or layerwise
-            pieces = data.pieces(self._weights.flats, self.buckets, self._transport, by_slot=by_slot, cut=split)
+            pieces = data.pieces(self._weights, self.buckets, self._transport, by_slot=by_slot, cut=split)
         prepare = self._transport.take if split else None
         flat = optim.FlatOptimizer(self.optimizer, self.buckets, pieces, prepare=prepare)
         self._state = State(
@@ -133,10 +136,13 @@ class TrainStep:
         )
         # What gradients are divided by: of all ranks, or of one, if each learns by itself.
         self._sharing = plan.dp if self._local is not None else 1
+        self._scale = Scale() if plan.precision == "fp16" else None
         self._actions = Actions(
             model,
             loss,
-            Parts(self._gradients, self._transport, flat, by_bucket, self._weights.flats, rest, self._local),
+            Parts(
+                self._gradients, self._transport, flat, by_bucket, self._weights.flats, rest, self._local, self._scale
+            ),
             clip=clip,
             update=plan.update,
             agree=lambda count: sum(ranks.exchange(count)) / self._sharing,
@@ -148,7 +154,7 @@ class TrainStep:
             plan.microbatches,
             len(self.buckets),
             rest,
-            clip is not None,
+            clip is not None or self._scale is not None,
             allow_unused,
             plan.update,
             trust=layerwise and split,
@@ -230,6 +236,7 @@ class TrainStep:
             self._transport.agree()  # The first step also exchanges what is no sum.
         self.try_out(batch)
         self._guard.begin()
+        loss_scale = None if self._scale is None else self._scale.value
         program = self.program_apart if (self.steps + 1) % self.plan.period else self.program
         with self.reading(batch, self.plan.microbatches) as microbatches:
             self._runtime.run(program, microbatches)
@@ -250,6 +257,8 @@ class TrainStep:
             waiting_seconds=self._traffic().waiting_seconds - waited,
             sent_bytes=self._traffic().sent_bytes - sent,
             skipped=skipped,
+            loss_scale=loss_scale,
+            overflowed=self._actions.overflowed,
         )
 
     @torch.no_grad()
@@ -338,13 +347,33 @@ class TrainStep:
         self._actions.settle()
         self._weights.put(values)
 
+    @property
+    def shares_of_weights(self) -> dict[str, Tensor]:
+        """Of each trainable parameter what this rank has of its weights, as training goes on from them: no copies.
+
+        The parameter; or, where the update has weights of its own, its flattened elements `shares` of these.
+        """
+        return {name: self._weights.share(name) for name in self._weights.trainable}
+
+    @contextlib.contextmanager
+    def replaced(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Within, trainable weights are others, given as `shares_of_weights` has them. Collective."""
+        self._enter("replaced()")
+        self._transport.agree()
+        self._actions.settle()
+        with self._weights.replaced(weights):
+            yield
+            self._enter("the end of replaced()")
+            self._transport.agree()  # nobody computes with them any more
+
     def state_dict(self) -> dict[str, Any]:
         """All state by parameter name, independent of the mesh; tensors are copies. Collective.
 
-        "model": name -> tensor; "optimizer": name -> key -> tensor in the parameter's shape or a scalar;
-        "groups": options by group; "record": launch order and nominal count; "codec": name -> key -> [ranks, elements],
-        what each rank's codec remembers; "outer": with local steps, the outer momentum by name. Then the optimizer's
-        tensors are means over ranks, and TrainingError is raised between meetings.
+        "model": name -> tensor, weights as the update has them; "optimizer": name -> key -> tensor in the parameter's
+        shape or a scalar; "groups": options by group; "record": launch order, nominal count, and the scale of the loss
+        where it has one; "codec": name -> key -> [ranks, elements], what each rank's codec remembers; "outer": with
+        local steps, the outer momentum by name. Then the optimizer's tensors are means over ranks, and TrainingError is
+        raised between meetings.
         """
         self._enter("state_dict()")
         self._transport.agree()
@@ -380,10 +409,14 @@ class TrainStep:
         return self._state.is_split
 
     def _decisions(self) -> dict[str, Any]:
-        return {
-            "groups": [{k: copied(v) for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups],
-            "record": {"order": list(self._outline.order), "nominal_count": self._actions.nominal_count},
+        record: dict[str, Any] = {
+            "order": list(self._outline.order),
+            "nominal_count": self._actions.nominal_count,
         }
+        if self._scale is not None:
+            record["scale"] = self._scale.state
+        groups = [{k: copied(v) for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        return {"groups": groups, "record": record}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put back what `state_dict` gave, on this or another mesh. Collective."""
@@ -394,9 +427,11 @@ class TrainStep:
         for group, options in zip(self.optimizer.param_groups, state["groups"], strict=True):
             group.update(options)
         record = state["record"]
+        if self._scale is not None and record.get("scale"):
+            self._scale.load(record["scale"])
         # The launch order is of use only where the buckets are the same; else this mesh records one of its own.
         if sorted(record["order"]) == list(range(len(self.buckets))):
-            self._record(record["order"], record["nominal_count"])
+            self._record(list(record["order"]), record["nominal_count"])
         else:
             self._actions.nominal_count = record["nominal_count"]
         self._state.remember(state)
@@ -433,15 +468,15 @@ def _codecs(plan: Plan, buckets: Sequence[Bucket], by_bucket: Sequence[Sequence[
     if coding is None:
         return []
     return [
-        codec.make(coding, bucket, [tuple(p.shape) for p in parameters], device=parameters[0].device)
-        for bucket, parameters in zip(buckets, by_bucket, strict=True)
+        codec.make(coding, reduced(bucket, plan.reduce), [tuple(p.shape) for p in some], device=some[0].device)
+        for bucket, some in zip(buckets, by_bucket, strict=True)
     ]
 
 
 def _stay(plan: Plan, ranks: comm.Ranks) -> bool:
     """Whether gradients stay where autograd leaves them: nobody sums, encodes, converts or keeps them."""
-    as_usual = (plan.sync, plan.codec, plan.precision, plan.offload) == ("step", "none", "keep", "none")
-    return ranks.size == 1 and as_usual
+    numbers = plan.precision == plan.reduce == "keep"
+    return ranks.size == 1 and numbers and (plan.sync, plan.codec, plan.offload) == ("step", "none", "none")
 
 
 def _buckets(plan: Plan, specs: Sequence[Spec], ranks: comm.Ranks, *, shares: int) -> tuple[Bucket, ...]:
@@ -454,19 +489,18 @@ def _request(plan: Plan, buckets: Sequence[Bucket], rest: Rest, *, num_norms: in
     """What the buckets of a plan need of a transport."""
     return comm.Request(
         sizes=tuple(bucket.size for bucket in buckets),
-        dtypes=tuple(data.dtype_of(bucket) for bucket in buckets),
+        dtypes=tuple(data.dtype_of(reduced(bucket, plan.reduce)) for bucket in buckets),
         turns=turns(len(buckets), few=rest.gradient == SPLIT),
         rest=rest,
         num_scalars=max(8, num_norms),
+        weight_dtypes=tuple(data.dtype_of(bucket) for bucket in buckets),
     )
 
 
 def check(task: Task, plan: Plan) -> None:
     """Raise TaskError, PlanError or OptimizerError for what can be known of a task before processes are started."""
     model = outline(task)
-    problems = model_problems(model, plan) + update_problems(plan, task.clip) + sync_problems(plan)
-    if problems:
-        raise PlanError(problems, where="the plan")
+    refuse_for(model, plan, clip=task.clip)
     comm.refuse_impossible(plan.transport, "cuda" if torch.cuda.is_available() else "cpu")
     refuse_optimizer(optim.build(task.optimizer, list(model.parameters())), plan)
 

@@ -17,6 +17,7 @@ from fourfold.parts.in_place import InPlace
 from fourfold.parts.local import Local
 from fourfold.parts.optim import FlatOptimizer
 from fourfold.plan.data import Rest
+from fourfold.plan.precision import Scale
 
 
 class Parts(NamedTuple):
@@ -32,6 +33,8 @@ class Parts(NamedTuple):
     rest: Rest
     local: Local | None = None
     """Where ranks take steps of their own: what brings them together."""
+    scale: Scale | None = None
+    """What the loss is multiplied by, where gradients have few numbers near 0."""
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,37 @@ from fourfold.words.errors import PlanError, Problem
 
 def refuse(model: nn.Module, plan: Plan, ranks: comm.Ranks, *, clip: float | None = None) -> None:
     """Raise PlanError with every reason why this plan cannot be carried out with this model on these ranks."""
-    problems = size_problems(plan, ranks.size) + model_problems(model, plan)
-    problems += update_problems(plan, clip) + sync_problems(plan)
+    problems = size_problems(plan, ranks.size) + plan_problems(model, plan, clip=clip)
     if problems:
         raise PlanError(problems, where="the plan")
     comm.refuse_impossible(plan.transport, ranks.device.type)
+
+
+def refuse_for(model: nn.Module, plan: Plan, *, clip: float | None) -> None:
+    """Raise PlanError with every reason why this plan cannot be carried out with this model, on whatever ranks."""
+    problems = plan_problems(model, plan, clip=clip)
+    if problems:
+        raise PlanError(problems, where="the plan")
+
+
+def plan_problems(model: nn.Module, plan: Plan, *, clip: float | None) -> list[Problem]:
+    """All that does not go together."""
+    return model_problems(model, plan) + update_problems(plan, clip) + sync_problems(plan) + precision_problems(plan)
+
+
+def precision_problems(plan: Plan) -> list[Problem]:
+    """A scaled loss may overflow in any gradient, and all of them must be known before the first weight moves."""
+    if plan.precision != "fp16":
+        return []
+    problems, fp16 = [], 'precision = "fp16"'
+    if plan.update == "in_backward":
+        need = "to know that no gradient has overflowed before the first bucket is updated"
+        got = f'{fp16} with update = "{plan.update}"'
+        problems.append(Problem(got, need, 'precision = "bf16", or update = "after"'))
+    if plan.codec != "none":
+        need = "gradients that are known to be finite when they are coded: what overflows would be remembered for ever"
+        problems.append(Problem(f'{fp16} with codec = "{plan.codec}"', need, 'precision = "bf16", or codec = "none"'))
+    return problems
 
 
 def update_problems(plan: Plan, clip: float | None) -> list[Problem]:
@@ -49,6 +75,10 @@ def sync_problems(plan: Plan) -> list[Problem]:
     if plan.sync != "local":
         return []
     local, problems = 'sync = "local"', []
+    if plan.precision != "keep":
+        need = "weights that are averaged as they are updated, not as they are rounded"
+        got = f'{local} with precision = "{plan.precision}"'
+        problems.append(Problem(got, need, 'precision = "keep", or sync = "step"'))
     if plan.sp > 1:
         need = "ranks that each have whole samples: those of one sequence share every step"
         problems.append(Problem(f"{local} with sp = {plan.sp}", need, 'sp = 1, or sync = "step"'))

@@ -5,16 +5,16 @@ Law: nothing here is measured or guessed; every figure is arithmetic on the plan
 
 from collections.abc import Mapping, Sequence
 
-from fourfold.parts import data, optim
+from fourfold.parts import data, lowered, optim
 from fourfold.plan.codec import rounds, sent_bytes
 from fourfold.plan.data import RESTS, Bucket, Step, fill, life, limit, lower, step_bytes
 from fourfold.plan.plan import Plan
+from fourfold.plan.precision import MASTER_BYTES, REDUCE, computed, has_masters, reduced
 from fourfold.run.outline import outline
-from fourfold.run.refuse import model_problems, refuse_optimizer, sync_problems, update_problems
+from fourfold.run.refuse import refuse_for, refuse_optimizer
 from fourfold.run.show_sequence import sequence
 from fourfold.words import action
 from fourfold.words.action import LOSS, NORM, TRUST, USED, Verb
-from fourfold.words.errors import PlanError
 from fourfold.words.layout import SPLIT, Change
 from fourfold.words.layout import sent_bytes as layout_bytes
 from fourfold.words.task import Task
@@ -40,19 +40,19 @@ MEANINGS = {
 def show(plan: Plan, task: Task) -> str:
     """The text of `fourfold show`. Raises PlanError or OptimizerError for what cannot be carried out."""
     model = outline(task)
-    problems = model_problems(model, plan) + update_problems(plan, task.clip) + sync_problems(plan)
-    if problems:
-        raise PlanError(problems, where="the plan")
+    refuse_for(model, plan, clip=task.clip)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = optim.build(task.optimizer, list(model.parameters()))
     refuse_optimizer(optimizer, plan)
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
     specs = data.specs(trainable, {name: group_of[id(p)] for name, p in trainable.items()})
+    specs = computed(specs, plan.precision, kept=lowered.kept(model))
     rest = RESTS[plan.zero if plan.num_sharing > 1 else 0]
     bucket_bytes = limit(specs, plan.bucket_bytes, travels=plan.codec != "none")
     buckets = fill(specs, bucket_bytes=bucket_bytes, shares=plan.num_sharing if rest.state == SPLIT else 1)
     trust = optim.by_parameter(optimizer) and rest.state == SPLIT
-    flags = {"clip": task.clip is not None, "unused": plan.unused == "allow", "update": plan.update, "trust": trust}
+    measured = task.clip is not None or plan.precision == "fp16"
+    flags = {"clip": measured, "unused": plan.unused == "allow", "update": plan.update, "trust": trust}
     outlined = Step(plan.microbatches, len(buckets), rest, **flags)
     messages = _messages(buckets, plan, {name: tuple(p.shape) for name, p in trainable.items()})
     programs = [_program(_all(plan, outlined))]
@@ -90,12 +90,16 @@ def _buckets(buckets: Sequence[Bucket], plan: Plan) -> str:
         )
         for bucket in buckets
     ]
-    rest = RESTS[plan.zero]
+    rest, number = RESTS[plan.zero], REDUCE.get(plan.reduce)
     changes = {name.replace("_", " "): change for name, change in life(rest)._asdict().items() if change != Change.NONE}
     lines = [
         f"weights rest {rest.weight}, gradients {rest.gradient}, optimizer states {rest.state}",
         *(f"{moment}: {change}" for moment, change in changes.items()),
     ]
+    if any(has_masters(bucket, plan.precision) for bucket in buckets):
+        lines.append(f"the update has {plan.precision} weights in float32 too, beside its states: {rest.state}")
+    if number is not None:
+        lines.append(f"gradients are summed in {number.dtype}")
     if plan.sync == "local":
         often = f"all-reduce of the weights in every {_ordinal(plan.local_steps)} step"
         lines = [f"weights, gradients and optimizer states rest whole, each rank's own; {often}"]
@@ -127,7 +131,7 @@ def _messages(buckets: Sequence[Bucket], plan: Plan, shapes: Mapping[str, tuple[
         return None
     sent = 0.0
     for bucket in buckets:
-        said = rounds(plan.coding, bucket, [shapes[slot.name] for slot in bucket.slots])
+        said = rounds(plan.coding, reduced(bucket, plan.reduce), [shapes[slot.name] for slot in bucket.slots])
         sent += sent_bytes(said, size=plan.num_sharing) * (plan.microbatches if plan.zero == 2 else 1)
         weights = life(RESTS[plan.zero]).after_update
         sent += layout_bytes(weights, whole_bytes=bucket.num_bytes, size=plan.num_sharing)
@@ -135,9 +139,18 @@ def _messages(buckets: Sequence[Bucket], plan: Plan, shapes: Mapping[str, tuple[
 
 
 def _bytes(buckets: Sequence[Bucket], plan: Plan, messages: float | None) -> str:
-    total = sum(bucket.num_bytes for bucket in buckets)
-    sent = step_bytes(buckets, zero=plan.zero, size=plan.num_sharing, microbatches=plan.microbatches)
+    gradients = [reduced(bucket, plan.reduce) for bucket in buckets]
+    total = sum(bucket.num_bytes for bucket in gradients)
+    sent = step_bytes(
+        buckets, zero=plan.zero, size=plan.num_sharing, microbatches=plan.microbatches, gradients=gradients
+    )
     lines = [f"gradients         {sized(total)} a rank"]
+    wide = [bucket for bucket in buckets if has_masters(bucket, plan.precision)]
+    if wide:
+        share = plan.num_sharing if RESTS[plan.zero].state == SPLIT else 1
+        masters = sum(bucket.slots[-1].stop for bucket in wide) * MASTER_BYTES / share
+        weights = sum(bucket.num_bytes for bucket in buckets)
+        lines += [f"weights           {sized(weights)}", f"float32 weights   {sized(masters)} a rank"]
     if plan.num_sharing > 1 and messages is not None:
         lines += [
             f"over a network    {sized(messages)} sent by each rank in each step, {sent / messages:.3g} times less "

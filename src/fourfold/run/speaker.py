@@ -173,6 +173,10 @@ class Speaker:
             "sent_bytes": metrics.sent_bytes,
         }
         record |= {"grad_norm": metrics.grad_norm, "lr": float(lr), **times}
+        if metrics.loss_scale is not None:
+            record["loss_scale"] = metrics.loss_scale
+        if metrics.overflowed:
+            record["overflowed"] = True
         if metrics.skipped is not None:
             self._skipped(number, metrics.skipped)
             record["skipped"] = True

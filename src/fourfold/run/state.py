@@ -2,7 +2,7 @@
 
 living  as it lies: the optimizer's tensors are lists of consecutive flat stretches, this rank's only where they
         rest split
-saved   copies, whole, in the shapes of the parameters
+saved   copies, whole, in the shapes of the parameters; of weights the precise ones, as the update has them
 Law: `load(saved())` changes nothing, and on another mesh goes on with the same training.
 """
 
@@ -42,7 +42,9 @@ class State:
             for slot in bucket.slots
         }
         outer = {} if self.local is None else self.local.momenta
-        return {"model": self.weights.model.state_dict(keep_vars=True), "optimizer": states, "outer": outer}
+        masters = {name: self.weights.share(name) for name in self.weights.masters.names}
+        model = self.weights.model.state_dict(keep_vars=True)
+        return {"model": model, "masters": masters, "optimizer": states, "outer": outer}
 
     def saved(self) -> dict[str, Any]:
         """Copies of all of it, and of what codecs remember. Collective."""
@@ -54,7 +56,11 @@ class State:
             if key not in states[name]:
                 parts = living["optimizer"][name].get(key, [])
                 states[name][key] = told if not isinstance(told, dict) else self._whole(name, parts, told["dtype"])
-        model = {name: copied(value) for name, value in living["model"].items()}
+        names = {id(p): name for name, p in self.weights.trainable.items()}
+        model = {
+            name: self.weights.precise(names[id(value)]) if id(value) in names else copied(value)
+            for name, value in living["model"].items()
+        }
         outer = {name: value.clone() for name, value in living["outer"].items()}
         return {"model": model, "optimizer": states, "outer": outer, "codec": self.remembered.saved()}
 

@@ -21,7 +21,7 @@ from fourfold.plan.timeline import STEP, Event, Trace, bounds, encode
 from fourfold.run.build import TrainStep
 from fourfold.words.action import Action, Verb
 from fourfold.words.errors import reason
-from fourfold.words.spans import COMPUTE, REDUCE, SILENT, WAIT, Recorder, Span
+from fourfold.words.spans import COMPUTE, REDUCE, SEND, SILENT, WAIT, Recorder, Span
 
 FILE = "trace.json"
 EVERY = 100
@@ -66,6 +66,10 @@ class Recording:
 
     def waiting(self) -> contextlib.AbstractContextManager[Any]:
         return _Open(self.spans, WAIT, COMPUTE)
+
+    def sending(self, name: str) -> Callable[[], None]:
+        start = time.monotonic_ns()
+        return lambda: self.spans.append(Span(name, SEND, start, time.monotonic_ns()))
 
     def moment(self, bucket: int, what: str) -> None:
         now = time.monotonic_ns()

@@ -33,7 +33,6 @@ from fourfold.run.pulse import Pulse
 from fourfold.run.settings import Settings, factors, is_due, refuse_steps, settings_of, told_late
 from fourfold.run.speaker import WINDOW, Report, Result, Speaker
 from fourfold.run.trace import EVERY, Tracing
-from fourfold.run.weights import trainable_of
 from fourfold.words.errors import PeerError, Problem, StoppedError, TrainingError
 from fourfold.words.task import Source, Task
 
@@ -96,7 +95,7 @@ def train(
     kept = {"clip": settings.clip, "seed": settings.seed, "skip_nan": settings.skip_nan}
     step = parallelize(model, task.loss, task.optimizer, plan, **kept)
     feed = Feed(data.train, plan, batch_size=settings.batch_size, seed=settings.seed)
-    trained = Trained(step, feed, None if settings.ema is None else Average(trainable_of(step.model), settings.ema))
+    trained = Trained(step, feed, None if settings.ema is None else Average(step.shares_of_weights, settings.ema))
     beats = pulse.of_environment()
     with _speaker(task, step, plan, settings, report) as speaker:
         if speaker.opened.finished is not None:
@@ -227,7 +226,7 @@ class Training:
         step, _, average = self.trained
         valid = evaluate(step, self.task, self.valid, self.settings.batch_size)
         if average is not None:
-            with average.applied(step.put):
+            with step.replaced(average.values):
                 averaged = evaluate(step, self.task, self.valid, self.settings.batch_size)
             valid |= {f"ema {name}": value for name, value in averaged.items()}
         self.speaker.evaluated(progress.step, valid)
@@ -246,7 +245,7 @@ class Training:
             self.keeper.save(progress)
         sample = None
         if self.task.sample is not None:
-            applied = average.applied(step.put) if average is not None else contextlib.nullcontext()
+            applied = step.replaced(average.values) if average is not None else contextlib.nullcontext()
             with applied, evaluating(step.model), torch.no_grad():
                 sample = self.task.sample(step.model) if self.speaker.rank == 0 else None
         self.keeper.wait()

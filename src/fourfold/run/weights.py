@@ -1,7 +1,8 @@
 """Weights: where a model's weights lie, and who may write there.
 
-home   a trainable parameter's place in the flat of its bucket, which may exist once per host
-others frozen parameters and buffers: each rank has its own
+home     a trainable parameter's place in the flat of its bucket, which may exist once per host
+others   frozen parameters and buffers: each rank has its own
+precise  the weights that training goes on from: the update's own where it has some, else those in the homes
 Law: between steps every rank has rank 0's weights, and each home is written by one rank of its host.
 """
 
@@ -11,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts import comm, data
+from fourfold.parts import comm, data, lowered
+from fourfold.parts.masters import Masters, Policy
 from fourfold.parts.uses import unwatched
 from fourfold.plan.data import Bucket
 from fourfold.words.errors import Problem, TaskError
@@ -26,10 +28,22 @@ class Weights:
     """The weights of a step. Building one moves them into their homes, and brings rank 0's to all. Collective."""
 
     def __init__(
-        self, model: nn.Module, buckets: Sequence[Bucket], transport: comm.Transport, ranks: comm.Ranks
+        self,
+        model: nn.Module,
+        buckets: Sequence[Bucket],
+        transport: comm.Transport,
+        ranks: comm.Ranks,
+        policy: Policy,
     ) -> None:
         self.model, self.trainable = model, trainable_of(model)
         self._transport, self._ranks = transport, ranks
+        self.masters = Masters(self.trainable, buckets, transport, policy)
+        for name in self.masters.names:
+            # Before the homes: there they are rounded.
+            ranks.broadcast(self.trainable[name].data)
+            self.masters.put(name, self.trainable[name].data)
+        if policy.precision != "keep":
+            lowered.lower(model, policy.precision)
         self.flats = data.rehome(self.trainable, buckets, transport)
         self._trained = {id(p) for p in self.trainable.values()}
         self._modules = list(model.modules())
@@ -81,10 +95,53 @@ class Weights:
     @contextlib.contextmanager
     def edited(self) -> Iterator[None]:
         """Within, weights may be written on any rank; afterwards all have rank 0's. Collective."""
-        with torch.no_grad(), self._copies():
+        with torch.no_grad(), self._copies(), self._unrounded() as edited:
             yield
         self.check()
         self.broadcast()
+        for value in edited.values():
+            self._ranks.broadcast(value)
+        self.put(edited)
+
+    @contextlib.contextmanager
+    def _unrounded(self) -> Iterator[dict[str, Tensor]]:
+        """Within: parameters with master weights are these, whole, on every rank; afterwards they are in the dict."""
+        views = {name: self.trainable[name].data for name in self.masters.names}
+        edited: dict[str, Tensor] = {}
+        for name in views:
+            self.trainable[name].data = self.precise(name)
+        try:
+            yield edited
+        finally:
+            for name, view in views.items():
+                edited[name] = self.trainable[name].data
+                self.trainable[name].data = view
+
+    @torch.no_grad()
+    def precise(self, name: str, share: Tensor | None = None) -> Tensor:
+        """A copy of a trainable parameter's precise weights, or of what else lies as they do. Collective."""
+        parameter = self.trainable[name]
+        here = self.share(name) if share is None else share
+        if name not in self.masters.names:
+            return here.clone()
+        whole = self.masters.laid_out(name, here, parameter.numel())
+        if self.masters.is_split:
+            self._ranks.sum(whole)
+        return whole.view(parameter.shape)
+
+    @contextlib.contextmanager
+    def replaced(self, shares: Mapping[str, Tensor]) -> Iterator[None]:
+        """Within, trainable weights are others, given as `share` gives them. Collective."""
+        before = {name: self.precise(name) for name in shares}
+        self.put({name: self.precise(name, value) for name, value in shares.items()})
+        try:
+            yield
+        finally:
+            self.put(before)
+
+    def share(self, name: str) -> Tensor:
+        """What this rank has of a trainable parameter's precise weights, as it lies: flat, or the parameter."""
+        return self.masters.stretch(name) if name in self.masters.names else self.trainable[name].detach()
 
     @contextlib.contextmanager
     def _copies(self) -> Iterator[None]:
@@ -110,6 +167,8 @@ class Weights:
         if self._transport.writes:
             for name, value in values.items():
                 self.trainable[name].copy_(value)
+        for name in values.keys() & self.masters.names:
+            self.masters.put(name, values[name])
         if self._transport.weights is not None:
             self._ranks.exchange(None)
         torch.autograd.graph.increment_version(list(self.trainable.values()))

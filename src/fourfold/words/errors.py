@@ -119,7 +119,7 @@ def describe(problems: Sequence[Problem], *, where: str = "") -> str:
     place = f" in {where}" if where else ""
     rows = [(p.got, f"need {p.need}" if p.need else "", f"try {p.attempt}" if p.attempt else "") for p in problems]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = ["   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = ["   ".join(c.ljust(w) for c, w in zip(row, widths, strict=True) if w).rstrip() for row in rows]
     return "\n".join([f"{head}{place}", *("  " + line for line in lines)])
 
 

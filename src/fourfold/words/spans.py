@@ -17,6 +17,7 @@ from fourfold.words.action import Action
 COMPUTE, REDUCE, SEND = "compute", "reduce", "send"
 LANES = (COMPUTE, REDUCE, SEND)
 WAIT = "wait"
+RING = "ring"  # a message around the ring of a sequence
 READY, SENT, DONE = "ready", "sent", "done"
 
 
@@ -48,6 +49,10 @@ class Recorder(Protocol):
         """Within: this rank waits for others, or for its own reductions. May be nested."""
         ...
 
+    def sending(self, name: str) -> Callable[[], None]:
+        """A message is on its way, in the send lane, until what is returned is called."""
+        ...
+
     def moment(self, bucket: int, what: str) -> None:
         """A bucket is ready, sent or done."""
         ...
@@ -55,6 +60,10 @@ class Recorder(Protocol):
     def follow(self, bucket: int, future: Callable[[], Any]) -> None:
         """A bucket's reduction has begun elsewhere, and ends when the future does."""
         ...
+
+
+def _nobody_hears() -> None:
+    pass
 
 
 class Silent:
@@ -73,6 +82,9 @@ class Silent:
 
     def waiting(self) -> AbstractContextManager[Any]:
         return self._nothing
+
+    def sending(self, name: str) -> Callable[[], None]:
+        return _nobody_hears
 
     def moment(self, bucket: int, what: str) -> None:
         pass

@@ -48,7 +48,10 @@ __all__ = [
 
 
 class Request(NamedTuple):
-    """What the buckets need of a transport: sizes, dtypes, the slots they use by turns, rests, and room for scalars."""
+    """What the buckets need of a transport: sizes, dtypes, the slots they use by turns, rests, and room for scalars.
+
+    `dtypes` are those of the slots; `weight_dtypes` those of the weights, where they are others.
+    """
 
     sizes: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
@@ -58,6 +61,7 @@ class Request(NamedTuple):
     purpose: str = ""
     """Transports of one purpose share their process groups, and so the order of what they begin."""
     coded: bool = False
+    weight_dtypes: tuple[torch.dtype, ...] | None = None
 
     @property
     def use(self) -> Use:
@@ -174,9 +178,9 @@ def _share(ranks: Ranks, request: Request) -> tuple[Shared | None, str]:
     here = next(host for host in hosts if ranks.rank in host)
     if len({len(host) for host in hosts}) > 1 or len(here) == 1:
         return None, f"{len(hosts)} hosts with {sorted({len(host) for host in hosts})} ranks each"
-    once = request.rest.state == SPLIT
+    weights = (request.weight_dtypes or request.dtypes) if request.rest.state == SPLIT else None
     slotting = Slotting(
-        request.sizes, request.dtypes, num_scalars=request.num_scalars, turns=request.turns, weights=once
+        request.sizes, request.dtypes, num_scalars=request.num_scalars, turns=request.turns, weights=weights
     )
     met, problem = meet(lambda: memory.create_shared(slotting.total_bytes(len(here))), ranks, here)
     if met is None:

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fourfold.words.spans import SILENT, Recorder
+from fourfold.words.spans import RING, SILENT, Recorder
 
 Landing = Callable[[], Tensor]
 BLOCKS, SUMS = range(2)  # the lanes of a wire: messages of one lane arrive in order
@@ -168,7 +168,7 @@ class Messages:
     def visit(self, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
         block = _block(parts)
         for hop in range(self.size):
-            land = self._wire.shift(block, BLOCKS) if hop < self.size - 1 else None
+            land = _begin(self._wire, block, BLOCKS) if hop < self.size - 1 else None
             yield (self.index - hop) % self.size, block
             if land is not None:
                 block = land()
@@ -196,10 +196,21 @@ class _Handed:
         return self._held
 
     def give(self) -> None:
-        self._land = self._wire.shift(self._held, SUMS)
+        self._land = _begin(self._wire, self._held, SUMS)
 
     def own(self) -> Tensor:
         return self.take()
+
+
+def _begin(wire: Wire, flat: Tensor, lane: int) -> Landing:
+    told, shifted = wire.recorder.sending(RING), wire.shift(flat, lane)
+
+    def land() -> Tensor:
+        taken = shifted()
+        told()
+        return taken
+
+    return land
 
 
 def _block(parts: Sequence[Tensor]) -> Tensor:

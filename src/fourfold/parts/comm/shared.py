@@ -80,7 +80,7 @@ class Slotting:
     """Where things lie. Pure arithmetic, the same on every rank.
 
     A region a rank: flags, calls, scalars, then slots, of which buckets with the same turn share one. Behind the
-    regions, where `weights` are to exist once per host: their flats.
+    regions, where weights are to exist once per host: their flats, `weights` their dtypes.
     """
 
     def __init__(
@@ -90,28 +90,34 @@ class Slotting:
         *,
         num_scalars: int,
         turns: Sequence[int] | None = None,
-        weights: bool = False,
+        weights: Sequence[torch.dtype] | None = None,
     ) -> None:
         self.sizes, self.dtypes, self.num_scalars = tuple(sizes), tuple(dtypes), num_scalars
+        self.weight_dtypes = tuple(weights or ())
         self.turns = tuple(turns if turns is not None else range(len(sizes)))
         self.calls_offset = 8 * FLAG_STRIDE * NUM_FLAGS
         flags = _aligned(self.calls_offset + BOARD_BYTES)
         # Two copies of the scalars, by turns: a rank is never two measures ahead of another.
         scalars = _aligned(8 * num_scalars * NUM_MEASURES * 2)
         self.scalars_offset, offset = flags, flags + scalars
-        lengths = [_aligned(size * dtype.itemsize) for size, dtype in zip(self.sizes, self.dtypes, strict=True)]
+        lengths = _lengths(self.sizes, self.dtypes)
         starts = {}
         for turn in dict.fromkeys(self.turns):
             starts[turn] = offset
             offset += max(length for length, each in zip(lengths, self.turns, strict=True) if each == turn)
         self.offsets = [starts[turn] for turn in self.turns]
         self.region_bytes = offset
-        self.weights_bytes = sum(lengths) if weights else 0
+        lengths = _lengths(self.sizes, self.weight_dtypes) if weights else []
+        self.weights_bytes = sum(lengths)
         self.weight_offsets = [sum(lengths[:bucket]) for bucket in range(len(lengths))]
 
     def total_bytes(self, size: int) -> int:
         """Of the mapping of `size` ranks."""
         return size * self.region_bytes + self.weights_bytes
+
+
+def _lengths(sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[int]:
+    return [_aligned(size * dtype.itemsize) for size, dtype in zip(sizes, dtypes, strict=True)]
 
 
 def _aligned(num_bytes: int) -> int:
@@ -454,7 +460,7 @@ def _slots(mapping: mmap.mmap, slotting: Slotting, region: int) -> list[torch.Te
 def _weights(mapping: mmap.mmap, slotting: Slotting, start: int) -> list[torch.Tensor]:
     return [
         torch.frombuffer(mapping, dtype=dtype, count=size, offset=start + offset)
-        for size, dtype, offset in zip(slotting.sizes, slotting.dtypes, slotting.weight_offsets, strict=True)
+        for size, dtype, offset in zip(slotting.sizes, slotting.weight_dtypes, slotting.weight_offsets, strict=True)
     ]
 
 

@@ -149,7 +149,7 @@ class Keeper:
         return Manifest(
             version=VERSION,
             step=progress.step,
-            tensors={t.name: Entry(t.dtype, t.shape, self._stretches[t.name]) for t in self._globals},
+            tensors={t.name: Entry(t.dtype, t.shape, self._stretches[t.name], t.flat) for t in self._globals},
             aliases=found.aliases,
             scalars=found.scalars,
             groups=state.groups(step),

@@ -30,7 +30,11 @@ class Reader(contextlib.ExitStack):
     def tensor(self, name: str, box: Box | None = None) -> Tensor:
         """A global tensor, or a box of it: a copy. Raises CheckpointError where a piece is not as the manifest says."""
         entry = self.manifest.tensors[self.manifest.aliases.get(name, name)]
-        wanted = box or Box((0,) * len(entry.shape), entry.shape)
+        if box is None:
+            return self._box(name, entry, Box((0,) * len(entry.dims), entry.dims)).view(entry.shape)
+        return self._box(name, entry, box)
+
+    def _box(self, name: str, entry: Entry, wanted: Box) -> Tensor:
         if len(entry.stretches) == 1 and entry.stretches[0].box == wanted:
             return self._slice(name, entry, entry.stretches[0].file, ())  # as it lies, without another copy
         result = torch.empty(wanted.lengths, dtype=TORCH_DTYPES[entry.dtype])

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -45,13 +46,17 @@ def tensors(trained: Trained) -> Tensors:
     state = trained.step.living_state()
     found, aliases, owners = [], {}, {}
     parameters = dict(trained.step.model.named_parameters())
-    held = {id(p) for p in parameters.values()}
+    held = {id(p): name for name, p in parameters.items()}
+    masters = _Masters(trained.step, state["masters"])
     for name, value in state["model"].items():
         if not isinstance(value, Tensor):
             raise CheckpointError(Problem(f"{name} is a {type(value).__name__}", "tensors in the model's state_dict"))
         owner = owners.setdefault(id(value), name)
         if owner != name:
             aliases[f"model.{name}"] = f"model.{owner}"
+            continue
+        if held.get(id(value)) in masters.flats:
+            found.append(masters.living(f"model.{name}", held[id(value)], masters.flats[held[id(value)]]))
             continue
         flat = [value.detach().reshape(-1)]
         found.append(living(f"model.{name}", flat, value.shape, whole=id(value) not in held))
@@ -64,9 +69,32 @@ def tensors(trained: Trained) -> Tensors:
     found += remembered
     found += [living(f"outer.{n}", [v], parameters[n].shape) for n, v in state["outer"].items()]
     if trained.average is not None:
-        found += [living(f"ema.{n}", [v.reshape(-1)], v.shape) for n, v in trained.average.values.items()]
-    shares = states.shares | {each.tensor.name: _rows(each.tensor, trained.step) for each in remembered}
+        averages = trained.average.values.items()
+        found += [masters.living(f"ema.{n}", n, v) for n, v in averages if n in masters.flats]
+        found += [living(f"ema.{n}", [v.reshape(-1)], v.shape) for n, v in averages if n not in masters.flats]
+    shares = {each.tensor.name: _rows(each.tensor, trained.step) for each in remembered}
+    shares |= states.shares | masters.shares
     return states._replace(living=found, aliases=aliases, shares=shares)
+
+
+class _Masters:
+    """The update's own weights: `flats` has what this rank has of each parameter. Collective to make."""
+
+    def __init__(self, step: TrainStep, flats: Mapping[str, Tensor]) -> None:
+        self.flats, self.shares = flats, dict[str, tuple[Stretch, ...]]()
+        self._step, self._shapes = step, {name: p.shape for name, p in step.model.named_parameters()}
+        self._by_rank = step.exchange({name: step.shares[name] for name in flats}) if step.is_split and flats else []
+
+    def living(self, title: str, name: str, flat: Tensor) -> Living:
+        """A tensor that lies as these weights do."""
+        if not self._by_rank:
+            return living(title, [flat], self._shapes[name])
+        bounds = [(rank, *shares[name]) for rank, shares in enumerate(self._by_rank)]
+        self.shares[title] = tuple(
+            Stretch(file_name(rank), (low,), (high - low,)) for rank, low, high in bounds if low < high
+        )
+        tensor = Global(title, DTYPES[flat.dtype], tuple(self._shapes[name]), flat=True)
+        return Living(tensor, [flat], self._step.shares[name][0])
 
 
 def _remembered(step: TrainStep) -> list[Living]:
@@ -162,7 +190,7 @@ def _plain(key: str, value: Any) -> Any:
 
 def record(step: TrainStep) -> Record:
     found = step.living_state()["record"]
-    return Record(tuple(found["order"]), found["nominal_count"])
+    return Record(tuple(found["order"]), found["nominal_count"], found.get("scale"))
 
 
 def fed(feed: Feed) -> Fed:
@@ -194,7 +222,7 @@ def put_back(trained: Trained, reader: Reader, *, seed: int) -> None:
         "model": {n.removeprefix("model."): reader.tensor(n) for n in names if n.startswith("model.")},
         "optimizer": {name: dict(values) for name, values in manifest.scalars.items()},
         "groups": [_as_before(g, now) for g, now in zip(manifest.groups, step.optimizer.param_groups, strict=True)],
-        "record": {"order": list(manifest.record.order), "nominal_count": manifest.record.nominal_count},
+        "record": msgspec.structs.asdict(manifest.record),
     }
     state["outer"] = {n.removeprefix("outer."): reader.tensor(n) for n in names if n.startswith("outer.")}
     for name, key in _names(manifest, "optimizer."):
@@ -209,9 +237,15 @@ def put_back(trained: Trained, reader: Reader, *, seed: int) -> None:
         step.remembered.put(name, _saved_rows(reader, name))
     step.steps = manifest.step
     if trained.average is not None:
-        trained.average.load({name: reader.tensor(f"ema.{name}") for name in trained.average.values})
+        averages = trained.average.values.items()
+        trained.average.load({n: _share(step, n, reader.tensor(f"ema.{n}"), like=v) for n, v in averages})
     trained.feed.load(Position(manifest.feed.seed, manifest.feed.epoch, manifest.feed.position))
     _put_back_random(step, manifest, seed=seed)
+
+
+def _share(step: TrainStep, name: str, whole: Tensor, *, like: Tensor) -> Tensor:
+    """What this rank has of a parameter's average."""
+    return whole if like.shape == whole.shape else whole.reshape(-1)[slice(*step.shares[name])]
 
 
 def _saved_rows(reader: Reader, name: str) -> dict[str, Tensor]:
@@ -274,7 +308,7 @@ def _problems(trained: Trained, manifest: Manifest) -> Iterator[Problem]:
     shapes = {name: entry.shape for name, entry in manifest.tensors.items()}
     shapes |= {alias: shapes[name] for alias, name in manifest.aliases.items()}
     if trained.average is not None:
-        ours |= {f"ema.{name}": tuple(value.shape) for name, value in trained.average.values.items()}
+        ours |= {f"ema.{name}": parameters[name] for name in trained.average.values}
     theirs = {name: shape for name, shape in shapes.items() if name.startswith("model.") or name in ours}
     yield from shape_problems(ours, theirs)
     for title, shape in shapes.items():

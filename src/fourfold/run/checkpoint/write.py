@@ -73,7 +73,7 @@ class Snapshot:
         for tensor, stretch in mine:
             width = ELEMENT_BYTES[tensor.dtype]
             count = math.prod(stretch.lengths)
-            row = math.prod(tensor.shape[1:])
+            row = 1 if tensor.flat else math.prod(tensor.shape[1:])
             first = stretch.offsets[0] * row if stretch.offsets else 0
             self._ranges[tensor.name] = first, first + count
             stop = offset + count * width

@@ -1,0 +1,108 @@
+"""The sequence axis: attention around a ring, by all-gather, by exchanging heads, and in one process.
+
+    python -m bench.sequence [--lengths 1024 4096 16384] [--turns 3] [--ranks 2] [--bidirectional]
+
+forward and backward of one layer, float32, one thread a rank. Ways take turns in one run; a ratio is taken inside
+each turn, then the median over turns. "processor" is the slowest rank's own time, which other load does not lengthen
+much; "waited" is by the rank that waited least: the rest is unequal speed. "hidden" is the share of the time of an
+exchange with nothing computed meanwhile that was not waited for.
+Law: all ways give the same sums, else nothing is printed.
+"""
+
+import argparse
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from bench.measure import machine, table
+from bench.sequence_child import ALONE
+from bench.world import World
+
+WAYS = ("zigzag shared", "plain shared", "gather shared", "ulysses shared", "zigzag gloo", "gather gloo", ALONE)
+BASE = "gather shared"
+HIDING = ("zigzag shared", "zigzag gloo")
+
+
+class Length:
+    """What was measured at one length, by way."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+        self.processor: dict[str, list[float]] = {way: [] for way in WAYS}
+        self.waited: dict[str, list[float]] = {way: [] for way in WAYS}
+        self.exchange: dict[str, list[float]] = {way: [] for way in HIDING}
+
+    def ratio(self, way: str, base: str) -> float:
+        return statistics.median(a / b for a, b in zip(self.seconds[way], self.seconds[base], strict=True))
+
+    def hidden(self, way: str) -> str:
+        if way not in self.exchange:
+            return ""
+        shares = [1 - waited / alone for waited, alone in zip(self.waited[way], self.exchange[way], strict=True)]
+        return f"{max(0.0, statistics.median(shares)):.2f}"
+
+
+def turn(world: World, length: Length, job: dict[str, Any], first: int, expected: list[list[float]]) -> None:
+    """Every way once, beginning with another one than in the turn before."""
+    for way in [*WAYS, *WAYS][first % len(WAYS) :][: len(WAYS)]:
+        if way in HIDING:
+            alone = world.ask({**job, "way": way, "exchange": True})
+            length.exchange[way].append(max(reply["seconds"] for reply in alone))
+        replies = world.ask({**job, "way": way})
+        length.seconds[way].append(max(reply["seconds"] for reply in replies))
+        length.processor[way].append(max(reply["processor"] for reply in replies))
+        length.waited[way].append(min(reply["waited"] for reply in replies))
+        expected.append([sum(reply[name] for reply in replies) for name in "oqkv"])
+        if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(expected[0], expected[-1], strict=True)):
+            raise SystemExit(f"{way}: other sums than the first way's, {expected[-1]} and {expected[0]}")
+
+
+def rows(length: int, found: Length) -> list[list[str]]:
+    return [
+        [
+            f"{length:,}",
+            way,
+            f"{statistics.median(found.seconds[way]) * 1000:.1f}",
+            f"{found.ratio(way, BASE):.3f}",
+            f"{found.ratio(way, ALONE):.3f}",
+            f"{statistics.median(found.processor[way]) * 1000:.1f}",
+            f"{statistics.median(found.waited[way]) * 1000:.1f}",
+            found.hidden(way),
+        ]
+        for way in WAYS
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--size", type=int, default=64, help="of a head")
+    parser.add_argument("--bidirectional", action="store_true")
+    parser.add_argument("--limit", type=int, default=1800, help="seconds")
+    setting = parser.parse_args(arguments)
+    print(machine())
+    titles = ["length", "way", "ms", "/ gather", "/ one process", "processor, ms", "waited, ms", "hidden"]
+    with World("sequence", "-", ranks=setting.ranks, limit=setting.limit, module="bench.sequence_child") as world:
+        for length in setting.lengths:
+            job = {
+                "length": length,
+                "heads": setting.heads,
+                "size": setting.size,
+                "causal": not setting.bidirectional,
+            }
+            turn(world, Length(), job, 0, [])  # untimed: memory is reserved and touched
+            found = Length()
+            for number in range(setting.turns):
+                turn(world, found, job, number, [])
+                print(f"\r{length}: turn {number + 1} of {setting.turns}", end="", file=sys.stderr, flush=True)
+            print(file=sys.stderr)
+            print(table([titles, *rows(length, found)]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

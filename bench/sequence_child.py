@@ -1,0 +1,130 @@
+"""One rank of the sequence axis under measurement: attention, forward and backward, in the way it is told.
+
+way   ring and transport: "zigzag shared", "gather gloo", or "alone", which is rank 0 with the whole sequence
+Law: ranks begin together; what is computed is the same in every way, so its sums are compared.
+
+    python -m bench.sequence_child CONFIGURATION CASE LIMIT RENDEZVOUS      (RANK and WORLD_SIZE in the environment)
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.parts import comm
+from fourfold.parts.comm.links import Link, NoLink
+from fourfold.parts.memory import keep_freed_memory
+from fourfold.parts.sequence import Axis, attend, connect
+from fourfold.plan.sequence import positions
+
+ALONE = "alone"
+
+
+class Ways:
+    """All axes of this rank, made when first asked for."""
+
+    def __init__(self) -> None:
+        self._ranks, self._axes = comm.join(), {}
+
+    def axis(self, way: str) -> Axis:
+        if way not in self._axes:
+            ring, choice = way.split()
+            ulysses = self._ranks.size if ring == "ulysses" else 1
+            ring = "plain" if ring == "ulysses" else ring
+            everyone = [range(self._ranks.size)]
+            self._axes[way] = connect(self._ranks, everyone, ring=ring, ulysses=ulysses, choice=choice)
+        return self._axes[way]
+
+    def alone(self) -> Axis:
+        return Axis(NoLink(), NoLink())
+
+
+def tensors(job: dict[str, Any]) -> list[Tensor]:
+    """q, k, v and the upstream gradient of the whole sequence, on every rank the same."""
+    generator = torch.Generator().manual_seed(0)
+    shape = 1, job["heads"], job["length"], job["size"]
+    return [torch.randn(shape, generator=generator) for _ in range(4)]
+
+
+def measure(ways: Ways, job: dict[str, Any]) -> dict[str, float]:
+    """Seconds of one forward and backward, the processor's, those that this rank waited; and sums to compare."""
+    rank = dist.get_rank()
+    here = job["way"] != ALONE
+    axis = ways.axis(job["way"]) if here else ways.alone()
+    *qkv, grad_out = tensors(job)
+    if here:
+        mine = torch.tensor(positions(axis.spans(job["length"])))
+        *qkv, grad_out = (tensor[:, :, mine] for tensor in (*qkv, grad_out))
+    q, k, v = (tensor.requires_grad_() for tensor in qkv)
+    dist.barrier()
+    waited, begin, used = _waited(axis), time.perf_counter(), time.thread_time()
+    seconds = 0.0
+    if here or rank == 0:
+        out = attend(q, k, v, axis, causal=job["causal"])
+        out.backward(grad_out)
+        seconds = time.perf_counter() - begin
+        used = time.thread_time() - used
+        sums = [tensor.double().square().sum().item() for tensor in (out, q.grad, k.grad, v.grad) if tensor is not None]
+    else:
+        used, sums = 0.0, [0.0] * 4
+    dist.barrier()
+    told = {"seconds": seconds, "processor": used, "waited": _waited(axis) - waited}
+    return told | dict(zip("oqkv", sums, strict=True))
+
+
+def exchange(ways: Ways, job: dict[str, Any]) -> dict[str, float]:
+    """Seconds of what a layer exchanges around the ring, with nothing computed meanwhile."""
+    axis = ways.axis(job["way"])
+    block = torch.randn(1, job["heads"], job["length"] // axis.size, 2 * job["size"])
+    dist.barrier()
+    begin = time.perf_counter()
+    _visit(axis.around, block)
+    carry = axis.around.carry(block.numel(), block.dtype, block.device)
+    for hop, _ in enumerate(axis.around.visit([block])):
+        if hop:
+            carry.take().add_(1.0)
+            carry.give()
+    carry.own()
+    seconds = time.perf_counter() - begin
+    dist.barrier()
+    return {"seconds": seconds}
+
+
+def _visit(link: Link, block: Tensor) -> None:
+    for _ in link.visit([block]):
+        pass
+
+
+def _waited(axis: Axis) -> float:
+    return sum(link.waiting_seconds for link in axis.links)
+
+
+def main(answers: TextIO) -> None:
+    limit, rendezvous = int(sys.argv[3]), sys.argv[4]
+    signal.alarm(limit)
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    dist.init_process_group(
+        "gloo", init_method=rendezvous, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
+    )
+    ways = Ways()
+    _say(answers, {"ready": True})
+    for line in sys.stdin:
+        job = json.loads(line)
+        _say(answers, (exchange if job.get("exchange") else measure)(ways, job))
+    os._exit(0)  # Without the group's own shutdown: another rank may be gone already.
+
+
+def _say(answers: TextIO, value: dict[str, Any]) -> None:
+    answers.write(json.dumps(value) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main(sys.stdout)

@@ -1,0 +1,88 @@
+"""Masters: the update's own copy of the weights, in its own dtype and on its own device.
+
+working weights  what the model computes with; they lie in the buckets' flats
+master weights   what the update changes; of a bucket those that this rank updates, rounded into the working weights
+Law: after every update, and every edit, a working weight is its master weight rounded; never the other way round.
+
+Source: Micikevicius et al., "Mixed Precision Training" (2018), §3.1; ZeRO: Rajbhandari et al. (2020), §3.1.
+"""
+
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fourfold.parts import memory
+from fourfold.parts.comm import Transport
+from fourfold.plan.data import Bucket
+from fourfold.plan.precision import has_masters
+
+
+class Own(NamedTuple):
+    """Master weights of a bucket, from element `start` on."""
+
+    start: int
+    flat: Tensor
+
+    def part(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the bucket."""
+        return self.flat[start - self.start : stop - self.start]
+
+
+class Policy(NamedTuple):
+    """What the update keeps of its own: `precision` is the plan's; `is_split`: only what this rank updates."""
+
+    precision: str = "keep"
+    is_split: bool = False
+
+
+class Masters:
+    """The master weights of this rank, by bucket; None for a bucket whose working weights are updated themselves."""
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], buckets: Sequence[Bucket], transport: Transport, policy: Policy
+    ) -> None:
+        """`parameters` are as the user made them: in their own dtypes, and not in the buckets yet."""
+        self.is_split, self.by_bucket = policy.is_split, list[Own | None]()
+        for bucket in buckets:
+            if not has_masters(bucket, policy.precision):
+                self.by_bucket.append(None)
+                continue
+            first, last = transport.own(bucket.index)[:2] if policy.is_split else (0, bucket.size)
+            members = [parameters[slot.name] for slot in bucket.slots]
+            dtype = functools.reduce(torch.promote_types, (p.dtype for p in members), torch.float32)
+            self.by_bucket.append(Own(first, memory.private(last - first, dtype, members[0].device)))
+        self._places = {
+            slot.name: (own, max(slot.start, own.start), min(slot.stop, own.start + own.flat.numel()), slot.start)
+            for bucket, own in zip(buckets, self.by_bucket, strict=True)
+            if own is not None
+            for slot in bucket.slots
+        }
+
+    @property
+    def names(self) -> Collection[str]:
+        """The parameters that have master weights."""
+        return self._places.keys()
+
+    @torch.no_grad()
+    def put(self, name: str, value: Tensor) -> None:
+        """Take this rank's share of a parameter's new value."""
+        own, low, high, first = self._places[name]
+        if low < high:
+            own.part(low, high).copy_(value.reshape(-1)[low - first : high - first])
+
+    def stretch(self, name: str) -> Tensor:
+        """This rank's share of a parameter's master weights, as it lies; may be empty."""
+        own, low, high, _ = self._places[name]
+        return own.part(low, max(low, high))
+
+    @torch.no_grad()
+    def laid_out(self, name: str, share: Tensor, num_elements: int) -> Tensor:
+        """A copy of a share at its place among zeros [elements]: summed over the ranks they are the parameter."""
+        _, low, high, first = self._places[name]
+        whole = torch.zeros(num_elements, dtype=share.dtype, device=share.device)
+        if low < high:
+            whole[low - first : high - first] = share
+        return whole

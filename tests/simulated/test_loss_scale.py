@@ -1,0 +1,209 @@
+"""Laws of the scaled loss: overflows are found on all ranks alike, and cost a step, not a training."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from fourfold.plan.plan import Plan
+from fourfold.plan.precision import Scale
+from fourfold.run.build import TrainStep, parallelize
+from fourfold.testing import threads
+from fourfold.words.errors import PlanError, TrainingError
+from tests import training
+from tests.precision import CASE, by_hand, run, same
+
+FP16 = dataclasses.replace(CASE, precision="fp16", batch_sizes=(12, 12, 12))
+
+
+@given(overflows=st.lists(st.booleans(), max_size=40), interval=st.integers(1, 4))
+def test_the_scales_are_those_of_torchs_grad_scaler(overflows, interval):
+    weight = nn.Parameter(torch.ones(1))
+    scaler = torch.amp.GradScaler("cpu", growth_interval=interval)
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    scaler.scale(weight.sum())  # it makes its scale when it is first asked
+    scale = Scale(interval=interval)
+    for overflowed in overflows:
+        assert scale.value == scaler.get_scale()
+        if scale.value == Scale.LEAST and overflowed:
+            break  # torch goes below 1
+        weight.grad = torch.tensor([float("inf" if overflowed else 1.0)])
+        scaler.step(optimizer)
+        scaler.update()
+        scale.stepped(overflowed=overflowed)
+
+
+def test_a_scale_grows_no_further_than_float32_does():
+    scale = Scale(initial=2.0**127, interval=1)
+    scale.stepped(overflowed=False)
+    assert scale.value == 2.0**127
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(("size", "zero"), [(1, 0), (2, 0), (2, 1), (2, 2)])
+def test_the_loss_is_scaled_and_nobody_notices(size, zero, microbatches, clip):
+    case = dataclasses.replace(FP16, zero=zero, microbatches=microbatches, clip=clip)
+    expected = by_hand(dataclasses.replace(case, reduce="fp32"), size)
+    for got in run(case, size):
+        assert got.losses == pytest.approx(expected.losses, rel=1e-3)
+        for name, weight in expected.weights.items():
+            torch.testing.assert_close(got.weights[name], weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("size", "zero"), [(1, 0), (2, 0), (2, 1)])
+def test_weights_that_stay_in_float32_move_by_the_true_gradient_too(size, zero):
+    def body(ranks):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        make = lambda parameters: torch.optim.SGD(parameters, lr=1.0)  # noqa: E731
+        plan = Plan(dp=size, zero=zero, precision="fp16", batch_norm="local")
+        loss = lambda outputs, _: 10 * (outputs - 1).square()  # noqa: E731
+        step = TrainStep(model, loss, make, plan=plan, ranks=ranks, clip=0.01)
+        before = step.state_dict()["model"]
+        while step((torch.randn(6, 4), torch.zeros(6))).overflowed:
+            assert step.steps < 10
+        after = step.state_dict()["model"]
+        return [(after[name] - before[name]).norm().item() for name, _ in model.named_parameters()]
+
+    for moved in threads.run(size, body):
+        assert sum(each**2 for each in moved) ** 0.5 == pytest.approx(0.01, rel=1e-3)
+        assert min(moved[2:]) > 1e-3
+
+
+class Loud(nn.Module):
+    """A layer whose gradients can be made as large, or as small, as one likes, after a loss that stays what it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.factor = 1.0
+
+    def forward(self, x):
+        return Louder.apply(self.layer(x), self.factor)
+
+
+class Louder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return gradients[0] * ctx.factor, None
+
+
+def loud(ranks: Any, *, zero: int = 0, skip_nan: int = 0, clip: float | None = None, update: str = "after") -> Any:
+    torch.manual_seed(1)
+    plan = Plan(dp=ranks.size, zero=zero, update=update, precision="fp16", bucket_bytes=8)
+    make = lambda parameters: torch.optim.Adam(parameters, lr=0.01)  # noqa: E731
+    loss = lambda outputs, _: outputs.square()  # noqa: E731
+    return TrainStep(Loud(), loss, make, plan=plan, ranks=ranks, clip=clip, skip_nan=skip_nan)
+
+
+DATA = torch.ones(2, 4), torch.zeros(2)
+
+
+@pytest.mark.parametrize(("clip", "update"), [(None, "after"), (1.0, "after"), (None, "in_forward")])
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_an_overflow_on_one_rank_leaves_the_step_out_on_all_and_halves_the_scale(zero, clip, update):
+    def body(ranks):
+        step = loud(ranks, zero=zero, clip=clip, update=update)
+        step(DATA)
+        before = step.state_dict()
+        step.model.factor = 1e6 if ranks.rank == 1 else 1.0
+        metrics = step(DATA)
+        after = step.state_dict()
+        assert (metrics.overflowed, metrics.skipped, metrics.loss_scale) == (True, None, 65536.0)
+        assert same(after["model"], before["model"])
+        assert all(same(*pair) for pair in zip(*(tensors(s) for s in (after, before)), strict=True))
+        step.model.factor = 1.0
+        metrics = step(DATA)
+        assert (metrics.overflowed, metrics.loss_scale) == (False, 32768.0)
+        assert not same(step.state_dict()["model"], before["model"])
+        return step.steps
+
+    assert threads.run(2, body) == [3, 3]
+
+
+def tensors(state):
+    return [{key: torch.as_tensor(value) for key, value in keys.items()} for keys in state["optimizer"].values()]
+
+
+def test_gradients_too_small_for_float16_are_kept_by_the_scale():
+    def moved(ranks):
+        step = loud(ranks)
+        step.model.factor = 1e-7  # of about 1: less than half the least number of float16, 6e-8
+        step._scale.value = ranks.scale
+        before = step.state_dict()["model"]
+        step(DATA)
+        return not same(step.state_dict()["model"], before)
+
+    def with_scale(scale):
+        def body(ranks):
+            ranks.scale = scale
+            return moved(ranks)
+
+        return threads.run(1, body)
+
+    assert with_scale(65536.0) == [True]
+    assert with_scale(1e-2) == [False]
+
+
+def test_an_overflow_at_the_least_scale_is_a_bad_step():
+    def body(ranks, *, skip_nan):
+        step = loud(ranks, skip_nan=skip_nan)
+        step._scale.value = 2.0
+        step.model.factor = float("inf")
+        assert step(DATA).overflowed
+        metrics = step(DATA)
+        assert not metrics.overflowed
+        assert "the gradient norm is" in metrics.skipped.text
+        return step._scale.value
+
+    assert threads.run(2, lambda ranks: body(ranks, skip_nan=1)) == [1.0, 1.0]
+    with pytest.raises(TrainingError, match="the gradient norm is"):
+        threads.run(2, lambda ranks: body(ranks, skip_nan=0))
+
+
+def test_a_loss_that_is_no_number_is_a_bad_step_at_any_scale():
+    def body(ranks):
+        step = loud(ranks, skip_nan=1)
+        metrics = step((DATA[0] * float("inf"), DATA[1]))
+        return metrics.overflowed, metrics.skipped.text.split(";")[0], step._scale.value
+
+    assert threads.run(2, body) == [(False, "step 1: the loss is nan", 65536.0)] * 2
+
+
+def test_the_scale_goes_on_where_it_was():
+    def body(ranks, state=None):
+        step = loud(ranks)
+        if state is not None:
+            step.load_state_dict(state)
+            return step(DATA).loss_scale, step._scale.state
+        step(DATA)
+        step.model.factor = 1e6
+        step(DATA)
+        step.model.factor = 1.0
+        step(DATA)
+        return step.state_dict()
+
+    state = threads.run(1, body)[0]
+    assert threads.run(1, lambda ranks: body(ranks, state)) == [(32768.0, {"value": 32768.0, "good": 2})]
+
+
+@pytest.mark.parametrize(("fields", "said"), [
+    ({"update": "in_backward"}, "no gradient has overflowed before the first bucket"),
+    ({"codec": "topk"}, "known to be finite when they are coded"),
+    ({"sync": "local"}, "weights that are averaged as they are updated"),
+])  # fmt: skip
+def test_a_scaled_loss_is_refused_where_an_overflow_comes_too_late(fields, said):
+    case = dataclasses.replace(FP16, **fields)
+    model, loss, optimizer = training.model(case.model), training.loss(case), training.optimizer(case)
+    with pytest.raises(PlanError, match=said):
+        parallelize(model, loss, optimizer, case.plan(1))

@@ -1,0 +1,300 @@
+"""Laws of mixed precision: two-byte computation, the update's own weights, sums in a dtype of choice."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fourfold.plan.plan import Plan
+from fourfold.run.average import Average
+from fourfold.run.build import TrainStep
+from fourfold.run.checkpoint.read import export, load_weights
+from fourfold.run.checkpoint.shelf import Shelf
+from fourfold.testing import threads
+from tests import training
+from tests.checkpoints import Run
+from tests.precision import CASE, HOW, by_hand, go, make, own, run, same
+from tests.training import batches
+
+
+@pytest.mark.parametrize("reduce", ["keep", "fp32"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_rounded_copies_compute_and_float32_weights_are_updated_bit_for_bit_as_by_hand(
+    size, zero, microbatches, reduce
+):
+    case = dataclasses.replace(CASE, zero=zero, microbatches=microbatches, reduce=reduce)
+    expected = by_hand(case, size)
+    for got in run(case, size):
+        assert got.losses == pytest.approx(expected.losses, rel=1e-6)
+        assert {value.dtype for value in got.weights.values()} == {torch.float32}
+        assert same(got.weights, expected.weights)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize(("optimizer", "model"), [("AdamW", "tied"), ("Adagrad", "mlp"), ("RMSprop", "frozen")])
+def test_other_optimizers_tied_and_frozen_weights_too(optimizer, model, zero):
+    case = dataclasses.replace(CASE, optimizer=optimizer, model=model, zero=zero, bucket_bytes=4000)
+    expected = by_hand(case, 2).weights
+    for got in run(case, 2):
+        trained = {name: value for name, value in got.weights.items() if value.dtype == torch.float32}
+        assert same(trained, {name: expected[name if name in expected else "second.weight"] for name in trained})
+        assert len(trained) == (9 if model != "frozen" else 7)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("update", ["in_backward", "in_forward"])
+def test_updates_in_backward_or_forward_are_those_after_it_bit_for_bit(update, microbatches, zero):
+    case = dataclasses.replace(CASE, zero=zero, microbatches=microbatches, batch_sizes=(12, 11, 12, 5), model="tied")
+    late, early = run(case, 2), run(dataclasses.replace(case, update=update), 2)
+    assert same(early[0].weights, late[0].weights)
+    assert same(early[1].weights, late[0].weights)
+
+
+@pytest.mark.parametrize("optimizer", ["LARS", "LAMB"])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_layer_wise_updates_measure_the_float32_weights(zero, optimizer):
+    case = dataclasses.replace(CASE, optimizer=optimizer, zero=zero, reduce="fp32")
+    how = HOW.copy()
+    try:
+        HOW.clear()
+        expected = by_hand(case, 2)
+        for got in run(case, 2):
+            for name, weight in expected.weights.items():
+                torch.testing.assert_close(got.weights[name], weight, rtol=1e-6, atol=1e-7)
+    finally:
+        HOW.update(how)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_the_clipped_norm_is_that_of_the_sums_and_clipping_does_not_round_them(zero):
+    case = dataclasses.replace(CASE, zero=zero, clip=0.1, batch_sizes=(12, 12))
+    expected = by_hand(case, 2)
+    for got in run(case, 2):
+        assert got.norms == pytest.approx(expected.norms, rel=1e-5)
+        for name, weight in expected.weights.items():
+            torch.testing.assert_close(got.weights[name], weight, rtol=1e-6, atol=1e-7)
+
+
+def test_sums_in_float32_do_not_care_which_rank_has_which_microbatch():
+    # The same four rounded gradients, added up in another order.
+    def far(reduce):
+        cases = [dataclasses.replace(CASE, microbatches=count, zero=1, reduce=reduce) for count in (4, 2)]
+        one, two = (run(case, size)[0].weights for case, size in zip(cases, (1, 2), strict=True))
+        return max((one[name] - two[name]).abs().max().item() for name in one)
+
+    assert far("fp32") < 1e-6 < 1e-5 < far("keep")
+
+
+@pytest.mark.parametrize(("reduce", "number"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_gradients_are_summed_in_the_numbers_asked_for_whatever_the_model_computes_in(reduce, number):
+    def body(ranks):
+        case = dataclasses.replace(CASE, precision="keep", reduce=reduce, zero=1, batch_sizes=(8,))
+        step = training.build(case, 2, ranks)
+        go(step, case)
+        return {slot.dtype for slot in step._transport.slots}, {p.dtype for p in step.model.parameters()}
+
+    assert threads.run(2, body) == [({number}, {torch.float64})] * 2
+
+
+def drifting(plan, ranks, steps=100):
+    """A weight of 1 that moves by 1e-4 in each step; in bfloat16 the next smaller number is 0.996."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    if plan.precision == "keep":
+        model = model.bfloat16()
+    make = lambda parameters: torch.optim.SGD(parameters, lr=1e-4)  # noqa: E731
+    step = TrainStep(model, lambda outputs, _: outputs.float(), make, plan=plan, ranks=ranks, clip=None)
+    data = torch.ones(2, 1, dtype=torch.float32 if plan.precision != "keep" else torch.bfloat16), torch.zeros(2)
+    for _ in range(steps):
+        step(data)
+    return model.weight.item(), step.state_dict()["model"]["weight"].item()
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_updates_too_small_for_the_working_weights_add_up(zero):
+    for working, precise in threads.run(2, lambda r: drifting(Plan(dp=2, zero=zero, precision="bf16"), r)):
+        assert precise == pytest.approx(0.99, rel=1e-5)
+        assert working == torch.tensor(precise).bfloat16().item()
+    assert threads.run(1, lambda r: drifting(Plan(), r)) == [(1.0, 1.0)]
+
+
+class Watched(nn.Module):
+    """Says in what it computes: parameters, a buffer, batch normalization, what comes in and what goes out."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("table", torch.ones(4))
+        self.seen = {}
+
+    def forward(self, x, places):
+        self.seen = {"x": x.dtype, "places": places.dtype, "table": self.table.dtype}
+        self.seen |= {name: p.dtype for name, p in self.named_parameters()}
+        out = self.norm(self.first(x))
+        return {"logits": out, "places": places}
+
+
+def test_what_is_in_which_numbers():
+    def loss(outputs, targets):
+        told.update({name: value.dtype for name, value in outputs.items()})
+        return (outputs["logits"] - targets).square()
+
+    def body(ranks):
+        make = lambda parameters: torch.optim.Adam(parameters)  # noqa: E731
+        plan = Plan(precision="bf16")
+        step = TrainStep(Watched(), loss, make, plan=plan, ranks=ranks, clip=None)
+        inputs = {"x": torch.randn(6, 4), "places": torch.arange(6)}
+        step((inputs, torch.zeros(6, 4)))
+        return step
+
+    told = {}
+    (step,) = threads.run(1, body)
+    low, high = torch.bfloat16, torch.float32
+    assert step.model.seen == {
+        "x": low,
+        "places": torch.int64,
+        "table": high,
+        "first.weight": low,
+        "first.bias": low,
+        "norm.weight": high,
+        "norm.bias": high,
+    }
+    assert told == {"logits": high, "places": torch.int64}
+    state = step.state_dict()
+    assert {value.dtype for name, value in state["model"].items() if "num_batches" not in name} == {high}
+    assert {value.dtype for keys in state["optimizer"].values() for value in keys.values()
+            if isinstance(value, torch.Tensor)} == {high}  # fmt: skip
+
+
+def resumed(ranks, case, state):
+    step = make(case, ranks.size, ranks)
+    step.load_state_dict(state)
+    assert same(step.state_dict()["model"], state["model"])
+    return go(step, case, first=2)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(("zero", "then"), [(0, 0), (0, 2), (1, 0), (2, 1)])
+def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit_at_any_zero_level(zero, then, precision):
+    case = dataclasses.replace(CASE, zero=zero, optimizer="AdamW", precision=precision)
+    halfway = dataclasses.replace(case, batch_sizes=case.batch_sizes[:2])
+
+    def first(ranks):
+        step = make(halfway, 2, ranks)
+        go(step, halfway)
+        return step.state_dict()
+
+    states = threads.run(2, first)
+    expected = run(case, 2)[0].weights
+    for got in threads.run(2, lambda ranks: resumed(ranks, dataclasses.replace(case, zero=then), states[ranks.rank])):
+        assert same(got.weights, expected)
+    # On other ranks: what is put back is what was saved.
+    threads.run(3, lambda ranks: resumed(ranks, dataclasses.replace(case, zero=then), states[0]))
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_float32_state_goes_through_a_bf16_run_and_back_unchanged(zero):
+    whole = dataclasses.replace(CASE, precision="keep", zero=zero)
+
+    def first(ranks):
+        step = make(whole, 2, ranks)
+        go(step, whole)
+        return step.state_dict()
+
+    def through(case, states):
+        def body(ranks):
+            step = make(dataclasses.replace(case, zero=1 - zero), 2, ranks)
+            step.load_state_dict(states[ranks.rank])
+            return step.state_dict()
+
+        return threads.run(2, body)
+
+    states = threads.run(2, first)
+    for after in through(whole, through(CASE, states)):
+        assert same(after["model"], states[0]["model"])
+        assert all(same(keys, states[0]["optimizer"][name]) for name, keys in after["optimizer"].items())
+
+
+def rounded(step):
+    """Whether the model computes with the rounded values of what the update has."""
+    state = step.state_dict()["model"]
+    return all(torch.equal(p, state[name].to(p.dtype)) for name, p in step.model.named_parameters())
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_edits_are_of_the_float32_weights_and_all_ranks_have_rank_0s(zero):
+    def body(ranks):
+        step = make(dataclasses.replace(CASE, zero=zero), 2, ranks)
+        before = step.state_dict()["model"]
+        with step.edit() as model:
+            assert {p.dtype for p in model.parameters()} == {torch.float32}
+            model.first.weight.mul_(1.0001 if ranks.rank == 0 else 7.0)
+        after = step.state_dict()["model"]
+        assert torch.equal(after["first.weight"], before["first.weight"] * 1.0001)
+        assert all(torch.equal(value, before[name]) for name, value in after.items() if name != "first.weight")
+        assert rounded(step)
+        go(step, CASE)
+        return rounded(step)
+
+    assert threads.run(2, body) == [True, True]
+
+
+@pytest.mark.parametrize("precision", ["keep", "bf16"])
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_averages_are_of_the_float32_weights_and_evaluating_with_them_changes_nothing(zero, precision):
+    case = dataclasses.replace(CASE, zero=zero, precision=precision)
+
+    def body(ranks):
+        step = make(case, 2, ranks)
+        average, expected = Average(step.shares_of_weights, 0.5), None
+        for number, batch in enumerate(batches(case), 1):
+            step(own(step, batch))
+            average.update(number)
+            weights = step.state_dict()["model"]
+            share = 1.0 - min(0.5, (1 + number) / (10 + number))
+            expected = first | {n: torch.lerp((expected or first)[n], w, share) for n, w in weights.items()}
+        before = step.state_dict()["model"]
+        loss = step.evaluate(own(step, batches(case)[0])).loss
+        with step.replaced(average.values):
+            assert same(step.state_dict()["model"], expected)
+            assert rounded(step)
+            assert step.evaluate(own(step, batches(case)[0])).loss != loss
+        assert same(step.state_dict()["model"], before)
+        assert step.evaluate(own(step, batches(case)[0])).loss == loss
+        return rounded(step)
+
+    first = {name: p.detach() for name, p in training.model(case.model).float().named_parameters()}
+    assert threads.run(2, body) == [True, True]
+
+
+@pytest.mark.parametrize(("zero", "size", "then"), [(1, 2, (0, 1)), (0, 2, (2, 3)), (2, 3, (1, 2))])
+def test_checkpoints_hold_the_float32_weights_and_averages_and_are_read_on_any_mesh(tmp_path, zero, size, then):
+    case = dataclasses.replace(CASE, zero=zero, batch_sizes=(12, 12, 12))
+
+    def save(ranks):
+        run: Any = Run(case, ranks, tmp_path, ema=0.9)
+        run.go(0, 2, save_at=(2,))
+        weights = run.step.state_dict()
+        with run.step.replaced(run.average.values):
+            return weights, run.step.state_dict()["model"]
+
+    def load(ranks):
+        other: Any = Run(dataclasses.replace(case, zero=then[0]), ranks, tmp_path, token="b", ema=0.9)
+        assert other.keeper.resume().step == 2
+        state = other.step.state_dict()
+        assert same(state["model"], weights["model"])
+        assert all(same(keys, weights["optimizer"][name]) for name, keys in state["optimizer"].items())
+        with other.step.replaced(other.average.values):
+            assert same(other.step.state_dict()["model"], averages)
+
+    weights, averages = threads.run(size, save)[0]
+    threads.run(then[1], load)
+    export(Shelf(tmp_path).at(2), tmp_path / "weights.safetensors")
+    fresh = training.model(case.model)
+    load_weights(fresh, tmp_path / "weights.safetensors")
+    assert same(dict(fresh.state_dict()), weights["model"])
