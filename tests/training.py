@@ -44,6 +44,7 @@ class Case:
     outer_momentum: float = 0.0
     precision: str = "keep"
     reduce: str = "keep"
+    offload: str = "none"
     sp: int = 1
     ring: str = "zigzag"
     ulysses: int = 1
@@ -71,6 +72,7 @@ class Case:
             outer_momentum=self.outer_momentum,
             precision=self.precision,
             reduce=self.reduce,
+            offload=self.offload,
         )
 
 

@@ -124,7 +124,7 @@ class Weights:
         here = self.share(name) if share is None else share
         if name not in self.masters.names:
             return here.clone()
-        whole = self.masters.laid_out(name, here, parameter.numel())
+        whole = self.masters.laid_out(name, here, parameter)
         if self.masters.is_split:
             self._ranks.sum(whole)
         return whole.view(parameter.shape)
