@@ -46,6 +46,7 @@ class Case:
     outer_momentum: float = 0.0
     precision: str = "keep"
     reduce: str = "keep"
+    offload: str = "none"
     sp: int = 1
     ring: str = "zigzag"
     ulysses: int = 1
@@ -74,6 +75,7 @@ class Case:
             outer_momentum=self.outer_momentum,
             precision=self.precision,
             reduce=self.reduce,
+            offload=self.offload,
         )
 
 

@@ -368,3 +368,14 @@ def test_ctrl_c_is_one_line_and_130(monkeypatch: pytest.MonkeyPatch, capfd: pyte
         signal.signal(signal.SIGINT, before)
     assert ended.value.code == 130
     assert capfd.readouterr() == ("", "fourfold: stopped by SIGINT\n")
+
+
+def test_samples_whose_tokens_cannot_be_cut_are_refused_before_a_process_is_started(refused: Refused):
+    text = refused("train", "digits", "sp=2", "dp=1")
+    assert "inputs that are a Tensor" in text
+    assert "position_ids or positions" in text
+
+
+def test_what_cannot_be_verified_is_refused_with_the_reason(refused: Refused):
+    assert "no plan" in refused("verify", "lm")
+    assert "another training than one device's" in refused("verify", "lm", "dp=2", "codec=topk")

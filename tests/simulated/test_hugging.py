@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -40,13 +41,20 @@ def bert() -> nn.Module:
     return transformers.BertForMaskedLM(transformers.BertConfig(**options, **dropouts, **SMALL))
 
 
-MODELS = {"llama": llama, "gpt2": gpt2, "bert": bert}
+def uncached() -> nn.Module:
+    """Without a cache transformers looks for packed documents, and would take a rank's jumps for their borders."""
+    model = llama()
+    setattr(model.config, "use_cache", False)  # noqa: B010
+    return model
+
+
+MODELS = {"llama": llama, "uncached": uncached, "gpt2": gpt2, "bert": bert}
 
 
 class Wide(torch.overrides.TorchFunctionMode):
     """Normalization in float32, as these models have it, would round what is compared to 1e-9."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
         kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
         return (torch.Tensor.double if func is torch.Tensor.float else func)(*args, **kwargs)

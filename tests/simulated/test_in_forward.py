@@ -222,16 +222,21 @@ def test_no_weight_is_overwritten_while_another_ranks_backward_may_read_it(zero)
 
     def body(ranks):
         step, same = slow_step(ranks, zero), []
-        flat = step._weights.flats[0]
-        before = flat.clone()
+        step(ones())  # ranks wait for each other at the end of the first step
+        step.flush()
+        flats = step._weights.flats
+        before = [flat.clone() for flat in flats]
+
+        def is_old():
+            return all(map(torch.equal, before, flats))
 
         def at_end():
             # Rank 0 is in its next forward now, and must not get further.
             next_forward.wait(5)
             end = time.monotonic() + 0.3
-            while time.monotonic() < end and torch.equal(before, flat):
+            while time.monotonic() < end and is_old():
                 time.sleep(0.01)
-            same.append(torch.equal(before, flat))
+            same.append(is_old())
 
         model = cast(Slow, step.model)
         if ranks.rank == 1:
@@ -286,8 +291,8 @@ def test_a_use_between_steps_is_told_to_need_the_update_first():
 def test_gradients_that_anybody_sets_to_none_between_steps_are_not_lost(size):
     def body(case, step):
         for batch in batches(case):
-            step.model.zero_grad()
             step(local(batch, size, step.data_index))
+            assert all(p.grad is None for p in step.model.parameters())
             step.model.zero_grad()
         return weights(step)
 

@@ -14,6 +14,8 @@ from fourfold.plan.order import Stretch
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
 from fourfold.run.refuse import refuse
+from fourfold.run.sequence.dropout import apart
+from fourfold.run.sequence.route import Call, routed
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import PlanError, TaskError
@@ -36,7 +38,7 @@ def _one_thread():
     mesh=st.sampled_from(MESHES),
     way=st.sampled_from(WAYS),
     zero=st.integers(0, 2),
-    update=st.sampled_from(["after", "in_backward"]),
+    update=st.sampled_from(["after", "in_backward", "in_forward"]),
     microbatches=st.integers(1, 2),
     clip=st.sampled_from([None, 0.05]),
     loss=st.sampled_from(["values", "pair", "masked"]),
@@ -240,3 +242,21 @@ def test_what_attention_drops_does_not_depend_on_the_mesh(size, plan):
     for weights in threads.run(size, lambda ranks: dropped(ranks, plan, (4, 4, 4))):
         for name, weight in expected.items():
             torch.testing.assert_close(weights[name], weight, rtol=0, atol=TOLERANCE)
+
+
+def test_tokens_are_dropped_apart_and_what_else_is_drawn_is_the_same():
+    x, found = torch.ones(400), []
+    for index in (0, 1, 0):
+        with torch.random.fork_rng([]):
+            torch.manual_seed(0)
+            with routed(Call.plain, instead=apart(index)):
+                dropped = [F.dropout(x, 0.5), nn.Dropout(0.5)(x), torch.dropout(x, 0.5, True)]
+                kept = F.dropout(x, 0.5, training=False)
+            found.append((dropped, torch.rand(3)))
+        assert torch.equal(kept, x)
+        assert all(0.3 < (each == 0).float().mean() < 0.7 for each in dropped)
+    (first, drawn), (second, other), (again, _) = found
+    assert torch.equal(drawn, other)
+    assert not any(map(torch.equal, first, second))
+    assert all(map(torch.equal, first, again))
+    assert not torch.equal(first[0], first[1])

@@ -15,7 +15,7 @@ from fourfold.feed.source import Tensors
 from fourfold.plan.plan import Plan
 from fourfold.run import actions
 from fourfold.run.batch import Loss, measure
-from fourfold.run.verify import TOLERANCE, Verdict, refuse_outside, verify
+from fourfold.run.verify import TOLERANCE, Verdict, _Exact, refuse_outside, verify
 from fourfold.words.errors import PlanError
 from fourfold.words.task import Data, Task
 
@@ -120,3 +120,10 @@ def test_what_is_off_is_named_and_ends_with_exit_code_1():
 def test_plans_of_another_training_are_refused_with_the_reason(plan):
     with pytest.raises(PlanError, match="another training than one device's"):
         refuse_outside(plan)
+
+
+def test_what_asks_for_float32_gets_float64():
+    x = torch.ones(2, dtype=torch.float64)
+    with _Exact():
+        made = [x.float(), x.to(torch.float32), x.to(dtype=torch.bfloat16), torch.zeros(2, dtype=torch.float16)]
+        assert {tensor.dtype for tensor in (*made, x.softmax(0, dtype=torch.float32))} == {torch.float64}

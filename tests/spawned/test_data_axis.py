@@ -50,6 +50,14 @@ def test_hosts_share_memory_inside_and_use_gloo_between(world, zero, shard):
     assert max(result["deviation"] for result in results) <= TOLERANCE
 
 
+@pytest.mark.parametrize(("zero", "where"), [(1, {"host": "two"}), (2, {"host": "two"}), (1, {"transport": "gloo"})])
+def test_updates_wait_for_the_next_forward_on_every_transport(world, zero, where):
+    # The second batch leaves a rank without a sample: it has no forward, and updates its shares all the same.
+    fields = {"update": "in_forward", "clip": 0.5, "batch_sizes": [12, 3, 12], "bucket_bytes": 1500, "zero": zero}
+    results = world(4).run(f"{CASES}:deviation", **fields, **where)
+    assert max(result["deviation"] for result in results) <= TOLERANCE
+
+
 @pytest.mark.parametrize(("size", "fields"), [
     (2, {"optimizer": "LARS", "zero": 1, "transport": "gloo"}),
     (4, {"optimizer": "LAMB", "zero": 2, "host": "two", "clip": 0.5}),

@@ -16,7 +16,7 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.rates import Rates
 from fourfold.run.settings import refuse_steps, run_name, settings_of, tuned_for
 from fourfold.words.errors import PlanError, Problem, SettingError
-from fourfold.words.task import Task
+from fourfold.words.task import Data, Task
 
 RUNS = Path("runs")
 TASK_FIELDS = ("steps", "batch_size", "clip")
@@ -122,7 +122,7 @@ def prepare(words: Sequence[str], *, num_processes: int | None = None, keeps: bo
     with errors.gather():
         refuse_steps(job.task.steps, job.plan)
     with errors.gather():
-        task.open_data(job.task, spec=job.spec)
+        check_tokens(task.open_data(job.task, spec=job.spec), job.plan)
     with errors.gather():
         check(job.task, job.plan)
     errors.stop()
@@ -164,6 +164,15 @@ def check_batch(batch_size: int, plan: Plan) -> None:
     got = f"batch_size = {batch_size}, dp = {plan.dp}"
     got += f", microbatches = {plan.microbatches}" if plan.microbatches > 1 else ""
     raise SettingError(Problem(got, need, fitting), where="the settings")
+
+
+def check_tokens(data: Data, plan: Plan) -> None:
+    """Raises TaskError where a sample's tokens are to be cut, and cannot be."""
+    if plan.sp > 1:
+        from fourfold.feed.source import fetch
+        from fourfold.run.sequence.tokens import length_of
+
+        length_of(fetch(data.train, [0]))
 
 
 def check_init(job: Job) -> None:

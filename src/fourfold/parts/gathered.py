@@ -118,10 +118,10 @@ class Gathered:
         return home[low - start : max(low, high) - start]
 
     @torch.no_grad()
-    def laid_out(self, name: str, share: Tensor, num_elements: int) -> Tensor:
+    def laid_out(self, name: str, share: Tensor, parameter: Tensor) -> Tensor:
         """A copy of a share at its place among zeros [elements]: summed over the ranks they are the parameter."""
         _, first, low, high = self._places[name]
-        whole = torch.zeros(num_elements, dtype=share.dtype, device=share.device)
+        whole = torch.zeros(parameter.numel(), dtype=share.dtype, device=parameter.device)
         if low < high:
             whole[low - first : high - first] = share
         return whole

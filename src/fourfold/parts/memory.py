@@ -82,6 +82,11 @@ class Slots:
             self._free.append(room)
 
 
+def pinned(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """A flat of zeros [num_elements] in host memory that a GPU reads and writes without a copy in between."""
+    return torch.zeros(num_elements, dtype=dtype, pin_memory=True)
+
+
 def create_shared(num_bytes: int) -> int:
     """A file descriptor of anonymous shared memory, all of it reserved. Raises MemoryUnavailable."""
     if not hasattr(os, "memfd_create"):

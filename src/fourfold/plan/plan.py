@@ -74,7 +74,7 @@ RULES = {
     "codec_rank": Rule(int),
     "codec_density": Rule(float, most=1.0),
     "codec_life": Rule(int),
-    "offload": Rule(str, choices=("none", "states"), built=("none",)),
+    "offload": Rule(str, choices=("none", "states")),
     "precision": Rule(str, choices=("keep", *COMPUTE)),
     "reduce": Rule(str, choices=("keep", *REDUCE)),
     "batch_norm": Rule(str, choices=("refuse", "local", "sync"), built=("refuse", "local")),

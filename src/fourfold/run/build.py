@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fourfold.parts import codec, comm, data, local, lowered, memory, optim
 from fourfold.parts.in_place import InPlace
-from fourfold.parts.masters import Policy
+from fourfold.parts.masters import Policy, host_of
 from fourfold.plan.data import RESTS, Bucket, Rest, Spec, Step, fill, limit, lower, turns
 from fourfold.plan.order import Stretch
 from fourfold.plan.plan import Plan
@@ -119,7 +119,8 @@ class TrainStep:
         self.remembered = Remembered(codecs, ranks)
         apart = comm.Apart(self._transport) if plan.sync == "local" else None
         self._transport = apart or self._transport
-        self._weights = Weights(model, self.buckets, self._transport, ranks, Policy(plan.precision, split))
+        policy = Policy(plan.precision, split, host_of(plan.offload, ranks.device))
+        self._weights = Weights(model, self.buckets, self._transport, ranks, policy)
         self._local = None
         if apart is not None:
             outer = local.Outer(plan.outer_lr, plan.outer_momentum)

@@ -75,6 +75,10 @@ def sync_problems(plan: Plan) -> list[Problem]:
     if plan.sync != "local":
         return []
     local, problems = 'sync = "local"', []
+    if plan.offload != "none":
+        need = "weights that are averaged where they are updated"
+        got = f'{local} with offload = "{plan.offload}"'
+        problems.append(Problem(got, need, 'offload = "none", or sync = "step"'))
     if plan.precision != "keep":
         need = "weights that are averaged as they are updated, not as they are rounded"
         got = f'{local} with precision = "{plan.precision}"'

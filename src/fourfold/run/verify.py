@@ -54,7 +54,7 @@ def refuse_outside(plan: Plan) -> None:
         "codec": (
             "none",
             f'codec = "{plan.codec}"',
-            "gradients that arrive as they were: a codec rounds or leaves out",
+            "gradients that arrive as they were",
         ),
         "sync": ("step", f'sync = "{plan.sync}"', apart),
         "precision": ("keep", f'precision = "{plan.precision}"', "float64, in which rounding does not hide a mistake"),

@@ -142,7 +142,7 @@ class Weights:
         holder = self.masters if name in self.masters.names else self.gathered
         if holder is None:
             return here.clone()
-        whole = holder.laid_out(name, here, parameter.numel())
+        whole = holder.laid_out(name, here, parameter)
         if self._transport.replica:
             whole.zero_()  # replica 0 has the same
         if self.gathered is not None or self.masters.is_split:

@@ -1,0 +1,82 @@
+"""The law of the whole data axis: whatever is not refused trains as its oracle does.
+
+Nothing is listed by hand: what there is comes from the plan's own rules, what is legal from the functions that refuse.
+"""
+
+import dataclasses
+import functools
+import itertools
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from fourfold.parts import optim
+from fourfold.plan.plan import RULES
+from fourfold.run.refuse import refuse, refuse_optimizer
+from fourfold.testing import oracle, threads
+from fourfold.testing.oracle import TOLERANCE, Trained
+from fourfold.words.errors import PlanError
+from tests import apart, coded, training
+from tests.training import Case, build, train_oracle, train_step
+
+SIZE, STEPS = 2, 2
+CROSSED = ("zero", "update", "codec", "sync", "unused")
+# Even batches: what a cast rounds depends on the unit, which is then the first step's count everywhere.
+START = Case(batch_sizes=(16,) * STEPS, bucket_bytes=1500, local_steps=STEPS)
+
+
+def cases(zero: int, update: str) -> list[Case]:
+    """Every combination of the crossed fields, accumulation, clipping, and kinds of optimizers."""
+    choices = {name: RULES[name].choices for name in CROSSED} | {"zero": (zero,), "update": (update,)}
+    choices |= {"microbatches": (1, 2), "clip": (None, 0.05), "optimizer": ("AdamW", "LAMB")}
+    found = [dict(zip(choices, each, strict=True)) for each in itertools.product(*choices.values())]
+    # A layer-wise update sees the sums, not how they came: once is enough.
+    plain = [f for f in found if f["optimizer"] == "AdamW" or (f["codec"] == "none" and f["unused"] == "refuse")]
+    return [dataclasses.replace(START, **fields) for fields in plain]
+
+
+def is_refused(case: Case) -> bool:
+    """Whether this version says no before anything is started."""
+    ranks = cast(Any, SimpleNamespace(size=SIZE, device=torch.device("cpu")))
+    try:
+        plan, model = case.plan(SIZE), training.model(case.model)
+        refuse(model, plan, ranks, clip=case.clip)
+        refuse_optimizer(optim.build(training.optimizer(case), list(model.parameters())), plan)
+    except PlanError:
+        return True
+    return False
+
+
+@functools.cache
+def expected(case: Case) -> Trained:
+    """What one process makes of it, in plain torch."""
+    if case.sync == "local":
+        return apart.train(case, SIZE)
+    return train_oracle(case) if case.codec == "none" else coded.train(case, SIZE, unit=float(case.batch_sizes[0]))
+
+
+def wanted(case: Case) -> Trained:
+    # Where gradients are coded, the number of reductions matters to the oracle; all else it does not know.
+    reduced = case.zero if case.codec != "none" and case.zero > 1 and case.microbatches > 1 else 0
+    return expected(dataclasses.replace(case, zero=reduced, update="after", unused="refuse"))
+
+
+@pytest.mark.parametrize("update", RULES["update"].choices)
+@pytest.mark.parametrize("zero", RULES["zero"].choices)
+def test_every_plan_of_the_data_axis_is_refused_or_trains_as_its_oracle(zero, update):
+    legal = [case for case in cases(zero, update) if not is_refused(case)]
+    if zero in (RULES["zero"].built or (zero,)):
+        assert len(legal) > 10
+    for case in legal:
+        ranks = threads.run(SIZE, lambda ranks, case=case: train_step(case, build(case, SIZE, ranks)))
+        assert max(oracle.deviation(each, wanted(case)) for each in ranks) <= TOLERANCE, case
+
+
+def test_the_combinations_that_mean_nothing_are_refused():
+    refused = [case for update in RULES["update"].choices for case in cases(0, update) if is_refused(case)]
+    for fields in ({"sync": "local", "codec": "topk"}, {"update": "in_backward", "clip": 0.05}):
+        these = [case for case in cases(0, fields.get("update", "after")) if fields.items() <= vars(case).items()]
+        assert these
+        assert all(case in refused for case in these)
