@@ -16,6 +16,8 @@ CASE = Case(precision="bf16", batch_sizes=(12, 12, 12, 12), bucket_bytes=1000, o
 # torch's fused kernels round the last elements of a tensor otherwise than the others: which those are depends on where
 # a parameter lies.
 HOW = {"foreach": True}
+# Where weights rest split, and are gathered: not among the threads of one host, unless they meet in a group.
+LEVELS = {zero: {"zero": zero, "transport": "gloo" if zero == 3 else "by-host"} for zero in range(4)}
 NUMBERS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -54,7 +56,7 @@ def summed(case, slots):
     if slots[0][0] is None:
         return None
     number = NUMBERS[case.precision if case.reduce == "keep" else case.reduce]
-    if case.zero == 2 and len(slots) > 1:  # a round of sums after each backward
+    if case.zero >= 2 and len(slots) > 1:  # a round of sums after each backward
         return add([add([mine[part].to(number) for mine in slots]) for part in range(case.microbatches)]).float()
     return add([add([part.to(number) for part in mine]) for mine in slots]).float()
 

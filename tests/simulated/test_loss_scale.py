@@ -15,7 +15,7 @@ from fourfold.run.build import TrainStep, parallelize
 from fourfold.testing import threads
 from fourfold.words.errors import PlanError, TrainingError
 from tests import training
-from tests.precision import CASE, by_hand, run, same
+from tests.precision import LEVELS, CASE, by_hand, run, same
 
 FP16 = dataclasses.replace(CASE, precision="fp16", batch_sizes=(12, 12, 12))
 
@@ -100,7 +100,7 @@ class Louder(torch.autograd.Function):
 
 def loud(ranks: Any, *, zero: int = 0, skip_nan: int = 0, clip: float | None = None, update: str = "after") -> Any:
     torch.manual_seed(1)
-    plan = Plan(dp=ranks.size, zero=zero, update=update, precision="fp16", bucket_bytes=8)
+    plan = Plan(dp=ranks.size, **LEVELS[zero], update=update, precision="fp16", bucket_bytes=8)
     make = lambda parameters: torch.optim.Adam(parameters, lr=0.01)  # noqa: E731
     loss = lambda outputs, _: outputs.square()  # noqa: E731
     return TrainStep(Loud(), loss, make, plan=plan, ranks=ranks, clip=clip, skip_nan=skip_nan)
@@ -110,7 +110,7 @@ DATA = torch.ones(2, 4), torch.zeros(2)
 
 
 @pytest.mark.parametrize(("clip", "update"), [(None, "after"), (1.0, "after"), (None, "in_forward")])
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_an_overflow_on_one_rank_leaves_the_step_out_on_all_and_halves_the_scale(zero, clip, update):
     def body(ranks):
         step = loud(ranks, zero=zero, clip=clip, update=update)

@@ -67,7 +67,8 @@ class Gathered:
         self._parameters, self._buckets, self._transport = parameters, buckets, transport
         self._device = parameters[0][0].device
         owns = [transport.own(bucket.index) for bucket in buckets]
-        dtypes = [members[0].dtype for members in parameters]
+        # Not the parameters' own: with a precision they are as the user made them until they settle.
+        dtypes = [getattr(torch, bucket.dtype) for bucket in buckets]
         self.homes = [
             Part(start, stop, memory.private(stop - start, dtype, self._device))
             for (start, stop, _), dtype in zip(owns, dtypes, strict=True)
