@@ -15,7 +15,7 @@ from fourfold.run.build import TrainStep, parallelize
 from fourfold.testing import threads
 from fourfold.words.errors import PlanError, TrainingError
 from tests import training
-from tests.precision import LEVELS, CASE, by_hand, run, same
+from tests.precision import CASE, LEVELS, by_hand, run, same
 
 FP16 = dataclasses.replace(CASE, precision="fp16", batch_sizes=(12, 12, 12))
 

@@ -303,8 +303,7 @@ class TrainStep:
         """
         if self._tokens is not None and not self._tokens.is_tried:
             self._transport.agree()
-            with self._weights.read("try out"):
-                self._tokens.try_out(batch)
+            self._tokens.try_out(batch, self._weights.read("try out"))
 
     @contextlib.contextmanager
     def reading(self, batch: Any, count: int = 1) -> Iterator[list[Microbatch]]:

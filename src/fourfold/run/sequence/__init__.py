@@ -110,17 +110,20 @@ class Tokens:
         options = {"causal": call.causal, "scale": call.scale, "grouped": call.grouped}
         return sequence.attend(call.q, call.k, call.v, self._axis, mask=mask, dropout=dropout, **options)
 
-    def try_out(self, batch: Any) -> None:
+    def try_out(self, batch: Any, reading: contextlib.AbstractContextManager[None]) -> None:
         """Show that the model can be cut, by the first tokens of this batch. Collective.
 
-        Raises TaskError, on every rank, where it cannot.
+        `reading`: within, the model may be called. Raises TaskError, on every rank, where it cannot be cut.
         """
         inputs, targets = pair(batch)
         length = length_of((inputs, targets))
         told: dict[str, Any] = {"line": self._place["dp"], "problems": [], "digest": digest(batch)}
         values: list[Value] = []
-        if any(len(tensor) for tensor in leaves(targets)):
-            problems, values = self._try(inputs, targets, length)
+        # Its end is collective where weights rest split. Nobody may meet within: who has no samples is there at once.
+        with reading:
+            tries = any(len(tensor) for tensor in leaves(targets))
+            problems, values = self._try(inputs, targets, length) if tries else ([], [])
+        if tries:
             told["problems"] = problems
             told["values"] = [value.sum for value in values]
             told["means"] = any(value.is_mean for value in values)
