@@ -334,3 +334,25 @@ def test_on_cpu_ranks_states_are_in_host_memory_already():
     assert host_of("states", torch.device("cuda")) == torch.device("cpu")
     assert "already" in told_offload("cpu")
     assert "where the update runs" in told_offload("cuda")
+
+
+def test_the_state_of_a_model_in_two_bytes_goes_on_in_float32():
+    def first(ranks):
+        case = dataclasses.replace(CASE, precision="keep", optimizer="AdamW")
+        make_optimizer, loss = training.optimizer(case), training.loss(case)
+        model = training.model(case.model).bfloat16()
+        step = TrainStep(model, loss, make_optimizer, plan=case.plan(1), ranks=ranks, clip=None)
+        inputs, targets = batches(case)[0]
+        step((inputs.bfloat16(), targets))
+        return step.state_dict()
+
+    def then(ranks):
+        case = dataclasses.replace(CASE, optimizer="AdamW")
+        step = make(case, 1, ranks)
+        step.load_state_dict(state)
+        go(step, case)
+        return {value.dtype for keys in step.state_dict()["optimizer"].values() for value in keys.values()
+                if isinstance(value, torch.Tensor)}  # fmt: skip
+
+    (state,) = threads.run(1, first)
+    assert threads.run(1, then) == [{torch.float32}]
