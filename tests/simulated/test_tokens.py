@@ -315,7 +315,7 @@ def test_tokens_are_dropped_apart_and_what_else_is_drawn_is_the_same():
 class Packed(Bidirectional):
     """Attention within documents, by a mask of all tokens by all."""
 
-    def forward(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, mask: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         x = self.embedding(tokens) + self.places(positions % 32)
         q, k, v = (part.unflatten(2, (2, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
