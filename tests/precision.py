@@ -17,7 +17,9 @@ CASE = Case(precision="bf16", batch_sizes=(12, 12, 12, 12), bucket_bytes=1000, o
 # a parameter lies.
 HOW = {"foreach": True}
 # Where weights rest split, and are gathered: not among the threads of one host, unless they meet in a group.
-LEVELS = {zero: {"zero": zero, "transport": "gloo" if zero == 3 else "by-host"} for zero in range(4)}
+LEVELS: dict[int, dict[str, Any]] = {
+    zero: {"zero": zero, "transport": "gloo" if zero == 3 else "by-host"} for zero in range(4)
+}
 NUMBERS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 

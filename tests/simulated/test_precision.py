@@ -39,7 +39,7 @@ def test_rounded_copies_compute_and_float32_weights_are_updated_bit_for_bit_as_b
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize(("optimizer", "model"), [("AdamW", "tied"), ("Adagrad", "mlp"), ("RMSprop", "frozen")])
 def test_other_optimizers_tied_and_frozen_weights_too(optimizer, model, zero):
-    case = dataclasses.replace(CASE, optimizer=optimizer, model=model, zero=zero, bucket_bytes=4000)
+    case = dataclasses.replace(CASE, optimizer=optimizer, model=model, **LEVELS[zero], bucket_bytes=4000)
     expected = by_hand(case, 2).weights
     for got in run(case, 2):
         trained = {name: value for name, value in got.weights.items() if value.dtype == torch.float32}
@@ -62,7 +62,7 @@ def test_updates_in_backward_or_forward_are_those_after_it_bit_for_bit(update, m
 @pytest.mark.parametrize("optimizer", ["LARS", "LAMB"])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_layer_wise_updates_measure_the_float32_weights(zero, optimizer):
-    case = dataclasses.replace(CASE, optimizer=optimizer, zero=zero, reduce="fp32")
+    case = dataclasses.replace(CASE, optimizer=optimizer, **LEVELS[zero], reduce="fp32")
     how = HOW.copy()
     try:
         HOW.clear()
@@ -74,9 +74,9 @@ def test_layer_wise_updates_measure_the_float32_weights(zero, optimizer):
         HOW.update(how)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_the_clipped_norm_is_that_of_the_sums_and_clipping_does_not_round_them(zero):
-    case = dataclasses.replace(CASE, zero=zero, clip=0.1, batch_sizes=(12, 12))
+    case = dataclasses.replace(CASE, **LEVELS[zero], clip=0.1, batch_sizes=(12, 12))
     expected = by_hand(case, 2)
     for got in run(case, 2):
         assert got.norms == pytest.approx(expected.norms, rel=1e-5)
@@ -116,12 +116,14 @@ def drifting(plan, ranks, steps=100):
     data = torch.ones(2, 1, dtype=torch.float32 if plan.precision != "keep" else torch.bfloat16), torch.zeros(2)
     for _ in range(steps):
         step(data)
-    return model.weight.item(), step.state_dict()["model"]["weight"].item()
+    with step.read() as model:
+        working = model.get_parameter("weight").item()
+    return working, step.state_dict()["model"]["weight"].item()
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_updates_too_small_for_the_working_weights_add_up(zero):
-    for working, precise in threads.run(2, lambda r: drifting(Plan(dp=2, zero=zero, precision="bf16"), r)):
+    for working, precise in threads.run(2, lambda r: drifting(Plan(dp=2, **LEVELS[zero], precision="bf16"), r)):
         assert precise == pytest.approx(0.99, rel=1e-5)
         assert working == torch.tensor(precise).bfloat16().item()
     assert threads.run(1, lambda r: drifting(Plan(), r)) == [(1.0, 1.0)]
@@ -183,7 +185,7 @@ def resumed(ranks, case, state):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize(("zero", "then"), [(0, 0), (0, 2), (1, 0), (2, 1), (3, 3), (1, 3)])
+@pytest.mark.parametrize(("zero", "then"), [(0, 3), (0, 2), (1, 0), (3, 1)])
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit_at_any_zero_level(zero, then, precision):
     case = dataclasses.replace(CASE, **LEVELS[zero], optimizer="AdamW", precision=precision)
     halfway = dataclasses.replace(case, batch_sizes=case.batch_sizes[:2])
@@ -205,7 +207,7 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit_at_any_zero_level(zero
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_a_float32_state_goes_through_a_bf16_run_and_back_unchanged(zero):
-    whole = dataclasses.replace(CASE, precision="keep", zero=zero)
+    whole = dataclasses.replace(CASE, precision="keep", **LEVELS[zero])
 
     def first(ranks):
         step = make(whole, 2, ranks)
@@ -279,9 +281,7 @@ def test_averages_are_of_the_float32_weights_and_evaluating_with_them_changes_no
     assert threads.run(2, body) == [True, True]
 
 
-@pytest.mark.parametrize(
-    ("zero", "size", "then"), [(1, 2, (0, 1)), (0, 2, (2, 3)), (2, 3, (1, 2)), (3, 2, (1, 3)), (1, 2, (3, 2))]
-)
+@pytest.mark.parametrize(("zero", "size", "then"), [(1, 2, (3, 1)), (0, 2, (2, 3)), (3, 3, (1, 2))])
 def test_checkpoints_hold_the_float32_weights_and_averages_and_are_read_on_any_mesh(tmp_path, zero, size, then):
     case = dataclasses.replace(CASE, **LEVELS[zero], batch_sizes=(12, 12, 12))
 
@@ -314,7 +314,7 @@ def test_checkpoints_hold_the_float32_weights_and_averages_and_are_read_on_any_m
 def test_states_that_rest_elsewhere_train_as_those_that_rest_beside_the_weights(monkeypatch, zero, optimizer, update):
     if update == "in_backward" and optimizer == "LAMB":
         update = "in_forward"
-    case = Case(zero=zero, optimizer=optimizer, update=update, bucket_bytes=1000)
+    case = Case(**LEVELS[zero], optimizer=optimizer, update=update, bucket_bytes=1000)
     expected = threads.run(2, lambda ranks: training.train_step(case, training.build(case, 2, ranks)))[0]
 
     def body(ranks):
@@ -341,3 +341,25 @@ def test_on_cpu_ranks_states_are_in_host_memory_already():
     assert host_of("states", torch.device("cuda")) == torch.device("cpu")
     assert "already" in told_offload("cpu")
     assert "where the update runs" in told_offload("cuda")
+
+
+def test_the_state_of_a_model_in_two_bytes_goes_on_in_float32():
+    def first(ranks):
+        case = dataclasses.replace(CASE, precision="keep", optimizer="AdamW")
+        make_optimizer, loss = training.optimizer(case), training.loss(case)
+        model = training.model(case.model).bfloat16()
+        step = TrainStep(model, loss, make_optimizer, plan=case.plan(1), ranks=ranks, clip=None)
+        inputs, targets = batches(case)[0]
+        step((inputs.bfloat16(), targets))
+        return step.state_dict()
+
+    def then(ranks):
+        case = dataclasses.replace(CASE, optimizer="AdamW")
+        step = make(case, 1, ranks)
+        step.load_state_dict(state)
+        go(step, case)
+        return {value.dtype for keys in step.state_dict()["optimizer"].values() for value in keys.values()
+                if isinstance(value, torch.Tensor)}  # fmt: skip
+
+    (state,) = threads.run(1, first)
+    assert threads.run(1, then) == [{torch.float32}]
