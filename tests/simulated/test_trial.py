@@ -84,6 +84,14 @@ class Pooled(Body):
         return super().forward(tokens, positions)[:, 0]
 
 
+class Losing(Body):
+    """As models do that take their loss themselves: a mean of all tokens among the outputs."""
+
+    def forward(self, tokens: Tensor, positions: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        logits = super().forward(tokens, positions)
+        return logits, 100 + logits.mean()
+
+
 class Torchs(nn.Module):
     """torch's own module of attention."""
 
@@ -143,6 +151,7 @@ REFUSED = {
     ),
     "after attention": (Body, Attention, {"around": "rolled after"}, r"the outputs depend.*first in head"),
     "one output": (Pooled, Attention, {}, r"an output \[2, 50\] that is not each token's own"),
+    "a mean": (Losing, Attention, {}, r"an output \[\] that is not each token's own"),
     "no attention": (Body, nn.Identity, {}, r"never calls scaled_dot_product_attention"),
 }
 
@@ -195,6 +204,20 @@ def test_calls_are_routed_once_each_and_only_within():
     assert F.scaled_dot_product_attention is original
     original(x, x, x)
     assert len(taken) == 4
+
+
+def test_a_dropout_in_a_checkpoint_is_done_instead_in_both_forwards():
+    x, taken = torch.randn(4, 4, requires_grad=True), []
+
+    def instead(func, *args, **kwargs) -> Tensor:
+        taken.append(func)
+        return func(*args, **kwargs)
+
+    original = F.dropout
+    with routed(Call.plain, instead={original: instead}):
+        checkpoint(lambda t: F.dropout(t, 0.5).sin(), x, use_reentrant=False).sum().backward()
+    assert taken == [original, original]
+    assert F.dropout is original
 
 
 @pytest.mark.parametrize("name", ["module", "imported"])

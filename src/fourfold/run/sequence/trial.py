@@ -28,6 +28,8 @@ from fourfold.words.errors import Problem, TaskError
 # (Models in float64 may normalize in float32.)
 CLOSE = {torch.float64: 1e-5, torch.float32: 1e-3}
 CLOSE_OF_HALF = 5e-2
+# What is of no token is computed by all ranks alike; a mean over tokens is not the same, but may be near.
+SAME = 1e-6
 ONLY = "tokens that meet in torch.nn.functional.scaled_dot_product_attention only"
 SOFTMAXES = {torch.softmax, torch.Tensor.softmax, F.softmax}
 
@@ -38,7 +40,6 @@ class Tried(NamedTuple):
     problems: list[Problem]
     num_calls: int = 0
     outputs: Any = None
-    own: Any = None
 
 
 class _Seen(NamedTuple):
@@ -76,12 +77,12 @@ class Trial:
                     return Tried([self._without_attention()])
                 if is_hugging(self._model):
                     self._compare_with_its_own(outputs)
-                own = self._replay(outputs)
+                self._replay(outputs)
             except _Differs as error:
                 return Tried([self._explained(error.got)])
             except TaskError as error:
                 return Tried(list(error.problems))
-        return Tried([], len(self._seen), outputs, own)
+        return Tried([], len(self._seen), outputs)
 
     def _call(self, inputs: Mapping[str, Any]) -> Any:
         return torch.func.functional_call(self._model, self._state, (), dict(inputs))
@@ -110,7 +111,7 @@ class Trial:
             if scores.dim() >= 3 and scores.shape[-1] == scores.shape[-2] == self._share.length:
                 self._manual.append(f"{self._names.here} (softmax over {list(scores.shape)})")
 
-    def _replay(self, outputs: Any) -> Any:
+    def _replay(self, outputs: Any) -> None:
         number = 0
 
         def target(call: Call) -> Tensor:
@@ -131,7 +132,6 @@ class Trial:
         if number < len(self._seen):
             raise _Differs(f"{number} calls of attention, {len(self._seen)} with whole sequences", depends=False)
         self._compare(outputs, own)
-        return own
 
     def _attend(self, number: int, call: Call) -> Tensor:
         """What the whole's call gives to this rank's queries, once its keys and values are seen to be the same."""
@@ -177,7 +177,7 @@ class Trial:
         for whole, mine in pairs:
             if has_tokens(whole, self._share.length):
                 self._same(whole, mine, 1, "the outputs")
-            elif whole.shape != mine.shape or not _close(whole, mine):
+            elif whole.shape != mine.shape or not _close(whole, mine, SAME):
                 raise _Differs(f"an output {list(whole.shape)} that is not each token's own", depends=False)
         if not any(has_tokens(whole, self._share.length) for whole, _ in pairs):
             raise _Differs(
@@ -259,24 +259,37 @@ def mask_problem(mask: Tensor, share: Share, name: str) -> Problem:
 
 
 def smaller(tree: Any, *, length: int, few: int, samples: int) -> Any:
-    """The first `few` tokens of the first samples, the last token again where there are not so many."""
+    """The first `few` tokens of the first samples, the last token again where there are not so many.
+
+    Of a mask [B, L, L] they are rows and columns.
+    """
     places = torch.arange(few).clamp(max=length - 1)
 
     def first(tensor: Tensor) -> Tensor:
-        few_samples = tensor[:samples]
-        return few_samples[:, places.to(tensor.device)] if has_tokens(tensor, length) else few_samples
+        some = tensor[:samples]
+        if not has_tokens(tensor, length):
+            return some
+        some = some[:, places.to(tensor.device)]
+        return some[:, :, places.to(tensor.device)] if _is_square(tensor) else some
 
     return mapped(tree, first)
 
 
-def _close(whole: Tensor, own: Tensor) -> bool:
+def _is_square(tensor: Tensor) -> bool:
+    """Whether a token tensor is a mask of all tokens by all, [B, L, L]. Features may be as many: but no mask adds."""
+    if tensor.dim() != 3 or tensor.shape[1] != tensor.shape[2]:
+        return False
+    return tensor.dtype == torch.bool or (tensor.is_floating_point() and not bool((tensor > 0).any()))
+
+
+def _close(whole: Tensor, own: Tensor, bound: float | None = None) -> bool:
     if not whole.is_floating_point():
         return torch.equal(whole, own)
     if not torch.equal(whole.isnan(), own.isnan()):
         return False
     if not whole.numel():
         return True
-    bound = CLOSE.get(whole.dtype, CLOSE_OF_HALF)
+    bound = CLOSE.get(whole.dtype, CLOSE_OF_HALF) if bound is None else bound
     whole, own = (torch.nan_to_num(tensor, posinf=0.0, neginf=0.0).double() for tensor in (whole, own))
     return (whole - own).abs().max().item() <= bound * max(whole.abs().max().item(), 1e-30)
 
