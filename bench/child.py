@@ -93,6 +93,30 @@ def zero_torch(model: nn.Module, case: Case) -> Step:
     return _plain(model, optimizer)
 
 
+def deepspeed(model: nn.Module, case: Case, *, stage: int) -> Step:
+    """DeepSpeed's ZeRO with torch's fused AdamW; its own is compiled when it is first used."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed as ds  # pyright: ignore[reportMissingImports]  # an extra of this bench only
+
+    ds.logger.setLevel("ERROR")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=case.lr, fused=True)
+    config = {
+        "train_micro_batch_size_per_gpu": case.batch_size,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    engine, *_ = ds.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+
+    def step(batch: Batch) -> float:
+        inputs, targets = batch
+        loss = losses(engine(inputs), targets).mean()
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    return step
+
+
 def fourfold(model: nn.Module, case: Case, **fields: Any) -> Step:
     import fourfold as ff  # here: the peers are measured without it
 
@@ -111,6 +135,7 @@ CONFIGURATIONS: dict[str, Callable[[nn.Module, Case], Step]] = {
     "foreach": functools.partial(plain, foreach=True),
     "fused": functools.partial(plain, fused=True),
     "zero-torch": zero_torch,
+    **{f"deepspeed{stage}": functools.partial(deepspeed, stage=stage) for stage in (1, 2, 3)},
     "fourfold": fourfold,
     "fourfold-early": functools.partial(fourfold, update="in_backward"),
     "fourfold-forward": functools.partial(fourfold, update="in_forward"),
@@ -118,6 +143,7 @@ CONFIGURATIONS: dict[str, Callable[[nn.Module, Case], Step]] = {
     "fourfold-zero1-early": functools.partial(fourfold, zero=1, update="in_backward"),
     "fourfold-zero1-forward": functools.partial(fourfold, zero=1, update="in_forward"),
     "fourfold-zero2": functools.partial(fourfold, zero=2),
+    "fourfold-zero3": functools.partial(fourfold, zero=3),
 }
 
 

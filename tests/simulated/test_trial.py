@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention as imported
 from torch.utils.checkpoint import checkpoint
 
 from fourfold.plan.plan import Plan
+from fourfold.run.refuse import model_problems
 from fourfold.run.sequence.route import Call, routed
 from fourfold.run.sequence.tokens import share
 from fourfold.run.sequence.trial import Trial
@@ -232,3 +233,13 @@ def test_a_checkpoint_is_routed_again_in_its_backward(name):
     with routed(target):
         checkpoint(functions[name], x, use_reentrant=False).sum().backward()
     assert len(taken) == 2
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("fields", [{"sp": 2}, {"dp": 2, "zero": 3}, {"update": "in_forward"}])
+def test_compiled_code_is_refused_where_it_hides_what_must_be_seen(fields):
+    body = Body(Attention())
+    assert not model_problems(body, Plan(**fields))
+    body.layer.compile()
+    assert [problem.got for problem in model_problems(body, Plan(**fields)) if "at layer" in problem.got]
+    assert not model_problems(body, Plan(dp=2, zero=2))

@@ -134,12 +134,7 @@ def model_problems(model: nn.Module, plan: Plan) -> list[Problem]:
         got = f"batch normalization at {', '.join(norms[:3])}{' …' if len(norms) > 3 else ''}"
         need = f"no statistics over a batch that is cut in {parts}"
         problems.append(Problem(got, need, 'GroupNorm, or batch_norm = "local" (not the same training)'))
-    whole = [name or "the model" for name, module in model.named_modules() if _is_compiled(module)]
-    if plan.update == "in_forward" and whole:
-        got = f'update = "in_forward" and compiled code at {", ".join(whole[:3])}{" …" if len(whole) > 3 else ""}'
-        problems.append(
-            Problem(got, "to be told when a weight is used, which compiled code does not", 'update = "after"')
-        )
+    problems += _compiled_problems(model, plan)
     odd = [f"{name} ({p.dtype})" for name, p in model.named_parameters() if p.requires_grad and p.is_complex()]
     if plan.codec != "none" and odd:
         got = f'codec = "{plan.codec}" and {", ".join(odd[:3])}'
@@ -152,6 +147,21 @@ def model_problems(model: nn.Module, plan: Plan) -> list[Problem]:
         need = "a gradient for every parameter: what a codec sends of an unused one's remainder would not be applied"
         problems.append(Problem(got, need, 'unused = "refuse", or codec = "bf16"'))
     return problems
+
+
+def _compiled_problems(model: nn.Module, plan: Plan) -> list[Problem]:
+    """Compiled code does not tell what it does with weights, and of what attention it is made."""
+    compiled = [name or "the model" for name, module in model.named_modules() if _is_compiled(module)]
+    if not compiled:
+        return []
+    where = f"compiled code at {', '.join(compiled[:3])}{' …' if len(compiled) > 3 else ''}"
+    told = "to be told when a weight is used, which compiled code does not"
+    reasons = [
+        (plan.update == "in_forward", 'update = "in_forward"', told, 'update = "after"'),
+        (plan.zero == 3, "zero = 3", told, "zero = 2"),
+        (plan.sp > 1, f"sp = {plan.sp}", "to see each call of attention, which compiled code hides", "sp = 1"),
+    ]
+    return [Problem(f"{got} and {where}", need, attempt) for holds, got, need, attempt in reasons if holds]
 
 
 def compare(
