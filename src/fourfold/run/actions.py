@@ -40,10 +40,12 @@ class Actions:
         clip: float | None,
         update: str,
         agree: Callable[[float], float],
+        waits: bool = False,
     ) -> None:
         """`update` is the plan's: when buckets are updated.
 
-        `agree` is the sum of a number over the data ranks, used once, in the first step.
+        `agree` is the sum of a number over the data ranks, used once, in the first step. `waits`: ranks wait for each
+        other in the midst of a backward, for tokens or for weights.
         """
         self._model, self._loss, self._parts, self._clip, self._agree = model, loss, parts, clip, agree
         # Gradients are divided by a nominal count during backward, when the step's own is not known yet: an estimate
@@ -63,8 +65,8 @@ class Actions:
         self._scales_sums = parts.rest.state == WHOLE and not parts.optimizer.converts
         if self._scales_sums:
             parts.transport.factor = self.factor
-        self._ahead_in_backward = update == "in_backward"
-        if self._ahead_in_backward:
+        self._waits = waits
+        if update == "in_backward":
             parts.gradients.on_launch = self._update_ahead
         slots = [len(parameters) for parameters in parts.parameters]
         self._offsets = [sum(slots[:bucket]) for bucket in range(len(slots))]
@@ -201,8 +203,9 @@ class Actions:
             self._parts.gradients.begin_round()
             self._sealed = False
         self._in_last_round = not self._every_round or index == len(self._microbatches) - 1
-        if self._in_last_round and self._ahead_in_backward and self._parts.gathered is not None:
-            # Now, when all ranks will come: in backward they may be waiting for this rank's part in a gather.
+        if self._waits and index == len(self._microbatches) - 1:
+            # Now, when all ranks will come: in backward one of them may ask for the totals, and the others wait for
+            # its tokens, or its part in a gather.
             self._count()
         with self._phase("backward"):
             if index in self._losses:

@@ -158,6 +158,7 @@ class TrainStep:
             clip=clip,
             update=plan.update,
             agree=lambda count: sum(ranks.exchange(count)) / self._sharing,
+            waits=plan.sp > 1 or parts.gathered is not None,
         )
         self._tokens = Tokens(model, loss, plan, ranks, seed=seed) if plan.sp > 1 else None
         self._runtime = Runtime(self._actions)
