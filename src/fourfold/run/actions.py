@@ -371,8 +371,6 @@ class Actions:
         self._parts.optimizer.update(bucket, used=used, factor=terms.factor, squares=squares)
         # Autograd then refuses activations saved with the old weights, instead of computing with the new ones.
         torch.autograd.graph.increment_version(self._parts.parameters[bucket])
-        if self._parts.gathered is not None:
-            self._parts.gathered.drop(bucket)
 
     def gather(self, bucket: int) -> None:
         self._parts.transport.publish(bucket, self._parts.weights[bucket])

@@ -435,9 +435,9 @@ class TrainStep:
         return self._state.shares
 
     @property
-    def gathers(self) -> bool:
-        """Whether weights rest split, and are gathered before use."""
-        return self._transport.gathers
+    def is_replica(self) -> bool:
+        """Whether other ranks, whose numbers are less, hold the same shares as this one."""
+        return self._transport.replica > 0
 
     @property
     def is_split(self) -> bool:

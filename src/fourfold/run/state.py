@@ -93,8 +93,7 @@ class State:
                 first, last, _ = self.transport.own(bucket.index)
             for slot in bucket.slots:
                 low, high = max(first, slot.start), min(last, slot.stop)
-                high = low if self.transport.replica else max(low, high)  # replica 0 has the same
-                result[slot.name] = (low - slot.start, high - slot.start)
+                result[slot.name] = (low - slot.start, max(low, high) - slot.start)
         return result
 
     def load(self, state: Mapping[str, Any]) -> None:

@@ -93,13 +93,17 @@ class _Masters:
     def __init__(self, step: TrainStep, flats: Mapping[str, Tensor]) -> None:
         self.flats, self.shares = flats, dict[str, tuple[Stretch, ...]]()
         self._step, self._shapes = step, {name: p.shape for name, p in step.model.named_parameters()}
-        self._by_rank = step.exchange({name: step.shares[name] for name in flats}) if step.is_split and flats else []
+        self._by_rank = []
+        if step.is_split and flats:
+            # Of the replicas of a share one is written.
+            mine = {} if step.is_replica else {name: step.shares[name] for name in flats}
+            self._by_rank = step.exchange(mine)
 
     def living(self, title: str, name: str, flat: Tensor) -> Living:
         """A tensor that lies as these weights do."""
         if not self._by_rank:
             return living(title, [flat], self._shapes[name])
-        bounds = [(rank, *shares[name]) for rank, shares in enumerate(self._by_rank)]
+        bounds = [(rank, *shares[name]) for rank, shares in enumerate(self._by_rank) if shares]
         self.shares[title] = tuple(
             Stretch(file_name(rank), (low,), (high - low,)) for rank, low, high in bounds if low < high
         )
