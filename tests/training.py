@@ -17,6 +17,7 @@ from fourfold.run.build import TrainStep, parallelize
 from fourfold.tasks import digits, lm
 from fourfold.testing import oracle
 from fourfold.testing.oracle import Trained
+from tests.odd import ODD
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Case:
     unused: str = "refuse"
     transport: str = "by-host"
     zero: int = 0
+    shard: int | None = None
     update: str = "after"
     codec: str = "none"
     codec_rank: int = 2
@@ -44,6 +46,7 @@ class Case:
     outer_momentum: float = 0.0
     precision: str = "keep"
     reduce: str = "keep"
+    offload: str = "none"
     sp: int = 1
     ring: str = "zigzag"
     ulysses: int = 1
@@ -60,6 +63,7 @@ class Case:
             unused=self.unused,
             transport=self.transport,
             zero=self.zero,
+            shard=self.shard,
             update=self.update,
             codec=self.codec,
             codec_rank=self.codec_rank,
@@ -71,6 +75,7 @@ class Case:
             outer_momentum=self.outer_momentum,
             precision=self.precision,
             reduce=self.reduce,
+            offload=self.offload,
         )
 
 
@@ -114,7 +119,7 @@ def _make(kind: str) -> nn.Module:
         return task.model().double()
     if kind == "digits":
         return digits.task().model().double()
-    return Net(kind).double()
+    return ODD[kind]().double() if kind in ODD else Net(kind).double()
 
 
 LOSSES: dict[str, Callable[[Any, Any], Any]] = {
@@ -192,7 +197,7 @@ def train_step(case: Case, step: TrainStep, *, skip: int = 0) -> Trained:
     size, index = step.plan.dp, step.data_index
     metrics = [step(local(batch, size, index)) for batch in batches(case)[skip:]]
     step.flush()
-    return oracle.snapshot(step.model, [m.loss for m in metrics], [m.grad_norm for m in metrics])
+    return oracle.snapshot(step, [m.loss for m in metrics], [m.grad_norm for m in metrics])
 
 
 def build(case: Case, size: int, ranks: Any = None) -> TrainStep:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.data import RESTS, Spec, Step, fill, life, limit, lower, step_bytes
+from fourfold.plan.data import RESTS, Places, Spec, Step, fill, life, limit, lower, step_bytes
 from fourfold.words.action import Verb
 from fourfold.words.layout import Change
 
@@ -69,7 +69,7 @@ def test_zero_is_a_table_of_rests():
 def test_a_step_sends_what_the_zero_paper_says(zero, factor):
     # Rajbhandari et al. 2020, §7: 2 Ψ for stages 0 to 2, 3 Ψ for stage 3, with one microbatch.
     (bucket,) = fill([Spec("p", 1000, "float32", 4)], bucket_bytes=4096)
-    assert step_bytes([bucket], zero=zero, size=8, microbatches=1) == pytest.approx(factor * 4000 * 7 / 8)
+    assert step_bytes([bucket], zero=zero, places=Places(8), microbatches=1) == pytest.approx(factor * 4000 * 7 / 8)
 
 
 def test_a_step_as_text():

@@ -56,9 +56,11 @@ def test_the_signature_is_the_contract():
 
 def test_all_problems_are_told_at_once():
     with pytest.raises(PlanError) as caught:
-        Plan.build({"dp": 0, "microbatch": 2, "codec": "gzip", "zero": 3, "bucket_bytes": "big"}, where="plan.toml")
+        Plan.build(
+            {"dp": 0, "microbatch": 2, "codec": "gzip", "zero": 4, "tp": 2, "bucket_bytes": "big"}, where="plan.toml"
+        )
     said = str(caught.value)
-    assert said.startswith("5 problems in plan.toml")
+    assert said.startswith("6 problems in plan.toml")
     assert "dp = 0" in said
     assert "a whole number of at least 1" in said
     assert "try microbatches" in said
@@ -67,10 +69,19 @@ def test_all_problems_are_told_at_once():
     assert "not built yet" in said
 
 
-@pytest.mark.parametrize(("name", "value"), [("pp", 2), ("tp", 2), ("shard", 2)])
+@pytest.mark.parametrize(("name", "value"), [("pp", 2), ("tp", 2)])
 def test_an_axis_that_is_not_built_yet_is_refused(name, value):
     with pytest.raises(PlanError, match="not built yet"):
         Plan(**{name: value})
+
+
+@pytest.mark.parametrize(("fields", "said"), [
+    ({"dp": 6, "shard": 4, "zero": 3}, "shard = 4 with dp = 6   need a divisor of dp   try shard = 1, 2, 3, 6"),
+    ({"dp": 4, "shard": 2}, "shard = 2 with zero = 0"),
+])  # fmt: skip
+def test_shares_that_the_data_ranks_cannot_have_are_refused(fields, said):
+    with pytest.raises(PlanError, match=said):
+        Plan(**fields)
 
 
 @pytest.mark.parametrize("text", ["dp = 2", "version = 2\ndp = 2", "version = 1\ndp = [", 'version = 1\ndp = "2"'])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fourfold.plan.data import Spec, fill, step_bytes
+from fourfold.plan.data import Places, Spec, fill, step_bytes
 from fourfold.plan.precision import Scale, computed, has_masters, reduced
 
 SPECS = [
@@ -30,7 +30,7 @@ def test_only_buckets_in_the_numbers_of_the_computation_have_masters():
 ])  # fmt: skip
 def test_gradients_and_weights_are_sent_in_their_own_numbers(zero, reduce, factor):
     (bucket,) = fill(computed(SPECS[:1], "bf16"), bucket_bytes=1000)
-    sent = step_bytes([bucket], zero=zero, size=4, microbatches=3, gradients=[reduced(bucket, reduce)])
+    sent = step_bytes([bucket], zero=zero, places=Places(4), microbatches=3, gradients=[reduced(bucket, reduce)])
     assert sent == pytest.approx(factor * 100 * 3 / 4)
 
 

@@ -65,7 +65,7 @@ def test_training_with_a_skipped_step_is_training_without_it(fields, bad):
         assert metrics[bad].loss != metrics[bad].loss
         good = [m for m in metrics if m.skipped is None]
         step.flush()
-        trained = oracle.snapshot(step.model, [m.loss for m in good], [m.grad_norm for m in good])
+        trained = oracle.snapshot(step, [m.loss for m in good], [m.grad_norm for m in good])
         return trained, metrics[bad].skipped
 
     model, loss = training.model(case.model), training.loss(case)
@@ -169,7 +169,7 @@ def test_a_first_step_without_even_a_count_teaches_nothing():
         mine, plan = copy.deepcopy(model), case.plan(2)
         step = TrainStep(mine, lost, optimizer, plan=plan, ranks=ranks, clip=None, skip_nan=1)
         metrics = [step(local(batch, 2, ranks.rank)) for batch in found]
-        return oracle.snapshot(step.model, [m.loss for m in metrics[1:]], [])
+        return oracle.snapshot(step, [m.loss for m in metrics[1:]], [])
 
     results = threads.run(2, body)
     expected = oracle.train(model, loss, optimizer, found[1:])

@@ -90,7 +90,7 @@ def train(ranks, kind: str, plan: Plan, given: list) -> oracle.Trained:
     with Wide():
         step = TrainStep(copy.deepcopy(made(kind)), loss, adamw, plan=plan, ranks=ranks, clip=None)
         metrics = [step(batch) for batch in given]
-    return oracle.snapshot(step.model, [m.loss for m in metrics], [])
+    return oracle.snapshot(step, [m.loss for m in metrics], [])
 
 
 def expected(kind: str, given: list) -> oracle.Trained:

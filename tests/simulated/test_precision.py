@@ -7,16 +7,18 @@ import pytest
 import torch
 from torch import nn
 
+from fourfold.parts.masters import host_of
 from fourfold.plan.plan import Plan
 from fourfold.run.average import Average
 from fourfold.run.build import TrainStep
 from fourfold.run.checkpoint.read import export, load_weights
 from fourfold.run.checkpoint.shelf import Shelf
-from fourfold.testing import threads
+from fourfold.run.speaker import told_offload
+from fourfold.testing import oracle, threads
 from tests import training
 from tests.checkpoints import Run
 from tests.precision import CASE, HOW, by_hand, go, make, own, run, same
-from tests.training import batches
+from tests.training import Case, batches
 
 
 @pytest.mark.parametrize("reduce", ["keep", "fp32"])
@@ -298,3 +300,37 @@ def test_checkpoints_hold_the_float32_weights_and_averages_and_are_read_on_any_m
     fresh = training.model(case.model)
     load_weights(fresh, tmp_path / "weights.safetensors")
     assert same(dict(fresh.state_dict()), weights["model"])
+
+
+@pytest.mark.parametrize("update", ["after", "in_backward"])
+@pytest.mark.parametrize(("zero", "optimizer"), [(0, "AdamW"), (1, "AdamW"), (2, "SGD"), (1, "LAMB")])
+def test_states_that_rest_elsewhere_train_as_those_that_rest_beside_the_weights(monkeypatch, zero, optimizer, update):
+    if update == "in_backward" and optimizer == "LAMB":
+        update = "in_forward"
+    case = Case(zero=zero, optimizer=optimizer, update=update, bucket_bytes=1000)
+    expected = threads.run(2, lambda ranks: training.train_step(case, training.build(case, 2, ranks)))[0]
+
+    def body(ranks):
+        step = training.build(dataclasses.replace(case, offload="states"), 2, ranks)
+        own = step._weights.masters
+        assert set(own.names) == set(step._weights.trainable)
+        got = training.train_step(case, step)
+        state = step.state_dict()
+        other = training.build(dataclasses.replace(case, zero=0, update="after"), 2, ranks)
+        other.load_state_dict(state)
+        assert same(other.state_dict()["model"], state["model"])
+        return got, state["model"]
+
+    # As if the ranks were GPUs: on CPU ranks all is in host memory already.
+    monkeypatch.setattr("fourfold.run.build.host_of", lambda offload, device: device if offload == "states" else None)
+    for got, weights in threads.run(2, body):
+        assert oracle.deviation(got, expected) <= 1e-12
+        assert same(weights, got.weights)
+
+
+def test_on_cpu_ranks_states_are_in_host_memory_already():
+    (step,) = threads.run(1, lambda ranks: training.build(Case(offload="states"), 1, ranks))
+    assert not step._weights.masters.names
+    assert host_of("states", torch.device("cuda")) == torch.device("cpu")
+    assert "already" in told_offload("cpu")
+    assert "where the update runs" in told_offload("cuda")

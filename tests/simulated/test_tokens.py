@@ -38,7 +38,7 @@ def _one_thread():
     mesh=st.sampled_from(MESHES),
     way=st.sampled_from(WAYS),
     zero=st.integers(0, 2),
-    update=st.sampled_from(["after", "in_backward"]),
+    update=st.sampled_from(["after", "in_backward", "in_forward"]),
     microbatches=st.integers(1, 2),
     clip=st.sampled_from([None, 0.05]),
     loss=st.sampled_from(["values", "pair", "masked"]),

@@ -48,7 +48,7 @@ def coded_deviations(cases: list[dict[str, Any]], host: str | None = None) -> li
         with _hosts(host):
             step = training.build(case, size)
         metrics = [step(training.local(batch, size, step.data_index)) for batch in training.batches(case)]
-        trained = oracle.snapshot(step.model, [m.loss for m in metrics], [m.grad_norm for m in metrics])
+        trained = oracle.snapshot(step, [m.loss for m in metrics], [m.grad_norm for m in metrics])
         expected = coded.train(case, size, unit=16.0)
         lengths = [sum(b.num_bytes for b in rounds) for rounds in _rounds(step)]
         told.append(
@@ -80,7 +80,7 @@ def apart_deviation(fields: dict[str, Any], host: str | None = None) -> dict[str
     with _hosts(host):
         step = training.build(case, size)
     metrics = [step(training.local(batch, size, step.data_index)) for batch in training.batches(case)]
-    trained = oracle.snapshot(step.model, [m.loss for m in metrics], [m.grad_norm for m in metrics])
+    trained = oracle.snapshot(step, [m.loss for m in metrics], [m.grad_norm for m in metrics])
     return {
         "deviation": oracle.deviation(trained, apart.train(case, size)),
         "sent_bytes": [m.sent_bytes for m in metrics],
@@ -311,7 +311,7 @@ def skips(transport: str) -> dict[str, Any]:
     )
     metrics = [step(training.local(batch, size, dist.get_rank())) for batch in batches]
     good = [m for m in metrics if m.skipped is None]
-    trained = oracle.snapshot(step.model, [m.loss for m in good], [m.grad_norm for m in good])
+    trained = oracle.snapshot(step, [m.loss for m in good], [m.grad_norm for m in good])
     model, loss = training.model("mlp"), training.loss(case)
     expected = oracle.train(model, loss, training.optimizer(case), batches[::2], clip=0.5)
     return {"deviation": oracle.deviation(trained, expected), "skipped": metrics[1].skipped}
@@ -354,12 +354,13 @@ def trace(transport: str, host: str | None = None, steps: int = 12, ahead_second
     return encode(tracing.trace).decode()
 
 
-def wide_steps(steps: int, zero: int) -> int:
-    """Some steps of one wide layer; the bytes of its gradient."""
+def wide_steps(steps: int, zero: int, shard: int | None) -> int:
+    """Some steps of one wide layer, whose input wants a gradient; the bytes of its own."""
     model = nn.Linear(1024, 1024)
-    step = ff.parallelize(model, nn.functional.mse_loss, _sgd, ff.Plan(dp=dist.get_world_size(), zero=zero))
+    plan = ff.Plan(dp=dist.get_world_size(), zero=zero, shard=shard)
+    step = ff.parallelize(model, nn.functional.mse_loss, _sgd, plan)
     for _ in range(steps):
-        step((torch.ones(1, 1024), torch.zeros(1, 1024)))
+        step((torch.ones(1, 1024, requires_grad=True), torch.zeros(1, 1024)))
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 

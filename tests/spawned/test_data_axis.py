@@ -34,17 +34,17 @@ def test_odd_models_and_losses_train_as_the_oracle_does(world, fields, transport
     assert max(result["deviation"] for result in results) <= TOLERANCE
 
 
-@pytest.mark.parametrize("fields", [{"zero": 1, "clip": 0.5}, {"zero": 2, "microbatches": 2}])
+@pytest.mark.parametrize("fields", [{"zero": 1, "clip": 0.5}, {"zero": 2, "microbatches": 2}, {"zero": 3, "clip": 0.5}])
 @pytest.mark.parametrize("size", [2, 4])
-def test_states_and_gradients_may_rest_split_over_gloo(world, size, fields):
+def test_all_that_rests_may_rest_split_over_gloo(world, size, fields):
     fields |= {"model": "lm", "batch_sizes": [8, 8, 3], "bucket_bytes": 5_000, "transport": "gloo"}
     results = world(size).run(f"{CASES}:deviation", **fields)
     assert max(result["deviation"] for result in results) <= TOLERANCE
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
-def test_hosts_share_memory_inside_and_use_gloo_between(world, zero):
-    fields = {"host": "two", "clip": 0.5, "microbatches": 2, "batch_sizes": [12, 12, 3], "zero": zero}
+@pytest.mark.parametrize(("zero", "shard"), [(0, None), (1, None), (2, None), (3, None), (3, 2)])
+def test_hosts_share_memory_inside_and_use_gloo_between(world, zero, shard):
+    fields = {"host": "two", "clip": 0.5, "microbatches": 2, "batch_sizes": [12, 12, 3], "zero": zero, "shard": shard}
     results = world(4).run(f"{CASES}:deviation", **fields)
     assert {result["transport"] for result in results} == {"shared memory + gloo between hosts"}
     assert max(result["deviation"] for result in results) <= TOLERANCE
@@ -105,6 +105,16 @@ def test_ranks_that_learn_by_themselves_meet_over_every_transport(world, transpo
         assert [sent > 0 for sent in result["sent_bytes"]] == [False, transport != "shared"] * 2
         if transport == "gloo":
             assert result["sent_bytes"][1] == pytest.approx(2 * 3 / 4 * result["weight_bytes"])
+
+
+@pytest.mark.parametrize("fields", [
+    {"transport": "gloo", "shard": 2, "model": "checkpointed", "microbatches": 2},
+    {"transport": "gloo", "model": "outside", "update": "in_backward", "batch_sizes": [1, 9, 2]},
+    {"host": "two", "model": "reused", "optimizer": "LAMB", "batch_sizes": [1, 9, 2]},
+])  # fmt: skip
+def test_weights_that_rest_split_are_whole_when_they_are_used(world, fields):
+    results = world(4).run(f"{CASES}:deviation", **({"batch_sizes": [8, 8, 3], "bucket_bytes": 1500} | fields), zero=3)
+    assert max(result["deviation"] for result in results) <= TOLERANCE
 
 
 def test_ranks_start_from_the_weights_of_rank_0(world):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts import memory
-from fourfold.parts.comm import Transport
+from fourfold.parts.comm import Part, Transport
 from fourfold.parts.masters import Masters
 from fourfold.parts.optim import Piece
 from fourfold.parts.uses import unwatched
@@ -128,6 +128,9 @@ class Gradients:
         """Called after every launch."""
         self.listening = False
         """Whether gradients are taken: not those of a backward that is no part of a step."""
+        # Whether hooks wait for reductions that hold them up. Where weights are gathered in backward they must not: who
+        # is to end the reduction may be waiting for a gather that this rank has not begun.
+        self._waits = not transport.gathers
         self.completion_order: list[int] = []
         """The order in which this rank's buckets became complete in the first round of the present step."""
         for number, name in enumerate(self._names):
@@ -197,7 +200,9 @@ class Gradients:
 
     def _may_borrow(self, bucket: int) -> bool:
         before = self._before[bucket]
-        return before is None or self._place[before] < self.num_launched
+        if before is not None and self._place[before] >= self.num_launched:
+            return False
+        return self._waits or self._transport.is_free(bucket)
 
     def _borrow(self, bucket: int) -> None:
         if not self._lent[bucket]:
@@ -234,12 +239,14 @@ class Gradients:
             if self._round == 0:
                 self.completion_order.append(bucket)
             self.recorder.moment(self._name(bucket), READY)
-            self._launch_complete()
+            self._launch_complete(wait=self._waits)
 
-    def _launch_complete(self) -> None:
+    def _launch_complete(self, *, wait: bool) -> None:
         # In program order, not in ready order: ranks differ in readiness, and collectives must not.
         while self.num_launched < len(self._launch_order) and self._missing[self._launch_order[self.num_launched]] == 0:
             bucket = self._launch_order[self.num_launched]
+            if not (wait or self._transport.is_free(bucket)):
+                return
             self._borrow(bucket)
             self._zero_unwritten(bucket)
             self.recorder.moment(self._name(bucket), SENT)
@@ -279,7 +286,7 @@ class Gradients:
         if self._round == 0:
             self.completion_order += [bucket.index for bucket in self._buckets if self._missing[bucket.index]]
         self._missing = [0] * len(self._buckets)
-        self._launch_complete()
+        self._launch_complete(wait=True)
 
     def reached_in(self, bucket: int) -> str | None:
         """The name of a parameter of the bucket that a backward of the step has reached, if there is one."""
@@ -314,7 +321,7 @@ PIECE_ELEMENTS = 2**18
 class Laid(Protocol):
     """Weights by bucket: those that the model computes with, and the update's own."""
 
-    flats: Sequence[Tensor]
+    homes: Sequence[Part]
     masters: Masters
 
 
@@ -327,17 +334,17 @@ def pieces(
     `cut` into pieces of at most PIECE_ELEMENTS: so are pieces whose gradients must be converted.
     """
     result: list[list[Piece]] = []
-    for bucket, weight, own in zip(buckets, weights.flats, weights.masters.by_bucket, strict=True):
+    for bucket, weight, own in zip(buckets, weights.homes, weights.masters.by_bucket, strict=True):
         slots = [(slot.start, slot.stop) for slot in bucket.slots] if by_slot else [(0, bucket.size)]
         result.append([])
         for number, (first, last) in enumerate(slots):
             for part in transport.sums(bucket.index):
                 low, high = max(first, part.start), min(last, part.stop)
-                small = cut or own is not None or part.flat.dtype != weight.dtype
+                small = cut or own is not None or part.flat.dtype != weight.flat.dtype
                 for start in range(low, high, PIECE_ELEMENTS if small else max(1, high - low)):
                     stop = min(start + PIECE_ELEMENTS, high) if small else high
                     gradient = part.flat[start - part.start : stop - part.start]
-                    working = weight[start:stop]
+                    working = weight.flat[start - weight.start : stop - weight.start]
                     mine = (working, None) if own is None else (own.part(start, stop), working)
                     result[-1].append(Piece(start, stop, mine[0], gradient, number if by_slot else None, mine[1]))
     return result

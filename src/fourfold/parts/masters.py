@@ -32,10 +32,19 @@ class Own(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """What the update keeps of its own: `precision` is the plan's; `is_split`: only what this rank updates."""
+    """What the update keeps of its own: `precision` is the plan's; `is_split`: only what this rank updates.
+
+    `host`: where the update runs and keeps weights of its own whatever the precision; None: where the weights are.
+    """
 
     precision: str = "keep"
     is_split: bool = False
+    host: torch.device | None = None
+
+
+def host_of(offload: str, device: torch.device) -> torch.device | None:
+    """Where states are to rest that leave the ranks' `device`; None where they are in host memory already."""
+    return torch.device("cpu") if offload == "states" and device.type != "cpu" else None
 
 
 class Masters:
@@ -47,13 +56,20 @@ class Masters:
         """`parameters` are as the user made them: in their own dtypes, and not in the buckets yet."""
         self.is_split, self.by_bucket = policy.is_split, list[Own | None]()
         for bucket in buckets:
-            if not has_masters(bucket, policy.precision):
+            widens = has_masters(bucket, policy.precision)
+            if not widens and policy.host is None:
                 self.by_bucket.append(None)
                 continue
             first, last = transport.own(bucket.index)[:2] if policy.is_split else (0, bucket.size)
             members = [parameters[slot.name] for slot in bucket.slots]
-            dtype = functools.reduce(torch.promote_types, (p.dtype for p in members), torch.float32)
-            self.by_bucket.append(Own(first, memory.private(last - first, dtype, members[0].device)))
+            least = torch.float32 if widens else members[0].dtype
+            dtype = functools.reduce(torch.promote_types, (p.dtype for p in members), least)
+            device = members[0].device
+            if policy.host is not None and device.type == "cuda":
+                flat = memory.pinned(last - first, dtype)
+            else:
+                flat = memory.private(last - first, dtype, policy.host or device)
+            self.by_bucket.append(Own(first, flat))
         self._places = {
             slot.name: (own, max(slot.start, own.start), min(slot.stop, own.start + own.flat.numel()), slot.start)
             for bucket, own in zip(buckets, self.by_bucket, strict=True)
@@ -79,10 +95,13 @@ class Masters:
         return own.part(low, max(low, high))
 
     @torch.no_grad()
-    def laid_out(self, name: str, share: Tensor, num_elements: int) -> Tensor:
-        """A copy of a share at its place among zeros [elements]: summed over the ranks they are the parameter."""
+    def laid_out(self, name: str, share: Tensor, parameter: Tensor) -> Tensor:
+        """A copy of a share at its place among zeros [elements]: summed over the ranks they are the parameter.
+
+        It lies on the parameter's device, where ranks can sum it.
+        """
         _, low, high, first = self._places[name]
-        whole = torch.zeros(num_elements, dtype=share.dtype, device=share.device)
+        whole = torch.zeros(parameter.numel(), dtype=share.dtype, device=parameter.device)
         if low < high:
             whole[low - first : high - first] = share
         return whole

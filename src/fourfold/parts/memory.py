@@ -3,6 +3,7 @@
 flat     one-dimensional, allocated once per run
 private  seen by this process only, backed by huge pages where the system grants them
 mapping  memory that several processes of a host see: anonymous (memfd), so it vanishes with its last user
+slot     memory that is lent again and again, each time until nobody holds a tensor in it any more
 account  what has been handed out here and is still alive, and what others hold who have asked to be counted
 Law: long-lived buffers are made here, once per run; everybody else holds views.
 """
@@ -80,17 +81,70 @@ def _enter(buffer: object, num_bytes: Held) -> None:
     weakref.finalize(buffer, functools.partial(_alive.pop, number)).atexit = False
 
 
+def _entered(flat: torch.Tensor) -> torch.Tensor:
+    _enter(flat.untyped_storage(), Held(flat.nbytes, 0))
+    return flat
+
+
 def private(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A flat of zeros [num_elements] that only this process sees."""
     num_bytes = num_elements * dtype.itemsize
     if device.type != "cpu" or num_bytes < HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        flat = torch.zeros(num_elements, dtype=dtype, device=device)
-        _enter(flat.untyped_storage(), Held(num_bytes, 0))
-        return flat
+        return _entered(torch.zeros(num_elements, dtype=dtype, device=device))
+    return torch.frombuffer(_huge(num_bytes), dtype=dtype, count=num_elements)
+
+
+def _huge(num_bytes: int) -> mmap.mmap:
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    mapping.madvise(mmap.MADV_HUGEPAGE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
     _enter(mapping, Held(num_bytes, 0))
-    return torch.frombuffer(mapping, dtype=dtype, count=num_elements)
+    return mapping
+
+
+class Slots:
+    """Flats that are lent. A loan ends by itself when nobody holds its storage, through whatever view.
+
+    On a CPU the memory is kept for the next loan; on other devices torch's own allocator does that.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[mmap.mmap] = []
+        self.lent = 0
+        """How many loans have not ended."""
+        self.most_lent = 0
+
+    def lend(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A flat [num_elements]; what it holds is undefined."""
+        room = self._room(num_elements * dtype.itemsize) if device.type == "cpu" else None
+        if room is None:
+            flat = _entered(torch.empty(num_elements, dtype=dtype, device=device))
+        else:
+            flat = torch.frombuffer(room, dtype=dtype, count=num_elements)
+        self.lent += 1
+        self.most_lent = max(self.most_lent, self.lent)
+        weakref.finalize(flat.untyped_storage(), self._back, room).atexit = False
+        return flat
+
+    def _room(self, num_bytes: int) -> mmap.mmap:
+        """The least free memory that is large enough; where there is none, the largest makes way for a new one."""
+        self._free.sort(key=len)
+        for index, room in enumerate(self._free):
+            if len(room) >= num_bytes:
+                return self._free.pop(index)
+        if self._free:
+            self._free.pop()
+        return _huge(-(-num_bytes // PAGE_BYTES) * PAGE_BYTES)
+
+    def _back(self, room: mmap.mmap | None) -> None:
+        self.lent -= 1
+        if room is not None:
+            self._free.append(room)
+
+
+def pinned(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """A flat of zeros [num_elements] in host memory that a GPU reads and writes without a copy in between."""
+    return _entered(torch.zeros(num_elements, dtype=dtype, pin_memory=True))
 
 
 def create_shared(num_bytes: int) -> int:

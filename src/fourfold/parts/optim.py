@@ -224,7 +224,7 @@ class FlatOptimizer:
         if by_parameter(self._user):
             here = self.direct(bucket, used=used, factor=factor) if squares is None else squares
             for begun, run in zip(self._begun.pop(bucket), self._flat[bucket], strict=True):
-                finish(begun, here)
+                finish(begun, here.to(run.pieces[0].weight.device))
                 _round(run)
         else:
             for run in self._made_ready(bucket, used, factor):
@@ -242,7 +242,7 @@ class FlatOptimizer:
         for run in self._made_ready(bucket, used, factor):
             owners = [piece.slot for piece in run.pieces if piece.slot is not None]
             begun.append(begin(cast(Layerwise, run.optimizer), owners, num_parameters=len(total)))
-            total += begun[-1].squares
+            total += begun[-1].squares.to(device)
         return total
 
     def _made_ready(self, bucket: int, used: Sequence[bool] | None, factor: float) -> Iterator["_Run"]:

@@ -57,6 +57,8 @@ class Uses:
         to be used. It stands where the operation stands: see `outside`.
         """
         self.listening = False
+        self.operation = 0
+        """The number of the operation that is told of: one that takes several buckets needs them all at once."""
         self.before = before
         self.bucket_of: dict[type, int] = {}
         for bucket, parameters in enumerate(parameters_by_bucket):
@@ -93,6 +95,7 @@ def _kind(owner: "weakref.ref[Uses]") -> type[nn.Parameter]:
             known = uses.bucket_of if uses is not None else {cls: 0}
             with DisableTorchFunctionSubclass():
                 if uses is not None and uses.listening and func not in LOOKS:
+                    uses.operation += 1
                     for kind in types:
                         if kind in known:
                             uses.before(known[kind])

@@ -153,27 +153,50 @@ def life(rest: Rest) -> Life:
     )
 
 
+class Places(NamedTuple):
+    """The data ranks as replicas × shard: a flat is split over `shard` of them, and `replicas` hold each share.
+
+    Neighbours share: rank r has share r % shard of replica r // shard.
+    """
+
+    shard: int
+    replicas: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.shard * self.replicas
+
+    def reduced_bytes(self, collective: Change, whole_bytes: int) -> float:
+        """Bytes a rank sends to sum a flat. One that comes to rest split is then summed over the replicas."""
+        if collective != Change.REDUCE_SCATTER:
+            return sent_bytes(collective, whole_bytes=whole_bytes, size=self.size)
+        inside = sent_bytes(collective, whole_bytes=whole_bytes, size=self.shard)
+        return inside + sent_bytes(Change.ALL_REDUCE, whole_bytes=whole_bytes, size=self.replicas) / self.shard
+
+    def gathered_bytes(self, collective: Change, whole_bytes: int) -> float:
+        """Bytes a rank sends to bring the shares of a flat together: each replica has all of them."""
+        return sent_bytes(collective, whole_bytes=whole_bytes, size=self.shard)
+
+
 def step_bytes(
     buckets: Iterable[Bucket],
     *,
     zero: int,
-    size: int,
+    places: Places,
     microbatches: int,
     gradients: Iterable[Bucket] | None = None,
 ) -> float:
-    """Bytes each of `size` data ranks sends in a step; zero 3 gathers for forward and again for backward.
+    """Bytes each data rank sends in a step; zero 3 gathers for forward and again for backward.
 
     `gradients`: the buckets in the numbers in which gradients are summed, where these are others.
     """
     moments = life(RESTS[zero])
     weights = sum(bucket.num_bytes for bucket in buckets)
     summed = weights if gradients is None else sum(bucket.num_bytes for bucket in gradients)
-
-    def cost(collective: Change, whole: int) -> float:
-        return sent_bytes(collective, whole_bytes=whole, size=size)
-
-    each = 2 * cost(moments.before_use, weights) + cost(moments.after_backward, summed)
-    return microbatches * each + cost(moments.before_update, summed) + cost(moments.after_update, weights)
+    each = 2 * places.gathered_bytes(moments.before_use, weights)
+    each += places.reduced_bytes(moments.after_backward, summed)
+    once = places.reduced_bytes(moments.before_update, summed) + places.gathered_bytes(moments.after_update, weights)
+    return microbatches * each + once
 
 
 class Step(NamedTuple):

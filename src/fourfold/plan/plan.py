@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from fourfold.plan.codec import KINDS, Coding
+from fourfold.plan.data import Places
 from fourfold.plan.precision import COMPUTE, REDUCE
 from fourfold.plan.sequence import RINGS, ulysses_problem
 from fourfold.words.errors import PlanError, Problem, nearest
@@ -56,8 +57,8 @@ RULES = {
     "dp": Rule(int),
     "sp": Rule(int),
     "tp": Rule(int, built=(1,)),
-    "shard": Rule(int, optional=True, built=(None,)),
-    "zero": Rule(int, choices=(0, 1, 2, 3), built=(0, 1, 2)),
+    "shard": Rule(int, optional=True),
+    "zero": Rule(int, choices=(0, 1, 2, 3)),
     "microbatches": Rule(int),
     "schedule": Rule(str, choices=("gpipe", "1f1b", "interleaved", "zero-bubble"), built=("1f1b",)),
     "interleave": Rule(int, built=(1,)),
@@ -73,7 +74,7 @@ RULES = {
     "codec_rank": Rule(int),
     "codec_density": Rule(float, most=1.0),
     "codec_life": Rule(int),
-    "offload": Rule(str, choices=("none", "states"), built=("none",)),
+    "offload": Rule(str, choices=("none", "states")),
     "precision": Rule(str, choices=("keep", *COMPUTE)),
     "reduce": Rule(str, choices=("keep", *REDUCE)),
     "batch_norm": Rule(str, choices=("refuse", "local", "sync"), built=("refuse", "local")),
@@ -143,6 +144,11 @@ class Plan:
         return {name: getattr(self, name) for name in names}
 
     @property
+    def num_shares(self) -> int:
+        """Among how many ranks that which rests split is split; 1: all of it rests whole."""
+        return (self.shard or self.dp) * self.sp if self.zero else 1
+
+    @property
     def period(self) -> int:
         """Weights are the same on all ranks after every so many steps."""
         return self.local_steps if self.sync == "local" else 1
@@ -151,6 +157,12 @@ class Plan:
     def num_sharing(self) -> int:
         """Ranks whose gradients are added up, and that share what rests split: dp · sp."""
         return self.dp * self.sp
+
+    @property
+    def places(self) -> Places:
+        """The ranks that share what rests split, and how often there are all shares of it."""
+        shard = self.num_shares if self.zero else self.num_sharing
+        return Places(shard, self.num_sharing // shard)
 
     @property
     def mesh(self) -> Mesh:
@@ -205,6 +217,21 @@ def check(values: Mapping[str, object]) -> list[Problem]:
     if isinstance(sp, int) and isinstance(ulysses, int) and RULES["ulysses"].admits(ulysses) and RULES["sp"].admits(sp):
         problem = ulysses_problem(sp, ulysses)
         problems += [] if problem is None else [problem]
+    return problems or shard_problems(values)
+
+
+def shard_problems(values: Mapping[str, Any]) -> list[Problem]:
+    """A bucket is split over `shard` data ranks, and all of them are taken up by groups of so many."""
+    shard, size = values.get("shard"), values.get("dp", 1)
+    if shard is None:
+        return []
+    problems = []
+    if size % shard:
+        sizes = ", ".join(str(each) for each in range(1, size + 1) if size % each == 0)
+        problems.append(Problem(f"shard = {shard} with dp = {size}", "a divisor of dp", f"shard = {sizes}"))
+    if shard < size and not values.get("zero", 0):
+        need = "zero of at least 1: at zero 0 nothing rests split"
+        problems.append(Problem(f"shard = {shard} with zero = 0", need, "zero = 1, or no shard"))
     return problems
 
 

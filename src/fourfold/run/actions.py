@@ -8,6 +8,7 @@ or an overflow they have not moved, and neither have the optimizer's states. A m
 bad step too.
 """
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -57,12 +58,13 @@ class Actions:
         self.deferred: Deferred | None = None
         """The updates that wait for the next forward, where they do."""
         if update == "in_forward":
-            self.deferred = Deferred(parts.parameters, parts.transport, self._update_late)
+            self.deferred = Deferred(parts.parameters, parts.transport, self._update_late, gathered=parts.gathered)
         # Else the factor is part of the update: before it, sums are what they are.
         self._scales_sums = parts.rest.state == WHOLE and not parts.optimizer.converts
         if self._scales_sums:
             parts.transport.factor = self.factor
-        if update == "in_backward":
+        self._ahead_in_backward = update == "in_backward"
+        if self._ahead_in_backward:
             parts.gradients.on_launch = self._update_ahead
         slots = [len(parameters) for parameters in parts.parameters]
         self._offsets = [sum(slots[:bucket]) for bucket in range(len(slots))]
@@ -152,12 +154,20 @@ class Actions:
     def _device(self) -> torch.device:
         return self._parts.parameters[0][0].device
 
+    def _phase(self, kind: str) -> contextlib.AbstractContextManager[None]:
+        """Within: weights that rest split are gathered; also on a rank that uses none."""
+        return contextlib.nullcontext() if self._parts.gathered is None else self._parts.gathered.phase(kind)
+
     def forward(self, index: int) -> None:
         if self.deferred is not None and self.deferred.is_waiting:
             with self.deferred.forward():
-                self._forward(index)
+                self._forward_in_phase(index)
             self._parts.optimizer.keep_options(as_they_are=False)
-        else:
+            return
+        self._forward_in_phase(index)
+
+    def _forward_in_phase(self, index: int) -> None:
+        with self._phase("forward"):
             self._forward(index)
 
     def _forward(self, index: int) -> None:
@@ -191,13 +201,17 @@ class Actions:
             self._parts.gradients.begin_round()
             self._sealed = False
         self._in_last_round = not self._every_round or index == len(self._microbatches) - 1
-        if index in self._losses:
-            if index == self._last or self._every_round:
-                self._parts.gradients.last()
-            loss = self._losses.pop(index).total / self.nominal_count
-            (loss if self._parts.scale is None else loss * self._parts.scale.value).backward()
-            if self.deferred is not None and index == 0:
-                self.deferred.refuse_unseen(self._parts.gradients.reached_in)
+        if self._in_last_round and self._ahead_in_backward and self._parts.gathered is not None:
+            # Now, when all ranks will come: in backward they may be waiting for this rank's part in a gather.
+            self._count()
+        with self._phase("backward"):
+            if index in self._losses:
+                if index == self._last or self._every_round:
+                    self._parts.gradients.last()
+                loss = self._losses.pop(index).total / self.nominal_count
+                (loss if self._parts.scale is None else loss * self._parts.scale.value).backward()
+                if self.deferred is not None and index == 0:
+                    self.deferred.refuse_unseen(self._parts.gradients.reached_in)
 
     def measure(self, kind: int) -> None:
         transport = self._parts.transport
@@ -216,6 +230,8 @@ class Actions:
             wide = [torch.promote_types(flat.dtype, torch.float32) for flat in own]
             norms = [torch.linalg.vector_norm(flat, dtype=dtype) for flat, dtype in zip(own, wide, strict=True)]
             squares = torch.stack(norms).double().square().sum()
+            if transport.replica:
+                squares = torch.zeros_like(squares)  # replica 0 has measured the same share
             if self._parts.local is not None and not self._scales_sums:
                 squares *= self._factor**2
             transport.measure(NORM, squares.reshape(1))
@@ -236,7 +252,9 @@ class Actions:
         transport, slots = self._parts.transport, [len(parameters) for parameters in self._parts.parameters]
         optimizer, buckets = self._parts.optimizer, range(len(slots))
         here = [optimizer.direct(b, used=self._used_in(b, self._used), factor=self._factor) for b in buckets]
-        transport.measure(TRUST, torch.cat(here).flatten())
+        norms = torch.cat(here).flatten()
+        # Of the replicas of a share one is measured.
+        transport.measure(TRUST, torch.zeros_like(norms) if transport.replica else norms)
         total = torch.tensor(transport.measured(TRUST), dtype=torch.float64, device=self._device)
         self._squares = total.view(-1, 2).split(slots)
 
@@ -350,6 +368,8 @@ class Actions:
         self._parts.optimizer.update(bucket, used=used, factor=terms.factor, squares=squares)
         # Autograd then refuses activations saved with the old weights, instead of computing with the new ones.
         torch.autograd.graph.increment_version(self._parts.parameters[bucket])
+        if self._parts.gathered is not None:
+            self._parts.gathered.drop(bucket)
 
     def gather(self, bucket: int) -> None:
         self._parts.transport.publish(bucket, self._parts.weights[bucket])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fourfold.parts import codec, comm, data, local, lowered, memory, optim
 from fourfold.parts.in_place import InPlace
-from fourfold.parts.masters import Policy
+from fourfold.parts.masters import Policy, host_of
 from fourfold.plan.data import RESTS, Bucket, Rest, Spec, Step, fill, limit, lower, turns
 from fourfold.plan.memory import is_in_place
 from fourfold.plan.order import Stretch
@@ -103,7 +103,7 @@ class TrainStep:
         shapes = {name: list(p.shape) for name, p in trainable.items()}
         compare(ranks, own, shapes, plan=plan, options={"clip": clip, "skip_nan": skip_nan})
         # A split over one rank is whole.
-        rest = RESTS[plan.zero if plan.num_sharing > 1 else 0]
+        rest = RESTS[plan.zero if plan.num_shares > 1 else 0]
         split = rest.state == SPLIT
         specs = computed(own, plan.precision, kept=lowered.kept(model))
         self.buckets = _buckets(plan, specs, ranks, shares=plan.num_sharing if split else 1)
@@ -115,10 +115,13 @@ class TrainStep:
         request = _request(plan, self.buckets, rest, num_norms=2 * len(trainable) if layerwise else len(trainable))
         held = None if in_place is None else in_place.own
         self._transport, self.transport = comm.connect(ranks, request, choice=plan.transport, codecs=codecs, held=held)
+        if rest.weight == SPLIT and not self._transport.gathers:
+            rest = RESTS[2]  # the weights exist once per host: nothing is gathered before use
         self.remembered = Remembered(codecs, ranks)
         apart = comm.Apart(self._transport) if plan.sync == "local" else None
         self._transport = apart or self._transport
-        self._weights = Weights(model, self.buckets, self._transport, ranks, Policy(plan.precision, split))
+        policy = Policy(plan.precision, split, host_of(plan.offload, ranks.device))
+        self._weights = Weights(model, self.buckets, self._transport, ranks, policy)
         self._local = None
         if apart is not None:
             outer = local.Outer(plan.outer_lr, plan.outer_momentum)
@@ -138,12 +141,21 @@ class TrainStep:
         # What gradients are divided by: of all ranks, or of one, if each learns by itself.
         self._sharing = plan.dp if self._local is not None else 1
         self._scale = Scale() if plan.precision == "fp16" else None
+        parts = Parts(
+            self._gradients,
+            self._transport,
+            flat,
+            by_bucket,
+            self._weights.flats,
+            rest,
+            self._weights.gathered,
+            self._local,
+            self._scale,
+        )
         self._actions = Actions(
             model,
             loss,
-            Parts(
-                self._gradients, self._transport, flat, by_bucket, self._weights.flats, rest, self._local, self._scale
-            ),
+            parts,
             clip=clip,
             update=plan.update,
             agree=lambda count: sum(ranks.exchange(count)) / self._sharing,
@@ -270,7 +282,7 @@ class TrainStep:
         self._actions.settle()
         self.try_out(batch)
         local = torch.zeros(4, dtype=torch.float64)
-        with self.reading(batch) as (part,), evaluating(self.model):
+        with self._weights.read("evaluate"), self.reading(batch) as (part,), evaluating(self.model):
             if part.samples:
                 loss = measure(self._loss(call(self.model, part.inputs, part.kept), part.targets), part.samples)
                 values = [loss.total.item(), loss.count, part.samples, part.tokens]
@@ -292,7 +304,8 @@ class TrainStep:
         """
         if self._tokens is not None and not self._tokens.is_tried:
             self._transport.agree()
-            self._tokens.try_out(batch)
+            with self._weights.read("try out"):
+                self._tokens.try_out(batch)
 
     @contextlib.contextmanager
     def reading(self, batch: Any, count: int = 1) -> Iterator[list[Microbatch]]:
@@ -331,6 +344,24 @@ class TrainStep:
         if self._local is not None:
             self._local.begin()
         torch.autograd.graph.increment_version(list(self.model.parameters()))
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[nn.Module]:
+        """Call the model by hand: within, on any rank and as often as one likes, without training it. Collective.
+
+        Needed only where weights rest split among hosts (zero 3): outside of steps parameters are placeholders there,
+        NaN in their shapes. Other ranks wait at the end of the block until no rank needs their shares any more.
+        """
+        self._enter("read()")
+        self._actions.settle()
+        with torch.no_grad(), self._weights.read("read"):
+            yield self.model
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every trainable weight by name, one after the other; read only. Collective: every rank goes to the end."""
+        self._enter("weights()")
+        self._actions.settle()
+        return self._weights.each()
 
     def flush(self) -> None:
         """Have the weights as they are after the last step: `update = "in_forward"` leaves it to the next. Collective.
@@ -403,6 +434,11 @@ class TrainStep:
     def shares(self) -> Mapping[str, tuple[int, int]]:
         """By parameter: the elements [start, stop) of its flattened form whose optimizer state is this rank's."""
         return self._state.shares
+
+    @property
+    def gathers(self) -> bool:
+        """Whether weights rest split, and are gathered before use."""
+        return self._transport.gathers
 
     @property
     def is_split(self) -> bool:
@@ -488,6 +524,7 @@ def _request(plan: Plan, buckets: Sequence[Bucket], rest: Rest, *, num_norms: in
         turns=turns(len(buckets), few=rest.gradient == SPLIT),
         rest=rest,
         num_scalars=max(8, num_norms),
+        shard=plan.num_shares if rest.state == SPLIT else None,
         weight_dtypes=tuple(data.dtype_of(bucket) for bucket in buckets),
     )
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import nn
 
 from fourfold.parts.comm import Transport
+from fourfold.parts.gathered import Gathered
 from fourfold.parts.uses import Uses, outside
 from fourfold.words.errors import Problem, TrainingError
 
@@ -29,10 +30,19 @@ class Deferred:
         parameters: Sequence[Sequence[nn.Parameter]],
         transport: Transport,
         update: Callable[[int], None],
+        *,
+        gathered: Gathered | None = None,
     ) -> None:
-        """`parameters` are by bucket; `update(bucket)` updates a bucket, or this rank's share of it."""
+        """`parameters` are by bucket; `update(bucket)` updates a bucket, or this rank's share of it.
+
+        Where weights are gathered before use, it is their gathers that are told of: they have an order of their own.
+        """
         self._parameters, self._transport, self._update = parameters, transport, update
-        self._uses = Uses(parameters, self._before_use)
+        self._uses = None
+        if gathered is None:
+            self._uses = Uses(parameters, self._before_use)
+        else:
+            gathered.before_gather = self._before_gather
         self._device_type = parameters[0][0].device.type
         self._order: Sequence[int] = ()
         self._place: dict[int, int] = {}
@@ -49,12 +59,12 @@ class Deferred:
         self._order = list(order)
         self._place = {bucket: place for place, bucket in enumerate(order)}
         self._num_updated, self._num_arrived = 0, 0
-        self._uses.listening = True
+        self._listen(True)
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """Within, uses are due; at the end nothing is waiting any more."""
-        self._told = [not self.is_waiting] * len(self._parameters)
+        self._told = [not self.is_waiting or self._uses is None] * len(self._parameters)
         self._in_forward = True
         try:
             yield
@@ -68,7 +78,7 @@ class Deferred:
             return
         self._update_up_to(len(self._order) - 1)
         self._order = ()
-        self._uses.listening = False
+        self._listen(False)
         self._transport.close()
 
     def refuse_unseen(self, reached: Callable[[int], str | None]) -> None:
@@ -94,6 +104,15 @@ class Deferred:
             self._update_up_to(place)
             self._transport.arrive(bucket)
         self._num_arrived = place + 1
+
+    def _listen(self, listening: bool) -> None:
+        if self._uses is not None:
+            self._uses.listening = listening
+
+    def _before_gather(self, bucket: int) -> None:
+        if self.is_waiting:
+            with outside(self._device_type):
+                self._update_up_to(self._place[bucket])
 
     def _update_up_to(self, place: int) -> None:
         while self._num_updated <= place:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fourfold.parts.comm import Transport
 from fourfold.parts.data import Gradients
+from fourfold.parts.gathered import Gathered
 from fourfold.parts.in_place import InPlace
 from fourfold.parts.local import Local
 from fourfold.parts.optim import FlatOptimizer
@@ -31,6 +32,8 @@ class Parts(NamedTuple):
     weights: Sequence[Tensor]
     """By bucket."""
     rest: Rest
+    gathered: Gathered | None = None
+    """Where weights rest split among ranks that do not share memory."""
     local: Local | None = None
     """Where ranks take steps of their own: what brings them together."""
     scale: Scale | None = None

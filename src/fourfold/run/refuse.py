@@ -75,6 +75,10 @@ def sync_problems(plan: Plan) -> list[Problem]:
     if plan.sync != "local":
         return []
     local, problems = 'sync = "local"', []
+    if plan.offload != "none":
+        need = "weights that are averaged where they are updated"
+        got = f'{local} with offload = "{plan.offload}"'
+        problems.append(Problem(got, need, 'offload = "none", or sync = "step"'))
     if plan.precision != "keep":
         need = "weights that are averaged as they are updated, not as they are rounded"
         got = f'{local} with precision = "{plan.precision}"'
@@ -140,6 +144,9 @@ def model_problems(model: nn.Module, plan: Plan) -> list[Problem]:
     if plan.codec != "none" and odd:
         got = f'codec = "{plan.codec}" and {", ".join(odd[:3])}'
         problems.append(Problem(got, "gradients that are real floating-point numbers", 'codec = "none"'))
+    if plan.codec != "none" and plan.zero == 3:
+        need = "gradients to be most of what is sent: at zero 3 two thirds are weights, which no codec makes small"
+        problems.append(Problem(f'codec = "{plan.codec}" with zero = 3', need, 'zero = 2, or codec = "none"'))
     if plan.codec not in ("none", "bf16", "fp16") and plan.unused == "allow":
         got = f'codec = "{plan.codec}" and unused = "allow"'
         need = "a gradient for every parameter: what a codec sends of an unused one's remainder would not be applied"

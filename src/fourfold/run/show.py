@@ -48,7 +48,7 @@ def show(plan: Plan, task: Task) -> str:
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
     own = data.specs(trainable, {name: group_of[id(p)] for name, p in trainable.items()})
     specs = computed(own, plan.precision, kept=lowered.kept(model))
-    rest = RESTS[plan.zero if plan.num_sharing > 1 else 0]
+    rest = RESTS[plan.zero if plan.num_shares > 1 else 0]
     bucket_bytes = limit(specs, plan.bucket_bytes, travels=plan.codec != "none")
     buckets = fill(specs, bucket_bytes=bucket_bytes, shares=plan.num_sharing if rest.state == SPLIT else 1)
     trust = optim.by_parameter(optimizer) and rest.state == SPLIT
@@ -96,9 +96,16 @@ def _buckets(buckets: Sequence[Bucket], plan: Plan) -> str:
     ]
     rest, number = RESTS[plan.zero], REDUCE.get(plan.reduce)
     changes = {name.replace("_", " "): change for name, change in life(rest)._asdict().items() if change != Change.NONE}
+    replicas = plan.num_sharing // plan.num_shares if plan.zero else 1
+    onward = f", then an all-reduce of the share over {replicas} replicas" if replicas > 1 else ""
+    among = f" over {plan.num_shares} ranks each" if replicas > 1 else ""
     lines = [
-        f"weights rest {rest.weight}, gradients {rest.gradient}, optimizer states {rest.state}",
-        *(f"{moment}: {change}" for moment, change in changes.items()),
+        f"weights rest {rest.weight}, gradients {rest.gradient}, optimizer states {rest.state}{among}",
+        *(
+            f"{moment}: {change}{onward if change == Change.REDUCE_SCATTER else ''}"
+            + (", in forward and again in backward" if moment == "before use" else "")
+            for moment, change in changes.items()
+        ),
     ]
     if any(has_masters(bucket, plan.precision) for bucket in buckets):
         lines.append(f"the update has {plan.precision} weights in float32 too, beside its states: {rest.state}")
@@ -145,9 +152,7 @@ def _messages(buckets: Sequence[Bucket], plan: Plan, shapes: Mapping[str, tuple[
 def _bytes(buckets: Sequence[Bucket], plan: Plan, messages: float | None) -> str:
     gradients = [reduced(bucket, plan.reduce) for bucket in buckets]
     total = sum(bucket.num_bytes for bucket in gradients)
-    sent = step_bytes(
-        buckets, zero=plan.zero, size=plan.num_sharing, microbatches=plan.microbatches, gradients=gradients
-    )
+    sent = step_bytes(buckets, zero=plan.zero, places=plan.places, microbatches=plan.microbatches, gradients=gradients)
     lines = [f"gradients         {sized(total)} a rank"]
     if plan.num_sharing > 1 and messages is not None:
         lines += [
@@ -163,9 +168,10 @@ def _bytes(buckets: Sequence[Bucket], plan: Plan, messages: float | None) -> str
         ]
     elif plan.num_sharing > 1:
         times = sent / (total * (plan.num_sharing - 1) / plan.num_sharing)
+        theirs = "gradients and weights" if plan.zero == 3 else "gradients"
         lines += [
             f"over a network    {sized(sent)} sent by each rank in each step, {times:g} (N − 1) / N of the gradients",
-            "in shared memory  nothing is sent: ranks of one host read each other's gradients where they lie",
+            f"in shared memory  nothing is sent: ranks of one host read each other's {theirs} where they lie",
         ]
     else:
         lines.append("one data rank: nothing is sent")

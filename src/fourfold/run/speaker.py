@@ -93,6 +93,8 @@ class Speaker:
             self._report.start(f"{s.label} · {counted(parameters)} parameters · {mesh} · {step.transport}")
             if rates is not None:
                 self._report.note(rates)
+            if plan.offload == "states":
+                self._report.note(told_offload(step.device.type))
 
     def _rates(self) -> str | None:
         """What the run makes of the optimizer's rates, where it was asked to make something of them."""
@@ -230,6 +232,13 @@ class Speaker:
     def close(self) -> None:
         if self._folder is not None:
             self._folder.close()
+
+
+def told_offload(device: str) -> str:
+    """What is said of states that are to rest in host memory."""
+    if device == "cpu":
+        return 'offload = "states": optimizer states are in host memory already, as all is on CPU ranks'
+    return 'offload = "states": optimizer states and weights to be updated are in host memory, where the update runs'
 
 
 def describe(valid: Mapping[str, float]) -> str:

@@ -36,13 +36,14 @@ class State:
 
     def living(self) -> dict[str, Any]:
         """Model, optimizer and outer momenta, without a copy."""
+        # Of the replicas of a share one is told of.
         states = {
-            slot.name: self.optimizer.stretches(bucket.index, slot.start, slot.stop)
+            slot.name: {} if self.transport.replica else self.optimizer.stretches(bucket.index, slot.start, slot.stop)
             for bucket in self.buckets
             for slot in bucket.slots
         }
         outer = {} if self.local is None else self.local.momenta
-        masters = {name: self.weights.share(name) for name in self.weights.masters.names}
+        masters = {name: self.weights.share(name) for name in self.weights.apart}
         model = self.weights.model.state_dict(keep_vars=True)
         return {"model": model, "masters": masters, "optimizer": states, "outer": outer}
 
@@ -57,8 +58,9 @@ class State:
                 parts = living["optimizer"][name].get(key, [])
                 states[name][key] = told if not isinstance(told, dict) else self._whole(name, parts, told["dtype"])
         names = {id(p): name for name, p in self.weights.trainable.items()}
+        weights = {name: weight.clone() for name, weight in self.weights.each()}
         model = {
-            name: self.weights.precise(names[id(value)]) if id(value) in names else copied(value)
+            name: weights[names[id(value)]] if id(value) in names else copied(value)
             for name, value in living["model"].items()
         }
         outer = {name: value.clone() for name, value in living["outer"].items()}
@@ -91,7 +93,8 @@ class State:
                 first, last, _ = self.transport.own(bucket.index)
             for slot in bucket.slots:
                 low, high = max(first, slot.start), min(last, slot.stop)
-                result[slot.name] = (low - slot.start, max(low, high) - slot.start)
+                high = low if self.transport.replica else max(low, high)  # replica 0 has the same
+                result[slot.name] = (low - slot.start, high - slot.start)
         return result
 
     def load(self, state: Mapping[str, Any]) -> None:

@@ -246,7 +246,7 @@ class Training:
         sample = None
         if self.task.sample is not None:
             applied = step.replaced(average.values) if average is not None else contextlib.nullcontext()
-            with applied, evaluating(step.model), torch.no_grad():
+            with applied, evaluating(step.model), step.read():
                 sample = self.task.sample(step.model) if self.speaker.rank == 0 else None
         self.keeper.wait()
         if self.settings.checkpoint_every:
@@ -280,9 +280,13 @@ def evaluate(step: TrainStep, task: Task, source: Source, batch_size: int) -> di
     each = max(1, batch_size // step.plan.dp)
     step.try_out(fetch(source, range(start, min(start + each, stop))))
     with evaluating(step.model):
-        for first in range(start, stop, each):
-            batch = fetch(source, range(first, min(first + each, stop)))
-            for name, (total, count) in _measures(step, task, batch).items():
+        # As many times on every rank: all of them bring the weights, where those rest split.
+        longest = max(len(range(*share(0, len(source), step.plan.dp, rank))) for rank in range(step.plan.dp))
+        for first in range(start, start + longest, each):
+            batch = fetch(source, range(first, min(first + each, stop))) if first < stop else None
+            with step.read():
+                found = {} if batch is None else _measures(step, task, batch)
+            for name, (total, count) in found.items():
                 held = sums.setdefault(name, [0.0, 0.0])
                 held[0] += float(total)
                 held[1] += float(count)

@@ -1,18 +1,20 @@
 """Weights: where a model's weights lie, and who may write there.
 
-home     a trainable parameter's place in the flat of its bucket, which may exist once per host
+home     a trainable parameter's place in the flat of its bucket, which may exist once per host, or rest split
 others   frozen parameters and buffers: each rank has its own
 precise  the weights that training goes on from: the update's own where it has some, else those in the homes
-Law: between steps every rank has rank 0's weights, and each home is written by one rank of its host.
+Law: between steps every rank has rank 0's weights, or its share of them, and each home is written by one rank of its
+host.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from fourfold.parts import comm, data, lowered
+from fourfold.parts.gathered import Gathered
 from fourfold.parts.masters import Masters, Policy
 from fourfold.parts.uses import unwatched
 from fourfold.plan.data import Bucket
@@ -44,12 +46,24 @@ class Weights:
             self.masters.put(name, self.trainable[name].data)
         if policy.precision != "keep":
             lowered.lower(model, policy.precision)
-        self.flats = data.rehome(self.trainable, buckets, transport)
+        self.gathered: Gathered | None = None
+        self.flats: Sequence[Tensor]
+        if transport.gathers:
+            by_bucket = [[self.trainable[slot.name] for slot in bucket.slots] for bucket in buckets]
+            self.gathered = Gathered(by_bucket, buckets, transport)
+            self.homes: Sequence[comm.Part] = self.gathered.homes
+            self.flats = [home.flat for home in self.homes]
+        else:
+            self.flats = data.rehome(self.trainable, buckets, transport)
+            self.homes = [comm.Part(0, flat.numel(), flat) for flat in self.flats]
         self._trained = {id(p) for p in self.trainable.values()}
         self._modules = list(model.modules())
         self._num_children = sum(len(module._modules) for module in self._modules)
-        self._homes = {name: p.data_ptr() for name, p in self.trainable.items()}
         self.broadcast()
+        self._places = self._where()
+
+    def _where(self) -> dict[str, int]:
+        return {name: p.data_ptr() for name, p in self.trainable.items()}
 
     def check(self) -> None:
         """Raise TaskError where parameters are no longer what the buckets were made of."""
@@ -60,7 +74,7 @@ class Weights:
 
     def _problems(self) -> list[Problem]:
         problems = []
-        moved = [name for name, p in self.trainable.items() if p.data_ptr() != self._homes[name]]
+        moved = [name for name, place in self._where().items() if place != self._places[name]]
         if moved:
             got = (
                 f"{moved[0]}{f' and {len(moved) - 1} more' if len(moved) > 1 else ''} with another storage than before"
@@ -81,7 +95,9 @@ class Weights:
 
     def broadcast(self) -> None:
         """Bring rank 0's weights and buffers to every rank. Collective."""
-        if self._transport.weights is not None:
+        if self.gathered is not None:
+            self.gathered.settle(self._ranks.broadcast)
+        elif self._transport.weights is not None:
             self._transport.spread()
         else:
             for flat in self.flats:
@@ -97,8 +113,9 @@ class Weights:
         """Within, weights may be written on any rank; afterwards all have rank 0's. Collective."""
         with torch.no_grad(), self._copies(), self._unrounded() as edited:
             yield
-        self.check()
-        self.broadcast()
+        if self.gathered is None:
+            self.check()
+            self.broadcast()
         for value in edited.values():
             self._ranks.broadcast(value)
         self.put(edited)
@@ -122,10 +139,13 @@ class Weights:
         """A copy of a trainable parameter's precise weights, or of what else lies as they do. Collective."""
         parameter = self.trainable[name]
         here = self.share(name) if share is None else share
-        if name not in self.masters.names:
+        holder = self.masters if name in self.masters.names else self.gathered
+        if holder is None:
             return here.clone()
-        whole = self.masters.laid_out(name, here, parameter.numel())
-        if self.masters.is_split:
+        whole = holder.laid_out(name, here, parameter)
+        if self._transport.replica:
+            whole.zero_()  # replica 0 has the same
+        if self.gathered is not None or self.masters.is_split:
             self._ranks.sum(whole)
         return whole.view(parameter.shape)
 
@@ -141,11 +161,29 @@ class Weights:
 
     def share(self, name: str) -> Tensor:
         """What this rank has of a trainable parameter's precise weights, as it lies: flat, or the parameter."""
-        return self.masters.stretch(name) if name in self.masters.names else self.trainable[name].detach()
+        if name in self.masters.names:
+            return self.masters.stretch(name)
+        return self.trainable[name].detach() if self.gathered is None else self.gathered.stretch(name)
+
+    @property
+    def apart(self) -> Collection[str]:
+        """The parameters whose precise weights are flat, and this rank's share of them."""
+        return self.masters.names if self.gathered is None else self.trainable.keys()
 
     @contextlib.contextmanager
     def _copies(self) -> Iterator[None]:
-        """Within: where weights exist once per host, all ranks but rank 0 have copies of their own."""
+        """Within: where weights exist once per host, all ranks but rank 0 have copies of their own.
+
+        Where they rest split all ranks have, and rank 0's come home.
+        """
+        if self.gathered is not None:
+            with self.gathered.whole():
+                self._places, resting = self._where(), self._places
+                yield
+                self.check()
+                self._places = resting
+                self.broadcast()
+            return
         if self._transport.weights is None:
             yield
             return
@@ -164,7 +202,9 @@ class Weights:
     @torch.no_grad()
     def put(self, values: Mapping[str, Tensor]) -> None:
         """Replace trainable weights, by name; nobody may be reading them. Collective."""
-        if self._transport.writes:
+        if self.gathered is not None:
+            self.gathered.put(values)
+        elif self._transport.writes:
             for name, value in values.items():
                 self.trainable[name].copy_(value)
         for name in values.keys() & self.masters.names:
@@ -178,7 +218,29 @@ class Weights:
         """Put back the model's `state_dict`; nobody may be reading it. Collective."""
         own = self.model.state_dict(keep_vars=True)
         trained = {id(p): name for name, p in self.trainable.items()}
-        # What is trained may exist once per host, and then one rank writes it; the rest is each rank's own.
-        kept = {name: own[name].detach() if id(own.get(name)) in trained else value for name, value in values.items()}
-        self.model.load_state_dict(kept)
+        # What is trained may exist once per host, and then one rank writes it, or rest split.
+        kept = {name: value for name, value in values.items() if id(own.get(name)) not in self._trained}
+        loaded = self.model.load_state_dict(kept, strict=False)
+        strange = [*loaded.unexpected_keys, *(name for name in loaded.missing_keys if name not in values)]
+        strange += [name for name in values if name in own and values[name].shape != own[name].shape]
+        if strange:
+            problem = Problem(f"{', '.join(strange)}", "the model's own names and shapes", "the state of this model")
+            raise TaskError(problem, where="the state")
         self.put({trained[id(p)]: values[name] for name, p in own.items() if id(p) in trained})
+
+    @contextlib.contextmanager
+    def read(self, kind: str) -> Iterator[None]:
+        """Within: the model may be called. Collective, if weights rest split."""
+        with contextlib.nullcontext() if self.gathered is None else self.gathered.phase(kind):
+            yield
+
+    def each(self) -> Iterator[tuple[str, Tensor]]:
+        """Every trainable weight by name, one after the other; read only. Collective: every rank goes to the end."""
+        if self.gathered is None:
+            for name, p in self.trainable.items():
+                yield name, self.precise(name) if name in self.masters.names else p.detach()
+            return
+        for bucket, flat in self.gathered.wholes():
+            for name, start, stop in bucket.slots:
+                rounded = flat[start:stop].view(self.trainable[name].shape)
+                yield name, self.precise(name) if name in self.masters.names else rounded

@@ -3,13 +3,14 @@
 Law: |a − b| ≤ 1e-9 · max(1, |b|) in float64.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fourfold.run.batch import call, measure
+from fourfold.run.build import TrainStep
 
 TOLERANCE = 1e-9
 
@@ -63,8 +64,8 @@ def _far(a: Any, b: Any) -> float:
     return ((a - b).abs() / b.abs().clamp(min=1.0)).max().item() if a.numel() else 0.0
 
 
-def snapshot(model: nn.Module, losses: Sequence[float], norms: Sequence[float | None]) -> Trained:
-    """What a training with Fourfold left, in the oracle's form."""
-    weights: Mapping[str, Tensor] = dict(model.named_parameters())
+def snapshot(step: TrainStep, losses: Sequence[float], norms: Sequence[float | None]) -> Trained:
+    """What a training with Fourfold left, in the oracle's form. Collective."""
+    weights = dict(step.model.named_parameters()) | dict(step.weights())
     kept = [norm for norm in norms if norm is not None]
     return Trained(list(losses), kept, {name: p.detach().clone() for name, p in weights.items()})

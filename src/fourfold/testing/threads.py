@@ -1,12 +1,14 @@
-"""Ranks as threads of one process: the simulated rung. Real shared memory, no process group.
+"""Ranks as threads of one process: the simulated rung. Real shared memory; groups of threads, not of processes.
 
-Law: what a rank does here is what it does as a process; only `exchange`, `broadcast` and `sum` are done by threads.
+Law: what a rank does here is what it does as a process; only `exchange`, `broadcast`, `sum` and the collectives of
+groups are done by threads. A collective happens when the last member begins it, so members may begin as they like,
+and one that is begun in another order than the others' is found.
 """
 
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,14 +25,113 @@ class _Meeting:
     def __init__(self, size: int) -> None:
         self.row: list[Any] = [None] * size
         self.barrier = threading.Barrier(size, timeout=TIME_LIMIT_SECONDS)
+        self.lock = threading.Lock()
+        self.collectives: dict[tuple[Any, ...], _Collective] = {}
+
+
+class _Collective:
+    """What the members of a group do together; the last one to begin does it for all. See `groups.Work`."""
+
+    def __init__(self, size: int, barrier: threading.Barrier) -> None:
+        self._given: list[tuple[str, torch.Tensor, torch.Tensor] | None] = [None] * size
+        self._left, self._done, self._barrier = size, threading.Event(), barrier
+
+    def give(self, index: int, kind: str, out: torch.Tensor, given: torch.Tensor) -> None:
+        self._given[index] = kind, out, given
+        self._left -= 1
+        if self._left == 0:
+            told = [each for each in self._given if each is not None]
+            assert len({(kind, out.numel(), given.numel()) for kind, out, given in told}) == 1, "other collectives"
+            with torch.no_grad():
+                KINDS[kind]([out for _, out, _ in told], [given for _, _, given in told])
+            self._done.set()
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + TIME_LIMIT_SECONDS
+        while not self._done.wait(0.05):
+            if self._barrier.broken or time.monotonic() > deadline:
+                raise threading.BrokenBarrierError
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def get_future(self) -> Any:
+        raise NotImplementedError("threads are not traced")
+
+
+def _all_reduce(outs: list[torch.Tensor], flats: list[torch.Tensor]) -> None:
+    total = torch.stack(flats).sum(0)
+    for out in outs:
+        out.copy_(total)
+
+
+def _all_to_all(outs: list[torch.Tensor], flats: list[torch.Tensor]) -> None:
+    for index, out in enumerate(outs):
+        out.copy_(torch.stack([flat.view(len(outs), -1)[index] for flat in flats]).view(-1))
+
+
+def _all_gather(outs: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
+    everyone = torch.cat(parts)
+    for out in outs:
+        out.copy_(everyone)
+
+
+KINDS = {"all_reduce": _all_reduce, "all_to_all": _all_to_all, "all_gather": _all_gather}
+
+
+class ThreadGroup:
+    """One thread's view of a group of threads; see `groups.Group`."""
+
+    def __init__(self, meeting: _Meeting, key: tuple[str, tuple[int, ...]], rank: int) -> None:
+        self._meeting, self._key, self._rank = meeting, key, rank
+        self._begun = 0
+
+    def _begin(self, kind: str, out: torch.Tensor, given: torch.Tensor) -> _Collective:
+        members = self._key[1]
+        self._begun += 1
+        with self._meeting.lock:
+            name = (*self._key, self._begun)
+            work = self._meeting.collectives.get(name)
+            if work is None:
+                work = self._meeting.collectives[name] = _Collective(len(members), self._meeting.barrier)
+            work.give(members.index(self._rank), kind, out, given)
+            if work.is_completed():
+                del self._meeting.collectives[name]
+        return work
+
+    def all_reduce(self, flat: torch.Tensor) -> _Collective:
+        return self._begin("all_reduce", flat, flat)
+
+    def reduce_scatter(self, part: torch.Tensor, flat: torch.Tensor) -> _Collective:
+        raise NotImplementedError("of GPUs only")
+
+    def all_to_all(self, received: torch.Tensor, flat: torch.Tensor) -> _Collective:
+        return self._begin("all_to_all", received, flat)
+
+    def all_gather(self, everyone: torch.Tensor, part: torch.Tensor) -> _Collective:
+        return self._begin("all_gather", everyone, part)
+
+    def broadcast(self, flat: torch.Tensor, source: int) -> None:
+        everyone = flat.new_empty(len(self._key[1]) * flat.numel())
+        self.all_gather(everyone, flat).wait()
+        flat.copy_(everyone.view(len(self._key[1]), -1)[self._key[1].index(source)])
 
 
 class ThreadRanks(Ranks):
     """One thread's view of a world of threads."""
 
-    def __init__(self, rank: int, size: int, meeting: _Meeting) -> None:
+    def __init__(self, rank: int, size: int, meeting: _Meeting, *, hosts: int = 1) -> None:
         super().__init__(World(rank=rank, size=size, local_rank=rank, local_size=size), torch.device("cpu"))
-        self._meeting = meeting
+        self._meeting, self._host = meeting, f"host {rank * hosts // size}"
+        self._thread_groups: dict[tuple[str, tuple[int, ...]], ThreadGroup] = {}
+
+    @property
+    def host(self) -> str:
+        return self._host
+
+    def group(self, ranks: Sequence[int], purpose: str) -> ThreadGroup:
+        key = purpose, tuple(ranks)
+        return self._thread_groups.setdefault(key, ThreadGroup(self._meeting, key, self.rank))
 
     def swap(self, value: Any) -> list[Any]:
         """Every thread's value itself, in rank order. Collective."""
@@ -56,15 +157,18 @@ class ThreadRanks(Ranks):
             tensor.copy_(total)
 
 
-def run(size: int, body: Callable[[ThreadRanks], Any]) -> list[Any]:
-    """`body(ranks)` on `size` threads; their results in rank order. The first error of any thread is raised."""
+def run(size: int, body: Callable[[ThreadRanks], Any], *, hosts: int = 1) -> list[Any]:
+    """`body(ranks)` on `size` threads, of so many hosts; their results in rank order.
+
+    The first error of any thread is raised.
+    """
     meeting = _Meeting(size)
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
 
     def work(rank: int) -> None:
         try:
-            results[rank] = body(ThreadRanks(rank, size, meeting))
+            results[rank] = body(ThreadRanks(rank, size, meeting, hosts=hosts))
         except BaseException as error:  # raised in the caller's thread, below
             errors.append(error)
             meeting.barrier.abort()

@@ -19,7 +19,7 @@ from fourfold.parts.comm.coded import Coded, NoWire, Ways, Wire, places
 from fourfold.parts.comm.group import BetweenHosts, Gatherer, GroupTransport, Use
 from fourfold.parts.comm.links import Link, Messages, NoLink
 from fourfold.parts.comm.neighbours import Neighbours, Place, total_bytes
-from fourfold.parts.comm.ranks import Ranks, host_id, join, leave, present, world
+from fourfold.parts.comm.ranks import Ranks, join, leave, present, world
 from fourfold.parts.comm.same_host import meet
 from fourfold.parts.comm.shared import Shared, Slotting
 from fourfold.parts.comm.transport import Alone, Held, Part, Transport
@@ -61,11 +61,13 @@ class Request(NamedTuple):
     purpose: str = ""
     """Transports of one purpose share their process groups, and so the order of what they begin."""
     coded: bool = False
+    shard: int | None = None
+    """Among how many neighbouring ranks that which rests split is split; None: all."""
     weight_dtypes: tuple[torch.dtype, ...] | None = None
 
     @property
     def use(self) -> Use:
-        return Use(self.rest, self.turns, self.purpose, self.coded)
+        return Use(self.rest, self.turns, self.purpose, self.coded, self.shard)
 
 
 class Connection(NamedTuple):
@@ -163,7 +165,7 @@ def _hosts(ranks: Ranks) -> tuple[list[str], str]:
     """The host of every rank, or the reason why they cannot share memory. Collective."""
     machine = platform.machine()
     able = sys.platform == "linux" and machine == "x86_64"
-    said = ranks.exchange(host_id() if able else "")
+    said = ranks.exchange(ranks.host if able else "")
     if all(said):
         return said, ""
     return said, f"shared memory needs Linux on x86-64, rank {said.index('')} is not ({sys.platform}, {machine})"
@@ -178,16 +180,24 @@ def _share(ranks: Ranks, request: Request) -> tuple[Shared | None, str]:
     here = next(host for host in hosts if ranks.rank in host)
     if len({len(host) for host in hosts}) > 1 or len(here) == 1:
         return None, f"{len(hosts)} hosts with {sorted({len(host) for host in hosts})} ranks each"
-    weights = (request.weight_dtypes or request.dtypes) if request.rest.state == SPLIT else None
+    sharing = _hosts_sharing(request.shard or ranks.size, len(here), len(hosts))
+    between_hosts = request.rest.weight == SPLIT and sharing > 1
+    weights = (request.weight_dtypes or request.dtypes) if request.rest.state == SPLIT else ()
     slotting = Slotting(
-        request.sizes, request.dtypes, num_scalars=request.num_scalars, turns=request.turns, weights=weights
+        request.sizes,
+        request.dtypes,
+        num_scalars=request.num_scalars,
+        turns=request.turns,
+        weights=() if between_hosts else weights,
+        stages=weights if between_hosts else (),
     )
     met, problem = meet(lambda: memory.create_shared(slotting.total_bytes(len(here))), ranks, here)
     if met is None:
         return None, problem
     between = None
     if len(hosts) > 1:
-        columns = [BetweenHosts(ranks, [host[index] for host in hosts], request.use) for index in range(len(here))]
+        use = request.use._replace(shard=sharing)
+        columns = [BetweenHosts(ranks, [host[index] for host in hosts], use) for index in range(len(here))]
         between = columns[here.index(ranks.rank)]
     mapping = memory.map_shared(met.handle)
     index = here.index(ranks.rank)
@@ -203,6 +213,21 @@ def _share(ranks: Ranks, request: Request) -> tuple[Shared | None, str]:
         coded=request.coded,
     )
     return shared, shared.name
+
+
+def _hosts_sharing(shard: int, each: int, hosts: int) -> int:
+    """Among how many hosts of `each` ranks that is split which `shard` ranks share. Raises PlanError.
+
+    Ranks that have memory in common need no second copy there: within a host all of them share.
+    """
+    if each % shard == 0:
+        return 1
+    if shard % each == 0:
+        return shard // each
+    sizes = [size * each for size in range(1, hosts + 1) if hosts % size == 0]
+    need = "whole hosts, or a part of one: a host's ranks share its memory"
+    attempt = f'shard = {", ".join(map(str, sizes))}, or transport = "gloo"'
+    raise PlanError(Problem(f"shard = {shard} on {hosts} hosts of {each} ranks", need, attempt), where="the plan")
 
 
 def link(ranks: Ranks, groups: Sequence[Sequence[int]], purpose: str, *, choice: str = "by-host") -> Link:

@@ -19,7 +19,7 @@ class Apart:
     """See `Transport`: one rank's, over the slots of the transport that it meets the others by."""
 
     weights: Sequence[torch.Tensor] | None = None
-    writes = True
+    writes, gathers, replica = True, False, 0
 
     def __init__(self, among: Transport) -> None:
         self._among, self._alone = among, Alone(among.slots, among.turns)
@@ -102,6 +102,9 @@ class Apart:
     def is_complete(self, bucket: int) -> bool:
         return self._alone.is_complete(bucket)
 
+    def is_free(self, bucket: int) -> bool:
+        return self._alone.is_free(bucket)
+
     def take(self, bucket: int, start: int, stop: int, factor: float) -> None:
         self._alone.take(bucket, start, stop, factor)
 
@@ -128,6 +131,12 @@ class Apart:
 
     def publish(self, bucket: int, weight: torch.Tensor) -> None:
         self._alone.publish(bucket, weight)
+
+    def bring(self, bucket: int, share: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
+        return self._alone.bring(bucket, share, out)
+
+    def hear(self, row: Sequence[int]) -> list[list[int]]:
+        return self._alone.hear(row)
 
     def arrive(self, bucket: int) -> None:
         self._alone.arrive(bucket)

@@ -84,6 +84,7 @@ class Coded:
         self.name, self.size, self.index = self._inner.name, self._inner.size, self._inner.index
         self.slots, self.turns = self._inner.slots, self._inner.turns
         self.weights, self.writes = self._inner.weights, self._inner.writes
+        self.gathers, self.replica = self._inner.gathers, self._inner.replica
         self._places = places(codecs)
         self._talking: deque[_Talking] = deque()
         self._handed_over: int | None = None
@@ -237,6 +238,16 @@ class Coded:
         self._inner.agree()
 
     # ---- as the inner transport has it ----------------------------------------------------------------
+
+    def is_free(self, bucket: int) -> bool:
+        same = any(self.turns[each.bucket] == self.turns[bucket] for each in self._talking)
+        return not same and self._inner.is_free(bucket)
+
+    def bring(self, bucket: int, share: Tensor, out: Tensor) -> Callable[[], None]:
+        return self._inner.bring(bucket, share, out)
+
+    def hear(self, row: Sequence[int]) -> list[list[int]]:
+        return self._inner.hear(row)
 
     def take(self, bucket: int, start: int, stop: int, factor: float) -> None:
         self._inner.take(bucket, start, stop, factor)

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.parts import memory
 from fourfold.parts.comm import calls
+from fourfold.parts.comm.groups import Group, Work, rows
 from fourfold.parts.comm.ranks import Ranks
 from fourfold.parts.comm.split import Flight, Splitter, landed
 from fourfold.parts.comm.transport import Part, one
@@ -39,6 +39,8 @@ class Use(NamedTuple):
     turns: tuple[int, ...]
     purpose: str = ""
     coded: bool = False
+    shard: int | None = None
+    """Among how many neighbouring ranks that which rests split is split; None: all."""
 
     def named(self, what: str) -> str:
         return f"{self.purpose} {what}".strip()
@@ -50,7 +52,7 @@ class _Roll:
     All calls sum LOSS scalars of one length first: whichever two calls meet, they meet there.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, members: Sequence[int], index: int, device: torch.device):
+    def __init__(self, group: Group, members: Sequence[int], index: int, device: torch.device):
         self._group, self._members, self._index, self._device = group, members, index, device
 
     def tagged(self, values: Tensor, call: str) -> Tensor:
@@ -65,9 +67,7 @@ class _Roll:
         if len(set(sums[NUM_LOSS_SCALARS:])) == 1:
             return
         mine = torch.frombuffer(bytearray(calls.encode(call)), dtype=torch.uint8).to(self._device)
-        rows = [torch.empty_like(mine) for _ in self._members]
-        dist.all_gather(rows, mine, group=self._group)
-        texts = [calls.decode(bytes(row.tolist())) for row in rows]
+        texts = [calls.decode(bytes(row.tolist())) for row in rows(self._group, mine, size=len(self._members))]
         raise calls.diverged(dict(zip(self._members, texts, strict=True)))
 
 
@@ -88,11 +88,17 @@ class GroupTransport:
         self.waiting_seconds, self.sent_bytes = 0.0, 0.0
         self.recorder, self.factor = SILENT, one
         self._device = ranks.device
-        self._splitter = None if rest.state == WHOLE else Splitter(ranks, members)
-        self._shards = None if rest.gradient != SPLIT else Shards(slots, self.size)
+        self._splitter = None if rest.state == WHOLE else Splitter(ranks, members, shard=use.shard)
+        self.replica = 0 if self._splitter is None else self._splitter.replica
+        self._shards = None
+        if self._splitter is not None and rest.gradient == SPLIT:
+            self._shards = Shards(slots, self._splitter.size)
+        self.gathers = rest.weight == SPLIT
+        self._pleas = ranks.group(members, "pleas") if self.gathers else None
+        self._place = (self.index, self.size) if self._splitter is None else (self._splitter.index, self._splitter.size)
         self._flying: dict[int, Flight] = {}
         self._spreading: dict[int, Callable[[], None]] = {}  # on their way to all, in program order
-        self._measures: dict[int, tuple[Tensor, dist.Work]] = {}
+        self._measures: dict[int, tuple[Tensor, Work]] = {}
         self._roll = _Roll(self._scalars_group, members, self.index, ranks.device)
         self._call, self._num_loss = "", 0
 
@@ -111,14 +117,14 @@ class GroupTransport:
         if self._coded:
             self._flying[bucket] = Flight(functools.partial(self._share, bucket), landed)
             return
-        reduction = Change.ALL_REDUCE if self._splitter is None else Change.REDUCE_SCATTER
-        self.sent_bytes += ring_bytes(reduction, self.slots[bucket], self.size)
         if self._splitter is None:
+            self.sent_bytes += ring_bytes(Change.ALL_REDUCE, self.slots[bucket], self.size)
             with self._ranks.naming_the_dead():
-                work = _all_reduce(self.slots[bucket], self._group)
+                work = self._group.all_reduce(self.slots[bucket])
             self.recorder.follow(name, work.get_future)
             self._flying[bucket] = Flight(_waiting(work), work.is_completed)
             return
+        self.sent_bytes += self._splitter.reduced_bytes(self.slots[bucket])
         if len(self._flying) >= IN_FLIGHT:
             self.complete(next(iter(self._flying)))
         with self._ranks.naming_the_dead():
@@ -141,6 +147,12 @@ class GroupTransport:
     def is_complete(self, bucket: int) -> bool:
         return bucket not in self._flying or self._flying[bucket].has_landed()
 
+    def is_free(self, bucket: int) -> bool:
+        waited_for = [b for b in self._flying if self.turns[b] == self.turns[bucket]]
+        if self._splitter is not None and len(self._flying) >= IN_FLIGHT:
+            waited_for.append(next(iter(self._flying)))
+        return all(self._flying[b].has_landed() for b in waited_for)
+
     def take(self, bucket: int, start: int, stop: int, factor: float) -> None:
         if factor != 1.0:
             own = self.own(bucket)
@@ -156,8 +168,8 @@ class GroupTransport:
         return [Part(0, flat.numel(), flat)]
 
     def own(self, bucket: int) -> Part:
-        length = self.slots[bucket].numel()
-        start, stop = length * self.index // self.size, length * (self.index + 1) // self.size
+        length, (index, size) = self.slots[bucket].numel(), self._place
+        start, stop = length * index // size, length * (index + 1) // size
         flat = self.slots[bucket][start:stop] if self._shards is None else self._shards.flats[bucket]
         return Part(start, stop, flat)
 
@@ -176,7 +188,7 @@ class GroupTransport:
 
     def publish(self, bucket: int, weight: Tensor) -> None:
         assert self._splitter is not None
-        self.sent_bytes += ring_bytes(Change.ALL_GATHER, weight, self.size)
+        self.sent_bytes += self._splitter.gathered_bytes(weight)
         if len(self._spreading) >= IN_FLIGHT:
             self.arrive(next(iter(self._spreading)))
         with self._ranks.naming_the_dead():
@@ -186,6 +198,24 @@ class GroupTransport:
         with self._timed():
             while bucket in self._spreading:
                 self._spreading.pop(next(iter(self._spreading)))()
+
+    def bring(self, bucket: int, share: Tensor, out: Tensor) -> Callable[[], None]:
+        assert self._splitter is not None
+        self.sent_bytes += self._splitter.gathered_bytes(out)
+        with self._ranks.naming_the_dead():
+            land = self._splitter.bring(share, out)
+
+        def land_in_time() -> None:
+            with self._timed():
+                land()
+
+        return land_in_time
+
+    def hear(self, row: Sequence[int]) -> list[list[int]]:
+        assert self._pleas is not None
+        with self._timed():
+            mine = torch.tensor(row, device=self._device)
+            return [each.tolist() for each in rows(self._pleas, mine, size=self.size)]
 
     def close(self) -> None:
         for bucket in list(self._spreading):
@@ -203,7 +233,7 @@ class GroupTransport:
         else:
             tensor = values.to(self._device, copy=True)
         with self._ranks.naming_the_dead():
-            self._measures[kind] = tensor, _all_reduce(tensor, self._scalars_group)
+            self._measures[kind] = tensor, self._scalars_group.all_reduce(tensor)
 
     def measured(self, kind: int) -> list[float]:
         tensor, work = self._measures.pop(kind)
@@ -244,21 +274,23 @@ class Shards:
 
 
 class BetweenHosts:
-    """The ranks of one local index on every host, over gloo; see `shared.Between`."""
+    """The ranks of one local index on every host, over gloo; see `shared.Between`. `use.shard` counts hosts."""
 
     def __init__(self, ranks: Ranks, members: Sequence[int], use: Use) -> None:
         self._ranks = ranks
         self._group = ranks.group(members, use.named("buckets"))
         self._scalars_group = ranks.group(members, use.named("scalars"))
-        self.size, self._leader, self.sent_bytes = len(members), members[0], 0.0
-        self.index = list(members).index(ranks.rank) if ranks.rank in members else -1
-        self._splitter = Splitter(ranks, members)
-        self._roll = _Roll(self._scalars_group, members, self.index, torch.device("cpu"))
+        self._leader, self.sent_bytes = members[0], 0.0
+        index = list(members).index(ranks.rank) if ranks.rank in members else -1
+        self._splitter = Splitter(ranks, members, shard=use.shard)
+        self.size, self.index, self.replica = self._splitter.size, self._splitter.index, self._splitter.replica
+        self._pleas = ranks.group(range(ranks.size), "pleas") if use.rest.weight == SPLIT else None
+        self._roll = _Roll(self._scalars_group, members, index, torch.device("cpu"))
 
     def begin(self, flat: Tensor) -> Flight:
-        self.sent_bytes += ring_bytes(Change.ALL_REDUCE, flat, self.size)
+        self.sent_bytes += ring_bytes(Change.ALL_REDUCE, flat, self._splitter.places.size)
         with self._ranks.naming_the_dead():
-            work = _all_reduce(flat, self._group)
+            work = self._group.all_reduce(flat)
 
         def land() -> Tensor:
             with self._ranks.naming_the_dead():
@@ -268,25 +300,35 @@ class BetweenHosts:
         return Flight(land, work.is_completed)
 
     def scatter(self, flat: Tensor) -> Flight:
-        self.sent_bytes += ring_bytes(Change.REDUCE_SCATTER, flat, self.size)
+        self.sent_bytes += self._splitter.reduced_bytes(flat)
         with self._ranks.naming_the_dead():
             return self._splitter.scatter(flat)
 
     def gather(self, flat: Tensor) -> Callable[[], None]:
-        self.sent_bytes += ring_bytes(Change.ALL_GATHER, flat, self.size)
+        self.sent_bytes += self._splitter.gathered_bytes(flat)
         with self._ranks.naming_the_dead():
             return self._splitter.gather(flat)
 
+    def bring(self, share: Tensor, out: Tensor) -> Callable[[], None]:
+        self.sent_bytes += self._splitter.gathered_bytes(out)
+        with self._ranks.naming_the_dead():
+            return self._splitter.bring(share, out)
+
+    def hear(self, row: Sequence[int]) -> list[list[int]]:
+        assert self._pleas is not None
+        with self._ranks.naming_the_dead():
+            return [each.tolist() for each in rows(self._pleas, torch.tensor(row), size=self._ranks.size)]
+
     def broadcast(self, flat: Tensor) -> None:
         with self._ranks.naming_the_dead():
-            dist.broadcast(flat, src=self._leader, group=self._group)
+            self._group.broadcast(flat, self._leader)
 
     def measure(self, values: Sequence[float], call: str | None = None) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64)
         if call is not None:
             tensor = self._roll.tagged(tensor, call)
         with self._ranks.naming_the_dead():
-            dist.all_reduce(tensor, group=self._scalars_group)
+            self._scalars_group.all_reduce(tensor).wait()
         sums = tensor.tolist()
         if call is not None:
             self._roll.compare(sums, call)
@@ -305,8 +347,7 @@ class Gatherer:
         everyone = torch.empty(self.size * payload.numel(), dtype=payload.dtype, device=payload.device)
         self.sent_bytes += ring_bytes(Change.ALL_GATHER, everyone, self.size)
         with self._ranks.naming_the_dead():
-            work = dist.all_gather_into_tensor(everyone, payload, group=self._group, async_op=True)
-        assert work is not None
+            work = self._group.all_gather(everyone, payload)
 
         def land() -> Sequence[Tensor]:
             with self._ranks.naming_the_dead():
@@ -321,14 +362,8 @@ def ring_bytes(collective: Change, flat: Tensor, size: int) -> float:
     return layout_bytes(collective, whole_bytes=flat.numel() * flat.element_size(), size=size)
 
 
-def _waiting(work: dist.Work) -> Callable[[], None]:
+def _waiting(work: Work) -> Callable[[], None]:
     def land() -> None:
         work.wait()
 
     return land
-
-
-def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
-    work = dist.all_reduce(tensor, group=group, async_op=True)
-    assert work is not None
-    return work

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fourfold.parts.comm import meeting
+from fourfold.parts.comm.groups import Group, Processes
 from fourfold.words import launchers
 from fourfold.words.errors import PEER_GONE, LaunchError, PeerError, Problem
 from fourfold.words.world import World, from_environment
@@ -124,11 +125,20 @@ class Ranks:
         if self.size > 1:
             dist.all_reduce(tensor)
 
-    def group(self, ranks: Sequence[int], purpose: str) -> dist.ProcessGroup | None:
-        """A process group of these ranks for one purpose. Every rank must ask for the same groups in one order.
+    @property
+    def host(self) -> str:
+        """The same for two ranks exactly if they can share memory."""
+        return host_id()
+
+    def group(self, ranks: Sequence[int], purpose: str) -> Group:
+        """A group of these ranks for one purpose. Every rank must ask for the same groups in one order.
 
         Collectives of one group pair up by order alone, so two streams whose order is not fixed need two groups.
         """
+        return Processes(self.process_group(ranks, purpose))
+
+    def process_group(self, ranks: Sequence[int], purpose: str) -> dist.ProcessGroup | None:
+        """The same as torch.distributed has it."""
         key = purpose, tuple(ranks)
         if key not in self._groups:
             self._groups[key] = dist.new_group(list(ranks))

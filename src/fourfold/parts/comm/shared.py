@@ -13,6 +13,7 @@ slice where its owner put it.
 Measured: `docs/measured.md`, "Collectives".
 """
 
+import functools
 import mmap
 import os
 import platform
@@ -28,6 +29,7 @@ import torch
 from fourfold.parts.comm.calls import BOARD_BYTES, Board
 from fourfold.parts.comm.group import Shards
 from fourfold.parts.comm.split import Flight, add_up
+from fourfold.parts.comm.staging import NUM_STAGES, Flags, Staging
 from fourfold.parts.comm.transport import Part, one
 from fourfold.plan.data import RESTS, Rest
 from fourfold.plan.order import share
@@ -37,7 +39,7 @@ from fourfold.words.layout import PARTIAL, SPLIT
 from fourfold.words.spans import SILENT
 
 FLAG_STRIDE = 8  # int64s: a cache line of its own for each flag
-LAUNCHED, SUMMED, SCALED, PERMITTED, UPDATED, CLOSED, DEAD, CALLED, MEASURED = range(9)
+LAUNCHED, SUMMED, SCALED, PERMITTED, UPDATED, CLOSED, DEAD, CALLED, STAGED, TAKEN, MEASURED = range(11)
 NUM_MEASURES = 4
 NUM_FLAGS = MEASURED + NUM_MEASURES
 ALIGNMENT_BYTES = 4096
@@ -49,10 +51,11 @@ COMING_SECONDS = 2.0
 
 
 class Between(Protocol):
-    """The ranks of the same local index on all hosts, and which of them this one is."""
+    """The ranks of the same local index on all hosts, or on those of one replica, and which of these this one is."""
 
     size: int
     index: int
+    replica: int
     sent_bytes: float
 
     def begin(self, flat: torch.Tensor) -> Flight:
@@ -65,6 +68,14 @@ class Between(Protocol):
 
     def gather(self, flat: torch.Tensor) -> Callable[[], None]:
         """Begin an all-gather in place of the hosts' shares; the returned function waits for it."""
+        ...
+
+    def bring(self, share: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
+        """Begin an all-gather of the hosts' shares; the returned function waits for it."""
+        ...
+
+    def hear(self, row: Sequence[int]) -> list[list[int]]:
+        """The rows of all ranks of all hosts, in rank order."""
         ...
 
     def broadcast(self, flat: torch.Tensor) -> None:
@@ -80,7 +91,8 @@ class Slotting:
     """Where things lie. Pure arithmetic, the same on every rank.
 
     A region a rank: flags, calls, scalars, then slots, of which buckets with the same turn share one. Behind the
-    regions, where weights are to exist once per host: their flats, `weights` their dtypes.
+    regions, where weights are to exist once per host: their flats, `weights` their dtypes. Where they rest split
+    between hosts: the stages through which they come, `stages` their dtypes.
     """
 
     def __init__(
@@ -90,10 +102,11 @@ class Slotting:
         *,
         num_scalars: int,
         turns: Sequence[int] | None = None,
-        weights: Sequence[torch.dtype] | None = None,
+        weights: Sequence[torch.dtype] = (),
+        stages: Sequence[torch.dtype] = (),
     ) -> None:
         self.sizes, self.dtypes, self.num_scalars = tuple(sizes), tuple(dtypes), num_scalars
-        self.weight_dtypes = tuple(weights or ())
+        self.weight_dtypes = tuple(weights)
         self.turns = tuple(turns if turns is not None else range(len(sizes)))
         self.calls_offset = 8 * FLAG_STRIDE * NUM_FLAGS
         flags = _aligned(self.calls_offset + BOARD_BYTES)
@@ -110,10 +123,11 @@ class Slotting:
         lengths = _lengths(self.sizes, self.weight_dtypes) if weights else []
         self.weights_bytes = sum(lengths)
         self.weight_offsets = [sum(lengths[:bucket]) for bucket in range(len(lengths))]
+        self.stage_bytes = max(_lengths(self.sizes, stages)) if stages else 0
 
     def total_bytes(self, size: int) -> int:
         """Of the mapping of `size` ranks."""
-        return size * self.region_bytes + self.weights_bytes
+        return size * self.region_bytes + self.weights_bytes + NUM_STAGES * self.stage_bytes
 
 
 def _lengths(sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[int]:
@@ -161,6 +175,8 @@ class Shared:
         self._board, self._call = Board(mapping, starts, self._ranks), ""
         self._counts = [0] * NUM_FLAGS
         self._lengths = [0] * NUM_MEASURES
+        self._unread: deque[int] = deque()  # measures that have begun
+        self._read: dict[int, list[float]] = {}
         self._queue: list[tuple[int, int]] = []  # launched, not yet summed, in program order
         self._flying: deque[tuple[int, Flight]] = deque()  # summed here, on their way between hosts
         self._numbers = [0] * len(self.slots)  # the number of a bucket's last launch
@@ -174,8 +190,12 @@ class Shared:
         self._published = [0] * len(self.slots)  # the number of a bucket's last publication
         self.writes = index == 0 or not slotting.weights_bytes
         self.weights: Sequence[torch.Tensor] | None = None
+        behind = size * slotting.region_bytes
         if slotting.weights_bytes:
-            self.weights = _weights(mapping, slotting, size * slotting.region_bytes)
+            self.weights = _weights(mapping, slotting, behind)
+        self.replica = 0 if between is None else between.replica
+        self._staging = self._staging_in(_stages(mapping, slotting, behind)) if slotting.stage_bytes else None
+        self.gathers = self._staging is not None
 
     @property
     def sent_bytes(self) -> float:
@@ -257,6 +277,40 @@ class Shared:
         counts = [self._flags[peer * self._words + CALLED * FLAG_STRIDE] for peer in range(self.size)]
         self._board.compare(self.index, counts)
 
+    # ---- weights that rest split between hosts -------------------------------------------------------
+
+    def _staging_in(self, stages: Sequence[torch.Tensor]) -> Staging:
+        flags = Flags(
+            staged=functools.partial(self._raise_flag, STAGED),
+            taken=functools.partial(self._raise_flag, TAKEN),
+            all_staged=functools.partial(self._wait, STAGED),
+            all_taken=functools.partial(self._wait, TAKEN),
+        )
+        return Staging(stages, flags)
+
+    def bring(self, bucket: int, share: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
+        assert self._staging is not None
+        assert self._between is not None
+        begin = functools.partial(self._between.bring, share)
+        return self._timed(self._staging.bring(slice(*self._slices[bucket][self.index]), out, begin))
+
+    def hear(self, row: Sequence[int]) -> list[list[int]]:
+        assert self._between is not None
+        begin = time.perf_counter()
+        with self.recorder.waiting():
+            everyone = self._between.hear(row)
+        self.waiting_seconds += time.perf_counter() - begin
+        return everyone
+
+    def _timed(self, land: Callable[[], None]) -> Callable[[], None]:
+        def land_in_time() -> None:
+            begin, waited = time.perf_counter(), self.waiting_seconds
+            with self.recorder.waiting():
+                land()
+            self.waiting_seconds = waited + time.perf_counter() - begin
+
+        return land_in_time
+
     # ---- a bucket's reduction -----------------------------------------------------------------------
 
     def lend(self, bucket: int) -> None:
@@ -296,6 +350,13 @@ class Shared:
         while self._flying and self._flying[0][1].has_landed():
             self._sum_until(self._counts[SUMMED] + 1)
         return (self._counts[SUMMED] if self._split else self._least(SUMMED)) >= number
+
+    def is_free(self, bucket: int) -> bool:
+        last = max(n for n, turn in zip(self._numbers, self.turns, strict=True) if turn == self.turns[bucket])
+        self._advance()
+        while self._flying and self._flying[0][1].has_landed():
+            self._sum_until(self._counts[SUMMED] + 1)
+        return self._least(CLOSED) >= self._counts[CLOSED] and self._least(SUMMED) >= last
 
     def _sum_until(self, number: int) -> None:
         """Have this rank's part of the first `number` reductions done."""
@@ -392,7 +453,7 @@ class Shared:
 
     def publish(self, bucket: int, weight: torch.Tensor) -> None:
         land = None
-        if self._between is not None:
+        if self._between is not None and self._between.size > 1:
             start, stop = self._slices[bucket][self.index]
             land = self._between.gather(weight[start:stop])
         self._spreading.append(land)
@@ -434,9 +495,18 @@ class Shared:
         turn = self._counts[MEASURED + kind] % 2
         self._scalars[self.index][kind, turn, : len(values)] = values
         self._lengths[kind] = len(values)
+        self._unread.append(kind)
         self._raise_flag(MEASURED + kind)
 
     def measured(self, kind: int) -> list[float]:
+        # In the order in which they were begun, whichever is asked for first: between hosts they pair up by order, and
+        # one rank may need the loss while it reduces, another only after other measures.
+        while kind in self._unread:
+            first = self._unread.popleft()
+            self._read[first] = self._sum_measure(first)
+        return self._read.pop(kind)
+
+    def _sum_measure(self, kind: int) -> list[float]:
         count = self._counts[MEASURED + kind]
         self._wait(MEASURED + kind, count)
         if kind == LOSS:
@@ -461,6 +531,14 @@ def _weights(mapping: mmap.mmap, slotting: Slotting, start: int) -> list[torch.T
     return [
         torch.frombuffer(mapping, dtype=dtype, count=size, offset=start + offset)
         for size, dtype, offset in zip(slotting.sizes, slotting.weight_dtypes, slotting.weight_offsets, strict=True)
+    ]
+
+
+def _stages(mapping: mmap.mmap, slotting: Slotting, start: int) -> list[torch.Tensor]:
+    length = slotting.stage_bytes
+    return [
+        torch.frombuffer(mapping, dtype=torch.uint8, count=length, offset=start + number * length)
+        for number in range(NUM_STAGES)
     ]
 
 

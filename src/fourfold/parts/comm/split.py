@@ -1,22 +1,26 @@
-"""Split: reduce-scatter and all-gather of equal shares over a process group.
+"""Split: reduce-scatter and all-gather of equal shares over a group.
 
 share     the index-th of `size` equal stretches of a flat
 received  the other ranks' addends of this rank's share, in rank order, until they are added up
+replica   ranks that have all shares among them; who have the same share sum it over the replicas
 Law: whoever adds, the addends are added in rank order: ((0 + 1) + 2) + …
 
 Over gloo a reduce-scatter is an all-to-all and a sum: gloo's own moves as many bytes as its all-reduce and takes 1.3
 to 2.3 times as long (`docs/measured.md`).
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.parts import memory
+from fourfold.parts.comm.groups import Group, Work
 from fourfold.parts.comm.ranks import Ranks
+from fourfold.plan.data import Places
+from fourfold.words.layout import Change
 
 Future = Callable[[], Any]
 
@@ -37,17 +41,62 @@ def landed() -> bool:
     return True
 
 
+class _Onward:
+    """A sum over one replica's ranks that is then summed over the replicas; all ranks do so in the order of scatters.
+
+    Every look at one of them sends on those before it, whose second sums others may be waiting for.
+    """
+
+    def __init__(self, first: Flight, replicas: Group, before: "deque[_Onward]") -> None:
+        self._first, self._replicas, self._before = first, replicas, before
+        self._sum: Tensor | None = None
+        self._second: Work | None = None
+
+    def _send_next(self) -> None:
+        head = self._before.popleft()
+        share = head._sum = head._first.land()
+        head._second = head._replicas.all_reduce(share)
+
+    def has_landed(self) -> bool:
+        while self._second is None:
+            if not self._before[0]._first.has_landed():
+                return False
+            self._send_next()
+        return self._second.is_completed()
+
+    def land(self) -> Tensor:
+        while self._second is None:
+            self._send_next()
+        self._second.wait()
+        assert self._sum is not None
+        return self._sum
+
+
 class Splitter:
     """The ranks among which flats are split. Every rank must begin the same changes in the same order.
 
     Sums and gathers are two orders: an update in backward may come before or after a launch, as it happens.
     """
 
-    def __init__(self, ranks: Ranks, members: Sequence[int]) -> None:
+    def __init__(self, ranks: Ranks, members: Sequence[int], *, shard: int | None = None) -> None:
+        """`shard` neighbours of the members have all shares among them (None: all members)."""
         self._ranks = ranks
-        self._sums, self._gathers = ranks.group(members, "buckets"), ranks.group(members, "weights")
-        self.size = len(members)
-        self.index = list(members).index(ranks.rank) if ranks.rank in members else -1
+        self.size = shard or len(members)
+        self.places = Places(self.size, len(members) // self.size)
+        own = list(members).index(ranks.rank) if ranks.rank in members else -1
+        self.index, self.replica = own % self.size, own // self.size
+        # Every rank asks for every group.
+        for first in range(0, len(members) if self.size > 1 else 0, self.size):
+            some = list(members[first : first + self.size])
+            sums, gathers = ranks.group(some, "buckets"), ranks.group(some, "weights")
+            if ranks.rank in some:
+                self._sums, self._gathers = sums, gathers
+        for place in range(self.size if self.places.replicas > 1 else 0):
+            same = list(members[place :: self.size])
+            replicas = ranks.group(same, "replicas")
+            if ranks.rank in same:
+                self._replicas = replicas
+        self._onward: deque[_Onward] = deque()
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
     def share(self, flat: Tensor) -> Tensor:
@@ -61,9 +110,23 @@ class Splitter:
         The sum lies in this rank's share of `flat`, the rest of which is no longer of any use. `begun` is told of the
         collective's future.
         """
+        flight = self._scatter(flat, begun) if self.size > 1 else Flight(lambda: flat, landed)
+        if self.places.replicas == 1:
+            return flight
+        onward = _Onward(flight, self._replicas, self._onward)
+        self._onward.append(onward)
+        onward.has_landed()  # there may be nothing to wait for
+
+        def land() -> Tensor:
+            with self._ranks.naming_the_dead():
+                return onward.land()
+
+        return Flight(land, onward.has_landed)
+
+    def _scatter(self, flat: Tensor, begun: Callable[[Future], None]) -> Flight:
         mine = self.share(flat)
         if flat.device.type == "cuda":
-            work = _begun(dist.reduce_scatter_tensor(mine, flat, group=self._sums, async_op=True))
+            work = self._sums.reduce_scatter(mine, flat)
             begun(work.get_future)
 
             def land() -> Tensor:
@@ -73,7 +136,7 @@ class Splitter:
 
             return Flight(land, work.is_completed)
         received = self._take(flat.numel(), flat.dtype)
-        work = _begun(dist.all_to_all_single(received, flat, group=self._sums, async_op=True))
+        work = self._sums.all_to_all(received, flat)
         begun(work.get_future)
 
         def land_and_add() -> Tensor:
@@ -87,17 +150,35 @@ class Splitter:
 
     def gather(self, flat: Tensor) -> Callable[[], None]:
         """Begin to bring every rank's share of `flat` to all; the returned function waits."""
+        if flat.device.type == "cuda":
+            return self.bring(self.share(flat), flat)
         # A copy: gloo does not promise that the input may be a part of the output.
-        mine = self.share(flat) if flat.device.type == "cuda" else self._copied(self.share(flat))
-        work = _begun(dist.all_gather_into_tensor(flat, mine, group=self._gathers, async_op=True))
+        mine = self._copied(self.share(flat))
+        land = self.bring(mine, flat)
+
+        def land_and_free() -> None:
+            land()
+            self._give_back(mine)
+
+        return land_and_free
+
+    def bring(self, share: Tensor, out: Tensor) -> Callable[[], None]:
+        """Begin to bring every rank's share to all, into `out`; the returned function waits."""
+        work = self._gathers.all_gather(out, share)
 
         def land() -> None:
             with self._ranks.naming_the_dead():
                 work.wait()
-            if flat.device.type != "cuda":
-                self._give_back(mine)
 
         return land
+
+    def reduced_bytes(self, flat: Tensor) -> float:
+        """Bytes this rank sends to sum a flat, as by ring."""
+        return self.places.reduced_bytes(Change.REDUCE_SCATTER, flat.numel() * flat.element_size())
+
+    def gathered_bytes(self, flat: Tensor) -> float:
+        """Bytes this rank sends to bring the shares of a flat together, as by ring."""
+        return self.places.gathered_bytes(Change.ALL_GATHER, flat.numel() * flat.element_size())
 
     def _copied(self, part: Tensor) -> Tensor:
         staged = self._take(part.numel(), part.dtype)
@@ -121,8 +202,3 @@ def add_up(parts: Sequence[Tensor], *, out: Tensor) -> None:
     for number, part in enumerate(parts[1:], 1):
         # Only the last sum lands in `out`: that may be an addend which is still to come.
         total = torch.add(total, part, out=out if number == len(parts) - 1 else None)
-
-
-def _begun(work: dist.Work | None) -> dist.Work:
-    assert work is not None
-    return work

@@ -38,6 +38,10 @@ class Transport(Protocol):
     """The flats of the weights, where they exist once per host; None where each rank is to have its own."""
     writes: bool
     """Whether this rank is the one that writes into `weights` what all are to have."""
+    gathers: bool
+    """Whether weights rest split among ranks that do not share memory: `bring` gathers them before use."""
+    replica: int
+    """Where shares exist several times (hybrid sharding): which of them is this rank's."""
 
     @property
     def waiting_seconds(self) -> float:
@@ -89,6 +93,10 @@ class Transport(Protocol):
         """Whether `complete` would not wait. May do this rank's part of reductions."""
         ...
 
+    def is_free(self, bucket: int) -> bool:
+        """Whether `lend` and `launch` would not wait. May do this rank's part of reductions."""
+        ...
+
     def take(self, bucket: int, start: int, stop: int, factor: float) -> None:
         """Have the sum of [start, stop), inside this rank's share of a completed bucket, multiplied by `factor`."""
         ...
@@ -129,6 +137,17 @@ class Transport(Protocol):
         """Wait until all shares of a bucket that this rank has published are new. `close` waits for all buckets."""
         ...
 
+    def bring(self, bucket: int, share: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
+        """Begin to gather a bucket of weights, of which this rank has `share`, into `out`. The returned function waits.
+
+        All ranks gather the same buckets in the same order, and wait for them in that order.
+        """
+        ...
+
+    def hear(self, row: Sequence[int]) -> list[list[int]]:
+        """The rows of all ranks, in rank order. Waits until all have given one."""
+        ...
+
     def close(self) -> None:
         """This rank has finished with the sums of this step. The weights are whole when this returns."""
         ...
@@ -163,7 +182,7 @@ class Alone:
     name = "alone"
     size, index = 1, 0
     weights: Sequence[torch.Tensor] | None = None
-    writes = True
+    writes, gathers, replica = True, False, 0
 
     def __init__(self, slots: Sequence[torch.Tensor], turns: tuple[int, ...] = (), *, held: Held | None = None) -> None:
         self.slots: Sequence[torch.Tensor] = slots
@@ -199,6 +218,9 @@ class Alone:
     def is_complete(self, bucket: int) -> bool:
         return True
 
+    def is_free(self, bucket: int) -> bool:
+        return True
+
     def take(self, bucket: int, start: int, stop: int, factor: float) -> None:
         raise AssertionError("one rank's states rest whole")
 
@@ -227,6 +249,12 @@ class Alone:
 
     def publish(self, bucket: int, weight: torch.Tensor) -> None:
         pass
+
+    def bring(self, bucket: int, share: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
+        raise AssertionError("one rank's weights rest whole")
+
+    def hear(self, row: Sequence[int]) -> list[list[int]]:
+        return [list(row)]
 
     def arrive(self, bucket: int) -> None:
         pass

@@ -17,7 +17,7 @@ class GroupWire:
     """See `links.Wire`. Every rank of the job must make those of all members in the same order."""
 
     def __init__(self, ranks: Ranks, members: Sequence[int], purpose: str) -> None:
-        self._ranks, self._group = ranks, ranks.group(members, purpose)
+        self._ranks, self._group = ranks, ranks.process_group(members, purpose)
         self.name = "NCCL" if ranks.device.type == "cuda" else "gloo"
         self.size = len(members)
         self.index = list(members).index(ranks.rank) if ranks.rank in members else -1

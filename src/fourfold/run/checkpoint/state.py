@@ -13,7 +13,17 @@ from torch import Tensor
 
 from fourfold.feed.feed import Feed, Position
 from fourfold.plan.order import ORDER_VERSION
-from fourfold.plan.pieces import Box, Fed, Global, Manifest, Random, Record, Scalar, Stretch, file_name
+from fourfold.plan.pieces import (
+    Box,
+    Fed,
+    Global,
+    Manifest,
+    Random,
+    Record,
+    Scalar,
+    Stretch,
+    file_name,
+)
 from fourfold.run.average import Average
 from fourfold.run.build import TrainStep
 from fourfold.run.checkpoint.read import Reader, shape_problems

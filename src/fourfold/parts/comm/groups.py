@@ -1,0 +1,80 @@
+"""Groups: ranks that do collectives together, and what each collective is.
+
+group  some ranks, for one purpose; its collectives pair up by the order in which each rank begins them
+work   a collective on its way
+Law: begun is not ended: what goes in may not be written, nor what comes out read, before `wait` has returned.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Work(Protocol):
+    """A collective on its way, as torch.distributed has them."""
+
+    def wait(self) -> Any: ...
+
+    def is_completed(self) -> bool: ...
+
+    def get_future(self) -> Any: ...
+
+
+class Group(Protocol):
+    """Ranks that do collectives together."""
+
+    def all_reduce(self, flat: Tensor) -> Work:
+        """The sum of all ranks' flats, in place."""
+        ...
+
+    def reduce_scatter(self, part: Tensor, flat: Tensor) -> Work:
+        """Into `part`: this rank's equal share of the sum of the flats."""
+        ...
+
+    def all_to_all(self, received: Tensor, flat: Tensor) -> Work:
+        """Into `received`: every rank's stretch for this one, in rank order; stretches are equal."""
+        ...
+
+    def all_gather(self, everyone: Tensor, part: Tensor) -> Work:
+        """Into `everyone`: the parts of all ranks, in rank order."""
+        ...
+
+    def broadcast(self, flat: Tensor, source: int) -> None:
+        """What global rank `source` has, everywhere, in place. Waits."""
+        ...
+
+
+class Processes:
+    """The group over a process group of torch.distributed."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+
+    def all_reduce(self, flat: Tensor) -> Work:
+        return _begun(dist.all_reduce(flat, group=self._group, async_op=True))
+
+    def reduce_scatter(self, part: Tensor, flat: Tensor) -> Work:
+        return _begun(dist.reduce_scatter_tensor(part, flat, group=self._group, async_op=True))
+
+    def all_to_all(self, received: Tensor, flat: Tensor) -> Work:
+        return _begun(dist.all_to_all_single(received, flat, group=self._group, async_op=True))
+
+    def all_gather(self, everyone: Tensor, part: Tensor) -> Work:
+        return _begun(dist.all_gather_into_tensor(everyone, part, group=self._group, async_op=True))
+
+    def broadcast(self, flat: Tensor, source: int) -> None:
+        dist.broadcast(flat, src=source, group=self._group)
+
+
+def rows(group: Group, mine: Tensor, *, size: int) -> Sequence[Tensor]:
+    """Every rank's tensor [n], in rank order. Waits."""
+    everyone = mine.new_empty(size * mine.numel())
+    group.all_gather(everyone, mine).wait()
+    return everyone.view(size, -1).unbind()
+
+
+def _begun(work: dist.Work | None) -> dist.Work:
+    assert work is not None
+    return work

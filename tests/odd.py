@@ -1,0 +1,127 @@
+"""Models that use their weights in ways that are hard on whoever moves weights about: 16 features, ten classes."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Outside(nn.Module):
+    """Weights are used outside their modules: tied by hand, transposed, and through a view that is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(16, 24), nn.Linear(24, 24), nn.Linear(24, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.second.weight.t()
+        x = F.gelu(self.first(x))
+        x = F.gelu(self.second(x))
+        x = x + F.gelu(F.linear(x, self.first.weight[:, :8].t().repeat(3, 1)))
+        return self.head(x @ kept) + (x @ self.first.weight) @ self.first.weight[:10].t()
+
+
+class Reused(nn.Module):
+    """Layers come again, when others have been used since."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            for layer in self.inner:
+                x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+class Checkpointed(nn.Module):
+    """Regions that are computed again in backward: of both kinds, and one inside another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)) for _ in range(4))
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self._again(self.layers[0], x.requires_grad_(), use_reentrant=True)
+        x = self._again(self.layers[1], x, use_reentrant=False)
+        x = self._again(lambda y: self._again(self.layers[3], self.layers[2](y), use_reentrant=False), x)
+        return self.head(x)
+
+    def _again(self, layer: Any, x: Tensor, *, use_reentrant: bool = False) -> Tensor:
+        out = checkpoint(layer, x, use_reentrant=use_reentrant)
+        assert isinstance(out, Tensor)
+        return out
+
+
+class ManyAtOnce(nn.Module):
+    """One operation takes more weights than are held otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.GRU(4, 6, num_layers=2, bidirectional=True, batch_first=True)
+        self.head = nn.Linear(12, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, _ = self.inner(x.view(-1, 4, 4))
+        return self.head(out[:, -1])
+
+
+class _Scaled(torch.autograd.Function):
+    """Saves its weight itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight.exp()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradients[0] * weight.exp(), (gradients[0] * x * weight.exp()).sum(0)
+
+
+class OwnFunction(nn.Module):
+    """An operation of one's own, and weights that are no tensors of any module of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.linspace(-0.5, 0.5, 16) for _ in range(6))
+        self.offset = nn.Parameter(torch.zeros(16))
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for scale in self.scales:
+            x = torch.tanh(_Scaled.apply(x, scale) + self.offset)  # type: ignore[operator]
+        return self.head(x)
+
+
+class Attending(nn.Module):
+    """torch's own attention, whose projections are views of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(3)
+        )
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(-1, 2, 8)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x[:, 0])
+
+
+ODD: dict[str, type[nn.Module]] = {
+    "outside": Outside,
+    "reused": Reused,
+    "checkpointed": Checkpointed,
+    "many at once": ManyAtOnce,
+    "own function": OwnFunction,
+    "attending": Attending,
+}
