@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fourfold as ff
-from fourfold.parts import data, memory, optim
+from fourfold.parts import memory, optim
 from fourfold.plan.memory import Host, elements, holding
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
@@ -39,34 +39,44 @@ def _step(plan: Plan, ranks: ThreadRanks, optimizer: str = "AdamW") -> TrainStep
     return step
 
 
-def _formula(step: TrainStep) -> float:
-    plan, trainable = step.plan, dict(step.model.named_parameters())
-    own = data.specs(trainable, optim.groups(step.optimizer, trainable))
+def _formula(step: TrainStep, host: Host) -> float:
     kinds = [optim.num_states(step.optimizer, group) for group in range(len(step.optimizer.param_groups))]
-    # Weights that are computed with in two bytes have been made of four.
-    of = elements(step.buckets, plan, num_states=kinds, own_bytes={spec.name: 4 for spec in own})
-    return holding(of, zero=plan.zero, host=Host(plan.dp, plan.dp, shares_memory=True)).total
+    own_bytes = {name: 4 for name, _ in step.model.named_parameters()}
+    of = elements(step.buckets, step.plan, num_states=kinds, own_bytes=own_bytes)
+    return holding(of, zero=step.plan.zero, host=host).total
 
 
-def _compare(plan: Plan, optimizer: str = "AdamW") -> None:
+def _compare(plan: Plan, optimizer: str = "AdamW", *, hosts: int = 1) -> None:
     def body(ranks: ThreadRanks) -> tuple[int, float]:
         step = _step(plan, ranks, optimizer)
         ranks.exchange(None)
         counted = memory.held().total - before
         ranks.exchange(None)
-        return counted, _formula(step)
+        return counted, _formula(step, host)
 
+    host = Host(plan.dp // hosts, plan.places, shares_memory=plan.transport != "gloo" and plan.dp > 1)
     gc.collect()
     before = memory.held().total
-    for counted, formula in threads.run(plan.dp, body):
-        assert counted == pytest.approx(formula, rel=WITHIN)
+    for counted, formula in threads.run(plan.dp, body, hosts=hosts):
+        assert counted / hosts == pytest.approx(formula, rel=WITHIN)
 
 
 @pytest.mark.parametrize("precision", ["keep", "bf16", "fp16"])
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("zero", [0, 1, 2])
-def test_a_host_holds_what_the_formula_says(zero: int, size: int, precision: str) -> None:
-    _compare(Plan(dp=size, zero=zero, precision=precision, microbatches=2, bucket_bytes=2**18))
+@pytest.mark.parametrize("transport", ["by-host", "gloo"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_host_holds_what_the_formula_says(zero: int, transport: str, size: int, precision: str) -> None:
+    given = {"zero": zero, "transport": transport, "precision": precision}
+    _compare(Plan(dp=size, **given, microbatches=2, bucket_bytes=2**18))
+
+
+@pytest.mark.parametrize("precision", ["keep", "bf16"])
+@pytest.mark.parametrize("shard", [None, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_each_of_two_hosts_holds_what_the_formula_says(zero: int, shard: int | None, precision: str) -> None:
+    if zero == 0 and shard is not None:
+        return
+    _compare(Plan(dp=4, zero=zero, shard=shard, precision=precision, bucket_bytes=2**18), hosts=2)
 
 
 @pytest.mark.parametrize("update", ["in_backward", "in_forward"])

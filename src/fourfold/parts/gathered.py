@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from fourfold.parts import memory
 from fourfold.parts.comm import Part, Transport
+from fourfold.parts.data import dtype_of
 from fourfold.parts.uses import Uses, outside
 from fourfold.plan.data import Bucket
 from fourfold.plan.gathers import ROOM, Plea, Script
@@ -67,7 +68,8 @@ class Gathered:
         self._parameters, self._buckets, self._transport = parameters, buckets, transport
         self._device = parameters[0][0].device
         owns = [transport.own(bucket.index) for bucket in buckets]
-        dtypes = [members[0].dtype for members in parameters]
+        # Not the parameters': those may be wider than what is computed with.
+        dtypes = [dtype_of(bucket) for bucket in buckets]
         self.homes = [
             Part(start, stop, memory.private(stop - start, dtype, self._device))
             for (start, stop, _), dtype in zip(owns, dtypes, strict=True)

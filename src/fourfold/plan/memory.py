@@ -11,31 +11,45 @@ Not counted: frozen weights and buffers of the model, and what a codec remembers
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from fourfold.plan.data import RESTS, Bucket, turns
+from fourfold.plan.data import NUM_TURNS, RESTS, Bucket, Places, Rest, life, turns
+from fourfold.plan.gathers import NUM_STAGES, ROOM
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import MASTER_BYTES, has_masters, reduced
-from fourfold.words.layout import SPLIT
+from fourfold.words.layout import SPLIT, Change
 
 # Of reductions to split layouts: each holds a received copy of its bucket until it has ended.
 IN_FLIGHT = 4
 
 
 class Host(NamedTuple):
-    """Some of the data ranks that share a model's state: `ranks` of `size`, and whether they share memory too."""
+    """Some of the data ranks, which may share memory. All hosts have as many."""
 
     ranks: int
-    size: int
+    places: Places
     shares_memory: bool
+
+    @property
+    def shares(self) -> int:
+        """In how many shares lies what rests split: where memory is shared, all of a host have one each."""
+        return max(self.ranks, self.places.shard) if self.shares_memory else self.places.shard
+
+    @property
+    def gathers(self) -> bool:
+        """Whether weights that rest split are not all on this host, or not where its ranks can read them."""
+        return self.shares > (self.ranks if self.shares_memory else 1)
 
 
 class Holding(NamedTuple):
-    """Bytes on a host, of all its ranks together. `masters`: the update's own copy of the weights."""
+    """Bytes on a host, of all its ranks together."""
 
     weights: float
+    gathered: float
+    """Room for weights that rest split, while they are used."""
     masters: float
+    """The update's own copy of the weights."""
     gradients: float
     states: float
-    staging: float = 0.0
+    staging: float
 
     @property
     def total(self) -> float:
@@ -79,18 +93,21 @@ def elements(
 
 
 def holding(buckets: Sequence[Element], *, zero: int, host: Host) -> Holding:
-    """What the ranks of a host hold. Zero 3 is that of ranks on one host, where weights exist once anyhow."""
-    rest = RESTS[zero if host.size > 1 else 0]
-    states = host.ranks / host.size if rest.state == SPLIT else host.ranks
-    once = rest.state == SPLIT and host.shares_memory
+    """What the ranks of a host hold, at most: updated in backward, less may be on its way at a time."""
+    rest = RESTS[zero if host.places.shard > 1 else 0]
+    split, gathers = rest.state == SPLIT, rest.weight == SPLIT and host.gathers
+    # Of a host's ranks together, in wholes.
+    states = host.ranks / host.shares if split else host.ranks
+    shards = host.ranks / host.shares if rest.gradient == SPLIT else 0
+    weights = states if gathers else 1 if split and host.shares_memory else host.ranks
     slots = _slots([b.num * b.gradient for b in buckets], few=rest.gradient == SPLIT)
-    shards = sum(b.num * b.gradient for b in buckets) / host.size if rest.gradient == SPLIT else 0
     return Holding(
-        weights=sum(b.num * (b.weight * (1 if once else host.ranks) + b.kept * host.ranks) for b in buckets),
+        weights=sum(b.num * (b.weight * weights + b.kept * host.ranks) for b in buckets),
+        gathered=_gathered(buckets, host) if gathers else 0,
         masters=sum(b.num * b.master for b in buckets) * states,
-        gradients=(slots + shards) * host.ranks,
+        gradients=slots * host.ranks + sum(b.num * b.gradient for b in buckets) * shards,
         states=sum(b.num * b.state for b in buckets) * states,
-        staging=_staging(buckets, host.size) * host.ranks if rest.state == SPLIT and not host.shares_memory else 0,
+        staging=_staging(buckets, rest, host) if split and host.gathers else 0,
     )
 
 
@@ -102,13 +119,26 @@ def _slots(lengths: Sequence[int], *, few: bool) -> int:
     return sum(room.values())
 
 
-def _staging(buckets: Sequence[Element], size: int) -> float:
-    """Bytes of what is on its way at a rank: whole buckets of addends, and shares of weights."""
-    addends = [b.num * b.gradient for b in buckets]
-    return _in_flight(addends) + _in_flight([b.num * b.weight / size for b in buckets])
+def _gathered(buckets: Sequence[Element], host: Host) -> int:
+    """Bytes of a host's room for whole buckets: each rank holds some beside one that comes; stages are there once."""
+    largest = max(b.num * b.weight for b in buckets)
+    return largest * (min(len(buckets), ROOM + 1) * host.ranks + NUM_STAGES * host.shares_memory)
 
 
-def _in_flight(lengths: Sequence[float]) -> float:
-    """At most IN_FLIGHT at a time; room that has been used is used again for what is as long."""
-    windows = [lengths[first : first + IN_FLIGHT] for first in range(len(lengths))]
+def _staging(buckets: Sequence[Element], rest: Rest, host: Host) -> float:
+    """Bytes of what is on its way at a host's ranks: addends of what a rank sums, and copies of its shares of weights.
+
+    Where memory is shared each rank sends its slice. Then only addends that take turns in a slot wait for each other.
+    """
+    parts, several = (host.ranks, len(buckets)) if host.shares_memory else (1, IN_FLIGHT)
+    turned = min(several, NUM_TURNS) if rest.gradient == SPLIT else several
+    addends = [b.num * b.gradient / parts for b in buckets]
+    shares = [b.num * b.weight / host.shares for b in buckets]
+    copies = 0 if life(rest).after_update == Change.NONE else _in_flight(shares, several)
+    return (_in_flight(addends, turned) + copies) * host.ranks
+
+
+def _in_flight(lengths: Sequence[float], several: int) -> float:
+    """Bytes of so many in a row at a time; room that has been used is used again for what is as long."""
+    windows = [lengths[first : first + several] for first in range(len(lengths))]
     return sum(length * max(window.count(length) for window in windows) for length in set(lengths))

@@ -181,11 +181,11 @@ def _bytes(buckets: Sequence[Bucket], plan: Plan, messages: float | None) -> str
 def _memory(of: Sequence[Element], plan: Plan) -> str:
     size = plan.num_sharing
     if size == 1:
-        places = {"one rank": Host(1, 1, shares_memory=False)}
+        places = {"one rank": Host(1, plan.places, shares_memory=False)}
     else:
         places = {
-            f"a host of {size} ranks": Host(size, size, shares_memory=True),
-            f"a rank on a network of {size}": Host(1, size, shares_memory=False),
+            f"a host of {size} ranks": Host(size, plan.places, shares_memory=True),
+            f"a rank on a network of {size}": Host(1, plan.places, shares_memory=False),
         }
     held = {place: holding(of, zero=plan.zero, host=host) for place, host in places.items()}
     names = [name for name in Holding._fields if any(getattr(each, name) for each in held.values())]
