@@ -54,7 +54,7 @@ def summed(case, slots):
     if slots[0][0] is None:
         return None
     number = NUMBERS[case.precision if case.reduce == "keep" else case.reduce]
-    if case.zero == 2 and len(slots) > 1:  # a round of sums after each backward
+    if case.zero >= 2 and len(slots) > 1:  # a round of sums after each backward
         return add([add([mine[part].to(number) for mine in slots]) for part in range(case.microbatches)]).float()
     return add([add([part.to(number) for part in mine]) for mine in slots]).float()
 

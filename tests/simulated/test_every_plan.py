@@ -60,16 +60,18 @@ def expected(case: Case) -> Trained:
 def wanted(case: Case) -> Trained:
     # Where gradients are coded, the number of reductions matters to the oracle; all else it does not know.
     reduced = case.zero if case.codec != "none" and case.zero > 1 and case.microbatches > 1 else 0
-    return expected(dataclasses.replace(case, zero=reduced, update="after", unused="refuse"))
+    return expected(dataclasses.replace(case, zero=reduced, update="after", unused="refuse", transport="by-host"))
 
 
 @pytest.mark.parametrize("update", RULES["update"].choices)
 @pytest.mark.parametrize("zero", RULES["zero"].choices)
 def test_every_plan_of_the_data_axis_is_refused_or_trains_as_its_oracle(zero, update):
     legal = [case for case in cases(zero, update) if not is_refused(case)]
-    if zero in (RULES["zero"].built or (zero,)):
-        assert len(legal) > 10
-    for case in legal:
+    # At zero 3 codecs are refused; in backward clipping, unused parameters and layer-wise updates are too.
+    assert len(legal) > (1 if zero == 3 else 10)
+    # Ranks of one host share weights that rest split; over gloo they gather them.
+    others = [dataclasses.replace(case, transport="gloo") for case in legal if zero == 3]
+    for case in legal + others:
         ranks = threads.run(SIZE, lambda ranks, case=case: train_step(case, build(case, SIZE, ranks)))
         assert max(oracle.deviation(each, wanted(case)) for each in ranks) <= TOLERANCE, case
 

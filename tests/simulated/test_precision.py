@@ -23,7 +23,7 @@ from tests.training import Case, batches
 
 @pytest.mark.parametrize("reduce", ["keep", "fp32"])
 @pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_rounded_copies_compute_and_float32_weights_are_updated_bit_for_bit_as_by_hand(
     size, zero, microbatches, reduce
@@ -47,7 +47,7 @@ def test_other_optimizers_tied_and_frozen_weights_too(optimizer, model, zero):
         assert len(trained) == (9 if model != "frozen" else 7)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("update", ["in_backward", "in_forward"])
 def test_updates_in_backward_or_forward_are_those_after_it_bit_for_bit(update, microbatches, zero):
@@ -72,7 +72,7 @@ def test_layer_wise_updates_measure_the_float32_weights(zero, optimizer):
         HOW.update(how)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_the_clipped_norm_is_that_of_the_sums_and_clipping_does_not_round_them(zero):
     case = dataclasses.replace(CASE, zero=zero, clip=0.1, batch_sizes=(12, 12))
     expected = by_hand(case, 2)
@@ -117,7 +117,7 @@ def drifting(plan, ranks, steps=100):
     return model.weight.item(), step.state_dict()["model"]["weight"].item()
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_updates_too_small_for_the_working_weights_add_up(zero):
     for working, precise in threads.run(2, lambda r: drifting(Plan(dp=2, zero=zero, precision="bf16"), r)):
         assert precise == pytest.approx(0.99, rel=1e-5)
@@ -181,7 +181,7 @@ def resumed(ranks, case, state):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize(("zero", "then"), [(0, 0), (0, 2), (1, 0), (2, 1)])
+@pytest.mark.parametrize(("zero", "then"), [(0, 3), (0, 2), (1, 0), (3, 1)])
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit_at_any_zero_level(zero, then, precision):
     case = dataclasses.replace(CASE, zero=zero, optimizer="AdamW", precision=precision)
     halfway = dataclasses.replace(case, batch_sizes=case.batch_sizes[:2])
@@ -228,7 +228,7 @@ def rounded(step):
     return all(torch.equal(p, state[name].to(p.dtype)) for name, p in step.model.named_parameters())
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_edits_are_of_the_float32_weights_and_all_ranks_have_rank_0s(zero):
     def body(ranks):
         step = make(dataclasses.replace(CASE, zero=zero), 2, ranks)
@@ -247,7 +247,7 @@ def test_edits_are_of_the_float32_weights_and_all_ranks_have_rank_0s(zero):
 
 
 @pytest.mark.parametrize("precision", ["keep", "bf16"])
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_averages_are_of_the_float32_weights_and_evaluating_with_them_changes_nothing(zero, precision):
     case = dataclasses.replace(CASE, zero=zero, precision=precision)
 
@@ -274,7 +274,7 @@ def test_averages_are_of_the_float32_weights_and_evaluating_with_them_changes_no
     assert threads.run(2, body) == [True, True]
 
 
-@pytest.mark.parametrize(("zero", "size", "then"), [(1, 2, (0, 1)), (0, 2, (2, 3)), (2, 3, (1, 2))])
+@pytest.mark.parametrize(("zero", "size", "then"), [(1, 2, (3, 1)), (0, 2, (2, 3)), (3, 3, (1, 2))])
 def test_checkpoints_hold_the_float32_weights_and_averages_and_are_read_on_any_mesh(tmp_path, zero, size, then):
     case = dataclasses.replace(CASE, zero=zero, batch_sizes=(12, 12, 12))
 
@@ -334,3 +334,25 @@ def test_on_cpu_ranks_states_are_in_host_memory_already():
     assert host_of("states", torch.device("cuda")) == torch.device("cpu")
     assert "already" in told_offload("cpu")
     assert "where the update runs" in told_offload("cuda")
+
+
+def test_the_state_of_a_model_in_two_bytes_goes_on_in_float32():
+    def first(ranks):
+        case = dataclasses.replace(CASE, precision="keep", optimizer="AdamW")
+        make_optimizer, loss = training.optimizer(case), training.loss(case)
+        model = training.model(case.model).bfloat16()
+        step = TrainStep(model, loss, make_optimizer, plan=case.plan(1), ranks=ranks, clip=None)
+        inputs, targets = batches(case)[0]
+        step((inputs.bfloat16(), targets))
+        return step.state_dict()
+
+    def then(ranks):
+        case = dataclasses.replace(CASE, optimizer="AdamW")
+        step = make(case, 1, ranks)
+        step.load_state_dict(state)
+        go(step, case)
+        return {value.dtype for keys in step.state_dict()["optimizer"].values() for value in keys.values()
+                if isinstance(value, torch.Tensor)}  # fmt: skip
+
+    (state,) = threads.run(1, first)
+    assert threads.run(1, then) == [{torch.float32}]

@@ -21,7 +21,7 @@ NUM_BUCKETS = 8
 class NoOthers:
     """The other hosts left out: what a rank has summed is the whole sum, once it has been waited for."""
 
-    size, index, sent_bytes = 1, 0, 0.0
+    size, index, replica, sent_bytes = 1, 0, 0, 0.0
 
     def scatter(self, flat):
         return Flight(lambda: flat, landed)

@@ -148,6 +148,55 @@ def test_a_loss_that_shifts_its_targets_is_refused():
         threads.run(2, body)
 
 
+SCALARS = {
+    "shifted": (
+        lambda logits, targets: F.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten()),
+        r"over 30 elements for all tokens.* over 28 .*that the data has shifted",
+    ),
+    "weighted": (
+        lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets.flatten(), weight=WEIGHTS),
+        r"a loss that is one number, made by NllLossBackward0.*without weights.*try unreduced values",
+    ),
+    "masked": (
+        lambda logits, targets: (values(logits, targets) * (targets >= 0)).sum() / (targets >= 0).sum(),
+        r"a loss that is one number, made by DivBackward0.*try unreduced values",
+    ),
+    "picked": (
+        lambda logits, targets: F.cross_entropy(logits[targets >= 0], targets[targets >= 0]),
+        r"a loss that is one number, made by NllLossBackward0.*try unreduced values",
+    ),
+}
+WEIGHTS = torch.linspace(0.9, 1.1, 256, dtype=torch.float64)
+
+
+def values(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+
+
+@pytest.mark.parametrize("kind", SCALARS)
+def test_a_scalar_that_may_be_no_mean_of_all_elements_is_refused(kind):
+    loss, said = SCALARS[kind]
+    with pytest.raises(TaskError, match=said):
+        threads.run(2, lambda ranks: built(ranks, Plan(), loss, bidirectional())(batches(LM)[0]))
+
+
+def test_ranks_of_one_sequence_with_other_batches_are_refused():
+    with pytest.raises(TaskError, match=r"other batches on some of ranks 0, 1, which share.*rank=step\.data_index"):
+        threads.run(2, lambda ranks: built(ranks, Plan(), values)(batches(LM)[ranks.rank]))
+
+
+def test_a_mean_over_targets_that_are_ignored_is_refused_when_they_are_unequal_in_a_microbatch():
+    def body(ranks):
+        step = build(dataclasses.replace(LM, loss="scalar", sp=2, microbatches=2, ring="plain"), 2, ranks)
+        inputs, targets = batches(LM)[0]
+        step((inputs, targets))
+        targets[0, 3] = targets[2, 13] = -100  # as many on each rank, but not in each microbatch
+        step((inputs, targets))
+
+    with pytest.raises(TaskError, match=r"targets with -100, which is ignored: \[15, 16\] targets"):
+        threads.run(2, body)
+
+
 def built(ranks, plan, loss, model=None):
     plan = dataclasses.replace(plan, dp=1, sp=ranks.size)
     return TrainStep(model or make("lm"), loss, optimizer(LM), plan=plan, ranks=ranks, clip=None)

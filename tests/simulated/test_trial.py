@@ -197,6 +197,20 @@ def test_calls_are_routed_once_each_and_only_within():
     assert len(taken) == 4
 
 
+def test_a_dropout_in_a_checkpoint_is_done_instead_in_both_forwards():
+    x, taken = torch.randn(4, 4, requires_grad=True), []
+
+    def instead(func, *args, **kwargs) -> Tensor:
+        taken.append(func)
+        return func(*args, **kwargs)
+
+    original = F.dropout
+    with routed(Call.plain, instead={original: instead}):
+        checkpoint(lambda t: F.dropout(t, 0.5).sin(), x, use_reentrant=False).sum().backward()
+    assert taken == [original, original]
+    assert F.dropout is original
+
+
 @pytest.mark.parametrize("name", ["module", "imported"])
 def test_a_checkpoint_is_routed_again_in_its_backward(name):
     functions = {"module": lambda t: F.scaled_dot_product_attention(t, t, t), "imported": lambda t: imported(t, t, t)}

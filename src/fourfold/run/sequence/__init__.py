@@ -6,6 +6,7 @@ Law: a step over dp × sp ranks is the step of one process.
 """
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,12 +15,13 @@ from torch import Tensor, nn
 
 from fourfold.parts import comm, sequence
 from fourfold.plan.order import Stretch
+from fourfold.plan.order import share as between
 from fourfold.plan.plan import Plan
 from fourfold.plan.sequence import divisor, length_problem
 from fourfold.run.batch import Microbatch, has_tokens, leaves, mapped
 from fourfold.run.sequence.dropout import Drawn, apart
 from fourfold.run.sequence.hugging import installed, is_hugging, refuse_packed
-from fourfold.run.sequence.losses import Sum, Value, adding_up, observed, refuse_uneven
+from fourfold.run.sequence.losses import Sum, Value, adding_up, no_mean, observed, refuse_uneven
 from fourfold.run.sequence.route import Call, routed
 from fourfold.run.sequence.tokens import Share, cut_tokens, length_of, share, without_pads
 from fourfold.run.sequence.trial import Trial, smaller
@@ -81,7 +83,12 @@ class Tokens:
         assert self._ignored is not None
         problem = length_problem(length, self._plan.sp, self._plan.ring, self._plan.ulysses)
         lengths = "" if problem is None else problem.attempt
-        refuse_uneven(targets, self.shares(length), self._ignored, lengths=lengths)
+        samples = len(next(leaves(targets)))
+        # A mean is taken of each microbatch.
+        for index in range(self._plan.microbatches):
+            some = slice(*between(0, samples, self._plan.microbatches, index))
+            part = mapped(targets, lambda tensor, some=some: tensor[some])
+            refuse_uneven(part, self.shares(length), self._ignored, lengths=lengths)
 
     @contextlib.contextmanager
     def routing(self, parts: Sequence[Microbatch], step: int, samples: Stretch | None) -> Iterator[None]:
@@ -110,13 +117,15 @@ class Tokens:
         """
         inputs, targets = pair(batch)
         length = length_of((inputs, targets))
-        told: dict[str, Any] = {"line": self._place["dp"], "problems": []}
+        told: dict[str, Any] = {"line": self._place["dp"], "problems": [], "digest": digest(batch)}
         values: list[Value] = []
         if any(len(tensor) for tensor in leaves(targets)):
             problems, values = self._try(inputs, targets, length)
             told["problems"] = problems
             told["values"] = [value.sum for value in values]
             told["means"] = any(value.is_mean for value in values)
+            told["odd"] = next((value.odd for value in values if value.odd is not None), None)
+            told["close"] = max((value.close for value in values), default=0.0)
             told["ignored"] = sorted({index for value in values for index in value.ignored})
         self._judge(self._ranks.exchange(told))
         if self._ignored is not None:
@@ -141,7 +150,9 @@ class Tokens:
         samples = len(next(leaves(targets)))
         with torch.no_grad():
             whole = observed(self._loss, tried.outputs, targets, samples)
-            return [], [whole, observed(self._loss, tried.own, cut_tokens(targets, mine), samples)]
+            # Of the same outputs: no difference but that of the loss itself.
+            part = cut_tokens(tried.outputs, mine)
+            return [], [whole, observed(self._loss, part, cut_tokens(targets, mine), samples)]
 
     def _few(self, length: int, inputs: Any, targets: Any) -> int:
         """How many tokens the model is tried with: such a number as no other dim 1 has."""
@@ -154,6 +165,10 @@ class Tokens:
 
     def _judge(self, everyone: list[dict[str, Any]]) -> None:
         """Raise TaskError for what any rank has found; learn whether the loss is a mean."""
+        for line in {told["line"] for told in everyone}:
+            those = [rank for rank, told in enumerate(everyone) if told["line"] == line]
+            if len({everyone[rank]["digest"] for rank in those}) > 1:
+                raise TaskError(_unlike(those), where="the batch")
         problems = [Problem(*problem) for told in everyone for problem in told["problems"]]
         if problems:
             raise TaskError(list(dict.fromkeys(problems)), where="the model")
@@ -163,9 +178,26 @@ class Tokens:
         for line in {told["line"] for told in tried}:
             those = [told for told in tried if told["line"] == line]
             parts = [Sum(*told["values"][1]) for told in those]
-            problem = adding_up(Sum(*those[0]["values"][0]), parts, is_mean=self._ignored is not None)
+            problem = adding_up(Sum(*those[0]["values"][0]), parts, close=those[0]["close"])
+            odd = those[0]["odd"]
+            problem = problem if odd is None else no_mean(odd, len(parts))
             if problem is not None:
                 raise TaskError(problem, where="the loss")
+
+
+def digest(batch: Any) -> str:
+    """A hash of all numbers of a batch."""
+    found = hashlib.blake2b(digest_size=16)
+    for tensor in leaves(batch):
+        found.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
+        found.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _unlike(ranks: Sequence[int]) -> Problem:
+    got = f"sp = {len(ranks)}, and other batches on some of ranks {', '.join(map(str, ranks))}, which share sequences"
+    need = "the same batch on each of them: a rank takes its own tokens of it"
+    return Problem(got, need, "a sampler with num_replicas=step.plan.dp and rank=step.data_index, or ff.Feed")
 
 
 def pair(batch: Any) -> tuple[Any, Any]:

@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fourfold.parts.sequence import Dropout
+from fourfold.run.sequence.route import DROPOUTS
 from fourfold.words.errors import Problem, TaskError
 
-DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)
 _LIMIT = 2**62
 
 

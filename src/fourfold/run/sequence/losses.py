@@ -1,5 +1,6 @@
 """Losses: what a loss of a part of the tokens says of the whole.
 
+mean     a loss that is one number: torch's own mean of all elements, so that it is known how many it is of
 even     each rank's part has as many elements as the others': then the mean of their means is the mean
 ignored  the targets that torch's own losses leave out, as they were called
 Law: the ranks' sums and counts add up to those of the whole, or the loss is refused.
@@ -8,16 +9,28 @@ Law: the ranks' sums and counts add up to those of the whole, or the loss is ref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fourfold.run.batch import has_tokens, leaves, measure
+from fourfold.run.batch import has_tokens, leaves, mapped, measure
 from fourfold.run.sequence.route import Call, routed
 from fourfold.run.sequence.tokens import Share
 from fourfold.words.errors import Problem, TaskError
 
 VALUES = 'unreduced values (reduction="none"), or a pair (sum, count)'
-CLOSE = 1e-3
+# Both sides are made of the same numbers, and differ by the rounding of their sums only.
+CLOSE, CLOSE_OF_HALF = 1e-5, 1e-2
+# The steps of autograd that make a mean of elements, and what may stand behind one.
+COUNTING = {"NllLossBackward0", "NllLoss2DBackward0"}
+MEANS = {"MeanBackward0", "MeanBackward1"}
+REDUCING = {
+    f"{name}Backward0"
+    for name in ("MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits")
+}
+BEHIND = {f"{name}Backward0" for name in ("ToCopy", "View", "Squeeze", "Unsqueeze", "Alias", "Clone")}
+# These may take other elements in another batch.
+PICKING = {"IndexBackward0", "MaskedSelectBackward0", "TakeBackward0"}
 # Where `ignore_index` stands among the arguments.
 IGNORING = {F.cross_entropy: 4, F.nll_loss: 4}
 
@@ -34,11 +47,13 @@ class Sum(NamedTuple):
 
 
 class Value(NamedTuple):
-    """A loss, whether it was given as a mean, and the targets it has left out."""
+    """A loss; whether it was given as one number, and if so by what, where that is no mean; the targets left out."""
 
     sum: Sum
     is_mean: bool
     ignored: list[int]
+    odd: str | None
+    close: float
 
 
 def observed(loss: Callable[[Any, Any], Any], outputs: Any, targets: Any, samples: int) -> Value:
@@ -50,11 +65,41 @@ def observed(loss: Callable[[Any, Any], Any], outputs: Any, targets: Any, sample
             place = IGNORING[func]
             ignored.append(int(args[place] if len(args) > place else kwargs.get("ignore_index", -100)))
 
-    with routed(Call.plain, watch=watch):
+    outputs = mapped(outputs, lambda t: t.detach().requires_grad_() if t.is_floating_point() else t)
+    with torch.enable_grad(), routed(Call.plain, watch=watch):
         value = loss(outputs, targets)
-    is_mean = isinstance(value, Tensor) and value.dim() == 0
+    half = any(t.is_floating_point() and t.dtype.itemsize < 4 for t in leaves(outputs))
+    close = CLOSE_OF_HALF if half else CLOSE
+    if isinstance(value, Tensor) and value.dim() == 0:
+        elements = _averaged(value)
+        odd = None if elements is not None else value.grad_fn.name() if value.grad_fn is not None else "the model"
+        return Value(Sum(float(value) * (elements or 0.0), elements or 0.0), True, ignored, odd, close)
     measured = measure(value, samples)
-    return Value(Sum(float(measured.total), measured.count), is_mean, ignored)
+    return Value(Sum(float(measured.total), measured.count), False, ignored, None, close)
+
+
+def _averaged(value: Tensor) -> float | None:
+    """How many elements a scalar is the plain mean of, in this batch and in any other; None where that is not known."""
+    node: Any = value.grad_fn
+    while node is not None and node.name() in BEHIND:
+        node = node.next_functions[0][0]
+    if node is None or any(name in PICKING for name in _names(node)):
+        return None
+    if node.name() in COUNTING and node._saved_reduction == 1 and node._saved_weight is None:
+        return float(node._saved_total_weight)
+    if node.name() in REDUCING and node._saved_reduction == 1:
+        return float(node._saved_self.numel())
+    return float(node._saved_self_sym_numel) if node.name() in MEANS else None
+
+
+def _names(node: Any) -> set[str]:
+    """The names of all that autograd has recorded up to this node."""
+    seen, ahead = {node}, [node]
+    while ahead:
+        fresh = {before for before, _ in ahead.pop().next_functions if before is not None} - seen
+        seen |= fresh
+        ahead += fresh
+    return {each.name() for each in seen}
 
 
 def refuse_uneven(targets: Any, shares: Sequence[Share], ignored: Sequence[int], *, lengths: str) -> None:
@@ -81,13 +126,19 @@ def refuse_uneven(targets: Any, shares: Sequence[Share], ignored: Sequence[int],
         )
 
 
-def adding_up(whole: Sum, parts: Sequence[Sum], *, is_mean: bool) -> Problem | None:
-    """What is wrong with a loss whose parts are not the whole's."""
+def no_mean(odd: str, size: int) -> Problem:
+    """What is wrong with a loss that is one number, made by `odd`."""
+    got = f"sp = {size}, and a loss that is one number, made by {odd}"
+    need = "to know how many elements it is the mean of: torch's own mean of all of them, without weights"
+    return Problem(got, need, VALUES)
+
+
+def adding_up(whole: Sum, parts: Sequence[Sum], *, close: float) -> Problem | None:
+    """What is wrong with a loss whose parts are not the whole's. `close`: what rounding makes of the mean."""
     added = Sum(sum(part.total for part in parts), sum(part.elements for part in parts))
-    counted = is_mean or added.elements == whole.elements
-    if counted and abs(added.mean - whole.mean) <= CLOSE * max(abs(whole.mean), 1e-6):
+    if added.elements == whole.elements and abs(added.mean - whole.mean) <= close * max(abs(whole.mean), 1e-6):
         return None
-    got = f"sp = {len(parts)}, a loss of {whole.mean:.6g} over {whole.elements:g} elements for all tokens"
-    got += f", and {added.mean:.6g} over {added.elements:g} for the ranks' parts"
+    got = f"sp = {len(parts)}, a loss of {whole.mean:.8g} over {whole.elements:g} elements for all tokens"
+    got += f", and {added.mean:.8g} over {added.elements:g} for the ranks' parts"
     need = "a loss of each token's output and its own target"
     return Problem(got, need, "targets that the data has shifted, and " + VALUES)

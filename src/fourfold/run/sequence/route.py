@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from fourfold.words.errors import Problem, TaskError
 
 KERNEL = F.scaled_dot_product_attention
+DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)
 ROUTED = {KERNEL, torch.ops.aten.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default}
 
 
@@ -57,21 +58,30 @@ def both(mask: Tensor, other: Tensor) -> Tensor:
 Target = Callable[[Call], Tensor]
 
 
+Watch = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
+Instead = Mapping[Any, Callable[..., Any]]
+
+
 class _Here(threading.local):
     """The routes that are open in a thread, the innermost last; None: closed while a target works."""
 
     def __init__(self) -> None:
         self.targets: list[Target | None] = []
+        self.instead: list[Instead] = []
+
+
+class _Everywhere:
+    """The routes that are open in any thread."""
+
+    def __init__(self) -> None:
+        self.targets: list[Target] = []
+        self.instead: list[Instead] = []
 
 
 _here = _Here()
 _lock = threading.Lock()
-_everywhere: list[Target] = []
-_patched: list[tuple[Any, str]] = []
-
-
-Watch = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
-Instead = Mapping[Any, Callable[..., Any]]
+_everywhere = _Everywhere()
+_patched: list[tuple[Any, str, Any]] = []
 
 
 @contextlib.contextmanager
@@ -79,41 +89,56 @@ def routed(target: Target, *, watch: Watch | None = None, instead: Instead | Non
     """Within, each call of this thread, and of the threads of its backward, is `target`'s.
 
     `watch(func, args, kwargs)` hears of every other torch function that the thread calls; what is in `instead` is
-    called as `instead[func](func, *args, **kwargs)`.
+    called as `instead[func](func, *args, **kwargs)`; in a checkpoint's second forward if it is of DROPOUTS.
     """
+    instead = instead or {}
     _here.targets.append(target)
+    _here.instead.append(instead)
     with _lock:
-        _everywhere.append(target)
+        _everywhere.targets.append(target)
+        _everywhere.instead.append(instead)
         if not _patched:
             _patched.extend(_bindings(len(sys.modules)))
-            _bind(attention)
+            for module, name, own in _patched:
+                setattr(module, name, _stands[id(own)])
     try:
-        with _Mode(watch, instead or {}):
+        with _Mode(watch, instead):
             yield
     finally:
         _here.targets.pop()
+        _here.instead.pop()
         with _lock:
-            _everywhere.remove(target)
-            if not _everywhere:
-                _bind(KERNEL)
+            index = _everywhere.targets.index(target)
+            del _everywhere.targets[index], _everywhere.instead[index]
+            if not _everywhere.targets:
+                for module, name, own in _patched:
+                    setattr(module, name, own)
                 _patched.clear()
 
 
 @functools.lru_cache(1)
-def _bindings(num_modules: int) -> list[tuple[Any, str]]:
-    """The modules that have torch's function, and its name there; looked for again when there are more modules."""
+def _bindings(num_modules: int) -> list[tuple[Any, str, Any]]:
+    """The modules that have one of torch's functions, its name there, and it; looked for again with more modules."""
     found = []
     for module in list(sys.modules.values()):
         members = getattr(module, "__dict__", None)
         # No lookup by name: some modules make what they are asked for.
         if type(members) is dict and module.__name__ != __name__:
-            found += [(module, name) for name, value in list(members.items()) if value is KERNEL]
+            found += [(module, name, value) for name, value in list(members.items()) if id(value) in _stands]
     return found
 
 
-def _bind(function: Callable[..., Tensor]) -> None:
-    for module, name in _patched:
-        setattr(module, name, function)
+def _standing(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """What stands in the place of a dropout: in backward it does what the mode does in forward."""
+
+    @functools.wraps(own)
+    def stand_in(*args: Any, **kwargs: Any) -> Tensor:
+        routes = _here.instead or (_everywhere.instead if len(_everywhere.instead) == 1 else [])
+        if routes and own in routes[-1] and torch._C._current_graph_task_id() != -1:
+            return routes[-1][own](own, *args, **kwargs)
+        return own(*args, **kwargs)
+
+    return stand_in
 
 
 def attention(
@@ -154,9 +179,13 @@ def _target() -> Target | None:
     if _here.targets:
         return _here.targets[-1]
     # A thread of autograd's, in the second forward of a checkpoint: it has no routes of its own.
-    if torch._C._current_graph_task_id() != -1 and len(_everywhere) == 1:
-        return _everywhere[0]
+    if torch._C._current_graph_task_id() != -1 and len(_everywhere.targets) == 1:
+        return _everywhere.targets[0]
     return None
+
+
+_owns = {_standing(own): own for own in DROPOUTS}
+_stands: dict[int, Callable[..., Tensor]] = {id(own): stand for stand, own in _owns.items()} | {id(KERNEL): attention}
 
 
 class _Mode(TorchFunctionMode):
@@ -167,7 +196,8 @@ class _Mode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        # torch's own dropout names itself by its module, where now something stands in its place.
+        kwargs, func = kwargs or {}, _owns.get(func, func)
         if func in ROUTED:
             return attention(*args, **kwargs)
         if self._watch is not None:
