@@ -125,18 +125,6 @@ def test_outside_a_step_a_model_attends_as_it_is_configured():
     assert threads.run(2, body) == ["sdpa", "sdpa"]
 
 
-def test_a_loss_that_the_model_takes_of_a_ranks_own_tokens_is_refused():
-    given = batches(length=64)[:1]
-    given[0][0]["labels"] = given[0][0]["input_ids"]
-
-    def body(ranks):
-        model = copy.deepcopy(made("gpt2")).float()
-        TrainStep(model, lambda o, _: o.loss, adamw, plan=Plan(sp=2), ranks=ranks, clip=None)(given[0])
-
-    with pytest.raises(TaskError, match=r"an output \[\] that is not each token's own"):
-        threads.run(2, body)
-
-
 def test_packed_documents_are_refused():
     given = batches()[:1]
     given[0][0]["position_ids"] = torch.arange(LENGTH).remainder(5).expand(4, LENGTH)

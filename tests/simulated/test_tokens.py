@@ -1,5 +1,6 @@
 """The laws of the sequence axis in training, all ranks as threads of one process."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -309,3 +310,36 @@ def test_tokens_are_dropped_apart_and_what_else_is_drawn_is_the_same():
     assert not any(map(torch.equal, first, second))
     assert all(map(torch.equal, first, again))
     assert not torch.equal(first[0], first[1])
+
+
+class Packed(Bidirectional):
+    """Attention within documents, by a mask of all tokens by all."""
+
+    def forward(self, tokens: Tensor, positions: Tensor, mask: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x = self.embedding(tokens) + self.places(positions % 32)
+        q, k, v = (part.unflatten(2, (2, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
+        return self.head(x + out.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("length", [264, 13])
+@pytest.mark.parametrize("kind", ["boolean", "added"])
+def test_documents_may_be_packed_by_a_mask_of_any_length(kind, length):
+    case = dataclasses.replace(LM, length=length, batch_sizes=(2, 2))
+    given = batches(case)
+    for inputs, _ in given:
+        documents = (torch.arange(length) > length // 3).long().expand(2, length)
+        mask = (documents[:, :, None] == documents[:, None, :]) & torch.ones(length, length).tril().bool()
+        added = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, float("-inf"))
+        inputs["mask"] = mask if kind == "boolean" else added
+    with SEEDING, torch.random.fork_rng([]):
+        torch.manual_seed(3)
+        model = Packed().double()
+    expected = oracle.train(copy.deepcopy(model), loss_of(case), optimizer(case), given)
+
+    def body(ranks):
+        step = built(ranks, Plan(), loss_of(case), copy.deepcopy(model))
+        metrics = [step(batch) for batch in given]
+        return oracle.deviation(oracle.snapshot(step, [m.loss for m in metrics], []), expected)
+
+    assert max(threads.run(2, body)) <= TOLERANCE

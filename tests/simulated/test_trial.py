@@ -84,6 +84,14 @@ class Pooled(Body):
         return super().forward(tokens, positions)[:, 0]
 
 
+class Losing(Body):
+    """As models do that take their loss themselves: a mean of all tokens among the outputs."""
+
+    def forward(self, tokens: Tensor, positions: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        logits = super().forward(tokens, positions)
+        return logits, 100 + logits.mean()
+
+
 class Torchs(nn.Module):
     """torch's own module of attention."""
 
@@ -143,6 +151,7 @@ REFUSED = {
     ),
     "after attention": (Body, Attention, {"around": "rolled after"}, r"the outputs depend.*first in head"),
     "one output": (Pooled, Attention, {}, r"an output \[2, 50\] that is not each token's own"),
+    "a mean": (Losing, Attention, {}, r"an output \[\] that is not each token's own"),
     "no attention": (Body, nn.Identity, {}, r"never calls scaled_dot_product_attention"),
 }
 

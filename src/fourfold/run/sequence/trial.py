@@ -259,14 +259,27 @@ def mask_problem(mask: Tensor, share: Share, name: str) -> Problem:
 
 
 def smaller(tree: Any, *, length: int, few: int, samples: int) -> Any:
-    """The first `few` tokens of the first samples, the last token again where there are not so many."""
+    """The first `few` tokens of the first samples, the last token again where there are not so many.
+
+    Of a mask [B, L, L] they are rows and columns.
+    """
     places = torch.arange(few).clamp(max=length - 1)
 
     def first(tensor: Tensor) -> Tensor:
-        few_samples = tensor[:samples]
-        return few_samples[:, places.to(tensor.device)] if has_tokens(tensor, length) else few_samples
+        some = tensor[:samples]
+        if not has_tokens(tensor, length):
+            return some
+        some = some[:, places.to(tensor.device)]
+        return some[:, :, places.to(tensor.device)] if _is_square(tensor) else some
 
     return mapped(tree, first)
+
+
+def _is_square(tensor: Tensor) -> bool:
+    """Whether a token tensor is a mask of all tokens by all, [B, L, L]. Features may be as many: but no mask adds."""
+    if tensor.dim() != 3 or tensor.shape[1] != tensor.shape[2]:
+        return False
+    return tensor.dtype == torch.bool or (tensor.is_floating_point() and not bool((tensor > 0).any()))
 
 
 def _close(whole: Tensor, own: Tensor, bound: float | None = None) -> bool:
