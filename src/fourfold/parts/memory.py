@@ -58,8 +58,9 @@ class Holder(Protocol):
 _alive: dict[int, Held] = {}
 _numbers = itertools.count()
 _holders: "weakref.WeakSet[Holder]" = weakref.WeakSet()
-# Shared memory made by this process that has not been mapped yet, by device and inode.
-_made: set[tuple[int, int]] = set()
+# Shared memory made by this process that has not been mapped yet, by device and inode. No set: who takes a key out of
+# a dict is told so in the same operation, and ranks that are threads map at the same time.
+_made: dict[tuple[int, int], bool] = {}
 
 
 def held() -> Held:
@@ -159,7 +160,7 @@ def create_shared(num_bytes: int) -> int:
         os.close(handle)
         need = f"{num_bytes / 2**20:.0f} MiB of shared memory for the gradients of this host's ranks"
         raise MemoryUnavailable(Problem(str(error), need, 'fewer ranks a host, or transport = "gloo"')) from None
-    _made.add(_name(handle))
+    _made[_name(handle)] = True
     return handle
 
 
@@ -183,15 +184,14 @@ def grow(handle: int, start: int, num_bytes: int) -> None:
 
 def close_shared(handle: int) -> None:
     """Give back what `create_shared` or `create_growing` made."""
-    _made.discard(_name(handle))
+    _made.pop(_name(handle), None)
     os.close(handle)
 
 
 def map_shared(handle: int) -> mmap.mmap:
     """The mapping behind a descriptor; the descriptor is closed."""
     mapping = mmap.mmap(handle, os.fstat(handle).st_size)
-    if _name(handle) in _made:
-        _made.discard(_name(handle))
+    if _made.pop(_name(handle), False):
         _enter(mapping, Held(0, len(mapping)))
     os.close(handle)
     return mapping
