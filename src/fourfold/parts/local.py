@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fourfold.parts import memory
 from fourfold.parts.comm import Apart
 from fourfold.plan.data import Bucket
 
@@ -32,8 +33,9 @@ class Local:
 
     def __init__(self, weights: Sequence[Tensor], buckets: Sequence[Bucket], transport: Apart, outer: Outer) -> None:
         self._weights, self._buckets, self._transport, self._outer = weights, buckets, transport, outer
-        self._anchors = [torch.empty_like(flat) for flat in weights]
-        self._momenta = [torch.zeros_like(flat) for flat in weights] if outer.momentum else []
+        self._anchors = [memory.private(len(flat), flat.dtype, flat.device) for flat in weights]
+        kept = weights if outer.momentum else []
+        self._momenta = [memory.private(len(flat), flat.dtype, flat.device) for flat in kept]
         self.begin()
 
     @torch.no_grad()

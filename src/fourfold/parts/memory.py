@@ -4,15 +4,19 @@ flat     one-dimensional, allocated once per run
 private  seen by this process only, backed by huge pages where the system grants them
 mapping  memory that several processes of a host see: anonymous (memfd), so it vanishes with its last user
 slot     memory that is lent again and again, each time until nobody holds a tensor in it any more
+account  what has been handed out here and is still alive, and what others hold who have asked to be counted
 Law: long-lived buffers are made here, once per run; everybody else holds views.
 """
 
 import ctypes
+import functools
+import itertools
 import mmap
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -27,11 +31,67 @@ class MemoryUnavailable(FourfoldError):
     """Shared memory cannot be had here; the message says why."""
 
 
+class Held(NamedTuple):
+    """Bytes of long-lived buffers that are alive. Added up over the ranks of a host they are the host's.
+
+    `shared` are those that this process has made: mappings of what another process has made do not count again.
+    What grows as it is used (`create_growing`) is not counted.
+    """
+
+    private: int
+    shared: int
+
+    @property
+    def total(self) -> int:
+        return self.private + self.shared
+
+
+class Holder(Protocol):
+    """Who has long-lived buffers that could not be made here, such as the states of torch's optimizers."""
+
+    def held(self) -> Iterable[torch.Tensor]:
+        """Those there are at this moment."""
+        ...
+
+
+# By number, so that a buffer is entered and leaves in one operation of a dict: threads and the garbage collector do so.
+_alive: dict[int, Held] = {}
+_numbers = itertools.count()
+_holders: "weakref.WeakSet[Holder]" = weakref.WeakSet()
+# Shared memory made by this process that has not been mapped yet, by device and inode. No set: who takes a key out of
+# a dict is told so in the same operation, and ranks that are threads map at the same time.
+_made: dict[tuple[int, int], bool] = {}
+
+
+def held() -> Held:
+    """What this process holds of long-lived buffers."""
+    alive = list(_alive.values())
+    others = sum(tensor.nbytes for holder in list(_holders) for tensor in holder.held())
+    return Held(others + sum(each.private for each in alive), sum(each.shared for each in alive))
+
+
+def count(holder: Holder) -> None:
+    """From now on, and while it lives, `held` counts what the holder has too."""
+    _holders.add(holder)
+
+
+def _enter(buffer: object, num_bytes: Held) -> None:
+    """Count a buffer until it is gone."""
+    number = next(_numbers)
+    _alive[number] = num_bytes
+    weakref.finalize(buffer, functools.partial(_alive.pop, number)).atexit = False
+
+
+def _entered(flat: torch.Tensor) -> torch.Tensor:
+    _enter(flat.untyped_storage(), Held(flat.nbytes, 0))
+    return flat
+
+
 def private(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A flat of zeros [num_elements] that only this process sees."""
     num_bytes = num_elements * dtype.itemsize
     if device.type != "cpu" or num_bytes < HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(num_elements, dtype=dtype, device=device)
+        return _entered(torch.zeros(num_elements, dtype=dtype, device=device))
     return torch.frombuffer(_huge(num_bytes), dtype=dtype, count=num_elements)
 
 
@@ -39,6 +99,7 @@ def _huge(num_bytes: int) -> mmap.mmap:
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
+    _enter(mapping, Held(num_bytes, 0))
     return mapping
 
 
@@ -58,7 +119,7 @@ class Slots:
         """A flat [num_elements]; what it holds is undefined."""
         room = self._room(num_elements * dtype.itemsize) if device.type == "cpu" else None
         if room is None:
-            flat = torch.empty(num_elements, dtype=dtype, device=device)
+            flat = _entered(torch.empty(num_elements, dtype=dtype, device=device))
         else:
             flat = torch.frombuffer(room, dtype=dtype, count=num_elements)
         self.lent += 1
@@ -84,7 +145,7 @@ class Slots:
 
 def pinned(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
     """A flat of zeros [num_elements] in host memory that a GPU reads and writes without a copy in between."""
-    return torch.zeros(num_elements, dtype=dtype, pin_memory=True)
+    return _entered(torch.zeros(num_elements, dtype=dtype, pin_memory=True))
 
 
 def create_shared(num_bytes: int) -> int:
@@ -99,6 +160,7 @@ def create_shared(num_bytes: int) -> int:
         os.close(handle)
         need = f"{num_bytes / 2**20:.0f} MiB of shared memory for the gradients of this host's ranks"
         raise MemoryUnavailable(Problem(str(error), need, 'fewer ranks a host, or transport = "gloo"')) from None
+    _made[_name(handle)] = True
     return handle
 
 
@@ -122,14 +184,23 @@ def grow(handle: int, start: int, num_bytes: int) -> None:
 
 def close_shared(handle: int) -> None:
     """Give back what `create_shared` or `create_growing` made."""
+    _made.pop(_name(handle), None)
     os.close(handle)
 
 
 def map_shared(handle: int) -> mmap.mmap:
     """The mapping behind a descriptor; the descriptor is closed."""
     mapping = mmap.mmap(handle, os.fstat(handle).st_size)
+    if _made.pop(_name(handle), False):
+        _enter(mapping, Held(0, len(mapping)))
     os.close(handle)
     return mapping
+
+
+def _name(handle: int) -> tuple[int, int]:
+    """What all descriptors of the same memory have in common."""
+    status = os.fstat(handle)
+    return status.st_dev, status.st_ino
 
 
 def keep_freed_memory() -> bool:

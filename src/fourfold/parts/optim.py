@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fourfold.parts import memory
 from fourfold.parts.layerwise import LAYERWISE, Begun, Layerwise, begin, finish
 from fourfold.plan.data import Bucket
 from fourfold.words.errors import OptimizerError, Problem
@@ -108,6 +109,20 @@ def build(factory: OptimizerFactory, parameters: Sequence[nn.Parameter]) -> Opti
     return optimizer
 
 
+@torch.no_grad()
+def num_states(optimizer: Optimizer, group: int) -> int:
+    """How many tensors of a parameter's shape an update keeps for each parameter of a group."""
+    # Asked by trying: it depends on options (momentum, amsgrad), and no optimizer tells it.
+    trial = nn.Parameter(torch.zeros(2))
+    trial.grad = torch.zeros(2)
+    options = {k: v for k, v in optimizer.param_groups[group].items() if k != "params"}
+    kind: Any = type(optimizer)
+    flat: Optimizer = kind([trial], lr=options["lr"])
+    flat.param_groups[0].update(options)
+    inspect.unwrap(kind.step)(flat)
+    return sum(isinstance(value, Tensor) and value.shape == trial.shape for value in flat.state[trial].values())
+
+
 def groups(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
     """By name of a parameter: the index of its group."""
     group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -151,6 +166,13 @@ class FlatOptimizer:
         self._flat = [[self._make(bucket, some) for some in self._runs(bucket)] for bucket in range(len(pieces))]
         self._begun: dict[int, list[Begun]] = {}
         self._kept: list[dict[str, Any]] | None = None
+        memory.count(self)
+
+    def held(self) -> Iterator[Tensor]:
+        """The tensors of the states."""
+        for run in (run for runs in self._flat for run in runs):
+            for state in list(run.optimizer.state.values()):
+                yield from [value for value in list(state.values()) if isinstance(value, Tensor)]
 
     def _runs(self, bucket: int) -> list[Sequence[Piece]]:
         """The pieces that are updated together: one by one where each is to be prepared or converted, else all."""

@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 # Of buckets: a block's matrices, those of the block beside it, the small ones of all blocks (norms), one to spare.
 ROOM = 4
+# Between hosts, of whole buckets, once a host: one that comes beside one that is taken.
+NUM_STAGES = 2
 
 
 class Plea(NamedTuple):

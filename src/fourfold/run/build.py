@@ -19,6 +19,7 @@ from fourfold.parts import codec, comm, data, local, lowered, memory, optim
 from fourfold.parts.in_place import InPlace
 from fourfold.parts.masters import Policy, host_of
 from fourfold.plan.data import RESTS, Bucket, Rest, Spec, Step, fill, limit, lower, turns
+from fourfold.plan.memory import is_in_place
 from fourfold.plan.order import Stretch
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import Scale, computed, reduced
@@ -110,7 +111,7 @@ class TrainStep:
         codecs = _codecs(plan, self.buckets, by_bucket)
         layerwise = optim.by_parameter(self.optimizer)
         allow_unused = plan.unused == "allow"
-        in_place = InPlace(trainable, self.buckets, allow_unused=allow_unused) if _stay(plan, ranks) else None
+        in_place = InPlace(trainable, self.buckets, allow_unused=allow_unused) if is_in_place(plan) else None
         request = _request(plan, self.buckets, rest, num_norms=2 * len(trainable) if layerwise else len(trainable))
         held = None if in_place is None else in_place.own
         self._transport, self.transport = comm.connect(ranks, request, choice=plan.transport, codecs=codecs, held=held)
@@ -507,12 +508,6 @@ def _codecs(plan: Plan, buckets: Sequence[Bucket], by_bucket: Sequence[Sequence[
         codec.make(coding, reduced(bucket, plan.reduce), [tuple(p.shape) for p in some], device=some[0].device)
         for bucket, some in zip(buckets, by_bucket, strict=True)
     ]
-
-
-def _stay(plan: Plan, ranks: comm.Ranks) -> bool:
-    """Whether gradients stay where autograd leaves them: nobody sums, encodes, converts or keeps them."""
-    numbers = plan.precision == plan.reduce == "keep"
-    return ranks.size == 1 and numbers and (plan.sync, plan.codec, plan.offload) == ("step", "none", "none")
 
 
 def _buckets(plan: Plan, specs: Sequence[Spec], ranks: comm.Ranks, *, shares: int) -> tuple[Bucket, ...]:

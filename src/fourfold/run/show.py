@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from fourfold.parts import data, lowered, optim
 from fourfold.plan.codec import rounds, sent_bytes
 from fourfold.plan.data import RESTS, Bucket, Step, fill, life, limit, lower, step_bytes
+from fourfold.plan.memory import Element, Holding, Host, elements, holding, is_in_place
 from fourfold.plan.plan import Plan
-from fourfold.plan.precision import MASTER_BYTES, REDUCE, computed, has_masters, reduced
+from fourfold.plan.precision import REDUCE, computed, has_masters, reduced
 from fourfold.run.outline import outline
 from fourfold.run.refuse import refuse_for, refuse_optimizer
 from fourfold.run.show_sequence import sequence
@@ -45,8 +46,8 @@ def show(plan: Plan, task: Task) -> str:
     optimizer = optim.build(task.optimizer, list(model.parameters()))
     refuse_optimizer(optimizer, plan)
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    specs = data.specs(trainable, {name: group_of[id(p)] for name, p in trainable.items()})
-    specs = computed(specs, plan.precision, kept=lowered.kept(model))
+    own = data.specs(trainable, {name: group_of[id(p)] for name, p in trainable.items()})
+    specs = computed(own, plan.precision, kept=lowered.kept(model))
     rest = RESTS[plan.zero if plan.num_shares > 1 else 0]
     bucket_bytes = limit(specs, plan.bucket_bytes, travels=plan.codec != "none")
     buckets = fill(specs, bucket_bytes=bucket_bytes, shares=plan.num_sharing if rest.state == SPLIT else 1)
@@ -62,7 +63,10 @@ def show(plan: Plan, task: Task) -> str:
             _program(_all(plan, outlined._replace(sync="meet")), f"in every {_ordinal(plan.local_steps)} step"),
         ]
     tokens = [sequence(plan, task, model)] if plan.sp > 1 else []
+    kinds = [optim.num_states(optimizer, group) for group in range(len(optimizer.param_groups))]
+    of = elements(buckets, plan, num_states=kinds, own_bytes={spec.name: spec.element_bytes for spec in own})
     sections = [_plan(plan), _buckets(buckets, plan), *tokens, *programs, _bytes(buckets, plan, messages)]
+    sections.append(_memory(of, plan))
     return "\n\n".join(sections)
 
 
@@ -150,12 +154,6 @@ def _bytes(buckets: Sequence[Bucket], plan: Plan, messages: float | None) -> str
     total = sum(bucket.num_bytes for bucket in gradients)
     sent = step_bytes(buckets, zero=plan.zero, places=plan.places, microbatches=plan.microbatches, gradients=gradients)
     lines = [f"gradients         {sized(total)} a rank"]
-    wide = [bucket for bucket in buckets if has_masters(bucket, plan.precision)]
-    if wide:
-        share = plan.num_shares
-        masters = sum(bucket.slots[-1].stop for bucket in wide) * MASTER_BYTES / share
-        weights = sum(bucket.num_bytes for bucket in buckets)
-        lines += [f"weights           {sized(weights)}", f"float32 weights   {sized(masters)} a rank"]
     if plan.num_sharing > 1 and messages is not None:
         lines += [
             f"over a network    {sized(messages)} sent by each rank in each step, {sent / messages:.3g} times less "
@@ -178,6 +176,27 @@ def _bytes(buckets: Sequence[Bucket], plan: Plan, messages: float | None) -> str
     else:
         lines.append("one data rank: nothing is sent")
     return "bytes\n" + _indent(lines)
+
+
+def _memory(of: Sequence[Element], plan: Plan) -> str:
+    size = plan.num_sharing
+    if size == 1:
+        places = {"one rank": Host(1, plan.places, shares_memory=False)}
+    else:
+        places = {
+            f"a host of {size} ranks": Host(size, plan.places, shares_memory=True),
+            f"a rank on a network of {size}": Host(1, plan.places, shares_memory=False),
+        }
+    held = {place: holding(of, zero=plan.zero, host=host) for place, host in places.items()}
+    names = [name for name in Holding._fields if any(getattr(each, name) for each in held.values())]
+    rows = [(*names, "in all", "")]
+    rows += [(*(sized(getattr(h, n)) for n in names), sized(h.total), place) for place, h in held.items()]
+    lines = [_table(rows, left=len(names) + 1)]
+    if is_in_place(plan):
+        lines.append(_indent(["gradients lie where autograd leaves them, each until it has been used"]))
+    if plan.codec != "none":
+        lines.append(_indent(["and what the codec remembers"]))
+    return "\n".join(["memory   what is there from step to step; activations are not", *lines])
 
 
 def _ordinal(number: int) -> str:

@@ -20,14 +20,11 @@ from fourfold.parts.comm.ranks import Ranks
 from fourfold.parts.comm.split import Flight, Splitter, landed
 from fourfold.parts.comm.transport import Part, one
 from fourfold.plan.data import Rest
+from fourfold.plan.memory import IN_FLIGHT
 from fourfold.words.action import LOSS
 from fourfold.words.layout import SPLIT, WHOLE, Change
 from fourfold.words.layout import sent_bytes as layout_bytes
 from fourfold.words.spans import SILENT
-
-# Of reductions to split layouts: each holds a received copy of its bucket until it has ended.
-IN_FLIGHT = 4
-
 
 NUM_LOSS_SCALARS = 8
 

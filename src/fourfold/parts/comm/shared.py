@@ -29,9 +29,10 @@ import torch
 from fourfold.parts.comm.calls import BOARD_BYTES, Board
 from fourfold.parts.comm.group import Shards
 from fourfold.parts.comm.split import Flight, add_up
-from fourfold.parts.comm.staging import NUM_STAGES, Flags, Staging
+from fourfold.parts.comm.staging import Flags, Staging
 from fourfold.parts.comm.transport import Part, one
 from fourfold.plan.data import RESTS, Rest
+from fourfold.plan.gathers import NUM_STAGES
 from fourfold.plan.order import share
 from fourfold.words.action import LOSS
 from fourfold.words.errors import PeerError

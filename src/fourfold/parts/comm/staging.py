@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-NUM_STAGES = 2
+from fourfold.plan.gathers import NUM_STAGES
 
 
 class Flags(NamedTuple):

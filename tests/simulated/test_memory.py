@@ -1,0 +1,113 @@
+"""Laws of the memory that long-lived buffers take: what is counted is what arithmetic says."""
+
+import functools
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fourfold as ff
+from fourfold.parts import memory, optim
+from fourfold.plan.memory import Host, elements, holding
+from fourfold.plan.plan import Plan
+from fourfold.run.build import TrainStep
+from fourfold.testing import threads
+from fourfold.testing.threads import ThreadRanks
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": torch.optim.AdamW,
+    "amsgrad": functools.partial(torch.optim.Adam, amsgrad=True),
+    "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "descent": functools.partial(torch.optim.SGD, lr=0.1),
+    "LAMB": functools.partial(ff.optim.LAMB, lr=0.1),
+}
+WITHIN = 0.05
+
+
+def _step(plan: Plan, ranks: ThreadRanks, optimizer: str = "AdamW") -> TrainStep:
+    """A step of 330,000 parameters that has been taken twice."""
+    model = nn.Sequential(*[layer for _ in range(5) for layer in (nn.Linear(256, 256), nn.Tanh())])
+    options: dict[str, Any] = {"plan": plan, "ranks": ranks, "clip": None}
+    step = TrainStep(
+        model, lambda outputs, targets: (outputs - targets).square().sum(-1), OPTIMIZERS[optimizer], **options
+    )
+    for _ in range(2):
+        step((torch.randn(4, 256), torch.zeros(4, 256)))
+    step.flush()
+    return step
+
+
+def _formula(step: TrainStep, host: Host) -> float:
+    kinds = [optim.num_states(step.optimizer, group) for group in range(len(step.optimizer.param_groups))]
+    own_bytes = {name: 4 for name, _ in step.model.named_parameters()}
+    of = elements(step.buckets, step.plan, num_states=kinds, own_bytes=own_bytes)
+    return holding(of, zero=step.plan.zero, host=host).total
+
+
+def _compare(plan: Plan, optimizer: str = "AdamW", *, hosts: int = 1) -> None:
+    def body(ranks: ThreadRanks) -> tuple[int, float]:
+        step = _step(plan, ranks, optimizer)
+        ranks.exchange(None)
+        counted = memory.held().total - before
+        ranks.exchange(None)
+        return counted, _formula(step, host)
+
+    host = Host(plan.dp // hosts, plan.places, shares_memory=plan.transport != "gloo" and plan.dp > 1)
+    gc.collect()
+    before = memory.held().total
+    for counted, formula in threads.run(plan.dp, body, hosts=hosts):
+        assert counted / hosts == pytest.approx(formula, rel=WITHIN)
+
+
+@pytest.mark.parametrize("precision", ["keep", "bf16", "fp16"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("transport", ["by-host", "gloo"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_host_holds_what_the_formula_says(zero: int, transport: str, size: int, precision: str) -> None:
+    given = {"zero": zero, "transport": transport, "precision": precision}
+    _compare(Plan(dp=size, **given, microbatches=2, bucket_bytes=2**18))
+
+
+@pytest.mark.parametrize("precision", ["keep", "bf16"])
+@pytest.mark.parametrize("shard", [None, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_each_of_two_hosts_holds_what_the_formula_says(zero: int, shard: int | None, precision: str) -> None:
+    if zero == 0 and shard is not None:
+        return
+    _compare(Plan(dp=4, zero=zero, shard=shard, precision=precision, bucket_bytes=2**18), hosts=2)
+
+
+@pytest.mark.parametrize("update", ["in_backward", "in_forward"])
+@pytest.mark.parametrize(("size", "zero"), [(1, 0), (2, 1), (2, 2)])
+def test_fused_updates_hold_what_the_formula_says(update: str, size: int, zero: int) -> None:
+    _compare(Plan(dp=size, zero=zero, update=update, bucket_bytes=2**18))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("zero", [0, 1])
+def test_the_states_of_every_kind_of_optimizer_are_counted(optimizer: str, zero: int) -> None:
+    _compare(Plan(dp=2, zero=zero, bucket_bytes=2**18), optimizer)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_the_anchors_of_local_steps_are_counted(momentum: float) -> None:
+    _compare(Plan(dp=2, sync="local", local_steps=2, outer_momentum=momentum, bucket_bytes=2**18))
+
+
+def test_what_is_gone_is_counted_no_more() -> None:
+    def body(ranks: ThreadRanks) -> None:
+        _step(Plan(dp=2, zero=2, bucket_bytes=2**18), ranks)
+
+    gc.collect()
+    before = memory.held()
+    threads.run(2, body)
+    gc.collect()
+    assert memory.held() == before
+    large = memory.private(2 * memory.HUGE_BYTES, torch.uint8, torch.device("cpu"))
+    view = large[1:]
+    del large
+    assert memory.held().private == before.private + 2 * memory.HUGE_BYTES
+    del view
+    assert memory.held() == before
