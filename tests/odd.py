@@ -53,7 +53,8 @@ class Checkpointed(nn.Module):
         return self.head(x)
 
     def _again(self, layer: Any, x: Tensor, *, use_reentrant: bool = False) -> Tensor:
-        out = checkpoint(layer, x, use_reentrant=use_reentrant)
+        # Ranks may be threads: a generator set back here would spoil a model that is being made there.
+        out = checkpoint(layer, x, use_reentrant=use_reentrant, preserve_rng_state=False)
         assert isinstance(out, Tensor)
         return out
 

@@ -59,7 +59,7 @@ class Attention(nn.Module):
         if self.kind == "flat":
             return F.scaled_dot_product_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)).view_as(q)
         if self.kind == "checkpoint":
-            return checkpoint(F.scaled_dot_product_attention, q, k, v, use_reentrant=False)
+            return checkpoint(F.scaled_dot_product_attention, q, k, v, use_reentrant=False, preserve_rng_state=False)
         return F.scaled_dot_product_attention(q, k, v, is_causal=self.kind == "causal")
 
     def forward(self, x: Tensor) -> Tensor:

@@ -130,11 +130,18 @@ def _serve(rendezvous: str) -> None:
             module, name = job["case"].split(":")
             result = getattr(importlib.import_module(module), name)(**job["arguments"])
             dist.barrier()
+            _end_groups(dist)
             _say(answers, {"result": result})
         except BaseException:
             _say(answers, {"error": traceback.format_exc()})
     # Without the group's own shutdown: another rank may be gone already.
     os._exit(0)
+
+
+def _end_groups(dist: Any) -> None:
+    """End all groups but the world's: each has threads that poll, and hundreds of cases make thousands."""
+    for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
 
 
 def _say(answers: Any, value: dict[str, Any]) -> None:
