@@ -186,6 +186,23 @@ def test_ranks_of_one_sequence_with_other_batches_are_refused():
         threads.run(2, lambda ranks: built(ranks, Plan(), values)(batches(LM)[ranks.rank]))
 
 
+@pytest.mark.parametrize("use", ["step", "evaluate"])
+@pytest.mark.parametrize(("dp", "sp"), [(1, 2), (1, 3), (2, 2)])
+def test_other_batches_are_refused_in_later_steps_too(dp, sp, use):
+    def body(ranks):
+        step = build(dataclasses.replace(LM, sp=sp), dp * sp, ranks)
+        first, (inputs, targets) = (local(batch, dp, step.data_index) for batch in batches(LM)[:2])
+        step(first)
+        step((inputs, targets))
+        before = {name: weight.clone() for name, weight in step.weights()}
+        targets[0, 3] += ranks.rank == dp * sp - 1  # one target, on one rank
+        with pytest.raises(TaskError, match="other batches on some of the ranks that share sequences"):
+            (step if use == "step" else step.evaluate)((inputs, targets))
+        return all(torch.equal(weight, before[name]) for name, weight in step.weights())
+
+    assert all(threads.run(dp * sp, body))
+
+
 def test_a_mean_over_targets_that_are_ignored_is_refused_when_they_are_unequal_in_a_microbatch():
     def body(ranks):
         step = build(dataclasses.replace(LM, loss="scalar", sp=2, microbatches=2, ring="plain"), 2, ranks)

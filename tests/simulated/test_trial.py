@@ -50,6 +50,8 @@ class Attention(nn.Module):
         length = q.shape[2]
         if self.kind == "by hand":
             return (q @ k.transpose(2, 3)).softmax(-1) @ v
+        if self.kind == "crossed":
+            return F.scaled_dot_product_attention(q, k[:, :, :5], v[:, :, :5])
         if self.kind == "imported":
             return imported(q, k, v, is_causal=True)
         if self.kind == "operator":
@@ -164,6 +166,27 @@ def test_tokens_that_meet_elsewhere_are_refused_with_the_place(kind):
     (problem,) = problems(body(layer(**options)))
     text = " need ".join(problem[:2]) + " try " + problem.attempt
     assert re.search(said, text), text
+
+
+def test_keys_of_another_length_are_told_by_the_name_of_what_they_are():
+    (problem,) = problems(Body(Attention("crossed")))
+    assert "cross-attention at attention call 1 (layer" in problem.got
+    assert f"{LENGTH} queries, 5 keys" in problem.got
+
+
+def test_a_call_has_the_dtypes_that_autocast_gives_it():
+    q, k, v = torch.randn(3, 1, 2, 4, 8).unbind(0)
+    mask, taken = torch.zeros(4, 4), []
+
+    def target(call: Call) -> Tensor:
+        taken.extend(tensor.dtype for tensor in (call.q, call.k, call.v, call.mask) if tensor is not None)
+        return call.plain()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = F.scaled_dot_product_attention(q, k, v.bfloat16(), mask)
+        with routed(target):
+            assert torch.equal(F.scaled_dot_product_attention(q, k, v.bfloat16(), mask), expected)
+    assert taken == [torch.bfloat16] * 4
 
 
 def test_positions_that_the_model_makes_are_refused():

@@ -22,8 +22,9 @@ from fourfold.plan.data import life
 from fourfold.run.batch import Loss, Microbatch, call, measure
 from fourfold.run.deferred import Deferred
 from fourfold.run.parts import Parts, Terms, Totals
+from fourfold.run.sequence.alike import unlike
 from fourfold.words.action import LOSS, NORM, TRUST, USED, Action, Verb
-from fourfold.words.errors import Problem, TrainingError
+from fourfold.words.errors import Problem, TaskError, TrainingError
 from fourfold.words.layout import SPLIT, WHOLE, Change
 from fourfold.words.spans import DONE, SILENT
 
@@ -54,6 +55,8 @@ class Actions:
         self.nominal_count: float | None = None
         self.asked = False
         """Whether this rank has been asked to stop; every rank learns of it within the step."""
+        self.mark = 0.0
+        """What is to add up to 0 over all ranks: of batches that are to be the same on some of them."""
         self.recorder = SILENT
         self._every_round, self._after = parts.rest.gradient == SPLIT, update == "after"
         self._gathers = life(parts.rest).after_update != Change.NONE
@@ -76,8 +79,8 @@ class Actions:
         self._microbatches = microbatches
         self._losses: dict[int, Loss] = {}
         self._own_count, self._learned = 0.0, False
-        self._local = torch.zeros(5, dtype=torch.float64, device=self._device)
-        self._local[4] = float(self.asked)
+        self._local = torch.zeros(6, dtype=torch.float64, device=self._device)
+        self._local[4:] = torch.tensor([self.asked, self.mark], dtype=torch.float64)
         self._last = max((index for index, part in enumerate(microbatches) if part.samples), default=-1)
         rounds = len(microbatches) if self._every_round else 1
         self._first_of_last_round = (rounds - 1) * len(self._parts.parameters)
@@ -303,6 +306,8 @@ class Actions:
         if self.totals is not None:
             return
         self.totals = Totals(*self._parts.transport.measured(LOSS))
+        if self.totals.unlike:
+            raise TaskError(unlike(), where="the batch")
         if self.totals.count == 0:
             raise TrainingError(Problem("a global batch without a loss element", "at least one on one rank"))
         if not math.isfinite(mean := self.totals.loss / self.totals.count):

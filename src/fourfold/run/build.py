@@ -33,10 +33,11 @@ from fourfold.run.refuse import compare, refuse, refuse_for, refuse_optimizer
 from fourfold.run.remembered import Remembered
 from fourfold.run.runtime import Runtime
 from fourfold.run.sequence import Tokens
+from fourfold.run.sequence.alike import unlike
 from fourfold.run.state import State, copied
 from fourfold.run.weights import Weights, trainable_of
 from fourfold.words.action import LOSS, Action
-from fourfold.words.errors import Problem, TrainingError
+from fourfold.words.errors import Problem, TaskError, TrainingError
 from fourfold.words.layout import SPLIT
 from fourfold.words.spans import Recorder
 from fourfold.words.task import Task
@@ -249,6 +250,7 @@ class TrainStep:
         if not self._recorded:
             self._transport.agree()  # The first step also exchanges what is no sum.
         self.try_out(batch)
+        self._actions.mark = self._mark(batch)
         self._guard.begin()
         loss_scale = None if self._scale is None else self._scale.value
         program = self.program_apart if (self.steps + 1) % self.plan.period else self.program
@@ -282,13 +284,16 @@ class TrainStep:
         self._enter("evaluate()", getattr(batch, "samples", None))
         self._actions.settle()
         self.try_out(batch)
-        local = torch.zeros(4, dtype=torch.float64)
+        local = torch.zeros(5, dtype=torch.float64)
         with self._weights.read("evaluate"), self.reading(batch) as (part,), evaluating(self.model):
             if part.samples:
                 loss = measure(self._loss(call(self.model, part.inputs, part.kept), part.targets), part.samples)
                 values = [loss.total.item(), loss.count, part.samples, part.tokens]
-                local = torch.tensor(values, dtype=torch.float64)
-        total, count, samples, tokens = self._sum(local)
+                local[:4] = torch.tensor(values, dtype=torch.float64)
+        local[4] = self._mark(batch)
+        total, count, samples, tokens, differ = self._sum(local)
+        if differ:
+            raise TaskError(unlike(), where="the batch")
         return Metrics(
             loss=total / count if count else float("nan"),
             samples=round(samples / self.plan.sp),
@@ -317,6 +322,9 @@ class TrainStep:
         parts = cut(part, count, self.device, kept=kept)
         with self._tokens.routing(parts, self.steps, getattr(batch, "samples", None)):
             yield parts
+
+    def _mark(self, batch: Any) -> float:
+        return 0.0 if self._tokens is None else self._tokens.mark(batch)
 
     def sum(self, values: Tensor) -> list[float]:
         """A few float64 scalars [n ≤ 8], summed over the data ranks. Collective."""

@@ -50,6 +50,8 @@ class Totals:
     tokens: float
     asked: float
     """How many ranks have been asked to stop."""
+    unlike: float = 0.0
+    """Other than 0 where ranks that share sequences have other batches: see `Tokens.mark`."""
 
 
 class Terms(NamedTuple):

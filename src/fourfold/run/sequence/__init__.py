@@ -6,7 +6,6 @@ Law: a step over dp × sp ranks is the step of one process.
 """
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from fourfold.plan.order import share as between
 from fourfold.plan.plan import Plan
 from fourfold.plan.sequence import divisor, length_problem
 from fourfold.run.batch import Microbatch, has_tokens, leaves, mapped
+from fourfold.run.sequence.alike import digest, mark, unlike
 from fourfold.run.sequence.dropout import Drawn, apart
 from fourfold.run.sequence.hugging import installed, is_hugging, refuse_packed
 from fourfold.run.sequence.losses import Sum, Value, adding_up, no_mean, observed, refuse_uneven
@@ -78,6 +78,10 @@ class Tokens:
         if kept is not None:
             parts = mapped(parts, lambda tensor: tensor[:, kept] if has_tokens(tensor, mine.size) else tensor)
         return Cut((cut_tokens(inputs, mine), parts), kept)
+
+    def mark(self, batch: Any) -> float:
+        """What adds up to 0 over all ranks where each line has one batch: see `alike.mark`."""
+        return mark(batch, self._place["sp"], self._plan.sp)
 
     def _refuse_uneven(self, targets: Any, length: int) -> None:
         assert self._ignored is not None
@@ -171,7 +175,7 @@ class Tokens:
         for line in {told["line"] for told in everyone}:
             those = [rank for rank, told in enumerate(everyone) if told["line"] == line]
             if len({everyone[rank]["digest"] for rank in those}) > 1:
-                raise TaskError(_unlike(those), where="the batch")
+                raise TaskError(unlike(those), where="the batch")
         problems = [Problem(*problem) for told in everyone for problem in told["problems"]]
         if problems:
             raise TaskError(list(dict.fromkeys(problems)), where="the model")
@@ -186,21 +190,6 @@ class Tokens:
             problem = problem if odd is None else no_mean(odd, len(parts))
             if problem is not None:
                 raise TaskError(problem, where="the loss")
-
-
-def digest(batch: Any) -> str:
-    """A hash of all numbers of a batch."""
-    found = hashlib.blake2b(digest_size=16)
-    for tensor in leaves(batch):
-        found.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
-        found.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
-
-
-def _unlike(ranks: Sequence[int]) -> Problem:
-    got = f"sp = {len(ranks)}, and other batches on some of ranks {', '.join(map(str, ranks))}, which share sequences"
-    need = "the same batch on each of them: a rank takes its own tokens of it"
-    return Problem(got, need, "a sampler with num_replicas=step.plan.dp and rank=step.data_index, or ff.Feed")
 
 
 def pair(batch: Any) -> tuple[Any, Any]:

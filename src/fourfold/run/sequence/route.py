@@ -152,7 +152,7 @@ def attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Stands in the place of torch's scaled_dot_product_attention."""
-    call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    call = _cast(Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
     target = _target()
     if target is None:
         return call.plain()
@@ -163,6 +163,20 @@ def attention(
         return target(call)
     finally:
         _here.targets.pop()
+
+
+def _cast(call: Call) -> Call:
+    """A call as autocast has it: what torch casts for its kernel, all of the four that are in float32 or less."""
+    device = call.q.device.type
+    if not torch.is_autocast_enabled(device):
+        return call
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+
+    mask = None if call.mask is None else cast(call.mask)
+    return call._replace(q=cast(call.q), k=cast(call.k), v=cast(call.v), mask=mask)
 
 
 def _of_heads(target: Target, call: Call) -> Tensor:

@@ -137,6 +137,9 @@ class Trial:
         """What the whole's call gives to this rank's queries, once its keys and values are seen to be the same."""
         whole, where = self._seen[number - 1]
         name = f"attention call {number} ({where})"
+        if whole.q.shape[2] != whole.k.shape[2]:
+            got = f"sp > 1 and cross-attention at {name}: {whole.q.shape[2]} queries, {whole.k.shape[2]} keys"
+            raise TaskError(Problem(got, "attention among one sequence's own tokens", "sp = 1, and dp instead"))
         for what in ("q", "k", "v"):
             self._same(getattr(whole, what), getattr(call, what), 2, f"{what} of {name}")
         if problem := heads_problem(call.q.shape[1], call.k.shape[1], self._ulysses):
