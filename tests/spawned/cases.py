@@ -272,6 +272,14 @@ def dies_in_silence() -> None:
         raise RuntimeError(f"noticed in {time.perf_counter() - begin:.0f} s: {error}") from error
 
 
+UNENDED: list[Any] = []
+
+
+def _leave_unended() -> None:
+    """Keep all groups for good: the end of one would wait for its collectives, which nobody ends any more."""
+    UNENDED.extend(dist.distributed_c10d._world.pg_map)
+
+
 def diverges(transport: str, stray: list[int], host: str | None = None) -> str:
     """What is said where some ranks evaluate while the others train; before that, all have done both."""
     case = Case(transport=transport)
@@ -282,6 +290,7 @@ def diverges(transport: str, stray: list[int], host: str | None = None) -> str:
         try:
             call(batch)
         except DivergenceError as error:
+            _leave_unended()
             return str(error)
     return "nothing"
 
@@ -296,6 +305,7 @@ def wrapped_diverges(transport: str) -> str:
             if (number, dist.get_rank()) != (1, 1):
                 model(torch.ones(1, 2)).sum().backward()
         except DivergenceError as error:
+            _leave_unended()
             return str(error)
         optimizer.step()
     return "nothing"
