@@ -1,6 +1,6 @@
 """Floor 5: the command line.
 
-command  train, run, show, checkpoint, report, doctor; each checks everything before a process is started
+command  train, run, show, verify, checkpoint, report, doctor; each checks everything before a process is started
 Law: what a user got wrong is told on stderr as got / need / try, all at once, with exit code 2 and no traceback.
 """
 
