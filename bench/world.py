@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Self
 
 from bench.measure import busy_seconds
+from fourfold.engines.machine import heap_variables
 from fourfold.testing.hosts import Hosts
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -107,8 +108,11 @@ class World(AbstractContextManager["World"]):
         if self._hosts is not None:
             place = self._hosts.variables(rank, self._ranks)
             command = self._hosts.place(rank, self._ranks).command(command)
+        # Ours as `fourfold run` starts them, peers as torchrun does.
+        heap = heap_variables() if self._command[3].startswith("fourfold") else {}
         environment = {
             **os.environ,
+            **heap,
             **place,
             "OMP_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",

@@ -11,6 +11,7 @@ import pytest
 from fourfold.cli import main
 from fourfold.cli.settings import RUN, Kind, Words, kinds, read, sort
 from fourfold.engines.machine import check_number, thread_variables
+from fourfold.words import heap
 from fourfold.words.errors import SettingError
 from fourfold.words.world import World, cores
 
@@ -340,6 +341,17 @@ def test_a_launcher_and_the_command_must_agree() -> None:
 def test_ranks_share_the_cores_unless_the_user_says_otherwise() -> None:
     assert thread_variables(1, {}) == {"OMP_NUM_THREADS": str(cores()), "MKL_NUM_THREADS": str(cores())}
     assert thread_variables(10_000, {"OMP_NUM_THREADS": "7"}) == {"MKL_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize(("given", "is_users"), [
+    ({}, False),
+    ({"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}, False),
+    ({"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}, True),
+    ({"MALLOC_ARENA_MAX": "1"}, True),
+])  # fmt: skip
+def test_memory_is_allocated_as_the_user_says(given: dict[str, str], is_users: bool) -> None:
+    assert heap.is_users(given) == is_users
+    assert heap.variables(given) == ({} if is_users else {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"})
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"], []])

@@ -135,7 +135,9 @@ def test_the_command_says_the_same_in_json(tmp_path: Path) -> None:
     code, text = doctor()
     code_too, told = doctor("--json")
     found = json.loads(told)
-    assert code == code_too == int(any(row["mark"] == FAIL for row in found)), text
+    marks = [line.split()[0] for line in text.split("\n\n")[0].splitlines()]
+    assert code == int(FAIL in marks), text  # each by itself: a busy machine may fail one of two looks
+    assert code_too == int(any(row["mark"] == FAIL for row in found)), told
     names = [row["name"] for row in found]
     assert names[:2] == ["python", "torch"]
     assert "2 processes" in names

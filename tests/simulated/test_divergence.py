@@ -67,9 +67,11 @@ def test_a_call_that_not_all_ranks_make_is_found_and_named_on_every_rank(call, s
 
 def test_a_rank_that_never_comes_does_not_keep_the_others_from_telling(monkeypatch):
     monkeypatch.setattr(shared, "COMING_SECONDS", 0.3)
+    kept = []  # a rank whose step is gone would be taken for dead
 
     def body(ranks):
         step = build(CASE, 3, ranks)
+        kept.append(step)
         train(step, 0)
         if ranks.rank == 2:
             return ""

@@ -20,10 +20,10 @@ def write(note: Path, *, pid: int, began: int) -> None:
 
 
 def test_a_note_counts_while_its_writer_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "HOST_SECONDS", 0.1)
     mine = meeting._process(os.getpid())
     write(tmp_path / "note", pid=mine.pid, began=mine.began)
     assert meeting._wait_for(tmp_path / "note", SEAT) == 7
+    monkeypatch.setattr(meeting, "HOST_SECONDS", 0.1)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     for pid, began in ((mine.pid, mine.began - 1), (ended.pid, mine.began)):  # a number used again, a dead process

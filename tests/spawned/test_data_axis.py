@@ -172,18 +172,18 @@ def test_a_wrapped_optimizer_keeps_what_earlier_backwards_left(world):
 def test_the_death_of_a_rank_is_noticed_and_named(world):
     broken = World(3, root=world(2)._root)
     with pytest.raises(CaseFailed) as caught:
-        broken.run(f"{CASES}:dies_in_silence", time_limit_seconds=20)
-    assert len(re.findall(r"noticed in 0 s: rank 1 \(host .*\) died", str(caught.value))) == 2
+        broken.run(f"{CASES}:dies_in_silence")
+    assert len(re.findall(r"noticed in \d s: rank 1 \(host .*\) died", str(caught.value))) == 2
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ranks_in_different_calls_are_told_so(world, transport):
-    for said in world(2).run(f"{CASES}:diverges", transport=transport, stray=[1], time_limit_seconds=20):
+    for said in world(2).run(f"{CASES}:diverges", transport=transport, stray=[1]):
         assert "rank 0 is at step 3; rank 1 is at evaluate() after step 2" in said
 
 
 def test_hosts_in_different_calls_are_told_so(world):
-    results = world(4).run(f"{CASES}:diverges", transport="shared", stray=[2, 3], host="two", time_limit_seconds=20)
+    results = world(4).run(f"{CASES}:diverges", transport="shared", stray=[2, 3], host="two")
     for rank, said in enumerate(results):
         here, there = rank % 2, rank % 2 + 2
         assert f"rank {here} is at step 3; rank {there} is at evaluate() after step 2" in said
@@ -191,7 +191,7 @@ def test_hosts_in_different_calls_are_told_so(world):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_backward_that_one_rank_leaves_out_is_told(world, transport):
-    for said in world(2).run(f"{CASES}:wrapped_diverges", transport=transport, time_limit_seconds=20):
+    for said in world(2).run(f"{CASES}:wrapped_diverges", transport=transport):
         assert "rank 0 is at backward 2 after 1 steps of the optimizer; rank 1 is at backward 2 after 2 steps" in said
 
 
@@ -221,5 +221,5 @@ def test_a_rank_that_raises_does_not_leave_the_others_waiting(world):
     # A world of its own: this one ends.
     broken = World(2, root=world(2)._root)
     with pytest.raises(CaseFailed, match="this rank gives up"):
-        broken.run(f"{CASES}:dies", rank=1, time_limit_seconds=20)
+        broken.run(f"{CASES}:dies", rank=1)
     broken.end()

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.ports import free_ports
 from tests.spawned.test_resume import SOURCE, equal, losses
 
 SECONDS = 120  # the time limit of a command; on an idle machine the longest takes fifteen
@@ -162,8 +163,8 @@ def test_ranks_killed_again_and_again_change_nothing_but_the_time(start: Start, 
     steps = [fault["step"] for fault in found]
     assert steps == sorted(set(steps))
     for number, fault in enumerate(found):
-        assert fault["time"] - float((tmp_path / f"mark-{number}").read_text()) < 3  # a second, on an idle machine
-        assert fault["seconds"] < 30  # six
+        assert fault["time"] - float((tmp_path / f"mark-{number}").read_text()) < 8  # a second, on an idle machine
+        assert fault["seconds"] < 60  # six
         told = f"rank {fault['rank']} of 2 (host {HOST}, after step {fault['step']}) was killed by SIGKILL"
         assert fault["text"].startswith(told)
         assert told in job.err
@@ -223,9 +224,7 @@ def test_a_rank_that_comes_late_to_a_restart_meets_the_others(start: Start, tmp_
 
 def foreign_world(start: Start, *words: str) -> list[Job]:
     """Two ranks that a launcher of others has started, as far as they can see."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = str(listener.getsockname()[1])
-    listener.close()
+    (port,) = map(str, free_ports(1))
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return [start(*TRAIN, *words, **world, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
 
@@ -236,7 +235,7 @@ def test_a_dead_rank_ends_the_others_of_a_foreign_world_for_a_requeue(start: Sta
     assert jobs[1].end() == -signal.SIGKILL
     begin = time.monotonic()
     assert jobs[0].end() == 75
-    assert time.monotonic() - begin < 5  # 0.2 s on a busy machine
+    assert time.monotonic() - begin < 20  # 0.2 s on a busy machine, and more where a disk is
     assert f"PeerError: rank 1 (host {HOST}) died while rank 0 waited for it (after step 3)" in jobs[0].err
     (fault,) = faults(tmp_path / "runs" / "first")
     assert (fault["kind"], fault["rank"], fault["host"]) == ("lost rank", 1, HOST)

@@ -13,9 +13,11 @@ from typing import NamedTuple
 import psutil
 import pytest
 
+from fourfold.engines.machine import THREAD_VARIABLES
+from fourfold.words.heap import VARIABLE
 from fourfold.words.world import cores
 
-SECONDS = 60  # the time limit of a command; a command on an idle machine takes three
+SECONDS = 180  # the time limit of a command; a command on an idle machine takes three
 FOURFOLD = ("-m", "fourfold")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *FOURFOLD)
 SOURCE = Path(__file__).parents[2] / "src"
@@ -37,7 +39,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def begin(script: str, arguments: Sequence[str], *, launcher: Sequence[str] = FOURFOLD) -> subprocess.Popen[str]:
         (tmp_path / "script.py").write_text(script)
-        foreign = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+        foreign = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", *THREAD_VARIABLES, VARIABLE)
         environment = {name: value for name, value in os.environ.items() if name not in foreign}
         environment["PYTHONPATH"] = os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])
         process = subprocess.Popen(
@@ -244,3 +246,32 @@ def test_bad_input_under_torchrun_is_told_by_one_rank(start: Start) -> None:
     ended = end(start(TASK, ["train", "script.py", "stebs=3"], launcher=TORCHRUN))
     assert ended.code != 0
     assert ended.err.count("stebs = 3") == 1
+
+
+HEAP = """
+import ctypes
+import torch
+from fourfold.parts import memory
+
+class Info(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena a b c d e f g h i".split()]
+
+library, size = ctypes.CDLL(None), 2**24
+library.mallinfo2.restype = Info
+assert memory.keep_freed_memory()
+for step in range(30):
+    large, small = torch.empty(size + 64 * (step % 3 == 0), dtype=torch.uint8), torch.empty(128, dtype=torch.uint8)
+    del large
+    again = torch.empty(size, dtype=torch.uint8)
+    del again, small
+    begin = library.mallinfo2().arena if step == 0 else begin
+print((library.mallinfo2().arena - begin) // size)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
+def test_freed_memory_is_used_again_for_what_is_as_large(start: Start) -> None:
+    # With glibc's tcache the heap grows by four to seven of them, without by two at most.
+    ended = end(start(HEAP, ["run", "-n", "2", "script.py"]))
+    assert ended.code == 0, ended.err
+    assert max(map(int, ended.out.split())) <= 3

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.ports import free_ports
 from tests.spawned.test_launch import SECONDS, SOURCE, TASK, Ended
 
 FOREIGN = ("OMPI_", "PMI_", "PMIX_", "MPI_", "PALS_", "SLURM_", "JOB_COMPLETION", "FOURFOLD_", "MASTER_", "LOCAL_")
@@ -83,14 +84,6 @@ SwitchType=switch/none
 NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES State=UP
 """
-
-
-def free_ports(number: int) -> list[int]:
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    ports = [listener.getsockname()[1] for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports
 
 
 @pytest.fixture(scope="module")

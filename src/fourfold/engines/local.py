@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from fourfold.engines import watch
 from fourfold.engines.agent import SIGNALS, UNLIMITED, Agent
-from fourfold.engines.machine import thread_variables
+from fourfold.engines.machine import heap_variables, thread_variables
 from fourfold.engines.onehost import LOOPBACK, OneHost
 from fourfold.engines.restart import Care
 from fourfold.run import pulse
@@ -48,7 +48,7 @@ def launch(command: Sequence[str], *, num_processes: int, care: Care | None = No
     care = care or Care()
     with (
         tempfile.TemporaryDirectory(prefix="fourfold-") as name,
-        _environment(thread_variables(num_processes)),
+        _environment({**thread_variables(num_processes), **heap_variables()}),
         _quiet(),
         _handlers_restored(),
     ):

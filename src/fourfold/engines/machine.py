@@ -1,4 +1,4 @@
-"""Machine: how many processes and threads suit this host.
+"""Machine: how many processes and threads suit this host, and how they allocate.
 
 processes  one per GPU, else one per core up to four
 Law: a rank never gets more threads than its share of the cores; what the user's environment says goes first.
@@ -7,6 +7,7 @@ Law: a rank never gets more threads than its share of the cores; what the user's
 import os
 from collections.abc import Mapping
 
+from fourfold.words import heap
 from fourfold.words.errors import Problem, SettingError
 from fourfold.words.world import World, cores
 
@@ -30,6 +31,11 @@ def thread_variables(num_processes: int, environ: Mapping[str, str] = os.environ
     """What to add to the environment so that `num_processes` share the cores; nothing the user has set."""
     threads = str(max(1, cores() // num_processes))
     return {name: threads for name in THREAD_VARIABLES if name not in environ}
+
+
+def heap_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What to add to the environment for large tensors on CPUs: see `words.heap`. With GPUs nothing."""
+    return {} if gpus() else heap.variables(environ)
 
 
 def check_number(text: str | None, world: World | None) -> int | None:

@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from fourfold.words import heap
 from fourfold.words.errors import FourfoldError, Problem
 
 PAGE_BYTES = 4096
@@ -210,7 +211,7 @@ def keep_freed_memory() -> bool:
     its pages' faults and zeroing again (`docs/measured.md`, "Freed memory"). A user's own setting is left alone.
     """
     mallopt = _malloc("mallopt")
-    if mallopt is None or any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
+    if mallopt is None or heap.is_users(os.environ):
         return False
     trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX of malloc.h
     return bool(mallopt(mmap_max, 0) and mallopt(trim_threshold, 2**31 - 1))

@@ -57,6 +57,7 @@ def refuse_outside(plan: Plan) -> None:
             "gradients that arrive as they were",
         ),
         "sync": ("step", f'sync = "{plan.sync}"', apart),
+        "reduce": ("keep", f'reduce = "{plan.reduce}"', "gradients that are summed in float64"),
         "precision": ("keep", f'precision = "{plan.precision}"', "float64, in which rounding does not hide a mistake"),
     }
     problems = [

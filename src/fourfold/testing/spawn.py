@@ -20,7 +20,7 @@ from typing import Any
 
 from fourfold.testing.hosts import Hosts
 
-TIME_LIMIT_SECONDS = 60.0
+TIME_LIMIT_SECONDS = 120.0
 START_SECONDS = 90.0
 
 

@@ -16,7 +16,7 @@ import torch
 from fourfold.parts.comm import Ranks
 from fourfold.words.world import World
 
-TIME_LIMIT_SECONDS = 60.0
+TIME_LIMIT_SECONDS = 120.0
 
 
 class _Meeting:
