@@ -8,10 +8,15 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 
 
-@pytest.mark.parametrize("system", ["ddp", "horovod", "deepspeed"])
-def test_a_page_shows_the_example_that_ci_runs(system):
-    page = (ROOT / "docs" / f"from-{system}.md").read_text(encoding="utf-8")
-    example = (ROOT / "examples" / f"from_{system}.py").read_text(encoding="utf-8")
+@pytest.mark.parametrize(("page", "example"), [
+    ("from-ddp", "from_ddp"),
+    ("from-horovod", "from_horovod"),
+    ("from-deepspeed", "from_deepspeed"),
+    ("task", "own_task"),
+])  # fmt: skip
+def test_a_page_shows_the_example_that_ci_runs(page, example):
+    page = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    example = (ROOT / "examples" / f"{example}.py").read_text(encoding="utf-8")
     assert f"```python\n{example}```\n" in page
 
 
