@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -360,3 +361,51 @@ def test_documents_may_be_packed_by_a_mask_of_any_length(kind, length):
         return oracle.deviation(oracle.snapshot(step, [m.loss for m in metrics], []), expected)
 
     assert max(threads.run(2, body)) <= TOLERANCE
+
+
+WHOLE: dict[str, dict[str, Any]] = {  # codecs that leave nothing out
+    "topk": {"codec": "topk", "codec_density": 1.0},
+    "powersgd": {"codec": "powersgd", "codec_rank": 64},
+    "dct": {"codec": "dct", "codec_density": 1.0},
+}
+
+
+@settings(max_examples=12)
+@given(
+    mesh=st.sampled_from([(1, 2), (2, 2), (1, 4)]),
+    way=st.sampled_from(WAYS),
+    codec=st.sampled_from(sorted(WHOLE)),
+    zero=st.integers(0, 2),
+    update=st.sampled_from(["after", "in_backward", "in_forward"]),
+    microbatches=st.integers(1, 2),
+)
+def test_a_codec_that_leaves_nothing_out_changes_nothing(mesh, way, codec, **fields):
+    (dp, sp), (ring, ulysses) = mesh, way
+    ways = {"sp": sp, "ring": ring, "ulysses": ulysses if sp % ulysses == 0 else 1}
+    case = dataclasses.replace(LM, **ways, **WHOLE[codec], **fields)
+    assert max(threads.run(dp * sp, lambda ranks: deviation(case, dp * sp, ranks))) <= TOLERANCE
+
+
+@pytest.mark.parametrize("fields", [
+    {"codec": "topk", "codec_density": 0.1},
+    {"codec": "int8"},
+    {"codec": "bf16", "zero": 2},
+    {"precision": "bf16"},
+    {"precision": "bf16", "reduce": "fp32", "zero": 2, "microbatches": 2},
+    {"precision": "fp16", "zero": 1, "clip": 1.0},
+    {"precision": "bf16", "zero": 3, "update": "in_forward"},
+])  # fmt: skip
+@pytest.mark.parametrize(("dp", "sp"), [(2, 2), (1, 4)])
+def test_what_rounds_or_leaves_out_trains_nearly_the_same_and_all_ranks_alike(dp, sp, fields):
+    case = dataclasses.replace(LM, sp=sp, batch_sizes=(4,) * 6, **fields)
+
+    def body(ranks):
+        module, how = make("lm").float(), optimizer(case, foreach=True)
+        step = TrainStep(module, loss_of(case), how, plan=case.plan(dp * sp), ranks=ranks, clip=case.clip)
+        return train_step(case, step)
+
+    first, *others = threads.run(dp * sp, body, hosts=dp)
+    expected = train_oracle(dataclasses.replace(LM, batch_sizes=case.batch_sizes, clip=case.clip))
+    assert first.losses == pytest.approx(expected.losses, rel=2e-2)
+    for other in others:
+        assert all(torch.equal(weight, other.weights[name]) for name, weight in first.weights.items())

@@ -12,6 +12,7 @@ CASES = "tests.spawned.cases"
     (2, {"sp": 2, "clip": 0.5}),
     (4, {"sp": 2, "ulysses": 2, "zero": 1, "microbatches": 2}),
     (4, {"sp": 4, "zero": 2, "length": 13}),
+    (4, {"sp": 2, "zero": 3, "update": "in_forward", "clip": 0.5}),
 ])  # fmt: skip
 def test_tokens_are_shared_out_as_the_oracle_has_it(world, size, fields, transport):
     fields |= {"model": "lm", "batch_sizes": [4, 4, 3], "transport": transport}
