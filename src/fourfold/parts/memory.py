@@ -208,7 +208,8 @@ def keep_freed_memory() -> bool:
     """Let the C library keep what is freed instead of giving it back to the system; True where it agreed.
 
     A backward pass allocates and frees the same large gradients in every step. As separate mappings each costs
-    its pages' faults and zeroing again (`docs/measured.md`, "Freed memory"). A user's own setting is left alone.
+    its pages' faults and zeroing again (`docs/measured.md`, "Freed memory"). A user's own setting is left alone
+    (`words.heap`).
     """
     mallopt = _malloc("mallopt")
     if mallopt is None or heap.is_users(os.environ):

@@ -55,8 +55,8 @@ class Actions:
         self.nominal_count: float | None = None
         self.asked = False
         """Whether this rank has been asked to stop; every rank learns of it within the step."""
-        self.mark = 0.0
-        """What is to add up to 0 over all ranks: of batches that are to be the same on some of them."""
+        self.unlike: Problem | None = None
+        """What is wrong with the batches of the ranks that share this one's sequences; every rank learns of it."""
         self.recorder = SILENT
         self._every_round, self._after = parts.rest.gradient == SPLIT, update == "after"
         self._gathers = life(parts.rest).after_update != Change.NONE
@@ -80,7 +80,7 @@ class Actions:
         self._losses: dict[int, Loss] = {}
         self._own_count, self._learned = 0.0, False
         self._local = torch.zeros(6, dtype=torch.float64, device=self._device)
-        self._local[4:] = torch.tensor([self.asked, self.mark], dtype=torch.float64)
+        self._local[4:] = torch.tensor([self.asked, self.unlike is not None], dtype=torch.float64)
         self._last = max((index for index, part in enumerate(microbatches) if part.samples), default=-1)
         rounds = len(microbatches) if self._every_round else 1
         self._first_of_last_round = (rounds - 1) * len(self._parts.parameters)
@@ -307,7 +307,7 @@ class Actions:
             return
         self.totals = Totals(*self._parts.transport.measured(LOSS))
         if self.totals.unlike:
-            raise TaskError(unlike(), where="the batch")
+            raise TaskError(self.unlike or unlike(), where="the batch")
         if self.totals.count == 0:
             raise TrainingError(Problem("a global batch without a loss element", "at least one on one rank"))
         if not math.isfinite(mean := self.totals.loss / self.totals.count):

@@ -24,7 +24,7 @@ from fourfold.plan.order import Stretch
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import Scale, computed, reduced
 from fourfold.run.actions import Actions
-from fourfold.run.batch import Microbatch, call, cut, evaluating, measure
+from fourfold.run.batch import Microbatch, call, cut, evaluating, mapped, measure
 from fourfold.run.guard import Guard
 from fourfold.run.metrics import Metrics
 from fourfold.run.outline import outline
@@ -32,7 +32,7 @@ from fourfold.run.parts import Parts
 from fourfold.run.refuse import compare, refuse, refuse_for, refuse_optimizer
 from fourfold.run.remembered import Remembered
 from fourfold.run.runtime import Runtime
-from fourfold.run.sequence import Tokens
+from fourfold.run.sequence import Tokens, pair
 from fourfold.run.sequence.alike import unlike
 from fourfold.run.state import State, copied
 from fourfold.run.weights import Weights, trainable_of
@@ -250,11 +250,11 @@ class TrainStep:
         if not self._recorded:
             self._transport.agree()  # The first step also exchanges what is no sum.
         self.try_out(batch)
-        self._actions.mark = self._mark(batch)
+        batch, self._actions.unlike = self._compared(batch)
         self._guard.begin()
         loss_scale = None if self._scale is None else self._scale.value
         program = self.program_apart if (self.steps + 1) % self.plan.period else self.program
-        with self.reading(batch, self.plan.microbatches) as microbatches:
+        with self._reading(batch, self.plan.microbatches) as microbatches:
             self._runtime.run(program, microbatches)
         totals = self._actions.totals
         assert totals is not None
@@ -284,16 +284,17 @@ class TrainStep:
         self._enter("evaluate()", getattr(batch, "samples", None))
         self._actions.settle()
         self.try_out(batch)
+        batch, problem = self._compared(batch)
         local = torch.zeros(5, dtype=torch.float64)
-        with self._weights.read("evaluate"), self.reading(batch) as (part,), evaluating(self.model):
+        with self._weights.read("evaluate"), self._reading(batch) as (part,), evaluating(self.model):
             if part.samples:
                 loss = measure(self._loss(call(self.model, part.inputs, part.kept), part.targets), part.samples)
                 values = [loss.total.item(), loss.count, part.samples, part.tokens]
                 local[:4] = torch.tensor(values, dtype=torch.float64)
-        local[4] = self._mark(batch)
-        total, count, samples, tokens, differ = self._sum(local)
-        if differ:
-            raise TaskError(unlike(), where="the batch")
+        local[4] = problem is not None
+        total, count, samples, tokens, num_unlike = self._sum(local)
+        if num_unlike:
+            raise TaskError(problem or unlike(), where="the batch")
         return Metrics(
             loss=total / count if count else float("nan"),
             samples=round(samples / self.plan.sp),
@@ -313,8 +314,20 @@ class TrainStep:
             self._tokens.try_out(batch, self._weights.read("try out"))
 
     @contextlib.contextmanager
-    def reading(self, batch: Any, count: int = 1) -> Iterator[list[Microbatch]]:
-        """This rank's part of a batch in microbatches; within, the model's attention reaches all tokens of it."""
+    def reading(self, batch: Any) -> Iterator[Microbatch]:
+        """This rank's part of a batch; within, the model's attention reaches all tokens of it.
+
+        Collective among the ranks that share sequences. Raises TaskError on them where their batches are not the same.
+        """
+        batch, problem = self._compared(batch)
+        if problem is not None:
+            raise TaskError(problem, where="the batch")
+        with self._reading(batch) as (part,):
+            yield part
+
+    @contextlib.contextmanager
+    def _reading(self, batch: Any, count: int = 1) -> Iterator[list[Microbatch]]:
+        """The same in microbatches, of a batch that has been compared."""
         if self._tokens is None:
             yield cut(batch, count, self.device)
             return
@@ -323,8 +336,10 @@ class TrainStep:
         with self._tokens.routing(parts, self.steps, getattr(batch, "samples", None)):
             yield parts
 
-    def _mark(self, batch: Any) -> float:
-        return 0.0 if self._tokens is None else self._tokens.mark(batch)
+    def _compared(self, batch: Any) -> tuple[Any, Problem | None]:
+        """The batch; where ranks that share its sequences have other ones none of its samples, and what is wrong."""
+        problem = None if self._tokens is None else self._tokens.unlike(batch)
+        return (batch if problem is None else mapped(pair(batch), lambda tensor: tensor[:0])), problem
 
     def sum(self, values: Tensor) -> list[float]:
         """A few float64 scalars [n ≤ 8], summed over the data ranks. Collective."""

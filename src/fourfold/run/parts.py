@@ -51,7 +51,7 @@ class Totals:
     asked: float
     """How many ranks have been asked to stop."""
     unlike: float = 0.0
-    """Other than 0 where ranks that share sequences have other batches: see `Tokens.mark`."""
+    """How many ranks are of lines that have other batches: see `run.sequence.alike`."""
 
 
 class Terms(NamedTuple):

@@ -300,7 +300,7 @@ def evaluate(step: TrainStep, task: Task, source: Source, batch_size: int) -> di
 
 
 def _measures(step: TrainStep, task: Task, batch: Any) -> dict[str, Sequence[Any]]:
-    with step.reading(batch) as (part,):
+    with step.reading(batch) as part:
         outputs = call(step.model, part.inputs, part.kept)
     loss = measure(task.loss(outputs, part.targets), part.samples)
     extra = task.evaluate(outputs, part.targets) if task.evaluate is not None else {}

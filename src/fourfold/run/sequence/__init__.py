@@ -18,7 +18,7 @@ from fourfold.plan.order import share as between
 from fourfold.plan.plan import Plan
 from fourfold.plan.sequence import divisor, length_problem
 from fourfold.run.batch import Microbatch, has_tokens, leaves, mapped
-from fourfold.run.sequence.alike import digest, mark, unlike
+from fourfold.run.sequence.alike import digest, same, unlike
 from fourfold.run.sequence.dropout import Drawn, apart
 from fourfold.run.sequence.hugging import installed, is_hugging, refuse_packed
 from fourfold.run.sequence.losses import Sum, Value, adding_up, no_mean, observed, refuse_uneven
@@ -47,6 +47,7 @@ class Tokens:
         self._model, self._loss, self._plan, self._ranks = model, loss, plan, ranks
         self._place = plan.mesh.at(ranks.rank)
         lines = plan.mesh.groups("sp")
+        self._line = next(line for line in lines if ranks.rank in line)
         self._axis = sequence.connect(ranks, lines, ring=plan.ring, ulysses=plan.ulysses, choice=plan.transport)
         self._instead = apart(self._place["sp"])
         self._drawn = Drawn(seed)
@@ -79,9 +80,9 @@ class Tokens:
             parts = mapped(parts, lambda tensor: tensor[:, kept] if has_tokens(tensor, mine.size) else tensor)
         return Cut((cut_tokens(inputs, mine), parts), kept)
 
-    def mark(self, batch: Any) -> float:
-        """What adds up to 0 over all ranks where each line has one batch: see `alike.mark`."""
-        return mark(batch, self._place["sp"], self._plan.sp)
+    def unlike(self, batch: Any) -> Problem | None:
+        """What is wrong where the ranks of this line have other batches. Collective among them."""
+        return None if same(digest(batch), self.links, self._ranks.device) else unlike(self._line)
 
     def _refuse_uneven(self, targets: Any, length: int) -> None:
         assert self._ignored is not None

@@ -1,7 +1,8 @@
 """Alike: ranks that hold tokens of the same samples are given the same batch, and in every step this is checked.
 
-mark   of a batch on one rank: all ranks' marks add up to 0 where lines have the same batch; they travel with the loss
-Law: exact integers in float64, so that no order of adding rounds; other batches go unseen once in 2^32 steps.
+digest   a hash of all numbers of a batch
+unlike   a rank whose line has other batches takes part in the step with no samples at all; all ranks learn of it with
+         the loss, and refuse the step before a weight moves
 """
 
 from collections.abc import Sequence
@@ -9,26 +10,38 @@ from typing import Any
 
 import torch
 import xxhash
+from torch import Tensor
 
+from fourfold.parts.comm import Link
 from fourfold.run.batch import leaves
 from fourfold.words.errors import Problem
 
-MARK_BITS = 32
+DIGEST_BITS = 62  # of an int64, which every transport carries
 
 
 def digest(batch: Any) -> int:
-    """A hash of all numbers of a batch, 64 bits."""
+    """A hash of all numbers of a batch, of their dtypes and shapes."""
     found = xxhash.xxh3_64()
     for tensor in leaves(batch):
         found.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
-        found.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
-    return found.intdigest()
+        found.update(_bytes(tensor))
+    return found.intdigest() >> (64 - DIGEST_BITS)
 
 
-def mark(batch: Any, index: int, size: int) -> float:
-    """The mark of a batch on the rank of this index in a line of `size` ranks."""
-    number = digest(batch) % 2**MARK_BITS
-    return float(number * (size - 1) if index == 0 else -number)
+def _bytes(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().cpu().reshape(-1)
+    if flat.stride(0) != 1:
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8).numpy().data
+
+
+def same(number: int, links: Sequence[Link], device: torch.device) -> bool:
+    """Whether all ranks of a line have this number. Collective among them: `links` lead to all of them by turns."""
+    differs = 0
+    for link in links:
+        rows = [row.tolist() for row in link.gather([torch.tensor([number, differs], device=device)])]
+        differs = int(any(row != [number, 0] for row in rows))
+    return not differs
 
 
 def unlike(ranks: Sequence[int] = ()) -> Problem:
