@@ -8,12 +8,12 @@ Law: no weight is changed and nothing is returned before all ranks are known to 
 
 import hashlib
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from fourfold.words.errors import DivergenceError, Problem
 
 CALL_BYTES = 128
-TURNS = 4  # a rank is at most one call ahead of another
+TURNS = 64  # how many calls a rank may be ahead of another and still be compared: some calls wait for nobody
 BOARD_BYTES = CALL_BYTES * TURNS
 
 
@@ -28,12 +28,17 @@ class Board:
         place = self._place(index, number)
         self._mapping[place : place + CALL_BYTES] = encode(call)
 
-    def compare(self, index: int, counts: Sequence[int]) -> None:
-        """Raise DivergenceError where a rank has begun another call than this one; `counts` are calls begun by rank."""
+    def compare(self, index: int, counted: Callable[[], Sequence[int]]) -> None:
+        """Raise DivergenceError where a rank has begun another call than this one; `counted` are calls begun by rank.
+
+        A rank may be many calls ahead, where these do not wait for others. It has compared this one itself.
+        """
+        counts = counted()
         number = counts[index]
-        mine = self._read(index, number)
-        for peer, count in enumerate(counts):
-            if number <= count < number + TURNS and self._read(peer, number) != mine:
+        calls = [self._read(peer, number) for peer in range(len(counts))]
+        for peer, call in enumerate(calls):
+            # Whoever has begun the last turn may by now be writing over what has just been read.
+            if counts[peer] >= number and counted()[peer] < number + TURNS - 1 and call != calls[index]:
                 raise self._diverged(number, counts)
 
     def _diverged(self, number: int, counts: Sequence[int]) -> DivergenceError:

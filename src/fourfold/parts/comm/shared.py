@@ -275,8 +275,10 @@ class Shared:
             self._compare()
 
     def _compare(self) -> None:
-        counts = [self._flags[peer * self._words + CALLED * FLAG_STRIDE] for peer in range(self.size)]
-        self._board.compare(self.index, counts)
+        def counted() -> list[int]:
+            return [self._flags[peer * self._words + CALLED * FLAG_STRIDE] for peer in range(self.size)]
+
+        self._board.compare(self.index, counted)
 
     # ---- weights that rest split between hosts -------------------------------------------------------
 
