@@ -1,5 +1,6 @@
 """The command line: what it reads, and what it refuses before any process is started."""
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.cli import main
+from fourfold.cli import interrupt, main
 from fourfold.cli.settings import RUN, Kind, Words, kinds, read, sort
 from fourfold.engines.machine import check_number, thread_variables
 from fourfold.words import heap
@@ -386,6 +387,29 @@ def test_samples_whose_tokens_cannot_be_cut_are_refused_before_a_process_is_star
     text = refused("train", "digits", "sp=2", "dp=1")
     assert "inputs that are a Tensor" in text
     assert "position_ids or positions" in text
+
+
+def test_an_interrupt_that_is_dropped_while_importing_is_not_lost(monkeypatch: pytest.MonkeyPatch):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(interrupt, "_heard", False)
+    try:
+        interrupt.listen()
+        interrupt.check()
+        with contextlib.suppress(KeyboardInterrupt):  # as Python does in a callback
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            interrupt.check()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("command", ["show", "verify"])
+def test_a_misspelt_field_is_named_before_a_plan_is_missed(refused: Refused, command: str):
+    assert "zerro = 1   need a known setting   try zero=1" in refused(command, "zerro=1")
+
+
+def test_no_text_at_all_is_no_path(refused: Refused):
+    assert "data= with nothing after it" in refused("train", "lm", "data=")
 
 
 def test_what_cannot_be_verified_is_refused_with_the_reason(refused: Refused):

@@ -101,6 +101,9 @@ def test_what_messages_will_cost_is_shown_before():
     # int8 among four: 3 messages of a byte an element, a quarter of 2 · 3/4 · 4 bytes · 2, less 4 / 256 for the scales.
     shown = show(Plan(dp=dp, codec="int8", bucket_bytes=bucket_bytes), lm.task())
     assert "1.97 times less than without the codec" in shown
+    # Half of all elements among four, gathered: 3 messages of 6 bytes each, of 2 · 3/4 · 4 bytes.
+    shown = show(Plan(dp=dp, codec="topk", codec_density=0.5, bucket_bytes=bucket_bytes), lm.task())
+    assert "1.5 times as much as without the codec" in shown
 
 
 @pytest.mark.parametrize("size", [1, 2])

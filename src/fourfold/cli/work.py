@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fourfold.cli import interrupt
 from fourfold.words.errors import Problem, SettingError, reason
 from fourfold.words.world import from_environment
 
@@ -30,6 +31,7 @@ def train(words: Sequence[str], processes: str | None) -> int:
     if _is_finished(ready, speaks=world is None or world.rank == 0):
         return 0
     if world is not None or ready.num_processes == 1:
+        interrupt.check()
         rank.train(ready, world)
         return 0
     return _launch(["-m", "fourfold.cli.rank", *words], ready.num_processes, _care(ready))
@@ -92,6 +94,7 @@ def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> i
         raise SettingError(Problem(got, "a Python file", neighbour(script, "*.py")), where="fourfold run")
     num_processes = needed or default_processes()
     if world is not None or num_processes == 1:
+        interrupt.check()
         run_program(command)
         return 0
     return _launch(command, num_processes, Care(restarts=int(restarts), notice=_say))
@@ -104,11 +107,11 @@ def show(words: Sequence[str]) -> int:
     from fourfold.run.show import show as text_of
 
     given = sort(words)
-    if given.plan is None and not set(given.values) & set(FIELDS):
-        raise SettingError(Problem("no plan", "a file PLAN.toml, or fields of a plan", "fourfold show dp=2"))
     # Without a file, dp is 1 unless said: what is shown must not depend on this machine.
     said = given.plan is not None or "dp" in given.values
     ready = job.read([*words] if said else [*words, "dp=1"])
+    if given.plan is None and not set(given.values) & set(FIELDS):
+        raise SettingError(Problem("no plan", "a file PLAN.toml, or fields of a plan", "fourfold show dp=2"))
     print(text_of(ready.plan, ready.task))
     return 0
 
@@ -122,12 +125,13 @@ def verify(words: Sequence[str], processes: str | None) -> int:
     from fourfold.run.verify import STEPS, refuse_outside
 
     given = sort(words)
+    words = [*words] if "steps" in given.values else [*words, f"steps={STEPS}"]
+    world = from_environment()
+    plan = job.read(words, num_processes=check_number(processes, world)).plan
     if given.plan is None and not set(given.values) & set(FIELDS):
         problem = Problem("no plan", "a file PLAN.toml, or fields of a plan", "fourfold verify lm dp=2 zero=1")
         raise SettingError(problem, where="fourfold verify")
-    words = [*words] if "steps" in given.values else [*words, f"steps={STEPS}"]
-    world = from_environment()
-    refuse_outside(job.read(words, num_processes=check_number(processes, world)).plan)
+    refuse_outside(plan)
     ready = job.prepare(words, num_processes=check_number(processes, world), keeps=False)
     if world is not None or ready.num_processes == 1:
         verify.verify(ready, world)
@@ -149,6 +153,7 @@ def report(words: Sequence[str]) -> int:
 def _launch(command: Sequence[str], num_processes: int, care: "Care") -> int:
     from fourfold.engines.local import launch
 
+    interrupt.check()
     outcome = launch(command, num_processes=num_processes, care=care)
     if outcome.text:
         _say(outcome.text)

@@ -113,6 +113,9 @@ def open_text(path: str | os.PathLike[str] | None = None) -> Split:
 
 def existing(path: str | os.PathLike[str]) -> Path:
     """The path, if a readable file or folder is there. Raises DataError."""
+    if not str(path):
+        got, attempt = "data= with nothing after it", "no data=, for Python's own source code"
+        raise DataError(Problem(got, "a file or folder of text", attempt))
     root = Path(path).expanduser()
     if not root.exists():
         close = nearest(root.name, _names(root.parent))

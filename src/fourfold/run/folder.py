@@ -11,6 +11,7 @@ Law: a folder belongs to one run; that run goes on in it, and any other is refus
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import platform
 import secrets
@@ -137,8 +138,21 @@ def _difference(theirs: Identity | None, ours: Identity | None) -> str:
     if theirs is None or ours is None:
         return ""
     now = msgspec.json.decode(canonical(ours), type=dict[str, Any])
-    names = [name for name in {**theirs, **now} if theirs.get(name) != now.get(name)]
-    return f", with another {', '.join(names)}"
+    return f", with another {', '.join(_differing(theirs, now))}"
+
+
+def _differing(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[str]:
+    """The names under which two identities differ, with what is there and what is wanted."""
+    for name in {**theirs, **ours}:
+        there, here = theirs.get(name), ours.get(name)
+        if isinstance(there, dict) and isinstance(here, dict):
+            yield from _differing(there, here)
+        elif there != here:
+            yield f"{name} ({_told(there)} there, {_told(here)} here)"
+
+
+def _told(value: Any) -> str:
+    return "none" if value is None else json.dumps(value)
 
 
 def finished(path: Path) -> dict[str, Any] | None:

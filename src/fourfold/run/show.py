@@ -149,6 +149,12 @@ def _messages(buckets: Sequence[Bucket], plan: Plan, shapes: Mapping[str, tuple[
     return sent
 
 
+def _compared(coded: float, plain: float) -> str:
+    if coded <= plain:
+        return f"{plain / coded:.3g} times less than without the codec"
+    return f"{coded / plain:.3g} times as much as without the codec"
+
+
 def _bytes(buckets: Sequence[Bucket], plan: Plan, messages: float | None) -> str:
     gradients = [reduced(bucket, plan.reduce) for bucket in buckets]
     total = sum(bucket.num_bytes for bucket in gradients)
@@ -156,8 +162,7 @@ def _bytes(buckets: Sequence[Bucket], plan: Plan, messages: float | None) -> str
     lines = [f"gradients         {sized(total)} a rank"]
     if plan.num_sharing > 1 and messages is not None:
         lines += [
-            f"over a network    {sized(messages)} sent by each rank in each step, {sent / messages:.3g} times less "
-            "than without the codec",
+            f"over a network    {sized(messages)} sent by each rank in each step, {_compared(messages, sent)}",
             "in shared memory  nothing is sent, and gradients are coded all the same: training is that of a network",
         ]
     elif plan.num_sharing > 1 and plan.sync == "local":

@@ -151,6 +151,8 @@ class Tokens:
             tried = Trial(self._model, inputs, mine, ulysses=self._plan.ulysses).run()
         except (RuntimeError, ValueError, IndexError, AssertionError) as error:
             said = str(error).splitlines()[0] if str(error) else type(error).__name__
+            if few == length:
+                return [Problem(f"a model that fails on a sample of {length} tokens: {said}", "one that does not")], []
             got = f"sp > 1 and a model that fails with {few} tokens, where a sample has {length}: {said}"
             return [Problem(got, "a model of any number of tokens")], []
         if tried.problems:

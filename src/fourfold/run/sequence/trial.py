@@ -215,7 +215,7 @@ class Trial:
             return self._by_hand()
         if self._ignores_positions():
             need = "positions that are given: each rank has other tokens than the first"
-            attempt = f"{self._position}[:, :, None] where the model counts places itself, as by torch.arange"
+            attempt = f"{self._position} [samples, tokens] where the model counts places itself, as by torch.arange"
             return Problem(f"sp > 1 and a model that does not use {self._position}", need, attempt)
         first = self._first_difference()
         at = f", first in {first}" if first else ""

@@ -1,0 +1,28 @@
+"""Interrupt: a Ctrl-C while a command is still importing is not lost.
+
+Python raises KeyboardInterrupt wherever the main thread is. In a callback of the import system it is printed and
+dropped, and the command would go on as if nobody had asked it to stop.
+"""
+
+import signal
+from types import FrameType
+
+_heard = False
+
+
+def listen() -> None:
+    """From now on an interrupt is remembered too; where somebody else handles SIGINT, nothing changes."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _hear)
+
+
+def _hear(number: int, frame: FrameType | None) -> None:
+    global _heard
+    _heard = True
+    signal.default_int_handler(number, frame)
+
+
+def check() -> None:
+    """Raise KeyboardInterrupt if one was raised and has not come through."""
+    if _heard:
+        raise KeyboardInterrupt
