@@ -163,10 +163,16 @@ class Training:
 
     def steps(self, progress: Progress, asked: Callable[[], bool]) -> Progress:
         """From where the run is to its last step. Raises StoppedError where a rank is `asked` to stop."""
-        step, feed, average = self.trained
-        feed.look = step.look
+        feed = self.trained.feed
+        feed.look = self.trained.step.look
+        # The thread that reads ahead ends here, however the steps end: in the interpreter's last moments it would
+        # take the process down from within torch.
+        with contextlib.closing(feed.forever()) as batches:
+            return self._steps(progress, asked, batches)
+
+    def _steps(self, progress: Progress, asked: Callable[[], bool], batches: Iterator[Any]) -> Progress:
+        step, _, average = self.trained
         every, last, period = self.settings.checkpoint_every, self.settings.steps, step.plan.period
-        batches = feed.forever()
         lateness = Lateness(step, self.speaker)
         factor = factors(self.task, self.settings)
         losses = deque(progress.losses, maxlen=WINDOW)
@@ -197,7 +203,6 @@ class Training:
                 if every and (is_due(progress.step, every, period) or progress.best != best):
                     with self.pulse.pause():
                         self.keeper.save(progress)
-        batches.close()  # ends the thread that reads ahead
         return progress
 
     def stop(self, progress: Progress) -> NoReturn:
