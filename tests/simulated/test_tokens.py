@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import pytest
@@ -183,6 +184,17 @@ def test_a_scalar_that_may_be_no_mean_of_all_elements_is_refused(kind):
     loss, said = SCALARS[kind]
     with pytest.raises(TaskError, match=said):
         threads.run(2, lambda ranks: built(ranks, Plan(), loss, bidirectional())(batches(LM)[0]))
+
+
+def test_a_batch_without_samples_is_no_trial():
+    def body(ranks):
+        step = built(ranks, Plan(), lambda logits, targets: values(logits, targets).sum().sqrt())  # no mean
+        inputs, targets = batches(LM)[0]
+        assert math.isnan(step.evaluate(({name: tensor[:0] for name, tensor in inputs.items()}, targets[:0])).loss)
+        step((inputs, targets))
+
+    with pytest.raises(TaskError, match="1 problem in the loss"):
+        threads.run(2, body)
 
 
 def test_ranks_of_one_sequence_with_other_batches_are_refused():

@@ -135,10 +135,12 @@ class Tokens:
             told["odd"] = next((value.odd for value in values if value.odd is not None), None)
             told["close"] = max((value.close for value in values), default=0.0)
             told["ignored"] = sorted({index for value in values for index in value.ignored})
-        self._judge(self._ranks.exchange(told))
+        everyone = self._ranks.exchange(told)
+        self._judge(everyone)
         if self._ignored is not None:
             self._refuse_uneven(targets, length)
-        self.is_tried = True
+        # A batch that is empty everywhere has shown nothing.
+        self.is_tried = any("values" in told for told in everyone)
 
     def _try(self, inputs: Mapping[str, Any], targets: Any, length: int) -> tuple[list[Problem], list[Value]]:
         """The problems that a trial finds; else the values of the loss for all tokens, and for this rank's."""
