@@ -9,7 +9,8 @@ import torch
 
 from fourfold.parts import codec
 from fourfold.parts.comm.coded import Coded, NoWire, Ways
-from fourfold.parts.comm.shared import Shared, Slotting
+from fourfold.parts.comm.shared import Shared
+from fourfold.parts.comm.slotting import Slotting
 from fourfold.parts.comm.split import Flight, landed
 from fourfold.plan.codec import Coding
 from fourfold.plan.data import RESTS, Bucket, Slot, turns

@@ -21,7 +21,8 @@ from fourfold.parts.comm.links import Link, Messages, NoLink
 from fourfold.parts.comm.neighbours import Neighbours, Place, total_bytes
 from fourfold.parts.comm.ranks import Ranks, join, leave, present, world
 from fourfold.parts.comm.same_host import meet
-from fourfold.parts.comm.shared import Shared, Slotting
+from fourfold.parts.comm.shared import Shared
+from fourfold.parts.comm.slotting import Slotting
 from fourfold.parts.comm.transport import Alone, Held, Part, Transport
 from fourfold.parts.comm.wire import GroupWire
 from fourfold.plan.data import RESTS, Rest

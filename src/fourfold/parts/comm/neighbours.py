@@ -24,14 +24,8 @@ from torch import Tensor
 
 from fourfold.parts import memory
 from fourfold.parts.comm.links import Carry
-from fourfold.parts.comm.shared import (
-    ALIGNMENT_BYTES,
-    FLAG_STRIDE,
-    LIVENESS_SECONDS,
-    POLL_SECONDS,
-    SPINS,
-    YIELD_SECONDS,
-)
+from fourfold.parts.comm.shared import LIVENESS_SECONDS, POLL_SECONDS, SPINS, YIELD_SECONDS
+from fourfold.parts.comm.slotting import ALIGNMENT_BYTES, FLAG_STRIDE
 from fourfold.words.errors import DivergenceError, PeerError, Problem
 from fourfold.words.spans import SILENT
 

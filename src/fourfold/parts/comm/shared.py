@@ -1,7 +1,6 @@
 """Shared memory: the processes of one host reduce without a message.
 
-region   one rank's part of the mapping: its flags, its scalars, its slots
-flag     an int64 that only its owner writes and that only grows
+flag     only grows; where it lies, as slots and scalars do, is in `slotting.py`
 slice    the part of every bucket that one rank sums, in rank order, into its own slot
 Law: a slot is written while no other rank may read it. A rank reads others' slots after `launched` says that
 they are complete, others' sums after `summed`, and nobody writes again before `closed` says that all have read.
@@ -26,24 +25,39 @@ from typing import Protocol
 
 import torch
 
-from fourfold.parts.comm.calls import BOARD_BYTES, Board
+from fourfold.parts.comm.calls import Board
 from fourfold.parts.comm.group import Shards
+from fourfold.parts.comm.slotting import (
+    CALLED,
+    CLOSED,
+    DEAD,
+    FLAG_STRIDE,
+    LAUNCHED,
+    MEASURED,
+    NUM_FLAGS,
+    NUM_MEASURES,
+    PERMITTED,
+    SCALED,
+    STAGED,
+    SUMMED,
+    TAKEN,
+    UPDATED,
+    Slotting,
+    scalars_of,
+    slots_of,
+    stages_of,
+    weights_of,
+)
 from fourfold.parts.comm.split import Flight, add_up
 from fourfold.parts.comm.staging import Flags, Staging
 from fourfold.parts.comm.transport import Part, one
 from fourfold.plan.data import RESTS, Rest
-from fourfold.plan.gathers import NUM_STAGES
 from fourfold.plan.order import share
 from fourfold.words.action import LOSS
 from fourfold.words.errors import PeerError
 from fourfold.words.layout import PARTIAL, SPLIT
 from fourfold.words.spans import SILENT
 
-FLAG_STRIDE = 8  # int64s: a cache line of its own for each flag
-LAUNCHED, SUMMED, SCALED, PERMITTED, UPDATED, CLOSED, DEAD, CALLED, STAGED, TAKEN, MEASURED = range(11)
-NUM_MEASURES = 4
-NUM_FLAGS = MEASURED + NUM_MEASURES
-ALIGNMENT_BYTES = 4096
 SPINS = 200
 YIELD_SECONDS = 0.002
 POLL_SECONDS = 0.0002
@@ -88,57 +102,6 @@ class Between(Protocol):
         ...
 
 
-class Slotting:
-    """Where things lie. Pure arithmetic, the same on every rank.
-
-    A region a rank: flags, calls, scalars, then slots, of which buckets with the same turn share one. Behind the
-    regions, where weights are to exist once per host: their flats, `weights` their dtypes. Where they rest split
-    between hosts: the stages through which they come, `stages` their dtypes.
-    """
-
-    def __init__(
-        self,
-        sizes: Sequence[int],
-        dtypes: Sequence[torch.dtype],
-        *,
-        num_scalars: int,
-        turns: Sequence[int] | None = None,
-        weights: Sequence[torch.dtype] = (),
-        stages: Sequence[torch.dtype] = (),
-    ) -> None:
-        self.sizes, self.dtypes, self.num_scalars = tuple(sizes), tuple(dtypes), num_scalars
-        self.weight_dtypes = tuple(weights)
-        self.turns = tuple(turns if turns is not None else range(len(sizes)))
-        self.calls_offset = 8 * FLAG_STRIDE * NUM_FLAGS
-        flags = _aligned(self.calls_offset + BOARD_BYTES)
-        # Two copies of the scalars, by turns: a rank is never two measures ahead of another.
-        scalars = _aligned(8 * num_scalars * NUM_MEASURES * 2)
-        self.scalars_offset, offset = flags, flags + scalars
-        lengths = _lengths(self.sizes, self.dtypes)
-        starts = {}
-        for turn in dict.fromkeys(self.turns):
-            starts[turn] = offset
-            offset += max(length for length, each in zip(lengths, self.turns, strict=True) if each == turn)
-        self.offsets = [starts[turn] for turn in self.turns]
-        self.region_bytes = offset
-        lengths = _lengths(self.sizes, self.weight_dtypes) if weights else []
-        self.weights_bytes = sum(lengths)
-        self.weight_offsets = [sum(lengths[:bucket]) for bucket in range(len(lengths))]
-        self.stage_bytes = max(_lengths(self.sizes, stages)) if stages else 0
-
-    def total_bytes(self, size: int) -> int:
-        """Of the mapping of `size` ranks."""
-        return size * self.region_bytes + self.weights_bytes + NUM_STAGES * self.stage_bytes
-
-
-def _lengths(sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[int]:
-    return [_aligned(size * dtype.itemsize) for size, dtype in zip(sizes, dtypes, strict=True)]
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
 class Shared:
     """The transport between the processes of a host; see `Transport`. `between` reaches the other hosts."""
 
@@ -167,10 +130,10 @@ class Shared:
         self._mapping = mapping
         self._flags = memoryview(mapping).cast("B").cast("q")
         self._words = slotting.region_bytes // 8
-        self._all_slots = [_slots(mapping, slotting, region) for region in range(size)]
+        self._all_slots = [slots_of(mapping, slotting, region) for region in range(size)]
         self.slots: Sequence[torch.Tensor] = self._all_slots[index]
         self.turns = slotting.turns
-        self._scalars = [_scalars(mapping, slotting, region) for region in range(size)]
+        self._scalars = [scalars_of(mapping, slotting, region) for region in range(size)]
         self._slices = [[_slice(length, size, peer) for peer in range(size)] for length in slotting.sizes]
         starts = [region * slotting.region_bytes + slotting.calls_offset for region in range(size)]
         self._board, self._call = Board(mapping, starts, self._ranks), ""
@@ -193,9 +156,9 @@ class Shared:
         self.weights: Sequence[torch.Tensor] | None = None
         behind = size * slotting.region_bytes
         if slotting.weights_bytes:
-            self.weights = _weights(mapping, slotting, behind)
+            self.weights = weights_of(mapping, slotting, behind)
         self.replica = 0 if between is None else between.replica
-        self._staging = self._staging_in(_stages(mapping, slotting, behind)) if slotting.stage_bytes else None
+        self._staging = self._staging_in(stages_of(mapping, slotting, behind)) if slotting.stage_bytes else None
         self.gathers = self._staging is not None
 
     @property
@@ -520,37 +483,6 @@ class Shared:
         if self._between is None:
             return total.tolist()
         return self._between.measure(total.tolist(), self._call if kind == LOSS else None)
-
-
-def _slots(mapping: mmap.mmap, slotting: Slotting, region: int) -> list[torch.Tensor]:
-    start = region * slotting.region_bytes
-    return [
-        torch.frombuffer(mapping, dtype=dtype, count=size, offset=start + offset)
-        for size, dtype, offset in zip(slotting.sizes, slotting.dtypes, slotting.offsets, strict=True)
-    ]
-
-
-def _weights(mapping: mmap.mmap, slotting: Slotting, start: int) -> list[torch.Tensor]:
-    return [
-        torch.frombuffer(mapping, dtype=dtype, count=size, offset=start + offset)
-        for size, dtype, offset in zip(slotting.sizes, slotting.weight_dtypes, slotting.weight_offsets, strict=True)
-    ]
-
-
-def _stages(mapping: mmap.mmap, slotting: Slotting, start: int) -> list[torch.Tensor]:
-    length = slotting.stage_bytes
-    return [
-        torch.frombuffer(mapping, dtype=torch.uint8, count=length, offset=start + number * length)
-        for number in range(NUM_STAGES)
-    ]
-
-
-def _scalars(mapping: mmap.mmap, slotting: Slotting, region: int) -> torch.Tensor:
-    """float64 [kind, turn, scalar]"""
-    count = NUM_MEASURES * 2 * slotting.num_scalars
-    offset = region * slotting.region_bytes + slotting.scalars_offset
-    flat = torch.frombuffer(mapping, dtype=torch.float64, count=count, offset=offset)
-    return flat.view(NUM_MEASURES, 2, slotting.num_scalars)
 
 
 def _slice(length: int, size: int, index: int) -> tuple[int, int]:
