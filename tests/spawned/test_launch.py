@@ -275,3 +275,31 @@ def test_freed_memory_is_used_again_for_what_is_as_large(start: Start) -> None:
     ended = end(start(HEAP, ["run", "-n", "2", "script.py"]))
     assert ended.code == 0, ended.err
     assert max(map(int, ended.out.split())) <= 3
+
+
+LEFT_BEHIND = """
+import os
+import torch, torch.distributed as dist
+import fourfold as ff
+
+
+class Last:
+    def __del__(self, listdir=os.listdir, open=open):  # when the interpreter is taken apart, after the exit functions
+        threads = [open(f"/proc/self/task/{thread}/comm").read() for thread in listdir("/proc/self/task")]
+        print(sum("gloo" in thread for thread in threads), "threads of gloo", flush=True)
+
+
+%s
+model, loss = torch.nn.Linear(4, 1), torch.nn.MSELoss(reduction="none")
+step = ff.parallelize(model, loss, torch.optim.AdamW, ff.Plan(dp=2, transport="gloo"))
+step((torch.ones(2, 4), torch.ones(2, 1)))
+last = Last()
+"""
+
+
+@pytest.mark.parametrize("joined", ["", "dist.init_process_group('gloo')"])
+def test_no_thread_of_gloo_outlives_what_a_script_has_left_behind(start: Start, joined: str) -> None:
+    """One that lets go of a tensor while the interpreter is taken apart aborts the process."""
+    ended = end(start(LEFT_BEHIND % joined, ["run", "-n", "2", "script.py"]))
+    assert ended.code == 0, ended.err
+    assert ended.out == 2 * "0 threads of gloo\n"

@@ -38,7 +38,11 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def run_program(command: Sequence[str]) -> None:
-    """Run `[script, *arguments]` or `["-m", module, *arguments]` in this process, as `__main__`."""
+    """Run `[script, *arguments]` or `["-m", module, *arguments]` in this process, as `__main__`.
+
+    A process group that it leaves behind is destroyed at the exit: gloo's threads may abort a process that forgets it.
+    """
+    atexit.register(_leave_group)
     if command[0] == "-m":
         sys.argv = list(command[1:])
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
@@ -47,6 +51,14 @@ def run_program(command: Sequence[str]) -> None:
     if not sys.flags.safe_path:
         sys.path[0] = str(Path(command[0]).resolve().parent)
     runpy.run_path(command[0], run_name="__main__")
+
+
+def _leave_group() -> None:
+    """Destroy the process group that the program has left behind; after what the program does at its exit itself."""
+    if "torch.distributed" in sys.modules:
+        from fourfold.parts.comm.ranks import leave
+
+        leave()
 
 
 def _fail(error: Exception) -> None:

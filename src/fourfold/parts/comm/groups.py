@@ -5,7 +5,7 @@ work   a collective on its way
 Law: begun is not ended: what goes in may not be written, nor what comes out read, before `wait` has returned.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -49,23 +49,23 @@ class Group(Protocol):
 class Processes:
     """The group over a process group of torch.distributed."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: Callable[[], dist.ProcessGroup | None]) -> None:
         self._group = group
 
     def all_reduce(self, flat: Tensor) -> Work:
-        return _begun(dist.all_reduce(flat, group=self._group, async_op=True))
+        return _begun(dist.all_reduce(flat, group=self._group(), async_op=True))
 
     def reduce_scatter(self, part: Tensor, flat: Tensor) -> Work:
-        return _begun(dist.reduce_scatter_tensor(part, flat, group=self._group, async_op=True))
+        return _begun(dist.reduce_scatter_tensor(part, flat, group=self._group(), async_op=True))
 
     def all_to_all(self, received: Tensor, flat: Tensor) -> Work:
-        return _begun(dist.all_to_all_single(received, flat, group=self._group, async_op=True))
+        return _begun(dist.all_to_all_single(received, flat, group=self._group(), async_op=True))
 
     def all_gather(self, everyone: Tensor, part: Tensor) -> Work:
-        return _begun(dist.all_gather_into_tensor(everyone, part, group=self._group, async_op=True))
+        return _begun(dist.all_gather_into_tensor(everyone, part, group=self._group(), async_op=True))
 
     def broadcast(self, flat: Tensor, source: int) -> None:
-        dist.broadcast(flat, src=source, group=self._group)
+        dist.broadcast(flat, src=source, group=self._group())
 
 
 def rows(group: Group, mine: Tensor, *, size: int) -> Sequence[Tensor]:

@@ -8,11 +8,13 @@ Law: texts are JSON, never pickle; a world of one rank needs no process group.
 
 import atexit
 import contextlib
+import functools
 import json
 import os
 import platform
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +39,9 @@ class _Process(NamedTuple):
     began: int
 
 
+_alive: "weakref.WeakSet[Ranks]" = weakref.WeakSet()
+
+
 class Ranks:
     """All ranks of the job, or one alone."""
 
@@ -44,6 +49,7 @@ class Ranks:
         self.world, self.device = world, device
         self._groups: dict[tuple[str, tuple[int, ...]], Any] = {}
         self._roster: list[_Process] = []
+        _alive.add(self)
 
     def enrol(self) -> "Ranks":
         """Have every rank know where all live. Collective."""
@@ -137,12 +143,16 @@ class Ranks:
         """
         return Processes(self.process_group(ranks, purpose))
 
-    def process_group(self, ranks: Sequence[int], purpose: str) -> dist.ProcessGroup | None:
-        """The same as torch.distributed has it."""
+    def process_group(self, ranks: Sequence[int], purpose: str) -> Callable[[], dist.ProcessGroup | None]:
+        """The same as torch.distributed has it, to be asked for at every use: only then can `leave` end it."""
         key = purpose, tuple(ranks)
         if key not in self._groups:
             self._groups[key] = dist.new_group(list(ranks))
-        return self._groups[key]
+        return functools.partial(self._groups.__getitem__, key)
+
+    def drop_groups(self) -> None:
+        """Let go of all process groups."""
+        self._groups.clear()
 
 
 def join() -> Ranks:
@@ -156,7 +166,6 @@ def join() -> Ranks:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         _init_group("nccl" if device.type == "cuda" else "gloo")
-        # Gloo's threads must end before the interpreter does, else the process aborts at its very end.
         atexit.register(leave)
     return Ranks(world, device).enrol()
 
@@ -197,7 +206,13 @@ def world() -> World:
 
 
 def leave() -> None:
-    """Leave the process group that `join` made."""
+    """Leave the process group that is there, and end all groups made of it.
+
+    A thread of gloo's that lets go of a tensor while the interpreter is taken apart aborts the process, after all has
+    gone well. So its threads must have ended before: nothing may hold a group any more.
+    """
+    for ranks in list(_alive):
+        ranks.drop_groups()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 

@@ -28,8 +28,8 @@ class GroupWire:
         taken = torch.empty_like(flat)
         self.sent_bytes += flat.numel() * flat.element_size()
         operations = [
-            dist.P2POp(dist.isend, flat, self._right, group=self._group, tag=lane),
-            dist.P2POp(dist.irecv, taken, self._left, group=self._group, tag=lane),
+            dist.P2POp(dist.isend, flat, self._right, group=self._group(), tag=lane),
+            dist.P2POp(dist.irecv, taken, self._left, group=self._group(), tag=lane),
         ]
         with self._ranks.naming_the_dead():
             works = dist.batch_isend_irecv(operations)
@@ -46,14 +46,14 @@ class GroupWire:
         everyone = flat.new_empty(self.size, flat.numel())
         self.sent_bytes += (self.size - 1) * flat.numel() * flat.element_size()
         with self._waiting():
-            dist.all_gather_into_tensor(everyone.view(-1), flat, group=self._group)
+            dist.all_gather_into_tensor(everyone.view(-1), flat, group=self._group())
         return everyone
 
     def swap(self, parts: Tensor) -> Tensor:
         received = torch.empty_like(parts)
         self.sent_bytes += (self.size - 1) * parts[0].numel() * parts.element_size()
         with self._waiting():
-            dist.all_to_all_single(received, parts, group=self._group)
+            dist.all_to_all_single(received, parts, group=self._group())
         return received
 
     @contextlib.contextmanager
