@@ -69,6 +69,38 @@ def test_all_problems_are_told_at_once():
     assert "not built yet" in said
 
 
+@pytest.mark.parametrize(
+    ("fields", "attempt"),
+    [
+        ({"codec": "topk2"}, "try codec = topk"),
+        ({"update": "inbackward"}, "try update = in_backward"),
+        ({"ring": "xyz"}, None),
+        ({"zero": 7}, None),
+    ],
+)
+def test_a_choice_that_is_nearly_right_is_told(fields: dict, attempt: str | None):
+    with pytest.raises(PlanError) as caught:
+        Plan(**fields)
+    assert ("try" in str(caught.value)) == (attempt is not None)
+    assert attempt is None or str(caught.value).endswith(attempt)
+
+
+@pytest.mark.parametrize(
+    ("fields", "unread"),
+    [
+        ({"codec_density": 0.05}, {"codec_density": "codec = topk or dct"}),
+        ({"codec_density": 0.05, "codec": "powersgd"}, {"codec_density": "codec = topk or dct"}),
+        ({"codec_density": 0.05, "codec": "dct", "codec_life": 7}, {}),
+        ({"codec_rank": 2, "codec": "powersgd"}, {}),
+        ({"local_steps": 4, "outer_lr": 0.7}, {"local_steps": "sync = local", "outer_lr": "sync = local"}),
+        ({"local_steps": 4, "outer_momentum": 0.9, "sync": "local"}, {}),
+        ({}, {}),
+    ],
+)
+def test_fields_that_nothing_reads_are_known(fields: dict, unread: dict):
+    assert Plan(**fields).unread == unread
+
+
 @pytest.mark.parametrize(("name", "value"), [("pp", 2), ("tp", 2)])
 def test_an_axis_that_is_not_built_yet_is_refused(name, value):
     with pytest.raises(PlanError, match="not built yet"):

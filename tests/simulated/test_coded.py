@@ -106,6 +106,12 @@ def test_what_messages_will_cost_is_shown_before():
     assert "1.5 times as much as without the codec" in shown
 
 
+def test_a_field_that_nothing_reads_is_shown_as_such():
+    shown = show(Plan(dp=2, codec_density=0.5), lm.task())
+    assert "  codec_density = 0.5   no effect without codec = topk or dct\n" in shown
+    assert "no effect" not in show(Plan(dp=2, codec="topk", codec_density=0.5), lm.task())
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_gradient_of_less_than_full_rank_leaves_no_rounding_to_go_along(size):
     # One sample makes matrices of rank 1; what other columns there are must not come from the order of sums.

@@ -131,3 +131,8 @@ def test_at_eight_times_the_batch_the_scaled_rate_learns_with_warm_up_and_not_wi
     warm, cold = (train(f"Adam, batch 512, × 8{words}", seed=seed, folder=str(tmp_path)) for words in (", warm-up", ""))
     assert warm["loss"] < 0.6 * cold["loss"]
     assert warm["accuracy"] > 0.86 > cold["accuracy"]
+
+
+def test_a_run_says_which_field_nothing_reads(tmp_path: Path) -> None:
+    _, said = run(tmp_path, plan=ff.Plan(local_steps=4))
+    assert said[1] == "local_steps = 4 has no effect without sync = local"

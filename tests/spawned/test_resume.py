@@ -184,9 +184,13 @@ def said(whole: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixt
 
 def test_a_finished_run_says_so(whole, said):
     before = log(whole)
-    text = said(*TRAIN, "-n", "2")
-    assert f"runs/{whole.name} is finished (6 steps)" in text
-    assert "name=another" in text
+    text = said(*TRAIN, "-n", "1")
+    assert f"runs/{whole.name} is finished (6 steps): fourfold train … name=another" in text
+    text = said(*TRAIN, "-n", "2", "zero=1", "bucket_bytes=4096")
+    assert (
+        "is finished (6 steps, with dp = 1, zero = 0, bucket_bytes = 4194304: the same training): fourfold train"
+        in text
+    )
     assert log(whole) == before
 
 

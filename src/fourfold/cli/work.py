@@ -60,8 +60,7 @@ def _care(ready: "Job") -> "Care":
 
 def _is_finished(ready: "Job", *, speaks: bool) -> bool:
     """Whether the run has ended already; one that is to start over is set aside here, by one process."""
-    from fourfold.run.folder import finished, set_aside
-    from fourfold.run.settings import told_finished
+    from fourfold.run.folder import finished, set_aside, told_finished
 
     if ready.fresh:
         # A launcher that starts its ranks again does not mean to start over again.
@@ -71,7 +70,7 @@ def _is_finished(ready: "Job", *, speaks: bool) -> bool:
         return False
     line = finished(ready.folder)
     if line is not None and speaks:
-        print(told_finished(ready.folder, line), flush=True)
+        print(told_finished(ready.folder, line, ready.plan), flush=True)
     return line is not None
 
 

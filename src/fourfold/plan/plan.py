@@ -83,6 +83,15 @@ RULES = {
     "transport": Rule(str, choices=("by-host", "shared", "gloo", "nccl")),
 }
 FIELDS = tuple(RULES)
+# Fields that nothing reads but under these choices of another one.
+READ_UNDER = {
+    "local_steps": ("sync", ("local",)),
+    "outer_lr": ("sync", ("local",)),
+    "outer_momentum": ("sync", ("local",)),
+    "codec_rank": ("codec", ("powersgd",)),
+    "codec_density": ("codec", ("topk", "dct")),
+    "codec_life": ("codec", ("dct",)),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +141,16 @@ class Plan:
         if self.codec == "none":
             return None
         return Coding(self.codec, rank=self.codec_rank, density=self.codec_density, life=self.codec_life)
+
+    @property
+    def unread(self) -> dict[str, str]:
+        """The fields that are not at their defaults, and that nothing reads: what each of them would need."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        return {
+            name: f"{other} = {' or '.join(choices)}"
+            for name, (other, choices) in READ_UNDER.items()
+            if getattr(self, name) != defaults[name] and getattr(self, other) not in choices
+        }
 
     @property
     def training(self) -> dict[str, object]:
@@ -209,7 +228,9 @@ def check(values: Mapping[str, object]) -> list[Problem]:
             close = nearest(name, FIELDS)
             problems.append(Problem(f"{name} = {value!r}", "a field of the plan", close or "fourfold show"))
         elif not rule.admits(value):
-            problems.append(Problem(f"{name} = {value!r}", rule.need()))
+            choices = [each for each in rule.built or rule.choices if isinstance(each, str)]
+            close = nearest(value, choices) if isinstance(value, str) else None
+            problems.append(Problem(f"{name} = {value!r}", rule.need(), f"{name} = {close}" if close else ""))
         elif rule.built is not None and value not in rule.built:
             only = " or ".join("nothing" if choice is None else str(choice) for choice in rule.built)
             problems.append(Problem(f"{name} = {value}", f"{only} (the rest is not built yet)", f"{name} = {only}"))

@@ -25,9 +25,9 @@ import msgspec
 import torch
 
 import fourfold
-from fourfold.plan.plan import Plan
+from fourfold.plan.plan import FIELDS, Plan
 from fourfold.run.settings import Identity, canonical
-from fourfold.words.errors import Problem, SettingError, TrainingError, reason
+from fourfold.words.errors import PlanError, Problem, SettingError, TrainingError, reason
 
 LOG, SETTINGS, PLAN = "metrics.jsonl", "settings.json", "plan.toml"
 
@@ -164,6 +164,23 @@ def finished(path: Path) -> dict[str, Any] | None:
         line = msgspec.json.decode(last[0], type=dict[str, Any]) if last else {}
         return line if "finished" in line else None
     return None
+
+
+def told_finished(path: Path, line: Mapping[str, Any], plan: Plan) -> str:
+    """What is said of a run that has ended already, with the last line of its log, to who asks for `plan`."""
+    theirs = _other_fields(path, plan)
+    with_ = f", with {', '.join(theirs)}: the same training" if theirs else ""
+    ended = f"{path} is finished ({line['finished']} steps{with_})"
+    return f"{ended}: fourfold train … name=another for a new run, or fresh=true to start over"
+
+
+def _other_fields(path: Path, plan: Plan) -> list[str]:
+    """The fields that the run in this folder has otherwise, as it has them; none where it does not say."""
+    try:
+        theirs = Plan.from_toml((path / PLAN).read_text())
+    except (OSError, UnicodeDecodeError, PlanError):
+        return []
+    return [f"{name} = {getattr(theirs, name)}" for name in FIELDS if getattr(theirs, name) != getattr(plan, name)]
 
 
 def set_aside(path: Path) -> Path | None:

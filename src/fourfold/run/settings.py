@@ -125,9 +125,3 @@ def run_name(label: str, identity: Identity) -> str:
 def canonical(identity: Identity) -> bytes:
     """The same text for the same identity."""
     return msgspec.json.encode(identity, order="sorted")
-
-
-def told_finished(path: object, line: Mapping[str, Any]) -> str:
-    """What is said of a run that has ended already, from the last line of its log."""
-    steps = f"{path} is finished ({line['finished']} steps)"
-    return f"{steps}: fourfold train … name=another for a new run, or fresh=true to start over"

@@ -77,7 +77,9 @@ def _all(plan: Plan, step: Step) -> action.Program:
 def _plan(plan: Plan) -> str:
     mesh = plan.mesh
     axes = f"pp {mesh.pp} × dp {mesh.dp} × sp {mesh.sp} × tp {mesh.tp}"
-    return f"plan   {axes} = {mesh.size} {_plural('rank', mesh.size)}\n" + _indent(plan.to_toml().splitlines()[1:])
+    notes = {name: f"   no effect without {need}" for name, need in plan.unread.items()}
+    fields = [line + notes.get(line.split(" = ")[0], "") for line in plan.to_toml().splitlines()[1:]]
+    return f"plan   {axes} = {mesh.size} {_plural('rank', mesh.size)}\n" + _indent(fields)
 
 
 def _buckets(buckets: Sequence[Bucket], plan: Plan) -> str:

@@ -17,10 +17,10 @@ from fourfold.run import faults
 from fourfold.run.build import TrainStep
 from fourfold.run.checkpoint.keeper import Progress
 from fourfold.run.faults import Fault
-from fourfold.run.folder import Folder, Opened
+from fourfold.run.folder import Folder, Opened, told_finished
 from fourfold.run.guard import Skipped
 from fourfold.run.metrics import Metrics
-from fourfold.run.settings import Settings, told_finished, tuned_for
+from fourfold.run.settings import Settings, tuned_for
 from fourfold.words.errors import reason
 from fourfold.words.record import Line
 from fourfold.words.task import Task
@@ -93,6 +93,8 @@ class Speaker:
             self._report.start(f"{s.label} · {counted(parameters)} parameters · {mesh} · {step.transport}")
             if rates is not None:
                 self._report.note(rates)
+            for name, need in plan.unread.items():
+                self._report.note(f"{name} = {getattr(plan, name)} has no effect without {need}")
             if plan.offload == "states":
                 self._report.note(told_offload(step.device.type))
 
@@ -117,12 +119,12 @@ class Speaker:
             self.note(f"{self._folder.path} goes on from step {progress.step} of {self._settings.steps}")
         return progress
 
-    def ended_before(self) -> Result:
+    def ended_before(self, plan: Plan) -> Result:
         """What a run that has ended already told at its end."""
         line = self.opened.finished or {}
         path = Path(self.opened.path)
         if self._report is not None:
-            self._report.finish(told_finished(path, line))
+            self._report.finish(told_finished(path, line, plan))
         loss = line.get("loss")
         numbers = {name: float("nan") if value is None else value for name, value in line.get("valid", {}).items()}
         loss = float("nan") if loss is None else loss

@@ -100,7 +100,7 @@ def train(
     with _speaker(task, step, plan, settings, report) as speaker:
         if speaker.opened.finished is not None:
             beats.done()
-            return speaker.ended_before()
+            return speaker.ended_before(plan)
         with _keeper(trained, settings, speaker) as keeper:
             progress = speaker.resumed(keeper.resume())
             if late := told_late(settings, plan):
