@@ -73,7 +73,8 @@ class World:
             if self._hosts is not None:
                 variables = self._hosts.variables(rank, self.size)
                 command = self._hosts.place(rank, self.size).command(command)
-            environ = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
+            # What torch is about to take away is not to be told to users first.
+            environ = {**os.environ, **variables, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error::FutureWarning"}
             self._processes.append(
                 subprocess.Popen(
                     command,

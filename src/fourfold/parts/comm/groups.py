@@ -11,6 +11,10 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+# Torch 2.13 has renamed these, and warns of the names before.
+all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+
 
 class Work(Protocol):
     """A collective on its way, as torch.distributed has them."""
@@ -56,13 +60,13 @@ class Processes:
         return _begun(dist.all_reduce(flat, group=self._group(), async_op=True))
 
     def reduce_scatter(self, part: Tensor, flat: Tensor) -> Work:
-        return _begun(dist.reduce_scatter_tensor(part, flat, group=self._group(), async_op=True))
+        return _begun(reduce_scatter(part, flat, group=self._group(), async_op=True))
 
     def all_to_all(self, received: Tensor, flat: Tensor) -> Work:
         return _begun(dist.all_to_all_single(received, flat, group=self._group(), async_op=True))
 
     def all_gather(self, everyone: Tensor, part: Tensor) -> Work:
-        return _begun(dist.all_gather_into_tensor(everyone, part, group=self._group(), async_op=True))
+        return _begun(all_gather(everyone, part, group=self._group(), async_op=True))
 
     def broadcast(self, flat: Tensor, source: int) -> None:
         dist.broadcast(flat, src=source, group=self._group())

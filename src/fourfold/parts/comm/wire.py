@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fourfold.parts.comm.groups import all_gather
 from fourfold.parts.comm.links import Landing
 from fourfold.parts.comm.ranks import Ranks
 from fourfold.words.spans import SILENT
@@ -46,7 +47,7 @@ class GroupWire:
         everyone = flat.new_empty(self.size, flat.numel())
         self.sent_bytes += (self.size - 1) * flat.numel() * flat.element_size()
         with self._waiting():
-            dist.all_gather_into_tensor(everyone.view(-1), flat, group=self._group())
+            all_gather(everyone.view(-1), flat, group=self._group())
         return everyone
 
     def swap(self, parts: Tensor) -> Tensor:
