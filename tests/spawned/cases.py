@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import itertools
 import json
 import os
@@ -270,6 +271,25 @@ def dies_in_silence() -> None:
         training.train_step(case, step)
     except ff.FourfoldError as error:
         raise RuntimeError(f"noticed in {time.perf_counter() - begin:.0f} s: {error}") from error
+
+
+def group_that_is_forgotten() -> list[int]:
+    """Threads of this process more than before: with a group, with its ranks' name gone, and with itself gone."""
+
+    def threads() -> int:
+        gc.collect()
+        comm.join()  # here the groups end that nobody has any more
+        return len(os.listdir("/proc/self/task"))
+
+    before, ranks = threads(), comm.join()
+    group = ranks.process_group(range(ranks.size), "tests")
+    counts = [threads() - before]
+    del ranks
+    counts.append(threads() - before)
+    assert group() in dist.distributed_c10d._world.pg_map
+    dist.all_reduce(torch.ones(1), group=group())
+    del group
+    return [*counts, threads() - before]
 
 
 UNENDED: list[Any] = []

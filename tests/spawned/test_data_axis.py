@@ -148,6 +148,12 @@ def test_ranks_with_unequal_data_go_on_to_the_end(world, fields):
     assert all(("between hosts" in result["transport"]) == ("host" in fields) for result in results)
 
 
+def test_a_group_has_threads_only_as_long_as_somebody_has_the_group(world):
+    for held, unnamed, gone in world(2).run(f"{CASES}:group_that_is_forgotten"):
+        assert held == unnamed > 0
+        assert gone == 0
+
+
 def test_gradients_of_two_backwards_add_up(world):
     assert max(world(2).run(f"{CASES}:wrapped_adds_up")) <= TOLERANCE
 

@@ -303,3 +303,24 @@ def test_no_thread_of_gloo_outlives_what_a_script_has_left_behind(start: Start, 
     ended = end(start(LEFT_BEHIND % joined, ["run", "-n", "2", "script.py"]))
     assert ended.code == 0, ended.err
     assert ended.out == 2 * "0 threads of gloo\n"
+
+
+GIVEN_UP = """
+import torch
+from fourfold.parts import comm
+
+ranks = comm.join()
+group = ranks.group([0, 1], "calls that do not match")
+ones = torch.ones(4)
+work = group.all_reduce(ones) if ranks.rank else group.all_gather(ones, ones[:2])
+raise RuntimeError("every rank has had enough")
+"""
+
+
+def test_a_collective_that_was_given_up_keeps_no_failed_rank(start: Start) -> None:
+    """Gloo would end the group when the collective has ended: never, as all ranks wait there."""
+    begin = time.monotonic()
+    ended = end(start(GIVEN_UP, ["run", "script.py"], launcher=TORCHRUN))
+    assert ended.code != 0
+    assert "every rank has had enough" in ended.err
+    assert time.monotonic() - begin < 100

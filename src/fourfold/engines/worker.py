@@ -40,9 +40,19 @@ def main(arguments: Sequence[str]) -> None:
 def run_program(command: Sequence[str]) -> None:
     """Run `[script, *arguments]` or `["-m", module, *arguments]` in this process, as `__main__`.
 
-    A process group that it leaves behind is destroyed at the exit: gloo's threads may abort a process that forgets it.
+    A process group that it leaves behind when it ends well is destroyed at the exit: gloo's threads may abort a
+    process that forgets it.
     """
     atexit.register(_leave_group)
+    try:
+        _run(command)
+    except BaseException as error:
+        if not isinstance(error, SystemExit) or error.code:
+            atexit.unregister(_leave_group)  # It may have given up a collective, for whose end its group would wait.
+        raise
+
+
+def _run(command: Sequence[str]) -> None:
     if command[0] == "-m":
         sys.argv = list(command[1:])
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
@@ -54,9 +64,9 @@ def run_program(command: Sequence[str]) -> None:
 
 
 def _leave_group() -> None:
-    """Destroy the process group that the program has left behind; after what the program does at its exit itself."""
+    """Destroy the process group that is there; after what the program does at its exit itself."""
     if "torch.distributed" in sys.modules:
-        from fourfold.parts.comm.ranks import leave
+        from fourfold.parts.comm.leaving import leave
 
         leave()
 

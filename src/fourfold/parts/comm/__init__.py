@@ -19,7 +19,7 @@ from fourfold.parts.comm.coded import Coded, NoWire, Ways, Wire, places
 from fourfold.parts.comm.group import BetweenHosts, Gatherer, GroupTransport, Use
 from fourfold.parts.comm.links import Link, Messages, NoLink
 from fourfold.parts.comm.neighbours import Neighbours, Place, total_bytes
-from fourfold.parts.comm.ranks import Ranks, join, leave, present, world
+from fourfold.parts.comm.ranks import Ranks, join, present, world
 from fourfold.parts.comm.same_host import meet
 from fourfold.parts.comm.shared import Shared
 from fourfold.parts.comm.slotting import Slotting
@@ -41,7 +41,6 @@ __all__ = [
     "Transport",
     "connect",
     "join",
-    "leave",
     "link",
     "present",
     "world",

@@ -8,12 +8,10 @@ Law: texts are JSON, never pickle; a world of one rank needs no process group.
 
 import atexit
 import contextlib
-import functools
 import json
 import os
 import platform
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +19,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fourfold.parts.comm import meeting
+from fourfold.parts.comm import leaving, meeting
 from fourfold.parts.comm.groups import Group, Processes
+from fourfold.parts.comm.leaving import Groups
 from fourfold.words import launchers
 from fourfold.words.errors import PEER_GONE, LaunchError, PeerError, Problem
 from fourfold.words.world import World, from_environment
@@ -39,17 +38,14 @@ class _Process(NamedTuple):
     began: int
 
 
-_alive: "weakref.WeakSet[Ranks]" = weakref.WeakSet()
-
-
 class Ranks:
     """All ranks of the job, or one alone."""
 
     def __init__(self, world: World, device: torch.device) -> None:
         self.world, self.device = world, device
-        self._groups: dict[tuple[str, tuple[int, ...]], Any] = {}
+        # NCCL's groups end on all ranks together, and no two processes forget one at the same moment.
+        self._groups = Groups(ends=device.type == "cpu")
         self._roster: list[_Process] = []
-        _alive.add(self)
 
     def enrol(self) -> "Ranks":
         """Have every rank know where all live. Collective."""
@@ -144,19 +140,13 @@ class Ranks:
         return Processes(self.process_group(ranks, purpose))
 
     def process_group(self, ranks: Sequence[int], purpose: str) -> Callable[[], dist.ProcessGroup | None]:
-        """The same as torch.distributed has it, to be asked for at every use: only then can `leave` end it."""
-        key = purpose, tuple(ranks)
-        if key not in self._groups:
-            self._groups[key] = dist.new_group(list(ranks))
-        return functools.partial(self._groups.__getitem__, key)
-
-    def drop_groups(self) -> None:
-        """Let go of all process groups."""
-        self._groups.clear()
+        """The same as torch.distributed has it, to be asked for at every use."""
+        return self._groups.make(purpose, ranks)
 
 
 def join() -> Ranks:
     """Join the process group that is there, or the one the launcher's environment speaks of, or stay alone."""
+    leaving.end_forgotten()
     world = present()
     if world is not None:
         return Ranks(world, _device(world.local_rank)).enrol()
@@ -166,7 +156,7 @@ def join() -> Ranks:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         _init_group("nccl" if device.type == "cuda" else "gloo")
-        atexit.register(leave)
+        atexit.register(leaving.leave if device.type == "cuda" else leaving.leave_within(leaving.END_SECONDS))
     return Ranks(world, device).enrol()
 
 
@@ -203,18 +193,6 @@ def world() -> World:
     each other.
     """
     return present() or from_environment() or World()
-
-
-def leave() -> None:
-    """Leave the process group that is there, and end all groups made of it.
-
-    A thread of gloo's that lets go of a tensor while the interpreter is taken apart aborts the process, after all has
-    gone well. So its threads must have ended before: nothing may hold a group any more.
-    """
-    for ranks in list(_alive):
-        ranks.drop_groups()
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _world_of_group() -> World:
