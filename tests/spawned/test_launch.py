@@ -324,3 +324,26 @@ def test_a_collective_that_was_given_up_keeps_no_failed_rank(start: Start) -> No
     assert ended.code != 0
     assert "every rank has had enough" in ended.err
     assert time.monotonic() - begin < 100
+
+
+FORKED = """
+import os, sys
+import torch
+import fourfold as ff
+
+model, loss = torch.nn.Linear(4, 1), torch.nn.MSELoss(reduction="none")
+step = ff.parallelize(model, loss, torch.optim.AdamW, ff.Plan(dp=2, transport="gloo"))
+batch = torch.ones(2, 4), torch.ones(2, 1)
+step(batch)
+if os.fork() == 0:
+    sys.exit(0)
+assert os.wait()[1] == 0
+step(batch)
+print("well")
+"""
+
+
+def test_a_fork_of_a_rank_leaves_the_groups_to_its_parent(start: Start) -> None:
+    ended = end(start(FORKED, ["run", "-n", "2", "script.py"]))
+    assert ended.code == 0, ended.err
+    assert ended.out == 2 * "well\n"

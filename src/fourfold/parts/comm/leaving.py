@@ -7,6 +7,7 @@ apart aborts the process, after all has gone well.
 """
 
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,7 @@ class Groups:
 
 _made: "weakref.WeakSet[Groups]" = weakref.WeakSet()
 _forgotten: list[Any] = []
+_PROCESS = os.getpid()
 
 
 def _forget(groups: Mapping[Key, Any]) -> None:
@@ -67,7 +69,12 @@ def end_forgotten() -> None:
 
 
 def leave() -> None:
-    """Leave the process group that is there, and end all groups made of it."""
+    """Leave the process group that is there, and end all groups made of it.
+
+    In a fork it does nothing: the threads that would have to end are its parent's.
+    """
+    if os.getpid() != _PROCESS:
+        return
     for groups in list(_made):
         groups.drop()
     if dist.is_available() and dist.is_initialized():
@@ -79,18 +86,17 @@ def leave_within(seconds: float) -> Callable[[], None]:
 
     In a thread that is there already: at its exit Python starts none.
     """
-    asked, left = threading.Event(), threading.Event()
+    asked = threading.Event()
 
     def body() -> None:
         asked.wait()
-        try:
-            leave()
-        finally:
-            left.set()
+        leave()
+
+    leaving = threading.Thread(target=body, name="fourfold-leave", daemon=True)
+    leaving.start()
 
     def ask() -> None:
         asked.set()
-        left.wait(seconds)
+        leaving.join(seconds)
 
-    threading.Thread(target=body, name="fourfold-leave", daemon=True).start()
     return ask
