@@ -286,7 +286,8 @@ import fourfold as ff
 class Last:
     def __del__(self, listdir=os.listdir, open=open):  # when the interpreter is taken apart, after the exit functions
         threads = [open(f"/proc/self/task/{thread}/comm").read() for thread in listdir("/proc/self/task")]
-        print(sum("gloo" in thread for thread in threads), "threads of gloo", flush=True)
+        number = sum("gloo" in thread for thread in threads)
+        print(f"{number} threads of gloo\\n", end="", flush=True)  # in one piece
 
 
 %s
@@ -339,7 +340,7 @@ if os.fork() == 0:
     sys.exit(0)
 assert os.wait()[1] == 0
 step(batch)
-print("well")
+print("well\\n", end="")  # in one piece
 """
 
 
