@@ -265,7 +265,7 @@ for step in range(30):
     again = torch.empty(size, dtype=torch.uint8)
     del again, small
     begin = library.mallinfo2().arena if step == 0 else begin
-print((library.mallinfo2().arena - begin) // size)
+print(f"{(library.mallinfo2().arena - begin) // size}\\n", end="")  # in one piece
 """
 
 
