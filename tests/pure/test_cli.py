@@ -363,7 +363,7 @@ def test_help_does_not_import_torch(arguments: list[str]) -> None:
         "except SystemExit as end: assert end.code == 0, end.code\n"
         "assert not {'torch', 'numpy', 'rich.live'} & set(sys.modules)"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr
     assert "fourfold" in ended.stdout
 

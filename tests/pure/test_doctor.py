@@ -128,7 +128,7 @@ def test_the_command_says_the_same_in_json(tmp_path: Path) -> None:
     def doctor(*arguments: str) -> tuple[int, str]:
         command = [sys.executable, "-m", "fourfold", "doctor", *arguments]
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
-        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
         assert done.stderr == ""
         return done.returncode, done.stdout
 

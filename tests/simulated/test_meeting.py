@@ -42,7 +42,7 @@ LAUNCHER = "import os, subprocess, sys; subprocess.run(sys.argv[1:], env={**os.e
 def test_ranks_of_one_launcher_look_for_one_note_and_those_of_another_for_another() -> None:
     def name(*command: str, **more: str) -> str:
         environ = {**{k: v for k, v in os.environ.items() if k != "PMI_RANK"}, **more}
-        return subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=60).stdout
+        return subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=300).stdout
 
     rank = [sys.executable, "-c", NAME]
     alone = name(*rank, PMI_RANK="1")

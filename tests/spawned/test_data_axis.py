@@ -179,7 +179,7 @@ def test_the_death_of_a_rank_is_noticed_and_named(world):
     broken = World(3, root=world(2)._root)
     with pytest.raises(CaseFailed) as caught:
         broken.run(f"{CASES}:dies_in_silence")
-    assert len(re.findall(r"noticed in \d s: rank 1 \(host .*\) died", str(caught.value))) == 2
+    assert len(re.findall(r"noticed in \d+ s: rank 1 \(host .*\) died", str(caught.value))) == 2
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -49,7 +49,7 @@ def program(*names: str, says: str = "") -> str:
     """The first of these programs that is here and says so of itself; else the test is skipped."""
     for name in names:
         path = shutil.which(name)
-        if path and says in subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10).stdout:
+        if path and says in subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60).stdout:
             return path
     pytest.skip(f"{' or '.join(names)} is not installed")
 
@@ -144,7 +144,7 @@ def launch(request: pytest.FixtureRequest, tmp_path: Path) -> Launch:
     command = {
         "Open MPI": open_mpi,
         "MPICH": mpich,
-        "Slurm": lambda: ["srun", "-n", "2", "--overcommit", "--time=1"],
+        "Slurm": lambda: ["srun", "-n", "2", "--overcommit", "--time=10"],
     }[request.param]()
     temporary = tmp_path / "temporary"
     temporary.mkdir()
@@ -205,7 +205,7 @@ def test_the_ranks_of_a_dead_one_end_for_a_requeue_under_srun(cluster: Mapping[s
     # mpirun ends all ranks by itself; srun does not, unless it is told to.
     (tmp_path / "script.py").write_text(DYING)
     rank = f'{PYTHON} -m fourfold train script.py broken=yes; echo "$SLURM_PROCID ended with $?"'
-    ended = run(["srun", "-n", "2", "--overcommit", "--time=1", "sh", "-c", rank], tmp_path, cluster)
+    ended = run(["srun", "-n", "2", "--overcommit", "--time=10", "sh", "-c", rank], tmp_path, cluster)
     assert "0 ended with 75" in ended.out, ended.err
     assert "PeerError: rank 1 " in ended.err
 
@@ -218,7 +218,7 @@ def test_an_salloc_shell_and_a_batch_script_are_no_world(cluster: Mapping[str, s
     assert ended.code == 0, ended.err
     assert ended.out.splitlines()[-1] == "None"
     (tmp_path / "batch.sh").write_text(f'#!/bin/sh\nenv >variables\n{PYTHON} -c "{WHO}" >who\n')
-    ended = run(["sbatch", "--wait", "-n", "2", "--overcommit", "--time=1", "batch.sh"], tmp_path, cluster)
+    ended = run(["sbatch", "--wait", "-n", "2", "--overcommit", "--time=10", "batch.sh"], tmp_path, cluster)
     assert ended.code == 0, ended.err
     assert (tmp_path / "who").read_text() == "None\n"
     assert "SLURM_PROCID=0" in (tmp_path / "variables").read_text()  # or this test says nothing

@@ -18,7 +18,7 @@ from fourfold.run.pulse import STARTING, Beat
 
 VARIABLE = "FOURFOLD_STACKS"
 SIGNAL = signal.SIGUSR2
-DUMP_SECONDS, AGAIN_SECONDS = 1.0, 0.1
+DUMP_SECONDS, AGAIN_SECONDS = 3.0, 0.1
 POLL_SECONDS = 0.002
 COMPLETE = (" in _run_module_as_main\n", "  ...\n")  # the outermost frame, or very many
 INNERMOST = 6

@@ -40,14 +40,14 @@ def main(arguments: Sequence[str]) -> None:
 def run_program(command: Sequence[str]) -> None:
     """Run `[script, *arguments]` or `["-m", module, *arguments]` in this process, as `__main__`.
 
-    A process group that it leaves behind when it ends well is destroyed at the exit: gloo's threads may abort a
-    process that forgets it.
+    A process group over gloo that it leaves behind when it ends well is destroyed at the exit: gloo's threads may
+    abort a process that forgets it.
     """
-    atexit.register(_leave_group)
+    atexit.register(_leave_group, os.getpid())
     try:
         _run(command)
     except BaseException as error:
-        if not isinstance(error, SystemExit) or error.code:
+        if not isinstance(error, SystemExit) or error.code not in (None, 0):
             atexit.unregister(_leave_group)  # It may have given up a collective, for whose end its group would wait.
         raise
 
@@ -63,12 +63,15 @@ def _run(command: Sequence[str]) -> None:
     runpy.run_path(command[0], run_name="__main__")
 
 
-def _leave_group() -> None:
-    """Destroy the process group that is there; after what the program does at its exit itself."""
-    if "torch.distributed" in sys.modules:
+def _leave_group(process: int) -> None:
+    """Destroy the process group that is there; after what the program does at its exit itself. Not in a fork of it."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or os.getpid() != process or not distributed.is_initialized():
+        return
+    if distributed.get_backend() == "gloo":
         from fourfold.parts.comm.leaving import leave
 
-        leave()
+        leave(world=True)
 
 
 def _fail(error: Exception) -> None:

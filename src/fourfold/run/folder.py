@@ -169,8 +169,8 @@ def finished(path: Path) -> dict[str, Any] | None:
 def told_finished(path: Path, line: Mapping[str, Any], plan: Plan) -> str:
     """What is said of a run that has ended already, with the last line of its log, to who asks for `plan`."""
     theirs = _other_fields(path, plan)
-    with_ = f", with {', '.join(theirs)}: the same training" if theirs else ""
-    ended = f"{path} is finished ({line['finished']} steps{with_})"
+    had = f"; it had {', '.join(theirs)}, the same training" if theirs else ""
+    ended = f"{path} is finished ({line['finished']} steps{had})"
     return f"{ended}: fourfold train … name=another for a new run, or fresh=true to start over"
 
 
@@ -180,7 +180,9 @@ def _other_fields(path: Path, plan: Plan) -> list[str]:
         theirs = Plan.from_toml((path / PLAN).read_text())
     except (OSError, UnicodeDecodeError, PlanError):
         return []
-    return [f"{name} = {getattr(theirs, name)}" for name in FIELDS if getattr(theirs, name) != getattr(plan, name)]
+    return [
+        f"{name} = {_told(getattr(theirs, name))}" for name in FIELDS if getattr(theirs, name) != getattr(plan, name)
+    ]
 
 
 def set_aside(path: Path) -> Path | None:

@@ -6,6 +6,7 @@ traceback. A world that a case has broken is ended, by process id, and the next 
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -20,8 +21,8 @@ from typing import Any
 
 from fourfold.testing.hosts import Hosts
 
-TIME_LIMIT_SECONDS = 120.0
-START_SECONDS = 90.0
+TIME_LIMIT_SECONDS = 300.0
+START_SECONDS = 300.0
 
 
 class CaseFailed(AssertionError):
@@ -73,8 +74,10 @@ class World:
             if self._hosts is not None:
                 variables = self._hosts.variables(rank, self.size)
                 command = self._hosts.place(rank, self.size).command(command)
-            # What torch is about to take away is not to be told to users first.
-            environ = {**os.environ, **variables, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error::FutureWarning"}
+            # Names that torch is about to take away are not to be told to users first.
+            given = [os.environ["PYTHONWARNINGS"]] if os.environ.get("PYTHONWARNINGS") else []
+            warn = ",".join([*given, "error:`torch.distributed:FutureWarning"])
+            environ = {**os.environ, **variables, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": warn}
             self._processes.append(
                 subprocess.Popen(
                     command,
@@ -106,7 +109,7 @@ class World:
                 answers[rank] = json.loads(line) if line else None
                 if (not line or "error" in (answers[rank] or {})) and not failed:
                     # One rank has failed: the others may wait for it, give them a little time to say so.
-                    failed, deadline = True, min(deadline, time.monotonic() + 5.0)
+                    failed, deadline = True, min(deadline, time.monotonic() + 15.0)
         return answers
 
 
@@ -124,6 +127,7 @@ def _serve(rendezvous: str) -> None:
 
     size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+    gc.freeze()  # so that it is quick to find what a case has left behind
     _say(answers, {"started": True})
     for line in sys.stdin:
         job = json.loads(line)
@@ -141,6 +145,7 @@ def _serve(rendezvous: str) -> None:
 
 def _end_groups(dist: Any) -> None:
     """End all groups but the world's: each has threads that poll, and hundreds of cases make thousands."""
+    gc.collect()  # what is left of a case is garbage, which may still hold them
     for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)
 

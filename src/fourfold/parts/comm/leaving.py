@@ -6,8 +6,10 @@ Law: no thread of gloo's outlives its process's last line. One that lets go of a
 apart aborts the process, after all has gone well.
 """
 
+import atexit
 import contextlib
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -15,39 +17,56 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fourfold.words.errors import TrainingError
+
 END_SECONDS = 5.0  # for the end of a group: a collective that was given up never ends where all ranks live on
 Key = tuple[str, tuple[int, ...]]
 """What a group is for, and its ranks."""
 
 
 class Groups:
-    """Process groups, each made once. `ends`: whether they may end on one rank before they do on the others."""
+    """Process groups, each made once."""
 
-    def __init__(self, *, ends: bool) -> None:
+    def __init__(self) -> None:
         self._groups: dict[Key, Any] = {}
         _made.add(self)
-        if ends:
-            weakref.finalize(self, _forget, self._groups).atexit = False
 
     def make(self, purpose: str, ranks: Sequence[int]) -> Callable[[], dist.ProcessGroup | None]:
         """The group, to be asked for at every use. Every rank must make the same groups in one order."""
         key = purpose, tuple(ranks)
+        # Others end on all ranks together, and no two processes forget a group at the same moment.
+        if not self._groups and dist.get_backend() == "gloo":
+            weakref.finalize(self, _forget, os.getpid(), self._groups).atexit = False
         if key not in self._groups:
             self._groups[key] = dist.new_group(list(ranks))
-        return lambda: self._groups[key]
+        return lambda: self._find(key)
 
-    def drop(self) -> None:
+    def _find(self, key: Key) -> dist.ProcessGroup | None:
+        try:
+            return self._groups[key]
+        except KeyError:
+            raise TrainingError("the ranks have left each other: this process is at its end") from None
+
+    def drop(self) -> list[Any]:
         """Let go of all."""
+        groups = list(self._groups.values())
         self._groups.clear()
+        return groups
 
 
 _made: "weakref.WeakSet[Groups]" = weakref.WeakSet()
-_forgotten: list[Any] = []
-_PROCESS = os.getpid()
+_forgotten: list[tuple[int, Any]] = []
+"""Groups, and the process that has them: a fork has none of their threads."""
+_promised: set[bool] = set()
 
 
-def _forget(groups: Mapping[Key, Any]) -> None:
-    _forgotten.extend(groups.values())
+def _forget(process: int, groups: Mapping[Key, Any]) -> None:
+    _forgotten.extend((process, group) for group in groups.values())
+
+
+def _take_forgotten() -> list[Any]:
+    taken, _forgotten[:] = _forgotten[:], []
+    return [group for process, group in taken if process == os.getpid()]
 
 
 def end_forgotten() -> None:
@@ -55,48 +74,59 @@ def end_forgotten() -> None:
 
     Not where they are forgotten: Python may do that in any thread, in the middle of anything.
     """
-    if not _forgotten:
+    groups = _take_forgotten()
+    if not groups:
         return
-
-    def end() -> None:
-        while _forgotten:
-            with contextlib.suppress(ValueError):  # It has ended already, with the world it was of.
-                dist.destroy_process_group(_forgotten.pop())
-
-    ending = threading.Thread(target=end, name="fourfold-end", daemon=True)
+    for group in groups:
+        with contextlib.suppress(ValueError):  # It has ended already, with the world it was of.
+            dist.destroy_process_group(group)
+    # They end with the last that has them, which may wait.
+    ending = threading.Thread(target=groups.clear, name="fourfold-end", daemon=True)
     ending.start()
     ending.join(END_SECONDS)
 
 
-def leave() -> None:
-    """Leave the process group that is there, and end all groups made of it.
+def leave(*, world: bool) -> list[Any]:
+    """Let go of all groups that were made here, and with `world` of the process group that is there.
 
-    In a fork it does nothing: the threads that would have to end are its parent's.
+    Returns them, for the caller to be the last that has them: then they end, and that may take as long as a collective.
     """
-    if os.getpid() != _PROCESS:
-        return
-    for groups in list(_made):
-        groups.drop()
-    if dist.is_available() and dist.is_initialized():
+    groups = [group for each in list(_made) for group in each.drop()] + _take_forgotten()
+    if world and dist.is_available() and dist.is_initialized():
+        groups.append(dist.group.WORLD)
         dist.destroy_process_group()
+    return groups
 
 
-def leave_within(seconds: float) -> Callable[[], None]:
-    """The same as `leave`, which waits for so long only: gloo ends a group when its last collective has.
+def leave_at_exit(*, world: bool) -> None:
+    """Have this process `leave` at its exit, and end with code 1 if that takes more than END_SECONDS.
 
-    In a thread that is there already: at its exit Python starts none.
+    The groups end in a thread that is there already: at its exit Python starts none.
     """
-    asked = threading.Event()
+    if world in _promised:
+        return
+    _promised.add(world)
+    asked, groups = threading.Event(), []
 
-    def body() -> None:
+    def end() -> None:
         asked.wait()
-        leave()
+        groups.clear()
 
-    leaving = threading.Thread(target=body, name="fourfold-leave", daemon=True)
-    leaving.start()
+    ending = threading.Thread(target=end, name="fourfold-leave", daemon=True)
+    ending.start()
 
-    def ask() -> None:
+    def act() -> None:
+        if not ending.is_alive():  # in a fork
+            return
+        groups.extend(leave(world=world))
         asked.set()
-        leaving.join(seconds)
+        ending.join(END_SECONDS)
+        if ending.is_alive():
+            # Later it would come back into an interpreter that is gone, and abort the process.
+            told = f"a collective was given up and has not ended in {END_SECONDS:.0f} s: this process ends without it"
+            print(f"fourfold: {told}", file=sys.stderr)
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            os._exit(1)
 
-    return ask
+    atexit.register(act)

@@ -6,7 +6,6 @@ roster     host and process of every rank, so that a death can be told with a na
 Law: texts are JSON, never pickle; a world of one rank needs no process group.
 """
 
-import atexit
 import contextlib
 import json
 import os
@@ -26,7 +25,7 @@ from fourfold.words import launchers
 from fourfold.words.errors import PEER_GONE, LaunchError, PeerError, Problem
 from fourfold.words.world import World, from_environment
 
-BURIAL_SECONDS = 0.2  # a process's sockets are closed a moment before it is gone
+BURIAL_SECONDS = 1.0  # a process's sockets are closed a moment before it is gone
 
 
 class _Process(NamedTuple):
@@ -43,8 +42,7 @@ class Ranks:
 
     def __init__(self, world: World, device: torch.device) -> None:
         self.world, self.device = world, device
-        # NCCL's groups end on all ranks together, and no two processes forget one at the same moment.
-        self._groups = Groups(ends=device.type == "cpu")
+        self._groups = Groups()
         self._roster: list[_Process] = []
 
     def enrol(self) -> "Ranks":
@@ -149,6 +147,7 @@ def join() -> Ranks:
     leaving.end_forgotten()
     world = present()
     if world is not None:
+        leaving.leave_at_exit(world=False)
         return Ranks(world, _device(world.local_rank)).enrol()
     world = from_environment() or World()
     device = _device(world.local_rank)
@@ -156,7 +155,7 @@ def join() -> Ranks:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         _init_group("nccl" if device.type == "cuda" else "gloo")
-        atexit.register(leaving.leave if device.type == "cuda" else leaving.leave_within(leaving.END_SECONDS))
+        leaving.leave_at_exit(world=True)
     return Ranks(world, device).enrol()
 
 
