@@ -329,13 +329,23 @@ def test_no_thread_of_gloo_outlives_what_a_script_has_left_behind(start: Start, 
 
 
 GIVEN_UP = """
+import gc
 import torch
 from fourfold.parts import comm
 
-ranks = comm.join()
-group = ranks.group([0, 1], "calls that do not match")
 ones = torch.ones(4)
-work = group.all_reduce(ones) if ranks.rank else group.all_gather(ones, ones[:2])
+
+
+def give_up():
+    ranks = comm.join()
+    group = ranks.group([0, 1], "calls that do not match")
+    return group.all_reduce(ones) if ranks.rank else group.all_gather(ones, ones[:2])
+
+
+give_up()
+gc.collect()
+give_up()  # and here the group of the first one is to end
+print("and here I am\\n", end="")
 raise RuntimeError("every rank has had enough")
 """
 
@@ -344,6 +354,7 @@ def test_a_collective_that_was_given_up_keeps_no_rank(start: Start) -> None:
     """Gloo would end the group when the collective has ended: never, as all ranks wait there."""
     ended = end(start(GIVEN_UP, ["run", "script.py"], launcher=TORCHRUN))
     assert ended.code != 0
+    assert ended.out == 2 * "and here I am\n"
     assert "every rank has had enough" in ended.err
     assert "a collective was given up and has not ended in 5 s: this process ends without it" in ended.err
     assert "terminate called" not in ended.err

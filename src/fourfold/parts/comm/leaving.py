@@ -58,6 +58,8 @@ _made: "weakref.WeakSet[Groups]" = weakref.WeakSet()
 _forgotten: list[tuple[int, Any]] = []
 """Groups, and the process that has them: a fork has none of their threads."""
 _promised: set[bool] = set()
+_endings: list[threading.Thread] = []
+"""Threads in which groups did not end in END_SECONDS."""
 
 
 def _forget(process: int, groups: Mapping[Key, Any]) -> None:
@@ -75,15 +77,20 @@ def end_forgotten() -> None:
     Not where they are forgotten: Python may do that in any thread, in the middle of anything.
     """
     groups = _take_forgotten()
-    if not groups:
-        return
+    if groups:
+        _unregister(groups)
+        # They end with the last that has them, which may wait.
+        ending = threading.Thread(target=groups.clear, name="fourfold-end", daemon=True)
+        ending.start()
+        ending.join(END_SECONDS)
+        if ending.is_alive():
+            _endings.append(ending)
+
+
+def _unregister(groups: Sequence[Any]) -> None:
     for group in groups:
         with contextlib.suppress(ValueError):  # It has ended already, with the world it was of.
             dist.destroy_process_group(group)
-    # They end with the last that has them, which may wait.
-    ending = threading.Thread(target=groups.clear, name="fourfold-end", daemon=True)
-    ending.start()
-    ending.join(END_SECONDS)
 
 
 def leave(*, world: bool) -> list[Any]:
@@ -121,7 +128,7 @@ def leave_at_exit(*, world: bool) -> None:
         groups.extend(leave(world=world))
         asked.set()
         ending.join(END_SECONDS)
-        if ending.is_alive():
+        if any(thread.is_alive() for thread in (ending, *_endings)):
             # Later it would come back into an interpreter that is gone, and abort the process.
             told = f"a collective was given up and has not ended in {END_SECONDS:.0f} s: this process ends without it"
             print(f"fourfold: {told}", file=sys.stderr)
