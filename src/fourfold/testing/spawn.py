@@ -23,6 +23,7 @@ from fourfold.testing.hosts import Hosts
 
 TIME_LIMIT_SECONDS = 300.0
 START_SECONDS = 300.0
+CASES_UNSWEPT = 16
 
 
 class CaseFailed(AssertionError):
@@ -109,7 +110,7 @@ class World:
                 answers[rank] = json.loads(line) if line else None
                 if (not line or "error" in (answers[rank] or {})) and not failed:
                     # One rank has failed: the others may wait for it, give them a little time to say so.
-                    failed, deadline = True, min(deadline, time.monotonic() + 15.0)
+                    failed, deadline = True, min(deadline, time.monotonic() + 8.0)
         return answers
 
 
@@ -129,7 +130,9 @@ def _serve(rendezvous: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
     gc.freeze()  # so that it is quick to find what a case has left behind
     _say(answers, {"started": True})
-    for line in sys.stdin:
+    for number, line in enumerate(sys.stdin):
+        if number % CASES_UNSWEPT == CASES_UNSWEPT - 1:
+            gc.collect()  # what is left of a case is garbage, which may still hold groups
         job = json.loads(line)
         try:
             module, name = job["case"].split(":")
@@ -145,7 +148,6 @@ def _serve(rendezvous: str) -> None:
 
 def _end_groups(dist: Any) -> None:
     """End all groups but the world's: each has threads that poll, and hundreds of cases make thousands."""
-    gc.collect()  # what is left of a case is garbage, which may still hold them
     for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)
 
