@@ -67,7 +67,7 @@ def _forget(process: int, groups: Mapping[Key, Any]) -> None:
 
 
 def _take_forgotten() -> list[Any]:
-    taken, _forgotten[:] = _forgotten[:], []
+    taken = [_forgotten.pop() for _ in range(len(_forgotten))]  # more may come meanwhile
     return [group for process, group in taken if process == os.getpid()]
 
 
