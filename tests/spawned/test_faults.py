@@ -164,8 +164,8 @@ def test_ranks_killed_again_and_again_change_nothing_but_the_time(start: Start, 
     steps = [fault["step"] for fault in found]
     assert steps == sorted(set(steps))
     for number, fault in enumerate(found):
-        assert fault["time"] - float((tmp_path / f"mark-{number}").read_text()) < 60  # a second, on an idle machine
-        assert fault["seconds"] < SECONDS  # six
+        assert fault["time"] - float((tmp_path / f"mark-{number}").read_text()) < 8  # a second, on an idle machine
+        assert fault["seconds"] < 60  # six
         told = f"rank {fault['rank']} of 2 (host {HOST}, after step {fault['step']}) was killed by SIGKILL"
         assert fault["text"].startswith(told)
         assert told in job.err
@@ -236,7 +236,7 @@ def test_a_dead_rank_ends_the_others_of_a_foreign_world_for_a_requeue(start: Sta
     assert jobs[1].end() == -signal.SIGKILL
     begin = time.monotonic()
     assert jobs[0].end() == 75
-    assert time.monotonic() - begin < 100  # 0.2 s on a busy machine, and more where a disk is
+    assert time.monotonic() - begin < 20  # 0.2 s on a busy machine, and more where a disk is
     assert f"PeerError: rank 1 (host {HOST}) died while rank 0 waited for it (after step 3)" in jobs[0].err
     (fault,) = faults(tmp_path / "runs" / "first")
     assert (fault["kind"], fault["rank"], fault["host"]) == ("lost rank", 1, HOST)
@@ -320,8 +320,10 @@ def test_a_rank_that_holds_the_others_up_is_named_killed_and_started_again(start
     assert job.end() == 0, job.err
     run = tmp_path / "runs" / "first"
     assert [(fault["kind"], fault["rank"]) for fault in faults(run)] == [("stopped", 1), ("hung", 0)]
-    told = rf"rank 1 of 2 \(host {re.escape(HOST)}, after step 3\) has been stopped by a signal: no step in \d+ s"
-    assert re.search(told, job.err), job.err
+    told = rf"rank 1 of 2 \(host {re.escape(HOST)}, after step 3\) has been stopped by a signal: no step in (\d+) s"
+    told = re.search(told, job.err)
+    assert told, job.err
+    assert 8 <= int(told[1]) <= 10  # the launcher looks every 0.05 s
     assert ", line " in job.err, job.err
     assert " in stop\n" in job.err, job.err
     assert " in hang\n" in job.err, job.err

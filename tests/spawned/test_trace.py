@@ -53,7 +53,7 @@ def test_a_run_that_fails_leaves_its_trace(start, tmp_path: Path):
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 def test_a_simulated_step_takes_as_long_as_the_measured(world, transport):
     found = []
-    for _ in range(10):  # on a machine that is busy otherwise, what lies between the actions is longer
+    for _ in range(3):  # on a machine that is busy otherwise, what lies between the actions is longer
         found.append(statistics.median(ratios(world(2).run(f"{CASES}:trace", transport=transport)[0])))
         if 0.85 <= found[-1] <= 1.15:
             return

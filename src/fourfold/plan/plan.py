@@ -6,7 +6,7 @@ Law: `Plan.from_toml(plan.to_toml()) == plan`, and an impossible plan is refused
 
 import dataclasses
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -83,14 +83,15 @@ RULES = {
     "transport": Rule(str, choices=("by-host", "shared", "gloo", "nccl")),
 }
 FIELDS = tuple(RULES)
-# Fields that nothing reads but under these choices of another one.
-READ_UNDER = {
-    "local_steps": ("sync", ("local",)),
-    "outer_lr": ("sync", ("local",)),
-    "outer_momentum": ("sync", ("local",)),
-    "codec_rank": ("codec", ("powersgd",)),
-    "codec_density": ("codec", ("topk", "dct")),
-    "codec_life": ("codec", ("dct",)),
+# Fields that nothing reads but in some plans: what a plan needs for that, and whether it has it.
+READ_UNDER: dict[str, tuple[str, Callable[["Plan"], bool]]] = {
+    "ring": ("sp above ulysses", lambda plan: plan.sp > plan.ulysses),
+    "local_steps": ("sync = local", lambda plan: plan.sync == "local"),
+    "outer_lr": ("sync = local", lambda plan: plan.sync == "local"),
+    "outer_momentum": ("sync = local", lambda plan: plan.sync == "local"),
+    "codec_rank": ("codec = powersgd", lambda plan: plan.codec == "powersgd"),
+    "codec_density": ("codec = topk or dct", lambda plan: plan.codec in ("topk", "dct")),
+    "codec_life": ("codec = dct", lambda plan: plan.codec == "dct"),
 }
 
 
@@ -147,9 +148,9 @@ class Plan:
         """The fields that are not at their defaults, and that nothing reads: what each of them would need."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         return {
-            name: f"{other} = {' or '.join(choices)}"
-            for name, (other, choices) in READ_UNDER.items()
-            if getattr(self, name) != defaults[name] and getattr(self, other) not in choices
+            name: need
+            for name, (need, is_read) in READ_UNDER.items()
+            if getattr(self, name) != defaults[name] and not is_read(self)
         }
 
     @property

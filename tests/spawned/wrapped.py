@@ -1,0 +1,149 @@
+"""What the ranks of a spawned world do with a wrapped optimizer: their own loop, forward and backward. JSON."""
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fourfold as ff
+from fourfold.words.errors import DivergenceError
+from tests import training
+from tests.spawned.cases import hosts_told, leave_unended, sgd
+from tests.training import Case
+
+
+def trains(accumulate: int, host: str | None = None, transport: str = "by-host", kind: str = "ASGD") -> dict[str, Any]:
+    """A plain loop with a wrapped optimizer of a kind that is not element-wise, beside the same loop alone."""
+    case, size = Case(batch_sizes=(12, 12, 12)), dist.get_world_size()
+    loss = training.loss(case)
+    theirs, mine = training.model("mlp"), training.model("mlp")
+    alone = getattr(ff.optim, kind, None) or getattr(torch.optim, kind)
+    plain, model = alone(theirs.parameters(), lr=0.05), mine
+    with hosts_told(host):
+        optimizer = ff.DistributedOptimizer(
+            alone(model.parameters(), lr=0.05), model, ff.Plan(dp=size, bucket_bytes=4000, transport=transport)
+        )
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    far, norms = 0.0, []
+    for inputs, targets in training.batches(case):
+        plain.zero_grad()
+        loss(theirs(inputs), targets).mean().backward()
+        norms.append(float(nn.utils.clip_grad_norm_(theirs.parameters(), 0.2)))
+        plain.step()
+        for group in plain.param_groups:
+            group["lr"] *= 0.5
+        optimizer.zero_grad()
+        some, few = training.local((inputs, targets), size, dist.get_rank())
+        for part in range(accumulate):
+            last = part == accumulate - 1
+            x, y = training.local((some, few), accumulate, part)
+            with contextlib.nullcontext() if last else optimizer.no_sync():
+                (loss(model(x), y).mean() / accumulate).backward()
+        far = max(far, abs(float(optimizer.clip_grad_norm_(0.2)) - norms[-1]))
+        optimizer.step()
+        scheduler.step()
+    pairs = zip(model.parameters(), theirs.parameters(), strict=True)
+    far = max(far, *(float((a - b).abs().max()) for a, b in pairs))
+    return {"deviation": far, "transport": optimizer.transport}
+
+
+def uneven(transport: str = "by-host", host: str | None = None) -> dict[str, Any]:
+    """A rank has one batch more than the rank before it; all of them beside one process that has all batches."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    case = Case(batch_sizes=(12,) * size)
+    loss, mine, theirs, data = training.loss(case), training.model("mlp"), training.model("mlp"), training.batches(case)
+    plan = ff.Plan(dp=size, bucket_bytes=4000, transport=transport)
+    with hosts_told(host):
+        optimizer = ff.DistributedOptimizer(sgd(mine.parameters()), mine, plan)
+    with optimizer.join():
+        for inputs, targets in data[:rank]:
+            optimizer.zero_grad()
+            loss(mine(inputs), targets).mean().backward()
+            optimizer.step()
+    plain = sgd(theirs.parameters())
+    for number in range(size - 1):
+        plain.zero_grad()
+        inputs, targets = data[number]
+        # Ranks above `number` have this batch: as many times the same gradient, of `size`.
+        ((size - 1 - number) / size * loss(theirs(inputs), targets).mean()).backward()
+        plain.step()
+    pairs = zip(mine.parameters(), theirs.parameters(), strict=True)
+    placed = (ff.world().rank, ff.world().size) == (rank, size)
+    far = max(float((a - b).abs().max()) for a, b in pairs)
+    return {"deviation": far, "transport": optimizer.transport, "placed": placed}
+
+
+def adds_up() -> float:
+    """Two backwards without zero_grad in between leave the sum of both means in `.grad`."""
+    case, size = Case(), dist.get_world_size()
+    loss, model, theirs = training.loss(case), training.model("mlp"), training.model("mlp")
+    ff.DistributedOptimizer(sgd(model.parameters()), model, ff.Plan(dp=size))
+    for batch in training.batches(case)[:2]:
+        loss(theirs(batch[0]), batch[1]).mean().backward()
+        x, y = training.local(batch, size, dist.get_rank())
+        loss(model(x), y).mean().backward()
+    pairs = zip(model.parameters(), theirs.parameters(), strict=True)
+    return max(float((a.grad - b.grad).abs().max()) for a, b in pairs if a.grad is not None and b.grad is not None)
+
+
+def without_gradient() -> str:
+    """What `backward()` says when a parameter got no gradient."""
+    model = training.model("unused")
+    optimizer = ff.DistributedOptimizer(sgd(model.parameters()), model)
+    try:
+        model(torch.ones(2, 16, dtype=torch.float64)).sum().backward()
+    except ff.FourfoldError as error:
+        return str(error)
+    return f"no error from {optimizer}"
+
+
+def after_an_error() -> list[str]:
+    """What the backward after a failed one says."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = ff.DistributedOptimizer(sgd(model.parameters()), model)
+    broken: torch.Tensor = model[0](torch.ones(1, 2))
+    broken.register_hook(_fail)
+    said = []
+    for loss in (lambda: model[1](broken).sum(), lambda: model(torch.ones(1, 2)).sum()):
+        try:
+            loss().backward()
+        except Exception as error:
+            said.append(str(error))
+    optimizer.zero_grad()
+    return said
+
+
+def _fail(_: torch.Tensor) -> None:
+    raise ValueError("a hook of the user's own")
+
+
+def with_unused_layers() -> dict[str, Any]:
+    """`.grad` of a layer used only under no_sync, and of one used nowhere."""
+    layers = nn.ModuleDict({name: nn.Linear(1, 1) for name in ("always", "earlier", "never")})
+    optimizer = ff.DistributedOptimizer(
+        sgd(layers.parameters()), layers, ff.Plan(dp=dist.get_world_size(), unused="allow")
+    )
+    ones = torch.full((1, 1), float(dist.get_rank() + 1))
+    with optimizer.no_sync():
+        layers["earlier"](ones).sum().backward()
+    layers["always"](ones).sum().backward()
+    gradients = {name: layer.get_parameter("weight").grad for name, layer in layers.items()}
+    return {name: None if g is None else g.item() for name, g in gradients.items()}
+
+
+def diverges(transport: str) -> str:
+    """What a wrapped optimizer says where rank 1 leaves out a backward, but no step."""
+    model = nn.Linear(2, 2)
+    plan = ff.Plan(dp=dist.get_world_size(), transport=transport)
+    optimizer = ff.DistributedOptimizer(sgd(model.parameters()), model, plan)
+    for number in range(3):
+        try:
+            if (number, dist.get_rank()) != (1, 1):
+                model(torch.ones(1, 2)).sum().backward()
+        except DivergenceError as error:
+            leave_unended()
+            return str(error)
+        optimizer.step()
+    return "nothing"
