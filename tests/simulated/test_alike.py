@@ -1,0 +1,84 @@
+"""Laws of the comparison of batches between ranks that share sequences. All ranks as threads of one process."""
+
+import contextlib
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+from fourfold.run.sequence.alike import digest
+from fourfold.testing import threads
+from fourfold.words.errors import TaskError
+from tests.training import Case, batches, build, local
+
+LM = Case(model="lm", batch_sizes=(4, 4, 4))
+
+
+def another_target(inputs, targets, ranks, dp):
+    targets[0, 3] += ranks.rank == ranks.size - 1  # on one rank
+    return inputs, targets
+
+
+def fewer_samples(inputs, targets, ranks, dp):
+    some = slice(0 if ranks.rank == ranks.size - 1 else len(targets))
+    return {name: tensor[some] for name, tensor in inputs.items()}, targets[some]
+
+
+def shorter(inputs, targets, ranks, dp):
+    some = slice(targets.shape[1] - 4 * (ranks.rank == 0))
+    return {name: tensor[:, some] for name, tensor in inputs.items()}, targets[:, some]
+
+
+def of_other_lines(inputs, targets, ranks, dp):
+    return local(batches(LM)[1], dp, ranks.rank % dp)  # as if ranks of a line were dp apart
+
+
+UNLIKE = {"another target": another_target, "fewer": fewer_samples, "shorter": shorter}
+
+
+@pytest.mark.parametrize(("dp", "sp", "ulysses", "kind"), [
+    *((dp, sp, ulysses, kind) for dp, sp, ulysses in ((1, 2, 1), (3, 2, 1), (2, 4, 2)) for kind in UNLIKE),
+    (3, 2, 1, "other lines"),  # where sums over all ranks would be the same
+    (2, 3, 1, "other lines"),
+])  # fmt: skip
+def test_other_batches_are_refused_in_later_steps_too(dp, sp, ulysses, kind):
+    case = dataclasses.replace(LM, sp=sp, ulysses=ulysses, batch_sizes=(6, 6), microbatches=2)
+    refused = functools.partial(pytest.raises, TaskError, match="other batches on some of .* share sequences")
+
+    def body(ranks):
+        step = build(case, dp * sp, ranks)
+        first, second = (local(batch, dp, step.data_index) for batch in batches(case))
+        step(first)
+        step(second)
+        batch = UNLIKE.get(kind, of_other_lines)(*second, ranks, dp)
+        is_unlike = step._compared(batch)[1] is not None
+        with refused() if is_unlike else contextlib.nullcontext(), step.reading(batch):
+            pass
+        before = {name: weight.clone() for name, weight in step.weights()}
+        for use in (step.evaluate, step):
+            with refused():
+                use(batch)
+        assert all(torch.equal(weight, before[name]) for name, weight in step.weights())
+        return is_unlike
+
+    found = threads.run(dp * sp, body)
+    lines = [found[first : first + sp] for first in range(0, dp * sp, sp)]
+    assert any(found)
+    assert all(len(set(line)) == 1 for line in lines)
+
+
+@pytest.mark.parametrize("tensor", [
+    torch.arange(24).view(2, 6, 2)[..., 0],
+    torch.arange(24).view(2, 12)[:, ::2],
+    torch.arange(24).view(2, 12)[:, ::2] > 3,
+    torch.arange(24).view(2, 12)[1:, 3:4],
+    torch.ones(2, 1).expand(2, 5),
+    torch.ones(3, dtype=torch.bfloat16),
+    torch.ones(()),
+    torch.ones(0, 5),
+])  # fmt: skip
+def test_a_digest_is_of_the_numbers_however_they_lie(tensor):
+    assert digest({"x": tensor}) == digest({"x": tensor.clone(memory_format=torch.contiguous_format)})
+    assert digest({"x": tensor}) != digest({"x": tensor.unsqueeze(0)})
+    assert not tensor.numel() or digest({"x": tensor}) != digest({"x": tensor.logical_not().to(tensor.dtype)})
