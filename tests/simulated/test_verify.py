@@ -15,7 +15,8 @@ from fourfold.feed.source import Tensors
 from fourfold.plan.plan import Plan
 from fourfold.run import actions
 from fourfold.run.batch import Loss, measure
-from fourfold.run.verify import TOLERANCE, Verdict, _Exact, refuse_outside, verify
+from fourfold.run.exact import Exact
+from fourfold.run.verify import TOLERANCE, Verdict, refuse_outside, verify
 from fourfold.words.errors import PlanError
 from fourfold.words.task import Data, Task
 
@@ -124,6 +125,49 @@ def test_plans_of_another_training_are_refused_with_the_reason(plan):
 
 def test_what_asks_for_float32_gets_float64():
     x = torch.ones(2, dtype=torch.float64)
-    with _Exact():
+    with Exact():
         made = [x.float(), x.to(torch.float32), x.to(dtype=torch.bfloat16), torch.zeros(2, dtype=torch.float16)]
         assert {tensor.dtype for tensor in (*made, x.softmax(0, dtype=torch.float32))} == {torch.float64}
+
+
+OFFSETS = torch.tensor([2, 2, 7], dtype=torch.int32)
+GROUPED = {
+    "rows": ((9, 8), (3, 8, 16), OFFSETS),
+    "columns": ((3, 8, 16), (16, 8), torch.tensor([2, 2, 7], dtype=torch.int32)),
+    "inner": ((8, 8), (8, 16), torch.tensor([2, 2, 8], dtype=torch.int32)),
+    "batches": ((3, 4, 8), (3, 8, 16), None),
+}
+
+
+@pytest.mark.parametrize("kind", GROUPED)
+def test_grouped_products_in_float64_are_those_of_torch_in_float32(kind):
+    first, second, offsets = GROUPED[kind]
+    torch.manual_seed(0)
+    # torch wants strides in multiples of 16 bytes.
+    a, b = torch.randn(first), torch.randn(second).transpose(-2, -1).contiguous().transpose(-2, -1)
+    expected = F.grouped_mm(a, b, offs=offsets)
+    with Exact():
+        product = F.grouped_mm(a.double(), b.double(), offs=offsets)
+    assert product.dtype == torch.float64
+    computed = {"rows": (slice(0, 7),), "columns": (slice(None), slice(0, 7))}.get(kind, ())
+    torch.testing.assert_close(product.float()[computed], expected[computed])
+
+
+def test_a_mixture_of_experts_of_transformers_is_verified():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "sliding_window": None}
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads))
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.inner(tokens).logits.transpose(1, 2)
+
+    tokens = torch.randint(0, 50, (8, 6), generator=torch.Generator().manual_seed(5))
+    mixture = dataclasses.replace(task(), model=Experts, data=lambda: Data(train=Tensors(tokens, tokens)), batch_size=4)
+    verdict = verify(mixture, Plan(microbatches=2))
+    assert verdict is not None
+    assert verdict.worst <= TOLERANCE

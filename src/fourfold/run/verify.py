@@ -10,24 +10,23 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from fourfold.feed.feed import Batch, Feed
 from fourfold.parts.comm import world
 from fourfold.plan.plan import Plan
 from fourfold.run.batch import call, leaves, mapped, measure
 from fourfold.run.build import parallelize
+from fourfold.run.exact import Exact
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.task import Task
 
 TOLERANCE = 1e-9
 STEPS = 3
-WIDE = {torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.float16: torch.float64}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +84,7 @@ def verify(task: Task, plan: Plan, *, seed: int = 0) -> Verdict | None:
     # Each of the trainings begins with these weights; rank 0's, for it is rank 0 that compares.
     first = {name: p.detach().clone() for name, p in model.named_parameters()}
     make = functools.partial(Feed, source, batch_size=task.batch_size, seed=seed)
-    with _Exact():
+    with Exact():
         probed, _ = _on_mesh(_probe(task), copy.deepcopy(model), plan, make(plan), seed=seed)
         trained, losses = _on_mesh(task, copy.deepcopy(model), plan, make(plan), seed=seed)
         if world().rank:
@@ -167,20 +166,3 @@ def _without_dropout(model: nn.Module) -> int:
                 setattr(module, name, 0.0)
                 found += 1
     return found
-
-
-class _Exact(TorchFunctionMode):
-    """Within, what asks for float32 or less gets float64."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        args = tuple(_wider(arg) for arg in args)
-        named = {name: _wider(value) for name, value in (kwargs or {}).items()}
-        if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
-            func = Tensor.double
-        return func(*args, **named)
-
-
-def _wider(value: Any) -> Any:
-    return WIDE.get(value, value) if isinstance(value, torch.dtype) else value

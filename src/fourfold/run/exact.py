@@ -1,0 +1,75 @@
+"""Exact: code that asks for float32 or less computes in float64.
+
+grouped  torch's grouped matrix product, which has no float64 kernel; here it is one product per group
+Law: inside the mode every floating-point result of a float64 model is float64.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+WIDE = {torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.float16: torch.float64}
+CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
+FACTORIES = frozenset({torch.zeros, torch.ones, torch.empty, torch.rand, torch.randn, torch.eye, torch.linspace})
+GROUPED = frozenset(
+    getattr(module, name) for module, name in ((torch, "_grouped_mm"), (F, "grouped_mm")) if hasattr(module, name)
+)
+
+
+class Exact(TorchFunctionMode):
+    """`new_tensors`: tensors made without a dtype, as by `torch.zeros(4)`, are float64 too."""
+
+    def __init__(self, *, new_tensors: bool = False) -> None:
+        super().__init__()
+        self._new_tensors = new_tensors
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        args = tuple(_wider(arg) for arg in args)
+        named = {name: _wider(value) for name, value in (kwargs or {}).items()}
+        if func in CASTS:
+            func = Tensor.double
+        elif func in GROUPED and args[0].dtype == torch.float64:
+            func = grouped_mm
+        elif self._new_tensors and func in FACTORIES:
+            named.setdefault("dtype", torch.float64)
+        return func(*args, **named)
+
+
+def _wider(value: Any) -> Any:
+    return WIDE.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+def grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    *,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`torch.nn.functional.grouped_mm` in any dtype: one ordinary product per group.
+
+    Group g ends at `offs[g]`: of the rows of a [n, K] with b [G, K, N], of the columns of b [K, n] with a [G, M, K], or
+    of what is summed over with a [M, n] and b [n, N]. Without `offs` both have a first dim of groups.
+    """
+    if offs is None:
+        out = a @ b
+    else:
+        stops = offs.tolist()
+        spans = [slice(start, stop) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
+        if a.dim() == 2 and b.dim() == 2:
+            out = torch.stack([a[:, span] @ b[span] for span in spans])
+        elif a.dim() == 2:
+            parts = [a[span] @ b[group] for group, span in enumerate(spans)]
+            out = torch.cat([*parts, a.new_zeros(a.shape[0] - stops[-1], b.shape[2])])
+        else:
+            parts = [a[group] @ b[:, span] for group, span in enumerate(spans)]
+            out = torch.cat([*parts, a.new_zeros(a.shape[1], b.shape[1] - stops[-1])], dim=1)
+    out = out if bias is None else out + bias
+    return out if out_dtype is None else out.to(out_dtype)
