@@ -6,6 +6,7 @@ Law: a step over dp × sp ranks is the step of one process.
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,17 +19,21 @@ from fourfold.plan.order import share as between
 from fourfold.plan.plan import Plan
 from fourfold.plan.sequence import divisor, length_problem
 from fourfold.run.batch import Microbatch, has_tokens, leaves, mapped
+from fourfold.run.sequence import gradient_sums
 from fourfold.run.sequence.alike import digest, same, unlike
 from fourfold.run.sequence.dropout import Drawn, apart
+from fourfold.run.sequence.gradient_sums import Gradients, Projection
 from fourfold.run.sequence.hugging import installed, is_hugging, refuse_packed
 from fourfold.run.sequence.losses import Sum, Value, adding_up, no_mean, observed, refuse_uneven
+from fourfold.run.sequence.random_weights import EXACT, Fits, fits
 from fourfold.run.sequence.route import Call, routed
 from fourfold.run.sequence.tokens import Share, cut_tokens, length_of, share, without_pads
-from fourfold.run.sequence.trial import Trial, smaller
+from fourfold.run.sequence.trial import Trial, Tried, smaller
 from fourfold.words.errors import Problem, TaskError
 
 TRIED_TOKENS = 256
 TRIED_SAMPLES = 2
+log = logging.getLogger("fourfold")
 
 
 class Cut(NamedTuple):
@@ -124,12 +129,17 @@ class Tokens:
         length = length_of((inputs, targets))
         told: dict[str, Any] = {"line": self._place["dp"], "problems": [], "digest": digest(batch)}
         values: list[Value] = []
+        tried = Tried([])
+        room = self._room()
         # Its end is collective where weights rest split. Nobody may meet within: who has no samples is there at once.
         with reading:
             tries = any(len(tensor) for tensor in leaves(targets))
-            problems, values = self._try(inputs, targets, length) if tries else ([], [])
+            if tries:
+                tried, values = self._try(inputs, targets, length, room)
         if tries:
-            told["problems"] = problems
+            told["problems"] = tried.problems
+            told["gradients"] = tried.gradients
+            told["judgement"], told["fell_back"] = str(tried.judgement), tried.fell_back
             told["values"] = [value.sum for value in values]
             told["means"] = any(value.is_mean for value in values)
             told["odd"] = next((value.odd for value in values if value.odd is not None), None)
@@ -142,29 +152,35 @@ class Tokens:
         # A batch that is empty everywhere has shown nothing.
         self.is_tried = any("values" in told for told in everyone)
 
-    def _try(self, inputs: Mapping[str, Any], targets: Any, length: int) -> tuple[list[Problem], list[Value]]:
-        """The problems that a trial finds; else the values of the loss for all tokens, and for this rank's."""
+    def _room(self) -> Fits:
+        """What of the dry run fits into memory on every rank. Collective."""
+        mine = fits(self._model, self._ranks.device, num_sharing=self._ranks.world.local_size)
+        return Fits(*(all(each) for each in zip(*self._ranks.exchange(mine), strict=True)))
+
+    def _try(self, inputs: Mapping[str, Any], targets: Any, length: int, room: Fits) -> tuple[Tried, list[Value]]:
+        """What a trial finds; without problems also the values of the loss for all tokens, and for this rank's."""
         few = self._few(length, inputs, targets)
         options = {"length": length, "few": few, "samples": TRIED_SAMPLES}
         inputs, targets = (smaller(tree, **options) for tree in (inputs, targets))
         inputs, targets = (mapped(tree, lambda tensor: tensor.to(self._ranks.device)) for tree in (inputs, targets))
         mine = share(self._plan, few, self._place["sp"])
         try:
-            tried = Trial(self._model, inputs, mine, ulysses=self._plan.ulysses).run()
+            tried = Trial(self._model, inputs, mine, ulysses=self._plan.ulysses, fits=room).run()
         except (RuntimeError, ValueError, IndexError, AssertionError) as error:
             said = str(error).splitlines()[0] if str(error) else type(error).__name__
             if few == length:
-                return [Problem(f"a model that fails on a sample of {length} tokens: {said}", "one that does not")], []
+                problem = Problem(f"a model that fails on a sample of {length} tokens: {said}", "one that does not")
+                return Tried([problem]), []
             got = f"sp > 1 and a model that fails with {few} tokens, where a sample has {length}: {said}"
-            return [Problem(got, "a model of any number of tokens")], []
+            return Tried([Problem(got, "a model of any number of tokens")]), []
         if tried.problems:
-            return tried.problems, []
+            return tried, []
         samples = len(next(leaves(targets)))
         with torch.no_grad():
             whole = observed(self._loss, tried.outputs, targets, samples)
             # Of the same outputs: no difference but that of the loss itself.
             part = cut_tokens(tried.outputs, mine)
-            return [], [whole, observed(self._loss, part, cut_tokens(targets, mine), samples)]
+            return tried, [whole, observed(self._loss, part, cut_tokens(targets, mine), samples)]
 
     def _few(self, length: int, inputs: Any, targets: Any) -> int:
         """How many tokens the model is tried with: such a number as no other dim 1 has."""
@@ -185,6 +201,7 @@ class Tokens:
         if problems:
             raise TaskError(list(dict.fromkeys(problems)), where="the model")
         tried = [told for told in everyone if "values" in told]
+        self._judge_gradients(tried)
         if any(told["means"] for told in tried):
             self._ignored = sorted({index for told in tried for index in told["ignored"]})
         for line in {told["line"] for told in tried}:
@@ -195,6 +212,34 @@ class Tokens:
             problem = problem if odd is None else no_mean(odd, len(parts))
             if problem is not None:
                 raise TaskError(problem, where="the loss")
+
+    def _judge_gradients(self, tried: list[dict[str, Any]]) -> None:
+        """Raise TaskError where the parameter gradients of the ranks' tokens do not add up; log what was not judged."""
+        names = [name for name, p in self._model.named_parameters() if p.requires_grad]
+        for line in {told["line"] for told in tried}:
+            those = [told["gradients"] for told in tried if told["line"] == line]
+            judgements = {told["judgement"] for told in tried if told["line"] == line}
+            if len(judgements) > 1:
+                got = f"a model whose dry run is {' on one rank, and '.join(sorted(judgements))} on another"
+                raise TaskError(Problem(got, "ranks that can compute the same"), where="the model")
+            if None in those:
+                continue
+            parts = [
+                Gradients([Projection(*each) for each in whole], [Projection(*each) for each in part], close)
+                for whole, part, close in those
+            ]
+            problem = gradient_sums.problem(names, parts)
+            if problem is not None:
+                raise TaskError(problem, where="the model")
+        weaker = next((told for told in tried if told["judgement"] != str(EXACT)), None)
+        if weaker is not None and self._ranks.rank == 0:
+            log.warning(
+                "the dry run of sp = %d computed %s instead of %s: %s",
+                self._plan.sp,
+                weaker["judgement"],
+                EXACT,
+                weaker["fell_back"],
+            )
 
 
 def pair(batch: Any) -> tuple[Any, Any]:

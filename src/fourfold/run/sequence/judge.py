@@ -1,0 +1,397 @@
+"""Judge: the model's forward and backward on whole sequences and on one rank's tokens, compared call by call.
+
+whole    the model on all tokens, each attention call recorded, its gradients too
+replay   the model on this rank's tokens alone, which get from each attention call what was recorded for them
+weight   the scalar that is differentiated is the sum of all outputs times fixed random weights, by global token
+tap      an embedding's output, or an input of floats: its gradient is compared as well
+
+B samples · L length · l = L / sp
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
+
+from fourfold.plan.sequence import heads_problem
+from fourfold.run.batch import has_tokens, leaves, mapped
+from fourfold.run.exact import Exact
+from fourfold.run.sequence import gradient_sums, random_weights
+from fourfold.run.sequence.closeness import Differs, bound_of, is_close, is_same, require_rows, rows
+from fourfold.run.sequence.gradient_sums import NOISE, Gradients
+from fourfold.run.sequence.hugging import installed, is_hugging
+from fourfold.run.sequence.random_weights import Judgement
+from fourfold.run.sequence.recorded_attention import (
+    INPUTS,
+    OUTPUT,
+    Playback,
+    Recorded,
+    after,
+    again,
+    in_backward,
+    recorded,
+)
+from fourfold.run.sequence.route import Call, Target, routed
+from fourfold.run.sequence.tokens import Share, cut_tokens
+from fourfold.run.sequence.where import Names
+from fourfold.words.errors import FourfoldError, Problem, TaskError
+
+SEED = 11
+
+
+class Unfit(Exception):
+    """The model cannot be judged in this way; it may be in another."""
+
+
+class _Tap(NamedTuple):
+    where: str
+    output: Tensor
+    found: dict[str, Tensor]
+
+
+class Judge:
+    """One judgement of a model on whole inputs (a dict), of which `share` is this rank's; `ulysses` is the plan's."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        share: Share,
+        judgement: Judgement,
+        *,
+        names: Names,
+        ulysses: int,
+    ) -> None:
+        self._model, self._share, self._judgement, self._names, self._ulysses = model, share, judgement, names, ulysses
+        self._inputs = mapped(dict(inputs), lambda tensor: random_weights.cast(tensor, judgement.dtype))
+        with _unfit():
+            self._state = random_weights.made(model, judgement)
+        self._calls: list[Recorded] = []
+        self._taps: list[_Tap] = []
+        self._wrong: list[str] = []
+
+    # ---- both passes --------------------------------------------------------------------------------
+
+    def run(self) -> Gradients | None:
+        """Compare the passes. Raises Differs or TaskError where tokens mix, Unfit where the model cannot be run so."""
+        with _unfit(), self._within(self._record, self._taps):
+            whole = self._call(self._tapped(self._inputs, self._taps))
+        if self._judgement.weights != "own" and not _is_finite(whole):
+            raise Unfit("outputs that are not finite")
+        if is_hugging(self._model):
+            self._compare_with_its_own(whole)
+        taps: list[_Tap] = []
+        own = self._replay(taps)
+        self._compare(whole, own)
+        if not self._judgement.gradients:
+            return None
+        parameters = {name: self._state[name] for name, p in self._model.named_parameters() if p.requires_grad}
+        with _unfit(), self._within(self._record, []):
+            weights = self._weights(whole)
+            _backward(whole, weights)
+            total = gradient_sums.collected(parameters)
+        self._refuse_infinite(total)
+        self._replay_backward(own, whole, weights)
+        self._compare_taps(taps)
+        return Gradients(total, gradient_sums.collected(parameters), self._close)
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
+
+    @contextlib.contextmanager
+    def _within(self, target: Target, taps: list[_Tap] | None = None) -> Iterator[None]:
+        exact = Exact(new_tensors=True) if self._judgement.dtype is not None else contextlib.nullcontext()
+        instead = {} if taps is None else {F.embedding: self._embedding(taps)}
+        grad = torch.set_grad_enabled(self._judgement.gradients and taps is not None)
+        # Not `torch.func.functional_call`: a checkpoint's second forward needs these weights in backward, too.
+        weights = _reparametrize_module(self._model, self._state, tie_weights=True)
+        with grad, exact, weights, routed(target, instead=instead), installed(self._model):
+            yield
+
+    def _call(self, inputs: Mapping[str, Any]) -> Any:
+        return self._model(**inputs)
+
+    def _record(self, call: Call) -> Tensor:
+        if in_backward():
+            number = self._number_of(call, whole=True)
+            return again(call, None if number is None else self._calls[number - 1])
+        one, output = recorded(call, self._names.here)
+        self._calls.append(one)
+        return output
+
+    def _replay(self, taps: list[_Tap] | None) -> Any:
+        """The model's outputs for this rank's tokens alone."""
+        number, share = 0, self._share
+
+        def target(call: Call) -> Tensor:
+            nonlocal number
+            if number == len(self._calls):
+                raise Differs(f"{number + 1} calls of attention, {number} with whole sequences", depends=False)
+            number += 1
+            self._compare_call(number, call)
+            return self._play(number, call)
+
+        with self._within(target, taps):
+            try:
+                inputs = cut_tokens(dict(self._inputs), share)
+                own = self._call(inputs if taps is None else self._tapped(inputs, taps))
+            except (RuntimeError, IndexError, ValueError) as error:
+                got = f"with {share.size} of {share.length} tokens: {_said(error)}"
+                raise Differs(got, depends=False) from error
+        if number < len(self._calls):
+            raise Differs(f"{number} calls of attention, {len(self._calls)} with whole sequences", depends=False)
+        return own
+
+    def _replay_backward(self, own: Any, whole: Any, weights: list[Tensor | None]) -> None:
+        share = self._share
+        parts: list[Tensor | None] = []
+        for tensor, weight in zip(leaves(whole), weights, strict=True):
+            if weight is not None:
+                # Outputs of no token are the same on all ranks, and each has its part of the gradient.
+                is_tokens = has_tokens(tensor, share.length)
+                weight = rows(weight, share, 1) if is_tokens else weight * (share.size / share.padded)
+            parts.append(weight)
+
+        def target(call: Call) -> Tensor:
+            number = self._number_of(call, whole=False)
+            if number is None:
+                raise Differs("the numbers that a checkpoint computes again", in_backward=True)
+            return self._play(number, call)
+
+        with self._within(target, []):
+            try:
+                _backward(own, parts)
+            except (RuntimeError, IndexError, ValueError) as error:
+                got = f"with {share.size} of {share.length} tokens, in backward: {_said(error)}"
+                raise Differs(got, depends=False, in_backward=True) from error
+        if self._wrong:
+            raise Differs(self._wrong[0], in_backward=True)
+
+    def _weights(self, outputs: Any) -> list[Tensor | None]:
+        """The random weights of each output that can be differentiated."""
+        generator = torch.Generator().manual_seed(SEED)
+        return [
+            random_weights.tile(output.detach(), generator).to(output.dtype)
+            if output.requires_grad and output.is_floating_point()
+            else None
+            for output in leaves(outputs)
+        ]
+
+    # ---- calls of attention -------------------------------------------------------------------------
+
+    def _name(self, number: int) -> str:
+        return f"attention call {number} ({self._calls[number - 1].where})"
+
+    def _number_of(self, call: Call, *, whole: bool) -> int | None:
+        """Which call a checkpoint makes again."""
+        for number in range(len(self._calls), 0, -1):
+            known = self._calls[number - 1].call
+            pairs = [(getattr(known, name), getattr(call, name)) for name in INPUTS]
+            if not whole:
+                pairs = [(rows(one, self._share, 2), other) for one, other in pairs]
+            if all(one.shape == other.shape and is_close(one, other.detach()) for one, other in pairs):
+                return number
+        return None
+
+    def _compare_call(self, number: int, call: Call) -> None:
+        """Raise Differs unless the call has this rank's rows of what the recorded one had."""
+        known, name = self._calls[number - 1].call, self._name(number)
+        if known.q.shape[2] != known.k.shape[2]:
+            got = f"sp > 1 and cross-attention at {name}: {known.q.shape[2]} queries, {known.k.shape[2]} keys"
+            raise TaskError(Problem(got, "attention among one sequence's own tokens", "sp = 1, and dp instead"))
+        for what in INPUTS:
+            require_rows(getattr(known, what), getattr(call, what), self._share, 2, f"{what} of {name}")
+        if problem := heads_problem(call.q.shape[1], call.k.shape[1], self._ulysses):
+            raise TaskError(problem)
+        options = [(one.causal, one.scale, one.dropout, one.grouped) for one in (known, call)]
+        if options[0] != options[1]:
+            raise Differs(f"{name} with other options", depends=False)
+        self._compare_masks(known.mask, call.mask, name)
+
+    def _compare_masks(self, whole: Tensor | None, own: Tensor | None, name: str) -> None:
+        if whole is None and own is None:
+            return
+        if whole is None or own is None:
+            raise Differs(f"a mask of {name} that is not always there", depends=False)
+        if own.shape[-1] == self._share.size and (own.dim() < 2 or own.shape[-2] == 1):
+            require_rows(whole, own, self._share, own.dim() - 1, f"masks of {name}")
+            return
+        is_row = whole.dim() < 2 or whole.shape[-2] == 1
+        expected = whole if is_row else rows(whole, self._share, whole.dim() - 2)
+        if own.shape != expected.shape:
+            raise TaskError(mask_problem(own, self._share, name))
+        if not torch.equal(own, expected):
+            raise Differs(f"masks of {name}")
+
+    def _play(self, number: int, call: Call) -> Tensor:
+        output = rows(self._calls[number - 1].output, self._share, 2)
+        return Playback(output, lambda gradient: self._play_backward(number, gradient))(call)
+
+    def _play_backward(self, number: int, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        known = self._calls[number - 1]
+        self._expect(known.gradients.get(OUTPUT), gradient, 2, f"gradients of the output of {self._name(number)}")
+        recorded = [known.gradients.get(name) for name in INPUTS]
+        return tuple(None if one is None else rows(one, self._share, 2) for one in recorded)
+
+    # ---- comparison ---------------------------------------------------------------------------------
+
+    def _compare(self, outputs: Any, own: Any) -> None:
+        theirs, ours = list(leaves(outputs)), list(leaves(own))
+        if len(theirs) != len(ours):
+            raise Differs(f"{len(ours)} outputs, {len(theirs)} with whole sequences", depends=False)
+        pairs = [(whole.detach(), mine.detach()) for whole, mine in zip(theirs, ours, strict=True)]
+        for whole, mine in pairs:
+            if has_tokens(whole, self._share.length):
+                require_rows(whole, mine, self._share, 1, "the outputs")
+            elif not is_same(whole, mine):
+                raise Differs(f"an output {list(whole.shape)} that is not each token's own", depends=False)
+        if not any(has_tokens(whole, self._share.length) for whole, _ in pairs):
+            shapes = ", ".join(str(list(whole.shape)) for whole, _ in pairs)
+            raise Differs(f"no output for each token, but {shapes}", depends=False)
+
+    def _compare_with_its_own(self, outputs: Any) -> None:
+        """A transformers model must be the same with our attention and masks as with those it is configured for."""
+        exact = Exact(new_tensors=True) if self._judgement.dtype is not None else contextlib.nullcontext()
+        with _unfit(), torch.no_grad(), exact:
+            theirs = torch.func.functional_call(self._model, self._state, (), self._inputs)
+        if not all(is_close(one, other.detach()) for one, other in zip(leaves(theirs), leaves(outputs), strict=True)):
+            kind = f"a {type(self._model).__name__} that attends otherwise than its masks and modules say"
+            raise TaskError(Problem(f"sp > 1 and {kind}", "plain or causal attention, with a mask of keys"))
+
+    def _compare_taps(self, taps: list[_Tap]) -> None:
+        for whole, own in zip(self._taps, taps, strict=False):
+            if whole.output.dim() >= 2 and own.output.shape == rows_shape(whole.output, self._share):
+                gradient = own.found.get(OUTPUT)
+                gradient = torch.zeros_like(own.output) if gradient is None else gradient
+                self._expect(whole.found.get(OUTPUT), gradient, 1, f"gradients of the output of {whole.where}")
+        if self._wrong:
+            raise Differs(self._wrong[0], in_backward=True)
+
+    def _expect(self, whole: Tensor | None, own: Tensor, dim: int, what: str) -> None:
+        """Note what is wrong unless a gradient is this rank's rows of the whole's (None: zeros)."""
+        expected = torch.zeros_like(own) if whole is None else rows(whole, self._share, dim)
+        if expected.shape != own.shape or not is_close(expected, own, floor=NOISE * self._largest):
+            self._wrong.append(what)
+
+    @property
+    def _largest(self) -> float:
+        """The largest number among all gradients that were recorded for whole sequences."""
+        found = [*(call.gradients for call in self._calls), *(tap.found for tap in self._taps)]
+        return max((g.abs().max().item() for each in found for g in each.values() if g.numel()), default=0.0)
+
+    @property
+    def _close(self) -> float:
+        dtypes = {tensor.dtype for tensor in self._state.values() if tensor.requires_grad}
+        return max(map(bound_of, dtypes), default=0.0)
+
+    def _refuse_infinite(self, total: list[gradient_sums.Projection]) -> None:
+        if not all(torch.isfinite(torch.tensor([one.norm for one in total], dtype=torch.float64))):
+            raise Unfit("gradients that are not finite")
+
+    # ---- taps ---------------------------------------------------------------------------------------
+
+    def _tapped(self, inputs: Mapping[str, Any], taps: list[_Tap]) -> Any:
+        """The inputs, those that hold the features of each token with a gradient of their own."""
+        if not self._judgement.gradients:
+            return inputs
+
+        def tapped(tensor: Tensor) -> Tensor:
+            is_tokens = tensor.dim() == 3 and tensor.shape[1] in (self._share.length, self._share.size)
+            # A square one may be a mask, whose gradient is of no token.
+            if not is_tokens or not tensor.is_floating_point() or tensor.shape[2] == self._share.length:
+                return tensor
+            return self._tap(tensor.detach().clone().requires_grad_(), "the inputs", taps)
+
+        return mapped(inputs, tapped)
+
+    def _tap(self, tensor: Tensor, where: str, taps: list[_Tap]) -> Tensor:
+        taps.append(_Tap(where, tensor.detach(), {}))
+        return after(tensor, taps[-1].found, OUTPUT)
+
+    def _embedding(self, taps: list[_Tap]) -> Callable[..., Tensor]:
+        def embedding(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+            # What a checkpoint computes again is not counted again.
+            return self._tap(func(*args, **kwargs), self._names.here, [] if in_backward() else taps)
+
+        return embedding
+
+    # ---- to explain a difference --------------------------------------------------------------------
+
+    def outputs(self, **changed: Tensor) -> list[Tensor]:
+        """The outputs for whole sequences with some inputs changed."""
+        with self._within(Call.plain):
+            return list(leaves(self._call({**self._inputs, **changed})))
+
+    def first_difference(self) -> str | None:
+        """The first module whose outputs for this rank's tokens are not those it has among all tokens."""
+        with self._names.recording() as whole:
+            self.outputs()
+        # It ends as it did before; what was recorded until then tells where.
+        with self._names.recording() as own, contextlib.suppress(Differs):
+            self._replay(None)
+        for (name, kind, result), (_, _, mine) in zip(whole, own, strict=False):
+            if not self._is_part(result, mine):
+                return f"{name} ({kind})"
+        return None
+
+    def _is_part(self, whole: Tensor, own: Tensor) -> bool:
+        share = self._share
+        for dim in range(whole.dim()):
+            if whole.shape[dim] == share.length and own.dim() == whole.dim() and own.shape[dim] == share.size:
+                part = rows(whole, share, dim)
+                if part.shape == own.shape:
+                    return is_close(part, own)
+        return whole.shape == own.shape and is_close(whole, own)
+
+
+def _is_finite(outputs: Any) -> bool:
+    """Whether outputs are numbers; minus infinity is the logit of what cannot be."""
+    real = [output.detach() for output in leaves(outputs) if output.is_floating_point()]
+    return not any(bool((output.isnan() | output.isposinf()).any()) for output in real)
+
+
+def rows_shape(whole: Tensor, share: Share) -> torch.Size | None:
+    """The shape that a shard of a token tensor has; None for a tensor without tokens."""
+    if not has_tokens(whole, share.length):
+        return None
+    return torch.Size((whole.shape[0], share.size, *whole.shape[2:]))
+
+
+def mask_problem(mask: Tensor, share: Share, name: str) -> Problem:
+    """What is wrong with a mask that is no part of the whole sequence's."""
+    got = f"sp > 1 and a mask {list(mask.shape)} at {name}, made of this rank's {share.size} tokens"
+    need = "is_causal=True, or a mask of keys [B, 1, 1, l], or of this rank's rows by all columns [B, 1, l, L]"
+    return Problem(got, need, "is_causal=True instead of a causal mask")
+
+
+def _backward(outputs: Any, weights: list[Tensor | None]) -> None:
+    """Differentiate the sum of all outputs times their weights; torch function modes stay on, as in forward."""
+    pairs = [(output, weight) for output, weight in zip(leaves(outputs), weights, strict=True) if weight is not None]
+    if not pairs:
+        return
+    roots, gradients = zip(*pairs, strict=True)
+    # `torch.autograd.backward` would hand itself to the modes and run without them: a checkpoint would compute in
+    # another dtype than the first time.
+    torch.autograd.graph._engine_run_backward(
+        roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+@contextlib.contextmanager
+def _unfit() -> Iterator[None]:
+    """Within, what the model raises for whole sequences is raised as Unfit."""
+    try:
+        yield
+    except (FourfoldError, Differs, Unfit):
+        raise
+    except Exception as error:
+        raise Unfit(_said(error)) from error
+
+
+def _said(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

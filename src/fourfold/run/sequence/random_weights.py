@@ -1,0 +1,123 @@
+"""Random weights: what the dry run computes with instead of the model's own weights.
+
+free     every weight is drawn at order 1, so that no mixing of tokens hides behind a small scale or a closed gate
+near     every weight is its own value times a number from 0.5 to 1.5, and a zero becomes a small number
+tile     random numbers are drawn once per parameter, at most PERIOD of them, and repeated
+Law: all ranks of a model get the same weights, whatever their device.
+"""
+
+import math
+from typing import NamedTuple
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+# A prime: no dim of a weight is a multiple of it, so no two rows of a weight are equal.
+PERIOD = 65_521
+SEED = 20_240_601
+
+
+class Judgement(NamedTuple):
+    """How the dry run computes: in which dtype (None: the model's), with which weights, with or without gradients."""
+
+    dtype: torch.dtype | None
+    weights: str
+    gradients: bool
+
+    def __str__(self) -> str:
+        dtype = "the model's own dtype" if self.dtype is None else str(self.dtype).removeprefix("torch.")
+        weights = {"free": "random weights", "near": "weights near the model's own", "own": "the model's own weights"}
+        return f"in {dtype}, with {weights[self.weights]}{'' if self.gradients else ', without gradients'}"
+
+
+EXACT = Judgement(torch.float64, "free", True)
+"""What proves most. The dry run falls back on the others, in this order, where it cannot be had."""
+JUDGEMENTS = (EXACT, Judgement(torch.float64, "near", True), Judgement(None, "free", True))
+LAST = Judgement(None, "own", False)
+
+
+class Fits(NamedTuple):
+    """Whether weights and gradients of the dry run fit into memory: in float64, and in the model's dtype."""
+
+    exact: bool = True
+    own: bool = True
+
+
+def fits(model: nn.Module, device: torch.device, *, num_sharing: int) -> Fits:
+    """Whether the dry run fits into the free memory of this device, which `num_sharing` ranks use."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    elif device.type == "cpu":
+        free = psutil.virtual_memory().available
+    else:
+        return Fits()
+    elements = sum(p.numel() for p in model.parameters())
+    own = sum(p.numel() * p.element_size() for p in model.parameters())
+    # The weights and their gradients.
+    return Fits(exact=2 * 8 * elements * num_sharing <= free, own=2 * own * num_sharing <= free)
+
+
+@torch.no_grad()
+def made(model: nn.Module, judgement: Judgement) -> dict[str, Tensor]:
+    """Parameters and buffers for `torch.func.functional_call`. Buffers are copies: what forward writes is dropped."""
+    generator = torch.Generator().manual_seed(SEED)
+    state: dict[str, Tensor] = {name: cast(b.clone(), judgement.dtype) for name, b in model.named_buffers()}
+    for name, p in model.named_parameters():
+        if not (p.is_floating_point() or p.is_complex()):
+            continue
+        if judgement.weights == "own":
+            filled = _filled(p, generator)
+            if filled is not None:
+                state[name] = filled
+            continue
+        drawn = _near(p, generator) if judgement.weights == "near" else _free(p, generator)
+        drawn = cast(drawn, judgement.dtype) if judgement.dtype is not None else drawn.to(p.dtype)
+        state[name] = nn.Parameter(drawn, requires_grad=p.requires_grad)
+    return state
+
+
+def tile(like: Tensor, generator: torch.Generator, *, uniform: bool = False) -> Tensor:
+    """Random numbers in the shape and on the device of a tensor: of order 1, or uniform from 0 to 1; float64."""
+    count = min(like.numel(), PERIOD)
+    draw = torch.rand if uniform else torch.randn
+    numbers = draw(count, generator=generator, dtype=torch.float64)
+    numbers = numbers.to(like.device, like.dtype if like.dtype == torch.float32 else torch.float64)
+    times = math.ceil(like.numel() / max(count, 1))
+    return numbers.repeat(times)[: like.numel()].view(like.shape)
+
+
+def _free(p: Tensor, generator: torch.Generator) -> Tensor:
+    """A weight of order 1. It keeps its sign: a model may take its logarithm or its root."""
+    if p.is_complex():
+        return torch.view_as_complex(_free(torch.view_as_real(p.detach().resolve_conj()).contiguous(), generator))
+    own = p.detach().double()
+    if sum(size > 1 for size in p.shape) <= 1:  # a gate, a bias, the scale of a norm
+        size = 0.5 + tile(own, generator, uniform=True)
+    else:
+        size = tile(own, generator).abs() / math.sqrt(max(1, p[0].numel()))
+    signs = tile(own, generator).sign()
+    return torch.where(own == 0, signs, own.sign()) * size
+
+
+def _near(p: Tensor, generator: torch.Generator) -> Tensor:
+    if p.is_complex():
+        return torch.view_as_complex(_near(torch.view_as_real(p.detach().resolve_conj()).contiguous(), generator))
+    own = p.detach().double()
+    factors, noise = 0.5 + tile(own, generator, uniform=True), 0.1 * tile(own, generator)
+    return torch.where(own == 0, noise, own * factors)
+
+
+def _filled(p: Tensor, generator: torch.Generator) -> Tensor | None:
+    """A copy of a weight with small numbers for its zeros; None where it has none."""
+    zeros = p == 0
+    if p.is_complex() or not bool(zeros.any()):
+        return None
+    return torch.where(zeros, 0.1 * tile(p, generator).to(p.dtype), p.detach())
+
+
+def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A tensor of real or complex numbers in the dtype of a judgement; others stay."""
+    if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    return tensor.to(dtype.to_complex() if tensor.is_complex() else dtype)

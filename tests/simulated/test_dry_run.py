@@ -1,0 +1,449 @@
+"""The dry run of the sequence axis finds mixing of tokens that the model's own weights, or its forward, do not show."""
+
+import functools
+import logging
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fourfold.plan.plan import Plan
+from fourfold.run.build import TrainStep
+from fourfold.run.sequence import gradient_sums
+from fourfold.run.sequence.random_weights import EXACT, JUDGEMENTS, LAST, Fits
+from fourfold.run.sequence.tokens import share
+from fourfold.run.sequence.trial import Trial, Tried
+from fourfold.testing import threads
+from fourfold.words.errors import TaskError
+
+LENGTH, WIDTH = 16, 24
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(2, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+class Body(nn.Module):
+    """An embedding of tokens and positions, an attention with something around it, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(50, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.attention, self.norm, self.head = Attention(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 50)
+
+    def before(self, x: Tensor) -> Tensor:
+        return x
+
+    def after(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.before(self.tokens(tokens) + self.places(positions))
+        return self.head(self.after(x + self.attention(self.norm(x))))
+
+
+# ---- mixing behind a weight --------------------------------------------------------------------------
+
+
+class SmallScale(Body):
+    """A convolution along the tokens behind a scale, as LayerScale has it."""
+
+    def __init__(self, scale: float, shape: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.conv, self.scale = nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.Parameter(torch.full(shape, scale))
+
+    def before(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.conv(x.transpose(1, 2)).transpose(1, 2)
+
+
+class ClosedGate(Body):
+    """a · attention + (1 − a) · the mean over all tokens."""
+
+    def __init__(self, gate: float = 1.0) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.tensor(gate))
+
+    def after(self, x: Tensor) -> Tensor:
+        return self.gate * x + (1 - self.gate) * x.mean(1, keepdim=True)
+
+
+class ClosedSigmoid(ClosedGate):
+    def after(self, x: Tensor) -> Tensor:
+        return x + self.gate.sigmoid() * x.cumsum(1)
+
+
+class SmallConstant(Body):
+    """A buffer is a constant: it is judged as it is, in float64."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(1e-6))
+
+    def after(self, x: Tensor) -> Tensor:
+        return x + self.scale * x.roll(1, 1)
+
+
+WEIGHTS = {
+    "LayerScale's start": (functools.partial(SmallScale, 1e-4), torch.float32),
+    "a small scale": (functools.partial(SmallScale, 1e-6), torch.float64),
+    "a small vector": (functools.partial(SmallScale, 1e-6, (WIDTH,)), torch.float32),
+    "a small scale with dims of 1": (functools.partial(SmallScale, 1e-6, (1, 1, WIDTH)), torch.float32),
+    "a scale of 0": (functools.partial(SmallScale, 0.0), torch.bfloat16),
+    "a closed gate": (ClosedGate, torch.float32),
+    "a closed sigmoid": (functools.partial(ClosedSigmoid, -60.0), torch.float32),
+    "a small constant": (SmallConstant, torch.float32),
+}
+
+
+def tried(model: nn.Module, *, sp: int = 2, ring: str = "zigzag", fits: Fits = Fits()) -> list[Tried]:  # noqa: B008
+    """What each rank's trial finds."""
+    torch.manual_seed(0)
+    inputs = {"tokens": torch.randint(0, 50, (2, LENGTH)), "positions": torch.arange(LENGTH).expand(2, LENGTH)}
+    return [Trial(model, inputs, share(Plan(sp=sp, ring=ring), LENGTH, i), fits=fits).run() for i in range(sp)]
+
+
+def sums_problem(model: nn.Module, ranks: list[Tried]):
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    gradients = [each.gradients for each in ranks if each.gradients is not None]
+    assert len(gradients) == len(ranks)
+    return gradient_sums.problem(names, gradients)
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_mixing_behind_a_small_weight_or_a_closed_gate_is_refused(kind):
+    make, dtype = WEIGHTS[kind]
+    torch.manual_seed(1)
+    for each in tried(make().to(dtype)):
+        (problem,) = each.problems
+        assert "depend on other ranks' tokens" in problem.got
+        assert each.judgement == EXACT
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("sp", [2, 4])
+def test_a_model_without_mixing_passes_in_float64_whatever_its_dtype(sp, dtype):
+    torch.manual_seed(1)
+    model = Body().to(dtype)
+    ranks = tried(model, sp=sp)
+    assert [(each.problems, each.num_calls, each.judgement, each.fell_back) for each in ranks] == [
+        ([], 1, EXACT, "")
+    ] * sp
+    assert {each.outputs.dtype for each in ranks} == {dtype}
+    assert sums_problem(model, ranks) is None
+
+
+# ---- mixing in the gradient alone --------------------------------------------------------------------
+
+
+class Centred(torch.autograd.Function):
+    """The identity; its backward takes the mean over the tokens away."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor) -> Tensor:
+        return gradients[0] - gradients[0].mean(1, keepdim=True)
+
+
+class MeanWeight(torch.autograd.Function):
+    """x · w, whose backward gives the weight the mean over the tokens in place of the sum."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradients[0] * weight, (gradients[0] * x).mean((0, 1))
+
+
+def normalized(gradient: Tensor) -> Tensor:
+    return gradient / gradient.norm(dim=1, keepdim=True)
+
+
+class InFunction(Body):
+    def before(self, x: Tensor) -> Tensor:
+        return Centred.apply(x)  # pyright: ignore[reportReturnType]
+
+
+class AfterAttention(Body):
+    def after(self, x: Tensor) -> Tensor:
+        return Centred.apply(x)  # pyright: ignore[reportReturnType]
+
+
+class InHook(Body):
+    def after(self, x: Tensor) -> Tensor:
+        x = x * 1.0
+        if x.requires_grad:
+            x.register_hook(normalized)
+        return x
+
+
+class InHookOfQueries(Body):
+    """A hook on what goes into attention: the gradients that attention itself gives are the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention.qkv.register_full_backward_pre_hook(lambda module, gradients: (normalized(gradients[0]),))
+
+
+class InHookOfEmbedding(Body):
+    def __init__(self) -> None:
+        super().__init__()
+        self.places.register_forward_hook(self._hooked)
+
+    @staticmethod
+    def _hooked(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(normalized)
+
+
+class Detached(Body):
+    def before(self, x: Tensor) -> Tensor:
+        mean = x.mean(1, keepdim=True)
+        return x + (mean - mean.detach())
+
+
+class OfWeightAlone(Body):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def before(self, x: Tensor) -> Tensor:
+        return MeanWeight.apply(x, self.scale)  # pyright: ignore[reportReturnType]
+
+
+GRADIENTS = {
+    "function": InFunction,
+    "function after attention": AfterAttention,
+    "hook": InHook,
+    "hook of queries": InHookOfQueries,
+    "hook of an embedding": InHookOfEmbedding,
+    "detached": Detached,
+}
+
+
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_mixing_in_the_gradient_alone_is_refused(kind):
+    torch.manual_seed(1)
+    for each in tried(GRADIENTS[kind]()):
+        (problem,) = each.problems
+        assert "gradients of the output of" in problem.got
+        assert "in backward too" in problem.need
+
+
+def test_mixing_in_the_gradient_of_one_weight_is_found_in_the_sum_over_the_ranks():
+    torch.manual_seed(1)
+    model = OfWeightAlone()
+    ranks = tried(model)
+    assert not any(each.problems for each in ranks)
+    problem = sums_problem(model, ranks)
+    assert problem is not None
+    assert "gradients of scale that do not add up" in problem.got
+
+
+@pytest.mark.parametrize("make", [OfWeightAlone, Detached, ClosedGate])
+def test_a_step_is_refused_on_every_rank_before_a_weight_moves(make):
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.transpose(1, 2), targets, reduction="none")
+
+    def body(ranks):
+        with SEEDING, torch.random.fork_rng([]):
+            torch.manual_seed(1)
+            model = make()
+        descent = functools.partial(torch.optim.SGD, lr=1.0)
+        step = TrainStep(model, loss, descent, plan=Plan(sp=2), ranks=ranks, clip=None)
+        before = [p.detach().clone() for p in model.parameters()]
+        tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % 50
+        inputs = {"tokens": tokens, "positions": torch.arange(LENGTH).expand(2, LENGTH)}
+        with pytest.raises(TaskError, match=r"gradients of .* that do not add up|depend on other ranks' tokens"):
+            step((inputs, tokens))
+        return all(map(torch.equal, before, model.parameters()))
+
+    assert threads.run(2, body) == [True, True]
+
+
+SEEDING = threading.Lock()
+
+
+# ---- what must pass ----------------------------------------------------------------------------------
+
+
+class Checkpointed(Body):
+    """Norms in float32, in a checkpoint, which computes them again in backward."""
+
+    def __init__(self, *, reentrant: bool, whole: bool) -> None:
+        super().__init__()
+        self.reentrant, self.whole = reentrant, whole
+
+    def _norm(self, x: Tensor) -> Tensor:
+        return x + F.layer_norm(x.float(), (WIDTH,)).to(x.dtype)
+
+    def _layer(self, x: Tensor) -> Tensor:
+        return self._norm(x) + (self.attention(x) if self.whole else 0.0)
+
+    def before(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self._layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+class Logarithmic(Body):
+    """Weights that must be positive, and one of which a model takes 1 − p."""
+
+    def __init__(self, *, near: bool) -> None:
+        super().__init__()
+        self.temperature, self.p = nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.tensor(0.1))
+        self.near = near
+
+    def after(self, x: Tensor) -> Tensor:
+        x = x * self.temperature.log() + self.temperature.sqrt()
+        return x * (self.p.sub(1.0).neg() - 0.7).log() if self.near else x
+
+
+class Keys(Body):
+    """A bias of keys has no gradient but rounding: attention does not change when all scores do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.places(positions)
+        q, k, v = (part.unflatten(2, (2, -1)).transpose(1, 2) for part in self.attention.qkv(x).chunk(3, dim=-1))
+        k = k + self.shift.view(2, 1, -1)
+        return self.head(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Frozen(Body):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens.requires_grad_(False)
+        self.attention.requires_grad_(False)
+        self.places.requires_grad_(False)
+
+
+class Imaginary(Body):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.polar(torch.ones(WIDTH), torch.linspace(0, 3, WIDTH)))
+
+    def after(self, x: Tensor) -> Tensor:
+        return (x * self.turn).real + (x * self.turn).imag
+
+
+class InPlace(Body):
+    def after(self, x: Tensor) -> Tensor:
+        y = self.attention(x)
+        y += x
+        return y.mul_(2.0)
+
+
+PASSING = {
+    **{
+        f"checkpoint {reentrant} {whole}": functools.partial(Checkpointed, reentrant=reentrant, whole=whole)
+        for reentrant in (False, True)
+        for whole in (False, True)
+    },
+    "logarithm": functools.partial(Logarithmic, near=False),
+    "keys": Keys,
+    "frozen": Frozen,
+    "imaginary": Imaginary,
+    "in place": InPlace,
+}
+
+
+@pytest.mark.parametrize("kind", PASSING)
+def test_models_without_mixing_pass(kind):
+    torch.manual_seed(1)
+    model = PASSING[kind]()
+    ranks = tried(model)
+    assert [(each.problems, each.judgement, each.fell_back) for each in ranks] == [([], EXACT, "")] * 2
+    assert sums_problem(model, ranks) is None
+
+
+# ---- where float64 or random weights cannot be had ----------------------------------------------------
+
+
+def test_weights_that_cannot_be_of_order_1_are_near_the_models_own():
+    torch.manual_seed(1)
+    ranks = tried(Logarithmic(near=True))
+    assert {(each.judgement, tuple(each.problems)) for each in ranks} == {(JUDGEMENTS[1], ())}
+    assert "not finite" in ranks[0].fell_back
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("fits", "judgement"), [(Fits(exact=False), JUDGEMENTS[2]), (Fits(False, False), LAST)])
+def test_where_memory_does_not_do_the_models_dtype_is_used_and_told(fits, judgement, dtype):
+    torch.manual_seed(1)
+    model = Body().to(dtype)
+    ranks = tried(model, fits=fits)
+    assert [(each.problems, each.judgement) for each in ranks] == [([], judgement)] * 2
+    assert all("do not fit into memory" in each.fell_back for each in ranks)
+    refused = tried(SmallScale(0.5 if judgement == LAST else 0.0).to(dtype), fits=fits)
+    assert all(each.problems for each in refused)
+
+
+class OnlyFloat32(Body):
+    """An operation without a kernel for float64."""
+
+    def after(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float64:
+            raise NotImplementedError("no kernel for float64")
+        return x
+
+
+def test_what_has_no_float64_is_judged_in_its_own_dtype_and_this_is_logged(caplog):
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.transpose(1, 2), targets, reduction="none")
+
+    def body(ranks):
+        descent = functools.partial(torch.optim.SGD, lr=0.0)
+        with SEEDING, torch.random.fork_rng([]):
+            torch.manual_seed(1)
+            model = OnlyFloat32()
+        step = TrainStep(model, loss, descent, plan=Plan(sp=2), ranks=ranks, clip=None)
+        tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % 50
+        step(({"tokens": tokens, "positions": torch.arange(LENGTH).expand(2, LENGTH)}, tokens))
+
+    with caplog.at_level(logging.WARNING, logger="fourfold"):
+        threads.run(2, body)
+    (record,) = caplog.records
+    assert "in the model's own dtype, with random weights instead of in float64" in record.getMessage()
+    assert "no kernel for float64" in record.getMessage()
+
+
+def test_a_dry_run_leaves_gradients_buffers_and_the_generator_as_they_were():
+    torch.manual_seed(1)
+    model = SmallConstant()
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+    torch.manual_seed(2)
+    torch.randint(0, 50, (2, LENGTH))
+    expected = torch.rand(3)
+    torch.manual_seed(2)
+    inputs = {"tokens": torch.randint(0, 50, (2, LENGTH)), "positions": torch.arange(LENGTH).expand(2, LENGTH)}
+    Trial(model, inputs, share(Plan(sp=2), LENGTH, 0)).run()
+    assert torch.equal(torch.rand(3), expected)
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == {"head.weight"}
+    assert torch.equal(model.head.weight.grad, torch.ones_like(model.head.weight))
+    assert model.scale.dtype == torch.float32
