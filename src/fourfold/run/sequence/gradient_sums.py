@@ -38,7 +38,8 @@ class Gradients(NamedTuple):
 
 def collected(parameters: Mapping[str, Tensor]) -> list[Projection]:
     """The projections of the parameters' gradients, by group. The gradients are freed."""
-    numbers = torch.randn(PERIOD, generator=torch.Generator().manual_seed(SEED), dtype=torch.float64)
+    count = min(PERIOD, max((2 * p.numel() for p in parameters.values()), default=0))  # of complex ones both parts
+    numbers = torch.randn(count, generator=torch.Generator().manual_seed(SEED)).double()
     values, norms = [], []
     for parameter in parameters.values():
         gradient, parameter.grad = parameter.grad, None
@@ -58,6 +59,8 @@ def collected(parameters: Mapping[str, Tensor]) -> list[Projection]:
 
 def _projected(flat: Tensor, numbers: Tensor) -> Tensor:
     full = flat.numel() // PERIOD
+    if not full:
+        return flat @ numbers[: flat.numel()]
     rows = flat[: full * PERIOD].view(full, PERIOD)
     weights = numbers.repeat(math.ceil(full / PERIOD))[:full]
     rest = flat[full * PERIOD :]

@@ -9,19 +9,19 @@ B samples · L length · l = L / sp
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
-from fourfold.plan.sequence import heads_problem
 from fourfold.run.batch import has_tokens, leaves, mapped
 from fourfold.run.exact import Exact
 from fourfold.run.sequence import gradient_sums, random_weights
-from fourfold.run.sequence.closeness import Differs, bound_of, is_close, is_same, require_rows, rows
+from fourfold.run.sequence.closeness import Differs, gradient_bound_of, is_close, is_same, require_rows, rows
 from fourfold.run.sequence.gradient_sums import NOISE, Gradients
 from fourfold.run.sequence.hugging import installed, is_hugging
 from fourfold.run.sequence.random_weights import Judgement
@@ -30,12 +30,13 @@ from fourfold.run.sequence.recorded_attention import (
     OUTPUT,
     Playback,
     Recorded,
-    after,
     again,
     in_backward,
     recorded,
 )
 from fourfold.run.sequence.route import Call, Target, routed
+from fourfold.run.sequence.same_call import compare_call
+from fourfold.run.sequence.taps import Taps, rows_shape
 from fourfold.run.sequence.tokens import Share, cut_tokens
 from fourfold.run.sequence.where import Names
 from fourfold.words.errors import FourfoldError, Problem, TaskError
@@ -45,12 +46,6 @@ SEED = 11
 
 class Unfit(Exception):
     """The model cannot be judged in this way; it may be in another."""
-
-
-class _Tap(NamedTuple):
-    where: str
-    output: Tensor
-    found: dict[str, Tensor]
 
 
 class Judge:
@@ -71,7 +66,7 @@ class Judge:
         with _unfit():
             self._state = random_weights.made(model, judgement)
         self._calls: list[Recorded] = []
-        self._taps: list[_Tap] = []
+        self._taps = Taps(names, share)
         self._wrong: list[str] = []
 
     # ---- both passes --------------------------------------------------------------------------------
@@ -79,23 +74,23 @@ class Judge:
     def run(self) -> Gradients | None:
         """Compare the passes. Raises Differs or TaskError where tokens mix, Unfit where the model cannot be run so."""
         with _unfit(), self._within(self._record, self._taps):
-            whole = self._call(self._tapped(self._inputs, self._taps))
+            whole = self._call(self._taps.inputs(self._inputs))
         if self._judgement.weights != "own" and not _is_finite(whole):
             raise Unfit("outputs that are not finite")
         if is_hugging(self._model):
             self._compare_with_its_own(whole)
-        taps: list[_Tap] = []
+        taps = Taps(self._names, self._share)
         own = self._replay(taps)
         self._compare(whole, own)
         if not self._judgement.gradients:
             return None
         parameters = {name: self._state[name] for name, p in self._model.named_parameters() if p.requires_grad}
-        with _unfit(), self._within(self._record, []):
+        with _unfit(), self._within(self._record, self._taps):
             weights = self._weights(whole)
             _backward(whole, weights)
-            total = gradient_sums.collected(parameters)
+        total = gradient_sums.collected(parameters)
         self._refuse_infinite(total)
-        self._replay_backward(own, whole, weights)
+        self._replay_backward(own, whole, weights, taps)
         self._compare_taps(taps)
         return Gradients(total, gradient_sums.collected(parameters), self._close)
 
@@ -104,9 +99,9 @@ class Judge:
         return len(self._calls)
 
     @contextlib.contextmanager
-    def _within(self, target: Target, taps: list[_Tap] | None = None) -> Iterator[None]:
+    def _within(self, target: Target, taps: Taps | None = None) -> Iterator[None]:
         exact = Exact(new_tensors=True) if self._judgement.dtype is not None else contextlib.nullcontext()
-        instead = {} if taps is None else {F.embedding: self._embedding(taps)}
+        instead = {} if taps is None else {F.embedding: taps.embedding}
         grad = torch.set_grad_enabled(self._judgement.gradients and taps is not None)
         # Not `torch.func.functional_call`: a checkpoint's second forward needs these weights in backward, too.
         weights = _reparametrize_module(self._model, self._state, tie_weights=True)
@@ -124,7 +119,7 @@ class Judge:
         self._calls.append(one)
         return output
 
-    def _replay(self, taps: list[_Tap] | None) -> Any:
+    def _replay(self, taps: Taps | None) -> Any:
         """The model's outputs for this rank's tokens alone."""
         number, share = 0, self._share
 
@@ -133,13 +128,13 @@ class Judge:
             if number == len(self._calls):
                 raise Differs(f"{number + 1} calls of attention, {number} with whole sequences", depends=False)
             number += 1
-            self._compare_call(number, call)
+            compare_call(self._calls[number - 1].call, call, self._share, self._name(number), ulysses=self._ulysses)
             return self._play(number, call)
 
         with self._within(target, taps):
             try:
                 inputs = cut_tokens(dict(self._inputs), share)
-                own = self._call(inputs if taps is None else self._tapped(inputs, taps))
+                own = self._call(inputs if taps is None else taps.inputs(inputs))
             except (RuntimeError, IndexError, ValueError) as error:
                 got = f"with {share.size} of {share.length} tokens: {_said(error)}"
                 raise Differs(got, depends=False) from error
@@ -147,7 +142,7 @@ class Judge:
             raise Differs(f"{number} calls of attention, {len(self._calls)} with whole sequences", depends=False)
         return own
 
-    def _replay_backward(self, own: Any, whole: Any, weights: list[Tensor | None]) -> None:
+    def _replay_backward(self, own: Any, whole: Any, weights: list[Tensor | None], taps: Taps) -> None:
         share = self._share
         parts: list[Tensor | None] = []
         for tensor, weight in zip(leaves(whole), weights, strict=True):
@@ -163,7 +158,7 @@ class Judge:
                 raise Differs("the numbers that a checkpoint computes again", in_backward=True)
             return self._play(number, call)
 
-        with self._within(target, []):
+        with self._within(target, taps):
             try:
                 _backward(own, parts)
             except (RuntimeError, IndexError, ValueError) as error:
@@ -197,36 +192,6 @@ class Judge:
             if all(one.shape == other.shape and is_close(one, other.detach()) for one, other in pairs):
                 return number
         return None
-
-    def _compare_call(self, number: int, call: Call) -> None:
-        """Raise Differs unless the call has this rank's rows of what the recorded one had."""
-        known, name = self._calls[number - 1].call, self._name(number)
-        if known.q.shape[2] != known.k.shape[2]:
-            got = f"sp > 1 and cross-attention at {name}: {known.q.shape[2]} queries, {known.k.shape[2]} keys"
-            raise TaskError(Problem(got, "attention among one sequence's own tokens", "sp = 1, and dp instead"))
-        for what in INPUTS:
-            require_rows(getattr(known, what), getattr(call, what), self._share, 2, f"{what} of {name}")
-        if problem := heads_problem(call.q.shape[1], call.k.shape[1], self._ulysses):
-            raise TaskError(problem)
-        options = [(one.causal, one.scale, one.dropout, one.grouped) for one in (known, call)]
-        if options[0] != options[1]:
-            raise Differs(f"{name} with other options", depends=False)
-        self._compare_masks(known.mask, call.mask, name)
-
-    def _compare_masks(self, whole: Tensor | None, own: Tensor | None, name: str) -> None:
-        if whole is None and own is None:
-            return
-        if whole is None or own is None:
-            raise Differs(f"a mask of {name} that is not always there", depends=False)
-        if own.shape[-1] == self._share.size and (own.dim() < 2 or own.shape[-2] == 1):
-            require_rows(whole, own, self._share, own.dim() - 1, f"masks of {name}")
-            return
-        is_row = whole.dim() < 2 or whole.shape[-2] == 1
-        expected = whole if is_row else rows(whole, self._share, whole.dim() - 2)
-        if own.shape != expected.shape:
-            raise TaskError(mask_problem(own, self._share, name))
-        if not torch.equal(own, expected):
-            raise Differs(f"masks of {name}")
 
     def _play(self, number: int, call: Call) -> Tensor:
         output = rows(self._calls[number - 1].output, self._share, 2)
@@ -263,62 +228,36 @@ class Judge:
             kind = f"a {type(self._model).__name__} that attends otherwise than its masks and modules say"
             raise TaskError(Problem(f"sp > 1 and {kind}", "plain or causal attention, with a mask of keys"))
 
-    def _compare_taps(self, taps: list[_Tap]) -> None:
-        for whole, own in zip(self._taps, taps, strict=False):
+    def _compare_taps(self, taps: Taps) -> None:
+        for whole, own in zip(self._taps.found, taps.found, strict=False):
             if whole.output.dim() >= 2 and own.output.shape == rows_shape(whole.output, self._share):
-                gradient = own.found.get(OUTPUT)
+                gradient = own.gradients.get(OUTPUT)
                 gradient = torch.zeros_like(own.output) if gradient is None else gradient
-                self._expect(whole.found.get(OUTPUT), gradient, 1, f"gradients of the output of {whole.where}")
+                self._expect(whole.gradients.get(OUTPUT), gradient, 1, f"gradients of the output of {whole.where}")
         if self._wrong:
             raise Differs(self._wrong[0], in_backward=True)
 
     def _expect(self, whole: Tensor | None, own: Tensor, dim: int, what: str) -> None:
         """Note what is wrong unless a gradient is this rank's rows of the whole's (None: zeros)."""
         expected = torch.zeros_like(own) if whole is None else rows(whole, self._share, dim)
-        if expected.shape != own.shape or not is_close(expected, own, floor=NOISE * self._largest):
+        bound, floor = gradient_bound_of(own.dtype), NOISE * self._largest
+        if expected.shape != own.shape or not is_close(expected, own, bound, floor=floor):
             self._wrong.append(what)
 
-    @property
+    @functools.cached_property
     def _largest(self) -> float:
         """The largest number among all gradients that were recorded for whole sequences."""
-        found = [*(call.gradients for call in self._calls), *(tap.found for tap in self._taps)]
+        found = [*(call.gradients for call in self._calls), *(tap.gradients for tap in self._taps.found)]
         return max((g.abs().max().item() for each in found for g in each.values() if g.numel()), default=0.0)
 
     @property
     def _close(self) -> float:
         dtypes = {tensor.dtype for tensor in self._state.values() if tensor.requires_grad}
-        return max(map(bound_of, dtypes), default=0.0)
+        return max(map(gradient_bound_of, dtypes), default=0.0)
 
     def _refuse_infinite(self, total: list[gradient_sums.Projection]) -> None:
         if not all(torch.isfinite(torch.tensor([one.norm for one in total], dtype=torch.float64))):
             raise Unfit("gradients that are not finite")
-
-    # ---- taps ---------------------------------------------------------------------------------------
-
-    def _tapped(self, inputs: Mapping[str, Any], taps: list[_Tap]) -> Any:
-        """The inputs, those that hold the features of each token with a gradient of their own."""
-        if not self._judgement.gradients:
-            return inputs
-
-        def tapped(tensor: Tensor) -> Tensor:
-            is_tokens = tensor.dim() == 3 and tensor.shape[1] in (self._share.length, self._share.size)
-            # A square one may be a mask, whose gradient is of no token.
-            if not is_tokens or not tensor.is_floating_point() or tensor.shape[2] == self._share.length:
-                return tensor
-            return self._tap(tensor.detach().clone().requires_grad_(), "the inputs", taps)
-
-        return mapped(inputs, tapped)
-
-    def _tap(self, tensor: Tensor, where: str, taps: list[_Tap]) -> Tensor:
-        taps.append(_Tap(where, tensor.detach(), {}))
-        return after(tensor, taps[-1].found, OUTPUT)
-
-    def _embedding(self, taps: list[_Tap]) -> Callable[..., Tensor]:
-        def embedding(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-            # What a checkpoint computes again is not counted again.
-            return self._tap(func(*args, **kwargs), self._names.here, [] if in_backward() else taps)
-
-        return embedding
 
     # ---- to explain a difference --------------------------------------------------------------------
 
@@ -353,20 +292,6 @@ def _is_finite(outputs: Any) -> bool:
     """Whether outputs are numbers; minus infinity is the logit of what cannot be."""
     real = [output.detach() for output in leaves(outputs) if output.is_floating_point()]
     return not any(bool((output.isnan() | output.isposinf()).any()) for output in real)
-
-
-def rows_shape(whole: Tensor, share: Share) -> torch.Size | None:
-    """The shape that a shard of a token tensor has; None for a tensor without tokens."""
-    if not has_tokens(whole, share.length):
-        return None
-    return torch.Size((whole.shape[0], share.size, *whole.shape[2:]))
-
-
-def mask_problem(mask: Tensor, share: Share, name: str) -> Problem:
-    """What is wrong with a mask that is no part of the whole sequence's."""
-    got = f"sp > 1 and a mask {list(mask.shape)} at {name}, made of this rank's {share.size} tokens"
-    need = "is_causal=True, or a mask of keys [B, 1, 1, l], or of this rank's rows by all columns [B, 1, l, L]"
-    return Problem(got, need, "is_causal=True instead of a causal mask")
 
 
 def _backward(outputs: Any, weights: list[Tensor | None]) -> None:

@@ -78,34 +78,32 @@ def made(model: nn.Module, judgement: Judgement) -> dict[str, Tensor]:
 
 
 def tile(like: Tensor, generator: torch.Generator, *, uniform: bool = False) -> Tensor:
-    """Random numbers in the shape and on the device of a tensor: of order 1, or uniform from 0 to 1; float64."""
+    """Random numbers in the shape and on the device of a tensor: normal, or uniform from -1 to 1; float64."""
     count = min(like.numel(), PERIOD)
-    draw = torch.rand if uniform else torch.randn
-    numbers = draw(count, generator=generator, dtype=torch.float64)
-    numbers = numbers.to(like.device, like.dtype if like.dtype == torch.float32 else torch.float64)
+    # In float32 they are drawn four times as fast.
+    numbers = torch.rand(count, generator=generator) * 2 - 1 if uniform else torch.randn(count, generator=generator)
     times = math.ceil(like.numel() / max(count, 1))
-    return numbers.repeat(times)[: like.numel()].view(like.shape)
+    return numbers.to(like.device).double().repeat(times)[: like.numel()].view(like.shape)
 
 
 def _free(p: Tensor, generator: torch.Generator) -> Tensor:
     """A weight of order 1. It keeps its sign: a model may take its logarithm or its root."""
     if p.is_complex():
         return torch.view_as_complex(_free(torch.view_as_real(p.detach().resolve_conj()).contiguous(), generator))
-    own = p.detach().double()
     if sum(size > 1 for size in p.shape) <= 1:  # a gate, a bias, the scale of a norm
-        size = 0.5 + tile(own, generator, uniform=True)
+        numbers = tile(p, generator, uniform=True)
+        numbers += 0.5 * numbers.sign()
     else:
-        size = tile(own, generator).abs() / math.sqrt(max(1, p[0].numel()))
-    signs = tile(own, generator).sign()
-    return torch.where(own == 0, signs, own.sign()) * size
+        numbers = tile(p, generator) / math.sqrt(max(1, math.prod(p.shape[1:])))
+    signs = p.detach().double().sign()
+    return torch.where(signs == 0, numbers, signs * numbers.abs())
 
 
 def _near(p: Tensor, generator: torch.Generator) -> Tensor:
     if p.is_complex():
         return torch.view_as_complex(_near(torch.view_as_real(p.detach().resolve_conj()).contiguous(), generator))
-    own = p.detach().double()
-    factors, noise = 0.5 + tile(own, generator, uniform=True), 0.1 * tile(own, generator)
-    return torch.where(own == 0, noise, own * factors)
+    own, numbers = p.detach().double(), tile(p, generator, uniform=True)
+    return torch.where(own == 0, 0.1 * numbers, own * (1.0 + 0.5 * numbers))
 
 
 def _filled(p: Tensor, generator: torch.Generator) -> Tensor | None:

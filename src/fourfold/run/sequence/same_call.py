@@ -1,0 +1,52 @@
+"""Same call: a call of attention with one rank's tokens is a part of the call with whole sequences.
+
+Law: same queries, keys, values, mask and options, or the difference is raised with the name of the call.
+"""
+
+import torch
+from torch import Tensor
+
+from fourfold.plan.sequence import heads_problem
+from fourfold.run.sequence.closeness import Differs, require_rows, rows
+from fourfold.run.sequence.recorded_attention import INPUTS
+from fourfold.run.sequence.route import Call
+from fourfold.run.sequence.tokens import Share
+from fourfold.words.errors import Problem, TaskError
+
+
+def compare_call(whole: Call, own: Call, share: Share, name: str, *, ulysses: int) -> None:
+    """Raise Differs unless a call has this rank's rows of the whole's; TaskError where it cannot be cut at all."""
+    if whole.q.shape[2] != whole.k.shape[2]:
+        got = f"sp > 1 and cross-attention at {name}: {whole.q.shape[2]} queries, {whole.k.shape[2]} keys"
+        raise TaskError(Problem(got, "attention among one sequence's own tokens", "sp = 1, and dp instead"))
+    for what in INPUTS:
+        require_rows(getattr(whole, what), getattr(own, what), share, 2, f"{what} of {name}")
+    if problem := heads_problem(own.q.shape[1], own.k.shape[1], ulysses):
+        raise TaskError(problem)
+    options = [(one.causal, one.scale, one.dropout, one.grouped) for one in (whole, own)]
+    if options[0] != options[1]:
+        raise Differs(f"{name} with other options", depends=False)
+    _compare_masks(whole.mask, own.mask, share, name)
+
+
+def _compare_masks(whole: Tensor | None, own: Tensor | None, share: Share, name: str) -> None:
+    if whole is None and own is None:
+        return
+    if whole is None or own is None:
+        raise Differs(f"a mask of {name} that is not always there", depends=False)
+    if own.shape[-1] == share.size and (own.dim() < 2 or own.shape[-2] == 1):
+        require_rows(whole, own, share, own.dim() - 1, f"masks of {name}")
+        return
+    is_row = whole.dim() < 2 or whole.shape[-2] == 1
+    expected = whole if is_row else rows(whole, share, whole.dim() - 2)
+    if own.shape != expected.shape:
+        raise TaskError(mask_problem(own, share, name))
+    if not torch.equal(own, expected):
+        raise Differs(f"masks of {name}")
+
+
+def mask_problem(mask: Tensor, share: Share, name: str) -> Problem:
+    """What is wrong with a mask that is no part of the whole sequence's."""
+    got = f"sp > 1 and a mask {list(mask.shape)} at {name}, made of this rank's {share.size} tokens"
+    need = "is_causal=True, or a mask of keys [B, 1, 1, l], or of this rank's rows by all columns [B, 1, l, L]"
+    return Problem(got, need, "is_causal=True instead of a causal mask")
