@@ -433,6 +433,64 @@ def test_what_has_no_float64_is_judged_in_its_own_dtype_and_this_is_logged(caplo
     assert "no kernel for float64" in record.getMessage()
 
 
+class LearnedMask(Body):
+    def before(self, x: Tensor) -> Tensor:
+        q = x.unsqueeze(1)
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=x[:, None, None, :, 0]).squeeze(1)
+
+
+def test_a_mask_that_wants_a_gradient_is_refused():
+    (problem,) = tried(LearnedMask())[0].problems
+    assert "a mask [2, 1, 1, 8] at attention call 1 (LearnedMask) that wants a gradient" in problem.got
+    assert problem.attempt == "mask.detach()"
+
+
+class Features(nn.Module):
+    """Inputs that are no tokens but features; a hook on them that mixes."""
+
+    def __init__(self, *, mixes: bool) -> None:
+        super().__init__()
+        self.attention, self.head, self.mixes = Attention(), nn.Linear(WIDTH, 5), mixes
+
+    def forward(self, features: Tensor, positions: Tensor) -> Tensor:
+        x = features * (1 + positions.unsqueeze(2))
+        x = Centred.apply(x) if self.mixes else x
+        return self.head(x + self.attention(x))  # pyright: ignore[reportArgumentType, reportOperatorIssue]
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_gradients_of_inputs_that_hold_features_are_compared(mixes):
+    torch.manual_seed(1)
+    model = Features(mixes=mixes)
+    inputs = {"features": torch.randn(2, LENGTH, WIDTH), "positions": torch.arange(LENGTH).expand(2, LENGTH)}
+    for index in range(2):
+        problems = Trial(model, inputs, share(Plan(sp=2), LENGTH, index)).run().problems
+        assert ["gradients of the output of the inputs" in problem.got for problem in problems] == [True] * mixes
+
+
+class Caching(Body):
+    """A table that is kept for the next forward, in a dict and as an attribute; and a weight that is held twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables, self.newest, self.held = {}, None, [nn.Parameter(torch.ones(WIDTH))]
+        self.scale = self.held[0]
+
+    def before(self, x: Tensor) -> Tensor:
+        if self.newest is None or len(self.newest) != x.shape[1]:
+            self.newest = torch.ones(x.shape[1], 1, dtype=x.dtype)
+            self.tables[x.shape[1]] = self.newest
+        return x * self.newest * self.tables[x.shape[1]] * self.held[0]
+
+
+def test_what_a_model_keeps_from_a_dry_run_is_dropped():
+    torch.manual_seed(1)
+    model = Caching()
+    assert [each.problems for each in tried(model)] == [[], []]
+    assert (model.tables, model.newest) == ({}, None)
+    assert [name for name, p in model.named_parameters() if p.grad is not None] == []
+
+
 def test_a_dry_run_leaves_gradients_buffers_and_the_generator_as_they_were():
     torch.manual_seed(1)
     model = SmallConstant()

@@ -32,6 +32,9 @@ def compare_call(whole: Call, own: Call, share: Share, name: str, *, ulysses: in
 def _compare_masks(whole: Tensor | None, own: Tensor | None, share: Share, name: str) -> None:
     if whole is None and own is None:
         return
+    if own is not None and own.requires_grad:
+        got = f"sp > 1 and a mask {list(own.shape)} at {name} that wants a gradient"
+        raise TaskError(Problem(got, "one that does not", "mask.detach()"))
     if whole is None or own is None:
         raise Differs(f"a mask of {name} that is not always there", depends=False)
     if own.shape[-1] == share.size and (own.dim() < 2 or own.shape[-2] == 1):

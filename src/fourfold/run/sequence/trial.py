@@ -22,6 +22,7 @@ from fourfold.run.sequence.judge import Judge, Unfit
 from fourfold.run.sequence.random_weights import EXACT, JUDGEMENTS, LAST, Fits, Judgement
 from fourfold.run.sequence.route import Call, routed
 from fourfold.run.sequence.tokens import Share
+from fourfold.run.sequence.unchanged import unchanged
 from fourfold.run.sequence.where import Names
 from fourfold.words.errors import Problem, TaskError
 
@@ -60,7 +61,7 @@ class Trial:
 
     def run(self) -> Tried:
         """Try the model out. What the model raises itself on whole inputs is raised."""
-        with evaluating(self._model), self._names:
+        with evaluating(self._model), self._names, unchanged(self._model):
             try:
                 outputs = self._as_it_is()
                 if not self._num_calls:

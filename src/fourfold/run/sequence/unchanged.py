@@ -1,0 +1,37 @@
+"""Unchanged: what a model keeps from its forwards in the dry run is dropped, and it has the gradients that it had.
+
+A model may keep tables of positions, say, in attributes. In the dry run they would be made in float64, and stay.
+Law: after the `with` every attribute of every module, and what dicts and lists among them hold, is what it was.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Within, forwards and backwards of the model leave no trace. Its gradients are not there."""
+    modules = list(model.modules())
+    attributes = [dict(vars(module)) for module in modules]
+    contents = [(value, value.copy()) for each in attributes for value in each.values() if _is_container(value)]
+    gradients = [(p, p.grad) for p in model.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for module, before in zip(modules, attributes, strict=True):
+            vars(module).clear()
+            vars(module).update(before)
+        for container, before in contents:
+            container.clear()
+            container.update(before) if isinstance(container, dict) else container.extend(before)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, dict | list) and hasattr(value, "copy")
