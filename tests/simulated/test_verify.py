@@ -101,6 +101,7 @@ def test_the_table_says_what_was_compared_and_what_was_left_out():
     assert "dropout is left out" in lines
     assert "draws random numbers" in lines
     assert "gives the training of one device" not in lines
+    assert "the dry run of sp = 2 does not see tokens that mix in training mode only, in branches" in lines
     assert "gives the training of one device" in told(Verdict([0.0], {"a": 0.0}, {"a": 1e-10}, 0, False))
 
 

@@ -46,6 +46,7 @@ def verify(work: job.Job, world: World | None) -> None:
 
 def told(work: job.Job, verdict: "Verdict") -> list[str]:
     """The lines of the table, and what is to be known about it."""
+    from fourfold.run.sequence.trial import OUTSIDE
     from fourfold.run.verify import TOLERANCE
 
     mesh = work.plan.mesh
@@ -66,6 +67,8 @@ def told(work: job.Job, verdict: "Verdict") -> list[str]:
         lines.append("dropout is left out: what is dropped is drawn by each rank")
     if verdict.draws:
         lines.append("the model draws random numbers while it trains: each mesh has other ones, and may differ by them")
+    if mesh.axis_size("sp") > 1:
+        lines.append(f"the dry run of sp = {mesh.axis_size('sp')} does not see {OUTSIDE}")
     if verdict.worst <= TOLERANCE:
         lines.append("the plan gives the training of one device")
     return lines

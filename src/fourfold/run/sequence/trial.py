@@ -27,6 +27,11 @@ from fourfold.run.sequence.where import Names
 from fourfold.words.errors import Problem, TaskError
 
 ONLY = "tokens that meet in torch.nn.functional.scaled_dot_product_attention only"
+OUTSIDE = (
+    "tokens that mix in training mode only, in branches that the first batch does not take, or through state that is "
+    "neither a parameter nor a buffer"
+)
+"""What a dry run does not see."""
 SOFTMAXES = {torch.softmax, torch.Tensor.softmax, F.softmax}
 
 
