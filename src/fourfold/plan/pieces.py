@@ -13,12 +13,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from fourfold.words.mesh import AXES, Mesh
+
 VERSION = 1
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 2**28
 MAX_TENSOR_BYTES = 2**46
 MAX_DIMS = 16
 FILE_NAME = re.compile(r"rank-[0-9]{3,6}\.safetensors")
+_BYTES_IN_HEX = re.compile(r"(?:[0-9a-f]{2})*")
 # The dtypes of the safetensors format, by its own names.
 ELEMENT_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
@@ -124,6 +127,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metrics_bytes  where the log stood
     losses         of the last steps
     valid          what was measured at this step, if anything was; `best` is the least validation loss so far
+    mesh           the sizes of its axes; older manifests have none
     """
 
     version: int
@@ -140,6 +144,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     valid: dict[str, float | None]
     best: float | None
     files: dict[str, File]
+    mesh: Mesh | None = None
 
 
 def file_name(rank: int) -> str:
@@ -210,6 +215,7 @@ def problems(manifest: Manifest) -> Iterator[str]:
     fed = manifest.feed
     if not 0 <= fed.position <= fed.num_samples or fed.epoch < 0:
         yield f"epoch {fed.epoch}, position {fed.position} of {fed.num_samples} samples"
+    yield from _random_problems(manifest.random, manifest.mesh)
     held: dict[str, int] = dict.fromkeys(manifest.files, 0)
     for name, entry in manifest.tensors.items():
         yield from (f"{name}: {text}" for text in _entry_problems(entry, manifest.files))
@@ -219,6 +225,18 @@ def problems(manifest: Manifest) -> Iterator[str]:
     for name, file in manifest.files.items():
         if held[name] > file.num_bytes:
             yield f"{name}: {held[name]} bytes of tensors in a file of {file.num_bytes}"
+
+
+def _random_problems(states: Sequence[Random], mesh: Mesh | None) -> Iterator[str]:
+    if not all(state.cpu and _BYTES_IN_HEX.fullmatch(state.cpu + state.device) for state in states):
+        yield "a random state that is not written in hexadecimal digits"
+    if mesh is None:
+        return
+    sizes = " × ".join(f"{axis} {mesh.axis_size(axis)}" for axis in AXES)
+    if any(mesh.axis_size(axis) < 1 for axis in AXES):
+        yield f"a mesh of {sizes}: every size must be at least 1"
+    elif mesh.size != len(states):
+        yield f"a mesh of {sizes} is {mesh.size} ranks, and there are random states of {len(states)}"
 
 
 def _entry_problems(entry: Entry, files: Mapping[str, File]) -> Iterator[str]:

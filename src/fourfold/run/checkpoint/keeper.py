@@ -161,6 +161,7 @@ class Keeper:
             valid=dict(progress.valid),
             best=progress.best,
             files={},
+            mesh=step.plan.mesh,
         )
 
     def tell(self) -> None:
