@@ -16,6 +16,7 @@ from fourfold.plan.plan import Plan
 from fourfold.run import actions
 from fourfold.run.batch import Loss, measure
 from fourfold.run.verify import TOLERANCE, Verdict, _Exact, refuse_outside, verify
+from fourfold.testing import oracle
 from fourfold.words.errors import PlanError
 from fourfold.words.task import Data, Task
 
@@ -42,13 +43,29 @@ def task(kind: str = "plain", **fields) -> Task:
     torch.manual_seed(0)
     data = Data(train=Tensors(torch.randn(64, 8), torch.randint(0, 3, (64,))))
     return Task(
-        model=functools.partial(Net, kind),
         loss=functools.partial(F.cross_entropy, reduction="none"),
         data=lambda: data,
         optimizer=functools.partial(torch.optim.AdamW, lr=1e-2),
         schedule=lambda step, steps: 1.0 - step / steps,
-        **{"steps": 3, "batch_size": 16, "clip": 0.5, **fields},
+        **{"model": functools.partial(Net, kind), "steps": 3, "batch_size": 16, "clip": 0.5, **fields},
     )
+
+
+class Complex(nn.Module):
+    """A complex filter and a complex buffer; the gradient of `phase` has an imaginary part only."""
+
+    rotation: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(8, 16, dtype=torch.complex64) * 0.3)
+        self.phase = nn.Parameter(torch.randn(16, dtype=torch.complex64))
+        self.register_buffer("rotation", torch.polar(torch.ones(16), torch.arange(16.0)))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = x.to(torch.complex64) @ self.filter * self.rotation
+        return self.head((z * torch.exp(1j * z.real.to(torch.complex64))).abs() + self.phase.imag)
 
 
 PLANS = [Plan(), Plan(microbatches=3), Plan(bucket_bytes=100), Plan(update="in_backward", microbatches=2)]
@@ -64,6 +81,33 @@ def test_what_is_right_passes(kind, plan):
     assert len(verdict.losses) == 3
     assert verdict.num_dropouts == (kind in ("module", "number"))
     assert not verdict.draws
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_complex_parameters_are_compared_in_complex128(plan):
+    seen = set()
+
+    class Watched(Complex):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.update(t.dtype for t in (x, self.filter, self.phase, self.rotation, self.head.weight))
+            return super().forward(x)
+
+    verdict = verify(task(model=Watched, clip=0.5 if plan.update == "after" else None), plan)
+    assert verdict is not None
+    assert verdict.worst <= TOLERANCE
+    assert seen == {torch.float64, torch.complex128}
+
+
+def test_an_imaginary_part_that_is_wrong_is_found():
+    with mock.patch.object(actions, "measure", wrong):
+        verdict = verify(task(model=Complex), Plan())
+    assert verdict is not None
+    assert verdict.gradients["phase"] > 1e-7
+
+
+def test_the_oracle_compares_imaginary_parts():
+    a, b = (oracle.Trained([], [], {"w": torch.tensor([1.0 + part * 1j])}) for part in (1.0, 1.5))
+    assert oracle.deviation(a, b) == pytest.approx(0.5 / abs(1.0 + 1.5j))
 
 
 def wrong(value, samples):
@@ -127,3 +171,11 @@ def test_what_asks_for_float32_gets_float64():
     with _Exact():
         made = [x.float(), x.to(torch.float32), x.to(dtype=torch.bfloat16), torch.zeros(2, dtype=torch.float16)]
         assert {tensor.dtype for tensor in (*made, x.softmax(0, dtype=torch.float32))} == {torch.float64}
+
+
+def test_what_asks_for_complex64_gets_complex128():
+    x = torch.ones(2, dtype=torch.float64)
+    with _Exact():
+        made = [getattr(x, name)() for name in ("cfloat", "chalf")]
+        made += [x.to(torch.complex64), torch.zeros(2, dtype=torch.complex32)]
+        assert {tensor.dtype for tensor in made} == {torch.complex128}

@@ -27,7 +27,7 @@ from fourfold.plan.pieces import (
 from fourfold.plan.rng import saved_state, seed_of
 from fourfold.run.average import Average
 from fourfold.run.build import TrainStep
-from fourfold.run.checkpoint.read import Reader, shape_problems
+from fourfold.run.checkpoint.read import Reader, dtype_problems, shape_problems
 from fourfold.run.checkpoint.write import DTYPES, Living, living
 from fourfold.words.errors import CheckpointError, Problem
 
@@ -278,7 +278,7 @@ def _worker(step: TrainStep, reader: Reader, name: str, key: str) -> Tensor:
     if step.plan.sync == "local" and total == step.plan.mesh.size * length:
         return reader.tensor(title, Box((step.rank * length,), (length,)))
     rows = reader.tensor(title).view(-1, length)
-    return rows.mean(0) if rows.is_floating_point() else rows[0].clone()
+    return rows.mean(0) if rows.is_floating_point() or rows.is_complex() else rows[0].clone()
 
 
 def _put_back_random(step: TrainStep, manifest: Manifest, *, seed: int) -> None:
@@ -348,6 +348,8 @@ def _problems(trained: Trained, manifest: Manifest) -> Iterator[Problem]:
         ours |= {f"ema.{name}": parameters[name] for name in trained.average.values}
     theirs = {name: shape for name, shape in shapes.items() if name.startswith("model.") or name in ours}
     yield from shape_problems(ours, theirs)
+    dtypes = {name: entry.dtype for name, entry in manifest.tensors.items()}
+    yield from dtype_problems({f"model.{name}": v.dtype for name, v in step.model.state_dict().items()}, dtypes)
     for title, shape in shapes.items():
         name = title.removeprefix("outer.")
         if name != title and parameters.get(name) != shape:
