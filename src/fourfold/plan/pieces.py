@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from fourfold.plan.decode import is_deep
 from fourfold.words.mesh import AXES, Mesh
 
 VERSION = 1
@@ -147,6 +148,23 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mesh: Mesh | None = None
 
 
+class Held(NamedTuple):
+    """What a file holds of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def held(manifest: Manifest, file: str) -> dict[str, Held]:
+    """What the manifest says a file holds, by name of the tensor."""
+    return {
+        name: Held(entry.dtype, stretch.lengths)
+        for name, entry in manifest.tensors.items()
+        for stretch in entry.stretches
+        if stretch.file == file
+    }
+
+
 def file_name(rank: int) -> str:
     return f"rank-{rank:03d}.safetensors"
 
@@ -216,6 +234,8 @@ def problems(manifest: Manifest) -> Iterator[str]:
     if not 0 <= fed.position <= fed.num_samples or fed.epoch < 0:
         yield f"epoch {fed.epoch}, position {fed.position} of {fed.num_samples} samples"
     yield from _random_problems(manifest.random, manifest.mesh)
+    if is_deep([*manifest.groups]):
+        yield "options of the optimizer nested too deeply"
     held: dict[str, int] = dict.fromkeys(manifest.files, 0)
     for name, entry in manifest.tensors.items():
         yield from (f"{name}: {text}" for text in _entry_problems(entry, manifest.files))
