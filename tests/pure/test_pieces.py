@@ -145,6 +145,15 @@ def test_a_manifest_that_cannot_be_true_is_not_believed(fields, said):
     assert any(said in text for text in problems(changed(**fields)))
 
 
+@pytest.mark.parametrize(("dtype", "elements", "fits"), [
+    ("F64", 2**43, True), ("F64", 2**43 + 1, False), ("I8", 2**46, True), ("I8", 2**46 + 1, False),
+])  # fmt: skip
+def test_the_bound_of_a_tensor_is_in_bytes(dtype, elements, fits):
+    tensors = entry((FIRST, (0,), (elements,)), shape=(elements,), dtype=dtype)
+    found = list(problems(changed(tensors=tensors, files={FIRST: File(2**50, ""), SECOND: File(8, "")})))
+    assert (not found) == fits
+
+
 def breakers() -> Iterator[bytes]:
     text = msgspec.json.encode(changed())
     yield text[: len(text) // 2]

@@ -263,7 +263,8 @@ def _entry_problems(entry: Entry, files: Mapping[str, File]) -> Iterator[str]:
     if entry.dtype not in ELEMENT_BYTES:
         yield f"dtype {entry.dtype!r}"
         return
-    if len(entry.shape) > MAX_DIMS or any(n < 0 for n in entry.shape) or math.prod(entry.shape) > MAX_TENSOR_BYTES:
+    num_bytes = math.prod(entry.shape) * ELEMENT_BYTES[entry.dtype]
+    if len(entry.shape) > MAX_DIMS or any(n < 0 for n in entry.shape) or num_bytes > MAX_TENSOR_BYTES:
         yield f"shape {entry.shape}"
         return
     for stretch in entry.stretches:
