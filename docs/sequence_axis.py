@@ -6,7 +6,7 @@ Law: spans, tiles and work are those of `fourfold.plan.sequence`; nothing is dra
 from collections.abc import Iterator
 from pathlib import Path
 
-from fourfold.plan.sequence import Spans, Tile, chunks, owner, tiles, work
+from fourfold.plan.sequence import Spans, Tile, chunks, tiles, work
 
 RANKS, CHUNKS, CELL = 4, 8, 20
 WIDTH, HEIGHT = 960, 396
@@ -74,7 +74,7 @@ def _travel(x: int) -> Iterator[str]:
         yield _text(x, y + 27, "t", f"rank {rank}")
         for hop in range(RANKS):
             left = x + 76 + hop * HOP
-            whose = owner(rank, hop, RANKS)
+            whose = (rank - hop) % RANKS  # K and V travel to higher ranks
             yield from _glyph(left, y, spans[rank], spans[whose], whose)
             if hop + 1 < RANKS:
                 start = left + GLYPH + 5, y + GLYPH - 6

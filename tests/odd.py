@@ -118,6 +118,21 @@ class Attending(nn.Module):
         return self.head(x[:, 0])
 
 
+class Complex(nn.Module):
+    """Complex weights: gradients have imaginary parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(16, 12, dtype=torch.complex128) * 0.2)
+        self.offset = nn.Parameter(torch.randn(12, dtype=torch.complex128))
+        self.head = nn.Linear(24, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = x.to(self.filter.dtype) @ self.filter
+        z = z * torch.exp(1j * z.real.tanh()) + self.offset
+        return self.head(torch.cat((z.real, z.imag), dim=-1))
+
+
 ODD: dict[str, type[nn.Module]] = {
     "outside": Outside,
     "reused": Reused,
@@ -125,4 +140,5 @@ ODD: dict[str, type[nn.Module]] = {
     "many at once": ManyAtOnce,
     "own function": OwnFunction,
     "attending": Attending,
+    "complex": Complex,
 }

@@ -28,6 +28,7 @@ from fourfold.plan.pieces import (
     share_out,
     within,
 )
+from fourfold.words.mesh import Mesh
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 TENSORS = st.lists(st.tuples(st.sampled_from(sorted(ELEMENT_BYTES)), SHAPES, st.booleans()), min_size=1, max_size=8)
@@ -117,6 +118,16 @@ FIRST, SECOND = "rank-000.safetensors", "rank-001.safetensors"
         ({"files": {FIRST: File(20, ""), SECOND: File(8, "")}}, "bytes of tensors in a file of 8"),
         ({"aliases": {"model.b": "model.c"}}, "model.c, which is not there"),
         ({"feed": Fed(0, 0, 11, 2, 10, 1)}, "position 11 of 10"),
+        (
+            {"mesh": Mesh(dp=2, sp=2)},
+            "a mesh of pp 1 × dp 2 × sp 2 × tp 1 is 4 ranks, and there are random states of 2",
+        ),
+        ({"mesh": Mesh(dp=-2, sp=-1)}, "every size must be at least 1"),
+        ({"mesh": Mesh(dp=2, sp=0), "random": ()}, "every size must be at least 1"),
+        ({"random": (Random("00"), Random("0"))}, "not written in hexadecimal digits"),
+        ({"random": (Random("00"), Random("zz"))}, "not written in hexadecimal digits"),
+        ({"random": (Random("00"), Random("00", "0g"))}, "not written in hexadecimal digits"),
+        ({"random": (Random("00"), Random(""))}, "not written in hexadecimal digits"),
         ({"tensors": entry((FIRST, (0, 0), (4, 2)), dtype="F12")}, "dtype 'F12'"),
         ({"tensors": entry((FIRST, (0, 0), (-4, -2)), shape=(-4, -2))}, "shape"),
         ({"tensors": entry((FIRST, (0, 0), (2**60, 2)), shape=(2**60, 2))}, "shape"),
@@ -134,12 +145,23 @@ def test_a_manifest_that_cannot_be_true_is_not_believed(fields, said):
     assert any(said in text for text in problems(changed(**fields)))
 
 
+@pytest.mark.parametrize(("dtype", "elements", "fits"), [
+    ("F64", 2**43, True), ("F64", 2**43 + 1, False), ("I8", 2**46, True), ("I8", 2**46 + 1, False),
+])  # fmt: skip
+def test_the_bound_of_a_tensor_is_in_bytes(dtype, elements, fits):
+    tensors = entry((FIRST, (0,), (elements,)), shape=(elements,), dtype=dtype)
+    found = list(problems(changed(tensors=tensors, files={FIRST: File(2**50, ""), SECOND: File(8, "")})))
+    assert (not found) == fits
+
+
 def breakers() -> Iterator[bytes]:
     text = msgspec.json.encode(changed())
     yield text[: len(text) // 2]
     yield text.replace(b'"step":3', b'"step":"3"')
     yield text.replace(b'"step":3', b'"steps":3')
     yield text.replace(b'"offsets":[0,0]', b'"offsets":[0,"0"]')
+    yield text.replace(b'"mesh":null', b'"mesh":{"dp":"2"}')
+    yield text.replace(b'"mesh":null', b'"mesh":4')
     yield b"[]"
 
 

@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.plan import cost
-from fourfold.plan.data import Step, lower
+from fourfold.plan.data import RESTS, Step, lower
 from fourfold.plan.simulate import makespan, simulate
 from fourfold.plan.timeline import Event, Trace, TraceError, bounds, decode, disjoint, encode, waited
+from fourfold.words.action import Verb
 from fourfold.words.spans import COMPUTE, REDUCE, WAIT
 
 NANO = st.integers(0, 10**12)
@@ -92,6 +93,37 @@ def test_time_by_action_adds_up_to_the_step():
     assert spent["data"] == pytest.approx(1.0)
     assert spent["reduce"] == pytest.approx(2.0)
     assert spent["forward"] == pytest.approx(1.0)
+
+
+def gathering() -> Trace:
+    """One step of zero 1: buckets are updated, and their weights gathered while the process waits for nobody."""
+    found = [
+        ("step", COMPUTE, 0.0, 10.0),
+        ("F0.0", COMPUTE, 0.0, 1.0),
+        ("M0.0", COMPUTE, 1.0, 1.5),
+        ("B0.0", COMPUTE, 1.5, 4.0),
+        ("R0.0", REDUCE, 3.0, 3.5),
+        ("R0.1", REDUCE, 4.0, 4.5),
+        ("U0.0", COMPUTE, 4.5, 5.0),
+        ("G0.0", REDUCE, 5.0, 6.5),
+        ("U0.1", COMPUTE, 6.5, 7.0),
+        ("G0.1", REDUCE, 7.0, 9.5),
+    ]
+    program = {0: lower(Step(1, 2, RESTS[1]))}
+    return Trace(program, tuple(Event(0, 3, *row) for row in found))
+
+
+def test_gathers_have_a_time_of_their_own():
+    spent = cost.by_action(gathering())
+    assert spent["gather"] == pytest.approx(4.0)
+    assert spent["between actions"] == pytest.approx(1.0)
+    assert sum(seconds for name, seconds in spent.items() if name != cost.REDUCE_TIME) == pytest.approx(10.0)
+
+
+def test_every_verb_of_a_program_has_a_time_it_counts_as():
+    assert {verb for verb in Verb if verb not in cost.KINDS} == {
+        Verb.BACKWARD_INPUT, Verb.BACKWARD_WEIGHT, Verb.SEND, Verb.RECEIVE, Verb.EXCHANGE
+    }  # fmt: skip
 
 
 def test_the_typical_step_is_the_one_of_median_length():

@@ -1,6 +1,7 @@
 """The laws of going on from a checkpoint, all ranks as threads of one process."""
 
 import dataclasses
+import functools
 import json
 
 import pytest
@@ -10,10 +11,11 @@ from torch import Tensor, nn
 import fourfold as ff
 from fourfold.feed.source import Tensors
 from fourfold.report import attempts
+from fourfold.run.checkpoint.shelf import Shelf
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import CheckpointError
-from tests.checkpoints import Run, saved_twice
+from tests.checkpoints import Run, rewrite, saved_twice
 from tests.training import Case, train_oracle
 
 CASES = [
@@ -122,6 +124,37 @@ def test_random_numbers_go_on_where_they_were(tmp_path):
 
     ((first, second),) = threads.run(1, drawn)
     assert torch.equal(first, second)
+
+
+def test_a_checkpoint_written_before_the_mesh_was_recorded_restores_random_numbers_too(tmp_path):
+    def drawn(ranks, *, again):
+        run = Run(Case(), ranks, tmp_path)
+        if not again:
+            run.go(0, 2, save_at=(2,))
+        else:
+            torch.manual_seed(99)
+            assert run.keeper.resume() is not None
+        return torch.rand(4)
+
+    (first,) = threads.run(1, functools.partial(drawn, again=False))
+    rewrite(Shelf(tmp_path).at(2), lambda manifest: manifest.pop("mesh"))
+    (second,) = threads.run(1, functools.partial(drawn, again=True))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("state", ["00", "00" * 5056], ids=["of another size", "of the same size"])
+def test_a_random_state_that_torch_does_not_take_is_refused_before_anything_changes(state, tmp_path):
+    saved_twice(tmp_path, 1)
+    rewrite(Shelf(tmp_path).at(3), lambda manifest: manifest.update(random=[{"cpu": state, "device": ""}]))
+
+    def resume(ranks):
+        run = Run(Case(), ranks, tmp_path)
+        before = run.tensors()
+        with pytest.raises(CheckpointError, match=f"a random state of {len(state) // 2} bytes"):
+            run.keeper.resume()
+        assert all(torch.equal(value, before[name]) for name, value in run.tensors().items())
+
+    threads.run(1, resume)
 
 
 def test_what_another_model_has_saved_is_refused_with_every_difference(tmp_path):

@@ -6,18 +6,21 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from fourfold.cli import checkpoint as checkpoints
+from fourfold.plan.plan import Plan
 from fourfold.run.checkpoint import keeper as keeping
 from fourfold.run.checkpoint import write
 from fourfold.run.checkpoint.keeper import Keeper
 from fourfold.run.checkpoint.shelf import Shelf, newest_good, verify
+from fourfold.run.folder import check_name, finished, read_identity, told_finished
 from fourfold.testing import threads
-from fourfold.words.errors import CheckpointError
-from tests.checkpoints import Run, saved_twice
+from fourfold.words.errors import CheckpointError, SettingError
+from tests.checkpoints import Run, rewrite, saved_twice
 from tests.training import Case
 
 
@@ -27,6 +30,13 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(text)
 
 
+def nested(depth: int) -> Any:
+    value: Any = 0.1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 DAMAGE = {
     "truncated": ("rank-001.safetensors", lambda path: os.truncate(path, path.stat().st_size - 1)),
     "a flipped bit in the last byte": ("rank-001.safetensors", lambda path: flip(path, -1)),
@@ -34,6 +44,18 @@ DAMAGE = {
     "a missing piece": ("rank-000.safetensors", Path.unlink),
     "a missing manifest": ("manifest.json", Path.unlink),
     "half a manifest": ("manifest.json", lambda path: os.truncate(path, path.stat().st_size // 2)),
+    "a manifest nested 100,000 deep": (
+        "manifest.json",
+        lambda path: path.write_text('{"manifest":' * 100_000 + "1" + "}" * 100_000),
+    ),
+    "options nested 900 deep": (
+        "manifest.json",
+        lambda path: rewrite(path.parent, lambda manifest: manifest["groups"][0].update(lr=nested(900))),
+    ),
+    "another step than the folder's": (
+        "manifest.json",
+        lambda path: rewrite(path.parent, lambda manifest: manifest.update(step=4)),
+    ),
     "another step in the manifest": (
         "manifest.json",
         lambda path: path.write_text(path.read_text().replace('"step":3', '"step":4')),
@@ -64,6 +86,86 @@ def test_what_is_damaged_is_found_named_and_the_one_before_is_used(damage, tmp_p
     assert Shelf(tmp_path).steps() == [1, 3]
     assert not verify(shelf.at(3))
     assert (shelf.path / "damaged-step-00000003").is_dir()
+
+
+def turn(manifest: dict[str, Any]) -> None:
+    """Say that a matrix has another shape of as many elements."""
+    entry = manifest["tensors"]["model.first.weight"]
+    assert entry["shape"] == [24, 16]
+    entry["shape"] = [16, 24]
+    entry["stretches"] = [{**entry["stretches"][0], "offsets": [0, 0], "lengths": [16, 24]}]
+
+
+DIFFERENCES = {
+    "another dtype": (
+        lambda manifest: manifest["tensors"]["model.head.bias"].update(dtype="I64"),
+        "model.head.bias is F64 [10], I64 [10] in the manifest",
+    ),
+    "another shape": (turn, "model.first.weight is F64 [24, 16], F64 [16, 24] in the manifest"),
+    "another name": (
+        lambda manifest: manifest["tensors"].update({"model.x": manifest["tensors"].pop("model.head.bias")}),
+        "no model.x",
+    ),
+    "one less": (
+        lambda manifest: manifest["tensors"].pop("model.head.bias"),
+        "model.head.bias, which the manifest does not have there",
+    ),
+}
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_a_file_whose_tensors_are_not_those_of_the_manifest_is_damaged(difference, tmp_path, capsys):
+    change, said = DIFFERENCES[difference]
+    shelf = saved_twice(tmp_path, 1)
+    rewrite(shelf.at(3), change)
+    assert any(said in text for text in verify(shelf.at(3)))
+    assert newest_good(tmp_path) == shelf.at(1)
+    assert checkpoints.verify(str(tmp_path)) == 1
+    out = capsys.readouterr().out
+    assert f"{shelf.at(3)}   damaged" in out
+    assert f"rank-000.safetensors: {said}" in out
+    assert f"{shelf.at(1)}   good" in out
+
+
+def test_a_checkpoint_that_was_copied_to_the_name_of_another_step_is_damaged(tmp_path, capsys):
+    shelf = saved_twice(tmp_path, 1)
+    shutil.copytree(shelf.at(1), shelf.at(5))
+    assert checkpoints.verify(str(tmp_path)) == 1
+    assert "step 1, in the folder of step 5" in capsys.readouterr().out
+    assert newest_good(tmp_path) == shelf.at(3)
+
+
+def test_a_mark_that_is_damaged_is_told_and_the_checkpoints_before_stay(tmp_path, monkeypatch):
+    def broken(path, suffix, text, real=keeping._mark):
+        real(path, suffix, b'{"file":' * 100_000 if "step-00000003" in str(path) else text)
+
+    monkeypatch.setattr(keeping, "_mark", broken)
+
+    def body(ranks):
+        run = Run(Case(), ranks, tmp_path)
+        run.go(0, 3, save_at=(1, 3))
+        return run.log.notes
+
+    (notes,) = threads.run(1, body)
+    assert "step 3 could not be written: rank-000.json: " in notes[0]
+    assert Shelf(tmp_path).steps() == [1]
+
+
+DEEP = "[" * 900 + "]" * 900
+
+
+@pytest.mark.parametrize(
+    "text", ['{"identity":' * 100_000, '{"identity": [[', "[]", f'{{"identity": {{"a": {DEEP}}}}}']
+)
+def test_settings_that_cannot_be_read_say_nothing_of_the_run(text, tmp_path):
+    (tmp_path / "settings.json").write_text(text)
+    (tmp_path / "plan.toml").write_text("a = " + "[" * 100_000)
+    (tmp_path / "metrics.jsonl").write_text('{"finished": 3}\n' + text + "\n")
+    assert read_identity(tmp_path) is None
+    assert finished(tmp_path) is None
+    with pytest.raises(SettingError, match="is there already"):
+        check_name(tmp_path.parent, tmp_path.name, {"task": "a"})
+    assert "is finished (3 steps)" in told_finished(tmp_path, {"finished": 3}, Plan())
 
 
 def test_every_flipped_bit_of_a_file_is_found(tmp_path):

@@ -1,19 +1,25 @@
 """What is on the disk after a save: which checkpoints, which pieces, whose weights. Ranks are threads."""
 
+import functools
+
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from fourfold.feed.feed import Feed
+from fourfold.plan.plan import Plan
 from fourfold.run.average import Average
+from fourfold.run.build import TrainStep
 from fourfold.run.checkpoint import keeper as keeping
 from fourfold.run.checkpoint import write
-from fourfold.run.checkpoint.keeper import Progress
+from fourfold.run.checkpoint.keeper import Keeper, Place, Progress
 from fourfold.run.checkpoint.read import Reader, check_weights, export, load_weights
 from fourfold.run.checkpoint.shelf import Shelf, read_manifest
+from fourfold.run.checkpoint.state import Trained
 from fourfold.testing import threads
 from fourfold.words.errors import CheckpointError
 from tests import training
-from tests.checkpoints import Run, saved_twice
+from tests.checkpoints import Log, Run, saved_twice
 from tests.training import Case, batches
 
 
@@ -81,6 +87,37 @@ def test_weights_are_exported_under_the_models_names_and_loaded_again(tmp_path):
         check_weights(training.model("unused"), tmp_path / "weights.safetensors")
     with pytest.raises(CheckpointError, match="a safetensors file"):
         check_weights(fresh, tmp_path / "missing.safetensors")
+
+
+def test_complex_weights_are_not_put_into_real_parameters(tmp_path):
+    """Torch would keep the real parts."""
+    fresh = training.model("mlp")
+    weights = {name: value.to(torch.complex64) for name, value in fresh.state_dict().items()}
+    save_file(weights, tmp_path / "weights.safetensors")
+    for load in (load_weights, check_weights):
+        with pytest.raises(CheckpointError, match=r"first\.weight of complex64\s+need numbers that fit into float64"):
+            load(fresh, tmp_path / "weights.safetensors")
+
+
+def test_a_checkpoint_of_complex_weights_is_not_put_into_real_parameters(tmp_path):
+    def run(ranks, dtype):
+        module = torch.nn.Linear(2, 2, dtype=dtype)
+        plan, sgd = Plan(dp=1), functools.partial(torch.optim.SGD, lr=0.1)
+        step = TrainStep(module, lambda outputs, targets: outputs.abs(), sgd, plan=plan, ranks=ranks, clip=None)
+        step((torch.ones(1, 2, dtype=dtype), torch.zeros(1)))
+        feed = Feed([(torch.zeros(1), torch.zeros(1))], batch_size=1)
+        return Keeper(Trained(step, feed), Place(tmp_path, "a"), Log(), seed=0)
+
+    def save(ranks):
+        keeper = run(ranks, torch.complex64)
+        keeper.save(Progress(1))
+        keeper.wait()
+
+    threads.run(1, save)
+    with pytest.raises(CheckpointError, match=r"model\.weight of complex64\s+need numbers that fit into float32"):
+        threads.run(1, lambda ranks: run(ranks, torch.float32).resume())
+    (progress,) = threads.run(1, lambda ranks: run(ranks, torch.complex64).resume())
+    assert progress is not None
 
 
 def test_an_average_follows_its_definition_and_does_not_disturb(tmp_path):

@@ -39,6 +39,14 @@ NAME = (
 LAUNCHER = "import os, subprocess, sys; subprocess.run(sys.argv[1:], env={**os.environ, 'PMI_RANK': '0'}, check=True)"
 
 
+@pytest.mark.parametrize("text", ["", "{}", "[]", "3", '{"pid": null, "began": 1, "port": 7}', "[" * 100_000])
+def test_a_note_of_another_form_is_not_believed(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "HOST_SECONDS", 0.05)
+    (tmp_path / "note").write_text(text)
+    with pytest.raises(LaunchError, match="rank 0 did not come"):
+        meeting._wait_for(tmp_path / "note", SEAT)
+
+
 def test_ranks_of_one_launcher_look_for_one_note_and_those_of_another_for_another() -> None:
     def name(*command: str, **more: str) -> str:
         environ = {**{k: v for k, v in os.environ.items() if k != "PMI_RANK"}, **more}

@@ -3,10 +3,11 @@
 import pytest
 
 from fourfold.plan import cost
+from fourfold.plan.needs import lane
 from fourfold.plan.timeline import Trace, decode
-from fourfold.run.trace import FILE, FIRST, KEPT, Recording, Tracing, is_sampled
+from fourfold.run.trace import FILE, FIRST, KEPT, Recording, Tracing, _tiled, is_sampled
 from fourfold.testing import threads
-from fourfold.words.spans import DONE, READY, SENT
+from fourfold.words.spans import DONE, READY, REDUCE, SENT, Span
 from tests.training import Case, batches, build, local
 
 
@@ -64,6 +65,22 @@ def test_a_step_apart_and_a_meeting_are_each_recorded_and_simulated_as_what_they
             rank: len(actions) for rank, actions in program.items()
         }
     assert cost.by_action(whole)[cost.AVERAGE_TIME] > 0
+
+
+@pytest.mark.parametrize(
+    "fields", [{"zero": 1}, {"zero": 2, "update": "in_backward"}, {"sync": "local", "local_steps": 2}]
+)
+def test_every_action_is_recorded_on_the_lane_it_waits_in(fields):
+    whole = traced(Case(bucket_bytes=1500, **fields), 2)[0]
+    lanes = {str(action): lane(action) for actions in whole.program.values() for action in actions}
+    found = {event.name: event.lane for event in whole.events if event.name in lanes}
+    assert found == {name: lanes[name] for name in found}
+    assert any(name[0] in "GP" for name in found)
+
+
+def test_gathers_beside_reductions_keep_their_time():
+    spans = [Span("R0.0", REDUCE, 10, 20), Span("G0.0", REDUCE, 12, 14), Span("R0.1", REDUCE, 15, 30)]
+    assert _tiled(spans) == [*spans[:2], Span("R0.1", REDUCE, 20, 30)]
 
 
 def test_every_rank_holds_the_same_trace():

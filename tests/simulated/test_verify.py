@@ -17,6 +17,7 @@ from fourfold.run import actions
 from fourfold.run.batch import Loss, measure
 from fourfold.run.exact import Exact
 from fourfold.run.verify import TOLERANCE, Verdict, refuse_outside, verify
+from fourfold.testing import oracle
 from fourfold.words.errors import PlanError
 from fourfold.words.task import Data, Task
 
@@ -43,13 +44,29 @@ def task(kind: str = "plain", **fields) -> Task:
     torch.manual_seed(0)
     data = Data(train=Tensors(torch.randn(64, 8), torch.randint(0, 3, (64,))))
     return Task(
-        model=functools.partial(Net, kind),
         loss=functools.partial(F.cross_entropy, reduction="none"),
         data=lambda: data,
         optimizer=functools.partial(torch.optim.AdamW, lr=1e-2),
         schedule=lambda step, steps: 1.0 - step / steps,
-        **{"steps": 3, "batch_size": 16, "clip": 0.5, **fields},
+        **{"model": functools.partial(Net, kind), "steps": 3, "batch_size": 16, "clip": 0.5, **fields},
     )
+
+
+class Complex(nn.Module):
+    """A complex filter and a complex buffer; the gradient of `phase` has an imaginary part only."""
+
+    rotation: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(8, 16, dtype=torch.complex64) * 0.3)
+        self.phase = nn.Parameter(torch.randn(16, dtype=torch.complex64))
+        self.register_buffer("rotation", torch.polar(torch.ones(16), torch.arange(16.0)))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = x.to(torch.complex64) @ self.filter * self.rotation
+        return self.head((z * torch.exp(1j * z.real.to(torch.complex64))).abs() + self.phase.imag)
 
 
 PLANS = [Plan(), Plan(microbatches=3), Plan(bucket_bytes=100), Plan(update="in_backward", microbatches=2)]
@@ -65,6 +82,33 @@ def test_what_is_right_passes(kind, plan):
     assert len(verdict.losses) == 3
     assert verdict.num_dropouts == (kind in ("module", "number"))
     assert not verdict.draws
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_complex_parameters_are_compared_in_complex128(plan):
+    seen = set()
+
+    class Watched(Complex):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.update(t.dtype for t in (x, self.filter, self.phase, self.rotation, self.head.weight))
+            return super().forward(x)
+
+    verdict = verify(task(model=Watched, clip=0.5 if plan.update == "after" else None), plan)
+    assert verdict is not None
+    assert verdict.worst <= TOLERANCE
+    assert seen == {torch.float64, torch.complex128}
+
+
+def test_an_imaginary_part_that_is_wrong_is_found():
+    with mock.patch.object(actions, "measure", wrong):
+        verdict = verify(task(model=Complex), Plan())
+    assert verdict is not None
+    assert verdict.gradients["phase"] > 1e-7
+
+
+def test_the_oracle_compares_imaginary_parts():
+    a, b = (oracle.Trained([], [], {"w": torch.tensor([1.0 + part * 1j])}) for part in (1.0, 1.5))
+    assert oracle.deviation(a, b) == pytest.approx(0.5 / abs(1.0 + 1.5j))
 
 
 def wrong(value, samples):
@@ -172,3 +216,11 @@ def test_a_mixture_of_experts_of_transformers_is_verified():
     verdict = verify(mixture, Plan(microbatches=2))
     assert verdict is not None
     assert verdict.worst <= TOLERANCE
+
+
+def test_what_asks_for_complex64_gets_complex128():
+    x = torch.ones(2, dtype=torch.float64)
+    with Exact():
+        made = [getattr(x, name)() for name in ("cfloat", "chalf")]
+        made += [x.to(torch.complex64), torch.zeros(2, dtype=torch.complex32)]
+        assert {tensor.dtype for tensor in made} == {torch.complex128}

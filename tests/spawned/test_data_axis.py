@@ -112,6 +112,7 @@ def test_ranks_that_learn_by_themselves_meet_over_every_transport(world, transpo
     {"transport": "gloo", "shard": 2, "model": "checkpointed", "microbatches": 2},
     {"transport": "gloo", "model": "outside", "update": "in_backward", "batch_sizes": [1, 9, 2]},
     {"host": "two", "model": "reused", "optimizer": "LAMB", "batch_sizes": [1, 9, 2]},
+    {"transport": "gloo", "model": "complex", "clip": 0.5},
 ])  # fmt: skip
 def test_weights_that_rest_split_are_whole_when_they_are_used(world, fields):
     results = world(4).run(f"{CASES}:deviation", **({"batch_sizes": [8, 8, 3], "bucket_bytes": 1500} | fields), zero=3)

@@ -12,6 +12,7 @@ from typing import Any
 from fourfold.cli import settings, task
 from fourfold.cli.failure import Errors, neighbour
 from fourfold.engines.machine import default_processes
+from fourfold.plan.decode import DecodeError, read_small
 from fourfold.plan.plan import Plan
 from fourfold.plan.rates import Rates
 from fourfold.run.settings import refuse_steps, run_name, settings_of, tuned_for
@@ -192,7 +193,9 @@ def check_init(job: Job) -> None:
 
 def _text(file: str) -> str:
     try:
-        return Path(file).read_text(encoding="utf-8")
+        return read_small(Path(file)).decode()
+    except DecodeError as error:
+        raise PlanError(Problem(f"{file} has {error}", "a plan in TOML"), where=file) from None
     except OSError as error:
         close = neighbour(Path(file), "*.toml")
         raise PlanError(Problem(f"{file} ({(error.strerror or 'unreadable').lower()})", "a file", close)) from None

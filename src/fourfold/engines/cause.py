@@ -20,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from fourfold.words.errors import PEER_GONE, FourfoldError, PeerError, StoppedError
 
 # A rank that dies before all have met leaves a LaunchError to the others.
@@ -84,8 +86,9 @@ def write(path: Path, entry: Record) -> None:
 def read(path: Path) -> Record | None:
     """The record in a file; None where there is none, or one that another program wrote in its own form."""
     try:
-        return Record(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
+        # Not msgspec's own decoder: an error may speak of a file whose name is no text in UTF-8.
+        return msgspec.convert(json.loads(path.read_bytes()), Record)
+    except (OSError, ValueError, RecursionError, msgspec.ValidationError):
         return None
 
 

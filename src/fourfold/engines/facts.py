@@ -1,6 +1,6 @@
 """Facts: a look at this machine, in about two seconds, most of which torch takes to be imported.
 
-cgroup  version 2 (memory.max) or 1 (memory.limit_in_bytes), this process's own first
+cgroup  version 2 (memory.max) or 1 (memory.limit_in_bytes), this process's own first; see `words.cgroup`
 test    a file of 32 MiB written and removed, shared memory reserved and given back
 Law: nothing is left behind, and what cannot be found out is None, never a guess.
 """
@@ -18,9 +18,9 @@ from typing import Any
 import psutil
 
 from fourfold.engines.doctor import MIB, Facts
+from fourfold.words import cgroup
 from fourfold.words.world import cores
 
-CGROUP = Path("/sys/fs/cgroup")
 SHM = Path("/dev/shm")
 WRITE_BYTES = 32 * MIB
 SHARED_BYTES = 256 * MIB
@@ -43,7 +43,7 @@ def look(folder: Path = Path()) -> Facts:
         gpu_driver=Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists(),
         cores=cores(),
         machine_cores=os.cpu_count() or 1,
-        quota_cores=_quota(),
+        quota_cores=cgroup.cpu_quota(),
         load=os.getloadavg()[0],
         total_bytes=memory.total,
         available_bytes=memory.available,
@@ -73,17 +73,6 @@ def _torch() -> dict[str, Any]:
     return {"torch": torch.__version__, "cuda_build": torch.version.cuda or torch.version.hip, "gpus": tuple(gpus)}
 
 
-def _own_cgroup(controller: str) -> list[Path]:
-    """Where this process's limits are written, the closest first."""
-    folders = [CGROUP, CGROUP / controller]
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, names, path = line.split(":", 2)
-            if not names or controller in names.split(","):
-                folders.insert(0, (CGROUP / controller if names else CGROUP) / path.strip("/"))
-    return folders
-
-
 def _read_number(path: Path) -> int | None:
     try:
         return int(path.read_text())
@@ -93,7 +82,7 @@ def _read_number(path: Path) -> int | None:
 
 def _memory_limit() -> tuple[int | None, int | None]:
     """The container's limit and what is left of it."""
-    for folder in _own_cgroup("memory"):
+    for folder in cgroup.folders("memory"):
         for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             limit = _read_number(folder / most)
             if limit is not None and limit < UNLIMITED:
@@ -109,18 +98,6 @@ def _cache(folder: Path) -> int:
             if name in ("inactive_file", "total_inactive_file"):
                 return int(value)
     return 0
-
-
-def _quota() -> float | None:
-    """Processors a container grants."""
-    for folder in _own_cgroup("cpu"):
-        with contextlib.suppress(OSError, ValueError):
-            quota, period = (folder / "cpu.max").read_text().split()
-            return int(quota) / int(period)
-        quota, period = _read_number(folder / "cpu.cfs_quota_us"), _read_number(folder / "cpu.cfs_period_us")
-        if quota and period and quota > 0:
-            return quota / period
-    return None
 
 
 def _shared(num_bytes: int) -> tuple[int, str]:

@@ -162,16 +162,22 @@ NAMES = {
     Verb.UPDATE: "update",
 }
 DATA_TIME, WAIT_TIME, REST_TIME, REDUCE_TIME = "data", "waiting", "between actions", "reduce"
-AVERAGE_TIME = "average"
-KINDS = {**NAMES, Verb.REDUCE: REDUCE_TIME, Verb.PUSH: AVERAGE_TIME, Verb.PULL: AVERAGE_TIME}
+AVERAGE_TIME, GATHER_TIME = "average", "gather"
+KINDS = {
+    **NAMES,
+    Verb.REDUCE: REDUCE_TIME,
+    Verb.GATHER: GATHER_TIME,
+    Verb.PUSH: AVERAGE_TIME,
+    Verb.PULL: AVERAGE_TIME,
+}
 
 
 def by_action(trace: Trace) -> dict[str, float]:
     """Seconds of a step by what they were spent on: means over sampled steps and ranks.
 
-    All but "reduce" lie in the compute lane and add up to the step; "reduce" is the reduce lane's, beside or within.
+    All but "reduce" are the process's own time and add up to the step; reductions go on beside it, or within.
     """
-    names = [DATA_TIME, *NAMES.values(), AVERAGE_TIME, WAIT_TIME, REST_TIME, REDUCE_TIME]
+    names = [DATA_TIME, *NAMES.values(), GATHER_TIME, AVERAGE_TIME, WAIT_TIME, REST_TIME, REDUCE_TIME]
     sums = dict.fromkeys(names, 0.0)
     steps = 0
     for step in trace.steps:

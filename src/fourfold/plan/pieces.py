@@ -13,12 +13,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from fourfold.plan.decode import is_deep
+from fourfold.words.mesh import AXES, Mesh
+
 VERSION = 1
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 2**28
 MAX_TENSOR_BYTES = 2**46
 MAX_DIMS = 16
 FILE_NAME = re.compile(r"rank-[0-9]{3,6}\.safetensors")
+_BYTES_IN_HEX = re.compile(r"(?:[0-9a-f]{2})*")
 # The dtypes of the safetensors format, by its own names.
 ELEMENT_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
@@ -124,6 +128,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metrics_bytes  where the log stood
     losses         of the last steps
     valid          what was measured at this step, if anything was; `best` is the least validation loss so far
+    mesh           the sizes of its axes; older manifests have none
     """
 
     version: int
@@ -140,6 +145,24 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     valid: dict[str, float | None]
     best: float | None
     files: dict[str, File]
+    mesh: Mesh | None = None
+
+
+class Held(NamedTuple):
+    """What a file holds of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def held(manifest: Manifest, file: str) -> dict[str, Held]:
+    """What the manifest says a file holds, by name of the tensor."""
+    return {
+        name: Held(entry.dtype, stretch.lengths)
+        for name, entry in manifest.tensors.items()
+        for stretch in entry.stretches
+        if stretch.file == file
+    }
 
 
 def file_name(rank: int) -> str:
@@ -210,6 +233,9 @@ def problems(manifest: Manifest) -> Iterator[str]:
     fed = manifest.feed
     if not 0 <= fed.position <= fed.num_samples or fed.epoch < 0:
         yield f"epoch {fed.epoch}, position {fed.position} of {fed.num_samples} samples"
+    yield from _random_problems(manifest.random, manifest.mesh)
+    if is_deep([*manifest.groups]):
+        yield "options of the optimizer nested too deeply"
     held: dict[str, int] = dict.fromkeys(manifest.files, 0)
     for name, entry in manifest.tensors.items():
         yield from (f"{name}: {text}" for text in _entry_problems(entry, manifest.files))
@@ -221,11 +247,24 @@ def problems(manifest: Manifest) -> Iterator[str]:
             yield f"{name}: {held[name]} bytes of tensors in a file of {file.num_bytes}"
 
 
+def _random_problems(states: Sequence[Random], mesh: Mesh | None) -> Iterator[str]:
+    if not all(state.cpu and _BYTES_IN_HEX.fullmatch(state.cpu + state.device) for state in states):
+        yield "a random state that is not written in hexadecimal digits"
+    if mesh is None:
+        return
+    sizes = " × ".join(f"{axis} {mesh.axis_size(axis)}" for axis in AXES)
+    if any(mesh.axis_size(axis) < 1 for axis in AXES):
+        yield f"a mesh of {sizes}: every size must be at least 1"
+    elif mesh.size != len(states):
+        yield f"a mesh of {sizes} is {mesh.size} ranks, and there are random states of {len(states)}"
+
+
 def _entry_problems(entry: Entry, files: Mapping[str, File]) -> Iterator[str]:
     if entry.dtype not in ELEMENT_BYTES:
         yield f"dtype {entry.dtype!r}"
         return
-    if len(entry.shape) > MAX_DIMS or any(n < 0 for n in entry.shape) or math.prod(entry.shape) > MAX_TENSOR_BYTES:
+    num_bytes = math.prod(entry.shape) * ELEMENT_BYTES[entry.dtype]
+    if len(entry.shape) > MAX_DIMS or any(n < 0 for n in entry.shape) or num_bytes > MAX_TENSOR_BYTES:
         yield f"shape {entry.shape}"
         return
     for stretch in entry.stretches:

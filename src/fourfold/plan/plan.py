@@ -5,13 +5,13 @@ Law: `Plan.from_toml(plan.to_toml()) == plan`, and an impossible plan is refused
 """
 
 import dataclasses
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 from fourfold.plan.codec import KINDS, Coding
 from fourfold.plan.data import Places
+from fourfold.plan.decode import DecodeError, from_toml
 from fourfold.plan.precision import COMPUTE, REDUCE
 from fourfold.plan.sequence import RINGS, ulysses_problem
 from fourfold.words.errors import PlanError, Problem, nearest
@@ -200,8 +200,8 @@ class Plan:
     def from_toml(cls, text: str, *, where: str = "plan.toml") -> Self:
         """Read a plan as `to_toml` writes it: flat keys and `version = 1`."""
         try:
-            values = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+            values = from_toml(text)
+        except DecodeError as error:
             raise PlanError(Problem(str(error), "TOML with flat keys", "dp = 2"), where=where) from None
         version = values.pop("version", None)
         if version != VERSION:

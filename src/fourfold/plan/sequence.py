@@ -160,11 +160,6 @@ def _places(spans: Spans) -> list[tuple[Span, Span]]:
     return found
 
 
-def owner(index: int, hop: int, size: int) -> int:
-    """Whose keys and values are at place `index` of a ring after `hop` hops: they travel to higher places."""
-    return (index - hop) % size
-
-
 def work(length: int, size: int, ring: str = "zigzag", *, causal: bool) -> tuple[int, ...]:
     """Scores that each place of a ring looks at, in one head of one sequence."""
     spans = chunks(length, size, ring)

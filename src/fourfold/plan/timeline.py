@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from fourfold.plan.decode import DecodeError, from_json
 from fourfold.words.action import Program, ProgramError, Verb, parse, show
 from fourfold.words.errors import FourfoldError, Problem
 from fourfold.words.spans import LANES, WAIT
@@ -96,11 +97,11 @@ def _micro(seconds: float) -> float:
 def decode(data: bytes, *, where: str = "trace.json") -> Trace:
     """The trace in a file. Raises TraceError where it is none of ours."""
     try:
-        whole = msgspec.json.decode(data)
+        whole = from_json(data)
         program = parse(whole["otherData"]["program"])
         rows = [row for row in whole["traceEvents"] if row["ph"] in "Xi"]
         return Trace(program, tuple(map(_event, rows)))
-    except (msgspec.DecodeError, KeyError, TypeError, IndexError, ProgramError) as error:
+    except (DecodeError, KeyError, TypeError, AttributeError, IndexError, ProgramError) as error:
         problem = Problem(f"no trace of a run ({error})", "the file that fourfold train writes", "the same run again")
         raise TraceError(problem, where=where) from None
 

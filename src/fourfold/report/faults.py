@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from fourfold.plan.decode import DecodeError, from_json
 from fourfold.report.progress import printable, seconds_of
 from fourfold.report.svg import Series
 from fourfold.report.table import UNKNOWN, cells, many
@@ -60,8 +61,8 @@ def read(folder: Path) -> Faults:
     known, unread = [], 0
     for line in path.read_bytes().splitlines():
         try:
-            known.append(msgspec.json.decode(line, type=Fault))
-        except (msgspec.DecodeError, UnicodeDecodeError):  # a ValidationError is the first, too
+            known.append(from_json(line, Fault))
+        except DecodeError:
             unread += bool(line.strip())
     return Faults(known, unread)
 

@@ -3,19 +3,41 @@
 Law: a log that was cut off in mid-line is read up to there; a file that is missing is told, not guessed.
 """
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 
+from fourfold.plan.decode import DecodeError, from_json, read_small, read_toml
 from fourfold.plan.timeline import Trace, decode
 from fourfold.report import attempts, faults, saved
 from fourfold.words.errors import FourfoldError, Problem, nearest
 
 FILES = ("settings.json", "plan.toml", "metrics.jsonl")
+
+
+class Line(TypedDict, total=False):
+    """What the lines of a log have in common: a field that is there has this type."""
+
+    step: int
+    loss: float | None
+    samples: float
+    tokens: float | None
+    seconds: float
+    waiting_seconds: float
+    sent_bytes: float
+    elapsed_seconds: float
+    pause_seconds: float
+    checkpoint: str
+    damaged: list[str]
+    warning: str
+    valid: dict[str, float | None]
+    resumed: int
+    finished: int
+    unit: str
+    rate: float | None
 
 
 class ReportError(FourfoldError):
@@ -105,11 +127,11 @@ def read(path: Path) -> Record:
         ]
         raise ReportError(problems, where="fourfold report")
     try:
-        settings = msgspec.json.decode((path / "settings.json").read_bytes())
+        settings = from_json(read_small(path / "settings.json"), dict[str, Any])
         # What makes it the same run is made of the other settings.
         settings.pop("identity", None)
-        plan = tomllib.loads((path / "plan.toml").read_text(encoding="utf-8"))
-    except (msgspec.DecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        plan = read_toml(path / "plan.toml")
+    except DecodeError as error:
         problem = Problem(f"{path}: {error}", "the settings and the plan as they were written")
         raise ReportError(problem, where="fourfold report") from None
     lines = _lines(path / "metrics.jsonl")
@@ -131,6 +153,16 @@ def read(path: Path) -> Record:
     )
 
 
+def _missing(fields: Mapping[str, Any]) -> list[str]:
+    """What the line of a log lacks. Fields that came with a later version are not missing."""
+    if "step" in fields and "loss" in fields:
+        needed: tuple[str, ...] = ("samples", "seconds", "waiting_seconds")
+    else:
+        needs = {"finished": "seconds", "damaged": "checkpoint", "pause_seconds": "step"}
+        needed = tuple(need for name, need in needs.items() if name in fields)
+    return [name for name in needed if name not in fields]
+
+
 def _lines(path: Path) -> list[dict[str, Any]]:
     raw = path.read_bytes().split(b"\n")
     found = []
@@ -138,9 +170,13 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         if not line:
             continue
         try:
-            found.append(msgspec.json.decode(line))
-        except msgspec.DecodeError:
+            fields = from_json(line, dict[str, Any])
+            msgspec.convert(fields, Line)
+            if missing := _missing(fields):
+                raise DecodeError(f"no {', '.join(missing)}")
+            found.append(fields)
+        except (DecodeError, msgspec.ValidationError):
             if number == len(raw):  # no line end: the run was killed while it wrote
                 break
-            raise ReportError(Problem(f"{path}, line {number}: {line[:40]!r}", "a line of JSON")) from None
+            raise ReportError(Problem(f"{path}, line {number}: {line[:40]!r}", "a line of a run's log")) from None
     return found

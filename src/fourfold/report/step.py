@@ -9,6 +9,7 @@ from html import escape
 from fourfold.plan.cost import (
     AVERAGE_TIME,
     DATA_TIME,
+    GATHER_TIME,
     NAMES,
     REDUCE_TIME,
     REST_TIME,
@@ -36,7 +37,8 @@ STYLES = {
     Verb.BACKWARD_INPUT: "backward",
     Verb.BACKWARD_WEIGHT: "backward",
 }
-BAR_STYLES = {DATA_TIME: "data", WAIT_TIME: "wait", REST_TIME: "rest", REDUCE_TIME: "reduce", AVERAGE_TIME: "reduce"}
+BAR_STYLES = {DATA_TIME: "data", WAIT_TIME: "wait", REST_TIME: "rest"}
+BAR_STYLES |= dict.fromkeys((REDUCE_TIME, GATHER_TIME, AVERAGE_TIME), "reduce")
 MANY = 24  # rows of a table that are shown at once
 
 

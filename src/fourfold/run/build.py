@@ -23,6 +23,7 @@ from fourfold.plan.memory import is_in_place
 from fourfold.plan.order import Stretch
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import Scale, computed, reduced
+from fourfold.plan.rng import seed_of
 from fourfold.run.actions import Actions
 from fourfold.run.batch import Microbatch, call, cut, evaluating, mapped, measure
 from fourfold.run.guard import Guard
@@ -69,7 +70,7 @@ def parallelize(
     ranks = comm.join()
     refuse(model, plan, ranks, clip=clip)
     _set_threads(ranks)
-    torch.manual_seed(seed + 1_000_003 * plan.mesh.at(ranks.rank)["dp"])
+    torch.manual_seed(seed_of(seed, plan.mesh.at(ranks.rank)["dp"]))
     options = {"clip": clip, "skip_nan": skip_nan, "seed": seed}
     return TrainStep(model.to(ranks.device), loss, optimizer, plan=plan, ranks=ranks, **options)
 

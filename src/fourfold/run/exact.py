@@ -1,4 +1,4 @@
-"""Exact: code that asks for float32 or less computes in float64.
+"""Exact: code that asks for float32 or less computes in float64; for complex64 or less, in complex128.
 
 grouped  torch's grouped matrix product, which has no float64 kernel; here it is one product per group
 Law: inside the mode every floating-point result of a float64 model is float64.
@@ -12,8 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-WIDE = {torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.float16: torch.float64}
-CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
+WIDE = {
+    **dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64),
+    **dict.fromkeys((torch.complex64, torch.complex32), torch.complex128),
+}
+_CASTS = {"float": "double", "half": "double", "bfloat16": "double", "cfloat": "cdouble", "chalf": "cdouble"}
+CASTS = {getattr(Tensor, narrow): getattr(Tensor, wide) for narrow, wide in _CASTS.items()}
 FACTORIES = frozenset({torch.zeros, torch.ones, torch.empty, torch.rand, torch.randn, torch.eye, torch.linspace})
 GROUPED = frozenset(
     getattr(module, name) for module, name in ((torch, "_grouped_mm"), (F, "grouped_mm")) if hasattr(module, name)
@@ -33,7 +37,7 @@ class Exact(TorchFunctionMode):
         args = tuple(_wider(arg) for arg in args)
         named = {name: _wider(value) for name, value in (kwargs or {}).items()}
         if func in CASTS:
-            func = Tensor.double
+            func = CASTS[func]
         elif func in GROUPED and args[0].dtype == torch.float64:
             func = grouped_mm
         elif self._new_tensors and func in FACTORIES:

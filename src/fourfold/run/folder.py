@@ -25,6 +25,7 @@ import msgspec
 import torch
 
 import fourfold
+from fourfold.plan.decode import DecodeError, from_json, read_small
 from fourfold.plan.plan import FIELDS, Plan
 from fourfold.run.settings import Identity, canonical
 from fourfold.words.errors import PlanError, Problem, SettingError, TrainingError, reason
@@ -128,8 +129,8 @@ def check_name(parent: Path, name: str | None, identity: Identity | None = None)
 def read_identity(path: Path) -> dict[str, Any] | None:
     """What makes the run in this folder the same run; None where it does not say."""
     try:
-        found = msgspec.json.decode((path / SETTINGS).read_bytes(), type=dict[str, Any]).get("identity")
-    except (OSError, msgspec.DecodeError):
+        found = from_json(read_small(path / SETTINGS), dict[str, Any]).get("identity")
+    except (OSError, DecodeError):
         return None
     return found if isinstance(found, dict) else None
 
@@ -157,12 +158,12 @@ def _told(value: Any) -> str:
 
 def finished(path: Path) -> dict[str, Any] | None:
     """The last line of the log of a run that has ended well; None for any other."""
-    with contextlib.suppress(OSError, msgspec.DecodeError):
+    with contextlib.suppress(OSError, DecodeError):
         with (path / LOG).open("rb") as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - 2**16))
             last = log.read().splitlines()[-1:]
-        line = msgspec.json.decode(last[0], type=dict[str, Any]) if last else {}
-        return line if "finished" in line else None
+        line = from_json(last[0], dict[str, Any]) if last else {}
+        return line if isinstance(line.get("finished"), int) else None
     return None
 
 
@@ -177,8 +178,8 @@ def told_finished(path: Path, line: Mapping[str, Any], plan: Plan) -> str:
 def _other_fields(path: Path, plan: Plan) -> list[str]:
     """The fields that the run in this folder has otherwise, as it has them; none where it does not say."""
     try:
-        theirs = Plan.from_toml((path / PLAN).read_text())
-    except (OSError, UnicodeDecodeError, PlanError):
+        theirs = Plan.from_toml(read_small(path / PLAN).decode())
+    except (OSError, UnicodeDecodeError, DecodeError, PlanError):
         return []
     return [
         f"{name} = {_told(getattr(theirs, name))}" for name in FIELDS if getattr(theirs, name) != getattr(plan, name)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.parts.comm.ranks import host_id
+from fourfold.plan.needs import lane
 from fourfold.plan.timeline import STEP, Event, Trace, bounds, encode
 from fourfold.run.build import TrainStep
 from fourfold.words.action import Action, Verb
@@ -59,7 +60,7 @@ class Recording:
         # A reduction is told of by who does it, where it is done: mostly while backward goes on.
         if action.verb == Verb.REDUCE:
             return contextlib.nullcontext()
-        return _Open(self.spans, str(action), COMPUTE)
+        return _Open(self.spans, str(action), lane(action))
 
     def reducing(self, bucket: int) -> contextlib.AbstractContextManager[Any]:
         return _Open(self.spans, _name(bucket), REDUCE)
@@ -179,7 +180,7 @@ def _tiled(spans: list[Span]) -> list[Span]:
     """Reductions in the background may overlap; on their lane each begins when the one before has ended."""
     tiled, free = [], 0
     for span in sorted(spans, key=lambda span: (span.start, -span.stop)):
-        if span.lane == REDUCE and span.stop > span.start:
+        if span.name[0] == Verb.REDUCE and span.stop > span.start:
             span = span._replace(start=max(span.start, min(free, span.stop)))
             free = max(free, span.stop)
         tiled.append(span)

@@ -1,6 +1,6 @@
 """Verify: the training of a plan beside that of one device, on the same task and data.
 
-exact    in float64 throughout, also where a model asks for float32 itself, and without dropout
+exact    in float64 and complex128 throughout, also where a model asks for float32 itself, and without dropout
 probe    one step of plain descent at rate 1: what the weights move by is the gradient
 far      |a − b| / max(1, |b|), the largest of a tensor
 Law: what is inside the law of every mesh is compared, number by number; what is outside is refused with the reason.
@@ -79,7 +79,7 @@ def verify(task: Task, plan: Plan, *, seed: int = 0) -> Verdict | None:
     refuse_outside(plan)
     torch.manual_seed(seed)
     source = task.data().train
-    model = task.model().double()
+    model = _widened(task.model())
     num_dropouts = _without_dropout(model)
     # Each of the trainings begins with these weights; rank 0's, for it is rank 0 that compares.
     first = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -147,12 +147,24 @@ def _rated(task: Task, optimizer: torch.optim.Optimizer, feed: Feed) -> Iterator
             yield Batch.of(mapped(tuple(batch), _wide), batch.samples)
 
 
+def _widened(model: nn.Module) -> nn.Module:
+    """The model in float64 and complex128."""
+    model.double()
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_complex():  # `double` leaves it as it is
+            tensor.data = tensor.data.to(torch.complex128)
+    return model
+
+
 def _wide(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def _far(a: Tensor, b: Tensor) -> float:
-    a, b = a.double(), b.double()
+    """The largest |a − b| / max(1, |b|): moduli where numbers are complex."""
+    a, b = _wide(a), _wide(b)
     return ((a - b).abs() / b.abs().clamp(min=1.0)).max().item() if a.numel() else 0.0
 
 

@@ -58,7 +58,9 @@ def deviation(got: Trained, oracle: Trained) -> float:
 
 
 def _far(a: Any, b: Any) -> float:
-    a, b = torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(b, dtype=torch.float64)
+    a, b = (torch.as_tensor(value) for value in (a, b))
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    a, b = a.to(wide), b.to(wide)
     if a.shape != b.shape:
         return float("inf")
     return ((a - b).abs() / b.abs().clamp(min=1.0)).max().item() if a.numel() else 0.0

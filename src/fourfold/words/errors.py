@@ -105,12 +105,6 @@ class DivergenceError(FourfoldError):
     exit_code = 1
 
 
-class RankError(FourfoldError):
-    """A rank has failed; the message is the first cause."""
-
-    exit_code = 1
-
-
 def describe(problems: Sequence[Problem], *, where: str = "") -> str:
     """The text of an error: a head line, then a row per problem with aligned columns."""
     if len(problems) == 1 and not where and not problems[0].need and not problems[0].attempt:

@@ -7,12 +7,10 @@ Law: reading the environment has no effect; joining a world is done in `parts/co
 """
 
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from fourfold.words import launchers
+from fourfold.words import cgroup, launchers
 
 
 @dataclass(frozen=True)
@@ -39,13 +37,5 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> World | None:
 def cores() -> int:
     """Processors this process may use, at least 1."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(allowed, _quota()))
-
-
-def _quota(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """The processors a container (cgroup v2) grants, rounded down; very many where there is no limit."""
-    try:
-        quota, period = file.read_text().split()
-        return max(1, int(quota) // int(period))
-    except (OSError, ValueError):  # no such file, or "max"
-        return sys.maxsize
+    quota = cgroup.cpu_quota()
+    return max(1, allowed if quota is None else min(allowed, int(quota)))

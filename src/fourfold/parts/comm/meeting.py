@@ -92,7 +92,7 @@ def _wait_for(note: Path, seat: Seat) -> int:
     """Rank 0's port, as soon as a rank 0 that lives has told it."""
     deadline = time.monotonic() + HOST_SECONDS
     while time.monotonic() < deadline:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             told = json.loads(note.read_text())
             if _process(told["pid"]).began == told["began"]:
                 return told["port"]

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from fourfold.plan.decode import DecodeError, from_json, read_small
 from fourfold.plan.pieces import MANIFEST as MANIFEST_NAME
 from fourfold.plan.pieces import VERSION, Entry, File, Global, Manifest, Random, file_name, share_out
 from fourfold.run.checkpoint import shelf, state
@@ -161,6 +162,7 @@ class Keeper:
             valid=dict(progress.valid),
             best=progress.best,
             files={},
+            mesh=step.plan.mesh,
         )
 
     def tell(self) -> None:
@@ -241,7 +243,7 @@ class Keeper:
         problems = [_await(path, rank, self._lost, deadline) for rank, path in enumerate(paths)]
         if any(problems):
             raise CheckpointError([Problem(text) for text in problems if text])
-        marks = [msgspec.json.decode(path.with_suffix(".json").read_bytes(), type=Mark) for path in paths]
+        marks = [_read_mark(path.with_suffix(".json")) for path in paths]
         files = {file_name(rank): mark.file for rank, mark in enumerate(marks)}
         whole = msgspec.structs.replace(manifest, files=files, random=tuple(mark.random for mark in marks))
         for path in paths:
@@ -259,6 +261,14 @@ def _mark(path: Path, suffix: str, text: bytes) -> None:
     partial.unlink(missing_ok=True)
     write(partial, [text])
     os.rename(partial, path.with_suffix(suffix))
+
+
+def _read_mark(path: Path) -> Mark:
+    """Raises OSError, and CheckpointError where a mark is damaged."""
+    try:
+        return from_json(read_small(path), Mark)
+    except DecodeError as error:
+        raise CheckpointError(Problem(f"{path.name}: {error}", "a rank's mark")) from None
 
 
 def _await(path: Path, rank: int, lost: Callable[[int], str], deadline: float) -> str:

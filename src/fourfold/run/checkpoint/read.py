@@ -12,9 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from fourfold.plan.pieces import Box, Entry, Manifest, overlap, within
+from fourfold.plan.pieces import Box, Entry, Manifest, overlap, share_out, within
 from fourfold.run.checkpoint.shelf import read_manifest
-from fourfold.run.checkpoint.write import DTYPES, TORCH_DTYPES, living, write_snapshot
+from fourfold.run.checkpoint.write import DTYPES, TORCH_DTYPES, Snapshot, living, write_snapshot
 from fourfold.words.errors import CheckpointError, Problem
 
 
@@ -72,9 +72,12 @@ def load_weights(model: nn.Module, path: Path) -> None:
 def check_weights(model: nn.Module, path: Path) -> None:
     """Raise CheckpointError unless a plain safetensors file holds this model's weights; they are not read."""
     with _plain(path) as file:
-        theirs = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    ours = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    problems = shape_problems(ours, theirs)
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        theirs = {name: tuple(each.get_shape()) for name, each in slices.items()}
+        dtypes = {name: each.get_dtype() for name, each in slices.items()}
+    ours = model.state_dict()
+    problems = shape_problems({name: tuple(value.shape) for name, value in ours.items()}, theirs)
+    problems += dtype_problems({name: value.dtype for name, value in ours.items()}, dtypes)
     if problems:
         raise CheckpointError(problems, where=str(path))
 
@@ -86,6 +89,17 @@ def shape_problems(ours: Mapping[str, tuple[int, ...]], theirs: Mapping[str, tup
     for name, shape in ours.items():
         if theirs.get(name, shape) != shape:
             problems.append(Problem(f"{name} of shape {list(theirs[name])}", f"shape {list(shape)}"))
+    return problems
+
+
+def dtype_problems(ours: Mapping[str, torch.dtype], theirs: Mapping[str, str]) -> list[Problem]:
+    """Tensors of a file whose values the dtype that is there cannot hold, as complex numbers in real parameters."""
+    problems = []
+    for name, dtype in ours.items():
+        found = TORCH_DTYPES.get(theirs.get(name, ""), dtype)
+        if not torch.can_cast(found, dtype):
+            got, need = (str(each).removeprefix("torch.") for each in (found, dtype))
+            problems.append(Problem(f"{name} of {got}", f"numbers that fit into {need}"))
     return problems
 
 
@@ -103,9 +117,6 @@ def export(folder: Path, target: Path, *, ema: bool = False) -> int:
 
     Names are the model's own, so the file loads with any library. `ema`: the averages, with the model's buffers.
     """
-    from fourfold.plan.pieces import share_out
-    from fourfold.run.checkpoint.write import Snapshot
-
     with Reader(folder) as reader:
         every = [*reader.manifest.tensors, *reader.manifest.aliases]
         averaged = {name.removeprefix("ema.") for name in every if name.startswith("ema.")}
@@ -124,4 +135,4 @@ def export(folder: Path, target: Path, *, ema: bool = False) -> int:
     return write_snapshot(target, snapshot).num_bytes
 
 
-__all__ = ["DTYPES", "Reader", "check_weights", "export", "load_weights", "shape_problems"]
+__all__ = ["DTYPES", "Reader", "check_weights", "dtype_problems", "export", "load_weights", "shape_problems"]

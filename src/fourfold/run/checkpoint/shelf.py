@@ -10,14 +10,16 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import xxhash
+from safetensors import SafetensorError, safe_open
 
 from fourfold.plan import pieces
-from fourfold.plan.pieces import MANIFEST, MAX_MANIFEST_BYTES, File, Manifest
+from fourfold.plan.decode import DecodeError, from_json, read_small
+from fourfold.plan.pieces import MANIFEST, MAX_MANIFEST_BYTES, Held, Manifest
 from fourfold.words.errors import CheckpointError, Problem
 
 FOLDER = "checkpoints"
@@ -107,41 +109,65 @@ def read_manifest(folder: Path) -> Manifest:
     """A checkpoint's manifest, bounded and whole. Raises CheckpointError naming the file."""
     path = folder / MANIFEST
     try:
-        size = path.stat().st_size
-        if size > MAX_MANIFEST_BYTES:
-            raise CheckpointError(Problem(f"{path}: {size} bytes", f"at most {MAX_MANIFEST_BYTES}"))
-        envelope = msgspec.json.decode(path.read_bytes(), type=_Envelope)
+        envelope = from_json(read_small(path, most=MAX_MANIFEST_BYTES), _Envelope)
         if xxhash.xxh3_128_hexdigest(bytes(envelope.manifest)) != envelope.xxh3_128:
             raise CheckpointError(Problem(f"{path}: another checksum than its own", "the file as it was written"))
-        manifest = msgspec.json.decode(envelope.manifest, type=Manifest)
+        manifest = from_json(bytes(envelope.manifest), Manifest)
     except OSError as error:
         raise CheckpointError(Problem(f"{path}: {(error.strerror or 'unreadable').lower()}", "a manifest")) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # a ValidationError is one too
+    except DecodeError as error:
         raise CheckpointError(Problem(f"{path}: {error}", "a manifest")) from None
     found = [Problem(f"{path}: {text}") for text in pieces.problems(manifest)]
+    named = NAME.fullmatch(folder.name)
+    if named and int(named[1]) != manifest.step:
+        found.append(Problem(f"{path}: step {manifest.step}, in the folder of step {int(named[1])}"))
     if found:
         raise CheckpointError(found[:10])
     return manifest
 
 
 def verify(folder: Path, *, index: int = 0, size: int = 1) -> list[str]:
-    """What is wrong with a checkpoint: every `size`-th file from `index` on, by size and checksum."""
+    """What is wrong with a checkpoint: every `size`-th file from `index` on, by size, checksum and tensors."""
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
         return [problem.got for problem in error.problems]
     files = sorted(manifest.files)[index::size]
-    return [text for name in files if (text := _file_problem(folder / name, manifest.files[name]))]
+    return [text for name in files for text in _file_problems(folder / name, manifest)]
 
 
-def _file_problem(path: Path, said: File) -> str:
+def _file_problems(path: Path, manifest: Manifest) -> list[str]:
+    said = manifest.files[path.name]
     try:
         found = path.stat().st_size
         if found != said.num_bytes:
-            return f"{path}: {found} bytes, {said.num_bytes} were written"
-        return "" if checksum(path) == said.checksum else f"{path}: another checksum than when it was written"
+            return [f"{path}: {found} bytes, {said.num_bytes} were written"]
+        if checksum(path) != said.checksum:
+            return [f"{path}: another checksum than when it was written"]
+        return [f"{path}: {text}" for text in _tensor_problems(path, pieces.held(manifest, path.name))]
     except OSError as error:
-        return f"{path}: {(error.strerror or 'unreadable').lower()}"
+        return [f"{path}: {(error.strerror or 'unreadable').lower()}"]
+
+
+def _tensor_problems(path: Path, expected: Mapping[str, Held]) -> list[str]:
+    """Where the tensors of a safetensors file are not those of the manifest, by its header. Raises OSError."""
+    try:
+        # "np" imports nothing until a tensor is read: the launcher, which has no torch, comes here too.
+        with safe_open(path, framework="np") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            found = {name: Held(each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()}
+    except SafetensorError as error:
+        return [str(error)]
+    problems = [f"no {name}" for name in expected if name not in found]
+    problems += [f"{name}, which the manifest does not have there" for name in found if name not in expected]
+    for name, held in expected.items():
+        if found.get(name, held) != held:
+            problems.append(f"{name} is {_described(found[name])}, {_described(held)} in the manifest")
+    return problems
+
+
+def _described(held: Held) -> str:
+    return f"{held.dtype} {list(held.shape)}"
 
 
 def checksum(path: Path) -> str:

@@ -24,9 +24,10 @@ from fourfold.plan.pieces import (
     Stretch,
     file_name,
 )
+from fourfold.plan.rng import saved_state, seed_of
 from fourfold.run.average import Average
 from fourfold.run.build import TrainStep
-from fourfold.run.checkpoint.read import Reader, shape_problems
+from fourfold.run.checkpoint.read import Reader, dtype_problems, shape_problems
 from fourfold.run.checkpoint.write import DTYPES, Living, living
 from fourfold.words.errors import CheckpointError, Problem
 
@@ -224,8 +225,8 @@ def _hex(state: Tensor) -> str:
 def put_back(trained: Trained, reader: Reader, *, seed: int) -> None:
     """Everything a checkpoint holds. Collective. Raises CheckpointError, having changed nothing, where it does not fit.
 
-    On another number of ranks than it was saved with, random numbers begin anew, from the seed, the step and the rank,
-    and optimizer states of local steps from their mean.
+    On a data axis of another size than it was saved with, random numbers start anew, from the seed, the step and the
+    data index. On another number of ranks, optimizer states of local steps start from their mean.
     """
     step, manifest = trained.step, reader.manifest
     problems = list(_problems(trained, manifest))
@@ -277,17 +278,39 @@ def _worker(step: TrainStep, reader: Reader, name: str, key: str) -> Tensor:
     if step.plan.sync == "local" and total == step.plan.mesh.size * length:
         return reader.tensor(title, Box((step.rank * length,), (length,)))
     rows = reader.tensor(title).view(-1, length)
-    return rows.mean(0) if rows.is_floating_point() else rows[0].clone()
+    return rows.mean(0) if rows.is_floating_point() or rows.is_complex() else rows[0].clone()
 
 
 def _put_back_random(step: TrainStep, manifest: Manifest, *, seed: int) -> None:
-    if len(manifest.random) != step.plan.mesh.size:
-        torch.manual_seed(seed + 1_000_003 * step.rank + 7_919 * manifest.step)
+    """Restore the state of this rank's generators, or seed those of which no state was saved."""
+    saved = saved_state(manifest, step.plan.mesh, step.rank)
+    new_seed = seed_of(seed, step.data_index, step=manifest.step)
+    if saved is None:
+        torch.manual_seed(new_seed)
         return
-    mine = manifest.random[step.rank]
-    torch.set_rng_state(_bytes(mine.cpu))
-    if mine.device and step.device.type == "cuda":
-        torch.cuda.set_rng_state(_bytes(mine.device), step.device)
+    torch.set_rng_state(_bytes(saved.cpu))
+    if step.device.type != "cuda":
+        return
+    if saved.device:
+        torch.cuda.set_rng_state(_bytes(saved.device), step.device)
+    else:  # saved on a CPU
+        with torch.cuda.device(step.device):
+            torch.cuda.manual_seed(new_seed)
+
+
+def _random_problems(manifest: Manifest, device: torch.device) -> Iterator[Problem]:
+    """States that this torch's generators do not take. Every rank looks at all of them: all must raise."""
+    generators = {"cpu": torch.Generator()}
+    if device.type == "cuda":
+        generators["device"] = torch.Generator(device)
+    for kind, generator in generators.items():
+        for digits in {getattr(state, kind) for state in manifest.random} - {""}:
+            try:
+                generator.set_state(_bytes(digits))
+            except (RuntimeError, TypeError) as error:
+                got = f"a random state of {len(digits) // 2} bytes: {str(error).splitlines()[0]}"
+                yield Problem(got, "one of this torch's generators", "the version of torch it was saved with")
+                break
 
 
 def _bytes(digits: str) -> Tensor:
@@ -325,6 +348,8 @@ def _problems(trained: Trained, manifest: Manifest) -> Iterator[Problem]:
         ours |= {f"ema.{name}": parameters[name] for name in trained.average.values}
     theirs = {name: shape for name, shape in shapes.items() if name.startswith("model.") or name in ours}
     yield from shape_problems(ours, theirs)
+    dtypes = {name: entry.dtype for name, entry in manifest.tensors.items()}
+    yield from dtype_problems({f"model.{name}": v.dtype for name, v in step.model.state_dict().items()}, dtypes)
     for title, shape in shapes.items():
         name = title.removeprefix("outer.")
         if name != title and parameters.get(name) != shape:
@@ -342,6 +367,7 @@ def _problems(trained: Trained, manifest: Manifest) -> Iterator[Problem]:
         yield Problem(got, "a codec that remembers", "the codec it was saved with, or init= with its weights")
     if len(manifest.groups) != len(step.optimizer.param_groups):
         yield Problem(f"{len(manifest.groups)} groups of options", f"{len(step.optimizer.param_groups)}")
+    yield from _random_problems(manifest, step.device)
     for word in ("num_samples", "batch_size", "order_version"):
         saved, now = getattr(manifest.feed, word), getattr(feed, word)
         if saved != now:

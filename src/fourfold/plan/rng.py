@@ -1,0 +1,39 @@
+"""RNG: which state torch's generators get on each rank, at the start of a run and after a resume.
+
+data index  a rank's index on dp: ranks with the same data index hold tokens of the same samples
+Law: ranks with the same data index have the same state, whatever the mesh; other data indices have other states.
+"""
+
+from collections.abc import Sequence
+
+from fourfold.plan.pieces import Manifest, Random
+from fourfold.words.mesh import Mesh
+
+# Primes far apart, so that no data index at one step shares a seed with another one at a step nearby.
+_INDEX_STRIDE, _STEP_STRIDE = 1_000_003, 7_919
+
+
+def seed_of(seed: int, data_index: int, *, step: int = 0) -> int:
+    """The seed of the generators at a data index, for a run that starts after `step` steps."""
+    return (seed + _INDEX_STRIDE * data_index + _STEP_STRIDE * step) % 2**64
+
+
+def saved_state(manifest: Manifest, mesh: Mesh, rank: int) -> Random | None:
+    """The saved state that this rank of `mesh` restores; None where it seeds its generators instead.
+
+    States are restored where the data axis has the size it had, since only then a data index means the same samples.
+    """
+    saved = manifest.mesh
+    if saved is None:
+        return manifest.random[rank] if _is_by_data_index(manifest.random, mesh) else None
+    if saved.dp != mesh.dp:
+        return None
+    return manifest.random[saved.rank({"dp": mesh.at(rank)["dp"]})]
+
+
+def _is_by_data_index(states: Sequence[Random], mesh: Mesh) -> bool:
+    """Whether states saved without their mesh keep the law on this one."""
+    if len(states) != mesh.size:
+        return False
+    by_index = {(mesh.at(rank)["dp"], state.cpu) for rank, state in enumerate(states)}
+    return len(by_index) == len({state.cpu for state in states}) == mesh.dp

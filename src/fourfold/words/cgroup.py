@@ -1,0 +1,48 @@
+"""Cgroup: the limits that a container sets for this process.
+
+version 2  cpu.max; version 1: cpu.cfs_quota_us and cpu.cfs_period_us, below a folder for each controller
+Law: a limit holds for everything below it, so the smallest of this process's group and the groups above it counts.
+"""
+
+import contextlib
+from pathlib import Path
+
+ROOT = Path("/sys/fs/cgroup")
+OWN = Path("/proc/self/cgroup")
+
+
+def folders(controller: str, *, root: Path = ROOT, own: Path = OWN) -> list[Path]:
+    """Where this process's limits are written: its own group first, then the groups above it."""
+    found: list[Path] = []
+    with contextlib.suppress(OSError):
+        for line in own.read_text().splitlines():
+            _, names, path = line.split(":", 2)
+            if not names or controller in names.split(","):
+                top = root / controller if names else root
+                group = top / path.strip("/")
+                found += [group, *(above for above in group.parents if above.is_relative_to(top))]
+    return list(dict.fromkeys([*found, root, root / controller]))
+
+
+def cpu_quota(*, root: Path = ROOT, own: Path = OWN) -> float | None:
+    """How many processors' time this process may use; None where there is no limit."""
+    quotas = (_quota_in(folder) for folder in folders("cpu", root=root, own=own))
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _quota_in(folder: Path) -> float | None:
+    for read in (_version_2, _version_1):
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            quota, period = read(folder)
+            if quota > 0 and period > 0:
+                return quota / period
+    return None
+
+
+def _version_2(folder: Path) -> tuple[int, int]:
+    quota, period = (folder / "cpu.max").read_text().split()
+    return int(quota), int(period)
+
+
+def _version_1(folder: Path) -> tuple[int, int]:
+    return int((folder / "cpu.cfs_quota_us").read_text()), int((folder / "cpu.cfs_period_us").read_text())

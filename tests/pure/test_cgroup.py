@@ -1,0 +1,56 @@
+"""A container's quota of processors: one answer, for the threads of a run and for the doctor."""
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from fourfold.engines import facts
+from fourfold.words import cgroup, world
+
+
+def tree(folder: Path, files: dict[str, str], own: str) -> dict[str, Path]:
+    """A file system of cgroups, and what the kernel says of this process."""
+    for name, text in files.items():
+        path = folder / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (folder / "own").write_text(own)
+    return {"root": folder / "cgroup", "own": folder / "own"}
+
+
+V1 = "4:memory:/docker/a\n3:cpu,cpuacct:/docker/a\n"
+TREES = {
+    "no files": ({}, "0::/\n", None),
+    "no limit": ({"cpu.max": "max 100000\n"}, "0::/\n", None),
+    "version 2, in a container": ({"cpu.max": "250000 100000\n"}, "0::/\n", 2.5),
+    "version 2, the own group": ({"job/step/cpu.max": "150000 100000\n"}, "0::/job/step\n", 1.5),
+    "version 2, a group above": (
+        {"job/cpu.max": "300000 100000\n", "job/step/cpu.max": "max 100000\n"}, "0::/job/step\n", 3.0,
+    ),
+    "version 2, the smallest of both": (
+        {"job/cpu.max": "300000 100000\n", "job/step/cpu.max": "800000 100000\n"}, "0::/job/step\n", 3.0,
+    ),
+    "version 2, another group's": ({"other/cpu.max": "100000 100000\n"}, "0::/job\n", None),
+    "version 1": ({"cpu/docker/a/cpu.cfs_quota_us": "50000\n", "cpu/docker/a/cpu.cfs_period_us": "100000\n"}, V1, 0.5),
+    "version 1, in a container": ({"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, V1, 4.0),
+    "version 1, no limit": ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, V1, None),
+    "damaged": ({"cpu.max": "a lot\n"}, "0::/\n", None),
+    "a period of 0": ({"cpu.max": "100000 0\n"}, "0::/\n", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_the_smallest_quota_of_the_own_group_and_those_above_counts(name, tmp_path):
+    files, own, quota = TREES[name]
+    assert cgroup.cpu_quota(**tree(tmp_path, files, own)) == quota
+
+
+@pytest.mark.parametrize(("quota", "cores"), [(None, 8), (0.5, 1), (1.5, 1), (3.0, 3), (100.0, 8)])
+def test_a_run_and_the_doctor_see_the_same_quota(quota, cores):
+    with (
+        mock.patch.object(cgroup, "cpu_quota", return_value=quota),
+        mock.patch("os.sched_getaffinity", return_value=set(range(8))),
+    ):
+        found = facts.look()
+        assert (world.cores(), found.cores, found.quota_cores) == (cores, cores, quota)

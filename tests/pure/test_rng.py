@@ -1,0 +1,61 @@
+"""Which random state each rank gets: the data index decides, not the rank."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold.plan.pieces import Global, Manifest, Random, problems
+from fourfold.plan.rng import saved_state, seed_of
+from fourfold.words.mesh import Mesh
+from tests.pure.test_pieces import manifest
+
+MESHES = st.builds(Mesh, dp=st.integers(1, 5), sp=st.integers(1, 4), tp=st.integers(1, 2))
+
+
+def saved_on(mesh: Mesh, *, told: bool = True) -> Manifest:
+    """A checkpoint of this mesh: state `0d` belongs to data index d."""
+    states = tuple(Random(f"{mesh.at(rank)['dp']:02x}") for rank in range(mesh.size))
+    made = manifest([Global("model.a", "F32", (4, 2))], mesh.size)
+    return msgspec.structs.replace(made, random=states, mesh=mesh if told else None)
+
+
+def restored(saved: Manifest, mesh: Mesh) -> list[str | None]:
+    states = [saved_state(saved, mesh, rank) for rank in range(mesh.size)]
+    return [None if state is None else state.cpu for state in states]
+
+
+def by_data_index(mesh: Mesh) -> list[str]:
+    return [f"{mesh.at(rank)['dp']:02x}" for rank in range(mesh.size)]
+
+
+@given(saved=MESHES, mesh=MESHES)
+def test_every_rank_restores_the_state_of_its_data_index_where_dp_has_the_size_it_had(saved, mesh):
+    assert not list(problems(saved_on(saved)))
+    expected = by_data_index(mesh) if saved.dp == mesh.dp else [None] * mesh.size
+    assert restored(saved_on(saved), mesh) == expected
+
+
+@given(saved=MESHES, mesh=MESHES)
+def test_states_saved_without_their_mesh_are_restored_only_where_they_are_those_of_the_data_indices(saved, mesh):
+    found = restored(saved_on(saved, told=False), mesh)
+    assert found == (by_data_index(mesh) if saved_on(saved).random == saved_on(mesh).random else [None] * mesh.size)
+
+
+def test_a_manifest_written_before_the_mesh_was_recorded_is_read():
+    text = msgspec.json.encode(saved_on(Mesh(dp=2), told=False)).replace(b',"mesh":null', b"")
+    assert b"mesh" not in text
+    assert msgspec.json.decode(text, type=Manifest) == saved_on(Mesh(dp=2), told=False)
+
+
+def test_the_mesh_is_read_as_it_was_written():
+    saved = saved_on(Mesh(dp=2, sp=3))
+    assert msgspec.json.decode(msgspec.json.encode(saved), type=Manifest) == saved
+
+
+@pytest.mark.parametrize("seed", [0, 2**63, 2**64 - 1, -1, -(2**63)])
+def test_seeds_of_data_indices_and_steps_differ_and_fit_into_64_bits(seed):
+    seeds = {seed_of(seed, index, step=step) for index in range(64) for step in range(0, 64 * 7, 7)}
+    assert len(seeds) == 64 * 64
+    assert min(seeds) >= 0
+    assert max(seeds) < 2**64

@@ -1,0 +1,35 @@
+"""The law of random numbers after a resume: ranks with the same data index draw the same, on every mesh."""
+
+import pytest
+
+from fourfold.testing.oracle import TOLERANCE
+from tests.spawned import stochastic
+
+SECONDS = 60  # ranks that draw differently wait for each other's attention
+
+
+def trained(world, folder, dp, sp, **what):
+    """What each rank of a mesh found; one rank is this process."""
+    if dp * sp == 1:
+        return [stochastic.train(str(folder), dp, sp, **what)]
+    case = "tests.spawned.stochastic:train"
+    return world(dp * sp).run(case, time_limit_seconds=SECONDS, folder=str(folder), dp=dp, sp=sp, **what)
+
+
+@pytest.mark.parametrize(
+    ("saved", "dp"),
+    [((4, 1), 2), ((2, 1), 1), ((1, 1), 1), ((1, 2), 1), ((1, 2), 2), ((2, 2), 2), ((2, 2), 4)],
+    ids=str,
+)
+def test_what_a_resumed_run_draws_depends_on_the_data_index_alone(saved, dp, world, tmp_path):
+    undisturbed = trained(world, tmp_path, *saved, save=True)
+    found = {sp: trained(world, tmp_path, dp, sp, resume=True) for sp in (1, 2) if dp * sp <= 4}
+    by_index = [rank["draws"] for rank in found[1]]
+    assert len(set(map(tuple, by_index))) == dp
+    for sp, ranks in found.items():
+        assert [rank["draws"] for rank in ranks] == [draws for draws in by_index for _ in range(sp)]
+        for rank in ranks:
+            assert rank["losses"] == pytest.approx(found[1][0]["losses"], rel=0, abs=TOLERANCE)
+    if dp == saved[0]:  # The states are restored: the run goes on as if it had not been interrupted.
+        assert by_index == [rank["draws"] for rank in undisturbed[:: saved[1]]]
+        assert found[1][0]["losses"] == pytest.approx(undisturbed[0]["losses"][2:], rel=0, abs=TOLERANCE)
