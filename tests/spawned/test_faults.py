@@ -80,6 +80,9 @@ class Loss:
     def exit(self):
         sys.exit(0)
 
+    def quit(self):
+        sys.exit(3)
+
     def fail(self):
         raise RuntimeError("the disk of this rank")
 
@@ -200,6 +203,16 @@ def test_a_rank_that_ends_as_if_all_were_well_is_named(start: Start, tmp_path: P
     assert "sys.exit(0)" in job.err
 
 
+def test_a_task_that_calls_exit_ends_the_run_with_its_code_and_its_line(start: Start, tmp_path: Path):
+    job = start(*TRAIN, "what=quit,", "times=1", "-n", "2")
+    assert job.end() == 3
+    assert [(fault["kind"], fault["rank"]) for fault in faults(tmp_path / "runs" / "first")] == [("gave up", 1)]
+    told = f"fourfold: rank 1 of 2 (host {HOST}, after step 3) failed\nTrainingError: the task ended its process"
+    assert job.err.startswith(f"{told} in mid-run, with exit code 3\nTraceback")
+    assert "sys.exit(3)" in job.err
+    assert "starting again" not in job.err
+
+
 LATE = """
 import os, time
 import torch, torch.distributed as dist
@@ -247,7 +260,7 @@ import os, signal, sys, time
 if os.environ["RANK"] == "1":
     while not os.path.exists("ready"):
         time.sleep(0.01)
-    sys.exit(3)
+    raise RuntimeError("a reason to start again")
 signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getppid(), signal.SIGINT))
 open("ready", "w").close()
 while True:

@@ -118,6 +118,38 @@ def test_errors_that_follow_from_the_first_are_not_told(start: Start) -> None:
     assert ended.err.count("\n") == 5
 
 
+LEAVING = """
+import atexit, sys, time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+if dist.get_rank() == 1:
+    dist.destroy_process_group()
+    atexit.register(time.sleep, 0.5)  # it is on its way out when rank 0 has failed already
+    sys.exit(CODE)
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("code", [3, 0])
+def test_a_rank_that_leaves_the_others_is_named_and_not_started_again(start: Start, code: int) -> None:
+    script = LEAVING.replace("CODE", str(code))
+    ended = end(start(script, ["run", "-n", "2", "--restarts", "2", "script.py"]))
+    assert "starting again" not in ended.err
+    if code:
+        assert ended.code == code, ended.err
+        assert ended.err == (
+            "fourfold: rank 1 of 2 called sys.exit and ended with exit code 3\n"
+            '  File "script.py", line 9, in <module>\n'
+            "    sys.exit(3)\n"
+        )
+    else:
+        assert ended.code == 1, ended.err
+        assert ended.err.startswith("fourfold: rank 1 of 2 ended normally while rank 0 still waited for it\n")
+        assert "\nrank 0 waited here\n" in ended.err
+        assert '"script.py", line 10, in <module>\n    dist.barrier()\n' in ended.err
+
+
 def test_a_killed_rank_is_named_with_its_signal(start: Start) -> None:
     script = "import os\nif os.environ['RANK'] == '1':\n    os.kill(os.getpid(), 9)\n" + WAITING
     ended = end(start(script, ["run", "-n", "2", "script.py"]))

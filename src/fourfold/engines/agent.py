@@ -180,7 +180,8 @@ class Agent(LocalElasticAgent):
             if entry is not None:
                 records[rank] = entry
         left = self._left()
-        if not records and not left and not any(self._exit_codes.values()):
+        failed = any(entry.kind != cause.ENDED for entry in records.values())
+        if not failed and not left and not any(self._exit_codes.values()):
             return None
         codes = {rank: code for rank, code in self._exit_codes.items() if code or records or rank in left}
         found = cause.first(records, codes, self._names())

@@ -33,8 +33,14 @@ def main(arguments: Sequence[str]) -> None:
         run_program(command)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+    except SystemExit as leaving:
+        if cause.exit_code(leaving):
+            _fail(leaving)
+        _write(cause.ended(_rank()))
+        raise
     except Exception as error:  # whatever the program raises
         _fail(error)
+    _write(cause.ended(_rank()))
 
 
 def run_program(command: Sequence[str]) -> None:
@@ -74,9 +80,18 @@ def _leave_group(process: int) -> None:
         leave(world=True)
 
 
-def _fail(error: Exception) -> None:
-    entry = cause.record(error, rank=int(os.environ["RANK"]))
+def _rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def _write(entry: cause.Record) -> None:
+    """Tell the launcher, before the other ranks can notice that this one has gone."""
     cause.write(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), entry)
+
+
+def _fail(error: Exception | SystemExit) -> NoReturn:
+    entry = cause.record(error, rank=_rank())
+    _write(entry)
     if entry.exit_code == REQUEUE_CODE:
         leave_at_once(entry.exit_code)
     _end_within(EXIT_SECONDS, entry.exit_code)
