@@ -1,7 +1,7 @@
 """Failure: how a command ends badly.
 
 Law: one text on stderr, from one process; the exit code says whose fault it was: 2 the input's, 1 the run's, 75
-nobody's: the same command is to be started again.
+nobody's: the same command is to be started again; 130 after a Ctrl-C.
 """
 
 import sys

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from fourfold.engines import cause, watch
-from fourfold.words.errors import REQUEUE_CODE
+from fourfold.words.errors import INTERRUPT_CODE, REQUEUE_CODE
 
 EXIT_SECONDS = 2.0  # for atexit functions and threads of a rank that has failed
 
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> None:
     try:
         run_program(command)
     except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+        sys.exit(INTERRUPT_CODE)
     except SystemExit as leaving:
         if cause.exit_code(leaving):
             _fail(leaving)
@@ -92,7 +92,7 @@ def _write(entry: cause.Record) -> None:
 def _fail(error: Exception | SystemExit) -> NoReturn:
     entry = cause.record(error, rank=_rank())
     _write(entry)
-    if entry.exit_code == REQUEUE_CODE:
+    if entry.exit_code in (REQUEUE_CODE, INTERRUPT_CODE):
         leave_at_once(entry.exit_code)
     _end_within(EXIT_SECONDS, entry.exit_code)
     sys.exit(entry.exit_code)
