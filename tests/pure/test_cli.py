@@ -395,6 +395,8 @@ def test_an_interrupt_that_is_dropped_while_importing_is_not_lost(monkeypatch: p
     try:
         interrupt.listen()
         interrupt.check()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # which training may replace
+        interrupt.listen()
         with contextlib.suppress(KeyboardInterrupt):  # as Python does in a callback
             signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
