@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from fourfold.engines import cause, watch
+from fourfold.engines import cause, env_store, watch
 from fourfold.words.errors import INTERRUPT_CODE, REQUEUE_CODE
 
 EXIT_SECONDS = 2.0  # for atexit functions and threads of a rank that has failed
@@ -29,6 +29,7 @@ def main(arguments: Sequence[str]) -> None:
     _die_with(int(launcher))
     faulthandler.enable(all_threads=False)
     _tell_where_on_signal()
+    env_store.prepare()
     try:
         run_program(command)
     except KeyboardInterrupt:
