@@ -1,6 +1,8 @@
 """Why a job ended: the first cause, told once, with the user's lines."""
 
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,58 @@ def test_a_rank_that_left_is_the_cause_where_there_is_no_better_one() -> None:
     assert first(exit_codes={0: 0, 1: 0}).text.startswith("rank 0 of 4 and rank 1 of 4 ended with exit code 0")
     assert "SIGKILL" in first(reset, exit_codes={0: 75, 1: 0, 2: -9}).text
     assert "ValueError" in first(reset, entry(2, timestamp=2.0), exit_codes={0: 75, 1: 0, 2: 1}).text
+
+
+def exited(code: object) -> SystemExit:
+    with pytest.raises(SystemExit) as caught:
+        exec(compile("import sys\ndef leave():\n    sys.exit(code)\nleave()", "user.py", "exec"), {"code": code})
+    return caught.value
+
+
+def test_a_rank_that_calls_exit_is_the_cause_with_its_own_code_and_is_not_started_again() -> None:
+    reset = entry(0, timestamp=1.0, kind="PeerError", message="rank 1 died while rank 0 waited for it")
+    found = first(reset, cause.record(exited(3), rank=1), exit_codes={0: 75})  # rank 1 is still on its way out
+    assert found.text == ('rank 1 of 4 called sys.exit and ended with exit code 3\n  File "user.py", line 3, in leave')
+    assert (found.rank, found.exit_code, found.final) == (1, 3, True)
+
+
+@pytest.mark.parametrize(("given", "code"), [(3, 3), (-1, 255), (259, 3), ("no data", 1), (True, 1), (None, 0), (0, 0)])
+def test_the_code_of_an_exit_is_the_one_that_python_would_end_with(given: object, code: int) -> None:
+    script = [sys.executable, "-S", "-c", f"import sys; sys.exit({given!r})"]
+    assert subprocess.run(script, capture_output=True, check=False).returncode == code
+    assert cause.exit_code(SystemExit(given)) == code
+
+
+def test_what_an_exit_says_is_told() -> None:
+    found = cause.record(exited("no data"), rank=1)
+    assert found.text.startswith("called sys.exit and ended with exit code 1: no data\n")
+    assert not cause.record(exited("connection refused"), rank=1).echo
+
+
+def test_a_program_that_ended_normally_while_others_waited_for_it_is_the_cause() -> None:
+    lost = entry(0, timestamp=1.0, kind="PeerError", message="rank 1 died while rank 0 waited for it")
+    found = first(lost, cause.ended(1), exit_codes={0: 75})  # rank 1's process is still there
+    assert found.text == (
+        "rank 1 of 4 ended normally while rank 0 still waited for it\n"
+        "  need   ranks that make the same calls: steps, evaluations, collectives\n"
+        "  try    as many batches on every rank (ff.Feed sees to it), or DistributedOptimizer.join()"
+    )
+    assert (found.rank, found.exit_code, found.final) == (1, 1, True)
+
+
+def test_a_program_that_ended_normally_is_not_blamed_for_the_failure_of_another() -> None:
+    lost = entry(0, timestamp=1.0, kind="PeerError", message="rank 2 died while rank 0 waited for it")
+    done = cause.ended(1)
+    assert "ValueError" in first(lost, done, entry(2, timestamp=2.0)).text
+    assert "rank 2 of 4 was killed by SIGKILL" in first(lost, done, exit_codes={0: 75, 1: 0, 2: -9}).text
+    assert "rank 1 of 4 was killed by SIGABRT" in first(lost, done, exit_codes={0: 75, 1: -6}).text
+
+
+def test_the_users_line_that_waited_for_an_ended_rank_is_told() -> None:
+    reset = entry(0, timestamp=1.0, kind="RuntimeError", message="Connection closed by peer [127.0.0.1]:1")
+    assert first(reset, cause.ended(1)).text.endswith(
+        "\nrank 0 waited here\nRuntimeError: Connection closed by peer [127.0.0.1]:1"
+    )
 
 
 def test_our_own_peer_error_is_an_echo() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from fourfold.cli import interrupt, main
 from fourfold.cli.settings import RUN, Kind, Words, kinds, read, sort
-from fourfold.engines.machine import check_number, thread_variables
+from fourfold.engines.machine import check_number, loopback_variables, thread_variables
 from fourfold.words import heap
 from fourfold.words.errors import SettingError
 from fourfold.words.world import World, cores
@@ -395,6 +395,8 @@ def test_an_interrupt_that_is_dropped_while_importing_is_not_lost(monkeypatch: p
     try:
         interrupt.listen()
         interrupt.check()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # which training may replace
+        interrupt.listen()
         with contextlib.suppress(KeyboardInterrupt):  # as Python does in a callback
             signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
@@ -415,3 +417,12 @@ def test_no_text_at_all_is_no_path(refused: Refused):
 def test_what_cannot_be_verified_is_refused_with_the_reason(refused: Refused):
     assert "no plan" in refused("verify", "lm")
     assert "another training than one device's" in refused("verify", "lm", "dp=2", "codec=topk")
+
+
+def test_gloo_listens_at_the_loopback_device_unless_the_user_has_chosen_another(tmp_path: Path) -> None:
+    (tmp_path / "up").write_text("0x9\n")
+    (tmp_path / "down").write_text("0x8\n")
+    assert loopback_variables({}, tmp_path / "up") == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert loopback_variables({}, tmp_path / "down") == {}
+    assert loopback_variables({}, tmp_path / "missing") == {}
+    assert loopback_variables({"GLOO_SOCKET_IFNAME": "eth0"}, tmp_path / "up") == {}

@@ -28,7 +28,8 @@ def test_only_comm_and_what_makes_processes_touch_torch_distributed():
         if any(name.startswith("torch.distributed") for name in imports(path))
     }
     assert {place[0] for place in touching} <= {"parts", "engines", "testing"}
-    assert {place for place in touching if place[0] == "parts"} == {("parts", "comm")}
+    # Scripts that make a process group of their own import the second: all of comm takes some 0.3 s.
+    assert {place for place in touching if place[0] == "parts"} == {("parts", "comm"), ("parts", "file_store.py")}
 
 
 def test_nothing_reads_a_pickle():

@@ -16,13 +16,13 @@ SEAT = Seat(MPICH, 1, 2, 1, 2)
 
 
 def write(note: Path, *, pid: int, began: int) -> None:
-    note.write_text(json.dumps({"port": 7, "pid": pid, "began": began}))
+    note.write_text(json.dumps({"store": "store-7", "pid": pid, "began": began}))
 
 
 def test_a_note_counts_while_its_writer_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = meeting._process(os.getpid())
     write(tmp_path / "note", pid=mine.pid, began=mine.began)
-    assert meeting._wait_for(tmp_path / "note", SEAT) == 7
+    assert meeting._wait_for(tmp_path / "note", SEAT) == "store-7"
     monkeypatch.setattr(meeting, "HOST_SECONDS", 0.1)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
@@ -30,6 +30,15 @@ def test_a_note_counts_while_its_writer_lives(tmp_path: Path, monkeypatch: pytes
         write(tmp_path / "note", pid=pid, began=began)
         with pytest.raises(LaunchError, match="rank 0 did not come"):
             meeting._wait_for(tmp_path / "note", SEAT)
+
+
+def test_the_stores_of_jobs_that_were_killed_are_removed(tmp_path: Path) -> None:
+    mine = meeting._process(os.getpid())
+    (kept, gone) = (tmp_path / f"store-{mine.pid}-{began}-ab" for began in (mine.began, mine.began - 1))
+    for file in (kept, gone, tmp_path / "rendezvous-ab"):
+        file.touch()
+    meeting._sweep(tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["rendezvous-ab", kept.name]
 
 
 NAME = (

@@ -25,7 +25,7 @@ HOST = socket.gethostname()
 # At a call of the loss, `later` calls further on in every attempt, rank 1 and rank 0 by turns do something to
 # themselves, and leave a mark; as long as there are fewer than `times`.
 TASK = """
-import os, signal, sys, time
+import ctypes, os, signal, sys, time
 from pathlib import Path
 import torch
 import fourfold as ff
@@ -66,6 +66,18 @@ class Loss:
         while not seen:
             time.sleep(0.01)
 
+    def interrupt(self):
+        seen, handler = [], signal.getsignal(signal.SIGINT)
+        signal.signal(signal.SIGINT, lambda *got: (seen.append(1), handler(*got)))
+        os.killpg(os.getpgid(os.getppid()), signal.SIGINT)  # as a terminal does it
+        while not seen:
+            time.sleep(0.01)
+
+    def stick(self):
+        mutex = ctypes.create_string_buffer(64)
+        for _ in range(2):  # in C, for ever; Python runs no handler meanwhile
+            ctypes.CDLL(None).pthread_mutex_lock(mutex)
+
     def stop(self):
         os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(30)  # it is woken for a moment, to say where it is
@@ -79,6 +91,9 @@ class Loss:
 
     def exit(self):
         sys.exit(0)
+
+    def quit(self):
+        sys.exit(3)
 
     def fail(self):
         raise RuntimeError("the disk of this rank")
@@ -107,7 +122,9 @@ class Job:
         environ |= {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **variables}
         pipe = subprocess.PIPE
         command = [sys.executable, "-m", "fourfold", *words]
-        self.process = subprocess.Popen(command, cwd=folder, env=environ, stdout=pipe, stderr=pipe, text=True)
+        self.process = subprocess.Popen(
+            command, cwd=folder, env=environ, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        )
         self.out = self.err = ""
 
     def end(self, seconds: float = SECONDS) -> int:
@@ -200,6 +217,16 @@ def test_a_rank_that_ends_as_if_all_were_well_is_named(start: Start, tmp_path: P
     assert "sys.exit(0)" in job.err
 
 
+def test_a_task_that_calls_exit_ends_the_run_with_its_code_and_its_line(start: Start, tmp_path: Path):
+    job = start(*TRAIN, "what=quit,", "times=1", "-n", "2")
+    assert job.end() == 3
+    assert [(fault["kind"], fault["rank"]) for fault in faults(tmp_path / "runs" / "first")] == [("gave up", 1)]
+    told = f"fourfold: rank 1 of 2 (host {HOST}, after step 3) failed\nTrainingError: the task ended its process"
+    assert job.err.startswith(f"{told} in mid-run, with exit code 3\nTraceback")
+    assert "sys.exit(3)" in job.err
+    assert "starting again" not in job.err
+
+
 LATE = """
 import os, time
 import torch, torch.distributed as dist
@@ -247,7 +274,7 @@ import os, signal, sys, time
 if os.environ["RANK"] == "1":
     while not os.path.exists("ready"):
         time.sleep(0.01)
-    sys.exit(3)
+    raise RuntimeError("a reason to start again")
 signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getppid(), signal.SIGINT))
 open("ready", "w").close()
 while True:
@@ -262,13 +289,17 @@ def test_a_signal_that_comes_while_ranks_are_ended_is_not_lost_in_a_restart(star
     assert "starting again" not in job.err
 
 
-@pytest.mark.parametrize("whom", ["terminate", "terminate_launcher"])
-def test_sigterm_saves_at_a_step_and_asks_to_be_started_again(start, whom: str, undisturbed: Path, tmp_path: Path):
+@pytest.mark.parametrize("whom", ["terminate", "terminate_launcher", "interrupt"])
+def test_a_request_to_stop_is_answered_at_a_step_with_all_saved(start, whom: str, undisturbed: Path, tmp_path: Path):
     words = (*TRAIN, f"what={whom},", "times=1", "-n", "2")
     job = start(*words)
-    assert job.end() == 75
+    name, code = ("SIGINT", 130) if whom == "interrupt" else ("SIGTERM", 75)
+    assert job.end() == code
     # The signal comes within step 4, and is told in step 5, or by the other rank, which gets it too, in step 4 still.
-    told = re.fullmatch(r"fourfold: stopped by SIGTERM after step ([45]); the same command goes on there\n", job.err)
+    told = f"fourfold: stopped by {name} after step ([45]), which is saved; the same command goes on there\n"
+    if whom == "interrupt":
+        told = f"fourfold: {SAVING}\n{told}"
+    told = re.fullmatch(told, job.err)
     assert told, job.err
     step = int(told[1])
     run = tmp_path / "runs" / "first"
@@ -287,13 +318,43 @@ def until(path: Path) -> None:
         time.sleep(0.01)
 
 
-def test_ctrl_c_is_answered_with_where_the_run_stands(start: Start, tmp_path: Path):
+SAVING = "SIGINT: saving after this step, then ending; Ctrl-C again ends at once"
+
+
+@pytest.mark.parametrize("number", ["1", "2"])
+def test_a_second_ctrl_c_ends_a_step_that_hangs(start: Start, number: str, tmp_path: Path):
     (tmp_path / "mark-0").touch()  # it is rank 0's turn
-    job = start(*TRAIN, "what=kill,hang", "times=2", "-n", "1")
+    job = start(*TRAIN, "what=kill,hang", "times=2", "-n", number)
     until(tmp_path / "mark-1")
     job.process.send_signal(signal.SIGINT)
+    assert job.process.stderr is not None
+    assert job.process.stderr.readline() == f"fourfold: {SAVING}\n"
+    time.sleep(0.4)  # later than what would be a repetition
+    job.process.send_signal(signal.SIGINT)
+    begin = time.monotonic()
     assert job.end() == 130
-    assert job.err == "fourfold: stopped by SIGINT; the same command goes on from step 4\n"
+    assert time.monotonic() - begin < 20  # not the 25 s that a step may take
+    ended = "; all 2 processes have ended" if number == "2" else ""
+    assert job.err == f"fourfold: stopped by SIGINT{ended}; the same command goes on from step 4\n"
+
+
+@pytest.mark.parametrize("number", ["1", "2"])
+def test_a_step_that_does_not_end_is_ended_a_while_after_sigterm(start: Start, number: str, tmp_path: Path):
+    if number == "1":
+        (tmp_path / "mark-0").touch()  # it is rank 0's turn
+    words = ("what=stick,stick", f"times={3 - int(number)}", "-n", number)
+    job = start(*TRAIN, *words, FOURFOLD_STOP_SECONDS="1")
+    until(tmp_path / f"mark-{2 - int(number)}")
+    for _ in range(2):  # as `timeout` does it: once to the process, once to the group it is in
+        job.process.send_signal(signal.SIGTERM)
+    assert job.end() == 75
+    told = "stopped by SIGTERM: no step, evaluation or checkpoint ended within 1 s (FOURFOLD_STOP_SECONDS)"
+    rank = "rank 1 of 2: " if number == "2" else ""
+    assert f"fourfold: {rank}{told}; the same command goes on from step " in job.err
+    assert ", in stick\n" in job.err
+    if number == "2":
+        ended = "fourfold: stopped by SIGTERM; all 2 processes have ended; the same command goes on from step 2\n"
+        assert job.err.endswith(ended)
 
 
 def test_ctrl_c_while_ranks_start_is_answered_in_one_line(start: Start, tmp_path: Path):
@@ -311,7 +372,8 @@ def test_ctrl_c_while_ranks_start_is_answered_in_one_line(start: Start, tmp_path
 def test_sigterm_ends_a_foreign_world_in_the_same_way(start: Start):
     jobs = foreign_world(start, "what=terminate,", "times=1")
     assert [job.end() for job in jobs] == [75, 75]
-    assert jobs[0].err == "fourfold: stopped by SIGTERM after step 5; the same command goes on there\n"
+    told = "stopped by SIGTERM after step 5, which is saved; the same command goes on there"
+    assert jobs[0].err == f"fourfold: {told}\n"
     assert jobs[1].err == ""
 
 

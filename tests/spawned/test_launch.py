@@ -39,7 +39,15 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def begin(script: str, arguments: Sequence[str], *, launcher: Sequence[str] = FOURFOLD) -> subprocess.Popen[str]:
         (tmp_path / "script.py").write_text(script)
-        foreign = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", *THREAD_VARIABLES, VARIABLE)
+        foreign = (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            *THREAD_VARIABLES,
+            VARIABLE,
+            "GLOO_SOCKET_IFNAME",
+        )
         environment = {name: value for name, value in os.environ.items() if name not in foreign}
         environment["PYTHONPATH"] = os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])
         process = subprocess.Popen(
@@ -116,6 +124,38 @@ def test_errors_that_follow_from_the_first_are_not_told(start: Start) -> None:
     assert ended.err.endswith("KeyError: 'the cause'\n")
     assert ended.err.count("Traceback") == 1
     assert ended.err.count("\n") == 5
+
+
+LEAVING = """
+import atexit, sys, time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+if dist.get_rank() == 1:
+    dist.destroy_process_group()
+    atexit.register(time.sleep, 0.5)  # it is on its way out when rank 0 has failed already
+    sys.exit(CODE)
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("code", [3, 0])
+def test_a_rank_that_leaves_the_others_is_named_and_not_started_again(start: Start, code: int) -> None:
+    script = LEAVING.replace("CODE", str(code))
+    ended = end(start(script, ["run", "-n", "2", "--restarts", "2", "script.py"]))
+    assert "starting again" not in ended.err
+    if code:
+        assert ended.code == code, ended.err
+        assert ended.err == (
+            "fourfold: rank 1 of 2 called sys.exit and ended with exit code 3\n"
+            '  File "script.py", line 9, in <module>\n'
+            "    sys.exit(3)\n"
+        )
+    else:
+        assert ended.code == 1, ended.err
+        assert ended.err.startswith("fourfold: rank 1 of 2 ended normally while rank 0 still waited for it\n")
+        assert "\nrank 0 waited here\n" in ended.err
+        assert '"script.py", line 10, in <module>\n    dist.barrier()\n' in ended.err
 
 
 def test_a_killed_rank_is_named_with_its_signal(start: Start) -> None:
@@ -381,3 +421,71 @@ def test_a_fork_of_a_rank_leaves_the_groups_to_its_parent(start: Start) -> None:
     ended = end(start(FORKED, ["run", "-n", "2", "script.py"]))
     assert ended.code == 0, ended.err
     assert ended.out == 2 * "well\n"
+
+
+PRIVATE = """
+import os, stat
+from pathlib import Path
+import psutil
+import torch, torch.distributed as dist
+from fourfold.parts import comm
+
+for again in range(2):
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if not again:
+        dist.destroy_process_group()
+ranks = comm.join()
+file = next(Path(os.environ["FOURFOLD_STORE"]).parent.glob("store-*"))
+with open(file, "rb") as store:
+    keys = store.read()
+assert b"default_pg" in keys, keys
+mode = stat.S_IMODE(file.parent.stat().st_mode)
+found = [("folder", oct(mode), file.parent.stat().st_uid == os.getuid())]
+for process in psutil.Process(os.getppid()), psutil.Process():
+    found += [place.laddr.ip for place in process.net_connections() if place.status == psutil.CONN_LISTEN]
+ranks.exchange("seen")
+if ranks.rank == 0:
+    print(found, os.environ["GLOO_SOCKET_IFNAME"])
+dist.destroy_process_group()
+# A store of the script's own, as torch has it.
+own = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, is_master=ranks.rank == 0)
+own.set(f"here {ranks.rank}", "")
+own.wait(["here 0", "here 1"])
+"""
+
+
+def test_no_other_user_reaches_the_store_of_a_job(start: Start) -> None:
+    """The launcher listens nowhere; what still listens is gloo, in the ranks, at the loopback device."""
+    ended = end(start(PRIVATE, ["run", "-n", "2", "script.py"]))
+    assert ended.code == 0, ended.err
+    assert ended.out == "[('folder', '0o700', True), '127.0.0.1'] lo\n"
+
+
+MPI = """
+import os, sys
+from pathlib import Path
+from fourfold.parts import comm
+ranks = comm.join()
+folder = Path(os.environ["TMPDIR"]) / f"fourfold-{os.getuid()}"
+names = sorted(file.name.split("-")[0] for file in folder.iterdir())
+ranks.exchange("seen")
+print(ranks.exchange(ranks.rank), names)
+"""
+
+
+def test_ranks_of_mpi_on_one_host_meet_in_a_private_file(start: Start, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    for name in ("MASTER_ADDR", "MASTER_PORT", "FOURFOLD_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("PMI_SIZE", "MPI_LOCALNRANKS"):
+        monkeypatch.setenv(name, "2")
+    ranks = []
+    for rank in "01":  # as mpiexec does it: this process has no rank's variables, its children have
+        monkeypatch.setenv("PMI_RANK", rank)
+        monkeypatch.setenv("MPI_LOCALRANKID", rank)
+        ranks.append(start(MPI, ["script.py"], launcher=()))
+    for rank in ranks:
+        ended = end(rank)
+        assert ended.code == 0, ended.err
+        assert ended.out == "[0, 1] ['store']\n"

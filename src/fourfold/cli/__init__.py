@@ -53,9 +53,9 @@ def _run(arguments: list[str]) -> int:
     except Exception as error:
         from fourfold.cli.failure import tell
         from fourfold.engines.worker import leave_at_once
-        from fourfold.words.errors import REQUEUE_CODE
+        from fourfold.words.errors import INTERRUPT_CODE, REQUEUE_CODE
 
         code = tell(error)
-        if code == REQUEUE_CODE:
+        if code in (REQUEUE_CODE, INTERRUPT_CODE):
             leave_at_once(code)
         return code

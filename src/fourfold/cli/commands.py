@@ -120,8 +120,8 @@ def train(
     at. The same command again goes on where the newest checkpoint ends, on any number of processes.
 
     When a rank dies, or makes no step for hang_seconds (and for 5 median steps; none: no limit), all start again from
-    the newest checkpoint: any number of times with progress in between, restarts= times without. SIGTERM saves at the
-    next step and ends with code 75: to be started again.
+    the newest checkpoint: any number of times with progress in between, restarts= times without. SIGTERM and Ctrl-C
+    save at the next step and end with code 75 (to be started again) and 130; a second one ends at once.
     """
     from fourfold.cli import work
 

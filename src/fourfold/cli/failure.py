@@ -1,12 +1,12 @@
 """Failure: how a command ends badly.
 
 Law: one text on stderr, from one process; the exit code says whose fault it was: 2 the input's, 1 the run's, 75
-nobody's: the same command is to be started again.
+nobody's: the same command is to be started again; 130 after a Ctrl-C.
 """
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -53,13 +53,18 @@ def tell(error: Exception) -> int:
         world = None
     if world is None:
         print(text, file=sys.stderr, flush=True)
-    elif code != INPUT_CODE and not isinstance(error, StoppedError):
+    elif not _of_input(errors) and not isinstance(error, StoppedError):
         print(f"rank {world.rank} of {world.size} failed\n{text}", file=sys.stderr, flush=True)
     elif world.rank == 0:
         print(text, file=sys.stderr, flush=True)
     else:
-        time.sleep(SILENT_SECONDS if code == INPUT_CODE else STOPPED_SECONDS)
+        time.sleep(SILENT_SECONDS if _of_input(errors) else STOPPED_SECONDS)
     return code
+
+
+def _of_input(errors: Sequence[Exception]) -> bool:
+    """Whether the input is wrong, on every rank. A task that calls `sys.exit(2)` is one rank's error of that code."""
+    return any(isinstance(each, FourfoldError) and type(each).exit_code == INPUT_CODE for each in errors)
 
 
 def _text(error: Exception) -> str:

@@ -2,6 +2,9 @@
 
 Python raises KeyboardInterrupt wherever the main thread is. In a callback of the import system it is printed and
 dropped, and the command would go on as if nobody had asked it to stop.
+
+listen  from the start of the command
+check   when its imports are done: Python's own handler is there again, which a program may replace
 """
 
 import signal
@@ -23,6 +26,8 @@ def _hear(number: int, frame: FrameType | None) -> None:
 
 
 def check() -> None:
-    """Raise KeyboardInterrupt if one was raised and has not come through."""
+    """Stop listening. Raises KeyboardInterrupt if one was raised and has not come through."""
+    if signal.getsignal(signal.SIGINT) is _hear:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if _heard:
         raise KeyboardInterrupt

@@ -27,16 +27,18 @@ def main(words: Sequence[str]) -> None:
 def train(work: job.Job, world: World | None) -> None:
     """Train in this process; rank 0 shows how it goes.
 
-    Raises TrainingError where the task ends the process as if all were well: the others would wait for it.
+    Raises TrainingError where the task ends the process: the others would wait for it. Its exit code is the task's,
+    but never 0: the run has not ended.
     KeyboardInterrupt comes with what there is to say, "" where another rank says it.
     """
     try:
         _train(work, world)
     except SystemExit as leaving:
-        if leaving.code:
-            raise
+        code = cause.exit_code(leaving)
         where = cause.explain(leaving).rstrip()
-        raise TrainingError(f"the task ended its process in mid-run, with exit code 0\n{where}") from None
+        error = TrainingError(f"the task ended its process in mid-run, with exit code {code}\n{where}")
+        error.exit_code = code or TrainingError.exit_code
+        raise error from None
     except KeyboardInterrupt:
         speaks = world is None or world.rank == 0
         raise KeyboardInterrupt(f"stopped by SIGINT; {outlook(work.folder)}" if speaks else "") from None

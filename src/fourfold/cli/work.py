@@ -38,8 +38,9 @@ def train(words: Sequence[str], processes: str | None) -> int:
 
 
 def _care(ready: "Job") -> "Care":
-    from fourfold.engines.restart import GRACE_SECONDS, Care
+    from fourfold.engines.restart import Care
     from fourfold.run import faults
+    from fourfold.run.asked import stop_seconds
 
     def record(fault: faults.Fault) -> None:
         try:
@@ -51,7 +52,7 @@ def _care(ready: "Job") -> "Care":
         restarts=ready.restarts,
         beats=True,
         hang_seconds=ready.hang_seconds,
-        grace=GRACE_SECONDS,
+        grace=stop_seconds(),
         notice=_say,
         record=record,
         folder=ready.folder,
@@ -80,6 +81,7 @@ def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> i
     from fourfold.engines.machine import check_number, default_processes
     from fourfold.engines.restart import Care
     from fourfold.engines.worker import run_program
+    from fourfold.run.asked import stop_seconds
 
     if not restarts.isdecimal():
         raise SettingError(Problem(f"--restarts {restarts}", "a whole number, at least 0"), where="fourfold run")
@@ -96,7 +98,7 @@ def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> i
         interrupt.check()
         run_program(command)
         return 0
-    return _launch(command, num_processes, Care(restarts=int(restarts), notice=_say))
+    return _launch(command, num_processes, Care(restarts=int(restarts), grace=stop_seconds(), notice=_say))
 
 
 def show(words: Sequence[str]) -> int:

@@ -11,8 +11,9 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -22,12 +23,16 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 
 from fourfold.engines import cause, watch
 from fourfold.engines.restart import Budget, Care
+from fourfold.run.asked import REPEAT_SECONDS, SAVING
 from fourfold.run.faults import Fault
 from fourfold.run.pulse import DONE, STARTING, Pulses
-from fourfold.words.errors import REQUEUE_CODE
+from fourfold.words.errors import INTERRUPT_CODE, REQUEUE_CODE
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 UNLIMITED = 10**9  # restarts, as far as torch's agent is concerned: we count for ourselves
+STOPPED = {REQUEUE_CODE: "it was asked to stop (SIGTERM)", INTERRUPT_CODE: "it was asked to stop (SIGINT)"}
+POLL_SECONDS = 0.02
+SPEAK_SECONDS = 1.0  # for ranks that end themselves at the end of the grace, and say where they were
 
 
 class Agent(LocalElasticAgent):
@@ -49,6 +54,8 @@ class Agent(LocalElasticAgent):
         """When a rank was first seen to have left, on the monotonic clock."""
         self._signal: signal.Signals | None = None
         """One that came while ranks were being ended."""
+        self._asked_at: float | None = None
+        """When this launcher was first asked to stop, on the monotonic clock."""
         self._pending: list[tuple[Fault, float]] = []
         """Faults after which no step has been finished yet, and when they were, on the monotonic clock."""
 
@@ -66,20 +73,50 @@ class Agent(LocalElasticAgent):
         # The agent itself would wait 30 s, whatever its settings say: a failing rank closes the context with defaults.
         def close_soon(death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
             self._note_codes()
-            words = self.last_words()
-            saving = death_sig == signal.SIGTERM or (words is not None and words.stopped)
-            if death_sig == signal.SIGINT and self._is_starting():
-                death_sig = signal.SIGKILL  # in the middle of its imports, Python would answer with a traceback
-            with _on_signals(self._end_now):
-                close(death_sig, self.care.grace if saving else self.care.window)
+            with contextlib.nullcontext() if self._asked_at is not None else _on_signals(self._end_now):
+                close(self._let_save(death_sig), self.care.window)
 
         context.close = close_soon
+        for number in SIGNALS:  # in place of torch's handlers, to which every signal is the first
+            signal.signal(number, self._hear)
         return started
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        """A signal to this launcher: the first ends the job in order, a later one at once."""
+        got, now = signal.Signals(number), time.monotonic()
+        if self._asked_at is None:
+            self._asked_at = now
+            raise SignalException(f"the launcher has got {got.name}", got)
+        if now - self._asked_at > REPEAT_SECONDS.get(got, 0.0):
+            self._end_now(got)
 
     def _end_now(self, number: signal.Signals) -> None:
         """A signal that comes while ranks are being ended (a second Ctrl-C, say)."""
         self._signal = number
         self._signal_all(signal.SIGKILL)
+
+    def _let_save(self, number: signal.Signals | None) -> signal.Signals | None:
+        """Have ranks that train save and end; returns the signal for those that are still there."""
+        begin = time.monotonic()
+        if self._asked_at is None:
+            words = self.last_words()
+            if words is not None and words.stopped:  # All have agreed to end, and are about to.
+                self._wait(lambda: begin + self.care.window)
+            return number
+        if number == signal.SIGINT and self._is_starting():
+            return signal.SIGKILL  # in the middle of its imports, Python would answer with a traceback
+        if number is None or number not in REPEAT_SECONDS or not self._is_training():
+            return number
+        if number == signal.SIGINT:
+            self.care.notice(f"SIGINT: {SAVING}")
+        self._signal_all(number, self._pids())
+        self._wait(lambda: max(begin, self._last_progress()) + self.care.grace + SPEAK_SECONDS)
+        return signal.SIGKILL
+
+    def _wait(self, deadline: Callable[[], float]) -> None:
+        """Until all ranks have ended, or the deadline, which may move, has passed."""
+        while self._pids() and time.monotonic() < deadline():
+            time.sleep(POLL_SECONDS)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._look_for_hang()
@@ -129,7 +166,16 @@ class Agent(LocalElasticAgent):
             self._exit_codes = {rank: code for rank, code in self.codes().items() if code is not None}
 
     def _is_starting(self) -> bool:
-        return self.care.beats and all(beat.phase == STARTING for beat in self._pulses.read())
+        return self.care.beats and all(beat.resumed < 0 for beat in self._pulses.read())
+
+    def _is_training(self) -> bool:
+        """Whether ranks are in `train`, where a request to stop is answered with a checkpoint."""
+        return any(beat.resumed >= 0 and beat.phase != DONE for beat in self._pulses.read())
+
+    def _last_progress(self) -> float:
+        """When a rank that is still there last began or ended something, on the monotonic clock."""
+        beats = self._pulses.read()
+        return max((beats[rank].since for rank in self._pids()), default=0.0)
 
     # ---- after a fault
 
@@ -180,7 +226,8 @@ class Agent(LocalElasticAgent):
             if entry is not None:
                 records[rank] = entry
         left = self._left()
-        if not records and not left and not any(self._exit_codes.values()):
+        failed = any(entry.kind != cause.ENDED for entry in records.values())
+        if not failed and not left and not any(self._exit_codes.values()):
             return None
         codes = {rank: code for rank, code in self._exit_codes.items() if code or records or rank in left}
         found = cause.first(records, codes, self._names())
@@ -188,6 +235,10 @@ class Agent(LocalElasticAgent):
             # Where it could not leave a note yet: before the first step.
             text = f"{found.text}: stopped; {self.care.outlook()}"
             return cause.Cause(text, REQUEUE_CODE, found.rank, final=True, stopped=True)
+        trains = found.rank is not None and self._pulses.read()[found.rank].resumed >= 0
+        if trains and found.exit_code in STOPPED and found.rank not in records:  # It has told why itself.
+            text = f"{found.text}: {STOPPED[found.exit_code]}; {self.care.outlook()}".removesuffix("; ")
+            return dataclasses.replace(found, text=text, final=True, stopped=True)
         return found
 
     def _cause_of(self, hang: watch.Hang) -> cause.Cause:
@@ -219,11 +270,15 @@ class Agent(LocalElasticAgent):
         alive = [rank for rank, code in self.codes().items() if code is None]
         return {rank: self._pcontext_of("subprocess_handlers")[rank].proc.pid for rank in alive}
 
-    def _signal_all(self, number: signal.Signals) -> None:
-        """Send a signal to each rank's process group: torch's agent makes every rank the leader of its own."""
-        for handler in self._pcontext_of("subprocess_handlers").values():
+    def _signal_all(self, number: signal.Signals, ranks: Iterable[int] | None = None) -> None:
+        """Send a signal to each rank's process group: torch's agent makes every rank the leader of its own.
+
+        So a Ctrl-C in a terminal goes to the launcher only, and a rank gets it once.
+        """
+        handlers = self._pcontext_of("subprocess_handlers")
+        for rank in handlers if ranks is None else ranks:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(handler.proc.pid, number)
+                os.killpg(handlers[rank].proc.pid, number)
 
     def _sweep(self) -> None:
         """Kill what ranks that did not end well have left behind in their process groups."""

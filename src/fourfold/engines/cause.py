@@ -5,6 +5,7 @@ echo    an error that only says that another rank has gone (a connection reset);
 final   an error that another attempt would end with too: all that are told to people, except that a peer has gone
 cut     a traceback without the frames of torch, fourfold and the import machinery
 left    a rank that has ended with code 0 although others still needed it
+end     a program that returned, or called `sys.exit(0)`, says so in a record of its own before its process is gone
 Law: of all that ranks report, the earliest record that is no echo is the cause; next come deaths by signal, then exit
 codes, then ranks that left, then echoes.
 """
@@ -14,6 +15,7 @@ import json
 import os
 import signal
 import sys
+import sysconfig
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -26,6 +28,7 @@ from fourfold.words.errors import PEER_GONE, FourfoldError, PeerError, StoppedEr
 
 # A rank that dies before all have met leaves a LaunchError to the others.
 ECHO_KINDS = ("PeerError", "LaunchError", "DistNetworkError")
+ENDED = "ended"  # the kind of an end's record
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class Record:
     @property
     def echo(self) -> bool:
         said = self.message.lower()
+        if self.kind == SystemExit.__name__:
+            return False
         return self.kind in ECHO_KINDS or any(echo in said for echo in PEER_GONE)
 
 
@@ -65,6 +70,8 @@ class Cause:
 
 def record(error: BaseException, *, rank: int) -> Record:
     """What to write down about an error that has reached the top of a rank."""
+    if isinstance(error, SystemExit):
+        return _record_exit(error, rank)
     return Record(
         rank=rank,
         kind=type(error).__name__,
@@ -74,6 +81,26 @@ def record(error: BaseException, *, rank: int) -> Record:
         exit_code=error.exit_code if isinstance(error, FourfoldError) else 1,
         final=isinstance(error, FourfoldError) and not isinstance(error, PeerError),
     )
+
+
+def _record_exit(error: SystemExit, rank: int) -> Record:
+    """A program that ends itself by `sys.exit` would do so again: the record is final."""
+    code, kind = exit_code(error), SystemExit.__name__
+    said = f": {error.code}" if error.code is not None and not isinstance(error.code, int) else ""
+    text = f"called sys.exit and ended with exit code {code}{said}{_where(error)}"
+    return Record(rank, kind, text, text, timestamp=time.time(), exit_code=code, final=True)
+
+
+def exit_code(error: SystemExit) -> int:
+    """The exit code of a process that this exception ends."""
+    if error.code is None:
+        return 0
+    return error.code & 0xFF if isinstance(error.code, int) else 1
+
+
+def ended(rank: int) -> Record:
+    """What to write down about a program that has ended normally."""
+    return Record(rank, ENDED, ENDED, ENDED, timestamp=time.time(), exit_code=0)
 
 
 def write(path: Path, entry: Record) -> None:
@@ -97,6 +124,8 @@ def first(records: Mapping[int, Record], exit_codes: Mapping[int, int], names: S
 
     A code of 0 is that of a rank that left. names: what each rank is called, as "rank 1 of 2".
     """
+    done = sorted(rank for rank, entry in records.items() if entry.kind == ENDED)
+    records = {rank: entry for rank, entry in records.items() if entry.kind != ENDED}
     entries = sorted(records.values(), key=lambda entry: (entry.echo, entry.timestamp))
     if entries and not entries[0].echo:
         return _of_record(entries[0], names)
@@ -105,18 +134,41 @@ def first(records: Mapping[int, Record], exit_codes: Mapping[int, int], names: S
     if silent:
         rank = (killed or list(silent))[0]
         return _of_code(rank, silent[rank], names[rank])
+    if entries and done:
+        return _of_end(done, entries, names)
     left = [rank for rank, code in sorted(exit_codes.items()) if code == 0]
     if left:
-        text = f"{' and '.join(names[rank] for rank in left)} ended with exit code 0 before the run had ended"
+        text = f"{_all(left, names)} ended with exit code 0 before the run had ended"
         return Cause(text, 1, left[0])
     if entries:
         return _of_record(entries[0], names)
     return Cause(f"a rank of {len(names)} failed and left no trace", 1)
 
 
+def _all(ranks: Sequence[int], names: Sequence[str]) -> str:
+    return " and ".join(names[rank] for rank in ranks)
+
+
+def _of_end(done: Sequence[int], echoes: Sequence[Record], names: Sequence[str]) -> Cause:
+    """Ranks whose program ended normally, and others that failed because they still needed them."""
+    waiting = sorted(entry.rank for entry in echoes)
+    who = f"rank{'s' * (len(waiting) > 1)} {' and '.join(map(str, waiting))}"
+    text = (
+        f"{_all(done, names)} ended normally while {who} still waited for {'it' if len(done) == 1 else 'them'}\n"
+        "  need   ranks that make the same calls: steps, evaluations, collectives\n"
+        "  try    as many batches on every rank (ff.Feed sees to it), or DistributedOptimizer.join()"
+    )
+    first_echo = echoes[0]
+    if first_echo.kind not in ECHO_KINDS:  # Ours know no line of the user's.
+        text += f"\nrank {first_echo.rank} waited here\n{first_echo.text.rstrip()}"
+    return Cause(text, 1, done[0], final=True)
+
+
 def _of_record(entry: Record, names: Sequence[str]) -> Cause:
     if entry.kind == StoppedError.__name__:
         return Cause(entry.message, entry.exit_code, final=True, stopped=True)
+    if entry.kind == SystemExit.__name__:
+        return Cause(f"{names[entry.rank]} {entry.text}", entry.exit_code, entry.rank, final=entry.final)
     text = f"{names[entry.rank]} failed\n{entry.text.rstrip()}"
     return Cause(text, entry.exit_code, entry.rank, final=entry.final)
 
@@ -133,6 +185,17 @@ def _of_code(rank: int, code: int, name: str) -> Cause:
 
 
 # ---- tracebacks, cut
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line that is not Python's, torch's or ours, below the text; "" where there is none."""
+    library = sysconfig.get_path("stdlib") + os.sep
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if _owner(frame.filename) is None and not frame.filename.startswith(library)
+    ]
+    return "" if not frames else "\n" + "".join(traceback.format_list(frames[-1:])).rstrip()
 
 
 def explain(error: BaseException) -> str:

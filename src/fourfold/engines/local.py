@@ -22,11 +22,12 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from fourfold.engines import watch
 from fourfold.engines.agent import SIGNALS, UNLIMITED, Agent
-from fourfold.engines.machine import heap_variables, thread_variables
+from fourfold.engines.machine import heap_variables, loopback_variables, thread_variables
 from fourfold.engines.onehost import LOOPBACK, OneHost
 from fourfold.engines.restart import Care
 from fourfold.run import pulse
 from fourfold.words.errors import REQUEUE_CODE
+from fourfold.words.rendezvous import STORE
 
 MONITOR_SECONDS = 0.05
 
@@ -48,16 +49,16 @@ def launch(command: Sequence[str], *, num_processes: int, care: Care | None = No
     care = care or Care()
     with (
         tempfile.TemporaryDirectory(prefix="fourfold-") as name,
-        _environment({**thread_variables(num_processes), **heap_variables()}),
+        _environment({**thread_variables(num_processes), **heap_variables(), **loopback_variables()}),
         _quiet(),
         _handlers_restored(),
     ):
-        folder = Path(name)
+        folder, run = Path(name), uuid.uuid4().hex
         pulses = pulse.Pulses(folder, num_processes)
         spec = WorkerSpec(
             role="rank",
             local_world_size=num_processes,
-            rdzv_handler=OneHost(run=uuid.uuid4().hex),
+            rdzv_handler=OneHost(run=run),
             entrypoint=sys.executable,
             args=("-m", "fourfold.engines.worker", str(os.getpid()), *(_literal(word) for word in command)),
             max_restarts=UNLIMITED,
@@ -65,7 +66,7 @@ def launch(command: Sequence[str], *, num_processes: int, care: Care | None = No
             local_addr=LOOPBACK,
         )
         listening = {watch.VARIABLE: name} if care.hang_seconds is not None else {}
-        with _environment({pulse.VARIABLE: str(pulses.path), **listening}):
+        with _environment({pulse.VARIABLE: str(pulses.path), STORE: str(folder / f"store-{run}"), **listening}):
             return _run(Agent(spec, folder=folder, pulses=pulses, care=care))
 
 

@@ -1,11 +1,13 @@
 """Machine: how many processes and threads suit this host, and how they allocate.
 
 processes  one per GPU, else one per core up to four
+loopback   the device by which a host talks to itself: other machines do not reach what listens there
 Law: a rank never gets more threads than its share of the cores; what the user's environment says goes first.
 """
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from fourfold.words import heap
 from fourfold.words.errors import Problem, SettingError
@@ -36,6 +38,21 @@ def thread_variables(num_processes: int, environ: Mapping[str, str] = os.environ
 def heap_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """What to add to the environment for large tensors on CPUs: see `words.heap`. With GPUs nothing."""
     return {} if gpus() else heap.variables(environ)
+
+
+def loopback_variables(
+    environ: Mapping[str, str] = os.environ, flags: Path = Path("/sys/class/net/lo/flags")
+) -> dict[str, str]:
+    """What to add to the environment so that gloo, inside one host, listens at the loopback device only.
+
+    Nothing where the user has chosen a device, or the loopback device is not up.
+    """
+    name = "GLOO_SOCKET_IFNAME"
+    try:
+        is_up = int(flags.read_text(), 16) & 1
+    except (OSError, ValueError):  # no Linux
+        is_up = False
+    return {name: "lo"} if is_up and name not in environ else {}
 
 
 def check_number(text: str | None, world: World | None) -> int | None:

@@ -1,43 +1,40 @@
 """One host: where the ranks of a local job meet.
 
-Law: every attempt has a store of its own; what a dead attempt has written is never read.
+agent's store  in the launcher's memory: it is alone with it
+ranks' store   a file in the launcher's private folder, a fresh one for every attempt (`words.rendezvous`)
+Law: nobody but this user can reach either; what a dead attempt has written is never read.
 """
 
 import socket
-from datetime import timedelta
 
-from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 LOOPBACK = "127.0.0.1"
 
 
 class OneHost(RendezvousHandler):
-    """A rendezvous of one agent: a store on the loopback device, a fresh one for every attempt.
+    """A rendezvous of one agent.
 
     torch's dynamic rendezvous is not used: it pickles its state through a port open to the network, and hands a
     restarted job the store of the dead one, with the dead ranks' addresses in it.
     """
 
-    use_agent_store = True  # type: ignore[assignment]
+    use_agent_store = False  # type: ignore[assignment]
 
     def __init__(self, *, run: str) -> None:
         self._run = run
-        self._store: TCPStore | None = None
+        self._reserved: socket.socket | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        listener = socket.create_server((LOOPBACK, 0))
-        port = listener.getsockname()[1]
-        self._store = TCPStore(
-            LOOPBACK,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=60),
-            master_listen_fd=listener.detach(),
-        )
-        store = PrefixStore("agent", self._store)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, port))
+        self.shutdown()
+        # Nobody listens there: MASTER_PORT is for programs of a rank's own that meet as torch has it. Bound, so that
+        # no other job is given it; with SO_REUSEADDR they can listen there all the same.
+        self._reserved = socket.socket()
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved.bind((LOOPBACK, 0))
+        port = self._reserved.getsockname()[1]
+        return RendezvousInfo(PrefixStore("agent", HashStore()), 0, 1, RendezvousStoreInfo(LOOPBACK, port))
 
     def get_backend(self) -> str:
         return "one-host"
@@ -54,4 +51,6 @@ class OneHost(RendezvousHandler):
         return self._run
 
     def shutdown(self) -> bool:
+        if self._reserved is not None:
+            self._reserved.close()
         return True

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fourfold.engines.cause import Cause
-from fourfold.run.checkpoint.shelf import Shelf
+from fourfold.run.checkpoint.shelf import outlook
 from fourfold.run.faults import FILE, Fault
 from fourfold.run.pulse import Beat
 
 WINDOW_SECONDS = 3
-GRACE_SECONDS = 25  # below the 30 s that Slurm and Kubernetes leave between SIGTERM and SIGKILL
 
 
 def _ignore(_: object) -> None: ...
@@ -30,7 +29,7 @@ class Care:
     beats         ranks say which step they are at (`run.pulse`)
     hang_seconds  the least time without a step after which a rank is taken to hang; None: never
     window        seconds between asking a rank to end and killing it, after another has failed
-    grace         the same after a signal to the whole job, and for ranks that save before they end
+    grace         seconds that ranks which train may go without a finished step, once they were asked to stop and save
     notice        hears at once of a fault after which the job goes on
     record        hears of every fault when it is over
     folder        the run's; None where it is not known what a script does
@@ -40,7 +39,7 @@ class Care:
     beats: bool = False
     hang_seconds: float | None = None
     window: int = WINDOW_SECONDS
-    grace: int = WINDOW_SECONDS
+    grace: float = WINDOW_SECONDS
     notice: Callable[[str], None] = _ignore
     record: Callable[[Fault], None] = _ignore
     folder: Path | None = None
@@ -48,14 +47,6 @@ class Care:
     def outlook(self) -> str:
         """What the same command will do; "" where nobody knows."""
         return "" if self.folder is None else outlook(self.folder)
-
-
-def outlook(folder: Path) -> str:
-    """What the command that trains the run in this folder will do when it is given again."""
-    steps = Shelf(folder).steps()
-    if not steps:
-        return "nothing is saved, and the same command begins again"
-    return f"the same command goes on from step {steps[-1]}"
 
 
 class Budget:

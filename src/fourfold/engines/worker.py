@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from fourfold.engines import cause, watch
-from fourfold.words.errors import REQUEUE_CODE
+from fourfold.engines import cause, env_store, watch
+from fourfold.words.errors import INTERRUPT_CODE, REQUEUE_CODE
 
 EXIT_SECONDS = 2.0  # for atexit functions and threads of a rank that has failed
 
@@ -29,12 +29,19 @@ def main(arguments: Sequence[str]) -> None:
     _die_with(int(launcher))
     faulthandler.enable(all_threads=False)
     _tell_where_on_signal()
+    env_store.prepare()
     try:
         run_program(command)
     except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+        sys.exit(INTERRUPT_CODE)
+    except SystemExit as leaving:
+        if cause.exit_code(leaving):
+            _fail(leaving)
+        _write(cause.ended(_rank()))
+        raise
     except Exception as error:  # whatever the program raises
         _fail(error)
+    _write(cause.ended(_rank()))
 
 
 def run_program(command: Sequence[str]) -> None:
@@ -74,10 +81,19 @@ def _leave_group(process: int) -> None:
         leave(world=True)
 
 
-def _fail(error: Exception) -> None:
-    entry = cause.record(error, rank=int(os.environ["RANK"]))
+def _rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def _write(entry: cause.Record) -> None:
+    """Tell the launcher, before the other ranks can notice that this one has gone."""
     cause.write(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), entry)
-    if entry.exit_code == REQUEUE_CODE:
+
+
+def _fail(error: Exception | SystemExit) -> NoReturn:
+    entry = cause.record(error, rank=_rank())
+    _write(entry)
+    if entry.exit_code in (REQUEUE_CODE, INTERRUPT_CODE):
         leave_at_once(entry.exit_code)
     _end_within(EXIT_SECONDS, entry.exit_code)
     sys.exit(entry.exit_code)

@@ -1,24 +1,205 @@
-"""Asked: whether this process has been asked to stop.
+"""Stop requests: SIGTERM and Ctrl-C (SIGINT), and the end of a process that does not answer one.
 
-Law: a signal only leaves a note; what follows from it is decided between two steps, by all ranks.
+request  the first signal: it leaves a note, of which all ranks learn with the next step; they save, and end together
+again    a signal that comes later than REPEAT_SECONDS after the request: it ends the process at once
+overdue  since the request, and for `stop_seconds`, no step, evaluation or checkpoint has ended: the process is ended
+Law: a request is answered between two steps, by all ranks; a process that does not come so far is ended all the same.
+
+Python runs signal handlers in the main thread, between two of its instructions: never, where a step does not return.
+So a thread listens too; it is woken by Python's wakeup file, into which the signal itself writes. It needs the GIL:
+where a call holds on to that, only SIGKILL helps (a launcher of ours sends it).
 """
 
+import _thread
 import contextlib
+import math
+import os
+import select
 import signal
+import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from fourfold.run.checkpoint.shelf import outlook
+from fourfold.run.pulse import Pulse
+from fourfold.words.errors import INTERRUPT_CODE, REQUEUE_CODE, Problem, SettingError
+from fourfold.words.world import World
+
+VARIABLE = "FOURFOLD_STOP_SECONDS"
+STOP_SECONDS = 25.0  # below the 30 s that Slurm and Kubernetes leave between SIGTERM and SIGKILL
+# One request may come as several signals: `timeout` sends SIGTERM to its child and to its process group, a launcher
+# forwards what its ranks have got too, and a wrapper forwards the Ctrl-C that the terminal has sent already.
+REPEAT_SECONDS = {signal.SIGTERM: 1.0, signal.SIGINT: 0.3}
+CODES = {signal.SIGTERM: REQUEUE_CODE, signal.SIGINT: INTERRUPT_CODE}
+INTERRUPT_SECONDS = 3.0  # for a KeyboardInterrupt to end the training
+SAVING = "saving after this step, then ending; Ctrl-C again ends at once"
+INNERMOST = 6  # frames that are shown
+WAITING = os.path.join("fourfold", "parts", "comm") + os.sep
+END = 0  # no signal has this number: the listening is over
+
+
+def stop_seconds(environ: Mapping[str, str] = os.environ) -> float:
+    """How long a process that was asked to stop may go without a finished step. Raises SettingError."""
+    text = environ.get(VARIABLE, "")
+    try:
+        seconds = float(text or STOP_SECONDS)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < threading.TIMEOUT_MAX:
+        raise SettingError(Problem(f"{VARIABLE} = {text}", "a number of seconds above 0", f"{VARIABLE}=25"))
+    return seconds
 
 
 @contextlib.contextmanager
-def asked_to_stop() -> Iterator[Callable[[], bool]]:
-    """Within: SIGTERM leaves a note, and the function given tells of it. A handler of the user's own is left alone."""
-    notes: list[int] = []  # not a threading.Event: a second signal within its `set` would wait for the first for ever
-    is_main = threading.current_thread() is threading.main_thread()
-    mine = is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if mine:
-        signal.signal(signal.SIGTERM, lambda number, _: notes.append(number))
+def asked_to_stop(beats: Pulse, folder: Path, world: World, *, limit: float) -> Iterator[Callable[[], int]]:
+    """Within: SIGTERM and Ctrl-C are requests to stop; the function given returns the one that came, or 0.
+
+    A handler of the user's own is left alone, and so is every signal outside the main thread. `beats`: what this rank
+    is at; `folder`: the run's; `limit`: `stop_seconds`. Raises KeyboardInterrupt at a second Ctrl-C.
+    """
+    mine = _free() if threading.current_thread() is threading.main_thread() else []
+    if not mine:
+        yield lambda: 0
+        return
+    requests = Requests(mine, beats, folder, world, limit)
+    requests.listen()
     try:
-        yield lambda: bool(notes)
+        yield lambda: requests.number
     finally:
-        if mine:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        requests.close()
+
+
+def _free() -> list[signal.Signals]:
+    """The signals that nobody handles in a way of their own."""
+    default = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    return [number for number, handler in default.items() if signal.getsignal(number) is handler]
+
+
+class Requests:
+    """The requests to this process. `number`: the signal that the first one was; 0 before."""
+
+    def __init__(self, mine: list[signal.Signals], beats: Pulse, folder: Path, world: World, limit: float) -> None:
+        self.number = 0
+        self._limit, self._beats, self._folder, self._world = limit, beats, folder, world
+        self._handlers = {number: signal.getsignal(number) for number in mine}
+        self._reading, self._writing = os.pipe()
+        os.set_blocking(self._writing, False)
+        self._since: float | None = None
+        """When the request came, on the monotonic clock."""
+        self._wakeup = -1
+        """The file that signals were written into before; -1: none."""
+        self._interrupted: float | None = None
+        """When a second Ctrl-C came."""
+        self._thread = threading.Thread(target=self._watch, name="fourfold stop", daemon=True)
+
+    def listen(self) -> None:
+        for number in self._handlers:
+            signal.signal(number, self._note)
+        self._wakeup = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        _listening.append(self)
+        self._thread.start()
+
+    def close(self) -> None:
+        _listening.remove(self)
+        self.restore()
+        os.write(self._writing, bytes([END]))
+        self._thread.join()
+        os.close(self._reading)
+        os.close(self._writing)
+
+    def restore(self) -> None:
+        """The signals are handled as before."""
+        signal.set_wakeup_fd(self._wakeup)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        """The handler, in the main thread. When a signal came, and so what it means, the other thread knows."""
+        self.number = self.number or number
+        if self._interrupted is not None:
+            raise KeyboardInterrupt
+
+    # ---- the thread
+
+    def _watch(self) -> None:
+        waiting = select.poll()
+        waiting.register(self._reading, select.POLLIN)
+        while True:
+            left = self._deadline() - time.monotonic()
+            if waiting.poll(None if left == math.inf else max(0.0, 1000 * left)):
+                numbers = os.read(self._reading, 4096)
+                if END in numbers:
+                    return
+                for number in numbers:
+                    self._hear(number)
+            if time.monotonic() >= self._deadline():
+                self._overdue()
+
+    def _deadline(self) -> float:
+        """When this process is ended."""
+        # Where a person types, in a notebook, the process is more than this run.
+        if self._since is None or (self.number == signal.SIGINT and hasattr(sys, "ps1")):
+            return math.inf
+        if self._interrupted is not None:
+            return self._interrupted + INTERRUPT_SECONDS
+        return max(self._since, self._beats.since) + self._limit
+
+    def _hear(self, number: int) -> None:
+        if number not in self._handlers:
+            if self._wakeup >= 0:  # an event loop's, which listens in the same way
+                with contextlib.suppress(BlockingIOError):  # it is full, and so it wakes its reader all the same
+                    os.write(self._wakeup, bytes([number]))
+            return
+        if self._since is None:
+            self._since, self.number = time.monotonic(), number
+            if number == signal.SIGINT and not self._beats.is_read and self._world.rank == 0:
+                self._say(f"SIGINT: {SAVING}")
+        elif self._interrupted is None and time.monotonic() - self._since > REPEAT_SECONDS[signal.Signals(number)]:
+            if number == signal.SIGINT:
+                self._interrupted = time.monotonic()
+                _thread.interrupt_main(signal.SIGINT)
+            else:
+                self._end(number, f"stopped at once by {signal.Signals(number).name}, the second request")
+
+    def _overdue(self) -> NoReturn:
+        frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])[::-1][:INNERMOST]
+        waits = self._world.size > 1 and any(WAITING in frame.filename for frame in frames)
+        number = self.number if self._interrupted is None else signal.SIGINT
+        if waits:  # for a rank that tells more
+            self._end(number, "")
+        why = f"stopped by {signal.Signals(number).name}: "
+        why += "it did not end by itself" if self._interrupted is not None else self._told_limit()
+        stack = "".join(traceback.format_list(frames)).rstrip()
+        self._end(number, why, f"\nit was here, innermost first\n{stack}")
+
+    def _told_limit(self) -> str:
+        return f"no step, evaluation or checkpoint ended within {self._limit:g} s ({VARIABLE})"
+
+    def _end(self, number: int, text: str, more: str = "") -> NoReturn:
+        try:
+            if text:
+                self._say(f"{text}; {outlook(self._folder)}{more}")
+        finally:
+            os._exit(CODES[signal.Signals(number)])
+
+    def _say(self, text: str) -> None:
+        who = f"rank {self._world.rank} of {self._world.size}: " if self._world.size > 1 else ""
+        # Not through sys.stderr, which a main thread that hangs may have locked.
+        os.write(2, f"fourfold: {who}{text}\n".encode(errors="replace"))
+
+
+_listening: list[Requests] = []
+
+
+def _leave_to_parent() -> None:
+    """In a fork: its signals are its own, and not written into the parent's file."""
+    while _listening:
+        _listening.pop().restore()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -58,6 +58,11 @@ class Pulse:
         self._pauses: deque[float] = deque(maxlen=REMEMBERED)
         self._since = time.monotonic()
 
+    @property
+    def since(self) -> float:
+        """When the last step, evaluation or checkpoint began or ended, on the monotonic clock."""
+        return self._since
+
     def resumed(self, step: int) -> None:
         """Training goes on after `step`; the first step of this process is next."""
         self._words[self._first + RESUMED] = step

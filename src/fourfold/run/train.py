@@ -4,6 +4,7 @@ Law: every rank does the same steps; rank 0 alone writes and speaks.
 """
 
 import contextlib
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.rates import Rates
 from fourfold.plan.timeline import DATA
 from fourfold.run import pulse
-from fourfold.run.asked import asked_to_stop
+from fourfold.run.asked import asked_to_stop, stop_seconds
 from fourfold.run.average import Average
 from fourfold.run.batch import call, evaluating, measure
 from fourfold.run.build import TrainStep, parallelize
@@ -33,8 +34,9 @@ from fourfold.run.pulse import Pulse
 from fourfold.run.settings import Settings, factors, is_due, refuse_steps, settings_of, told_late
 from fourfold.run.speaker import WINDOW, Report, Result, Speaker
 from fourfold.run.trace import EVERY, Tracing
-from fourfold.words.errors import PeerError, Problem, StoppedError, TrainingError
+from fourfold.words.errors import INTERRUPT_CODE, PeerError, Problem, StoppedError, TrainingError
 from fourfold.words.task import Source, Task
+from fourfold.words.world import World
 
 
 def train(
@@ -77,10 +79,12 @@ def train(
     With `sync = "local"` all of these wait for the next step after which ranks have the same weights, and the average
     takes in the weights of such steps only; `steps` must be divisible by `local_steps`.
 
-    SIGTERM to any rank ends the run after the next step, with a checkpoint and a StoppedError on every rank, unless the
-    process handles that signal itself. Raises children of FourfoldError.
+    SIGTERM or Ctrl-C to any rank ends the run after the next step, with a checkpoint and a StoppedError on every rank,
+    unless the process handles that signal itself. A second one ends the process at once, and so does a step that does
+    not end within FOURFOLD_STOP_SECONDS (25) of the first. Raises children of FourfoldError; KeyboardInterrupt at a
+    second Ctrl-C.
     """
-    plan = plan or Plan()
+    plan, limit = plan or Plan(), stop_seconds()
     given = {"steps": steps, "batch_size": batch_size, "clip": clip, "seed": seed, "evaluate_every": evaluate_every}
     given |= {"trace_every": trace_every, "name": name, "folder": folder, "label": label, "spec": spec, "extra": extra}
     given |= {"checkpoint_every": checkpoint_every, "ema": ema, "init": init, "skip_nan": skip_nan, "rates": rates}
@@ -109,7 +113,9 @@ def train(
             tracing = Tracing(step, every=settings.trace_every, folder=speaker.path, note=speaker.note)
             beats.resumed(progress.step)
             run = Training(task, trained, settings, speaker, keeper, tracing, data.valid, beats)
-            with asked_to_stop() as asked, _telling_when(step, speaker, beats):
+            world = World(rank=step.rank, size=plan.mesh.size)
+            stopping = asked_to_stop(beats, Path(speaker.opened.path), world, limit=limit)
+            with stopping as asked, _telling_when(step, speaker, beats):
                 progress = run.steps(progress, asked)
                 seconds = time.perf_counter() - begin
                 return run.end(progress, seconds)
@@ -161,7 +167,7 @@ class Training:
     valid: Source | None
     pulse: Pulse
 
-    def steps(self, progress: Progress, asked: Callable[[], bool]) -> Progress:
+    def steps(self, progress: Progress, asked: Callable[[], int]) -> Progress:
         """From where the run is to its last step. Raises StoppedError where a rank is `asked` to stop."""
         feed = self.trained.feed
         feed.look = self.trained.step.look
@@ -170,7 +176,7 @@ class Training:
         with contextlib.closing(feed.forever()) as batches:
             return self._steps(progress, asked, batches)
 
-    def _steps(self, progress: Progress, asked: Callable[[], bool], batches: Iterator[Any]) -> Progress:
+    def _steps(self, progress: Progress, asked: Callable[[], int], batches: Iterator[Any]) -> Progress:
         step, _, average = self.trained
         every, last, period = self.settings.checkpoint_every, self.settings.steps, step.plan.period
         lateness = Lateness(step, self.speaker)
@@ -183,7 +189,7 @@ class Training:
             with self.tracing.sample(number + 1) as recorder:
                 with recorder.span(DATA), lateness.reading():
                     batch = next(batches)
-                step.ask(asked())
+                step.ask(asked() > 0)
                 metrics = step(batch)
             if metrics.skipped is None:
                 losses.append(metrics.loss)
@@ -197,7 +203,7 @@ class Training:
             progress, best = Progress(number + 1, list(losses), {}, progress.best), progress.best
             if progress.step < last and step.is_whole:
                 if step.asked:
-                    self.stop(progress)
+                    self.stop(progress, asked())
                 if is_due(progress.step, self.settings.evaluate_every or 0, period):
                     progress = self.evaluate(progress)
                 if every and (is_due(progress.step, every, period) or progress.best != best):
@@ -205,20 +211,22 @@ class Training:
                         self.keeper.save(progress)
         return progress
 
-    def stop(self, progress: Progress) -> NoReturn:
-        """Save, and end the run before its time. Collective."""
+    def stop(self, progress: Progress, number: int) -> NoReturn:
+        """Save, and end the run before its time. Collective. `number`: the signal this rank has got, or 0."""
         with self.pulse.pause():
             if self.settings.checkpoint_every and self.keeper.saved_step != progress.step:
                 self.keeper.save(progress)
             self.keeper.wait()
-            newest = self.keeper.newest()
-            where = "there" if newest == progress.step else f"after step {newest}"
-            then = f"goes on {where}" if newest else "begins again"
-            text = f"stopped by SIGTERM after step {progress.step}; the same command {then}"
+            # A scheduler's SIGTERM goes before a Ctrl-C: it asks to be started again.
+            name = "SIGTERM" if signal.SIGTERM in self.trained.step.exchange(number) else "SIGINT"
+            text = f"stopped by {name} after step {progress.step}{_told_saved(self.keeper.newest(), progress.step)}"
             self.speaker.fault("terminated", progress.step, text)
             # All leave together: a launcher of others ends all ranks when the first has gone.
             text = self.trained.step.exchange(text)[0]
-        raise StoppedError(text)
+        error = StoppedError(text)
+        if name == "SIGINT":
+            error.exit_code = INTERRUPT_CODE
+        raise error
 
     def evaluate(self, progress: Progress) -> Progress:
         """What the run has reached, with what the validation data say of it."""
@@ -274,6 +282,15 @@ class Training:
         where = f"goes on from step {newest}" if newest else "begins again"
         got = f"all {last} steps are done, but the last checkpoint could not be written"
         raise TrainingError(Problem(got, "it on the disk", f"the same command: it {where}"), where="training")
+
+
+def _told_saved(newest: int | None, step: int) -> str:
+    """What is on the disk, of a run that is at `step`, and what the same command will do."""
+    if newest == step:
+        return ", which is saved; the same command goes on there"
+    if newest:
+        return f"; the newest checkpoint is of step {newest}, where the same command goes on"
+    return "; nothing is saved, and the same command begins again"
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 # EX_TEMPFAIL of BSD's sysexits.h, "try again later": schedulers are told to start such a job once more.
 REQUEUE_CODE = 75
+INTERRUPT_CODE = 130  # 128 + SIGINT, as a shell has it: a person has pressed Ctrl-C
 
 # What torch and gloo say when another process has gone.
 PEER_GONE = (
@@ -94,7 +95,10 @@ class PeerError(FourfoldError):
 
 
 class StoppedError(FourfoldError):
-    """Training was asked to stop (SIGTERM) and did, at a step that all ranks agreed on."""
+    """Training was asked to stop (SIGTERM, Ctrl-C) and did, at a step that all ranks agreed on.
+
+    `exit_code` is INTERRUPT_CODE after a Ctrl-C.
+    """
 
     exit_code = REQUEUE_CODE
 

@@ -2,6 +2,7 @@
 
 address    a host and a port where rank 0 listens
 same host  all processes run on one host: they meet in a private folder, by the launcher that started them
+file       where the ranks of our own launcher meet: in its private folder, each attempt in a file of its own
 Law: nothing is guessed. What cannot be derived from what a launcher says is asked for (LaunchError).
 """
 
@@ -15,6 +16,7 @@ from fourfold.words.launchers import KUBERNETES, TORCHRUN, Seat
 DEFAULT_PORT = 29500  # as torchrun has it
 # Ports derived from a job's id: above the well known ones, below the range Linux takes for outgoing connections.
 FIRST_PORT, NUM_PORTS = 15000, 14000
+STORE = "FOURFOLD_STORE"
 STEPS_APART = 31  # so that jobs in a row, and the first steps of each, have ports of their own
 
 
@@ -34,10 +36,26 @@ class SameHost:
     variable: str
 
 
-def meeting(seat: Seat, environ: Mapping[str, str]) -> Address | SameHost | None:
+@dataclass(frozen=True)
+class StoreFile:
+    """A file in a folder that only this user may enter."""
+
+    path: str
+
+
+def store_file(environ: Mapping[str, str]) -> str | None:
+    """The file in which the ranks of our own launcher meet; None under another launcher, which it may have started."""
+    file, run = environ.get(STORE, ""), environ.get("TORCHELASTIC_RUN_ID", "")
+    if not run or not file.endswith(run):
+        return None
+    return f"{file}-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def meeting(seat: Seat, environ: Mapping[str, str]) -> Address | SameHost | StoreFile | None:
     """Where to meet; None where torch's own variables say it all. Raises LaunchError."""
     if seat.launcher is TORCHRUN:
-        return None
+        file = store_file(environ)
+        return None if file is None else StoreFile(file)
     given = environ.get("MASTER_ADDR")
     if given:
         return Address(given, port(environ))

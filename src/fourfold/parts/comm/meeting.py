@@ -1,17 +1,19 @@
 """Meeting: the store through which the ranks of a job find each other, where torch's own variables do not say it.
 
-store     a TCPStore that rank 0 serves
-note      a file in a private folder that tells the other ranks of this host rank 0's port
+store     on one host a file in a folder that only this user may enter; between hosts a TCPStore that rank 0 serves
+note      a file in that folder that tells the other ranks of this host where the store is
 launcher  the nearest ancestor of a process that has not the rank's variable in its environment: mpirun, or its helper
 Law: a note belongs to one start of one job: it is named by the job and its launcher process, read only while the
 rank that wrote it lives, and removed once all have met. So neither a dead job nor a neighbour's is ever joined.
+
+A TCPStore asks nobody who he is: on a machine of many users, any of them can read and write it.
 """
 
 import contextlib
 import hashlib
 import json
 import os
-import socket
+import secrets
 import stat
 import tempfile
 import time
@@ -22,12 +24,12 @@ from typing import NamedTuple
 
 from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from fourfold.parts.file_store import GROUP_SECONDS, file_store
 from fourfold.words.errors import LaunchError, Problem
 from fourfold.words.launchers import Seat
-from fourfold.words.rendezvous import Address, SameHost
+from fourfold.words.rendezvous import Address, SameHost, StoreFile
 from fourfold.words.rendezvous import meeting as place_of
 
-LOOPBACK = "127.0.0.1"
 HOST_SECONDS = 60.0  # for the ranks of one host to meet
 HOSTS_SECONDS = 300.0  # hosts, and pods above all, do not start at the same time
 POLL_SECONDS = 0.01
@@ -48,6 +50,8 @@ def store(seat: Seat, environ: Mapping[str, str]) -> Store | None:
     place = place_of(seat, environ)
     if place is None:
         return None
+    if isinstance(place, StoreFile):
+        return file_store(place.path, seat.size, GROUP_SECONDS)
     if isinstance(place, SameHost):
         return _on_one_host(seat, place)
     return _store(seat, place, HOSTS_SECONDS)
@@ -60,23 +64,38 @@ def describe(seat: Seat, environ: Mapping[str, str]) -> str:
 
 
 def _on_one_host(seat: Seat, place: SameHost) -> Store:
-    note = _private_folder() / _name(place)
+    """Returns when all ranks have come."""
+    folder = _private_folder()
+    note = folder / _name(place)
     if seat.rank > 0:
-        return _store(seat, Address(LOOPBACK, _wait_for(note, seat)), HOST_SECONDS)
-    # Listening before the others are told, so that those who come early wait in the queue.
-    listener = socket.create_server((LOOPBACK, 0))
-    port = listener.getsockname()[1]
+        return _all_here(file_store(str(folder / _wait_for(note, seat)), seat.size, HOST_SECONDS), seat)
+    _sweep(folder)
     pid, began = _process(os.getpid())
+    name = f"store-{pid}-{began}-{secrets.token_hex(8)}"
     part = note.with_name(f"{note.name}.{pid}")
-    part.write_text(json.dumps({"port": port, "pid": pid, "began": began}))
+    part.write_text(json.dumps({"store": name, "pid": pid, "began": began}))
     part.replace(note)  # Renamed into place: another rank may read it at any moment.
     try:
-        return _store(seat, Address(LOOPBACK, port), HOST_SECONDS, listener.detach())
+        return _all_here(file_store(str(folder / name), seat.size, HOST_SECONDS), seat)
     finally:
         note.unlink(missing_ok=True)
 
 
-def _store(seat: Seat, address: Address, seconds: float, listener: int | None = None) -> Store:
+def _all_here(store: Store, seat: Seat) -> Store:
+    store.set(f"here/{seat.rank}", "")
+    store.wait([f"here/{rank}" for rank in range(seat.size)], timedelta(seconds=HOST_SECONDS))
+    return store
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the stores of jobs that were killed: those whose rank 0 has gone."""
+    for file in folder.glob("store-*"):
+        _, pid, began, _ = file.name.split("-")
+        if not lives(int(pid), int(began)):
+            file.unlink(missing_ok=True)
+
+
+def _store(seat: Seat, address: Address, seconds: float) -> Store:
     """Rank 0 serves. Returns when all ranks have come (torch's `wait_for_workers`)."""
     return TCPStore(
         address.host,
@@ -84,18 +103,17 @@ def _store(seat: Seat, address: Address, seconds: float, listener: int | None = 
         seat.size,
         is_master=seat.rank == 0,
         timeout=timedelta(seconds=seconds),
-        master_listen_fd=listener,
     )
 
 
-def _wait_for(note: Path, seat: Seat) -> int:
-    """Rank 0's port, as soon as a rank 0 that lives has told it."""
+def _wait_for(note: Path, seat: Seat) -> str:
+    """The store's file, as soon as a rank 0 that lives has told it."""
     deadline = time.monotonic() + HOST_SECONDS
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             told = json.loads(note.read_text())
             if _process(told["pid"]).began == told["began"]:
-                return told["port"]
+                return told["store"]
         time.sleep(POLL_SECONDS)
     got = f"rank 0 did not come within {HOST_SECONDS:.0f} s; rank {seat.rank} looked for {note}"
     raise LaunchError(

@@ -200,3 +200,11 @@ def newest_good(folder: Path, *, step: int | None = None) -> Path:
     raise CheckpointError(
         [Problem(text) for text in problems] or Problem(f"{shelf.path} holds no checkpoint", "at least one")
     )
+
+
+def outlook(folder: Path) -> str:
+    """What the command that trains the run in this folder will do when it is given again."""
+    steps = Shelf(folder).steps()
+    if not steps:
+        return "nothing is saved, and the same command begins again"
+    return f"the same command goes on from step {steps[-1]}"

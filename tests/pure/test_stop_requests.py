@@ -1,0 +1,211 @@
+"""Requests to stop: a note for the next step, and the end of a process that does not come to read it."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fourfold.run import asked
+from fourfold.run.pulse import WORDS, Pulse
+from fourfold.words.errors import SettingError
+from fourfold.words.world import World
+
+SECONDS = 60.0  # a command takes half a second on an idle machine
+
+
+def pulse() -> Pulse:
+    return Pulse(memoryview(bytearray(8 * WORDS)).cast("q"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_request_is_a_note_and_the_handlers_before_come_back(number: signal.Signals, tmp_path: Path) -> None:
+    before = signal.getsignal(number)
+    with asked.asked_to_stop(pulse(), tmp_path, World(), limit=600.0) as request:
+        assert request() == 0
+        os.kill(os.getpid(), number)
+        assert request() == number
+    assert signal.getsignal(number) == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_handlers_of_the_users_own_are_left_alone_and_so_is_an_event_loop(tmp_path: Path) -> None:
+    heard: list[int] = []
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    before = [signal.signal(number, lambda got, _: heard.append(got)) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    signal.set_wakeup_fd(writing)
+    try:
+        with asked.asked_to_stop(pulse(), tmp_path, World(), limit=600.0) as request:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert sorted(os.read(reading, 1) + os.read(reading, 1)) == [signal.SIGUSR1, signal.SIGTERM]
+            assert request() == 0
+        assert sorted(heard) == [signal.SIGUSR1, signal.SIGTERM]
+        assert signal.set_wakeup_fd(-1) == writing
+    finally:
+        signal.set_wakeup_fd(-1)
+        for number, handler in zip((signal.SIGTERM, signal.SIGUSR1), before, strict=True):
+            signal.signal(number, handler)
+        os.close(reading)
+        os.close(writing)
+
+
+CHILD = """
+import ctypes, os, signal, sys, threading, time
+from pathlib import Path
+from fourfold.run import asked
+from fourfold.run.pulse import WORDS, Pulse
+from fourfold.words.world import World
+
+
+def stick():
+    # Inside one call of C, which no signal interrupts, so that Python runs no handler: a mutex that is locked twice.
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+
+
+asked.INTERRUPT_SECONDS = 0.1
+beats = Pulse(memoryview(bytearray(8 * WORDS)).cast("q"))
+with asked.asked_to_stop(beats, Path("."), World(), limit=float(sys.argv[1])) as request:
+    print("ready", flush=True)
+"""
+
+
+def child(body: str, folder: Path, *, limit: float = 600.0) -> "subprocess.Popen[str]":
+    script = CHILD + "".join(f"    {line}\n" for line in body.splitlines())
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", script, str(limit)]
+    process = subprocess.Popen(command, cwd=folder, stdout=pipe, stderr=pipe, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_a_process_whose_step_does_not_end_is_ended_and_says_where_it_was(tmp_path: Path) -> None:
+    stuck = child("stick()", tmp_path, limit=0.2)
+    stuck.send_signal(signal.SIGTERM)
+    _, told = stuck.communicate(timeout=SECONDS)
+    assert stuck.returncode == 75
+    assert told.startswith(
+        "fourfold: stopped by SIGTERM: no step, evaluation or checkpoint ended within 0.2 s (FOURFOLD_STOP_SECONDS); "
+        "nothing is saved, and the same command begins again\nit was here, innermost first\n"
+    )
+    assert ", in stick\n" in told
+
+
+BUSY = "while True: time.sleep(0.01)"
+
+
+@pytest.mark.parametrize("body", ["stick()", BUSY])
+def test_a_second_sigterm_ends_a_process_at_once(body: str, tmp_path: Path) -> None:
+    process = child(body, tmp_path)
+    deadline = time.monotonic() + SECONDS
+    while process.poll() is None:
+        assert time.monotonic() < deadline
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.2)
+    assert process.returncode == 75
+    told = process.communicate()[1]
+    assert told.startswith("fourfold: stopped at once by SIGTERM, the second request; nothing is saved")
+
+
+@pytest.mark.parametrize("body", ["stick()", BUSY])
+def test_a_second_ctrl_c_ends_a_process_at_once(body: str, tmp_path: Path) -> None:
+    process = child(f"try:\n    {body}\nexcept KeyboardInterrupt:\n    sys.exit('interrupted')", tmp_path)
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    told = process.stderr.readline()
+    assert told == "fourfold: SIGINT: saving after this step, then ending; Ctrl-C again ends at once\n"
+    time.sleep(asked.REPEAT_SECONDS[signal.SIGINT] + 0.05)
+    process.send_signal(signal.SIGINT)
+    rest = process.communicate(timeout=SECONDS)[1]
+    if body == BUSY:
+        assert (process.returncode, rest) == (1, "interrupted\n")
+    else:
+        assert process.returncode == 130
+        assert rest.startswith("fourfold: stopped by SIGINT: it did not end by itself; nothing is saved")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, None)])
+def test_signals_that_come_together_are_one_request(
+    number: signal.Signals, code: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GNU timeout signals its child, and then the process group that it is in.
+    now, ends, interrupts = [100.0], [], []
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr("os._exit", ends.append)
+    monkeypatch.setattr("_thread.interrupt_main", interrupts.append)
+    with waiting(tmp_path) as requests:
+        for later in (0.0, 0.0, 0.9 * asked.REPEAT_SECONDS[number]):
+            now[0] = 100.0 + later
+            requests._hear(number)
+        assert not ends
+        assert not interrupts
+        now[0] = 100.0 + 1.1 * asked.REPEAT_SECONDS[number]
+        requests._hear(number)
+    assert [*ends, *interrupts] == [code or signal.SIGINT]
+
+
+@contextlib.contextmanager
+def waiting(folder: Path, beats: Pulse | None = None) -> Iterator[asked.Requests]:
+    """Requests of a process that gets no signals."""
+    requests = asked.Requests([signal.SIGTERM, signal.SIGINT], beats or pulse(), folder, World(), 25.0)
+    try:
+        yield requests
+    finally:
+        os.close(requests._reading)
+        os.close(requests._writing)
+
+
+FORK = """
+def fork():
+    number = os.fork()
+    if number == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+        os._exit(1)
+    print(os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]))
+fork()
+thread = threading.Thread(target=fork)
+thread.start()
+thread.join()
+print(request())
+"""
+
+
+def test_the_signals_of_a_fork_are_its_own(tmp_path: Path) -> None:
+    process = child(FORK, tmp_path)
+    out, told = process.communicate(timeout=2 * SECONDS)
+    assert (process.returncode, out, told) == (0, "-15\n-15\n0\n", "")
+
+
+def test_a_step_that_ends_gives_a_process_its_time_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    beats = pulse()
+    with waiting(tmp_path, beats) as requests:
+        now[0] = 200.0
+        requests._hear(signal.SIGTERM)
+        assert requests._deadline() == 225.0
+        now[0] = 210.0
+        beats.beat(1)
+        assert requests._deadline() == 235.0
+        with beats.pause():
+            now[0] = 230.0
+        assert requests._deadline() == 255.0
+
+
+def test_the_time_to_stop_is_a_number_of_seconds() -> None:
+    assert asked.stop_seconds({}) == asked.stop_seconds({asked.VARIABLE: ""}) == 25.0
+    assert asked.stop_seconds({asked.VARIABLE: "0.5"}) == 0.5
+    for text in ("0", "-1", "nan", "inf", "1e300", "soon"):
+        with pytest.raises(SettingError, match="a number of seconds above 0"):
+            asked.stop_seconds({asked.VARIABLE: text})

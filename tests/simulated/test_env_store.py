@@ -1,0 +1,57 @@
+"""env:// in a rank of our own launcher: the job's file, for the job's own world only."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fourfold.engines import env_store
+from fourfold.words.rendezvous import STORE, store_file
+
+WORLD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "7"}
+
+
+@pytest.fixture
+def handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """torch's handler of env://, after ours has been put before it."""
+    for name, value in {**WORLD, STORE: f"{tmp_path}/store-ab", "TORCHELASTIC_RUN_ID": "ab"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    module = SimpleNamespace(_rendezvous_handlers={"env": lambda url, **_: iter([("theirs", 0, 0)])})
+    env_store.register(module)
+    return lambda url: next(module._rendezvous_handlers["env"](url))
+
+
+@pytest.mark.parametrize("url", ["env://", "env://?rank=1&world_size=2", "env://?world_size=2"])
+def test_the_world_of_the_job_meets_in_its_file(handle: Any, url: str, tmp_path: Path) -> None:
+    store, rank, size = handle(url)
+    assert (rank, size) == (1, 2)
+    store.set("a", "b")
+    assert (tmp_path / "store-ab-3").read_bytes().count(b"b") > 0
+    assert (tmp_path / "store-ab-3").stat().st_uid == os.getuid()
+
+
+def test_a_world_that_a_script_has_made_up_meets_as_torch_has_it(handle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert handle("env://?rank=0&world_size=2")[0] == "theirs"
+    assert handle("env://?rank=1&world_size=4")[0] == "theirs"
+    for name, value in (("MASTER_PORT", "8"), ("MASTER_ADDR", "elsewhere"), ("RANK", "0")):
+        with monkeypatch.context() as changed:
+            changed.setenv(name, value)
+            assert handle("env://")[0] == "theirs"
+
+
+def test_what_an_earlier_group_has_left_is_not_read_by_the_next(handle: Any) -> None:
+    first, _, _ = handle("env://")
+    first.set("address", "old")
+    second, _, _ = handle("env://")
+    assert not second.check(["address"])
+
+
+def test_a_launcher_that_a_rank_has_started_does_not_meet_in_the_file_of_the_job() -> None:
+    ours = {STORE: "/tmp/x/store-ab", "TORCHELASTIC_RUN_ID": "ab", "TORCHELASTIC_RESTART_COUNT": "1"}
+    assert store_file(ours) == "/tmp/x/store-ab-1"
+    assert store_file({**ours, "TORCHELASTIC_RUN_ID": "none"}) is None
+    assert store_file({**ours, "TORCHELASTIC_RUN_ID": ""}) is None
+    assert store_file({"TORCHELASTIC_RUN_ID": "ab"}) is None
