@@ -54,7 +54,7 @@ def parallelize(
     seed: int = 0,
     skip_nan: int = 0,
 ) -> "TrainStep":
-    """Lay one training step over the ranks of the plan. Collective.
+    """Lay one training step over the ranks of the plan. Collective. Without a plan, all ranks are data ranks.
 
     Reads the launcher's environment and joins the process group that is there, or makes one. Rank 0's weights and
     buffers are broadcast first. `loss(outputs, targets)` returns unreduced values (their global mean is trained),
@@ -65,8 +65,8 @@ def parallelize(
 
     Raises PlanError, OptimizerError or TaskError where the plan cannot be carried out.
     """
-    plan = plan or Plan()
     ranks = comm.join()
+    plan = plan or Plan(dp=ranks.size)
     refuse(model, plan, ranks, clip=clip)
     _set_threads(ranks)
     torch.manual_seed(seed + 1_000_003 * plan.mesh.at(ranks.rank)["dp"])
@@ -342,13 +342,19 @@ class TrainStep:
         return (batch if problem is None else mapped(pair(batch), lambda tensor: tensor[:0])), problem
 
     def sum(self, values: Tensor) -> list[float]:
-        """A few float64 scalars [n ≤ 8], summed over the data ranks. Collective."""
-        self._enter("sum()")
-        return self._sum(values)
+        """The elements of a tensor, flattened and in float64, summed over the data ranks. Collective.
+
+        Raises DivergenceError where ranks give different numbers of elements.
+        """
+        self._enter(f"sum() of {values.numel()} values")
+        return self._sum(values.detach().double().flatten())
 
     def _sum(self, values: Tensor) -> list[float]:
-        self._transport.measure(LOSS, values)
-        return self._transport.measured(LOSS)
+        sums: list[float] = []
+        for some in values.split(comm.NUM_LOSS_SCALARS):  # no values are one empty part: the ranks meet all the same
+            self._transport.measure(LOSS, some)
+            sums += self._transport.measured(LOSS)
+        return sums
 
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's JSON value, in rank order. Collective."""
