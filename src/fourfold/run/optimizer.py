@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts import comm, data
+from fourfold.parts.grad_hooks import register_last
 from fourfold.plan.data import fill, limit, turns
 from fourfold.plan.plan import Plan
 from fourfold.run.refuse import compare, refuse
 from fourfold.run.spread import spread
+from fourfold.run.unreduced import Reduced, Unreduced
 from fourfold.run.weights import trainable_of
 from fourfold.words.action import LOSS, USED
 from fourfold.words.errors import OptimizerError, PlanError, Problem, TrainingError
@@ -73,12 +75,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         shapes = {name: list(p.shape) for name, p in trainable.items()}
         compare(self._ranks, data.specs(trainable, {}), shapes, plan=plan, options={})
         self._broadcast_model(source=0)
-        self._connect(trainable, plan)
         self._syncing, self._backward = True, NO_BACKWARD
         self._num_backwards = self._num_steps = 0
         self._joining: _Joining | None = None
+        # Before those that take gradients: a round begins before its first gradient is taken. Hooks of tensors would
+        # be called by torch.autograd.grad too, which leaves nothing to reduce.
         for parameter in trainable.values():
-            parameter.register_hook(self._at_the_beginning)
+            register_last(parameter, self._at_the_beginning)
+        self._connect(trainable, plan)
 
     def _connect(self, trainable: dict[str, nn.Parameter], plan: Plan) -> None:
         specs = data.specs(trainable, {})
@@ -94,13 +98,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._gradients = data.Gradients(trainable, buckets, self._transport, allow_unused=self._allow_unused)
         self._gradients.last()
         self._gradients.listening = True
-        self._parameters = [trainable[slot.name] for bucket in buckets for slot in bucket.slots]
+        slots = [(slot.name, self._transport.slots[bucket.index]) for bucket in buckets for slot in bucket.slots]
+        self._parameters = [trainable[name] for name, _ in slots]
         self._num_buckets = len(buckets)
+        pairs = zip(slots, self._gradients.views, strict=True)
+        reduced = [Reduced(name, trainable[name], slot, view) for (name, slot), view in pairs]
+        ours = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        ours -= {id(p) for p in self._parameters}
+        self._unreduced = Unreduced(reduced, {name: p for name, p in self._model.named_parameters() if id(p) in ours})
 
     def _at_the_beginning(self, _: Tensor) -> None:
         """Ask autograd, once a backward, to call `_finish` when it has ended."""
+        if not self._syncing:
+            self._unreduced.touched()
+            return
         backward = torch._C._current_graph_task_id()
-        if not self._syncing or backward == self._backward:
+        if backward == self._backward:
             return
         if self._backward != NO_BACKWARD:
             got = "a backward after one that ended with an error, or within another one"
@@ -119,6 +132,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             used = self._reduce(self._active())
             for parameter, view, count in zip(self._parameters, self._gradients.views, used, strict=True):
                 parameter.grad = view if count else None
+            self._unreduced.reduced(used)
             self._end_round()
             self._backward = NO_BACKWARD
         finally:
@@ -247,9 +261,28 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._optimizer.state
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """The wrapped optimizer's step, on mean gradients."""
+        """The wrapped optimizer's step, on mean gradients. A `closure` runs backward itself, or not at all.
+
+        Raises TrainingError, before a weight moves, for a `.grad` that no reduction has seen since the last step: one
+        that was set by hand, or left by backwards within `no_sync()` alone.
+        """
+        if closure is None:
+            self._refuse_unreduced()
+            loss = self._optimizer.step()
+        else:
+            loss = self._optimizer.step(lambda: self._called(closure))
+        self._unreduced.stepped()
         self._num_steps += 1
-        return self._optimizer.step(closure) if closure is not None else self._optimizer.step()
+        return loss
+
+    def _called(self, closure: Callable[[], float]) -> float:
+        loss = closure()
+        self._refuse_unreduced()
+        return loss
+
+    def _refuse_unreduced(self) -> None:
+        if self._ranks.size > 1:
+            self._unreduced.refuse()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the buckets are made. Raises OptimizerError."""
