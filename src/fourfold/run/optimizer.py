@@ -18,6 +18,7 @@ from fourfold.parts.grad_hooks import register_last
 from fourfold.plan.data import fill, limit, turns
 from fourfold.plan.plan import Plan
 from fourfold.run.refuse import compare, refuse
+from fourfold.run.same_batches import Inputs, SameBatches
 from fourfold.run.spread import spread
 from fourfold.run.unreduced import Reduced, Unreduced
 from fourfold.run.weights import trainable_of
@@ -46,7 +47,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     buffers are broadcast first. Every rank must call `backward()` equally often outside `no_sync()`, and each of
     these must reach at least one trainable parameter. Of the plan `dp`, `bucket_bytes`, `unused`, `batch_norm` and
     `transport` are used; any other field must be at its default. Raises PlanError or OptimizerError for what cannot
-    be carried out, TrainingError from `backward()` where a parameter got no gradient and the plan does not allow it.
+    be carried out, TrainingError from `backward()` where a parameter got no gradient and the plan does not allow it,
+    TaskError from `backward()` where all ranks call the model, for training, with the same inputs, three different ones
+    in a row, unless `same_batches="allow"`.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         model: nn.Module,
         plan: Plan | None = None,
         *,
+        same_batches: str = "refuse",
         ranks: comm.Ranks | None = None,
     ) -> None:
         # The state, the groups and the hooks are the wrapped optimizer's: see __getattr__.
@@ -73,7 +77,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             got = f"parameters on {', '.join(sorted(places))}, ranks on {self._ranks.device.type}"
             raise OptimizerError(Problem(got, "one kind of device", f'model.to("{self._ranks.device.type}") first'))
         shapes = {name: list(p.shape) for name, p in trainable.items()}
-        compare(self._ranks, data.specs(trainable, {}), shapes, plan=plan, options={})
+        self._same_batches = SameBatches(same_batches, num_data_ranks=plan.dp, speaks=self._ranks.rank == 0)
+        options = {"same_batches": same_batches}
+        compare(self._ranks, data.specs(trainable, {}), shapes, plan=plan, options=options)
+        self._inputs = Inputs(model if self._same_batches.is_watching else None)
         self._broadcast_model(source=0)
         self._syncing, self._backward = True, NO_BACKWARD
         self._num_backwards = self._num_steps = 0
@@ -140,6 +147,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._gradients.last()
         if self._joining is not None:
             self._joining.rounds += 1
+        self._compare_batches()
+
+    def _compare_batches(self) -> None:
+        """Raise TaskError, on every rank, where all ranks train on the same batches. Collective, after each round."""
+        if not self._same_batches.is_watching:
+            return
+        try:
+            self._same_batches.compare(self._ranks.exchange(self._inputs.taken()))
+        finally:
+            if not self._same_batches.is_watching:
+                self._inputs.close()
 
     def _begin_round(self, *, has_data: bool) -> None:
         self._num_backwards += 1
@@ -229,6 +247,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._end_round()
         self._gradients.begin()
         self._gradients.last()
+        self._compare_batches()
         return True
 
     def broadcast(self, value: Any = None, *, source: int = 0) -> Any:
