@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fourfold import optim
     from fourfold.feed.feed import Feed
+    from fourfold.feed.shard import shard
     from fourfold.parts.comm import world
     from fourfold.plan.plan import Plan
     from fourfold.plan.rates import Rates
@@ -33,6 +34,7 @@ __all__ = [
     "TrainStep",
     "optim",
     "parallelize",
+    "shard",
     "train",
     "world",
 ]
@@ -49,6 +51,7 @@ _HOME = {
     "Task": "words.task",
     "TrainStep": "run.build",
     "parallelize": "run.build",
+    "shard": "feed.shard",
     "train": "run.train",
     "world": "parts.comm",
 }

@@ -32,7 +32,7 @@ def edit(step: TrainStep) -> None:
 
 CALLS: dict[str, Callable[[TrainStep], Any]] = {
     "evaluate()": lambda step: step.evaluate(local(batches(CASE)[0], step.plan.dp, step.data_index)),
-    "sum()": lambda step: step.sum(torch.ones(2, dtype=torch.float64)),
+    "sum() of 2 values": lambda step: step.sum(torch.ones(2, dtype=torch.float64)),
     "exchange()": lambda step: step.exchange("?"),
     "edit()": edit,
     "state_dict()": lambda step: step.state_dict(),

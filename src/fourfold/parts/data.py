@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fourfold.parts import memory
 from fourfold.parts.comm import Part, Transport
+from fourfold.parts.grad_hooks import register_last
 from fourfold.parts.masters import Masters
 from fourfold.parts.optim import Piece
 from fourfold.parts.uses import unwatched
@@ -80,6 +81,13 @@ def weak_hook(taker: _Taker, number: int) -> Callable[[Tensor], None]:
     return take
 
 
+def refuse_cleared(name: str) -> NoReturn:
+    """Raise TaskError for a gradient that is gone before it could be taken."""
+    got = f"a hook has set .grad of {name} to None"
+    need = "the gradient left in .grad: the update takes it from there, after all hooks"
+    raise TaskError(Problem(got, need, "a hook that reads .grad, or changes it"))
+
+
 def refuse_sparse(gradient: Tensor, name: str) -> None:
     """Raise TaskError for a sparse gradient."""
     if gradient.layout is not torch.strided:
@@ -134,7 +142,7 @@ class Gradients:
         self.completion_order: list[int] = []
         """The order in which this rank's buckets became complete in the first round of the present step."""
         for number, name in enumerate(self._names):
-            parameters[name].register_post_accumulate_grad_hook(weak_hook(self, number))
+            register_last(parameters[name], weak_hook(self, number))
         self.begin()
 
     @property
@@ -177,9 +185,11 @@ class Gradients:
 
     def take(self, parameter: Tensor, number: int) -> None:
         """Autograd has a parameter's gradient ready."""
-        gradient = parameter.grad
-        if gradient is None or not self.listening:
+        if not self.listening:
             return
+        gradient = parameter.grad
+        if gradient is None:
+            refuse_cleared(self._names[number])
         if gradient is self.views[number]:  # autograd has added to the slot itself
             self._written[number] = True
         else:

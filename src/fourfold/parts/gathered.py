@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fourfold.parts import memory
 from fourfold.parts.comm import Part, Transport
 from fourfold.parts.data import dtype_of
-from fourfold.parts.uses import Uses, outside
+from fourfold.parts.uses import Uses, naming_transforms, outside
 from fourfold.plan.data import Bucket
 from fourfold.plan.gathers import ROOM, Plea, Script
 from fourfold.words.errors import Problem, TrainingError
@@ -156,7 +156,7 @@ class Gathered:
         try:
             self._prefetch()
             self._uses.listening = True
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            with naming_transforms(), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
             self._uses.listening = False
             self._end()
@@ -186,13 +186,15 @@ class Gathered:
         assert self._script is not None
         missed = bucket not in self._held
         if missed:
-            self._miss(bucket)
+            with outside(self._device.type):  # a transform of torch.func refuses to write into other tensors
+                self._miss(bucket)
         self._held.move_to_end(bucket)
         self._script.use(bucket)
         if missed:
             for other in [b for b in self._held if b not in self._needed][: max(0, len(self._held) - ROOM)]:
                 self.drop(other)
-            self._prefetch()
+            with outside(self._device.type):
+                self._prefetch()
 
     def drop(self, bucket: int) -> None:
         """The bucket is held no more, at least not here: autograd or the user may still hold its slot."""

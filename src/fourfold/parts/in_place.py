@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from fourfold.parts.data import nothing, refuse_second, refuse_sparse, refuse_unreached, weak_hook
+from fourfold.parts.data import nothing, refuse_cleared, refuse_second, refuse_sparse, refuse_unreached, weak_hook
+from fourfold.parts.grad_hooks import register_last
 from fourfold.parts.optim import Piece
 from fourfold.plan.data import Bucket
 from fourfold.words.spans import READY, SENT, SILENT
@@ -31,7 +32,7 @@ class InPlace:
         self.recorder, self.on_launch, self.listening = SILENT, nothing, False
         self.completion_order: list[int] = []
         for number, name in enumerate(self._names):
-            parameters[name].register_post_accumulate_grad_hook(weak_hook(self, number))
+            register_last(parameters[name], weak_hook(self, number))
         self.begin()
 
     def begin(self) -> None:
@@ -48,8 +49,10 @@ class InPlace:
 
     def take(self, parameter: Tensor, number: int) -> None:
         """Autograd has a parameter's gradient ready."""
-        if parameter.grad is None or not self.listening:
+        if not self.listening:
             return
+        if parameter.grad is None:
+            refuse_cleared(self._names[number])
         refuse_sparse(parameter.grad, self._names[number])
         self.reached[number] = True
         if self._last:

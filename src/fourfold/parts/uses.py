@@ -23,6 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 
+from fourfold.words.errors import Problem, TaskError
+
+NO_HOOKS = "support saved tensor hooks"  # what torch.func says
+
 # Attributes that are the elements, or a view of them. All others only tell of them.
 _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 _METHODS = (
@@ -144,3 +148,17 @@ def outside(device_type: str) -> Iterator[None]:
 
             stack.enter_context(temporarily_clear_interpreter_stack())
         yield
+
+
+@contextlib.contextmanager
+def naming_transforms() -> Iterator[None]:
+    """Within: a transform that torch ends because of our hooks for saved tensors is a TaskError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if NO_HOOKS not in str(error):
+            raise
+        got = "torch.func.grad, vjp, jacrev or hessian in the model, with zero = 3 between hosts or process groups"
+        need = "autograd to keep shards of weights instead of whole ones, which these transforms do not allow"
+        attempt = "torch.autograd.grad(…, create_graph=True), or zero = 2"
+        raise TaskError(Problem(got, need, attempt)) from error

@@ -33,6 +33,7 @@ from fourfold.run.parts import Parts
 from fourfold.run.refuse import compare, refuse, refuse_for, refuse_optimizer
 from fourfold.run.remembered import Remembered
 from fourfold.run.runtime import Runtime
+from fourfold.run.same_batches import SameBatches, fingerprint
 from fourfold.run.sequence import Tokens, pair
 from fourfold.run.sequence.alike import unlike
 from fourfold.run.state import State, copied
@@ -54,8 +55,9 @@ def parallelize(
     clip: float | None = None,
     seed: int = 0,
     skip_nan: int = 0,
+    same_batches: str = "refuse",
 ) -> "TrainStep":
-    """Lay one training step over the ranks of the plan. Collective.
+    """Lay one training step over the ranks of the plan. Collective. Without a plan, all ranks are data ranks.
 
     Reads the launcher's environment and joins the process group that is there, or makes one. Rank 0's weights and
     buffers are broadcast first. `loss(outputs, targets)` returns unreduced values (their global mean is trained),
@@ -63,15 +65,17 @@ def parallelize(
     parameters; its options are then used by an update over flat buffers. `clip` bounds the global norm of the
     gradient. `seed` seeds torch's generator, differently on every data index. `skip_nan` is how many steps in a row
     may be left out because the global loss, or with `clip` the norm, is not finite; the next one raises TrainingError.
+    Steps raise TaskError where all data ranks give the same batches, three different ones in a row, unless
+    `same_batches="allow"`; batches of a `Feed` are never the same.
 
     Raises PlanError, OptimizerError or TaskError where the plan cannot be carried out.
     """
-    plan = plan or Plan()
     ranks = comm.join()
+    plan = plan or Plan(dp=ranks.size)
     refuse(model, plan, ranks, clip=clip)
     _set_threads(ranks)
     torch.manual_seed(seed_of(seed, plan.mesh.at(ranks.rank)["dp"]))
-    options = {"clip": clip, "skip_nan": skip_nan, "seed": seed}
+    options = {"clip": clip, "skip_nan": skip_nan, "seed": seed, "same_batches": same_batches}
     return TrainStep(model.to(ranks.device), loss, optimizer, plan=plan, ranks=ranks, **options)
 
 
@@ -96,6 +100,7 @@ class TrainStep:
         clip: float | None,
         skip_nan: int = 0,
         seed: int = 0,
+        same_batches: str = "refuse",
     ) -> None:
         self.model, self.plan, self._loss, self._ranks = model, plan, loss, ranks
         self.optimizer = optim.build(optimizer, list(model.parameters()))
@@ -103,7 +108,9 @@ class TrainStep:
         trainable = trainable_of(model)
         own = data.specs(trainable, optim.groups(self.optimizer, trainable))
         shapes = {name: list(p.shape) for name, p in trainable.items()}
-        compare(ranks, own, shapes, plan=plan, options={"clip": clip, "skip_nan": skip_nan})
+        self._same_batches = SameBatches(same_batches, num_data_ranks=plan.dp, speaks=ranks.rank == 0)
+        options = {"clip": clip, "skip_nan": skip_nan, "same_batches": same_batches}
+        compare(ranks, own, shapes, plan=plan, options=options)
         # A split over one rank is whole.
         rest = RESTS[plan.zero if plan.num_shares > 1 else 0]
         split = rest.state == SPLIT
@@ -248,8 +255,11 @@ class TrainStep:
         samples = getattr(batch, "samples", None)
         self._transport.enter(_name(f"step {self.steps + 1}", samples))
         self._weights.check()
-        if not self._recorded:
+        watches = self._same_batches.is_watching and samples is None
+        if not self._recorded or watches:
             self._transport.agree()  # The first step also exchanges what is no sum.
+        if watches:
+            self._compare_data_ranks(batch)
         self.try_out(batch)
         batch, self._actions.unlike = self._compared(batch)
         self._guard.begin()
@@ -342,14 +352,26 @@ class TrainStep:
         problem = None if self._tokens is None else self._tokens.unlike(batch)
         return (batch if problem is None else mapped(pair(batch), lambda tensor: tensor[:0])), problem
 
+    def _compare_data_ranks(self, batch: Any) -> None:
+        """Raise TaskError, on every rank, where all data ranks train on the same batches. Collective."""
+        everyone = self._ranks.exchange(fingerprint(batch))
+        places = [self.plan.mesh.at(rank) for rank in range(self._ranks.size)]
+        self._same_batches.compare([one for one, place in zip(everyone, places, strict=True) if place["sp"] == 0])
+
     def sum(self, values: Tensor) -> list[float]:
-        """A few float64 scalars [n ≤ 8], summed over the data ranks. Collective."""
-        self._enter("sum()")
-        return self._sum(values)
+        """The elements of a tensor, flattened and in float64, summed over the data ranks. Collective.
+
+        Raises DivergenceError where ranks give different numbers of elements.
+        """
+        self._enter(f"sum() of {values.numel()} values")
+        return self._sum(values.detach().double().flatten())
 
     def _sum(self, values: Tensor) -> list[float]:
-        self._transport.measure(LOSS, values)
-        return self._transport.measured(LOSS)
+        sums: list[float] = []
+        for some in values.split(comm.NUM_LOSS_SCALARS):  # no values are one empty part: the ranks meet all the same
+            self._transport.measure(LOSS, some)
+            sums += self._transport.measured(LOSS)
+        return sums
 
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's JSON value, in rank order. Collective."""

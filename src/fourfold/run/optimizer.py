@@ -14,10 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts import comm, data
+from fourfold.parts.grad_hooks import register_last
 from fourfold.plan.data import fill, limit, turns
 from fourfold.plan.plan import Plan
 from fourfold.run.refuse import compare, refuse
+from fourfold.run.same_batches import Inputs, SameBatches
 from fourfold.run.spread import spread
+from fourfold.run.unreduced import Reduced, Unreduced
 from fourfold.run.weights import trainable_of
 from fourfold.words.action import LOSS, USED
 from fourfold.words.errors import OptimizerError, PlanError, Problem, TrainingError
@@ -44,7 +47,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     buffers are broadcast first. Every rank must call `backward()` equally often outside `no_sync()`, and each of
     these must reach at least one trainable parameter. Of the plan `dp`, `bucket_bytes`, `unused`, `batch_norm` and
     `transport` are used; any other field must be at its default. Raises PlanError or OptimizerError for what cannot
-    be carried out, TrainingError from `backward()` where a parameter got no gradient and the plan does not allow it.
+    be carried out, TrainingError from `backward()` where a parameter got no gradient and the plan does not allow it,
+    TaskError from `backward()` where all ranks call the model, for training, with the same inputs, three different ones
+    in a row, unless `same_batches="allow"`.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         model: nn.Module,
         plan: Plan | None = None,
         *,
+        same_batches: str = "refuse",
         ranks: comm.Ranks | None = None,
     ) -> None:
         # The state, the groups and the hooks are the wrapped optimizer's: see __getattr__.
@@ -71,14 +77,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
             got = f"parameters on {', '.join(sorted(places))}, ranks on {self._ranks.device.type}"
             raise OptimizerError(Problem(got, "one kind of device", f'model.to("{self._ranks.device.type}") first'))
         shapes = {name: list(p.shape) for name, p in trainable.items()}
-        compare(self._ranks, data.specs(trainable, {}), shapes, plan=plan, options={})
+        self._same_batches = SameBatches(same_batches, num_data_ranks=plan.dp, speaks=self._ranks.rank == 0)
+        options = {"same_batches": same_batches}
+        compare(self._ranks, data.specs(trainable, {}), shapes, plan=plan, options=options)
+        self._inputs = Inputs(model if self._same_batches.is_watching else None)
         self._broadcast_model(source=0)
-        self._connect(trainable, plan)
         self._syncing, self._backward = True, NO_BACKWARD
         self._num_backwards = self._num_steps = 0
         self._joining: _Joining | None = None
+        # Before those that take gradients: a round begins before its first gradient is taken. Hooks of tensors would
+        # be called by torch.autograd.grad too, which leaves nothing to reduce.
         for parameter in trainable.values():
-            parameter.register_hook(self._at_the_beginning)
+            register_last(parameter, self._at_the_beginning)
+        self._connect(trainable, plan)
 
     def _connect(self, trainable: dict[str, nn.Parameter], plan: Plan) -> None:
         specs = data.specs(trainable, {})
@@ -94,13 +105,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._gradients = data.Gradients(trainable, buckets, self._transport, allow_unused=self._allow_unused)
         self._gradients.last()
         self._gradients.listening = True
-        self._parameters = [trainable[slot.name] for bucket in buckets for slot in bucket.slots]
+        slots = [(slot.name, self._transport.slots[bucket.index]) for bucket in buckets for slot in bucket.slots]
+        self._parameters = [trainable[name] for name, _ in slots]
         self._num_buckets = len(buckets)
+        pairs = zip(slots, self._gradients.views, strict=True)
+        reduced = [Reduced(name, trainable[name], slot, view) for (name, slot), view in pairs]
+        ours = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        ours -= {id(p) for p in self._parameters}
+        self._unreduced = Unreduced(reduced, {name: p for name, p in self._model.named_parameters() if id(p) in ours})
 
     def _at_the_beginning(self, _: Tensor) -> None:
         """Ask autograd, once a backward, to call `_finish` when it has ended."""
+        if not self._syncing:
+            self._unreduced.touched()
+            return
         backward = torch._C._current_graph_task_id()
-        if not self._syncing or backward == self._backward:
+        if backward == self._backward:
             return
         if self._backward != NO_BACKWARD:
             got = "a backward after one that ended with an error, or within another one"
@@ -119,6 +139,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             used = self._reduce(self._active())
             for parameter, view, count in zip(self._parameters, self._gradients.views, used, strict=True):
                 parameter.grad = view if count else None
+            self._unreduced.reduced(used)
             self._end_round()
             self._backward = NO_BACKWARD
         finally:
@@ -126,6 +147,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._gradients.last()
         if self._joining is not None:
             self._joining.rounds += 1
+        self._compare_batches()
+
+    def _compare_batches(self) -> None:
+        """Raise TaskError, on every rank, where all ranks train on the same batches. Collective, after each round."""
+        if not self._same_batches.is_watching:
+            return
+        try:
+            self._same_batches.compare(self._ranks.exchange(self._inputs.taken()))
+        finally:
+            if not self._same_batches.is_watching:
+                self._inputs.close()
 
     def _begin_round(self, *, has_data: bool) -> None:
         self._num_backwards += 1
@@ -215,6 +247,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._end_round()
         self._gradients.begin()
         self._gradients.last()
+        self._compare_batches()
         return True
 
     def broadcast(self, value: Any = None, *, source: int = 0) -> Any:
@@ -247,9 +280,28 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._optimizer.state
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """The wrapped optimizer's step, on mean gradients."""
+        """The wrapped optimizer's step, on mean gradients. A `closure` runs backward itself, or not at all.
+
+        Raises TrainingError, before a weight moves, for a `.grad` that no reduction has seen since the last step: one
+        that was set by hand, or left by backwards within `no_sync()` alone.
+        """
+        if closure is None:
+            self._refuse_unreduced()
+            loss = self._optimizer.step()
+        else:
+            loss = self._optimizer.step(lambda: self._called(closure))
+        self._unreduced.stepped()
         self._num_steps += 1
-        return self._optimizer.step(closure) if closure is not None else self._optimizer.step()
+        return loss
+
+    def _called(self, closure: Callable[[], float]) -> float:
+        loss = closure()
+        self._refuse_unreduced()
+        return loss
+
+    def _refuse_unreduced(self) -> None:
+        if self._ranks.size > 1:
+            self._unreduced.refuse()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the buckets are made. Raises OptimizerError."""

@@ -16,7 +16,7 @@ import torch
 
 from fourfold.feed.feed import Feed
 from fourfold.feed.source import fetch
-from fourfold.parts.comm.ranks import BURIAL_SECONDS
+from fourfold.parts.comm.ranks import BURIAL_SECONDS, world
 from fourfold.plan.order import share
 from fourfold.plan.plan import Plan
 from fourfold.plan.rates import Rates
@@ -61,7 +61,7 @@ def train(
     rates: Rates | None = None,
     report: Report | None = None,
 ) -> Result:
-    """Train `task` as `plan` says. Collective: every rank calls it with the same arguments.
+    """Train `task` as `plan` says; without a plan, all ranks are data ranks. Collective, with the same arguments.
 
     steps, batch_size (global) and clip default to the task's. `evaluate_every` counts steps; None evaluates at the
     end only. The run's folder is `folder`/`name`, or `folder`/`label`-1, -2 … without a name. A run that is there
@@ -84,7 +84,7 @@ def train(
     not end within FOURFOLD_STOP_SECONDS (25) of the first. Raises children of FourfoldError; KeyboardInterrupt at a
     second Ctrl-C.
     """
-    plan, limit = plan or Plan(), stop_seconds()
+    plan, limit = plan or Plan(dp=world().size), stop_seconds()
     given = {"steps": steps, "batch_size": batch_size, "clip": clip, "seed": seed, "evaluate_every": evaluate_every}
     given |= {"trace_every": trace_every, "name": name, "folder": folder, "label": label, "spec": spec, "extra": extra}
     given |= {"checkpoint_every": checkpoint_every, "ema": ema, "init": init, "skip_nan": skip_nan, "rates": rates}

@@ -16,7 +16,7 @@ from fourfold.parts import memory
 from fourfold.parts.codec import Codec
 from fourfold.parts.comm.apart import Apart
 from fourfold.parts.comm.coded import Coded, NoWire, Ways, Wire, places
-from fourfold.parts.comm.group import BetweenHosts, Gatherer, GroupTransport, Use
+from fourfold.parts.comm.group import NUM_LOSS_SCALARS, BetweenHosts, Gatherer, GroupTransport, Use
 from fourfold.parts.comm.links import Link, Messages, NoLink
 from fourfold.parts.comm.neighbours import Neighbours, Place, total_bytes
 from fourfold.parts.comm.ranks import Ranks, join, present, world
@@ -30,6 +30,7 @@ from fourfold.words.errors import LaunchError, PlanError, Problem
 from fourfold.words.layout import SPLIT
 
 __all__ = [
+    "NUM_LOSS_SCALARS",
     "Alone",
     "Apart",
     "Coded",

@@ -56,7 +56,8 @@ class _Roll:
         self._group, self._members, self._index, self._device = group, members, index, device
 
     def tagged(self, values: Tensor, call: str) -> Tensor:
-        """float64 [NUM_LOSS_SCALARS + members]"""
+        """float64 [NUM_LOSS_SCALARS + members]; at most NUM_LOSS_SCALARS values, or they would overwrite the tags."""
+        assert len(values) <= NUM_LOSS_SCALARS
         tensor = torch.zeros(NUM_LOSS_SCALARS + len(self._members), dtype=torch.float64, device=self._device)
         tensor[: len(values)] = values
         tensor[NUM_LOSS_SCALARS + self._index] = calls.tag(call)

@@ -49,4 +49,4 @@ def unlike(ranks: Sequence[int] = ()) -> Problem:
     those = f"ranks {', '.join(map(str, ranks))}, which" if ranks else "the ranks that"
     got = f"sp > 1, and other batches on some of {those} share sequences"
     need = "the same batch on each of them: a rank takes its own tokens of it"
-    return Problem(got, need, "a sampler with num_replicas=step.plan.dp and rank=step.data_index, or ff.Feed")
+    return Problem(got, need, "ff.Feed(dataset, plan, batch_size=…), or ff.shard(loader, plan)")

@@ -1,0 +1,147 @@
+"""Shard: a torch DataLoader becomes one that reads its data rank's share of every epoch.
+
+global batch  what all data ranks train on together: `batch_size` samples from each
+tail          the samples that are left when no further global batch can be filled
+Law: over all data ranks an epoch's batches are those of a `Feed` with the same seed, in the same order, and each sample
+comes once. A rank that gets none of the tail repeats one sample of it, so that all ranks have as many batches.
+"""
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from fourfold.feed.feed import _place
+from fourfold.plan.order import rows, share
+from fourfold.plan.plan import Plan
+from fourfold.words.errors import DataError, Problem
+
+Sample = TypeVar("Sample", covariant=True)
+
+
+class ShardSampler(Sampler[int]):
+    """The samples of one data rank, an epoch at each iteration. Another epoch has another order, where it shuffles."""
+
+    def __init__(
+        self, num_samples: int, batch_size: int, place: tuple[int, int], *, seed: int, shuffle: bool, drop_last: bool
+    ) -> None:
+        """`place` is the number of data ranks, and this one's index among them."""
+        self._num_samples, self._batch_size, (self._size, self._index) = num_samples, batch_size, place
+        self._seed, self._shuffle, self._epoch = seed, shuffle, 0
+        whole = batch_size * self._size
+        self._tail = num_samples // whole * whole
+        self._has_tail = self._tail < num_samples and not drop_last
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is this epoch, the one after it the next."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return self._tail // self._size + (len(range(*self._share_of_tail())) if self._has_tail else 0)
+
+    def __iter__(self) -> Iterator[int]:
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        for start in range(0, self._tail, self._batch_size * self._size):
+            yield from self._ids(epoch, *share(start, start + self._batch_size * self._size, self._size, self._index))
+        if self._has_tail:
+            yield from self._ids(epoch, *self._share_of_tail())
+
+    def _share_of_tail(self) -> tuple[int, int]:
+        start, stop = share(self._tail, self._num_samples, self._size, self._index)
+        if start < stop:
+            return start, stop
+        again = self._tail + self._index % (self._num_samples - self._tail)
+        return again, again + 1
+
+    def _ids(self, epoch: int, start: int, stop: int) -> list[int]:
+        if self._shuffle:
+            return rows(self._num_samples, self._seed, epoch, start, stop).tolist()
+        return list(range(start, stop))
+
+
+def shard(loader: DataLoader[Sample], plan: Plan | None = None, *, seed: int = 0) -> DataLoader[Sample]:
+    """The same loader over this data rank's samples: dataset, workers, collate function and all else are as they were.
+
+    `batch_size` is each rank's, as in the loader; the global batch is as many times larger as there are data ranks.
+    Without a plan all ranks are data ranks; with one that has sp > 1, the ranks of a sequence get the same samples. A
+    loader with `shuffle=True` is shuffled by `seed`, in a new order at every iteration; each rank must therefore begin
+    as many iterations as the others. `loader.sampler.set_epoch(n)` says which epoch comes next, to resume a run.
+
+    Every rank has as many batches, and each sample comes once in an epoch, with one exception: where fewer samples are
+    left for the last batch than there are ranks, ranks without one repeat one of these. The last batch may be smaller,
+    and by one sample smaller on some ranks than on others; `drop_last=True` leaves it out, on all ranks.
+
+    Raises DataError for an IterableDataset, a batch sampler, a sampler of another kind than `shuffle` makes, and fewer
+    samples than the ranks need.
+    """
+    place = _place(plan)
+    if not isinstance(loader, DataLoader):
+        problem = Problem(f"a {type(loader).__name__}", "a torch DataLoader", "ff.Feed(dataset, batch_size=…)")
+        raise DataError(problem, where="ff.shard")
+    if problems := _problems(loader) or _too_few(loader, place[0]):
+        raise DataError(problems, where="ff.shard")
+    shuffle, dataset = isinstance(loader.sampler, RandomSampler), loader.dataset
+    how: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "drop_last": loader.drop_last}
+    sampler = ShardSampler(_length(dataset), loader.batch_size or 1, place, **how)
+    return DataLoader(
+        dataset,
+        batch_size=loader.batch_size,
+        sampler=sampler,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        drop_last=loader.drop_last,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+        pin_memory_device=loader.pin_memory_device,
+        in_order=loader.in_order,
+    )
+
+
+def _problems(loader: DataLoader[Any]) -> list[Problem]:
+    """Why this loader's samples cannot be shared among ranks by their numbers."""
+    if isinstance(loader.dataset, IterableDataset):
+        need = "a dataset with a length and numbered samples: each rank would read the whole stream"
+        attempt = "a stream that yields every ff.world().size-th sample, from the ff.world().rank-th on"
+        return [Problem("an IterableDataset", need, attempt)]
+    problems = []
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        got = f"a {type(loader).__name__}, which iterates in a way of its own"
+        problems.append(Problem(got, "a torch DataLoader", "ff.shard before it is wrapped"))
+    if loader.batch_size is None and loader.batch_sampler is not None:
+        got, need = f"a batch sampler ({type(loader.batch_sampler).__name__})", "batches that are cut by batch_size"
+        problems.append(Problem(got, need, "batch_size=… and shuffle=…, or a batch sampler made for ff.world().rank"))
+    elif isinstance(loader.sampler, DistributedSampler | ShardSampler):
+        got = f"a loader that is sharded already ({type(loader.sampler).__name__})"
+        problems.append(Problem(got, "one over the whole dataset", "the loader as it is, without ff.shard"))
+    elif not _is_usual(loader):
+        need = "shuffle=True or False, over all samples once"
+        attempt = "torch.utils.data.Subset for some of the samples, or a sampler made for ff.world().rank"
+        problems.append(Problem(f"a sampler of its own ({type(loader.sampler).__name__})", need, attempt))
+    return problems
+
+
+def _is_usual(loader: DataLoader[Any]) -> bool:
+    """Whether the sampler is what `shuffle` makes: every sample once, in order or at random."""
+    sampler, length = loader.sampler, _length(loader.dataset)
+    if type(sampler) is RandomSampler:
+        return len(sampler) == length and not sampler.replacement
+    return type(sampler) is SequentialSampler and len(sampler) == length
+
+
+def _too_few(loader: DataLoader[Any], size: int) -> list[Problem]:
+    least = size * ((loader.batch_size or 1) if loader.drop_last else 1)
+    if (length := _length(loader.dataset)) >= least:
+        return []
+    each = "a whole batch for each data rank, as drop_last=True" if loader.drop_last else "one for each data rank"
+    attempt = "a smaller batch_size, or drop_last=False" if loader.drop_last else "more samples, or fewer ranks"
+    return [Problem(f"{length} samples for {size} data ranks", f"at least {least}: {each}", attempt)]
+
+
+def _length(dataset: Any) -> int:
+    return len(dataset)

@@ -1,0 +1,52 @@
+"""Gradient hooks: ours run after all post-accumulate hooks of the user.
+
+Ours move the gradient out of `.grad`, and torch runs a parameter's hooks in the order of registration. A hook that the
+user registers later would find None there.
+Law: whenever a user registers a hook, it sees the gradient of this rank in `.grad`, and what it writes there counts.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+Hook = Callable[[Tensor], None]
+
+
+class _Hooks(OrderedDict[int, Hook]):
+    """A parameter's post-accumulate hooks by handle id. Those whose ids are in `last` stay behind all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: list[int] = []
+
+    def __setitem__(self, key: int, hook: Hook) -> None:
+        super().__setitem__(key, hook)
+        for ours in self.last:
+            # Not move_to_end: torch reads the underlying dict, whose order that does not change.
+            moved = self[ours]
+            del self[ours]
+            super().__setitem__(ours, moved)
+
+
+def register_last(parameter: Tensor, hook: Hook) -> None:
+    """Register a post-accumulate hook that runs after the user's, those registered later included."""
+    holder: Any = parameter
+    earlier = holder._post_accumulate_grad_hooks
+    if not isinstance(earlier, _Hooks):
+        holder._post_accumulate_grad_hooks = _Hooks()
+        for key in earlier or ():
+            parameter.register_post_accumulate_grad_hook(_still_in(earlier, key))
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+    holder._post_accumulate_grad_hooks.last.append(handle.id)
+
+
+def _still_in(hooks: dict[int, Hook], key: int) -> Hook:
+    """Calls a hook as long as it is among `hooks`: there its handle removes it."""
+
+    def call(parameter: Tensor) -> None:
+        if key in hooks:
+            hooks[key](parameter)
+
+    return call

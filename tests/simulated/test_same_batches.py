@@ -1,0 +1,364 @@
+"""Laws of data ranks that are given the same batches: refused, unless it is one batch again and again, or permitted."""
+
+import contextlib
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+
+import fourfold as ff
+from fourfold.feed.feed import Batch
+from fourfold.plan.order import Stretch
+from fourfold.run import same_batches
+from fourfold.run.batch import mapped
+from fourfold.run.build import TrainStep
+from fourfold.run.optimizer import DistributedOptimizer
+from fourfold.testing import threads
+from fourfold.words.errors import FourfoldError, PlanError, SettingError, TaskError
+from tests.training import Case
+from tests.training import batches as global_batches
+from tests.training import build as build_case
+
+REPEATED = "same batch"
+
+
+def drawn(number, *, samples=4):
+    """Batch `number` of an endless loader."""
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(samples, 3, generator=generator), torch.randn(samples, 1, generator=generator)
+
+
+class Parallel:
+    """A rank that trains with `parallelize`."""
+
+    def __init__(self, ranks, model, **options):
+        sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
+        plan = options.pop("plan", None) or ff.Plan(dp=ranks.size)
+        self.step = TrainStep(model, lambda y, t: (y - t).square(), sgd, plan=plan, ranks=ranks, clip=None, **options)
+
+    def train(self, batch):
+        self.step(batch)
+
+
+class Wrapped:
+    """A rank that trains with `DistributedOptimizer`."""
+
+    def __init__(self, ranks, model, **options):
+        self.model = model
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.optimizer = DistributedOptimizer(inner, model, options.pop("plan", None), ranks=ranks, **options)
+
+    def train(self, batch):
+        inputs, targets = batch
+        self.optimizer.zero_grad()
+        if len(inputs):
+            (self.model(inputs) - targets).square().mean().backward()
+        else:
+            (self.model(inputs).sum() * 0.0).backward()
+        self.optimizer.step()
+
+
+WAYS = [Parallel, Wrapped]
+
+
+def linear():
+    model = nn.Linear(3, 1)
+    nn.init.ones_(model.weight)
+    nn.init.zeros_(model.bias)
+    return model
+
+
+def trained(way, size, batches, *, hosts=1, **options):
+    """How many batches each rank trained on, and what ended it. `batches(rank)` are a rank's."""
+
+    def body(ranks):
+        model = linear()
+        rank = way(ranks, model, **options)
+        count, error = 0, None
+        for batch in batches(ranks.rank):
+            before = copy.deepcopy(model.state_dict())
+            try:
+                rank.train(batch)
+            except TaskError as caught:
+                error = str(caught)
+                assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+                break
+            count += 1
+        return count, error
+
+    return threads.run(size, body, hosts=hosts)
+
+
+@pytest.mark.parametrize("hosts", [1, 3])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("numbers", [[0, 1, 2, 3], [0, 0, 1, 0, 2, 3], [5, 5, 5, 5, 6, 7, 8]])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_third_different_batch_that_all_data_ranks_have_is_refused_on_every_rank(way, numbers, hosts):
+    found = trained(way, 3, lambda rank: map(drawn, numbers), hosts=hosts)
+    third = next(place for place in range(len(numbers)) if len(set(numbers[: place + 1])) == 3)
+    for count, error in found:
+        assert count == third
+        assert "the same batches on all 3 data ranks" in error
+        assert "ff.Feed" in error
+        assert "ff.shard(loader)" in error
+        assert 'same_batches="allow"' in error
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_that_are_refused_are_refused_again_until_their_batches_differ(way):
+    def body(ranks):
+        rank = way(ranks, linear())
+        for number in (0, 1):
+            rank.train(drawn(number))
+        for number in (2, 3):
+            with pytest.raises(TaskError, match="the same batches"):
+                rank.train(drawn(number))
+        rank.train(drawn(10 + ranks.rank))
+        for number in range(20, 24):
+            rank.train(drawn(number))
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_batch_again_and_again_is_told_once_and_trained(way):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert trained(way, 2, lambda rank: [drawn(0)] * 6) == [(6, None)] * 2
+    assert sum(REPEATED in str(each.message) for each in caught) == 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("last", [0, 1, 2])
+def test_ranks_that_have_differed_once_are_watched_no_more(way, last, monkeypatch):
+    """In the first batch, or later, also on one of three ranks alone."""
+    hashed, hash_ = [], same_batches.digest
+    monkeypatch.setattr(same_batches, "digest", lambda tensors: hashed.append(1) or hash_(tensors))
+
+    def batches(rank):
+        return [drawn(0)] * last + [drawn(1 if rank < 2 else 2)] + [drawn(n) for n in range(3, 9)]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert trained(way, 3, batches) == [(last + 7, None)] * 3
+    assert len(hashed) == 3 * (last + 1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_same_batches_are_permitted_by_an_argument_and_then_nothing_is_hashed(way, monkeypatch):
+    monkeypatch.setattr(same_batches, "digest", None)
+    assert trained(way, 2, lambda rank: map(drawn, range(5)), same_batches="allow") == [(5, None)] * 2
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_rank_has_nobody_to_be_compared_with(way, monkeypatch):
+    monkeypatch.setattr(same_batches, "digest", None)
+    assert trained(way, 1, lambda rank: map(drawn, range(5))) == [(5, None)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_empty_batches_say_nothing(way):
+    """Two ranks have the same samples, the third has none; and where all but one have none, nobody has the same."""
+    some = lambda rank: [drawn(n, samples=4 if rank < 2 else 0) for n in range(5)]  # noqa: E731
+    plan = ff.Plan(dp=3, unused="allow")
+    assert [count for count, _ in trained(way, 3, some, plan=plan)] == [2, 2, 2]
+    one = lambda rank: [drawn(n, samples=4 if rank == n % 3 else 0) for n in range(5)]  # noqa: E731
+    assert [count for count, _ in trained(way, 3, one, plan=plan)] == [5, 5, 5]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_watching_ends_after_a_number_of_batches(way, monkeypatch):
+    monkeypatch.setattr(same_batches, "WATCHED", 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = trained(way, 2, lambda rank: [drawn(0)] * 4 + [drawn(n) for n in range(1, 6)])
+    assert found == [(9, None)] * 2
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_policy_is_one_of_two_and_the_same_on_every_rank(way):
+    def unknown(ranks):
+        with pytest.raises(SettingError, match='same_batches = "yes"'):
+            way(ranks, linear(), same_batches="yes")
+        return True
+
+    def unlike(ranks):
+        with pytest.raises(PlanError, match="same_batches"):
+            way(ranks, linear(), same_batches="allow" if ranks.rank else "refuse")
+        return True
+
+    assert threads.run(2, unknown) == threads.run(2, unlike) == [True, True]
+
+
+def test_batches_of_a_feed_are_not_compared(monkeypatch):
+    monkeypatch.setattr(same_batches, "digest", None)
+    fed = [Batch.of(drawn(n), Stretch(99, 0, 0, 4 * n, 4 * n + 4, 4 * n, 4 * n + 4)) for n in range(5)]
+    assert trained(Parallel, 2, lambda rank: fed) == [(5, None)] * 2
+
+
+def test_a_feeds_batch_on_one_rank_and_a_loaders_on_another_end_no_rank_in_a_wait():
+    def body(ranks):
+        rank = Parallel(ranks, linear())
+        batch = drawn(0)
+        fed = Batch.of(batch, Stretch(99, 0, 0, 0, 4, 0, 4))
+        with pytest.raises(FourfoldError, match="step 1, positions 0 to 4"):
+            rank.train(fed if ranks.rank else batch)
+        return True
+
+    for hosts in (1, 2):
+        assert threads.run(2, body, hosts=hosts) == [True, True]
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_ranks_that_share_sequences_have_the_same_batches_by_right(dp):
+    case = Case(model="lm", batch_sizes=(4,) * 4, sp=2)
+
+    def body(ranks):
+        step = build_case(case, 2 * dp, ranks)
+        first, second, *rest = global_batches(case)  # the same on all ranks
+        step(first)
+        step(second)
+        for batch in rest:
+            refused = pytest.raises(TaskError, match="all 2 data ranks")
+            with refused if dp == 2 else contextlib.nullcontext():
+                step(batch)
+        return step.steps
+
+    assert threads.run(2 * dp, body) == [4 if dp == 1 else 2] * 2 * dp
+
+
+def test_ranks_that_share_a_sequence_are_one_data_rank():
+    """Of two data ranks only the first has samples: nobody else has the same, though it is two ranks."""
+    case = Case(model="lm", batch_sizes=(4,) * 4, sp=2)
+
+    def body(ranks):
+        step = build_case(case, 4, ranks)
+        for batch in global_batches(case):
+            step(mapped(batch, lambda tensor: tensor[: 0 if step.data_index else 4]))
+        return step.steps
+
+    assert threads.run(4, body) == [4] * 4
+
+
+def test_several_forwards_before_a_backward_are_one_batch():
+    def body(ranks):
+        model = linear()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, ranks=ranks)
+        for step in range(3):
+            with optimizer.no_sync():
+                model(drawn(2 * step)[0]).sum().backward()
+            if step < 2:
+                model(drawn(2 * step + 1)[0]).sum().backward()
+        with pytest.raises(TaskError, match="the same batches"):
+            model(drawn(5)[0]).sum().backward()
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+def test_only_what_is_trained_on_is_compared():
+    """Not what is evaluated, with or without recording of gradients, and no numbers that belong to no sample."""
+
+    class Scheduled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 1)
+
+        def forward(self, x, *, step, scale):
+            return self.layer(x) * scale + step
+
+    def body(ranks):
+        model = Scheduled()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, ranks=ranks)
+        for step in range(6):
+            model.eval()
+            model(drawn(step)[0], step=step, scale=torch.tensor(2.0))
+            model.train()
+            with torch.no_grad():
+                model(drawn(step)[0], step=step, scale=torch.tensor(2.0))
+            model(torch.ones(2, 3), step=step, scale=torch.tensor(float(step))).sum().backward()
+        return len(optimizer.state) == 0
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert threads.run(2, body) == [True, True]
+    assert sum(REPEATED in str(each.message) for each in caught) == 1
+
+
+def test_uneven_data_within_join_are_compared_among_those_that_have_some():
+    def body(ranks):
+        model = linear()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, ranks=ranks)
+
+        def train():
+            with optimizer.join():
+                for number in range(0 if ranks.rank == 2 else 5):
+                    model(drawn(number)[0]).sum().backward()
+                    optimizer.step()
+
+        with pytest.raises(TaskError, match="the same batches"):
+            train()
+        return optimizer._num_steps
+
+    assert threads.run(3, body) == [2, 2, 0]
+
+
+def test_a_watched_model_is_copied_and_saved_and_its_copy_is_not_watched():
+    def body(ranks):
+        model = linear()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, ranks=ranks)
+        copies = [copy.deepcopy(model)]
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        copies.append(torch.load(file, weights_only=False))
+        for number in range(5):
+            for other in copies:
+                other(drawn(number)[0]).sum().backward()
+            model(drawn(10 * ranks.rank + number)[0]).sum().backward()
+            optimizer.step()
+        return len(model._forward_pre_hooks)
+
+    assert threads.run(2, body) == [0, 0]
+
+
+class Opaque:
+    """What nobody can hash."""
+
+
+@pytest.mark.parametrize("tree", [
+    Opaque(), {"x": torch.ones(2), "cache": Opaque()}, torch.empty(0, 3), torch.ones(()), 3, None, (), {"mask": None},
+    torch.ones(2, device="meta"), torch.ones(2, 2).to_sparse(),
+])  # fmt: skip
+def test_what_cannot_be_compared_has_no_fingerprint(tree):
+    assert same_batches.fingerprint(tree) is None
+
+
+def test_fingerprints_differ_where_batches_do():
+    x = torch.arange(6.0).view(2, 3)
+    trees = [
+        x, x.t(), x.double(), x + 1, (x, x), {"a": x}, {"b": x}, [x, 2 * x], ["some text"], ["another text"],
+        x.to(torch.complex64), x > 2, x.bfloat16(), x.numpy() + 5, [b"some bytes"],
+    ]  # fmt: skip
+    prints = [same_batches.fingerprint(tree) for tree in trees]
+    assert None not in prints
+    assert len(set(prints)) == len(trees)
+    assert same_batches.fingerprint((x, 1)) == same_batches.fingerprint((x.clone(), 2))
+    assert same_batches.fingerprint(x.t().contiguous().t()) == same_batches.fingerprint(x)
+
+
+def test_a_compiled_model_is_not_compiled_again_when_nobody_listens_any_more():
+    counter, model = CompileCounter(), linear()
+    inputs = same_batches.Inputs(model)
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for number in range(4):
+        compiled(drawn(number)[0]).sum().backward()
+        if number == 1:
+            assert inputs.taken() is None
+            inputs.close()
+    assert counter.frame_count == 1

@@ -1,0 +1,205 @@
+"""Laws of `ff.shard`: over all data ranks, a loader's samples come once an epoch."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils import data
+
+import fourfold as ff
+from fourfold.feed import feed
+from fourfold.feed.shard import ShardSampler
+from fourfold.plan.plan import Plan
+from fourfold.run.optimizer import DistributedOptimizer
+from fourfold.testing import threads
+from fourfold.words.errors import DataError
+from fourfold.words.world import World
+
+
+class Numbers(data.Dataset):
+    """Sample i is i."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return torch.tensor(float(index))
+
+
+def sharded(loader, size, rank, plan=None, **how):
+    """The loader of one rank of so many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(feed.comm, "world", lambda: World(rank=rank, size=size))
+        return ff.shard(loader, plan, **how)
+
+
+def epochs(loader, count=1):
+    """The batches of some epochs, as lists of numbers."""
+    return [[batch.tolist() for batch in loader] for _ in range(count)]
+
+
+GIVEN = {
+    "length": st.integers(1, 60),
+    "size": st.integers(1, 5),
+    "batch_size": st.integers(1, 7),
+    "shuffle": st.booleans(),
+    "drop_last": st.booleans(),
+}
+
+
+@given(**GIVEN)
+def test_samples_come_once_an_epoch_and_all_ranks_have_as_many_batches(length, size, batch_size, shuffle, drop_last):
+    loader = data.DataLoader(Numbers(length), batch_size, shuffle=shuffle, drop_last=drop_last)
+    if length < size * (batch_size if drop_last else 1):
+        with pytest.raises(DataError, match=f"{length} samples for {size} data ranks"):
+            sharded(loader, size, 0)
+        return
+    loaders = [sharded(loader, size, rank) for rank in range(size)]
+    by_rank = [epochs(each)[0] for each in loaders]
+    assert [len(each) for each in loaders] == [len(batches) for batches in by_rank]
+    assert len({len(batches) for batches in by_rank}) == 1
+    for step in zip(*by_rank, strict=True):
+        sizes = [len(batch) for batch in step]
+        assert max(sizes) <= batch_size
+        assert max(sizes) - min(sizes) <= 1
+        assert min(sizes) >= 1
+    seen = [int(number) for batches in by_rank for batch in batches for number in batch]
+    left = length % (size * batch_size)
+    if drop_last:
+        assert len(seen) == len(set(seen)) == length - left
+    else:
+        assert set(seen) == set(range(length))
+        assert len(seen) - length == (size - left if 0 < left < size else 0)
+
+
+@given(length=st.integers(5, 60), size=st.integers(1, 5), batch_size=st.integers(1, 7), seed=st.integers(0, 3))
+def test_a_shuffled_loader_has_the_batches_of_a_feed(length, size, batch_size, seed):
+    loader = data.DataLoader(Numbers(length), batch_size, shuffle=True)
+    pairs = [(torch.tensor(float(number)), 0) for number in range(length)]
+    for rank in range(size):
+        plan = Plan(dp=size)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(feed.comm, "world", lambda rank=rank: World(rank=rank, size=size))
+            fed = ff.Feed(pairs, plan, batch_size=size * batch_size, seed=seed)
+            expected = [[batch[0].tolist() for batch in fed] for _ in range(2)]
+        found = epochs(sharded(loader, size, rank, seed=seed), 2)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert all(mine == wanted for mine, wanted in zip(ours, theirs, strict=True) if wanted)
+
+
+def test_epochs_differ_and_can_be_set():
+    loader = sharded(data.DataLoader(Numbers(20), 4, shuffle=True), 2, 1)
+    first, second, third = epochs(loader, 3)
+    assert sorted(itertools.chain(*first)) != sorted(itertools.chain(*second))
+    assert len({str(each) for each in (first, second, third)}) == 3
+    assert isinstance(loader.sampler, ShardSampler)
+    loader.sampler.set_epoch(1)
+    assert epochs(loader, 2) == [second, third]
+    assert epochs(sharded(data.DataLoader(Numbers(20), 4, shuffle=True), 2, 1, seed=1))[0] != first
+
+
+def test_an_epoch_begun_is_an_epoch_also_with_workers():
+    plain, working = data.DataLoader(Numbers(12), 2, shuffle=True), {"num_workers": 1, "persistent_workers": True}
+    working = data.DataLoader(Numbers(12), 2, shuffle=True, **working)
+    plain, working = sharded(plain, 2, 0), sharded(working, 2, 0)
+    for loader in (plain, working):
+        next(iter(loader))
+    assert epochs(plain, 2) == epochs(working, 2)
+
+
+def test_in_order_without_shuffling():
+    loaders = [sharded(data.DataLoader(Numbers(10), 2), 2, rank) for rank in range(2)]
+    assert [epochs(each, 2) for each in loaders] == [
+        [[[0.0, 1.0], [4.0, 5.0], [8.0]]] * 2,
+        [[[2.0, 3.0], [6.0, 7.0], [9.0]]] * 2,
+    ]
+
+
+def test_the_ranks_of_a_sequence_get_the_same_samples():
+    plan = Plan(dp=2, sp=2)
+    loader = data.DataLoader(Numbers(16), 2, shuffle=True)
+    found = [epochs(sharded(loader, 4, rank, plan))[0] for rank in range(4)]
+    by_index = {}
+    for rank, batches in enumerate(found):
+        by_index.setdefault(plan.mesh.at(rank)["dp"], []).append(batches)
+    assert all(first == second for first, second in by_index.values())
+    assert sorted(itertools.chain(*by_index[0][0], *by_index[1][0])) == list(range(16))
+
+
+def collate(samples):
+    return torch.stack(samples) + 100
+
+
+def test_all_else_is_as_the_loader_has_it():
+    generator = torch.Generator()
+    options = {
+        "num_workers": 2, "collate_fn": collate, "timeout": 3.0, "worker_init_fn": collate, "generator": generator,
+        "prefetch_factor": 3, "persistent_workers": True, "multiprocessing_context": "spawn", "in_order": False,
+    }  # fmt: skip
+    loader = data.DataLoader(Numbers(9), 3, shuffle=True, drop_last=True, **options)
+    found = sharded(loader, 3, 1)
+    for name in (*options, "pin_memory", "pin_memory_device", "dataset", "batch_size", "drop_last"):
+        assert getattr(found, name) is getattr(loader, name) or getattr(found, name) == getattr(loader, name), name
+    assert epochs(sharded(data.DataLoader(Numbers(4), 2, collate_fn=collate), 2, 1)) == [[[102.0, 103.0]]]
+
+
+def test_a_loader_without_batches_is_shared_by_its_items():
+    loader = data.DataLoader(Numbers(6), batch_size=None)
+    assert epochs(sharded(loader, 2, 1)) == [[1.0, 3.0, 5.0]]
+
+
+class Stream(data.IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+class OwnLoader(data.DataLoader):
+    def __iter__(self):
+        return super().__iter__()
+
+
+NUMBERS = Numbers(8)
+
+
+@pytest.mark.parametrize(("loader", "said"), [
+    ([1, 2], "a list .* torch DataLoader .* ff.Feed"),
+    (data.DataLoader(Stream(), 2), "IterableDataset .* ff.world"),
+    (data.DataLoader(NUMBERS, batch_sampler=[[0, 1], [2]]), "batch sampler .list. .* batch_size"),
+    (data.DataLoader(NUMBERS, sampler=data.WeightedRandomSampler([1.0] * 8, 8)), "WeightedRandomSampler.* once"),
+    (data.DataLoader(NUMBERS, sampler=data.RandomSampler(NUMBERS, replacement=True)), "RandomSampler.* once"),
+    (data.DataLoader(NUMBERS, sampler=data.RandomSampler(NUMBERS, num_samples=4)), "RandomSampler.* once"),
+    (data.DataLoader(NUMBERS, sampler=data.SubsetRandomSampler([1])), "SubsetRandomSampler.*data.Subset"),
+    (data.DataLoader(NUMBERS, sampler=data.DistributedSampler(NUMBERS, 2, 0)), "sharded already"),
+    (sharded(data.DataLoader(NUMBERS, 2), 2, 0), "sharded already"),
+    (OwnLoader(NUMBERS, 2), "OwnLoader.* way of its own"),
+    (data.DataLoader(Numbers(1), 2), "1 samples for 2 data ranks .* at least 2"),
+    (data.DataLoader(Numbers(7), 4, drop_last=True), "7 samples for 2 data ranks .* at least 8.* drop_last=False"),
+])  # fmt: skip
+def test_what_cannot_be_shared_by_numbers_is_refused(loader, said):
+    with pytest.raises(DataError, match=said):
+        sharded(loader, 2, 0)
+
+
+def test_a_sharded_loader_trains_where_the_loader_itself_is_refused():
+    samples = data.TensorDataset(torch.arange(64.0).view(32, 2))
+
+    def body(ranks):
+        model = torch.nn.Linear(2, 1)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-5), model, ranks=ranks)
+        for (x,) in loaders[ranks.rank]:
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+        return optimizer._num_steps
+
+    unsharded = data.DataLoader(samples, 4, generator=torch.Generator())
+    loaders = [unsharded, unsharded]
+    with pytest.raises(ff.FourfoldError, match=r"ff\.shard\(loader\)"):
+        threads.run(2, body)
+    loaders = [sharded(unsharded, 2, rank) for rank in range(2)]
+    assert threads.run(2, body) == [4, 4]

@@ -1,0 +1,47 @@
+"""Laws of `TrainStep.sum`: sums of any number of values over the data ranks. Ranks are threads."""
+
+import pytest
+import torch
+
+from fourfold.testing import threads
+from fourfold.words.errors import DivergenceError
+from tests.training import Case, build
+
+SIZE = 3
+
+
+@pytest.mark.parametrize("transport", ["by-host", "gloo"])
+@pytest.mark.parametrize("hosts", [1, 3])
+@pytest.mark.parametrize("num_values", [0, 1, 8, 9, 10, 8 + SIZE, 40])
+def test_any_number_of_values_is_summed(num_values, hosts, transport):
+    def body(ranks):
+        step = build(Case(transport=transport), SIZE, ranks)
+        before = step.sum(torch.tensor([1.0], dtype=torch.float64))
+        values = torch.arange(num_values, dtype=torch.float64) + 100 * ranks.rank
+        return before, step.sum(values), step.sum(torch.tensor([2.0], dtype=torch.float64))
+
+    expected = [SIZE * number + 300.0 for number in range(num_values)]
+    assert threads.run(SIZE, body, hosts=hosts) == [([3.0], expected, [6.0])] * SIZE
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_values_of_any_dtype_and_shape_are_summed_as_float64_in_their_order(num_ranks):
+    def body(ranks):
+        step = build(Case(), num_ranks, ranks)
+        whole = step.sum(torch.arange(6).view(2, 3).t())
+        with_gradient = step.sum(torch.ones(2, requires_grad=True))
+        return whole, with_gradient, [type(value) for value in whole]
+
+    expected = [[num_ranks * value for value in values] for values in ([0, 3, 1, 4, 2, 5], [1, 1])]
+    assert threads.run(num_ranks, body) == [(*expected, [float] * 6)] * num_ranks
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("lengths", [(2, 3), (2, 20)])
+def test_ranks_that_sum_different_numbers_of_values_are_refused(lengths, hosts):
+    def body(ranks):
+        step = build(Case(), 2, ranks)
+        with pytest.raises(DivergenceError, match=rf"sum\(\) of {lengths[0]} values.*sum\(\) of {lengths[1]} values"):
+            step.sum(torch.ones(lengths[ranks.rank]))
+
+    threads.run(2, body, hosts=hosts)

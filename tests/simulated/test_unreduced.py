@@ -1,0 +1,338 @@
+"""Laws of `DistributedOptimizer.step()`: no gradient that only one rank has seen moves a weight. Ranks are threads."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+import fourfold as ff
+from fourfold.run.optimizer import DistributedOptimizer
+from fourfold.testing import threads
+from fourfold.words.errors import TrainingError
+
+
+class Two(nn.Module):
+    """Two layers, of which a call may use the first alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 1)
+        generator = torch.Generator().manual_seed(3)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, generator=generator)
+
+    def forward(self, x, *, both=True):
+        x = self.first(x)
+        return self.second(x) if both else x
+
+
+class Loop:
+    """A rank's model, its optimizer, and what a loop does with them."""
+
+    def __init__(self, ranks, kind=torch.optim.SGD, **fields):
+        self.model, self.rank = Two(), ranks.rank
+        plan = ff.Plan(dp=ranks.size, **fields)
+        inner = kind(self.model.parameters(), lr=0.1)
+        self.optimizer = DistributedOptimizer(inner, self.model, plan, ranks=ranks)
+        self.parameters = list(self.model.parameters())
+
+    def loss(self, **how):
+        return self.model(torch.full((1, 2), self.rank + 1.0), **how).square().sum()
+
+    def backward(self, **how):
+        self.loss(**how).backward()
+
+    def local_backward(self):
+        with self.optimizer.no_sync():
+            self.backward()
+
+    def step(self):
+        self.optimizer.step()
+
+    def clear(self):
+        self.optimizer.zero_grad()
+
+    def set_by_hand(self, *parameters):
+        for parameter in parameters or self.parameters:
+            parameter.grad = torch.full_like(parameter, self.rank + 1.0)
+
+    def set_by_autograd(self):
+        gradients = torch.autograd.grad(self.loss(), self.parameters)
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+def hand_set(loop):
+    loop.set_by_hand()
+
+
+def one_hand_set(loop):
+    loop.set_by_hand(loop.model.second.bias)
+
+
+def from_autograd(loop):
+    loop.set_by_autograd()
+
+
+def only_local(loop):
+    loop.local_backward()
+
+
+def local_after_a_reduction(loop):
+    loop.backward()
+    loop.local_backward()
+
+
+def hand_set_after_a_step(loop):
+    loop.backward()
+    loop.step()
+    loop.set_by_hand()
+
+
+def local_after_a_step(loop):
+    loop.backward()
+    loop.step()
+    loop.clear()
+    loop.local_backward()
+
+
+def added_to_the_last_mean(loop):
+    loop.backward()
+    loop.step()
+    loop.local_backward()
+
+
+def last_mean_edited(loop):
+    loop.backward()
+    loop.step()
+    loop.parameters[0].grad.mul_(loop.rank + 1.0)
+
+
+REFUSED = [
+    hand_set,
+    one_hand_set,
+    from_autograd,
+    only_local,
+    local_after_a_reduction,
+    hand_set_after_a_step,
+    local_after_a_step,
+    added_to_the_last_mean,
+    last_mean_edited,
+]
+
+
+@pytest.mark.parametrize("prepare", REFUSED)
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_gradient_that_no_reduction_has_seen_is_refused_before_a_weight_moves(prepare, closed):
+    def body(ranks):
+        loop = Loop(ranks)
+        prepare(loop)
+        before = [p.detach().clone() for p in loop.parameters]
+        with pytest.raises(TrainingError, match=r"\.grad of .* since the last step") as caught:
+            loop.optimizer.step(lambda: 0.0) if closed else loop.step()
+        assert all(map(torch.equal, loop.parameters, before))
+        loop.clear()  # and the ranks can go on
+        loop.backward()
+        loop.step()
+        return str(caught.value), [p.tolist() for p in loop.parameters]
+
+    (said, first), (_, second) = threads.run(2, body)
+    assert first == second
+    assert "second.bias" in said
+    assert "no_sync" in said
+
+
+def test_a_gradient_set_on_one_rank_alone_is_refused_there_and_the_others_learn_of_it():
+    def body(ranks):
+        loop = Loop(ranks)
+        if ranks.rank == 1:
+            loop.set_by_hand()
+            with pytest.raises(TrainingError, match="since the last step"):
+                loop.step()
+            loop.clear()
+        else:
+            loop.step()
+        with pytest.raises(ff.FourfoldError, match="backward 1 after 1 steps"):
+            loop.backward()
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+def clip(loop):
+    loop.backward()
+    nn.utils.clip_grad_norm_(loop.parameters, 0.1)
+
+
+def replace(loop):
+    loop.backward()
+    for parameter in loop.parameters:
+        parameter.grad = parameter.grad * 2
+
+
+def remove_some(loop):
+    loop.backward()
+    loop.parameters[0].grad = None
+    loop.parameters[1].grad.zero_()
+
+
+def accumulate(loop):
+    loop.local_backward()
+    loop.backward()
+
+
+def add_to_what_was_set_by_hand(loop):
+    loop.set_by_hand()
+    loop.backward()
+
+
+def add_up_means(loop):
+    loop.backward()
+    loop.backward()
+
+
+def nothing(loop):
+    pass
+
+
+def drop_what_was_local(loop):
+    loop.local_backward()
+    loop.clear()
+
+
+def zeros(loop):
+    loop.local_backward()
+    loop.optimizer.zero_grad(set_to_none=False)
+
+
+def the_same_mean_again(loop):
+    loop.backward()
+    loop.step()
+
+
+def unscale(loop):
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(loop.loss()).backward()
+    scaler.unscale_(loop.optimizer)
+
+
+def gradients_without_grad(loop):
+    penalty = sum(g.square().sum() for g in torch.autograd.grad(loop.loss(), loop.parameters, create_graph=True))
+    (loop.loss() + penalty).backward()
+
+
+LEGAL = [
+    clip,
+    replace,
+    remove_some,
+    accumulate,
+    add_to_what_was_set_by_hand,
+    add_up_means,
+    nothing,
+    drop_what_was_local,
+    zeros,
+    the_same_mean_again,
+    unscale,
+    gradients_without_grad,
+]
+
+
+@pytest.mark.parametrize("prepare", LEGAL)
+def test_what_all_ranks_have_alike_is_stepped_with(prepare):
+    def body(ranks):
+        loop = Loop(ranks)
+        prepare(loop)
+        before = [p.detach().clone() for p in loop.parameters]
+        gradients = [None if p.grad is None else p.grad.clone() for p in loop.parameters]
+        loop.step()
+        for parameter, old, gradient in zip(loop.parameters, before, gradients, strict=True):
+            expected = old if gradient is None else old.sub(gradient, alpha=0.1)
+            torch.testing.assert_close(parameter.detach(), expected, rtol=0, atol=1e-6)
+        return [p.tolist() for p in loop.parameters]
+
+    first, second = threads.run(2, body)
+    assert first == second
+
+
+def test_on_one_rank_every_gradient_is_everyones():
+    def body(ranks):
+        loop = Loop(ranks)
+        for prepare in REFUSED:
+            prepare(loop)
+            loop.step()
+        return True
+
+    assert threads.run(1, body) == [True]
+
+
+@pytest.mark.parametrize("hand", [False, True])
+def test_a_parameter_that_no_rank_has_used_has_no_gradient_of_its_own(hand):
+    def body(ranks):
+        loop = Loop(ranks, unused="allow")
+        loop.backward(both=False)
+        if hand:
+            loop.set_by_hand(loop.model.second.bias)
+        refused = pytest.raises(TrainingError, match=r"\.grad of second\.bias")
+        with refused if hand else contextlib.nullcontext():
+            loop.step()
+        loop.clear()
+        loop.backward()
+        loop.step()
+        return [p.tolist() for p in loop.parameters]
+
+    first, second = threads.run(2, body)
+    assert first == second
+
+
+def test_gradients_of_autograd_that_are_not_stepped_with_reduce_nothing():
+    def body(ranks):
+        loop = Loop(ranks, unused="allow")
+        gradients = torch.autograd.grad(loop.loss(), loop.parameters)
+        assert all(p.grad is None for p in loop.parameters)
+        own = Two()
+        (own(torch.full((1, 2), ranks.rank + 1.0)).square().sum()).backward()
+        expected = [p.grad for p in own.parameters() if p.grad is not None]
+        return all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+
+    assert threads.run(2, body) == [True, True]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
+@pytest.mark.parametrize("how", ["backward", "local_backward", "set_by_autograd"])
+def test_what_a_closure_leaves_in_grad_must_be_reduced(kind, how):
+    def body(ranks):
+        loop = Loop(ranks, kind)
+        before = [p.detach().clone() for p in loop.parameters]
+
+        def closure():
+            loop.clear()
+            getattr(loop, how)()
+            return loop.loss().detach()
+
+        refused = contextlib.nullcontext() if how == "backward" else pytest.raises(TrainingError, match=r"of .*weight")
+        for _ in range(2):
+            with refused:
+                loop.optimizer.step(closure)
+        assert all(map(torch.equal, loop.parameters, before)) == (how != "backward")
+        return [p.tolist() for p in loop.parameters]
+
+    first, second = threads.run(2, body)
+    assert first == second
+
+
+def test_a_parameter_that_was_frozen_at_the_start_cannot_be_trained_later():
+    def body(ranks):
+        model = Two()
+        model.first.requires_grad_(False)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, ranks=ranks)
+        x = torch.full((1, 2), ranks.rank + 1.0)
+        model(x).sum().backward()
+        optimizer.step()
+        model.first.requires_grad_(True)
+        model(x).sum().backward()
+        with pytest.raises(TrainingError, match=r"first\.weight.*frozen when") as caught:
+            optimizer.step()
+        return str(caught.value)
+
+    assert "requires_grad_(True)" in threads.run(2, body)[0]

@@ -1,0 +1,197 @@
+"""Laws of a user's gradient hooks: they see this rank's gradient, and what they write there is trained."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fourfold as ff
+from fourfold.run.build import TrainStep
+from fourfold.run.optimizer import DistributedOptimizer
+from fourfold.testing import threads
+from fourfold.words.errors import FourfoldError, TaskError
+
+RATE = 0.5
+PLANS = [
+    {},
+    {"zero": 1},
+    {"zero": 2},
+    {"zero": 3},
+    {"update": "in_backward"},
+    {"update": "in_forward"},
+    {"precision": "bf16"},
+]
+
+
+def model():
+    made = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    generator = torch.Generator().manual_seed(5)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, generator=generator)
+    return made
+
+
+def batch(rank):
+    generator = torch.Generator().manual_seed(rank)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    return draw(6, 4), draw(6, 2)
+
+
+def loss(outputs, targets):
+    return F.mse_loss(outputs, targets, reduction="none")
+
+
+def gradients(size, *ranks):
+    """By name: what these of `size` ranks add to the gradient of the mean over all."""
+    theirs = model()
+    (sum(loss(theirs(x), y).mean() for x, y in map(batch, ranks)) / size).backward()
+    return {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+
+
+def register(module, hook):
+    return [p.register_post_accumulate_grad_hook(hook) for p in module.parameters()]
+
+
+def parallel(ranks, module, **fields):
+    """A call that trains `module` on this rank's batch, with `parallelize`."""
+    plan = ff.Plan(dp=ranks.size, bucket_bytes=8, **fields)
+    sgd = lambda parameters: torch.optim.SGD(parameters, lr=RATE)  # noqa: E731
+    step = TrainStep(module, loss, sgd, plan=plan, ranks=ranks, clip=None)
+
+    def train():
+        step(batch(ranks.rank))
+        step.flush()
+
+    return step, train
+
+
+def wrapped(ranks, module, **fields):
+    """The same with `DistributedOptimizer`."""
+    plan = ff.Plan(dp=ranks.size, bucket_bytes=8, **fields)
+    optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=RATE), module, plan, ranks=ranks)
+
+    def train():
+        x, y = batch(ranks.rank)
+        optimizer.zero_grad()
+        loss(module(x), y).mean().backward()
+        optimizer.step()
+
+    return optimizer, train
+
+
+WAYS = [(parallel, fields) for fields in PLANS] + [(wrapped, {})]
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("way", "fields"), WAYS)
+def test_a_hook_sees_the_gradient_of_its_rank_whenever_it_is_registered(way, fields, size, late):
+    def body(ranks):
+        module, seen = model(), {}
+        names = {id(p): name for name, p in module.named_parameters()}
+
+        def look(parameter):
+            seen[names[id(parameter)]] = parameter.grad.clone()
+
+        if not late:
+            register(module, look)
+        kept, train = way(ranks, module, **fields)
+        if late:
+            register(module, look)
+        train()
+        del kept
+        return seen
+
+    for rank, seen in enumerate(threads.run(size, body, hosts=size)):
+        # parallelize adds up contributions to the mean; DistributedOptimizer takes the mean of each rank's gradients.
+        expected = gradients(1 if way is wrapped else size, rank)
+        assert seen.keys() == expected.keys()
+        rough = fields.get("precision") == "bf16"
+        for name, gradient in seen.items():
+            torch.testing.assert_close(gradient.double(), expected[name], rtol=0, atol=0.1 if rough else 1e-12)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("way", "fields"), [each for each in WAYS if "precision" not in each[1]])
+def test_what_a_hook_writes_into_grad_is_trained(way, fields, size, late, replaces):
+    def double(parameter):
+        if replaces:
+            parameter.grad = parameter.grad * 2
+        else:
+            parameter.grad.mul_(2)
+
+    def body(ranks):
+        module = model()
+        if not late:
+            register(module, double)
+        kept, train = way(ranks, module, **fields)
+        if late:
+            register(module, double)
+        train()
+        weights = dict(kept.weights()) if way is parallel else dict(module.named_parameters())
+        return {name: weight.detach().clone() for name, weight in weights.items()}
+
+    start, mean = dict(model().named_parameters()), gradients(size, *range(size))
+    for weights in threads.run(size, body, hosts=size):
+        for name, weight in weights.items():
+            expected = start[name].detach().sub(mean[name], alpha=2 * RATE)
+            torch.testing.assert_close(weight, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", [parallel, wrapped])
+def test_a_hook_that_has_been_removed_is_called_no_more(way):
+    def body(ranks):
+        module, calls = model(), []
+        early = register(module, lambda p: calls.append("early"))
+        kept, train = way(ranks, module)
+        late = register(module, lambda p: calls.append("late"))
+        train()
+        counts = [(calls.count("early"), calls.count("late"))]
+        for handle in early:
+            handle.remove()
+        train()
+        counts.append((calls.count("early"), calls.count("late")))
+        for handle in late:
+            handle.remove()
+        train()
+        del kept
+        return [*counts, (calls.count("early"), calls.count("late"))]
+
+    assert threads.run(2, body) == [[(4, 4), (4, 8), (4, 8)]] * 2
+
+
+@pytest.mark.parametrize("unused", ["refuse", "allow"])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("way", [parallel, wrapped])
+def test_a_hook_that_takes_the_gradient_away_is_refused_by_name(way, size, unused):
+    def clear(parameter):
+        parameter.grad = None
+
+    def body(ranks):
+        module = model()
+        kept, train = way(ranks, module, unused=unused)
+        module.get_parameter("2.bias").register_post_accumulate_grad_hook(clear)
+        before = copy.deepcopy(module)
+        with pytest.raises(TaskError, match=r"a hook has set \.grad of 2\.bias to None"):
+            train()
+        with pytest.raises(FourfoldError):  # and the ranks do not go on as if nothing had been
+            train()
+        del kept
+        return all(map(torch.equal, module.parameters(), before.parameters()))
+
+    assert threads.run(size, body) == [True] * size
+
+
+def test_a_model_with_our_hooks_is_copied_without_them():
+    def body(ranks):
+        module = model()
+        kept, _ = parallel(ranks, module)
+        other = copy.deepcopy(module)
+        del kept
+        return all(not p._post_accumulate_grad_hooks for p in other.parameters())
+
+    assert threads.run(1, body) == [True]
