@@ -124,9 +124,9 @@ def num_states(optimizer: Optimizer, group: int) -> int:
 
 
 def groups(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
-    """By name of a parameter: the index of its group."""
+    """By name of a parameter: the index of its group; a parameter that is in no group is left out."""
     group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    return {name: group_of[id(p)] for name, p in parameters.items()}
+    return {name: group_of[id(p)] for name, p in parameters.items() if id(p) in group_of}
 
 
 def _spare_dynamo() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fourfold.parts import codec, comm, data, local, lowered, memory, optim
 from fourfold.parts.in_place import InPlace
 from fourfold.parts.masters import Policy, host_of
+from fourfold.parts.options import Options
 from fourfold.plan.data import RESTS, Bucket, Rest, Spec, Step, fill, limit, lower, turns
 from fourfold.plan.memory import is_in_place
 from fourfold.plan.order import Stretch
@@ -102,7 +103,9 @@ class TrainStep:
         trainable = trainable_of(model)
         own = data.specs(trainable, optim.groups(self.optimizer, trainable))
         shapes = {name: list(p.shape) for name, p in trainable.items()}
-        compare(ranks, own, shapes, plan=plan, options={"clip": clip, "skip_nan": skip_nan})
+        options = {"clip": clip, "skip_nan": skip_nan}
+        compare(ranks, own, shapes, plan=plan, options=options, optimizer=self.optimizer)
+        self._options = Options(self.optimizer)
         # A split over one rank is whole.
         rest = RESTS[plan.zero if plan.num_shares > 1 else 0]
         split = rest.state == SPLIT
@@ -245,7 +248,8 @@ class TrainStep:
         """
         begin, (waited, sent) = time.perf_counter(), self._traffic()
         samples = getattr(batch, "samples", None)
-        self._transport.enter(_name(f"step {self.steps + 1}", samples))
+        call = _name(f"step {self.steps + 1}", samples)
+        self._transport.enter(comm.with_options(call, self._options.text()))
         self._weights.check()
         if not self._recorded:
             self._transport.agree()  # The first step also exchanges what is no sum.

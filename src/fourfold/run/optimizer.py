@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts import comm, data
+from fourfold.parts.optim import groups
+from fourfold.parts.options import Options
 from fourfold.plan.data import fill, limit, turns
 from fourfold.plan.plan import Plan
 from fourfold.run.refuse import compare, refuse
@@ -71,7 +73,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             got = f"parameters on {', '.join(sorted(places))}, ranks on {self._ranks.device.type}"
             raise OptimizerError(Problem(got, "one kind of device", f'model.to("{self._ranks.device.type}") first'))
         shapes = {name: list(p.shape) for name, p in trainable.items()}
-        compare(self._ranks, data.specs(trainable, {}), shapes, plan=plan, options={})
+        grouped = data.specs(trainable, dict.fromkeys(trainable, -1) | groups(optimizer, trainable))
+        compare(self._ranks, grouped, shapes, plan=plan, options={}, optimizer=optimizer)
+        self._options = Options(optimizer)
         self._broadcast_model(source=0)
         self._connect(trainable, plan)
         self._syncing, self._backward = True, NO_BACKWARD
@@ -130,7 +134,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _begin_round(self, *, has_data: bool) -> None:
         self._num_backwards += 1
         if self._joining is None:
-            self._transport.enter(f"backward {self._num_backwards} after {self._num_steps} steps of the optimizer")
+            call = f"backward {self._num_backwards} after {self._num_steps} steps of the optimizer"
+            self._transport.enter(comm.with_options(call, self._options.text()))
         else:
             self._transport.enter(f"backward {self._num_backwards}, within join()")
             self._transport.measure(ACTIVE, torch.tensor([float(has_data)], dtype=torch.float64))
