@@ -19,6 +19,7 @@ from fourfold.parts import codec, comm, data, local, lowered, memory, optim
 from fourfold.parts.in_place import InPlace
 from fourfold.parts.masters import Policy, host_of
 from fourfold.parts.options import Options
+from fourfold.parts.step_hooks import StepHooks
 from fourfold.plan.data import RESTS, Bucket, Rest, Spec, Step, fill, limit, lower, turns
 from fourfold.plan.memory import is_in_place
 from fourfold.plan.order import Stretch
@@ -29,6 +30,7 @@ from fourfold.run.batch import Microbatch, call, cut, evaluating, mapped, measur
 from fourfold.run.guard import Guard
 from fourfold.run.metrics import Metrics
 from fourfold.run.outline import outline
+from fourfold.run.own_optimizer import Unchanged, refuse_own
 from fourfold.run.parts import Parts
 from fourfold.run.refuse import compare, refuse, refuse_for, refuse_optimizer
 from fourfold.run.remembered import Remembered
@@ -38,7 +40,7 @@ from fourfold.run.sequence.alike import unlike
 from fourfold.run.state import State, copied
 from fourfold.run.weights import Weights, trainable_of
 from fourfold.words.action import LOSS, Action
-from fourfold.words.errors import Problem, TaskError, TrainingError
+from fourfold.words.errors import DivergenceError, OptimizerError, Problem, TaskError, TrainingError
 from fourfold.words.layout import SPLIT
 from fourfold.words.spans import Recorder
 from fourfold.words.task import Task
@@ -100,6 +102,8 @@ class TrainStep:
         self.model, self.plan, self._loss, self._ranks = model, plan, loss, ranks
         self.optimizer = optim.build(optimizer, list(model.parameters()))
         refuse_optimizer(self.optimizer, plan)
+        refuse_own(self.optimizer, plan)
+        self._unchanged = Unchanged(self.optimizer, plan)
         trainable = trainable_of(model)
         own = data.specs(trainable, optim.groups(self.optimizer, trainable))
         shapes = {name: list(p.shape) for name, p in trainable.items()}
@@ -130,12 +134,12 @@ class TrainStep:
         if apart is not None:
             outer = local.Outer(plan.outer_lr, plan.outer_momentum)
             self._local = local.Local(self._weights.flats, self.buckets, apart, outer)
+        by_slot = allow_unused or layerwise
         if in_place is not None:
             self._gradients = in_place
             pieces = in_place.pieces(self._weights.flats, self.buckets)
         else:
             self._gradients = data.Gradients(trainable, self.buckets, self._transport, allow_unused=allow_unused)
-            by_slot = allow_unused or layerwise
             pieces = data.pieces(self._weights, self.buckets, self._transport, by_slot=by_slot, cut=split)
         prepare = self._transport.take if split else None
         flat = optim.FlatOptimizer(self.optimizer, self.buckets, pieces, prepare=prepare)
@@ -145,6 +149,8 @@ class TrainStep:
         # What gradients are divided by: of all ranks, or of one, if each learns by itself.
         self._sharing = plan.dp if self._local is not None else 1
         self._scale = Scale() if plan.precision == "fp16" else None
+        in_grad = in_place is not None
+        hooks = StepHooks(self.optimizer, self.buckets, by_bucket, in_place=in_grad, by_slot=by_slot)
         parts = Parts(
             self._gradients,
             self._transport,
@@ -154,6 +160,7 @@ class TrainStep:
             rest,
             self._weights.gathered,
             self._local,
+            hooks,
             self._scale,
         )
         self._actions = Actions(
@@ -248,6 +255,7 @@ class TrainStep:
         """
         begin, (waited, sent) = time.perf_counter(), self._traffic()
         samples = getattr(batch, "samples", None)
+        self._refuse_changes()
         call = _name(f"step {self.steps + 1}", samples)
         self._transport.enter(comm.with_options(call, self._options.text()))
         self._weights.check()
@@ -260,6 +268,8 @@ class TrainStep:
         program = self.program_apart if (self.steps + 1) % self.plan.period else self.program
         with self._reading(batch, self.plan.microbatches) as microbatches:
             self._runtime.run(program, microbatches)
+        if self._actions.is_hooked:
+            self._weights.check()  # a hook may have given parameters other storage
         totals = self._actions.totals
         assert totals is not None
         self._num_calls, self.steps = self._num_calls + 1, self.steps + 1
@@ -505,6 +515,19 @@ class TrainStep:
         ways = (self._transport, *(self._tokens.links if self._tokens is not None else ()))
         return Traffic(sum(way.waiting_seconds for way in ways), sum(way.sent_bytes for way in ways))
 
+    def _refuse_changes(self) -> None:
+        """Raise OptimizerError where the optimizer has since the build what an update would leave out."""
+        problems = self._unchanged.problems()
+        if not problems:
+            return
+        self._transport.enter(f"step {self.steps + 1}, which its optimizer cannot do")
+        error = OptimizerError(problems, where="the optimizer")
+        try:
+            self._transport.agree()
+        except DivergenceError as divergence:
+            raise error from divergence  # the other ranks have no such problem, and raise DivergenceError
+        raise error
+
     def _enter(self, call: str, samples: Stretch | None = None) -> None:
         self._transport.enter(_name(f"{call} after step {self.steps}", samples))
 
@@ -561,7 +584,9 @@ def check(task: Task, plan: Plan) -> None:
     model = outline(task)
     refuse_for(model, plan, clip=task.clip)
     comm.refuse_impossible(plan.transport, "cuda" if torch.cuda.is_available() else "cpu")
-    refuse_optimizer(optim.build(task.optimizer, list(model.parameters())), plan)
+    optimizer = optim.build(task.optimizer, list(model.parameters()))
+    refuse_optimizer(optimizer, plan)
+    refuse_own(optimizer, plan)
 
 
 def _mind_memory(num_steps: int) -> None:
