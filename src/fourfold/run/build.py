@@ -25,6 +25,7 @@ from fourfold.plan.memory import is_in_place
 from fourfold.plan.order import Stretch
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import Scale, computed, reduced
+from fourfold.run import drift
 from fourfold.run.actions import Actions
 from fourfold.run.batch import Microbatch, call, cut, evaluating, mapped, measure
 from fourfold.run.guard import Guard
@@ -37,6 +38,7 @@ from fourfold.run.remembered import Remembered
 from fourfold.run.runtime import Runtime
 from fourfold.run.sequence import Tokens, pair
 from fourfold.run.sequence.alike import unlike
+from fourfold.run.settings import DRIFT_CHECK, is_due
 from fourfold.run.state import State, copied
 from fourfold.run.weights import Weights, trainable_of
 from fourfold.words.action import LOSS, Action
@@ -56,6 +58,7 @@ def parallelize(
     clip: float | None = None,
     seed: int = 0,
     skip_nan: int = 0,
+    drift_check: int = DRIFT_CHECK,
 ) -> "TrainStep":
     """Lay one training step over the ranks of the plan. Collective.
 
@@ -65,6 +68,8 @@ def parallelize(
     parameters; its options are then used by an update over flat buffers. `clip` bounds the global norm of the
     gradient. `seed` seeds torch's generator, differently on every data index. `skip_nan` is how many steps in a row
     may be left out because the global loss, or with `clip` the norm, is not finite; the next one raises TrainingError.
+    After every `drift_check` steps, ranks compare the weights that several of them hold (0: never), and raise
+    DivergenceError where these differ.
 
     Raises PlanError, OptimizerError or TaskError where the plan cannot be carried out.
     """
@@ -73,7 +78,7 @@ def parallelize(
     refuse(model, plan, ranks, clip=clip)
     _set_threads(ranks)
     torch.manual_seed(seed + 1_000_003 * plan.mesh.at(ranks.rank)["dp"])
-    options = {"clip": clip, "skip_nan": skip_nan, "seed": seed}
+    options = {"clip": clip, "skip_nan": skip_nan, "seed": seed, "drift_check": drift_check}
     return TrainStep(model.to(ranks.device), loss, optimizer, plan=plan, ranks=ranks, **options)
 
 
@@ -98,6 +103,7 @@ class TrainStep:
         clip: float | None,
         skip_nan: int = 0,
         seed: int = 0,
+        drift_check: int = DRIFT_CHECK,
     ) -> None:
         self.model, self.plan, self._loss, self._ranks = model, plan, loss, ranks
         self.optimizer = optim.build(optimizer, list(model.parameters()))
@@ -107,7 +113,7 @@ class TrainStep:
         trainable = trainable_of(model)
         own = data.specs(trainable, optim.groups(self.optimizer, trainable))
         shapes = {name: list(p.shape) for name, p in trainable.items()}
-        options = {"clip": clip, "skip_nan": skip_nan}
+        options = {"clip": clip, "skip_nan": skip_nan, "drift_check": drift_check}
         compare(ranks, own, shapes, plan=plan, options=options, optimizer=self.optimizer)
         self._options = Options(self.optimizer)
         # A split over one rank is whole.
@@ -175,6 +181,7 @@ class TrainStep:
         self._tokens = Tokens(model, loss, plan, ranks, seed=seed) if plan.sp > 1 else None
         self._runtime = Runtime(self._actions)
         self._guard = Guard(ranks, model, limit=skip_nan)
+        self._drift = drift.Drift(ranks, drift_check)
         self._outline = Step(
             plan.microbatches,
             len(self.buckets),
@@ -276,6 +283,8 @@ class TrainStep:
         if self.device.type == "cpu":
             _mind_memory(self._num_calls)
         skipped = self._guard.judge(self._actions, self.steps, samples)
+        if is_due(self.steps, self._drift.every, self.plan.period):
+            self._drift.compare(list(self._held()), f"after step {self.steps}")
         if not self._recorded and skipped is None:
             self._record(self._ranks.exchange(self._gradients.completion_order)[0], totals.count / self._sharing)
         return Metrics(
@@ -369,6 +378,32 @@ class TrainStep:
         self._enter("exchange()")
         self._transport.agree()
         return self._ranks.exchange(value)
+
+    def check_drift(self) -> None:
+        """Compare the weights that several ranks hold now, as `drift_check` does every so many steps. Collective.
+
+        Raises DivergenceError, on every rank, where they differ in a bit, and TrainingError between meetings of local
+        steps.
+        """
+        self._enter("check_drift()")
+        self._transport.agree()
+        self._actions.settle()
+        self._refuse_apart()
+        self._drift.compare(list(self._held()), f"after step {self.steps}")
+
+    def _held(self) -> Iterator[drift.Held]:
+        """The weights in this rank's own memory."""
+        weights, gathered, shares = self._weights, self._weights.gathered is not None, self._state.shares
+        for name, parameter in self.model.named_parameters():
+            if name not in weights.trainable:
+                yield drift.Held(drift.FROZEN, name, 0, parameter)
+            elif gathered:
+                yield drift.Held(drift.WEIGHTS, name, shares[name][0], weights.home(name))
+            elif self._transport.weights is None or self._transport.writes:
+                yield drift.Held(drift.WEIGHTS, name, 0, parameter)
+            if name in weights.masters.names:
+                start = shares[name][0] if weights.masters.is_split else 0
+                yield drift.Held(drift.MASTERS, name, start, weights.masters.stretch(name))
 
     @contextlib.contextmanager
     def edit(self) -> Iterator[nn.Module]:

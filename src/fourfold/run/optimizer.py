@@ -18,7 +18,9 @@ from fourfold.parts.optim import groups
 from fourfold.parts.options import Options
 from fourfold.plan.data import fill, limit, turns
 from fourfold.plan.plan import Plan
+from fourfold.run import drift
 from fourfold.run.refuse import compare, refuse
+from fourfold.run.settings import DRIFT_CHECK, is_due
 from fourfold.run.spread import spread
 from fourfold.run.weights import trainable_of
 from fourfold.words.action import LOSS, USED
@@ -56,6 +58,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         plan: Plan | None = None,
         *,
         ranks: comm.Ranks | None = None,
+        drift_check: int = DRIFT_CHECK,
     ) -> None:
         # The state, the groups and the hooks are the wrapped optimizer's: see __getattr__.
         self._optimizer, self._model, self._ranks = optimizer, model, ranks or comm.join()
@@ -74,8 +77,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise OptimizerError(Problem(got, "one kind of device", f'model.to("{self._ranks.device.type}") first'))
         shapes = {name: list(p.shape) for name, p in trainable.items()}
         grouped = data.specs(trainable, dict.fromkeys(trainable, -1) | groups(optimizer, trainable))
-        compare(self._ranks, grouped, shapes, plan=plan, options={}, optimizer=optimizer)
-        self._options = Options(optimizer)
+        compare(self._ranks, grouped, shapes, plan=plan, options={"drift_check": drift_check}, optimizer=optimizer)
+        self._options, self._drift, self._num_compared = Options(optimizer), drift.Drift(self._ranks, drift_check), 0
         self._broadcast_model(source=0)
         self._connect(trainable, plan)
         self._syncing, self._backward = True, NO_BACKWARD
@@ -144,8 +147,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """How many ranks have data in this round. Raises DivergenceError where ranks are not in the same one."""
         if self._joining is None:
             self._transport.agree()
+            self._check_drift()
             return self._ranks.size
         return round(self._transport.measured(ACTIVE)[0])
+
+    def _check_drift(self) -> None:
+        """In the first backward after every so many steps: then all ranks are known to have done as many."""
+        if self._num_steps > self._num_compared and is_due(self._num_steps, self._drift.every, 1):
+            self._num_compared = self._num_steps
+            self._drift.compare(list(drift.held_of_model(self._model)), f"after step {self._num_steps}")
 
     def _reduce(self, active: int) -> list[float]:
         """Slots become the mean over ranks; how many ranks have each gradient."""
