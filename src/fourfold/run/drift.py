@@ -93,7 +93,7 @@ class Drift:
         if mine is not None:
             wide = torch.complex128 if mine.is_complex() else torch.float64  # frozen weights may be of small integers
             own, other = mine.detach().reshape(-1).to(other.device, wide), other.to(wide)
-            found = [(own - other).abs().max().item(), other.abs().max().item()]
+            found = [(own - other).abs().max().item(), own.abs().max().item()]
         told = self._ranks.exchange([str(number) for number in found])  # texts: NaN is no JSON
         sizes, weights = ([float(row[column]) for row in told] for column in range(2))
         return _largest(sizes), _largest(weights)
