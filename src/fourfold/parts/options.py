@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 # `fused` and `foreach` say how an update is carried out, not what it computes.
 NOT_COMPARED = frozenset({"params", "param_names", "fused", "foreach"})
 ABSENT = "none"
+CLASS = "optimizer class"
 ON_DEVICE = "a device tensor"
 SEPARATOR, EQUALS = "; ", " = "
 SHOWN = 8  # values of one option
@@ -26,7 +27,7 @@ IMMUTABLE = (int, float, bool, str, tuple, type(None))
 def described(optimizer: Optimizer) -> dict[str, str]:
     """Class, defaults and every group's options, by name. Reads device tensors too: for use when a step is built."""
     kind = type(optimizer)
-    found = {"the optimizer": f"{kind.__module__}.{kind.__qualname__}"}
+    found = {CLASS: f"{kind.__module__}.{kind.__qualname__}"}
     for where, options in (("default", optimizer.defaults), *_numbered(optimizer.param_groups)):
         compared = sorted(options.keys() - NOT_COMPARED)
         found |= {f"{where} {name}": text_of(options[name], read=True) for name in compared}

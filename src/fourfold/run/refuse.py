@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fourfold.parts import comm, optim
-from fourfold.parts.options import ABSENT, described
+from fourfold.parts.options import ABSENT, CLASS, described
 from fourfold.plan.data import Spec
 from fourfold.plan.plan import Plan, mesh_sizes
 from fourfold.words.errors import PlanError, Problem
@@ -197,14 +197,15 @@ def _optimizer_problems(optimizers: Sequence[Mapping[str, str]]) -> list[Problem
     first = optimizers[0]
     rank, other = next((rank, other) for rank, other in enumerate(optimizers) if other != first)
     differing = [name for name in dict.fromkeys([*first, *other]) if first.get(name) != other.get(name)]
-    if "the optimizer" in differing:
-        differing = ["the optimizer"]  # the options of two classes have little in common
+    if CLASS in differing:
+        differing = [CLASS]  # the options of two classes have little in common
     else:
         # Defaults say nothing new where a group says the same.
         grouped = {name.split(" ", 2)[2] for name in differing if name.startswith("group")}
         differing = [name for name in differing if name.removeprefix("default ") not in grouped]
     texts = [(f"{name} = {first.get(name, ABSENT)}", f"{name} = {other.get(name, ABSENT)}") for name in differing]
-    return [Problem(f"rank 0 has {a}, rank {rank} has {b}", "the same on every rank") for a, b in texts]
+    need, attempt = "the same on every rank", "an optimizer that is made the same way on every rank"
+    return [Problem(f"rank 0 has {a}, rank {rank} has {b}", need, attempt) for a, b in texts]
 
 
 def _is_compiled(module: nn.Module) -> bool:
