@@ -20,7 +20,7 @@ ABSENT = "none"
 CLASS = "optimizer class"
 ON_DEVICE = "a device tensor"
 SEPARATOR, EQUALS = "; ", " = "
-SHOWN = 8  # values of one option
+SHOWN = 4  # values of one option
 IMMUTABLE = (int, float, bool, str, tuple, type(None))
 
 
@@ -101,8 +101,11 @@ class Options:
                 seen[name] = value
                 if before is value or name in NOT_COMPARED:
                     continue
+                if type(value) is type(before) is float:  # a schedule's rate, the usual change
+                    if value != before:
+                        stale.add(name)
                 # Tensors are not compared here: the comparison of device tensors would wait for the device.
-                if isinstance(value, Tensor) or isinstance(before, Tensor) or value != before:
+                elif isinstance(value, Tensor) or isinstance(before, Tensor) or value != before:
                     stale.add(name)
                     self._note(name, value)
         return stale
