@@ -182,6 +182,11 @@ def test_weights_that_have_changed_places_are_found():
     assert threads.run(2, body) == [True, True]
 
 
+def test_a_negative_number_of_steps_between_checks_is_refused():
+    with pytest.raises(SettingError, match="drift_check = -1"):
+        threads.run(2, lambda ranks: build(CASE, ranks, every=-1))
+
+
 def test_no_check_is_made_where_none_is_asked_for(monkeypatch):
     def body(ranks):
         train(CASE, build(CASE, ranks, every=0), range(4))

@@ -129,6 +129,23 @@ def test_options_that_differ_are_found_in_the_same_step_before_a_weight_moves(ch
         assert "ranks 0 and 2 have" in text
 
 
+def test_tensors_within_a_tuple_are_found_too():
+    def body(ranks):
+        betas = torch.tensor(0.5), torch.tensor(0.75)
+        make = functools.partial(adamw, lr=torch.tensor(0.1), betas=betas, foreach=False, fused=False)
+        step = TrainStep(model("mlp"), loss(CASE), make, plan=CASE.plan(2), ranks=ranks, clip=None)
+        step(local(batches(CASE)[0], 2, ranks.rank))
+        step.optimizer.param_groups[0]["betas"] = (torch.tensor(0.5), torch.tensor(0.75))  # other objects, the same
+        step(local(batches(CASE)[1], 2, ranks.rank))
+        if ranks.rank:
+            step.optimizer.param_groups[0]["betas"][1].fill_(0.25)
+        with pytest.raises(DivergenceError, match=r"betas: rank 0 has \(0\.5, 0\.75\); rank 1 has \(0\.5, 0\.25\)"):
+            step(local(batches(CASE)[2], 2, ranks.rank))
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_a_tensor_that_is_changed_in_place_is_found(hosts):
     def body(ranks):

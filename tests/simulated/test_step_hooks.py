@@ -379,6 +379,37 @@ def test_a_class_whose_step_was_replaced_is_refused(monkeypatch):
         threads.run(1, lambda ranks: build(CASE, ranks, optimizer(CASE)))
 
 
+@pytest.mark.parametrize("how", [{"fused": True}, {"foreach": True}, {}])
+def test_an_adagrad_has_state_from_the_start_and_is_not_refused(how):
+    def make(parameters):
+        return torch.optim.Adagrad(parameters, lr=0.1, **how)
+
+    def nothing() -> Data:
+        return Data(train=[], valid=None)
+
+    task = Task(model=lambda: model("mlp"), loss=loss(CASE), data=nothing, optimizer=make, steps=1, batch_size=2)
+    check_task(task, CASE.plan(2))
+    threads.run(2, lambda ranks: train_step(CASE, build(CASE, ranks, make)))
+
+    def trained(parameters):
+        made = make(parameters)
+        for state in made.state.values():
+            state["step"] += 1
+        return made
+
+    with pytest.raises(OptimizerError, match="state in the optimizer"):
+        threads.run(1, lambda ranks: build(CASE, ranks, trained))
+
+
+def test_a_hook_of_all_optimizers_is_told_as_one():
+    handle = register_optimizer_step_post_hook(lambda *_: None)
+    try:
+        with pytest.raises(OptimizerError, match="a step post-hook of all optimizers with zero = 1"):
+            threads.run(2, lambda ranks: build(dataclasses.replace(CASE, zero=1), ranks, optimizer(CASE)))
+    finally:
+        handle.remove()
+
+
 def test_a_task_whose_hooks_cannot_run_is_refused_before_processes_start():
     def nothing() -> Data:
         return Data(train=[], valid=None)

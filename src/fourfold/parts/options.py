@@ -21,7 +21,7 @@ CLASS = "optimizer class"
 ON_DEVICE = "a device tensor"
 SEPARATOR, EQUALS = "; ", " = "
 SHOWN = 4  # values of one option
-IMMUTABLE = (int, float, bool, str, tuple, type(None))
+FIXED = (int, float, bool, str, type(None))
 
 
 def described(optimizer: Optimizer) -> dict[str, str]:
@@ -105,7 +105,7 @@ class Options:
                     if value != before:
                         stale.add(name)
                 # Tensors are not compared here: the comparison of device tensors would wait for the device.
-                elif isinstance(value, Tensor) or isinstance(before, Tensor) or value != before:
+                elif not (_is_fixed(value) and _is_fixed(before)) or value != before:
                     stale.add(name)
                     self._note(name, value)
         return stale
@@ -120,10 +120,8 @@ class Options:
         return set(names)
 
     def _note(self, name: str, value: Any) -> None:
-        if isinstance(value, Tensor):
-            if value.device.type == "cpu":
-                self._mutable.add(name)
-        elif not isinstance(value, IMMUTABLE):
+        on_device = isinstance(value, Tensor) and value.device.type != "cpu"
+        if not (on_device or _is_fixed(value)):
             self._mutable.add(name)
 
     def _read(self, name: str, groups: Sequence[dict[str, Any]]) -> None:
@@ -139,6 +137,11 @@ class Options:
             values = values[:1]
         texts = [ABSENT if value is _Absent else text_of(value) for value in values]
         self._by_option[name] = texts[0] if len(set(texts)) == 1 else ", ".join(texts)
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether a value cannot be changed in place, and can be compared without a device."""
+    return isinstance(value, FIXED) or (isinstance(value, tuple) and all(map(_is_fixed, value)))
 
 
 class _Absent:

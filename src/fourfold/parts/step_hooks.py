@@ -38,6 +38,11 @@ def state_dict_hooks(optimizer: Optimizer) -> list[Any]:
     return [*saving, *(hook for hooks in loading for hook in hooks.values())]
 
 
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has step hooks of its own; torch also has some for all optimizers."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
 def is_any(optimizer: Optimizer) -> bool:
     """Whether an optimizer has any hook. Asked in every step."""
     return bool(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fourfold.parts.comm import Ranks
 from fourfold.parts.fingerprint import fingerprints
 from fourfold.parts.uses import unwatched
-from fourfold.words.errors import DivergenceError, Problem
+from fourfold.words.errors import DivergenceError, Problem, SettingError
 
 WEIGHTS, MASTERS, FROZEN = KINDS = ("weights", "master weights", "frozen weights")
 
@@ -53,6 +53,8 @@ class Drift:
     """Compares the weights of the ranks, after every `every` steps; 0: never."""
 
     def __init__(self, ranks: Ranks, every: int) -> None:
+        if every < 0:
+            raise SettingError(Problem(f"drift_check = {every}", "a number of steps, or 0 for never"))
         self.every = every if ranks.size > 1 else 0
         self._ranks, self._told_size = ranks, 0.0
 

@@ -17,11 +17,17 @@ INSTEAD = "ff.DistributedOptimizer, which calls step() as it is"
 def refuse_own(optimizer: Optimizer, plan: Plan) -> None:
     """Raise OptimizerError for what an optimizer as it was made has that a flat update would leave out."""
     problems = _problems(optimizer, plan)
-    fresh = isinstance(optimizer, Adagrad) and not any(state["step"] for state in optimizer.state.values())
-    if optimizer.state and not fresh:
+    if optimizer.state and not _is_fresh(optimizer):
         problems.append(_state_problem())
     if problems:
         raise OptimizerError(problems, where="the optimizer")
+
+
+def _is_fresh(optimizer: Optimizer) -> bool:
+    """Whether the states of an optimizer are those it was made with: Adagrad makes them at once."""
+    steps = [state.get("step") for state in optimizer.state.values()]
+    # On the meta device, before processes start, states have no values.
+    return isinstance(optimizer, Adagrad) and not any(step is None or (not step.is_meta and step) for step in steps)
 
 
 class Unchanged:
@@ -66,6 +72,7 @@ def _problems(optimizer: Optimizer, plan: Plan) -> list[Problem]:
     before, after = step_hooks.pre_hooks(optimizer), step_hooks.post_hooks(optimizer)
     if (before or after) and (blocking := _blocking(plan)):
         kinds = " and ".join([*(["a step pre-hook"] if before else []), *(["a step post-hook"] if after else [])])
+        kinds += "" if step_hooks.has_step_hooks(optimizer) else " of all optimizers"
         need = "all gradients and weights on every rank when the hook is called"
         attempt = f"{', '.join(blocking.values())}, or {INSTEAD}"
         problems.append(Problem(f"{kinds} with {', '.join(blocking)}", need, attempt))
