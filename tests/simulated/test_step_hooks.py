@@ -111,6 +111,23 @@ def test_hooks_train_as_in_one_process(how, kind):
     assert max(threads.run(size, body, hosts=hosts)) <= TOLERANCE
 
 
+@pytest.mark.parametrize("codec", ["none", "bf16"])
+def test_hooks_see_gradients_in_the_numbers_of_the_weights_however_these_were_summed(codec):
+    fields = {"reduce": "fp32"} if codec == "none" else {"codec": codec}
+    case = dataclasses.replace(CASE, clip=0.5, **fields)
+    seen = []
+
+    def before(optimizer, args, kwargs):
+        seen.append({p.grad.dtype for p in parameters(optimizer)})
+        centralize(optimizer, args, kwargs)
+
+    make = hooked(case, before, clamp)
+    alone = oracle.train(model("mlp"), loss(case), hooked(case, centralize, clamp), batches(case), clip=0.5)
+    far = threads.run(2, lambda ranks: oracle.deviation(train_step(case, build(case, ranks, make)), alone))
+    assert 0.0 < max(far) <= (1e-6 if codec == "none" else 1e-3)
+    assert seen == [{torch.float64}] * 6
+
+
 def test_a_hook_registered_after_the_build_trains_as_in_one_process():
     alone = oracle.train(model("mlp"), loss(CASE), hooked(CASE, centralize, clamp), batches(CASE))
 
