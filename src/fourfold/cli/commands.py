@@ -112,7 +112,8 @@ def train(
     KEY=VALUE  a field of the plan:      dp=2 microbatches=4
                a setting of the run:     steps=500 batch_size=32 seed=1 clip=1.0 evaluate_every=100 name=first
                                          checkpoint_every=100 ema=0.999 init=weights.safetensors fresh=true
-                                         skip_nan=10 lr_scale=linear lr_warmup=100 lr_schedule=cosine
+                                         skip_nan=10 drift_check=100
+                                         lr_scale=linear lr_warmup=100 lr_schedule=cosine
                a setting of the launch:  restarts=3 hang_seconds=10
                an argument of the task:  data=PATH length=256 lr=1e-3
 

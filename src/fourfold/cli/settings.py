@@ -71,6 +71,7 @@ RUN = {
     "ema": Kind(float, optional=True, above=0),
     "init": Kind(str),
     "skip_nan": Kind(int, least=0),
+    "drift_check": Kind(int, least=0),
     "fresh": Kind(bool),
     "lr_schedule": Kind(str, choices=tuple(CURVES)),
     "lr_warmup": Kind(int, least=0),

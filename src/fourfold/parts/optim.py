@@ -124,9 +124,9 @@ def num_states(optimizer: Optimizer, group: int) -> int:
 
 
 def groups(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
-    """By name of a parameter: the index of its group."""
+    """By name of a parameter: the index of its group; a parameter that is in no group is left out."""
     group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    return {name: group_of[id(p)] for name, p in parameters.items()}
+    return {name: group_of[id(p)] for name, p in parameters.items() if id(p) in group_of}
 
 
 def _spare_dynamo() -> None:
@@ -214,38 +214,49 @@ class FlatOptimizer:
         used: Sequence[bool] | None = None,
         factor: float = 1.0,
         squares: Tensor | None = None,
+        gradient: Tensor | None = None,
     ) -> None:
         """One step of the bucket's weights. `used[s]`: whether any rank had a gradient for slot s; None = all.
 
         `factor` is what the sums are multiplied by, by `prepare` or when they are converted. `squares`: what `direct`
         gave, summed over the ranks that share the bucket; without it, a bucket of a layer-wise optimizer is here as a
-        whole.
+        whole. `gradient`: the whole bucket's, in the weights' numbers, in place of the sums.
         """
         if by_parameter(self._user):
-            here = self.direct(bucket, used=used, factor=factor) if squares is None else squares
+            if squares is None:
+                squares = self.direct(bucket, used=used, factor=factor, gradient=gradient)
             for begun, run in zip(self._begun.pop(bucket), self._flat[bucket], strict=True):
-                finish(begun, here.to(run.pieces[0].weight.device))
+                finish(begun, squares.to(run.pieces[0].weight.device))
                 _round(run)
         else:
-            for run in self._made_ready(bucket, used, factor):
+            for run in self._made_ready(bucket, used, factor, gradient):
                 # Without torch's wrappers around `step`: they import torch._dynamo, and cost more than a small update.
                 inspect.unwrap(type(run.optimizer).step)(run.optimizer)
                 _round(run)
         self._tell_schedulers()
 
     @torch.no_grad()
-    def direct(self, bucket: int, *, used: Sequence[bool] | None = None, factor: float = 1.0) -> Tensor:
+    def direct(
+        self,
+        bucket: int,
+        *,
+        used: Sequence[bool] | None = None,
+        factor: float = 1.0,
+        gradient: Tensor | None = None,
+    ) -> Tensor:
         """The first half of a layer-wise update: float64 [slots, 2], see `layerwise.Begun.squares`."""
         begun = self._begun[bucket] = []
         device = self._user.param_groups[0]["params"][0].device
         total = torch.zeros(len(self._buckets[bucket].slots), 2, dtype=torch.float64, device=device)
-        for run in self._made_ready(bucket, used, factor):
+        for run in self._made_ready(bucket, used, factor, gradient):
             owners = [piece.slot for piece in run.pieces if piece.slot is not None]
             begun.append(begin(cast(Layerwise, run.optimizer), owners, num_parameters=len(total)))
             total += begun[-1].squares.to(device)
         return total
 
-    def _made_ready(self, bucket: int, used: Sequence[bool] | None, factor: float) -> Iterator["_Run"]:
+    def _made_ready(
+        self, bucket: int, used: Sequence[bool] | None, factor: float, whole: Tensor | None
+    ) -> Iterator["_Run"]:
         """The bucket's runs, one after the other, each with its options and gradients."""
         groups = self._user.param_groups if self._kept is None else self._kept
         theirs = {k: v for k, v in groups[self._buckets[bucket].group].items() if k != "params"}
@@ -255,15 +266,20 @@ class FlatOptimizer:
             for piece in run.pieces:
                 if self._prepare is not None:
                     self._prepare(bucket, piece.start, piece.stop, 1.0 if self.converts else factor)
-                if not run.has_slots:
-                    piece.weight.grad = _converted(piece, factor) if self.converts else _in_place(piece)
+                piece.weight.grad = self._gradient(piece, factor, whole)
                 if used is not None:
                     assert piece.slot is not None
                     if not used[piece.slot]:
                         piece.weight.grad = None
-                    elif run.has_slots:
-                        piece.weight.grad = piece.gradient
             yield run
+
+    def _gradient(self, piece: Piece, factor: float, whole: Tensor | None) -> Tensor | None:
+        """What a piece is updated with."""
+        if whole is not None:
+            return whole[piece.start : piece.stop]
+        if self.converts:
+            return _converted(piece, factor)
+        return _in_place(piece) if piece.is_in_place else piece.gradient
 
     def stretches(self, bucket: int, start: int, stop: int) -> dict[str, Any]:
         """The state of elements [start, stop) of a bucket as it lies: lists of consecutive tensors, scalars as floats.

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts.data import Gradients
+from fourfold.parts.step_hooks import StepHooks
 from fourfold.plan.data import life
 from fourfold.run.batch import Loss, Microbatch, call, measure
 from fourfold.run.deferred import Deferred
@@ -87,12 +88,14 @@ class Actions:
         self._sealed, self._in_last_round, self._num_ahead = False, not self._every_round, 0
         self._permitted = False
         self._met = False
+        self.is_hooked = False
+        """Whether the step has called hooks of the optimizer."""
         self.ahead: set[Action] = set()
         """What is done while another action runs: the updates in backward, and those in forward."""
         if self.deferred is not None:
             verbs, buckets = (Verb.UPDATE, Verb.GATHER), range(len(self._parts.parameters))
             self.ahead = {Action(verb, 0, bucket) for verb in verbs for bucket in buckets}
-        self._used: list[float] | None = None
+        self._used: Sequence[float] | None = None
         self._squares: Sequence[Tensor] | None = None
         self._seen: list[tuple[int, Tensor]] = []
         self.bad: str | None = None
@@ -106,6 +109,8 @@ class Actions:
 
     def end(self) -> None:
         """End a step that went well: the sums may be overwritten, unless updates that wait still need them."""
+        if self.is_hooked and self._parts.hooks is not None:
+            self._parts.hooks.after()
         if self.deferred is None:
             self._parts.transport.close()
         else:
@@ -368,12 +373,22 @@ class Actions:
             assert self.totals is not None
             self._parts.local.learned(self._own_count, self.totals.count)
             self._learned = True
+        if not self.is_hooked and self._parts.hooks is not None and self._parts.hooks.is_any:
+            self._call_pre_hooks(self._parts.hooks)
         self._move(bucket, Terms(self._factor, self._used, self._squares))
+
+    def _call_pre_hooks(self, hooks: StepHooks) -> None:
+        """Before the first update of a step: the hooks see all gradients as the update will use them."""
+        self._complete_all()
+        factor = 1.0 if self._scales_sums else self._factor
+        self._used = hooks.before(self._parts.transport, self._used, factor)
+        self.is_hooked = True
 
     def _move(self, bucket: int, terms: Terms) -> None:
         squares = None if terms.squares is None else terms.squares[bucket]
         used = self._used_in(bucket, terms.used)
-        self._parts.optimizer.update(bucket, used=used, factor=terms.factor, squares=squares)
+        gradient = None if self._parts.hooks is None else self._parts.hooks.gradients[bucket]
+        self._parts.optimizer.update(bucket, used=used, factor=terms.factor, squares=squares, gradient=gradient)
         # Autograd then refuses activations saved with the old weights, instead of computing with the new ones.
         torch.autograd.graph.increment_version(self._parts.parameters[bucket])
 

@@ -18,17 +18,21 @@ from torch import Tensor, nn
 from fourfold.parts import codec, comm, data, local, lowered, memory, optim
 from fourfold.parts.in_place import InPlace
 from fourfold.parts.masters import Policy, host_of
+from fourfold.parts.options import Options
+from fourfold.parts.step_hooks import StepHooks
 from fourfold.plan.data import RESTS, Bucket, Rest, Spec, Step, fill, limit, lower, turns
 from fourfold.plan.memory import is_in_place
 from fourfold.plan.order import Stretch
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import Scale, computed, reduced
 from fourfold.plan.rng import seed_of
+from fourfold.run import drift
 from fourfold.run.actions import Actions
 from fourfold.run.batch import Microbatch, call, cut, evaluating, mapped, measure
 from fourfold.run.guard import Guard
 from fourfold.run.metrics import Metrics
 from fourfold.run.outline import outline
+from fourfold.run.own_optimizer import Unchanged, refuse_own
 from fourfold.run.parts import Parts
 from fourfold.run.refuse import compare, refuse, refuse_for, refuse_optimizer
 from fourfold.run.remembered import Remembered
@@ -36,10 +40,11 @@ from fourfold.run.runtime import Runtime
 from fourfold.run.same_batches import SameBatches, fingerprint
 from fourfold.run.sequence import Tokens, pair
 from fourfold.run.sequence.alike import unlike
+from fourfold.run.settings import DRIFT_CHECK, is_due
 from fourfold.run.state import State, copied
 from fourfold.run.weights import Weights, trainable_of
 from fourfold.words.action import LOSS, Action
-from fourfold.words.errors import Problem, TaskError, TrainingError
+from fourfold.words.errors import DivergenceError, OptimizerError, Problem, TaskError, TrainingError
 from fourfold.words.layout import SPLIT
 from fourfold.words.spans import Recorder
 from fourfold.words.task import Task
@@ -56,6 +61,7 @@ def parallelize(
     seed: int = 0,
     skip_nan: int = 0,
     same_batches: str = "refuse",
+    drift_check: int = DRIFT_CHECK,
 ) -> "TrainStep":
     """Lay one training step over the ranks of the plan. Collective. Without a plan, all ranks are data ranks.
 
@@ -67,6 +73,8 @@ def parallelize(
     may be left out because the global loss, or with `clip` the norm, is not finite; the next one raises TrainingError.
     Steps raise TaskError where all data ranks give the same batches, three different ones in a row, unless
     `same_batches="allow"`; batches of a `Feed` are never the same.
+    After every `drift_check` steps, ranks compare the weights that several of them hold (0: never), and raise
+    DivergenceError where these differ.
 
     Raises PlanError, OptimizerError or TaskError where the plan cannot be carried out.
     """
@@ -75,7 +83,8 @@ def parallelize(
     refuse(model, plan, ranks, clip=clip)
     _set_threads(ranks)
     torch.manual_seed(seed_of(seed, plan.mesh.at(ranks.rank)["dp"]))
-    options = {"clip": clip, "skip_nan": skip_nan, "seed": seed, "same_batches": same_batches}
+    options = {"clip": clip, "skip_nan": skip_nan, "seed": seed}
+    options |= {"same_batches": same_batches, "drift_check": drift_check}
     return TrainStep(model.to(ranks.device), loss, optimizer, plan=plan, ranks=ranks, **options)
 
 
@@ -101,16 +110,20 @@ class TrainStep:
         skip_nan: int = 0,
         seed: int = 0,
         same_batches: str = "refuse",
+        drift_check: int = DRIFT_CHECK,
     ) -> None:
         self.model, self.plan, self._loss, self._ranks = model, plan, loss, ranks
         self.optimizer = optim.build(optimizer, list(model.parameters()))
         refuse_optimizer(self.optimizer, plan)
+        refuse_own(self.optimizer, plan)
+        self._unchanged = Unchanged(self.optimizer, plan)
         trainable = trainable_of(model)
         own = data.specs(trainable, optim.groups(self.optimizer, trainable))
         shapes = {name: list(p.shape) for name, p in trainable.items()}
         self._same_batches = SameBatches(same_batches, num_data_ranks=plan.dp, speaks=ranks.rank == 0)
-        options = {"clip": clip, "skip_nan": skip_nan, "same_batches": same_batches}
-        compare(ranks, own, shapes, plan=plan, options=options)
+        options = {"clip": clip, "skip_nan": skip_nan, "same_batches": same_batches, "drift_check": drift_check}
+        compare(ranks, own, shapes, plan=plan, options=options, optimizer=self.optimizer)
+        self._options = Options(self.optimizer)
         # A split over one rank is whole.
         rest = RESTS[plan.zero if plan.num_shares > 1 else 0]
         split = rest.state == SPLIT
@@ -135,12 +148,12 @@ class TrainStep:
         if apart is not None:
             outer = local.Outer(plan.outer_lr, plan.outer_momentum)
             self._local = local.Local(self._weights.flats, self.buckets, apart, outer)
+        by_slot = allow_unused or layerwise
         if in_place is not None:
             self._gradients = in_place
             pieces = in_place.pieces(self._weights.flats, self.buckets)
         else:
             self._gradients = data.Gradients(trainable, self.buckets, self._transport, allow_unused=allow_unused)
-            by_slot = allow_unused or layerwise
             pieces = data.pieces(self._weights, self.buckets, self._transport, by_slot=by_slot, cut=split)
         prepare = self._transport.take if split else None
         flat = optim.FlatOptimizer(self.optimizer, self.buckets, pieces, prepare=prepare)
@@ -150,6 +163,8 @@ class TrainStep:
         # What gradients are divided by: of all ranks, or of one, if each learns by itself.
         self._sharing = plan.dp if self._local is not None else 1
         self._scale = Scale() if plan.precision == "fp16" else None
+        in_grad = in_place is not None
+        hooks = StepHooks(self.optimizer, self.buckets, by_bucket, in_place=in_grad, by_slot=by_slot)
         parts = Parts(
             self._gradients,
             self._transport,
@@ -159,6 +174,7 @@ class TrainStep:
             rest,
             self._weights.gathered,
             self._local,
+            hooks,
             self._scale,
         )
         self._actions = Actions(
@@ -173,6 +189,7 @@ class TrainStep:
         self._tokens = Tokens(model, loss, plan, ranks, seed=seed) if plan.sp > 1 else None
         self._runtime = Runtime(self._actions)
         self._guard = Guard(ranks, model, limit=skip_nan)
+        self._drift = drift.Drift(ranks, drift_check)
         self._outline = Step(
             plan.microbatches,
             len(self.buckets),
@@ -253,7 +270,9 @@ class TrainStep:
         """
         begin, (waited, sent) = time.perf_counter(), self._traffic()
         samples = getattr(batch, "samples", None)
-        self._transport.enter(_name(f"step {self.steps + 1}", samples))
+        self._refuse_changes()
+        call = _name(f"step {self.steps + 1}", samples)
+        self._transport.enter(comm.with_options(call, self._options.text()))
         self._weights.check()
         watches = self._same_batches.is_watching and samples is None
         if not self._recorded or watches:
@@ -267,12 +286,16 @@ class TrainStep:
         program = self.program_apart if (self.steps + 1) % self.plan.period else self.program
         with self._reading(batch, self.plan.microbatches) as microbatches:
             self._runtime.run(program, microbatches)
+        if self._actions.is_hooked:
+            self._weights.check()  # a hook may have given parameters other storage
         totals = self._actions.totals
         assert totals is not None
         self._num_calls, self.steps = self._num_calls + 1, self.steps + 1
         if self.device.type == "cpu":
             _mind_memory(self._num_calls)
         skipped = self._guard.judge(self._actions, self.steps, samples)
+        if is_due(self.steps, self._drift.every, self.plan.period):
+            self._drift.compare(list(self._held()), f"after step {self.steps}")
         if not self._recorded and skipped is None:
             self._record(self._ranks.exchange(self._gradients.completion_order)[0], totals.count / self._sharing)
         return Metrics(
@@ -378,6 +401,32 @@ class TrainStep:
         self._enter("exchange()")
         self._transport.agree()
         return self._ranks.exchange(value)
+
+    def check_drift(self) -> None:
+        """Compare the weights that several ranks hold now, as `drift_check` does every so many steps. Collective.
+
+        Raises DivergenceError, on every rank, where they differ in a bit, and TrainingError between meetings of local
+        steps.
+        """
+        self._enter("check_drift()")
+        self._transport.agree()
+        self._actions.settle()
+        self._refuse_apart()
+        self._drift.compare(list(self._held()), f"after step {self.steps}")
+
+    def _held(self) -> Iterator[drift.Held]:
+        """The weights in this rank's own memory."""
+        weights, gathered, shares = self._weights, self._weights.gathered is not None, self._state.shares
+        for name, parameter in self.model.named_parameters():
+            if name not in weights.trainable:
+                yield drift.Held(drift.FROZEN, name, 0, parameter)
+            elif gathered:
+                yield drift.Held(drift.WEIGHTS, name, shares[name][0], weights.home(name))
+            elif self._transport.weights is None or self._transport.writes:
+                yield drift.Held(drift.WEIGHTS, name, 0, parameter)
+            if name in weights.masters.names:
+                start = shares[name][0] if weights.masters.is_split else 0
+                yield drift.Held(drift.MASTERS, name, start, weights.masters.stretch(name))
 
     @contextlib.contextmanager
     def edit(self) -> Iterator[nn.Module]:
@@ -524,6 +573,19 @@ class TrainStep:
         ways = (self._transport, *(self._tokens.links if self._tokens is not None else ()))
         return Traffic(sum(way.waiting_seconds for way in ways), sum(way.sent_bytes for way in ways))
 
+    def _refuse_changes(self) -> None:
+        """Raise OptimizerError where the optimizer has since the build what an update would leave out."""
+        problems = self._unchanged.problems()
+        if not problems:
+            return
+        self._transport.enter(f"step {self.steps + 1}, which its optimizer cannot do")
+        error = OptimizerError(problems, where="the optimizer")
+        try:
+            self._transport.agree()
+        except DivergenceError as divergence:
+            raise error from divergence  # the other ranks have no such problem, and raise DivergenceError
+        raise error
+
     def _enter(self, call: str, samples: Stretch | None = None) -> None:
         self._transport.enter(_name(f"{call} after step {self.steps}", samples))
 
@@ -580,7 +642,9 @@ def check(task: Task, plan: Plan) -> None:
     model = outline(task)
     refuse_for(model, plan, clip=task.clip)
     comm.refuse_impossible(plan.transport, "cuda" if torch.cuda.is_available() else "cpu")
-    refuse_optimizer(optim.build(task.optimizer, list(model.parameters())), plan)
+    optimizer = optim.build(task.optimizer, list(model.parameters()))
+    refuse_optimizer(optimizer, plan)
+    refuse_own(optimizer, plan)
 
 
 def _mind_memory(num_steps: int) -> None:

@@ -15,10 +15,14 @@ from torch import Tensor, nn
 
 from fourfold.parts import comm, data
 from fourfold.parts.grad_hooks import register_last
+from fourfold.parts.optim import groups
+from fourfold.parts.options import Options
 from fourfold.plan.data import fill, limit, turns
 from fourfold.plan.plan import Plan
+from fourfold.run import drift
 from fourfold.run.refuse import compare, refuse
 from fourfold.run.same_batches import Inputs, SameBatches
+from fourfold.run.settings import DRIFT_CHECK, is_due
 from fourfold.run.spread import spread
 from fourfold.run.unreduced import Reduced, Unreduced
 from fourfold.run.weights import trainable_of
@@ -60,6 +64,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         *,
         same_batches: str = "refuse",
         ranks: comm.Ranks | None = None,
+        drift_check: int = DRIFT_CHECK,
     ) -> None:
         # The state, the groups and the hooks are the wrapped optimizer's: see __getattr__.
         self._optimizer, self._model, self._ranks = optimizer, model, ranks or comm.join()
@@ -78,9 +83,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise OptimizerError(Problem(got, "one kind of device", f'model.to("{self._ranks.device.type}") first'))
         shapes = {name: list(p.shape) for name, p in trainable.items()}
         self._same_batches = SameBatches(same_batches, num_data_ranks=plan.dp, speaks=self._ranks.rank == 0)
-        options = {"same_batches": same_batches}
-        compare(self._ranks, data.specs(trainable, {}), shapes, plan=plan, options=options)
+        grouped = data.specs(trainable, dict.fromkeys(trainable, -1) | groups(optimizer, trainable))
+        options = {"same_batches": same_batches, "drift_check": drift_check}
+        compare(self._ranks, grouped, shapes, plan=plan, options=options, optimizer=optimizer)
         self._inputs = Inputs(model if self._same_batches.is_watching else None)
+        self._options, self._drift, self._num_compared = Options(optimizer), drift.Drift(self._ranks, drift_check), 0
         self._broadcast_model(source=0)
         self._syncing, self._backward = True, NO_BACKWARD
         self._num_backwards = self._num_steps = 0
@@ -162,7 +169,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _begin_round(self, *, has_data: bool) -> None:
         self._num_backwards += 1
         if self._joining is None:
-            self._transport.enter(f"backward {self._num_backwards} after {self._num_steps} steps of the optimizer")
+            call = f"backward {self._num_backwards} after {self._num_steps} steps of the optimizer"
+            self._transport.enter(comm.with_options(call, self._options.text()))
         else:
             self._transport.enter(f"backward {self._num_backwards}, within join()")
             self._transport.measure(ACTIVE, torch.tensor([float(has_data)], dtype=torch.float64))
@@ -171,8 +179,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """How many ranks have data in this round. Raises DivergenceError where ranks are not in the same one."""
         if self._joining is None:
             self._transport.agree()
+            self._check_drift()
             return self._ranks.size
         return round(self._transport.measured(ACTIVE)[0])
+
+    def _check_drift(self) -> None:
+        """In the first backward after every so many steps: then all ranks are known to have done as many."""
+        if self._num_steps > self._num_compared and is_due(self._num_steps, self._drift.every, 1):
+            self._num_compared = self._num_steps
+            self._drift.compare(list(drift.held_of_model(self._model)), f"after step {self._num_steps}")
 
     def _reduce(self, active: int) -> list[float]:
         """Slots become the mean over ranks; how many ranks have each gradient."""

@@ -17,6 +17,7 @@ from fourfold.parts.gathered import Gathered
 from fourfold.parts.in_place import InPlace
 from fourfold.parts.local import Local
 from fourfold.parts.optim import FlatOptimizer
+from fourfold.parts.step_hooks import StepHooks
 from fourfold.plan.data import Rest
 from fourfold.plan.precision import Scale
 
@@ -36,6 +37,8 @@ class Parts(NamedTuple):
     """Where weights rest split among ranks that do not share memory."""
     local: Local | None = None
     """Where ranks take steps of their own: what brings them together."""
+    hooks: StepHooks | None = None
+    """The step hooks of the user's optimizer, where they can be called."""
     scale: Scale | None = None
     """What the loss is multiplied by, where gradients have few numbers near 0."""
 

@@ -18,6 +18,7 @@ from fourfold.words.errors import Problem, SettingError
 from fourfold.words.task import Task
 
 Identity = Mapping[str, Any]
+DRIFT_CHECK = 1000  # steps: a check takes about as long as the least step, so less than 0.1 % (docs/measured.md)
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Settings:
     ema: float | None = None
     init: str | None = None
     skip_nan: int = 0
+    drift_check: int = DRIFT_CHECK
     rates: Rates | None = None
     training: Mapping[str, Any] = field(default_factory=dict)
     """Of the plan: what makes another training of it."""
@@ -60,6 +62,8 @@ def settings_of(task: Task, **given: Any) -> Settings:
         problems.append(Problem(f"checkpoint_every = {settings.checkpoint_every}", "a number of steps, or 0 for never"))
     if settings.skip_nan < 0:
         problems.append(Problem(f"skip_nan = {settings.skip_nan}", "a number of steps, or 0 for none"))
+    if settings.drift_check < 0:
+        problems.append(Problem(f"drift_check = {settings.drift_check}", "a number of steps, or 0 for never"))
     if settings.ema is not None and not 0 < settings.ema < 1:
         problems.append(Problem(f"ema = {settings.ema}", "more than 0, less than 1", "ema=0.999"))
     if problems:

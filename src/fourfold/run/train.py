@@ -31,7 +31,7 @@ from fourfold.run.checkpoint.read import load_weights
 from fourfold.run.checkpoint.state import Trained
 from fourfold.run.late import Lateness
 from fourfold.run.pulse import Pulse
-from fourfold.run.settings import Settings, factors, is_due, refuse_steps, settings_of, told_late
+from fourfold.run.settings import DRIFT_CHECK, Settings, factors, is_due, refuse_steps, settings_of, told_late
 from fourfold.run.speaker import WINDOW, Report, Result, Speaker
 from fourfold.run.trace import EVERY, Tracing
 from fourfold.words.errors import INTERRUPT_CODE, PeerError, Problem, StoppedError, TrainingError
@@ -58,6 +58,7 @@ def train(
     ema: float | None = None,
     init: str | None = None,
     skip_nan: int = 0,
+    drift_check: int = DRIFT_CHECK,
     rates: Rates | None = None,
     report: Report | None = None,
 ) -> Result:
@@ -72,8 +73,9 @@ def train(
     `checkpoint_every` counts steps; 0 saves never, otherwise the last step and every new best validation loss are
     saved too. `ema` keeps an average of the weights, which is evaluated, sampled from and saved. `init` is a plain
     safetensors file of weights to begin with. `skip_nan` steps in a row may be left out because the loss, or the norm
-    where `clip` measures one, is not finite; they are told in faults.jsonl. `rates` scales the learning rate to the
-    batch, warms it up and lets it fall; without it the rate follows the task's schedule. `report` hears of the
+    where `clip` measures one, is not finite; they are told in faults.jsonl. After every `drift_check` steps, and after
+    the last, ranks compare the weights that several of them hold; 0 never does. `rates` scales the learning rate to
+    the batch, warms it up and lets it fall; without it the rate follows the task's schedule. `report` hears of the
     progress on rank 0.
 
     With `sync = "local"` all of these wait for the next step after which ranks have the same weights, and the average
@@ -88,7 +90,7 @@ def train(
     given = {"steps": steps, "batch_size": batch_size, "clip": clip, "seed": seed, "evaluate_every": evaluate_every}
     given |= {"trace_every": trace_every, "name": name, "folder": folder, "label": label, "spec": spec, "extra": extra}
     given |= {"checkpoint_every": checkpoint_every, "ema": ema, "init": init, "skip_nan": skip_nan, "rates": rates}
-    given |= {"training": plan.training}
+    given |= {"training": plan.training, "drift_check": drift_check}
     settings = settings_of(task, **given)
     refuse_steps(settings.steps, plan)
     torch.manual_seed(settings.seed)
@@ -97,6 +99,7 @@ def train(
     if settings.init is not None:
         load_weights(model, Path(settings.init))
     kept = {"clip": settings.clip, "seed": settings.seed, "skip_nan": settings.skip_nan}
+    kept |= {"drift_check": settings.drift_check}
     step = parallelize(model, task.loss, task.optimizer, plan, **kept)
     feed = Feed(data.train, plan, batch_size=settings.batch_size, seed=settings.seed)
     trained = Trained(step, feed, None if settings.ema is None else Average(step.shares_of_weights, settings.ema))
@@ -113,8 +116,8 @@ def train(
             tracing = Tracing(step, every=settings.trace_every, folder=speaker.path, note=speaker.note)
             beats.resumed(progress.step)
             run = Training(task, trained, settings, speaker, keeper, tracing, data.valid, beats)
-            world = World(rank=step.rank, size=plan.mesh.size)
-            stopping = asked_to_stop(beats, Path(speaker.opened.path), world, limit=limit)
+            here = World(rank=step.rank, size=plan.mesh.size)
+            stopping = asked_to_stop(beats, Path(speaker.opened.path), here, limit=limit)
             with stopping as asked, _telling_when(step, speaker, beats):
                 progress = run.steps(progress, asked)
                 seconds = time.perf_counter() - begin
@@ -252,6 +255,8 @@ class Training:
         """The last evaluation, the last checkpoint, and what is told of the run."""
         step, _, average = self.trained
         step.flush()
+        if self.settings.drift_check:
+            step.check_drift()
         progress = self.evaluate(progress)
         self.pulse.done()
         if self.settings.checkpoint_every and self.keeper.saved_step != progress.step:

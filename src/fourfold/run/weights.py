@@ -163,6 +163,10 @@ class Weights:
         """What this rank has of a trainable parameter's precise weights, as it lies: flat, or the parameter."""
         if name in self.masters.names:
             return self.masters.stretch(name)
+        return self.home(name)
+
+    def home(self, name: str) -> Tensor:
+        """What the model computes with of a trainable parameter, as it rests here: flat, or the parameter."""
         return self.trainable[name].detach() if self.gathered is None else self.gathered.stretch(name)
 
     @property

@@ -104,7 +104,7 @@ class StoppedError(FourfoldError):
 
 
 class DivergenceError(FourfoldError):
-    """Ranks are in different calls: what each waits for will not come, or is another's."""
+    """Ranks are in different calls, with other options of the optimizer, or replicas of their weights differ."""
 
     exit_code = 1
 

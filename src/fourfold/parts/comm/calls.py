@@ -1,6 +1,7 @@
 """Calls: which collective call each rank is in, told beside what the call sums.
 
-call   one collective call of a program: its name and its step, such as "evaluate() after step 6"
+call   one collective call of a program: its name and its step, such as "evaluate() after step 6"; a step's call also
+       carries the optimizer's options on a second line (see `parts.options`)
 board  where the ranks of a host write their calls, by turns, so that a rank that is ahead overwrites nothing
 tag    48 bits of a call's hash; as a float64 it is exact
 Law: no weight is changed and nothing is returned before all ranks are known to be in the same call.
@@ -8,11 +9,12 @@ Law: no weight is changed and nothing is returned before all ranks are known to 
 
 import hashlib
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
+from fourfold.parts.options import ABSENT, parsed
 from fourfold.words.errors import DivergenceError, Problem
 
-CALL_BYTES = 128
+CALL_BYTES = 512
 TURNS = 64  # how many calls a rank may be ahead of another and still be compared: some calls wait for nobody
 BOARD_BYTES = CALL_BYTES * TURNS
 
@@ -42,11 +44,11 @@ class Board:
                 raise self._diverged(number, counts)
 
     def _diverged(self, number: int, counts: Sequence[int]) -> DivergenceError:
-        calls = {}
-        for peer, count in enumerate(counts):
-            call = decode(self._read(peer, min(number, count))) if count else "nothing"
-            calls[self._ranks[peer]] = call if count >= number else f"{call} and has come no further"
-        return diverged(calls)
+        calls = {
+            self._ranks[peer]: decode(self._read(peer, min(number, count))) if count else "nothing"
+            for peer, count in enumerate(counts)
+        }
+        return diverged(calls, behind=[self._ranks[peer] for peer, count in enumerate(counts) if count < number])
 
     def _read(self, index: int, number: int) -> bytes:
         place = self._place(index, number)
@@ -69,20 +71,53 @@ def tag(call: str) -> float:
     return float(int.from_bytes(hashlib.blake2b(call.encode(), digest_size=6).digest(), "little"))
 
 
-def diverged(calls: Mapping[int, str]) -> DivergenceError:
-    """The error that says which ranks are in which call."""
-    by_call: dict[str, list[int]] = {}
+def with_options(call: str, options: str) -> str:
+    """The call, carrying what `parts.options.Options.text` says."""
+    return f"{call}\n{options}"
+
+
+def diverged(calls: Mapping[int, str], *, behind: Collection[int] = ()) -> DivergenceError:
+    """The error that says which ranks are in which call; ranks `behind` have not begun theirs yet."""
+    names, options = {}, {}
     for rank, call in calls.items():
-        by_call.setdefault(call, []).append(rank)
-    # The fewest first: they are most likely the ones that went astray.
-    rows = sorted(by_call.items(), key=lambda row: (len(row[1]), row[1]))
-    got = "; ".join(f"{_some(ranks)} at {call}" for call, ranks in rows)
+        name, _, text = call.partition("\n")
+        names[rank] = f"{name} and has come no further" if rank in behind else name
+        if rank not in behind:
+            options[rank] = text
+    if len({names[rank] for rank in options}) == 1 and len(set(options.values())) > 1:
+        return _other_options(names[next(iter(options))], options)
+    rows = _by_text(names)
+    got = "; ".join(f"{_some(ranks, 'is', 'are')} at {call}" for call, ranks in rows)
     attempt = "no step, evaluation or exchange that one rank alone does or leaves out"
     return DivergenceError(Problem(got, "every rank in the same call", attempt), where="the calls of the ranks")
 
 
-def _some(ranks: Sequence[int]) -> str:
+def _other_options(call: str, options: Mapping[int, str]) -> DivergenceError:
+    """Ranks are in the same call, with different options of the optimizer: each option that differs, and its values."""
+    by_rank = {rank: parsed(text) for rank, text in options.items()}
+    need, attempt = "the same options on every rank", "the same arguments, schedule and edits of them on every rank"
+    problems = []
+    for option in dict.fromkeys(name for of in by_rank.values() for name in of):
+        rows = _by_text({rank: of.get(option, ABSENT) for rank, of in by_rank.items()})
+        if len(rows) > 1:
+            told = "; ".join(f"{_some(ranks, 'has', 'have')} {values}" for values, ranks in rows)
+            problems.append(Problem(f"{option}: {told}", need, attempt))
+    if not problems:  # a call has no room for all: the digest at its beginning tells
+        told = "; ".join(f"{_some(ranks, 'has', 'have')} {text.split()[0]}" for text, ranks in _by_text(options))
+        problems.append(Problem(f"options that are too long to show, by digest: {told}", need, attempt))
+    return DivergenceError(problems, where=f"the options of the optimizer at {call}")
+
+
+def _by_text(texts: Mapping[int, str]) -> list[tuple[str, list[int]]]:
+    """The ranks of each text; the fewest first: they are most likely the ones that went astray."""
+    found: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        found.setdefault(text, []).append(rank)
+    return sorted(found.items(), key=lambda row: (len(row[1]), row[1]))
+
+
+def _some(ranks: Sequence[int], one: str, many: str) -> str:
     """`rank 1 is`, `ranks 0, 2 and 3 are`."""
     if len(ranks) == 1:
-        return f"rank {ranks[0]} is"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} are"
+        return f"rank {ranks[0]} {one}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} {many}"

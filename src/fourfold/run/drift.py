@@ -1,0 +1,197 @@
+"""Drift: whether the ranks that hold the same weights still do.
+
+replica  what several ranks hold alike: all weights at zero 0, one shard in hybrid sharding, all frozen weights
+held     a tensor of weights in this rank's own memory; weights that exist once per host are held by its first rank
+Law: replicas that differ in one bit are found at the next check, and every rank names the first parameter. Between
+machines that may round differently this is a warning, with the size of the difference.
+"""
+
+import hashlib
+import json
+import math
+import platform
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.parts.comm import Ranks
+from fourfold.parts.fingerprint import fingerprints
+from fourfold.parts.uses import unwatched
+from fourfold.words.errors import DivergenceError, Problem, SettingError
+
+WEIGHTS, MASTERS, FROZEN = KINDS = ("weights", "master weights", "frozen weights")
+
+
+class Held(NamedTuple):
+    """What this rank holds of a parameter: elements [start, start + n) of its flattened form."""
+
+    kind: str
+    name: str
+    start: int
+    tensor: Tensor
+
+    @property
+    def place(self) -> list[Any]:
+        """What two replicas have in common, whatever their values."""
+        dtype = str(self.tensor.dtype).removeprefix("torch.")
+        return [self.kind, self.name, self.start, self.tensor.numel(), dtype]
+
+
+class _Difference(NamedTuple):
+    """The first parameter that differs, and the ranks by what they hold of it, the most first."""
+
+    place: Sequence[Any]
+    ranks: Sequence[Sequence[int]]
+    num_more: int
+
+
+class Drift:
+    """Compares the weights of the ranks, after every `every` steps; 0: never."""
+
+    def __init__(self, ranks: Ranks, every: int) -> None:
+        if every < 0:
+            raise SettingError(Problem(f"drift_check = {every}", "a number of steps, or 0 for never"))
+        self.every = every if ranks.size > 1 else 0
+        self._ranks, self._told_size = ranks, 0.0
+
+    def compare(self, held: Sequence[Held], when: str) -> None:
+        """Raise DivergenceError, on every rank, where replicas differ. Collective: one exchange where they do not.
+
+        Where the ranks that differ are of unlike machines, rank 0 warns instead.
+        """
+        with unwatched():
+            found = fingerprints([each.tensor for each in held])
+        rows = [_digests(held, found, kind) for kind in KINDS]
+        if not _any_differ(self._ranks.exchange(rows)):
+            return
+        everyone = self._ranks.exchange([[each.place, number] for each, number in zip(held, found, strict=True)])
+        difference = _first(everyone)
+        assert difference is not None, "digests differ, fingerprints do not"
+        size, largest = self._measure(held, difference)
+        machines = self._ranks.exchange(machine(self._ranks))
+        text = _told(difference, size, largest)
+        if _is_rounding(difference, machines):
+            self._warn(text, size, machines, when)
+            return
+        need = "the same bits on every rank that holds a weight"
+        attempt = "the same seeds, hooks and edits on every rank; weights changed by hand inside step.edit()"
+        raise DivergenceError(Problem(text, need, attempt), where=f"the weights {when}")
+
+    def _measure(self, held: Sequence[Held], difference: _Difference) -> tuple[float, float]:
+        """The largest difference between replicas of a parameter, and its largest weight. Collective."""
+        mine = next((each.tensor for each in held if each.place == list(difference.place)), None)
+        source = difference.ranks[0][0]
+        if self._ranks.rank == source and mine is not None:
+            other = mine.detach().reshape(-1).to(self._ranks.device, copy=True)
+        else:
+            _, _, _, numel, dtype = difference.place
+            other = torch.zeros(numel, dtype=getattr(torch, dtype), device=self._ranks.device)
+        self._ranks.broadcast(other, source)
+        found = [0.0, 0.0]
+        if mine is not None:
+            wide = torch.complex128 if mine.is_complex() else torch.float64  # frozen weights may be of small integers
+            own, other = mine.detach().reshape(-1).to(other.device, wide), other.to(wide)
+            found = [(own - other).abs().max().item(), own.abs().max().item()]
+        told = self._ranks.exchange([str(number) for number in found])  # texts: NaN is no JSON
+        sizes, weights = ([float(row[column]) for row in told] for column in range(2))
+        return _largest(sizes), _largest(weights)
+
+    def _warn(self, text: str, size: float, machines: Sequence[str], when: str) -> None:
+        if size < 10 * self._told_size:
+            return
+        self._told_size = size
+        if self._ranks.rank == 0:
+            kinds = " / ".join(sorted(set(machines)))
+            then = "told again when it has grown tenfold"
+            warnings.warn(
+                f"weights differ {when}: {text}. These ranks' machines may round differently ({kinds}); {then}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def held_of_model(model: nn.Module) -> Iterator[Held]:
+    """What a rank holds of a model whose weights are all in its own memory."""
+    for name, parameter in model.named_parameters():
+        yield Held(WEIGHTS if parameter.requires_grad else FROZEN, name, 0, parameter)
+
+
+def machine(ranks: Ranks) -> str:
+    """What decides how this rank's updates round: ranks for which it is the same give the same bits."""
+    if ranks.device.type == "cuda":
+        return f"{torch.cuda.get_device_name(ranks.device)}, torch {torch.__version__}"
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{_processor()}, {capability}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _digests(held: Sequence[Held], found: Sequence[int], kind: str) -> list[str]:
+    """Of one kind: which places this rank holds, and what it has there."""
+    mine = [(each.place, number) for each, number in zip(held, found, strict=True) if each.kind == kind]
+    parts = [place for place, _ in mine], [number for _, number in mine]
+    return [hashlib.blake2b(json.dumps(part).encode(), digest_size=8).hexdigest() for part in parts]
+
+
+def _any_differ(everyone: Sequence[Sequence[Sequence[str]]]) -> bool:
+    """Whether ranks that hold the same places have something else there."""
+    for kind in range(len(KINDS)):
+        values: dict[str, set[str]] = {}
+        for row in everyone:
+            places, found = row[kind]
+            values.setdefault(places, set()).add(found)
+        if any(len(each) > 1 for each in values.values()):
+            return True
+    return False
+
+
+def _first(everyone: Sequence[Sequence[Any]]) -> _Difference | None:
+    """The first difference, in the order in which the first rank that holds it has its parameters."""
+    by_place: dict[str, dict[int, list[int]]] = {}
+    for rank, row in enumerate(everyone):
+        for place, number in row:
+            by_place.setdefault(json.dumps(place), {}).setdefault(number, []).append(rank)
+    differing = [(place, ranks) for place, ranks in by_place.items() if len(ranks) > 1]
+    if not differing:
+        return None
+    place, ranks = differing[0]
+    # The most first: they are most likely right.
+    groups = sorted(ranks.values(), key=lambda some: (-len(some), some))
+    return _Difference(json.loads(place), groups, len(differing) - 1)
+
+
+def _told(difference: _Difference, size: float, largest: float) -> str:
+    kind, name = difference.place[:2]
+    which = name if kind == WEIGHTS else f"{name} ({kind})"
+    reference, *others = difference.ranks
+    differ = "; ".join(f"{_some(ranks, 'differs', 'differ')} from {_some(reference)}" for ranks in others)
+    more = f"; so do {difference.num_more} more" if difference.num_more else ""
+    return f"{which}: {differ} by at most {size:.3g}, where weights reach {largest:.3g}{more}"
+
+
+def _some(ranks: Sequence[int], one: str = "", many: str = "") -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} {one}".rstrip()
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} {many}".rstrip()
+
+
+def _is_rounding(difference: _Difference, machines: Sequence[str]) -> bool:
+    """Whether no two ranks of one kind of machine differ."""
+    groups: dict[str, set[int]] = {}
+    for number, ranks in enumerate(difference.ranks):
+        for rank in ranks:
+            groups.setdefault(machines[rank], set()).add(number)
+    return all(len(each) == 1 for each in groups.values())
+
+
+def _largest(numbers: Sequence[float]) -> float:
+    return float("nan") if any(math.isnan(number) for number in numbers) else max(numbers)

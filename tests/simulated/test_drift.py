@@ -1,0 +1,334 @@
+"""Laws of the drift check: replicas that differ in one bit are found, and named. Ranks are threads."""
+
+import dataclasses
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fourfold.parts import fingerprint
+from fourfold.parts.fingerprint import fingerprints, on_device
+from fourfold.plan.plan import Plan
+from fourfold.run import drift
+from fourfold.run import train as train_module
+from fourfold.run.build import TrainStep
+from fourfold.run.optimizer import DistributedOptimizer
+from fourfold.run.settings import DRIFT_CHECK
+from fourfold.testing import threads
+from fourfold.words.errors import DivergenceError, SettingError
+from fourfold.words.task import Data, Task
+from tests.training import Case, batches, local, loss, model, optimizer
+
+CASE = Case(batch_sizes=(12, 12, 12, 12, 12), bucket_bytes=1500)
+FIRST = "first.weight"
+
+
+def build(case: Case, ranks: Any, *, every: int = 2) -> TrainStep:
+    return TrainStep(
+        model(case.model),
+        loss(case),
+        optimizer(case),
+        plan=case.plan(ranks.size),
+        ranks=ranks,
+        clip=case.clip,
+        drift_check=every,
+    )
+
+
+def train(case: Case, step: TrainStep, steps: range) -> None:
+    for number in steps:
+        step(local(batches(case)[number], step.plan.dp, step.data_index))
+
+
+@torch.no_grad()
+def disturb(step: TrainStep, name: str) -> None:
+    """Change the last bit of the first element that this rank holds of a weight."""
+    weight = step.shares_of_weights[name].reshape(-1)
+    weight[:1] = torch.nextafter(weight[:1], torch.full_like(weight[:1], 9.0))
+
+
+# How, ranks, hosts, the rank that strays, the ranks that it is compared with.
+HOW: dict[str, tuple[dict[str, Any], int, int, int, str]] = {
+    "shared memory": ({}, 3, 1, 1, "rank 1 .*ranks 0 and 2"),
+    "gloo": ({"transport": "gloo"}, 2, 1, 1, "rank 1 .*rank 0"),
+    "hosts": ({}, 4, 2, 3, "rank 3 .*ranks 0, 1 and 2"),
+    "zero 1": ({"zero": 1, "transport": "gloo"}, 3, 1, 2, "rank 2 .*ranks 0 and 1"),
+    "zero 2, hosts": ({"zero": 2}, 4, 2, 2, "rank 2 .*rank 0"),
+    "zero 3, hybrid": ({"zero": 3, "shard": 2, "transport": "gloo"}, 4, 1, 2, "rank 2 .*rank 0"),
+    "master weights": ({"precision": "bf16", "model": "lm", "batch_sizes": (4,) * 5}, 2, 1, 1, "rank 1 .*rank 0"),
+    "local steps": ({"sync": "local", "local_steps": 2}, 3, 1, 1, "rank 1 .*ranks 0 and 2"),
+    "late update": ({"update": "in_forward"}, 3, 1, 1, "rank 1 .*ranks 0 and 2"),
+    "sequence": ({"model": "lm", "sp": 2, "batch_sizes": (4,) * 5}, 2, 1, 1, "rank 1 .*rank 0"),
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_replicas_that_differ_in_one_bit_are_found_and_named_on_every_rank(how):
+    fields, size, hosts, stray, who = HOW[how]
+    case = dataclasses.replace(CASE, **fields)
+
+    def body(ranks):
+        step = build(case, ranks)
+        train(case, step, range(2))
+        step.flush()
+        name = FIRST if case.model == "mlp" else next(iter(step.shares_of_weights))
+        if ranks.rank == stray:
+            disturb(step, name)
+        with pytest.raises(DivergenceError, match=f"{name}.*({who})"):
+            step.check_drift()
+        return name
+
+    assert len(set(threads.run(size, body, hosts=hosts))) == 1
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_replicas_that_train_alike_are_not_told(how):
+    fields, size, hosts, _, _ = HOW[how]
+    case = dataclasses.replace(CASE, **fields)
+    found = []
+
+    def body(ranks):
+        step = build(case, ranks, every=1)
+        compared = step._drift.compare
+
+        def counting(*args, **options):
+            found.append(ranks.rank)
+            return compared(*args, **options)
+
+        step._drift.compare = counting
+        train(case, step, range(4))
+        return True
+
+    assert threads.run(size, body, hosts=hosts) == [True] * size
+    assert len(found) == size * (2 if "sync" in fields else 4)
+
+
+def test_a_drift_is_found_at_the_next_check_of_a_training():
+    def body(ranks):
+        step = build(CASE, ranks, every=3)
+        train(CASE, step, range(1))
+        if ranks.rank:
+            disturb(step, "head.bias")
+        train(CASE, step, range(1, 2))
+        with pytest.raises(DivergenceError, match="after step 3") as caught:
+            train(CASE, step, range(2, 3))
+        return str(caught.value)
+
+    first, second = threads.run(2, body)
+    assert first == second
+    assert "head.bias" in first  # in the others' gradients the difference has arrived too
+
+
+def test_frozen_weights_are_compared_too():
+    case = dataclasses.replace(CASE, model="frozen")
+
+    def body(ranks):
+        step = build(case, ranks)
+        with torch.no_grad():
+            if ranks.rank:
+                step.model.get_parameter("second.bias")[0] += 1.0
+        with pytest.raises(DivergenceError, match=r"second\.bias.*by at most 1"):
+            step.check_drift()
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+def test_frozen_weights_of_small_integers_are_compared():
+    def body(ranks):
+        mine = nn.Linear(3, 2)
+        mine.codes = nn.Parameter(torch.tensor([3, 200, 7], dtype=torch.uint8), requires_grad=False)
+        inner = torch.optim.SGD(mine.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(inner, mine, Plan(dp=2), ranks=ranks, drift_check=1)
+        mine.codes.data[1] = 100 * (1 + ranks.rank)
+        mine(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        with pytest.raises(DivergenceError, match=r"codes \(frozen weights\).*by at most 100, where weights reach 200"):
+            mine(torch.ones(1, 3)).sum().backward()
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+def test_weights_that_exist_once_per_host_have_no_replica_there():
+    case = dataclasses.replace(CASE, zero=1)
+
+    def body(ranks):
+        step = build(case, ranks)
+        if ranks.rank:
+            with torch.no_grad():
+                step.model.get_parameter(FIRST).add_(1.0)  # the memory of all
+        step.check_drift()
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+def test_weights_that_have_changed_places_are_found():
+    def body(ranks):
+        step = build(CASE, ranks)
+        if ranks.rank:
+            with torch.no_grad():
+                weight = step.model.get_parameter("second.weight")
+                weight[[0, 1]] = weight[[1, 0]]
+        with pytest.raises(DivergenceError, match=r"second\.weight"):
+            step.check_drift()
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+def test_a_negative_number_of_steps_between_checks_is_refused():
+    with pytest.raises(SettingError, match="drift_check = -1"):
+        threads.run(2, lambda ranks: build(CASE, ranks, every=-1))
+
+
+def test_no_check_is_made_where_none_is_asked_for(monkeypatch):
+    def body(ranks):
+        train(CASE, build(CASE, ranks, every=0), range(4))
+        return True
+
+    monkeypatch.setattr(drift, "fingerprints", None)
+    assert threads.run(2, body) == [True, True]
+
+
+def test_unlike_machines_warn_with_the_size_and_again_when_it_has_grown_tenfold(monkeypatch):
+    monkeypatch.setattr(drift, "machine", lambda ranks: f"machine {ranks.rank}")
+    told: list[str] = []
+    monkeypatch.setattr(warnings, "warn", lambda text, *_, **__: told.append(str(text)))
+
+    def body(ranks):
+        step = build(CASE, ranks)
+        sizes = []
+        for size in (1e-6, 2e-6, 1e-3):
+            if ranks.rank:
+                with torch.no_grad():
+                    step.model.get_parameter(FIRST)[0, 0] += size
+            step.check_drift()
+            sizes.append(ranks.exchange(len(told))[0])
+        return sizes
+
+    first, second = threads.run(2, body)
+    assert first == second == [1, 1, 2]
+    assert "first.weight" in told[0]
+    assert "1e-06" in told[0]
+    assert "machine 0" in told[0]
+    assert "machine 1" in told[0]
+
+
+def test_a_difference_between_like_machines_is_an_error_among_unlike_ones_too(monkeypatch):
+    monkeypatch.setattr(drift, "machine", lambda ranks: "old" if ranks.rank == 0 else "new")
+
+    def body(ranks):
+        step = build(CASE, ranks)
+        if ranks.rank == 2:
+            disturb(step, FIRST)
+        with pytest.raises(DivergenceError, match=r"rank 2 .*ranks 0 and 1"):
+            step.check_drift()
+        return True
+
+    assert threads.run(3, body) == [True] * 3
+
+
+def test_the_wrapped_optimizer_checks_in_the_backward_after_every_so_many_steps():
+    def body(ranks):
+        made = nn.Linear(3, 2).double()
+        inner = torch.optim.SGD(made.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(inner, made, Plan(dp=2), ranks=ranks, drift_check=2)
+        inputs = torch.ones(1, 3, dtype=torch.float64)
+        for number in range(2):
+            made(inputs).sum().backward()
+            optimizer.step()
+            if ranks.rank and number == 0:
+                with torch.no_grad():
+                    made.bias[0] += 0.5
+        with pytest.raises(DivergenceError, match=r"after step 2\n  bias.*by at most 0\.5"):
+            made(inputs).sum().backward()
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+def bits(tensor: torch.Tensor, how: str) -> int:
+    return fingerprints([tensor])[0] if how == "cpu" else int(on_device(tensor))
+
+
+@pytest.mark.parametrize("how", ["cpu", "device"])
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_fingerprint_sees_every_bit_and_its_place(how, data):
+    dtype = data.draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]))
+    length = data.draw(st.integers(2, 70))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    tensor = torch.randn(length, generator=generator, dtype=torch.float32).to(dtype)
+    i, j = data.draw(st.permutations(range(length)))[:2]
+    tensor[j] = data.draw(st.sampled_from([1.0, 0.0])) + tensor[j]
+    before = bits(tensor, how)
+    assert before == bits(tensor.clone(), how)
+    swapped = tensor.clone()
+    swapped[[i, j]] = tensor[[j, i]]
+    assert (bits(swapped, how) == before) == (tensor[i] == tensor[j]).item()
+    opposite = tensor.clone()
+    opposite[i], opposite[j] = 1.0, -1.0
+    mirrored = tensor.clone()
+    mirrored[i], mirrored[j] = -1.0, 1.0
+    assert bits(opposite, how) != bits(mirrored, how)
+    raw = tensor.clone().view(torch.uint8)
+    place, bit = data.draw(st.integers(0, raw.numel() - 1)), data.draw(st.integers(0, 7))
+    raw[place] ^= 1 << bit
+    assert bits(raw.view(dtype), how) != before
+
+
+def test_a_fingerprint_does_not_depend_on_how_it_is_cut(monkeypatch):
+    tensor = torch.randn(1000, generator=torch.Generator().manual_seed(1))
+    whole = on_device(tensor)
+    monkeypatch.setattr(fingerprint, "CHUNK", 64)
+    assert torch.equal(on_device(tensor), whole)
+    assert int(on_device(torch.zeros(0))) == int(on_device(torch.zeros(0)))
+    assert bits(torch.zeros(3), "cpu") != bits(-torch.zeros(3), "cpu")
+    strided = tensor.view(10, 100).T
+    for how in ("cpu", "device"):
+        assert bits(strided, how) == bits(strided.contiguous(), how)
+
+
+def test_a_run_checks_as_often_as_it_is_told_to(monkeypatch, tmp_path):
+    asked = []
+
+    class Asked(Exception):
+        pass
+
+    def parallelize(*_, drift_check, **__):
+        asked.append(drift_check)
+        raise Asked
+
+    monkeypatch.setattr(train_module, "parallelize", parallelize)
+    task = Task(
+        model=lambda: model("mlp"), loss=loss(CASE), data=lambda: Data(train=[0]), optimizer=optimizer(CASE), steps=1
+    )
+    told: list[dict[str, Any]] = [{"drift_check": 7}, {"drift_check": 0}, {}]
+    for options in told:
+        with pytest.raises(Asked):
+            train_module.train(task, folder=str(tmp_path), **options)
+    assert asked == [7, 0, DRIFT_CHECK]
+    with pytest.raises(SettingError, match="drift_check = -1"):
+        train_module.train(task, folder=str(tmp_path), drift_check=-1)
+
+
+@pytest.mark.parametrize("drift_check", [0, 5])
+def test_a_run_checks_at_its_end_unless_it_is_told_not_to(monkeypatch, tmp_path, drift_check):
+    checked = []
+    monkeypatch.setattr(TrainStep, "check_drift", lambda step: checked.append(step.steps))
+    task = Task(
+        model=lambda: model("mlp"),
+        loss=loss(CASE),
+        data=lambda: Data(train=[(torch.zeros(16, dtype=torch.float64), torch.tensor(1))] * 4),
+        optimizer=optimizer(CASE),
+    )
+    train_module.train(
+        task, Plan(), steps=3, batch_size=2, folder=str(tmp_path), checkpoint_every=0, drift_check=drift_check
+    )
+    assert checked == ([3] if drift_check else [])

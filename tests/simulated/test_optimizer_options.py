@@ -1,0 +1,266 @@
+"""Laws of the optimizer's options: the same on every rank, or refused before a weight moves. Ranks are threads."""
+
+import copy
+import dataclasses
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fourfold.plan.plan import Plan
+from fourfold.run.build import TrainStep
+from fourfold.run.optimizer import DistributedOptimizer
+from fourfold.testing import threads
+from fourfold.testing.oracle import TOLERANCE
+from fourfold.words.errors import DivergenceError, PlanError
+from tests.training import Case, batches, build, deviation, local, loss, model, optimizer
+
+CASE = Case(batch_sizes=(12, 12, 12), bucket_bytes=1500)
+
+
+def wrapped(ranks: Any, inner: Any) -> DistributedOptimizer:
+    made = nn.Linear(3, 2).double()
+    return DistributedOptimizer(inner(made.parameters()), made, Plan(dp=ranks.size), ranks=ranks)
+
+
+def stepped(ranks: Any, inner: Any) -> TrainStep:
+    return TrainStep(model("mlp"), loss(CASE), inner, plan=CASE.plan(ranks.size), ranks=ranks, clip=None)
+
+
+sgd, adamw = torch.optim.SGD, torch.optim.AdamW
+OTHERS: dict[str, tuple[Any, Any, str]] = {
+    "class": (functools.partial(sgd, lr=0.1), functools.partial(adamw, lr=0.1), "torch.optim.sgd.SGD.*adamw.AdamW"),
+    "lr": (functools.partial(sgd, lr=0.1), functools.partial(sgd, lr=0.5), r"lr = 0\.1, rank 1 has .*lr = 0\.5"),
+    "betas": (
+        functools.partial(adamw, lr=0.1),
+        functools.partial(adamw, lr=0.1, betas=(0.5, 0.9)),
+        r"betas = \(0\.9, 0\.999\), rank 1 has .*betas = \(0\.5, 0\.9\)",
+    ),
+    "tensor": (
+        functools.partial(sgd, lr=torch.tensor(0.5)),
+        functools.partial(sgd, lr=torch.tensor(0.25)),
+        r"lr = 0\.5, rank 1 has .*lr = 0\.25",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", [stepped, wrapped])
+@pytest.mark.parametrize("difference", OTHERS)
+def test_ranks_with_different_optimizers_are_refused_when_the_step_is_built(difference, kind):
+    first, other, said = OTHERS[difference]
+
+    def body(ranks):
+        with pytest.raises(PlanError, match=f"rank 0 has .*{said}"):
+            kind(ranks, other if ranks.rank == 1 else first)
+        return True
+
+    assert threads.run(3, body) == [True] * 3
+
+
+def test_every_option_that_differs_is_named_at_once():
+    def body(ranks):
+        other = {"lr": 0.5, "momentum": 0.9} if ranks.rank else {"lr": 0.1}
+        with pytest.raises(PlanError) as caught:
+            stepped(ranks, functools.partial(sgd, **other))
+        return [problem.got for problem in caught.value.problems]
+
+    for said in threads.run(2, body):
+        assert any("lr = 0.1" in got and "lr = 0.5" in got for got in said)
+        assert any("momentum = 0.0" in got and "momentum = 0.9" in got for got in said)
+
+
+def test_a_parameter_in_another_group_of_the_wrapped_optimizer_is_refused():
+    def body(ranks):
+        made = nn.Linear(3, 2)
+        first, second = made.weight, made.bias
+        if ranks.rank:
+            first, second = second, first
+        inner = sgd([{"params": [first]}, {"params": [second]}], lr=0.1)
+        with pytest.raises(PlanError, match=r"weight .*group 0, rank 1 has weight .*group 1"):
+            DistributedOptimizer(inner, made, Plan(dp=2), ranks=ranks)
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+def test_how_an_update_is_carried_out_may_differ():
+    def body(ranks):
+        how = {"foreach": True} if ranks.rank else {"fused": True}
+        step = TrainStep(model("mlp"), loss(CASE), optimizer(CASE, **how), plan=CASE.plan(2), ranks=ranks, clip=None)
+        for batch in batches(CASE):
+            step(local(batch, 2, ranks.rank))
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+CHANGED: dict[str, tuple[dict[str, Any], str]] = {
+    "lr": ({"lr": 0.5}, r"lr: rank 1 has 0\.5(?!, 0\.01)"),
+    "betas": ({"betas": (0.5, 0.9)}, r"betas: rank 1 has \(0\.5, 0\.9\)"),
+    "weight_decay": ({"weight_decay": 0.25}, r"weight_decay: rank 1 has 0\.25"),
+    "tensor": ({"lr": torch.tensor(0.5)}, r"lr: rank 1 has 0\.5"),
+}
+
+
+@pytest.mark.parametrize("how", [{}, {"update": "in_forward"}, {"sync": "local"}, {"zero": 1}, {"transport": "gloo"}])
+@pytest.mark.parametrize("change", CHANGED)
+def test_options_that_differ_are_found_in_the_same_step_before_a_weight_moves(change, how):
+    case = dataclasses.replace(CASE, **({"local_steps": 3} if "sync" in how else {}), **how)
+    options, said = CHANGED[change]
+
+    def body(ranks):
+        step = build(case, 3, ranks)
+        step(local(batches(case)[0], 3, ranks.rank))
+        step.flush()
+        if ranks.rank == 1:
+            for group in step.optimizer.param_groups:
+                group |= options
+        before = copy.deepcopy(dict(step.model.named_parameters()))
+        with pytest.raises(DivergenceError, match=said) as caught:
+            step(local(batches(case)[1], 3, ranks.rank))
+        assert all(torch.equal(p, before[name]) for name, p in step.model.named_parameters())
+        return str(caught.value)
+
+    for text in threads.run(3, body):
+        assert "options of the optimizer" in text
+        assert "at step 2" in text
+        assert "ranks 0 and 2 have" in text
+
+
+def test_tensors_within_a_tuple_are_found_too():
+    def body(ranks):
+        betas = torch.tensor(0.5), torch.tensor(0.75)
+        make = functools.partial(adamw, lr=torch.tensor(0.1), betas=betas, foreach=False, fused=False)
+        step = TrainStep(model("mlp"), loss(CASE), make, plan=CASE.plan(2), ranks=ranks, clip=None)
+        step(local(batches(CASE)[0], 2, ranks.rank))
+        step.optimizer.param_groups[0]["betas"] = (torch.tensor(0.5), torch.tensor(0.75))  # other objects, the same
+        step(local(batches(CASE)[1], 2, ranks.rank))
+        if ranks.rank:
+            step.optimizer.param_groups[0]["betas"][1].fill_(0.25)
+        with pytest.raises(DivergenceError, match=r"betas: rank 0 has \(0\.5, 0\.75\); rank 1 has \(0\.5, 0\.25\)"):
+            step(local(batches(CASE)[2], 2, ranks.rank))
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_tensor_that_is_changed_in_place_is_found(hosts):
+    def body(ranks):
+        make = functools.partial(adamw, lr=torch.tensor(0.1))
+        step = TrainStep(model("mlp"), loss(CASE), make, plan=CASE.plan(4), ranks=ranks, clip=None)
+        step(local(batches(CASE)[0], 4, ranks.rank))
+        if ranks.rank == 3 or (ranks.rank == 2 and hosts == 2):
+            step.optimizer.param_groups[0]["lr"].fill_(0.25)
+        with pytest.raises(DivergenceError, match=rf"lr: .*rank {3 if hosts == 1 else '[23]'} has 0\.25"):
+            step(local(batches(CASE)[1], 4, ranks.rank))
+        return True
+
+    assert threads.run(4, body, hosts=hosts) == [True] * 4
+
+
+def test_options_beyond_what_a_call_can_show_are_compared_all_the_same():
+    def body(ranks):
+        def make(parameters):
+            return sgd([{"params": [p], "lr": 0.0123456789 / (1 + n)} for n, p in enumerate(parameters)], lr=0.1)
+
+        big = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(60))).double()
+        step = TrainStep(big, lambda outputs, targets: outputs.sum(1), make, plan=Plan(dp=2), ranks=ranks, clip=None)
+        batch = torch.ones(2, 2, dtype=torch.float64), torch.zeros(2)
+        step(batch)
+        step.optimizer.param_groups[59]["lr"] += 0.5 * ranks.rank
+        with pytest.raises(
+            DivergenceError, match=r"options that are too long to show.*rank 0 has \w{8}; rank 1 has \w{8}"
+        ):
+            step(batch)
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+def test_a_scheduler_that_one_rank_alone_has_is_found():
+    def body(ranks):
+        step = build(CASE, 2, ranks)
+        step.optimizer.zero_grad()
+        if ranks.rank == 1:
+            torch.optim.lr_scheduler.StepLR(step.optimizer, 10)  # the rate is the same so far
+        with pytest.raises(DivergenceError, match=r"initial_lr: rank 0 has none; rank 1 has 0\.01"):
+            step(local(batches(CASE)[0], 2, ranks.rank))
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+def test_a_scheduler_on_every_rank_trains_as_one_process_does():
+    def body(ranks):
+        step = build(CASE, 2, ranks)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(step.optimizer, 0.5)
+        for batch in batches(CASE):
+            step(local(batch, 2, ranks.rank))
+            schedule.step()
+        return {name: p.detach().clone() for name, p in step.model.named_parameters()}
+
+    mine = model("mlp")
+    alone = optimizer(CASE)(mine.parameters())
+    schedule = torch.optim.lr_scheduler.ExponentialLR(alone, 0.5)
+    for inputs, targets in batches(CASE):
+        alone.zero_grad()
+        loss(CASE)(mine(inputs), targets).mean().backward()
+        alone.step()
+        schedule.step()
+    for weights in threads.run(2, body):
+        assert max((weights[name] - p).abs().max().item() for name, p in mine.named_parameters()) <= TOLERANCE
+
+
+def test_the_options_of_a_checkpoint_are_those_that_are_compared():
+    def body(ranks):
+        step = build(CASE, 2, ranks)
+        step(local(batches(CASE)[0], 2, ranks.rank))
+        saved = step.state_dict()
+        for group in saved["groups"]:
+            group["lr"] = 0.125
+        other = build(CASE, 2, ranks)
+        other.load_state_dict(saved)
+        other(local(batches(CASE)[1], 2, ranks.rank))
+        return [group["lr"] for group in other.optimizer.param_groups]
+
+    assert threads.run(2, body) == [[0.125, 0.125]] * 2
+
+
+def test_wrapped_optimizers_with_other_options_are_found_in_backward():
+    def body(ranks):
+        optimizer = wrapped(ranks, functools.partial(sgd, lr=0.1))
+        made = optimizer._model
+        made(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        before = copy.deepcopy(dict(made.named_parameters()))
+        for group in optimizer.param_groups:
+            group["lr"] = 0.5 if ranks.rank else 0.25
+        with pytest.raises(DivergenceError, match=r"lr: rank 0 has 0\.25; rank 1 has 0\.5"):
+            made(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+        assert all(torch.equal(p, before[name]) for name, p in made.named_parameters())
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+def test_within_join_a_rank_without_data_may_be_behind_with_its_options():
+    def body(ranks):
+        optimizer = wrapped(ranks, functools.partial(sgd, lr=0.1))
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer._optimizer, 0.5)
+        with optimizer.join():
+            for _ in range(1 + 2 * ranks.rank):
+                optimizer.zero_grad()
+                optimizer._model(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+                optimizer.step()
+                schedule.step()
+        return [group["lr"] for group in optimizer.param_groups]
+
+    first, second = threads.run(2, body)
+    assert first == second == [0.0125]
+
+
+def test_equal_options_train_as_one_process_does():
+    assert max(threads.run(3, lambda ranks: deviation(CASE, 3, ranks))) <= TOLERANCE

@@ -1,0 +1,444 @@
+"""Laws of an optimizer's step hooks: they train as in one process, or are refused. Ranks are threads."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from fourfold.run.build import TrainStep
+from fourfold.run.build import check as check_task
+from fourfold.testing import oracle, threads
+from fourfold.testing.oracle import TOLERANCE
+from fourfold.words.errors import DivergenceError, OptimizerError, TaskError
+from fourfold.words.task import Data, Task
+from tests.training import Case, batches, local, loss, model, optimizer, train_step
+
+CASE = Case(batch_sizes=(12, 10, 14), bucket_bytes=1500, optimizer="SGD")
+BOUND = 0.15  # of weights: many of the small network's are beyond it
+
+
+def parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+@torch.no_grad()
+def clamp(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for p in parameters(optimizer):
+        p.clamp_(-BOUND, BOUND)
+
+
+def centralize(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for p in parameters(optimizer):
+        if p.grad is not None and p.ndim > 1:
+            p.grad.sub_(p.grad.mean(dim=1, keepdim=True))
+
+
+def replace(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for p in parameters(optimizer):
+        if p.grad is not None:
+            p.grad = p.grad.sign() * 0.01
+
+
+def decay_by_gradient(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Reads gradients after the update, and spoils them: nobody may see that."""
+    for p in parameters(optimizer):
+        if p.grad is not None:
+            p.data.mul_(1.0 - 0.1 * p.grad.abs().mean())
+            p.grad.fill_(float("nan"))
+
+
+HOOKS: dict[str, tuple[Callable[..., Any] | None, Callable[..., Any] | None]] = {
+    "clamp": (None, clamp),
+    "centralize": (centralize, None),
+    "replace": (replace, clamp),
+    "reads gradients": (None, decay_by_gradient),
+}
+
+
+def hooked(case: Case, before: Any = None, after: Any = None) -> Callable[..., torch.optim.Optimizer]:
+    make = optimizer(case)
+
+    def with_hooks(parameters: Any) -> torch.optim.Optimizer:
+        made = make(parameters)
+        if before is not None:
+            made.register_step_pre_hook(before)
+        if after is not None:
+            made.register_step_post_hook(after)
+        return made
+
+    return with_hooks
+
+
+def build(case: Case, ranks: Any, make: Any) -> TrainStep:
+    plan = case.plan(ranks.size)
+    return TrainStep(model(case.model), loss(case), make, plan=plan, ranks=ranks, clip=case.clip)
+
+
+HOW: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "one rank": (1, 1, {}),
+    "shared memory": (2, 1, {}),
+    "three ranks": (3, 1, {"microbatches": 2, "clip": 0.5}),
+    "gloo": (2, 1, {"transport": "gloo"}),
+    "hosts": (4, 2, {}),
+    "one rank, zero 1": (1, 1, {"zero": 1}),
+    "LARS": (2, 1, {"optimizer": "LARS"}),
+    "AdamW": (2, 1, {"optimizer": "AdamW"}),
+    "unused": (2, 1, {"model": "unused", "unused": "allow"}),
+    "sequence": (2, 1, {"model": "lm", "sp": 2, "batch_sizes": (4, 4)}),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("how", HOW)
+def test_hooks_train_as_in_one_process(how, kind):
+    size, hosts, fields = HOW[how]
+    case = dataclasses.replace(CASE, **fields)
+    make = hooked(case, *HOOKS[kind])
+    plain = oracle.train(model(case.model), loss(case), optimizer(case), batches(case), clip=case.clip)
+    alone = oracle.train(model(case.model), loss(case), make, batches(case), clip=case.clip)
+    assert oracle.deviation(plain, alone) > 1e-4, "the hook changes nothing"
+
+    def body(ranks):
+        step = build(case, ranks, make)
+        far = oracle.deviation(train_step(case, step), alone)
+        assert all(p.grad is None for p in step.model.parameters())
+        return far
+
+    assert max(threads.run(size, body, hosts=hosts)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("codec", ["none", "bf16"])
+def test_hooks_see_gradients_in_the_numbers_of_the_weights_however_these_were_summed(codec):
+    fields = {"reduce": "fp32"} if codec == "none" else {"codec": codec}
+    case = dataclasses.replace(CASE, clip=0.5, **fields)
+    seen = []
+
+    def before(optimizer, args, kwargs):
+        seen.append({p.grad.dtype for p in parameters(optimizer)})
+        centralize(optimizer, args, kwargs)
+
+    make = hooked(case, before, clamp)
+    alone = oracle.train(model("mlp"), loss(case), hooked(case, centralize, clamp), batches(case), clip=0.5)
+    far = threads.run(2, lambda ranks: oracle.deviation(train_step(case, build(case, ranks, make)), alone))
+    assert 0.0 < max(far) <= (1e-6 if codec == "none" else 1e-3)
+    assert seen == [{torch.float64}] * 6
+
+
+def test_a_hook_registered_after_the_build_trains_as_in_one_process():
+    alone = oracle.train(model("mlp"), loss(CASE), hooked(CASE, centralize, clamp), batches(CASE))
+
+    def body(ranks):
+        step = build(CASE, ranks, optimizer(CASE))
+        step.optimizer.register_step_pre_hook(centralize)
+        step.optimizer.register_step_post_hook(clamp)
+        return oracle.deviation(train_step(CASE, step), alone)
+
+    assert max(threads.run(2, body)) <= TOLERANCE
+
+
+def test_hooks_of_all_optimizers_are_called_once_a_step_in_torchs_order():
+    calls: list[tuple[int, str]] = []
+
+    def body(ranks):
+        mine = {}
+
+        def note(name):
+            def hook(optimizer, args, kwargs):
+                assert args == (optimizer,)
+                assert kwargs == {}
+                if optimizer is mine["optimizer"]:
+                    calls.append((ranks.rank, name))
+
+            return hook
+
+        step = build(CASE, ranks, hooked(CASE, note("before"), note("after")))
+        mine["optimizer"] = step.optimizer
+        handles = [
+            register_optimizer_step_pre_hook(note("every before")),
+            register_optimizer_step_post_hook(note("every after")),
+        ]
+        try:
+            train_step(CASE, step)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    threads.run(2, body)
+    for rank in range(2):
+        assert [name for of, name in calls if of == rank] == ["every before", "before", "after", "every after"] * 3
+
+
+def test_a_step_that_is_left_out_calls_no_hook():
+    called = []
+
+    def body(ranks):
+        made = hooked(CASE, lambda *_: called.append("before"), lambda *_: called.append("after"))
+        step = TrainStep(model("mlp"), loss(CASE), made, plan=CASE.plan(2), ranks=ranks, clip=None, skip_nan=1)
+        inputs, targets = local(batches(CASE)[0], 2, ranks.rank)
+        assert step((inputs * float("nan"), targets)).skipped is not None
+
+    threads.run(2, body)
+    assert called == []
+
+
+@pytest.mark.parametrize(("size", "sees"), [(1, "unused"), (2, "unused")])
+def test_a_gradient_that_a_hook_takes_away_is_not_used(size, sees):
+    case = dataclasses.replace(CASE, model=sees, unused="allow")
+
+    def take_away(optimizer, args, kwargs):
+        assert any(p.grad is None for p in parameters(optimizer)), "the unused layer has no gradient"
+        parameters(optimizer)[0].grad = None
+
+    make = hooked(case, take_away)
+    alone = oracle.train(model(case.model), loss(case), make, batches(case))
+    far = threads.run(size, lambda ranks: oracle.deviation(train_step(case, build(case, ranks, make)), alone))
+    assert max(far) <= TOLERANCE
+
+
+def test_a_gradient_that_a_hook_takes_away_is_refused_where_every_parameter_is_updated():
+    def take_away(optimizer, args, kwargs):
+        parameters(optimizer)[0].grad = None
+
+    def body(ranks):
+        step = build(CASE, ranks, hooked(CASE, take_away))
+        with pytest.raises(OptimizerError, match=r'first\.weight.*unused = "allow"'):
+            step(local(batches(CASE)[0], 2, ranks.rank))
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+def test_a_hook_that_replaces_the_storage_of_a_weight_is_refused_at_once():
+    def replaces(optimizer, args, kwargs):
+        for p in parameters(optimizer):
+            p.data = p.data.clamp(-BOUND, BOUND)
+
+    def body(ranks):
+        step = build(CASE, ranks, hooked(CASE, None, replaces))
+        with pytest.raises(TaskError, match="another storage than before"):
+            step(local(batches(CASE)[0], 2, ranks.rank))
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+def test_a_hook_that_reads_states_is_told_that_they_are_not_there():
+    def reads(optimizer, args, kwargs):
+        for state in optimizer.state.values():
+            state["momentum_buffer"].zero_()
+
+    def body(ranks):
+        step = build(CASE, ranks, hooked(CASE, None, reads))
+        with pytest.raises(OptimizerError, match="state of the optimizer in a step hook"):
+            step(local(batches(CASE)[0], 2, ranks.rank))
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+def test_a_hook_that_changes_the_arguments_of_step_is_refused():
+    def body(ranks):
+        step = build(CASE, ranks, hooked(CASE, lambda optimizer, args, kwargs: (args, {"closure": None})))
+        with pytest.raises(OptimizerError, match="other arguments"):
+            step(local(batches(CASE)[0], 2, ranks.rank))
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+UNABLE: dict[str, dict[str, Any]] = {
+    "zero": {"zero": 1},
+    "zero 3": {"zero": 3, "transport": "gloo"},
+    "update": {"update": "in_backward"},
+    "late update": {"update": "in_forward"},
+    "sync": {"sync": "local", "local_steps": 3},
+    "precision": {"precision": "bf16"},
+    "offload": {"offload": "states"},
+}
+
+
+@pytest.mark.parametrize("pair", [(clamp, None), (None, clamp)])
+@pytest.mark.parametrize("why", UNABLE)
+def test_hooks_that_cannot_run_are_refused_at_the_build_and_later(why, pair):
+    case = dataclasses.replace(CASE, **UNABLE[why])
+    field, value = next(iter(UNABLE[why].items()))
+    said = f"{field} = {value!r}".replace("'", '"')
+
+    def body(ranks):
+        with pytest.raises(OptimizerError, match=f"step (pre|post)-hook.*{said}"):
+            build(case, ranks, hooked(case, *pair))
+        step = build(case, ranks, optimizer(case))
+        before, after = pair
+        if before is not None:
+            step.optimizer.register_step_pre_hook(before)
+        else:
+            step.optimizer.register_step_post_hook(after)
+        with pytest.raises(OptimizerError, match=f"step (pre|post)-hook.*{said}"):
+            step(local(batches(case)[0], 2, ranks.rank))
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+def test_a_hook_of_one_rank_that_cannot_run_stops_all_ranks():
+    case = dataclasses.replace(CASE, zero=1)
+
+    def body(ranks):
+        step = build(case, ranks, optimizer(case))
+        if ranks.rank == 1:
+            step.optimizer.register_step_post_hook(clamp)
+        with pytest.raises(OptimizerError if ranks.rank == 1 else DivergenceError) as caught:
+            step(local(batches(case)[0], 3, ranks.rank))
+        return str(caught.value)
+
+    first, second, third = threads.run(3, body)
+    assert "step post-hook" in second
+    assert first == third
+    assert "rank 1 is at step 1, which its optimizer cannot do" in first
+
+
+def own_step(made: torch.optim.Optimizer) -> None:
+    before = made.step
+    made.step = lambda closure=None: before(closure)  # type: ignore[method-assign]
+
+
+def wrapping_step(made: torch.optim.Optimizer) -> None:
+    """As decorators do it: the wrapper looks like what it wraps, a scheduler's mark included."""
+    torch.optim.lr_scheduler.StepLR(made, 1)
+    before = made.step
+
+    @functools.wraps(before)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return before(*args, **kwargs)
+
+    made.step = step  # type: ignore[method-assign]
+
+
+def loaded_state(made: torch.optim.Optimizer) -> None:
+    made.state[parameters(made)[0]] = {"momentum_buffer": torch.zeros_like(parameters(made)[0])}
+
+
+def replaced_state(made: torch.optim.Optimizer) -> None:
+    made.load_state_dict(made.state_dict())
+    loaded_state(made)
+
+
+CHANGES: dict[str, tuple[Callable[[torch.optim.Optimizer], Any], str]] = {
+    "own step": (own_step, "a step of its own"),
+    "wrapping step": (wrapping_step, "a step of its own"),
+    "saving hook": (lambda made: made.register_state_dict_post_hook(lambda *_: None), "state_dict hook"),
+    "loading hook": (lambda made: made.register_load_state_dict_pre_hook(lambda *_: None), "state_dict hook"),
+    "loaded state": (loaded_state, r"state in the optimizer.*load_state_dict"),
+    "replaced state": (replaced_state, r"state in the optimizer.*load_state_dict"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_flat_update_would_drop_is_refused_at_the_build_and_later(change):
+    act, said = CHANGES[change]
+
+    def body(ranks):
+        make = optimizer(CASE)
+
+        def changed(parameters):
+            made = make(parameters)
+            act(made)
+            return made
+
+        with pytest.raises(OptimizerError, match=said):
+            build(CASE, ranks, changed)
+        step = build(CASE, ranks, make)
+        act(step.optimizer)
+        with pytest.raises(OptimizerError, match=said):
+            step(local(batches(CASE)[0], 2, ranks.rank))
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+def test_parameters_added_after_the_build_are_refused():
+    def body(ranks):
+        step = build(CASE, ranks, optimizer(CASE))
+        step.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+        with pytest.raises(OptimizerError, match="other parameters"):
+            step(local(batches(CASE)[0], 2, ranks.rank))
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad"])
+def test_a_scheduler_is_no_step_of_its_own(kind):
+    case = dataclasses.replace(CASE, optimizer=kind)
+
+    def body(ranks):
+        def make(parameters):
+            made = optimizer(case)(parameters)
+            torch.optim.lr_scheduler.ConstantLR(made, factor=1.0)
+            return made
+
+        step = build(case, ranks, make)
+        torch.optim.lr_scheduler.ConstantLR(step.optimizer, factor=1.0)
+        alone = oracle.train(model(case.model), loss(case), optimizer(case), batches(case))
+        return oracle.deviation(train_step(case, step), alone)
+
+    assert max(threads.run(2, body)) <= TOLERANCE
+
+
+def test_a_class_whose_step_was_replaced_is_refused(monkeypatch):
+    plain = torch.optim.SGD.step
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda self, closure=None: plain(self, closure))
+    with pytest.raises(OptimizerError, match="a step of its own"):
+        threads.run(1, lambda ranks: build(CASE, ranks, optimizer(CASE)))
+
+
+@pytest.mark.parametrize("how", [{"fused": True}, {"foreach": True}, {}])
+def test_an_adagrad_has_state_from_the_start_and_is_not_refused(how):
+    def make(parameters):
+        return torch.optim.Adagrad(parameters, lr=0.1, **how)
+
+    def nothing() -> Data:
+        return Data(train=[], valid=None)
+
+    task = Task(model=lambda: model("mlp"), loss=loss(CASE), data=nothing, optimizer=make, steps=1, batch_size=2)
+    check_task(task, CASE.plan(2))
+    threads.run(2, lambda ranks: train_step(CASE, build(CASE, ranks, make)))
+
+    def trained(parameters):
+        made = make(parameters)
+        for state in made.state.values():
+            state["step"] += 1
+        return made
+
+    with pytest.raises(OptimizerError, match="state in the optimizer"):
+        threads.run(1, lambda ranks: build(CASE, ranks, trained))
+
+
+def test_a_hook_of_all_optimizers_is_told_as_one():
+    handle = register_optimizer_step_post_hook(lambda *_: None)
+    try:
+        with pytest.raises(OptimizerError, match="a step post-hook of all optimizers with zero = 1"):
+            threads.run(2, lambda ranks: build(dataclasses.replace(CASE, zero=1), ranks, optimizer(CASE)))
+    finally:
+        handle.remove()
+
+
+def test_a_task_whose_hooks_cannot_run_is_refused_before_processes_start():
+    def nothing() -> Data:
+        return Data(train=[], valid=None)
+
+    task = Task(
+        model=lambda: model("mlp"),
+        loss=loss(CASE),
+        data=nothing,
+        optimizer=hooked(CASE, None, clamp),
+        steps=1,
+        batch_size=2,
+    )
+    with pytest.raises(OptimizerError, match="step post-hook"):
+        check_task(task, dataclasses.replace(CASE, zero=1).plan(2))
+    check_task(task, CASE.plan(2))
