@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fourfold.words.errors import PEER_GONE, FourfoldError, PeerError, StoppedError
+from fourfold.words.text import escaped
 
 # A rank that dies before all have met leaves a LaunchError to the others.
 ECHO_KINDS = ("PeerError", "LaunchError", "DistNetworkError")
@@ -143,7 +144,7 @@ def explain(error: BaseException) -> str:
     report = traceback.TracebackException.from_exception(error)
     if not full:
         _cut(report)
-    return "".join(report.format())
+    return escaped("".join(report.format()))
 
 
 class _Frames(traceback.StackSummary):
