@@ -41,7 +41,8 @@ def make(folder: Path, *, task: str = "lm", loss: float = 3.0, tokens: int | Non
     times = {"seconds": 0.5, "waiting_seconds": 0.125}
     lines = [{"step": n, "loss": loss - 0.1 * n, "samples": 8, "tokens": tokens, **times} for n in range(1, 7)]
     valid = {"step": 6, "valid": {"loss": 2.34567, "bits per byte": 3.3841}}
-    finished = {"finished": 6, "seconds": 3.25, "rate": 3780.9, "unit": "tokens" if tokens else "samples", "valid": valid["valid"]}
+    unit = "tokens" if tokens else "samples"
+    finished = {"finished": 6, "seconds": 3.25, "rate": 3780.9, "unit": unit, "valid": valid["valid"]}
     rows = [*lines, valid, finished]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "trace.json").write_bytes(encode(trace(late=1.0)))
@@ -199,7 +200,7 @@ def axes_of(html: str) -> dict[str, str]:
 
 
 def test_runs_that_count_in_different_units_have_no_axis_of_throughput_in_common(tmp_path):
-    folders = [make(tmp_path / "words"), make(tmp_path / "images", tokens=None), make(tmp_path / "pictures", tokens=None)]
+    folders = [make(tmp_path / "words"), *(make(tmp_path / name, tokens=None) for name in ("images", "pictures"))]
     axes = axes_of(page.comparison([record.read(folder) for folder in folders]))
     tokens, samples = axes["thousand tokens a second"], axes["samples a second"]
     assert "words" in tokens
