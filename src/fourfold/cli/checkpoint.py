@@ -3,12 +3,13 @@
 Law: nothing of a run is changed here.
 """
 
+import contextlib
 import sys
 import time
 from pathlib import Path
 
 from fourfold.cli.failure import neighbour
-from fourfold.words.errors import CheckpointError, Problem, SettingError
+from fourfold.words.errors import CheckpointError, Problem, SettingError, reason
 from fourfold.words.text import escaped
 from fourfold.words.units import sized
 
@@ -73,15 +74,21 @@ def export(run: str, file: str | None, *, step: int | None, ema: bool) -> int:
     target = Path(file or f"{folder.name}-{source.name.removeprefix('step-')}{'-ema' if ema else ''}.safetensors")
     if target.exists():
         raise SettingError(Problem(f"{target} is there already", "a new file", "another FILE"))
-    num_bytes = write(source, target, ema=ema)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        num_bytes = write(source, target, ema=ema)
+    except OSError as error:
+        got = f"{target} could not be written: {reason(error)}"
+        raise SettingError(Problem(got, "a file that can be written", "another FILE")) from None
     print(escaped(f"{target}   {sized(num_bytes)} of weights from {source}"))
     return 0
 
 
 def _folder(run: str) -> Path:
     for path in (Path(run), RUNS / run):
-        if path.is_dir():
-            return path
+        with contextlib.suppress(OSError):  # a name that is too long is no run's
+            if run and path.is_dir():
+                return path
     raise SettingError(Problem(f"{run} (no such folder)", "a run's folder, or its name", neighbour(RUNS / run, "*")))
 
 

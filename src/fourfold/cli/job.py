@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.cli import settings, task
-from fourfold.cli.failure import Errors, neighbour
+from fourfold.cli.failure import Errors, is_file, neighbour
 from fourfold.engines.machine import default_processes
 from fourfold.plan.plan import Plan
 from fourfold.plan.rates import Rates
@@ -184,7 +184,7 @@ def check_init(job: Job) -> None:
     if init is None:
         return
     path = Path(init)
-    if not path.is_file():
+    if not is_file(path):
         got = f"init = {init} (no such file)"
         raise SettingError(Problem(got, "a safetensors file of weights", neighbour(path, "*.safetensors")))
     check_weights(outline(job.task), path)

@@ -77,7 +77,7 @@ def _is_finished(ready: "Job", *, speaks: bool) -> bool:
 
 def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> int:
     """`fourfold run`; returns the exit code."""
-    from fourfold.cli.failure import neighbour
+    from fourfold.cli.failure import is_file, neighbour
     from fourfold.engines.machine import check_number, default_processes
     from fourfold.engines.restart import Care
     from fourfold.engines.worker import run_program
@@ -89,8 +89,8 @@ def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> i
     script = Path(command[0])
     world = from_environment()
     needed = check_number(processes, world)
-    if not script.is_file():
-        got = f"{script} ({'a folder' if script.is_dir() else 'no such file'})"
+    if not is_file(script):
+        got = f"{script} ({'a folder' if os.path.isdir(script) else 'no such file'})"
         raise SettingError(Problem(got, "a Python file", neighbour(script, "*.py")), where="fourfold run")
     num_processes = needed or default_processes()
     if world is not None or num_processes == 1:

@@ -24,6 +24,7 @@ from fourfold.plan.order import Stretch
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import Scale, computed, reduced
 from fourfold.run.actions import Actions
+from fourfold.run.arguments import refuse_arguments
 from fourfold.run.batch import Microbatch, call, cut, evaluating, mapped, measure
 from fourfold.run.guard import Guard
 from fourfold.run.metrics import Metrics
@@ -37,6 +38,7 @@ from fourfold.run.sequence.alike import unlike
 from fourfold.run.state import State, copied
 from fourfold.run.weights import Weights, trainable_of
 from fourfold.words.action import LOSS, Action
+from fourfold.words.arguments import wrapped_seed
 from fourfold.words.errors import Problem, TaskError, TrainingError
 from fourfold.words.layout import SPLIT
 from fourfold.words.spans import Recorder
@@ -65,11 +67,12 @@ def parallelize(
 
     Raises PlanError, OptimizerError or TaskError where the plan cannot be carried out.
     """
+    refuse_arguments(model=model, loss=loss, optimizer=optimizer, plan=plan, clip=clip, seed=seed, skip_nan=skip_nan)
     plan = plan or Plan()
     ranks = comm.join()
     refuse(model, plan, ranks, clip=clip)
     _set_threads(ranks)
-    torch.manual_seed(seed + 1_000_003 * plan.mesh.at(ranks.rank)["dp"])
+    torch.manual_seed(wrapped_seed(seed + 1_000_003 * plan.mesh.at(ranks.rank)["dp"]))
     options = {"clip": clip, "skip_nan": skip_nan, "seed": seed}
     return TrainStep(model.to(ranks.device), loss, optimizer, plan=plan, ranks=ranks, **options)
 

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts import comm, data
+from fourfold.parts.optimizer_options import check_options
 from fourfold.plan.data import fill, limit, turns
 from fourfold.plan.plan import Plan
+from fourfold.run.arguments import refuse_wrapped
 from fourfold.run.refuse import compare, refuse
 from fourfold.run.spread import spread
 from fourfold.run.weights import trainable_of
@@ -55,6 +57,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         *,
         ranks: comm.Ranks | None = None,
     ) -> None:
+        refuse_wrapped(optimizer=optimizer, model=model, plan=plan)
+        check_options(optimizer)
         # The state, the groups and the hooks are the wrapped optimizer's: see __getattr__.
         self._optimizer, self._model, self._ranks = optimizer, model, ranks or comm.join()
         plan = plan or Plan(dp=self._ranks.size)

@@ -4,6 +4,7 @@ Law: every rank does the same steps; rank 0 alone writes and speaks.
 """
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from fourfold.feed.feed import Feed
+from fourfold.feed.samples import check_data
 from fourfold.feed.source import fetch
 from fourfold.parts.comm.ranks import BURIAL_SECONDS
 from fourfold.plan.order import share
@@ -21,6 +23,7 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.rates import Rates
 from fourfold.plan.timeline import DATA
 from fourfold.run import pulse
+from fourfold.run.arguments import refuse_plan
 from fourfold.run.asked import asked_to_stop
 from fourfold.run.average import Average
 from fourfold.run.batch import call, evaluating, measure
@@ -33,7 +36,7 @@ from fourfold.run.pulse import Pulse
 from fourfold.run.settings import Settings, factors, is_due, refuse_steps, settings_of, told_late
 from fourfold.run.speaker import WINDOW, Report, Result, Speaker
 from fourfold.run.trace import EVERY, Tracing
-from fourfold.words.errors import PeerError, Problem, StoppedError, TrainingError
+from fourfold.words.errors import PeerError, Problem, StoppedError, TaskError, TrainingError
 from fourfold.words.task import Source, Task
 
 
@@ -80,6 +83,7 @@ def train(
     SIGTERM to any rank ends the run after the next step, with a checkpoint and a StoppedError on every rank, unless the
     process handles that signal itself. Raises children of FourfoldError.
     """
+    refuse_plan(plan)
     plan = plan or Plan()
     given = {"steps": steps, "batch_size": batch_size, "clip": clip, "seed": seed, "evaluate_every": evaluate_every}
     given |= {"trace_every": trace_every, "name": name, "folder": folder, "label": label, "spec": spec, "extra": extra}
@@ -89,6 +93,7 @@ def train(
     refuse_steps(settings.steps, plan)
     torch.manual_seed(settings.seed)
     data = task.data()
+    check_data(data, where="the task's data")
     model = task.model()
     if settings.init is not None:
         load_weights(model, Path(settings.init))
@@ -178,8 +183,9 @@ class Training:
         losses = deque(progress.losses, maxlen=WINDOW)
         for number in range(progress.step, last):
             if factor is not None:
+                scale = _finite(factor(number), number)
                 for group, rate in zip(step.optimizer.param_groups, self.speaker.rates, strict=True):
-                    group["lr"] = rate * factor(number)
+                    group["lr"] = rate * scale
             with self.tracing.sample(number + 1) as recorder:
                 with recorder.span(DATA), lateness.reading():
                     batch = next(batches)
@@ -276,6 +282,19 @@ class Training:
         raise TrainingError(Problem(got, "it on the disk", f"the same command: it {where}"), where="training")
 
 
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2
+
+
+def _finite(factor: Any, step: int) -> float:
+    """A factor of the learning rate. Raises TaskError where a schedule gives what no rate can be multiplied by."""
+    # A tensor of one element is a number too.
+    with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
+        if math.isfinite(value := float(factor)):
+            return value
+    raise TaskError(Problem(f"the schedule's factor at step {step + 1} is {factor!r}", "a finite number"))
+
+
 @torch.no_grad()
 def evaluate(step: TrainStep, task: Task, source: Source, batch_size: int) -> dict[str, float]:
     """Mean loss and the task's measures over a whole source, which the data ranks share. Collective."""
@@ -309,6 +328,9 @@ def _measures(step: TrainStep, task: Task, batch: Any) -> dict[str, Sequence[Any
         outputs = call(step.model, part.inputs, part.kept)
     loss = measure(task.loss(outputs, part.targets), part.samples)
     extra = task.evaluate(outputs, part.targets) if task.evaluate is not None else {}
+    if not isinstance(extra, dict) or not all(map(_is_pair, extra.values())):
+        need = "a dict from names to pairs (sum, count)"
+        raise TaskError(Problem("what the task's evaluate returned", need, '{"accuracy": (num_right, num_samples)}'))
     return {"loss": (loss.total, loss.count), **extra}
 
 

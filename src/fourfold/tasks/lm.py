@@ -99,6 +99,9 @@ def _shapes(*, width: int, layers: int, heads: int, kv_heads: int) -> Iterable[P
 def _rates(*, clip: float | None, **rates: float) -> Iterable[Problem]:
     positive = {"lr": rates["lr"], "temperature": rates["temperature"], "clip": 1.0 if clip is None else clip}
     yield from (Problem(f"{name} = {rate}", "more than 0") for name, rate in positive.items() if not rate > 0)
+    # A clip may be infinite: it then measures the norm, and clips nothing.
+    finite = {"lr": rates["lr"], "temperature": rates["temperature"], "weight_decay": rates["weight_decay"]}
+    yield from (Problem(f"{name} = {rate}", "a finite number") for name, rate in finite.items() if rate == math.inf)
     if not 0 <= rates["warmup"] < 1:
         yield Problem(f"warmup = {rates['warmup']}", "a share of the steps: 0 or more, less than 1", "warmup=0.05")
     if not rates["weight_decay"] >= 0:
