@@ -445,6 +445,8 @@ LONG = "x" * 5000
         (("checkpoint", "list", ""), "no such folder"),
         (("show", "dp=1000000000000"), "dp = 1000000000000   need a whole number from 1 to 1048576"),
         (("show", "dp=1048576", "sp=2"), "2097152 ranks"),
+        (("show", "lm", "dp=1", "layers=1e9"), "layers = 1000000000   need at most 100000"),
+        (("show", "lm", "dp=1", "width=1000000000"), "a tensor of the model cannot be made"),
     ],
 )
 def test_values_beyond_measure_are_refused_without_a_traceback(

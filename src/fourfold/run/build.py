@@ -40,6 +40,7 @@ from fourfold.run.weights import Weights, trainable_of
 from fourfold.words.action import LOSS, Action
 from fourfold.words.arguments import wrapped_seed
 from fourfold.words.errors import Problem, TaskError, TrainingError
+from fourfold.words.host_memory import available_bytes
 from fourfold.words.layout import SPLIT
 from fourfold.words.spans import Recorder
 from fourfold.words.task import Task
@@ -555,12 +556,17 @@ def _request(plan: Plan, buckets: Sequence[Bucket], rest: Rest, *, num_norms: in
     )
 
 
-def check(task: Task, plan: Plan) -> None:
-    """Raise TaskError, PlanError or OptimizerError for what can be known of a task before processes are started."""
-    model = outline(task)
+def check(task: Task, plan: Plan) -> nn.Module:
+    """The outline of a task's model.
+
+    Raise TaskError, PlanError, OptimizerError or SettingError for what can be known of a task before processes are
+    started.
+    """
+    model = outline(task, most_bytes=available_bytes())
     refuse_for(model, plan, clip=task.clip)
     comm.refuse_impossible(plan.transport, "cuda" if torch.cuda.is_available() else "cpu")
     refuse_optimizer(optim.build(task.optimizer, list(model.parameters())), plan)
+    return model
 
 
 def _mind_memory(num_steps: int) -> None:

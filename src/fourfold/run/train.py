@@ -32,11 +32,14 @@ from fourfold.run.checkpoint.keeper import Keeper, Place, Progress
 from fourfold.run.checkpoint.read import load_weights
 from fourfold.run.checkpoint.state import Trained
 from fourfold.run.late import Lateness
+from fourfold.run.memory_bound import refuse_memory
+from fourfold.run.outline import meta_model
 from fourfold.run.pulse import Pulse
 from fourfold.run.settings import Settings, factors, is_due, refuse_steps, settings_of, told_late
 from fourfold.run.speaker import WINDOW, Report, Result, Speaker
 from fourfold.run.trace import EVERY, Tracing
 from fourfold.words.errors import PeerError, Problem, StoppedError, TaskError, TrainingError
+from fourfold.words.host_memory import available_bytes
 from fourfold.words.task import Source, Task
 
 
@@ -91,9 +94,14 @@ def train(
     given |= {"training": plan.training}
     settings = settings_of(task, **given)
     refuse_steps(settings.steps, plan)
+    # Before the seed: a model may draw random numbers while it is made, and the real one must draw the same.
+    outlined = meta_model(task, most_bytes=available_bytes())
     torch.manual_seed(settings.seed)
     data = task.data()
     check_data(data, where="the task's data")
+    if outlined is not None:
+        sizes = {"batch_size": settings.batch_size, "steps": settings.steps}
+        refuse_memory(task, plan, data.train, outlined, **sizes, num_ranks=1)
     model = task.model()
     if settings.init is not None:
         load_weights(model, Path(settings.init))

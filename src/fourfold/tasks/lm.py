@@ -21,6 +21,7 @@ from fourfold.words.errors import DataError, Problem, SettingError
 from fourfold.words.task import Data, Task
 
 NUM_BYTES = 256
+MOST_LAYERS = 100_000
 ROTARY_BASE = 10_000.0
 SMALLEST_FACTOR = 0.02  # of the learning rate, at the last step
 TUNED_FOR = 16  # samples of a batch, at which the default learning rate was found
@@ -83,6 +84,8 @@ def task(
 def _shapes(*, width: int, layers: int, heads: int, kv_heads: int) -> Iterable[Problem]:
     sizes = {"width": width, "layers": layers, "heads": heads, "kv_heads": kv_heads}
     too_small = [Problem(f"{name} = {size}", "1 or more") for name, size in sizes.items() if size < 1]
+    if layers > MOST_LAYERS:  # Python would be busy with its modules for minutes before anybody could say so.
+        yield Problem(f"layers = {layers}", f"at most {MOST_LAYERS}")
     yield from too_small
     if too_small:
         return
