@@ -114,7 +114,7 @@ def test_all_problems_are_told_at_once(refused: Refused) -> None:
         "steps = 0": "need a whole number of at least 1",
         "seed = -1": "need a whole number of at least 0",
         "zero = 7": "need one of 0, 1, 2, 3",
-        "dp = 'x'": "need a whole number of at least 1",
+        "dp = 'x'": "need a whole number from 1 to 1048576",
     }.items():
         (line,) = (line for line in text.splitlines() if line.strip().startswith(got))
         assert need in line
@@ -159,7 +159,7 @@ def test_missing_files_are_told_with_their_neighbours(refused: Refused) -> None:
 def test_an_empty_corpus_is_refused(refused: Refused) -> None:
     Path("empty.txt").write_text("")
     assert "DataError" in refused("train", "lm", "data=empty.txt", "-n", "2")
-    assert "no samples to train on   need at least 1" in refused("train", "mine.py", "samples=0", "-n", "2")
+    assert "train without samples   need at least one" in refused("train", "mine.py", "samples=0", "-n", "2")
 
 
 def test_local_steps_that_do_not_divide_the_steps_are_told_with_steps_that_do(refused: Refused) -> None:
@@ -426,3 +426,50 @@ def test_gloo_listens_at_the_loopback_device_unless_the_user_has_chosen_another(
     assert loopback_variables({}, tmp_path / "down") == {}
     assert loopback_variables({}, tmp_path / "missing") == {}
     assert loopback_variables({"GLOO_SOCKET_IFNAME": "eth0"}, tmp_path / "up") == {}
+
+
+LONG = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("train", "mine.py", "seed=18446744073709551616"), "seed = 18446744073709551616"),
+        (("verify", "mine.py", "dp=1", "seed=1e30"), "seed = 1e30"),
+        (("train", "mine.py", "lr=inf"), "lr = inf   need a finite number"),
+        (("train", "mine.py", "lr=nan"), "lr = nan   need a finite number"),
+        (("train", "mine.py", "lr=-1"), "Invalid learning rate: -1.0"),
+        (("show", "mine.py", "dp=1", "lr=-1"), "Invalid learning rate: -1.0"),
+        (("train", "lm", "lr=inf", "temperature=inf"), "2 problems"),
+        (("train", "mine.py", "samples=-1"), "__len__() should return >= 0"),
+        (("train", "mine.py", "samples=1e30"), "train of type Source"),
+        (("train", "mine.py", "name=a\nb"), "control characters"),
+        (("train", "mine.py", f"name={LONG}"), "at most 200 bytes"),
+        (("train", "mine.py", "dp=1", f"init={LONG}"), "no such file"),
+        (("train", f"{LONG}.py"), "no such file"),
+        (("train", f"{LONG}.toml"), "file name too long"),
+        (("run", f"{LONG}.py"), "no such file"),
+        (("train", "lm", f"data={LONG}"), "file name too long"),
+        (("train", "lm", "data=~nobody-of-this-name/x"), "home directory"),
+        (("report", LONG), "no run"),
+        (("checkpoint", "list", LONG), "no such folder"),
+        (("checkpoint", "list", ""), "no such folder"),
+        (("show", "dp=1000000000000"), "dp = 1000000000000   need a whole number from 1 to 1048576"),
+        (("show", "dp=1048576", "sp=2"), "2097152 ranks"),
+        (("show", "lm", "dp=1", "layers=1e9"), "layers = 1000000000   need at most 100000"),
+        (("show", "lm", "dp=1", "width=1000000000"), "a tensor of the model cannot be made"),
+    ],
+)
+def test_values_beyond_measure_are_refused_without_a_traceback(
+    refused: Refused, arguments: tuple[str, ...], told: str
+) -> None:
+    text = refused(*arguments)
+    assert told in text
+    assert "Traceback" not in text
+
+
+def test_a_folder_in_the_place_of_a_file_is_not_recommended_again(refused: Refused) -> None:
+    Path("plan.toml").mkdir()
+    Path("a.py").mkdir()
+    assert "try" not in refused("train", "plan.toml")
+    assert "try" not in refused("train", "a.py")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fourfold.words import hosts
 from fourfold.words.errors import LaunchError
 from fourfold.words.launchers import LAUNCHERS, find
-from fourfold.words.rendezvous import FIRST_PORT, NUM_PORTS, Address, SameHost, meeting, port
+from fourfold.words.rendezvous import FIRST_PORT, NUM_PORTS, Address, SameHost, StoreFile, meeting, port
 from fourfold.words.world import World, from_environment
 
 
@@ -115,7 +115,7 @@ def test_contradictions_and_gaps_are_told(text: str) -> None:
     assert WRONG[text] in str(told.value)
 
 
-def place(text: str) -> Address | SameHost | None:
+def place(text: str) -> Address | SameHost | StoreFile | None:
     environ: Mapping[str, str] = variables(text)
     seat = find(environ)
     assert seat is not None

@@ -88,7 +88,7 @@ def test_a_line_fits_its_terminal(width: int) -> None:
 def test_what_is_shown_cannot_steer_the_terminal() -> None:
     file = io.StringIO()
     Progress(file).note("a\x1b[31m [bold]b[/bold]\r\n\tc")
-    assert file.getvalue().splitlines() == ["a·[31m [bold]b[/bold]·", "        c"]
+    assert file.getvalue().splitlines() == ["a\\x1b[31m [bold]b[/bold]\\r", "        c"]
 
 
 @pytest.mark.parametrize(

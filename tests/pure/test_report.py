@@ -32,16 +32,17 @@ def run(tmp_path: Path) -> Path:
     return make(tmp_path / "first")
 
 
-def make(folder: Path, *, task: str = "lm", loss: float = 3.0) -> Path:
+def make(folder: Path, *, task: str = "lm", loss: float = 3.0, tokens: int | None = 2048) -> Path:
     folder.mkdir()
     (folder / "plan.toml").write_text(Plan(dp=2).to_toml(defaults=True))
     versions = {"fourfold": "0.1.0", "torch": "2.13.0", "python": "3.11.2"}
     settings = {"task": task, "steps": 6, "batch_size": 8, "clip": None, "transport": "shared memory"}
     (folder / "settings.json").write_text(json.dumps({**settings, "versions": versions, "cores": 2}))
     times = {"seconds": 0.5, "waiting_seconds": 0.125}
-    lines = [{"step": n, "loss": loss - 0.1 * n, "samples": 8, "tokens": 2048, **times} for n in range(1, 7)]
+    lines = [{"step": n, "loss": loss - 0.1 * n, "samples": 8, "tokens": tokens, **times} for n in range(1, 7)]
     valid = {"step": 6, "valid": {"loss": 2.34567, "bits per byte": 3.3841}}
-    finished = {"finished": 6, "seconds": 3.25, "rate": 3780.9, "unit": "tokens", "valid": valid["valid"]}
+    unit = "tokens" if tokens else "samples"
+    finished = {"finished": 6, "seconds": 3.25, "rate": 3780.9, "unit": unit, "valid": valid["valid"]}
     rows = [*lines, valid, finished]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "trace.json").write_bytes(encode(trace(late=1.0)))
@@ -185,3 +186,32 @@ def test_a_long_table_keeps_every_row_and_shows_the_last(num):
 def test_short_times_have_their_units():
     times = (0.0017, 0.9996, 4.21, 99.94, 99.96, 725.0)
     assert [progress.seconds_of(each) for each in times] == ["1.70 ms", "1.0 s", "4.2 s", "99.9 s", "1:40", "12:05"]
+
+
+def axes_of(html: str) -> dict[str, str]:
+    """By the name of a drawing's vertical axis: all that the drawing says."""
+    drawings = [node for node in parsed(html).iter() if node.tag.endswith("svg")]
+    names = ("a second", "loss")
+    found = {}
+    for drawing in drawings:
+        said = [text for text in drawing.itertext() if text.strip()]
+        found[next(text for text in said if text.endswith(names))] = " ".join(said)
+    return found
+
+
+def test_runs_that_count_in_different_units_have_no_axis_of_throughput_in_common(tmp_path):
+    folders = [make(tmp_path / "words"), *(make(tmp_path / name, tokens=None) for name in ("images", "pictures"))]
+    axes = axes_of(page.comparison([record.read(folder) for folder in folders]))
+    tokens, samples = axes["thousand tokens a second"], axes["samples a second"]
+    assert "words" in tokens
+    assert "images" in samples
+    assert "pictures" in samples
+    assert "images" not in tokens
+    assert "words" not in samples
+
+
+def test_runs_of_one_unit_share_an_axis_of_throughput(tmp_path):
+    axes = axes_of(page.comparison([record.read(make(tmp_path / name)) for name in ("first", "second")]))
+    (rate,) = (said for name, said in axes.items() if name.endswith("a second"))
+    assert "first" in rate
+    assert "second" in rate

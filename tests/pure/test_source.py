@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -198,3 +199,19 @@ def test_a_file_that_shrank_is_named(tmp_path: Path):
     path = write(tmp_path, {"a": b"123"}) / "a"
     with pytest.raises(DataError, match="a cannot be mapped"):
         Corpus([Piece(path, 0, 5000)]).read([0], 10)
+
+
+def test_a_corpus_larger_than_the_memory_is_mapped(tmp_path: Path) -> None:
+    num_bytes = 2 * psutil.virtual_memory().total
+    path = tmp_path / "large.txt"
+    with path.open("wb") as file:
+        file.write(b"begin")
+        try:
+            file.truncate(num_bytes)  # a hole: no disk is needed
+        except OSError as error:
+            pytest.skip(f"no files of {num_bytes} bytes here: {error}")
+        file.seek(-3, 2)
+        file.write(b"end")
+    corpus = Corpus([Piece(path, 0, num_bytes)])
+    first, last = corpus.read([0, num_bytes - 5], 5)
+    assert (bytes(first), bytes(last)) == (b"begin", b"\0\0end")

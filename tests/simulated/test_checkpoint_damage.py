@@ -246,3 +246,13 @@ def test_a_full_disk_is_a_warning_and_the_checkpoints_before_stay(checked, tmp_p
         assert ("KiB needed" if checked else "no space left") in notes[0]
         assert [path.name for path in Shelf(folder).path.iterdir()] == ["step-00000001"]
         assert not verify(Shelf(folder).at(1))
+
+
+def test_weights_are_exported_into_a_folder_that_is_made_or_the_reason_is_told(tmp_path, capsys):
+    saved_twice(tmp_path)
+    target = tmp_path / "not" / "there" / "weights.safetensors"
+    assert checkpoints.export(str(tmp_path), str(target), step=None, ema=False) == 0
+    assert target.stat().st_size > 0
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SettingError, match=r"file/weights could not be written: (not a directory|file exists)"):
+        checkpoints.export(str(tmp_path), str(tmp_path / "file" / "weights"), step=None, ema=False)

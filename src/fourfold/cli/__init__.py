@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from fourfold.cli import interrupt
+from fourfold.words.text import escaped
 
 __all__ = ["main"]
 
@@ -38,7 +39,7 @@ def _interrupted(stop: KeyboardInterrupt) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     text = str(stop) if stop.args else "stopped by SIGINT"
     if text:
-        print(f"fourfold: {text}", file=sys.stderr, flush=True)
+        print(f"fourfold: {escaped(text)}", file=sys.stderr, flush=True)
     return 128 + signal.SIGINT
 
 

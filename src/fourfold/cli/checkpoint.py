@@ -3,12 +3,14 @@
 Law: nothing of a run is changed here.
 """
 
+import contextlib
 import sys
 import time
 from pathlib import Path
 
 from fourfold.cli.failure import neighbour
-from fourfold.words.errors import CheckpointError, Problem, SettingError
+from fourfold.words.errors import CheckpointError, Problem, SettingError, reason
+from fourfold.words.text import escaped
 from fourfold.words.units import sized
 
 RUNS = Path("runs")
@@ -34,7 +36,7 @@ def listing(run: str) -> int:
         word = "best" if step == best else ""
         age = _age(time.time() - path.stat().st_mtime)
         rows.append((str(step), size, age, str(len(manifest.files)), "" if loss is None else f"{loss:.4f}", word))
-    print(_table(rows) if len(rows) > 1 else f"{shelf.path} holds no checkpoint")
+    print(_table(rows) if len(rows) > 1 else escaped(f"{shelf.path} holds no checkpoint"))
     return 0
 
 
@@ -47,9 +49,9 @@ def verify(run: str) -> int:
     steps, code = shelf.steps(), 0
     for step in steps:
         problems = problems_of(shelf.at(step))
-        print(f"{shelf.at(step)}   {'damaged' if problems else 'good'}")
+        print(escaped(f"{shelf.at(step)}   {'damaged' if problems else 'good'}"))
         for text in problems:
-            print(f"  {text}")
+            print(escaped(f"  {text}"))
         code = 1 if problems else code
     if not steps:
         raise CheckpointError(Problem(f"{shelf.path} holds no checkpoint", "at least one"))
@@ -68,19 +70,25 @@ def export(run: str, file: str | None, *, step: int | None, ema: bool) -> int:
         raise SettingError(Problem(f"--step {step}", need), where=str(folder))
     source = newest_good(folder, step=step)
     if step is None and source != Shelf(folder).at(steps[-1]):
-        print(f"warning: a newer checkpoint is damaged: fourfold checkpoint verify {run}", file=sys.stderr)
+        print(escaped(f"warning: a newer checkpoint is damaged: fourfold checkpoint verify {run}"), file=sys.stderr)
     target = Path(file or f"{folder.name}-{source.name.removeprefix('step-')}{'-ema' if ema else ''}.safetensors")
     if target.exists():
         raise SettingError(Problem(f"{target} is there already", "a new file", "another FILE"))
-    num_bytes = write(source, target, ema=ema)
-    print(f"{target}   {sized(num_bytes)} of weights from {source}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        num_bytes = write(source, target, ema=ema)
+    except OSError as error:
+        got = f"{target} could not be written: {reason(error)}"
+        raise SettingError(Problem(got, "a file that can be written", "another FILE")) from None
+    print(escaped(f"{target}   {sized(num_bytes)} of weights from {source}"))
     return 0
 
 
 def _folder(run: str) -> Path:
     for path in (Path(run), RUNS / run):
-        if path.is_dir():
-            return path
+        with contextlib.suppress(OSError):  # a name that is too long is no run's
+            if run and path.is_dir():
+                return path
     raise SettingError(Problem(f"{run} (no such folder)", "a run's folder, or its name", neighbour(RUNS / run, "*")))
 
 
@@ -90,6 +98,7 @@ def _age(seconds: float) -> str:
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:
+    rows = [tuple(map(escaped, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join([*(c.rjust(w) for c, w in zip(row[:-1], widths, strict=False)), row[-1]]).rstrip() for row in rows

@@ -71,7 +71,19 @@ def _text(error: Exception) -> str:
     return f"fourfold: {error}" if isinstance(error, StoppedError) else cause.explain(error).rstrip()
 
 
+def is_file(path: Path) -> bool:
+    """Whether a file is there. A name that no file system takes is no file."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
 def neighbour(path: Path, pattern: str) -> str:
     """The file in the same folder that was most likely meant; "" where there is none."""
-    close = nearest(path.stem, (other.stem for other in path.parent.glob(pattern)))
+    try:
+        others = [other.stem for other in path.parent.glob(pattern) if other.is_file() and other != path]
+    except OSError:  # a name that is too long, a folder that may not be read
+        return ""
+    close = nearest(path.stem, others)
     return str(path.with_name(close + path.suffix)) if close else ""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.cli import settings, task
-from fourfold.cli.failure import Errors, neighbour
+from fourfold.cli.failure import Errors, is_file, neighbour
 from fourfold.engines.machine import default_processes
 from fourfold.plan.decode import DecodeError, read_small
 from fourfold.plan.plan import Plan
@@ -18,6 +18,7 @@ from fourfold.plan.rates import Rates
 from fourfold.run.settings import refuse_steps, run_name, settings_of, tuned_for
 from fourfold.words.errors import PlanError, Problem, SettingError
 from fourfold.words.task import Data, Task
+from fourfold.words.world import from_environment
 
 RUNS = Path("runs")
 TASK_FIELDS = ("steps", "batch_size", "clip")
@@ -122,11 +123,16 @@ def prepare(words: Sequence[str], *, num_processes: int | None = None, keeps: bo
         check_batch(job.task.batch_size, job.plan)
     with errors.gather():
         refuse_steps(job.task.steps, job.plan)
+    data = model = None
     with errors.gather():
-        check_tokens(task.open_data(job.task, spec=job.spec), job.plan)
+        data = task.open_data(job.task, spec=job.spec)
+        check_tokens(data, job.plan)
     with errors.gather():
-        check(job.task, job.plan)
+        model = check(job.task, job.plan)
     errors.stop()
+    assert data is not None
+    assert model is not None
+    check_memory(job, data, model)
     return job
 
 
@@ -176,6 +182,16 @@ def check_tokens(data: Data, plan: Plan) -> None:
         length_of(fetch(data.train, [0]))
 
 
+def check_memory(job: Job, data: Data, model: Any) -> None:
+    """Raises SettingError where the run cannot fit into the memory of this host. `model` is an outline."""
+    from fourfold.run.memory_bound import refuse_memory
+
+    # A launcher's ranks check themselves, each its own part.
+    num_ranks = job.num_processes if from_environment() is None else 1
+    sizes = {"batch_size": job.task.batch_size, "steps": job.task.steps}
+    refuse_memory(job.task, job.plan, data.train, model, **sizes, num_ranks=num_ranks)
+
+
 def check_init(job: Job) -> None:
     """Raises SettingError or CheckpointError where the weights to begin with are not there, or are another model's."""
     from fourfold.run.checkpoint.read import check_weights
@@ -185,7 +201,7 @@ def check_init(job: Job) -> None:
     if init is None:
         return
     path = Path(init)
-    if not path.is_file():
+    if not is_file(path):
         got = f"init = {init} (no such file)"
         raise SettingError(Problem(got, "a safetensors file of weights", neighbour(path, "*.safetensors")))
     check_weights(outline(job.task), path)

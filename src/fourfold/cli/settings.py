@@ -15,6 +15,7 @@ from typing import Any
 
 from fourfold.plan.plan import FIELDS, read_value
 from fourfold.plan.rates import CURVES, SCALES
+from fourfold.words.arguments import MOST_SEED
 from fourfold.words.errors import Problem, SettingError, nearest
 
 DEFAULT_TASK = "lm"
@@ -31,12 +32,13 @@ NEEDS = {
 
 @dataclass(frozen=True)
 class Kind:
-    """What a value may be: a type (None: any), whether `none` is one, the least, what it is above, the choices."""
+    """What a value may be: a type (None: any), whether `none` is one, its bounds, the choices."""
 
     type: type | None
     optional: bool = False
     least: float | None = None
     above: float | None = None
+    most: int | None = None
     choices: tuple[str, ...] = ()
 
     def need(self) -> str:
@@ -45,6 +47,7 @@ class Kind:
         need = NEEDS.get(self.type, "a value") if self.type else "a value"
         need += f" of at least {self.least:g}" if self.least is not None else ""
         need += f" above {self.above:g}" if self.above is not None else ""
+        need += f" and at most {self.most}" if self.most is not None else ""
         return need + (", or none" if self.optional else "")
 
     def read(self, text: str) -> Any:
@@ -56,13 +59,15 @@ class Kind:
             raise ValueError(text)
         if (self.least is not None and value < self.least) or (self.above is not None and not value > self.above):
             raise ValueError(text)
+        if self.most is not None and value > self.most:
+            raise ValueError(text)
         return value
 
 
 RUN = {
     "steps": Kind(int, least=1),
     "batch_size": Kind(int, least=1),
-    "seed": Kind(int, least=0),
+    "seed": Kind(int, least=0, most=MOST_SEED),
     "clip": Kind(float, optional=True, above=0),
     "evaluate_every": Kind(int, least=1),
     "trace_every": Kind(int, least=0),

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from fourfold.cli.failure import neighbour
+from fourfold.cli.failure import is_file, neighbour
 from fourfold.cli.settings import Kind, kinds
 from fourfold.engines import cause
+from fourfold.feed.samples import check_data
 from fourfold.words.errors import DataError, FourfoldError, Problem, TaskError, nearest
 from fourfold.words.task import Data, Task
 
@@ -31,7 +32,7 @@ def find(spec: str) -> Maker:
     if not file.endswith(".py"):
         raise TaskError(_not_a_task(spec))
     path = Path(file)
-    if not path.is_file():
+    if not is_file(path):
         raise TaskError(Problem(f"{file} (no such file)", "a Python file with a task", neighbour(path, "*.py")))
     return _member(_load(path), name or DEFAULT_NAME, file=file)
 
@@ -56,10 +57,7 @@ def open_data(task: Task, *, spec: str) -> Data:
     """The task's sources. Raises DataError where they cannot be opened or are empty."""
     with _told(f"{spec}: the data cannot be opened", DataError):
         data = task.data()
-    if not isinstance(data, Data):
-        raise DataError(Problem(f"a {type(data).__name__}", "the task's data() to return a Data"), where=spec)
-    if not len(data.train):
-        raise DataError(Problem("no samples to train on", "at least 1"), where=spec)
+    check_data(data, where=spec)
     return data
 
 

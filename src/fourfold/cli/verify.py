@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from fourfold.cli import job
 from fourfold.words.errors import FourfoldError, Problem
+from fourfold.words.text import escaped
 from fourfold.words.world import World, from_environment
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def verify(work: job.Job, world: World | None) -> None:
     verdict = run(work.task, work.plan, seed=work.settings.get("seed", 0))
     if verdict is None:
         return
-    print("\n".join(told(work, verdict)), flush=True)
+    print(escaped("\n".join(told(work, verdict))), flush=True)
     if not verdict.worst <= TOLERANCE:
         raise VerifyError(_problems(verdict, TOLERANCE), where="what was compared")
 

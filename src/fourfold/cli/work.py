@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from fourfold.cli import interrupt
 from fourfold.words.errors import Problem, SettingError, reason
+from fourfold.words.text import escaped
 from fourfold.words.world import from_environment
 
 if TYPE_CHECKING:
@@ -67,17 +68,17 @@ def _is_finished(ready: "Job", *, speaks: bool) -> bool:
         # A launcher that starts its ranks again does not mean to start over again.
         aside = set_aside(ready.folder) if speaks and os.environ.get(RESTARTS, "0") == "0" else None
         if aside is not None:
-            print(f"{ready.folder} starts over; what was there is now {aside}", flush=True)
+            print(escaped(f"{ready.folder} starts over; what was there is now {aside}"), flush=True)
         return False
     line = finished(ready.folder)
     if line is not None and speaks:
-        print(told_finished(ready.folder, line, ready.plan), flush=True)
+        print(escaped(told_finished(ready.folder, line, ready.plan)), flush=True)
     return line is not None
 
 
 def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> int:
     """`fourfold run`; returns the exit code."""
-    from fourfold.cli.failure import neighbour
+    from fourfold.cli.failure import is_file, neighbour
     from fourfold.engines.machine import check_number, default_processes
     from fourfold.engines.restart import Care
     from fourfold.engines.worker import run_program
@@ -90,8 +91,8 @@ def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> i
     script = Path(command[0])
     world = from_environment()
     needed = check_number(processes, world)
-    if not script.is_file():
-        got = f"{script} ({'a folder' if script.is_dir() else 'no such file'})"
+    if not is_file(script):
+        got = f"{script} ({'a folder' if os.path.isdir(script) else 'no such file'})"
         raise SettingError(Problem(got, "a Python file", neighbour(script, "*.py")), where="fourfold run")
     num_processes = needed or default_processes()
     if world is not None or num_processes == 1:
@@ -113,7 +114,7 @@ def show(words: Sequence[str]) -> int:
     ready = job.read([*words] if said else [*words, "dp=1"])
     if given.plan is None and not set(given.values) & set(FIELDS):
         raise SettingError(Problem("no plan", "a file PLAN.toml, or fields of a plan", "fourfold show dp=2"))
-    print(text_of(ready.plan, ready.task))
+    print(escaped(text_of(ready.plan, ready.task)))
     return 0
 
 
@@ -147,7 +148,7 @@ def report(words: Sequence[str]) -> int:
 
     if not words:
         raise SettingError(Problem("no run", "RUN [RUN…]", "fourfold report --help"), where="fourfold report")
-    print(write([find(word, parent=Path("runs")) for word in dict.fromkeys(words)]))
+    print(escaped(str(write([find(word, parent=Path("runs")) for word in dict.fromkeys(words)]))))
     return 0
 
 
@@ -165,4 +166,4 @@ def _say(text: str) -> None:
     """Tell of ranks that have ended."""
     if sys.stdout.isatty():
         print(SHOW_CURSOR, flush=True)  # and a new line: a rank that was killed has left its own half drawn
-    print(f"fourfold: {text}", file=sys.stderr, flush=True)
+    print(f"fourfold: {escaped(text)}", file=sys.stderr, flush=True)

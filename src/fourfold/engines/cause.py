@@ -25,6 +25,7 @@ from pathlib import Path
 import msgspec
 
 from fourfold.words.errors import PEER_GONE, FourfoldError, PeerError, StoppedError
+from fourfold.words.text import escaped
 
 # A rank that dies before all have met leaves a LaunchError to the others.
 ECHO_KINDS = ("PeerError", "LaunchError", "DistNetworkError")
@@ -209,7 +210,7 @@ def explain(error: BaseException) -> str:
     report = traceback.TracebackException.from_exception(error)
     if not full:
         _cut(report)
-    return "".join(report.format())
+    return escaped("".join(report.format()))
 
 
 class _Frames(traceback.StackSummary):

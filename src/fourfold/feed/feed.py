@@ -10,10 +10,12 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple
 
+from fourfold.feed.samples import source_problem
 from fourfold.feed.source import fetch
 from fourfold.parts import comm
 from fourfold.plan.order import Stretch, share
 from fourfold.plan.plan import Plan
+from fourfold.words import arguments
 from fourfold.words.errors import DataError, Problem
 from fourfold.words.task import Source
 
@@ -53,16 +55,15 @@ class Feed:
     """
 
     def __init__(self, source: Source, plan: Plan | None = None, *, batch_size: int, seed: int = 0) -> None:
-        problems = []
-        if len(source) == 0:
-            problems.append(Problem("a source without samples", "at least one"))
-        if batch_size < 1:
-            problems.append(Problem(f"batch_size = {batch_size}", "at least 1"))
+        found = source_problem(source, "source")
+        problems = [] if found is None else [found]
+        problems += arguments.whole("batch_size", batch_size, least=1) + arguments.seed(seed)
+        problems += arguments.instance("plan", plan, Plan, optional=True, attempt="ff.Plan(dp=2)")
         if problems:
             raise DataError(problems, where="the feed")
-        self._source, self._batch_size = source, batch_size
+        self._source, self._batch_size = source, int(batch_size)
         self._size, self._index = _place(plan)
-        self._state = Position(seed, 0, 0)
+        self._state = Position(int(seed), 0, 0)
         self.look: Callable[[], None] = _nothing
         """Called from time to time while a batch is waited for: what it raises ends the waiting."""
 
@@ -83,6 +84,9 @@ class Feed:
 
     def load(self, state: Position) -> None:
         """Go on from a state that another feed of the same source and batch size gave."""
+        if not isinstance(state, tuple | list) or len(state) != 3 or not all(map(arguments.is_whole, state)):
+            got = f"a state {state!r}"
+            raise DataError(Problem(got, "(seed, epoch, position), as another feed's `state` is"), where="the feed")
         position = Position(*state)
         if not 0 <= position.position < len(self._source):
             got = f"position {position.position}"

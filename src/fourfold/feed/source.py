@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
 
+from fourfold.feed.samples import stack
 from fourfold.feed.text import Corpus
 from fourfold.words.errors import DataError, Problem
 from fourfold.words.task import Source
@@ -39,7 +39,7 @@ def fetch(source: Source, indices: Sequence[int]) -> Any:
     if method is not None:
         return method(indices)
     samples = [source[i] for i in indices] or [source[0]]
-    inputs, targets = default_collate(samples)
+    inputs, targets = stack(samples, indices)
     return (inputs, targets) if len(indices) else (_none_of(inputs), _none_of(targets))
 
 

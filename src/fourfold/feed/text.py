@@ -18,12 +18,13 @@ import numpy as np
 import torch
 import xxhash
 
-from fourfold.words.errors import DataError, Problem, nearest
+from fourfold.words.errors import DataError, Problem, nearest, reason
 
 VALID_ONE_IN = 16  # one file in sixteen is for validation: 6 %
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 PROBE_BYTES = 4096
 OPEN_FILES = 4096
+LARGE_BYTES = 2**30
 
 
 class Piece(NamedTuple):
@@ -116,8 +117,13 @@ def existing(path: str | os.PathLike[str]) -> Path:
     if not str(path):
         got, attempt = "data= with nothing after it", "no data=, for Python's own source code"
         raise DataError(Problem(got, "a file or folder of text", attempt))
-    root = Path(path).expanduser()
-    if not root.exists():
+    try:
+        root = Path(path).expanduser()
+        is_there = root.exists()
+    except (OSError, RuntimeError) as error:  # too long a name; ~ of a user who is not there
+        got = f"{str(path)[:60]}: {reason(error) if isinstance(error, OSError) else str(error)}"
+        raise DataError(Problem(got, "a file or folder of text"), where="data") from None
+    if not is_there:
         close = nearest(root.name, _names(root.parent))
         attempt = str(root.parent / close) if close else "no data=, for Python's own source code"
         raise DataError(Problem(f"nothing at {root}", "a file or folder of text", attempt), where=f"data={path}")
@@ -131,9 +137,12 @@ def existing(path: str | os.PathLike[str]) -> Path:
 def _map(piece: Piece) -> np.ndarray:
     """The file's first `stop` bytes, mapped: uint8 [stop]."""
     try:
+        if piece.stop >= LARGE_BYTES:
+            # Read only: torch's map may be written to, so the kernel refuses one that is larger than its memory.
+            return np.memmap(piece.path, dtype=np.uint8, mode="r", shape=(piece.stop,))
         # torch's map, not numpy's: Python's mmap holds a file descriptor per map, and 1024 are allowed.
         return torch.from_file(str(piece.path), shared=False, size=piece.stop, dtype=torch.uint8).numpy()
-    except RuntimeError as error:
+    except (RuntimeError, OSError, ValueError) as error:
         raise DataError(
             Problem(f"{piece.path} cannot be mapped: {str(error).splitlines()[0]}", f"its {piece.stop} bytes, as found")
         ) from error

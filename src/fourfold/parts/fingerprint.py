@@ -22,7 +22,7 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
     """Of each tensor. Waits for a device once."""
     # On CPUs XXH3 reads as fast as memory gives; the same in torch's operations takes 20 times as long.
     found: list[int | None] = [
-        xxhash.xxh3_64_intdigest(memoryview(_bytes(t).numpy())) if t.device.type == "cpu" else None for t in tensors
+        xxhash.xxh3_64_intdigest(_bytes(t).numpy().data) if t.device.type == "cpu" else None for t in tensors
     ]
     elsewhere = [on_device(tensor) for tensor in tensors if tensor.device.type != "cpu"]
     numbers = iter(torch.stack(elsewhere).tolist() if elsewhere else [])

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from fourfold.parts import memory
 from fourfold.parts.layerwise import LAYERWISE, Begun, Layerwise, begin, finish
+from fourfold.parts.optimizer_options import check_options, made
 from fourfold.plan.data import Bucket
 from fourfold.words.errors import OptimizerError, Problem
 
@@ -90,11 +91,12 @@ def by_parameter(optimizer: Optimizer) -> bool:
 def build(factory: OptimizerFactory, parameters: Sequence[nn.Parameter]) -> Optimizer:
     """The user's optimizer over the original parameters. Raises OptimizerError for what cannot run on flat buffers."""
     _spare_dynamo()
-    optimizer = factory(parameters)
+    optimizer = made(factory, parameters)
     if not isinstance(optimizer, Optimizer):
         attempt = "functools.partial(torch.optim.AdamW, lr=3e-4)"
         raise OptimizerError(Problem(repr(optimizer), "a function from parameters to a torch optimizer", attempt))
     check(optimizer)
+    check_options(optimizer)
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     strangers = len(held - {id(p) for p in parameters})
     if strangers:

@@ -5,6 +5,7 @@ Law: `Plan.from_toml(plan.to_toml()) == plan`, and an impossible plan is refused
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -18,6 +19,7 @@ from fourfold.words.errors import PlanError, Problem, nearest
 from fourfold.words.mesh import Mesh
 
 VERSION = 1
+MOST = 2**20  # ranks or microbatches; beyond any machine, and a plan can still be shown
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,16 @@ class Rule:
     """Of a number that need not be whole: it is above 0, and at most this."""
     zero: bool = False
     """Whether such a number may also be 0."""
+    limit: int | None = None
+    """Of a whole number: at most this. A program has an entry for each rank and microbatch."""
 
     def need(self) -> str:
         if self.choices:
             return "one of " + ", ".join(map(str, self.choices))
         if self.most is not None:
             return f"a number {'of at least' if self.zero else 'above'} 0, at most {self.most}"
+        if self.limit is not None:
+            return f"a whole number from {self.least} to {self.limit}" + (", or nothing" if self.optional else "")
         return f"a whole number of at least {self.least}" + (", or nothing" if self.optional else "")
 
     def admits(self, value: object) -> bool:
@@ -49,22 +55,24 @@ class Rule:
             return False
         if self.most is not None:
             return (value > 0.0 or (self.zero and value == 0.0)) and value <= self.most  # type: ignore[operator]
-        return value in self.choices if self.choices else value >= self.least  # type: ignore[operator]
+        if self.choices:
+            return value in self.choices
+        return value >= self.least and (self.limit is None or value <= self.limit)  # type: ignore[operator]
 
 
 RULES = {
     "pp": Rule(int, built=(1,)),
-    "dp": Rule(int),
-    "sp": Rule(int),
+    "dp": Rule(int, limit=MOST),
+    "sp": Rule(int, limit=MOST),
     "tp": Rule(int, built=(1,)),
-    "shard": Rule(int, optional=True),
+    "shard": Rule(int, optional=True, limit=MOST),
     "zero": Rule(int, choices=(0, 1, 2, 3)),
-    "microbatches": Rule(int),
+    "microbatches": Rule(int, limit=MOST),
     "schedule": Rule(str, choices=("gpipe", "1f1b", "interleaved", "zero-bubble"), built=("1f1b",)),
     "interleave": Rule(int, built=(1,)),
     "recompute": Rule(str, choices=("none", "selective", "full"), built=("none",)),
     "ring": Rule(str, choices=RINGS),
-    "ulysses": Rule(int),
+    "ulysses": Rule(int, limit=MOST),
     "update": Rule(str, choices=("after", "in_backward", "in_forward")),
     "sync": Rule(str, choices=("step", "local", "server"), built=("step", "local")),
     "local_steps": Rule(int),
@@ -204,7 +212,7 @@ class Plan:
         except DecodeError as error:
             raise PlanError(Problem(str(error), "TOML with flat keys", "dp = 2"), where=where) from None
         version = values.pop("version", None)
-        if version != VERSION:
+        if type(version) is not int or version != VERSION:
             got = "no version" if version is None else f"version = {version!r}"
             problem = Problem(got, f"version = {VERSION}", f"add a line version = {VERSION}")
             raise PlanError([problem, *check(values)], where=where)
@@ -239,7 +247,12 @@ def check(values: Mapping[str, object]) -> list[Problem]:
     if isinstance(sp, int) and isinstance(ulysses, int) and RULES["ulysses"].admits(ulysses) and RULES["sp"].admits(sp):
         problem = ulysses_problem(sp, ulysses)
         problems += [] if problem is None else [problem]
-    return problems or shard_problems(values)
+    return problems or _too_many_ranks(values) or shard_problems(values)
+
+
+def _too_many_ranks(values: Mapping[str, Any]) -> list[Problem]:
+    size = math.prod(values.get(axis, 1) for axis in ("pp", "dp", "sp", "tp"))
+    return [] if size <= MOST else [Problem(f"{size} ranks: pp × dp × sp × tp", f"at most {MOST}")]
 
 
 def shard_problems(values: Mapping[str, Any]) -> list[Problem]:

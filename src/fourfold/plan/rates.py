@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fourfold.words import arguments
 from fourfold.words.errors import Problem, SettingError
 
 Factors = Callable[[int], float]
@@ -150,17 +151,26 @@ CURVES: dict[str, Callable[[Rates, int, int], float]] = {
 def _problems(rates: Rates) -> Iterable[Problem]:
     for name, choices in {"schedule": CURVES, "scale": SCALES}.items():
         value = getattr(rates, name)
-        if value not in choices and not (name == "schedule" and value is None):
+        # A list is no key of a dict.
+        if not (isinstance(value, str) and value in choices) and not (name == "schedule" and value is None):
             yield Problem(f"{name} = {value!r}", "one of " + ", ".join(choices))
     if type(rates.warmup) is not int or rates.warmup < 0:
         yield Problem(f"warmup = {rates.warmup!r}", "a number of steps, 0 or more", "warmup = 100")
     if rates.batch_size is not None and (type(rates.batch_size) is not int or rates.batch_size < 1):
         yield Problem(f"batch_size = {rates.batch_size!r}", "a number of samples, at least 1")
     shares = rates.milestones
-    if any(not 0 < share < 1 for share in shares) or list(shares) != sorted(set(shares)):
-        got = f"milestones = {', '.join(f'{share:g}' for share in shares)}"
-        yield Problem(got, "rising shares of the steps, between 0 and 1", "milestones = (0.5, 0.75)")
-    if not 0 < rates.drop <= 1:
-        yield Problem(f"drop = {rates.drop}", "more than 0, at most 1", "drop = 0.1")
-    if not 0 <= rates.floor <= 1:
-        yield Problem(f"floor = {rates.floor}", "0 or more, at most 1", "floor = 0.02")
+    if not _rise(shares):
+        listed = ", ".join(f"{share}" for share in shares) if isinstance(shares, tuple | list) else f"{shares!r}"
+        need = "rising shares of the steps, between 0 and 1"
+        yield Problem(f"milestones = {listed}", need, "milestones = (0.5, 0.75)")
+    if not (arguments.is_number(rates.drop) and 0 < rates.drop <= 1):
+        yield Problem(f"drop = {rates.drop!r}", "more than 0, at most 1", "drop = 0.1")
+    if not (arguments.is_number(rates.floor) and 0 <= rates.floor <= 1):
+        yield Problem(f"floor = {rates.floor!r}", "0 or more, at most 1", "floor = 0.02")
+
+
+def _rise(shares: Any) -> bool:
+    """Whether these are numbers between 0 and 1, each above the one before it."""
+    if not isinstance(shares, tuple | list) or not all(map(arguments.is_number, shares)):
+        return False
+    return all(0 < share < 1 for share in shares) and list(shares) == sorted(set(shares))

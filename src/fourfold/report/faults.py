@@ -15,9 +15,10 @@ from typing import NamedTuple
 import msgspec
 
 from fourfold.plan.decode import DecodeError, from_json
-from fourfold.report.progress import printable, seconds_of
+from fourfold.report.progress import seconds_of
 from fourfold.report.svg import Series
 from fourfold.report.table import UNKNOWN, cells, many
+from fourfold.words.text import escaped
 
 FILE = "faults.jsonl"
 RESTART, SKIPPED = "restart", "skipped step"
@@ -73,7 +74,7 @@ def marks(faults: Sequence[Fault], *, last: int) -> list[Series]:
     restarts = [(float(fault.step), 0.0) for fault in placed if fault.kind == RESTART]
     others = [(float(fault.step), 0.0) for fault in placed if fault.kind != RESTART]
     kinds = {fault.kind for fault in placed if fault.kind != RESTART}
-    name = printable(kinds.pop()) if len(kinds) == 1 else "other fault"
+    name = escaped(kinds.pop()) if len(kinds) == 1 else "other fault"
     name = name if len(name) <= LONGEST_NAME else "other fault"
     return [Series(RESTART, restarts, 3, "rule"), Series(name, others, 3, "peg")]
 
@@ -84,7 +85,7 @@ def card(faults: Faults, resumed: Sequence[int]) -> str:
     if not known and not unread:
         return ""
     counts = Counter(fault.kind for fault in known)
-    said = [f"{printable(kind)} × {count}" if count > 1 else printable(kind) for kind, count in counts.items()]
+    said = [f"{escaped(kind)} × {count}" if count > 1 else escaped(kind) for kind, count in counts.items()]
     lost = [fault.seconds for fault in known if fault.seconds is not None and math.isfinite(fault.seconds)]
     if lost:
         said.append(f"{seconds_of(sum(lost))} in all until steps ended again")

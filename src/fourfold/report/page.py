@@ -128,20 +128,30 @@ def curves(records: Sequence[Record]) -> str:
 
 
 def throughput(records: Sequence[Record]) -> str:
-    """Units a second over the time that the steps took."""
-    series = []
+    """Units a second over the time that the steps took. Samples and tokens are not comparable: a drawing per unit."""
+    by_unit: dict[str, list[Series]] = {}
     for index, record in enumerate(records):
-        points, passed = [], 0.0
-        for number, line in enumerate(record.steps):
-            passed += line["seconds"]
-            points.append((passed, record.units(number) / max(line["seconds"], 1e-9)))
-        # The first step allocates, and says nothing of the speed.
-        series.append(Series(record.name, thinned(smooth(points[1:]), _mean), index))
-    unit = records[0].unit
+        by_unit.setdefault(record.unit, []).append(_rates(record, colour=index))
+    drawings = [_throughput(series, unit, legend=len(records) > 1) for unit, series in by_unit.items()]
+    return f"<h2>Throughput</h2>{''.join(drawings) or '<p>Too few steps.</p>'}"
+
+
+def _rates(record: Record, *, colour: int) -> Series:
+    points, passed = [], 0.0
+    for number, line in enumerate(record.steps):
+        passed += line["seconds"]
+        points.append((passed, record.units(number) / max(line["seconds"], 1e-9)))
+    # The first step allocates, and says nothing of the speed.
+    return Series(record.name, thinned(smooth(points[1:]), _mean), colour)
+
+
+def _throughput(series: Sequence[Series], unit: str, *, legend: bool) -> str:
+    """The drawing of the runs that count in `unit`; "" where none of them has enough steps."""
     factor, prefix = _prefix(max((y for each in series for _, y in each.points), default=0.0))
-    series = [each._replace(points=[(x, y / factor) for x, y in each.points]) for each in series]
-    drawing = lines(series, x="time in steps, s", y=f"{prefix}{unit} a second", title="Throughput", from_zero=True)
-    return f"<h2>Throughput</h2>{drawing or '<p>Too few steps.</p>'}"
+    scaled_down = [each._replace(points=[(x, y / factor) for x, y in each.points]) for each in series]
+    title = f"Throughput, {unit}"
+    y = f"{prefix}{unit} a second"
+    return lines(scaled_down, x="time in steps, s", y=y, title=title, from_zero=True, legend=legend)
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TextIO
 
 from fourfold.words.record import Line
+from fourfold.words.text import escaped
 from fourfold.words.units import scaled, three
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class Progress:
     def _print(self, text: str) -> None:
         from rich.text import Text
 
-        self._terminal().print(Text(printable(text)), soft_wrap=True)
+        self._terminal().print(Text(escaped(text)), soft_wrap=True)
 
     def _is_live(self) -> bool:
         console = self._terminal()
@@ -172,8 +173,3 @@ def seconds_of(seconds: float) -> str:
     if seconds >= 99.95:
         return duration(seconds)
     return f"{seconds:.1f} s" if seconds >= 0.9995 else f"{three(seconds * 1e3)} ms"
-
-
-def printable(text: str) -> str:
-    """The text without characters that would steer the terminal (generated text may hold any)."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "·" for char in text)

@@ -3,6 +3,7 @@
 Law: a log that was cut off in mid-line is read up to there; a file that is missing is told, not guessed.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,8 +111,9 @@ class Record:
 def find(word: str, *, parent: Path) -> Path:
     """The folder a user means: a path, or the name of a run. Raises ReportError."""
     for path in (Path(word), parent / word):
-        if path.is_dir():
-            return path
+        with contextlib.suppress(OSError):  # a name that is too long is no run's
+            if path.is_dir():
+                return path
     runs = sorted(path.name for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else []
     close = nearest(Path(word).name, runs) or (runs[-1] if runs else "")
     attempt = f"fourfold report {close}" if close else "fourfold train"

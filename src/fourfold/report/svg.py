@@ -86,8 +86,10 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 or float(value).is_integer() else f"{value:.6g}"
 
 
-def lines(series: Sequence[Series], *, x: str, y: str, title: str, from_zero: bool = False) -> str:
-    """Curves in one frame. `x` and `y` name the axes with their units."""
+def lines(
+    series: Sequence[Series], *, x: str, y: str, title: str, from_zero: bool = False, legend: bool = False
+) -> str:
+    """Curves in one frame. `x` and `y` name the axes with their units; `legend` names a single curve too."""
     width, height = 560.0, 300.0
     points = [point for each in series if each.kind not in MARKS for point in each.points]
     if not points:
@@ -101,7 +103,7 @@ def lines(series: Sequence[Series], *, x: str, y: str, title: str, from_zero: bo
     )  # fmt: skip
     drawn = [_marks(frame, each) if each.kind in MARKS else _curve(frame, each) for each in series if each.points]
     body = [_axes(frame, x=x, y=y), *drawn]
-    return _drawing(width, height, title, [*body, _legend(series, right=frame.right)])
+    return _drawing(width, height, title, [*body, _legend(series, right=frame.right, least=1 if legend else 2)])
 
 
 def _axes(frame: Frame, *, x: str, y: str) -> str:
@@ -146,7 +148,7 @@ def _marks(frame: Frame, series: Series) -> str:
     return "".join(parts)
 
 
-def _legend(series: Sequence[Series], *, right: float) -> str:
+def _legend(series: Sequence[Series], *, right: float, least: int) -> str:
     named = [each for each in series if each.name and each.kind != "faint" and each.points]
     named.sort(key=lambda each: each.kind in MARKS)
     parts, at = [], right
@@ -162,7 +164,7 @@ def _legend(series: Sequence[Series], *, right: float) -> str:
         else:
             parts.append(f'<line class="line {colour}" x1="{at - 20:.1f}" x2="{at - 6:.1f}" y1="10" y2="10"/>')
         at -= 34
-    return "".join(parts) if len(named) > 1 else ""
+    return "".join(parts) if len(named) >= least else ""
 
 
 def bars(rows: Sequence[Bar], *, title: str) -> str:

@@ -6,7 +6,7 @@ Law: every text is escaped here, and what XML cannot hold is not let through.
 from collections.abc import Sequence
 from html import escape
 
-from fourfold.report.progress import printable
+from fourfold.words.text import escaped
 
 MOST = 20  # rows that are shown at once
 UNKNOWN = "–"
@@ -19,7 +19,7 @@ def cells(texts: Sequence[str], tag: str = "td") -> str:
 
 def _cell(text: str, tag: str) -> str:
     kind = ' class="unknown"' if text == UNKNOWN else ""
-    return f"<{tag}{kind}>{escape(printable(text))}</{tag}>"
+    return f"<{tag}{kind}>{escape(escaped(text))}</{tag}>"
 
 
 def many(heads: Sequence[str], rows: Sequence[str], *, style: str) -> str:

@@ -220,6 +220,8 @@ class Actions:
                 if index == self._last or self._every_round:
                     self._parts.gradients.last()
                 loss = self._losses.pop(index).total / self.nominal_count
+                if not loss.requires_grad:
+                    raise TaskError(_detached())
                 (loss if self._parts.scale is None else loss * self._parts.scale.value).backward()
                 if self.deferred is not None and index == 0:
                     self.deferred.refuse_unseen(self._parts.gradients.reached_in)
@@ -411,3 +413,8 @@ class Actions:
             return None
         first = self._offsets[bucket]
         return [bool(count) for count in counts[first : first + len(self._parts.parameters[bucket])]]
+
+
+def _detached() -> Problem:
+    need = "one that depends on trainable parameters through differentiable operations"
+    return Problem("a loss without a gradient", need, "no .detach(), .item(), argmax or torch.no_grad() on its way")

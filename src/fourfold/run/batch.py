@@ -39,6 +39,8 @@ def cut(batch: Any, count: int, device: torch.device, *, kept: Tensor | None = N
     if not (isinstance(batch, tuple | list) and len(batch) == 2):
         raise TaskError(Problem(f"a batch of type {type(batch).__name__}", "a pair (inputs, targets)"))
     inputs, targets = (_to(part, device) for part in batch)
+    if any(tensor.dim() == 0 for tensor in (*_tensors(inputs), *_tensors(targets))):
+        raise TaskError(Problem("a batch with a tensor without dims", "samples on the first dim of every tensor"))
     lengths = {tensor.shape[0] for tensor in (*_tensors(inputs), *_tensors(targets))}
     if len(lengths) != 1:
         raise TaskError(Problem(f"first dims {sorted(lengths)}", "one number of samples in inputs and targets"))
@@ -151,13 +153,35 @@ def measure(value: Any, samples: int) -> Loss:
     in half precision are made in float32: a mean of 1.0 over 70,000 samples is beyond what float16 can hold.
     """
     if isinstance(value, tuple | list) and len(value) == 2:
-        return Loss(value[0], float(value[1]))
+        return Loss(_total(value[0]), _count(value[1]))
     if not isinstance(value, Tensor):
         problem = Problem(
             f"a loss of type {type(value).__name__}", "unreduced values, a pair (sum, count), or a scalar"
         )
         raise TaskError(problem)
+    if value.is_complex():
+        raise TaskError(Problem("a loss of complex numbers", "real numbers", "loss.abs(), or loss.real"))
     dtype = torch.promote_types(value.dtype, torch.float32)
     if value.dim() == 0:
         return Loss(value.to(dtype) * samples, float(samples))
     return Loss(value.sum(dtype=dtype), float(value.numel()))
+
+
+def _total(value: Any) -> Tensor:
+    """The sum of a pair (sum, count)."""
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return value.reshape(())
+    shape = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise TaskError(Problem(f"a loss (sum, count) with sum {shape}", "one real number as a tensor", "values.sum()"))
+
+
+def _count(value: Any) -> float:
+    """The count of a pair (sum, count); NaN makes a bad step, a negative one would turn the gradient around."""
+    try:
+        count = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        count = -1.0
+    if not count < 0:
+        return count
+    got = f"{value!r}" if isinstance(value, int | float) or value is None else f"a {type(value).__name__}"
+    raise TaskError(Problem(f"a loss (sum, count) with count = {got}", "how many elements were summed, 0 or more"))

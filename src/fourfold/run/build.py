@@ -28,6 +28,7 @@ from fourfold.plan.precision import Scale, computed, reduced
 from fourfold.plan.rng import seed_of
 from fourfold.run import drift
 from fourfold.run.actions import Actions
+from fourfold.run.arguments import refuse_arguments
 from fourfold.run.batch import Microbatch, call, cut, evaluating, mapped, measure
 from fourfold.run.guard import Guard
 from fourfold.run.metrics import Metrics
@@ -45,6 +46,7 @@ from fourfold.run.state import State, copied
 from fourfold.run.weights import Weights, trainable_of
 from fourfold.words.action import LOSS, Action
 from fourfold.words.errors import DivergenceError, OptimizerError, Problem, TaskError, TrainingError
+from fourfold.words.host_memory import available_bytes
 from fourfold.words.layout import SPLIT
 from fourfold.words.spans import Recorder
 from fourfold.words.task import Task
@@ -78,6 +80,7 @@ def parallelize(
 
     Raises PlanError, OptimizerError or TaskError where the plan cannot be carried out.
     """
+    refuse_arguments(model=model, loss=loss, optimizer=optimizer, plan=plan, clip=clip, seed=seed, skip_nan=skip_nan)
     ranks = comm.join()
     plan = plan or Plan(dp=ranks.size)
     refuse(model, plan, ranks, clip=clip)
@@ -637,14 +640,19 @@ def _request(plan: Plan, buckets: Sequence[Bucket], rest: Rest, *, num_norms: in
     )
 
 
-def check(task: Task, plan: Plan) -> None:
-    """Raise TaskError, PlanError or OptimizerError for what can be known of a task before processes are started."""
-    model = outline(task)
+def check(task: Task, plan: Plan) -> nn.Module:
+    """The outline of a task's model.
+
+    Raise TaskError, PlanError, OptimizerError or SettingError for what can be known of a task before processes are
+    started.
+    """
+    model = outline(task, most_bytes=available_bytes())
     refuse_for(model, plan, clip=task.clip)
     comm.refuse_impossible(plan.transport, "cuda" if torch.cuda.is_available() else "cpu")
     optimizer = optim.build(task.optimizer, list(model.parameters()))
     refuse_optimizer(optimizer, plan)
     refuse_own(optimizer, plan)
+    return model
 
 
 def _mind_memory(num_steps: int) -> None:

@@ -30,6 +30,7 @@ from fourfold.plan.plan import FIELDS, Plan
 from fourfold.run.settings import Identity, canonical
 from fourfold.words.errors import PlanError, Problem, SettingError, TrainingError, reason
 
+MOST_NAME_BYTES = 200  # file systems allow 255, and a run that starts over gets a longer name
 LOG, SETTINGS, PLAN = "metrics.jsonl", "settings.json", "plan.toml"
 
 
@@ -115,8 +116,11 @@ def check_name(parent: Path, name: str | None, identity: Identity | None = None)
     """Raise SettingError for a name that another run has, or that is no name of a folder."""
     if name is None:
         return
-    if not name or Path(name).name != name or name in (".", ".."):
-        raise SettingError(Problem(f"name = {name!r}", "the name of a folder, without a path", "name=first-try"))
+    if not name or Path(name).name != name or name in (".", "..") or not name.isprintable():
+        need = "the name of a folder, without a path or control characters"
+        raise SettingError(Problem(f"name = {name!r}", need, "name=first-try"))
+    if len(os.fsencode(name)) > MOST_NAME_BYTES:
+        raise SettingError(Problem(f"name = {name[:20]}… of {len(name)} letters", f"at most {MOST_NAME_BYTES} bytes"))
     path = parent / name
     if not path.exists():
         return

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from fourfold.parts import comm, data
 from fourfold.parts.grad_hooks import register_last
 from fourfold.parts.optim import groups
+from fourfold.parts.optimizer_options import check_options
 from fourfold.parts.options import Options
 from fourfold.plan.data import fill, limit, turns
 from fourfold.plan.plan import Plan
 from fourfold.run import drift
+from fourfold.run.arguments import refuse_wrapped
 from fourfold.run.refuse import compare, refuse
 from fourfold.run.same_batches import Inputs, SameBatches
 from fourfold.run.settings import DRIFT_CHECK, is_due
@@ -66,6 +68,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ranks: comm.Ranks | None = None,
         drift_check: int = DRIFT_CHECK,
     ) -> None:
+        refuse_wrapped(optimizer=optimizer, model=model, plan=plan)
+        check_options(optimizer)
         # The state, the groups and the hooks are the wrapped optimizer's: see __getattr__.
         self._optimizer, self._model, self._ranks = optimizer, model, ranks or comm.join()
         plan = plan or Plan(dp=self._ranks.size)

@@ -3,24 +3,89 @@
 Law: an outline has the names, shapes and modules of the model, and no values.
 """
 
-from collections.abc import Callable
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
+from fourfold.words.errors import Problem, SettingError
 from fourfold.words.task import Task
+from fourfold.words.units import sized
+
+# What torch says of a tensor that is too large for 64 bits, or for the memory.
+TOO_LARGE = ("overflow", "can't allocate memory", "not enough memory", "out of memory")
 
 
-def outline(task: Task) -> nn.Module:
-    """The task's model on the meta device, or a real one where it cannot do without memory."""
+def outline(task: Task, *, most_bytes: int | None = None) -> nn.Module:
+    """The task's model on the meta device, or a real one where it cannot do without memory.
+
+    Raises SettingError as soon as its parameters take more than `most_bytes`, or where a size is beyond 64 bits.
+    """
+    # Some models compute with values while they are made; an error of the task's own comes again in `_real`.
+    found = meta_model(task, most_bytes=most_bytes)
+    return _real(task) if found is None else found
+
+
+def meta_model(task: Task, *, most_bytes: int | None = None) -> nn.Module | None:
+    """The task's model on the meta device; None where it cannot do without memory. Raises as `outline` does."""
     try:
-        with torch.device("meta"), _WithoutValues():
+        with torch.device("meta"), _WithoutValues(), _at_most(most_bytes):
             return task.model()
-    except (RuntimeError, NotImplementedError):
-        # Some models compute with values while they are made; an error of the task's own comes again here.
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        _refuse_too_large(error)
+        return None
+
+
+def _real(task: Task) -> nn.Module:
+    try:
         return task.model()
+    except (RuntimeError, TypeError) as error:
+        _refuse_too_large(error)
+        raise
+
+
+def _refuse_too_large(error: Exception) -> None:
+    """Raise SettingError where torch could not make a tensor because of its size."""
+    if not any(words in str(error).lower() for words in TOO_LARGE):
+        return
+    got = f"a tensor of the model cannot be made: {str(error).splitlines()[0][:120]}"
+    raise SettingError(Problem(got, "sizes that fit into memory", "a smaller model"), where="the model") from None
+
+
+@contextlib.contextmanager
+def _at_most(most_bytes: int | None) -> Iterator[None]:
+    """Within: the parameters that this thread gives to modules may take so many bytes. Raises SettingError beyond."""
+    thread, sizes, total = threading.get_ident(), dict[int, int](), [0]
+
+    def forget(number: int) -> None:
+        total[0] -= sizes.pop(number)
+
+    def register(module: nn.Module, name: str, parameter: Tensor | None) -> None:
+        if parameter is None or threading.get_ident() != thread or id(parameter) in sizes:
+            return
+        sizes[id(parameter)] = parameter.nbytes
+        total[0] += parameter.nbytes
+        # One that is replaced, as tied weights are, is gone and does not count.
+        weakref.finalize(parameter, forget, id(parameter)).atexit = False
+        if most_bytes is not None and total[0] > most_bytes:
+            got = f"a model whose first {len(sizes)} parameters take {sized(total[0])}"
+            need = f"at most {sized(most_bytes)}, which is available on this host"
+            raise SettingError(Problem(got, need, "a smaller model"), where="the memory of this host")
+
+    if most_bytes is None:
+        yield
+        return
+    handle = register_module_parameter_registration_hook(register)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 class _WithoutValues(TorchFunctionMode):

@@ -4,9 +4,11 @@ identity  the task, its settings, the number of steps, the batch size, the clip,
 Law: two commands with the same identity are the same run, on whatever mesh.
 """
 
+import dataclasses
 import functools
 import hashlib
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +16,9 @@ import msgspec
 
 from fourfold.plan.plan import Plan
 from fourfold.plan.rates import Factors, Rates
+from fourfold.words import arguments
 from fourfold.words.errors import Problem, SettingError
-from fourfold.words.task import Task
+from fourfold.words.task import Task, check_task
 
 Identity = Mapping[str, Any]
 DRIFT_CHECK = 1000  # steps: a check takes about as long as the least step, so less than 0.1 % (docs/measured.md)
@@ -55,21 +58,58 @@ class Settings:
 
 def settings_of(task: Task, **given: Any) -> Settings:
     """The settings of a run: what was given, the task's own for the rest. Raises SettingError."""
+    check_task(task)
     own = {name: getattr(task, name) for name in ("steps", "batch_size", "clip") if given.get(name) is None}
     settings = Settings(**{**given, **own})
-    problems = []
-    if settings.checkpoint_every < 0:
-        problems.append(Problem(f"checkpoint_every = {settings.checkpoint_every}", "a number of steps, or 0 for never"))
-    if settings.skip_nan < 0:
-        problems.append(Problem(f"skip_nan = {settings.skip_nan}", "a number of steps, or 0 for none"))
-    if settings.drift_check < 0:
-        problems.append(Problem(f"drift_check = {settings.drift_check}", "a number of steps, or 0 for never"))
-    if settings.ema is not None and not 0 < settings.ema < 1:
-        problems.append(Problem(f"ema = {settings.ema}", "more than 0, less than 1", "ema=0.999"))
-    if problems:
+    if problems := _problems(settings):
         raise SettingError(problems, where="the settings")
+    settings = _plain(settings)
     factors(task, settings)
     return settings
+
+
+def _plain(settings: Settings) -> Settings:
+    """NumPy's numbers and paths become Python's own, which JSON can hold."""
+    whole = ("steps", "batch_size", "seed", "skip_nan", "trace_every", "evaluate_every")
+    whole += ("checkpoint_every", "drift_check")
+    kinds: dict[str, Callable[[Any], Any]] = {"clip": float, "ema": float, "folder": os.fspath, "init": os.fspath}
+    kinds |= dict.fromkeys(whole, int)
+    values = {name: getattr(settings, name) for name in kinds}
+    # Python's own stay as they are: 1 and 1.0 are different texts in the identity of a run.
+    others = {name: value for name, value in values.items() if type(value) not in (int, float, str, type(None))}
+    return dataclasses.replace(settings, **{name: kinds[name](value) for name, value in others.items()})
+
+
+def _problems(settings: Settings) -> list[Problem]:
+    """Every setting that has an impossible value."""
+    problems = arguments.whole("steps", settings.steps, least=0)
+    problems += arguments.whole("batch_size", settings.batch_size, least=1)
+    problems += arguments.above_zero("clip", settings.clip, optional=True, attempt="clip=1.0")
+    problems += arguments.seed(settings.seed)
+    for name in ("trace_every", "checkpoint_every", "skip_nan", "drift_check"):
+        problems += arguments.whole(name, getattr(settings, name), least=0)
+    problems += arguments.whole("evaluate_every", settings.evaluate_every, least=0, optional=True)
+    if settings.ema is not None and not (arguments.is_number(settings.ema) and 0 < settings.ema < 1):
+        problems.append(Problem(f"ema = {settings.ema!r}", "more than 0, less than 1", "ema=0.999"))
+    for name in ("name", "spec"):
+        problems += arguments.text(name, getattr(settings, name), optional=True)
+    problems += arguments.text("label", settings.label)
+    problems += arguments.text("folder", settings.folder, path=True)
+    problems += arguments.text("init", settings.init, path=True, optional=True)
+    problems += arguments.instance("rates", settings.rates, Rates, optional=True, attempt='ff.Rates(schedule="cosine")')
+    problems += arguments.mapping("extra", settings.extra, optional=True)
+    return problems or _unwritable(settings)
+
+
+def _unwritable(settings: Settings) -> list[Problem]:
+    """What of `extra` cannot stand in settings.json."""
+    problems = []
+    for name, value in (settings.extra or {}).items():
+        try:
+            msgspec.json.encode({name: value})
+        except (TypeError, ValueError, OverflowError) as error:
+            problems.append(Problem(f"extra[{name!r}]: {error}", "a value that JSON can hold"))
+    return problems
 
 
 def refuse_steps(steps: int, plan: Plan) -> None:

@@ -11,6 +11,7 @@ from fourfold.plan.data import RESTS, Bucket, Step, fill, life, limit, lower, st
 from fourfold.plan.memory import Element, Holding, Host, elements, holding, is_in_place
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import REDUCE, computed, has_masters, reduced
+from fourfold.run.arguments import refuse_plan
 from fourfold.run.outline import outline
 from fourfold.run.refuse import refuse_for, refuse_optimizer
 from fourfold.run.show_sequence import sequence
@@ -18,7 +19,7 @@ from fourfold.words import action
 from fourfold.words.action import LOSS, NORM, TRUST, USED, Verb
 from fourfold.words.layout import SPLIT, Change
 from fourfold.words.layout import sent_bytes as layout_bytes
-from fourfold.words.task import Task
+from fourfold.words.task import Task, check_task
 from fourfold.words.units import sized
 
 MEASURES = {
@@ -40,6 +41,8 @@ MEANINGS = {
 
 def show(plan: Plan, task: Task) -> str:
     """The text of `fourfold show`. Raises PlanError or OptimizerError for what cannot be carried out."""
+    check_task(task)
+    refuse_plan(plan)
     model = outline(task)
     refuse_for(model, plan, clip=task.clip)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}

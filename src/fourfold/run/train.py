@@ -4,6 +4,7 @@ Law: every rank does the same steps; rank 0 alone writes and speaks.
 """
 
 import contextlib
+import math
 import signal
 import time
 from collections import deque
@@ -15,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from fourfold.feed.feed import Feed
+from fourfold.feed.samples import check_data
 from fourfold.feed.source import fetch
 from fourfold.parts.comm.ranks import BURIAL_SECONDS, world
 from fourfold.plan.order import share
@@ -22,6 +24,7 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.rates import Rates
 from fourfold.plan.timeline import DATA
 from fourfold.run import pulse
+from fourfold.run.arguments import refuse_plan
 from fourfold.run.asked import asked_to_stop, stop_seconds
 from fourfold.run.average import Average
 from fourfold.run.batch import call, evaluating, measure
@@ -30,11 +33,14 @@ from fourfold.run.checkpoint.keeper import Keeper, Place, Progress
 from fourfold.run.checkpoint.read import load_weights
 from fourfold.run.checkpoint.state import Trained
 from fourfold.run.late import Lateness
+from fourfold.run.memory_bound import refuse_memory
+from fourfold.run.outline import meta_model
 from fourfold.run.pulse import Pulse
 from fourfold.run.settings import DRIFT_CHECK, Settings, factors, is_due, refuse_steps, settings_of, told_late
 from fourfold.run.speaker import WINDOW, Report, Result, Speaker
 from fourfold.run.trace import EVERY, Tracing
-from fourfold.words.errors import INTERRUPT_CODE, PeerError, Problem, StoppedError, TrainingError
+from fourfold.words.errors import INTERRUPT_CODE, PeerError, Problem, StoppedError, TaskError, TrainingError
+from fourfold.words.host_memory import available_bytes
 from fourfold.words.task import Source, Task
 from fourfold.words.world import World
 
@@ -86,6 +92,7 @@ def train(
     not end within FOURFOLD_STOP_SECONDS (25) of the first. Raises children of FourfoldError; KeyboardInterrupt at a
     second Ctrl-C.
     """
+    refuse_plan(plan)
     plan, limit = plan or Plan(dp=world().size), stop_seconds()
     given = {"steps": steps, "batch_size": batch_size, "clip": clip, "seed": seed, "evaluate_every": evaluate_every}
     given |= {"trace_every": trace_every, "name": name, "folder": folder, "label": label, "spec": spec, "extra": extra}
@@ -93,8 +100,14 @@ def train(
     given |= {"training": plan.training, "drift_check": drift_check}
     settings = settings_of(task, **given)
     refuse_steps(settings.steps, plan)
+    # Before the seed: a model may draw random numbers while it is made, and the real one must draw the same.
+    outlined = meta_model(task, most_bytes=available_bytes())
     torch.manual_seed(settings.seed)
     data = task.data()
+    check_data(data, where="the task's data")
+    if outlined is not None:
+        sizes = {"batch_size": settings.batch_size, "steps": settings.steps}
+        refuse_memory(task, plan, data.train, outlined, **sizes, num_ranks=1)
     model = task.model()
     if settings.init is not None:
         load_weights(model, Path(settings.init))
@@ -187,8 +200,9 @@ class Training:
         losses = deque(progress.losses, maxlen=WINDOW)
         for number in range(progress.step, last):
             if factor is not None:
+                scale = _finite(factor(number), number)
                 for group, rate in zip(step.optimizer.param_groups, self.speaker.rates, strict=True):
-                    group["lr"] = rate * factor(number)
+                    group["lr"] = rate * scale
             with self.tracing.sample(number + 1) as recorder:
                 with recorder.span(DATA), lateness.reading():
                     batch = next(batches)
@@ -298,6 +312,19 @@ def _told_saved(newest: int | None, step: int) -> str:
     return "; nothing is saved, and the same command begins again"
 
 
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2
+
+
+def _finite(factor: Any, step: int) -> float:
+    """A factor of the learning rate. Raises TaskError where a schedule gives what no rate can be multiplied by."""
+    # A tensor of one element is a number too.
+    with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
+        if math.isfinite(value := float(factor)):
+            return value
+    raise TaskError(Problem(f"the schedule's factor at step {step + 1} is {factor!r}", "a finite number"))
+
+
 @torch.no_grad()
 def evaluate(step: TrainStep, task: Task, source: Source, batch_size: int) -> dict[str, float]:
     """Mean loss and the task's measures over a whole source, which the data ranks share. Collective."""
@@ -331,6 +358,9 @@ def _measures(step: TrainStep, task: Task, batch: Any) -> dict[str, Sequence[Any
         outputs = call(step.model, part.inputs, part.kept)
     loss = measure(task.loss(outputs, part.targets), part.samples)
     extra = task.evaluate(outputs, part.targets) if task.evaluate is not None else {}
+    if not isinstance(extra, dict) or not all(map(_is_pair, extra.values())):
+        need = "a dict from names to pairs (sum, count)"
+        raise TaskError(Problem("what the task's evaluate returned", need, '{"accuracy": (num_right, num_samples)}'))
     return {"loss": (loss.total, loss.count), **extra}
 
 

@@ -17,13 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.feed.feed import Batch, Feed
+from fourfold.feed.samples import check_data
 from fourfold.parts.comm import world
 from fourfold.plan.plan import Plan
+from fourfold.run.arguments import refuse_plan
 from fourfold.run.batch import call, leaves, mapped, measure
 from fourfold.run.build import parallelize
 from fourfold.run.exact import Exact
-from fourfold.words.errors import PlanError, Problem
-from fourfold.words.task import Task
+from fourfold.words import arguments
+from fourfold.words.errors import PlanError, Problem, SettingError
+from fourfold.words.task import Task, check_task
 
 TOLERANCE = 1e-9
 STEPS = 3
@@ -76,9 +79,15 @@ def verify(task: Task, plan: Plan, *, seed: int = 0) -> Verdict | None:
 
     Raises PlanError for a plan outside the law, and whatever a training raises.
     """
+    check_task(task)
+    refuse_plan(plan)
+    if problems := arguments.seed(seed):
+        raise SettingError(problems, where="the settings")
     refuse_outside(plan)
     torch.manual_seed(seed)
-    source = task.data().train
+    data = task.data()
+    check_data(data, where="the task's data")
+    source = data.train
     model = _widened(task.model())
     num_dropouts = _without_dropout(model)
     # Each of the trainings begins with these weights; rank 0's, for it is rank 0 that compares.

@@ -21,6 +21,7 @@ from fourfold.words.errors import DataError, Problem, SettingError
 from fourfold.words.task import Data, Task
 
 NUM_BYTES = 256
+MOST_LAYERS = 100_000
 ROTARY_BASE = 10_000.0
 SMALLEST_FACTOR = 0.02  # of the learning rate, at the last step
 TUNED_FOR = 16  # samples of a batch, at which the default learning rate was found
@@ -83,6 +84,8 @@ def task(
 def _shapes(*, width: int, layers: int, heads: int, kv_heads: int) -> Iterable[Problem]:
     sizes = {"width": width, "layers": layers, "heads": heads, "kv_heads": kv_heads}
     too_small = [Problem(f"{name} = {size}", "1 or more") for name, size in sizes.items() if size < 1]
+    if layers > MOST_LAYERS:  # Python would be busy with its modules for minutes before anybody could say so.
+        yield Problem(f"layers = {layers}", f"at most {MOST_LAYERS}")
     yield from too_small
     if too_small:
         return
@@ -99,6 +102,9 @@ def _shapes(*, width: int, layers: int, heads: int, kv_heads: int) -> Iterable[P
 def _rates(*, clip: float | None, **rates: float) -> Iterable[Problem]:
     positive = {"lr": rates["lr"], "temperature": rates["temperature"], "clip": 1.0 if clip is None else clip}
     yield from (Problem(f"{name} = {rate}", "more than 0") for name, rate in positive.items() if not rate > 0)
+    # A clip may be infinite: it then measures the norm, and clips nothing.
+    finite = {"lr": rates["lr"], "temperature": rates["temperature"], "weight_decay": rates["weight_decay"]}
+    yield from (Problem(f"{name} = {rate}", "a finite number") for name, rate in finite.items() if rate == math.inf)
     if not 0 <= rates["warmup"] < 1:
         yield Problem(f"warmup = {rates['warmup']}", "a share of the steps: 0 or more, less than 1", "warmup=0.05")
     if not rates["weight_decay"] >= 0:

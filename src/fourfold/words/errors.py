@@ -9,6 +9,8 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from fourfold.words.text import escaped
+
 # EX_TEMPFAIL of BSD's sysexits.h, "try again later": schedulers are told to start such a job once more.
 REQUEUE_CODE = 75
 INTERRUPT_CODE = 130  # 128 + SIGINT, as a shell has it: a person has pressed Ctrl-C
@@ -110,11 +112,12 @@ class DivergenceError(FourfoldError):
 
 
 def describe(problems: Sequence[Problem], *, where: str = "") -> str:
-    """The text of an error: a head line, then a row per problem with aligned columns."""
+    """The text of an error: a head line, then a row per problem with aligned columns. Safe to print."""
+    problems = [Problem(*map(escaped, problem)) for problem in problems]
     if len(problems) == 1 and not where and not problems[0].need and not problems[0].attempt:
         return problems[0].got
     head = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
-    place = f" in {where}" if where else ""
+    place = f" in {escaped(where)}" if where else ""
     rows = [(p.got, f"need {p.need}" if p.need else "", f"try {p.attempt}" if p.attempt else "") for p in problems]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = ["   ".join(c.ljust(w) for c, w in zip(row, widths, strict=True) if w).rstrip() for row in rows]

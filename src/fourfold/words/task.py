@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from fourfold.words import arguments
+from fourfold.words.errors import Problem, TaskError
+
 if TYPE_CHECKING:
     import torch
 
@@ -57,3 +60,38 @@ class Task:
     batch_size: int = 32  # global
     clip: float | None = None
     tuned_for: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises TaskError with every field that cannot be what it is meant to be; nothing is called."""
+        if problems := _problems(self):
+            raise TaskError(problems, where="the task")
+
+
+def check_task(task: Any) -> None:
+    """Raise TaskError for what is no Task."""
+    if not isinstance(task, Task):
+        attempt = "its result" if callable(task) else "ff.Task(model=…, loss=…, data=…, optimizer=…)"
+        raise TaskError(Problem(arguments.shown("task", task), "a Task", attempt))
+
+
+def _problems(task: Task) -> list[Problem]:
+    problems = []
+    # A loss may be None: then the model returns its own.
+    needs = {
+        "model": ("a function that makes the model", "model=lambda: Net()"),
+        "loss": ("a function (outputs, targets) -> loss", ""),
+        "data": ("a function that opens the data", "data=lambda: ff.Data(train=source)"),
+        "evaluate": ("a function (outputs, targets) -> {name: (sum, count)}", ""),
+        "sample": ("a function (model) -> text", ""),
+        "schedule": ("a function (step, steps) -> factor", ""),
+    }
+    for name, (need, attempt) in needs.items():
+        value, optional = getattr(task, name), name in ("loss", "evaluate", "sample", "schedule")
+        problems += arguments.function(name, value, need=need, optional=optional, attempt=attempt)
+    problems += arguments.factory(task.optimizer)
+    if callable(task.model) and hasattr(task.model, "named_parameters") and not isinstance(task.model, type):
+        problems.append(Problem(f"model = an instance of {type(task.model).__name__}", *needs["model"]))
+    problems += arguments.whole("steps", task.steps, least=0) + arguments.whole("batch_size", task.batch_size, least=1)
+    problems += arguments.above_zero("clip", task.clip, optional=True, attempt="clip=1.0")
+    problems += arguments.whole("tuned_for", task.tuned_for, least=1, optional=True)
+    return problems + arguments.text("unit", task.unit)

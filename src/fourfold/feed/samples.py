@@ -1,0 +1,123 @@
+"""Samples: what a source must be, and how its samples become a batch.
+
+form  of a sample: the shapes and dtypes of its tensors, by their places in it
+Law: what cannot be stacked is told with the number of the sample and what it has instead.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data._utils.collate import collate, default_collate_fn_map
+
+from fourfold.words import arguments
+from fourfold.words.errors import DataError, Problem
+from fourfold.words.task import Data
+
+NUMBERED = "numbered samples: len(source) and source[i]"
+PADDED = "pad them to one shape, or give the source a fetch(indices) that does"
+CONVERTED = "convert them in the source, for instance with .float() or .long()"
+Handler = Callable[..., Any]
+
+
+def source_problem(source: Any, name: str) -> Problem | None:
+    """What is wrong with a source; None where its samples can be counted and asked for by number."""
+    got = arguments.shown(name, source)
+    if isinstance(source, torch.utils.data.DataLoader):
+        return Problem(got, NUMBERED, "its dataset: loader.dataset")
+    if isinstance(source, Mapping | str | bytes):
+        return Problem(got, NUMBERED, "a list of (inputs, targets)")
+    has_samples = hasattr(source, "__getitem__") or hasattr(source, "fetch")
+    if not has_samples or not hasattr(source, "__len__"):
+        return Problem(got, NUMBERED, "list(source), if it fits into memory" if hasattr(source, "__iter__") else "")
+    try:
+        return None if len(source) else Problem(f"{name} without samples", "at least one")
+    except (TypeError, ValueError, OverflowError) as error:  # no length, a negative one, one beyond an index
+        return Problem(f"{got}: {error}", NUMBERED)
+
+
+def check_data(data: Any, *, where: str) -> None:
+    """Raise DataError with all that is wrong with what a task's `data` function returned."""
+    if not isinstance(data, Data):
+        raise DataError(
+            Problem(arguments.shown("data()", data), "the task's data() to return a Data", "ff.Data(train=source)"),
+            where=where,
+        )
+    sources = {"train": data.train} | ({} if data.valid is None else {"valid": data.valid})
+    found = (source_problem(source, name) for name, source in sources.items())
+    if problems := [problem for problem in found if problem is not None]:
+        raise DataError(problems, where=where)
+
+
+def stack(samples: Sequence[Any], numbers: Sequence[int]) -> Any:
+    """The samples as one batch, as torch's `default_collate` makes it. `numbers`: which samples of the source.
+
+    Raises DataError where a sample is None, or has other shapes, dtypes or keys than the first one.
+    """
+    try:
+        return collate(samples, collate_fn_map=_HANDLERS)
+    except Exception:
+        if problem := _difference(samples, numbers):
+            raise DataError(problem, where="the source") from None
+        raise
+
+
+class _Unlike(Exception):
+    """Samples differ in what torch would convert without a word."""
+
+
+def _alike(handler: Handler, key: Callable[[Any], Any]) -> Handler:
+    def handle(batch: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
+        if len({key(each) for each in batch}) > 1:
+            raise _Unlike
+        return handler(batch, collate_fn_map=collate_fn_map)
+
+    return handle
+
+
+_HANDLERS: dict[Any, Handler] = {
+    **default_collate_fn_map,
+    Tensor: _alike(default_collate_fn_map[Tensor], lambda tensor: tensor.dtype),
+    np.ndarray: _alike(default_collate_fn_map[np.ndarray], lambda array: array.dtype),
+    float: _alike(default_collate_fn_map[float], type),
+    int: _alike(default_collate_fn_map[int], type),
+}
+
+
+def _difference(samples: Sequence[Any], numbers: Sequence[int]) -> Problem | None:
+    """The first sample that is None or is not like the first one, and how."""
+    for sample, number in zip(samples, numbers, strict=False):
+        for place, form in _forms(sample):
+            if form == "None":
+                need = "a pair (inputs, targets)" if not place else "a tensor there"
+                return Problem(
+                    f"sample {number}{place and f': {place}'} is None", need, "a source without such samples"
+                )
+    first = dict(_forms(samples[0]))
+    for sample, number in zip(samples[1:], numbers[1:], strict=False):
+        theirs = dict(_forms(sample))
+        for place in {**first, **theirs}:
+            a, b = first.get(place, "missing"), theirs.get(place, "missing")
+            if a != b:
+                got = f"{place or 'samples'}: {a} in sample {numbers[0]}, {b} in sample {number}"
+                attempt = PADDED if a.partition(" ")[2] != b.partition(" ")[2] else CONVERTED
+                return Problem(got, "samples of one shape and dtype, so that a batch can stack them", attempt)
+    return None
+
+
+def _forms(sample: Any, place: str = "") -> Iterator[tuple[str, str]]:
+    if sample is None:
+        yield place, "None"
+    elif isinstance(sample, Tensor | np.ndarray):
+        yield place, f"{str(sample.dtype).removeprefix('torch.')} {list(sample.shape)}"
+    elif isinstance(sample, Mapping):
+        for key, value in sample.items():
+            yield from _forms(value, f"{place}[{key!r}]")
+    elif isinstance(sample, tuple | list):
+        names = ("inputs", "targets") if not place and len(sample) == 2 else range(len(sample))
+        for name, value in zip(names, sample, strict=True):
+            yield from _forms(value, name if isinstance(name, str) else f"{place}[{name}]")
+    else:
+        yield place, type(sample).__name__

@@ -1,0 +1,56 @@
+"""Optimizer options: what a user's factory made, and whether its numbers can train.
+
+Law: an option that would make every weight NaN or infinite in the first update is refused before it.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fourfold.words.errors import OptimizerError, Problem
+
+# These multiply what is added to a weight. Others may be infinite on purpose, such as a bound of a step's size.
+FINITE = ("lr", "weight_decay", "momentum", "dampening", "lr_decay", "eps")
+_TORCH = Path(torch.__file__).parent
+
+
+def made(factory: Callable[[Any], Any], parameters: Any) -> Any:
+    """`factory(parameters)`. Raises OptimizerError for options that torch refuses, such as a negative rate."""
+    try:
+        return factory(parameters)
+    except (TypeError, ValueError) as error:
+        if not _comes_from_torch(error.__traceback__):
+            raise  # The user's own code: his lines of the traceback say more.
+        raise OptimizerError(Problem(str(error), "options that torch's optimizer takes")) from error
+
+
+def check_options(optimizer: Optimizer) -> None:
+    """Raise OptimizerError for options that are not finite, in all groups at once."""
+    problems = []
+    for number, group in enumerate(optimizer.param_groups):
+        where = f" in group {number}" if len(optimizer.param_groups) > 1 else ""
+        for name, value in _numbers(group):
+            if math.isnan(value) or (name in FINITE and math.isinf(value)):
+                attempt = "lr = 1e-3" if name == "lr" else ""
+                problems.append(Problem(f"{name} = {value}{where}", "a finite number", attempt))
+    if problems:
+        raise OptimizerError(problems, where="the optimizer")
+
+
+def _numbers(group: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in group.items():
+        for each in value if isinstance(value, tuple) else (value,):
+            if isinstance(each, float) or (isinstance(each, Tensor) and each.numel() == 1 and not each.is_meta):
+                yield name, float(each)
+
+
+def _comes_from_torch(traceback: TracebackType | None) -> bool:
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback is not None and _TORCH in Path(traceback.tb_frame.f_code.co_filename).parents

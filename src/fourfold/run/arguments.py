@@ -1,0 +1,65 @@
+"""Arguments of the public functions: what can be seen to be wrong before a rank waits for another.
+
+Law: all problems at once; nothing that the user gave is called or changed.
+"""
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fourfold.plan.plan import Plan
+from fourfold.words import arguments
+from fourfold.words.errors import PlanError, Problem, SettingError
+
+
+def refuse_arguments(
+    *, model: Any, loss: Any, optimizer: Any, plan: Any, clip: Any = None, seed: Any = 0, skip_nan: Any = 0
+) -> None:
+    """Raise SettingError with every argument of `parallelize` that is not what it is meant to be."""
+    problems = model_problems(model) + loss_problems(loss) + arguments.factory(optimizer) + plan_problems(plan)
+    problems += arguments.above_zero("clip", clip, optional=True, attempt="clip=1.0")
+    problems += arguments.seed(seed) + arguments.whole("skip_nan", skip_nan, least=0)
+    if problems:
+        raise SettingError(problems, where="the arguments of parallelize")
+
+
+def refuse_wrapped(*, optimizer: Any, model: Any, plan: Any) -> None:
+    """Raise SettingError with every argument of `DistributedOptimizer` that is not what it is meant to be."""
+    problems = model_problems(model) + plan_problems(plan)
+    if not isinstance(optimizer, Optimizer):
+        need = "a torch optimizer of the model's parameters"
+        attempt = "ff.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-4), model)"
+        problems.insert(0, Problem(arguments.shown("optimizer", optimizer), need, attempt))
+    if problems:
+        raise SettingError(problems, where="the arguments of DistributedOptimizer")
+
+
+def refuse_plan(plan: Any) -> None:
+    """Raise PlanError for what is neither a Plan nor None."""
+    if problems := plan_problems(plan):
+        raise PlanError(problems)
+
+
+def plan_problems(plan: Any) -> list[Problem]:
+    attempts = {dict: "ff.Plan(**plan)", str: "ff.Plan.from_toml(text)"}
+    return arguments.instance("plan", plan, Plan, optional=True, attempt=attempts.get(type(plan), "ff.Plan(dp=2)"))
+
+
+def model_problems(model: Any) -> list[Problem]:
+    if isinstance(model, nn.Module):
+        meta = [name for name, p in model.named_parameters() if p.is_meta]
+        if not meta:
+            return []
+        got = f"a model with {len(meta)} parameters on the meta device, {meta[0]} the first of them"
+        return [Problem(got, "parameters with values", 'model.to_empty(device="cpu"), then initialize it')]
+    attempt = "its result: model()" if callable(model) else ""
+    return [Problem(arguments.shown("model", model), "a torch.nn.Module", attempt)]
+
+
+def loss_problems(loss: Any) -> list[Problem]:
+    need = "a function (outputs, targets) -> loss"
+    if isinstance(loss, type) and issubclass(loss, nn.Module):
+        got = arguments.shown("loss", loss)
+        return [Problem(got, need, f'an instance: {loss.__name__}(reduction="none")')]
+    return arguments.function("loss", loss, need=need, attempt='torch.nn.MSELoss(reduction="none")')

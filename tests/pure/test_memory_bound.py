@@ -1,0 +1,313 @@
+"""What cannot fit into the memory of a host is refused before it is allocated; what could fit never is."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fourfold as ff
+from fourfold.feed.source import fetch
+from fourfold.run import memory_bound
+from fourfold.run.activations import bytes_per_sample
+from fourfold.run.batch import call, leaves, mapped
+from fourfold.run.memory_bound import Place, measure
+from fourfold.run.outline import outline
+from fourfold.tasks import digits, lm
+from fourfold.words import host_memory
+from fourfold.words.errors import FourfoldError, SettingError
+from tests.pure.test_cli import Refused, refused
+
+__all__ = ["refused"]
+
+GIB = 2**30
+WIDE = 64
+
+
+class Rows:
+    def __len__(self) -> int:
+        return 10**15
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.zeros(WIDE), torch.zeros(1)
+
+
+class Net(nn.Module):
+    """Two layers, used in the way that `kind` says."""
+
+    def __init__(self, kind: str = "plain") -> None:
+        super().__init__()
+        self.first, self.second, self.kind = nn.Linear(WIDE, 4 * WIDE), nn.Linear(4 * WIDE, 1), kind
+        if kind == "frozen":
+            self.requires_grad_(False)
+        if kind == "tied":
+            self.third = nn.Linear(WIDE, 4 * WIDE)
+            self.third.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "checkpointed":
+            return checkpoint(self._forward, x, use_reentrant=False)  # type: ignore[return-value]
+        if self.kind == "dropped":
+            self._forward(x)  # a branch whose result nobody uses
+            return self.second(self.first(x[:, :1].expand_as(x)).relu())
+        if self.kind == "autocast":
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return self.second(self.first(x)).float()
+        if self.kind == "no grad":
+            with torch.no_grad():
+                x = self.first(x)
+            return self.second(x)
+        return self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        hidden = F.dropout(F.gelu(self.first(x)), 0.1, training=self.training)
+        return self.second(hidden + self.third(x) if self.kind == "tied" else hidden)
+
+
+def task(**given: Any) -> ff.Task:
+    fields: dict[str, Any] = {
+        "model": Net,
+        "loss": F.mse_loss,
+        "data": lambda: ff.Data(train=Rows()),
+        "optimizer": functools.partial(torch.optim.AdamW, lr=1e-3),
+        "steps": 2,
+        "batch_size": 8,
+    }
+    return ff.Task(**fields | given)
+
+
+# ---- the host's memory
+
+
+def host(folder: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> int | None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    monkeypatch.setattr(host_memory, "CGROUP", folder / "cgroup")
+    monkeypatch.setattr(host_memory, "MEMINFO", folder / "meminfo")
+    monkeypatch.setattr(host_memory, "OWN_CGROUPS", folder / "own")
+    return host_memory.available_bytes()
+
+
+MEMINFO = "MemTotal: 2000 kB\nMemAvailable:  1000 kB\nSwapFree: 24 kB\nHugePages_Total: 0\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "available"),
+    [
+        ({}, None),
+        ({"meminfo": "nonsense"}, None),
+        ({"meminfo": "MemTotal: 5 kB\n"}, None),
+        ({"meminfo": MEMINFO}, 1024 * 1024),
+        ({"cgroup/memory.max": "max\n", "cgroup/memory.current": "5\n", "meminfo": MEMINFO}, 1024 * 1024),
+        ({"cgroup/memory.max": "5000\n", "cgroup/memory.current": "4000\n", "meminfo": MEMINFO}, 1000),
+        (
+            {
+                "own": "0::/a/b\n",
+                "cgroup/a/b/memory.max": "9000\n",
+                "cgroup/a/b/memory.current": "4000\n",
+                "cgroup/a/b/memory.stat": "anon 1\ninactive_file 300\nactive_file 30\n",
+                "cgroup/a/memory.max": "6000\n",
+                "cgroup/a/memory.current": "4500\n",
+                "meminfo": MEMINFO,
+            },
+            1500,
+        ),
+        (
+            {
+                "own": "4:memory,cpu:/x\n",
+                "cgroup/memory/x/memory.limit_in_bytes": "800\n",
+                "cgroup/memory/x/memory.usage_in_bytes": "900\n",
+                "cgroup/memory/memory.limit_in_bytes": f"{2**63 - 4096}\n",
+                "cgroup/memory/memory.usage_in_bytes": "900\n",
+                "meminfo": MEMINFO,
+            },
+            0,
+        ),
+    ],
+)
+def test_what_a_host_can_give_is_the_least_of_its_memory_and_its_limits(
+    files: dict[str, str], available: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert host(tmp_path, monkeypatch, files) == available
+
+
+# ---- the bound is a lower bound
+
+
+def really_kept(model: nn.Module, inputs: Any) -> int:
+    """Bytes of all storages that a real forward saves, its outputs, and nothing that is a parameter."""
+    kept: dict[int, int] = {}
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = call(model, inputs)
+    for tensor in leaves(outputs):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(size for address, size in kept.items() if address not in own)
+
+
+def image(channels: int) -> Any:
+    return digits.Network(channels=channels)
+
+
+KINDS = ("plain", "frozen", "checkpointed", "dropped", "autocast", "no grad", "tied")
+MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    **{kind: (functools.partial(Net, kind), torch.zeros(1, WIDE)) for kind in KINDS},
+    "images": (functools.partial(image, 16), torch.zeros(1, 1, 8, 8)),
+    "lm": (
+        lm.task(width=32, layers=2, heads=8, length=256).model,
+        {"tokens": torch.zeros(1, 256, dtype=torch.int64), "positions": torch.arange(256)[None]},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_activations_are_never_counted_that_a_real_forward_does_not_keep(kind: str) -> None:
+    make, inputs = MODELS[kind]
+    samples = 4
+    many = mapped(inputs, lambda tensor: tensor.repeat(samples, *[1] * (tensor.dim() - 1)))
+    bound = samples * bytes_per_sample(outline(task(model=make)), inputs, halves=False)
+    assert bound <= really_kept(make(), many)
+    # And it is worth having, but where the model keeps nothing itself.
+    least = {"frozen": 4, "checkpointed": 4, "no grad": 4, "autocast": 4 * WIDE}.get(kind, 8 * WIDE)
+    assert bound >= samples * least
+
+
+def test_a_model_that_needs_values_has_no_bound_of_activations() -> None:
+    class Asks(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x if x.sum() > 0 else -x)
+
+    assert bytes_per_sample(outline(task(model=Asks)), torch.zeros(1, WIDE), halves=False) == 0
+
+
+@pytest.mark.parametrize(
+    "plan", [ff.Plan(), ff.Plan(dp=4), ff.Plan(dp=4, zero=1), ff.Plan(dp=4, zero=3, microbatches=2)]
+)
+def test_a_ranks_own_part_is_the_hosts_over_its_ranks(plan: ff.Plan) -> None:
+    made = task()
+    parts = [
+        measure(made, plan, Rows(), outline(made), samples=2**30, place=Place("", 24 * GIB, num_ranks))
+        for num_ranks in (1, plan.mesh.size)
+    ]
+    assert parts[0].model * plan.mesh.size == pytest.approx(parts[1].model)
+    assert parts[0].batch * plan.mesh.size == pytest.approx(parts[1].batch)
+    weights = sum(p.nbytes for p in Net().parameters())
+    # One rank alone keeps gradients where autograd leaves them; four ranks have whole ones, or one set between them.
+    whole = {(1, 0): 3, (4, 0): 4 * 4, (4, 1): 1 + 4 + 2, (4, 3): 1 + 4 + 1 + 2}[plan.dp, plan.zero]
+    assert parts[1].model == pytest.approx(whole * weights, rel=0.05)
+
+
+# ---- refusals
+
+
+def available(monkeypatch: pytest.MonkeyPatch, num_bytes: int | None) -> None:
+    monkeypatch.setattr(memory_bound, "available_bytes", lambda: num_bytes)
+
+
+def train(folder: Path, of: ff.Task, plan: ff.Plan | None = None, **given: Any) -> FourfoldError | None:
+    try:
+        ff.train(of, plan, folder=str(folder), checkpoint_every=0, trace_every=0, **given)
+    except FourfoldError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("size", [10**9, 10**30])
+def test_a_batch_beyond_the_memory_is_refused_on_the_command_line(refused: Refused, size: int) -> None:
+    text = refused("train", "lm", f"batch_size={size}", "-n", "2")
+    assert f"batch_size = {size}, of which an epoch has" in text
+    assert "activations" in text
+    assert "available on this host" in text
+    assert "microbatches" in text
+    assert "GiB" in refused("verify", "lm", f"batch_size={size}", "dp=2")
+
+
+def test_more_processes_than_memory_are_refused(refused: Refused) -> None:
+    text = refused("train", "mine.py", "-n", "100000", "batch_size=100000")
+    assert "100000 processes that take at least 6250 GiB" in text
+
+
+@pytest.mark.parametrize("setting", ["width=100000000", "width=1000000000000", "width=1e30", "layers=1e9"])
+def test_a_model_beyond_the_memory_is_refused_while_it_is_outlined(refused: Refused, setting: str) -> None:
+    assert "need " in refused("train", "lm", setting, "heads=1", "-n", "1")
+
+
+def test_a_batch_of_ones_own_task_is_refused_in_python_before_a_sample_is_kept(tmp_path: Path) -> None:
+    error = train(tmp_path, task(batch_size=10**13))
+    assert isinstance(error, SettingError)
+    assert "batch_size = 10000000000000 takes at least" in str(error)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_of_ones_own_task_is_refused_in_python_before_it_is_made(tmp_path: Path) -> None:
+    error = train(tmp_path, task(model=lambda: nn.Sequential(*(nn.Linear(100_000, 100_000) for _ in range(1000)))))
+    assert "need at most" in str(error)
+
+
+@pytest.mark.parametrize("plan", [ff.Plan(), ff.Plan(microbatches=4)])
+def test_the_least_memory_that_is_not_refused_is_the_bound(
+    plan: ff.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, samples = task(batch_size=4096), 4096
+    monkeypatch.setattr(Rows, "__len__", lambda self: samples)
+    bound = measure(made, plan, Rows(), outline(made), samples=samples, place=Place("", 2**20, 1))
+    total = bound.total(samples, plan.microbatches, made.steps)
+    assert total > samples * bound.batch + samples // plan.microbatches * 4 * 5 * WIDE
+    available(monkeypatch, int(total) + 1)
+    assert train(tmp_path, made, plan) is None
+    available(monkeypatch, int(total) - 1)
+    assert "batch_size = 4096 takes at least" in str(train(tmp_path, made, plan))
+
+
+def test_a_host_that_does_not_say_what_it_has_refuses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    available(monkeypatch, 0)
+    assert train(tmp_path, task()) is not None
+    available(monkeypatch, None)
+    assert train(tmp_path, task()) is None
+
+
+def test_the_check_changes_no_draw_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Drawn(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.order = torch.randperm(WIDE, device="cpu")  # drawn, also where there is no memory behind the model
+
+    seen: list[list[int]] = []
+
+    def model() -> nn.Module:
+        made = Drawn()
+        seen.append(made.order.tolist())
+        return made
+
+    monkeypatch.setattr(Rows, "__len__", lambda self: 16)
+    assert train(tmp_path, task(model=model), seed=5) is None
+    torch.manual_seed(5)
+    assert Drawn().order.tolist() == seen[-1]
+
+
+def test_samples_of_several_sizes_are_counted_as_the_least_that_was_seen() -> None:
+    class Ragged:
+        def __len__(self) -> int:
+            return 9
+
+        def __getitem__(self, index: int) -> Any:
+            return self.fetch([index])
+
+        def fetch(self, indices: Any) -> Any:
+            return torch.zeros(len(indices), 100 if 0 in indices else 10), torch.zeros(len(indices), 1)
+
+    made = task(data=lambda: ff.Data(train=Ragged()))
+    bound = measure(made, ff.Plan(), Ragged(), outline(made), samples=8, place=Place("", 24 * GIB, 1))
+    assert bound.batch == 4 * 11
+    assert fetch(Ragged(), [0])[0].nbytes == 400

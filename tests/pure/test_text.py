@@ -1,0 +1,109 @@
+"""What is printed cannot steer the terminal, wherever the text comes from."""
+
+import io
+import sys
+import unicodedata
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold.cli import main
+from fourfold.engines import cause
+from fourfold.report.progress import Progress
+from fourfold.tasks import lm
+from fourfold.words.errors import Problem, SettingError
+from fourfold.words.text import escaped
+
+STEERING = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # categories of Unicode
+NASTY = "a\x1b[31mb\x07\x9bc\x7f\u202ed\u2066\u2028\r\x00"
+
+
+def steers(text: str) -> list[str]:
+    return [char for char in text if unicodedata.category(char) in STEERING and char not in "\n\t"]
+
+
+@given(st.text(st.characters(codec=None)))
+def test_escaped_text_steers_no_terminal_and_escaping_twice_changes_nothing(text: str) -> None:
+    assert not steers(escaped(text))
+    assert escaped(escaped(text)) == escaped(text)
+
+
+def test_controls_are_written_out_and_text_of_every_language_stays() -> None:
+    assert escaped("\x1b[2J \x9b \x7f \u202e") == r"\x1b[2J \x9b \x7f \u202e"
+    text = "Grüße, 你好\u3000שלום\u00a0\tümlaut\n"
+    assert escaped(text) == text
+
+
+def test_errors_show_what_they_were_given_escaped() -> None:
+    assert not steers(str(SettingError(Problem(NASTY, NASTY, NASTY), where=NASTY)))
+    assert not steers(str(SettingError(NASTY)))
+    assert not steers(cause.explain(ValueError(NASTY)))
+    assert r"\x1b[31m" in cause.explain(ValueError(NASTY))
+
+
+def test_a_sample_of_generated_text_is_printed_escaped() -> None:
+    out = io.StringIO()
+    Progress(out, live=False).finish(f"sample\n{NASTY}")
+    assert not steers(out.getvalue())
+    assert r"\x1b[31m" in out.getvalue()
+
+
+def test_the_language_models_own_sample_holds_no_controls() -> None:
+    model = lm.task(width=8, heads=1, layers=1, length=8).model()
+    assert not steers(lm.generate(model, prompt=NASTY, length=8, temperature=5.0, num_bytes=64))
+
+
+MODEL = """
+import torch
+import fourfold as ff
+
+
+class Named(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_parameter("w\\x1b[31m", torch.nn.Parameter(torch.ones(4)))
+
+    def forward(self, x):
+        return x * dict(self.named_parameters())["w\\x1b[31m"]
+
+
+task = ff.Task(
+    model=Named,
+    loss=lambda outputs, targets: (outputs - targets) ** 2,
+    data=lambda: ff.Data(train=[(torch.ones(4), torch.zeros(4))] * 4),
+    optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+    steps=1,
+    batch_size=2,
+)
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("show", "dp=1", "nasty.py"),
+        ("verify", "dp=1", "nasty.py"),
+        ("train", "\x1b[31m.py"),
+        ("train", "nasty.py", "width=\u202e3"),
+        ("checkpoint", "list", "run\x1b[31m"),
+        ("checkpoint", "verify", "run\x1b[31m"),
+        ("report", "\x9b31m"),
+    ],
+)
+def test_no_command_prints_a_users_control_characters(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("nasty.py").write_text(MODEL)
+    Path("run\x1b[31m/checkpoints").mkdir(parents=True)
+    try:
+        with pytest.raises(SystemExit):
+            main(arguments)
+    finally:
+        sys.modules.pop("nasty", None)
+    out, err = capfd.readouterr()
+    assert out or err
+    assert not steers(out + err)
