@@ -13,8 +13,8 @@ from fourfold.cli import verify as command
 from fourfold.cli.job import Job
 from fourfold.feed.source import Tensors
 from fourfold.plan.plan import Plan
-from fourfold.run import actions
 from fourfold.run.batch import Loss, measure
+from fourfold.run.objective import Objective
 from fourfold.run.verify import TOLERANCE, Verdict, _Exact, refuse_outside, verify
 from fourfold.words.errors import PlanError
 from fourfold.words.task import Data, Task
@@ -66,13 +66,13 @@ def test_what_is_right_passes(kind, plan):
     assert not verdict.draws
 
 
-def wrong(value, samples):
+def wrong(objective, value, calls, samples):
     loss = measure(value, samples)
     return Loss(loss.total * 1.0001, loss.count)
 
 
 def test_a_wrong_gradient_is_found_in_every_number():
-    with mock.patch.object(actions, "measure", wrong):
+    with mock.patch.object(Objective, "measure", wrong):
         verdict = verify(task(), Plan())
     assert verdict is not None
     assert min(verdict.losses) > 1e-6
