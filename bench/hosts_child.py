@@ -69,6 +69,7 @@ class Peer:
 
     def _loss(self, batch: Any) -> torch.Tensor:
         inputs, targets = batch
+        assert self._task.loss is not None
         return self._task.loss(self._model(**inputs), targets).mean()
 
 

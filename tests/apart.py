@@ -43,7 +43,7 @@ def _learn(case: Case, worker: torch.nn.Module, inner: torch.optim.Optimizer, ba
     total = count = 0.0
     if len(targets):
         value = measure(loss(case)(call(worker, inputs), targets), len(targets))
-        total, count = value.total.item(), value.count
+        total, count = value.total.item(), float(value.count)
         if count:
             (value.total / count).backward()
     norm = torch.nn.utils.clip_grad_norm_(trained, case.clip).item() if case.clip is not None else 0.0

@@ -77,6 +77,7 @@ def test_shared_keys_and_values_equal_repeated_ones():
 def test_every_parameter_learns():
     task = lm.task(**SMALL)
     model, batch = small_model(), batch_of_bytes()
+    assert task.loss is not None
     task.loss(model(**batch), batch["tokens"]).mean().backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
 
@@ -86,6 +87,7 @@ def test_the_loss_is_the_nats_of_every_token_and_bits_are_nats_over_log_two():
     logits = torch.randn(3, 16, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     targets = batch_of_bytes()["tokens"]
     nats = -logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    assert task.loss is not None
     torch.testing.assert_close(task.loss(logits, targets), nats)
     assert task.evaluate is not None
     total, count = task.evaluate(logits, targets)["bits per byte"]
@@ -136,6 +138,7 @@ def test_a_few_steps_on_the_standard_library_learn():
     assert data.valid is not None
     inputs, targets = fetch(data.valid, range(len(data.valid)))
     with torch.no_grad():
+        assert task.loss is not None
         before = task.loss(model(**inputs), targets).mean()
     for step in range(30):
         train_inputs, train_targets = fetch(data.train, range(16 * step, 16 * step + 16))
@@ -188,6 +191,7 @@ def test_digits_learn_beyond_97_percent():
     order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(0)).repeat(8)
     for rows in order[: 60 * task.batch_size].view(60, -1).tolist():
         images, classes = fetch(data.train, rows)
+        assert task.loss is not None
         values = task.loss(model(images), classes)
         assert values.shape == classes.shape
         values.mean().backward()

@@ -13,9 +13,9 @@ from fourfold.cli import verify as command
 from fourfold.cli.job import Job
 from fourfold.feed.source import Tensors
 from fourfold.plan.plan import Plan
-from fourfold.run import actions
 from fourfold.run.batch import Loss, measure
 from fourfold.run.exact import Exact
+from fourfold.run.objective import Objective
 from fourfold.run.verify import TOLERANCE, Verdict, refuse_outside, verify
 from fourfold.testing import oracle
 from fourfold.words.errors import PlanError
@@ -100,7 +100,7 @@ def test_complex_parameters_are_compared_in_complex128(plan):
 
 
 def test_an_imaginary_part_that_is_wrong_is_found():
-    with mock.patch.object(actions, "measure", wrong):
+    with mock.patch.object(Objective, "measure", wrong):
         verdict = verify(task(model=Complex), Plan())
     assert verdict is not None
     assert verdict.gradients["phase"] > 1e-7
@@ -111,13 +111,13 @@ def test_the_oracle_compares_imaginary_parts():
     assert oracle.deviation(a, b) == pytest.approx(0.5 / abs(1.0 + 1.5j))
 
 
-def wrong(value, samples):
+def wrong(objective, value, calls, samples):
     loss = measure(value, samples)
     return Loss(loss.total * 1.0001, loss.count)
 
 
 def test_a_wrong_gradient_is_found_in_every_number():
-    with mock.patch.object(actions, "measure", wrong):
+    with mock.patch.object(Objective, "measure", wrong):
         verdict = verify(task(), Plan())
     assert verdict is not None
     assert min(verdict.losses) > 1e-6

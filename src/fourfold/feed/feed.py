@@ -7,7 +7,7 @@ Law: over all data indices the samples of a global batch are `plan.order.rows` o
 
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from fourfold.feed.samples import source_problem
@@ -38,13 +38,22 @@ class Batch(tuple):
     samples: Stretch
 
     @classmethod
-    def of(cls, pair: Any, samples: Stretch) -> Any:
-        """The pair as a Batch; whatever else a source makes of samples is left as it is."""
-        if type(pair) not in (tuple, list) or len(pair) != 2:
-            return pair
-        batch = cls(pair)
+    def of(cls, values: Any, samples: Stretch) -> Any:
+        """A pair or a dict that knows its samples; whatever else a source makes of samples is left as it is."""
+        if isinstance(values, Mapping):
+            batch = DictBatch(values)
+        elif type(values) in (tuple, list) and len(values) == 2:
+            batch = cls(values)
+        else:
+            return values
         batch.samples = samples
         return batch
+
+
+class DictBatch(dict[str, Any]):
+    """A dict of inputs that knows which samples it holds."""
+
+    samples: Stretch
 
 
 class Feed:

@@ -1,7 +1,8 @@
 """Sources: numbered samples, and how a batch is fetched from them.
 
-source   a map from a sample's number to (inputs, targets), without a batch dim
-batch    (inputs, targets) with samples on dim 0; inputs a tensor or a dict of tensors
+sample   (inputs, targets) without a batch dim, or a dict of a model's inputs, the labels among them
+source   a map from a number to a sample
+batch    (inputs, targets) with samples on dim 0, inputs a tensor or a dict of tensors; or one dict of tensors
 Law: `fetch(source, indices)` equals the stack of `source[i]`, whichever way it is read.
 
 B batch · L sequence length
@@ -9,7 +10,7 @@ B batch · L sequence length
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,9 +39,50 @@ def fetch(source: Source, indices: Sequence[int]) -> Any:
     method = getattr(source, "fetch", None)
     if method is not None:
         return method(indices)
-    samples = [source[i] for i in indices] or [source[0]]
-    inputs, targets = stack(samples, indices)
-    return (inputs, targets) if len(indices) else (_none_of(inputs), _none_of(targets))
+    samples = [_checked(source[i], i) for i in indices] or [_checked(source[0], 0)]
+    batch = stack(samples, indices)
+    batch = batch if isinstance(batch, dict) else tuple(batch)
+    return batch if len(indices) else _none_of(batch)
+
+
+def _checked(sample: Any, index: int) -> Any:
+    """A sample that can be collated. Raises DataError for one that is no pair and no dict of numbers."""
+    if isinstance(sample, Mapping):
+        return _checked_dict(sample, index)
+    if isinstance(sample, tuple | list) and len(sample) == 2:
+        return tuple(sample)
+    if sample is None:
+        return None  # `stack` names it
+    kind = type(sample).__name__
+    got = f"{kind} of {len(sample)}" if isinstance(sample, tuple | list) else kind
+    attempt = "source[i] = (x, y), or {'input_ids': …, 'labels': …} with loss=None"
+    problem = Problem(f"sample {index} is a {got}", "a pair (inputs, targets), or a dict of inputs", attempt)
+    raise DataError(problem, where="the source")
+
+
+def _checked_dict(sample: Mapping[Any, Any], index: int) -> dict[str, Any]:
+    """Lists of numbers become tensors: collated as they are, they would become one tensor for each position."""
+    checked, problems = {}, []
+    for name, value in sample.items():
+        if isinstance(value, Tensor | np.ndarray | np.generic | bool | int | float):
+            checked[name] = value
+        elif isinstance(value, list | tuple) and (numbers := _numbers(value)) is not None:
+            checked[name] = numbers
+        else:
+            got = f"sample {index} has a {type(value).__name__} as {name!r}"
+            problems.append(Problem(got, "tensors, arrays or numbers", f"samples without {name!r}, or with numbers"))
+    if not sample:
+        problems.append(Problem(f"sample {index} is an empty dict", "the inputs of a model"))
+    if problems:
+        raise DataError(problems, where="the source")
+    return checked
+
+
+def _numbers(values: Sequence[Any]) -> Tensor | None:
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 class Tensors:

@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +19,9 @@ from torch import Tensor, nn
 from fourfold.parts.data import Gradients
 from fourfold.parts.step_hooks import StepHooks
 from fourfold.plan.data import life
-from fourfold.run.batch import Loss, Microbatch, call, measure
+from fourfold.run.batch import Loss, Microbatch
 from fourfold.run.deferred import Deferred
+from fourfold.run.objective import Objective, is_uneven, uneven
 from fourfold.run.parts import Parts, Terms, Totals
 from fourfold.run.sequence.alike import unlike
 from fourfold.words.action import LOSS, NORM, TRUST, USED, Action, Verb
@@ -36,7 +36,7 @@ class Actions:
     def __init__(
         self,
         model: nn.Module,
-        loss: Callable[[Any, Any], Any],
+        objective: Objective,
         parts: Parts,
         *,
         clip: float | None,
@@ -49,7 +49,7 @@ class Actions:
         `agree` is the sum of a number over the data ranks, used once, in the first step. `waits`: ranks wait for each
         other in the midst of a backward, for tokens or for weights.
         """
-        self._model, self._loss, self._parts, self._clip, self._agree = model, loss, parts, clip, agree
+        self._model, self._objective, self._parts, self._clip, self._agree = model, objective, parts, clip, agree
         # Gradients are divided by a nominal count during backward, when the step's own is not known yet: an estimate
         # in the first step, its count in all others. The rest of the division is made up for after the reduction,
         # and is 1 where batches are even.
@@ -79,9 +79,10 @@ class Actions:
         """Begin a step; afterwards `totals` and `grad_norm` tell of it."""
         self._microbatches = microbatches
         self._losses: dict[int, Loss] = {}
-        self._own_count, self._learned = 0.0, False
-        self._local = torch.zeros(6, dtype=torch.float64, device=self._device)
-        self._local[4:] = torch.tensor([self.asked, self.unlike is not None], dtype=torch.float64)
+        self._counts: list[float | Tensor] = []
+        self._learned = False
+        self._local = torch.zeros(8, dtype=torch.float64, device=self._device)
+        self._local[4:6] = torch.tensor([self.asked, self.unlike is not None], dtype=torch.float64)
         self._last = max((index for index, part in enumerate(microbatches) if part.samples), default=-1)
         rounds = len(microbatches) if self._every_round else 1
         self._first_of_last_round = (rounds - 1) * len(self._parts.parameters)
@@ -183,11 +184,13 @@ class Actions:
     def _forward(self, index: int) -> None:
         part = self._microbatches[index]
         if part.samples:
-            loss = measure(self._loss(call(self._model, part.inputs, part.kept), part.targets), part.samples)
+            loss = self._objective(self._model, part).loss
             self._losses[index] = loss
-            self._own_count += loss.count
+            self._counts.append(loss.count)
             self._seen.append((index, loss.total.detach()))
-            self._local[:4] += torch.stack([loss.total.detach().double(), *self._numbers(loss.count, part)])
+            self._add(loss, part)
+        else:
+            self._objective.refresh(self._model)
 
     @property
     def _is_left_out(self) -> bool:
@@ -199,12 +202,23 @@ class Actions:
         found = [index for index, total in self._seen if not math.isfinite(total.item())]
         return [range(ends[index] - self._microbatches[index].samples, ends[index]) for index in found]
 
-    def _numbers(self, count: float, part: Microbatch) -> Tensor:
-        return torch.tensor([count, part.samples, part.tokens], dtype=torch.float64, device=self._device)
+    def _add(self, loss: Loss, part: Microbatch) -> None:
+        """Add a microbatch to this rank's totals, without a look at what is still being computed."""
+        told = [loss.total.detach(), loss.count, part.samples, part.tokens, 0.0, 0.0, loss.other, loss.square]
+        waits = self._device.type != "cpu"
+        later = [place for place, number in enumerate(told) if waits and isinstance(number, Tensor)]
+        known = [0.0 if place in later else float(number) for place, number in enumerate(told)]
+        self._local += torch.tensor(known, dtype=torch.float64, device=self._device)
+        for place in later:
+            self._local[place] += told[place]
+
+    @property
+    def _own_count(self) -> float:
+        return float(sum(self._counts))
 
     def backward(self, index: int) -> None:
         if self.nominal_count is None:
-            count = self._losses[index].count if index in self._losses else 0.0
+            count = float(self._losses[index].count) if index in self._losses else 0.0
             self.nominal_count = max(1.0, self._agree(count) * len(self._microbatches))
         if self._every_round and index:
             assert isinstance(self._parts.gradients, Gradients)  # one rank's gradients rest whole
@@ -315,6 +329,8 @@ class Actions:
         self.totals = Totals(*self._parts.transport.measured(LOSS))
         if self.totals.unlike:
             raise TaskError(self.unlike or unlike(), where="the batch")
+        if is_uneven(self.totals.count, self.totals.other, self.totals.square):
+            raise TaskError(uneven(self._objective.names), where="the loss")
         if self.totals.count == 0:
             raise TrainingError(Problem("a global batch without a loss element", "at least one on one rank"))
         if not math.isfinite(mean := self.totals.loss / self.totals.count):

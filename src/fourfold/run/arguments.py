@@ -58,8 +58,10 @@ def model_problems(model: Any) -> list[Problem]:
 
 
 def loss_problems(loss: Any) -> list[Problem]:
-    need = "a function (outputs, targets) -> loss"
+    need = "a function (outputs, targets) -> loss, or None for the model's own loss"
     if isinstance(loss, type) and issubclass(loss, nn.Module):
         got = arguments.shown("loss", loss)
         return [Problem(got, need, f'an instance: {loss.__name__}(reduction="none")')]
+    if loss is None:
+        return []
     return arguments.function("loss", loss, need=need, attempt='torch.nn.MSELoss(reduction="none")')

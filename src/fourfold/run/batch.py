@@ -1,10 +1,11 @@
 """Batches: (inputs, targets), tensors or dicts of tensors whose first dim counts samples.
 
+A batch may also be one dict: inputs of a model that makes its own loss, without targets.
 Law: the microbatches of a batch tile it, in order; there may be empty ones.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ POSITION_NAMES = ("position_ids", "positions")
 
 
 class Microbatch(NamedTuple):
-    """A stretch of a batch; `tokens` is 0 where inputs carry no positions.
+    """A stretch of a batch; `tokens` is 0 where inputs carry no positions, `targets` None where there are none.
 
     kept  which of its tokens are no pads, where a rank has but some of a sample's tokens; None: all
     """
@@ -34,25 +35,46 @@ def cut(batch: Any, count: int, device: torch.device, *, kept: Tensor | None = N
     """The batch in `count` microbatches on `device`, sizes as equal as can be, larger ones never first.
 
     kept: int64 [tokens], which tokens of the inputs are no pads; the targets have none. None: all.
-    Raises TaskError for what is not a pair of tensors or dicts of tensors with one number of samples.
+    Raises TaskError for what is no batch of tensors or dicts of tensors with one number of samples.
     """
-    if not (isinstance(batch, tuple | list) and len(batch) == 2):
-        raise TaskError(Problem(f"a batch of type {type(batch).__name__}", "a pair (inputs, targets)"))
-    inputs, targets = (_to(part, device) for part in batch)
-    if any(tensor.dim() == 0 for tensor in (*_tensors(inputs), *_tensors(targets))):
-        raise TaskError(Problem("a batch with a tensor without dims", "samples on the first dim of every tensor"))
-    lengths = {tensor.shape[0] for tensor in (*_tensors(inputs), *_tensors(targets))}
-    if len(lengths) != 1:
-        raise TaskError(Problem(f"first dims {sorted(lengths)}", "one number of samples in inputs and targets"))
-    (samples,) = lengths
+    inputs, targets = (_to(part, device) for part in halves(batch))
+    samples = num_samples((inputs, targets))
     parts = []
     kept = None if kept is None else kept.to(device)
     for index in range(count):
         start, stop = share(0, samples, count, index)
-        some = _slice(inputs, start, stop)
-        tokens = num_tokens(some) if kept is None else (stop - start) * len(kept)
-        parts.append(Microbatch(some, _slice(targets, start, stop), stop - start, tokens, kept))
+        own = _slice(inputs, start, stop)
+        tokens = num_tokens(own) if kept is None else (stop - start) * len(kept)
+        parts.append(Microbatch(own, _slice(targets, start, stop), stop - start, tokens, kept))
     return parts
+
+
+def halves(batch: Any) -> tuple[Any, Any]:
+    """The inputs and targets of a batch. A dict is inputs, the labels among them, and has no targets (None)."""
+    if isinstance(batch, Mapping):
+        return dict(batch), None
+    if not (isinstance(batch, tuple | list) and len(batch) == 2):
+        got = f"a batch of type {type(batch).__name__}"
+        raise TaskError(Problem(got, 'a pair (inputs, targets), or a dict of inputs, "labels" among them'))
+    return batch[0], batch[1]
+
+
+def num_samples(batch: Any) -> int:
+    """The first dim of all tensors of a batch. Raises TaskError where they differ, or are none."""
+    inputs, targets = halves(batch)
+    tensors = [*_tensors(inputs), *([] if targets is None else _tensors(targets))]
+    if any(tensor.dim() == 0 for tensor in tensors):
+        raise TaskError(Problem("a batch with a tensor without dims", "tensors whose first dim counts samples"))
+    lengths = {tensor.shape[0] for tensor in tensors}
+    if len(lengths) != 1:
+        raise TaskError(Problem(f"first dims {sorted(lengths)}", "one number of samples in inputs and targets"))
+    return lengths.pop()
+
+
+def some(batch: Any, start: int, stop: int) -> tuple[Any, Any]:
+    """The samples [start, stop) of a batch."""
+    inputs, targets = halves(batch)
+    return _slice(inputs, start, stop), _slice(targets, start, stop)
 
 
 def call(model: torch.nn.Module, inputs: Any, kept: Tensor | None = None) -> Any:
@@ -135,15 +157,20 @@ def _to(value: Any, device: torch.device) -> Any:
 def _slice(value: Any, start: int, stop: int) -> Any:
     if isinstance(value, dict):
         return {name: _slice(part, start, stop) for name, part in value.items()}
-    return value[start:stop]
+    return None if value is None else value[start:stop]
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss as a sum over `count` elements."""
+    """A loss as a sum over `count` elements. A count made of tensors stays on their device.
+
+    other, square  of one number made of several means: see `run.objective.is_uneven`
+    """
 
     total: Tensor
-    count: float
+    count: float | Tensor
+    other: float | Tensor = 0.0
+    square: float | Tensor = 0.0
 
 
 def measure(value: Any, samples: int) -> Loss:

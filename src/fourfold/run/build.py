@@ -29,17 +29,19 @@ from fourfold.plan.rng import seed_of
 from fourfold.run import drift
 from fourfold.run.actions import Actions
 from fourfold.run.arguments import refuse_arguments
-from fourfold.run.batch import Microbatch, call, cut, evaluating, mapped, measure
+from fourfold.run.batch import Microbatch, cut, evaluating, halves, mapped
+from fourfold.run.dry_run import DryRun
 from fourfold.run.guard import Guard
 from fourfold.run.metrics import Metrics
+from fourfold.run.objective import Measured, Objective, is_uneven, uneven
 from fourfold.run.outline import outline
 from fourfold.run.own_optimizer import Unchanged, refuse_own
 from fourfold.run.parts import Parts
-from fourfold.run.refuse import compare, refuse, refuse_for, refuse_optimizer
+from fourfold.run.refuse import compare, refuse, refuse_for, refuse_optimizer, refuse_own_loss
 from fourfold.run.remembered import Remembered
 from fourfold.run.runtime import Runtime
 from fourfold.run.same_batches import SameBatches, fingerprint
-from fourfold.run.sequence import Tokens, pair
+from fourfold.run.sequence import Tokens
 from fourfold.run.sequence.alike import unlike
 from fourfold.run.settings import DRIFT_CHECK, is_due
 from fourfold.run.state import State, copied
@@ -55,7 +57,7 @@ from fourfold.words.world import cores
 
 def parallelize(
     model: nn.Module,
-    loss: Callable[[Any, Any], Any],
+    loss: Callable[[Any, Any], Any] | None,
     optimizer: optim.OptimizerFactory,
     plan: Plan | None = None,
     *,
@@ -69,9 +71,10 @@ def parallelize(
 
     Reads the launcher's environment and joins the process group that is there, or makes one. Rank 0's weights and
     buffers are broadcast first. `loss(outputs, targets)` returns unreduced values (their global mean is trained),
-    a pair (sum, count), or a scalar (a mean over its samples). `optimizer` is called once, with the original
-    parameters; its options are then used by an update over flat buffers. `clip` bounds the global norm of the
-    gradient. `seed` seeds torch's generator, differently on every data index. `skip_nan` is how many steps in a row
+    a pair (sum, count), or a scalar: a mean over what torch's loss functions count, else over its samples. None: the
+    model's own loss, of batches that are dicts of its inputs, labels among them. `optimizer` is called once, with the
+    original parameters; its options are then used by an update over flat buffers. `clip` bounds the global norm of
+    the gradient. `seed` seeds torch's generator, differently on every data index. `skip_nan` is how many steps in a row
     may be left out because the global loss, or with `clip` the norm, is not finite; the next one raises TrainingError.
     Steps raise TaskError where all data ranks give the same batches, three different ones in a row, unless
     `same_batches="allow"`; batches of a `Feed` are never the same.
@@ -84,6 +87,7 @@ def parallelize(
     ranks = comm.join()
     plan = plan or Plan(dp=ranks.size)
     refuse(model, plan, ranks, clip=clip)
+    refuse_own_loss(loss, plan)
     _set_threads(ranks)
     torch.manual_seed(seed_of(seed, plan.mesh.at(ranks.rank)["dp"]))
     options = {"clip": clip, "skip_nan": skip_nan, "seed": seed}
@@ -104,7 +108,7 @@ class TrainStep:
     def __init__(
         self,
         model: nn.Module,
-        loss: Callable[[Any, Any], Any],
+        loss: Callable[[Any, Any], Any] | None,
         optimizer: optim.OptimizerFactory,
         *,
         plan: Plan,
@@ -115,7 +119,8 @@ class TrainStep:
         same_batches: str = "refuse",
         drift_check: int = DRIFT_CHECK,
     ) -> None:
-        self.model, self.plan, self._loss, self._ranks = model, plan, loss, ranks
+        self.model, self.plan, self._ranks = model, plan, ranks
+        self.objective = Objective(loss)
         self.optimizer = optim.build(optimizer, list(model.parameters()))
         refuse_optimizer(self.optimizer, plan)
         refuse_own(self.optimizer, plan)
@@ -182,14 +187,16 @@ class TrainStep:
         )
         self._actions = Actions(
             model,
-            loss,
+            self.objective,
             parts,
             clip=clip,
             update=plan.update,
             agree=lambda count: sum(ranks.exchange(count)) / self._sharing,
             waits=plan.sp > 1 or parts.gathered is not None,
         )
-        self._tokens = Tokens(model, loss, plan, ranks, seed=seed) if plan.sp > 1 else None
+        refuse_own_loss(loss, plan)
+        self._tokens = Tokens(model, loss, plan, ranks, seed=seed) if loss is not None and plan.sp > 1 else None
+        self._dry_run = DryRun(model, self.objective, plan, ranks.device)
         self._runtime = Runtime(self._actions)
         self._guard = Guard(ranks, model, limit=skip_nan)
         self._drift = drift.Drift(ranks, drift_check)
@@ -282,7 +289,7 @@ class TrainStep:
             self._transport.agree()  # The first step also exchanges what is no sum.
         if watches:
             self._compare_data_ranks(batch)
-        self.try_out(batch)
+        self.try_out(batch, training=True)
         batch, self._actions.unlike = self._compared(batch)
         self._guard.begin()
         loss_scale = None if self._scale is None else self._scale.value
@@ -293,6 +300,8 @@ class TrainStep:
             self._weights.check()  # a hook may have given parameters other storage
         totals = self._actions.totals
         assert totals is not None
+        if self._num_calls == 0:
+            self.objective.settle()
         self._num_calls, self.steps = self._num_calls + 1, self.steps + 1
         if self.device.type == "cpu":
             _mind_memory(self._num_calls)
@@ -322,16 +331,18 @@ class TrainStep:
         self._actions.settle()
         self.try_out(batch)
         batch, problem = self._compared(batch)
-        local = torch.zeros(5, dtype=torch.float64)
+        local = torch.zeros(7, dtype=torch.float64)
         with self._weights.read("evaluate"), self._reading(batch) as (part,), evaluating(self.model):
             if part.samples:
-                loss = measure(self._loss(call(self.model, part.inputs, part.kept), part.targets), part.samples)
-                values = [loss.total.item(), loss.count, part.samples, part.tokens]
-                local[:4] = torch.tensor(values, dtype=torch.float64)
+                loss = self.objective(self.model, part).loss
+                values = [loss.total, loss.count, part.samples, part.tokens, 0.0, loss.other, loss.square]
+                local = torch.tensor([float(value) for value in values], dtype=torch.float64)
         local[4] = problem is not None
-        total, count, samples, tokens, num_unlike = self._sum(local)
+        total, count, samples, tokens, num_unlike, other, square = self._sum(local)
         if num_unlike:
             raise TaskError(problem or unlike(), where="the batch")
+        if is_uneven(count, other, square):
+            raise TaskError(uneven(self.objective.names), where="the loss")
         return Metrics(
             loss=total / count if count else float("nan"),
             samples=round(samples / self.plan.sp),
@@ -341,14 +352,18 @@ class TrainStep:
             waiting_seconds=self._traffic().waiting_seconds - waited,
         )
 
-    def try_out(self, batch: Any) -> None:
-        """With sp > 1, show by a first batch that the model can be cut into tokens. Collective.
+    def try_out(self, batch: Any, *, training: bool = False) -> None:
+        """Show by a first batch that the loss and the model can be cut as the plan has it. Collective.
 
-        Raises TaskError, on every rank, where it cannot. The first step does it too.
+        Raises TaskError, on every rank, where they cannot. The first step does it too. `training`: it is a step's.
         """
         if self._tokens is not None and not self._tokens.is_tried:
             self._transport.agree()
             self._tokens.try_out(batch, self._weights.read("try out"))
+        if self._dry_run.is_due(training=training):
+            self._transport.agree()
+            few = batch if self._tokens is None else self._tokens.few(batch)
+            self._dry_run.run(few, self._weights.read("try out"), self._ranks.exchange, training=training)
 
     @contextlib.contextmanager
     def reading(self, batch: Any) -> Iterator[Microbatch]:
@@ -361,6 +376,11 @@ class TrainStep:
             raise TaskError(problem, where="the batch")
         with self._reading(batch) as (part,):
             yield part
+
+    def measured(self, batch: Any) -> tuple[Microbatch, Measured]:
+        """What the model makes of this rank's part of a batch that is not empty: see `reading`."""
+        with self.reading(batch) as part:
+            return part, self.objective(self.model, part)
 
     @contextlib.contextmanager
     def _reading(self, batch: Any, count: int = 1) -> Iterator[list[Microbatch]]:
@@ -376,7 +396,7 @@ class TrainStep:
     def _compared(self, batch: Any) -> tuple[Any, Problem | None]:
         """The batch; where ranks that share its sequences have other ones none of its samples, and what is wrong."""
         problem = None if self._tokens is None else self._tokens.unlike(batch)
-        return (batch if problem is None else mapped(pair(batch), lambda tensor: tensor[:0])), problem
+        return (batch if problem is None else mapped(halves(batch), lambda tensor: tensor[:0])), problem
 
     def _compare_data_ranks(self, batch: Any) -> None:
         """Raise TaskError, on every rank, where all data ranks train on the same batches. Collective."""
@@ -648,6 +668,7 @@ def check(task: Task, plan: Plan) -> nn.Module:
     """
     model = outline(task, most_bytes=available_bytes())
     refuse_for(model, plan, clip=task.clip)
+    refuse_own_loss(task.loss, plan)
     comm.refuse_impossible(plan.transport, "cuda" if torch.cuda.is_available() else "cpu")
     optimizer = optim.build(task.optimizer, list(model.parameters()))
     refuse_optimizer(optimizer, plan)

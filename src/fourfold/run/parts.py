@@ -55,6 +55,9 @@ class Totals:
     """How many ranks have been asked to stop."""
     unlike: float = 0.0
     """How many ranks are of lines that have other batches: see `run.sequence.alike`."""
+    other: float = 0.0
+    square: float = 0.0
+    """Of losses that are made of several means: see `run.objective.is_uneven`."""
 
 
 class Terms(NamedTuple):

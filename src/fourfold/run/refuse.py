@@ -6,7 +6,7 @@ Law: no silent fallback. What a plan asks for happens, or is refused.
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from fourfold.parts import comm, optim
 from fourfold.parts.options import ABSENT, CLASS, described
 from fourfold.plan.data import Spec
 from fourfold.plan.plan import Plan, mesh_sizes
-from fourfold.words.errors import PlanError, Problem
+from fourfold.words.errors import PlanError, Problem, TaskError
 
 
 def refuse(model: nn.Module, plan: Plan, ranks: comm.Ranks, *, clip: float | None = None) -> None:
@@ -33,6 +33,16 @@ def refuse_for(model: nn.Module, plan: Plan, *, clip: float | None) -> None:
     problems = plan_problems(model, plan, clip=clip)
     if problems:
         raise PlanError(problems, where="the plan")
+
+
+def refuse_own_loss(loss: Callable[[Any, Any], Any] | None, plan: Plan) -> None:
+    """Raise TaskError for a model's own loss where ranks have some of a sample's tokens only."""
+    if loss is not None or plan.sp == 1:
+        return
+    got = f"sp = {plan.sp} and loss = None: the model's own loss"
+    need = "a loss of each token and its own target: a causal model shifts labels inside, past a rank's own tokens"
+    attempt = "loss(outputs, targets) with targets that the data has shifted, or sp = 1"
+    raise TaskError(Problem(got, need, attempt), where="the loss")
 
 
 def plan_problems(model: nn.Module, plan: Plan, *, clip: float | None) -> list[Problem]:

@@ -27,7 +27,7 @@ from fourfold.run import pulse
 from fourfold.run.arguments import refuse_plan
 from fourfold.run.asked import asked_to_stop, stop_seconds
 from fourfold.run.average import Average
-from fourfold.run.batch import call, evaluating, measure
+from fourfold.run.batch import evaluating
 from fourfold.run.build import TrainStep, parallelize
 from fourfold.run.checkpoint.keeper import Keeper, Place, Progress
 from fourfold.run.checkpoint.read import load_weights
@@ -354,14 +354,14 @@ def evaluate(step: TrainStep, task: Task, source: Source, batch_size: int) -> di
 
 
 def _measures(step: TrainStep, task: Task, batch: Any) -> dict[str, Sequence[Any]]:
-    with step.reading(batch) as part:
-        outputs = call(step.model, part.inputs, part.kept)
-    loss = measure(task.loss(outputs, part.targets), part.samples)
-    extra = task.evaluate(outputs, part.targets) if task.evaluate is not None else {}
+    part, measured = step.measured(batch)
+    # Of a model with a loss of its own the labels are among the inputs.
+    targets = part.inputs if part.targets is None else part.targets
+    extra = task.evaluate(measured.outputs, targets) if task.evaluate is not None else {}
     if not isinstance(extra, dict) or not all(map(_is_pair, extra.values())):
         need = "a dict from names to pairs (sum, count)"
         raise TaskError(Problem("what the task's evaluate returned", need, '{"accuracy": (num_right, num_samples)}'))
-    return {"loss": (loss.total, loss.count), **extra}
+    return {"loss": (measured.loss.total, measured.loss.count), **extra}
 
 
 @contextlib.contextmanager

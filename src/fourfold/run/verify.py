@@ -21,9 +21,10 @@ from fourfold.feed.samples import check_data
 from fourfold.parts.comm import world
 from fourfold.plan.plan import Plan
 from fourfold.run.arguments import refuse_plan
-from fourfold.run.batch import call, leaves, mapped, measure
+from fourfold.run.batch import call, halves, mapped, measure, num_samples
 from fourfold.run.build import parallelize
 from fourfold.run.exact import Exact
+from fourfold.run.objective import own_loss
 from fourfold.words import arguments
 from fourfold.words.errors import PlanError, Problem, SettingError
 from fourfold.words.task import Task, check_task
@@ -131,8 +132,11 @@ def _alone(task: Task, model: nn.Module, feed: Feed) -> tuple[dict[str, Tensor],
     """Weights and losses of a training in this process, in plain torch."""
     optimizer = task.optimizer(list(model.parameters()))
     losses = []
-    for inputs, targets in _rated(task, optimizer, feed):
-        loss = measure(task.loss(call(model, inputs), targets), len(next(leaves(targets))))
+    for batch in _rated(task, optimizer, feed):
+        inputs, targets = halves(batch)
+        outputs = call(model, inputs)
+        value = own_loss(outputs, inputs) if task.loss is None else task.loss(outputs, targets)
+        loss = measure(value, num_samples(batch))
         mean = loss.total / loss.count
         optimizer.zero_grad()
         mean.backward()
@@ -146,14 +150,15 @@ def _alone(task: Task, model: nn.Module, feed: Feed) -> tuple[dict[str, Tensor],
 def _rated(task: Task, optimizer: torch.optim.Optimizer, feed: Feed) -> Iterator[Any]:
     """The batches of all steps, in float64; before each one the rate is the schedule's."""
     rates = [group["lr"] for group in optimizer.param_groups]
-    batches = feed.forever()
+    batches: Any = feed.forever()
     with contextlib.closing(batches):
         for number in range(task.steps):
             if task.schedule is not None:
                 for group, rate in zip(optimizer.param_groups, rates, strict=True):
                     group["lr"] = rate * task.schedule(number, task.steps)
             batch = next(batches)
-            yield Batch.of(mapped(tuple(batch), _wide), batch.samples)
+            samples = batch.samples
+            yield Batch.of(mapped(dict(batch) if isinstance(batch, dict) else tuple(batch), _wide), samples)
 
 
 def _widened(model: nn.Module) -> nn.Module:

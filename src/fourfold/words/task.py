@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Source(Protocol):
-    """Numbered samples: `source[i]` is (inputs, targets) of one sample, without a batch dim."""
+    """Numbered samples without a batch dim: `source[i]` is (inputs, targets), or a dict of a model's inputs."""
 
     def __len__(self) -> int: ...
 
@@ -38,10 +38,12 @@ class Task:
     """What is learned.
 
     model      makes the module
-    loss       (outputs, targets) -> unreduced values, or a pair (sum, count), or a scalar
+    loss       (outputs, targets) -> unreduced values, or a pair (sum, count), or a scalar; None: the model's own loss,
+               of samples that are dicts of its inputs, the labels among them
     data       opens the sources
     optimizer  (parameters) -> torch optimizer
-    evaluate   (outputs, targets) -> name -> (sum, count), added up over batches and ranks
+    evaluate   (outputs, targets) -> name -> (sum, count), added up over batches and ranks; with loss = None the
+               targets are the dict of inputs
     sample     (model) -> a text to print when training has ended
     schedule   (step, steps) -> factor of the learning rate
     unit       what throughput counts: the elements of the targets ("tokens", "bytes") or "samples"
@@ -49,7 +51,7 @@ class Task:
     """
 
     model: Callable[[], torch.nn.Module]
-    loss: Callable[[Any, Any], Any]
+    loss: Callable[[Any, Any], Any] | None
     data: Callable[[], Data]
     optimizer: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
     evaluate: Callable[[Any, Any], dict[str, tuple[Any, Any]]] | None = None

@@ -18,7 +18,7 @@ from fourfold.plan.order import Stretch
 from fourfold.plan.order import share as between
 from fourfold.plan.plan import Plan
 from fourfold.plan.sequence import divisor, length_problem
-from fourfold.run.batch import Microbatch, has_tokens, leaves, mapped
+from fourfold.run.batch import Microbatch, halves, has_tokens, leaves, mapped
 from fourfold.run.sequence import gradient_sums
 from fourfold.run.sequence.alike import digest, same, unlike
 from fourfold.run.sequence.dropout import Drawn, apart
@@ -159,9 +159,8 @@ class Tokens:
 
     def _try(self, inputs: Mapping[str, Any], targets: Any, length: int, room: Fits) -> tuple[Tried, list[Value]]:
         """What a trial finds; without problems also the values of the loss for all tokens, and for this rank's."""
-        few = self._few(length, inputs, targets)
-        options = {"length": length, "few": few, "samples": TRIED_SAMPLES}
-        inputs, targets = (smaller(tree, **options) for tree in (inputs, targets))
+        inputs, targets = self.few((inputs, targets))
+        few = length_of((inputs, targets))
         inputs, targets = (mapped(tree, lambda tensor: tensor.to(self._ranks.device)) for tree in (inputs, targets))
         mine = share(self._plan, few, self._place["sp"])
         try:
@@ -181,6 +180,13 @@ class Tokens:
             # Of the same outputs: no difference but that of the loss itself.
             part = cut_tokens(tried.outputs, mine)
             return tried, [whole, observed(self._loss, part, cut_tokens(targets, mine), samples)]
+
+    def few(self, batch: Any) -> tuple[Any, Any]:
+        """The first samples and tokens of a batch, as many as the model is tried with."""
+        inputs, targets = pair(batch)
+        length = length_of((inputs, targets))
+        options = {"length": length, "few": self._few(length, inputs, targets), "samples": TRIED_SAMPLES}
+        return smaller(inputs, **options), smaller(targets, **options)
 
     def _few(self, length: int, inputs: Any, targets: Any) -> int:
         """How many tokens the model is tried with: such a number as no other dim 1 has."""
@@ -244,6 +250,8 @@ class Tokens:
 
 def pair(batch: Any) -> tuple[Any, Any]:
     """The inputs and targets of a batch. Raises TaskError for anything else."""
-    if not (isinstance(batch, tuple | list) and len(batch) == 2):
-        raise TaskError(Problem(f"a batch of type {type(batch).__name__}", "a pair (inputs, targets)"))
-    return batch[0], batch[1]
+    inputs, targets = halves(batch)
+    if targets is None:
+        got = f"sp > 1, and a batch of {', '.join(map(str, inputs))} without targets"
+        raise TaskError(Problem(got, "a pair (inputs, targets)"), where="the batch")
+    return inputs, targets

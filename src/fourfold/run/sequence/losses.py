@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fourfold.run.batch import has_tokens, leaves, mapped, measure
 from fourfold.run.sequence.route import Call, routed
 from fourfold.run.sequence.tokens import Share
+from fourfold.run.torch_losses import ignored_by
 from fourfold.words.errors import Problem, TaskError
 
 VALUES = 'unreduced values (reduction="none"), or a pair (sum, count)'
@@ -31,8 +31,6 @@ REDUCING = {
 BEHIND = {f"{name}Backward0" for name in ("ToCopy", "View", "Squeeze", "Unsqueeze", "Alias", "Clone")}
 # These may take other elements in another batch.
 PICKING = {"IndexBackward0", "MaskedSelectBackward0", "TakeBackward0"}
-# Where `ignore_index` stands among the arguments.
-IGNORING = {F.cross_entropy: 4, F.nll_loss: 4}
 
 
 class Sum(NamedTuple):
@@ -61,9 +59,8 @@ def observed(loss: Callable[[Any, Any], Any], outputs: Any, targets: Any, sample
     ignored = []
 
     def watch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if func in IGNORING:
-            place = IGNORING[func]
-            ignored.append(int(args[place] if len(args) > place else kwargs.get("ignore_index", -100)))
+        if (index := ignored_by(func, args, kwargs)) is not None:
+            ignored.append(index)
 
     outputs = mapped(outputs, lambda t: t.detach().requires_grad_() if t.is_floating_point() else t)
     with torch.enable_grad(), routed(Call.plain, watch=watch):
@@ -75,7 +72,7 @@ def observed(loss: Callable[[Any, Any], Any], outputs: Any, targets: Any, sample
         odd = None if elements is not None else value.grad_fn.name() if value.grad_fn is not None else "the model"
         return Value(Sum(float(value) * (elements or 0.0), elements or 0.0), True, ignored, odd, close)
     measured = measure(value, samples)
-    return Value(Sum(float(measured.total), measured.count), False, ignored, None, close)
+    return Value(Sum(float(measured.total), float(measured.count)), False, ignored, None, close)
 
 
 def _averaged(value: Tensor) -> float | None:

@@ -1,0 +1,210 @@
+"""Objective: what is trained, as a sum and a count that add up over microbatches and ranks.
+
+loss     of (outputs, targets); or None: the loss that the model returns itself
+number   a loss given as one number: a mean over the elements that torch's loss functions were seen to count, else
+         over the samples
+Law: the sums and counts of the parts of a batch add up to those of the whole, or the loss is refused.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.run.batch import Loss, Microbatch, call, leaves, mapped, measure
+from fourfold.run.torch_losses import Call, Count, observing
+from fourfold.run.without_randomness import without_randomness
+from fourfold.words.errors import Problem, TaskError
+
+
+class Measured(NamedTuple):
+    """What a model made of a microbatch."""
+
+    outputs: Any
+    value: Any
+    """As the loss function returned it."""
+    calls: Sequence[Call]
+    loss: Loss
+
+
+class Objective:
+    """The loss of one training step; learns from the first batches how it is to be weighted."""
+
+    def __init__(self, loss: Callable[[Any, Any], Any] | None) -> None:
+        self._loss = loss
+        self.is_single: bool | None = None
+        """Whether a loss of shape [1] is a number; None: not known yet."""
+        self.by_hand = False
+        """Whether a number is a sum of torch's that was divided by its count by hand."""
+        self.is_counted = False
+        """Whether a number is weighted by what torch's loss functions count."""
+        self.watches_forward = True
+        """Whether loss functions are observed in the model's forward too."""
+        self._seen_in_forward = False
+        self._trained: list[bool] = []
+        self.names = ""
+        """The loss functions that were observed last."""
+        self.stand_in: Microbatch | None = None
+        """A sample for forwards of a rank that has none, where these must leave its buffers as they are elsewhere."""
+
+    @property
+    def is_models_own(self) -> bool:
+        return self._loss is None
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the loss function is compiled: under a mode that observes it, it would run as it was written."""
+        return hasattr(self._loss, "_torchdynamo_orig_callable")
+
+    def __call__(self, model: nn.Module, part: Microbatch) -> Measured:
+        """The loss of a microbatch that is not empty. Raises TaskError for what is no loss."""
+        if self.watches_forward and not is_compiled(model):
+            with observing() as calls:
+                outputs = call(model, part.inputs, part.kept)
+                self._seen_in_forward |= bool(calls)
+                value = self._value(outputs, part)
+        else:
+            outputs = call(model, part.inputs, part.kept)
+            with contextlib.nullcontext([]) if self.is_compiled else observing() as calls:
+                value = self._value(outputs, part)
+        return self._measured(outputs, value, calls, part)
+
+    def try_out(self, model: nn.Module, part: Microbatch) -> Measured:
+        """The same without gradients of the model; still it is seen which loss functions are trained."""
+        with torch.no_grad(), observing() as calls:
+            outputs = call(model, part.inputs, part.kept)
+            if is_compiled(model):
+                calls.clear()  # a dry run is not compiled: in a step they will not be seen
+            self._seen_in_forward |= bool(calls)
+            if self._loss is not None:
+                outputs = mapped(outputs, lambda t: t.detach().requires_grad_() if t.is_floating_point() else t)
+            with torch.enable_grad():
+                value = self._value(outputs, part)
+        return self._measured(outputs, value, calls, part)
+
+    def refresh(self, model: nn.Module) -> None:
+        """A forward on a rank without samples: it leaves the buffers as the other ranks' forwards leave theirs."""
+        if self.stand_in is not None:
+            with torch.no_grad(), without_randomness(next(leaves(self.stand_in.inputs)).device):
+                call(model, self.stand_in.inputs)
+
+    def _measured(self, outputs: Any, value: Any, calls: Sequence[Call], part: Microbatch) -> Measured:
+        trained = self._of_training(calls)
+        return Measured(outputs, value, trained, self.measure(value, trained, part.samples))
+
+    def _of_training(self, calls: Sequence[Call]) -> Sequence[Call]:
+        """The calls that are trained; where autograd is off, those which were the last time that it was on."""
+        told = [each.is_trained for each in calls]
+        if all(flag is not None for flag in told):
+            self._trained = [bool(flag) for flag in told]
+        elif len(self._trained) == len(calls):
+            told = list(self._trained)
+        return [each for each, flag in zip(calls, told, strict=True) if flag is not False] if any(told) else calls
+
+    def settle(self) -> None:
+        """After a first training step: forwards that call no loss function are not watched any more."""
+        self.watches_forward = self._seen_in_forward
+
+    def _value(self, outputs: Any, part: Microbatch) -> Any:
+        if self._loss is None:
+            if part.targets is not None:
+                got = "a batch (inputs, targets), and loss = None"
+                need = "inputs only, as a dict, the labels among them: the loss is the model's own"
+                raise TaskError(
+                    Problem(got, need, "samples that are dicts, or loss(outputs, targets)"), where="the batch"
+                )
+            return own_loss(outputs, part.inputs)
+        if part.targets is None:
+            got = f"a batch of {_names(part.inputs)} without targets, and a loss(outputs, targets)"
+            attempt = "loss=None, which trains the loss that the model returns, or samples (inputs, targets)"
+            raise TaskError(Problem(got, "targets for the loss", attempt), where="the batch")
+        return self._loss(outputs, part.targets)
+
+    def is_number(self, value: Any, samples: int) -> bool:
+        """Whether a loss is one number, as one of shape [1] is, unless it is the value of one sample."""
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            return False
+        if value.dim() == 0:
+            return True
+        if samples > 1:
+            self.is_single = True
+        return bool(self.is_single)
+
+    def measure(self, value: Any, calls: Sequence[Call], samples: int) -> Loss:
+        """The loss as a sum and a count. `calls`: of torch's loss functions, while it was made."""
+        if not self.is_number(value, samples):
+            return measure(value, samples)
+        counts = [each.count for each in calls if each.is_mean]
+        dtype = torch.promote_types(value.dtype, torch.float32)
+        if not counts and self.by_hand and calls:
+            if not isinstance(calls[0].count, Tensor) and not calls[0].count:
+                return Loss(calls[0].value.to(dtype), 0.0)  # The user's own division of 0 by 0 is no number.
+            counts = [each.count for each in calls]
+        self.is_counted |= bool(counts)
+        # Where means are counted, a part that takes none has no elements: `if mask.any(): … else: 0 * outputs.sum()`.
+        count, *others = counts or [0.0 if self.is_counted else float(samples)]
+        total = value.reshape(()).to(dtype) * (count.to(dtype) if isinstance(count, Tensor) else count)
+        if not others:
+            return Loss(total, count)
+        self.names = ", ".join(dict.fromkeys(each.name for each in calls if each.is_mean))
+        # Factors of which no small sum is a multiple of another: what differs cannot cancel out.
+        other = sum(math.sqrt(2 + index) * each for index, each in enumerate(others))
+        return Loss(total, count, other, _square(other, count))
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether the whole of a model is compiled: then nobody sees which functions its forward calls."""
+    in_place = getattr(model, "_compiled_call_impl", None) is not None
+    return in_place or isinstance(model, torch.jit.ScriptModule) or hasattr(model, "_orig_mod")
+
+
+def own_loss(outputs: Any, inputs: Any) -> Any:
+    """The loss among a model's outputs: `.loss`, ["loss"], or the only number of a tuple. Raises TaskError."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if found is None and isinstance(outputs, tuple | list):
+        tensors = [each for each in outputs if isinstance(each, Tensor)]
+        numbers = [each for each in tensors if each.dim() == 0 and each.is_floating_point()]
+        found = numbers[0] if len(numbers) == 1 else None
+    if isinstance(found, Tensor):
+        return found
+    got = f"loss = None, and outputs ({type(outputs).__name__}) without a loss, of inputs {_names(inputs)}"
+    need = 'outputs with .loss, ["loss"], or one number in a tuple'
+    raise TaskError(Problem(got, need, '"labels" in each sample, or loss(outputs, targets)'), where="the loss")
+
+
+def uneven(names: str) -> Problem:
+    """What is wrong with a number made of means over counts that are not proportional from part to part."""
+    what = f"means over different elements ({names})" if names else "means over different elements"
+    got = f"a loss that is one number, made of {what}, whose counts are not proportional from part to part of the batch"
+    need = "one weight for each part, so that parts add up to the batch"
+    return Problem(got, need, "unreduced values, or a pair (sum, count)")
+
+
+def is_uneven(count: float, other: float, square: float) -> bool:
+    """Whether the counts of several means were not proportional from part to part.
+
+    count   of the first mean
+    other   of the others, added up with fixed factors
+    square  other² / count of each part
+    Each added up over all parts: then other² = count · square if and only if they were (Cauchy and Schwarz).
+    """
+    return bool(other) and not count * square - other * other <= 1e-10 * other * other
+
+
+def _square(other: Count, count: Count) -> Count:
+    """other² / count; 0 where both are 0."""
+    if isinstance(other, Tensor) or isinstance(count, Tensor):
+        other = torch.as_tensor(other, dtype=torch.float64, device=count.device if isinstance(count, Tensor) else None)
+        return torch.where(other == 0, 0.0, other * other / count)
+    if count == 0:
+        return math.inf if other else 0.0
+    return other * other / count
+
+
+def _names(inputs: Any) -> str:
+    return ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__

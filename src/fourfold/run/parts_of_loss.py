@@ -1,0 +1,91 @@
+"""Parts of a loss: whether a loss that is one number is the mean of the same loss of the parts of a batch.
+
+bound  how far rounding alone may bring the two apart: a forward of other rows is rounded in another way
+Law: what is no mean, such as a sum or a loss among the samples of a batch, is further off than the bound.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from fourfold.run.objective import Measured, is_uneven, uneven
+from fourfold.words.errors import Problem
+
+# Of the largest of the losses, by the size in bytes of the least precise number in a forward.
+CLOSE = {8: 1e-8, 4: 1e-4, 2: 2e-2, 1: 1e-1}
+# So much of the largest output counts as well: a cross-entropy near 0 is rounded as its logits are.
+BESIDE = 1e-2
+
+
+class Compared(NamedTuple):
+    """The loss of a few samples together, and the mean of that of two parts of them, each weighted by its count."""
+
+    whole: float
+    parts: float
+    samples: list[int]
+    """Of each part."""
+    is_known: bool = False
+    """Whether there was anything to compare: finite numbers of some elements."""
+    adds_up: bool = True
+    by_hand: bool = False
+    """Whether the number is a sum of torch's that was divided by its own count by hand, and adds up as such."""
+    is_uneven: bool = False
+    """Whether it is made of several means, whose counts are not proportional."""
+    has_drawn: bool = False
+    """Whether random numbers were drawn, so that the two differ in any case."""
+    names: str = ""
+
+    @property
+    def problem(self) -> Problem | None:
+        """What is wrong with the number, unless it was divided by hand."""
+        if self.is_uneven:
+            return uneven(self.names)
+        if self.adds_up or self.has_drawn:
+            return None
+        parts = " and ".join(map(str, self.samples))
+        got = f"a loss that is one number, {self.whole:.6g} for {sum(self.samples)} samples together"
+        got += f", and {self.parts:.6g} as the mean of {parts} of them"
+        need = "a mean over samples, or over what torch's loss functions count: the batch is cut into parts"
+        attempt = "unreduced values, or a pair (sum, count); (loss * n, n) trains the mean of the parts' losses"
+        return Problem(got, need, attempt)
+
+
+def compared(
+    whole: Measured, parts: Sequence[Measured], *, samples: list[int], itemsize: int, largest: float
+) -> Compared:
+    """Compare. `itemsize`: of the least precise number in the forwards; `largest`: of all numbers that went out."""
+    losses = [(float(each.loss.total.detach()), float(each.loss.count)) for each in (whole, *parts)]
+    sums = [_by_hand(each) for each in (whole, *parts)]
+    found = Compared(_mean(losses[:1]), _mean(losses[1:]), samples)
+
+    def bound(means: Sequence[float]) -> float:
+        return CLOSE[itemsize] * (max(map(abs, means)) + BESIDE * largest)
+
+    if by_hand := all(each is not None for each in sums):
+        by_value, by_sum = ([each[place] for each in sums if each is not None] for place in (0, 1))
+        means = [_mean(by_value[:1]), _mean(by_value[1:]), *(_mean([each]) for each in by_value)]
+        off = [abs(a[0] - b[0]) - b[1] * bound(means) for a, b in zip(by_value, by_sum, strict=True)]
+        by_hand = by_sum[0][1] > 0 and max(off) <= 0.0 and abs(means[0] - means[1]) <= bound(means)
+    means = [found.whole, found.parts, *(_mean([each]) for each in losses)]
+    if not all(map(math.isfinite, means)):
+        return found._replace(is_known=by_hand, by_hand=by_hand, adds_up=False)
+    counts = [(each.loss.count, each.loss.other, each.loss.square) for each in parts]
+    totals = [sum(map(float, each)) for each in zip(*counts, strict=True)]
+    adds_up = abs(found.whole - found.parts) <= bound(means)
+    is_known = bool(losses[0][1]) and totals[0] > 0
+    return found._replace(is_known=is_known, adds_up=adds_up, by_hand=by_hand, is_uneven=is_uneven(*totals))
+
+
+def _mean(losses: Sequence[tuple[float, float]]) -> float:
+    """Of sums and counts; those without elements add nothing."""
+    count = sum(count for _, count in losses)
+    return sum(total for total, count in losses if count) / count if count else 0.0
+
+
+def _by_hand(measured: Measured) -> Any:
+    """Of a number: itself times the count of a sum of torch's, and that sum; each with the count. None: no sum."""
+    calls = measured.calls
+    if not calls or any(call.is_mean for call in calls):
+        return None
+    count, value = float(calls[0].count), float(measured.value.detach())
+    return (value * count if count else 0.0, count), (float(calls[0].value.detach()), count)

@@ -1,0 +1,195 @@
+"""Laws of models that write into buffers while they run forward: alike on every mesh, or refused."""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fourfold.plan.order import share
+from fourfold.plan.plan import Plan
+from fourfold.run.build import TrainStep
+from fourfold.testing import oracle, threads
+from fourfold.testing.oracle import TOLERANCE
+from fourfold.words.errors import TaskError
+from tests.training import SEEDING
+
+WIDE = torch.float64
+sgd = functools.partial(torch.optim.SGD, lr=0.1)
+
+
+class Writing(nn.Module):
+    """Eight features, three classes; `kind` is what forward writes."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 3)
+        if kind == "spectral norm":
+            self.first = nn.utils.parametrizations.spectral_norm(self.first)
+        if kind == "old spectral norm":
+            self.first = nn.utils.spectral_norm(self.first)
+        self.register_buffer("state", torch.zeros(8, dtype=torch.float64))
+        self.register_buffer("made", None)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.codes = nn.Parameter(torch.ones(8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self._write(x)
+        return self.second(torch.tanh(self.first(x)) + self.state.to(x) + self.codes.to(x))
+
+    @torch.no_grad()
+    def _write(self, x: Tensor) -> None:
+        if self.kind == "moving mean":
+            self.state.lerp_(x.mean(0).to(self.state), 0.1)
+        elif self.kind == "replaced":
+            self.state = 0.9 * self.state + 0.1 * x.mean(0).to(self.state)
+        elif self.kind == "samples":
+            self.calls += len(x)
+        elif self.kind == "calls":
+            self.calls += 1
+            self.state.fill_(float(self.calls))
+        elif self.kind == "frozen":
+            self.codes.data.lerp_(x.mean(0).to(self.codes), 0.1)
+        elif self.kind == "made once" and self.made is None:
+            self.made = torch.ones(8, dtype=x.dtype, device=x.device)
+
+
+def model(kind: str) -> nn.Module:
+    with SEEDING:
+        torch.manual_seed(3)
+        return Writing(kind).double()
+
+
+def batches(*sizes: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    draw = functools.partial(torch.randn, generator=generator, dtype=WIDE)
+    return [(draw(size, 8), torch.randint(0, 3, (size,), generator=generator)) for size in sizes]
+
+
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+def train(ranks, kind: str, plan: Plan, given: list) -> oracle.Trained:
+    step = TrainStep(model(kind), loss, sgd, plan=plan, ranks=ranks, clip=None)
+    metrics = []
+    for inputs, targets in given:
+        start, stop = share(0, len(targets), plan.dp, step.data_index)
+        metrics.append(step((inputs[start:stop], targets[start:stop])))
+    step.flush()
+    return oracle.snapshot(step, [m.loss for m in metrics], [])
+
+
+def expected(kind: str, given: list) -> oracle.Trained:
+    return oracle.train(model(kind), loss, sgd, given)
+
+
+@pytest.mark.parametrize("plan", [Plan(dp=2), Plan(dp=2, microbatches=2), Plan(microbatches=2), Plan(dp=2, zero=2)])
+@pytest.mark.parametrize("kind", ["moving mean", "replaced", "samples", "frozen"])
+def test_state_that_depends_on_the_samples_is_refused_on_every_rank(kind, plan):
+    def body(ranks):
+        with pytest.raises(TaskError, match=r"forward writes (state|calls|codes), from the samples it is given"):
+            train(ranks, kind, plan, batches(9))
+
+    threads.run(plan.dp, body)
+
+
+@pytest.mark.parametrize("plan", [Plan(microbatches=2), Plan(dp=2, microbatches=3)])
+@pytest.mark.parametrize("kind", ["spectral norm", "old spectral norm", "calls"])
+def test_state_that_counts_forwards_is_refused_with_microbatches(kind, plan):
+    def body(ranks):
+        with pytest.raises(TaskError, match=r"each forward changes .*, and microbatches = ."):
+            train(ranks, kind, plan, batches(9))
+
+    threads.run(plan.dp, body)
+
+
+# In the last batch some ranks have no samples, and in the next one they have some again.
+@pytest.mark.parametrize("plan", [Plan(dp=3), Plan(dp=3, zero=2), Plan(dp=3, zero=1, update="in_forward"), Plan()])
+@pytest.mark.parametrize("kind", ["none", "spectral norm", "old spectral norm", "calls", "made once"])
+def test_state_that_is_the_same_after_any_samples_is_trained_as_in_one_process(kind, plan):
+    given = batches(9, 7, 2, 9, 1, 9)
+    got = threads.run(plan.dp, lambda ranks: train(ranks, kind, plan, given))
+    assert max(oracle.deviation(each, expected(kind, given)) for each in got) <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["none", "made once"])
+def test_state_that_forwards_leave_alike_goes_with_microbatches(kind):
+    given = batches(9, 2, 9)
+    got = threads.run(2, lambda ranks: train(ranks, kind, Plan(dp=2, microbatches=3), given))
+    assert max(oracle.deviation(each, expected(kind, given)) for each in got) <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["moving mean", "spectral norm", "frozen"])
+def test_state_of_each_ranks_own_can_be_declared(kind):
+    plan = Plan(dp=2, microbatches=2, batch_norm="local")
+    first, second = threads.run(2, lambda ranks: train(ranks, kind, plan, batches(9, 9)).losses)
+    assert first == second
+
+
+@pytest.mark.parametrize("kind", ["moving mean", "replaced", "calls", "made once", "spectral norm"])
+def test_what_a_dry_run_writes_is_put_back(kind):
+    def body(ranks):
+        step = TrainStep(model(kind), loss, sgd, plan=Plan(dp=2), ranks=ranks, clip=None)
+        before = {name: buffer.clone() for name, buffer in step.model.named_buffers()}
+        with contextlib.suppress(TaskError):
+            step.try_out(batches(9)[0], training=True)
+        after = dict(step.model.named_buffers())
+        assert before.keys() == after.keys()
+        return all(torch.equal(before[name], after[name]) for name in before)
+
+    assert all(threads.run(2, body))
+
+
+class Attending(nn.Module):
+    """Tokens that meet in attention; forward keeps a moving mean of the tokens that it is given, or counts itself."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.table, self.head = kind, nn.Embedding(9, 4), nn.Linear(4, 9)
+        self.register_buffer("state", torch.zeros(4, dtype=torch.float64))
+        self.state: Tensor
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.table(tokens) + 0.1 * positions[..., None]
+        if self.training and self.kind != "none":
+            new = x.detach().mean((0, 1)) if self.kind == "moving mean" else torch.ones(4, dtype=torch.float64)
+            self.state.add_(new, alpha=0.1)
+        heads = x[:, None]
+        met = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)[:, 0]
+        return self.head(met + self.state)
+
+
+@pytest.mark.parametrize("kind", ["none", "calls", "moving mean"])
+def test_state_that_depends_on_the_tokens_is_refused_where_ranks_share_sequences(kind):
+    tokens = torch.arange(64).view(4, 16) % 9
+    batch = {"tokens": tokens, "positions": torch.arange(16).expand(4, 16)}, tokens
+
+    def of_tokens(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")
+
+    def body(ranks):
+        with SEEDING:
+            torch.manual_seed(3)
+            attending = Attending(kind).double()
+        step = TrainStep(attending, of_tokens, sgd, plan=Plan(sp=2), ranks=ranks, clip=None)
+        if kind == "moving mean":
+            with pytest.raises(TaskError, match="forward writes state, from the samples it is given"):
+                step(batch)
+            return []
+        return [step(batch).loss for _ in range(3)]
+
+    first, second = threads.run(2, body)
+    assert first == second
+
+
+def test_a_first_batch_without_samples_for_some_rank_cannot_keep_its_state_alike():
+    def body(ranks):
+        with pytest.raises(TaskError, match="a first batch without samples on rank"):
+            train(ranks, "spectral norm", Plan(dp=3), batches(2))
+
+    threads.run(3, body)

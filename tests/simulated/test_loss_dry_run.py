@@ -1,0 +1,243 @@
+"""Laws of the dry run on a first batch: it disturbs nothing, and refuses nothing for chance."""
+
+import functools
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fourfold.plan.plan import Plan
+from fourfold.run.build import TrainStep
+from fourfold.run.without_randomness import without_randomness
+from fourfold.testing import threads
+from fourfold.words.errors import TaskError
+
+CPU = torch.device("cpu")
+sgd = functools.partial(torch.optim.SGD, lr=0.1)
+
+
+class Net(nn.Module):
+    """Four features, three classes, with all kinds of chance between."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.first, self.second = kind, nn.Linear(4, 8), nn.Linear(8, 3)
+        if kind == "recurrent":
+            self.recurrent = nn.LSTM(8, 8, num_layers=2, dropout=0.5, batch_first=True)
+        if kind == "attention":
+            self.attention = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return self.second(CHANCES[self.kind](self, x))
+
+
+def drop_path(x: Tensor) -> Tensor:
+    return x * x.new_empty(len(x), 1).bernoulli_(0.7) / 0.7
+
+
+def attended(model: Any, x: Tensor) -> Tensor:
+    rows = x[:, None].expand(-1, 3, -1)
+    return (
+        model.attention(rows, rows, rows)[0].mean(1)
+        + F.scaled_dot_product_attention(rows, rows, rows, dropout_p=0.5)[:, 0]
+    )
+
+
+CHANCES: dict[str, Any] = {
+    "none": lambda model, x: x,
+    "dropout": lambda model, x: F.dropout(F.alpha_dropout(x, 0.2, training=True), 0.5, training=True),
+    "drop path": lambda model, x: drop_path(x),
+    "noise": lambda model, x: x + torch.randn_like(x) * torch.rand(len(x), 1) + torch.empty_like(x).normal_(0, 0.1),
+    "steps": lambda model, x: x * torch.randint(1, 9, (len(x), 1)) / torch.randint_like(x, 1, 9),
+    "choices": lambda model, x: x[:, torch.multinomial(torch.ones(8), 8)] * torch.bernoulli(torch.full_like(x, 0.7)),
+    "distribution": lambda model, x: torch.distributions.Normal(x, 1.0).rsample(),
+    "mixup": lambda model, x: 0.3 * x + 0.7 * x[torch.randperm(len(x))].detach(),
+    "recurrent": lambda model, x: model.recurrent(x[:, None].expand(-1, 3, -1))[0][:, -1],
+    "attention": attended,
+    "gumbel": lambda model, x: F.gumbel_softmax(x),  # draws where no mode sees it
+    "numpy": lambda model, x: x * torch.from_numpy(np.random.rand(len(x), 1)).to(x),
+    "python": lambda model, x: x * torch.tensor([[random.random()] for _ in x]).to(x),
+}
+UNSEEN = {"gumbel", "numpy", "python"}
+
+
+def net(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    return Net(kind).double()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(9, 4, generator=generator, dtype=torch.float64), torch.arange(9) % 3
+
+
+def states() -> list[bytes]:
+    return [repr(each).encode() for each in (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state())]
+
+
+def tried(kind: str, loss: Any, plan: Plan | None = None) -> None:
+    def body(ranks):
+        step = TrainStep(net(kind), loss, sgd, plan=plan or Plan(microbatches=2), ranks=ranks, clip=None)
+        before = states()
+        step.try_out(batch(), training=True)
+        assert states() == before
+
+    threads.run(1, body)
+
+
+@pytest.mark.parametrize("kind", CHANCES)
+def test_chance_refuses_no_mean_and_no_generator_moves(kind):
+    tried(kind, lambda o, y: F.cross_entropy(o, y))
+    tried(kind, lambda o, y: (o - F.one_hot(y, 3)).square().mean())
+
+
+@pytest.mark.parametrize("kind", sorted(CHANCES.keys() - UNSEEN))
+def test_chance_hides_no_sum(kind):
+    with pytest.raises(TaskError, match="a loss that is one number"):
+        tried(kind, lambda o, y: F.cross_entropy(o, y, reduction="sum"))
+
+
+@pytest.mark.parametrize("kind", CHANCES)
+def test_without_randomness_a_sample_has_the_same_outputs_in_any_batch(kind):
+    model, (inputs, _) = net(kind), batch()
+    with torch.no_grad():
+        with without_randomness(CPU) as whole:
+            together = model(inputs)
+        with without_randomness(CPU):
+            apart = torch.cat([model(inputs[:2]), model(inputs[2:])])
+    assert whole.has_drawn == (kind in UNSEEN)
+    if kind not in UNSEEN | {"mixup"}:
+        assert torch.allclose(together, apart, rtol=1e-10)
+
+
+def test_random_tensors_keep_their_shapes_and_dtypes():
+    made = [
+        lambda: torch.rand(2, 3),
+        lambda: torch.rand((2, 3), dtype=torch.float64),
+        lambda: torch.randn(size=(2, 3)),
+        lambda: torch.randint(5, (2, 3)),
+        lambda: torch.randint(low=2, high=5, size=(2, 3), generator=torch.Generator()),
+        lambda: torch.randint_like(torch.zeros(2, 3), 5),
+        lambda: torch.normal(0.0, 1.0, (2, 3)),
+        lambda: torch.normal(torch.zeros(2, 3), 2.0),
+        lambda: torch.bernoulli(torch.full((2, 3), 0.5)),
+        lambda: torch.randperm(6),
+        lambda: torch.multinomial(torch.ones(2, 4), 3),
+        lambda: torch.multinomial(torch.ones(2, 4), 7, replacement=True),
+        lambda: torch.empty(2, 3).uniform_(-1, 1),
+        lambda: torch.empty(2, 3).exponential_(),
+        lambda: torch.empty(2, 3).bernoulli_(torch.full((2, 3), 0.5)),
+    ]
+    for make in made:
+        drawn = make()
+        with without_randomness(CPU) as watched:
+            fixed = make()
+        assert not watched.has_drawn
+        assert (fixed.shape, fixed.dtype) == (drawn.shape, drawn.dtype)
+
+
+@pytest.mark.parametrize("plan", [Plan(dp=3), Plan(dp=3, zero=3, transport="gloo")])
+def test_when_one_rank_fails_on_its_first_batch_all_of_them_raise(plan):
+    def body(ranks):
+        def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+            if ranks.rank == 1:
+                raise ZeroDivisionError("no such class")
+            return F.cross_entropy(outputs, targets)
+
+        step = TrainStep(net("dropout"), loss, sgd, plan=plan, ranks=ranks, clip=None)
+        kind = ZeroDivisionError if ranks.rank == 1 else TaskError
+        with pytest.raises(kind, match="no such class"):
+            step(batch())
+
+    threads.run(3, body)
+
+
+def test_unreduced_values_are_seen_once_and_never_again():
+    calls = []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        calls.append(len(targets))
+        return F.cross_entropy(outputs, targets, reduction="none")
+
+    def body(ranks):
+        step = TrainStep(net("dropout"), loss, sgd, plan=Plan(microbatches=3), ranks=ranks, clip=None)
+        for _ in range(2):
+            step(batch())
+
+    threads.run(1, body)
+    assert calls == [3] * 7
+
+
+def test_nothing_is_tried_out_where_nothing_is_cut():
+    calls = []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        calls.append(len(targets))
+        return F.cross_entropy(outputs, targets)
+
+    threads.run(1, lambda ranks: TrainStep(net("noise"), loss, sgd, plan=Plan(), ranks=ranks, clip=None)(batch()))
+    assert calls == [9]
+
+
+def test_a_batch_that_is_empty_everywhere_has_shown_nothing():
+    inputs, targets = batch()
+
+    def body(ranks):
+        loss = functools.partial(F.cross_entropy, reduction="sum")
+        step = TrainStep(net("dropout"), loss, sgd, plan=Plan(dp=2), ranks=ranks, clip=None)
+        step.evaluate((inputs[:0], targets[:0]))
+        with pytest.raises(TaskError, match="a loss that is one number"):
+            step((inputs[: 3 * ranks.rank], targets[: 3 * ranks.rank]))
+
+    threads.run(2, body)
+
+
+def test_compiled_code_is_trained_by_the_same_means():
+    def trained(ranks, *, compiled: bool):
+        model: Any = nn.Linear(4, 3).double()
+        with torch.no_grad():
+            model.weight.fill_(0.1)
+            model.bias.zero_()
+
+        def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(outputs, targets.where(targets > 0, -100))
+
+        compile_: Any = functools.partial(torch.compile, backend="eager") if compiled else lambda code: code
+        step = TrainStep(compile_(model), compile_(loss), sgd, plan=Plan(microbatches=1), ranks=ranks, clip=None)
+        return [step(batch()).loss for _ in range(2)]
+
+    ((got,), (expected,)) = (
+        threads.run(1, functools.partial(trained, compiled=compiled)) for compiled in (True, False)
+    )
+    assert got == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_number_made_by_compiled_code_is_refused_where_a_batch_is_cut():
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3).double()
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return F.cross_entropy(self.layer(x), labels)
+
+    def with_loss(ranks):
+        loss = torch.compile(lambda o, y: F.cross_entropy(o, y), backend="eager")
+        step = TrainStep(net("none"), loss, sgd, plan=Plan(microbatches=2), ranks=ranks, clip=None)
+        with pytest.raises(TaskError, match="a compiled loss that is one number, and a batch that is cut in 2"):
+            step(batch())
+
+    def with_model(ranks):
+        model: Any = torch.compile(Own(), backend="eager")
+        step = TrainStep(model, None, sgd, plan=Plan(microbatches=2), ranks=ranks, clip=None)
+        inputs, labels = batch()
+        with pytest.raises(TaskError, match="loss = None and a compiled model, and a batch that is cut in 2"):
+            step({"x": inputs, "labels": labels})
+
+    for body in (with_loss, with_model):
+        threads.run(1, body)
