@@ -10,7 +10,7 @@ B samples · L length · l = L / sp
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
+from fourfold.parts.data import second_gradient
 from fourfold.run.batch import has_tokens, leaves, mapped
 from fourfold.run.exact import Exact
 from fourfold.run.sequence import gradient_sums, random_weights
@@ -73,7 +74,7 @@ class Judge:
 
     def run(self) -> Gradients | None:
         """Compare the passes. Raises Differs or TaskError where tokens mix, Unfit where the model cannot be run so."""
-        with _unfit(), self._within(self._record, self._taps):
+        with self._within(self._record, self._taps), _unfit():
             whole = self._call(self._taps.inputs(self._inputs))
         if self._judgement.weights != "own" and not _is_finite(whole):
             raise Unfit("outputs that are not finite")
@@ -85,9 +86,11 @@ class Judge:
         if not self._judgement.gradients:
             return None
         parameters = {name: self._state[name] for name, p in self._model.named_parameters() if p.requires_grad}
-        with _unfit(), self._within(self._record, self._taps):
-            weights = self._weights(whole)
+        weights = self._weights(whole)
+        with self._within(self._record, self._taps), _counted(parameters) as counts, _unfit():
             _backward(whole, weights)
+        if twice := next((name for name, count in counts.items() if count > 1), None):
+            raise TaskError(second_gradient(twice))
         total = gradient_sums.collected(parameters)
         self._refuse_infinite(total)
         self._replay_backward(own, whole, weights, taps)
@@ -155,7 +158,8 @@ class Judge:
         def target(call: Call) -> Tensor:
             number = self._number_of(call, whole=False)
             if number is None:
-                raise Differs("the numbers that a checkpoint computes again", in_backward=True)
+                got = "sp > 1 and a checkpoint whose second forward computes something else than its first"
+                raise TaskError(Problem(got, "the same both times", "use_reentrant=False, which torch checks"))
             return self._play(number, call)
 
         with self._within(target, taps):
@@ -305,6 +309,22 @@ def _backward(outputs: Any, weights: list[Tensor | None]) -> None:
     torch.autograd.graph._engine_run_backward(
         roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
     )
+
+
+@contextlib.contextmanager
+def _counted(parameters: Mapping[str, Tensor]) -> Iterator[Mapping[str, int]]:
+    """Within, how many gradients each parameter gets."""
+    counts = dict.fromkeys(parameters, 0)
+
+    def count(name: str) -> Callable[[Tensor], None]:
+        return lambda _: counts.__setitem__(name, counts[name] + 1)
+
+    hooks = [p.register_post_accumulate_grad_hook(count(name)) for name, p in parameters.items()]
+    try:
+        yield counts
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextlib.contextmanager
