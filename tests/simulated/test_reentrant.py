@@ -131,3 +131,5 @@ def test_a_reentrant_checkpoint_that_cannot_be_trained_is_refused_on_every_rank_
         assert found is error
         assert said in text
         assert "use_reentrant=False" in text
+        # With sp > 1 a rank that fails in the middle of backward leaves others waiting in attention.
+        assert ("in the model" in text) == (kind == "twice" and plan.sp > 1)
