@@ -168,6 +168,14 @@ def test_linear_attention_is_refused_with_the_place():
         threads.run(2, body)
 
 
+def test_a_model_that_knows_no_other_attention_is_refused():
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = transformers.FalconForCausalLM(transformers.FalconConfig(**sizes, **SMALL))
+    (problem,) = Trial(model, batches()[0][0], share(Plan(sp=2), LENGTH, 0)).run().problems
+    assert "a FalconForCausalLM that fails with another attention function" in problem.got
+
+
 def test_a_mixture_of_experts_passes_the_dry_run_in_float64():
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     options = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
