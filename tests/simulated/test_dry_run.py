@@ -353,6 +353,17 @@ class Imaginary(Body):
         return (x * self.turn).real + (x * self.turn).imag
 
 
+class PlainTensor(Body):
+    """A constant that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.constant = torch.randn(WIDTH, WIDTH)
+
+    def after(self, x: Tensor) -> Tensor:
+        return x @ self.constant
+
+
 class InPlace(Body):
     def after(self, x: Tensor) -> Tensor:
         y = self.attention(x)
@@ -371,6 +382,7 @@ PASSING = {
     "frozen": Frozen,
     "imaginary": Imaginary,
     "in place": InPlace,
+    "plain tensor": PlainTensor,
 }
 
 
