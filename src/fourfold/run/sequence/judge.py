@@ -10,7 +10,7 @@ B samples · L length · l = L / sp
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from fourfold.parts.data import second_gradient
 from fourfold.run.batch import has_tokens, leaves, mapped
 from fourfold.run.exact import Exact
 from fourfold.run.sequence import gradient_sums, random_weights
+from fourfold.run.sequence.backward import backward, counted
 from fourfold.run.sequence.closeness import Differs, gradient_bound_of, is_close, is_same, require_rows, rows
 from fourfold.run.sequence.gradient_sums import NOISE, Gradients
 from fourfold.run.sequence.hugging import installed, is_hugging
@@ -88,8 +89,8 @@ class Judge:
             return None
         parameters = {name: self._state[name] for name, p in self._model.named_parameters() if p.requires_grad}
         weights = self._weights(whole)
-        with self._within(self._record, self._taps), _counted(parameters) as counts, _unfit():
-            _backward(whole, weights)
+        with self._within(self._record, self._taps), counted(parameters) as counts, _unfit():
+            backward(whole, weights)
         if twice := next((name for name, count in counts.items() if count > 1), None):
             raise TaskError(second_gradient(twice))
         total = gradient_sums.collected(parameters)
@@ -166,7 +167,7 @@ class Judge:
 
         with self._within(target, taps):
             try:
-                _backward(own, parts)
+                backward(own, parts)
             except (RuntimeError, IndexError, ValueError) as error:
                 got = f"with {share.size} of {share.length} tokens, in backward: {_said(error)}"
                 raise Differs(got, depends=False, in_backward=True) from error
@@ -298,35 +299,6 @@ def _is_finite(outputs: Any) -> bool:
     """Whether outputs are numbers; minus infinity is the logit of what cannot be."""
     real = [output.detach() for output in leaves(outputs) if output.is_floating_point()]
     return not any(bool((output.isnan() | output.isposinf()).any()) for output in real)
-
-
-def _backward(outputs: Any, weights: list[Tensor | None]) -> None:
-    """Differentiate the sum of all outputs times their weights; torch function modes stay on, as in forward."""
-    pairs = [(output, weight) for output, weight in zip(leaves(outputs), weights, strict=True) if weight is not None]
-    if not pairs:
-        return
-    roots, gradients = zip(*pairs, strict=True)
-    # `torch.autograd.backward` would hand itself to the modes and run without them: a checkpoint would compute in
-    # another dtype than the first time.
-    torch.autograd.graph._engine_run_backward(
-        roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
-
-
-@contextlib.contextmanager
-def _counted(parameters: Mapping[str, Tensor]) -> Iterator[Mapping[str, int]]:
-    """Within, how many gradients each parameter gets."""
-    counts = dict.fromkeys(parameters, 0)
-
-    def count(name: str) -> Callable[[Tensor], None]:
-        return lambda _: counts.__setitem__(name, counts[name] + 1)
-
-    hooks = [p.register_post_accumulate_grad_hook(count(name)) for name, p in parameters.items()]
-    try:
-        yield counts
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextlib.contextmanager
