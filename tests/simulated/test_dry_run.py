@@ -295,16 +295,17 @@ class Checkpointed(Body):
     def __init__(self, *, reentrant: bool, whole: bool) -> None:
         super().__init__()
         self.reentrant, self.whole = reentrant, whole
+        self.inner = nn.ModuleList([Attention(), Attention()])
 
     def _norm(self, x: Tensor) -> Tensor:
         return x + F.layer_norm(x.float(), (WIDTH,)).to(x.dtype)
 
-    def _layer(self, x: Tensor) -> Tensor:
-        return self._norm(x) + (self.attention(x) if self.whole else 0.0)
+    def _layer(self, attention: nn.Module, x: Tensor) -> Tensor:
+        return self._norm(x) + (attention(x) if self.whole else 0.0)
 
     def before(self, x: Tensor) -> Tensor:
-        for _ in range(2):
-            x = checkpoint(self._layer, x, use_reentrant=self.reentrant)
+        for attention in self.inner:
+            x = checkpoint(self._layer, attention, x, use_reentrant=self.reentrant)
         return x
 
 
@@ -352,6 +353,17 @@ class Imaginary(Body):
         return (x * self.turn).real + (x * self.turn).imag
 
 
+class PlainTensor(Body):
+    """A constant that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.constant = torch.randn(WIDTH, WIDTH)
+
+    def after(self, x: Tensor) -> Tensor:
+        return x @ self.constant
+
+
 class InPlace(Body):
     def after(self, x: Tensor) -> Tensor:
         y = self.attention(x)
@@ -370,6 +382,7 @@ PASSING = {
     "frozen": Frozen,
     "imaginary": Imaginary,
     "in place": InPlace,
+    "plain tensor": PlainTensor,
 }
 
 

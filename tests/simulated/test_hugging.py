@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
 from fourfold.run.sequence.hugging import NAME
+from fourfold.run.sequence.random_weights import EXACT
+from fourfold.run.sequence.tokens import share
+from fourfold.run.sequence.trial import Trial
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import TaskError
@@ -148,6 +151,39 @@ def test_sliding_windows_are_refused():
 
     with pytest.raises(TaskError, match=r"a mask by sliding_window_causal_mask_function|a mask by and_masks"):
         threads.run(2, body)
+
+
+def test_linear_attention_is_refused_with_the_place():
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+    linear = {f"linear_{name}_head_dim": 8 for name in ("key", "value")}
+    heads = {"num_key_value_heads": 2, "head_dim": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2, **linear}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    config = transformers.Qwen3NextConfig(**sizes, **heads, **experts, shared_expert_intermediate_size=24, **SMALL)
+
+    def body(ranks):
+        model = transformers.Qwen3NextForCausalLM(config)
+        TrainStep(model, loss, adamw, plan=Plan(sp=2), ranks=ranks, clip=None)(batches()[0])
+
+    with pytest.raises(TaskError, match=r"depend on other ranks' tokens, first in model\.layers\.0\.linear_attn"):
+        threads.run(2, body)
+
+
+def test_a_model_that_knows_no_other_attention_is_refused():
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = transformers.FalconForCausalLM(transformers.FalconConfig(**sizes, **SMALL))
+    (problem,) = Trial(model, batches()[0][0], share(Plan(sp=2), LENGTH, 0)).run().problems
+    assert "a FalconForCausalLM that fails with another attention function" in problem.got
+
+
+def test_a_mixture_of_experts_passes_the_dry_run_in_float64():
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    options = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+    torch.manual_seed(3)
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **options, **SMALL))
+    for index in range(2):
+        tried = Trial(model, batches()[0][0], share(Plan(sp=2), LENGTH, index)).run()
+        assert (tried.problems, tried.judgement) == ([], EXACT)
 
 
 def test_a_model_that_counts_positions_itself_is_refused():

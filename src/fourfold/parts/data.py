@@ -94,15 +94,22 @@ def refuse_sparse(gradient: Tensor, name: str) -> None:
         raise TaskError(Problem(f"{name} has a sparse gradient", "dense gradients", "sparse=False"))
 
 
+def second_gradient(name: str) -> Problem:
+    """What is wrong with a second gradient of a parameter in one backward."""
+    got = f"two gradients of {name} in one backward (a reentrant checkpoint around its layer?)"
+    return Problem(got, "one, with all uses added up", "checkpoint(…, use_reentrant=False)")
+
+
 def refuse_second(name: str) -> NoReturn:
     """Raise TaskError for the second gradient of a parameter in one backward."""
-    got = f"two gradients of {name} in one backward (a reentrant checkpoint around its layer?)"
-    raise TaskError(Problem(got, "one, with all uses added up", "checkpoint(…, use_reentrant=False)"))
+    raise TaskError(second_gradient(name))
 
 
 def refuse_unreached(names: Sequence[str], reached: Sequence[bool]) -> None:
     """Raise TrainingError naming the parameters that no backward of the step has reached."""
-    need, attempt = "a gradient for every trainable parameter", 'unused = "allow", or requires_grad_(False)'
+    need = "a gradient for every trainable parameter"
+    # A reentrant checkpoint none of whose inputs wants a gradient gives its parameters none.
+    attempt = 'unused = "allow", or requires_grad_(False), or use_reentrant=False if it is in a checkpoint'
     missed = [name for name, was_reached in zip(names, reached, strict=True) if not was_reached]
     if missed:
         raise TrainingError([Problem(f"parameter {name} got no gradient", need, attempt) for name in missed])

@@ -18,9 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
+from fourfold.parts.data import second_gradient
 from fourfold.run.batch import has_tokens, leaves, mapped
 from fourfold.run.exact import Exact
 from fourfold.run.sequence import gradient_sums, random_weights
+from fourfold.run.sequence.backward import backward, counted
 from fourfold.run.sequence.closeness import Differs, gradient_bound_of, is_close, is_same, require_rows, rows
 from fourfold.run.sequence.gradient_sums import NOISE, Gradients
 from fourfold.run.sequence.hugging import installed, is_hugging
@@ -38,6 +40,7 @@ from fourfold.run.sequence.route import Call, Target, routed
 from fourfold.run.sequence.same_call import compare_call
 from fourfold.run.sequence.taps import Taps, rows_shape
 from fourfold.run.sequence.tokens import Share, cut_tokens
+from fourfold.run.sequence.unchanged import cast_attributes
 from fourfold.run.sequence.where import Names
 from fourfold.words.errors import FourfoldError, Problem, TaskError
 
@@ -73,7 +76,7 @@ class Judge:
 
     def run(self) -> Gradients | None:
         """Compare the passes. Raises Differs or TaskError where tokens mix, Unfit where the model cannot be run so."""
-        with _unfit(), self._within(self._record, self._taps):
+        with self._within(self._record, self._taps), _unfit():
             whole = self._call(self._taps.inputs(self._inputs))
         if self._judgement.weights != "own" and not _is_finite(whole):
             raise Unfit("outputs that are not finite")
@@ -85,9 +88,11 @@ class Judge:
         if not self._judgement.gradients:
             return None
         parameters = {name: self._state[name] for name, p in self._model.named_parameters() if p.requires_grad}
-        with _unfit(), self._within(self._record, self._taps):
-            weights = self._weights(whole)
-            _backward(whole, weights)
+        weights = self._weights(whole)
+        with self._within(self._record, self._taps), counted(parameters) as counts, _unfit():
+            backward(whole, weights)
+        if twice := next((name for name, count in counts.items() if count > 1), None):
+            raise TaskError(second_gradient(twice))
         total = gradient_sums.collected(parameters)
         self._refuse_infinite(total)
         self._replay_backward(own, whole, weights, taps)
@@ -105,7 +110,8 @@ class Judge:
         grad = torch.set_grad_enabled(self._judgement.gradients and taps is not None)
         # Not `torch.func.functional_call`: a checkpoint's second forward needs these weights in backward, too.
         weights = _reparametrize_module(self._model, self._state, tie_weights=True)
-        with grad, exact, weights, routed(target, instead=instead), installed(self._model):
+        constants = cast_attributes(self._model, self._judgement.dtype)
+        with grad, exact, weights, constants, routed(target, instead=instead), installed(self._model):
             yield
 
     def _call(self, inputs: Mapping[str, Any]) -> Any:
@@ -155,12 +161,13 @@ class Judge:
         def target(call: Call) -> Tensor:
             number = self._number_of(call, whole=False)
             if number is None:
-                raise Differs("the numbers that a checkpoint computes again", in_backward=True)
+                got = "sp > 1 and a checkpoint whose second forward computes something else than its first"
+                raise TaskError(Problem(got, "the same both times", "use_reentrant=False, which torch checks"))
             return self._play(number, call)
 
         with self._within(target, taps):
             try:
-                _backward(own, parts)
+                backward(own, parts)
             except (RuntimeError, IndexError, ValueError) as error:
                 got = f"with {share.size} of {share.length} tokens, in backward: {_said(error)}"
                 raise Differs(got, depends=False, in_backward=True) from error
@@ -222,7 +229,7 @@ class Judge:
     def _compare_with_its_own(self, outputs: Any) -> None:
         """A transformers model must be the same with our attention and masks as with those it is configured for."""
         exact = Exact(new_tensors=True) if self._judgement.dtype is not None else contextlib.nullcontext()
-        with _unfit(), torch.no_grad(), exact:
+        with _unfit(), torch.no_grad(), exact, cast_attributes(self._model, self._judgement.dtype):
             theirs = torch.func.functional_call(self._model, self._state, (), self._inputs)
         if not all(is_close(one, other.detach()) for one, other in zip(leaves(theirs), leaves(outputs), strict=True)):
             kind = f"a {type(self._model).__name__} that attends otherwise than its masks and modules say"
@@ -292,19 +299,6 @@ def _is_finite(outputs: Any) -> bool:
     """Whether outputs are numbers; minus infinity is the logit of what cannot be."""
     real = [output.detach() for output in leaves(outputs) if output.is_floating_point()]
     return not any(bool((output.isnan() | output.isposinf()).any()) for output in real)
-
-
-def _backward(outputs: Any, weights: list[Tensor | None]) -> None:
-    """Differentiate the sum of all outputs times their weights; torch function modes stay on, as in forward."""
-    pairs = [(output, weight) for output, weight in zip(leaves(outputs), weights, strict=True) if weight is not None]
-    if not pairs:
-        return
-    roots, gradients = zip(*pairs, strict=True)
-    # `torch.autograd.backward` would hand itself to the modes and run without them: a checkpoint would compute in
-    # another dtype than the first time.
-    torch.autograd.graph._engine_run_backward(
-        roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fourfold.run.batch import POSITION_NAMES, evaluating, has_tokens, mapped
 from fourfold.run.sequence.closeness import Differs
 from fourfold.run.sequence.gradient_sums import Gradients
-from fourfold.run.sequence.hugging import installed
+from fourfold.run.sequence.hugging import installed, is_hugging
 from fourfold.run.sequence.judge import Judge, Unfit
 from fourfold.run.sequence.random_weights import EXACT, JUDGEMENTS, LAST, Fits, Judgement
 from fourfold.run.sequence.route import Call, routed
@@ -83,9 +83,22 @@ class Trial:
             self._num_calls += 1
             return call.plain()
 
-        buffers = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
-        with routed(target, watch=self._watch), installed(self._model):
+        def call() -> Any:
+            buffers = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
             return torch.func.functional_call(self._model, buffers, (), dict(self._inputs))
+
+        try:
+            with routed(target, watch=self._watch), installed(self._model):
+                return call()
+        except TaskError:
+            raise
+        except Exception as error:
+            if not is_hugging(self._model):
+                raise
+            call()  # what it raises as it is configured is its own
+            got = f"sp > 1 and a {type(self._model).__name__} that fails with another attention function: {error}"
+            need = "a model of transformers that attends through its AttentionInterface"
+            raise TaskError(Problem(got, need, "sp = 1, and dp instead")) from error
 
     def _judged(self, outputs: Any) -> Tried:
         """The verdict of the first judgement that can be had."""

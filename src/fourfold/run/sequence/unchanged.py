@@ -8,7 +8,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 @contextlib.contextmanager
@@ -31,6 +32,22 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             container.update(before) if isinstance(container, dict) else container.extend(before)
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+@contextlib.contextmanager
+def cast_attributes(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Within, tensors that modules hold as plain attributes are in another dtype, as parameters and buffers are."""
+    changed: list[tuple[dict[str, Any], str, Tensor]] = []
+    for attributes in map(vars, model.modules() if dtype is not None else ()):
+        for name, value in list(attributes.items()):
+            if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype:
+                changed.append((attributes, name, value))
+                attributes[name] = value.detach().to(dtype)
+    try:
+        yield
+    finally:
+        for attributes, name, value in changed:
+            attributes[name] = value
 
 
 def _is_container(value: Any) -> bool:

@@ -1,0 +1,39 @@
+"""Backward of the dry run: outputs are differentiated inside torch function modes, and gradients are counted."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fourfold.run.batch import leaves
+
+
+def backward(outputs: Any, weights: list[Tensor | None]) -> None:
+    """Differentiate the sum of all outputs times their weights; torch function modes stay on, as in forward."""
+    pairs = [(output, weight) for output, weight in zip(leaves(outputs), weights, strict=True) if weight is not None]
+    if not pairs:
+        return
+    roots, gradients = zip(*pairs, strict=True)
+    # `torch.autograd.backward` would hand itself to the modes and run without them: a checkpoint would compute in
+    # another dtype than the first time.
+    torch.autograd.graph._engine_run_backward(
+        roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+@contextlib.contextmanager
+def counted(parameters: Mapping[str, Tensor]) -> Iterator[Mapping[str, int]]:
+    """Within, how many gradients each parameter gets."""
+    counts = dict.fromkeys(parameters, 0)
+
+    def count(name: str) -> Callable[[Tensor], None]:
+        return lambda _: counts.__setitem__(name, counts[name] + 1)
+
+    hooks = [p.register_post_accumulate_grad_hook(count(name)) for name, p in parameters.items()]
+    try:
+        yield counts
+    finally:
+        for hook in hooks:
+            hook.remove()

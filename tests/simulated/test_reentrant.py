@@ -1,0 +1,135 @@
+"""Reentrant checkpoints train as in one process, or are refused with the way out."""
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fourfold.plan.plan import Plan
+from fourfold.run.build import TrainStep
+from fourfold.testing import oracle, threads
+from fourfold.testing.oracle import TOLERANCE
+from fourfold.words.errors import FourfoldError, TaskError, TrainingError
+
+LENGTH, WIDTH = 16, 8
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(2, (2, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, dim=-1))
+        return x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+class Net(nn.Module):
+    """Two layers in reentrant checkpoints. "twice": one of them is used again; "apart": none of its inputs has one."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.tokens, self.places = kind, nn.Embedding(50, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.layers, self.head = nn.ModuleList([Layer(), Layer()]), nn.Linear(WIDTH, 50)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.places(positions)
+        for layer in (*self.layers, *([self.layers[0]] if self.kind == "twice" else [])):
+            if self.kind == "in a dict":
+                x = checkpoint(lambda inputs, layer=layer: layer(inputs["x"]), {"x": x}, use_reentrant=True)
+            else:
+                x = checkpoint(layer, x, use_reentrant=True)
+        assert isinstance(x, Tensor)
+        return self.head(x)
+
+
+def batches(count: int) -> list[Any]:
+    generator = torch.Generator().manual_seed(5)
+    found = []
+    for _ in range(count):
+        tokens, targets = torch.randint(0, 50, (2, 4, LENGTH), generator=generator)
+        found.append(({"tokens": tokens, "positions": torch.arange(LENGTH).expand(4, LENGTH)}, targets))
+    return found
+
+
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.transpose(1, 2), targets, reduction="none")
+
+
+adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
+PLANS = [
+    {"sp": 2},
+    {"sp": 2, "zero": 3},
+    {"dp": 2, "zero": 3},
+    {"dp": 2, "zero": 2, "microbatches": 2},
+    {"dp": 2, "update": "in_forward"},
+    {"dp": 2, "update": "in_backward"},
+    {"update": "in_backward"},
+]
+
+
+def step_of(model: nn.Module, ranks, plan: Plan) -> TrainStep:
+    return TrainStep(copy.deepcopy(model), loss, adamw, plan=plan, ranks=ranks, clip=None)
+
+
+def part_of(batch: Any, step: TrainStep) -> Any:
+    inputs, targets = batch
+    each = len(targets) // step.plan.dp
+    mine = slice(each * step.data_index, each * (step.data_index + 1))
+    return {name: tensor[mine] for name, tensor in inputs.items()}, targets[mine]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    torch.manual_seed(1)
+    model = Net("once").double()
+    return model, oracle.train(copy.deepcopy(model), loss, adamw, batches(3))
+
+
+@pytest.mark.parametrize("fields", PLANS)
+def test_a_reentrant_checkpoint_trains_as_in_one_process(fields, expected):
+    plan, (model, alone) = Plan(**fields), expected
+
+    def body(ranks):
+        step = step_of(model, ranks, plan)
+        losses = [step(part_of(batch, step)).loss for batch in batches(3)]
+        return oracle.deviation(oracle.snapshot(step, losses, []), alone)
+
+    assert max(threads.run(plan.mesh.size, body)) <= TOLERANCE
+
+
+REFUSED = {
+    "twice": (TaskError, "two gradients of layers"),
+    "in a dict": (TrainingError, "parameter layers.0.norm.weight got no gradient"),
+}
+
+
+@pytest.mark.parametrize("fields", PLANS)
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_reentrant_checkpoint_that_cannot_be_trained_is_refused_on_every_rank_with_the_way_out(kind, fields):
+    (error, said), plan = REFUSED[kind], Plan(**fields)
+    torch.manual_seed(1)
+    model = Net(kind)
+
+    def body(ranks):
+        step = step_of(model, ranks, plan)
+        with pytest.raises(FourfoldError) as caught:
+            step(part_of(batches(1)[0], step))
+        return type(caught.value), str(caught.value)
+
+    for found, text in threads.run(plan.mesh.size, body):
+        assert found is error
+        assert said in text
+        assert "use_reentrant=False" in text
+        # With sp > 1 a rank that fails in the middle of backward leaves others waiting in attention.
+        assert ("in the model" in text) == (kind == "twice" and plan.sp > 1)
