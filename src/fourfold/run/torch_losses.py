@@ -123,10 +123,11 @@ class observing(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Options | None = None
     ) -> Any:
+        if func not in COUNTS:  # first: a forward makes hundreds of such calls
+            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():  # the compiler follows a mode into here, and what it finds would not compile
-            return func(*args, **kwargs)
-        if func not in COUNTS or (kwargs.get("reduction") == "none" and func is not F.l1_loss):
+        # The compiler follows a mode into here, and what it finds would not compile.
+        if torch.compiler.is_compiling() or (kwargs.get("reduction") == "none" and func is not F.l1_loss):
             return func(*args, **kwargs)
         return self._observed(func, _given(func, args, kwargs))
 
