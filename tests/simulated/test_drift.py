@@ -307,7 +307,11 @@ def test_a_run_checks_as_often_as_it_is_told_to(monkeypatch, tmp_path):
 
     monkeypatch.setattr(train_module, "parallelize", parallelize)
     task = Task(
-        model=lambda: model("mlp"), loss=loss(CASE), data=lambda: Data(train=[0]), optimizer=optimizer(CASE), steps=1
+        model=lambda: model("mlp"),
+        loss=loss(CASE),
+        data=lambda: Data(train=[batches(CASE)[0]]),
+        optimizer=optimizer(CASE),
+        steps=1,
     )
     told: list[dict[str, Any]] = [{"drift_check": 7}, {"drift_check": 0}, {}]
     for options in told:

@@ -15,6 +15,7 @@ from fourfold.run.build import TrainStep
 from fourfold.run.without_randomness import without_randomness
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError
+from tests.training import SEEDING
 
 CPU = torch.device("cpu")
 sgd = functools.partial(torch.optim.SGD, lr=0.1)
@@ -67,8 +68,9 @@ UNSEEN = {"gumbel", "numpy", "python"}
 
 
 def net(kind: str) -> nn.Module:
-    torch.manual_seed(0)
-    return Net(kind).double()
+    with SEEDING:
+        torch.manual_seed(0)
+        return Net(kind).double()
 
 
 def batch() -> tuple[Tensor, Tensor]:

@@ -195,7 +195,7 @@ def test_a_batch_without_samples_is_no_trial():
 
 
 def test_ranks_of_one_sequence_with_other_batches_are_refused():
-    with pytest.raises(TaskError, match=r"other batches on some of ranks 0, 1, which share.*rank=step\.data_index"):
+    with pytest.raises(TaskError, match=r"other batches on some of ranks 0, 1, which share.*ff\.shard\(loader, plan\)"):
         threads.run(2, lambda ranks: built(ranks, Plan(), values)(batches(LM)[ranks.rank]))
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fourfold.parts.uses import naming_transforms
 from fourfold.plan.plan import Plan
 from fourfold.run.batch import Microbatch, call, cut, evaluating, halves, leaves, mapped, num_samples, some
 from fourfold.run.forward_state import Changes, counting, dependent, differing, kept
@@ -65,16 +66,22 @@ class DryRun:
         error: Exception | None = None
         with reading:
             try:
-                samples = num_samples(batch)
-                told["empty"] = samples == 0
-                if samples and self._objective.is_models_own and is_compiled(self._model):
-                    attempt = "its parts compiled: model.model = torch.compile(model.model)"
-                    told["problems"] = [_unseen("loss = None and a compiled model", self._parts, attempt)]
-                elif samples:
-                    told |= self._try(batch, samples, training=training)
+                with naming_transforms():
+                    told |= self._show(batch, training=training)
             except Exception as caught:  # raised below, when the other ranks have heard of it
                 error, told["error"] = caught, _first_line(caught)
         self._judge(exchange(told), error, training=training)
+
+    def _show(self, batch: Any, *, training: bool) -> dict[str, Any]:
+        """What a batch shows on this rank."""
+        samples = num_samples(batch)
+        told: dict[str, Any] = {"empty": samples == 0}
+        if samples and self._objective.is_models_own and is_compiled(self._model):
+            attempt = "its parts compiled: model.model = torch.compile(model.model)"
+            told["problems"] = [_unseen("loss = None and a compiled model", self._parts, attempt)]
+        elif samples:
+            told |= self._try(batch, samples, training=training)
+        return told
 
     def _try(self, batch: Any, samples: int, *, training: bool) -> dict[str, Any]:
         few = min(samples, max(2, -(-samples // self._plan.microbatches)))
@@ -111,7 +118,7 @@ class DryRun:
     def _forward(self, batch: Any, *, times: int = 1) -> Forward:
         samples = num_samples(batch)
         part = Microbatch(*halves(batch), samples, 0)
-        with torch.no_grad(), kept(self._model) as state:
+        with kept(self._model) as state:  # with autograd on, as in a step: a model may differentiate within forward
             with _uncompiled(self._model, self._objective), without_randomness(self._device) as watched:
                 measured = [self._measured(part) for _ in range(times)]
             return Forward(measured[-1], samples, state.changes(), watched.has_drawn, watched.itemsize)

@@ -7,6 +7,7 @@ Law: the sums and counts of the parts of a batch add up to those of the whole, o
 """
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -73,8 +74,8 @@ class Objective:
         return self._measured(outputs, value, calls, part)
 
     def try_out(self, model: nn.Module, part: Microbatch) -> Measured:
-        """The same without gradients of the model; still it is seen which loss functions are trained."""
-        with torch.no_grad(), observing() as calls:
+        """The same in a dry run: no graph is kept; still it is seen which loss functions are trained."""
+        with observing() as calls:
             outputs = call(model, part.inputs, part.kept)
             if is_compiled(model):
                 calls.clear()  # a dry run is not compiled: in a step they will not be seen
@@ -83,12 +84,14 @@ class Objective:
                 outputs = mapped(outputs, lambda t: t.detach().requires_grad_() if t.is_floating_point() else t)
             with torch.enable_grad():
                 value = self._value(outputs, part)
+        calls = [dataclasses.replace(each, value=each.value.detach()) for each in calls]
+        outputs, value = (mapped(tree, Tensor.detach) for tree in (outputs, value))  # the graph is not kept
         return self._measured(outputs, value, calls, part)
 
     def refresh(self, model: nn.Module) -> None:
         """A forward on a rank without samples: it leaves the buffers as the other ranks' forwards leave theirs."""
         if self.stand_in is not None:
-            with torch.no_grad(), without_randomness(next(leaves(self.stand_in.inputs)).device):
+            with without_randomness(next(leaves(self.stand_in.inputs)).device):
                 call(model, self.stand_in.inputs)
 
     def _measured(self, outputs: Any, value: Any, calls: Sequence[Call], part: Microbatch) -> Measured:
