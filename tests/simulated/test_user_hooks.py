@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fourfold as ff
+from fourfold.parts.grad_hooks import register_last
 from fourfold.run.build import TrainStep
 from fourfold.run.optimizer import DistributedOptimizer
 from fourfold.testing import threads
@@ -195,3 +196,12 @@ def test_a_model_with_our_hooks_is_copied_without_them():
         return all(not p._post_accumulate_grad_hooks for p in other.parameters())
 
     assert threads.run(1, body) == [True]
+
+
+def test_hooks_of_ours_run_in_the_order_of_registration_and_after_all_of_the_users():
+    weight, seen = torch.nn.Parameter(torch.ones(1)), []
+    for name in ("begin", "take"):
+        register_last(weight, lambda _, name=name: seen.append(name))
+    weight.register_post_accumulate_grad_hook(lambda _: seen.append("user"))
+    weight.sum().backward()
+    assert seen == ["user", "begin", "take"]

@@ -46,7 +46,7 @@ class Loss:
         self.what, self.times, self.at, self.later, self.calls = what, times, at, later, 0
 
     def __call__(self, outputs, targets):
-        self.calls += torch.is_grad_enabled()
+        self.calls += outputs.grad_fn is not None  # calls of steps, not of evaluations or the dry run
         done = len(list(Path(".").glob("mark-*")))
         if self.calls == self.at + self.later * done and done < self.times and RANK == (done + 1) % 2:
             Path(f"mark-{done}").write_text(str(time.time()))

@@ -31,15 +31,20 @@ class _Hooks(OrderedDict[int, Hook]):
 
 
 def register_last(parameter: Tensor, hook: Hook) -> None:
-    """Register a post-accumulate hook that runs after the user's, those registered later included."""
+    """Register a post-accumulate hook that runs after the user's, those registered later included.
+
+    Hooks registered here run in the order of their registration.
+    """
     holder: Any = parameter
     earlier = holder._post_accumulate_grad_hooks
     if not isinstance(earlier, _Hooks):
         holder._post_accumulate_grad_hooks = _Hooks()
         for key in earlier or ():
             parameter.register_post_accumulate_grad_hook(_still_in(earlier, key))
+    hooks: _Hooks = holder._post_accumulate_grad_hooks
+    before, hooks.last = hooks.last, []  # the new one must not push the others behind itself
     handle = parameter.register_post_accumulate_grad_hook(hook)
-    holder._post_accumulate_grad_hooks.last.append(handle.id)
+    hooks.last = [*before, handle.id]
 
 
 def _still_in(hooks: dict[int, Hook], key: int) -> Hook:
