@@ -109,9 +109,20 @@ def build(factory: OptimizerFactory, parameters: Sequence[nn.Parameter]) -> Opti
     return optimizer
 
 
-@torch.no_grad()
 def num_states(optimizer: Optimizer, group: int) -> int:
     """How many tensors of a parameter's shape an update keeps for each parameter of a group."""
+    state, trial = _tried(optimizer, group)
+    return sum(isinstance(value, Tensor) and value.shape == trial.shape for value in state.values())
+
+
+def state_keys(optimizer: Optimizer, group: int) -> set[str]:
+    """What an update keeps for each parameter of a group, by name."""
+    return set(_tried(optimizer, group)[0])
+
+
+@torch.no_grad()
+def _tried(optimizer: Optimizer, group: int) -> tuple[dict[str, Any], nn.Parameter]:
+    """The state after an update of a small parameter with a group's options, and that parameter."""
     # Asked by trying: it depends on options (momentum, amsgrad), and no optimizer tells it.
     trial = nn.Parameter(torch.zeros(2))
     trial.grad = torch.zeros(2)
@@ -120,7 +131,7 @@ def num_states(optimizer: Optimizer, group: int) -> int:
     flat: Optimizer = kind([trial], lr=options["lr"])
     flat.param_groups[0].update(options)
     inspect.unwrap(kind.step)(flat)
-    return sum(isinstance(value, Tensor) and value.shape == trial.shape for value in flat.state[trial].values())
+    return flat.state[trial], trial
 
 
 def groups(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:

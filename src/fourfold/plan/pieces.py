@@ -123,7 +123,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                    all ranks end to end, and outer.NAME, the outer momentum
     aliases        names of tensors that are another one's (tied weights)
     scalars        of the optimizer's state, by parameter and key
-    groups         the optimizer's options, by group
+    groups         the optimizer's options, by group, as the task gave them
+    optimizer      the name of the optimizer's class; older manifests have none
     random         by rank
     metrics_bytes  where the log stood
     losses         of the last steps
@@ -146,6 +147,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     best: float | None
     files: dict[str, File]
     mesh: Mesh | None = None
+    optimizer: str | None = None
 
 
 class Held(NamedTuple):
