@@ -161,7 +161,7 @@ class TrainStep:
             clip=clip,
             update=plan.update,
             agree=lambda count: sum(ranks.exchange(count)) / self._sharing,
-            waits=plan.sp > 1 or parts.gathered is not None,
+            waits=plan.sp > 1 or parts.gathered is not None or _may_wait_in_backward(plan, rest),
         )
         self._tokens = Tokens(model, loss, plan, ranks, seed=seed) if plan.sp > 1 else None
         self._runtime = Runtime(self._actions)
@@ -538,6 +538,12 @@ def _buckets(plan: Plan, specs: Sequence[Spec], ranks: comm.Ranks, *, shares: in
     # With a codec on one host too: what it keeps depends on the buckets, and the training is to be the same.
     travels = ranks.num_hosts > 1 or plan.codec != "none"
     return fill(specs, bucket_bytes=limit(specs, plan.bucket_bytes, travels=travels), shares=shares)
+
+
+def _may_wait_in_backward(plan: Plan, rest: Rest) -> bool:
+    """Whether a rank may wait for a sum within backward while another waits there for the totals of all hosts."""
+    # Split gradients pass through a few slots: backward waits for one to be free. Updates in backward need the totals.
+    return plan.update == "in_backward" and rest.gradient == SPLIT
 
 
 def _request(plan: Plan, buckets: Sequence[Bucket], rest: Rest, *, num_norms: int) -> comm.Request:
