@@ -303,8 +303,9 @@ class FlatOptimizer:
                 continue  # padding
             state: dict[str, Any] = {}
             if any(s.keys() != covering[0][2].keys() for _, _, s in covering):
-                got = "parameters of one bucket, some with a state and some without"
-                raise OptimizerError(Problem(got, "the plan it was saved with"), where="the state")
+                got = "parameters of one bucket, some with a state and some without (trained only now?)"
+                attempt = 'unused = "allow", which updates each by itself'
+                raise OptimizerError(Problem(got, "a state of each, or of none", attempt), where="the state")
             for key, first in covering[0][2].items():
                 if isinstance(first, Tensor):
                     # Saved with other weights than now, states become the numbers that these are updated in.

@@ -24,6 +24,7 @@ from fourfold.plan.order import Stretch
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import Scale, computed, reduced
 from fourfold.plan.rng import seed_of
+from fourfold.run import fits
 from fourfold.run.actions import Actions
 from fourfold.run.batch import Microbatch, call, cut, evaluating, mapped, measure
 from fourfold.run.guard import Guard
@@ -473,6 +474,7 @@ class TrainStep:
         record: dict[str, Any] = {
             "order": list(self._outline.order),
             "nominal_count": self._actions.nominal_count,
+            "optimizer": type(self.optimizer).__name__,
         }
         if self._scale is not None:
             record["scale"] = self._scale.state
@@ -480,13 +482,22 @@ class TrainStep:
         return {"groups": groups, "record": record}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back what `state_dict` gave, on this or another mesh. Collective."""
+        """Put back what `state_dict` gave, on this or another mesh. Collective.
+
+        Raises TaskError, having changed nothing, where it is not the state of such a model and optimizer.
+        """
         self._enter("load_state_dict()")
         self._transport.agree()
+        found = fits.problems(state, self._weights.own(), self._weights.trainable, self.optimizer)
+        # Told to all: nobody may wait for a rank whose state does not fit.
+        told = dict.fromkeys(tuple(each) for problems in self._ranks.exchange(found) for each in problems)
+        if told:
+            raise TaskError([Problem(*each) for each in told], where="the state")
         self._actions.settle()
         self._state.load(state)
         for group, options in zip(self.optimizer.param_groups, state["groups"], strict=True):
-            group.update(options)
+            # How an update is carried out was chosen when the step was built.
+            group.update({k: copied(v) for k, v in options.items() if k not in optim.IMPLEMENTATION})
         record = state["record"]
         if self._scale is not None and record.get("scale"):
             self._scale.load(record["scale"])

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fourfold.feed.feed import Feed, Position
-from fourfold.parts import optim
 from fourfold.parts.optim import IMPLEMENTATION
 from fourfold.plan.order import ORDER_VERSION
 from fourfold.plan.pieces import (
@@ -31,6 +30,8 @@ from fourfold.run.average import Average
 from fourfold.run.build import TrainStep
 from fourfold.run.checkpoint.read import Reader, dtype_problems, shape_problems
 from fourfold.run.checkpoint.write import DTYPES, Living, living
+from fourfold.run.fits import optimizer_problems
+from fourfold.run.weights import trainable_of
 from fourfold.words.errors import CheckpointError, Problem
 
 
@@ -339,29 +340,16 @@ def _names(manifest: Manifest, prefix: str) -> Iterator[tuple[str, str]]:
             yield name, key
 
 
-def _optimizer_problems(trained: Trained, manifest: Manifest) -> Iterator[Problem]:
+def _optimizer_problems(trained: Trained, manifest: Manifest) -> Sequence[Problem]:
     """Where the states that were saved are not those that the optimizer goes on from."""
-    step = trained.step
-    name = type(step.optimizer).__name__
-    attempt = "the optimizer it was saved with, or init= with its weights"
-    if manifest.optimizer not in (None, name):
-        yield Problem(f"{name}, and states of {manifest.optimizer}", f"{manifest.optimizer}", attempt)
-        return
     keys: dict[str, set[str]] = {}
     for title in ("optimizer.", "worker."):
         for parameter, key in _names(manifest, title):
             keys.setdefault(parameter, set()).add(key)
     for parameter, values in manifest.scalars.items():
         keys.setdefault(parameter, set()).update(values)
-    trainable = {n: p for n, p in step.model.named_parameters() if p.requires_grad and p.numel()}
-    group_of = optim.groups(step.optimizer, trainable)
-    needed = {group: optim.state_keys(step.optimizer, group) for group in set(group_of.values())}
-    for parameter, group in group_of.items():
-        missing = needed[group] - keys.get(parameter, needed[group])
-        if missing:  # Without any state a parameter has not been updated yet.
-            got = f"states of {parameter} without {', '.join(sorted(missing))}"
-            yield Problem(got, f"what {name} with its options keeps", attempt)
-            return
+    step = trained.step
+    return optimizer_problems(step.optimizer, trainable_of(step.model), keys, saved=manifest.optimizer)
 
 
 def _problems(trained: Trained, manifest: Manifest) -> Iterator[Problem]:
