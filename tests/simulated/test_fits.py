@@ -144,14 +144,16 @@ def test_names_beside_the_checkpoints_that_are_none_of_ours_do_no_harm(tmp_path)
     assert Shelf(tmp_path).steps() == [3]
 
 
-def test_a_feed_that_is_put_elsewhere_within_a_loop_goes_on_there():
+@pytest.mark.parametrize("number", [2, 3], ids=["amid the epoch", "after its last batch"])
+def test_a_feed_that_is_put_elsewhere_within_a_loop_goes_on_there(number):
     feed = Feed([(torch.tensor(n), torch.tensor(n)) for n in range(12)], batch_size=4)
     seen, place = [], feed.state
     for _, targets in feed:
         seen.append(targets.tolist())
         if len(seen) == 1:
             place = feed.state
-        if len(seen) == 3:
+        if len(seen) == number:
             feed.load(place)
-    assert seen[3:5] == seen[1:3]
-    assert len(seen) == 5
+    assert len(seen) == number + 2
+    assert seen[number] == seen[1]
+    assert sorted(seen[0] + seen[-2] + seen[-1]) == list(range(12))
