@@ -15,6 +15,7 @@ from fourfold.run.checkpoint.shelf import Shelf
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import CheckpointError
+from tests import training
 from tests.checkpoints import Run, rewrite, saved_twice
 from tests.training import Case, train_oracle
 
@@ -165,6 +166,64 @@ def test_what_another_model_has_saved_is_refused_with_every_difference(tmp_path)
     with pytest.raises(CheckpointError, match=r"spare\.bias") as caught:
         threads.run(1, lambda ranks: Run(Case(model="unused", unused="allow"), ranks, tmp_path).keeper.resume())
     assert "spare.weight" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("Adam", "AdamW", "AdamW, and states of Adam "),
+        ("SGD", "AdamW", "AdamW, and states of SGD "),
+        ("AdamW", "AMSGrad", "without max_exp_avg_sq"),
+    ],
+    ids=["states of the same names", "states of other names", "states that are not there"],
+)
+@pytest.mark.parametrize("zero", [0, 1])
+def test_states_of_another_optimizer_are_refused_before_anything_changes(
+    zero, before, after, said, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(training.KINDS, "AMSGrad", functools.partial(torch.optim.AdamW, amsgrad=True))
+    case = Case(optimizer=before, zero=zero)
+    threads.run(2, lambda ranks: Run(case, ranks, tmp_path).go(0, 2, save_at=(2,)))
+
+    def resume(ranks):
+        run = Run(dataclasses.replace(case, optimizer=after), ranks, tmp_path)
+        weights = run.tensors()
+        with pytest.raises(CheckpointError, match=said):
+            run.keeper.resume()
+        assert all(torch.equal(value, weights[name]) for name, value in run.tensors().items())
+
+    threads.run(2, resume)
+
+
+def test_states_saved_before_the_optimizer_was_recorded_are_refused_where_they_lack_some(tmp_path):
+    threads.run(1, lambda ranks: Run(Case(optimizer="SGD"), ranks, tmp_path).go(0, 2, save_at=(2,)))
+    rewrite(Shelf(tmp_path).at(2), lambda manifest: manifest.pop("optimizer"))
+    with pytest.raises(CheckpointError, match="without exp_avg, exp_avg_sq, step"):
+        threads.run(1, lambda ranks: Run(Case(), ranks, tmp_path).keeper.resume())
+
+
+def test_a_run_goes_on_with_the_options_that_the_task_has_now_and_says_which_have_changed(tmp_path, monkeypatch):
+    monkeypatch.setitem(training.KINDS, "edited", functools.partial(torch.optim.AdamW, eps=1e-3))
+    case = Case(batch_sizes=(8, 8, 8, 8))
+
+    def edited_while_it_runs(ranks):
+        run = Run(case, ranks, tmp_path)
+        run.go(0, 2, save_at=(2,))
+        for group in run.step.optimizer.param_groups:
+            group["eps"] = 1e-3
+        run.go(2, 4)
+        return run.tensors()
+
+    def edited_before_it_goes_on(ranks):
+        run = Run(dataclasses.replace(case, optimizer="edited"), ranks, tmp_path)
+        assert run.keeper.resume() is not None
+        run.go(2, 4)
+        return run.tensors(), run.log.notes
+
+    expected = threads.run(2, edited_while_it_runs)[0]
+    for got, notes in threads.run(2, edited_before_it_goes_on):
+        assert all(torch.equal(got[name], value) for name, value in expected.items())
+        assert notes == ["the task's optimizer has eps = 0.001 (1e-08 when step 2 was saved): the run goes on with it"]
 
 
 def own_states(run: Run) -> dict[str, Tensor]:

@@ -56,6 +56,18 @@ DAMAGE = {
         "manifest.json",
         lambda path: rewrite(path.parent, lambda manifest: manifest.update(step=4)),
     ),
+    "a count of nothing": (
+        "manifest.json",
+        lambda path: rewrite(path.parent, lambda manifest: manifest["record"].update(nominal_count=0)),
+    ),
+    "a scale without its value": (
+        "manifest.json",
+        lambda path: rewrite(path.parent, lambda manifest: manifest["record"].update(scale={"good": 1})),
+    ),
+    "a count of updates that is a text": (
+        "manifest.json",
+        lambda path: rewrite(path.parent, lambda manifest: manifest["scalars"]["head.bias"].update(step="x")),
+    ),
     "another step in the manifest": (
         "manifest.json",
         lambda path: path.write_text(path.read_text().replace('"step":3', '"step":4')),

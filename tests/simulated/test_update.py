@@ -11,10 +11,11 @@ import torch
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep, parallelize
 from fourfold.testing import threads
+from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.action import Verb
 from fourfold.words.errors import PlanError
 from tests import training
-from tests.training import Case, batches, build, local, train_step
+from tests.training import Case, batches, build, deviation, local, train_step
 
 CASE = Case(batch_sizes=(8, 8, 8, 8), bucket_bytes=1000, optimizer="AdamW")
 
@@ -32,6 +33,13 @@ def test_fused_updates_give_the_weights_of_updates_after_backward_bit_for_bit(si
     ):
         assert got.losses == wanted.losses
         assert all(torch.equal(got.weights[name], weight) for name, weight in wanted.weights.items())
+
+
+@pytest.mark.parametrize(("zero", "shard"), [(2, None), (3, 2)])
+def test_updates_in_backward_between_hosts_do_not_wait_for_each_other_for_ever(zero, shard, monkeypatch):
+    monkeypatch.setattr(threads, "TIME_LIMIT_SECONDS", 30.0)
+    case = dataclasses.replace(CASE, model="reused", zero=zero, shard=shard, update="in_backward")
+    assert max(threads.run(4, lambda ranks: deviation(case, 4, ranks), hosts=2)) <= TOLERANCE
 
 
 @pytest.mark.parametrize(("size", "zero"), [(1, 0), (2, 1), (2, 2)])

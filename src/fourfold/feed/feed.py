@@ -92,7 +92,10 @@ class Feed:
         return self._state
 
     def load(self, state: Position) -> None:
-        """Go on from a state that another feed of the same source and batch size gave."""
+        """Go on from a state that another feed of the same source and batch size gave.
+
+        Within a loop over the feed the next batch is from there; in another epoch the loop ends, and the next begins.
+        """
         if not isinstance(state, tuple | list) or len(state) != 3 or not all(map(arguments.is_whole, state)):
             got = f"a state {state!r}"
             raise DataError(Problem(got, "(seed, epoch, position), as another feed's `state` is"), where="the feed")
@@ -109,11 +112,12 @@ class Feed:
     def __iter__(self) -> Iterator[Any]:
         """The rest of the epoch. The state advances when a batch is taken, not when it is read."""
         epoch = self._state.epoch
-        for after, batch in self._read_ahead(self._state):
-            self._state = after
-            yield batch
-            if self._state.epoch != epoch:
-                return
+        while self._state.epoch == epoch:
+            for after, batch in self._read_ahead(self._state):
+                self._state = after
+                yield batch
+                if self._state is not after or after.epoch != epoch:
+                    break  # the epoch is over, or `load` has put the feed elsewhere
 
     def forever(self) -> Generator[Any, None, None]:
         """Batches without end, epoch after epoch."""

@@ -111,9 +111,20 @@ def build(factory: OptimizerFactory, parameters: Sequence[nn.Parameter]) -> Opti
     return optimizer
 
 
-@torch.no_grad()
 def num_states(optimizer: Optimizer, group: int) -> int:
     """How many tensors of a parameter's shape an update keeps for each parameter of a group."""
+    state, trial = _tried(optimizer, group)
+    return sum(isinstance(value, Tensor) and value.shape == trial.shape for value in state.values())
+
+
+def state_keys(optimizer: Optimizer, group: int) -> set[str]:
+    """What an update keeps for each parameter of a group, by name."""
+    return set(_tried(optimizer, group)[0])
+
+
+@torch.no_grad()
+def _tried(optimizer: Optimizer, group: int) -> tuple[dict[str, Any], nn.Parameter]:
+    """The state after an update of a small parameter with a group's options, and that parameter."""
     # Asked by trying: it depends on options (momentum, amsgrad), and no optimizer tells it.
     trial = nn.Parameter(torch.zeros(2))
     trial.grad = torch.zeros(2)
@@ -122,7 +133,7 @@ def num_states(optimizer: Optimizer, group: int) -> int:
     flat: Optimizer = kind([trial], lr=options["lr"])
     flat.param_groups[0].update(options)
     inspect.unwrap(kind.step)(flat)
-    return sum(isinstance(value, Tensor) and value.shape == trial.shape for value in flat.state[trial].values())
+    return flat.state[trial], trial
 
 
 def groups(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
@@ -310,8 +321,9 @@ class FlatOptimizer:
                 continue  # padding
             state: dict[str, Any] = {}
             if any(s.keys() != covering[0][2].keys() for _, _, s in covering):
-                got = "parameters of one bucket, some with a state and some without"
-                raise OptimizerError(Problem(got, "the plan it was saved with"), where="the state")
+                got = "parameters of one bucket, some with a state and some without (trained only now?)"
+                attempt = 'unused = "allow", which updates each by itself'
+                raise OptimizerError(Problem(got, "a state of each, or of none", attempt), where="the state")
             for key, first in covering[0][2].items():
                 if isinstance(first, Tensor):
                     # Saved with other weights than now, states become the numbers that these are updated in.

@@ -21,6 +21,7 @@ MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 2**28
 MAX_TENSOR_BYTES = 2**46
 MAX_DIMS = 16
+SCALE = frozenset(("value", "good"))  # what is kept of the scale of an fp16 loss
 FILE_NAME = re.compile(r"rank-[0-9]{3,6}\.safetensors")
 _BYTES_IN_HEX = re.compile(r"(?:[0-9a-f]{2})*")
 # The dtypes of the safetensors format, by its own names.
@@ -123,7 +124,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                    all ranks end to end, and outer.NAME, the outer momentum
     aliases        names of tensors that are another one's (tied weights)
     scalars        of the optimizer's state, by parameter and key
-    groups         the optimizer's options, by group
+    groups         the optimizer's options, by group, as the task gave them
+    optimizer      the name of the optimizer's class; older manifests have none
     random         by rank
     metrics_bytes  where the log stood
     losses         of the last steps
@@ -146,6 +148,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     best: float | None
     files: dict[str, File]
     mesh: Mesh | None = None
+    optimizer: str | None = None
 
 
 class Held(NamedTuple):
@@ -234,6 +237,7 @@ def problems(manifest: Manifest) -> Iterator[str]:
     if not 0 <= fed.position <= fed.num_samples or fed.epoch < 0:
         yield f"epoch {fed.epoch}, position {fed.position} of {fed.num_samples} samples"
     yield from _random_problems(manifest.random, manifest.mesh)
+    yield from _number_problems(manifest)
     if is_deep([*manifest.groups]):
         yield "options of the optimizer nested too deeply"
     held: dict[str, int] = dict.fromkeys(manifest.files, 0)
@@ -245,6 +249,19 @@ def problems(manifest: Manifest) -> Iterator[str]:
     for name, file in manifest.files.items():
         if held[name] > file.num_bytes:
             yield f"{name}: {held[name]} bytes of tensors in a file of {file.num_bytes}"
+
+
+def _number_problems(manifest: Manifest) -> Iterator[str]:
+    """Numbers that a step divides by or counts with, and that none of its steps has left."""
+    count, scale = manifest.record.nominal_count, manifest.record.scale
+    if not 0 < count < math.inf:
+        yield f"a nominal count of {count}"
+    if scale is not None and not (scale.keys() >= SCALE and 0 < scale["value"] < math.inf):
+        yield f"a scale of the loss of {scale}"
+    for name, values in manifest.scalars.items():
+        for key, value in values.items():
+            if isinstance(value, bool | str) or (value is not None and value < 0):
+                yield f"{key} of {name} is {value!r}"
 
 
 def _random_problems(states: Sequence[Random], mesh: Mesh | None) -> Iterator[str]:

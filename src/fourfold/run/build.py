@@ -26,7 +26,7 @@ from fourfold.plan.order import Stretch
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import Scale, computed, reduced
 from fourfold.plan.rng import seed_of
-from fourfold.run import drift
+from fourfold.run import drift, fits
 from fourfold.run.actions import Actions
 from fourfold.run.arguments import refuse_arguments
 from fourfold.run.batch import Microbatch, cut, evaluating, halves, mapped
@@ -192,7 +192,7 @@ class TrainStep:
             clip=clip,
             update=plan.update,
             agree=lambda count: sum(ranks.exchange(count)) / self._sharing,
-            waits=plan.sp > 1 or parts.gathered is not None,
+            waits=plan.sp > 1 or parts.gathered is not None or _may_wait_in_backward(plan, rest),
         )
         refuse_own_loss(loss, plan)
         self._tokens = Tokens(model, loss, plan, ranks, seed=seed) if loss is not None and plan.sp > 1 else None
@@ -567,6 +567,7 @@ class TrainStep:
         record: dict[str, Any] = {
             "order": list(self._outline.order),
             "nominal_count": self._actions.nominal_count,
+            "optimizer": type(self.optimizer).__name__,
         }
         if self._scale is not None:
             record["scale"] = self._scale.state
@@ -574,13 +575,22 @@ class TrainStep:
         return {"groups": groups, "record": record}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back what `state_dict` gave, on this or another mesh. Collective."""
+        """Put back what `state_dict` gave, on this or another mesh. Collective.
+
+        Raises TaskError, having changed nothing, where it is not the state of such a model and optimizer.
+        """
         self._enter("load_state_dict()")
         self._transport.agree()
+        found = fits.problems(state, self._weights.own(), self._weights.trainable, self.optimizer)
+        # Told to all: nobody may wait for a rank whose state does not fit.
+        told = dict.fromkeys(tuple(each) for problems in self._ranks.exchange(found) for each in problems)
+        if told:
+            raise TaskError([Problem(*each) for each in told], where="the state")
         self._actions.settle()
         self._state.load(state)
         for group, options in zip(self.optimizer.param_groups, state["groups"], strict=True):
-            group.update(options)
+            # How an update is carried out was chosen when the step was built.
+            group.update({k: copied(v) for k, v in options.items() if k not in optim.IMPLEMENTATION})
         record = state["record"]
         if self._scale is not None and record.get("scale"):
             self._scale.load(record["scale"])
@@ -645,6 +655,12 @@ def _buckets(plan: Plan, specs: Sequence[Spec], ranks: comm.Ranks, *, shares: in
     # With a codec on one host too: what it keeps depends on the buckets, and the training is to be the same.
     travels = ranks.num_hosts > 1 or plan.codec != "none"
     return fill(specs, bucket_bytes=limit(specs, plan.bucket_bytes, travels=travels), shares=shares)
+
+
+def _may_wait_in_backward(plan: Plan, rest: Rest) -> bool:
+    """Whether a rank may wait for a sum within backward while another waits there for the totals of all hosts."""
+    # Split gradients pass through a few slots: backward waits for one to be free. Updates in backward need the totals.
+    return plan.update == "in_backward" and rest.gradient == SPLIT
 
 
 def _request(plan: Plan, buckets: Sequence[Bucket], rest: Rest, *, num_norms: int) -> comm.Request:

@@ -21,7 +21,7 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.precision import computed
 from fourfold.run.activations import bytes_per_sample
 from fourfold.run.batch import leaves
-from fourfold.words.errors import Problem, SettingError
+from fourfold.words.errors import FourfoldError, Problem, SettingError
 from fourfold.words.host_memory import available_bytes
 from fourfold.words.layout import SPLIT
 from fourfold.words.task import Source, Task
@@ -110,7 +110,14 @@ def _sample_bytes(source: Source) -> int:
     """Of one sample as a batch holds it. A source with its own `fetch` may make samples of several sizes."""
     last = len(source) - 1
     numbers = sorted({0, last // 2, last}) if hasattr(source, "fetch") else [0]
-    return min(_tensor_bytes(fetch(source, [number])) for number in numbers)
+    try:
+        return min(_tensor_bytes(fetch(source, [number])) for number in numbers)
+    except FourfoldError:
+        raise
+    except (
+        Exception
+    ):  # the source's own error: where the sample is read for a step, it is raised with its rank and step
+        return 0
 
 
 def _tensor_bytes(batch: Any) -> int:

@@ -44,7 +44,7 @@ class State:
         }
         outer = {} if self.local is None else self.local.momenta
         masters = {name: self.weights.share(name) for name in self.weights.apart}
-        model = self.weights.model.state_dict(keep_vars=True)
+        model = self.weights.own()
         return {"model": model, "masters": masters, "optimizer": states, "outer": outer}
 
     def saved(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ host.
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -219,18 +220,24 @@ class Weights:
 
     @torch.no_grad()
     def load(self, values: Mapping[str, Tensor]) -> None:
-        """Put back the model's `state_dict`; nobody may be reading it. Collective."""
-        own = self.model.state_dict(keep_vars=True)
+        """Put back the model's `state_dict`, which fits; nobody may be reading it. Collective."""
+        own = self.own()
         trained = {id(p): name for name, p in self.trainable.items()}
         # What is trained may exist once per host, and then one rank writes it, or rest split.
-        kept = {name: value for name, value in values.items() if id(own.get(name)) not in self._trained}
-        loaded = self.model.load_state_dict(kept, strict=False)
-        strange = [*loaded.unexpected_keys, *(name for name in loaded.missing_keys if name not in values)]
-        strange += [name for name in values if name in own and values[name].shape != own[name].shape]
-        if strange:
-            problem = Problem(f"{', '.join(strange)}", "the model's own names and shapes", "the state of this model")
-            raise TaskError(problem, where="the state")
+        self.model.load_state_dict({n: v for n, v in values.items() if id(own[n]) not in self._trained}, strict=False)
         self.put({trained[id(p)]: values[name] for name, p in own.items() if id(p) in trained})
+
+    def own(self) -> dict[str, Any]:
+        """The model's `state_dict`, without copies. Raises TaskError where it does not have the trained weights."""
+        own = self.model.state_dict(keep_vars=True)
+        missing = [name for name in self.trainable if name not in own]
+        # The precise weights of these are put in place of the model's: a copy is not recognized.
+        missing += [name for name in self.apart if name in own and own[name] is not self.trainable[name]]
+        if missing:
+            got = f"a state_dict() without {missing[0]} itself{f' and {len(missing) - 1} more' if missing[1:] else ''}"
+            need = "every trainable parameter under its own name, no copy of it"
+            raise TaskError(Problem(got, need, "state_dict() as torch.nn.Module has it"), where="the model")
+        return own
 
     @contextlib.contextmanager
     def read(self, kind: str) -> Iterator[None]:

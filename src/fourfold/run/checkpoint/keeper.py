@@ -73,7 +73,7 @@ class Keeper:
     """One rank's part in the checkpoints of a run. `save` and `resume` are collective."""
 
     def __init__(self, trained: Trained, place: Place, log: Log, *, seed: int, keep: int = KEEP) -> None:
-        state.groups(trained.step)  # What cannot be saved is told now, not in a hundred steps.
+        self._options = state.groups(trained.step)  # What cannot be saved is told now, not in a hundred steps.
         state.tensors(trained)
         self._trained, self._place, self._log, self._seed, self._keep = trained, place, log, seed, keep
         self._rank, self._size = trained.step.rank, trained.step.plan.mesh.size
@@ -114,6 +114,9 @@ class Keeper:
         with Reader(folder) as reader:
             state.put_back(self._trained, reader, seed=self._seed)
             manifest = reader.manifest
+        if changed := state.changed_options(manifest, self._options):
+            self._log.note(f"the task's optimizer has {', '.join(changed)}: the run goes on with it")
+            self._log.line({"step": manifest.step, "options": changed})
         self._log.cut(manifest.metrics_bytes)
         self.saved_step = manifest.step
         losses = [float("nan") if loss is None else loss for loss in manifest.losses]
@@ -153,7 +156,8 @@ class Keeper:
             tensors={t.name: Entry(t.dtype, t.shape, self._stretches[t.name], t.flat) for t in self._globals},
             aliases=found.aliases,
             scalars=found.scalars,
-            groups=state.groups(step),
+            groups=self._options,
+            optimizer=type(step.optimizer).__name__,
             record=state.record(step),
             feed=state.fed(self._trained.feed),
             random=(),

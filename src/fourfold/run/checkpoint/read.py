@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fourfold.plan.pieces import Box, Entry, Manifest, overlap, share_out, within
 from fourfold.run.checkpoint.shelf import read_manifest
 from fourfold.run.checkpoint.write import DTYPES, TORCH_DTYPES, Snapshot, living, write_snapshot
+from fourfold.run.fits import tied_problems
 from fourfold.words.errors import CheckpointError, Problem
 
 
@@ -64,8 +65,11 @@ def load_weights(model: nn.Module, path: Path) -> None:
     with _plain(path) as file:
         check_weights(model, path)
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    own = model.state_dict(keep_vars=True)
+    if problems := tied_problems(own, tensors):
+        raise CheckpointError(problems, where=str(path))
     with torch.no_grad():
-        for name, value in model.state_dict(keep_vars=True).items():
+        for name, value in own.items():
             value.copy_(tensors[name])
 
 

@@ -44,8 +44,9 @@ class Shelf:
         """The steps of the checkpoints that are there, oldest first; whether they are good is another question."""
         if not self.path.is_dir():
             return []
-        found = (NAME.fullmatch(entry.name) for entry in self.path.iterdir())
-        return sorted(int(match[1]) for match in found if match)
+        found = ((entry.name, NAME.fullmatch(entry.name)) for entry in self.path.iterdir())
+        # A number with more zeros in front is a name that no checkpoint has.
+        return sorted(int(match[1]) for name, match in found if match and self.at(int(match[1])).name == name)
 
     def at(self, step: int) -> Path:
         return self.path / f"step-{step:08d}"
@@ -76,8 +77,9 @@ class Shelf:
     def sweep(self, last: int | None = None) -> None:
         """Take away what processes that were killed, or failed, have left; up to step `last`, or all of it."""
         for entry in self.path.glob(".part-*"):
-            # Another rank may be at the next checkpoint already.
-            if last is None or int(entry.name.rpartition("-")[2]) <= last:
+            # Another rank may be at the next checkpoint already. What has no step is not ours.
+            step = entry.name.rpartition("-")[2]
+            if step.isdecimal() and (last is None or int(step) <= last):
                 shutil.rmtree(entry, ignore_errors=True)
 
     def set_aside(self, step: int) -> None:

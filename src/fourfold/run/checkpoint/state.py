@@ -4,7 +4,7 @@ Law: what is put back is what was taken, bit for bit; what does not fit is refus
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fourfold.feed.feed import Feed, Position
+from fourfold.parts.optim import IMPLEMENTATION
 from fourfold.plan.order import ORDER_VERSION
 from fourfold.plan.pieces import (
     Box,
@@ -29,6 +30,8 @@ from fourfold.run.average import Average
 from fourfold.run.build import TrainStep
 from fourfold.run.checkpoint.read import Reader, dtype_problems, shape_problems
 from fourfold.run.checkpoint.write import DTYPES, Living, living
+from fourfold.run.fits import optimizer_problems
+from fourfold.run.weights import trainable_of
 from fourfold.words.errors import CheckpointError, Problem
 
 
@@ -236,7 +239,8 @@ def put_back(trained: Trained, reader: Reader, *, seed: int) -> None:
     state = {
         "model": {n.removeprefix("model."): reader.tensor(n) for n in names if n.startswith("model.")},
         "optimizer": {name: dict(values) for name, values in manifest.scalars.items()},
-        "groups": [_as_before(g, now) for g, now in zip(manifest.groups, step.optimizer.param_groups, strict=True)],
+        # The task's own: what it says now is what it trains with, as all other code of it.
+        "groups": [{k: v for k, v in g.items() if k != "params"} for g in step.optimizer.param_groups],
         "record": msgspec.structs.asdict(manifest.record),
     }
     state["outer"] = {n.removeprefix("outer."): reader.tensor(n) for n in names if n.startswith("outer.")}
@@ -317,17 +321,15 @@ def _bytes(digits: str) -> Tensor:
     return torch.frombuffer(bytearray(bytes.fromhex(digits)), dtype=torch.uint8)
 
 
-def _as_before(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Options in the types they have now: JSON knows no tuples and no tensors."""
-    result = {}
-    for key, value in saved.items():
-        present = now.get(key)
-        if isinstance(present, tuple):
-            value = tuple(value)
-        elif isinstance(present, Tensor):
-            value = torch.tensor(value, dtype=present.dtype, device=present.device)
-        result[key] = value
-    return result
+def changed_options(manifest: Manifest, now: Sequence[Mapping[str, Any]]) -> list[str]:
+    """In which options the optimizer is another than when the checkpoint was saved."""
+    found: dict[str, None] = {}
+    for saved, options in zip(manifest.groups, now, strict=True):
+        for key in saved.keys() & options.keys() - set(IMPLEMENTATION):
+            # Older manifests hold the rate of their step, which a schedule may have changed.
+            if saved[key] != options[key] and not (key == "lr" and manifest.optimizer is None):
+                found[f"{key} = {options[key]} ({saved[key]} when step {manifest.step} was saved)"] = None
+    return sorted(found)
 
 
 def _names(manifest: Manifest, prefix: str) -> Iterator[tuple[str, str]]:
@@ -336,6 +338,18 @@ def _names(manifest: Manifest, prefix: str) -> Iterator[tuple[str, str]]:
         if each.startswith(prefix):
             name, _, key = each.removeprefix(prefix).rpartition(".")
             yield name, key
+
+
+def _optimizer_problems(trained: Trained, manifest: Manifest) -> Sequence[Problem]:
+    """Where the states that were saved are not those that the optimizer goes on from."""
+    keys: dict[str, set[str]] = {}
+    for title in ("optimizer.", "worker."):
+        for parameter, key in _names(manifest, title):
+            keys.setdefault(parameter, set()).add(key)
+    for parameter, values in manifest.scalars.items():
+        keys.setdefault(parameter, set()).update(values)
+    step = trained.step
+    return optimizer_problems(step.optimizer, trainable_of(step.model), keys, saved=manifest.optimizer)
 
 
 def _problems(trained: Trained, manifest: Manifest) -> Iterator[Problem]:
@@ -367,6 +381,8 @@ def _problems(trained: Trained, manifest: Manifest) -> Iterator[Problem]:
         yield Problem(got, "a codec that remembers", "the codec it was saved with, or init= with its weights")
     if len(manifest.groups) != len(step.optimizer.param_groups):
         yield Problem(f"{len(manifest.groups)} groups of options", f"{len(step.optimizer.param_groups)}")
+    else:
+        yield from _optimizer_problems(trained, manifest)
     yield from _random_problems(manifest, step.device)
     for word in ("num_samples", "batch_size", "order_version"):
         saved, now = getattr(manifest.feed, word), getattr(feed, word)

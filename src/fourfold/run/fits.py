@@ -1,0 +1,98 @@
+"""Fits: whether a state can be put back into a step.
+
+Law: what does not fit is told before anything is changed.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fourfold.parts import optim
+from fourfold.words.errors import Problem
+
+PARTS = ("model", "optimizer", "groups", "record")
+
+
+def problems(
+    state: Any, own: Mapping[str, Any], trainable: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+) -> list[Problem]:
+    """Why `state` is none that `TrainStep.state_dict` gives of such a model and optimizer.
+
+    `own` is the model's state_dict, `trainable` its trainable parameters by name.
+    """
+    if not isinstance(state, Mapping) or any(part not in state for part in PARTS):
+        got = f"a {type(state).__name__}"
+        if isinstance(state, Mapping):
+            got = f"a state without {', '.join(part for part in PARTS if part not in state)}"
+        return [Problem(got, "what step.state_dict() gives", "init= or step.put(…) for weights alone")]
+    return [*_model_problems(state["model"], own), *_optimizer_problems(state, trainable, optimizer)]
+
+
+def tied_problems(own: Mapping[str, Any], values: Mapping[str, Any]) -> list[Problem]:
+    """Names of one tensor of a model's `state_dict` under which `values` has different ones: the last would win."""
+    problems, first = [], {}
+    for name, tensor in own.items():
+        other = first.setdefault(id(tensor), name)
+        if other != name and not torch.equal(values[name], values[other]):
+            problems.append(Problem(f"{other} and {name} with other values", "the same: the model ties them"))
+    return problems
+
+
+def _model_problems(values: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[Problem]:
+    strange = [*(name for name in own if name not in values), *(name for name in values if name not in own)]
+    both = [(name, values[name], value) for name, value in own.items() if name in values]
+    tensors = [(name, there, here) for name, there, here in both if isinstance(here, Tensor)]
+    strange += [name for name, there, here in tensors if not isinstance(there, Tensor) or there.shape != here.shape]
+    if strange:
+        yield Problem(f"{', '.join(strange)}", "the model's own names and shapes", "the state of this model")
+    else:
+        yield from tied_problems({name: here for name, _, here in tensors}, values)
+    for name, there, here in tensors:
+        if isinstance(there, Tensor) and not torch.can_cast(there.dtype, here.dtype):
+            got, need = (str(each).removeprefix("torch.") for each in (there.dtype, here.dtype))
+            yield Problem(f"{name} of {got}", f"numbers that fit into {need}")
+
+
+def _optimizer_problems(
+    state: Mapping[str, Any], trainable: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+) -> Iterator[Problem]:
+    num_groups = len(optimizer.param_groups)
+    if len(state["groups"]) != num_groups:
+        yield Problem(f"{len(state['groups'])} groups of options", f"{num_groups}", "the optimizer it was saved with")
+        return
+    states, saved = state["optimizer"], state["record"].get("optimizer")
+    yield from optimizer_problems(optimizer, trainable, {name: set(keys) for name, keys in states.items()}, saved=saved)
+    missing = [name for name in trainable if name not in states]
+    if missing:
+        yield Problem(f"no optimizer state of {', '.join(missing)}", "one of every trainable parameter, if empty")
+    for name, parameter in trainable.items():
+        for key, value in states.get(name, {}).items():
+            if isinstance(value, Tensor) and value.numel() != parameter.numel():
+                yield Problem(f"{key} of {name}, shape {list(value.shape)}", f"shape {list(parameter.shape)}")
+
+
+def optimizer_problems(
+    optimizer: torch.optim.Optimizer,
+    trainable: Mapping[str, Tensor],
+    keys: Mapping[str, set[str]],
+    *,
+    saved: str | None,
+) -> Sequence[Problem]:
+    """Where states, by parameter and key, are not those that the optimizer goes on from.
+
+    `saved`: the name of the class that they are of, where it is known.
+    """
+    name = type(optimizer).__name__
+    attempt = "the optimizer it was saved with, or init= with its weights"
+    if saved not in (None, name):
+        return [Problem(f"{name}, and states of {saved}", f"{saved}", attempt)]
+    group_of = optim.groups(optimizer, trainable)  # type: ignore[arg-type]
+    needed = {group: optim.state_keys(optimizer, group) for group in set(group_of.values())}
+    for parameter, group in group_of.items():
+        missing = needed[group] - keys[parameter] if keys.get(parameter) else None
+        if missing:  # Without any state a parameter has not been updated yet.
+            got = f"states of {parameter} without {', '.join(sorted(missing))}"
+            return [Problem(got, f"what {name} with its options keeps", attempt)]
+    return []

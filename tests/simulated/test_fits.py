@@ -1,0 +1,159 @@
+"""What is no state of the step is refused on every rank before anything changes. Ranks are threads."""
+
+import dataclasses
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fourfold.feed.feed import Feed
+from fourfold.run.checkpoint.read import load_weights
+from fourfold.run.checkpoint.shelf import Shelf
+from fourfold.testing import threads
+from fourfold.words.errors import CheckpointError, TaskError
+from tests import odd, training
+from tests.checkpoints import Run, saved_twice
+from tests.training import Case, batches, build, local
+
+CASE = Case(batch_sizes=(8, 8))
+
+
+def without(part, *path):
+    def change(state):
+        inner = state
+        for key in (part, *path)[:-1]:
+            inner = inner[key]
+        del inner[(part, *path)[-1]]
+        return state
+
+    return change
+
+
+def replaced(name, value):
+    def change(state):
+        state["model"][name] = value
+        return state
+
+    return change
+
+
+STATES = {
+    "weights alone": (lambda state: state["model"], "a state without model, optimizer, groups, record"),
+    "nothing": (lambda state: None, "a NoneType"),
+    "no record": (without("record"), "a state without record"),
+    "a weight less": (without("model", "head.bias"), r"head\.bias\s+need the model's own names"),
+    "a state less": (without("optimizer", "head.bias"), r"no optimizer state of head\.bias"),
+    "half a state": (without("optimizer", "head.bias", "exp_avg"), r"states of head\.bias without exp_avg\b"),
+    "a group less": (lambda state: {**state, "groups": state["groups"][:1]}, "1 groups of options"),
+    "another shape": (replaced("head.bias", torch.zeros(3)), r"head\.bias\s+need the model's own names and shapes"),
+    "complex": (replaced("head.bias", torch.zeros(10, dtype=torch.complex128)), r"head\.bias of complex128"),
+}
+
+
+def loaded(ranks, case, change, *, saved_by=CASE):
+    """What of a step's state `change` made of another step's; all ranks get it, or those that `change` knows of."""
+    other = build(saved_by, ranks.size, ranks)
+    other(local(batches(saved_by)[0], ranks.size, other.data_index))
+    state = change(other.state_dict())
+    step = build(case, ranks.size, ranks)
+    before = step.state_dict()
+    try:
+        step.load_state_dict(state)
+    finally:
+        after = step.state_dict()["model"]
+        assert all(torch.equal(after[name], value) for name, value in before["model"].items())
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_a_state_that_does_not_fit_is_refused_before_anything_changes(kind):
+    change, said = STATES[kind]
+    with pytest.raises(TaskError, match=said):
+        threads.run(2, lambda ranks: loaded(ranks, CASE, change))
+
+
+@pytest.mark.parametrize(("before", "after"), [("AdamW", "SGD"), ("SGD", "AdamW"), ("Adam", "AdamW")])
+def test_the_state_of_another_optimizer_is_refused(before, after):
+    saved_by, case = (dataclasses.replace(CASE, optimizer=name) for name in (before, after))
+    with pytest.raises(TaskError, match=f"{after}, and states of {before}"):
+        threads.run(2, lambda ranks: loaded(ranks, case, lambda state: state, saved_by=saved_by))
+
+
+def test_a_state_that_does_not_fit_on_one_rank_is_told_on_all():
+    def body(ranks):
+        with pytest.raises(TaskError, match="a NoneType"):
+            loaded(ranks, CASE, lambda state: state if ranks.rank else None)
+
+    threads.run(2, body)
+
+
+def test_two_values_of_a_tied_weight_are_refused(tmp_path):
+    weights = training.model("mlp").state_dict()
+    save_file(weights, tmp_path / "weights.safetensors")
+    said = r"second\.weight and third\.weight with other values"
+    with pytest.raises(CheckpointError, match=said):
+        load_weights(training.model("tied"), tmp_path / "weights.safetensors")
+    untied = dataclasses.replace(CASE, optimizer="descent")
+    threads.run(1, lambda ranks: Run(untied, ranks, tmp_path).go(0, 1, save_at=(1,)))
+    tied = dataclasses.replace(untied, model="tied")
+    with pytest.raises(TaskError, match=said):
+        threads.run(1, lambda ranks: Run(tied, ranks, tmp_path).keeper.resume())
+
+
+class Copying(training.Net):
+    """Its state_dict has copies."""
+
+    def __init__(self) -> None:
+        super().__init__("mlp")
+
+    def state_dict(self, *args, **kwargs):
+        return {name: value.detach().clone() for name, value in super().state_dict(*args, **kwargs).items()}
+
+
+class Renaming(training.Net):
+    """Its state_dict has other names."""
+
+    def __init__(self) -> None:
+        super().__init__("mlp")
+
+    def state_dict(self, *args, **kwargs):
+        return {f"module.{name}": value for name, value in super().state_dict(*args, **kwargs).items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "hosts"),
+    [(Copying, {"precision": "bf16"}, 1), (Copying, {"zero": 3}, 2), (Renaming, {}, 1)],
+    ids=["rounded copies", "copies of placeholders", "other names"],
+)
+def test_a_model_whose_state_dict_has_not_its_weights_is_refused_when_the_run_begins(
+    kind, fields, hosts, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(odd.ODD, "own state_dict", kind)
+    case = dataclasses.replace(CASE, model="own state_dict", **fields)
+    with pytest.raises(TaskError, match=r"a state_dict\(\) without \w+(\.\w+)? itself and 8 more"):
+        threads.run(2, lambda ranks: Run(case, ranks, tmp_path), hosts=hosts)
+
+
+def test_names_beside_the_checkpoints_that_are_none_of_ours_do_no_harm(tmp_path):
+    shelf = saved_twice(tmp_path, 1)
+    (shelf.path / "step-000000009").mkdir()
+    (shelf.path / ".part-of-mine").touch()
+    assert shelf.steps() == [1, 3]
+    shelf.prune(keep=1)
+    assert sorted(path.name for path in shelf.path.iterdir()) == [".part-of-mine", "step-000000009", "step-00000003"]
+    assert threads.run(1, lambda ranks: Run(Case(), ranks, tmp_path).keeper.resume())[0].step == 3
+    assert Shelf(tmp_path).steps() == [3]
+
+
+@pytest.mark.parametrize("number", [2, 3], ids=["amid the epoch", "after its last batch"])
+def test_a_feed_that_is_put_elsewhere_within_a_loop_goes_on_there(number):
+    feed = Feed([(torch.tensor(n), torch.tensor(n)) for n in range(12)], batch_size=4)
+    seen, place = [], feed.state
+    for _, targets in feed:
+        seen.append(targets.tolist())
+        if len(seen) == 1:
+            place = feed.state
+        if len(seen) == number:
+            feed.load(place)
+    assert len(seen) == number + 2
+    assert seen[number] == seen[1]
+    assert sorted(seen[0] + seen[-2] + seen[-1]) == list(range(12))
