@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fourfold as ff
+from fourfold.parts.grad_hooks import register_last
 from fourfold.run.build import TrainStep
 from fourfold.run.optimizer import DistributedOptimizer
 from fourfold.testing import threads
@@ -195,3 +196,19 @@ def test_a_model_with_our_hooks_is_copied_without_them():
         return all(not p._post_accumulate_grad_hooks for p in other.parameters())
 
     assert threads.run(1, body) == [True]
+
+
+def test_our_own_hooks_run_in_the_order_of_registration():
+    told = []
+    parameter = torch.nn.Parameter(torch.ones(1))
+    for name in ("first", "second", "third"):
+        register_last(parameter, lambda _, name=name: told.append(name))
+    parameter.register_post_accumulate_grad_hook(lambda _: told.append("the user's"))
+    parameter.sum().backward()
+    assert told == ["the user's", "first", "second", "third"]
+    told.clear()
+    other = torch.nn.Parameter(torch.ones(1))
+    for name in ("first", "second", "third"):
+        register_last(other, lambda _, name=name: told.append(name))
+    other.sum().backward()
+    assert told == ["first", "second", "third"]
