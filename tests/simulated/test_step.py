@@ -89,6 +89,35 @@ def test_what_is_trained_may_not_change_behind_the_step():
     threads.run(1, body)
 
 
+def exchange_members(optimizer):
+    first, second = optimizer.param_groups
+    first["params"], second["params"] = second["params"], first["params"]
+
+
+def exchange_groups(optimizer):
+    optimizer.param_groups.reverse()
+
+
+def replace_parameter(optimizer):
+    optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize("change", [exchange_members, exchange_groups, replace_parameter])
+def test_parameters_stay_in_the_groups_they_were_in(change):
+    def two_groups(parameters):
+        weight, bias = parameters
+        return torch.optim.SGD([{"params": [weight], "lr": 0.1}, {"params": [bias]}], lr=1.0)
+
+    def body(ranks):
+        step = linear(ranks, optimizer=two_groups)
+        step(BATCH)
+        change(step.optimizer)
+        with pytest.raises(OptimizerError, match="other parameters in the optimizer than at the build, or in other"):
+            step(BATCH)
+
+    threads.run(1, body)
+
+
 @pytest.mark.parametrize("difference", ["order", "clip", "plan"])
 def test_ranks_that_differ_are_told_the_first_difference(difference):
     class Two(nn.Module):

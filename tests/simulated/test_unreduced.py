@@ -30,11 +30,11 @@ class Two(nn.Module):
 class Loop:
     """A rank's model, its optimizer, and what a loop does with them."""
 
-    def __init__(self, ranks, kind=torch.optim.SGD, **fields):
-        self.model, self.rank = Two(), ranks.rank
+    def __init__(self, ranks, kind=torch.optim.SGD, *, model=None, **fields):
+        self.model, self.rank = model or Two(), ranks.rank
         plan = ff.Plan(dp=ranks.size, **fields)
-        inner = kind(self.model.parameters(), lr=0.1)
-        self.optimizer = DistributedOptimizer(inner, self.model, plan, ranks=ranks)
+        self.inner = kind([p for p in self.model.parameters() if p.requires_grad], lr=0.1)
+        self.optimizer = DistributedOptimizer(self.inner, self.model, plan, ranks=ranks)
         self.parameters = list(self.model.parameters())
 
     def loss(self, **how):
@@ -336,3 +336,79 @@ def test_a_parameter_that_was_frozen_at_the_start_cannot_be_trained_later():
         return str(caught.value)
 
     assert "requires_grad_(True)" in threads.run(2, body)[0]
+
+
+def thawed_and_added(loop):
+    for parameter in loop.model.second.parameters():
+        parameter.requires_grad_(True)
+    loop.inner.add_param_group({"params": list(loop.model.second.parameters())})
+
+
+def given_a_stranger(loop):
+    stranger = nn.Parameter(torch.ones(2))
+    loop.inner.add_param_group({"params": [stranger]})
+    stranger.grad = torch.full((2,), loop.rank + 1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"), [(thawed_and_added, "second.weight"), (given_a_stranger, "without a name")]
+)
+def test_what_is_given_to_the_optimizer_later_is_refused_unless_it_is_averaged(change, name):
+    def body(ranks):
+        model = Two()
+        model.second.requires_grad_(False)
+        loop = Loop(ranks, model=model)
+        change(loop)
+        loop.backward()
+        before = [p.detach().clone() for p in loop.parameters]
+        with pytest.raises(TrainingError, match=rf"\.grad of .*{name}.* frozen when"):
+            loop.step()
+        assert all(map(torch.equal, loop.parameters, before))
+
+    threads.run(2, body)
+
+
+def present(gradient):
+    assert gradient is not None
+    return gradient
+
+
+def test_gradients_that_a_loop_keeps_stay_as_they_were():
+    """Torch makes new tensors where `.grad` is None: a loop may keep the old ones."""
+
+    def body(ranks):
+        loop = Loop(ranks)
+        loop.backward()
+        kept = [present(p.grad) for p in loop.parameters]
+        kept_too: list[torch.Tensor] = []
+        copies = [each.clone() for each in kept]
+        loop.clear()
+        for _ in range(2):
+            (3 * loop.loss()).backward()
+            assert all(map(torch.equal, kept, copies))
+            kept_too += [present(p.grad) for p in loop.parameters]
+            assert not any(map(torch.equal, kept_too[-len(kept) :], copies))
+            loop.step()
+            loop.clear()
+        return [each.tolist() for each in (*kept, *kept_too, *loop.parameters)]
+
+    first, second = threads.run(2, body)
+    assert first == second
+
+
+def test_parameters_belong_to_their_last_wrapper_alone():
+    def body(ranks):
+        first = Loop(ranks)
+        first.backward()
+        first.step()
+        first.clear()
+        second = Loop(ranks, model=first.model)
+        second.backward()
+        for use in (first.step, first.local_backward):
+            with pytest.raises(TrainingError, match="a newer one has taken over"):
+                use()
+        second.step()
+        return [p.tolist() for p in second.parameters]
+
+    first, second = threads.run(2, body)
+    assert first == second

@@ -10,12 +10,12 @@ import torch
 
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep, parallelize
-from fourfold.testing import threads
+from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.action import Verb
 from fourfold.words.errors import PlanError
 from tests import training
-from tests.training import Case, batches, build, deviation, local, train_step
+from tests.training import Case, batches, build, deviation, local, loss, model, train_step
 
 CASE = Case(batch_sizes=(8, 8, 8, 8), bucket_bytes=1000, optimizer="AdamW")
 
@@ -146,3 +146,23 @@ def test_a_weight_that_backward_still_needs_is_told_on_every_rank_when_updates_c
         assert told[1 - ranks.rank].wait(5)
 
     threads.run(2, body)
+
+
+def by_turns(parameters):
+    """Nesterov's momentum in one group alone; several tensors at once, as the user has asked for."""
+    parameters = list(parameters)
+    first, second = parameters[0::2], parameters[1::2]
+    groups = [{"params": first, "momentum": 0.9, "nesterov": True}, {"params": second}]
+    return torch.optim.SGD(groups, lr=0.1, foreach=True)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_sums_that_others_read_are_not_written_whatever_group_asks_for_it(microbatches):
+    case = Case(batch_sizes=(12, 12, 12, 12), bucket_bytes=1500, microbatches=microbatches)
+
+    def body(ranks):
+        step = TrainStep(model("mlp"), loss(case), by_turns, plan=case.plan(ranks.size), ranks=ranks, clip=None)
+        return train_step(case, step)
+
+    want = oracle.train(model("mlp"), loss(case), by_turns, batches(case))
+    assert max(oracle.deviation(got, want) for got in threads.run(4, body)) <= oracle.TOLERANCE

@@ -198,10 +198,17 @@ def test_a_model_with_our_hooks_is_copied_without_them():
     assert threads.run(1, body) == [True]
 
 
-def test_hooks_of_ours_run_in_the_order_of_registration_and_after_all_of_the_users():
-    weight, seen = torch.nn.Parameter(torch.ones(1)), []
-    for name in ("begin", "take"):
-        register_last(weight, lambda _, name=name: seen.append(name))
-    weight.register_post_accumulate_grad_hook(lambda _: seen.append("user"))
-    weight.sum().backward()
-    assert seen == ["user", "begin", "take"]
+def test_our_own_hooks_run_in_the_order_of_registration():
+    told = []
+    parameter = torch.nn.Parameter(torch.ones(1))
+    for name in ("first", "second", "third"):
+        register_last(parameter, lambda _, name=name: told.append(name))
+    parameter.register_post_accumulate_grad_hook(lambda _: told.append("the user's"))
+    parameter.sum().backward()
+    assert told == ["the user's", "first", "second", "third"]
+    told.clear()
+    other = torch.nn.Parameter(torch.ones(1))
+    for name in ("first", "second", "third"):
+        register_last(other, lambda _, name=name: told.append(name))
+    other.sum().backward()
+    assert told == ["first", "second", "third"]

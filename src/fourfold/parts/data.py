@@ -9,6 +9,7 @@ Law: a round is sealed with every slot written or known to be unused, and every 
 """
 
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn, Protocol
@@ -138,6 +139,8 @@ class Gradients:
             for bucket in buckets
             for slot in bucket.slots
         ]
+        # Asked in the same way as in `leave_kept`: what asks counts too.
+        self._num_holders = [sys.getrefcount(self.views[number]) for number in range(len(self.views))]
         self.launch_order = list(range(len(buckets)))
         self.on_launch: Callable[[], None] = nothing
         """Called after every launch."""
@@ -189,6 +192,20 @@ class Gradients:
     def last(self) -> None:
         """The next backward is the round's last: buckets may be launched as they become complete."""
         self._last = True
+
+    @torch.no_grad()
+    def leave_kept(self) -> None:
+        """Before slots are written: a view that was in `.grad` and that somebody has kept becomes a copy.
+
+        As with torch's own gradients, which are new tensors where `.grad` was None.
+        """
+        for number in range(len(self.views)):
+            if sys.getrefcount(self.views[number]) == self._num_holders[number]:
+                continue
+            view = self.views[number]
+            if self._parameters[self._names[number]].grad is not view:
+                self.views[number] = view.view(view.shape)
+                view.data = view.clone()
 
     def take(self, parameter: Tensor, number: int) -> None:
         """Autograd has a parameter's gradient ready."""

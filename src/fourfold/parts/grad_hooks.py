@@ -24,16 +24,19 @@ class _Hooks(OrderedDict[int, Hook]):
     def __setitem__(self, key: int, hook: Hook) -> None:
         super().__setitem__(key, hook)
         for ours in self.last:
-            # Not move_to_end: torch reads the underlying dict, whose order that does not change.
-            moved = self[ours]
-            del self[ours]
-            super().__setitem__(ours, moved)
+            self.move_behind_all(ours)
+
+    def move_behind_all(self, key: int) -> None:
+        # Not move_to_end: torch reads the underlying dict, whose order that does not change.
+        moved = self[key]
+        del self[key]
+        super().__setitem__(key, moved)
 
 
 def register_last(parameter: Tensor, hook: Hook) -> None:
     """Register a post-accumulate hook that runs after the user's, those registered later included.
 
-    Hooks registered here run in the order of their registration.
+    Several of ours run in the order of registration.
     """
     holder: Any = parameter
     earlier = holder._post_accumulate_grad_hooks
@@ -41,10 +44,10 @@ def register_last(parameter: Tensor, hook: Hook) -> None:
         holder._post_accumulate_grad_hooks = _Hooks()
         for key in earlier or ():
             parameter.register_post_accumulate_grad_hook(_still_in(earlier, key))
-    hooks: _Hooks = holder._post_accumulate_grad_hooks
-    before, hooks.last = hooks.last, []  # the new one must not push the others behind itself
     handle = parameter.register_post_accumulate_grad_hook(hook)
-    hooks.last = [*before, handle.id]
+    hooks: _Hooks = holder._post_accumulate_grad_hooks
+    hooks.last.append(handle.id)
+    hooks.move_behind_all(handle.id)  # those of ours that were there have just been moved behind it
 
 
 def _still_in(hooks: dict[int, Hook], key: int) -> Hook:

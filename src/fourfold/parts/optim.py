@@ -273,7 +273,7 @@ class FlatOptimizer:
         """The bucket's runs, one after the other, each with its options and gradients."""
         groups = self._user.param_groups if self._kept is None else self._kept
         theirs = {k: v for k, v in groups[self._buckets[bucket].group].items() if k != "params"}
-        theirs |= self._chosen[bucket]
+        theirs = _sparing_sums(theirs | self._chosen[bucket])
         for run in self._flat[bucket]:
             run.optimizer.param_groups[0].update(theirs)
             for piece in run.pieces:
@@ -371,11 +371,16 @@ def _scalar(value: Any, weight: Tensor, *, fused: bool) -> Any:
     return torch.tensor(value, dtype=dtype, device=weight.device if fused else None)
 
 
+def _sparing_sums(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a group, without an implementation that writes into gradients: other ranks may still read them."""
+    if options.get("foreach") and options.get("nesterov"):
+        return options | {"foreach": False}  # it adds the momentum to the gradients
+    return options
+
+
 def _implementation(optimizer: Optimizer, weight: Tensor) -> dict[str, bool | None]:
     """Fused, where the class has it for this device and the user asked for no other implementation."""
     theirs = {key: optimizer.defaults.get(key) for key in IMPLEMENTATION if key in optimizer.defaults}
-    if theirs.get("foreach") and optimizer.defaults.get("nesterov"):
-        return theirs | {"foreach": False}  # it adds the momentum to the sums, which other ranks may still read
     if "fused" not in theirs or any(value is not None for value in theirs.values()):
         return theirs
     # torch 2.13's fused SGD leaves most elements of 2-byte weights as they are on CPUs (pytorch#191763).

@@ -7,11 +7,13 @@ Law: the wrapped optimizer does on every rank what it would have done alone on t
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fourfold.parts import comm, data
 from fourfold.parts.grad_hooks import register_last
@@ -36,6 +38,8 @@ NO_BACKWARD = -1
 # The kind of scalar that counts the ranks with data. Losses are the loop's own here, and who reads this sum knows
 # that all ranks are in the same call.
 ACTIVE = LOSS
+_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""By parameter: a weak reference to the DistributedOptimizer that reduces its gradient."""
 
 
 @dataclasses.dataclass
@@ -96,11 +100,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._syncing, self._backward = True, NO_BACKWARD
         self._num_backwards = self._num_steps = 0
         self._joining: _Joining | None = None
+        self._has_left = False
         # Before those that take gradients: a round begins before its first gradient is taken. Hooks of tensors would
         # be called by torch.autograd.grad too, which leaves nothing to reduce.
         for parameter in trainable.values():
             register_last(parameter, self._at_the_beginning)
         self._connect(trainable, plan)
+        self._take_over(trainable)
+
+    def _take_over(self, trainable: dict[str, nn.Parameter]) -> None:
+        """A parameter belongs to its last DistributedOptimizer alone: earlier ones would take its gradient first."""
+        for parameter in trainable.values():
+            owner = _owners.get(parameter)
+            earlier = None if owner is None else owner()
+            if earlier is not None:
+                earlier._leave()
+            _owners[parameter] = weakref.ref(self)
+
+    def _leave(self) -> None:
+        """Another one has taken over."""
+        self._has_left, self._gradients.listening = True, False
+        self._inputs.close()
 
     def _connect(self, trainable: dict[str, nn.Parameter], plan: Plan) -> None:
         specs = data.specs(trainable, {})
@@ -119,14 +139,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         slots = [(slot.name, self._transport.slots[bucket.index]) for bucket in buckets for slot in bucket.slots]
         self._parameters = [trainable[name] for name, _ in slots]
         self._num_buckets = len(buckets)
-        pairs = zip(slots, self._gradients.views, strict=True)
-        reduced = [Reduced(name, trainable[name], slot, view) for (name, slot), view in pairs]
-        ours = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
-        ours -= {id(p) for p in self._parameters}
-        self._unreduced = Unreduced(reduced, {name: p for name, p in self._model.named_parameters() if id(p) in ours})
+        reduced = [Reduced(name, trainable[name], slot) for name, slot in slots]
+        self._unreduced = Unreduced(reduced, self._gradients.views, self._optimizer)
 
     def _at_the_beginning(self, _: Tensor) -> None:
         """Ask autograd, once a backward, to call `_finish` when it has ended."""
+        if self._has_left:
+            return
         if not self._syncing:
             self._unreduced.touched()
             return
@@ -138,6 +157,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise TrainingError(Problem(got, "ranks that agree on what has been summed", "a new DistributedOptimizer"))
         self._backward = backward
         self._begin_round(has_data=True)
+        self._gradients.leave_kept()
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
 
     @torch.no_grad()
@@ -219,11 +239,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, gradients add up on this rank alone; the next backward outside sums what all have gathered."""
+        self._refuse_left()
         self._syncing = self._gradients.listening = False
         try:
             yield
         finally:
-            self._syncing = self._gradients.listening = True
+            self._syncing = True
+            self._gradients.listening = not self._has_left
 
     @contextlib.contextmanager
     def join(self, *, divide_by_initial_world_size: bool = True) -> Iterator[None]:
@@ -238,6 +260,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Inside, ranks may not meet in other ways: those that have left do not come. What a rank has gathered under
         `no_sync()` and not yet reduced when it leaves is lost. One scalar more travels with each reduction.
         """
+        self._refuse_left()
         if self._joining is not None:
             raise TrainingError(Problem("join() within join()", "one around the whole loop"))
         joining = self._joining = _Joining(by_all=divide_by_initial_world_size)
@@ -304,6 +327,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises TrainingError, before a weight moves, for a `.grad` that no reduction has seen since the last step: one
         that was set by hand, or left by backwards within `no_sync()` alone.
         """
+        self._refuse_left()
         if closure is None:
             self._refuse_unreduced()
             loss = self._optimizer.step()
@@ -313,6 +337,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._num_steps += 1
         return loss
 
+    def _refuse_left(self) -> None:
+        if self._has_left:
+            got = "a DistributedOptimizer some of whose parameters a newer one has taken over"
+            attempt = "the newest, or one torch optimizer that calls several, wrapped once"
+            raise TrainingError(Problem(got, "one DistributedOptimizer for a parameter", attempt))
+
     def _called(self, closure: Callable[[], float]) -> float:
         loss = closure()
         self._refuse_unreduced()
@@ -320,7 +350,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _refuse_unreduced(self) -> None:
         if self._ranks.size > 1:
-            self._unreduced.refuse()
+            self._unreduced.refuse(self._model)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the buckets are made. Raises OptimizerError."""

@@ -5,6 +5,8 @@ each rank has all gradients and weights; see `parts.step_hooks`.
 Law: nothing that the optimizer was told to do is left out without a word.
 """
 
+import operator
+
 from torch.optim import Adagrad, Optimizer
 
 from fourfold.parts import step_hooks
@@ -35,13 +37,21 @@ class Unchanged:
 
     def __init__(self, optimizer: Optimizer, plan: Plan) -> None:
         self._optimizer, self._plan = optimizer, plan
+        self._members = [list(group["params"]) for group in optimizer.param_groups]
         self._built, self._judged = self._seen(), self._steps()
 
     def _seen(self) -> tuple[object, ...]:
         """What may not change; compared in every step, so few and cheap."""
-        optimizer = self._optimizer
-        sizes = tuple([len(group["params"]) for group in optimizer.param_groups])
-        return sizes, id(optimizer.state), len(optimizer.state)
+        return id(self._optimizer.state), len(self._optimizer.state)
+
+    def _has_members(self) -> bool:
+        """Whether every group has the parameters that it had."""
+        groups = self._optimizer.param_groups
+        if len(groups) != len(self._members):
+            return False
+        # By identity: to compare tensors would read them.
+        pairs = [(group["params"], built) for group, built in zip(groups, self._members, strict=True)]
+        return all(len(now) == len(built) and all(map(operator.is_, now, built)) for now, built in pairs)
 
     def _steps(self) -> tuple[object, object]:
         """The functions called by `optimizer.step()`."""
@@ -53,12 +63,11 @@ class Unchanged:
         if steps != self._judged or step_hooks.is_any(self._optimizer):
             problems = _problems(self._optimizer, self._plan)
             self._judged = self._judged if problems else steps
-        seen = self._seen()
-        if seen != self._built:
-            if seen[0] != self._built[0]:
-                problems.append(Problem("other parameters in the optimizer than at the build", "a new TrainStep"))
-            if seen[1:] != self._built[1:]:
-                problems.append(_state_problem())
+        if not self._has_members():
+            got = "other parameters in the optimizer than at the build, or in other groups"
+            problems.append(Problem(got, "the groups as they were", "a new TrainStep"))
+        if self._seen() != self._built:
+            problems.append(_state_problem())
         return problems
 
 

@@ -1,16 +1,17 @@
 """Unreduced gradients: what is in `.grad` at `step()`, and no reduction has seen since the last step.
 
 unseen  parameters whose `.grad` may hold such a gradient: set by hand, or left by a backward within `no_sync()`
-late    parameters that were frozen when the buckets were made: no reduction ever sees them
+late    parameters that are in no bucket: frozen when the buckets were made, or given to the optimizer since
 Law: an optimizer step moves weights only by what all ranks have alike. The check is this rank's own, without
 communication; once a reduction has seen a gradient, what is done to it on one rank alone is not found.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fourfold.words.errors import Problem, TrainingError
 
@@ -18,19 +19,20 @@ SHOWN = 3  # names in a message
 
 
 class Reduced(NamedTuple):
-    """A parameter whose gradient is reduced: its name, the slot that then holds it, and the `.grad` that shows it."""
+    """A parameter whose gradient is reduced: its name, and the slot that then holds it."""
 
     name: str
     parameter: nn.Parameter
     slot: Tensor
-    view: Tensor
 
 
 class Unreduced:
     """Knows which gradients of a rank no reduction has seen since the last step."""
 
-    def __init__(self, reduced: Sequence[Reduced], late: Mapping[str, nn.Parameter]) -> None:
-        self._reduced, self._late = reduced, late
+    def __init__(self, reduced: Sequence[Reduced], views: Sequence[Tensor], optimizer: Optimizer) -> None:
+        """`views`: the `.grad` of each parameter after a reduction. The list may get others."""
+        self._reduced, self._views, self._optimizer = reduced, views, optimizer
+        self._known = {id(each.parameter) for each in reduced}
         self._slots = list({id(each.slot): each.slot for each in reduced}.values())
         self._all = range(len(reduced))
         self._unseen: Sequence[int] = self._all
@@ -50,26 +52,32 @@ class Unreduced:
         self._unseen = self._all
         self._versions = {id(slot): slot._version for slot in self._slots}
 
-    def refuse(self) -> None:
+    def refuse(self, model: nn.Module) -> None:
         """Raise TrainingError naming the parameters with a gradient that no reduction has seen."""
         not_averaged = "has not been averaged over the ranks since the last step"
         need = "the mean gradient: with gradients of their own the ranks' weights would drift apart"
         problems = []
-        unseen = [each.name for each in map(self._reduced.__getitem__, self._unseen) if self._is_unseen(each)]
+        unseen = [self._reduced[number].name for number in self._unseen if self._is_unseen(number)]
         if unseen:
             attempt = "loss.backward() outside no_sync(), and edits of .grad only after it"
             problems.append(Problem(f".grad of {_shown(unseen)} {not_averaged}", need, attempt))
-        late = [name for name, parameter in self._late.items() if _holds(parameter.grad)]
+        # The groups as they are now: parameters may have come since the build.
+        groups = self._optimizer.param_groups
+        late = [p for group in groups for p in group["params"] if id(p) not in self._known and _holds(p.grad)]
         if late:
-            got = f".grad of {_shown(late)}, frozen when DistributedOptimizer was built, {not_averaged}"
-            problems.append(Problem(got, need, "requires_grad_(True) before DistributedOptimizer(…)"))
+            names = {id(parameter): name for name, parameter in model.named_parameters()}
+            shown = _shown([names.get(id(p), "a parameter without a name") for p in late])
+            got = f".grad of {shown}, frozen when DistributedOptimizer was built, or not the model's, {not_averaged}"
+            attempt = "requires_grad_(True) before DistributedOptimizer(…), or a new one around a new optimizer"
+            problems.append(Problem(got, need, attempt))
         if problems:
             raise TrainingError(problems, where="step()")
 
-    def _is_unseen(self, each: Reduced) -> bool:
+    def _is_unseen(self, number: int) -> bool:
+        each = self._reduced[number]
         gradient = each.parameter.grad
         # What the last step has used, as it was: a second step with it is the same on all ranks.
-        is_last = gradient is each.view and self._versions.get(id(each.slot)) == each.slot._version
+        is_last = gradient is self._views[number] and self._versions.get(id(each.slot)) == each.slot._version
         return not is_last and _holds(gradient)
 
 
