@@ -405,6 +405,13 @@ def test_an_interrupt_that_is_dropped_while_importing_is_not_lost(monkeypatch: p
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.parametrize("arguments", [["--version"], ["show", "zerro=1"]])
+def test_a_command_that_was_called_in_a_program_leaves_it_its_handlers(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 @pytest.mark.parametrize("command", ["show", "verify"])
 def test_a_misspelt_field_is_named_before_a_plan_is_missed(refused: Refused, command: str):
     assert "zerro = 1   need a known setting   try zero=1" in refused(command, "zerro=1")
