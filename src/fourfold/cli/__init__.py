@@ -50,6 +50,7 @@ def _run(arguments: list[str]) -> int:
 
     try:
         act = read(arguments)
+        interrupt.insist()  # typer ends its parsing on an interrupt, as if nothing were to be done
         return act() if act is not None else 0
     except (KeyboardInterrupt, BrokenPipeError):
         raise

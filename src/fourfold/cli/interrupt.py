@@ -5,6 +5,7 @@ dropped, and the command would go on as if nobody had asked it to stop.
 
 listen  from the start of the command
 check   when its imports are done: Python's own handler is there again, which a program may replace
+insist  after code of others that may have dropped it
 stop    at its end, however it ends: whoever called it in a process of theirs has their handler back
 """
 
@@ -31,6 +32,11 @@ def _hear(number: int, frame: FrameType | None) -> None:
 def check() -> None:
     """Stop listening. Raises KeyboardInterrupt if one was raised and has not come through."""
     stop()
+    insist()
+
+
+def insist() -> None:
+    """Raises KeyboardInterrupt if one was raised and has not come through; the listening goes on."""
     if _heard:
         raise KeyboardInterrupt
 
