@@ -2,6 +2,7 @@
 
 import functools
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -31,6 +32,21 @@ def world() -> Iterator[Callable[[int], World]]:
     yield of_size
     for each in worlds.values():
         each.end()
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    """Each test begins with Python's own handlers and leaves them: a signal that one sends is not to end the tests.
+
+    A shell without job control starts what it leaves in the background with SIGINT ignored.
+    """
+    default = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in default.items()}
+    yield
+    left = [number.name for number, handler in default.items() if signal.getsignal(number) is not handler]
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    assert not left, f"a handler was left behind of {', '.join(left)}"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

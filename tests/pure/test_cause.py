@@ -1,5 +1,6 @@
 """Why a job ended: the first cause, told once, with the user's lines."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -108,6 +109,37 @@ def test_bad_input_keeps_its_exit_code() -> None:
     found = first(cause.record(PlanError(Problem("dp = 3", "2")), rank=2))
     assert found.exit_code == 2
     assert found.text.startswith("rank 2 of 4 failed\nPlanError")
+
+
+def test_an_error_that_fails_to_say_what_it_is_is_told_all_the_same() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no words")
+
+    found = cause.record(Mute(), rank=1)
+    assert found.message == "Mute"
+    assert "Mute" in found.text
+
+
+@pytest.mark.parametrize(
+    ("ending", "kind", "code"),
+    [
+        ("", cause.ENDED, 0),
+        ("raise ValueError", "ValueError", 1),
+        ("import asyncio; raise asyncio.CancelledError", "CancelledError", 1),
+    ],
+)
+def test_a_rank_tells_how_it_ended_whatever_it_has_made_of_its_environment(
+    ending: str, kind: str, code: int, tmp_path: Path
+) -> None:
+    path, script = tmp_path / "told.json", tmp_path / "script.py"
+    script.write_text(f"import os\nos.environ.clear()\n{ending}\n")
+    environ = {**os.environ, "RANK": "1", "TORCHELASTIC_ERROR_FILE": str(path)}
+    command = [sys.executable, "-m", "fourfold.engines.worker", str(os.getpid()), str(script)]
+    assert subprocess.run(command, env=environ, timeout=300, check=False).returncode == code
+    found = cause.read(path)
+    assert found is not None
+    assert (found.kind, found.rank) == (kind, 1)
 
 
 def test_a_record_survives_its_file(tmp_path: Path) -> None:

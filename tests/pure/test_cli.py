@@ -383,6 +383,24 @@ def test_ctrl_c_is_one_line_and_130(monkeypatch: pytest.MonkeyPatch, capfd: pyte
     assert capfd.readouterr() == ("", "fourfold: stopped by SIGINT\n")
 
 
+def test_ctrl_c_while_options_are_read_is_130(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("typer._click.core.Command.make_context", interrupted)
+    monkeypatch.setattr("click.Command.make_context", interrupted)
+    monkeypatch.setattr(interrupt, "_heard", False)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main(["train"])
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert ended.value.code == 130
+    assert capfd.readouterr().err.strip() == "fourfold: stopped by SIGINT"
+
+
 def test_samples_whose_tokens_cannot_be_cut_are_refused_before_a_process_is_started(refused: Refused):
     text = refused("train", "digits", "sp=2", "dp=1")
     assert "inputs that are a Tensor" in text
@@ -403,6 +421,13 @@ def test_an_interrupt_that_is_dropped_while_importing_is_not_lost(monkeypatch: p
             interrupt.check()
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["show", "zerro=1"]])
+def test_a_command_that_was_called_in_a_program_leaves_it_its_handlers(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize("command", ["show", "verify"])

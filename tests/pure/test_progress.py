@@ -1,6 +1,7 @@
 """The progress line: calm on a terminal, few plain lines in a log."""
 
 import io
+import os
 
 import pytest
 
@@ -101,3 +102,21 @@ def test_times_are_for_people(seconds: float, text: str) -> None:
 def test_losses_keep_their_width_while_they_fall() -> None:
     assert [five_digits(value) for value in (123.456, 12.3456, 2.30258)] == ["123.46", "12.346", "2.3026"]
     assert five_digits(float("nan")) == "nan"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_run_goes_on_where_nobody_reads_what_it_shows(terminal: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as file:
+        if terminal:
+            file.isatty = lambda: True  # type: ignore[method-assign]
+        progress = Progress(file)
+        progress.start("begin")
+        progress.step(line(1))
+        progress.note("half of it")
+        progress.finish("end")
+    assert capfd.readouterr() == (
+        "",
+        "fourfold: the output could not be written: broken pipe; the run goes on unseen\n",
+    )

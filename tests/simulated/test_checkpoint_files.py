@@ -1,6 +1,7 @@
 """What is on the disk after a save: which checkpoints, which pieces, whose weights. Ranks are threads."""
 
 import functools
+import os
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from fourfold.run.checkpoint.keeper import Keeper, Place, Progress
 from fourfold.run.checkpoint.read import Reader, check_weights, export, load_weights
 from fourfold.run.checkpoint.shelf import Shelf, read_manifest
 from fourfold.run.checkpoint.state import Trained
+from fourfold.run.train import train
 from fourfold.testing import threads
 from fourfold.words.errors import CheckpointError
+from fourfold.words.task import Data, Task
 from tests import training
 from tests.checkpoints import Log, Run, saved_twice
 from tests.training import Case, batches
@@ -137,3 +140,25 @@ def test_pieces_are_balanced_in_bytes(tmp_path):
     sizes = [file.num_bytes for file in read_manifest(shelf.at(3)).files.values()]
     assert len(sizes) == 4
     assert max(sizes) < 1.2 * min(sizes)
+
+
+def test_a_task_that_changes_its_working_directory_leaves_its_run_where_it_is(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def loss(outputs, targets):
+        os.chdir(tmp_path / "elsewhere")
+        return (outputs - targets) ** 2
+
+    task = Task(
+        model=functools.partial(torch.nn.Linear, 2, 1),
+        loss=loss,
+        data=lambda: Data(train=[(torch.full((2,), 0.1 * n), torch.zeros(1)) for n in range(8)]),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        steps=4,
+        batch_size=4,
+    )
+    result = train(task, Plan(), name="moved", checkpoint_every=2)
+    assert result.folder == tmp_path / "runs" / "moved"
+    assert Shelf(tmp_path / "runs" / "moved").steps() == [2, 4]
+    assert not list((tmp_path / "elsewhere").iterdir())

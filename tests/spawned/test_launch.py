@@ -188,6 +188,18 @@ def test_a_signal_ends_every_process(start: Start, number: signal.Signals, code:
     assert not [child for child in children if alive(child)]
 
 
+def test_a_job_under_nohup_outlives_its_terminal(start: Start) -> None:
+    ignored = "import os, sys; from signal import *; signal(SIGHUP, SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    process = start(WAITING, [sys.executable, *FOURFOLD, "run", "-n", "2", "script.py"], launcher=("-c", ignored))
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1.0)
+    process.send_signal(signal.SIGTERM)
+    assert end(process).code == 143
+
+
 def alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

@@ -31,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         # The reader has gone (`fourfold show plan.toml | head`). Python would complain once more as it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
+    finally:
+        interrupt.stop()
     sys.exit(code)
 
 
@@ -48,6 +50,7 @@ def _run(arguments: list[str]) -> int:
 
     try:
         act = read(arguments)
+        interrupt.insist()  # typer ends its parsing on an interrupt, as if nothing were to be done
         return act() if act is not None else 0
     except (KeyboardInterrupt, BrokenPipeError):
         raise

@@ -5,6 +5,8 @@ dropped, and the command would go on as if nobody had asked it to stop.
 
 listen  from the start of the command
 check   when its imports are done: Python's own handler is there again, which a program may replace
+insist  after code of others that may have dropped it
+stop    at its end, however it ends: whoever called it in a process of theirs has their handler back
 """
 
 import signal
@@ -15,6 +17,8 @@ _heard = False
 
 def listen() -> None:
     """From now on an interrupt is remembered too; where somebody else handles SIGINT, nothing changes."""
+    global _heard
+    _heard = False
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _hear)
 
@@ -27,7 +31,17 @@ def _hear(number: int, frame: FrameType | None) -> None:
 
 def check() -> None:
     """Stop listening. Raises KeyboardInterrupt if one was raised and has not come through."""
-    if signal.getsignal(signal.SIGINT) is _hear:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    stop()
+    insist()
+
+
+def insist() -> None:
+    """Raises KeyboardInterrupt if one was raised and has not come through; the listening goes on."""
     if _heard:
         raise KeyboardInterrupt
+
+
+def stop() -> None:
+    """Stop listening: Python's own handler is there again."""
+    if signal.getsignal(signal.SIGINT) is _hear:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -43,10 +43,14 @@ def _care(ready: "Job") -> "Care":
     from fourfold.run import faults
     from fourfold.run.asked import stop_seconds
 
+    folder = ready.folder.absolute()
+
     def record(fault: faults.Fault) -> None:
+        if fault.step < 0 and not folder.exists():
+            return  # Ranks that ended before there was a run; the launcher tells of it on stderr.
         try:
-            faults.append(ready.folder, fault)
-        except OSError as error:  # A full disk, or ranks that died before there was a folder.
+            faults.append(folder, fault)
+        except OSError as error:  # a full disk, say
             _say(f"{faults.FILE} could not be written: {reason(error)}")
 
     return Care(

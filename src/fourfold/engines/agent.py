@@ -30,6 +30,7 @@ from fourfold.words.errors import INTERRUPT_CODE, REQUEUE_CODE
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 UNLIMITED = 10**9  # restarts, as far as torch's agent is concerned: we count for ourselves
+TORCHS_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # torch's agent has a handler of its own for these, at each start
 STOPPED = {REQUEUE_CODE: "it was asked to stop (SIGTERM)", INTERRUPT_CODE: "it was asked to stop (SIGINT)"}
 POLL_SECONDS = 0.02
 SPEAK_SECONDS = 1.0  # for ranks that end themselves at the end of the grace, and say where they were
@@ -49,6 +50,7 @@ class Agent(LocalElasticAgent):
         self._host = socket.gethostname()
         self._exit_codes: dict[int, int] = {}
         """Of the ranks that ended before the others were told to."""
+        self._signals = heard()
         self._hang: watch.Hang | None = None
         self._left_at: float | None = None
         """When a rank was first seen to have left, on the monotonic clock."""
@@ -73,11 +75,11 @@ class Agent(LocalElasticAgent):
         # The agent itself would wait 30 s, whatever its settings say: a failing rank closes the context with defaults.
         def close_soon(death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
             self._note_codes()
-            with contextlib.nullcontext() if self._asked_at is not None else _on_signals(self._end_now):
+            with contextlib.nullcontext() if self._asked_at is not None else _on_signals(self._signals, self._end_now):
                 close(self._let_save(death_sig), self.care.window)
 
         context.close = close_soon
-        for number in SIGNALS:  # in place of torch's handlers, to which every signal is the first
+        for number in self._signals:  # in place of torch's handlers, to which every signal is the first
             signal.signal(number, self._hear)
         return started
 
@@ -244,8 +246,10 @@ class Agent(LocalElasticAgent):
     def _cause_of(self, hang: watch.Hang) -> cause.Cause:
         names = self._names()
         who = " and ".join(names[rank] for rank in hang.ranks)
-        why = "has been stopped by a signal" if hang.stopped else "hangs"
-        text = f"{who} {why}: no step in {hang.seconds:.0f} s, so it was killed"
+        one = len(hang.ranks) == 1
+        stopped, hangs, it = ("has", "hangs", "it was") if one else ("have", "hang", "they were")
+        why = f"{stopped} been stopped by a signal" if hang.stopped else hangs
+        text = f"{who} {why}: no step in {hang.seconds:.0f} s, so {it} killed"
         stack = f"\nit was here, innermost first\n{hang.stack}" if hang.stack else ""
         return cause.Cause(text + stack, 1, hang.ranks[0], signal=signal.SIGKILL)
 
@@ -297,10 +301,18 @@ def _one_line(text: str) -> str:
     return lines[0] if len(lines) == 1 or lines[0].endswith("killed") else f"{lines[0]}: {lines[-1].strip()}"
 
 
+def heard() -> list[signal.Signals]:
+    """The signals that end a job: those that whoever started it has not had ignored.
+
+    `nohup` does so with SIGHUP, a shell without job control with SIGINT and SIGQUIT of its background.
+    """
+    return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+
+
 @contextlib.contextmanager
-def _on_signals(act: Callable[[signal.Signals], None]) -> Iterator[None]:
+def _on_signals(signals: Iterable[signal.Signals], act: Callable[[signal.Signals], None]) -> Iterator[None]:
     """Within: a signal to end does `act` and nothing else."""
-    before = {number: signal.signal(number, lambda got, _: act(signal.Signals(got))) for number in SIGNALS}
+    before = {number: signal.signal(number, lambda got, _: act(signal.Signals(got))) for number in signals}
     try:
         yield
     finally:

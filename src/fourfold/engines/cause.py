@@ -76,12 +76,20 @@ def record(error: BaseException, *, rank: int) -> Record:
     return Record(
         rank=rank,
         kind=type(error).__name__,
-        message=str(error) or type(error).__name__,
+        message=_said(error) or type(error).__name__,
         text=explain(error),
         timestamp=time.time(),
         exit_code=error.exit_code if isinstance(error, FourfoldError) else 1,
         final=isinstance(error, FourfoldError) and not isinstance(error, PeerError),
     )
+
+
+def _said(error: BaseException) -> str:
+    """Its message; "" for an error that fails to say it, which is told all the same."""
+    try:
+        return str(error)
+    except Exception:  # whatever a `__str__` of the user's raises
+        return ""
 
 
 def _record_exit(error: SystemExit, rank: int) -> Record:

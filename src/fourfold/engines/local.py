@@ -21,7 +21,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from fourfold.engines import watch
-from fourfold.engines.agent import SIGNALS, UNLIMITED, Agent
+from fourfold.engines.agent import SIGNALS, TORCHS_SIGNALS, UNLIMITED, Agent, heard
 from fourfold.engines.machine import heap_variables, loopback_variables, thread_variables
 from fourfold.engines.onehost import LOOPBACK, OneHost
 from fourfold.engines.restart import Care
@@ -66,6 +66,7 @@ def launch(command: Sequence[str], *, num_processes: int, care: Care | None = No
             local_addr=LOOPBACK,
         )
         listening = {watch.VARIABLE: name} if care.hang_seconds is not None else {}
+        listening[TORCHS_SIGNALS] = ",".join(number.name for number in heard())
         with _environment({pulse.VARIABLE: str(pulses.path), STORE: str(folder / f"store-{run}"), **listening}):
             return _run(Agent(spec, folder=folder, pulses=pulses, care=care))
 

@@ -27,6 +27,8 @@ EXIT_SECONDS = 2.0  # for atexit functions and threads of a rank that has failed
 def main(arguments: Sequence[str]) -> None:
     launcher, *command = arguments
     _die_with(int(launcher))
+    # Now: what the program makes of its environment is its own business.
+    rank, path = int(os.environ["RANK"]), Path(os.environ["TORCHELASTIC_ERROR_FILE"])
     faulthandler.enable(all_threads=False)
     _tell_where_on_signal()
     env_store.prepare()
@@ -36,12 +38,12 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(INTERRUPT_CODE)
     except SystemExit as leaving:
         if cause.exit_code(leaving):
-            _fail(leaving)
-        _write(cause.ended(_rank()))
+            _fail(leaving, rank, path)
+        cause.write(path, cause.ended(rank))
         raise
-    except Exception as error:  # whatever the program raises
-        _fail(error)
-    _write(cause.ended(_rank()))
+    except BaseException as error:  # whatever the program raises, such as asyncio.CancelledError
+        _fail(error, rank, path)
+    cause.write(path, cause.ended(rank))
 
 
 def run_program(command: Sequence[str]) -> None:
@@ -81,18 +83,10 @@ def _leave_group(process: int) -> None:
         leave(world=True)
 
 
-def _rank() -> int:
-    return int(os.environ["RANK"])
-
-
-def _write(entry: cause.Record) -> None:
-    """Tell the launcher, before the other ranks can notice that this one has gone."""
-    cause.write(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), entry)
-
-
-def _fail(error: Exception | SystemExit) -> NoReturn:
-    entry = cause.record(error, rank=_rank())
-    _write(entry)
+def _fail(error: BaseException, rank: int, path: Path) -> NoReturn:
+    """Tell the launcher, before the other ranks can notice that this one has gone; and go."""
+    entry = cause.record(error, rank=rank)
+    cause.write(path, entry)
     if entry.exit_code in (REQUEUE_CODE, INTERRUPT_CODE):
         leave_at_once(entry.exit_code)
     _end_within(EXIT_SECONDS, entry.exit_code)

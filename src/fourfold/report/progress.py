@@ -2,15 +2,21 @@
 
 line  where a run stands: step, loss, throughput, share of time not spent computing, time left
 note  a text of its own (an evaluation, a warning), shown above the line
-Law: showing never floods: at most a few redraws a second on a terminal, a line in 2 to 60 seconds in a log.
+Law: showing never floods: at most a few redraws a second on a terminal, a line in 2 to 60 seconds in a log. A run
+is worth more than what is shown of it: where nobody reads any more (`| head`), it goes on unseen.
 """
 
 import atexit
+import contextlib
+import errno
+import io
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
+from fourfold.words.errors import reason
 from fourfold.words.record import Line
 from fourfold.words.text import escaped
 from fourfold.words.units import scaled, three
@@ -39,6 +45,7 @@ class Progress:
         self._began_at = clock()
         self._last: Line | None = None
         self._drawn: Line | None = None
+        self._is_read = True
         self._console: Console | None = None
         self._live: Live | None = None
 
@@ -70,9 +77,10 @@ class Progress:
         if self._last is not None and self._last is not self._drawn:
             self._draw(self._last)
         if self._live is not None:
-            self._live.stop()
-            self._live = None
+            live, self._live = self._live, None
             atexit.unregister(self.close)
+            with self._showing():
+                live.stop()
 
     def _interval(self, line: Line, now: float) -> float:
         if self._is_live():
@@ -83,6 +91,10 @@ class Progress:
 
     def _draw(self, line: Line) -> None:
         self._drawn = line
+        with self._showing():
+            self._draw_now(line)
+
+    def _draw_now(self, line: Line) -> None:
         console = self._terminal()
         if not self._is_live():
             self._print("   ".join(cells(line)))
@@ -102,7 +114,28 @@ class Progress:
     def _print(self, text: str) -> None:
         from rich.text import Text
 
-        self._terminal().print(Text(escaped(text)), soft_wrap=True)
+        with self._showing():
+            self._terminal().print(Text(escaped(text)), soft_wrap=True)
+
+    @contextlib.contextmanager
+    def _showing(self) -> Iterator[None]:
+        """Within: what cannot be written is told once on stderr, and the rest is not shown."""
+        try:
+            yield
+        except OSError as error:
+            if self._is_read:
+                self._is_read = False
+                print(
+                    f"fourfold: the output could not be written: {reason(error)}; the run goes on unseen",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            if self._live is not None:
+                atexit.unregister(self.close)
+                self._live = None
+            with contextlib.suppress(io.UnsupportedOperation):
+                # Python would fail on what is left in its buffer at the exit.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._file.fileno())
 
     def _is_live(self) -> bool:
         console = self._terminal()
@@ -112,7 +145,11 @@ class Progress:
         if self._console is None:
             from rich.console import Console
 
-            self._console = Console(file=self._file, highlight=False)
+            class Told(Console):
+                def on_broken_pipe(self) -> None:  # rich's own ends the process
+                    raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+            self._console = Told(file=self._file, highlight=False)
         return self._console
 
 

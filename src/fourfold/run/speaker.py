@@ -60,6 +60,8 @@ class Speaker:
         self._existed = False
         self._is_late = False
         self.opened = Opened("", "", None)
+        self.place = Path()
+        """The run's folder, wherever the program's working directory is later; on every rank."""
         self.rates: list[float] = []
         """The learning rates by group, which the task's schedule multiplies."""
         self.units, self._first = 0, 0
@@ -81,6 +83,7 @@ class Speaker:
             self.opened = Opened(str(self._folder.path), secrets.token_hex(4), self._folder.finished)
             self._existed = self._folder.position() > 0
         self.opened = Opened(*step.exchange(self.opened)[0])
+        self.place = Path(self.opened.path).absolute()
         if self._folder is None or self.opened.finished is not None:
             return
         rates = self._rates()
@@ -150,7 +153,7 @@ class Speaker:
         try:
             host = None if rank is None else platform.node()
             fault = Fault(time=time.time(), kind=kind, step=step, rank=rank, host=host, text=text)
-            faults.append(self._folder.path, fault)
+            faults.append(self.place, fault)
         except OSError as error:
             self.note(f"warning: {faults.FILE} could not be written: {reason(error)}")
 
@@ -196,7 +199,7 @@ class Speaker:
             fault = Fault(
                 time=time.time(), kind="skipped step", step=number, rank=skipped.rank, host=None, text=skipped.text
             )
-            faults.append(self._folder.path, fault)
+            faults.append(self.place, fault)
         except OSError as error:  # A run is worth more than the list of its faults.
             self.note(f"warning: {faults.FILE} could not be written: {reason(error)}")
         self.note(f"skipped {skipped.text}")

@@ -126,11 +126,12 @@ def train(
             if late := told_late(settings, plan):
                 speaker.note(late)
             begin = time.perf_counter()
-            tracing = Tracing(step, every=settings.trace_every, folder=speaker.path, note=speaker.note)
+            traces = None if speaker.path is None else speaker.place
+            tracing = Tracing(step, every=settings.trace_every, folder=traces, note=speaker.note)
             beats.resumed(progress.step)
             run = Training(task, trained, settings, speaker, keeper, tracing, data.valid, beats)
             here = World(rank=step.rank, size=plan.mesh.size)
-            stopping = asked_to_stop(beats, Path(speaker.opened.path), here, limit=limit)
+            stopping = asked_to_stop(beats, speaker.place, here, limit=limit)
             with stopping as asked, _telling_when(step, speaker, beats):
                 progress = run.steps(progress, asked)
                 seconds = time.perf_counter() - begin
@@ -161,8 +162,7 @@ def _lost(step: TrainStep) -> int | None:
 
 @contextlib.contextmanager
 def _keeper(trained: Trained, settings: Settings, speaker: Speaker) -> Iterator[Keeper]:
-    opened = speaker.opened
-    keeper = Keeper(trained, Place(Path(opened.path), opened.token), speaker, seed=settings.seed)
+    keeper = Keeper(trained, Place(speaker.place, speaker.opened.token), speaker, seed=settings.seed)
     try:
         yield keeper
     except BaseException:
@@ -286,6 +286,8 @@ class Training:
         losses = progress.losses
         loss = sum(losses) / len(losses) if losses else float("nan")
         path, rate = self.speaker.path, self.speaker.units / max(seconds, 1e-9)
+        if path is not None and path.absolute() != self.speaker.place:  # The task has changed the working directory.
+            path = self.speaker.place
         result = Result(path, self.settings.steps, loss, progress.valid, rate, seconds, sample)
         self.speaker.finish(result)
         return result

@@ -207,7 +207,7 @@ def _contradictions(
     problems = [
         Problem(f"{names[0]} = {index}, {names[1]} = {size}", "a place below the number of processes")
         for names, (index, size) in ((rank_names, whole), (local_names, local))
-        if index >= size
+        if index >= size and names[0]
     ]
     if local[1] > whole[1]:
         got = f"{local_names[1]} = {local[1]}, {rank_names[1]} = {whole[1]}"
