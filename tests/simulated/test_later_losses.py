@@ -5,11 +5,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fourfold.feed.source import Tensors
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
+from fourfold.run.train import evaluate
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import TaskError
+from fourfold.words.task import Data, Task
 from tests.simulated.test_losses import CUTS, WIDE, alone, batches, ce, flat, net, part, sgd, trained
 
 LATER = {
@@ -162,3 +165,53 @@ def test_a_loss_that_caches_is_trained_and_its_state_is_its_own_in_one_process()
     expected = alone(lambda o, y: Caching()(o, y).mean(), batches())
     assert max(oracle.deviation(each, expected) for each in got) <= TOLERANCE
     assert threads.run(1, lambda ranks: trained(ranks, Centred(), (1, 1, 0), batches()))
+
+
+def slope_too(o, y):
+    return ce(*flat(o, y)) + F.mse_loss(o, torch.zeros_like(o))
+
+
+@pytest.mark.parametrize("loss", [slope_too, LATER["a mean by hand beside"]])
+def test_an_evaluation_of_a_source_refuses_counts_that_part_ways_among_ranks(loss):
+    inputs, targets = batches()[0]
+    targets = targets.clamp(min=0)
+    targets[3:5] = targets[11:] = -100  # not in what the dry run sees
+    source = Tensors(inputs, targets)
+    task = Task(model=net, loss=loss, data=lambda: Data(train=source), optimizer=sgd)
+
+    def body(ranks):
+        step = TrainStep(net(), loss, sgd, plan=Plan(dp=2), ranks=ranks, clip=None)
+        with pytest.raises(TaskError, match="whose counts are not proportional"):
+            evaluate(step, task, source, 4)
+
+    threads.run(2, body)
+
+
+class Field(nn.Module):
+    """A number for each place, with the place, by which the loss differentiates it: as for equations of physics."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        return self.net(x).sum(-1), x
+
+
+def equation(outputs, targets):
+    value, place = outputs
+    (slope,) = torch.autograd.grad(value.sum(), place, create_graph=True)
+    return (slope.square().sum(-1) - value).square().mean()
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_loss_may_differentiate_outputs_by_one_another(cut):
+    def train(ranks, dp, **options):
+        step = TrainStep(Field(), equation, sgd, plan=Plan(dp=dp, **options), ranks=ranks, clip=None)
+        metrics = [step(part(batch, dp, step.data_index)).loss for batch in batches()]
+        return oracle.snapshot(step, metrics, [])
+
+    (expected,) = threads.run(1, lambda ranks: train(ranks, 1))
+    got = threads.run(cut[0], lambda ranks: train(ranks, cut[0], microbatches=cut[1], zero=cut[2]))
+    assert max(oracle.deviation(each, expected) for each in got) <= TOLERANCE

@@ -93,7 +93,8 @@ class Objective:
             if is_compiled(model):
                 calls.clear()  # a dry run is not compiled: in a step they will not be seen
             self._seen_in_forward |= bool(calls)
-            if self._loss is not None:
+            # As in a step, a loss may differentiate outputs by one another.
+            if self._loss is not None and not torch.is_grad_enabled():
                 outputs = mapped(outputs, lambda t: t.detach().requires_grad_() if t.is_floating_point() else t)
             with torch.enable_grad():
                 value = self._value(outputs, part)
