@@ -5,6 +5,7 @@ Law: the microbatches of a batch tile it, in order; there may be empty ones.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -204,11 +205,15 @@ def _total(value: Any) -> Tensor:
 
 def _count(value: Any) -> float:
     """The count of a pair (sum, count); NaN makes a bad step, a negative one would turn the gradient around."""
+    if isinstance(value, Tensor) and value.requires_grad:
+        got = "a loss (sum, count) whose count is trained too, as the second of two losses would be"
+        attempt = "count.detach(), or for several losses one: their sum"
+        raise TaskError(Problem(got, "a count that does not depend on parameters", attempt))
     try:
         count = float(value)
     except (TypeError, ValueError, RuntimeError):
         count = -1.0
-    if not count < 0:
+    if not count < 0 and count != math.inf:
         return count
     got = f"{value!r}" if isinstance(value, int | float) or value is None else f"a {type(value).__name__}"
     raise TaskError(Problem(f"a loss (sum, count) with count = {got}", "how many elements were summed, 0 or more"))

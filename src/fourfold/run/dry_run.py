@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fourfold.parts.uses import naming_transforms
 from fourfold.plan.plan import Plan
 from fourfold.run.batch import Microbatch, call, cut, evaluating, halves, leaves, mapped, num_samples, some
-from fourfold.run.forward_state import Changes, counting, dependent, differing, kept
+from fourfold.run.forward_state import Changes, counting, dependent, differing, kept, of_loss
 from fourfold.run.objective import Measured, Objective, is_compiled
 from fourfold.run.parts_of_loss import Compared, compared
 from fourfold.run.without_randomness import without_randomness
@@ -30,6 +30,8 @@ class Forward(NamedTuple):
     """None where the loss is not asked for."""
     samples: int
     changes: Changes
+    of_loss: Changes
+    """What it left in the buffers of the loss's modules."""
     has_drawn: bool
     itemsize: int
 
@@ -92,10 +94,13 @@ class DryRun:
         with evaluating(self._model) if local or not training else contextlib.nullcontext():
             whole = self._forward(tried)
             value = None if whole.measured is None else whole.measured.value
-            if not (isinstance(value, Tensor) and value.numel() == 1) and not (watches and whole.changes):
+            writes = watches and bool(whole.changes or whole.of_loss)
+            if not (isinstance(value, Tensor) and value.numel() == 1) and not writes:
                 return {}
             whole, parts = self._cut(tried, whole)
             problems = self._state_problems(tried, [*parts, whole]) if watches and whole.changes else []
+            if watches and whole.of_loss:
+                problems += self._loss_problems(tried, [*parts, whole])
         is_number = whole.measured is not None and self._objective.is_number(whole.measured.value, whole.samples)
         if is_number and self._objective.is_compiled:
             problems.append(_unseen("a compiled loss that is one number", self._parts, "the loss as it was written"))
@@ -118,10 +123,16 @@ class DryRun:
     def _forward(self, batch: Any, *, times: int = 1) -> Forward:
         samples = num_samples(batch)
         part = Microbatch(*halves(batch), samples, 0)
-        with kept(self._model) as state:  # with autograd on, as in a step: a model may differentiate within forward
+        modules = self._objective.modules(self._model)
+        with (
+            kept(self._model) as state,
+            kept(modules) as loss_state,
+        ):  # with autograd on, as in a step: a model may differentiate within forward
             with _uncompiled(self._model, self._objective), without_randomness(self._device) as watched:
                 measured = [self._measured(part) for _ in range(times)]
-            return Forward(measured[-1], samples, state.changes(), watched.has_drawn, watched.itemsize)
+            return Forward(
+                measured[-1], samples, state.changes(), loss_state.changes(), watched.has_drawn, watched.itemsize
+            )
 
     def _measured(self, part: Microbatch) -> Measured | None:
         if self._plan.sp == 1:
@@ -150,6 +161,12 @@ class DryRun:
         names = differing([forwards[-1].changes, self._forward(batch, times=2).changes])
         return [counting(names, self._plan.microbatches)] if names else []
 
+    def _loss_problems(self, batch: Any, forwards: Sequence[Forward]) -> list[Problem]:
+        """What is wrong with the buffers that the loss has changed; ranks without samples do not call it."""
+        several = self._forward(batch, times=2).of_loss
+        names = differing([*(forward.of_loss for forward in forwards), several])
+        return [of_loss(names, self._parts)] if names else []
+
     def _judge(self, everyone: list[dict[str, Any]], error: Exception | None, *, training: bool) -> None:
         failed = {rank: told["error"] for rank, told in enumerate(everyone) if told["error"] is not None}
         if error is not None:
@@ -163,6 +180,10 @@ class DryRun:
         losses = [Compared(*told["loss"]) for told in everyone if told["loss"] is not None]
         known = [loss for loss in losses if loss.is_known]
         self._objective.by_hand = bool(known) and all(loss.by_hand for loss in known)
+        self._objective.is_mixed = any(loss.is_mixed for loss in known)
+        divisors = [loss.divided_by for loss in known]
+        is_divided = bool(known) and all(divisor is not None for divisor in divisors)
+        self._objective.divided_by = 1.0 if self._objective.by_hand else divisors[0] if is_divided else None
         self._objective.is_single = any(told["single"] for told in everyone)
         self._objective.is_counted = any(told["counted"] for told in everyone)
         problem = next((loss.problem for loss in known if loss.problem is not None), None)

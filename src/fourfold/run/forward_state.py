@@ -82,6 +82,13 @@ def counting(names: Sequence[str], microbatches: int) -> Problem:
     return Problem(got, "state that does not depend on how many forwards a step has", attempt)
 
 
+def of_loss(names: Sequence[str], parts: int) -> Problem:
+    """What is wrong with buffers of the loss that change with the samples, or with how often it is called."""
+    got = f"the loss writes {_some([name.partition('.')[2] for name in names])} of its own each time that it is called"
+    need = f"a loss without such state: it is called for each part of a batch that is cut in {parts}"
+    return Problem(got, need, 'batch_norm = "local", for state of each rank\'s own (not the same training)')
+
+
 def _some(names: Sequence[str]) -> str:
     return f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}"
 

@@ -40,6 +40,10 @@ class Objective:
         """Whether a loss of shape [1] is a number; None: not known yet."""
         self.by_hand = False
         """Whether a number is a sum of torch's that was divided by its count by hand."""
+        self.is_mixed = False
+        """Whether a number has, beside torch's means, other parts that differ from sample to sample."""
+        self.divided_by: float | None = None
+        """Where a number is a sum of torch's, divided by hand: by how many times its weight. None: it is not."""
         self.is_counted = False
         """Whether a number is weighted by what torch's loss functions count."""
         self.watches_forward = True
@@ -50,6 +54,15 @@ class Objective:
         """The loss functions that were observed last."""
         self.stand_in: Microbatch | None = None
         """A sample for forwards of a rank that has none, where these must leave its buffers as they are elsewhere."""
+
+    def modules(self, model: nn.Module) -> nn.ModuleList:
+        """The modules that the loss function is or holds, as a partial, a method or a closure; not the model."""
+        loss: Any = self._loss
+        held = [loss, getattr(loss, "__self__", None), getattr(loss, "func", None), *getattr(loss, "args", ())]
+        held += [*(getattr(loss, "keywords", None) or {}).values()]
+        held += [cell.cell_contents for cell in getattr(loss, "__closure__", None) or () if _is_filled(cell)]
+        own = set(model.modules())
+        return nn.ModuleList(each for each in dict.fromkeys(map(_module, held)) if each is not None and each not in own)
 
     @property
     def is_models_own(self) -> bool:
@@ -80,11 +93,13 @@ class Objective:
             if is_compiled(model):
                 calls.clear()  # a dry run is not compiled: in a step they will not be seen
             self._seen_in_forward |= bool(calls)
-            if self._loss is not None:
+            # As in a step, a loss may differentiate outputs by one another.
+            if self._loss is not None and not torch.is_grad_enabled():
                 outputs = mapped(outputs, lambda t: t.detach().requires_grad_() if t.is_floating_point() else t)
             with torch.enable_grad():
                 value = self._value(outputs, part)
-        calls = [dataclasses.replace(each, value=each.value.detach()) for each in calls]
+        slopes = _slopes(value, calls)
+        calls = [dataclasses.replace(c, value=c.value.detach(), slope=s) for c, s in zip(calls, slopes, strict=True)]
         outputs, value = (mapped(tree, Tensor.detach) for tree in (outputs, value))  # the graph is not kept
         return self._measured(outputs, value, calls, part)
 
@@ -101,8 +116,8 @@ class Objective:
     def _of_training(self, calls: Sequence[Call]) -> Sequence[Call]:
         """The calls that are trained; where autograd is off, those which were the last time that it was on."""
         told = [each.is_trained for each in calls]
-        if all(flag is not None for flag in told):
-            self._trained = [bool(flag) for flag in told]
+        if any(flag is not None for flag in told):  # beside these, what is called within no_grad is a figure too
+            self._trained = told = [bool(flag) for flag in told]
         elif len(self._trained) == len(calls):
             told = list(self._trained)
         return [each for each, flag in zip(calls, told, strict=True) if flag is not False] if any(told) else calls
@@ -150,12 +165,35 @@ class Objective:
         # Where means are counted, a part that takes none has no elements: `if mask.any(): … else: 0 * outputs.sum()`.
         count, *others = counts or [0.0 if self.is_counted else float(samples)]
         total = value.reshape(()).to(dtype) * (count.to(dtype) if isinstance(count, Tensor) else count)
+        if self.is_mixed and counts:
+            others.append(float(samples))
+        if (
+            self.divided_by is not None
+            and calls
+            and (self.by_hand or len(calls) == 1)
+            and not any(c.is_mean for c in calls)
+        ):
+            self.names = calls[0].name
+            divisor = _divisor(value.detach().reshape(()), calls[0].value, self.divided_by * count)
+            return Loss(total, count, divisor, _square(divisor, count))
         if not others:
             return Loss(total, count)
         self.names = ", ".join(dict.fromkeys(each.name for each in calls if each.is_mean))
         # Factors of which no small sum is a multiple of another: what differs cannot cancel out.
         other = sum(math.sqrt(2 + index) * each for index, each in enumerate(others))
         return Loss(total, count, other, _square(other, count))
+
+
+def _module(held: Any) -> nn.Module | None:
+    return held if isinstance(held, nn.Module) else None
+
+
+def _is_filled(cell: Any) -> bool:
+    """Whether a variable of a closure has a value yet."""
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -197,6 +235,29 @@ def is_uneven(count: float, other: float, square: float) -> bool:
     Each added up over all parts: then other² = count · square if and only if they were (Cauchy and Schwarz).
     """
     return bool(other) and not count * square - other * other <= 1e-10 * other * other
+
+
+def _slopes(value: Any, calls: Sequence[Call]) -> list[float | None]:
+    """How much a number changes with each of the calls that it was made of; None: it does not, or nobody knows."""
+    followed = [each.value for each in calls if each.value.requires_grad]
+    if not (isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad and followed):
+        return [None] * len(calls)
+    if value.is_complex():
+        return [None] * len(calls)
+    with torch.enable_grad():
+        found = iter(torch.autograd.grad(value.sum(), followed, retain_graph=True, allow_unused=True))
+    slopes = [next(found) if each.value.requires_grad else None for each in calls]
+    return [None if slope is None else float(slope) for slope in slopes]
+
+
+def _divisor(value: Tensor, total: Tensor, expected: Count) -> Count:
+    """What a sum was divided by: the expected number, unless it is further off than rounding brings it."""
+    close = 1e-5 if min(value.dtype.itemsize, total.dtype.itemsize) >= 4 else 2e-2
+    value, total = value.double(), total.detach().double()
+    wanted = torch.as_tensor(expected, dtype=torch.float64, device=value.device)
+    is_off = (value * wanted - total).abs() > close * total.abs()  # not where either is no number
+    divisor = (total / value).where(is_off & (value != 0), wanted)
+    return float(divisor) if divisor.device.type == "cpu" else divisor
 
 
 def _square(other: Count, count: Count) -> Count:

@@ -34,6 +34,10 @@ class Compared(NamedTuple):
     has_drawn: bool = False
     """Whether random numbers were drawn, so that the two differ in any case."""
     names: str = ""
+    is_mixed: bool = False
+    """Whether it has, beside torch's means, other parts that differ from sample to sample."""
+    divided_by: float | None = None
+    """Where it is a sum of torch's, divided by hand: by how many times the number of samples. None: it is not."""
 
     @property
     def problem(self) -> Problem | None:
@@ -72,6 +76,9 @@ def compared(
     counts = [(each.loss.count, each.loss.other, each.loss.square) for each in parts]
     totals = [sum(map(float, each)) for each in zip(*counts, strict=True)]
     adds_up = abs(found.whole - found.parts) <= bound(means)
+    found = found._replace(is_mixed=_is_mixed((whole, *parts), bound(means)))
+    if not by_hand:
+        found = found._replace(divided_by=_divided_by((whole, *parts), [sum(samples), *samples], bound(means)))
     is_known = bool(losses[0][1]) and totals[0] > 0
     return found._replace(is_known=is_known, adds_up=adds_up, by_hand=by_hand, is_uneven=is_uneven(*totals))
 
@@ -80,6 +87,39 @@ def _mean(losses: Sequence[tuple[float, float]]) -> float:
     """Of sums and counts; those without elements add nothing."""
     count = sum(count for _, count in losses)
     return sum(total for total, count in losses if count) / count if count else 0.0
+
+
+def _is_mixed(forwards: Sequence[Measured], bound: float) -> bool:
+    """Whether what torch's means leave of a number is not the same, as a penalty is, for the whole and the parts."""
+    forwards = [each for each in forwards if float(each.loss.count)]  # a mean of nothing shows nothing
+    means = [[call for call in each.calls if call.is_mean] for each in forwards]
+    if not means or not all(any(call.slope is not None for call in calls) for calls in means):
+        return False
+    if len({len(calls) for calls in means}) > 1:  # a mean for each sample: the number is a mean of these
+        return True
+    rests = [_rest(each) for each in forwards]
+    of_calls = zip(*means, strict=True)
+    off = [_spread([c.slope or 0.0 for c in calls]) * max(abs(float(c.value)) for c in calls) for calls in of_calls]
+    return max(_spread(rests), *off) > bound
+
+
+def _divided_by(forwards: Sequence[Measured], samples: Sequence[int], bound: float) -> float | None:
+    calls = [each.calls for each in forwards]
+    if any(len(some) != 1 or some[0].is_mean or not some[0].slope for some in calls):
+        return None
+    ratios = [1.0 / (some[0].slope or 1.0) / count for some, count in zip(calls, samples, strict=True)]
+    is_all = max(abs(_rest(each)) for each in forwards) <= bound
+    return ratios[0] if is_all and _spread(ratios) <= 2e-2 * abs(ratios[0]) else None
+
+
+def _rest(measured: Measured) -> float:
+    """What torch's loss functions leave of a number."""
+    calls = measured.calls
+    return float(measured.value.detach()) - sum((call.slope or 0.0) * float(call.value) for call in calls)
+
+
+def _spread(numbers: Sequence[float]) -> float:
+    return max(numbers) - min(numbers)
 
 
 def _by_hand(measured: Measured) -> Any:

@@ -35,6 +35,8 @@ class Call:
     value: Tensor
     is_trained: bool | None
     """Whether autograd follows it, as it does not follow figures for people; None: without autograd one cannot tell."""
+    slope: float | None = None
+    """How much a number changes with it; None: not known."""
 
 
 def _classes(func: Any, given: Options) -> Count:

@@ -27,13 +27,14 @@ from fourfold.run import pulse
 from fourfold.run.arguments import refuse_plan
 from fourfold.run.asked import asked_to_stop, stop_seconds
 from fourfold.run.average import Average
-from fourfold.run.batch import evaluating
+from fourfold.run.batch import Loss, evaluating
 from fourfold.run.build import TrainStep, parallelize
 from fourfold.run.checkpoint.keeper import Keeper, Place, Progress
 from fourfold.run.checkpoint.read import load_weights
 from fourfold.run.checkpoint.state import Trained
 from fourfold.run.late import Lateness
 from fourfold.run.memory_bound import refuse_memory
+from fourfold.run.objective import is_uneven, uneven
 from fourfold.run.outline import meta_model
 from fourfold.run.pulse import Pulse
 from fourfold.run.settings import DRIFT_CHECK, Settings, factors, is_due, refuse_steps, settings_of, told_late
@@ -329,7 +330,12 @@ def _finite(factor: Any, step: int) -> float:
 
 @torch.no_grad()
 def evaluate(step: TrainStep, task: Task, source: Source, batch_size: int) -> dict[str, float]:
-    """Mean loss and the task's measures over a whole source, which the data ranks share. Collective."""
+    """Mean loss and the task's measures over a whole source, which the data ranks share. Collective.
+
+    Raises TaskError, on every rank, where the loss is one number made of means whose counts part ways, and ranks share
+    the source: then other ranks would give another number.
+    """
+    uneven_by = torch.zeros(3, dtype=torch.float64)
     sums: dict[str, list[float]] = {}
     step.flush()
     start, stop = share(0, len(source), step.plan.dp, step.data_index)
@@ -341,11 +347,15 @@ def evaluate(step: TrainStep, task: Task, source: Source, batch_size: int) -> di
         for first in range(start, start + longest, each):
             batch = fetch(source, range(first, min(first + each, stop))) if first < stop else None
             with step.read():
-                found = {} if batch is None else _measures(step, task, batch)
+                loss, found = (None, {}) if batch is None else _measures(step, task, batch)
+            if loss is not None:
+                uneven_by += torch.tensor(list(map(float, (loss.count, loss.other, loss.square))), dtype=torch.float64)
             for name, (total, count) in found.items():
                 held = sums.setdefault(name, [0.0, 0.0])
                 held[0] += float(total)
                 held[1] += float(count)
+    if step.plan.dp > 1 and is_uneven(*step.sum(uneven_by)):
+        raise TaskError(uneven(step.objective.names), where="the validation loss")
     everyone: dict[str, list[float]] = {}
     for theirs in step.exchange(sums):
         for name, (total, count) in theirs.items():
@@ -355,7 +365,7 @@ def evaluate(step: TrainStep, task: Task, source: Source, batch_size: int) -> di
     return {name: total / count for name, (total, count) in everyone.items() if count}
 
 
-def _measures(step: TrainStep, task: Task, batch: Any) -> dict[str, Sequence[Any]]:
+def _measures(step: TrainStep, task: Task, batch: Any) -> tuple[Loss, dict[str, Sequence[Any]]]:
     part, measured = step.measured(batch)
     # Of a model with a loss of its own the labels are among the inputs.
     targets = part.inputs if part.targets is None else part.targets
@@ -363,7 +373,7 @@ def _measures(step: TrainStep, task: Task, batch: Any) -> dict[str, Sequence[Any
     if not isinstance(extra, dict) or not all(map(_is_pair, extra.values())):
         need = "a dict from names to pairs (sum, count)"
         raise TaskError(Problem("what the task's evaluate returned", need, '{"accuracy": (num_right, num_samples)}'))
-    return {"loss": (measured.loss.total, measured.loss.count), **extra}
+    return measured.loss, {"loss": (measured.loss.total, measured.loss.count), **extra}
 
 
 @contextlib.contextmanager

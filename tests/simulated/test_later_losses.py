@@ -1,0 +1,217 @@
+"""Laws of losses whose first batch shows nothing amiss: what a later one shows is refused before a weight moves."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fourfold.feed.source import Tensors
+from fourfold.plan.plan import Plan
+from fourfold.run.build import TrainStep
+from fourfold.run.train import evaluate
+from fourfold.testing import oracle, threads
+from fourfold.testing.oracle import TOLERANCE
+from fourfold.words.errors import TaskError
+from fourfold.words.task import Data, Task
+from tests.simulated.test_losses import CUTS, WIDE, alone, batches, ce, flat, net, part, sgd, trained
+
+LATER = {
+    "a mean by hand beside": lambda o, y: ce(*flat(o, y)) + o.square().mean(),
+    "a sum by all targets": lambda o, y: ce(*flat(o, y), reduction="sum") / y.numel(),
+    "half a sum by those kept": lambda o, y: 0.5 * ce(*flat(o, y), reduction="sum") / (y >= 0).sum().clamp(min=1),
+}
+
+
+def without_grad(o, y):
+    with torch.no_grad():
+        F.mse_loss(o, torch.zeros_like(o))
+    return ce(*flat(o, y))
+
+
+EXACT = {
+    "a sum by samples": lambda o, y: ce(*flat(o, y), reduction="sum") / len(y),
+    "a third of a sum by samples": lambda o, y: ce(*flat(o, y), reduction="sum") / (3 * len(y)),
+    "a figure within no_grad": without_grad,
+    "a threshold that none reaches": lambda o, y: (ce(*flat(o, y)) - 0.1).abs() + 0.1,
+    "a constant beside": lambda o, y: 0.3 * ce(*flat(o, y)) + own_penalty.square(),
+}
+own_penalty = torch.tensor(1.5, dtype=WIDE)
+
+
+def ignoring():
+    """The first samples of a rank ignored throughout."""
+    found = []
+    for inputs, targets in batches():
+        ignored = targets.clone()
+        ignored[:3] = ignored[7:9] = -100
+        found.append((inputs, ignored))
+    return found
+
+
+def later():
+    """A first batch without an ignored target, then others that ignore some, unevenly."""
+    (inputs, targets), *others = batches()
+    return [(inputs, targets.clamp(min=0)), *others]
+
+
+def refused_after(step, given, dp, match):
+    step(part(given[0], dp, step.data_index))
+    before = {name: weight.clone() for name, weight in step.weights()}
+    with pytest.raises(TaskError, match=match):
+        step(part(given[1], dp, step.data_index))
+    return all(torch.equal(weight, before[name]) for name, weight in step.weights())
+
+
+@pytest.mark.parametrize("name", LATER)
+@pytest.mark.parametrize("cut", CUTS)
+def test_what_is_no_mean_of_the_kept_is_refused_once_some_are_ignored(name, cut):
+    def body(ranks):
+        plan = Plan(dp=cut[0], microbatches=cut[1], zero=cut[2])
+        step = TrainStep(net(), LATER[name], sgd, plan=plan, ranks=ranks, clip=None)
+        return refused_after(step, later(), cut[0], "whose counts are not proportional")
+
+    assert all(threads.run(cut[0], body))
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_the_same_losses_train_as_in_one_process_while_nothing_is_ignored(name):
+    given = [(inputs, targets.clamp(min=0)) for inputs, targets in batches()]
+    got = threads.run(3, lambda ranks: trained(ranks, LATER[name], (3, 2, 0), given))
+    assert max(oracle.deviation(each, alone(LATER[name], given)) for each in got) <= TOLERANCE
+
+
+@pytest.mark.parametrize("given", [later, ignoring])
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("cut", CUTS)
+def test_losses_that_stay_exact_when_some_are_ignored_are_not_refused(name, cut, given):
+    expected = alone(EXACT[name], given())
+    got = threads.run(cut[0], lambda ranks: trained(ranks, EXACT[name], cut, given()))
+    assert max(oracle.deviation(each, expected) for each in got) <= TOLERANCE
+
+
+def refused_at_once(loss, match, dp=2, **options):
+    def body(ranks):
+        step = TrainStep(net(), loss(), sgd, plan=Plan(dp=dp, **options), ranks=ranks, clip=None)
+        with pytest.raises(TaskError, match=match):
+            step(part(batches()[0], dp, step.data_index))
+
+    threads.run(dp, body)
+
+
+COUNTS = {
+    "a second loss": (lambda o, y: (ce(*flat(o, y)), o.square().mean()), "whose count is trained too"),
+    "infinite": (lambda o, y: (o.square().sum(), float("inf")), "count = inf"),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_what_is_no_count_is_refused(name):
+    loss, match = COUNTS[name]
+    refused_at_once(lambda: loss, match)
+
+
+class Centred(nn.Module):
+    """Unreduced: how far each sample is from a moving average of all before it."""
+
+    centre: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(5, dtype=WIDE))
+
+    def forward(self, o, y):
+        values = (o - self.centre).square().mean((1, 2))
+        self.centre.mul_(0.9).add_(0.1 * o.detach().mean((0, 1)))
+        return values
+
+
+class Counting(nn.Module):
+    calls: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=WIDE))
+
+    def forward(self, o, y):
+        self.calls += 1
+        return o.square().mean((1, 2)) / self.calls
+
+
+class Caching(nn.Module):
+    """Makes its weights when it is first called: each call leaves the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", None)
+
+    def forward(self, o, y):
+        if self.scale is None:
+            self.scale = torch.arange(1, o.shape[-1] + 1, dtype=o.dtype)
+        return (o * self.scale).square().mean((1, 2))
+
+
+def closed(module):
+    return lambda o, y: module(o, y)
+
+
+@pytest.mark.parametrize("held", [lambda module: module, closed, lambda module: module.forward])
+@pytest.mark.parametrize("kind", [Centred, Counting])
+def test_a_loss_that_writes_its_own_buffers_is_refused_where_a_batch_is_cut(kind, held):
+    refused_at_once(lambda: held(kind()), "the loss writes (centre|calls) of its own")
+
+
+def test_a_loss_that_caches_is_trained_and_its_state_is_its_own_in_one_process():
+    got = threads.run(2, lambda ranks: trained(ranks, Caching(), (2, 2, 0), batches()))
+    expected = alone(lambda o, y: Caching()(o, y).mean(), batches())
+    assert max(oracle.deviation(each, expected) for each in got) <= TOLERANCE
+    assert threads.run(1, lambda ranks: trained(ranks, Centred(), (1, 1, 0), batches()))
+
+
+def slope_too(o, y):
+    return ce(*flat(o, y)) + F.mse_loss(o, torch.zeros_like(o))
+
+
+@pytest.mark.parametrize("loss", [slope_too, LATER["a mean by hand beside"]])
+def test_an_evaluation_of_a_source_refuses_counts_that_part_ways_among_ranks(loss):
+    inputs, targets = batches()[0]
+    targets = targets.clamp(min=0)
+    targets[3:5] = targets[11:] = -100  # not in what the dry run sees
+    source = Tensors(inputs, targets)
+    task = Task(model=net, loss=loss, data=lambda: Data(train=source), optimizer=sgd)
+
+    def body(ranks):
+        step = TrainStep(net(), loss, sgd, plan=Plan(dp=2), ranks=ranks, clip=None)
+        with pytest.raises(TaskError, match="whose counts are not proportional"):
+            evaluate(step, task, source, 4)
+
+    threads.run(2, body)
+
+
+class Field(nn.Module):
+    """A number for each place, with the place, by which the loss differentiates it: as for equations of physics."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        return self.net(x).sum(-1), x
+
+
+def equation(outputs, targets):
+    value, place = outputs
+    (slope,) = torch.autograd.grad(value.sum(), place, create_graph=True)
+    return (slope.square().sum(-1) - value).square().mean()
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_loss_may_differentiate_outputs_by_one_another(cut):
+    def train(ranks, dp, **options):
+        step = TrainStep(Field(), equation, sgd, plan=Plan(dp=dp, **options), ranks=ranks, clip=None)
+        metrics = [step(part(batch, dp, step.data_index)).loss for batch in batches()]
+        return oracle.snapshot(step, metrics, [])
+
+    (expected,) = threads.run(1, lambda ranks: train(ranks, 1))
+    got = threads.run(cut[0], lambda ranks: train(ranks, cut[0], microbatches=cut[1], zero=cut[2]))
+    assert max(oracle.deviation(each, expected) for each in got) <= TOLERANCE
