@@ -96,6 +96,7 @@ def tried(kind: str, loss: Any, plan: Plan | None = None) -> None:
 def test_chance_refuses_no_mean_and_no_generator_moves(kind):
     tried(kind, lambda o, y: F.cross_entropy(o, y))
     tried(kind, lambda o, y: (o - F.one_hot(y, 3)).square().mean())
+    tried(kind, lambda o, y: F.cross_entropy(o, y, reduction="none"))
 
 
 @pytest.mark.parametrize("kind", sorted(CHANCES.keys() - UNSEEN))
@@ -159,7 +160,7 @@ def test_when_one_rank_fails_on_its_first_batch_all_of_them_raise(plan):
     threads.run(3, body)
 
 
-def test_unreduced_values_are_seen_once_and_never_again():
+def test_unreduced_values_are_compared_once_and_never_again():
     calls = []
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -172,7 +173,7 @@ def test_unreduced_values_are_seen_once_and_never_again():
             step(batch())
 
     threads.run(1, body)
-    assert calls == [3] * 7
+    assert calls == [3, 1, 2] + [3] * 6
 
 
 def test_nothing_is_tried_out_where_nothing_is_cut():

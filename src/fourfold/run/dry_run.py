@@ -17,6 +17,7 @@ from fourfold.parts.uses import naming_transforms
 from fourfold.plan.plan import Plan
 from fourfold.run.batch import Microbatch, call, cut, evaluating, halves, leaves, mapped, num_samples, some
 from fourfold.run.forward_state import Changes, counting, dependent, differing, kept, of_loss
+from fourfold.run.gradient_hooks import hook_problems
 from fourfold.run.objective import Measured, Objective, is_compiled
 from fourfold.run.parts_of_loss import Compared, compared
 from fourfold.run.without_randomness import without_randomness
@@ -78,7 +79,9 @@ class DryRun:
         """What a batch shows on this rank."""
         samples = num_samples(batch)
         told: dict[str, Any] = {"empty": samples == 0}
-        if samples and self._objective.is_models_own and is_compiled(self._model):
+        if training and (problems := hook_problems(self._model, self._parts)):
+            told["problems"] = problems
+        elif samples and self._objective.is_models_own and is_compiled(self._model):
             attempt = "its parts compiled: model.model = torch.compile(model.model)"
             told["problems"] = [_unseen("loss = None and a compiled model", self._parts, attempt)]
         elif samples:
@@ -95,9 +98,16 @@ class DryRun:
             whole = self._forward(tried)
             value = None if whole.measured is None else whole.measured.value
             writes = watches and bool(whole.changes or whole.of_loss)
-            if not (isinstance(value, Tensor) and value.numel() == 1) and not writes:
+            # Pairs are believed: with them a loss says that that of a part is what it wants.
+            is_compared = isinstance(value, Tensor) and (training or value.numel() == 1)
+            if not is_compared and not writes:
                 return {}
-            whole, parts = self._cut(tried, whole)
+            try:
+                whole, parts = self._cut(tried, whole)
+            except (RuntimeError, ValueError, IndexError):
+                if isinstance(value, Tensor) and value.numel() > 1 and not writes:
+                    return {}  # A model for so many samples at a time: all parts of a batch have as many.
+                raise
             problems = self._state_problems(tried, [*parts, whole]) if watches and whole.changes else []
             if watches and whole.of_loss:
                 problems += self._loss_problems(tried, [*parts, whole])
@@ -107,7 +117,7 @@ class DryRun:
         self._sample = cut(mapped(some(tried, 0, 1), torch.clone), 1, self._device)[0]
         told: dict[str, Any] = {"problems": problems, "writes": watches and bool(whole.changes)}
         told |= {"single": self._objective.is_single, "counted": self._objective.is_counted}
-        return told | ({"loss": self._compared(whole, parts)} if is_number else {})
+        return told | ({"loss": self._compared(whole, parts)} if is_compared else {})
 
     def _cut(self, batch: Any, whole: Forward) -> tuple[Forward, list[Forward]]:
         """The forward of the whole, and those of two parts. One sample makes a whole with itself."""
@@ -194,8 +204,8 @@ class DryRun:
         if writes and empty:
             got = f"a first batch without samples on rank {empty[0]}, and a model whose forward changes its buffers"
             raise TaskError(Problem(got, "a sample on each rank", "a larger batch"), where="the batch")
-        # An empty batch has shown nothing, nor has a loss that is no finite number.
-        if len(empty) < len(everyone) and (known or not losses):
+        # An empty batch has shown nothing, nor has a loss that is no finite number; unreduced values are asked once.
+        if len(empty) < len(everyone) and (known or all(loss.is_unreduced for loss in losses)):
             self._done.add(training)
             self._objective.stand_in = self._sample if writes else self._objective.stand_in
 

@@ -1,5 +1,7 @@
 """Parts of a loss: whether a loss that is one number is the mean of the same loss of the parts of a batch.
 
+The same of unreduced values and their mean: a value may depend on no other sample.
+
 bound  how far rounding alone may bring the two apart: a forward of other rows is rounded in another way
 Law: what is no mean, such as a sum or a loss among the samples of a batch, is further off than the bound.
 """
@@ -38,6 +40,8 @@ class Compared(NamedTuple):
     """Whether it has, beside torch's means, other parts that differ from sample to sample."""
     divided_by: float | None = None
     """Where it is a sum of torch's, divided by hand: by how many times the number of samples. None: it is not."""
+    is_unreduced: bool = False
+    """Whether it is the mean of unreduced values."""
 
     @property
     def problem(self) -> Problem | None:
@@ -47,6 +51,12 @@ class Compared(NamedTuple):
         if self.adds_up or self.has_drawn:
             return None
         parts = " and ".join(map(str, self.samples))
+        if self.is_unreduced:
+            got = f"unreduced values with a mean of {self.whole:.6g} for {sum(self.samples)} samples together"
+            got += f", and of {self.parts:.6g} for {parts} of them"
+            need = "values that depend on their own sample alone, in model and loss: the batch is cut into parts"
+            attempt = "GroupNorm for statistics of the batch; (values.sum(), len(values)) trains each part by itself"
+            return Problem(got, need, attempt)
         got = f"a loss that is one number, {self.whole:.6g} for {sum(self.samples)} samples together"
         got += f", and {self.parts:.6g} as the mean of {parts} of them"
         need = "a mean over samples, or over what torch's loss functions count: the batch is cut into parts"
@@ -60,7 +70,7 @@ def compared(
     """Compare. `itemsize`: of the least precise number in the forwards; `largest`: of all numbers that went out."""
     losses = [(float(each.loss.total.detach()), float(each.loss.count)) for each in (whole, *parts)]
     sums = [_by_hand(each) for each in (whole, *parts)]
-    found = Compared(_mean(losses[:1]), _mean(losses[1:]), samples)
+    found = Compared(_mean(losses[:1]), _mean(losses[1:]), samples, is_unreduced=whole.value.numel() != 1)
 
     def bound(means: Sequence[float]) -> float:
         return CLOSE[itemsize] * (max(map(abs, means)) + BESIDE * largest)
@@ -72,6 +82,8 @@ def compared(
         by_hand = by_sum[0][1] > 0 and max(off) <= 0.0 and abs(means[0] - means[1]) <= bound(means)
     means = [found.whole, found.parts, *(_mean([each]) for each in losses)]
     if not all(map(math.isfinite, means)):
+        if found.is_unreduced and losses[0][1] and math.isfinite(found.whole):
+            return found._replace(is_known=True, adds_up=False)  # a value that is finite among other samples only
         return found._replace(is_known=by_hand, by_hand=by_hand, adds_up=False)
     counts = [(each.loss.count, each.loss.other, each.loss.square) for each in parts]
     totals = [sum(map(float, each)) for each in zip(*counts, strict=True)]
@@ -125,7 +137,7 @@ def _spread(numbers: Sequence[float]) -> float:
 def _by_hand(measured: Measured) -> Any:
     """Of a number: itself times the count of a sum of torch's, and that sum; each with the count. None: no sum."""
     calls = measured.calls
-    if not calls or any(call.is_mean for call in calls):
+    if measured.value.numel() != 1 or not calls or any(call.is_mean for call in calls):
         return None
     count, value = float(calls[0].count), float(measured.value.detach())
     return (value * count if count else 0.0, count), (float(calls[0].value.detach()), count)

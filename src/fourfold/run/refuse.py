@@ -140,6 +140,7 @@ def model_problems(model: nn.Module, plan: Plan) -> list[Problem]:
     problems = []
     if not any(p.requires_grad for p in model.parameters()):
         problems.append(Problem("a model without trainable parameters", "at least one with requires_grad"))
+    problems += _lazy_problems(model) + _embedding_problems(model, plan)
     norms = [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     parts = plan.num_sharing * plan.microbatches
     if norms and plan.batch_norm == "refuse" and parts > 1:
@@ -158,6 +159,33 @@ def model_problems(model: nn.Module, plan: Plan) -> list[Problem]:
         got = f'codec = "{plan.codec}" and unused = "allow"'
         need = "a gradient for every parameter: what a codec sends of an unused one's remainder would not be applied"
         problems.append(Problem(got, need, 'unused = "refuse", or codec = "bf16"'))
+    return problems
+
+
+def _lazy_problems(model: nn.Module) -> list[Problem]:
+    """Parameters and buffers get their shapes before they are laid over ranks."""
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    lazy = [name for name, tensor in tensors if torch.nn.parameter.is_lazy(tensor)]
+    if not lazy:
+        return []
+    got = (
+        f"lazy modules that have not been called: {', '.join(lazy[:3])}{' …' if len(lazy) > 3 else ''} without a shape"
+    )
+    return [Problem(got, "parameters that have their shapes", "one forward of a sample before the model is given")]
+
+
+def _embedding_problems(model: nn.Module, plan: Plan) -> list[Problem]:
+    """What an embedding does with all the rows that a batch asks for is not done by the parts of a batch."""
+    found = [(n or "the model", m) for n, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    parts, problems = plan.num_sharing * plan.microbatches, []
+    if parts > 1 and (names := [n for n, m in found if m.scale_grad_by_freq and m.weight.requires_grad]):
+        got = f"scale_grad_by_freq at {', '.join(names[:3])}, and a batch that is cut in {parts}"
+        need = "gradients that do not depend on how often the whole batch has an index: a part counts its own"
+        problems.append(Problem(got, need, "scale_grad_by_freq=False"))
+    if plan.num_sharing > 1 and (names := [n for n, m in found if m.max_norm is not None]):
+        got = f"max_norm at {', '.join(names[:3])}, and samples on {plan.num_sharing} ranks"
+        need = "weights that forward does not write: each rank would shorten the rows of its own samples only"
+        problems.append(Problem(got, need, "max_norm=None, and vectors that are normalized after they are looked up"))
     return problems
 
 

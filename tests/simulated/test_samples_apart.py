@@ -1,0 +1,144 @@
+"""Laws of what samples do to each other: a batch is cut only where they do nothing, in forward and in gradients."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fourfold.plan.plan import Plan
+from fourfold.run.build import TrainStep
+from fourfold.run.gradient_hooks import hook_problems
+from fourfold.run.refuse import refuse_for
+from fourfold.testing import threads
+from fourfold.words.errors import PlanError, TaskError
+
+sgd = functools.partial(torch.optim.SGD, lr=0.1)
+PLANS = [Plan(dp=2), Plan(dp=2, microbatches=2, zero=3), Plan(microbatches=2)]
+
+
+class Net(nn.Module):
+    """Four features, three classes; `mix` is what samples do to each other."""
+
+    def __init__(self, mix=lambda x: x):
+        super().__init__()
+        self.first, self.second, self.mix = nn.Linear(4, 4), nn.Linear(4, 3), mix
+        generator = torch.Generator().manual_seed(1)
+        for parameter in self.double().parameters():
+            nn.init.normal_(parameter, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.mix(self.first(x)))
+
+
+def values(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+def contrastive(outputs: Tensor, targets: Tensor) -> Tensor:
+    rows = F.normalize(outputs, dim=1)
+    return F.cross_entropy(rows @ rows.T, torch.arange(len(rows)), reduction="none")
+
+
+def hardest(outputs: Tensor, targets: Tensor) -> Tensor:
+    return values(outputs, targets).topk(len(targets) // 2 + 1).values
+
+
+def step(ranks, model, plan, loss=values):
+    generator = torch.Generator().manual_seed(ranks.rank)
+    inputs = torch.randn(8, 4, dtype=torch.float64, generator=generator)
+    TrainStep(model, loss, sgd, plan=plan, ranks=ranks, clip=None)((inputs, torch.arange(8) % 3))
+
+
+MIXING = {
+    "less the mean": lambda x: x - x.mean(0),
+    "statistics by hand": lambda x: (x - x.mean(0)) / x.std(0),
+    "attention among samples": lambda x: (x @ x.T).softmax(1) @ x,
+}
+
+
+@pytest.mark.parametrize(("kind", "plan"), [*itertools.product([*MIXING, "contrastive"], PLANS), ("hardest", PLANS[0])])
+def test_unreduced_values_that_depend_on_other_samples_are_refused_on_every_rank(kind, plan):
+    def body(ranks):
+        model = Net(MIXING.get(kind, lambda x: x))
+        loss = {"contrastive": contrastive, "hardest": hardest}.get(kind, values)
+        before = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(TaskError, match="values that depend on their own sample alone"):
+            step(ranks, model, plan, loss)
+        if plan.zero == 0:
+            assert all(map(torch.equal, model.parameters(), before))
+
+    threads.run(plan.dp, body)
+
+
+def test_a_pair_says_that_parts_may_be_trained_by_themselves():
+    def loss(outputs, targets):
+        return contrastive(outputs, targets).sum(), len(targets)
+
+    threads.run(2, lambda ranks: step(ranks, Net(MIXING["less the mean"]), PLANS[0], loss))
+
+
+def test_one_process_may_mix_samples():
+    threads.run(1, lambda ranks: step(ranks, Net(MIXING["less the mean"]), Plan()))
+
+
+def test_a_model_for_so_many_samples_at_a_time_is_trained():
+    threads.run(2, lambda ranks: step(ranks, Net(lambda x: x.view(8, 4)), PLANS[0]))
+
+
+BOUNDED = {
+    "clamped": lambda g: g.clamp(-0.01, 0.01),
+    "normalized": lambda g: g / (g.norm() + 1e-6),
+    "a sign": torch.sign,
+    "a threshold": lambda g: g * (g.abs() > 1e-3),
+    "noise": lambda g: g + torch.randn_like(g),
+}
+SCALED = {"half": lambda g: g / 2, "masked": lambda g: g * torch.eye(4).to(g), "seen": lambda g: None}
+SCALED["finite"] = lambda g: torch.nan_to_num(g)
+
+
+def hooked(hook, dtype=torch.float64):
+    model = Net().to(dtype)
+    model.first.weight.register_hook(hook)
+    return model
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", BOUNDED)
+def test_a_hook_that_bounds_gradients_is_refused_where_a_batch_is_cut(kind, plan):
+    def body(ranks):
+        with pytest.raises(TaskError, match=r"a hook of first\.weight"):
+            step(ranks, hooked(BOUNDED[kind]), plan)
+
+    threads.run(plan.dp, body)
+    threads.run(1, lambda ranks: step(ranks, hooked(BOUNDED[kind]), Plan()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", SCALED)
+def test_a_hook_that_scales_or_masks_is_trained(kind, dtype):
+    model = hooked(SCALED[kind], dtype)
+    state = torch.get_rng_state()
+    assert not hook_problems(model, 2)
+    assert torch.equal(state, torch.get_rng_state())
+    if dtype == torch.float64:
+        threads.run(2, lambda ranks: step(ranks, hooked(SCALED[kind]), PLANS[1]))
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_embeddings_that_look_at_a_whole_batch_are_refused_where_it_is_cut(kind):
+    by_count, by_length = kind(5, 3, scale_grad_by_freq=True), kind(5, 3, max_norm=1.0)
+    for plan in PLANS:
+        with pytest.raises(PlanError, match="scale_grad_by_freq at the model"):
+            refuse_for(by_count, plan, clip=None)
+    with pytest.raises(PlanError, match="max_norm at the model"):
+        refuse_for(by_length, PLANS[0], clip=None)
+    refuse_for(by_length, PLANS[2], clip=None)
+    refuse_for(by_count, Plan(), clip=None)
+
+
+def test_modules_without_shapes_are_refused_by_name():
+    with pytest.raises(PlanError, match=r"lazy modules .* 0\.weight, 0\.bias"):
+        refuse_for(nn.Sequential(nn.LazyLinear(3)), Plan(), clip=None)
