@@ -510,3 +510,9 @@ def test_a_parameter_twice_in_a_group_is_refused(refused: Refused, tmp_path: Pat
     (tmp_path / "mine.py").write_text(TASK + code)
     with pytest.warns(UserWarning, match="duplicate"):
         assert "2 parameters that are in a group more than once" in refused("train", "mine.py:odd", "-n", "1")
+
+
+def test_closed_streams_lead_nowhere():
+    command = f"{sys.executable} -m fourfold --version <&- >&-"
+    ended = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
