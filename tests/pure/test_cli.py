@@ -1,6 +1,7 @@
 """The command line: what it reads, and what it refuses before any process is started."""
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -498,3 +499,45 @@ def test_a_folder_in_the_place_of_a_file_is_not_recommended_again(refused: Refus
     Path("a.py").mkdir()
     assert "try" not in refused("train", "plan.toml")
     assert "try" not in refused("train", "a.py")
+
+
+def test_a_plan_that_is_a_pipe_is_refused_and_not_waited_for(refused: Refused, tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe.toml")
+    assert "pipe.toml (is a pipe)   need a file" in refused("train", "mine.py", "pipe.toml")
+
+
+def test_a_plan_may_begin_with_a_byte_order_mark(refused: Refused, tmp_path: Path):
+    (tmp_path / "mark.toml").write_bytes(b"\xef\xbb\xbfversion = 1\ndp = 3\n")
+    assert "need the number of ranks, 2" in refused("train", "mine.py", "mark.toml", "-n", "2")
+
+
+def test_a_number_of_processes_with_thousands_of_digits_is_none(refused: Refused):
+    assert "need a number of processes" in refused("train", "mine.py", "-n", "9" * 5000)
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [
+        ("None", "model() = None   need a torch.nn.Module"),
+        ("(torch.nn.Linear(4, 1),)", "model() of type tuple   need a torch.nn.Module"),
+        ("torch.nn.LazyLinear(1)", "a lazy model: weight has no shape yet   need parameters with shapes"),
+    ],
+)
+def test_what_is_no_model_is_refused(refused: Refused, tmp_path: Path, model: str, problem: str):
+    code = f"\nimport dataclasses\nodd = dataclasses.replace(fixed, model=lambda: {model})\n"
+    (tmp_path / "mine.py").write_text(TASK + code)
+    assert problem in refused("train", "mine.py:odd", "-n", "1")
+
+
+def test_a_parameter_twice_in_a_group_is_refused(refused: Refused, tmp_path: Path):
+    make = "lambda p: torch.optim.SGD([*p] * 2, lr=0.1)"
+    code = f"\nimport dataclasses\nodd = dataclasses.replace(fixed, optimizer={make})\n"
+    (tmp_path / "mine.py").write_text(TASK + code)
+    with pytest.warns(UserWarning, match="duplicate"):
+        assert "2 parameters that are in a group more than once" in refused("train", "mine.py:odd", "-n", "1")
+
+
+def test_closed_streams_lead_nowhere():
+    command = f"{sys.executable} -m fourfold --version <&- >&-"
+    ended = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")

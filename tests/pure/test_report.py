@@ -215,3 +215,11 @@ def test_runs_of_one_unit_share_an_axis_of_throughput(tmp_path):
     (rate,) = (said for name, said in axes.items() if name.endswith("a second"))
     assert "first" in rate
     assert "second" in rate
+
+
+def test_a_measure_that_is_no_number_is_shown(run):
+    lines = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(lines + json.dumps({"step": 20, "valid": {"loss": None, "f1": None}}) + "\n")
+    figures = dict(page.key(record.read(run)))
+    assert figures["validation loss"] == figures["f1"] == "nan"
+    parsed(page.page(record.read(run)))

@@ -215,3 +215,23 @@ def test_a_corpus_larger_than_the_memory_is_mapped(tmp_path: Path) -> None:
     corpus = Corpus([Piece(path, 0, num_bytes)])
     first, last = corpus.read([0, num_bytes - 5], 5)
     assert (bytes(first), bytes(last)) == (b"begin", b"\0\0end")
+
+
+class Short(Counted):
+    """A `fetch` that makes batches of a size of its own."""
+
+    def fetch(self, indices, /):
+        return {"image": torch.zeros(3, 2)}, torch.zeros(3)
+
+
+def test_a_fetch_with_another_number_of_samples_is_refused():
+    assert len(fetch(Short(), range(3))[1]) == 3
+    for indices in ([], [0], range(4)):
+        with pytest.raises(DataError, match=f"fetch of {len(indices)} indices returned a tensor of \\[3"):
+            fetch(Short(), indices)
+
+
+@pytest.mark.parametrize("odd", [torch.ones(4).to_sparse(), np.array("a"), np.array([None])])
+def test_samples_that_cannot_be_stacked_are_refused(odd):
+    with pytest.raises(DataError, match="cannot be stacked"):
+        fetch([(odd, 1.0)] * 2, [0, 1])

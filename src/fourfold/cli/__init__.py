@@ -18,6 +18,7 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """The `fourfold` command. Always ends the process."""
+    _fill_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
@@ -34,6 +35,16 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     finally:
         interrupt.stop()
     sys.exit(code)
+
+
+def _fill_closed_streams() -> None:
+    """Streams that the caller has closed (`>&-`) lead nowhere: else a checkpoint may be opened under their number."""
+    for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # noqa: SIM115
+            if stream.fileno() == number:
+                os.set_inheritable(number, True)
+            setattr(sys, name, stream)
 
 
 def _interrupted(stop: KeyboardInterrupt) -> int:

@@ -14,6 +14,7 @@ from fourfold.words.errors import Problem, SettingError
 from fourfold.words.world import World, cores
 
 MOST_PROCESSES = 4  # by default and without GPUs: more small processes rarely help, and never by surprise
+MOST_DIGITS = 9
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -60,7 +61,7 @@ def check_number(text: str | None, world: World | None) -> int | None:
 
     Raises SettingError where -n is no number, or a launcher has started another.
     """
-    if text is not None and not (text.isdecimal() and int(text)):
+    if text is not None and not (text.isdecimal() and len(text) <= MOST_DIGITS and int(text)):
         raise SettingError(Problem(f"-n {text}", "a number of processes, at least 1", "-n 1"), where="the command line")
     number = None if text is None else int(text)
     if world is None:

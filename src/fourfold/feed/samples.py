@@ -34,7 +34,7 @@ def source_problem(source: Any, name: str) -> Problem | None:
         return Problem(got, NUMBERED, "list(source), if it fits into memory" if hasattr(source, "__iter__") else "")
     try:
         return None if len(source) else Problem(f"{name} without samples", "at least one")
-    except (TypeError, ValueError, OverflowError) as error:  # no length, a negative one, one beyond an index
+    except Exception as error:  # no length, a negative one, one beyond an index; or the source's own objection
         return Problem(f"{got}: {error}", NUMBERED)
 
 
@@ -58,10 +58,13 @@ def stack(samples: Sequence[Any], numbers: Sequence[int]) -> Any:
     """
     try:
         return collate(samples, collate_fn_map=_HANDLERS)
-    except Exception:
-        if problem := _difference(samples, numbers):
-            raise DataError(problem, where="the source") from None
-        raise
+    except Exception as error:
+        problem = _difference(samples, numbers)
+        if problem is None:  # strings in an array, sparse tensors
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            got = f"samples {numbers[0] if numbers else 0} and on cannot be stacked: {said}"
+            problem = Problem(got, "dense tensors, arrays or numbers", "tensors, or a source with a fetch(indices)")
+        raise DataError(problem, where="the source") from None
 
 
 class _Unlike(Exception):

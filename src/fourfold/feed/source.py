@@ -38,11 +38,27 @@ def fetch(source: Source, indices: Sequence[int]) -> Any:
     """
     method = getattr(source, "fetch", None)
     if method is not None:
-        return method(indices)
+        return _counted(method(indices), len(indices))
     samples = [_checked(source[i], i) for i in indices] or [_checked(source[0], 0)]
     batch = stack(samples, indices)
     batch = batch if isinstance(batch, dict) else tuple(batch)
     return batch if len(indices) else _none_of(batch)
+
+
+def _counted(batch: Any, num_samples: int) -> Any:
+    """What a source's own `fetch` returned. Raises DataError where it has another number of samples than were asked."""
+    level = [batch]
+    while level:
+        value = level.pop()
+        if isinstance(value, Mapping):
+            level += value.values()
+        elif isinstance(value, tuple | list):
+            level += value
+        elif isinstance(value, Tensor) and value.dim() and len(value) != num_samples:
+            got = f"fetch of {num_samples} indices returned a tensor of {list(value.shape)}"
+            need = f"a first dim of {num_samples}, a row for each index"
+            raise DataError(Problem(got, need, "one sample for each index: ranks ask for parts of a batch"))
+    return batch
 
 
 def _checked(sample: Any, index: int) -> Any:

@@ -104,6 +104,11 @@ def build(factory: OptimizerFactory, parameters: Sequence[nn.Parameter]) -> Opti
             f"{strangers} parameters that are not the model's", "an optimizer of the parameters it is given"
         )
         raise OptimizerError(problem)
+    # torch would update them once for each time, and only warns.
+    twice = sum(len(group["params"]) for group in optimizer.param_groups) - len(held)
+    if twice:
+        got = f"{twice} parameters that are in a group more than once"
+        raise OptimizerError(Problem(got, "every parameter once", "each parameter once, as model.parameters() has it"))
     left = sum(p.requires_grad and id(p) not in held for p in parameters)
     if left:
         got = f"{left} trainable parameters that are in no group"

@@ -4,6 +4,7 @@ Law: what cannot be decoded raises a DecodeError with its reason in one line; no
 MAX_DEPTH, so that code which walks through it needs no guard of its own.
 """
 
+import errno
 import itertools
 import tomllib
 from pathlib import Path
@@ -43,7 +44,7 @@ def from_toml(text: str) -> dict[str, Any]:
     if len(text) > MAX_TOML_BYTES or any(len(line) > MAX_LINE for line in text.splitlines()):
         raise DecodeError(f"more than {MAX_TOML_BYTES} characters, or more than {MAX_LINE} in a line")
     try:
-        table = tomllib.loads(text)
+        table = tomllib.loads(text.removeprefix("\ufeff"))  # some editors begin a file so
     except RecursionError:
         raise DecodeError("nested too deeply") from None
     except ValueError as error:  # TOMLDecodeError, or an integer of thousands of digits
@@ -55,6 +56,8 @@ def from_toml(text: str) -> dict[str, Any]:
 
 def read_small(path: Path, *, most: int = MAX_SMALL_BYTES) -> bytes:
     """A file that should be small. Raises OSError, and DecodeError where it is larger than `most` bytes."""
+    if path.is_fifo():  # to open it would wait for somebody who writes
+        raise OSError(errno.EINVAL, "is a pipe")
     with path.open("rb") as file:
         text = file.read(most + 1)
     if len(text) > most:

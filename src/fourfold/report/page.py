@@ -87,7 +87,8 @@ def key(record: Record) -> list[tuple[str, str]]:
     figures = []
     if record.valid:
         for name, value in record.valid[-1][1].items():
-            figures.append((f"validation {name}" if name == "loss" else name, f"{value:.4f}"))
+            told = "nan" if value is None else f"{value:.4f}"  # JSON has no word for what is not finite
+            figures.append((f"validation {name}" if name == "loss" else name, told))
     losses = [line["loss"] for line in record.steps[-20:] if line["loss"] is not None]
     if losses:
         figures.append(("training loss", f"{sum(losses) / len(losses):.4f}"))
@@ -115,7 +116,7 @@ def curves(records: Sequence[Record]) -> str:
         if len(records) == 1:
             series.append(Series("each step", thinned(losses, _first), index, "faint"))
         series.append(Series(name, thinned(smooth(losses), _first), index))
-        valid = [(step, measures["loss"]) for step, measures in record.valid if "loss" in measures]
+        valid = [(step, loss) for step, measures in record.valid if (loss := measures.get("loss")) is not None]
         dots.append(Series("validation" if len(records) == 1 else "", valid, 1 if len(records) == 1 else index, "dots"))
     marks, note = [], "Dots: validation."
     if len(records) == 1:

@@ -60,7 +60,7 @@ class Record:
     settings: Mapping[str, Any]
     plan: Mapping[str, Any]
     steps: Sequence[Mapping[str, Any]]
-    valid: Sequence[tuple[int, Mapping[str, float]]]
+    valid: Sequence[tuple[int, Mapping[str, float | None]]]
     finished: Mapping[str, Any] | None
     trace: Trace | None
     faults: faults.Faults

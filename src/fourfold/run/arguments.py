@@ -52,7 +52,9 @@ def model_problems(model: Any) -> list[Problem]:
         if not meta:
             return []
         got = f"a model with {len(meta)} parameters on the meta device, {meta[0]} the first of them"
-        return [Problem(got, "parameters with values", 'model.to_empty(device="cpu"), then initialize it')]
+        # An outline of a task's model is made before: a function that keeps what it made returns it again.
+        attempt = 'a model() that makes a new model each time; or model.to_empty(device="cpu"), then initialize it'
+        return [Problem(got, "parameters with values", attempt)]
     attempt = "its result: model()" if callable(model) else ""
     return [Problem(arguments.shown("model", model), "a torch.nn.Module", attempt)]
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from fourfold.words.errors import Problem, SettingError
+from fourfold.words.arguments import shown
+from fourfold.words.errors import FourfoldError, Problem, SettingError, TaskError
 from fourfold.words.task import Task
 from fourfold.words.units import sized
 
@@ -29,7 +30,21 @@ def outline(task: Task, *, most_bytes: int | None = None) -> nn.Module:
     """
     # Some models compute with values while they are made; an error of the task's own comes again in `_real`.
     found = meta_model(task, most_bytes=most_bytes)
-    return _real(task) if found is None else found
+    found = _real(task) if found is None else found
+    if problem := no_model(found):
+        raise TaskError(problem, where="the task")
+    return found
+
+
+def no_model(found: Any) -> Problem | None:
+    """What is wrong with what a task's `model` function returned; None where it is a module that can be trained."""
+    if not isinstance(found, nn.Module):
+        return Problem(shown("model()", found), "a torch.nn.Module", "model=lambda: Net()")
+    lazy = [name for name, p in found.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if not lazy:
+        return None
+    got = f"a lazy model: {lazy[0]} has no shape yet"
+    return Problem(got, "parameters with shapes", "one forward with a sample before model() returns it, or nn.Linear")
 
 
 def meta_model(task: Task, *, most_bytes: int | None = None) -> nn.Module | None:
@@ -37,7 +52,9 @@ def meta_model(task: Task, *, most_bytes: int | None = None) -> nn.Module | None
     try:
         with torch.device("meta"), _WithoutValues(), _at_most(most_bytes):
             return task.model()
-    except (RuntimeError, NotImplementedError, TypeError) as error:
+    except FourfoldError:
+        raise
+    except Exception as error:  # a model may look at its values and object to them
         _refuse_too_large(error)
         return None
 

@@ -316,7 +316,15 @@ def _told_saved(newest: int | None, step: int) -> str:
 
 
 def _is_pair(value: Any) -> bool:
-    return isinstance(value, tuple | list) and len(value) == 2
+    return isinstance(value, tuple | list) and len(value) == 2 and all(map(_is_one, value))
+
+
+def _is_one(value: Any) -> bool:
+    """Whether it is one number, of whatever library."""
+    with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
+        float(value)
+        return not isinstance(value, str)
+    return False
 
 
 def _finite(factor: Any, step: int) -> float:
@@ -370,7 +378,7 @@ def _measures(step: TrainStep, task: Task, batch: Any) -> tuple[Loss, dict[str, 
     # Of a model with a loss of its own the labels are among the inputs.
     targets = part.inputs if part.targets is None else part.targets
     extra = task.evaluate(measured.outputs, targets) if task.evaluate is not None else {}
-    if not isinstance(extra, dict) or not all(map(_is_pair, extra.values())):
+    if not isinstance(extra, dict) or not all(isinstance(k, str) and _is_pair(v) for k, v in extra.items()):
         need = "a dict from names to pairs (sum, count)"
         raise TaskError(Problem("what the task's evaluate returned", need, '{"accuracy": (num_right, num_samples)}'))
     return measured.loss, {"loss": (measured.loss.total, measured.loss.count), **extra}

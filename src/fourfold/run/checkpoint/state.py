@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -199,6 +200,8 @@ def groups(step: TrainStep) -> tuple[dict[str, Any], ...]:
 def _plain(key: str, value: Any) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
+    if isinstance(value, np.generic):  # a float64 is a float, too, and no JSON
+        return _plain(key, value.item())
     if isinstance(value, tuple | list):
         return [_plain(key, each) for each in value]
     if value is None or isinstance(value, bool | int | float | str):

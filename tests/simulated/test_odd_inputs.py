@@ -1,0 +1,56 @@
+"""Inputs of ordinary users that are not quite what a task expects: taken where they are clear, else refused by name."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fourfold as ff
+from fourfold.feed.source import Tensors
+from fourfold.run.outline import outline
+from fourfold.words.errors import TaskError
+
+ROWS = Tensors(torch.ones(8, 4), torch.ones(8, 1))
+TASK = ff.Task(
+    model=lambda: nn.Linear(4, 1),
+    loss=lambda outputs, targets: (outputs - targets) ** 2,
+    data=lambda: ff.Data(train=ROWS, valid=ROWS),
+    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    steps=1,
+    batch_size=4,
+)
+
+
+@pytest.mark.parametrize("lr", [np.float32(0.125), np.float64(0.125), torch.tensor(0.125)])
+def test_rates_of_numpy_are_saved_as_any_other(lr: Any, tmp_path):
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=lr, betas=(np.float64(0.5), 0.9))
+
+    task = dataclasses.replace(TASK, optimizer=make)
+    assert ff.train(task, folder=str(tmp_path)).steps == 1
+    assert ff.train(task, folder=str(tmp_path)).steps == 1  # from its checkpoint
+
+
+@pytest.mark.parametrize(
+    "found", [{"a": ("x", 1)}, {"a": ("3", 1)}, {3: (1, 3)}, {"a": (torch.ones(2), 3)}, {"a": (1j, 3)}]
+)
+def test_measures_that_are_no_numbers_are_refused(found: Any, tmp_path):
+    task = dataclasses.replace(TASK, evaluate=lambda outputs, targets: found)
+    with pytest.raises(TaskError, match="a dict from names to pairs"):
+        ff.train(task, folder=str(tmp_path))
+
+
+def _checked(error: Callable[[str], Exception]) -> nn.Module:
+    model = nn.Linear(4, 1)
+    if model.weight.is_meta:
+        raise error("a device without values")
+    return model
+
+
+@pytest.mark.parametrize("error", [ValueError, AssertionError, KeyError])
+def test_a_model_that_objects_to_the_meta_device_is_made_with_values(error: Callable[[str], Exception]):
+    assert not outline(dataclasses.replace(TASK, model=lambda: _checked(error))).weight.is_meta
