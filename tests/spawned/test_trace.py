@@ -21,10 +21,10 @@ calls = []
 def loss(outputs, targets, broken):
     import os
 
-    calls.append(1)
-    if broken and len(calls) == 6 and os.environ["RANK"] == "1":
+    calls.append(1)  # the dry run calls the loss once before the first step: it believes a pair
+    if broken and len(calls) == 7 and os.environ["RANK"] == "1":
         raise OSError("the loss of step 6")
-    return (outputs - targets) ** 2
+    return ((outputs - targets) ** 2).sum(), len(targets)
 """
 
 

@@ -94,7 +94,7 @@ class Keeper:
         if self._rank == 0:
             self._shelf.sweep()
         for number in reversed(exchange(self._shelf.steps() if self._rank == 0 else [])[0]):
-            found = exchange(shelf.verify(self._shelf.at(number), index=self._rank, size=self._size))
+            found = exchange(shelf.verify(_from_here(self._shelf.at(number)), index=self._rank, size=self._size))
             problems = list(dict.fromkeys(text for texts in found for text in texts))
             if not problems:
                 progress = self._put_back(self._shelf.at(number))
@@ -297,3 +297,12 @@ def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno is not None:
         return (error.strerror or str(error)).lower()
     return str(error)
+
+
+def _from_here(path: Path) -> Path:
+    """The path relative to the working directory, where it lies below it: messages name it so."""
+    try:
+        here = Path.cwd()
+    except OSError:  # the working directory has been removed
+        return path
+    return path.relative_to(here) if path.is_relative_to(here) else path
