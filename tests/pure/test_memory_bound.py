@@ -311,3 +311,16 @@ def test_samples_of_several_sizes_are_counted_as_the_least_that_was_seen() -> No
     bound = measure(made, ff.Plan(), Ragged(), outline(made), samples=8, place=Place("", 24 * GIB, 1))
     assert bound.batch == 4 * 11
     assert fetch(Ragged(), [0])[0].nbytes == 400
+
+
+def test_a_source_that_fails_is_not_judged_here_and_its_error_comes_from_training(tmp_path: Path) -> None:
+    class Failing(Rows):
+        def __getitem__(self, index: int) -> Any:
+            raise OSError("the disk of this host")
+
+    failing = task(data=lambda: ff.Data(train=Failing()))
+    place = Place("available on this host", 2**40, 1)
+    memory_bound.measure(failing, ff.Plan(), failing.data().train, outline(failing), samples=8, place=place)
+    with pytest.raises(OSError, match="the disk of this host"):
+        ff.train(failing, folder=str(tmp_path))
+    assert list(tmp_path.iterdir())  # the run had begun: its folder says what happened

@@ -87,7 +87,6 @@ def parallelize(
     ranks = comm.join()
     plan = plan or Plan(dp=ranks.size)
     refuse(model, plan, ranks, clip=clip)
-    refuse_own_loss(loss, plan)
     _set_threads(ranks)
     torch.manual_seed(seed_of(seed, plan.mesh.at(ranks.rank)["dp"]))
     options = {"clip": clip, "skip_nan": skip_nan, "seed": seed}
@@ -119,6 +118,7 @@ class TrainStep:
         same_batches: str = "refuse",
         drift_check: int = DRIFT_CHECK,
     ) -> None:
+        refuse_own_loss(loss, plan)
         self.model, self.plan, self._ranks = model, plan, ranks
         self.objective = Objective(loss)
         self.optimizer = optim.build(optimizer, list(model.parameters()))
@@ -194,7 +194,6 @@ class TrainStep:
             agree=lambda count: sum(ranks.exchange(count)) / self._sharing,
             waits=plan.sp > 1 or parts.gathered is not None or _may_wait_in_backward(plan, rest),
         )
-        refuse_own_loss(loss, plan)
         self._tokens = Tokens(model, loss, plan, ranks, seed=seed) if loss is not None and plan.sp > 1 else None
         self._dry_run = DryRun(model, self.objective, plan, ranks.device)
         self._runtime = Runtime(self._actions)

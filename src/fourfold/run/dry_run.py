@@ -134,10 +134,8 @@ class DryRun:
         samples = num_samples(batch)
         part = Microbatch(*halves(batch), samples, 0)
         modules = self._objective.modules(self._model)
-        with (
-            kept(self._model) as state,
-            kept(modules) as loss_state,
-        ):  # with autograd on, as in a step: a model may differentiate within forward
+        # With autograd on, as in a step: a model may differentiate within forward.
+        with kept(self._model) as state, kept(modules) as loss_state:
             with _uncompiled(self._model, self._objective), without_randomness(self._device) as watched:
                 measured = [self._measured(part) for _ in range(times)]
             return Forward(
