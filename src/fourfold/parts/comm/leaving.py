@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fourfold.parts.comm import meeting
 from fourfold.words.errors import TrainingError
 
 END_SECONDS = 5.0  # for the end of a group: a collective that was given up never ends where all ranks live on
@@ -118,6 +119,7 @@ def leave_at_exit(*, world: bool) -> None:
     def end() -> None:
         asked.wait()
         groups.clear()
+        meeting.release()
 
     ending = threading.Thread(target=end, name="fourfold-leave", daemon=True)
     ending.start()
