@@ -1,49 +1,80 @@
-"""What it costs a step to compare the optimizer's options: the text that its call carries, and the call's own cost.
+"""What a step spends on reading its optimizer's options (AdamW), and on the longer call that carries them.
 
 unchanged  options as in the step before
-schedule   the rate of every group is new in each step, as with a schedule
+schedule   every group has a new rate in each step; the schedule's own time is not counted
+OTHER      another version of `fourfold/parts/options.py`: the two take turns, and the ratio is that of neighbours
+Law: each reading is timed alone and in turn, so a median says more than the load of the machine does.
 
-    PYTHONPATH=src:. python bench/options.py
+    PYTHONPATH=src:. python bench/options.py [OTHER]
 """
 
+import importlib.util
+import sys
+import time
 import timeit
+from pathlib import Path
+from statistics import median
+from types import ModuleType
+from typing import Any
 
 import torch
 
 from bench.measure import machine
+from fourfold.parts import options
 from fourfold.parts.comm import calls
-from fourfold.parts.options import Options
 
+READINGS, WARMUP = 3000, 200
 TIMES = 5000
 CALL = "step 1000, positions 2000 to 2002 of epoch 0, seed 0"
 
 
-def microseconds(act) -> float:
+def from_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("other_options", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def readings(optimizer: torch.optim.Optimizer, modules: list[ModuleType], *, schedule: bool) -> list[list[float]]:
+    """Microseconds of each reading, by module."""
+    readers: list[Any] = [module.Options(optimizer) for module in modules]
+    found: list[list[float]] = [[] for _ in modules]
+    rate = 1e-3
+    for number in range(WARMUP + READINGS):
+        rate *= 0.9999
+        for index, group in enumerate(optimizer.param_groups if schedule else ()):
+            group["lr"] = rate / (1 + index)
+        for turn in range(len(readers)):
+            which = (number + turn) % len(readers)
+            begin = time.perf_counter()
+            readers[which].text()
+            found[which].append((time.perf_counter() - begin) * 1e6)
+    return [each[WARMUP:] for each in found]
+
+
+def microseconds(act: Any) -> float:
     return min(timeit.repeat(act, number=TIMES, repeat=5)) / TIMES * 1e6
 
 
 def main() -> None:
+    modules = [options, *map(from_file, map(Path, sys.argv[1:2]))]
     print(machine())
-    plain = microseconds(lambda: calls.tag(CALL))
     for num_groups in (1, 2, 12, 48):
         weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(num_groups)]
         optimizer = torch.optim.AdamW([{"params": [weight]} for weight in weights], lr=1e-3)
-        options, rate = Options(optimizer), [1e-3]
-
-        def scheduled(optimizer=optimizer, options=options, rate=rate) -> None:
-            rate[0] *= 0.9999
-            for number, group in enumerate(optimizer.param_groups):
-                group["lr"] = rate[0] / (1 + number)
-            options.text()
-
-        same, changing = microseconds(options.text), microseconds(scheduled)
-        text = calls.with_options(CALL, options.text())
-        call = microseconds(lambda text=text: calls.tag(text)) - plain
+        said = []
+        for name, schedule in (("unchanged", False), ("schedule", True)):
+            mine, *others = readings(optimizer, modules, schedule=schedule)
+            said.append(f"{name} {median(mine):.1f} µs")
+            for other in others:
+                ratio = median(one / two for one, two in zip(mine, other, strict=True))
+                said.append(f"other {median(other):.1f} µs, ratio {ratio:.2f}")
+        text = calls.with_options(CALL, options.Options(optimizer).text())
+        call = microseconds(lambda text=text: calls.tag(text)) - microseconds(lambda: calls.tag(CALL))
         board = microseconds(lambda text=text: calls.encode(text)) - microseconds(lambda: calls.encode(CALL))
-        print(
-            f"{num_groups:3} groups: unchanged {same:.1f} µs, schedule {changing:.1f} µs; "
-            f"the longer call: tag {call:+.1f} µs, board {board:+.1f} µs"
-        )
+        print(f"{num_groups:3} groups: {'; '.join(said)}; the longer call: tag {call:+.1f} µs, board {board:+.1f} µs")
 
 
 if __name__ == "__main__":

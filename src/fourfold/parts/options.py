@@ -5,12 +5,14 @@ changing     the options as they are now: a step's call carries them, so ranks t
 Law: equal options have equal text on every rank; no device tensor is read during training.
 """
 
-import array
-import hashlib
+import itertools
 import operator
+import re
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import xxhash
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -21,7 +23,10 @@ CLASS = "optimizer class"
 ON_DEVICE = "a device tensor"
 SEPARATOR, EQUALS = "; ", " = "
 SHOWN = 4  # values of one option
+SHOWN_BYTES = SHOWN * 8
+BITS, MORE = "0x", "…"  # around bits of numbers
 FIXED = (int, float, bool, str, type(None))
+NUMBERS = frozenset({int, float})
 
 
 def described(optimizer: Optimizer) -> dict[str, str]:
@@ -47,7 +52,7 @@ def text_of(value: Any, *, read: bool = False) -> str:
     if value is None or isinstance(value, bool | str):
         return str(value)
     if isinstance(value, int | float):
-        return repr(float(value))  # lr = 1 and lr = 1.0 train the same
+        return _decimals(value)
     if isinstance(value, list | tuple):
         return f"({', '.join(text_of(each, read=read) for each in value)})"
     if isinstance(value, Mapping):
@@ -58,90 +63,134 @@ def text_of(value: Any, *, read: bool = False) -> str:
     return getattr(value, "__qualname__", type(value).__qualname__)
 
 
+def _decimals(value: float) -> str:
+    try:
+        return repr(float(value))  # lr = 1 and lr = 1.0 train the same
+    except OverflowError:
+        return repr(value)
+
+
 class Options:
-    """The options of an optimizer's groups in every step. Only those that have changed become text again."""
+    """The options of an optimizer's groups in every step. Only those that have changed become text again.
+
+    Models with dozens of groups and a new rate for each of them in every step are usual. So the loops over groups are
+    those of `map` and of tuples: options that have never changed are compared all at once, the others one by one.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._seen: list[dict[str, Any]] = []
         self._lengths: list[int] = []
-        self._by_option: dict[str, str] = {}
+        self._constant: operator.itemgetter[Any] | None = None
+        """Picks from a group the options that have never changed."""
+        self._rows: tuple[Any, ...] = ()
+        self._hash = 0
+        self._changed: set[str] = set()
+        self._seen: dict[str, list[Any]] = {}
+        """Of all options that are not constant: their values by group. Empty: to be read again in every step."""
+        self._texts: dict[str, str] = {}
         self._packed: dict[str, bytes] = {}
         """Of options with more values than are shown: all of them."""
-        self._mutable: set[str] = set()
-        """Options whose values may be changed in place, such as a tensor on the CPU."""
         self._text = ""
 
     def text(self) -> str:
         """A digest of all options, then each option with its values by group: `1f3a9c2e lr = 0.1; …`."""
         groups = self._optimizer.param_groups
-        stale = self._stale(groups)
-        if stale:
-            for name in stale:
-                self._read(name, groups)
-            text = SEPARATOR.join([f"{name}{EQUALS}{values}" for name, values in self._by_option.items()])
-            every = b"".join([text.encode(), *self._packed.values()])
-            self._text = f"{hashlib.blake2b(every, digest_size=4).hexdigest()} {text}"
+        if not self._is_constant(groups):
+            self._begin(groups)
+        elif not self._read(groups):
+            return self._text
+        text = SEPARATOR.join(self._texts.values())
+        every = b"".join([text.encode(), *self._packed.values()])
+        self._text = f"{xxhash.xxh32_hexdigest(every)} {text}"
         return self._text
 
-    def _stale(self, groups: Sequence[dict[str, Any]]) -> set[str]:
-        """The options that may have changed since the last call."""
+    def _is_constant(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Whether groups and options are those of the last call, and what was constant has not changed."""
         if list(map(len, groups)) != self._lengths:
-            return self._begin(groups)
-        stale = set(self._mutable)
-        for group, seen in zip(groups, self._seen, strict=True):
-            if all(map(operator.is_, group.values(), seen.values())):
-                continue
-            for name, value, there in zip(group, group.values(), tuple(seen.values()), strict=True):
-                if value is there:
-                    continue  # the same object, as most are in most steps
-                if name not in seen:
-                    return self._begin(groups)
-                before = seen[name]
-                seen[name] = value
-                if before is value or name in NOT_COMPARED:
-                    continue
-                if type(value) is type(before) is float:  # a schedule's rate, the usual change
-                    if value != before:
-                        stale.add(name)
-                # Tensors are not compared here: the comparison of device tensors would wait for the device.
-                elif not (_is_fixed(value) and _is_fixed(before)) or value != before:
-                    stale.add(name)
-                    self._note(name, value)
-        return stale
+            return False
+        if self._constant is None:
+            return True
+        try:
+            rows = tuple(map(self._constant, groups))
+            # Hashes first: a tensor in a number's place has another hash, and `==` would wait for its device.
+            # Then values: -1 and -2 have the same hash.
+            return hash(rows) == self._hash and rows == self._rows
+        except (KeyError, TypeError):  # another option in this one's place, or a list
+            return False
 
-    def _begin(self, groups: Sequence[dict[str, Any]]) -> set[str]:
-        self._seen, self._lengths = [dict(group) for group in groups], list(map(len, groups))
+    def _begin(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Make all options text, and find out which have changed."""
         names = sorted({name for group in groups for name in group} - NOT_COMPARED)
-        self._by_option, self._packed, self._mutable = dict.fromkeys(names, ""), {}, set()
-        for group in groups:
-            for name in names:
-                self._note(name, group.get(name))
-        return set(names)
+        texts, packed = self._texts, self._packed
+        self._texts, self._packed, self._seen, constant = {}, {}, {}, []
+        for name in names:
+            values = _column(groups, name)
+            is_settled = self._write(name, values)
+            if name in texts and (texts[name], packed[name]) != (self._texts[name], self._packed[name]):
+                self._changed.add(name)
+            if name not in self._changed and all(map(_is_fixed, values)):
+                constant.append(name)
+            else:
+                self._seen[name] = values if is_settled else []
+        self._lengths = list(map(len, groups))
+        self._constant = operator.itemgetter(*constant) if constant else None
+        self._rows = tuple(map(self._constant, groups)) if self._constant else ()
+        self._hash = hash(self._rows)
 
-    def _note(self, name: str, value: Any) -> None:
-        on_device = isinstance(value, Tensor) and value.device.type != "cpu"
-        if not (on_device or _is_fixed(value)):
-            self._mutable.add(name)
+    def _read(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Make those options text that are not constant. Whether there was anything to do."""
+        found = False
+        for name, seen in self._seen.items():
+            values = _column(groups, name)
+            if seen and all(map(operator.is_, values, seen)):
+                continue
+            self._seen[name] = values if self._write(name, values) else []
+            found = True
+        return found
 
-    def _read(self, name: str, groups: Sequence[dict[str, Any]]) -> None:
-        """Make an option's values text again."""
-        values = [group.get(name, _Absent) for group in groups]
-        self._packed.pop(name, None)
-        if len(values) > SHOWN and all(type(value) is float for value in values):
-            if len(set(values)) > 1:
-                # A rate of its own for each layer: the digest has all of them, the text the first.
-                self._packed[name] = array.array("d", values).tobytes()
-                self._by_option[name] = f"{', '.join(map(repr, values[:SHOWN]))}, …"
-                return
+    def _write(self, name: str, values: list[Any]) -> bool:
+        """Make an option's values text. Whether the text can only change with the objects."""
+        are_numbers = _are_numbers(values)
+        if are_numbers and values.count(values[0]) == len(values):
             values = values[:1]
-        texts = [ABSENT if value is _Absent else text_of(value) for value in values]
-        self._by_option[name] = texts[0] if len(set(texts)) == 1 else ", ".join(texts)
+        # A rate of its own for each layer: the digest has all of them, the text the first.
+        packed = _bits(values) if are_numbers and len(values) > SHOWN else b""
+        if packed:
+            text = f"{BITS}{packed[:SHOWN_BYTES].hex()}{MORE}"  # decimals would take a microsecond each
+        else:
+            texts = [ABSENT if value is _Absent else text_of(value) for value in values]
+            text = texts[0] if len(set(texts)) == 1 else ", ".join(texts)
+        self._texts[name], self._packed[name] = f"{name}{EQUALS}{text}", packed
+        return are_numbers or all(_is_fixed(value) or value is _Absent or _is_on_device(value) for value in values)
+
+
+def _column(groups: Sequence[dict[str, Any]], name: str) -> list[Any]:
+    return list(map(dict.get, groups, itertools.repeat(name), itertools.repeat(_Absent)))
+
+
+def _are_numbers(values: Sequence[Any]) -> bool:
+    """Whether all are numbers of Python's own, or tuples of them."""
+    kinds = set(map(type, values))
+    if kinds == {tuple}:
+        kinds = set(map(type, itertools.chain.from_iterable(values)))
+    return kinds <= NUMBERS
+
+
+def _bits(values: Sequence[Any]) -> bytes:
+    """Numbers as bits, in an order that all machines share; none where one of them is a tuple or too large."""
+    try:
+        return struct.pack(f"<{len(values)}d", *values)
+    except struct.error:
+        return b""
 
 
 def _is_fixed(value: Any) -> bool:
     """Whether a value cannot be changed in place, and can be compared without a device."""
     return isinstance(value, FIXED) or (isinstance(value, tuple) and all(map(_is_fixed, value)))
+
+
+def _is_on_device(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type != "cpu"
 
 
 class _Absent:
@@ -151,4 +200,13 @@ class _Absent:
 def parsed(text: str) -> dict[str, str]:
     """By option: its values, of what `Options.text` gave, which may be cut off at its end."""
     rows = text.partition(" ")[2].split(SEPARATOR)
-    return {name: values for name, equals, values in (row.partition(EQUALS) for row in rows) if equals}
+    return {name: _unpacked(values) for name, equals, values in (row.partition(EQUALS) for row in rows) if equals}
+
+
+def _unpacked(values: str) -> str:
+    """Bits of numbers as decimals: of `0x9a9999999999b93f…` `0.1, …`."""
+    bits = re.fullmatch(rf"{BITS}((?:[0-9a-f]{{16}})+)[0-9a-f]*{MORE}?", values)
+    if bits is None:
+        return values
+    raw = bytes.fromhex(bits[1])
+    return ", ".join([*map(repr, struct.unpack(f"<{len(raw) // 8}d", raw)), MORE])

@@ -1,0 +1,112 @@
+"""What a step costs beside its arithmetic: a TrainStep of one process against the same training in plain PyTorch.
+
+plain     a loop as torch's users write it: zero_grad, forward, mean loss, backward, clip if asked, AdamW.step, item
+mean      a TrainStep whose loss is torch's mean of a batch, observed for its true count
+each      a TrainStep whose loss gives a value for each sample
+clip      the gradient norm is clipped at 1, in all of them
+CPU       processor time of the process, all its threads: what other processes do shows less in it
+Law: all train the same model on the same batches; each step is timed alone, and they take turns.
+
+    PYTHONPATH=src:. OMP_NUM_THREADS=1 python -m bench.step [STEPS]
+"""
+
+import copy
+import functools
+import sys
+import time
+from collections.abc import Callable
+from statistics import median, quantiles
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import fourfold as ff
+from bench.measure import machine, table
+
+WIDTH, LAYERS, CLASSES, BATCH = 64, 6, 10, 32
+WARMUP, STEPS, CLIP = 50, 1000, 1.0
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-4, fused=True)
+Batch = tuple[torch.Tensor, torch.Tensor]
+Step = Callable[[Batch], float]
+MEAN = nn.functional.cross_entropy
+EACH = functools.partial(nn.functional.cross_entropy, reduction="none")
+
+
+def mlp() -> nn.Module:
+    hidden = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    return nn.Sequential(*hidden, nn.Linear(WIDTH, CLASSES))
+
+
+def plain(model: nn.Module, clip: float | None) -> Step:
+    optimizer = ADAMW(model.parameters())
+
+    def step(batch: Batch) -> float:
+        inputs, targets = batch
+        optimizer.zero_grad()
+        loss = MEAN(model(inputs), targets)
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def fourfold(model: nn.Module, clip: float | None, loss: Any) -> Step:
+    step = ff.parallelize(model, loss, ADAMW, ff.Plan(), clip=clip, same_batches="allow")
+    return lambda batch: step(batch).loss
+
+
+def main() -> None:
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else STEPS
+    print(machine())
+    rows = [("", "step, µs", "CPU, µs", "more than plain, CPU, µs", "CPU / plain", "middle half", "last loss")]
+    start = mlp()
+    batches = [(torch.randn(BATCH, WIDTH), torch.randint(0, CLASSES, (BATCH,))) for _ in range(8)]
+    for clip in (None, CLIP):
+        turns = {
+            "plain": plain(copy.deepcopy(start), clip),
+            "mean": fourfold(copy.deepcopy(start), clip, MEAN),
+            "each": fourfold(copy.deepcopy(start), clip, EACH),
+        }
+        found = measured(turns, [batches[number % len(batches)] for number in range(WARMUP + steps)])
+        rows += [row(name, found, "" if clip is None else ", clip") for name in turns]
+    print(table(rows))
+
+
+class Measured(NamedTuple):
+    seconds: float
+    cpu_seconds: float
+    loss: float
+
+
+def measured(turns: dict[str, Step], batches: list[Batch]) -> dict[str, list[Measured]]:
+    """Each step of each turn, without the first."""
+    found: dict[str, list[Measured]] = {name: [] for name in turns}
+    for number, batch in enumerate(batches):
+        for name in turns if number % 2 else reversed(turns):
+            begin, cpu = time.perf_counter(), time.process_time()
+            loss = turns[name](batch)
+            found[name].append(Measured(time.perf_counter() - begin, time.process_time() - cpu, loss))
+    return {name: each[WARMUP:] for name, each in found.items()}
+
+
+def row(name: str, found: dict[str, list[Measured]], more: str) -> tuple[str, ...]:
+    pairs = [(mine.cpu_seconds, theirs.cpu_seconds) for mine, theirs in zip(found[name], found["plain"], strict=True)]
+    ratios = [mine / theirs for mine, theirs in pairs]
+    low, _, high = quantiles(ratios, n=4)
+    return (
+        f"{name}{more}",
+        f"{median(each.seconds for each in found[name]) * 1e6:.0f}",
+        f"{median(mine for mine, _ in pairs) * 1e6:.0f}",
+        f"{median(mine - theirs for mine, theirs in pairs) * 1e6:.0f}",
+        f"{median(ratios):.3f}",
+        f"{low:.2f}–{high:.2f}",
+        f"{found[name][-1].loss:.6f}",
+    )
+
+
+if __name__ == "__main__":
+    main()
