@@ -94,10 +94,8 @@ def test_a_weighted_mean_trains_with_its_weights_where_ranks_share_sequences():
     batch = {"tokens": tokens, "positions": torch.arange(16).expand(4, 16)}, tokens
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        values = F.l1_loss(
-            outputs, F.one_hot(targets, 9).to(outputs), reduction="none", weight=outputs.detach().square()
-        )
-        return values.mean(-1)
+        options: dict[str, Any] = {"reduction": "none", "weight": outputs.detach().square()}
+        return F.l1_loss(outputs, F.one_hot(targets, 9).to(outputs), **options).mean(-1)
 
     def body(ranks):
         with SEEDING:
