@@ -98,6 +98,16 @@ def test_state_that_depends_on_the_samples_is_refused_on_every_rank(kind, plan):
     threads.run(plan.dp, body)
 
 
+# One sample a rank: no two parts of a rank's batch differ.
+@pytest.mark.parametrize("kind", ["moving mean", "replaced", "frozen"])
+def test_state_that_differs_among_ranks_only_is_refused(kind):
+    def body(ranks):
+        with pytest.raises(TaskError, match=r"forward writes (state|codes), from the samples it is given"):
+            train(ranks, kind, Plan(dp=3), batches(3))
+
+    threads.run(3, body)
+
+
 @pytest.mark.parametrize("plan", [Plan(microbatches=2), Plan(dp=2, microbatches=3)])
 @pytest.mark.parametrize("kind", ["spectral norm", "old spectral norm", "calls"])
 def test_state_that_counts_forwards_is_refused_with_microbatches(kind, plan):

@@ -195,7 +195,7 @@ class TrainStep:
             waits=plan.sp > 1 or parts.gathered is not None or _may_wait_in_backward(plan, rest),
         )
         self._tokens = Tokens(model, loss, plan, ranks, seed=seed) if loss is not None and plan.sp > 1 else None
-        self._dry_run = DryRun(model, self.objective, plan, ranks.device)
+        self._dry_run = DryRun(model, self.objective, plan, ranks.device, self._weights)
         self._runtime = Runtime(self._actions)
         self._guard = Guard(ranks, model, limit=skip_nan)
         self._drift = drift.Drift(ranks, drift_check)

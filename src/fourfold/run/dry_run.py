@@ -3,7 +3,8 @@
 whole   a few samples in one forward: as many as a microbatch has
 parts   the same samples in two forwards, of different sizes
 Law: a loss that is one number is refused where the parts, each weighted by its count, do not make up the whole; and so
-is a forward that leaves other buffers behind for other samples. On every rank, if on any.
+is a forward that leaves other buffers or weights behind for other samples, or writes weights where that is lost. On
+every rank, if on any.
 """
 
 import contextlib
@@ -16,10 +17,21 @@ from torch import Tensor, nn
 from fourfold.parts.uses import naming_transforms
 from fourfold.plan.plan import Plan
 from fourfold.run.batch import Microbatch, call, cut, evaluating, halves, leaves, mapped, num_samples, some
-from fourfold.run.forward_state import Changes, counting, dependent, differing, kept, of_loss
+from fourfold.run.forward_state import (
+    Changes,
+    counting,
+    dependent,
+    differing,
+    differing_summaries,
+    kept,
+    of_loss,
+    summary,
+)
 from fourfold.run.gradient_hooks import hook_problems
 from fourfold.run.objective import Measured, Objective, is_compiled
 from fourfold.run.parts_of_loss import Compared, compared
+from fourfold.run.weight_watch import WeightWatch
+from fourfold.run.weights import Weights
 from fourfold.run.without_randomness import without_randomness
 from fourfold.words.errors import Problem, TaskError
 
@@ -32,7 +44,9 @@ class Forward(NamedTuple):
     samples: int
     changes: Changes
     of_loss: Changes
-    """What it left in the buffers of the loss's modules."""
+    """What it left in the buffers and parameters of the loss's modules."""
+    writes: bool
+    """Whether it has written state, or parameters, be it without a change."""
     has_drawn: bool
     itemsize: int
 
@@ -40,16 +54,22 @@ class Forward(NamedTuple):
 class DryRun:
     """The dry run of one rank, of what it is that its objective learns."""
 
-    def __init__(self, model: nn.Module, objective: Objective, plan: Plan, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, objective: Objective, plan: Plan, device: torch.device, weights: Weights
+    ) -> None:
         self._model, self._objective, self._plan, self._device = model, objective, plan, device
         self._parts = plan.dp * plan.sp * plan.microbatches
+        self._watch = WeightWatch(plan, weights)
+        self._watches = True
+        """Whether what forwards write is compared, be it trained or not; what is trained is in any case."""
         self._done: set[bool] = set()
         self._sample: Microbatch | None = None
 
     def is_due(self, *, training: bool) -> bool:
         """Whether a batch must be tried out before it is used."""
         # With sp > 1 the loss has a dry run of its own: `run.sequence`.
-        return self._parts > 1 and (training or self._plan.sp == 1) and not {training, True} & self._done
+        is_asked = self._parts > 1 or (training and self._watch.fixed is not None)
+        return is_asked and (training or self._plan.sp == 1) and not {training, True} & self._done
 
     def run(
         self,
@@ -65,7 +85,7 @@ class DryRun:
         is raised there, and a TaskError on the others.
         """
         told: dict[str, Any] = {"error": None, "problems": [], "loss": None, "writes": False, "empty": True}
-        told |= {"single": False, "counted": False}
+        told |= {"single": False, "counted": False, "changed": {}}
         error: Exception | None = None
         with reading:
             try:
@@ -79,6 +99,7 @@ class DryRun:
         """What a batch shows on this rank."""
         samples = num_samples(batch)
         told: dict[str, Any] = {"empty": samples == 0}
+        self._watch.begin()
         if training and (problems := hook_problems(self._model, self._parts)):
             told["problems"] = problems
         elif samples and self._objective.is_models_own and is_compiled(self._model):
@@ -86,6 +107,7 @@ class DryRun:
             told["problems"] = [_unseen("loss = None and a compiled model", self._parts, attempt)]
         elif samples:
             told |= self._try(batch, samples, training=training)
+        told["problems"] = [*told.get("problems", []), *self._watch.problems()]
         return told
 
     def _try(self, batch: Any, samples: int, *, training: bool) -> dict[str, Any]:
@@ -93,11 +115,15 @@ class DryRun:
         tried = mapped(some(batch, 0, few), lambda tensor: tensor.to(self._device))
         # Where each part has statistics of its own, these do not make a loss of the whole.
         local = self._plan.batch_norm == "local"
-        watches = training and not local
+        self._watches = training and not local
+        if training and (local or self._parts == 1):
+            self._forward(tried)  # for what it writes into weights, which is refused in any case
+            if self._parts == 1:
+                return {}
         with evaluating(self._model) if local or not training else contextlib.nullcontext():
             whole = self._forward(tried)
             value = None if whole.measured is None else whole.measured.value
-            writes = watches and bool(whole.changes or whole.of_loss)
+            writes = whole.writes
             # Pairs are believed: with them a loss says that that of a part is what it wants.
             is_compared = isinstance(value, Tensor) and (training or value.numel() == 1)
             if not is_compared and not writes:
@@ -108,15 +134,16 @@ class DryRun:
                 if isinstance(value, Tensor) and value.numel() > 1 and not writes:
                     return {}  # A model for so many samples at a time: all parts of a batch have as many.
                 raise
-            problems = self._state_problems(tried, [*parts, whole]) if watches and whole.changes else []
-            if watches and whole.of_loss:
+            problems = self._state_problems(tried, [*parts, whole]) if whole.changes else []
+            if whole.of_loss:
                 problems += self._loss_problems(tried, [*parts, whole])
         is_number = whole.measured is not None and self._objective.is_number(whole.measured.value, whole.samples)
         if is_number and self._objective.is_compiled:
             problems.append(_unseen("a compiled loss that is one number", self._parts, "the loss as it was written"))
         self._sample = cut(mapped(some(tried, 0, 1), torch.clone), 1, self._device)[0]
-        told: dict[str, Any] = {"problems": problems, "writes": watches and bool(whole.changes)}
+        told: dict[str, Any] = {"problems": problems, "writes": self._watches and whole.writes}
         told |= {"single": self._objective.is_single, "counted": self._objective.is_counted}
+        told["changed"] = summary(whole.changes)
         return told | ({"loss": self._compared(whole, parts)} if is_compared else {})
 
     def _cut(self, batch: Any, whole: Forward) -> tuple[Forward, list[Forward]]:
@@ -135,12 +162,18 @@ class DryRun:
         part = Microbatch(*halves(batch), samples, 0)
         modules = self._objective.modules(self._model)
         # With autograd on, as in a step: a model may differentiate within forward.
-        with kept(self._model) as state, kept(modules) as loss_state:
+        watch = self._watch
+        with kept(modules) as loss_state, kept(self._model, kept=watch.not_copied, renorms=watch.renorms) as state:
             with _uncompiled(self._model, self._objective), without_randomness(self._device) as watched:
                 measured = [self._measured(part) for _ in range(times)]
-            return Forward(
-                measured[-1], samples, state.changes(), loss_state.changes(), watched.has_drawn, watched.itemsize
-            )
+            watch.look(state.writes)
+            changes = state.changes()
+            writes = bool(changes or state.writes.written)
+            if not self._watches:
+                changes = {name: value for name, value in changes.items() if name in watch.trained}
+            loss_changes = loss_state.changes() if self._watches else {}
+            numbers = watched.has_drawn, watched.itemsize
+            return Forward(measured[-1], samples, changes, loss_changes, writes or bool(loss_changes), *numbers)
 
     def _measured(self, part: Microbatch) -> Measured | None:
         if self._plan.sp == 1:
@@ -163,11 +196,11 @@ class DryRun:
     def _state_problems(self, batch: Any, forwards: Sequence[Forward]) -> list[Problem]:
         """What is wrong with the buffers that these forwards have changed."""
         if names := differing([forward.changes for forward in forwards]):
-            return [dependent(names, self._parts)]
+            return dependent(names, self._parts, self._watch.trained)
         if self._plan.microbatches == 1:
             return []
         names = differing([forwards[-1].changes, self._forward(batch, times=2).changes])
-        return [counting(names, self._plan.microbatches)] if names else []
+        return counting(names, self._plan.microbatches, self._watch.trained)
 
     def _loss_problems(self, batch: Any, forwards: Sequence[Forward]) -> list[Problem]:
         """What is wrong with the buffers that the loss has changed; ranks without samples do not call it."""
@@ -183,6 +216,9 @@ class DryRun:
             rank, text = next(iter(failed.items()))
             raise TaskError(Problem(f"rank {rank} failed on its first batch: {text}"), where="the task")
         problems = [Problem(*problem) for told in everyone for problem in told["problems"]]
+        changed = [told["changed"] for told in everyone if not told["empty"]]
+        if not problems and (names := differing_summaries(changed)):
+            problems = dependent(names, self._parts, self._watch.trained)
         if problems:
             raise TaskError(list(dict.fromkeys(problems)), where="the model")
         losses = [Compared(*told["loss"]) for told in everyone if told["loss"] is not None]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
+from fourfold.parts.lost_arguments import completed
 from fourfold.words.arguments import shown
 from fourfold.words.errors import FourfoldError, Problem, SettingError, TaskError
 from fourfold.words.task import Task
@@ -114,7 +115,7 @@ class _WithoutValues(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = completed(func, args, kwargs or {})
         if getattr(func, "__name__", "") in _FILLING:
             tensor = args[0] if args else kwargs["tensor"]
             if isinstance(tensor, Tensor) and tensor.is_meta:

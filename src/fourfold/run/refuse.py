@@ -182,9 +182,14 @@ def _embedding_problems(model: nn.Module, plan: Plan) -> list[Problem]:
         got = f"scale_grad_by_freq at {', '.join(names[:3])}, and a batch that is cut in {parts}"
         need = "gradients that do not depend on how often the whole batch has an index: a part counts its own"
         problems.append(Problem(got, need, "scale_grad_by_freq=False"))
-    if plan.num_sharing > 1 and (names := [n for n, m in found if m.max_norm is not None]):
+    shortened = [n for n, m in found if m.max_norm is not None]
+    if (names := shortened) and plan.num_sharing > 1:
         got = f"max_norm at {', '.join(names[:3])}, and samples on {plan.num_sharing} ranks"
         need = "weights that forward does not write: each rank would shorten the rows of its own samples only"
+        problems.append(Problem(got, need, "max_norm=None, and vectors that are normalized after they are looked up"))
+    elif names and plan.precision != "keep":
+        got = f'max_norm at {", ".join(names[:3])}, and precision = "{plan.precision}"'
+        need = "weights that forward does not write: it has rounded copies, and the update goes on from others"
         problems.append(Problem(got, need, "max_norm=None, and vectors that are normalized after they are looked up"))
     return problems
 

@@ -10,7 +10,6 @@ A mean over no elements is 0 inside, where torch gives NaN: such a part adds not
 
 import inspect
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from fourfold.parts.lost_arguments import LOST, completed
 
 IGNORED = -100  # torch's default
 Options = dict[str, Any]
@@ -125,11 +126,13 @@ class observing(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Options | None = None
     ) -> Any:
+        if func in LOST:
+            kwargs = completed(func, args, kwargs or {})
         if func not in COUNTS:  # first: a forward makes hundreds of such calls
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         # The compiler follows a mode into here, and what it finds would not compile.
-        if torch.compiler.is_compiling() or (kwargs.get("reduction") == "none" and func is not F.l1_loss):
+        if torch.compiler.is_compiling() or kwargs.get("reduction") == "none":
             return func(*args, **kwargs)
         return self._observed(func, _given(func, args, kwargs))
 
@@ -152,17 +155,7 @@ def _given(func: Any, args: tuple[Any, ...], kwargs: Options) -> Options:
     if average is not None or reduce is not None:
         mean = "mean" if average is None or average else "sum"
         given["reduction"] = mean if reduce is None or reduce else "none"
-    if func is F.l1_loss and "weight" not in given:
-        given["weight"] = _lost_weight()
     return given
-
-
-def _lost_weight() -> Tensor | None:
-    """The weight of the call of l1_loss that is being made: torch 2.13 does not hand it on to a mode."""
-    frame = sys._getframe()
-    while frame is not None and frame.f_code is not F.l1_loss.__code__:
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals.get("weight")
 
 
 def _called(func: Any, given: Options, reduction: str | None = None) -> Any:

@@ -63,6 +63,11 @@ class Weights:
         self.broadcast()
         self._places = self._where()
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether the ranks of a host have one copy of the weights."""
+        return self._transport.weights is not None
+
     def _where(self) -> dict[str, int]:
         return {name: p.data_ptr() for name, p in self.trainable.items()}
 

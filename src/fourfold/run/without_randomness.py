@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fourfold.parts.lost_arguments import completed
+
 DROPOUTS = {
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
     *(torch.dropout, torch.dropout_, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
@@ -31,9 +33,10 @@ class Watched(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = completed(func, args, kwargs or {})
         if torch.compiler.is_compiling():
-            return func(*args, **(kwargs or {}))
-        result = _fixed(func, args, kwargs or {})
+            return func(*args, **kwargs)
+        result = _fixed(func, args, kwargs)
         if isinstance(result, Tensor) and result.is_floating_point():
             self.itemsize = min(self.itemsize, result.dtype.itemsize)
         return result

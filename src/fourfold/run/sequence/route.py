@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fourfold.parts.lost_arguments import LOST, completed
 from fourfold.words.errors import Problem, TaskError
 
 KERNEL = F.scaled_dot_product_attention
@@ -210,8 +211,11 @@ class _Mode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
+        if func in LOST:
+            kwargs = completed(func, args, kwargs)
         # torch's own dropout names itself by its module, where now something stands in its place.
-        kwargs, func = kwargs or {}, _owns.get(func, func)
+        func = _owns.get(func, func)
         if func in ROUTED:
             return attention(*args, **kwargs)
         if self._watch is not None:

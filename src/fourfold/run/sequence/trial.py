@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.run.batch import POSITION_NAMES, evaluating, has_tokens, mapped
+from fourfold.run.forward_state import EDIT, told_trained
 from fourfold.run.sequence.closeness import Differs
 from fourfold.run.sequence.gradient_sums import Gradients
 from fourfold.run.sequence.hugging import installed, is_hugging
@@ -24,6 +25,7 @@ from fourfold.run.sequence.route import Call, routed
 from fourfold.run.sequence.tokens import Share
 from fourfold.run.sequence.unchanged import unchanged
 from fourfold.run.sequence.where import Names
+from fourfold.run.weight_writes import WeightWrites
 from fourfold.words.errors import Problem, TaskError
 
 ONLY = "tokens that meet in torch.nn.functional.scaled_dot_product_attention only"
@@ -68,7 +70,12 @@ class Trial:
         """Try the model out. What the model raises itself on whole inputs is raised."""
         with evaluating(self._model), self._names, unchanged(self._model):
             try:
-                outputs = self._as_it_is()
+                trained = {name for name, p in self._model.named_parameters() if p.requires_grad}
+                with WeightWrites(self._model, kept=trained) as writes:
+                    outputs = self._as_it_is()
+                if names := sorted(trained & writes.written):
+                    got = f"sp > 1 and a forward that writes {told_trained(names)}"
+                    return Tried([Problem(got, "weights that only the update writes", EDIT)])
                 if not self._num_calls:
                     return Tried([self._without_attention()])
                 return self._judged(outputs)

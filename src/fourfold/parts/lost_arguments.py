@@ -1,0 +1,36 @@
+"""Lost arguments: what functions of torch are given, and do not hand on to modes and to classes of tensors.
+
+Law: `func(*args, **completed(func, args, kwargs))` is the call that was made.
+
+Source: the calls of `handle_torch_function` in torch 2.13; a test compares them with this list.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LOST: dict[Callable[..., Any], tuple[str, ...]] = {
+    F.l1_loss: ("weight",),
+    torch.chain_matmul: ("out",),
+    Tensor.dim_order: ("ambiguity_check",),
+}
+
+
+def completed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a call that a mode or a class of tensors has been handed, as its caller gave them."""
+    names = LOST.get(func)
+    if names is None:
+        return kwargs
+    code = func.__code__
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    if frame is None:
+        return kwargs
+    by_place = code.co_varnames[: min(len(args), code.co_argcount)]
+    given = {*kwargs, *by_place}
+    return kwargs | {name: frame.f_locals[name] for name in names if name in frame.f_locals and name not in given}

@@ -1,0 +1,98 @@
+"""Weight watch: whether the forwards of a dry run write trained weights in a way that would be another training.
+
+fixed   weights that forward may not write at all: a write would be lost, or done by several ranks
+unseen  a write by other means than torch's functions: it cannot be put back
+Law: what the watch does not refuse, `forward_state` judges by what other samples, and other numbers of forwards, leave.
+"""
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from fourfold.plan.plan import Plan
+from fourfold.run.forward_state import EDIT, told_trained
+from fourfold.run.weight_writes import WeightWrites, values
+from fourfold.run.weights import Weights
+from fourfold.words.errors import Problem
+
+
+class Fixed(NamedTuple):
+    """Why forward may not write weights: the setting of the plan, what happens to the write, and another setting."""
+
+    setting: str
+    why: str
+    attempt: str
+
+
+class WeightWatch:
+    """Watches the weights of one rank."""
+
+    def __init__(self, plan: Plan, weights: Weights) -> None:
+        self._weights = weights
+        self.fixed = _fixed(plan, weights)
+        # On one device rows are shortened before they are used, however many microbatches there are.
+        self.renorms = plan.num_sharing > 1 or self.fixed is not None
+        """Whether a lookup in an embedding that shortens rows counts as a write."""
+        self.begin()
+
+    @property
+    def trained(self) -> Collection[str]:
+        return self._weights.trainable
+
+    @property
+    def not_copied(self) -> Collection[str]:
+        """The weights that need not be put back after a forward: where it writes them it is refused."""
+        return self.trained if self.fixed is not None else ()
+
+    def begin(self) -> None:
+        """Begin a dry run."""
+        self._written, self._replaced, self._unseen = set[str](), set[str](), set[str]()
+        self._before = self._values()
+
+    def _values(self) -> dict[str, int]:
+        # Weights that rest split are placeholders between uses.
+        return {} if self._weights.gathered is not None else values(self._weights.trainable)
+
+    def look(self, writes: WeightWrites) -> None:
+        """After a forward, before what it wrote is put back."""
+        if self.fixed is not None:
+            self._written |= writes.written
+        self._replaced |= set(writes.replaced())
+        self._unseen |= set(writes.unseen())
+
+    def problems(self) -> list[Problem]:
+        """After a dry run, and when all that can be put back is put back."""
+        after, problems = self._values(), []
+        changed = {name for name, value in after.items() if value != self._before[name]}
+        if (names := self._some(self._written)) and self.fixed is not None:
+            setting, why, attempt = self.fixed
+            got = f"forward writes {told_trained(names)}, with {setting}"
+            need = f"weights that only the update writes: {why}"
+            problems.append(Problem(got, need, f"{attempt}, or {EDIT}"))
+        if names := self._some(self._replaced - self._written):
+            need = "weights that are changed in place"
+            attempt = "p.copy_(…), or another function that ends in _"
+            problems.append(Problem(f"forward gives {told_trained(names)}, another storage", need, attempt))
+        if names := self._some((self._unseen | changed) - self._replaced - self._written):
+            got = f"forward writes {told_trained(names)}, by other means than torch's functions"
+            problems.append(Problem(got, "writes that can be watched, or none", EDIT))
+        return problems
+
+    def _some(self, names: Collection[str]) -> list[str]:
+        return [name for name in self.trained if name in names]
+
+
+def _fixed(plan: Plan, weights: Weights) -> Fixed | None:
+    if weights.gathered is not None:
+        why = "they are gathered for each use, and what is written into them is lost"
+        return Fixed(f"zero = {plan.zero}", why, "zero = 0")
+    if weights.is_shared:
+        return Fixed(f"zero = {plan.zero}", "the ranks of a host share one copy, and each would write it", "zero = 0")
+    if weights.masters.names:
+        why = "the model has copies of what the update goes on from, rounded or not, and what is written there is lost"
+        if plan.precision != "keep":
+            return Fixed(f'precision = "{plan.precision}"', why, 'precision = "keep"')
+        return Fixed(f'offload = "{plan.offload}"', why, 'offload = "none"')
+    if plan.batch_norm == "local" and plan.num_sharing * plan.microbatches > 1:
+        why = "state may then differ from rank to rank, and weights may not"
+        return Fixed('batch_norm = "local"', why, 'batch_norm = "refuse"')
+    return None
