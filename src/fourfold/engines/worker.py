@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from fourfold.engines import cause, env_store, watch
+from fourfold.words import streams
 from fourfold.words.errors import INTERRUPT_CODE, REQUEUE_CODE
 
 EXIT_SECONDS = 2.0  # for atexit functions and threads of a rank that has failed
@@ -97,8 +98,7 @@ def leave_at_once(exit_code: int) -> NoReturn:
     """End this process without taking the interpreter apart: with torch in it that takes up to seconds."""
     _end_within(EXIT_SECONDS, exit_code)
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    streams.flush()
     os._exit(exit_code)
 
 
