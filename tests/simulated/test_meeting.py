@@ -80,3 +80,31 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, monkeypatc
     folder.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(LaunchError, match="mode 700"):
         meeting._private_folder()
+
+
+LEAVE = """
+import multiprocessing, sys
+from pathlib import Path
+from fourfold.parts.comm import meeting
+from fourfold.words.launchers import MPICH, Seat
+
+def take_part(rank, folder, barrier):
+    for number in range(300):
+        meeting._all_here(folder / f"store-{number}", Seat(MPICH, rank, 2, rank, 2))
+        barrier.wait()
+        meeting.release()
+
+context = multiprocessing.get_context("fork")
+barrier = context.Barrier(2, timeout=60)
+ranks = [context.Process(target=take_part, args=(rank, Path(sys.argv[1]), barrier)) for rank in range(2)]
+for rank in ranks:
+    rank.start()
+for rank in ranks:
+    rank.join()
+sys.exit(any(rank.exitcode for rank in ranks))
+"""
+
+
+def test_ranks_that_leave_at_once_leave_no_store_behind(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", LEAVE, str(tmp_path)], check=True, timeout=300)
+    assert list(tmp_path.iterdir()) == []

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fourfold.parts.comm import meeting
 from fourfold.words.errors import TrainingError
 from fourfold.words.streams import flush, say
 
@@ -118,6 +119,7 @@ def leave_at_exit(*, world: bool) -> None:
     def end() -> None:
         asked.wait()
         groups.clear()
+        meeting.release()
 
     ending = threading.Thread(target=end, name="fourfold-leave", daemon=True)
     ending.start()

@@ -10,6 +10,7 @@ A TCPStore asks nobody who he is: on a machine of many users, any of them can re
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -17,7 +18,7 @@ import secrets
 import stat
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +34,9 @@ from fourfold.words.rendezvous import meeting as place_of
 HOST_SECONDS = 60.0  # for the ranks of one host to meet
 HOSTS_SECONDS = 300.0  # hosts, and pods above all, do not start at the same time
 POLL_SECONDS = 0.01
+
+_kept: list[tuple[Path, Store]] = []
+"""The stores in files that this process has, with their folders, until `release`."""
 
 
 class _Process(NamedTuple):
@@ -68,7 +72,7 @@ def _on_one_host(seat: Seat, place: SameHost) -> Store:
     folder = _private_folder()
     note = folder / _name(place)
     if seat.rank > 0:
-        return _all_here(file_store(str(folder / _wait_for(note, seat)), seat.size, HOST_SECONDS), seat)
+        return _all_here(folder / _wait_for(note, seat), seat)
     _sweep(folder)
     pid, began = _process(os.getpid())
     name = f"store-{pid}-{began}-{secrets.token_hex(8)}"
@@ -76,15 +80,39 @@ def _on_one_host(seat: Seat, place: SameHost) -> Store:
     part.write_text(json.dumps({"store": name, "pid": pid, "began": began}))
     part.replace(note)  # Renamed into place: another rank may read it at any moment.
     try:
-        return _all_here(file_store(str(folder / name), seat.size, HOST_SECONDS), seat)
+        return _all_here(folder / name, seat)
     finally:
         note.unlink(missing_ok=True)
 
 
-def _all_here(store: Store, seat: Seat) -> Store:
+def _all_here(path: Path, seat: Seat) -> Store:
+    store = file_store(str(path), seat.size, HOST_SECONDS)
+    _kept.append((path.parent, store))
     store.set(f"here/{seat.rank}", "")
     store.wait([f"here/{rank}" for rank in range(seat.size)], timedelta(seconds=HOST_SECONDS))
     return store
+
+
+def release() -> None:
+    """Let go of the stores in files, once no process group uses them: the last rank removes the file.
+
+    One rank at a time: torch counts a rank that leaves in two steps, and of two ranks that leave at once neither may
+    see that it is the last.
+    """
+    while _kept:
+        folder, store = _kept.pop()
+        with contextlib.suppress(FileNotFoundError), _locked(folder):
+            del store
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _sweep(folder: Path) -> None:
