@@ -96,6 +96,28 @@ def test_the_users_line_that_waited_for_an_ended_rank_is_told() -> None:
     )
 
 
+def test_a_rank_that_was_interrupted_is_the_cause_and_is_not_started_again() -> None:
+    reset = entry(0, timestamp=1.0, kind="PeerError", message="rank 1 died while rank 0 waited for it")
+    found = first(
+        reset, cause.record(KeyboardInterrupt(), rank=1), exit_codes={0: 75}
+    )  # rank 1 is still on its way out
+    assert found == cause.Cause("rank 1 of 4 ended with exit code 130", 130, 1, final=True)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_what_no_disk_takes_is_told_on_stderr(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("raise ValueError('of mine')\n")
+    (tmp_path / "told.json.part").symlink_to("/dev/full")
+    environ = {**os.environ, "RANK": "1", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "told.json")}
+    command = [sys.executable, "-m", "fourfold.engines.worker", str(os.getpid()), str(script)]
+    ended = subprocess.run(command, env=environ, timeout=300, check=False, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("rank 1 failed, and its record could not be written: no space left on device\n")
+    assert ended.stderr.endswith("ValueError: of mine\n")
+    assert "OSError" not in ended.stderr
+
+
 def test_our_own_peer_error_is_an_echo() -> None:
     assert cause.record(PeerError("rank 1 has gone"), rank=0).echo
 
@@ -127,6 +149,7 @@ def test_an_error_that_fails_to_say_what_it_is_is_told_all_the_same() -> None:
         ("", cause.ENDED, 0),
         ("raise ValueError", "ValueError", 1),
         ("import asyncio; raise asyncio.CancelledError", "CancelledError", 1),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt", 130),
     ],
 )
 def test_a_rank_tells_how_it_ended_whatever_it_has_made_of_its_environment(

@@ -189,6 +189,8 @@ def test_a_batch_that_does_not_divide_is_told_with_those_that_do(
         ("def f():\n    return 1 / 0\n\nf()", "ZeroDivisionError: division by zero"),
         ("x = (", "SyntaxError: '(' was never closed"),
         ("raise SystemExit(3)", "it calls sys.exit(3)"),
+        ("import pytest\n\n\npytest.importorskip('nothing_of_this_name')", "Skipped: could not import"),
+        ("class Mine(BaseException): ...\n\n\nraise Mine('of mine')", "broken.Mine: of mine"),
     ],
 )
 def test_a_task_file_that_does_not_import_is_told_with_the_users_lines(refused: Refused, code: str, error: str) -> None:

@@ -103,6 +103,21 @@ def test_a_process_whose_step_does_not_end_is_ended_and_says_where_it_was(tmp_pa
 BUSY = "while True: time.sleep(0.01)"
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_request_that_cannot_be_answered_on_stderr_is_a_request_all_the_same(tmp_path: Path) -> None:
+    body = "os.dup2(os.open('/dev/full', os.O_WRONLY), 2)\nprint('full', flush=True)\nstick()"
+    process = child(body, tmp_path)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "full\n"
+    process.send_signal(signal.SIGINT)
+    time.sleep(asked.REPEAT_SECONDS[signal.SIGINT] + 0.2)
+    process.send_signal(signal.SIGINT)
+    try:
+        assert process.wait(SECONDS) == 130
+    finally:
+        process.kill()
+
+
 @pytest.mark.parametrize("body", ["stick()", BUSY])
 def test_a_second_sigterm_ends_a_process_at_once(body: str, tmp_path: Path) -> None:
     process = child(body, tmp_path)

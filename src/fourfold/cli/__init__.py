@@ -7,13 +7,19 @@ Law: what a user got wrong is told on stderr as got / need / try, all at once, w
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from fourfold.cli import interrupt
+from fourfold.words.errors import reason
+from fourfold.words.streams import discard, say
 from fourfold.words.text import escaped
 
 __all__ = ["main"]
+
+PARSERS = {"typer", "click"}  # the packages that print the help
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -28,9 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.stdout.flush()
     except KeyboardInterrupt as stop:
         code = _interrupted(stop)
-    except BrokenPipeError:
-        # The reader has gone (`fourfold show plan.toml | head`). Python would complain once more as it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        # The reader has gone (`fourfold show plan.toml | head`), which is no fault; or the disk is full.
+        if not isinstance(error, BrokenPipeError):
+            say(f"fourfold: the output could not be written: {reason(error)}")
+        discard(sys.stdout)
         code = 1
     finally:
         interrupt.stop()
@@ -52,8 +60,17 @@ def _interrupted(stop: KeyboardInterrupt) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     text = str(stop) if stop.args else "stopped by SIGINT"
     if text:
-        print(f"fourfold: {escaped(text)}", file=sys.stderr, flush=True)
+        say(f"fourfold: {escaped(text)}")
     return 128 + signal.SIGINT
+
+
+def _is_of_output(error: BaseException) -> bool:
+    """Whether it was a command's own `print` that failed, and no file or pipe of a task's."""
+    if not isinstance(error, OSError) or error.filename is not None:
+        return False
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    file = Path(frame.f_code.co_filename)
+    return file.parent == Path(__file__).parent or not PARSERS.isdisjoint(file.parts[-3:-1])
 
 
 def _run(arguments: list[str]) -> int:
@@ -63,9 +80,11 @@ def _run(arguments: list[str]) -> int:
         act = read(arguments)
         interrupt.insist()  # typer ends its parsing on an interrupt, as if nothing were to be done
         return act() if act is not None else 0
-    except (KeyboardInterrupt, BrokenPipeError):
+    except (KeyboardInterrupt, SystemExit):
         raise
-    except Exception as error:
+    except BaseException as error:  # whatever a task raises, such as pytest's Skipped
+        if _is_of_output(error):
+            raise
         from fourfold.cli.failure import tell
         from fourfold.engines.worker import leave_at_once
         from fourfold.words.errors import INTERRUPT_CODE, REQUEUE_CODE

@@ -4,12 +4,12 @@ Law: nothing of a run is changed here.
 """
 
 import contextlib
-import sys
 import time
 from pathlib import Path
 
 from fourfold.cli.failure import neighbour
 from fourfold.words.errors import CheckpointError, Problem, SettingError, reason
+from fourfold.words.streams import say
 from fourfold.words.text import escaped
 from fourfold.words.units import sized
 
@@ -70,7 +70,7 @@ def export(run: str, file: str | None, *, step: int | None, ema: bool) -> int:
         raise SettingError(Problem(f"--step {step}", need), where=str(folder))
     source = newest_good(folder, step=step)
     if step is None and source != Shelf(folder).at(steps[-1]):
-        print(escaped(f"warning: a newer checkpoint is damaged: fourfold checkpoint verify {run}"), file=sys.stderr)
+        say(escaped(f"warning: a newer checkpoint is damaged: fourfold checkpoint verify {run}"))
     target = Path(file or f"{folder.name}-{source.name.removeprefix('step-')}{'-ema' if ema else ''}.safetensors")
     if target.exists():
         raise SettingError(Problem(f"{target} is there already", "a new file", "another FILE"))

@@ -4,7 +4,6 @@ Law: one text on stderr, from one process; the exit code says whose fault it was
 nobody's: the same command is to be started again; 130 after a Ctrl-C.
 """
 
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from fourfold.engines import cause
 from fourfold.words.errors import FourfoldError, LaunchError, StoppedError, nearest
+from fourfold.words.streams import say
 from fourfold.words.world import from_environment
 
 INPUT_CODE = FourfoldError.exit_code
@@ -42,7 +42,7 @@ class Errors:
             raise ExceptionGroup("several problems", self.found)
 
 
-def tell(error: Exception) -> int:
+def tell(error: BaseException) -> int:
     """Print what went wrong; returns the exit code. Under a launcher of others, rank 0 tells of bad input for all."""
     errors = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
     code = max((each.exit_code if isinstance(each, FourfoldError) else 1) for each in errors)
@@ -52,22 +52,22 @@ def tell(error: Exception) -> int:
     except LaunchError:  # Who we are is what went wrong.
         world = None
     if world is None:
-        print(text, file=sys.stderr, flush=True)
+        say(text)
     elif not _of_input(errors) and not isinstance(error, StoppedError):
-        print(f"rank {world.rank} of {world.size} failed\n{text}", file=sys.stderr, flush=True)
+        say(f"rank {world.rank} of {world.size} failed\n{text}")
     elif world.rank == 0:
-        print(text, file=sys.stderr, flush=True)
+        say(text)
     else:
         time.sleep(SILENT_SECONDS if _of_input(errors) else STOPPED_SECONDS)
     return code
 
 
-def _of_input(errors: Sequence[Exception]) -> bool:
+def _of_input(errors: Sequence[BaseException]) -> bool:
     """Whether the input is wrong, on every rank. A task that calls `sys.exit(2)` is one rank's error of that code."""
     return any(isinstance(each, FourfoldError) and type(each).exit_code == INPUT_CODE for each in errors)
 
 
-def _text(error: Exception) -> str:
+def _text(error: BaseException) -> str:
     return f"fourfold: {error}" if isinstance(error, StoppedError) else cause.explain(error).rstrip()
 
 

@@ -111,7 +111,8 @@ class _told:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type | None, error: BaseException | None, frames: Any) -> None:
-        if isinstance(error, Exception) and not isinstance(error, FourfoldError):
-            raise self._kind(f"{self._what}\n{cause.explain(error).rstrip()}") from None
         if isinstance(error, SystemExit):
             raise self._kind(f"{self._what}: it calls sys.exit({error.code!r})") from None
+        # Not only an Exception: pytest.importorskip raises a BaseException.
+        if error is not None and not isinstance(error, FourfoldError | KeyboardInterrupt):
+            raise self._kind(f"{self._what}\n{cause.explain(error).rstrip()}") from None

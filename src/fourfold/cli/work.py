@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from fourfold.cli import interrupt
 from fourfold.words.errors import Problem, SettingError, reason
+from fourfold.words.streams import discard, say
 from fourfold.words.text import escaped
 from fourfold.words.world import from_environment
 
@@ -169,5 +170,8 @@ def _launch(command: Sequence[str], num_processes: int, care: "Care") -> int:
 def _say(text: str) -> None:
     """Tell of ranks that have ended."""
     if sys.stdout.isatty():
-        print(SHOW_CURSOR, flush=True)  # and a new line: a rank that was killed has left its own half drawn
-    print(f"fourfold: {escaped(text)}", file=sys.stderr, flush=True)
+        try:
+            print(SHOW_CURSOR, flush=True)  # and a new line: a rank that was killed has left its own half drawn
+        except OSError:  # the terminal has gone
+            discard(sys.stdout)
+    say(f"fourfold: {escaped(text)}")

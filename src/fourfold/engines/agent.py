@@ -237,8 +237,10 @@ class Agent(LocalElasticAgent):
             # Where it could not leave a note yet: before the first step.
             text = f"{found.text}: stopped; {self.care.outlook()}"
             return cause.Cause(text, REQUEUE_CODE, found.rank, final=True, stopped=True)
+        # What it has written down says why it ended, but not that a person asked for it.
         trains = found.rank is not None and self._pulses.read()[found.rank].resumed >= 0
-        if trains and found.exit_code in STOPPED and found.rank not in records:  # It has told why itself.
+        written = records.get(found.rank)
+        if trains and found.exit_code in STOPPED and (written is None or written.kind == cause.INTERRUPTED):
             text = f"{found.text}: {STOPPED[found.exit_code]}; {self.care.outlook()}".removesuffix("; ")
             return dataclasses.replace(found, text=text, final=True, stopped=True)
         return found

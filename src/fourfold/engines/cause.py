@@ -24,12 +24,13 @@ from pathlib import Path
 
 import msgspec
 
-from fourfold.words.errors import PEER_GONE, FourfoldError, PeerError, StoppedError
+from fourfold.words.errors import INTERRUPT_CODE, PEER_GONE, FourfoldError, PeerError, StoppedError
 from fourfold.words.text import escaped
 
 # A rank that dies before all have met leaves a LaunchError to the others.
 ECHO_KINDS = ("PeerError", "LaunchError", "DistNetworkError")
 ENDED = "ended"  # the kind of an end's record
+INTERRUPTED = KeyboardInterrupt.__name__
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,9 @@ def record(error: BaseException, *, rank: int) -> Record:
     """What to write down about an error that has reached the top of a rank."""
     if isinstance(error, SystemExit):
         return _record_exit(error, rank)
+    if isinstance(error, KeyboardInterrupt):
+        text = f"ended with exit code {INTERRUPT_CODE}"
+        return Record(rank, INTERRUPTED, INTERRUPTED, text, time.time(), INTERRUPT_CODE, final=True)
     return Record(
         rank=rank,
         kind=type(error).__name__,
@@ -176,7 +180,7 @@ def _of_end(done: Sequence[int], echoes: Sequence[Record], names: Sequence[str])
 def _of_record(entry: Record, names: Sequence[str]) -> Cause:
     if entry.kind == StoppedError.__name__:
         return Cause(entry.message, entry.exit_code, final=True, stopped=True)
-    if entry.kind == SystemExit.__name__:
+    if entry.kind in (SystemExit.__name__, INTERRUPTED):
         return Cause(f"{names[entry.rank]} {entry.text}", entry.exit_code, entry.rank, final=entry.final)
     text = f"{names[entry.rank]} failed\n{entry.text.rstrip()}"
     return Cause(text, entry.exit_code, entry.rank, final=entry.final)

@@ -8,6 +8,7 @@ down for the launcher, which tells it once.
 """
 
 import atexit
+import contextlib
 import faulthandler
 import os
 import runpy
@@ -19,7 +20,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from fourfold.engines import cause, env_store, watch
-from fourfold.words.errors import INTERRUPT_CODE, REQUEUE_CODE
+from fourfold.words import streams
+from fourfold.words.errors import INTERRUPT_CODE, REQUEUE_CODE, reason
 
 EXIT_SECONDS = 2.0  # for atexit functions and threads of a rank that has failed
 
@@ -34,16 +36,19 @@ def main(arguments: Sequence[str]) -> None:
     env_store.prepare()
     try:
         run_program(command)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPT_CODE)
     except SystemExit as leaving:
         if cause.exit_code(leaving):
             _fail(leaving, rank, path)
-        cause.write(path, cause.ended(rank))
+        _write_end(rank, path)
         raise
     except BaseException as error:  # whatever the program raises, such as asyncio.CancelledError
         _fail(error, rank, path)
-    cause.write(path, cause.ended(rank))
+    _write_end(rank, path)
+
+
+def _write_end(rank: int, path: Path) -> None:
+    with contextlib.suppress(OSError):  # without it a rank that still waits for this one tells of a death
+        cause.write(path, cause.ended(rank))
 
 
 def run_program(command: Sequence[str]) -> None:
@@ -86,7 +91,12 @@ def _leave_group(process: int) -> None:
 def _fail(error: BaseException, rank: int, path: Path) -> NoReturn:
     """Tell the launcher, before the other ranks can notice that this one has gone; and go."""
     entry = cause.record(error, rank=rank)
-    cause.write(path, entry)
+    try:
+        cause.write(path, entry)
+    except OSError as problem:  # a full disk: the launcher tells the exit code, and the error is told here
+        streams.say(
+            f"rank {rank} failed, and its record could not be written: {reason(problem)}\n{entry.text.rstrip()}"
+        )
     if entry.exit_code in (REQUEUE_CODE, INTERRUPT_CODE):
         leave_at_once(entry.exit_code)
     _end_within(EXIT_SECONDS, entry.exit_code)
@@ -97,8 +107,7 @@ def leave_at_once(exit_code: int) -> NoReturn:
     """End this process without taking the interpreter apart: with torch in it that takes up to seconds."""
     _end_within(EXIT_SECONDS, exit_code)
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    streams.flush()
     os._exit(exit_code)
 
 

@@ -9,7 +9,6 @@ is worth more than what is shown of it: where nobody reads any more (`| head`), 
 import atexit
 import contextlib
 import errno
-import io
 import os
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from fourfold.words.errors import reason
 from fourfold.words.record import Line
+from fourfold.words.streams import discard, say
 from fourfold.words.text import escaped
 from fourfold.words.units import scaled, three
 
@@ -125,17 +125,11 @@ class Progress:
         except OSError as error:
             if self._is_read:
                 self._is_read = False
-                print(
-                    f"fourfold: the output could not be written: {reason(error)}; the run goes on unseen",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                say(f"fourfold: the output could not be written: {reason(error)}; the run goes on unseen")
             if self._live is not None:
                 atexit.unregister(self.close)
                 self._live = None
-            with contextlib.suppress(io.UnsupportedOperation):
-                # Python would fail on what is left in its buffer at the exit.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self._file.fileno())
+            discard(self._file)
 
     def _is_live(self) -> bool:
         console = self._terminal()

@@ -190,7 +190,8 @@ class Requests:
     def _say(self, text: str) -> None:
         who = f"rank {self._world.rank} of {self._world.size}: " if self._world.size > 1 else ""
         # Not through sys.stderr, which a main thread that hangs may have locked.
-        os.write(2, f"fourfold: {who}{text}\n".encode(errors="replace"))
+        with contextlib.suppress(OSError):  # nobody reads it, or its disk is full: the request stands
+            os.write(2, f"fourfold: {who}{text}\n".encode(errors="replace"))
 
 
 _listening: list[Requests] = []

@@ -9,7 +9,6 @@ apart aborts the process, after all has gone well.
 import atexit
 import contextlib
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 from fourfold.parts.comm import meeting
 from fourfold.words.errors import TrainingError
+from fourfold.words.streams import flush, say
 
 END_SECONDS = 5.0  # for the end of a group: a collective that was given up never ends where all ranks live on
 Key = tuple[str, tuple[int, ...]]
@@ -133,9 +133,8 @@ def leave_at_exit(*, world: bool) -> None:
         if any(thread.is_alive() for thread in (ending, *_endings)):
             # Later it would come back into an interpreter that is gone, and abort the process.
             told = f"a collective was given up and has not ended in {END_SECONDS:.0f} s: this process ends without it"
-            print(f"fourfold: {told}", file=sys.stderr)
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
+            say(f"fourfold: {told}")
+            flush()
             os._exit(1)
 
     atexit.register(act)

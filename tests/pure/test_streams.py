@@ -1,0 +1,92 @@
+"""Streams that take nothing: a full disk, or a pipe whose reader has gone, in the place of stdout and stderr."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+FULL = "/dev/full"
+SECONDS = 120
+
+pytestmark = pytest.mark.skipif(not os.path.exists(FULL), reason="no /dev/full here")
+
+
+@contextmanager
+def unread() -> Iterator[int]:
+    """A pipe that nobody reads any more."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        yield writing
+    finally:
+        os.close(writing)
+
+
+def run(code: str, *, out: int | None = None, err: int | None = None) -> "subprocess.CompletedProcess[str]":
+    # Buffered, as it is where nobody says otherwise: then it fails when the buffer is written.
+    mine = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", code]
+    out, err = (subprocess.PIPE if stream is None else stream for stream in (out, err))
+    return subprocess.run(command, stdout=out, stderr=err, env=mine, text=True, timeout=SECONDS, check=False)
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("from fourfold.cli import main; main(['nonsense'])", 2),
+        ("from fourfold.cli.work import _say; _say('rank 1 died; starting again'); _say('again')", 0),
+        ("import os; from fourfold.engines.worker import leave_at_once as end; os.dup2(2, 1); print('x'); end(75)", 75),
+        ("import sys; sys.stderr.close(); from fourfold.words.streams import say; say('x')", 0),
+        ("import sys; sys.stderr = None; from fourfold.words.streams import say; say('x')", 0),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["full", "unread"])
+def test_a_message_that_stderr_does_not_take_changes_no_exit_code(code: str, expected: int, kind: str) -> None:
+    with unread() if kind == "unread" else open(FULL, "w") as stream:
+        number = stream if isinstance(stream, int) else stream.fileno()
+        ended = run(code, err=number)
+    assert (ended.returncode, ended.stdout) == (expected, "")
+
+
+NOTES = """
+import sys
+from fourfold.report.progress import Progress
+progress = Progress()
+progress.note("first")
+progress.note("second")
+sys.exit(3)
+"""
+
+
+def test_a_run_whose_notes_nobody_reads_goes_on() -> None:
+    with unread() as stream:
+        assert run(NOTES, out=stream, err=stream).returncode == 3
+
+
+def test_a_command_whose_output_the_disk_does_not_take_says_so_without_a_traceback() -> None:
+    with open(FULL, "w") as stream:
+        ended = run("from fourfold.cli import main; main(['--help'])", out=stream.fileno())
+    told = "fourfold: the output could not be written: no space left on device\n"
+    assert (ended.returncode, ended.stderr) == (1, told)
+
+
+def test_a_command_whose_reader_has_gone_says_nothing() -> None:
+    with unread() as stream:
+        ended = run("from fourfold.cli import main; main(['--help'])", out=stream)
+    assert (ended.returncode, ended.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("error", ["BrokenPipeError(32, 'of its own')", "OSError(28, 'of its own')"])
+def test_an_error_of_a_pipe_of_the_tasks_own_is_told(error: str) -> None:
+    code = f"""
+from fourfold.cli import commands, main
+def fail(): raise {error}
+commands.read = lambda words: fail
+main(["train"])
+"""
+    ended = run(code)
+    assert ended.returncode == 1
+    assert "of its own" in ended.stderr
