@@ -80,7 +80,7 @@ def _checked_dict(sample: Mapping[Any, Any], index: int) -> dict[str, Any]:
     """Lists of numbers become tensors: collated as they are, they would become one tensor for each position."""
     checked, problems = {}, []
     for name, value in sample.items():
-        if isinstance(value, Tensor | np.ndarray | np.generic | bool | int | float):
+        if isinstance(value, Tensor | np.ndarray | np.number | np.bool_ | bool | int | float):
             checked[name] = value
         elif isinstance(value, list | tuple) and (numbers := _numbers(value)) is not None:
             checked[name] = numbers
