@@ -5,13 +5,13 @@ share  this data index's part of each global batch; when a batch does not divide
 Law: over all data indices the samples of a global batch are `plan.order.rows` of its positions, whatever the mesh.
 """
 
-import queue
-import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
+from fourfold.feed.ahead import ahead
+from fourfold.feed.draws import fetch_drawing
 from fourfold.feed.samples import source_problem
 from fourfold.feed.source import fetch
 from fourfold.parts import comm
@@ -20,10 +20,6 @@ from fourfold.plan.plan import Plan
 from fourfold.words import arguments
 from fourfold.words.errors import DataError, Problem
 from fourfold.words.task import Source
-
-READ_AHEAD = 2
-LOOK_SECONDS = 0.25
-JOIN_SECONDS = 1.0  # a source that does not answer must not keep its rank; the thread ends with the process
 
 
 class Position(NamedTuple):
@@ -68,7 +64,8 @@ class DictBatch(dict[str, Any]):
 class Feed:
     """Iterate over an epoch's local batches; the next loop is the next epoch. `batch_size` is global.
 
-    An epoch's last batch holds what is left; a data index may then get an empty batch, which a step takes.
+    An epoch's last batch holds what is left; a data index may then get an empty batch, which a step takes. Samples that
+    draw from torch's, Python's or NumPy's generators draw the same on any mesh, and are read while they are waited for.
     Raises DataError for an empty source or a batch size below one.
     """
 
@@ -82,8 +79,16 @@ class Feed:
         self._source, self._batch_size = source, int(batch_size)
         self._size, self._index = place(plan, where="the feed")
         self._state = Position(int(seed), 0, 0, len(source))
+        self._draws = False
         self.look: Callable[[], None] = _nothing
         """Called from time to time while a batch is waited for: what it raises ends the waiting."""
+
+    @classmethod
+    def alone(cls, source: Source, *, batch_size: int, seed: int = 0) -> "Feed":
+        """Whole batches, as one process has them, whatever the world is."""
+        feed = cls(source, batch_size=batch_size, seed=seed)
+        feed._size, feed._index = 1, 0
+        return feed
 
     @property
     def batch_size(self) -> int:
@@ -119,7 +124,8 @@ class Feed:
         """The rest of the epoch. The state advances when a batch is taken, not when it is read."""
         epoch = self._state.epoch
         while self._state.epoch == epoch:
-            for after, batch in self._read_ahead(self._state):
+            batches = ahead(self._batches(self._state), in_turn=lambda: self._draws, look=lambda: self.look())
+            for after, batch in batches:
                 self._state = after
                 yield batch
                 if self._state is not after or after.epoch != epoch:
@@ -139,55 +145,21 @@ class Feed:
             stop = min(position + self._batch_size, num_samples)
             first, last = share(position, stop, self._size, self._index)
             samples = Stretch(num_samples, seed, epoch, position, stop, first, last)
-            batch = Batch.of(fetch(self._source, samples.ids()), samples)
+            batch = Batch.of(self._fetch(samples, is_first=position == start.position), samples)
             position = stop
             after = (epoch, position) if position < num_samples else (epoch + 1, 0)
             yield Position(seed, *after, num_samples), batch
 
-    def _read_ahead(self, start: Position) -> Iterator[tuple[Position, Any]]:
-        """`_batches`, made by a thread that stays `READ_AHEAD` batches in front; its error is raised here."""
-        ready: queue.Queue[Any] = queue.Queue(READ_AHEAD)
-        stopped = threading.Event()
-
-        def read() -> None:
-            try:
-                for item in self._batches(start):
-                    if not _put(ready, item, stopped):
-                        return
-                _put(ready, None, stopped)
-            except BaseException as error:  # raised in the caller's thread, below
-                _put(ready, error, stopped)
-
-        thread = threading.Thread(target=read, name="fourfold feed", daemon=True)
-        thread.start()
-        try:
-            while (item := self._next(ready)) is not None:
-                if isinstance(item, BaseException):
-                    raise item
-                yield item
-        finally:
-            stopped.set()
-            thread.join(JOIN_SECONDS)
-
-    def _next(self, ready: queue.Queue[Any]) -> Any:
-        while True:
-            try:
-                return ready.get(timeout=LOOK_SECONDS)
-            except queue.Empty:
-                self.look()
+    def _fetch(self, samples: Stretch, *, is_first: bool) -> Any:
+        """A batch. Whether its samples draw is found out with the first one: then nobody else draws."""
+        if not is_first and not self._draws:
+            return fetch(self._source, samples.ids())
+        drawing = {"seed": samples.seed, "epoch": samples.epoch, "draws": self._draws}
+        batch, self._draws = fetch_drawing(self._source, samples.ids(), **drawing)
+        return batch
 
 
 def _nothing() -> None: ...
-
-
-def _put(ready: queue.Queue[Any], item: Any, stopped: threading.Event) -> bool:
-    while not stopped.is_set():
-        try:
-            ready.put(item, timeout=0.1)
-            return True
-        except queue.Full:
-            continue
-    return False
 
 
 def _state_problems(state: Any, num_samples: int) -> list[Problem]:
