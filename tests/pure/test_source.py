@@ -235,3 +235,34 @@ def test_a_fetch_with_another_number_of_samples_is_refused():
 def test_samples_that_cannot_be_stacked_are_refused(odd):
     with pytest.raises(DataError, match="cannot be stacked"):
         fetch([(odd, 1.0)] * 2, [0, 1])
+
+
+@pytest.mark.parametrize("wrap", [lambda inputs: inputs, lambda inputs: (inputs, 1), lambda inputs: ({"x": inputs}, 1)])
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_a_key_that_only_some_samples_have_is_refused_whichever_comes_first(wrap, order):
+    """Torch takes the keys of the first: what the others have besides would be lost, or not, as ranks share a batch."""
+    samples = [wrap({"a": 1.0}), wrap({"a": 1.0, "mask": 0.0})]
+    with pytest.raises(DataError, match=r"\['mask'\]: .*missing in sample .* the same keys in every sample"):
+        fetch(samples, order)
+    assert fetch([samples[1]] * 2, [0, 1])
+
+
+def test_dicts_of_one_form_are_stacked_whatever_the_order_of_their_keys():
+    inputs, targets = fetch([({"a": 1.0, "b": 2.0}, 0), ({"b": 3.0, "a": 4.0}, 1)], [0, 1])
+    assert {name: values.tolist() for name, values in inputs.items()} == {"a": [1.0, 4.0], "b": [2.0, 3.0]}
+    assert targets.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(("first", "second", "said"), [
+    (np.int64(1), np.float64(1.5), r"int64 \[\] in sample 0, float64 \[\] in sample 1"),
+    (np.float32(1), np.float64(1.5), r"float32 \[\] in sample 0, float64 \[\] in sample 1"),
+    (torch.ones(2), np.ones(2, dtype=np.float32), "tensors and arrays in one place"),
+])  # fmt: skip
+def test_samples_whose_dtype_would_depend_on_their_batch_are_refused(first, second, said):
+    with pytest.raises(DataError, match=said):
+        fetch([(torch.ones(1), first), (torch.ones(1), second)], [0, 1])
+
+
+def test_texts_of_any_library_in_a_dict_are_refused():
+    with pytest.raises(DataError, match="sample 0 has a str_ as 'name'"):
+        fetch([{"x": 1.0, "name": np.str_("a")}], [0])

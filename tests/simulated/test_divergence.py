@@ -123,8 +123,23 @@ def test_a_batch_left_out_on_one_rank_is_found_in_that_step():
         return ""
 
     for said in threads.run(2, body):
-        assert "rank 0 is at step 2, positions 12 to 24 of epoch 0, seed 5; " in said
+        assert "rank 0 is at step 2, positions 12 to 24 of epoch 0, seed 5, 36 samples; " in said
         assert "rank 1 is at step 2, positions 24 to 36 of epoch 0, seed 5" in said
+        assert "no batch that one rank leaves out" in said
+
+
+def test_sources_of_different_lengths_are_found_in_the_first_step():
+    """As when each rank has read files of its own: it would take its share of them only, in another order."""
+
+    def body(ranks):
+        step, length = build(CASE, 2, ranks), 40 + 4 * ranks.rank
+        part = Batch.of(local(batches(CASE)[0], 2, ranks.rank), Stretch(length, 0, 0, 0, 12, 0, 6))
+        return astray(step, lambda: step(part))
+
+    for said in threads.run(2, body):
+        assert "rank 0 is at step 1, positions 0 to 12 of epoch 0, seed 0, 40 samples; " in said
+        assert "rank 1 is at step 1, positions 0 to 12 of epoch 0, seed 0, 44 samples" in said
+        assert "the same source" in said
 
 
 def test_a_rank_that_has_not_come_yet_is_told_where_it_was_last():

@@ -323,6 +323,39 @@ def test_a_use_that_nobody_was_told_of_ends_the_training():
     threads.run(1, body)
 
 
+@ZEROS
+def test_a_flush_after_a_step_whose_first_microbatch_was_empty_leaves_the_next_step_as_it_is(zero):
+    """As at the end of an epoch, where a checkpoint is saved: rank 0 has one sample for two microbatches."""
+    case = dataclasses.replace(CASE, batch_sizes=(8, 3, 8, 8), microbatches=2, zero=zero)
+
+    def body(case, step):
+        for number, batch in enumerate(batches(case)):
+            step(local(batch, 2, step.data_index))
+            if number == 1:
+                step.flush()
+        return weights(step)
+
+    same(*both(case, 2, body))
+
+
+def test_a_step_after_one_that_was_left_out_trains_as_it_would_after_backward():
+    """The step that is left out has an empty first microbatch; nothing waits for the step after it."""
+    case = dataclasses.replace(CASE, batch_sizes=(8, 3, 8, 8), microbatches=2)
+
+    def body(ranks, update):
+        one = dataclasses.replace(case, update=update)
+        plan, optimizer = one.plan(2), training.optimizer(one)
+        step = TrainStep(
+            training.model("mlp"), training.loss(one), optimizer, plan=plan, ranks=ranks, clip=1.0, skip_nan=1
+        )
+        for number, (inputs, targets) in enumerate(batches(case)):
+            bad = inputs * float("nan") if number == 1 else inputs
+            step(local((bad, targets), 2, step.data_index))
+        return weights(step)
+
+    same(*[threads.run(2, lambda ranks, u=u: body(ranks, u)) for u in ("in_forward", "after")])
+
+
 def test_the_trace_shows_updates_within_forward_and_counts_them_once():
     def body(ranks):
         step = build(CASE, 2, ranks)

@@ -185,6 +185,42 @@ def test_what_cannot_be_shared_by_numbers_is_refused(loader, said):
         sharded(loader, 2, 0)
 
 
+class Endless(data.Dataset):
+    """Samples without a number of samples."""
+
+    def __getitem__(self, index):
+        return torch.tensor(float(index))
+
+
+def test_a_dataset_without_a_length_is_refused():
+    with pytest.raises(DataError, match=r"without a length \(Endless\)"):
+        sharded(data.DataLoader(Endless(), 2), 2, 0)
+
+
+@pytest.mark.parametrize(("how", "said"), [
+    ({"seed": "0"}, "seed = '0' .* a whole number"),
+    ({"seed": 1.5}, "seed = 1.5 .* a whole number"),
+    ({"plan": 2}, "plan = 2 .* a Plan"),
+    ({"plan": Plan(dp=4)}, "a plan of 4 ranks in a world of 2"),
+    ({"plan": Plan()}, "a plan of 1 ranks in a world of 2"),
+])  # fmt: skip
+def test_a_place_that_cannot_be_is_refused(how, said, monkeypatch):
+    """A plan of more ranks than there are would leave the samples of those out."""
+    with pytest.raises(DataError, match=said):
+        sharded(data.DataLoader(NUMBERS, 2), 2, 1, **how)
+    monkeypatch.setattr(feed.comm, "world", lambda: World(rank=1, size=2))
+    with pytest.raises(DataError, match=said):
+        ff.Feed(NUMBERS, batch_size=2, **how)
+
+
+@pytest.mark.parametrize("epoch", ["1", 1.0, -1, None])
+def test_an_epoch_is_a_whole_number(epoch):
+    loader = sharded(data.DataLoader(NUMBERS, 2, shuffle=True), 2, 0)
+    assert isinstance(loader.sampler, ShardSampler)
+    with pytest.raises(DataError, match=r"epoch = .* a whole number of at least 0"):
+        loader.sampler.set_epoch(epoch)
+
+
 def test_a_sharded_loader_trains_where_the_loader_itself_is_refused():
     samples = data.TensorDataset(torch.arange(64.0).view(32, 2))
 

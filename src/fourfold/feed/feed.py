@@ -1,15 +1,17 @@
 """Feed: the batches of one rank, read ahead by a thread.
 
-state  (seed, epoch, position): what has been handed out; ranks and read-ahead are no part of it
+state  (seed, epoch, position, num_samples): what has been handed out; ranks and read-ahead are no part of it
 share  this data index's part of each global batch; when a batch does not divide, shares differ by one
 Law: over all data indices the samples of a global batch are `plan.order.rows` of its positions, whatever the mesh.
 """
 
-import queue
-import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
+
+from fourfold.feed.ahead import ahead
+from fourfold.feed.draws import fetch_drawing
 from fourfold.feed.samples import source_problem
 from fourfold.feed.source import fetch
 from fourfold.parts import comm
@@ -19,17 +21,20 @@ from fourfold.words import arguments
 from fourfold.words.errors import DataError, Problem
 from fourfold.words.task import Source
 
-READ_AHEAD = 2
-LOOK_SECONDS = 0.25
-JOIN_SECONDS = 1.0  # a source that does not answer must not keep its rank; the thread ends with the process
-
 
 class Position(NamedTuple):
-    """Where a feed stands: samples [0, position) of the epoch have been handed out."""
+    """Where a feed stands: samples [0, position) of the epoch have been handed out.
+
+    num_samples  the length of the epoch's order; None in states of older versions
+    """
 
     seed: int
     epoch: int
     position: int
+    num_samples: int | None = None
+
+
+torch.serialization.add_safe_globals([Position])  # torch.load takes a saved state, also with weights_only
 
 
 class Batch(tuple):
@@ -59,7 +64,8 @@ class DictBatch(dict[str, Any]):
 class Feed:
     """Iterate over an epoch's local batches; the next loop is the next epoch. `batch_size` is global.
 
-    An epoch's last batch holds what is left; a data index may then get an empty batch, which a step takes.
+    An epoch's last batch holds what is left; a data index may then get an empty batch, which a step takes. Samples that
+    draw from torch's, Python's or NumPy's generators draw the same on any mesh, and are read while they are waited for.
     Raises DataError for an empty source or a batch size below one.
     """
 
@@ -71,10 +77,18 @@ class Feed:
         if problems:
             raise DataError(problems, where="the feed")
         self._source, self._batch_size = source, int(batch_size)
-        self._size, self._index = _place(plan)
-        self._state = Position(int(seed), 0, 0)
+        self._size, self._index = place(plan, where="the feed")
+        self._state = Position(int(seed), 0, 0, len(source))
+        self._draws = False
         self.look: Callable[[], None] = _nothing
         """Called from time to time while a batch is waited for: what it raises ends the waiting."""
+
+    @classmethod
+    def alone(cls, source: Source, *, batch_size: int, seed: int = 0) -> "Feed":
+        """Whole batches, as one process has them, whatever the world is."""
+        feed = cls(source, batch_size=batch_size, seed=seed)
+        feed._size, feed._index = 1, 0
+        return feed
 
     @property
     def batch_size(self) -> int:
@@ -92,18 +106,15 @@ class Feed:
         return self._state
 
     def load(self, state: Position) -> None:
-        """Go on from a state that another feed of the same source and batch size gave.
+        """Go on from a state that another feed of the same source gave. Its seed is taken over, and its order with it.
 
         Within a loop over the feed the next batch is from there; in another epoch the loop ends, and the next begins.
+        The batch size may be another: a position counts samples. Raises DataError for a state in the middle of an
+        epoch of another number of samples, whose order was another one.
         """
-        if not isinstance(state, tuple | list) or len(state) != 3 or not all(map(arguments.is_whole, state)):
-            got = f"a state {state!r}"
-            raise DataError(Problem(got, "(seed, epoch, position), as another feed's `state` is"), where="the feed")
-        position = Position(*state)
-        if not 0 <= position.position < len(self._source):
-            got = f"position {position.position}"
-            raise DataError(Problem(got, f"one before the source's {len(self._source)} samples"), where="the feed")
-        self._state = position
+        if problems := _state_problems(state, len(self._source)):
+            raise DataError(problems, where="the feed")
+        self._state = Position(*state)
 
     def __len__(self) -> int:
         """Batches of an epoch."""
@@ -113,7 +124,8 @@ class Feed:
         """The rest of the epoch. The state advances when a batch is taken, not when it is read."""
         epoch = self._state.epoch
         while self._state.epoch == epoch:
-            for after, batch in self._read_ahead(self._state):
+            batches = ahead(self._batches(self._state), in_turn=lambda: self._draws, look=lambda: self.look())
+            for after, batch in batches:
                 self._state = after
                 yield batch
                 if self._state is not after or after.epoch != epoch:
@@ -126,65 +138,64 @@ class Feed:
 
     def _batches(self, start: Position) -> Iterator[tuple[Position, Any]]:
         """The rest of an epoch: what the state is after each batch, and the batch."""
-        num_samples, (seed, epoch, position) = len(self._source), start
+        num_samples, (seed, epoch, position, _) = len(self._source), start
+        if problem := _other_length(start, num_samples):
+            raise DataError(problem, where="the feed")
         while position < num_samples:
             stop = min(position + self._batch_size, num_samples)
             first, last = share(position, stop, self._size, self._index)
             samples = Stretch(num_samples, seed, epoch, position, stop, first, last)
-            batch = Batch.of(fetch(self._source, samples.ids()), samples)
+            batch = Batch.of(self._fetch(samples, is_first=position == start.position), samples)
             position = stop
-            after = Position(seed, epoch, position) if position < num_samples else Position(seed, epoch + 1, 0)
-            yield after, batch
+            after = (epoch, position) if position < num_samples else (epoch + 1, 0)
+            yield Position(seed, *after, num_samples), batch
 
-    def _read_ahead(self, start: Position) -> Iterator[tuple[Position, Any]]:
-        """`_batches`, made by a thread that stays `READ_AHEAD` batches in front; its error is raised here."""
-        ready: queue.Queue[Any] = queue.Queue(READ_AHEAD)
-        stopped = threading.Event()
-
-        def read() -> None:
-            try:
-                for item in self._batches(start):
-                    if not _put(ready, item, stopped):
-                        return
-                _put(ready, None, stopped)
-            except BaseException as error:  # raised in the caller's thread, below
-                _put(ready, error, stopped)
-
-        thread = threading.Thread(target=read, name="fourfold feed", daemon=True)
-        thread.start()
-        try:
-            while (item := self._next(ready)) is not None:
-                if isinstance(item, BaseException):
-                    raise item
-                yield item
-        finally:
-            stopped.set()
-            thread.join(JOIN_SECONDS)
-
-    def _next(self, ready: queue.Queue[Any]) -> Any:
-        while True:
-            try:
-                return ready.get(timeout=LOOK_SECONDS)
-            except queue.Empty:
-                self.look()
+    def _fetch(self, samples: Stretch, *, is_first: bool) -> Any:
+        """A batch. Whether its samples draw is found out with the first one: then nobody else draws."""
+        if not is_first and not self._draws:
+            return fetch(self._source, samples.ids())
+        drawing = {"seed": samples.seed, "epoch": samples.epoch, "draws": self._draws}
+        batch, self._draws = fetch_drawing(self._source, samples.ids(), **drawing)
+        return batch
 
 
 def _nothing() -> None: ...
 
 
-def _put(ready: queue.Queue[Any], item: Any, stopped: threading.Event) -> bool:
-    while not stopped.is_set():
-        try:
-            ready.put(item, timeout=0.1)
-            return True
-        except queue.Full:
-            continue
-    return False
+def _state_problems(state: Any, num_samples: int) -> list[Problem]:
+    """What is wrong with a state that a feed of so many samples is to go on from."""
+    numbers = list(state) if isinstance(state, tuple | list) else []
+    if len(numbers) == 4 and numbers[3] is None:
+        numbers = numbers[:3]
+    if len(numbers) not in (3, 4) or not all(map(arguments.is_whole, numbers)):
+        got = f"a state {state!r}"
+        return [Problem(got, "(seed, epoch, position, num_samples), as another feed's `state` is")]
+    position = Position(*numbers)
+    problems = arguments.seed(position.seed) + arguments.whole("epoch", position.epoch, least=0)
+    if other := _other_length(position, num_samples):
+        problems.append(other)
+    elif not 0 <= position.position < num_samples:
+        need = f"one before the source's {num_samples} samples"
+        problems.append(Problem(f"position {position.position}", need))
+    return problems
 
 
-def _place(plan: Plan | None) -> tuple[int, int]:
-    """Size of the data axis and this process's index on it."""
+def _other_length(state: Position, num_samples: int) -> Problem | None:
+    """What is wrong where the source had another length when the state's epoch began: that epoch's order is another."""
+    if state.position == 0 or state.num_samples in (None, num_samples):
+        return None
+    got = f"position {state.position} in an epoch of {state.num_samples} samples, and a source of {num_samples} now"
+    attempt = f"the source as it was, or ({state.seed}, {state.epoch + 1}, 0), the beginning of the next epoch"
+    return Problem(got, "the same number of samples until the epoch is over", attempt)
+
+
+def place(plan: Plan | None, *, where: str) -> tuple[int, int]:
+    """Size of the data axis, and this process's index on it. Raises DataError for a plan of another number of ranks."""
     world = comm.world()
     if plan is None:
         return world.size, world.rank
+    if plan.mesh.size != world.size:
+        got = f"a plan of {plan.mesh.size} ranks in a world of {world.size}"
+        attempt = "the plan that the model is trained with, or none: then all ranks are data ranks"
+        raise DataError(Problem(got, "one for each rank", attempt), where=where)
     return plan.dp, plan.mesh.at(world.rank)["dp"]

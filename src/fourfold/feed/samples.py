@@ -61,10 +61,14 @@ def stack(samples: Sequence[Any], numbers: Sequence[int]) -> Any:
     except Exception as error:
         problem = _difference(samples, numbers)
         if problem is None:  # strings in an array, sparse tensors
-            said = (str(error).splitlines() or [type(error).__name__])[0]
+            said = "tensors and arrays in one place" if isinstance(error, _Unlike) else _first_line(error)
             got = f"samples {numbers[0] if numbers else 0} and on cannot be stacked: {said}"
             problem = Problem(got, "dense tensors, arrays or numbers", "tensors, or a source with a fetch(indices)")
         raise DataError(problem, where="the source") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 class _Unlike(Exception):
@@ -80,10 +84,24 @@ def _alike(handler: Handler, key: Callable[[Any], Any]) -> Handler:
     return handle
 
 
+def _dicts(batch: Sequence[Mapping[Any, Any]], *, collate_fn_map: Any = None) -> dict[Any, Any]:
+    """A dict of batches. Torch would take the keys of the first dict, and leave out what the others have besides."""
+    if any(each.keys() != batch[0].keys() for each in batch):
+        raise _Unlike
+    return {key: collate([each[key] for each in batch], collate_fn_map=collate_fn_map) for key in batch[0]}
+
+
+def _dtype(value: Any) -> Any:
+    return value.dtype
+
+
 _HANDLERS: dict[Any, Handler] = {
     **default_collate_fn_map,
-    Tensor: _alike(default_collate_fn_map[Tensor], lambda tensor: tensor.dtype),
-    np.ndarray: _alike(default_collate_fn_map[np.ndarray], lambda array: array.dtype),
+    Mapping: _dicts,
+    Tensor: _alike(default_collate_fn_map[Tensor], _dtype),
+    np.ndarray: _alike(default_collate_fn_map[np.ndarray], _dtype),
+    # NumPy's scalars, which torch has under one key of several types.
+    **{key: _alike(default_collate_fn_map[key], _dtype) for key in default_collate_fn_map if isinstance(key, tuple)},
     float: _alike(default_collate_fn_map[float], type),
     int: _alike(default_collate_fn_map[int], type),
 }
@@ -105,15 +123,18 @@ def _difference(samples: Sequence[Any], numbers: Sequence[int]) -> Problem | Non
             a, b = first.get(place, "missing"), theirs.get(place, "missing")
             if a != b:
                 got = f"{place or 'samples'}: {a} in sample {numbers[0]}, {b} in sample {number}"
-                attempt = PADDED if a.partition(" ")[2] != b.partition(" ")[2] else CONVERTED
-                return Problem(got, "samples of one shape and dtype, so that a batch can stack them", attempt)
+                if "missing" in (a, b):
+                    attempt = "the same keys in every sample"
+                else:
+                    attempt = PADDED if a.partition(" ")[2] != b.partition(" ")[2] else CONVERTED
+                return Problem(got, "samples of one form, so that a batch can stack them", attempt)
     return None
 
 
 def _forms(sample: Any, place: str = "") -> Iterator[tuple[str, str]]:
     if sample is None:
         yield place, "None"
-    elif isinstance(sample, Tensor | np.ndarray):
+    elif isinstance(sample, Tensor | np.ndarray | np.number | np.bool_):
         yield place, f"{str(sample.dtype).removeprefix('torch.')} {list(sample.shape)}"
     elif isinstance(sample, Mapping):
         for key, value in sample.items():

@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from fourfold.feed.feed import _place
+from fourfold.feed.feed import place
 from fourfold.plan.order import rows, share
 from fourfold.plan.plan import Plan
+from fourfold.words import arguments
 from fourfold.words.errors import DataError, Problem
 
 Sample = TypeVar("Sample", covariant=True)
@@ -34,8 +35,10 @@ class ShardSampler(Sampler[int]):
         self._has_tail = self._tail < num_samples and not drop_last
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is this epoch, the one after it the next."""
-        self._epoch = epoch
+        """The next iteration is this epoch, the one after it the next. Raises DataError for what is no whole number."""
+        if problems := arguments.whole("epoch", epoch, least=0):
+            raise DataError(problems, where="set_epoch")
+        self._epoch = int(epoch)
 
     def __len__(self) -> int:
         return self._tail // self._size + (len(range(*self._share_of_tail())) if self._has_tail else 0)
@@ -75,15 +78,20 @@ def shard(loader: DataLoader[Sample], plan: Plan | None = None, *, seed: int = 0
     Raises DataError for an IterableDataset, a batch sampler, a sampler of another kind than `shuffle` makes, and fewer
     samples than the ranks need.
     """
-    place = _place(plan)
+    problems = arguments.seed(seed) + arguments.instance("plan", plan, Plan, optional=True, attempt="ff.Plan(dp=2)")
     if not isinstance(loader, DataLoader):
-        problem = Problem(f"a {type(loader).__name__}", "a torch DataLoader", "ff.Feed(dataset, batch_size=…)")
-        raise DataError(problem, where="ff.shard")
-    if problems := _problems(loader) or _too_few(loader, place[0]):
+        got = f"a {type(loader).__name__}"
+        problems.append(Problem(got, "a torch DataLoader", "ff.Feed(dataset, batch_size=…)"))
+    else:
+        problems += _problems(loader)
+    if problems:
+        raise DataError(problems, where="ff.shard")
+    here = place(plan, where="ff.shard")
+    if problems := _too_few(loader, here[0]):
         raise DataError(problems, where="ff.shard")
     shuffle, dataset = isinstance(loader.sampler, RandomSampler), loader.dataset
     how: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "drop_last": loader.drop_last}
-    sampler = ShardSampler(_length(dataset), loader.batch_size or 1, place, **how)
+    sampler = ShardSampler(_length(loader), loader.batch_size or 1, here, **how)
     return DataLoader(
         dataset,
         batch_size=loader.batch_size,
@@ -109,6 +117,9 @@ def _problems(loader: DataLoader[Any]) -> list[Problem]:
         need = "a dataset with a length and numbered samples: each rank would read the whole stream"
         attempt = "a stream that yields every ff.world().size-th sample, from the ff.world().rank-th on"
         return [Problem("an IterableDataset", need, attempt)]
+    if not hasattr(loader.dataset, "__len__"):
+        got = f"a dataset without a length ({type(loader.dataset).__name__})"
+        return [Problem(got, "len(dataset): how many samples are to be shared", "a dataset with __len__")]
     problems = []
     if type(loader).__iter__ is not DataLoader.__iter__:
         got = f"a {type(loader).__name__}, which iterates in a way of its own"
@@ -128,7 +139,7 @@ def _problems(loader: DataLoader[Any]) -> list[Problem]:
 
 def _is_usual(loader: DataLoader[Any]) -> bool:
     """Whether the sampler is what `shuffle` makes: every sample once, in order or at random."""
-    sampler, length = loader.sampler, _length(loader.dataset)
+    sampler, length = loader.sampler, _length(loader)
     if type(sampler) is RandomSampler:
         return len(sampler) == length and not sampler.replacement
     return type(sampler) is SequentialSampler and len(sampler) == length
@@ -136,12 +147,13 @@ def _is_usual(loader: DataLoader[Any]) -> bool:
 
 def _too_few(loader: DataLoader[Any], size: int) -> list[Problem]:
     least = size * ((loader.batch_size or 1) if loader.drop_last else 1)
-    if (length := _length(loader.dataset)) >= least:
+    if (length := _length(loader)) >= least:
         return []
     each = "a whole batch for each data rank, as drop_last=True" if loader.drop_last else "one for each data rank"
     attempt = "a smaller batch_size, or drop_last=False" if loader.drop_last else "more samples, or fewer ranks"
     return [Problem(f"{length} samples for {size} data ranks", f"at least {least}: {each}", attempt)]
 
 
-def _length(dataset: Any) -> int:
+def _length(loader: DataLoader[Any]) -> int:
+    dataset: Any = loader.dataset
     return len(dataset)

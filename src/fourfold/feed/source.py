@@ -10,7 +10,7 @@ B batch · L sequence length
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,15 +31,22 @@ class BatchSource(Source, Protocol):
     def fetch(self, indices: Sequence[int], /) -> Any: ...
 
 
-def fetch(source: Source, indices: Sequence[int]) -> Any:
+def fetch(source: Source, indices: Sequence[int], *, before: Callable[[int], None] | None = None) -> Any:
     """The batch of these samples, in this order; by `source.fetch` where there is one, else samples are stacked.
 
-    No indices give a batch of no samples, of the right shapes.
+    No indices give a batch of no samples, of the right shapes. `before(i)` is called before `source[i]`, or before
+    `source.fetch` with its first index.
     """
     method = getattr(source, "fetch", None)
     if method is not None:
+        if before is not None and len(indices):
+            before(indices[0])
         return _counted(method(indices), len(indices))
-    samples = [_checked(source[i], i) for i in indices] or [_checked(source[0], 0)]
+    samples = []
+    for index in indices or [0]:
+        if before is not None:
+            before(index)
+        samples.append(_checked(source[index], index))
     batch = stack(samples, indices)
     batch = batch if isinstance(batch, dict) else tuple(batch)
     return batch if len(indices) else _none_of(batch)
@@ -80,7 +87,7 @@ def _checked_dict(sample: Mapping[Any, Any], index: int) -> dict[str, Any]:
     """Lists of numbers become tensors: collated as they are, they would become one tensor for each position."""
     checked, problems = {}, []
     for name, value in sample.items():
-        if isinstance(value, Tensor | np.ndarray | np.generic | bool | int | float):
+        if isinstance(value, Tensor | np.ndarray | np.number | np.bool_ | bool | int | float):
             checked[name] = value
         elif isinstance(value, list | tuple) and (numbers := _numbers(value)) is not None:
             checked[name] = numbers

@@ -170,7 +170,7 @@ class Actions:
         return contextlib.nullcontext() if self._parts.gathered is None else self._parts.gathered.phase(kind)
 
     def forward(self, index: int) -> None:
-        if self.deferred is not None and self.deferred.is_waiting:
+        if self.deferred is not None and index == 0:  # also where nothing waits: uses are told of anew in each step
             with self.deferred.forward():
                 self._forward_in_phase(index)
             self._parts.optimizer.keep_options(as_they_are=False)

@@ -636,7 +636,7 @@ class TrainStep:
 
 def _name(call: str, samples: Stretch | None) -> str:
     """A call, and its part of the feed's order where it is known: ranks may be as many steps on, and a batch apart."""
-    return call if samples is None else f"{call}, {samples}"
+    return call if samples is None else f"{call}, {samples}, {samples.num_samples} samples"
 
 
 def _codecs(plan: Plan, buckets: Sequence[Bucket], by_bucket: Sequence[Sequence[nn.Parameter]]) -> list[codec.Codec]:

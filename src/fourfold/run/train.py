@@ -4,6 +4,7 @@ Law: every rank does the same steps; rank 0 alone writes and speaks.
 """
 
 import contextlib
+import functools
 import math
 import signal
 import time
@@ -15,9 +16,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from fourfold.feed.draws import fetch_drawing
 from fourfold.feed.feed import Feed
 from fourfold.feed.samples import check_data
-from fourfold.feed.source import fetch
 from fourfold.parts.comm.ranks import BURIAL_SECONDS, world
 from fourfold.plan.order import share
 from fourfold.plan.plan import Plan
@@ -348,12 +349,13 @@ def evaluate(step: TrainStep, task: Task, source: Source, batch_size: int) -> di
     step.flush()
     start, stop = share(0, len(source), step.plan.dp, step.data_index)
     each = max(1, batch_size // step.plan.dp)
-    step.try_out(fetch(source, range(start, min(start + each, stop))))
+    draw = functools.partial(fetch_drawing, source, seed=0, epoch=0)
+    step.try_out(draw(range(start, min(start + each, stop)))[0])
     with evaluating(step.model):
         # As many times on every rank: all of them bring the weights, where those rest split.
         longest = max(len(range(*share(0, len(source), step.plan.dp, rank))) for rank in range(step.plan.dp))
         for first in range(start, start + longest, each):
-            batch = fetch(source, range(first, min(first + each, stop))) if first < stop else None
+            batch = draw(range(first, min(first + each, stop)))[0] if first < stop else None
             with step.read():
                 loss, found = (None, {}) if batch is None else _measures(step, task, batch)
             if loss is not None:

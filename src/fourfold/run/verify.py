@@ -93,15 +93,15 @@ def verify(task: Task, plan: Plan, *, seed: int = 0) -> Verdict | None:
     num_dropouts = _without_dropout(model)
     # Each of the trainings begins with these weights; rank 0's, for it is rank 0 that compares.
     first = {name: p.detach().clone() for name, p in model.named_parameters()}
-    make = functools.partial(Feed, source, batch_size=task.batch_size, seed=seed)
+    how = {"batch_size": task.batch_size, "seed": seed}
     with Exact():
-        probed, _ = _on_mesh(_probe(task), copy.deepcopy(model), plan, make(plan), seed=seed)
-        trained, losses = _on_mesh(task, copy.deepcopy(model), plan, make(plan), seed=seed)
+        probed, _ = _on_mesh(_probe(task), copy.deepcopy(model), plan, Feed(source, plan, **how), seed=seed)
+        trained, losses = _on_mesh(task, copy.deepcopy(model), plan, Feed(source, plan, **how), seed=seed)
         if world().rank:
             return None
         state = torch.get_rng_state()
-        alone, _ = _alone(_probe(task), copy.deepcopy(model), make(Plan()))
-        expected, their_losses = _alone(task, model, make(Plan()))
+        alone, _ = _alone(_probe(task), copy.deepcopy(model), Feed.alone(source, **how))
+        expected, their_losses = _alone(task, model, Feed.alone(source, **how))
         draws = not torch.equal(state, torch.get_rng_state())
     return Verdict(
         losses=[abs(a - b) / max(1.0, abs(b)) for a, b in zip(losses, their_losses, strict=True)],

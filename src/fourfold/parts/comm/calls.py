@@ -15,6 +15,7 @@ from fourfold.parts.options import ABSENT, parsed
 from fourfold.words.errors import DivergenceError, Problem
 
 CALL_BYTES = 512
+FED = ", positions "  # what follows is a step's part of the feed's order: see `plan.order.Stretch`
 TURNS = 64  # how many calls a rank may be ahead of another and still be compared: some calls wait for nobody
 BOARD_BYTES = CALL_BYTES * TURNS
 
@@ -89,6 +90,8 @@ def diverged(calls: Mapping[int, str], *, behind: Collection[int] = ()) -> Diver
     rows = _by_text(names)
     got = "; ".join(f"{_some(ranks, 'is', 'are')} at {call}" for call, ranks in rows)
     attempt = "no step, evaluation or exchange that one rank alone does or leaves out"
+    if len({name.partition(FED)[0] for name in names.values()}) == 1:
+        attempt = "the same source, seed, batch_size and state on every rank, and no batch that one rank leaves out"
     return DivergenceError(Problem(got, "every rank in the same call", attempt), where="the calls of the ranks")
 
 

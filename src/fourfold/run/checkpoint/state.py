@@ -215,7 +215,8 @@ def record(step: TrainStep) -> Record:
 
 
 def fed(feed: Feed) -> Fed:
-    return Fed(*feed.state, feed.batch_size, feed.num_samples, ORDER_VERSION)
+    seed, epoch, position, _ = feed.state
+    return Fed(seed, epoch, position, feed.batch_size, feed.num_samples, ORDER_VERSION)
 
 
 def random_state(device: torch.device) -> Random:
@@ -261,7 +262,8 @@ def put_back(trained: Trained, reader: Reader, *, seed: int) -> None:
     if trained.average is not None:
         averages = trained.average.values.items()
         trained.average.load({n: _share(step, n, reader.tensor(f"ema.{n}"), like=v) for n, v in averages})
-    trained.feed.load(Position(manifest.feed.seed, manifest.feed.epoch, manifest.feed.position))
+    fed = manifest.feed
+    trained.feed.load(Position(fed.seed, fed.epoch, fed.position, fed.num_samples))
     _put_back_random(step, manifest, seed=seed)
 
 

@@ -1,0 +1,273 @@
+"""Laws of a feed: what goes on from its state, and what its samples draw at random."""
+
+import io
+import itertools
+import json
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import fourfold as ff
+from fourfold.feed import feed as feed_module
+from fourfold.feed.feed import Position
+from fourfold.plan.order import Stretch
+from fourfold.run.verify import verify
+from fourfold.words.errors import DataError
+from fourfold.words.world import World
+
+
+def numbers(length):
+    return [(torch.tensor(float(number)), number) for number in range(length)]
+
+
+def fed(length=20, *, batch_size=4, seed=0):
+    return ff.Feed(numbers(length), batch_size=batch_size, seed=seed)
+
+
+def targets(feed, count=None):
+    found = []
+    for batch in feed:
+        found.append(batch[1].tolist())
+        if len(found) == count:
+            break
+    return found
+
+
+def through_json(state):
+    return json.loads(json.dumps(state))
+
+
+def through_torch(state):
+    file = io.BytesIO()
+    torch.save({"feed": state}, file)
+    file.seek(0)
+    return torch.load(file)["feed"]  # with weights_only, torch's default
+
+
+@pytest.mark.parametrize("saved", [lambda state: state, tuple, through_json, through_torch, lambda state: state[:3]])
+def test_a_state_goes_on_in_any_form_with_the_seed_it_was_made_with(saved):
+    whole, first, second = fed(seed=3), fed(seed=3), fed(seed=5)
+    expected = targets(whole) + targets(whole)
+    begun = targets(first, 2)
+    second.load(saved(first.state))
+    assert begun + targets(second) + targets(second) == expected
+    assert second.state == Position(3, 2, 0, 20)
+
+
+def test_a_state_goes_on_with_another_batch_size():
+    first, second = fed(), fed(batch_size=3)
+    begun = targets(first, 2)
+    second.load(first.state)
+    assert sorted(itertools.chain(*begun, *targets(second))) == list(range(20))
+
+
+def test_a_state_within_an_epoch_of_another_length_is_refused_and_changes_nothing():
+    first, second = fed(20), fed(24)
+    targets(first, 2)
+    with pytest.raises(DataError, match=r"position 8 in an epoch of 20 samples, and a source of 24 now .* \(0, 1, 0\)"):
+        second.load(first.state)
+    assert second.state == Position(0, 0, 0, 24)
+    targets(first)
+    second.load(first.state)  # between epochs
+    assert sorted(itertools.chain(*targets(second))) == list(range(24))
+
+
+def test_a_source_that_grows_within_an_epoch_ends_the_loop_that_goes_on():
+    source = numbers(20)
+    feed = ff.Feed(source, batch_size=4)
+    targets(feed, 2)
+    source += numbers(4)
+    with pytest.raises(DataError, match="position 8 in an epoch of 20 samples, and a source of 24 now"):
+        targets(feed)
+
+
+@pytest.mark.parametrize(("state", "said"), [
+    ((0, -1, 4, 20), "epoch = -1"),
+    ((2**64, 0, 4, 20), "seed = 18446744073709551616"),
+    ((0, 0, -1, 20), "position -1"),
+    ((0, 0, 20, 20), "position 20"),
+    ((0, 0, 4.0, 20), "a state"),
+    ((0, 0, 4, 20, 1), "a state"),
+    ((0, 0), "a state"),
+    (None, "a state None"),
+    ("abc", "a state 'abc'"),
+])  # fmt: skip
+def test_what_is_no_state_is_refused(state, said):
+    with pytest.raises(DataError, match=said):
+        fed().load(state)
+
+
+def seed_all(seed):
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def drawn():
+    return torch.rand(()).item(), random.random(), np.random.rand()
+
+
+class Augmented:
+    """Samples that draw from the generators of the process, each in its own way."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return torch.tensor(drawn(), dtype=torch.float64), index
+
+
+def samples_of(feed, epochs=1):
+    """What was drawn, by epoch and number of the sample."""
+    found = {}
+    for epoch in range(epochs):
+        for inputs, numbers_ in feed:
+            for row, number in zip(inputs, numbers_, strict=True):
+                found[epoch, number.item()] = row.tolist()
+            drawn()  # training draws too
+    return found
+
+
+def on_ranks(size, monkeypatch, **how):
+    found = {}
+    for rank in range(size):
+        monkeypatch.setattr(feed_module.comm, "world", lambda rank=rank: World(rank=rank, size=size))
+        seed_all(rank)
+        found |= samples_of(ff.Feed(Augmented(), **how), epochs=2)
+    return found
+
+
+def test_samples_draw_the_same_on_any_mesh_and_batch_size_and_other_numbers_in_each_epoch(monkeypatch):
+    whole = on_ranks(1, monkeypatch, batch_size=4)
+    assert whole.keys() == {(epoch, number) for epoch in range(2) for number in range(12)}
+    assert len({str(row) for row in whole.values()}) == 24
+    assert on_ranks(3, monkeypatch, batch_size=4) == whole
+    assert on_ranks(2, monkeypatch, batch_size=6) == whole
+    other = on_ranks(1, monkeypatch, batch_size=4, seed=1)
+    assert not {str(row) for row in other.values()} & {str(row) for row in whole.values()}
+
+
+def test_samples_draw_the_same_after_a_resume():
+    whole = samples_of(ff.Feed(Augmented(), batch_size=4))
+    first, second = ff.Feed(Augmented(), batch_size=4), ff.Feed(Augmented(), batch_size=4)
+    inputs, which = next(iter(first))
+    second.load(first.state)
+    begun = {(0, number.item()): row.tolist() for row, number in zip(inputs, which, strict=True)}
+    assert begun | samples_of(second) == whole
+
+
+class Quiet(Augmented):
+    """Samples that draw nothing."""
+
+    def __getitem__(self, index):
+        return torch.zeros(3), index
+
+
+def test_training_draws_as_if_the_samples_drew_nothing():
+    found = []
+    for source in (Quiet(), Augmented()):
+        seed_all(0)
+        loop = ff.Feed(source, batch_size=2).forever()
+        found.append([drawn() for _ in itertools.islice(loop, 20)])
+        loop.close()
+    assert found[0] == found[1]
+
+
+class Told:
+    """Samples that tell when they are read; those that draw are told of in `drawing`."""
+
+    def __init__(self, *, draws):
+        self.draws, self.read = draws, threading.Semaphore(0)
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        if self.draws:
+            torch.rand(())
+        self.read.release()
+        return torch.zeros(1), index
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_samples_that_draw_are_read_while_they_are_waited_for_and_others_ahead(draws):
+    source = Told(draws=draws)
+    loop = iter(ff.Feed(source, batch_size=1))
+    next(loop)
+    for _ in range(2 if draws else 1):  # to find out that they draw, the first one is read twice
+        assert source.read.acquire(timeout=10)
+    for _ in range(3):
+        assert source.read.acquire(timeout=0.2) != draws
+        if draws:
+            next(loop)
+            assert source.read.acquire(timeout=10)
+
+
+@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize("number", [0, 5])
+def test_an_error_of_the_source_is_raised_where_its_batch_is_waited_for(number, draws):
+    class Failing(Told):
+        def __getitem__(self, index):
+            if index == bad:
+                raise KeyError("gone")
+            return super().__getitem__(index)
+
+    source = Failing(draws=draws)
+    bad = Stretch(32, 0, 0, 0, 32, 0, 32).ids()[number]
+    feed, state = ff.Feed(source, batch_size=1), torch.get_rng_state()
+    with pytest.raises(KeyError, match="gone"):
+        list(feed)
+    assert feed.state.position == number
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class Interrupted(Exception):
+    """What ends a run in its middle."""
+
+
+def interrupted(step, _):
+    if step == 5:
+        raise Interrupted
+    return 1.0
+
+
+def augmented(folder, name, **how):
+    """A run of a task whose samples, of training and validation, draw; and whose model does."""
+    task = ff.Task(
+        model=lambda: torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)).double(),
+        loss=lambda outputs, targets: (outputs[:, 0] - targets).square(),
+        data=lambda: ff.Data(train=Augmented(), valid=Augmented()),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        schedule=how.pop("schedule", None),
+        steps=7,
+        batch_size=5,
+    )
+    result = ff.train(task, ff.Plan(), folder=str(folder), name=name, checkpoint_every=2, **how)
+    return result.loss, result.valid
+
+
+def test_a_run_whose_samples_draw_is_the_same_after_a_resume_and_however_often_it_evaluates(tmp_path):
+    whole = augmented(tmp_path, "whole")
+    assert augmented(tmp_path, "often", evaluate_every=1) == whole
+    with pytest.raises(Interrupted):
+        augmented(tmp_path, "resumed", schedule=interrupted)
+    seed_all(5)
+    assert augmented(tmp_path, "resumed") == whole
+
+
+def test_verify_compares_samples_that_draw():
+    task = ff.Task(
+        model=lambda: torch.nn.Linear(3, 1),
+        loss=lambda outputs, targets: (outputs[:, 0] - targets).square(),
+        data=lambda: ff.Data(train=Augmented()),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        steps=4,
+        batch_size=5,
+    )
+    verdict = verify(task, ff.Plan(microbatches=5))
+    assert verdict is not None
+    assert verdict.worst < 1e-12
+    assert not verdict.draws
