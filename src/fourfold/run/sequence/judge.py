@@ -19,14 +19,16 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
 from fourfold.parts.data import second_gradient
+from fourfold.run import random_weights
+from fourfold.run.backward import backward, counted
 from fourfold.run.batch import has_tokens, leaves, mapped
 from fourfold.run.exact import Exact
-from fourfold.run.sequence import gradient_sums, random_weights
-from fourfold.run.sequence.backward import backward, counted
+from fourfold.run.projections import Projection
+from fourfold.run.random_weights import Judgement
+from fourfold.run.sequence import gradient_sums
 from fourfold.run.sequence.closeness import Differs, gradient_bound_of, is_close, is_same, require_rows, rows
 from fourfold.run.sequence.gradient_sums import NOISE, Gradients
 from fourfold.run.sequence.hugging import installed, is_hugging
-from fourfold.run.sequence.random_weights import Judgement
 from fourfold.run.sequence.recorded_attention import (
     INPUTS,
     OUTPUT,
@@ -40,8 +42,8 @@ from fourfold.run.sequence.route import Call, Target, routed
 from fourfold.run.sequence.same_call import compare_call
 from fourfold.run.sequence.taps import Taps, rows_shape
 from fourfold.run.sequence.tokens import Share, cut_tokens
-from fourfold.run.sequence.unchanged import cast_attributes
 from fourfold.run.sequence.where import Names
+from fourfold.run.unchanged import cast_attributes
 from fourfold.words.errors import FourfoldError, Problem, TaskError
 
 SEED = 11
@@ -262,7 +264,7 @@ class Judge:
         dtypes = {tensor.dtype for tensor in self._state.values() if tensor.requires_grad}
         return max(map(gradient_bound_of, dtypes), default=0.0)
 
-    def _refuse_infinite(self, total: list[gradient_sums.Projection]) -> None:
+    def _refuse_infinite(self, total: list[Projection]) -> None:
         if not all(torch.isfinite(torch.tensor([one.norm for one in total], dtype=torch.float64))):
             raise Unfit("gradients that are not finite")
 
