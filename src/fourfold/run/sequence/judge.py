@@ -43,7 +43,7 @@ from fourfold.run.sequence.same_call import compare_call
 from fourfold.run.sequence.taps import Taps, rows_shape
 from fourfold.run.sequence.tokens import Share, cut_tokens
 from fourfold.run.sequence.where import Names
-from fourfold.run.unchanged import cast_attributes
+from fourfold.run.unchanged import copied_attributes
 from fourfold.words.errors import FourfoldError, Problem, TaskError
 
 SEED = 11
@@ -112,7 +112,7 @@ class Judge:
         grad = torch.set_grad_enabled(self._judgement.gradients and taps is not None)
         # Not `torch.func.functional_call`: a checkpoint's second forward needs these weights in backward, too.
         weights = _reparametrize_module(self._model, self._state, tie_weights=True)
-        constants = cast_attributes(self._model, self._judgement.dtype)
+        constants = copied_attributes(self._model, self._judgement.dtype)
         with grad, exact, weights, constants, routed(target, instead=instead), installed(self._model):
             yield
 
@@ -231,7 +231,7 @@ class Judge:
     def _compare_with_its_own(self, outputs: Any) -> None:
         """A transformers model must be the same with our attention and masks as with those it is configured for."""
         exact = Exact(new_tensors=True) if self._judgement.dtype is not None else contextlib.nullcontext()
-        with _unfit(), torch.no_grad(), exact, cast_attributes(self._model, self._judgement.dtype):
+        with _unfit(), torch.no_grad(), exact, copied_attributes(self._model, self._judgement.dtype):
             theirs = torch.func.functional_call(self._model, self._state, (), self._inputs)
         if not all(is_close(one, other.detach()) for one, other in zip(leaves(theirs), leaves(outputs), strict=True)):
             kind = f"a {type(self._model).__name__} that attends otherwise than its masks and modules say"
