@@ -29,11 +29,16 @@ def bends(value: Tensor, means: Iterable[Tensor], outputs: Iterable[Tensor]) -> 
     if value.grad_fn is None or not over:
         return []
     nodes = _ordered(value.grad_fn, over)
-    reaching: set[_Node] = set(over)
+    reaching, found = set(over), []
     for node in nodes:  # those it was made of come first
-        if any(before in reaching for before, _ in node.next_functions):
-            reaching.add(node)
-    return [_name(n) for n in nodes if n in reaching and n not in over and _is_bend(n) and not _is_floor(n, ends)]
+        if node in over or not any(before in reaching for before, _ in node.next_functions):
+            continue
+        reaching.add(node)
+        if _is_floor(node, ends):
+            ends.add(node)
+        elif _is_bend(node):
+            found.append(_name(node))
+    return found
 
 
 def _ordered(root: _Node, ends: set[_Node]) -> list[_Node]:

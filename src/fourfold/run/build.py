@@ -195,7 +195,8 @@ class TrainStep:
             waits=plan.sp > 1 or parts.gathered is not None or _may_wait_in_backward(plan, rest),
         )
         self._tokens = Tokens(model, loss, plan, ranks, seed=seed) if loss is not None and plan.sp > 1 else None
-        self._dry_run = DryRun(model, self.objective, plan, ranks.device, num_sharing=ranks.world.local_size)
+        memory = {"num_sharing": ranks.world.local_size}
+        self._dry_run = DryRun(model, self.objective, plan, ranks.device, **memory, speaks=ranks.rank == 0)
         self._runtime = Runtime(self._actions)
         self._guard = Guard(ranks, model, limit=skip_nan)
         self._drift = drift.Drift(ranks, drift_check)

@@ -39,7 +39,7 @@ from fourfold.run.random_weights import Fits, fits
 from fourfold.run.without_randomness import without_randomness
 from fourfold.words.errors import Problem, TaskError
 
-JUDGED_SAMPLES = 8
+JUDGED_SAMPLES = 6  # parts of 2 and 4: a model may take a single sample for a batch without its first dim
 log = logging.getLogger("fourfold")
 
 
@@ -69,11 +69,18 @@ class DryRun:
     """The dry run of one rank, of what it is that its objective learns."""
 
     def __init__(
-        self, model: nn.Module, objective: Objective, plan: Plan, device: torch.device, *, num_sharing: int
+        self,
+        model: nn.Module,
+        objective: Objective,
+        plan: Plan,
+        device: torch.device,
+        *,
+        num_sharing: int,
+        speaks: bool,
     ) -> None:
-        """`num_sharing`: how many ranks use the memory of this device."""
+        """`num_sharing`: how many ranks use the memory of this device. `speaks`: whether this rank logs for all."""
         self._model, self._objective, self._plan, self._device = model, objective, plan, device
-        self._num_sharing = num_sharing
+        self._num_sharing, self._speaks = num_sharing, speaks
         self._parts = plan.dp * plan.sp * plan.microbatches
         self._done: set[bool] = set()
         self._sample: Microbatch | None = None
@@ -252,7 +259,7 @@ class DryRun:
         if (problem := next((v.problem for v in verdicts if v.problem is not None), None)) is not None:
             raise TaskError(Problem(*problem), where="the loss")
         weaker = next((v for v in verdicts if v.fell_back), None)
-        if weaker is not None:
+        if weaker is not None and self._speaks:
             how = weaker.judgement or "no gradients"
             log.warning("the dry run of the loss computed %s instead of %s: %s", how, EXACT, weaker.fell_back)
 
