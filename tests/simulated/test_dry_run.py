@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
+from fourfold.run.random_weights import EXACT, JUDGEMENTS, LAST, Fits
 from fourfold.run.sequence import gradient_sums
-from fourfold.run.sequence.random_weights import EXACT, JUDGEMENTS, LAST, Fits
 from fourfold.run.sequence.tokens import share
 from fourfold.run.sequence.trial import Trial, Tried
 from fourfold.testing import threads

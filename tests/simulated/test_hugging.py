@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
+from fourfold.run.random_weights import EXACT
 from fourfold.run.sequence.hugging import NAME
-from fourfold.run.sequence.random_weights import EXACT
 from fourfold.run.sequence.tokens import share
 from fourfold.run.sequence.trial import Trial
 from fourfold.testing import oracle, threads

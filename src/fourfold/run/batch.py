@@ -78,6 +78,21 @@ def some(batch: Any, start: int, stop: int) -> tuple[Any, Any]:
     return _slice(inputs, start, stop), _slice(targets, start, stop)
 
 
+def picked(batch: Any, count: int) -> tuple[Any, Any]:
+    """So many samples of a batch, from its first to its last at even distances."""
+    places = torch.linspace(0, num_samples(batch) - 1, count).long()
+    return mapped(halves(batch), lambda tensor: tensor[places.to(tensor.device)])
+
+
+def pieces(batch: Any) -> tuple[Any, list[Any]]:
+    """A batch and two parts of it, of different sizes. One sample makes a batch with itself."""
+    samples = num_samples(batch)
+    if samples == 1:
+        return mapped(batch, lambda tensor: torch.cat([tensor, tensor])), [batch, batch]
+    first = max(1, samples // 3)
+    return batch, [some(batch, *span) for span in ((0, first), (first, samples))]
+
+
 def call(model: torch.nn.Module, inputs: Any, kept: Tensor | None = None) -> Any:
     """The model's outputs, of the tokens that are `kept` (None: all). A dict of inputs is given as keywords."""
     outputs = model(**inputs) if isinstance(inputs, dict) else model(inputs)

@@ -195,7 +195,15 @@ class TrainStep:
             waits=plan.sp > 1 or parts.gathered is not None or _may_wait_in_backward(plan, rest),
         )
         self._tokens = Tokens(model, loss, plan, ranks, seed=seed) if loss is not None and plan.sp > 1 else None
-        self._dry_run = DryRun(model, self.objective, plan, ranks.device, self._weights)
+        self._dry_run = DryRun(
+            model,
+            self.objective,
+            plan,
+            ranks.device,
+            self._weights,
+            num_sharing=ranks.world.local_size,
+            speaks=ranks.rank == 0,
+        )
         self._runtime = Runtime(self._actions)
         self._guard = Guard(ranks, model, limit=skip_nan)
         self._drift = drift.Drift(ranks, drift_check)
@@ -362,7 +370,7 @@ class TrainStep:
         if self._dry_run.is_due(training=training):
             self._transport.agree()
             few = batch if self._tokens is None else self._tokens.few(batch)
-            self._dry_run.run(few, self._weights.read("try out"), self._ranks.exchange, training=training)
+            self._dry_run.run(few, self._weights.read, self._ranks.exchange, training=training)
 
     @contextlib.contextmanager
     def reading(self, batch: Any) -> Iterator[Microbatch]:

@@ -2,12 +2,14 @@
 
 whole   a few samples in one forward: as many as a microbatch has
 parts   the same samples in two forwards, of different sizes
+judged  a few of them once more in float64, forward and backward (`loss_judge.py`)
 Law: a loss that is one number is refused where the parts, each weighted by its count, do not make up the whole; and so
 is a forward that leaves other buffers or weights behind for other samples, or writes weights where that is lost. On
 every rank, if on any.
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +18,19 @@ from torch import Tensor, nn
 
 from fourfold.parts.uses import naming_transforms
 from fourfold.plan.plan import Plan
-from fourfold.run.batch import Microbatch, call, cut, evaluating, halves, leaves, mapped, num_samples, some
+from fourfold.run.batch import (
+    Microbatch,
+    call,
+    cut,
+    evaluating,
+    halves,
+    leaves,
+    mapped,
+    num_samples,
+    picked,
+    pieces,
+    some,
+)
 from fourfold.run.forward_state import (
     Changes,
     counting,
@@ -28,12 +42,17 @@ from fourfold.run.forward_state import (
     summary,
 )
 from fourfold.run.gradient_hooks import hook_problems
+from fourfold.run.loss_judge import EXACT, Verdict, first_line, judged
 from fourfold.run.objective import Measured, Objective, is_compiled
 from fourfold.run.parts_of_loss import Compared, compared
+from fourfold.run.random_weights import Fits, fits
 from fourfold.run.weight_watch import WeightWatch
 from fourfold.run.weights import Weights
 from fourfold.run.without_randomness import without_randomness
 from fourfold.words.errors import Problem, TaskError
+
+JUDGED_SAMPLES = 6  # parts of 2 and 4: a model may take a single sample for a batch without its first dim
+log = logging.getLogger("fourfold")
 
 
 class Forward(NamedTuple):
@@ -49,21 +68,41 @@ class Forward(NamedTuple):
     """Whether it has written state, or parameters, be it without a change."""
     has_drawn: bool
     itemsize: int
+    made: int
+    """How many numbers its operations have made."""
+
+
+class _Shown(NamedTuple):
+    """What this rank has compared, and how many numbers a forward makes of each of these samples."""
+
+    batch: Any
+    made: int
 
 
 class DryRun:
     """The dry run of one rank, of what it is that its objective learns."""
 
     def __init__(
-        self, model: nn.Module, objective: Objective, plan: Plan, device: torch.device, weights: Weights
+        self,
+        model: nn.Module,
+        objective: Objective,
+        plan: Plan,
+        device: torch.device,
+        weights: Weights,
+        *,
+        num_sharing: int,
+        speaks: bool,
     ) -> None:
+        """`num_sharing`: how many ranks use the memory of this device. `speaks`: whether this rank logs for all."""
         self._model, self._objective, self._plan, self._device = model, objective, plan, device
+        self._num_sharing, self._speaks = num_sharing, speaks
         self._parts = plan.dp * plan.sp * plan.microbatches
         self._watch = WeightWatch(plan, weights)
         self._watches = True
         """Whether what forwards write is compared, be it trained or not; what is trained is in any case."""
         self._done: set[bool] = set()
         self._sample: Microbatch | None = None
+        self._shown: _Shown | None = None
 
     def is_due(self, *, training: bool) -> bool:
         """Whether a batch must be tried out before it is used."""
@@ -74,12 +113,12 @@ class DryRun:
     def run(
         self,
         batch: Any,
-        reading: contextlib.AbstractContextManager[None],
+        reading: Callable[[str], contextlib.AbstractContextManager[None]],
         exchange: Callable[[Any], list[Any]],
         *,
         training: bool,
     ) -> None:
-        """Try a batch out. Collective. `reading`: within, the model may be called.
+        """Try a batch out. Collective. `reading(kind)`: within, the model may be called.
 
         Raises TaskError on every rank where the loss or the model cannot be cut; what a rank's model or loss raises
         is raised there, and a TaskError on the others.
@@ -87,13 +126,25 @@ class DryRun:
         told: dict[str, Any] = {"error": None, "problems": [], "loss": None, "writes": False, "empty": True}
         told |= {"single": False, "counted": False, "changed": {}}
         error: Exception | None = None
-        with reading:
+        self._shown = None
+        with reading("try out"):
             try:
                 with naming_transforms():
                     told |= self._show(batch, training=training)
             except Exception as caught:  # raised below, when the other ranks have heard of it
-                error, told["error"] = caught, _first_line(caught)
-        self._judge(exchange(told), error, training=training)
+                error, told["error"] = caught, first_line(caught)
+        everyone = exchange(told)
+        self._judge(everyone, error)
+        losses = [Compared(*told["loss"]) for told in everyone if told["loss"] is not None]
+        is_known = any(loss.is_known for loss in losses)
+        if training and is_known:
+            self._judge_exactly(reading, exchange)
+        empty = sum(told["empty"] for told in everyone)
+        # An empty batch has shown nothing, nor has a loss that is no finite number; unreduced values are asked once.
+        if empty < len(everyone) and (is_known or all(loss.is_unreduced for loss in losses)):
+            self._done.add(training)
+            writes = any(told["writes"] for told in everyone)
+            self._objective.stand_in = self._sample if writes else self._objective.stand_in
 
     def _show(self, batch: Any, *, training: bool) -> dict[str, Any]:
         """What a batch shows on this rank."""
@@ -144,15 +195,21 @@ class DryRun:
         told: dict[str, Any] = {"problems": problems, "writes": self._watches and whole.writes}
         told |= {"single": self._objective.is_single, "counted": self._objective.is_counted}
         told["changed"] = summary(whole.changes)
-        return told | ({"loss": self._compared(whole, parts)} if is_compared else {})
+        if not is_compared:
+            return told
+        loss = self._compared(whole, parts)
+        # With one part the model takes one sample at a time.
+        if loss.is_known and not loss.has_drawn and len(parts) > 1:
+            self._shown = _Shown(tried, -(-whole.made // whole.samples))
+        return told | {"loss": loss}
 
     def _cut(self, batch: Any, whole: Forward) -> tuple[Forward, list[Forward]]:
         """The forward of the whole, and those of two parts. One sample makes a whole with itself."""
+        together, parts = pieces(batch)
         if whole.samples > 1:
-            first = max(1, whole.samples // 3)
-            return whole, [self._forward(some(batch, *span)) for span in ((0, first), (first, whole.samples))]
+            return whole, [self._forward(part) for part in parts]
         try:
-            return self._forward(mapped(batch, lambda tensor: torch.cat([tensor, tensor]))), [whole, whole]
+            return self._forward(together), [whole, whole]
         except (RuntimeError, ValueError, IndexError):
             # A model for one sample at a time: then all parts of a batch have one.
             return whole, [whole]
@@ -164,7 +221,7 @@ class DryRun:
         # With autograd on, as in a step: a model may differentiate within forward.
         watch = self._watch
         with kept(modules) as loss_state, kept(self._model, kept=watch.not_copied, renorms=watch.renorms) as state:
-            with _uncompiled(self._model, self._objective), without_randomness(self._device) as watched:
+            with self._objective.uncompiled(self._model), without_randomness(self._device) as watched:
                 measured = [self._measured(part) for _ in range(times)]
             watch.look(state.writes)
             changes = state.changes()
@@ -172,8 +229,8 @@ class DryRun:
             if not self._watches:
                 changes = {name: value for name, value in changes.items() if name in watch.trained}
             loss_changes = loss_state.changes() if self._watches else {}
-            numbers = watched.has_drawn, watched.itemsize
-            return Forward(measured[-1], samples, changes, loss_changes, writes or bool(loss_changes), *numbers)
+            seen = watched.has_drawn, watched.itemsize, watched.made
+            return Forward(measured[-1], samples, changes, loss_changes, writes or bool(loss_changes), *seen)
 
     def _measured(self, part: Microbatch) -> Measured | None:
         if self._plan.sp == 1:
@@ -208,13 +265,39 @@ class DryRun:
         names = differing([*(forward.of_loss for forward in forwards), several])
         return [of_loss(names, self._parts)] if names else []
 
-    def _judge(self, everyone: list[dict[str, Any]], error: Exception | None, *, training: bool) -> None:
-        failed = {rank: told["error"] for rank, told in enumerate(everyone) if told["error"] is not None}
-        if error is not None:
-            raise error
-        if failed:
-            rank, text = next(iter(failed.items()))
-            raise TaskError(Problem(f"rank {rank} failed on its first batch: {text}"), where="the task")
+    def _judge_exactly(
+        self,
+        reading: Callable[[str], contextlib.AbstractContextManager[None]],
+        exchange: Callable[[Any], list[Any]],
+    ) -> None:
+        """Judge the loss of a few samples in float64, and its gradients. Collective."""
+        batch, activations, shown = None, 0, self._shown
+        if shown is not None:
+            batch = picked(shown.batch, min(num_samples(shown.batch), JUDGED_SAMPLES))
+            # Gradients of what autograd keeps, too; one sample is judged as two.
+            activations = 2 * shown.made * max(2, num_samples(batch))
+        mine = fits(self._model, self._device, num_sharing=self._num_sharing, activations=activations)
+        room = Fits(*map(all, zip(*exchange(mine), strict=True)))
+        verdict, error = Verdict(), None
+        with reading("judge"):
+            try:
+                if batch is not None:
+                    with evaluating(self._model) if self._plan.batch_norm == "local" else contextlib.nullcontext():
+                        verdict = judged(self._model, self._objective, *pieces(batch), room=room, device=self._device)
+            except Exception as caught:  # raised below, when the other ranks have heard of it
+                error = caught
+        everyone = exchange({"verdict": verdict, "error": None if error is None else first_line(error)})
+        _raise(everyone, error)
+        verdicts = [Verdict(*told["verdict"]) for told in everyone]
+        if (problem := next((v.problem for v in verdicts if v.problem is not None), None)) is not None:
+            raise TaskError(Problem(*problem), where="the loss")
+        weaker = next((v for v in verdicts if v.fell_back), None)
+        if weaker is not None and self._speaks:
+            how = weaker.judgement or "no gradients"
+            log.warning("the dry run of the loss computed %s instead of %s: %s", how, EXACT, weaker.fell_back)
+
+    def _judge(self, everyone: list[dict[str, Any]], error: Exception | None) -> None:
+        _raise(everyone, error)
         problems = [Problem(*problem) for told in everyone for problem in told["problems"]]
         changed = [told["changed"] for told in everyone if not told["empty"]]
         if not problems and (names := differing_summaries(changed)):
@@ -230,25 +313,25 @@ class DryRun:
         self._objective.divided_by = 1.0 if self._objective.by_hand else divisors[0] if is_divided else None
         self._objective.is_single = any(told["single"] for told in everyone)
         self._objective.is_counted = any(told["counted"] for told in everyone)
-        problem = next((loss.problem for loss in known if loss.problem is not None), None)
-        if problem is not None and not self._objective.by_hand:
+        problems = [] if self._objective.by_hand else [loss.problem for loss in known]
+        problem = next((each for each in (*problems, *(loss.bent for loss in known)) if each is not None), None)
+        if problem is not None:
             raise TaskError(problem, where="the loss")
         writes = any(told["writes"] for told in everyone)
         empty = [rank for rank, told in enumerate(everyone) if told["empty"]]
         if writes and empty:
             got = f"a first batch without samples on rank {empty[0]}, and a model whose forward changes its buffers"
             raise TaskError(Problem(got, "a sample on each rank", "a larger batch"), where="the batch")
-        # An empty batch has shown nothing, nor has a loss that is no finite number; unreduced values are asked once.
-        if len(empty) < len(everyone) and (known or all(loss.is_unreduced for loss in losses)):
-            self._done.add(training)
-            self._objective.stand_in = self._sample if writes else self._objective.stand_in
 
 
-def _uncompiled(model: nn.Module, objective: Objective) -> contextlib.AbstractContextManager[Any]:
-    """Within, what is compiled runs as it was written: a few forwards of other sizes are not worth a compilation."""
-    compiled = objective.is_compiled or any(map(is_compiled, model.modules()))
-    # Only then: otherwise it would import the compiler, which takes 1.25 s.
-    return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
+def _raise(everyone: list[dict[str, Any]], error: Exception | None) -> None:
+    """Raise what a rank has raised: `error` is this rank's."""
+    failed = {rank: told["error"] for rank, told in enumerate(everyone) if told["error"] is not None}
+    if error is not None:
+        raise error
+    if failed:
+        rank, text = next(iter(failed.items()))
+        raise TaskError(Problem(f"rank {rank} failed on its first batch: {text}"), where="the task")
 
 
 def _largest(tensor: Tensor) -> float:
@@ -261,8 +344,3 @@ def _unseen(what: str, parts: int, attempt: str) -> Problem:
     need = "to see which loss functions are called, and how many targets they count"
     attempt = f"{attempt}; or a loss that returns unreduced values, or a pair (sum, count)"
     return Problem(f"{what}, and a batch that is cut in {parts}", need, attempt)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

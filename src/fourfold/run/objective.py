@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.run.batch import Loss, Microbatch, call, leaves, mapped, measure
+from fourfold.run.bends import bends
 from fourfold.run.torch_losses import Call, Count, observing
 from fourfold.run.without_randomness import without_randomness
 from fourfold.words.errors import Problem, TaskError
@@ -29,6 +30,8 @@ class Measured(NamedTuple):
     """As the loss function returned it."""
     calls: Sequence[Call]
     loss: Loss
+    bends: Sequence[str] = ()
+    """Of a dry run: the functions with a kink that a mean over the batch goes through."""
 
 
 class Objective:
@@ -98,10 +101,23 @@ class Objective:
                 outputs = mapped(outputs, lambda t: t.detach().requires_grad_() if t.is_floating_point() else t)
             with torch.enable_grad():
                 value = self._value(outputs, part)
+        found = self._bends(outputs, value, calls, part.samples)
         slopes = _slopes(value, calls)
         calls = [dataclasses.replace(c, value=c.value.detach(), slope=s) for c, s in zip(calls, slopes, strict=True)]
         outputs, value = (mapped(tree, Tensor.detach) for tree in (outputs, value))  # the graph is not kept
-        return self._measured(outputs, value, calls, part)
+        return self._measured(outputs, value, calls, part)._replace(bends=found)
+
+    def _bends(self, outputs: Any, value: Any, calls: Sequence[Call], samples: int) -> Sequence[str]:
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            return []
+        rows = [] if self._loss is None else leaves(outputs)
+        return bends(value, [each.value for each in calls], [t for t in rows if t.dim() and len(t) == samples])
+
+    def uncompiled(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """Within, what is compiled runs as it was written: a few forwards are not worth a compilation."""
+        compiled = self.is_compiled or any(map(is_compiled, model.modules()))
+        # Only then: otherwise it would import the compiler, which takes 1.25 s.
+        return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
     def refresh(self, model: nn.Module) -> None:
         """A forward on a rank without samples: it leaves the buffers as the other ranks' forwards leave theirs."""

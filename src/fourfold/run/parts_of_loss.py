@@ -42,6 +42,20 @@ class Compared(NamedTuple):
     """Where it is a sum of torch's, divided by hand: by how many times the number of samples. None: it is not."""
     is_unreduced: bool = False
     """Whether it is the mean of unreduced values."""
+    bends: Sequence[str] = ()
+    """The functions with a kink that a mean over the batch goes through."""
+
+    @property
+    def bent(self) -> Problem | None:
+        """What is wrong with a number that is no multiple of a mean, though it may look so."""
+        if not self.bends:
+            return None
+        got = (
+            f"a loss that is one number: a mean over the batch that goes through {', '.join(dict.fromkeys(self.bends))}"
+        )
+        need = "multiples and sums of means: of the parts of a batch, some may lie beyond the kink, and the batch not"
+        attempt = "the function on unreduced values; or (loss * n, n), which trains the mean of the parts' losses"
+        return Problem(got, need, attempt)
 
     @property
     def problem(self) -> Problem | None:
@@ -71,6 +85,9 @@ def compared(
     losses = [(float(each.loss.total.detach()), float(each.loss.count)) for each in (whole, *parts)]
     sums = [_by_hand(each) for each in (whole, *parts)]
     found = Compared(_mean(losses[:1]), _mean(losses[1:]), samples, is_unreduced=whole.value.numel() != 1)
+    # A bend for each sample, as in a loop over them, is not one of a mean: the whole has as many as the parts together.
+    if len({len(each.bends) for each in (whole, *parts)}) == 1 and sum(samples) > 1:
+        found = found._replace(bends=whole.bends)
 
     def bound(means: Sequence[float]) -> float:
         return CLOSE[itemsize] * (max(map(abs, means)) + BESIDE * largest)

@@ -25,10 +25,16 @@ RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 
 class Watched(TorchFunctionMode):
-    """What a forward has shown: `has_drawn` from a generator all the same; `itemsize` of its least precise numbers."""
+    """What a forward has shown.
+
+    has_drawn  whether it has drawn from a generator all the same
+    itemsize   of its least precise numbers
+    made       how many numbers its operations have made: about as many as autograd keeps
+    """
 
     has_drawn = False
     itemsize = 8
+    made = 0
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -39,6 +45,7 @@ class Watched(TorchFunctionMode):
         result = _fixed(func, args, kwargs)
         if isinstance(result, Tensor) and result.is_floating_point():
             self.itemsize = min(self.itemsize, result.dtype.itemsize)
+            self.made += 0 if result._is_view() else result.numel()
         return result
 
 

@@ -19,13 +19,14 @@ from fourfold.plan.order import share as between
 from fourfold.plan.plan import Plan
 from fourfold.plan.sequence import divisor, length_problem
 from fourfold.run.batch import Microbatch, halves, has_tokens, leaves, mapped
+from fourfold.run.projections import Projection
+from fourfold.run.random_weights import EXACT, Fits, fits
 from fourfold.run.sequence import gradient_sums
 from fourfold.run.sequence.alike import digest, same, unlike
 from fourfold.run.sequence.dropout import Drawn, apart
-from fourfold.run.sequence.gradient_sums import Gradients, Projection
+from fourfold.run.sequence.gradient_sums import Gradients
 from fourfold.run.sequence.hugging import installed, is_hugging, refuse_packed
 from fourfold.run.sequence.losses import Sum, Value, adding_up, no_mean, observed, refuse_uneven
-from fourfold.run.sequence.random_weights import EXACT, Fits, fits
 from fourfold.run.sequence.route import Call, routed
 from fourfold.run.sequence.tokens import Share, cut_tokens, length_of, share, without_pads
 from fourfold.run.sequence.trial import Trial, Tried, smaller

@@ -19,14 +19,16 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
 from fourfold.parts.data import second_gradient
+from fourfold.run import random_weights
+from fourfold.run.backward import backward, counted
 from fourfold.run.batch import has_tokens, leaves, mapped
 from fourfold.run.exact import Exact
-from fourfold.run.sequence import gradient_sums, random_weights
-from fourfold.run.sequence.backward import backward, counted
+from fourfold.run.projections import Projection
+from fourfold.run.random_weights import Judgement
+from fourfold.run.sequence import gradient_sums
 from fourfold.run.sequence.closeness import Differs, gradient_bound_of, is_close, is_same, require_rows, rows
 from fourfold.run.sequence.gradient_sums import NOISE, Gradients
 from fourfold.run.sequence.hugging import installed, is_hugging
-from fourfold.run.sequence.random_weights import Judgement
 from fourfold.run.sequence.recorded_attention import (
     INPUTS,
     OUTPUT,
@@ -40,8 +42,8 @@ from fourfold.run.sequence.route import Call, Target, routed
 from fourfold.run.sequence.same_call import compare_call
 from fourfold.run.sequence.taps import Taps, rows_shape
 from fourfold.run.sequence.tokens import Share, cut_tokens
-from fourfold.run.sequence.unchanged import cast_attributes
 from fourfold.run.sequence.where import Names
+from fourfold.run.unchanged import copied_attributes
 from fourfold.words.errors import FourfoldError, Problem, TaskError
 
 SEED = 11
@@ -110,7 +112,7 @@ class Judge:
         grad = torch.set_grad_enabled(self._judgement.gradients and taps is not None)
         # Not `torch.func.functional_call`: a checkpoint's second forward needs these weights in backward, too.
         weights = _reparametrize_module(self._model, self._state, tie_weights=True)
-        constants = cast_attributes(self._model, self._judgement.dtype)
+        constants = copied_attributes(self._model, self._judgement.dtype)
         with grad, exact, weights, constants, routed(target, instead=instead), installed(self._model):
             yield
 
@@ -229,7 +231,7 @@ class Judge:
     def _compare_with_its_own(self, outputs: Any) -> None:
         """A transformers model must be the same with our attention and masks as with those it is configured for."""
         exact = Exact(new_tensors=True) if self._judgement.dtype is not None else contextlib.nullcontext()
-        with _unfit(), torch.no_grad(), exact, cast_attributes(self._model, self._judgement.dtype):
+        with _unfit(), torch.no_grad(), exact, copied_attributes(self._model, self._judgement.dtype):
             theirs = torch.func.functional_call(self._model, self._state, (), self._inputs)
         if not all(is_close(one, other.detach()) for one, other in zip(leaves(theirs), leaves(outputs), strict=True)):
             kind = f"a {type(self._model).__name__} that attends otherwise than its masks and modules say"
@@ -262,7 +264,7 @@ class Judge:
         dtypes = {tensor.dtype for tensor in self._state.values() if tensor.requires_grad}
         return max(map(gradient_bound_of, dtypes), default=0.0)
 
-    def _refuse_infinite(self, total: list[gradient_sums.Projection]) -> None:
+    def _refuse_infinite(self, total: list[Projection]) -> None:
         if not all(torch.isfinite(torch.tensor([one.norm for one in total], dtype=torch.float64))):
             raise Unfit("gradients that are not finite")
 

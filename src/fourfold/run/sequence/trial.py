@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from fourfold.run.batch import POSITION_NAMES, evaluating, has_tokens, mapped
 from fourfold.run.forward_state import EDIT, told_trained
+from fourfold.run.random_weights import EXACT, JUDGEMENTS, LAST, Fits, Judgement
 from fourfold.run.sequence.closeness import Differs
 from fourfold.run.sequence.gradient_sums import Gradients
 from fourfold.run.sequence.hugging import installed, is_hugging
 from fourfold.run.sequence.judge import Judge, Unfit
-from fourfold.run.sequence.random_weights import EXACT, JUDGEMENTS, LAST, Fits, Judgement
 from fourfold.run.sequence.route import Call, routed
 from fourfold.run.sequence.tokens import Share
-from fourfold.run.sequence.unchanged import unchanged
 from fourfold.run.sequence.where import Names
+from fourfold.run.unchanged import unchanged
 from fourfold.run.weight_writes import WeightWrites
 from fourfold.words.errors import Problem, TaskError
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fourfold.run.random_weights import cast
+
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
@@ -35,14 +37,17 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def cast_attributes(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Within, tensors that modules hold as plain attributes are in another dtype, as parameters and buffers are."""
+def copied_attributes(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Within, tensors that modules hold as plain attributes are copies, in another dtype as parameters and buffers are.
+
+    dtype: None leaves them in their own.
+    """
     changed: list[tuple[dict[str, Any], str, Tensor]] = []
-    for attributes in map(vars, model.modules() if dtype is not None else ()):
+    for attributes in map(vars, model.modules()):
         for name, value in list(attributes.items()):
-            if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype:
+            if isinstance(value, Tensor):
                 changed.append((attributes, name, value))
-                attributes[name] = value.detach().to(dtype)
+                attributes[name] = cast(value.detach().clone(), dtype)
     try:
         yield
     finally:

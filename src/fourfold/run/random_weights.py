@@ -1,4 +1,4 @@
-"""Random weights: what the dry run computes with instead of the model's own weights.
+"""Random weights: what a dry run computes with instead of the model's own weights.
 
 free     every weight is drawn at order 1, so that no mixing of tokens hides behind a small scale or a closed gate
 near     every weight is its own value times a number from 0.5 to 1.5, and a zero becomes a small number
@@ -7,6 +7,7 @@ Law: all ranks of a model get the same weights, whatever their device.
 """
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import psutil
@@ -44,8 +45,11 @@ class Fits(NamedTuple):
     own: bool = True
 
 
-def fits(model: nn.Module, device: torch.device, *, num_sharing: int) -> Fits:
-    """Whether the dry run fits into the free memory of this device, which `num_sharing` ranks use."""
+def fits(model: nn.Module, device: torch.device, *, num_sharing: int, activations: int = 0) -> Fits:
+    """Whether a dry run fits into the free memory of this device, which `num_sharing` ranks use.
+
+    activations: how many numbers autograd keeps of a forward.
+    """
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     elif device.type == "cpu":
@@ -55,14 +59,15 @@ def fits(model: nn.Module, device: torch.device, *, num_sharing: int) -> Fits:
     elements = sum(p.numel() for p in model.parameters())
     own = sum(p.numel() * p.element_size() for p in model.parameters())
     # The weights and their gradients.
-    return Fits(exact=2 * 8 * elements * num_sharing <= free, own=2 * own * num_sharing <= free)
+    exact = 2 * 8 * elements + 8 * activations
+    return Fits(exact=exact * num_sharing <= free, own=2 * own * num_sharing <= free)
 
 
 @torch.no_grad()
 def made(model: nn.Module, judgement: Judgement) -> dict[str, Tensor]:
     """Parameters and buffers for `torch.func.functional_call`. Buffers are copies: what forward writes is dropped."""
     generator = torch.Generator().manual_seed(SEED)
-    state: dict[str, Tensor] = {name: cast(b.clone(), judgement.dtype) for name, b in model.named_buffers()}
+    state = copied_buffers(model, judgement.dtype)
     for name, p in model.named_parameters():
         if not (p.is_floating_point() or p.is_complex()):
             continue
@@ -75,6 +80,32 @@ def made(model: nn.Module, judgement: Judgement) -> dict[str, Tensor]:
         drawn = cast(drawn, judgement.dtype) if judgement.dtype is not None else drawn.to(p.dtype)
         state[name] = nn.Parameter(drawn, requires_grad=p.requires_grad)
     return state
+
+
+@torch.no_grad()
+def copied_parameters(
+    model: nn.Module, judgement: Judgement, known: Mapping[int, nn.Parameter] | None = None
+) -> dict[str, nn.Parameter]:
+    """Copies of all parameters: trained ones with the weights of the judgement, frozen ones as they are.
+
+    known: by the id of a parameter, the copy that there is already.
+    """
+    generator = torch.Generator().manual_seed(SEED)
+    copies: dict[str, nn.Parameter] = {}
+    for name, p in model.named_parameters():
+        if known and id(p) in known:
+            copies[name] = known[id(p)]
+            continue
+        is_near = judgement.weights == "near" and p.requires_grad
+        drawn = _near(p, generator) if is_near else p.detach().clone()
+        drawn = drawn.to(p.dtype) if judgement.dtype is None else cast(drawn, judgement.dtype)
+        copies[name] = nn.Parameter(drawn, requires_grad=p.requires_grad)
+    return copies
+
+
+def copied_buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Copies of all buffers: what a forward writes there is dropped."""
+    return {name: cast(buffer.detach().clone(), dtype) for name, buffer in model.named_buffers()}
 
 
 def tile(like: Tensor, generator: torch.Generator, *, uniform: bool = False) -> Tensor:

@@ -1,0 +1,206 @@
+"""Loss judge: the parts of a batch make up the whole in float64, in value and in the gradient of each parameter.
+
+copies   what is computed with instead of the model's parameters: in float64, near the model's own weights, so that
+         nothing hides behind a gate of zero or a head of zeros; frozen ones as they are, for they stay so
+mean     a loss's sum divided by its count, and a gradient divided by the same count
+bound    how far rounding may bring whole and parts apart: 1e-8 in float64
+Law: a loss or a model in which samples meet, in forward or in backward, is refused; afterwards the model, its
+gradients and its hooks are as before. Parameters' own hooks are not called: the copies have none.
+
+Where float64 cannot be had (no kernel, no memory), the gradients are compared in the model's own dtype; that is logged.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
+
+from fourfold.run.backward import backward
+from fourfold.run.batch import Microbatch, halves, leaves, mapped, num_samples
+from fourfold.run.exact import Exact
+from fourfold.run.objective import Measured, Objective
+from fourfold.run.parts_of_loss import Compared, compared
+from fourfold.run.projections import Projection, collected
+from fourfold.run.random_weights import Fits, Judgement, cast, copied_buffers, copied_parameters
+from fourfold.run.unchanged import copied_attributes, unchanged
+from fourfold.run.widened import Widened
+from fourfold.run.without_randomness import without_randomness
+from fourfold.words.errors import Problem
+
+EXACT = Judgement(torch.float64, "near", True)
+JUDGEMENTS = (EXACT, Judgement(torch.float64, "own", True), Judgement(None, "own", True))
+# Of the largest of a parameter's gradients, by the size in bytes of the least precise number in a forward.
+CLOSE = {8: 1e-8, 4: 1e-2, 2: 2e-1, 1: 5e-1}
+# Of the largest gradient of the model: a gradient that is 0 in theory is rounding noise in practice.
+NOISE = 1e-3
+
+
+class Unfit(Exception):
+    """The loss cannot be judged in this way; it may be in another."""
+
+
+class Verdict(NamedTuple):
+    """What a judgement has found; `judgement` says how it was made, None: not at all."""
+
+    problem: Problem | None = None
+    judgement: str | None = None
+    fell_back: str = ""
+    """Why the best judgement could not be had; empty where it was."""
+
+
+class Pass(NamedTuple):
+    """The losses of one or more batches, and the projections of their summed gradients divided by their counts."""
+
+    measured: list[Measured]
+    gradients: list[Projection]
+    itemsize: int
+
+
+class LossJudge:
+    """One judgement of a loss that has been compared before, in the model's own dtype."""
+
+    def __init__(self, model: nn.Module, objective: Objective, judgement: Judgement, device: torch.device) -> None:
+        self._model, self._objective, self._judgement, self._device = model, objective, judgement, device
+        self._parameters = copied_parameters(model, judgement)
+        instead = {id(p): self._parameters[name] for name, p in model.named_parameters()}
+        self._modules = objective.modules(model)
+        # A loss that holds the model has the same copies. What it has beside them is not trained.
+        self._of_loss = copied_parameters(self._modules, judgement._replace(weights="own"), instead)
+        self._instead = instead | {id(p): self._of_loss[name] for name, p in self._modules.named_parameters()}
+        self._trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
+
+    def run(self, whole: Any, parts: Sequence[Any]) -> Problem | None:
+        """What is wrong with the loss; None: nothing. Raises Unfit where it cannot be judged so."""
+        together, apart = self._pass([whole]), self._pass(parts)
+        if self._judgement.dtype is not None:  # else it has been compared
+            problem = self._compared(together, apart, [num_samples(part) for part in parts]).problem
+            if problem is not None:
+                return problem
+        return self._of_gradients(together, apart)
+
+    # ---- forward and backward -----------------------------------------------------------------------
+
+    def _pass(self, batches: Sequence[Any]) -> Pass:
+        measured, itemsize, count = [], 8, 0.0
+        for batch in batches:
+            with self._within() as modes:
+                each = self._measured(batch)
+            itemsize = min(itemsize, modes.itemsize)
+            measured.append(each)
+            count += float(each.loss.count)
+        if not count:
+            raise Unfit("a loss of no elements")
+        found = collected(self._trained)
+        gradients = [Projection(one.value / count, one.norm / count) for one in found]
+        numbers = [*(float(each.loss.total) for each in measured), *(one.norm for one in gradients)]
+        if not all(map(math.isfinite, numbers)):
+            raise Unfit("a loss or a gradient that is not finite")
+        return Pass(measured, gradients, itemsize)
+
+    def _measured(self, batch: Any) -> Measured:
+        """The loss of a batch; its gradients are added to those of the copies."""
+        samples = num_samples(batch)
+        inputs, targets = mapped(halves(batch), lambda tensor: cast(tensor, self._judgement.dtype))
+        measured = self._objective(self._model, Microbatch(inputs, targets, samples, 0))
+        total = measured.loss.total
+        if total.requires_grad and float(measured.loss.count):
+            backward(total, [torch.ones_like(total)])
+        outputs, value = (mapped(tree, Tensor.detach) for tree in (measured.outputs, measured.value))
+        loss = dataclasses.replace(measured.loss, total=total.detach())
+        return Measured(outputs, value, measured.calls, loss)
+
+    @contextlib.contextmanager
+    def _within(self) -> Iterator[Widened]:
+        """Within, the model is its copies, in the judgement's dtype; what it keeps of forwards is dropped."""
+        dtype = self._judgement.dtype
+        widened = Widened(self._instead, dtype)
+        with contextlib.ExitStack() as stack:
+            for module, parameters in ((self._model, self._parameters), (self._modules, self._of_loss)):
+                # Not `torch.func.functional_call`: a checkpoint's second forward needs these weights in backward, too.
+                state: dict[str, Tensor] = {**parameters, **copied_buffers(module, dtype)}
+                stack.enter_context(_reparametrize_module(module, state, tie_weights=True))
+                stack.enter_context(copied_attributes(module, dtype))
+            stack.enter_context(self._objective.uncompiled(self._model))
+            if dtype is not None:
+                stack.enter_context(Exact(new_tensors=True))
+            stack.enter_context(widened)
+            watched = stack.enter_context(without_randomness(self._device))
+            yield widened
+            widened.itemsize = min(widened.itemsize, watched.itemsize)
+
+    # ---- comparison ---------------------------------------------------------------------------------
+
+    def _compared(self, together: Pass, apart: Pass, samples: list[int]) -> Compared:
+        (whole,), parts = together.measured, apart.measured
+        numbers = [t for each in (whole, *parts) for t in leaves(each.outputs) if t.is_floating_point() and t.numel()]
+        largest = max((float(t.nan_to_num(0.0, 0.0, 0.0).abs().max()) for t in numbers), default=0.0)
+        itemsize = min(together.itemsize, apart.itemsize)
+        return compared(whole, parts, samples=samples, itemsize=itemsize, largest=largest)
+
+    def _of_gradients(self, together: Pass, apart: Pass) -> Problem | None:
+        close = CLOSE[min(together.itemsize, apart.itemsize)]
+        largest = max((one.norm for one in together.gradients), default=0.0)
+        off = []
+        for name, whole, parts in zip(self._trained, together.gradients, apart.gradients, strict=True):
+            scale = max(whole.norm, parts.norm, max(NOISE, close) * largest)
+            if abs(whole.value - parts.value) > close * scale:
+                off.append(name)
+        return _meeting(off) if off else None
+
+
+def judged(
+    model: nn.Module, objective: Objective, whole: Any, parts: Sequence[Any], *, room: Fits, device: torch.device
+) -> Verdict:
+    """The verdict of the first judgement that can be had. `room`: what of it fits into memory."""
+    reasons: list[str] = []
+    if not room.exact:
+        reasons.append("weights, gradients and activations do not fit into memory in float64")
+    if not room.own:
+        return Verdict(None, None, "a second copy of weights and gradients does not fit into memory")
+    for judgement in JUDGEMENTS if room.exact else JUDGEMENTS[-1:]:
+        try:
+            with unchanged(model), unchanged(objective.modules(model)):
+                problem = _problem(model, objective, judgement, whole, parts, device)
+            return Verdict(problem, str(judgement), "; ".join(reasons))
+        except Unfit as error:
+            reasons.append(f"{judgement}: {error}")
+    return Verdict(None, None, "; ".join(reasons))
+
+
+def _problem(
+    model: nn.Module,
+    objective: Objective,
+    judgement: Judgement,
+    whole: Any,
+    parts: Sequence[Any],
+    device: torch.device,
+) -> Problem | None:
+    try:
+        judge = LossJudge(model, objective, judgement, device)
+    except torch.OutOfMemoryError as error:  # all else is no matter of the model: weights may be gathered meanwhile
+        raise Unfit(first_line(error)) from error
+    try:
+        return judge.run(whole, parts)
+    except Unfit:
+        raise
+    except Exception as error:  # the model's or the loss's, which do well in their own dtype
+        raise Unfit(first_line(error)) from error
+
+
+def _meeting(names: Sequence[str]) -> Problem:
+    """What is wrong where gradients of the parts do not add up."""
+    some = f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}"
+    got = f"gradients of {some} that do not add up: those of a few samples together are not those of two parts of them"
+    need = "a backward in which each sample's gradient is its own: the batch is cut into parts"
+    attempt = "hooks and functions that look at one sample at a time; a pair (sum, count) trains each part by itself"
+    return Problem(got, need, attempt)
+
+
+def first_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

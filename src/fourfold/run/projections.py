@@ -1,0 +1,60 @@
+"""Projections: a gradient in one number, so that gradients can be compared without a second set of them.
+
+projection  a gradient's product with fixed random numbers: projections of summands add up to the projection of the sum
+group       consecutive parameters whose projections are added
+Law: where a parameter's gradients do not add up, their projections do not.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fourfold.run.random_weights import PERIOD
+
+SEED = 7
+
+
+class Projection(NamedTuple):
+    """A gradient's projection, and its norm."""
+
+    value: float
+    norm: float
+
+
+def collected(parameters: Mapping[str, Tensor], *, limit: int | None = None) -> list[Projection]:
+    """The projections of the parameters' gradients, in at most `limit` groups; None: one each. Gradients are freed."""
+    count = min(PERIOD, max((2 * p.numel() for p in parameters.values()), default=0))  # of complex ones both parts
+    numbers = torch.randn(count, generator=torch.Generator().manual_seed(SEED)).double()
+    values, norms = [], []
+    for parameter in parameters.values():
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            gradient = torch.zeros((), device=parameter.device)
+        flat = (torch.view_as_real(gradient) if gradient.is_complex() else gradient).to_dense().double().flatten()
+        numbers = numbers.to(flat.device)
+        values.append(_projected(flat, numbers))
+        norms.append(torch.linalg.vector_norm(flat))
+    if not values:
+        return []
+    table = torch.stack([torch.stack(values), torch.stack(norms)]).T.tolist()
+    each = group_size(len(table), limit)
+    groups = [table[start : start + each] for start in range(0, len(table), each)]
+    return [Projection(sum(value for value, _ in group), max(norm for _, norm in group)) for group in groups]
+
+
+def group_size(count: int, limit: int | None) -> int:
+    """How many of `count` parameters make a group, so that there are at most `limit` groups."""
+    return 1 if limit is None else max(1, math.ceil(count / limit))
+
+
+def _projected(flat: Tensor, numbers: Tensor) -> Tensor:
+    full = flat.numel() // PERIOD
+    if not full:
+        return flat @ numbers[: flat.numel()]
+    rows = flat[: full * PERIOD].view(full, PERIOD)
+    weights = numbers.repeat(math.ceil(full / PERIOD))[:full]
+    rest = flat[full * PERIOD :]
+    return (rows @ numbers) @ weights + rest @ numbers[: rest.numel()]

@@ -1,0 +1,345 @@
+"""Laws of the loss's judgement in float64: ordinary models pass, no trace is left, and what falls back is logged."""
+
+import functools
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fourfold.plan.plan import Plan
+from fourfold.run import dry_run, loss_judge
+from fourfold.run.build import TrainStep
+from fourfold.run.random_weights import Fits
+from fourfold.testing import threads
+from fourfold.words.errors import TaskError
+from tests.training import SEEDING
+
+LENGTH, WIDTH, CLASSES, SAMPLES = 6, 8, 5, 5
+sgd = functools.partial(torch.optim.SGD, lr=0.1)
+Loss = Callable[[nn.Module, Any, Tensor], Any]
+
+
+class Layer(nn.Module):
+    """A transformer's layer: causal attention and a feed-forward part, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 1e-4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(2, (2, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, dim=-1))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.1 if self.training else 0.0)
+        x = x + self.scale * self.out(attended.transpose(1, 2).flatten(2))
+        return x + F.dropout(self.down(F.gelu(self.up(self.last(x)))), 0.1, self.training)
+
+
+class Gpt(nn.Module):
+    """Scores of the next token [samples, tokens, classes]; `run` is how its layers are called."""
+
+    def __init__(self, run: Callable[[nn.Module, Tensor], Any] = lambda layer, x: layer(x), tied: bool = False) -> None:
+        super().__init__()
+        self.tokens, self.places, self.run = nn.Embedding(CLASSES, WIDTH), nn.Embedding(LENGTH, WIDTH), run
+        self.layers, self.head = nn.ModuleList([Layer(), Layer()]), nn.Linear(WIDTH, CLASSES, bias=False)
+        nn.init.zeros_(self.head.weight)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
+        for layer in self.layers:
+            x = self.run(layer, x)
+        return self.head(x)
+
+
+class Kinds(nn.Module):
+    """Of tokens: their embeddings, changed by `change`, and scores."""
+
+    def __init__(self, change: Callable[[Any, Tensor], Tensor], **parts: Any) -> None:
+        super().__init__()
+        self.tokens, self.head, self.change = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES), change
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.change(self, self.tokens(tokens)))
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank adapter whose second factor is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.a, self.b = nn.Parameter(torch.randn(2, WIDTH)), nn.Parameter(torch.zeros(WIDTH, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.a.T @ self.b.T
+
+
+def differentiated(model: Any, x: Tensor) -> Tensor:
+    """Forces: the gradient of an energy by the inputs."""
+    with torch.enable_grad():
+        x = x if x.requires_grad else x.requires_grad_()
+        energy = torch.tanh(model.inner(x)).square().sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+    return x + force
+
+
+def in_half(layer: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return layer(x).float()
+
+
+def turned(model: Any, x: Tensor) -> Tensor:
+    return (x.to(torch.complex64) * model.phases).real
+
+
+def conv(model: Any, x: Tensor) -> Tensor:
+    return x + model.conv(x.transpose(1, 2)).transpose(1, 2)
+
+
+def recurrent(model: Any, x: Tensor) -> Tensor:
+    return model.rnn(x)[0]
+
+
+def routed(model: Any, x: Tensor) -> Tensor:
+    """A mixture of experts: each token goes to the best one."""
+    scores = model.router(x).softmax(-1)
+    best = scores.argmax(-1)
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(model.experts):
+        rows = best == number
+        out[rows] = scores[rows][:, number, None] * expert(x[rows])
+    return x + out
+
+
+def rounded(model: Any, x: Tensor) -> Tensor:
+    return x + (x.round() - x).detach()
+
+
+def convolved(norm: nn.Module) -> nn.Module:
+    return Kinds(conv, conv=nn.Sequential(nn.Conv1d(WIDTH, WIDTH, 3, padding=1), norm, nn.ReLU()))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt": Gpt,
+    "tied": lambda: Gpt(tied=True),
+    "bfloat16": lambda: Gpt().bfloat16(),
+    "checkpointed": lambda: Gpt(functools.partial(checkpoint, use_reentrant=False)),
+    "checkpointed, reentrant": lambda: Gpt(functools.partial(checkpoint, use_reentrant=True)),
+    "autocast": lambda: Gpt(in_half),
+    "complex": lambda: Kinds(turned, phases=nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))),
+    "group norm": lambda: convolved(nn.GroupNorm(2, WIDTH)),
+    "batch norm": lambda: convolved(nn.BatchNorm1d(WIDTH)),
+    "a compiled part": lambda: Kinds(lambda m, x: m.inner(x), inner=torch.compile(Adapted(), backend="eager")),
+    "an adapter": lambda: Kinds(lambda m, x: m.inner(x), inner=Adapted()),
+    "differentiated": lambda: Kinds(differentiated, inner=nn.Linear(WIDTH, 4)),
+    "recurrent": lambda: Kinds(recurrent, rnn=nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.2, batch_first=True)),
+    "experts": lambda: Kinds(routed, router=nn.Linear(WIDTH, 3), experts=nn.ModuleList([Adapted() for _ in range(3)])),
+    "rounded": lambda: Kinds(rounded),
+    "a buffer of constants": lambda: Kinds(lambda m, x: x * torch.tensor([0.5, 2.0] * 4)),
+    "sparse looks": lambda: Kinds(lambda m, x: x.masked_fill(x < -1, torch.finfo(x.dtype).min).clamp(-3)),
+}
+
+
+def flat(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return outputs.flatten(0, 1), targets.flatten()
+
+
+def ones(targets: Tensor) -> Tensor:
+    return F.one_hot(targets.clamp(min=0), CLASSES) * 0.75 + 0.05
+
+
+CLASS_WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 3.0, 0.25])
+MODULE = nn.CrossEntropyLoss(weight=CLASS_WEIGHTS.clone(), label_smoothing=0.1)
+
+
+def by_loop(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Clamped for each sample: no bend of the batch's mean."""
+    each = [(o - ones(y)).square().mean().clamp(max=9.0) for o, y in zip(outputs, targets, strict=True)]
+    return torch.stack(each).mean()
+
+
+LOSSES: dict[str, Loss] = {
+    "ignoring": lambda m, o, y: F.cross_entropy(*flat(o, y)),
+    "smoothed": lambda m, o, y: F.cross_entropy(*flat(o, y), label_smoothing=0.1),
+    "class weights": lambda m, o, y: F.cross_entropy(*flat(o.float(), y), weight=CLASS_WEIGHTS),
+    "a module": lambda m, o, y: MODULE(*flat(o.float(), y)),
+    "soft": lambda m, o, y: F.cross_entropy(o.flatten(0, 1), ones(y).to(o.dtype).flatten(0, 1)),
+    "by hand": lambda m, o, y: (o - ones(y)).square().mean(),
+    "a floor": lambda m, o, y: F.relu(F.mse_loss(o.float(), ones(y))).clamp(min=0.0),
+    "values clamped": lambda m, o, y: F.mse_loss(o.float(), ones(y), reduction="none").clamp(max=0.5).mean(),
+    "a loop over samples": lambda m, o, y: by_loop(o.float(), y),
+    "a penalty": lambda m, o, y: (
+        F.cross_entropy(*flat(o, y)) + 0.1 * sum(p.abs().square().sum() for p in m.parameters())
+    ),
+    "detached beside": lambda m, o, y: F.cross_entropy(*flat(o, y)) + (o - o.detach()).square().mean(),
+    "unreduced": lambda m, o, y: F.cross_entropy(o.transpose(1, 2), y, reduction="none"),
+    "a pair": lambda m, o, y: (F.cross_entropy(*flat(o, y), reduction="sum"), (y >= 0).sum()),
+}
+
+
+def made(kind: str) -> nn.Module:
+    with SEEDING:
+        torch.manual_seed(2)
+        return MODELS[kind]()
+
+
+def batch(rank: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    tokens, targets = (torch.randint(0, CLASSES, (SAMPLES, LENGTH), generator=generator) for _ in range(2))
+    targets[torch.rand(SAMPLES, LENGTH, generator=generator) < 0.2] = -100
+    return tokens, targets
+
+
+def trained(ranks: Any, kind: str, plan: Plan, loss: str = "ignoring") -> None:
+    model = made(kind)
+    step = TrainStep(model, functools.partial(LOSSES[loss], model), sgd, plan=plan, ranks=ranks, clip=None)
+    step(batch(ranks.rank))
+
+
+def plan_of(kind: str, dp: int = 2, **options: Any) -> Plan:
+    return Plan(dp=dp, batch_norm="local" if kind == "batch norm" else "refuse", unused="allow", **options)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_ordinary_models_pass_in_float64(kind, caplog):
+    threads.run(2, lambda ranks: trained(ranks, kind, plan_of(kind)))
+    if "reentrant" not in kind:
+        threads.run(2, lambda ranks: trained(ranks, kind, plan_of(kind, zero=3, transport="gloo", microbatches=2)))
+    assert not [record for record in caplog.records if "dry run of the loss" in record.message]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_ordinary_losses_pass_in_float64(loss, caplog):
+    for kind in ("gpt", "bfloat16"):
+        threads.run(2, lambda ranks, kind=kind: trained(ranks, kind, plan_of(kind, microbatches=2), loss))
+    assert not [record for record in caplog.records if "dry run of the loss" in record.message]
+
+
+def states() -> list[str]:
+    return [repr(each) for each in (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state())]
+
+
+def kept(model: nn.Module) -> dict[str, Any]:
+    """All that a judgement might change, by name: identities, versions and values."""
+    found: dict[str, Any] = {}
+    for name, p in [*model.named_parameters(), *model.named_buffers()]:
+        grad = None if p.grad is None else (id(p.grad), p.grad._version, p.grad.tolist())
+        found[name] = id(p), p.data_ptr(), p._version, p.dtype, p.requires_grad, p.tolist(), grad
+        found[name] += len(p._backward_hooks or ()), len(p._post_accumulate_grad_hooks or ())
+    for name, module in model.named_modules():
+        kinds = {key: id(value) if isinstance(value, Tensor) else type(value) for key, value in vars(module).items()}
+        found[f"{name}."] = kinds, module.training, [k for k, v in vars(module).items() if "hook" in k and v]
+    return found
+
+
+class Remembering(Gpt):
+    """Keeps its last scores, a moving average that no buffer holds, and a count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores, self.mean, self.calls = None, torch.zeros(CLASSES), []
+        self.always: Tensor
+        self.register_buffer("always", torch.ones(CLASSES))
+        self.frozen = nn.Parameter(torch.ones(CLASSES), requires_grad=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.scores = super().forward(tokens) * self.always * self.frozen
+        self.mean.mul_(0.9).add_(0.1)
+        self.calls.append(len(tokens))
+        return self.scores
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("room", [Fits(), Fits(exact=False)])
+def test_a_judgement_leaves_the_model_its_gradients_and_all_generators_as_they_were(dtype, room):
+    with SEEDING:
+        torch.manual_seed(1)
+        model = Remembering().to(dtype)
+    fired = []
+    for p in model.parameters():
+        if p.requires_grad:
+            p.grad = torch.ones_like(p)
+            p.register_hook(lambda gradient: fired.append("hook"))
+            p.register_post_accumulate_grad_hook(lambda parameter: fired.append("after"))
+    held = [model.tokens.weight, *model.parameters()]
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        penalty = sum(p.square().sum() for p in held)  # not by way of the model
+        return F.cross_entropy(*flat(outputs, targets), weight=CLASS_WEIGHTS.to(dtype)) + 0.01 * penalty
+
+    def body(ranks: Any) -> None:
+        step = TrainStep(model, loss, sgd, plan=Plan(microbatches=2), ranks=ranks, clip=None)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p) if p.requires_grad else None
+        before, generators, mean = kept(model), states(), model.mean.clone()
+        objective = step.objective
+        whole, parts = (batch(), [tuple(t[:2] for t in batch()), tuple(t[2:] for t in batch())])
+        verdict = loss_judge.judged(model, objective, whole, parts, room=room, device=torch.device("cpu"))
+        assert verdict.problem is None
+        assert verdict.judgement == str(loss_judge.EXACT if room.exact else loss_judge.JUDGEMENTS[-1])
+        assert kept(model) == before
+        assert states() == generators
+        assert torch.equal(model.mean, mean)
+        assert not model.calls
+        assert torch.is_grad_enabled()
+
+    threads.run(1, body)
+    assert not fired
+
+
+def test_without_memory_for_float64_gradients_are_judged_in_the_models_dtype_and_that_is_logged(monkeypatch, caplog):
+    monkeypatch.setattr(dry_run, "fits", lambda *args, **options: Fits(exact=False))
+    caplog.set_level(logging.WARNING)
+    threads.run(2, lambda ranks: trained(ranks, "gpt", plan_of("gpt")))
+    (record,) = caplog.records
+    assert "in the model's own dtype, with the model's own weights instead of in float64" in record.message
+    assert "do not fit into memory" in record.message
+
+    def normalized(ranks: Any) -> None:
+        model = Gpt()
+        model.head.register_full_backward_hook(lambda module, given, got: (given[0] / given[0].norm(),))
+        nn.init.ones_(model.head.weight)
+        step = TrainStep(
+            model, functools.partial(LOSSES["ignoring"], model), sgd, plan=plan_of("gpt"), ranks=ranks, clip=None
+        )
+        with pytest.raises(TaskError, match=r"gradients of .* that do not add up"):
+            step(batch(ranks.rank))
+
+    threads.run(2, normalized)
+
+
+def test_what_fails_in_float64_is_judged_in_the_models_dtype_and_that_is_logged(caplog):
+    class Narrow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+            if x.dtype == torch.float64:
+                raise RuntimeError("not implemented for 'Double'")
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            return gradient * 2
+
+    def body(ranks: Any) -> None:
+        model = Kinds(lambda m, x: Narrow.apply(x))  # type: ignore[arg-type, return-value]
+        step = TrainStep(
+            model, functools.partial(LOSSES["ignoring"], model), sgd, plan=Plan(dp=2), ranks=ranks, clip=None
+        )
+        step(batch(ranks.rank))
+
+    caplog.set_level(logging.WARNING)
+    threads.run(2, body)
+    (record,) = caplog.records
+    assert "not implemented for 'Double'" in record.message
