@@ -30,6 +30,7 @@ from fourfold.run.settings import DRIFT_CHECK, is_due
 from fourfold.run.spread import spread
 from fourfold.run.unreduced import Reduced, Unreduced
 from fourfold.run.weights import trainable_of
+from fourfold.run.wrapped_steps import WrappedSteps
 from fourfold.words.action import LOSS, USED
 from fourfold.words.errors import OptimizerError, PlanError, Problem, TrainingError
 
@@ -98,7 +99,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._options, self._drift, self._num_compared = Options(optimizer), drift.Drift(self._ranks, drift_check), 0
         self._broadcast_model(source=0)
         self._syncing, self._backward = True, NO_BACKWARD
-        self._num_backwards = self._num_steps = 0
+        self._num_backwards = 0
         self._joining: _Joining | None = None
         self._has_left = False
         # Before those that take gradients: a round begins before its first gradient is taken. Hooks of tensors would
@@ -120,6 +121,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _leave(self) -> None:
         """Another one has taken over."""
         self._has_left, self._gradients.listening = True, False
+        self._steps.close()
         self._inputs.close()
 
     def _connect(self, trainable: dict[str, nn.Parameter], plan: Plan) -> None:
@@ -141,6 +143,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._num_buckets = len(buckets)
         reduced = [Reduced(name, trainable[name], slot) for name, slot in slots]
         self._unreduced = Unreduced(reduced, self._gradients.views, self._optimizer)
+        self._steps = WrappedSteps(
+            self._optimizer, self._model, self._unreduced, self._transport, num_ranks=self._ranks.size
+        )
 
     def _at_the_beginning(self, _: Tensor) -> None:
         """Ask autograd, once a backward, to call `_finish` when it has ended."""
@@ -148,6 +153,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return
         if not self._syncing:
             self._unreduced.touched()
+            self._steps.begin_round()
             return
         backward = torch._C._current_graph_task_id()
         if backward == self._backward:
@@ -192,8 +198,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _begin_round(self, *, has_data: bool) -> None:
         self._num_backwards += 1
+        self._steps.begin_round()
         if self._joining is None:
-            call = f"backward {self._num_backwards} after {self._num_steps} steps of the optimizer"
+            call = f"backward {self._num_backwards} after {self._steps.count} steps of the optimizer"
             self._transport.enter(comm.with_options(call, self._options.text()))
         else:
             self._transport.enter(f"backward {self._num_backwards}, within join()")
@@ -209,9 +216,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _check_drift(self) -> None:
         """In the first backward after every so many steps: then all ranks are known to have done as many."""
-        if self._num_steps > self._num_compared and is_due(self._num_steps, self._drift.every, 1):
-            self._num_compared = self._num_steps
-            self._drift.compare(list(drift.held_of_model(self._model)), f"after step {self._num_steps}")
+        if self._steps.count > self._num_compared and is_due(self._steps.count, self._drift.every, 1):
+            self._num_compared = self._steps.count
+            self._drift.compare(list(drift.held_of_model(self._model)), f"after step {self._steps.count}")
 
     def _reduce(self, active: int) -> list[float]:
         """Slots become the mean over ranks; how many ranks have each gradient."""
@@ -264,6 +271,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._joining is not None:
             raise TrainingError(Problem("join() within join()", "one around the whole loop"))
         joining = self._joining = _Joining(by_all=divide_by_initial_world_size)
+        self._steps.is_joining = True
         try:
             yield
             with torch.no_grad():
@@ -271,8 +279,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     pass
         finally:
             self._joining = None
-        rounds, steps = zip(*self._ranks.exchange([joining.rounds, self._num_steps]), strict=True)
-        self._num_steps = max(steps)
+            self._steps.is_joining = False
+        rounds, steps = zip(*self._ranks.exchange([joining.rounds, self._steps.count]), strict=True)
+        self._steps.count = max(steps)
         for parameter in self._parameters:
             parameter.grad = None
         if len(set(rounds)) > 1:
@@ -321,36 +330,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state(self) -> Any:  # type: ignore[override]
         return self._optimizer.state
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """The wrapped optimizer's step, on mean gradients. A `closure` runs backward itself, or not at all.
 
+        An optimizer that may step by the loss that a closure returns (LBFGS, and all that are not torch's) gets its
+        mean over ranks; then `step` is collective. `args` and `kwargs` are the wrapped optimizer's own.
         Raises TrainingError, before a weight moves, for a `.grad` that no reduction has seen since the last step: one
-        that was set by hand, or left by backwards within `no_sync()` alone.
+        that was set by hand, or left by backwards within `no_sync()` alone. `step()` of the wrapped optimizer itself
+        does the same.
         """
         self._refuse_left()
-        if closure is None:
-            self._refuse_unreduced()
-            loss = self._optimizer.step()
-        else:
-            loss = self._optimizer.step(lambda: self._called(closure))
-        self._unreduced.stepped()
-        self._num_steps += 1
-        return loss
+        return self._steps.take(closure, args, kwargs)
 
     def _refuse_left(self) -> None:
         if self._has_left:
             got = "a DistributedOptimizer some of whose parameters a newer one has taken over"
             attempt = "the newest, or one torch optimizer that calls several, wrapped once"
             raise TrainingError(Problem(got, "one DistributedOptimizer for a parameter", attempt))
-
-    def _called(self, closure: Callable[[], float]) -> float:
-        loss = closure()
-        self._refuse_unreduced()
-        return loss
-
-    def _refuse_unreduced(self) -> None:
-        if self._ranks.size > 1:
-            self._unreduced.refuse(self._model)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the buckets are made. Raises OptimizerError."""
