@@ -11,7 +11,7 @@ Law: a round is sealed with every slot written or known to be unused, and every 
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NoReturn, Protocol
 
 import torch
@@ -89,6 +89,14 @@ def refuse_cleared(name: str) -> NoReturn:
     raise TaskError(Problem(got, need, "a hook that reads .grad, or changes it"))
 
 
+def refuse_graph(name: str) -> NoReturn:
+    """Raise TaskError for a gradient with a graph: what is reduced has none, and its derivative would be left out."""
+    got = f"backward(create_graph=True), which gives .grad of {name} a graph of its own"
+    need = "gradients that are numbers: a mean over ranks has no graph"
+    attempt = "torch.autograd.grad(loss, parameters, create_graph=True) in the loss, then backward()"
+    raise TaskError(Problem(got, need, attempt))
+
+
 def refuse_sparse(gradient: Tensor, name: str) -> None:
     """Raise TaskError for a sparse gradient."""
     if gradient.layout is not torch.strided:
@@ -106,14 +114,26 @@ def refuse_second(name: str) -> NoReturn:
     raise TaskError(second_gradient(name))
 
 
-def refuse_unreached(names: Sequence[str], reached: Sequence[bool]) -> None:
+def refuse_unreached(names: Sequence[str], reached: Sequence[bool], parameters: Iterable[nn.Parameter]) -> None:
     """Raise TrainingError naming the parameters that no backward of the step has reached."""
     need = "a gradient for every trainable parameter"
     # A reentrant checkpoint none of whose inputs wants a gradient gives its parameters none.
     attempt = 'unused = "allow", or requires_grad_(False), or use_reentrant=False if it is in a checkpoint'
-    missed = [name for name, was_reached in zip(names, reached, strict=True) if not was_reached]
-    if missed:
-        raise TrainingError([Problem(f"parameter {name} got no gradient", need, attempt) for name in missed])
+    thawed = 'unused = "allow", with which parameters may be frozen and thawed while training goes on'
+    problems = []
+    for name, was_reached, parameter in zip(names, reached, parameters, strict=True):
+        if not was_reached and parameter.requires_grad:
+            problems.append(Problem(f"parameter {name} got no gradient", need, attempt))
+        elif not was_reached:
+            got = f"parameter {name} got no gradient, for it was frozen after training had been set up"
+            problems.append(Problem(got, need, thawed))
+    if problems:
+        raise TrainingError(problems)
+
+
+def _laid_as(parameter: Tensor, flat: Tensor) -> Tensor:
+    """A view of a flat in the parameter's shape, and in its order in memory: fused updates go through both at once."""
+    return flat.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())
 
 
 class Gradients:
@@ -135,7 +155,7 @@ class Gradients:
         self._paddings = [transport.slots[bucket.index][bucket.slots[-1].stop :] for bucket in buckets]
         self._first = list(itertools.accumulate((len(bucket.slots) for bucket in buckets), initial=0))
         self.views = [
-            transport.slots[bucket.index][slot.start : slot.stop].view(parameters[slot.name].shape)
+            _laid_as(parameters[slot.name], transport.slots[bucket.index][slot.start : slot.stop])
             for bucket in buckets
             for slot in bucket.slots
         ]
@@ -214,6 +234,8 @@ class Gradients:
         gradient = parameter.grad
         if gradient is None:
             refuse_cleared(self._names[number])
+        if gradient.requires_grad:
+            refuse_graph(self._names[number])
         if gradient is self.views[number]:  # autograd has added to the slot itself
             self._written[number] = True
         else:
@@ -331,7 +353,7 @@ class Gradients:
     def refuse_unreached(self) -> None:
         """Raise TrainingError naming the parameters that no backward of the step has reached."""
         if not self._allow_unused:
-            refuse_unreached(self._names, self.reached)
+            refuse_unreached(self._names, self.reached, map(self._parameters.__getitem__, self._names))
 
     def own(self, bucket: int) -> list[Tensor]:
         """What this rank measures of a completed bucket's sum."""

@@ -5,6 +5,7 @@ release   a gradient that has been used is freed: the memory of the next one
 Law: what a step does is what it would do by way of slots; but nothing is copied, and no slot exists.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
@@ -114,7 +115,7 @@ class InPlace:
     def refuse_unreached(self) -> None:
         """Raise TrainingError naming the parameters that no backward of the step has reached."""
         if not self._allow_unused:
-            refuse_unreached(self._names, self.reached)
+            refuse_unreached(self._names, self.reached, itertools.chain.from_iterable(self._parameters))
 
     def pieces(self, weights: Sequence[Tensor], buckets: Sequence[Bucket]) -> list[list[Piece]]:
         """What the update works on, by bucket: each parameter's stretch of the flat `weights`."""

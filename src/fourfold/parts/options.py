@@ -104,6 +104,10 @@ class Options:
         self._text = f"{xxhash.xxh32_hexdigest(every)} {text}"
         return self._text
 
+    def mark(self) -> int:
+        """20 bits of the digest: their squares can be summed over ranks in float64."""
+        return int(self.text().partition(" ")[0], 16) >> 12
+
     def _is_constant(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether groups and options are those of the last call, and what was constant has not changed."""
         if list(map(len, groups)) != self._lengths:

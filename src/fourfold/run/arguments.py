@@ -35,6 +35,17 @@ def refuse_wrapped(*, optimizer: Any, model: Any, plan: Any) -> None:
         raise SettingError(problems, where="the arguments of DistributedOptimizer")
 
 
+def refuse_stateless(states: Any) -> None:
+    """Raise SettingError for what `join` is given and cannot bring from one rank to another."""
+    need = "a list of objects with state_dict() and load_state_dict(), such as schedulers and a GradScaler"
+    if not isinstance(states, list | tuple):
+        raise SettingError(Problem(arguments.shown("states", states), need, "states=[scheduler]"))
+    lacking = [each for each in states if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict"))]
+    if lacking:
+        problems = [Problem(f"a {type(each).__name__} in states", need) for each in lacking]
+        raise SettingError(problems, where="the arguments of join")
+
+
 def refuse_plan(plan: Any) -> None:
     """Raise PlanError for what is neither a Plan nor None."""
     if problems := plan_problems(plan):

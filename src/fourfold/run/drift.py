@@ -23,6 +23,7 @@ from fourfold.parts.fingerprint import fingerprints
 from fourfold.parts.uses import unwatched
 from fourfold.words.errors import DivergenceError, Problem, SettingError
 
+IN_A_STEP = "the same seeds, hooks and edits on every rank; weights changed by hand inside step.edit()"
 WEIGHTS, MASTERS, FROZEN = KINDS = ("weights", "master weights", "frozen weights")
 
 
@@ -52,11 +53,12 @@ class _Difference(NamedTuple):
 class Drift:
     """Compares the weights of the ranks, after every `every` steps; 0: never."""
 
-    def __init__(self, ranks: Ranks, every: int) -> None:
+    def __init__(self, ranks: Ranks, every: int, *, attempt: str = IN_A_STEP) -> None:
+        """`attempt`: what the error says to try."""
         if every < 0:
             raise SettingError(Problem(f"drift_check = {every}", "a number of steps, or 0 for never"))
         self.every = every if ranks.size > 1 else 0
-        self._ranks, self._told_size = ranks, 0.0
+        self._ranks, self._told_size, self._attempt = ranks, 0.0, attempt
 
     def compare(self, held: Sequence[Held], when: str) -> None:
         """Raise DivergenceError, on every rank, where replicas differ. Collective: one exchange where they do not.
@@ -78,8 +80,7 @@ class Drift:
             self._warn(text, size, machines, when)
             return
         need = "the same bits on every rank that holds a weight"
-        attempt = "the same seeds, hooks and edits on every rank; weights changed by hand inside step.edit()"
-        raise DivergenceError(Problem(text, need, attempt), where=f"the weights {when}")
+        raise DivergenceError(Problem(text, need, self._attempt), where=f"the weights {when}")
 
     def _measure(self, held: Sequence[Held], difference: _Difference) -> tuple[float, float]:
         """The largest difference between replicas of a parameter, and its largest weight. Collective."""

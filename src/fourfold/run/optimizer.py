@@ -7,9 +7,10 @@ Law: the wrapped optimizer does on every rank what it would have done alone on t
 
 import contextlib
 import dataclasses
+import math
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -23,18 +24,23 @@ from fourfold.parts.options import Options
 from fourfold.plan.data import fill, limit, turns
 from fourfold.plan.plan import Plan
 from fourfold.run import drift
-from fourfold.run.arguments import refuse_wrapped
+from fourfold.run.arguments import refuse_stateless, refuse_wrapped
+from fourfold.run.layouts import Layouts, shape_in_memory
 from fourfold.run.refuse import compare, refuse
 from fourfold.run.same_batches import Inputs, SameBatches
 from fourfold.run.settings import DRIFT_CHECK, is_due
 from fourfold.run.spread import spread
 from fourfold.run.unreduced import Reduced, Unreduced
 from fourfold.run.weights import trainable_of
+from fourfold.run.wrapped_steps import WrappedSteps
 from fourfold.words.action import LOSS, USED
 from fourfold.words.errors import OptimizerError, PlanError, Problem, TrainingError
 
 FIELDS = ("dp", "bucket_bytes", "unused", "batch_norm", "transport")  # of the plan, what is used here
 NO_BACKWARD = -1
+SAME_STATES = (
+    "the same seeds, hooks, edits and loaded states on every rank; optimizer.broadcast() gives all those of one"
+)
 # The kind of scalar that counts the ranks with data. Losses are the loop's own here, and who reads this sum knows
 # that all ranks are in the same call.
 ACTIVE = LOSS
@@ -48,6 +54,7 @@ class _Joining:
 
     by_all: bool
     rounds: int = 0
+    has_data: bool = True
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -89,16 +96,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if places != {self._ranks.device.type}:
             got = f"parameters on {', '.join(sorted(places))}, ranks on {self._ranks.device.type}"
             raise OptimizerError(Problem(got, "one kind of device", f'model.to("{self._ranks.device.type}") first'))
-        shapes = {name: list(p.shape) for name, p in trainable.items()}
+        shapes = {name: shape_in_memory(p) for name, p in trainable.items()}
         self._same_batches = SameBatches(same_batches, num_data_ranks=plan.dp, speaks=self._ranks.rank == 0)
         grouped = data.specs(trainable, dict.fromkeys(trainable, -1) | groups(optimizer, trainable))
         options = {"same_batches": same_batches, "drift_check": drift_check}
         compare(self._ranks, grouped, shapes, plan=plan, options=options, optimizer=optimizer)
         self._inputs = Inputs(model if self._same_batches.is_watching else None)
-        self._options, self._drift, self._num_compared = Options(optimizer), drift.Drift(self._ranks, drift_check), 0
+        self._options = Options(optimizer)
+        self._drift = drift.Drift(self._ranks, drift_check, attempt=SAME_STATES)
+        self._num_compared, self._num_loads = 0, 0
+        self._compare_from: float = 1  # steps
         self._broadcast_model(source=0)
         self._syncing, self._backward = True, NO_BACKWARD
-        self._num_backwards = self._num_steps = 0
+        self._num_backwards = 0
         self._joining: _Joining | None = None
         self._has_left = False
         # Before those that take gradients: a round begins before its first gradient is taken. Hooks of tensors would
@@ -107,6 +117,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             register_last(parameter, self._at_the_beginning)
         self._connect(trainable, plan)
         self._take_over(trainable)
+        self._is_built = True
 
     def _take_over(self, trainable: dict[str, nn.Parameter]) -> None:
         """A parameter belongs to its last DistributedOptimizer alone: earlier ones would take its gradient first."""
@@ -120,6 +131,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _leave(self) -> None:
         """Another one has taken over."""
         self._has_left, self._gradients.listening = True, False
+        self._steps.close()
         self._inputs.close()
 
     def _connect(self, trainable: dict[str, nn.Parameter], plan: Plan) -> None:
@@ -140,7 +152,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._parameters = [trainable[name] for name, _ in slots]
         self._num_buckets = len(buckets)
         reduced = [Reduced(name, trainable[name], slot) for name, slot in slots]
+        self._layouts = Layouts(trainable, self._optimizer)
         self._unreduced = Unreduced(reduced, self._gradients.views, self._optimizer)
+        self._steps = WrappedSteps(
+            self._optimizer, self._model, self._unreduced, self._transport, num_ranks=self._ranks.size
+        )
 
     def _at_the_beginning(self, _: Tensor) -> None:
         """Ask autograd, once a backward, to call `_finish` when it has ended."""
@@ -148,6 +164,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return
         if not self._syncing:
             self._unreduced.touched()
+            self._steps.begin_round()
             return
         backward = torch._C._current_graph_task_id()
         if backward == self._backward:
@@ -168,8 +185,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._gradients.refuse_unreached()
             self._gradients.seal()
             used = self._reduce(self._active())
-            for parameter, view, count in zip(self._parameters, self._gradients.views, used, strict=True):
-                parameter.grad = view if count else None
+            self._show(used)
             self._unreduced.reduced(used)
             self._end_round()
             self._backward = NO_BACKWARD
@@ -179,6 +195,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._joining is not None:
             self._joining.rounds += 1
         self._compare_batches()
+
+    def _show(self, used: Sequence[float]) -> None:
+        """Each `.grad` is its slot; None where no rank has a gradient."""
+        if self._layouts.matter:
+            self._layouts.refuse_changes()
+        try:
+            for parameter, view, count in zip(self._parameters, self._gradients.views, used, strict=True):
+                parameter.grad = view if count else None
+        except RuntimeError:  # torch refuses a `.grad` of another dtype or device
+            self._layouts.refuse_changes()
+            raise
 
     def _compare_batches(self) -> None:
         """Raise TaskError, on every rank, where all ranks train on the same batches. Collective, after each round."""
@@ -192,12 +219,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _begin_round(self, *, has_data: bool) -> None:
         self._num_backwards += 1
+        self._steps.begin_round()
         if self._joining is None:
-            call = f"backward {self._num_backwards} after {self._num_steps} steps of the optimizer"
+            loads = f" and {self._steps.num_loads} × load_state_dict" if self._steps.num_loads else ""
+            call = f"backward {self._num_backwards} after {self._steps.count} steps of the optimizer{loads}"
             self._transport.enter(comm.with_options(call, self._options.text()))
         else:
             self._transport.enter(f"backward {self._num_backwards}, within join()")
-            self._transport.measure(ACTIVE, torch.tensor([float(has_data)], dtype=torch.float64))
+            mark = float(self._options.mark())
+            values = [1.0, mark, mark * mark] if has_data else [0.0] * 3
+            self._joining.has_data = has_data
+            self._transport.measure(ACTIVE, torch.tensor(values, dtype=torch.float64))
 
     def _active(self) -> int:
         """How many ranks have data in this round. Raises DivergenceError where ranks are not in the same one."""
@@ -205,13 +237,33 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._transport.agree()
             self._check_drift()
             return self._ranks.size
-        return round(self._transport.measured(ACTIVE)[0])
+        active, marks, squares = map(round, self._transport.measured(ACTIVE))
+        if active * squares != marks * marks:  # by Cauchy and Schwarz, they are the same exactly where all marks are
+            self._refuse_other_options(self._joining)
+        return active
+
+    def _refuse_other_options(self, joining: _Joining) -> NoReturn:
+        """Name the options that differ between ranks with data. Collective."""
+        call, everyone = (
+            f"backward {self._num_backwards}, within join()",
+            self._ranks.exchange(self._options.text() if joining.has_data else None),
+        )
+        calls = {rank: comm.with_options(call, text) for rank, text in enumerate(everyone) if text is not None}
+        raise comm.diverged(calls, attempt="join(states=[scheduler]), after which all ranks have the same")
 
     def _check_drift(self) -> None:
-        """In the first backward after every so many steps: then all ranks are known to have done as many."""
-        if self._num_steps > self._num_compared and is_due(self._num_steps, self._drift.every, 1):
-            self._num_compared = self._num_steps
-            self._drift.compare(list(drift.held_of_model(self._model)), f"after step {self._num_steps}")
+        """In the first backward after the first step, after one that uses loaded state, and after every so many.
+
+        Then all ranks are known to have done as many steps. What is wrong from the start, such as noise that each rank
+        draws for itself, is found before it has cost a run.
+        """
+        count = self._steps.count
+        if self._num_loads != self._steps.num_loads:
+            self._num_loads, self._compare_from = self._steps.num_loads, count + 1
+        is_wanted = count >= self._compare_from or is_due(count, self._drift.every, 1)
+        if self._drift.every and count > self._num_compared and is_wanted:
+            self._num_compared, self._compare_from = count, math.inf
+            self._drift.compare(list(drift.held_of_model(self._model)), f"after step {count}")
 
     def _reduce(self, active: int) -> list[float]:
         """Slots become the mean over ranks; how many ranks have each gradient."""
@@ -248,22 +300,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._gradients.listening = not self._has_left
 
     @contextlib.contextmanager
-    def join(self, *, divide_by_initial_world_size: bool = True) -> Iterator[None]:
+    def join(self, *, divide_by_initial_world_size: bool = True, states: Sequence[Any] = ()) -> Iterator[None]:
         """Around a loop whose ranks have unequal numbers of batches, or none. Collective: every rank enters it.
 
         A rank that leaves the block answers the others' reductions with zeros until all have left. A gradient is the
         sum over the ranks that still have data, divided by the number of all ranks, so that every sample weighs what
         it did before; or, with `divide_by_initial_world_size=False`, by the number of those that have data. The names
         and the meaning are those of DDP's `join`. At the end all ranks get weights, buffers and optimizer state of
-        the one that was at it longest, and every `.grad` is None.
+        the one that was at it longest, and every `.grad` is None. So they do of `states`: schedulers, a GradScaler and
+        whatever else has `state_dict()` and counts the steps of its own rank.
 
         Inside, ranks may not meet in other ways: those that have left do not come. What a rank has gathered under
         `no_sync()` and not yet reduced when it leaves is lost. One scalar more travels with each reduction.
         """
         self._refuse_left()
+        refuse_stateless(states)
         if self._joining is not None:
             raise TrainingError(Problem("join() within join()", "one around the whole loop"))
         joining = self._joining = _Joining(by_all=divide_by_initial_world_size)
+        self._steps.is_joining = True
         try:
             yield
             with torch.no_grad():
@@ -271,12 +326,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     pass
         finally:
             self._joining = None
-        rounds, steps = zip(*self._ranks.exchange([joining.rounds, self._num_steps]), strict=True)
-        self._num_steps = max(steps)
+            self._steps.is_joining = False
+        rounds, steps = zip(*self._ranks.exchange([joining.rounds, self._steps.count]), strict=True)
+        self._steps.count = max(steps)
         for parameter in self._parameters:
             parameter.grad = None
         if len(set(rounds)) > 1:
-            self.broadcast(source=rounds.index(max(rounds)))
+            source = rounds.index(max(rounds))
+            told = self.broadcast([each.state_dict() for each in states], source=source)
+            if self._ranks.rank != source:
+                for each, state in zip(states, told, strict=True):
+                    each.load_state_dict(state)
 
     def _answer(self) -> bool:
         """Add nothing to a round of the others; False where nobody has data left."""
@@ -302,6 +362,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         told = spread(self._ranks, [self._optimizer.state_dict(), value], source=source)
         if self._ranks.rank != source:
             self._optimizer.load_state_dict(told[0])
+        self._steps.num_loads = self._num_loads = 0
         return told[1]
 
     def _broadcast_model(self, *, source: int) -> None:
@@ -317,40 +378,35 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         return self._optimizer.param_groups
 
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:  # type: ignore[override]
+        self._optimizer.param_groups = groups
+
     @property
     def state(self) -> Any:  # type: ignore[override]
         return self._optimizer.state
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    @state.setter
+    def state(self, state: Any) -> None:  # type: ignore[override]
+        self._optimizer.state = state
+
+    def step(self, closure: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """The wrapped optimizer's step, on mean gradients. A `closure` runs backward itself, or not at all.
 
+        An optimizer that may step by the loss that a closure returns (LBFGS, and all that are not torch's) gets its
+        mean over ranks; then `step` is collective. `args` and `kwargs` are the wrapped optimizer's own.
         Raises TrainingError, before a weight moves, for a `.grad` that no reduction has seen since the last step: one
-        that was set by hand, or left by backwards within `no_sync()` alone.
+        that was set by hand, or left by backwards within `no_sync()` alone. `step()` of the wrapped optimizer itself
+        does the same.
         """
         self._refuse_left()
-        if closure is None:
-            self._refuse_unreduced()
-            loss = self._optimizer.step()
-        else:
-            loss = self._optimizer.step(lambda: self._called(closure))
-        self._unreduced.stepped()
-        self._num_steps += 1
-        return loss
+        return self._steps.take(closure, args, kwargs)
 
     def _refuse_left(self) -> None:
         if self._has_left:
             got = "a DistributedOptimizer some of whose parameters a newer one has taken over"
             attempt = "the newest, or one torch optimizer that calls several, wrapped once"
             raise TrainingError(Problem(got, "one DistributedOptimizer for a parameter", attempt))
-
-    def _called(self, closure: Callable[[], float]) -> float:
-        loss = closure()
-        self._refuse_unreduced()
-        return loss
-
-    def _refuse_unreduced(self) -> None:
-        if self._ranks.size > 1:
-            self._unreduced.refuse(self._model)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the buckets are made. Raises OptimizerError."""
@@ -367,6 +423,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_optimizer"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What is not the wrapper's own, such as the scale that a GradScaler gives, is the wrapped optimizer's."""
+        if self._is_own(name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._optimizer, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_own(name):
+            super().__delattr__(name)
+        else:
+            delattr(self._optimizer, name)
+
+    def _is_own(self, name: str) -> bool:
+        own = self.__dict__
+        return name in own or "_is_built" not in own or hasattr(type(self), name)
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        """Refused: copies and pickles. Raises OptimizerError."""
+        need = "the one that reduces the gradients of its model, with the other ranks"
+        attempt = "optimizer.state_dict(), and load_state_dict() of a new one"
+        raise OptimizerError(Problem("a copy or a pickle of a DistributedOptimizer", need, attempt))
 
 
 def _refuse_unused_fields(plan: Plan) -> None:

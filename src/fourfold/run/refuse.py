@@ -212,7 +212,7 @@ def _compiled_problems(model: nn.Module, plan: Plan) -> list[Problem]:
 def compare(
     ranks: comm.Ranks,
     specs: Sequence[Spec],
-    shapes: Mapping[str, list[int]],
+    shapes: Mapping[str, list[int] | str],
     *,
     plan: Plan,
     options: Mapping[str, Any],

@@ -15,7 +15,7 @@ import torch
 from fourfold.parts import memory
 from fourfold.parts.codec import Codec
 from fourfold.parts.comm.apart import Apart
-from fourfold.parts.comm.calls import with_options
+from fourfold.parts.comm.calls import diverged, with_options
 from fourfold.parts.comm.coded import Coded, NoWire, Ways, Wire, places
 from fourfold.parts.comm.group import NUM_LOSS_SCALARS, BetweenHosts, Gatherer, GroupTransport, Use
 from fourfold.parts.comm.links import Link, Messages, NoLink
@@ -42,6 +42,7 @@ __all__ = [
     "Request",
     "Transport",
     "connect",
+    "diverged",
     "join",
     "link",
     "present",

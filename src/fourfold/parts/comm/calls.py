@@ -77,8 +77,14 @@ def with_options(call: str, options: str) -> str:
     return f"{call}\n{options}"
 
 
-def diverged(calls: Mapping[int, str], *, behind: Collection[int] = ()) -> DivergenceError:
-    """The error that says which ranks are in which call; ranks `behind` have not begun theirs yet."""
+SAME_OPTIONS = "the same arguments, schedule and edits of them on every rank"
+
+
+def diverged(calls: Mapping[int, str], *, behind: Collection[int] = (), attempt: str = SAME_OPTIONS) -> DivergenceError:
+    """The error that says which ranks are in which call; ranks `behind` have not begun theirs yet.
+
+    `attempt`: what to try where they are in the same call, with other options.
+    """
     names, options = {}, {}
     for rank, call in calls.items():
         name, _, text = call.partition("\n")
@@ -86,7 +92,7 @@ def diverged(calls: Mapping[int, str], *, behind: Collection[int] = ()) -> Diver
         if rank not in behind:
             options[rank] = text
     if len({names[rank] for rank in options}) == 1 and len(set(options.values())) > 1:
-        return _other_options(names[next(iter(options))], options)
+        return _other_options(names[next(iter(options))], options, attempt)
     rows = _by_text(names)
     got = "; ".join(f"{_some(ranks, 'is', 'are')} at {call}" for call, ranks in rows)
     attempt = "no step, evaluation or exchange that one rank alone does or leaves out"
@@ -95,11 +101,10 @@ def diverged(calls: Mapping[int, str], *, behind: Collection[int] = ()) -> Diver
     return DivergenceError(Problem(got, "every rank in the same call", attempt), where="the calls of the ranks")
 
 
-def _other_options(call: str, options: Mapping[int, str]) -> DivergenceError:
+def _other_options(call: str, options: Mapping[int, str], attempt: str) -> DivergenceError:
     """Ranks are in the same call, with different options of the optimizer: each option that differs, and its values."""
     by_rank = {rank: parsed(text) for rank, text in options.items()}
-    need, attempt = "the same options on every rank", "the same arguments, schedule and edits of them on every rank"
-    problems = []
+    need, problems = "the same options on every rank", []
     for option in dict.fromkeys(name for of in by_rank.values() for name in of):
         rows = _by_text({rank: of.get(option, ABSENT) for rank, of in by_rank.items()})
         if len(rows) > 1:

@@ -1,0 +1,443 @@
+"""Laws of the wrapper: what is done to it is done to the optimizer inside; what would make ranks differ is refused.
+
+Ranks are threads; the oracle is plain PyTorch with the whole batch, in float64.
+"""
+
+import collections
+import copy
+import functools
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from fourfold.parts.options import Options
+from fourfold.plan.plan import Plan
+from fourfold.run.optimizer import DistributedOptimizer
+from fourfold.testing import threads
+from fourfold.testing.oracle import TOLERANCE
+from fourfold.words.errors import DivergenceError, OptimizerError, PlanError, SettingError, TaskError, TrainingError
+
+STEPS = 4
+
+
+def model() -> nn.Module:
+    made = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 2, 3)).double()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.3, generator=generator)
+    return made
+
+
+def batch(number: int, rank: int | None) -> Tensor:
+    """A rank's images; of None, those of both ranks."""
+    generator = torch.Generator().manual_seed(number)
+    both = torch.randn(2, 2, 3, 6, 6, generator=generator, dtype=torch.float64)
+    return both.flatten(0, 1) if rank is None else both[rank]
+
+
+def of(mine: nn.Module, number: int, rank: int | None) -> Tensor:
+    return (mine(batch(number, rank)) - 1).square().mean()
+
+
+def plainly(mine, optimizer, rank, *, first=0, steps=STEPS):
+    for number in range(first, first + steps):
+        optimizer.zero_grad()
+        of(mine, number, rank).backward()
+        optimizer.step()
+
+
+def wrapped(ranks, kind: Any = torch.optim.SGD, mine=None, *, plan=None, drift_check=1000, **options):
+    mine = mine or model()
+    inner = kind(mine.parameters(), **{"lr": 0.1, **options})
+    return mine, DistributedOptimizer(inner, mine, plan, ranks=ranks, drift_check=drift_check)
+
+
+def apart(mine, theirs) -> float:
+    return max((a.detach() - b.detach()).abs().max().item() for a, b in zip(mine, theirs, strict=True))
+
+
+def agrees(make, train, *, start=model) -> bool:
+    """Whether two ranks train as one process does."""
+
+    def body(ranks):
+        mine = start()
+        optimizer = DistributedOptimizer(make(mine.parameters()), mine, ranks=ranks)
+        train(mine, optimizer, ranks.rank)
+        return [p.detach().clone() for p in mine.parameters()]
+
+    alone = start()
+    train(alone, make(alone.parameters()), None)
+    first, second = threads.run(2, body)
+    return all(map(torch.equal, first, second)) and apart(first, alone.parameters()) <= TOLERANCE
+
+
+def scaled(mine, optimizer, rank):
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(of(mine, number, rank)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def overflowing(mine, optimizer, rank):
+    """One rank's loss is infinite in one step, which all leave out."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        loss = of(mine, number, rank) * (float("inf") if number == 1 and rank != 0 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 512
+
+
+@pytest.mark.parametrize("train", [scaled, overflowing])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize("fused", [True, None])
+def test_a_gradient_scaler_reaches_the_wrapped_optimizer(kind, fused, train):
+    assert agrees(functools.partial(kind, lr=0.1, fused=fused), train)
+
+
+class Scaled(torch.optim.Optimizer):
+    """Has attributes of its own, one of which is there only once it has been set."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+        self.factor = 1.0
+
+    @torch.no_grad()
+    def step(self, closure=None):  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            rate = self.param_groups[0]["lr"] * self.factor * getattr(self, "later", 1.0)
+            parameter -= rate * parameter.grad
+
+
+def test_attributes_that_are_set_on_the_wrapper_are_the_wrapped_optimizers():
+    def train(mine, optimizer, rank):
+        plainly(mine, optimizer, rank, steps=2)
+        optimizer.factor, optimizer.later = 0.25, 0.5
+        plainly(mine, optimizer, rank, first=2, steps=2)
+        del optimizer.later
+        plainly(mine, optimizer, rank, first=4, steps=2)
+
+    assert agrees(functools.partial(Scaled, lr=0.2), train)
+
+
+def test_states_and_groups_can_be_replaced():
+    def train(mine, optimizer, rank):
+        plainly(mine, optimizer, rank, steps=2)
+        optimizer.state = collections.defaultdict(dict)
+        optimizer.param_groups = [{**group, "lr": 0.05} for group in optimizer.param_groups]
+        plainly(mine, optimizer, rank, first=2, steps=2)
+
+    assert agrees(functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), train)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies_of_a_wrapper_are_refused(copied):
+    def body(ranks):
+        _, optimizer = wrapped(ranks)
+        with pytest.raises(OptimizerError, match=r"a copy or a pickle .*state_dict"):
+            copied(optimizer)
+        return hasattr(DistributedOptimizer.step, "hooked")
+
+    assert threads.run(2, body) == [False, False]
+
+
+def channels_last() -> nn.Module:
+    return model().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("how", [{}, {"fused": True}, {"foreach": True}])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_gradients_lie_in_memory_as_their_parameters_do(kind, how):
+    assert agrees(functools.partial(kind, lr=0.1, **how), plainly, start=channels_last)
+
+
+def test_gradients_that_a_loop_keeps_lie_as_they_did():
+    def body(ranks):
+        mine, optimizer = wrapped(ranks, mine=channels_last(), fused=True)
+        kept = []
+        for number in range(2):
+            optimizer.zero_grad()
+            of(mine, number, ranks.rank).backward()
+            kept.append([p.grad for p in mine.parameters()])
+        return [g.stride() == p.stride() for row in kept for g, p in zip(row, mine.parameters(), strict=True)]
+
+    assert threads.run(2, body) == [[True] * 8] * 2
+
+
+def test_ranks_whose_parameters_lie_differently_are_refused():
+    def body(ranks):
+        with pytest.raises(
+            PlanError, match=r"0\.weight \[4, 3, 3, 3\] float64.*\[4, 3, 3, 3\], strides \[27, 1, 9, 3\]"
+        ):
+            wrapped(ranks, mine=channels_last() if ranks.rank else model())
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("options", "convert", "said"),
+    [
+        ({"fused": True}, {"memory_format": torch.channels_last}, r"strides \[27, 9, 3, 1\] to \[27, 1, 9, 3\]"),
+        ({}, {"dtype": torch.float32}, r"torch\.float64 to torch\.float32"),
+    ],
+)
+def test_parameters_that_are_converted_later_are_refused(options, convert, said):
+    def body(ranks):
+        mine, _ = wrapped(ranks, **options)
+        mine.to(**convert)
+        x = batch(0, ranks.rank).to(next(mine.parameters()).dtype)
+        with pytest.raises(TrainingError, match=rf"converted after.*0\.weight \({said}\)"):
+            mine(x).sum().backward()
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+def test_a_later_memory_format_is_trained_where_updates_go_by_elements():
+    def train(mine, optimizer, rank):
+        mine.to(memory_format=torch.channels_last)
+        plainly(mine, optimizer, rank)
+
+    assert agrees(functools.partial(torch.optim.AdamW, lr=0.1), train)
+
+
+def test_gradients_with_a_graph_are_refused():
+    def body(ranks):
+        mine, _ = wrapped(ranks)
+        with pytest.raises(TaskError, match=r"create_graph=True.*torch\.autograd\.grad"):
+            of(mine, 0, ranks.rank).backward(create_graph=True)
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+def test_a_parameter_that_is_frozen_later_is_named_as_such():
+    def body(ranks):
+        mine, _ = wrapped(ranks)
+        mine.get_submodule("0").requires_grad_(False)
+        with pytest.raises(TrainingError, match=r"0\.weight got no gradient, for it was frozen.*unused = \"allow\""):
+            of(mine, 0, ranks.rank).backward()
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+class Noisy(torch.optim.SGD):
+    """Draws noise, as Langevin dynamics does, each rank from its own generator."""
+
+    seed = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):  # type: ignore[override]
+        super().step(closure)
+        generator = torch.Generator().manual_seed(self.seed)
+        for parameter in self.param_groups[0]["params"]:
+            parameter += 1e-3 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+
+
+def noise(mine, optimizer, ranks):
+    optimizer.seed = ranks.rank
+
+
+def momentum(mine, optimizer, ranks):
+    """As when one rank alone has loaded a checkpoint before its optimizer was wrapped."""
+    if ranks.rank == 0:
+        for parameter in mine.parameters():
+            optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
+
+
+@pytest.mark.parametrize("prepare", [noise, momentum])
+def test_updates_that_differ_from_the_start_are_found_after_the_first_step(prepare):
+    def body(ranks):
+        mine, optimizer = wrapped(ranks, Noisy, momentum=0.9)
+        prepare(mine, optimizer, ranks)
+        with pytest.raises(
+            DivergenceError, match=r"the weights after step 1\n.*loaded state.*optimizer\.broadcast\(\)"
+        ):
+            plainly(mine, optimizer, ranks.rank, steps=2)
+        return optimizer._steps.count
+
+    assert threads.run(2, body) == [1, 1]
+
+
+def test_the_first_step_is_not_compared_where_drift_checks_are_off():
+    def body(ranks):
+        mine, optimizer = wrapped(ranks, Noisy, drift_check=0)
+        noise(mine, optimizer, ranks)
+        plainly(mine, optimizer, ranks.rank)
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+def loaded(optimizer, saved, *, factor=1.0):
+    saved = copy.deepcopy(saved)
+    for state in saved["state"].values():
+        state["momentum_buffer"].mul_(factor)
+    optimizer.load_state_dict(saved)
+
+
+def test_a_state_that_one_rank_alone_loads_is_found_before_a_weight_moves():
+    def body(ranks):
+        mine, optimizer = wrapped(ranks, momentum=0.9)
+        plainly(mine, optimizer, ranks.rank)
+        if ranks.rank == 1:
+            loaded(optimizer, optimizer.state_dict())
+        before = [p.detach().clone() for p in mine.parameters()]
+        with pytest.raises(DivergenceError, match=r"rank 1 is at .* 4 steps of the optimizer and 1 × load_state_dict"):
+            plainly(mine, optimizer, ranks.rank)
+        return apart(mine.parameters(), before)
+
+    assert threads.run(2, body) == [0.0, 0.0]
+
+
+def test_states_that_differ_between_ranks_are_found_after_the_next_step():
+    def body(ranks):
+        mine, optimizer = wrapped(ranks, momentum=0.9)
+        plainly(mine, optimizer, ranks.rank)
+        loaded(optimizer._optimizer, optimizer.state_dict(), factor=1.0 + ranks.rank)
+        with pytest.raises(DivergenceError, match="the weights after step 5"):
+            plainly(mine, optimizer, ranks.rank)
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+def test_a_state_that_one_rank_has_loaded_and_broadcast_is_everyones():
+    def body(ranks):
+        mine, optimizer = wrapped(ranks, momentum=0.9)
+        plainly(mine, optimizer, ranks.rank)
+        if ranks.rank == 1:
+            loaded(optimizer, optimizer.state_dict(), factor=0.5)
+        optimizer.broadcast(source=1)
+        plainly(mine, optimizer, ranks.rank, first=4)
+        return [p.tolist() for p in mine.parameters()]
+
+    first, second = threads.run(2, body)
+    assert first == second
+
+
+COUNTS = [5, 2]
+
+
+def epochs(mine, optimizer, rank, scheduler, scaler, around):
+    """Two epochs in which ranks have unequal numbers of batches; the oracle has both ranks'."""
+    for epoch in range(2):
+        with around(scheduler, scaler):
+            for number in range(max(COUNTS) if rank is None else COUNTS[rank]):
+                optimizer.zero_grad()
+                for one in (0, 1) if rank is None else (rank,):
+                    if number < COUNTS[one]:
+                        share = 0.5 if rank is None else 1.0
+                        scaler.scale(of(mine, 10 * epoch + number, one) * share).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                scheduler.step()
+
+
+SCHEDULERS = {
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "step": lambda o: lr_scheduler.StepLR(o, 3, 0.5),
+    "milestones": lambda o: lr_scheduler.MultiStepLR(o, [2, 4, 6, 8], 0.5),
+    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=3),
+    "in a row": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=4), lr_scheduler.ExponentialLR(o, 0.5)], [4]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_states_that_join_is_given_are_at_its_end_those_of_the_rank_that_was_at_it_longest(kind):
+    def scaler():
+        return torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=2)
+
+    def body(ranks):
+        mine, optimizer = wrapped(ranks, momentum=0.9)
+
+        def around(*states):
+            return optimizer.join(states=states)
+
+        epochs(mine, optimizer, ranks.rank, SCHEDULERS[kind](optimizer), mine_scaler := scaler(), around)
+        return [p.detach().clone() for p in mine.parameters()], mine_scaler.get_scale()
+
+    alone = model()
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    theirs = scaler()
+    epochs(alone, plain, None, SCHEDULERS[kind](plain), theirs, lambda *_: torch.enable_grad())
+    (first, scale), (second, other) = threads.run(2, body)
+    assert all(map(torch.equal, first, second))
+    assert apart(first, alone.parameters()) <= TOLERANCE
+    assert scale == other == theirs.get_scale()
+
+
+@pytest.mark.parametrize("kind", ["lambda", "cyclic"])
+def test_schedules_that_differ_within_join_are_refused_on_every_rank(kind):
+    def body(ranks):
+        mine, optimizer = wrapped(ranks, momentum=0.9)
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        with pytest.raises(DivergenceError, match=r"within join\(\)\n  lr: .*join\(states=\[scheduler\]\)"):
+            epochs(mine, optimizer, ranks.rank, SCHEDULERS[kind](optimizer), scaler, lambda *_: optimizer.join())
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+def test_options_within_join_are_compared_among_the_ranks_with_data():
+    def body(ranks):
+        mine, optimizer = wrapped(ranks)
+        optimizer.param_groups[0]["lr"] = 0.2 if ranks.rank == 2 else 0.1
+        said = r"within join\(\)\n  lr: rank 1 has 0\.1; rank 2 has 0\.2"
+        with pytest.raises(DivergenceError, match=said), optimizer.join():
+            plainly(mine, optimizer, ranks.rank % 2, steps=ranks.rank)
+        return True
+
+    assert threads.run(3, body) == [True] * 3
+
+
+def test_marks_of_options_are_exact_when_they_are_squared_and_summed():
+    parameters = [nn.Parameter(torch.ones(1))]
+    marks = [Options(torch.optim.SGD(parameters, lr=0.1 * number)).mark() for number in range(1, 50)]
+    assert len(set(marks)) == 49
+    assert max(marks) ** 2 * 4096 < 2**53
+
+
+def test_join_refuses_what_has_no_state():
+    def body(ranks):
+        _, optimizer = wrapped(ranks)
+        wrong: list[Any] = [[3], None]
+        for states in wrong:
+            with (
+                pytest.raises(SettingError, match=r"state_dict\(\) and load_state_dict\(\)"),
+                optimizer.join(states=states),
+            ):
+                pass
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+def test_freezing_and_thawing_goes_with_unused_allow():
+    def train(mine, optimizer, rank):
+        for first, is_trained in ((0, True), (2, False), (4, True)):
+            mine.get_submodule("0").requires_grad_(is_trained)
+            plainly(mine, optimizer, rank, first=first, steps=2)
+
+    def body(ranks):
+        mine, optimizer = wrapped(ranks, torch.optim.AdamW, plan=Plan(dp=2, unused="allow"))
+        train(mine, optimizer, ranks.rank)
+        return [p.detach().clone() for p in mine.parameters()]
+
+    alone = model()
+    train(alone, torch.optim.AdamW(alone.parameters(), lr=0.1), None)
+    assert max(apart(mine, alone.parameters()) for mine in threads.run(2, body)) <= TOLERANCE

@@ -1,0 +1,300 @@
+"""Laws of a wrapped optimizer's step: whoever calls it, and whatever it uses, ranks train as one process does.
+
+Ranks are threads; the oracle is plain PyTorch with the whole batch, in float64.
+"""
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fourfold.run.optimizer import DistributedOptimizer
+from fourfold.testing import threads
+from fourfold.testing.oracle import TOLERANCE
+from fourfold.words.errors import DivergenceError, TrainingError
+
+STEPS = 4
+
+
+def model() -> nn.Module:
+    made = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.5, generator=generator)
+    return made
+
+
+def batch(number: int, rank: int | None) -> Tensor:
+    """A rank's samples; of None, those of both ranks."""
+    generator = torch.Generator().manual_seed(number)
+    both = torch.randn(2, 4, 6, generator=generator, dtype=torch.float64) * torch.tensor([0.5, 2.0]).view(2, 1, 1)
+    return both.flatten(0, 1) if rank is None else both[rank]
+
+
+def of(mine: nn.Module, number: int, rank: int | None) -> Tensor:
+    return (mine(batch(number, rank)) - 1).square().mean()
+
+
+def by_closure(mine, optimizer, rank, *, steps=STEPS, value=lambda loss: loss):
+    for number in range(steps):
+
+        def closure(number=number):
+            optimizer.zero_grad()
+            loss = of(mine, number, rank)
+            loss.backward()
+            return value(loss)
+
+        optimizer.step(closure)
+
+
+def plainly(mine, optimizer, rank, *, steps=STEPS):
+    for number in range(steps):
+        optimizer.zero_grad()
+        of(mine, number, rank).backward()
+        optimizer.step()
+
+
+def compared(make, train, **how) -> list[str]:
+    """Whether two ranks train as one process does: the weights of each, beside those of plain PyTorch."""
+
+    def body(ranks):
+        mine = model()
+        optimizer = DistributedOptimizer(make(mine.parameters()), mine, ranks=ranks, **how)
+        train(mine, optimizer, ranks.rank)
+        return [p.detach().clone() for p in mine.parameters()]
+
+    alone = model()
+    train(alone, make(alone.parameters()), None)
+    first, second = threads.run(2, body)
+    found = [] if all(map(torch.equal, first, second)) else ["the ranks differ"]
+    far = max((a - b).abs().max().item() for a, b in zip(first, alone.parameters(), strict=True))
+    # A line search compares losses: what is rounded otherwise grows with every step.
+    return found + ([f"{far:.2g} from one process"] if far > 1e3 * TOLERANCE else [])
+
+
+class Polyak(torch.optim.Optimizer):
+    """As far as the loss says."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure):  # type: ignore[override]
+        with torch.enable_grad():
+            loss = closure()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        length = float(loss) / float(sum(p.grad.square().sum() for p in parameters))
+        for parameter in parameters:
+            parameter -= min(length, self.param_groups[0]["lr"]) * parameter.grad
+        return loss
+
+
+class Halving(torch.optim.Optimizer):
+    """Halves a step until the loss falls. Asks the closure for a loss without gradients."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure, *, tries=8):  # type: ignore[override]
+        with torch.enable_grad():
+            first = closure()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        before, rate = [p.clone() for p in parameters], self.param_groups[0]["lr"]
+        for _ in range(tries):
+            for parameter, old in zip(parameters, before, strict=True):
+                parameter.copy_(old - rate * parameter.grad)
+            if float(closure(backward=False)) < float(first):
+                break
+            rate /= 2
+        return first
+
+
+class Plain(torch.optim.SGD):
+    """Calls its parent's step, and takes an argument of its own."""
+
+    def step(self, closure=None, *, scale=1.0):  # type: ignore[override]
+        for group in self.param_groups:
+            group["lr"] = 0.1 * scale
+        return super().step(closure)
+
+
+wolfe = functools.partial(torch.optim.LBFGS, max_iter=4, line_search_fn="strong_wolfe")
+until_flat = functools.partial(torch.optim.LBFGS, max_iter=20, tolerance_change=1e-2)
+
+
+@pytest.mark.parametrize("make", [functools.partial(wolfe, lr=1.0), functools.partial(until_flat, lr=0.5)])
+def test_a_line_search_steps_by_the_mean_loss(make):
+    assert compared(make, by_closure) == []
+
+
+@pytest.mark.parametrize("value", [lambda loss: loss, lambda loss: loss.item(), lambda loss: loss.detach().view(1)])
+def test_an_optimizer_of_the_users_own_steps_by_the_mean_loss(value):
+    assert compared(functools.partial(Polyak, lr=0.5), functools.partial(by_closure, value=value)) == []
+
+
+def test_a_closure_gets_the_arguments_that_its_optimizer_gives_it():
+    def train(mine, optimizer, rank):
+        for number in range(STEPS):
+
+            def closure(*, backward=True, number=number):
+                loss = of(mine, number, rank)
+                if backward:
+                    optimizer.zero_grad()
+                    loss.backward()
+                return loss
+
+            optimizer.step(closure, tries=5)
+
+    assert compared(functools.partial(Halving, lr=8.0), train) == []
+
+
+def test_a_mean_loss_keeps_its_graph():
+    class Backward(Polyak):
+        @torch.no_grad()
+        def step(self, closure):  # type: ignore[override]
+            with torch.enable_grad():
+                loss = closure()
+                loss.backward()
+            return super().step(lambda: loss)
+
+    def train(mine, optimizer, rank):
+        for number in range(STEPS):
+            optimizer.zero_grad()
+            optimizer.step(functools.partial(of, mine, number, rank))
+
+    assert compared(functools.partial(Backward, lr=0.5), train) == []
+
+
+def test_torchs_optimizers_hand_on_the_loss_of_a_closure_as_it_is():
+    def body(ranks):
+        mine = model()
+        optimizer = DistributedOptimizer(torch.optim.Adam(mine.parameters()), mine, ranks=ranks)
+        loss = of(mine, 0, ranks.rank).item()
+
+        def closure():
+            found = of(mine, 0, ranks.rank)
+            found.backward()
+            return found.item()
+
+        assert optimizer.step(closure) == loss
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+@pytest.mark.parametrize("value", [lambda loss: (loss, 1), lambda loss: loss.expand(2), lambda loss: "low"])
+def test_a_loss_that_has_no_mean_is_refused_where_an_optimizer_may_step_by_it(value):
+    def body(ranks):
+        mine = model()
+        optimizer = DistributedOptimizer(Polyak(mine.parameters(), lr=0.5), mine, ranks=ranks)
+        with pytest.raises(TrainingError, match=r"a closure that returns .* need one number, .* Polyak may step by"):
+            by_closure(mine, optimizer, ranks.rank, value=value)
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+def test_a_loss_that_steps_are_taken_by_is_refused_within_join():
+    def body(ranks):
+        mine = model()
+        optimizer = DistributedOptimizer(wolfe(mine.parameters()), mine, ranks=ranks)
+        with pytest.raises(TrainingError, match=r"LBFGS with a closure, within join\(\)"), optimizer.join():
+            by_closure(mine, optimizer, ranks.rank, steps=1)
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+def test_steps_past_the_wrapper_are_those_of_the_wrapper():
+    def past(optimizer):
+        return getattr(optimizer, "_optimizer", optimizer)
+
+    def train(mine, optimizer, rank):
+        for number in range(STEPS):
+            optimizer.zero_grad()
+            of(mine, number, rank).backward()
+            past(optimizer).step()
+
+    assert compared(functools.partial(torch.optim.SGD, lr=0.1), train) == []
+    assert compared(functools.partial(Plain, lr=0.1), train) == []
+
+    def search(mine, optimizer, rank):
+        by_closure(mine, past(optimizer), rank)
+
+    assert compared(functools.partial(wolfe, lr=1.0), search) == []
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Plain])
+@pytest.mark.parametrize("how", ["step", "closure", "keyword", "scaler"])
+def test_a_gradient_of_one_ranks_own_is_refused_past_the_wrapper_too(how, kind):
+    def body(ranks):
+        mine = model()
+        inner = kind(mine.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(inner, mine, ranks=ranks)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+        def local():
+            with optimizer.no_sync():
+                scaler.scale(of(mine, 0, ranks.rank)).backward()
+
+        steps = {
+            "step": lambda: (local(), inner.step()),
+            "closure": lambda: inner.step(local),
+            "keyword": lambda: inner.step(closure=local),
+            "scaler": lambda: (local(), scaler.step(inner), scaler.update()),
+        }
+        before = [p.detach().clone() for p in mine.parameters()]
+        for _ in range(2):  # an error leaves nothing behind
+            with pytest.raises(TrainingError, match="not been averaged"):
+                steps[how]()
+            optimizer.zero_grad()
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        assert all(map(torch.equal, mine.parameters(), before))
+        of(mine, 0, ranks.rank).backward()
+        inner.step()
+        local()
+        with pytest.raises(TrainingError, match="not been averaged"):
+            inner.step()
+        return [p.tolist() for p in mine.parameters()]
+
+    first, second = threads.run(2, body)
+    assert first == second
+
+
+def test_a_step_past_the_wrapper_counts_once():
+    def body(ranks):
+        mine = model()
+        inner = Plain(mine.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(inner, mine, ranks=ranks)
+        for _ in range(1 + ranks.rank):
+            inner.step()
+        with pytest.raises(DivergenceError, match=r"rank 0 is at backward 1 after 1 steps.*after 2 steps"):
+            of(mine, 0, ranks.rank).backward()
+        return optimizer.defaults["lr"]
+
+    assert threads.run(2, body) == [0.1, 0.1]
+
+
+def test_the_arguments_of_a_step_reach_the_wrapped_optimizer():
+    def train(mine, optimizer, rank):
+        for number in range(STEPS):
+            optimizer.zero_grad()
+            of(mine, number, rank).backward()
+            optimizer.step(scale=0.25)
+
+    assert compared(functools.partial(Plain, lr=0.1), train) == []
+
+
+def test_an_optimizer_that_a_newer_wrapper_has_is_not_checked_by_the_older_one():
+    def body(ranks):
+        mine = model()
+        inner = torch.optim.SGD(mine.parameters(), lr=0.1)
+        DistributedOptimizer(inner, mine, ranks=ranks)
+        optimizer = DistributedOptimizer(inner, mine, ranks=ranks)
+        plainly(mine, optimizer, ranks.rank)
+        return [p.tolist() for p in mine.parameters()]
+
+    first, second = threads.run(2, body)
+    assert first == second
