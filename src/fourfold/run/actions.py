@@ -96,6 +96,7 @@ class Actions:
         if self.deferred is not None:
             verbs, buckets = (Verb.UPDATE, Verb.GATHER), range(len(self._parts.parameters))
             self.ahead = {Action(verb, 0, bucket) for verb in verbs for bucket in buckets}
+            self.deferred.begin()
         self._used: Sequence[float] | None = None
         self._squares: Sequence[Tensor] | None = None
         self._seen: list[tuple[int, Tensor]] = []
