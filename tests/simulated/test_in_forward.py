@@ -356,6 +356,19 @@ def test_a_step_after_one_that_was_left_out_trains_as_it_would_after_backward():
     same(*[threads.run(2, lambda ranks, u=u: body(ranks, u)) for u in ("in_forward", "after")])
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_a_step_after_an_empty_batch_and_an_evaluation_is_not_blamed_for_unseen_uses(zero):
+    # The rank without samples uses no weight in the step's forward; the evaluation does the updates of it.
+    def body(case, step):
+        for number, batch in enumerate(batches(case)):
+            step(local(batch, 2, step.data_index))
+            if number == 1:
+                step.evaluate(local(batch, 2, step.data_index))
+        return weights(step)
+
+    same(*both(dataclasses.replace(CASE, zero=zero, batch_sizes=(8, 1, 8)), 2, body))
+
+
 def test_the_trace_shows_updates_within_forward_and_counts_them_once():
     def body(ranks):
         step = build(CASE, 2, ranks)

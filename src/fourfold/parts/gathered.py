@@ -96,6 +96,7 @@ class Gathered:
     @torch.no_grad()
     def settle(self, spread: Callable[[Tensor], None]) -> None:
         """What the parameters show comes home, a bucket at a time, and they rest. `spread` may change a flat before."""
+        self._uses.listening = False
         for bucket in self._buckets:
             whole = torch.zeros(bucket.size, dtype=self.homes[bucket.index].flat.dtype, device=self._device)
             for slot, parameter in zip(bucket.slots, self._parameters[bucket.index], strict=True):
@@ -104,6 +105,7 @@ class Gathered:
             start, stop, home = self.homes[bucket.index]
             home.copy_(whole[start:stop])
             self._rest(bucket.index)
+        self._uses.listening = True
 
     @torch.no_grad()
     def put(self, values: Mapping[str, Tensor]) -> None:
@@ -140,11 +142,13 @@ class Gathered:
         """Within: all parameters are whole, in this rank's own memory; what does not settle is lost. Collective."""
         for bucket, slot in self.wholes():
             self._show(bucket.index, slot)
+        self._uses.listening = False
         try:
             yield
         finally:
             for bucket in self._buckets:
                 self._rest(bucket.index)
+            self._uses.listening = True
 
     # ---- phases -------------------------------------------------------------------------------------
 
@@ -155,13 +159,10 @@ class Gathered:
         self._script.begin()
         try:
             self._prefetch()
-            self._uses.listening = True
             with naming_transforms(), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
-            self._uses.listening = False
             self._end()
         finally:
-            self._uses.listening = False
             self._script = None
             self._coming.clear()
             for bucket in list(self._held):
@@ -175,6 +176,12 @@ class Gathered:
 
     def _told(self, bucket: int) -> None:
         """An operation is about to take weights of the bucket, and perhaps of others too: of these it is told next."""
+        if self._script is None:
+            got = "a weight used between steps, where weights rest split: there is a placeholder in its place"
+            attempt = (
+                "step.read() to call the model, step.weights() or step.state_dict() to copy, step.edit() to change it"
+            )
+            raise TrainingError(Problem(got, "the whole weight", attempt))
         if self._uses.operation != self._operation:
             self._operation = self._uses.operation
             self._needed = set()

@@ -27,6 +27,11 @@ class Outer(NamedTuple):
     lr: float = 1.0
     momentum: float = 0.0
 
+    @property
+    def is_mean(self) -> bool:
+        """Whether weights become the mean of all ranks', however each of these has come about."""
+        return self == Outer()
+
 
 class Local:
     """What one rank keeps between two meetings. `weights` are flats, one a bucket."""
@@ -36,14 +41,29 @@ class Local:
         self._anchors = [memory.private(len(flat), flat.dtype, flat.device) for flat in weights]
         kept = weights if outer.momentum else []
         self._momenta = [memory.private(len(flat), flat.dtype, flat.device) for flat in kept]
-        self.begin()
+        self.met()
+
+    def met(self) -> None:
+        """The weights are the same on all ranks now: as they are at the next step's begin, they are the anchor."""
+        self._together = True
+        self._own = self._all = 0.0
 
     @torch.no_grad()
     def begin(self) -> None:
-        """The weights are the same on all ranks now: they are the anchor."""
+        """A step begins. What was written into the weights since ranks have met is in the anchor too."""
+        if not self._together:
+            return
+        self._together = False
         for anchor, weight in zip(self._anchors, self._weights, strict=True):
             anchor.copy_(weight)
-        self._own = self._all = 0.0
+
+    @torch.no_grad()
+    def put(self, values: Mapping[str, Tensor]) -> None:
+        """All ranks have been given the same new weights, by name: they are in the anchor from now on."""
+        for bucket, anchor in zip(self._buckets, self._anchors, strict=True):
+            for slot in bucket.slots:
+                if slot.name in values:
+                    anchor[slot.start : slot.stop] = values[slot.name].reshape(-1)
 
     def learned(self, own: float, of: float) -> None:
         """A step has updated this rank's weights with `own` loss elements, and those of all ranks with `of`."""
@@ -52,8 +72,8 @@ class Local:
     @torch.no_grad()
     def push(self, bucket: int) -> None:
         """Say how far this rank has come. Does not wait."""
-        # Where no rank has learned anything, none has moved.
-        share = self._own / self._all if self._all else 0.0
+        # Where no rank has learned anything, only edits can have moved them.
+        share = self._own / self._all if self._all else 1.0 / self._transport.size
         slot = self._transport.slots[bucket]
         torch.sub(self._weights[bucket], self._anchors[bucket], out=slot).mul_(share)
         self._transport.push(bucket)
@@ -70,10 +90,6 @@ class Local:
             anchor[start:stop].add_(advance, alpha=self._outer.lr)
         weight.copy_(anchor)
 
-    def met(self) -> None:
-        """All buckets have been pulled."""
-        self._own = self._all = 0.0
-
     @property
     def momenta(self) -> dict[str, Tensor]:
         """The outer optimizer's momentum by parameter, flat, the same on all ranks after a meeting; may be empty."""
@@ -88,4 +104,4 @@ class Local:
                 flat.copy_(momenta[name].reshape(-1))
             else:
                 flat.zero_()
-        self.begin()
+        self.met()

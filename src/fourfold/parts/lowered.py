@@ -44,6 +44,15 @@ def lower(model: nn.Module, precision: str) -> None:
     model.register_forward_hook(functools.partial(_leave, dtype))
 
 
+def found(model: nn.Module) -> str | None:
+    """The name of a module of the model that has been lowered before; None where there is none."""
+    for name, module in model.named_modules():
+        hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, functools.partial)]
+        if any(hook.func is _enter for hook in hooks):
+            return name or "the model"
+    return None
+
+
 def _enter(dtype: torch.dtype, model: nn.Module, args: Any, kwargs: Any) -> Any:
     return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
 

@@ -96,6 +96,7 @@ class Actions:
         if self.deferred is not None:
             verbs, buckets = (Verb.UPDATE, Verb.GATHER), range(len(self._parts.parameters))
             self.ahead = {Action(verb, 0, bucket) for verb in verbs for bucket in buckets}
+            self.deferred.begin()
         self._used: Sequence[float] | None = None
         self._squares: Sequence[Tensor] | None = None
         self._seen: list[tuple[int, Tensor]] = []
@@ -107,6 +108,8 @@ class Actions:
         self._parts.gradients.forget()
         self._parts.gradients.begin()
         self._parts.gradients.listening = True
+        if self._parts.local is not None:
+            self._parts.local.begin()
 
     def end(self) -> None:
         """End a step that went well: the sums may be overwritten, unless updates that wait still need them."""
@@ -120,6 +123,7 @@ class Actions:
             self._parts.scale.stepped(overflowed=self.overflowed)
         if self._met and self._parts.local is not None:
             self._parts.local.met()
+        self._parts.edits.updated()
 
     def _defer(self, deferred: Deferred) -> None:
         """Leave the updates of this step to the next forward, with all that they need to know."""
@@ -141,6 +145,12 @@ class Actions:
         if self.deferred is not None:
             self.deferred.flush()
             self._parts.optimizer.keep_options(as_they_are=False)
+            self._parts.edits.updated()
+
+    @property
+    def waits(self) -> bool:
+        """Whether updates wait for the next forward; this rank's, or those of ranks that share weights with it."""
+        return self.deferred is not None and self.deferred.is_waiting
 
     def _update_late(self, bucket: int) -> None:
         """Update a bucket by the gradient of the step before."""
@@ -170,7 +180,7 @@ class Actions:
         return contextlib.nullcontext() if self._parts.gathered is None else self._parts.gathered.phase(kind)
 
     def forward(self, index: int) -> None:
-        if self.deferred is not None and index == 0:  # also where nothing waits: uses are told of anew in each step
+        if self.deferred is not None and self.deferred.is_waiting:
             with self.deferred.forward():
                 self._forward_in_phase(index)
             self._parts.optimizer.keep_options(as_they_are=False)
@@ -354,7 +364,7 @@ class Actions:
         order, num_launched = self._parts.gradients.launch_order, self._parts.gradients.num_launched
         if self._in_last_round:
             # From now on other ranks may write the bucket's weights, where they exist once per host.
-            torch.autograd.graph.increment_version(self._parts.parameters[order[num_launched - 1]])
+            self._parts.edits.wrote(order[num_launched - 1])
         while self._in_last_round and self._num_ahead < num_launched:
             bucket = order[self._num_ahead]
             if not self._parts.transport.is_complete(bucket):
@@ -408,7 +418,7 @@ class Actions:
         gradient = None if self._parts.hooks is None else self._parts.hooks.gradients[bucket]
         self._parts.optimizer.update(bucket, used=used, factor=terms.factor, squares=squares, gradient=gradient)
         # Autograd then refuses activations saved with the old weights, instead of computing with the new ones.
-        torch.autograd.graph.increment_version(self._parts.parameters[bucket])
+        self._parts.edits.wrote(bucket)
 
     def gather(self, bucket: int) -> None:
         self._parts.transport.publish(bucket, self._parts.weights[bucket])
@@ -421,7 +431,7 @@ class Actions:
         assert self._parts.local is not None
         self._parts.local.pull(bucket)
         self._met = True
-        torch.autograd.graph.increment_version(self._parts.parameters[bucket])
+        self._parts.edits.wrote(bucket)
 
     def _used_in(self, bucket: int, counts: Sequence[float] | None) -> Sequence[bool] | None:
         """Which slots of the bucket have a gradient on some rank; None: all."""

@@ -9,7 +9,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import psutil
 import torch
@@ -47,7 +47,14 @@ from fourfold.run.settings import DRIFT_CHECK, is_due
 from fourfold.run.state import State, copied
 from fourfold.run.weights import Weights, trainable_of
 from fourfold.words.action import LOSS, Action
-from fourfold.words.errors import DivergenceError, OptimizerError, Problem, TaskError, TrainingError
+from fourfold.words.errors import (
+    DivergenceError,
+    FourfoldError,
+    OptimizerError,
+    Problem,
+    TaskError,
+    TrainingError,
+)
 from fourfold.words.host_memory import available_bytes
 from fourfold.words.layout import SPLIT
 from fourfold.words.spans import Recorder
@@ -151,10 +158,10 @@ class TrainStep:
         apart = comm.Apart(self._transport) if plan.sync == "local" else None
         self._transport = apart or self._transport
         policy = Policy(plan.precision, split, host_of(plan.offload, ranks.device))
-        self._weights = Weights(model, self.buckets, self._transport, ranks, policy)
+        outer = local.Outer(plan.outer_lr, plan.outer_momentum) if apart is not None else local.Outer()
+        self._weights = Weights(model, self.buckets, self._transport, ranks, policy, is_mean=outer.is_mean)
         self._local = None
         if apart is not None:
-            outer = local.Outer(plan.outer_lr, plan.outer_momentum)
             self._local = local.Local(self._weights.flats, self.buckets, apart, outer)
         by_slot = allow_unused or layerwise
         if in_place is not None:
@@ -180,6 +187,7 @@ class TrainStep:
             by_bucket,
             self._weights.flats,
             rest,
+            self._weights.edits,
             self._weights.gathered,
             self._local,
             hooks,
@@ -290,7 +298,6 @@ class TrainStep:
         self._refuse_changes()
         call = _name(f"step {self.steps + 1}", samples)
         self._transport.enter(comm.with_options(call, self._options.text()))
-        self._weights.check()
         watches = self._same_batches.is_watching and samples is None
         if not self._recorded or watches:
             self._transport.agree()  # The first step also exchanges what is no sum.
@@ -367,10 +374,12 @@ class TrainStep:
         if self._tokens is not None and not self._tokens.is_tried:
             self._transport.agree()
             self._tokens.try_out(batch, self._weights.read("try out"))
+            self._weights.edits.accept()
         if self._dry_run.is_due(training=training):
             self._transport.agree()
             few = batch if self._tokens is None else self._tokens.few(batch)
             self._dry_run.run(few, self._weights.read, self._ranks.exchange, training=training)
+            self._weights.edits.accept()
 
     @contextlib.contextmanager
     def reading(self, batch: Any) -> Iterator[Microbatch]:
@@ -461,14 +470,16 @@ class TrainStep:
     @contextlib.contextmanager
     def edit(self) -> Iterator[nn.Module]:
         """Change weights by hand: inside the block they are yours, after it every rank has rank 0's. Collective."""
+        self._refuse_edits("edit()")
         self._enter("edit()")
         self._transport.agree()
         self._actions.settle()
         with self._weights.edited():
             yield self.model
         if self._local is not None:
-            self._local.begin()
+            self._local.met()
         torch.autograd.graph.increment_version(list(self.model.parameters()))
+        self._weights.edits.accept()
 
     @contextlib.contextmanager
     def read(self) -> Iterator[nn.Module]:
@@ -499,10 +510,13 @@ class TrainStep:
 
     def put(self, values: Mapping[str, Tensor]) -> None:
         """Replace trainable weights, by name; the same values on every rank. Collective."""
+        self._refuse_edits("put()")
         self._enter("put()")
         self._transport.agree()  # all are here: nobody reads weights any more
         self._actions.settle()
         self._weights.put(values)
+        if self._local is not None:
+            self._local.put(values)
 
     @property
     def shares_of_weights(self) -> dict[str, Tensor]:
@@ -515,6 +529,7 @@ class TrainStep:
     @contextlib.contextmanager
     def replaced(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
         """Within, trainable weights are others, given as `shares_of_weights` has them. Collective."""
+        self._refuse_edits("replaced()")
         self._enter("replaced()")
         self._transport.agree()
         self._actions.settle()
@@ -532,6 +547,7 @@ class TrainStep:
         local steps, the outer momentum by name. Then the optimizer's tensors are means over ranks, and TrainingError is
         raised between meetings.
         """
+        self._refuse_edits("state_dict()", thoroughly=True)
         self._enter("state_dict()")
         self._transport.agree()
         self._actions.settle()
@@ -614,12 +630,26 @@ class TrainStep:
         return Traffic(sum(way.waiting_seconds for way in ways), sum(way.sent_bytes for way in ways))
 
     def _refuse_changes(self) -> None:
-        """Raise OptimizerError where the optimizer has since the build what an update would leave out."""
-        problems = self._unchanged.problems()
-        if not problems:
-            return
-        self._transport.enter(f"step {self.steps + 1}, which its optimizer cannot do")
-        error = OptimizerError(problems, where="the optimizer")
+        """Raise where the optimizer or the model has since the build what a step would leave out."""
+        call = f"step {self.steps + 1}"
+        if problems := self._unchanged.problems():
+            self._refuse(f"{call}, which its optimizer cannot do", OptimizerError(problems, where="the optimizer"))
+        if problems := self._weights.problems():
+            self._refuse(f"{call}, which its model cannot do", TaskError(problems, where="the model"))
+        # Loops that write weights in each step are found in their first steps, whatever they write.
+        is_early = self._num_calls & (self._num_calls - 1) == 0
+        self._refuse_edits(call, thoroughly=is_early or is_due(self.steps, self._drift.every, self.plan.period))
+
+    def _refuse_edits(self, call: str, *, thoroughly: bool = False) -> None:
+        """Raise TaskError where somebody has written weights that the next update would not go on from."""
+        if self._local is not None and self.is_whole:
+            self._weights.edits.accept()  # they become the anchor
+        if problems := self._weights.edit_problems(thoroughly=thoroughly, sampled=not self._actions.waits):
+            self._refuse(f"{call}, with weights that were written", TaskError(problems, where="the model"))
+
+    def _refuse(self, call: str, error: FourfoldError) -> NoReturn:
+        """Raise an error, and let the other ranks know that this one is in no call of theirs."""
+        self._transport.enter(call)
         try:
             self._transport.agree()
         except DivergenceError as divergence:

@@ -61,6 +61,10 @@ class Deferred:
         self._num_updated, self._num_arrived = 0, 0
         self._listen(True)
 
+    def begin(self) -> None:
+        """Begin a step: where nothing waits for its forward, its uses need not be told of."""
+        self._told = [True] * len(self._parameters)
+
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """Within, uses are due; at the end nothing is waiting any more."""

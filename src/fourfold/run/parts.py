@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fourfold.parts.comm import Transport
 from fourfold.parts.data import Gradients
+from fourfold.parts.edits import Edits
 from fourfold.parts.gathered import Gathered
 from fourfold.parts.in_place import InPlace
 from fourfold.parts.local import Local
@@ -33,6 +34,8 @@ class Parts(NamedTuple):
     weights: Sequence[Tensor]
     """By bucket."""
     rest: Rest
+    edits: Edits
+    """What tells Fourfold's own writes of weights from others."""
     gathered: Gathered | None = None
     """Where weights rest split among ranks that do not share memory."""
     local: Local | None = None

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fourfold.parts import comm, optim
+from fourfold.parts import comm, lowered, optim
 from fourfold.parts.options import ABSENT, CLASS, described
 from fourfold.plan.data import Spec
 from fourfold.plan.plan import Plan, mesh_sizes
@@ -140,7 +140,7 @@ def model_problems(model: nn.Module, plan: Plan) -> list[Problem]:
     problems = []
     if not any(p.requires_grad for p in model.parameters()):
         problems.append(Problem("a model without trainable parameters", "at least one with requires_grad"))
-    problems += _lazy_problems(model) + _embedding_problems(model, plan)
+    problems += _lazy_problems(model) + _embedding_problems(model, plan) + _rounded_problems(model)
     norms = [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     parts = plan.num_sharing * plan.microbatches
     if norms and plan.batch_norm == "refuse" and parts > 1:
@@ -172,6 +172,16 @@ def _lazy_problems(model: nn.Module) -> list[Problem]:
         f"lazy modules that have not been called: {', '.join(lazy[:3])}{' …' if len(lazy) > 3 else ''} without a shape"
     )
     return [Problem(got, "parameters that have their shapes", "one forward of a sample before the model is given")]
+
+
+def _rounded_problems(model: nn.Module) -> list[Problem]:
+    """A model that an earlier TrainStep has lowered computes in two bytes still; that step has its float32 weights."""
+    name = lowered.found(model)
+    if name is None:
+        return []
+    need = "the float32 weights, which that step has"
+    attempt = 'a new model, with model.load_state_dict(step.state_dict()["model"]) of that step'
+    return [Problem(f"weights that an earlier TrainStep has rounded, at {name}", need, attempt)]
 
 
 def _embedding_problems(model: nn.Module, plan: Plan) -> list[Problem]:

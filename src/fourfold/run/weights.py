@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts import comm, data, lowered
+from fourfold.parts.edits import Edits
 from fourfold.parts.gathered import Gathered
 from fourfold.parts.masters import Masters, Policy
 from fourfold.parts.uses import unwatched
@@ -37,7 +38,10 @@ class Weights:
         transport: comm.Transport,
         ranks: comm.Ranks,
         policy: Policy,
+        *,
+        is_mean: bool = True,
     ) -> None:
+        """`is_mean`: with local steps, weights become the mean of all ranks', and are not led on from an anchor."""
         self.model, self.trainable = model, trainable_of(model)
         self._transport, self._ranks = transport, ranks
         self.masters = Masters(self.trainable, buckets, transport, policy)
@@ -59,9 +63,13 @@ class Weights:
             self.homes = [comm.Part(0, flat.numel(), flat) for flat in self.flats]
         self._trained = {id(p) for p in self.trainable.values()}
         self._modules = list(model.modules())
-        self._num_children = sum(len(module._modules) for module in self._modules)
+        self._children = self._child_ids()
         self.broadcast()
         self._places = self._where()
+        self._loses = self._why_lost() or ("" if is_mean else "what is written between meetings is no step")
+        self.edits = Edits(self.trainable, buckets, self.flats if self._loses and self.gathered is None else ())
+        if self.gathered is None:
+            self.edits.pair(buckets, self.homes, self.masters)
 
     @property
     def is_shared(self) -> bool:
@@ -69,14 +77,39 @@ class Weights:
         return self._transport.weights is not None
 
     def _where(self) -> dict[str, int]:
-        return {name: p.data_ptr() for name, p in self.trainable.items()}
+        with unwatched():
+            return {name: p.data_ptr() for name, p in self.trainable.items()}
+
+    def _why_lost(self) -> str:
+        """Why training does not go on from weights that are written in place; empty where it does."""
+        if self.gathered is not None:
+            return "outside of steps these are placeholders of weights that rest split"
+        if self.masters.names:
+            return "the update goes on from weights of its own, and would overwrite these"
+        if self._transport.weights is not None and self._transport.size > 1:
+            return "the ranks of a host hold these weights together, and each would write them"
+        return ""
+
+    def edit_problems(self, *, thoroughly: bool, sampled: bool = True) -> list[Problem]:
+        """What has been written past `edit` and its like, and would be lost. `thoroughly` reads all weights."""
+        if not self._loses:
+            return []
+        names = list(dict.fromkeys(self.edits.found(sampled=sampled) + (self.edits.differing() if thoroughly else [])))
+        if not names:
+            return []
+        got = f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}, written outside of step.edit()"
+        return [Problem(got, f"step.edit() or step.put(…): {self._loses}", "with step.edit() as model: …")]
 
     def check(self) -> None:
         """Raise TaskError where parameters are no longer what the buckets were made of."""
-        with unwatched():
-            problems = self._problems()
+        problems = self.problems()
         if problems:
             raise TaskError(problems, where="the model")
+
+    def problems(self) -> list[Problem]:
+        """Why parameters are no longer what the buckets were made of."""
+        with unwatched():
+            return self._problems()
 
     def _problems(self) -> list[Problem]:
         problems = []
@@ -88,16 +121,19 @@ class Weights:
             need = "weights changed in place, and one TrainStep a model"
             problems.append(Problem(got, need, "p.copy_(…) inside step.edit(), or a new TrainStep"))
         if not self._trains_the_same():
-            problems.append(Problem("requires_grad was changed after the step was built", "a new TrainStep"))
+            got = "other parameters to train than when the step was built: frozen, tied, parametrized or replaced since"
+            problems.append(Problem(got, "the parameters of then", "a new TrainStep"))
         return problems
 
     def _trains_the_same(self) -> bool:
         """Whether the model's trainable parameters are still those it had."""
         # Asked in every step: over the modules of then, since to walk through the model by name takes 0.5 ms.
-        children = sum(len(module._modules) for module in self._modules)
         parameters = [p for module in self._modules for p in module._parameters.values() if p is not None]
         now = {id(p) for p in parameters if p.requires_grad and p.numel() > 0}
-        return children == self._num_children and now == self._trained
+        return self._child_ids() == self._children and now == self._trained
+
+    def _child_ids(self) -> list[int]:
+        return [id(child) for module in self._modules for child in module._modules.values()]
 
     def broadcast(self) -> None:
         """Bring rank 0's weights and buffers to every rank. Collective."""
@@ -222,6 +258,7 @@ class Weights:
         if self._transport.weights is not None:
             self._ranks.exchange(None)
         torch.autograd.graph.increment_version(list(self.trainable.values()))
+        self.edits.accept()
 
     @torch.no_grad()
     def load(self, values: Mapping[str, Tensor]) -> None:

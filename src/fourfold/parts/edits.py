@@ -1,0 +1,123 @@
+"""Edits: whether somebody has written weights from which the next update would not go on.
+
+edit    a change of a weight that is none of Fourfold's own
+write   what torch counts for a parameter; it does not count what goes by `p.data`, NumPy or raw memory
+sample  some elements of each parameter, whose bytes are compared from step to step on a CPU
+Law: where an edit would be lost it is told of before the next step, if torch has counted it, or the sample shows it.
+
+Where the update has master weights they can be compared with all elements; that takes as long as to read them.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fourfold.parts.comm import Part
+from fourfold.parts.masters import Masters
+from fourfold.parts.uses import unwatched
+from fourfold.plan.data import Bucket
+
+NUM_SAMPLED = 8  # elements of a parameter
+
+
+class Pair(NamedTuple):
+    """A stretch of a bucket that this rank updates: what the model computes with, and what the update changes."""
+
+    working: Tensor
+    master: Tensor
+    slots: Sequence[tuple[str, int, int]]
+    """Names, and where they lie in the stretch."""
+
+    def differing(self) -> list[str]:
+        """The names of the parameters that are not their master weights, rounded."""
+        rounded = self.master.to(self.working.device, self.working.dtype)
+        if torch.equal(self.working, rounded):
+            return []
+        differs = (self.working != rounded) & ~(self.working.isnan() & rounded.isnan())
+        return [name for name, low, high in self.slots if differs[low:high].any()]
+
+
+class _Sample:
+    """Some elements of each parameter of a bucket."""
+
+    def __init__(self, flat: Tensor, bucket: Bucket) -> None:
+        self._bytes: Any = flat.view(torch.uint8).numpy().view(f"V{flat.element_size()}")
+        places = [np.linspace(slot.start, slot.stop - 1, NUM_SAMPLED).astype(np.int64) for slot in bucket.slots]
+        self._places = np.concatenate(places)
+        self.keep()
+
+    def keep(self) -> None:
+        """They are as they ought to be."""
+        self._kept = self._bytes[self._places].tobytes()
+
+    def differing(self) -> list[int]:
+        """The numbers of the slots whose elements are others than those kept."""
+        now = self._bytes[self._places].tobytes()
+        if now == self._kept:
+            return []
+        size = NUM_SAMPLED * self._bytes.itemsize
+        return [n for n in range(len(now) // size) if now[n * size :][:size] != self._kept[n * size :][:size]]
+
+
+class Edits:
+    """Watches the trainable parameters of a step."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], buckets: Sequence[Bucket], flats: Sequence[Tensor] = ()
+    ) -> None:
+        """`flats`: the weights of the buckets, where a sample of them is to be compared."""
+        self._names = [[slot.name for slot in bucket.slots] for bucket in buckets]
+        self._parameters = [[parameters[name] for name in names] for names in self._names]
+        on_cpu = all(flat.device.type == "cpu" for flat in flats)  # elsewhere a look at them would wait
+        self._samples = [_Sample(flat, b) for flat, b in zip(flats, buckets, strict=True)] if flats and on_cpu else []
+        self._pairs: list[Pair] = []
+        self.accept()
+
+    def pair(self, buckets: Sequence[Bucket], homes: Sequence[Part], masters: Masters) -> None:
+        """`differing` compares working weights, which lie in `homes`, with their master weights."""
+        for bucket, home, own in zip(buckets, homes, masters.by_bucket, strict=True):
+            if own is None or not own.flat.numel():
+                continue
+            size, first = own.flat.numel(), own.start
+            slots = [(name, max(0, start - first), min(size, stop - first)) for name, start, stop in bucket.slots]
+            working = home.flat[first - home.start : first - home.start + size]
+            self._pairs.append(Pair(working, own.flat, [slot for slot in slots if slot[1] < slot[2]]))
+
+    def wrote(self, bucket: int) -> None:
+        """Fourfold writes a bucket's weights: autograd refuses activations that were saved with the old ones."""
+        with unwatched():
+            torch.autograd.graph.increment_version(self._parameters[bucket])
+        self._counts[bucket] = [count + 1 for count in self._counts[bucket]]
+
+    def updated(self) -> None:
+        """Updates are done: what they have made of the weights is no edit. What was counted before still is one."""
+        for sample in self._samples:
+            sample.keep()
+
+    def accept(self) -> None:
+        """All weights are as training goes on from them, whoever wrote them."""
+        self._counts = self._counted()
+        self.updated()
+
+    def _counted(self) -> list[list[int]]:
+        with unwatched():
+            return [[p._version for p in members] for members in self._parameters]
+
+    def found(self, *, sampled: bool = True) -> list[str]:
+        """The names of the parameters that somebody else has written, as far as counts and the sample show it."""
+        counts = self._counted()
+        names: dict[str, None] = {}
+        if counts != self._counts:
+            for members, mine, now in zip(self._names, self._counts, counts, strict=True):
+                names |= dict.fromkeys(name for name, a, b in zip(members, mine, now, strict=True) if a != b)
+        for members, sample in zip(self._names, self._samples if sampled else [], strict=False):
+            names |= dict.fromkeys(members[number] for number in sample.differing())
+        return list(names)
+
+    @torch.no_grad()
+    def differing(self) -> list[str]:
+        """The names of this rank's parameters that are not their master weights, rounded. Reads all of them."""
+        return [name for pair in self._pairs for name in pair.differing()]

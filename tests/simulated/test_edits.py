@@ -1,0 +1,293 @@
+"""Laws of weights that are written by hand between steps: training goes on from them, or they are refused."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from fourfold.plan.plan import Plan
+from fourfold.run.build import TrainStep
+from fourfold.run.refuse import refuse, refuse_for
+from fourfold.testing import threads
+from fourfold.words.errors import DivergenceError, PlanError, TaskError, TrainingError
+from tests import training
+from tests.precision import own
+from tests.training import Case, batches, loss, model, optimizer
+
+CASE = Case(batch_sizes=(8,) * 5, bucket_bytes=1500, optimizer="SGD")
+OTHER = {name: torch.full_like(p, 0.02) for name, p in model("mlp").named_parameters()}
+
+
+def load(net):
+    net.load_state_dict(OTHER)
+
+
+@torch.no_grad()
+def clamp(net):
+    for p in net.parameters():
+        p.clamp_(-0.05, 0.05)
+
+
+def clamp_data(net):
+    for p in net.parameters():
+        p.data.clamp_(-0.05, 0.05)
+
+
+@torch.no_grad()
+def halve(net):
+    for p in net.parameters():
+        p.mul_(0.5)
+
+
+def head(net):
+    nn.init.constant_(net.head.weight, 0.01)
+
+
+EDITS = pytest.mark.parametrize("edit", [load, clamp, clamp_data, halve, head])
+
+
+def make(case, ranks, **options):
+    net = training.model(case.model) if case.precision == "keep" else training.model(case.model).float()
+    return TrainStep(net, loss(case), optimizer(case), plan=case.plan(ranks.size), ranks=ranks, clip=None, **options)
+
+
+def edited(case, edit, *, how=None, options=None):
+    """What is trained on every rank, with an edit after the second step."""
+
+    def body(ranks):
+        step = make(case, ranks, **(options or {}))
+        for number, batch in enumerate(batches(case)):
+            step(own(step, batch))
+            if number == 1:
+                (how or (lambda step: edit(step.model)))(step)
+        return step.state_dict()["model"]
+
+    return threads.run(2, body)
+
+
+def by_hand(case, edit):
+    """The same in one process, in plain torch."""
+    net = training.model(case.model)
+    stepper = optimizer(case)(net.parameters())
+    for number, (inputs, targets) in enumerate(batches(case)):
+        stepper.zero_grad()
+        loss(case)(net(inputs), targets).mean().backward()
+        stepper.step()
+        if number == 1:
+            edit(net)
+    return net.state_dict()
+
+
+@EDITS
+@pytest.mark.parametrize("fields", [{"zero": 0}, {"zero": 1, "transport": "gloo"}, {"zero": 0, "unused": "allow"}])
+def test_training_goes_on_from_an_edit_where_each_rank_has_all_weights(fields, edit):
+    case = dataclasses.replace(CASE, **fields)
+    for got in edited(case, edit):
+        for name, weight in by_hand(case, edit).items():
+            torch.testing.assert_close(got[name], weight, rtol=1e-9, atol=1e-9)
+
+
+LOST = [{"precision": precision, "zero": zero} for precision in ("bf16", "fp16") for zero in (0, 1, 2)]
+LOST += [{"zero": 1}, {"zero": 2}, {"zero": 1, "update": "in_backward"}, {"precision": "bf16", "reduce": "fp32"}]
+
+
+@EDITS
+@pytest.mark.parametrize("fields", LOST)
+def test_an_edit_that_would_be_lost_or_be_made_by_each_rank_is_refused(fields, edit):
+    with pytest.raises(TaskError, match=r"written outside of step\.edit\(\) .*try with step\.edit\(\) as model"):
+        edited(dataclasses.replace(CASE, **fields), edit)
+
+
+@pytest.mark.parametrize("fields", [*LOST, {"zero": 3, "transport": "gloo"}, {"zero": 0}])
+def test_the_same_edit_within_a_block_is_trained_from(fields):
+    def how(step):
+        with step.edit() as net:
+            halve(net)
+
+    case = dataclasses.replace(CASE, **fields)
+    for got in edited(case, halve, how=how):
+        for name, weight in by_hand(case, halve).items():
+            torch.testing.assert_close(got[name].double(), weight, rtol=0.02, atol=2e-3)
+
+
+def test_one_element_that_no_sample_has_is_found_in_the_first_steps():
+    def poke(net):
+        net.second.weight.data[3, 7] += 1.0
+
+    with pytest.raises(TaskError, match=r"second\.weight, written outside"):
+        edited(dataclasses.replace(CASE, precision="bf16"), poke)
+
+
+def test_one_element_that_no_sample_has_is_found_when_all_weights_are_checked():
+    def body(ranks):
+        step = make(dataclasses.replace(CASE, precision="bf16"), ranks, drift_check=6)
+        for number in range(6):
+            step(own(step, batches(CASE)[number % 5]))
+        step.model.get_parameter("second.weight").data[3, 7] += 1.0
+        with pytest.raises(TaskError, match=r"second\.weight, written outside"):
+            step(own(step, batches(CASE)[0]))
+        with pytest.raises(TaskError, match=r"second\.weight, written outside"):
+            step.state_dict()
+
+    threads.run(2, body)
+
+
+def test_weights_that_are_not_finite_are_no_edit():
+    def body(ranks):
+        step = make(dataclasses.replace(CASE, precision="bf16"), ranks)
+        step.put({"scale": torch.tensor(float("nan"))})
+        for _ in range(2):
+            with pytest.raises(TrainingError, match="the loss is nan"):
+                step(own(step, batches(CASE)[0]))
+
+    threads.run(2, body)
+
+
+@pytest.mark.parametrize("fields", [{"precision": "bf16"}, {"zero": 1}])
+def test_an_edit_of_one_rank_is_told_to_all(fields):
+    def body(ranks):
+        step = make(dataclasses.replace(CASE, **fields), ranks)
+        step(own(step, batches(CASE)[0]))
+        ranks.exchange(None)
+        if ranks.rank == 1:
+            clamp(step.model)
+        ranks.exchange(None)
+        try:
+            step(own(step, batches(CASE)[1]))
+        except (TaskError, DivergenceError) as error:
+            return str(error)
+
+    for said in threads.run(2, body):
+        assert "written" in said
+
+
+def test_weights_that_forward_writes_are_refused_beside_master_weights():
+    class Shortens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.layer.weight.clamp_(-0.1, 0.1)
+            return self.layer(x).float()
+
+    def body(ranks):
+        make_sgd = functools.partial(torch.optim.SGD, lr=0.1)
+        plan = Plan(dp=2, precision="bf16")
+        step = TrainStep(Shortens(), lambda out, _: out.square().mean(1), make_sgd, plan=plan, ranks=ranks, clip=None)
+        for scale in (1.0, 2.0):
+            step((torch.full((2, 4), scale + ranks.rank), torch.zeros(2)))
+
+    with pytest.raises(TaskError, match=r"layer\.weight, written outside"):
+        threads.run(2, body)
+
+
+def test_an_embedding_that_forward_shortens_is_refused_with_weights_that_are_rounded():
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = nn.Embedding(4, 4, max_norm=1.0)
+
+    refuse_for(Words(), Plan(), clip=None)
+    with pytest.raises(PlanError, match=r"max_norm at words"):
+        refuse_for(Words(), Plan(precision="bf16"), clip=None)
+
+
+def test_weights_that_rest_split_are_not_copied_nor_written_between_steps():
+    def body(ranks):
+        step = make(dataclasses.replace(CASE, zero=3, transport="gloo"), ranks)
+        step(own(step, batches(CASE)[0]))
+        uses = (lambda: clamp_data(step.model), lambda: halve(step.model), lambda: head(step.model))
+        for use in (*uses, step.model.state_dict, lambda: step.model(batches(CASE)[0][0])):
+            with pytest.raises(TrainingError, match=r"a weight used between steps.*try step\.read\(\)"):
+                use()
+        with pytest.raises(RuntimeError, match="a weight used between steps"):  # torch's own, with ours within
+            load(step.model)
+        with step.read() as net:
+            assert net(batches(CASE)[0][0]).isfinite().all()
+        step(own(step, batches(CASE)[1]))
+        return all(value.isfinite().all() for value in step.state_dict()["model"].values())
+
+    assert all(threads.run(2, body))
+
+
+LOCAL = dataclasses.replace(CASE, sync="local", local_steps=2, outer_lr=0.7, outer_momentum=0.9, optimizer="descent")
+
+
+@EDITS
+def test_local_steps_go_on_from_what_is_written_when_ranks_have_met(edit):
+    def in_block(step):
+        with step.edit() as net:
+            edit(net)
+
+    case = dataclasses.replace(LOCAL, batch_sizes=(8,) * 4)
+    for got, expected in zip(edited(case, edit), edited(case, edit, how=in_block), strict=True):
+        for name, weight in expected.items():
+            assert torch.equal(got[name], weight)
+
+
+@pytest.mark.parametrize("edit", [clamp, clamp_data, halve])
+def test_between_meetings_an_outer_step_would_take_an_edit_for_training(edit):
+    case = dataclasses.replace(LOCAL, local_steps=4, batch_sizes=(8,) * 4)
+    with pytest.raises(TaskError, match=r"between meetings is no step"):
+        edited(case, edit)
+    mean = dataclasses.replace(case, outer_lr=1.0, outer_momentum=0.0)
+    one, two = edited(mean, edit)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_what_is_put_between_meetings_is_no_step_of_the_outer_optimizer():
+    case = dataclasses.replace(LOCAL, local_steps=4, batch_sizes=(8,) * 4)
+    value = torch.tensor(0.25, dtype=torch.float64)
+
+    def put(step):
+        step.put({n: value if n == "scale" else p.detach().clone() for n, p in step.model.named_parameters()})
+
+    def edit(step):
+        with step.edit() as net:
+            net.get_parameter("scale").copy_(value)
+
+    def body(ranks, how):
+        step = make(case, ranks)
+        for number, batch in enumerate(batches(case)):
+            if number == 3:
+                how(step)
+            step(own(step, batch))
+        return step.state_dict()["model"]
+
+    # One rank: all that it has is rank 0's, so both ways give it the same weights.
+    by_put, by_edit = (threads.run(1, functools.partial(body, how=how))[0] for how in (put, edit))
+    assert all(torch.equal(by_put[name], by_edit[name]) for name in by_edit)
+
+
+@pytest.mark.parametrize("unused", ["refuse", "allow"])
+def test_a_module_that_is_replaced_after_the_build_is_refused_and_not_left_untrained(unused):
+    def body(ranks):
+        step = make(dataclasses.replace(CASE, unused=unused), ranks)
+        step(own(step, batches(CASE)[0]))
+        step.model.head = nn.Linear(24, 10).double()
+        step(own(step, batches(CASE)[1]))
+
+    with pytest.raises(TaskError, match="other parameters to train than when the step was built"):
+        threads.run(2, body)
+
+
+@pytest.mark.parametrize("precision", ["keep", "bf16"])
+def test_a_model_that_an_earlier_step_has_rounded_is_refused(precision):
+    def body(ranks):
+        step = make(dataclasses.replace(CASE, precision="bf16"), ranks)
+        step(own(step, batches(CASE)[0]))
+        inner = nn.Sequential(step.model) if precision == "keep" else step.model
+        plan = Plan(dp=2, precision=precision)
+        with pytest.raises(
+            PlanError, match=r"an earlier TrainStep has rounded.*try a new model, with model\.load_state"
+        ):
+            refuse(inner, plan, ranks)
+        fresh = training.model("mlp").float()
+        fresh.load_state_dict(step.state_dict()["model"])
+        refuse(fresh, plan, ranks)
+
+    threads.run(2, body)
