@@ -133,7 +133,8 @@ def refuse_unreached(names: Sequence[str], reached: Sequence[bool], parameters: 
 
 def _laid_as(parameter: Tensor, flat: Tensor) -> Tensor:
     """A view of a flat in the parameter's shape, and in its order in memory: fused updates go through both at once."""
-    return flat.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())
+    with unwatched():
+        return flat.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())
 
 
 class Gradients:
