@@ -309,8 +309,10 @@ class TrainStep:
             self._drift.compare(list(self._held()), f"after step {self.steps}")
         if not self._recorded and skipped is None:
             self._record(self._ranks.exchange(self._gradients.completion_order)[0], totals.count / self._sharing)
+        if not self._recorded and not totals.count:
+            self._actions.nominal_count = None  # what was estimated from no elements is no estimate
         return Metrics(
-            loss=totals.loss / totals.count,
+            loss=totals.loss / totals.count if totals.count else float("nan"),
             samples=round(totals.samples / self.plan.sp),
             tokens=round(totals.tokens) or None,
             grad_norm=self._actions.grad_norm,
