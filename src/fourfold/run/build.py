@@ -30,6 +30,7 @@ from fourfold.run import drift, fits
 from fourfold.run.actions import Actions
 from fourfold.run.arguments import refuse_arguments
 from fourfold.run.batch import Microbatch, cut, evaluating, halves, mapped
+from fourfold.run.batch_statistics import FrozenStatistics
 from fourfold.run.dry_run import DryRun
 from fourfold.run.guard import Guard
 from fourfold.run.metrics import Metrics
@@ -125,6 +126,7 @@ class TrainStep:
         refuse_optimizer(self.optimizer, plan)
         refuse_own(self.optimizer, plan)
         self._unchanged = Unchanged(self.optimizer, plan)
+        self._frozen = FrozenStatistics(model, plan)
         trainable = trainable_of(model)
         own = data.specs(trainable, optim.groups(self.optimizer, trainable))
         shapes = {name: list(p.shape) for name, p in trainable.items()}
@@ -608,12 +610,13 @@ class TrainStep:
         return Traffic(sum(way.waiting_seconds for way in ways), sum(way.sent_bytes for way in ways))
 
     def _refuse_changes(self) -> None:
-        """Raise OptimizerError where the optimizer has since the build what an update would leave out."""
-        problems = self._unchanged.problems()
-        if not problems:
+        """Raise OptimizerError or TaskError for what optimizer or model have since the build that a step leaves out."""
+        problems, thawed = self._unchanged.problems(), self._frozen.problems()
+        if not problems and not thawed:
             return
-        self._transport.enter(f"step {self.steps + 1}, which its optimizer cannot do")
-        error = OptimizerError(problems, where="the optimizer")
+        culprit = "optimizer" if problems else "model"
+        self._transport.enter(f"step {self.steps + 1}, which its {culprit} cannot do")
+        error = OptimizerError(problems, where="the optimizer") if problems else TaskError(thawed, where="the model")
         try:
             self._transport.agree()
         except DivergenceError as divergence:

@@ -24,6 +24,7 @@ from fourfold.plan.data import fill, limit, turns
 from fourfold.plan.plan import Plan
 from fourfold.run import drift
 from fourfold.run.arguments import refuse_wrapped
+from fourfold.run.batch_statistics import FrozenStatistics
 from fourfold.run.refuse import compare, refuse
 from fourfold.run.same_batches import Inputs, SameBatches
 from fourfold.run.settings import DRIFT_CHECK, is_due
@@ -31,7 +32,7 @@ from fourfold.run.spread import spread
 from fourfold.run.unreduced import Reduced, Unreduced
 from fourfold.run.weights import trainable_of
 from fourfold.words.action import LOSS, USED
-from fourfold.words.errors import OptimizerError, PlanError, Problem, TrainingError
+from fourfold.words.errors import OptimizerError, PlanError, Problem, TaskError, TrainingError
 
 FIELDS = ("dp", "bucket_bytes", "unused", "batch_norm", "transport")  # of the plan, what is used here
 NO_BACKWARD = -1
@@ -79,6 +80,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         plan = plan or Plan(dp=self._ranks.size)
         refuse(model, plan, self._ranks)
         _refuse_unused_fields(plan)
+        self._frozen = FrozenStatistics(model, plan)
         strangers = {id(p) for group in optimizer.param_groups for p in group["params"]}
         strangers -= {id(p) for p in model.parameters()}
         if strangers:
@@ -325,9 +327,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The wrapped optimizer's step, on mean gradients. A `closure` runs backward itself, or not at all.
 
         Raises TrainingError, before a weight moves, for a `.grad` that no reduction has seen since the last step: one
-        that was set by hand, or left by backwards within `no_sync()` alone.
+        that was set by hand, or left by backwards within `no_sync()` alone. Raises TaskError for batch normalizations
+        that were in evaluation mode when this was made, and are not now.
         """
         self._refuse_left()
+        if problems := self._frozen.problems():
+            raise TaskError(problems, where="the model")
         if closure is None:
             self._refuse_unreduced()
             loss = self._optimizer.step()
