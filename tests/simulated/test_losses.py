@@ -263,10 +263,46 @@ def test_what_is_ignored_everywhere_is_no_loss(dp):
 
     def body(ranks):
         step = TrainStep(net(), EXACT["ignoring"], sgd, plan=Plan(dp=dp, microbatches=2), ranks=ranks, clip=None)
-        with pytest.raises(TrainingError, match="a global batch without a loss element"):
+        match = r"step 1: a global batch without a loss element: all targets are ignored, .* no samples   need"
+        with pytest.raises(TrainingError, match=match) as raised:
             step(part(nothing, dp, step.data_index))
+        assert "skip_nan" in str(raised.value)
 
     threads.run(dp, body)
+
+
+@pytest.mark.parametrize("update", ["after", "in_backward", "in_forward"])
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_batch_of_which_nothing_counts_can_be_left_out(place, cut, update):
+    given = batches()
+    empty = given[place][0], torch.full_like(given[place][1], -100)
+
+    def body(ranks):
+        plan = Plan(dp=cut[0], microbatches=cut[1], zero=cut[2], update=update)
+        step = TrainStep(net(), EXACT["ignoring"], sgd, plan=plan, ranks=ranks, clip=None, skip_nan=1)
+        metrics = [step(part(batch, cut[0], step.data_index)) for batch in (*given[:place], empty, *given[place:])]
+        left_out = metrics.pop(place)
+        assert left_out.skipped is not None
+        assert math.isnan(left_out.loss)
+        step.flush()
+        return oracle.snapshot(step, [m.loss for m in metrics], [])
+
+    expected = alone(EXACT["ignoring"], given)
+    assert max(oracle.deviation(got, expected) for got in threads.run(cut[0], body)) <= TOLERANCE
+
+
+def test_a_first_batch_of_which_nothing_counts_teaches_nothing():
+    inputs, targets = batches()[0]
+    given = [(inputs.float(), torch.full_like(targets, -100)), (inputs.float(), targets)]
+
+    def body(ranks):
+        options = {"plan": Plan(precision="fp16"), "ranks": ranks, "clip": None, "skip_nan": 1}
+        step = TrainStep(net().float(), EXACT["ignoring"], sgd, **options)
+        return [step(batch).overflowed for batch in given]
+
+    # Sums of gradients would be beyond what float16 holds, their mean is not.
+    assert threads.run(1, body) == [[False, False]]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Actions: what each verb of a program does with this rank's tensors.
 
-bad       of a step: its global loss, or its norm where one is measured, is not a finite number
+bad       of a step: its global loss, or its norm where one is measured, is not a finite number; or no element
+          counts in the loss, whose mean torch has as NaN
 overflow  the norm of a scaled gradient is not finite, and a smaller scale of the loss may help: no bad step
 nominal   the count that gradients are divided by during backward, when the step's own is not known yet
 Law: after a step's updates, weights have moved by the gradient of the mean over the global batch; after a bad step
@@ -25,9 +26,11 @@ from fourfold.run.objective import Objective, is_uneven, uneven
 from fourfold.run.parts import Parts, Terms, Totals
 from fourfold.run.sequence.alike import unlike
 from fourfold.words.action import LOSS, NORM, TRUST, USED, Action, Verb
-from fourfold.words.errors import Problem, TaskError, TrainingError
+from fourfold.words.errors import Problem, TaskError
 from fourfold.words.layout import SPLIT, WHOLE, Change
 from fourfold.words.spans import DONE, SILENT
+
+NO_ELEMENT = "a global batch without a loss element: all targets are ignored, or there are no samples"
 
 
 class Actions:
@@ -342,15 +345,13 @@ class Actions:
         if is_uneven(self.totals.count, self.totals.other, self.totals.square):
             raise TaskError(uneven(self._objective.names), where="the loss")
         if self.totals.count == 0:
-            raise TrainingError(Problem("a global batch without a loss element", "at least one on one rank"))
-        if not math.isfinite(mean := self.totals.loss / self.totals.count):
+            self.bad = NO_ELEMENT
+        elif not math.isfinite(mean := self.totals.loss / self.totals.count):
             self.bad = f"the loss is {mean}"
         assert self.nominal_count is not None
-        count = self.totals.count
-        if self._parts.local is not None:
-            # A rank without elements has a gradient of zero: any factor will do.
-            count = self._own_count or self.nominal_count
-        self._factor = self.nominal_count / count
+        count = self.totals.count if self._parts.local is None else self._own_count
+        # A rank or a batch without elements has a gradient of zero: any factor will do.
+        self._factor = self.nominal_count / (count or self.nominal_count)
         if self._parts.scale is not None:
             self._factor /= self._parts.scale.value
 

@@ -30,6 +30,7 @@ from fourfold.run import drift, fits
 from fourfold.run.actions import Actions
 from fourfold.run.arguments import refuse_arguments
 from fourfold.run.batch import Microbatch, cut, evaluating, halves, mapped
+from fourfold.run.batch_statistics import FrozenStatistics
 from fourfold.run.dry_run import DryRun
 from fourfold.run.guard import Guard
 from fourfold.run.metrics import Metrics
@@ -132,6 +133,7 @@ class TrainStep:
         refuse_optimizer(self.optimizer, plan)
         refuse_own(self.optimizer, plan)
         self._unchanged = Unchanged(self.optimizer, plan)
+        self._frozen = FrozenStatistics(model, plan)
         trainable = trainable_of(model)
         own = data.specs(trainable, optim.groups(self.optimizer, trainable))
         shapes = {name: list(p.shape) for name, p in trainable.items()}
@@ -324,8 +326,10 @@ class TrainStep:
             self._drift.compare(list(self._held()), f"after step {self.steps}")
         if not self._recorded and skipped is None:
             self._record(self._ranks.exchange(self._gradients.completion_order)[0], totals.count / self._sharing)
+        if not self._recorded and not totals.count:
+            self._actions.nominal_count = None  # what was estimated from no elements is no estimate
         return Metrics(
-            loss=totals.loss / totals.count,
+            loss=totals.loss / totals.count if totals.count else float("nan"),
             samples=round(totals.samples / self.plan.sp),
             tokens=round(totals.tokens) or None,
             grad_norm=self._actions.grad_norm,
@@ -634,7 +638,7 @@ class TrainStep:
         call = f"step {self.steps + 1}"
         if problems := self._unchanged.problems():
             self._refuse(f"{call}, which its optimizer cannot do", OptimizerError(problems, where="the optimizer"))
-        if problems := self._weights.problems():
+        if problems := [*self._weights.problems(), *self._frozen.problems()]:
             self._refuse(f"{call}, which its model cannot do", TaskError(problems, where="the model"))
         # Loops that write weights in each step are found in their first steps, whatever they write.
         is_early = self._num_calls & (self._num_calls - 1) == 0

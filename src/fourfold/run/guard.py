@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fourfold.parts.comm import Ranks
 from fourfold.plan.order import Stretch
-from fourfold.run.actions import Actions
+from fourfold.run.actions import NO_ELEMENT, Actions
 from fourfold.words.errors import Problem, TrainingError
 
 NUM_NAMED = 64  # samples of a rank that a message names
@@ -86,9 +86,9 @@ class Guard:
             parts = [f"rank {rank}, {of} {_some(everyone[rank][1])}" for rank in guilty]
         else:
             parts = [f"rank {rank}, {of} {_some(ids)}" for rank, (_, _, ids) in enumerate(everyone) if ids]
-            parts = ["every rank's own loss is finite", *parts]
+            parts = [*(["every rank's own loss is finite"] if actions.bad != NO_ELEMENT else []), *parts]
         place = "" if samples is None else f" ({samples})"
-        text = f"step {number}: {actions.bad}; {'; '.join(parts)}{place}"
+        text = f"step {number}: {'; '.join([str(actions.bad), *parts])}{place}"
         return Skipped(text, guilty[0] if len(guilty) == 1 else None)
 
 

@@ -25,6 +25,7 @@ from fourfold.plan.data import fill, limit, turns
 from fourfold.plan.plan import Plan
 from fourfold.run import drift
 from fourfold.run.arguments import refuse_stateless, refuse_wrapped
+from fourfold.run.batch_statistics import FrozenStatistics
 from fourfold.run.layouts import Layouts, shape_in_memory
 from fourfold.run.refuse import compare, refuse
 from fourfold.run.same_batches import Inputs, SameBatches
@@ -86,6 +87,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         plan = plan or Plan(dp=self._ranks.size)
         refuse(model, plan, self._ranks)
         _refuse_unused_fields(plan)
+        self._frozen = FrozenStatistics(model, plan)
         strangers = {id(p) for group in optimizer.param_groups for p in group["params"]}
         strangers -= {id(p) for p in model.parameters()}
         if strangers:
@@ -155,7 +157,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._layouts = Layouts(trainable, self._optimizer)
         self._unreduced = Unreduced(reduced, self._gradients.views, self._optimizer)
         self._steps = WrappedSteps(
-            self._optimizer, self._model, self._unreduced, self._transport, num_ranks=self._ranks.size
+            self._optimizer, self._model, self._unreduced, self._frozen, self._transport, num_ranks=self._ranks.size
         )
 
     def _at_the_beginning(self, _: Tensor) -> None:
@@ -396,8 +398,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         An optimizer that may step by the loss that a closure returns (LBFGS, and all that are not torch's) gets its
         mean over ranks; then `step` is collective. `args` and `kwargs` are the wrapped optimizer's own.
         Raises TrainingError, before a weight moves, for a `.grad` that no reduction has seen since the last step: one
-        that was set by hand, or left by backwards within `no_sync()` alone. `step()` of the wrapped optimizer itself
-        does the same.
+        that was set by hand, or left by backwards within `no_sync()` alone; TaskError for batch normalizations that
+        were in evaluation mode when this was made, and are not now. `step()` of the wrapped optimizer itself does the
+        same.
         """
         self._refuse_left()
         return self._steps.take(closure, args, kwargs)

@@ -14,18 +14,26 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from fourfold.parts.comm import Transport
+from fourfold.run.batch_statistics import FrozenStatistics
 from fourfold.run.unreduced import Unreduced
 from fourfold.words.action import LOSS
-from fourfold.words.errors import Problem, TrainingError
+from fourfold.words.errors import Problem, TaskError, TrainingError
 
 
 class WrappedSteps:
     """The steps of one wrapped optimizer, through its wrapper or past it."""
 
     def __init__(
-        self, optimizer: Optimizer, model: nn.Module, unreduced: Unreduced, transport: Transport, *, num_ranks: int
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        unreduced: Unreduced,
+        frozen: FrozenStatistics,
+        transport: Transport,
+        *,
+        num_ranks: int,
     ) -> None:
-        self._optimizer, self._model, self._unreduced = optimizer, model, unreduced
+        self._optimizer, self._model, self._unreduced, self._frozen = optimizer, model, unreduced, frozen
         self._transport, self._num_ranks = transport, num_ranks
         self.count = 0
         """Steps done."""
@@ -56,7 +64,7 @@ class WrappedSteps:
         self._is_through_wrapper = True
         try:
             if closure is None:
-                self._refuse_unreduced()
+                self._refuse()
                 result = self._optimizer.step(*args, **kwargs)
             else:
                 result = self._optimizer.step(self._checked(closure), *args, **kwargs)
@@ -78,7 +86,7 @@ class WrappedSteps:
             elif len(args) > 1:
                 args = (args[0], self._checked(args[1]), *args[2:])
             else:
-                self._refuse_unreduced()
+                self._refuse()
         self._depth += 1
         return args, kwargs
 
@@ -100,21 +108,23 @@ class WrappedSteps:
         """The closure, which then checks what it leaves in `.grad`; now, if it is none."""
         if callable(closure):
             return functools.partial(self._called, closure)
-        self._refuse_unreduced()
+        self._refuse()
         return closure
 
     def _called(self, closure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         depth, self._depth = self._depth, 0  # an error in here ends the step
         loss = closure(*args, **kwargs)
-        self._refuse_unreduced()
+        self._refuse()
         if self._uses_loss and self._num_ranks > 1 and loss is not None:
             loss = self._mean(loss)
         self._depth = depth
         return loss
 
-    def _refuse_unreduced(self) -> None:
+    def _refuse(self) -> None:
         if self._num_ranks > 1:
             self._unreduced.refuse(self._model)
+        if problems := self._frozen.problems():
+            raise TaskError(problems, where="the model")
 
     def _mean(self, loss: Any) -> Any:
         """The mean of all ranks' losses, the same bits on every rank. Collective."""

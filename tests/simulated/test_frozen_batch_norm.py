@@ -1,0 +1,178 @@
+"""Laws of batch normalization with frozen statistics: trained on every mesh as on one device."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fourfold.plan.order import share
+from fourfold.plan.plan import Plan
+from fourfold.run.build import TrainStep
+from fourfold.run.optimizer import DistributedOptimizer
+from fourfold.run.refuse import refuse_for
+from fourfold.testing import oracle, threads
+from fourfold.testing.oracle import TOLERANCE
+from fourfold.words.errors import DivergenceError, PlanError, TaskError
+from tests.training import SEEDING
+
+sgd = functools.partial(torch.optim.SGD, lr=0.1)
+PLANS = [Plan(dp=2), Plan(microbatches=2), Plan(dp=2, microbatches=2), Plan(dp=2, zero=2)]
+
+
+class Net(nn.Module):
+    def __init__(self, *, stays: bool = False) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.stays = stays
+
+    def train(self, mode: bool = True) -> "Net":
+        super().train(mode)
+        if self.stays:
+            self.norm.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.norm(self.first(x))))
+
+
+def net(*, stays: bool = False) -> Net:
+    """A net whose statistics are frozen, at values that a batch does not have."""
+    with SEEDING:
+        torch.manual_seed(3)
+        model = Net(stays=stays).double()
+    for buffer in (model.norm.running_mean, model.norm.running_var):
+        assert buffer is not None
+        buffer += torch.linspace(0.1, 0.8, 8)
+    model.train()
+    model.norm.eval()
+    return model
+
+
+def batches(*sizes: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    draw = functools.partial(torch.randn, generator=generator, dtype=torch.float64)
+    return [(draw(size, 8), torch.randint(0, 3, (size,), generator=generator)) for size in sizes]
+
+
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+def part(batch: tuple[Tensor, Tensor], plan: Plan, index: int) -> tuple[Tensor, Tensor]:
+    start, stop = share(0, len(batch[1]), plan.dp, index)
+    return batch[0][start:stop], batch[1][start:stop]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_frozen_statistics_train_as_on_one_device(plan):
+    given = batches(9, 7, 9)
+    expected = oracle.train(net(stays=True), loss, sgd, given)
+
+    def body(ranks):
+        step = TrainStep(net(), loss, sgd, plan=plan, ranks=ranks, clip=None)
+        metrics = [step(part(batch, plan, step.data_index)) for batch in given]
+        step.evaluate(part(given[0], plan, step.data_index))
+        assert torch.equal(step.model.get_buffer("norm.running_mean"), net().get_buffer("norm.running_mean"))
+        return oracle.snapshot(step, [m.loss for m in metrics], [])
+
+    refuse_for(net(), plan, clip=None)
+    assert max(oracle.deviation(got, expected) for got in threads.run(plan.dp, body)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_statistics_of_each_batch_are_refused(plan):
+    trains, untracked = net(), net()
+    trains.norm.train()
+    untracked.norm = nn.BatchNorm1d(8, track_running_stats=False).double().eval()
+    for model in (trains, untracked):
+        with pytest.raises(PlanError, match="batch normalization at norm"):
+            refuse_for(model, plan, clip=None)
+    for model in (trains, untracked):
+        refuse_for(model, Plan(), clip=None)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_statistics_that_are_frozen_no_more_are_refused_before_a_weight_moves(plan):
+    (batch,) = batches(9)
+
+    def body(ranks):
+        step = TrainStep(net(), loss, sgd, plan=plan, ranks=ranks, clip=None)
+        step(part(batch, plan, step.data_index))
+        step.model.train()
+        with pytest.raises(TaskError, match="batch normalization at norm in training mode"):
+            step(part(batch, plan, step.data_index))
+        step.model.get_submodule("norm").eval()
+        return step(part(batch, plan, step.data_index)).loss
+
+    assert len(set(threads.run(plan.dp, body))) == 1
+
+
+def test_a_model_whose_train_keeps_statistics_frozen_may_be_set_to_train():
+    (batch,), plan = batches(9), Plan(dp=2)
+
+    def body(ranks):
+        step = TrainStep(net(stays=True), loss, sgd, plan=plan, ranks=ranks, clip=None)
+        losses = []
+        for _ in range(3):
+            step.model.train()
+            losses.append(step(part(batch, plan, step.data_index)).loss)
+        return oracle.snapshot(step, losses, [])
+
+    expected = oracle.train(net(stays=True), loss, sgd, [batch] * 3)
+    assert max(oracle.deviation(got, expected) for got in threads.run(2, body)) <= TOLERANCE
+
+
+class Thawing(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm.train(self.training)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("plan", PLANS[:3])
+def test_statistics_that_forward_itself_unfreezes_are_refused(plan):
+    def body(ranks):
+        model = Thawing().double()
+        model.norm.eval()
+        step = TrainStep(model, loss, sgd, plan=plan, ranks=ranks, clip=None)
+        with pytest.raises(TaskError, match="forward writes norm"):
+            step(part(batches(24)[0], plan, step.data_index))
+
+    threads.run(plan.dp, body)
+
+
+def test_one_rank_that_unfreezes_its_statistics_is_named_and_no_other_waits():
+    (batch,), plan = batches(9), Plan(dp=2)
+
+    def body(ranks):
+        step = TrainStep(net(), loss, sgd, plan=plan, ranks=ranks, clip=None)
+        step(part(batch, plan, step.data_index))
+        step.model.train(ranks.rank == 1)
+        with pytest.raises((TaskError, DivergenceError), match=r"batch normalization at norm in training mode|step 2"):
+            step(part(batch, plan, step.data_index))
+
+    threads.run(2, body)
+
+
+def test_a_distributed_optimizer_trains_frozen_statistics_and_refuses_others():
+    (batch,), plan = batches(9), Plan(dp=2)
+
+    def body(ranks):
+        model = net()
+        optimizer = DistributedOptimizer(sgd(model.parameters()), model, plan, ranks=ranks)
+        inputs, targets = part(batch, plan, ranks.rank)
+
+        def backward():
+            loss(model(inputs), targets).mean().backward()
+
+        backward()
+        optimizer.step()
+        model.train()
+        backward()
+        weights = [p.clone() for p in model.parameters()]
+        with pytest.raises(TaskError, match="batch normalization at norm in training mode"):
+            optimizer.step()
+        return all(map(torch.equal, weights, model.parameters()))
+
+    assert all(threads.run(2, body))
