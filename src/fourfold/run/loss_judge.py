@@ -28,6 +28,7 @@ from fourfold.run.parts_of_loss import Compared, compared
 from fourfold.run.projections import Projection, collected
 from fourfold.run.random_weights import Fits, Judgement, cast, copied_buffers, copied_parameters
 from fourfold.run.unchanged import copied_attributes, unchanged
+from fourfold.run.weight_writes import WeightWrites
 from fourfold.run.widened import Widened
 from fourfold.run.without_randomness import without_randomness
 from fourfold.words.errors import Problem
@@ -116,7 +117,7 @@ class LossJudge:
 
     @contextlib.contextmanager
     def _within(self) -> Iterator[Widened]:
-        """Within, the model is its copies, in the judgement's dtype; what it keeps of forwards is dropped."""
+        """Within, the model is its copies, in the judgement's dtype; what a forward writes and keeps is dropped."""
         dtype = self._judgement.dtype
         widened = Widened(self._instead, dtype)
         with contextlib.ExitStack() as stack:
@@ -125,6 +126,9 @@ class LossJudge:
                 state: dict[str, Tensor] = {**parameters, **copied_buffers(module, dtype)}
                 stack.enter_context(_reparametrize_module(module, state, tie_weights=True))
                 stack.enter_context(copied_attributes(module, dtype))
+                writes = WeightWrites(module)
+                stack.callback(writes.restore)
+                stack.enter_context(writes)
             stack.enter_context(self._objective.uncompiled(self._model))
             if dtype is not None:
                 stack.enter_context(Exact(new_tensors=True))
