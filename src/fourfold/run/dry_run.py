@@ -22,6 +22,7 @@ from fourfold.run.batch import (
     call,
     cut,
     evaluating,
+    fresh,
     halves,
     leaves,
     mapped,
@@ -200,6 +201,8 @@ class DryRun:
             return Forward(measured[-1], samples, state.changes(), loss_state.changes(), *seen)
 
     def _measured(self, part: Microbatch) -> Measured | None:
+        # Copies: a model may write into its inputs, or differentiate by them.
+        part = part._replace(inputs=mapped(part.inputs, fresh), targets=mapped(part.targets, fresh))
         if self._plan.sp == 1:
             return self._objective.try_out(self._model, part)
         call(self._model, part.inputs)
