@@ -121,6 +121,7 @@ class DryRun:
         is_known = any(loss.is_known for loss in losses)
         if training and is_known:
             self._judge_exactly(reading, exchange)
+        self._shown = None
         empty = sum(told["empty"] for told in everyone)
         # An empty batch has shown nothing, nor has a loss that is no finite number; unreduced values are asked once.
         if empty < len(everyone) and (is_known or all(loss.is_unreduced for loss in losses)):

@@ -157,6 +157,8 @@ def judged(
     model: nn.Module, objective: Objective, whole: Any, parts: Sequence[Any], *, room: Fits, device: torch.device
 ) -> Verdict:
     """The verdict of the first judgement that can be had. `room`: what of it fits into memory."""
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        return Verdict(None, None, "the weights of TorchScript modules cannot be exchanged for copies")
     reasons: list[str] = []
     if not room.exact:
         reasons.append("weights, gradients and activations do not fit into memory in float64")
