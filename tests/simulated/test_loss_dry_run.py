@@ -244,3 +244,23 @@ def test_a_number_made_by_compiled_code_is_refused_where_a_batch_is_cut():
 
     for body in (with_loss, with_model):
         threads.run(1, body)
+
+
+def test_a_model_that_writes_into_its_inputs_finds_them_as_the_user_gave_them():
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x.mul_(2.0).requires_grad_())
+
+    def body(ranks):
+        given, (inputs, targets) = batch(), batch()
+        step = TrainStep(Writing(), F.cross_entropy, sgd, plan=Plan(microbatches=2), ranks=ranks, clip=None)
+        step.try_out(given, training=True)
+        assert torch.equal(given[0], inputs)
+        assert not given[0].requires_grad
+        step((inputs, targets))
+
+    threads.run(1, body)

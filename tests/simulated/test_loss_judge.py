@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fourfold.plan.plan import Plan
 from fourfold.run import dry_run, loss_judge
 from fourfold.run.build import TrainStep
+from fourfold.run.objective import Objective
 from fourfold.run.random_weights import Fits
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError
@@ -343,3 +344,15 @@ def test_what_fails_in_float64_is_judged_in_the_models_dtype_and_that_is_logged(
     threads.run(2, body)
     (record,) = caplog.records
     assert "not implemented for 'Double'" in record.message
+
+
+def test_torchscript_is_not_judged_and_left_as_it_is():
+    model = nn.Sequential(torch.jit.script(nn.Linear(4, CLASSES)))
+    before = [p.clone() for p in model.parameters()]
+    given = torch.ones(3, 4), torch.zeros(3, dtype=torch.int64)
+    options = {"room": Fits(), "device": torch.device("cpu")}
+    verdict = loss_judge.judged(model, Objective(F.cross_entropy), given, [given, given], **options)
+    assert verdict.problem is None
+    assert verdict.judgement is None
+    assert "TorchScript" in verdict.fell_back
+    assert all(map(torch.equal, model.parameters(), before))

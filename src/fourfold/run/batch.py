@@ -84,6 +84,11 @@ def picked(batch: Any, count: int) -> tuple[Any, Any]:
     return mapped(halves(batch), lambda tensor: tensor[places.to(tensor.device)])
 
 
+def fresh(tensor: Tensor) -> Tensor:
+    """A copy that nobody has differentiated by."""
+    return tensor.detach().clone()
+
+
 def pieces(batch: Any) -> tuple[Any, list[Any]]:
     """A batch and two parts of it, of different sizes. One sample makes a batch with itself."""
     samples = num_samples(batch)

@@ -23,6 +23,7 @@ from fourfold.run.batch import (
     call,
     cut,
     evaluating,
+    fresh,
     halves,
     leaves,
     mapped,
@@ -139,6 +140,7 @@ class DryRun:
         is_known = any(loss.is_known for loss in losses)
         if training and is_known:
             self._judge_exactly(reading, exchange)
+        self._shown = None
         empty = sum(told["empty"] for told in everyone)
         # An empty batch has shown nothing, nor has a loss that is no finite number; unreduced values are asked once.
         if empty < len(everyone) and (is_known or all(loss.is_unreduced for loss in losses)):
@@ -233,6 +235,8 @@ class DryRun:
             return Forward(measured[-1], samples, changes, loss_changes, writes or bool(loss_changes), *seen)
 
     def _measured(self, part: Microbatch) -> Measured | None:
+        # Copies: a model may write into its inputs, or differentiate by them.
+        part = part._replace(inputs=mapped(part.inputs, fresh), targets=mapped(part.targets, fresh))
         if self._plan.sp == 1:
             return self._objective.try_out(self._model, part)
         call(self._model, part.inputs)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
 from fourfold.run.backward import backward
-from fourfold.run.batch import Microbatch, halves, leaves, mapped, num_samples
+from fourfold.run.batch import Microbatch, fresh, halves, leaves, mapped, num_samples
 from fourfold.run.exact import Exact
 from fourfold.run.objective import Measured, Objective
 from fourfold.run.parts_of_loss import Compared, compared
@@ -106,7 +106,7 @@ class LossJudge:
     def _measured(self, batch: Any) -> Measured:
         """The loss of a batch; its gradients are added to those of the copies."""
         samples = num_samples(batch)
-        inputs, targets = mapped(halves(batch), lambda tensor: cast(tensor, self._judgement.dtype))
+        inputs, targets = mapped(halves(batch), lambda tensor: cast(fresh(tensor), self._judgement.dtype))
         measured = self._objective(self._model, Microbatch(inputs, targets, samples, 0))
         total = measured.loss.total
         if total.requires_grad and float(measured.loss.count):
@@ -161,6 +161,8 @@ def judged(
     model: nn.Module, objective: Objective, whole: Any, parts: Sequence[Any], *, room: Fits, device: torch.device
 ) -> Verdict:
     """The verdict of the first judgement that can be had. `room`: what of it fits into memory."""
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        return Verdict(None, None, "the weights of TorchScript modules cannot be exchanged for copies")
     reasons: list[str] = []
     if not room.exact:
         reasons.append("weights, gradients and activations do not fit into memory in float64")
