@@ -9,7 +9,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import psutil
 import torch
@@ -47,7 +47,16 @@ from fourfold.run.settings import DRIFT_CHECK, is_due
 from fourfold.run.state import State, copied
 from fourfold.run.weights import Weights, trainable_of
 from fourfold.words.action import LOSS, Action
-from fourfold.words.errors import DivergenceError, OptimizerError, Problem, TaskError, TrainingError
+from fourfold.words.arguments import shown
+from fourfold.words.errors import (
+    DivergenceError,
+    FourfoldError,
+    OptimizerError,
+    Problem,
+    SettingError,
+    TaskError,
+    TrainingError,
+)
 from fourfold.words.host_memory import available_bytes
 from fourfold.words.layout import SPLIT
 from fourfold.words.spans import Recorder
@@ -406,8 +415,14 @@ class TrainStep:
     def sum(self, values: Tensor) -> list[float]:
         """The elements of a tensor, flattened and in float64, summed over the data ranks. Collective.
 
-        Raises DivergenceError where ranks give different numbers of elements.
+        Raises SettingError for what is no tensor of real numbers, and DivergenceError where ranks give different
+        numbers of elements.
         """
+        if not isinstance(values, Tensor) or values.is_complex():
+            got = "values of complex numbers" if isinstance(values, Tensor) else shown("values", values)
+            problem = Problem(got, "a tensor of real numbers", "torch.tensor([…]), or torch.view_as_real(…)")
+            call = f"sum() of no tensor of real numbers after step {self.steps}"
+            self._refuse(call, SettingError(problem, where="the arguments of sum()"))
         self._enter(f"sum() of {values.numel()} values")
         return self._sum(values.detach().double().flatten())
 
@@ -610,12 +625,16 @@ class TrainStep:
         problems = self._unchanged.problems()
         if not problems:
             return
-        self._transport.enter(f"step {self.steps + 1}, which its optimizer cannot do")
-        error = OptimizerError(problems, where="the optimizer")
+        call = f"step {self.steps + 1}, which its optimizer cannot do"
+        self._refuse(call, OptimizerError(problems, where="the optimizer"))
+
+    def _refuse(self, call: str, error: FourfoldError) -> NoReturn:
+        """Raise an error of this rank's; ranks that have no such error raise DivergenceError."""
+        self._transport.enter(call)
         try:
             self._transport.agree()
         except DivergenceError as divergence:
-            raise error from divergence  # the other ranks have no such problem, and raise DivergenceError
+            raise error from divergence
         raise error
 
     def _enter(self, call: str, samples: Stretch | None = None) -> None:
