@@ -233,6 +233,7 @@ def test_a_schedule_that_gives_no_finite_factor_ends_the_run_before_the_step(fac
         (lambda o, t: o.to(torch.complex64), "complex"),
         (lambda o, t: (squares(o, t).sum(), None), "count = None"),
         (lambda o, t: (squares(o, t).sum(), -4), "count = -4"),
+        (lambda o, t: (squares(o, t).sum(), 10**400), "count = 1000000"),
         (lambda o, t: (squares(o, t).sum(), -torch.ones(())), "count = a Tensor"),
         (lambda o, t: (squares(o, t), 4), "sum of shape [8, 1]"),
     ],

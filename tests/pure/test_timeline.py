@@ -133,6 +133,15 @@ def test_the_typical_step_is_the_one_of_median_length():
     assert cost.typical_step(Trace(PROGRAM, (*slow, *others, *whole.events))) in (3, 4)
 
 
+def test_of_two_sampled_steps_the_typical_one_is_shown_and_simulated():
+    whole = trace()
+    slow = Trace(PROGRAM, tuple(e._replace(start=e.start * 3, stop=e.stop * 3) for e in whole.events if e.step == 3))
+    both = Trace(PROGRAM, (*slow.events, *(e for e in whole.events if e.step == 4)))
+    alone = Trace(PROGRAM, tuple(e for e in whole.events if e.step == 4))
+    assert cost.typical_step(both) == 4
+    assert cost.prices(both).seconds == cost.prices(alone).seconds
+
+
 @given(spans=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=8))
 def test_waits_within_waits_count_once(spans):
     waits = [Event(0, 3, WAIT, COMPUTE, float(min(span)), float(max(span))) for span in spans]

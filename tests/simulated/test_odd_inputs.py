@@ -1,6 +1,7 @@
 """Inputs of ordinary users that are not quite what a task expects: taken where they are clear, else refused by name."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from fourfold.feed.source import Tensors
 from fourfold.run.outline import outline
 from fourfold.words.errors import TaskError
 
+PLAIN_PLAN = ff.Plan(dp=2, zero=1, outer_lr=0.5, transport="gloo")
 ROWS = Tensors(torch.ones(8, 4), torch.ones(8, 1))
 TASK = ff.Task(
     model=lambda: nn.Linear(4, 1),
@@ -54,3 +56,27 @@ def _checked(error: Callable[[str], Exception]) -> nn.Module:
 @pytest.mark.parametrize("error", [ValueError, AssertionError, KeyError])
 def test_a_model_that_objects_to_the_meta_device_is_made_with_values(error: Callable[[str], Exception]):
     assert not outline(dataclasses.replace(TASK, model=lambda: _checked(error))).weight.is_meta
+
+
+@pytest.mark.parametrize("keep", [functools.cache, functools.lru_cache(maxsize=1)])
+def test_a_model_function_that_keeps_what_it_made_is_trained(keep: Callable[..., Any], tmp_path):
+    kept = keep(lambda: nn.Linear(4, 1))
+    before = ff.train(dataclasses.replace(TASK, model=kept), folder=str(tmp_path)).steps
+    assert before == 1
+    assert not kept().weight.is_meta
+    assert not outline(dataclasses.replace(TASK, model=keep(lambda: _checked(ValueError)))).weight.is_meta
+
+
+def test_whole_numbers_of_numpy_are_taken_in_plans():
+    plan = ff.Plan(dp=np.int64(2), zero=np.uint8(1), outer_lr=np.float64(0.5), transport=np.str_("gloo"))  # pyright: ignore[reportArgumentType]
+    assert plan == ff.Plan(dp=2, zero=1, outer_lr=0.5, transport="gloo")
+    assert [type(value) for value in dataclasses.astuple(plan)] == [type(v) for v in dataclasses.astuple(PLAIN_PLAN)]
+    assert ff.Plan.from_toml(plan.to_toml()) == plan
+
+
+@pytest.mark.parametrize(
+    "value", [True, np.True_, 2.0, np.float64(2), "2", torch.tensor(2), np.int64(0), np.array([2])]
+)
+def test_what_is_no_whole_number_is_refused_in_plans(value: Any):
+    with pytest.raises(ff.PlanError, match="a whole number from 1 to"):
+        ff.Plan(dp=value)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fourfold.testing import threads
-from fourfold.words.errors import DivergenceError
+from fourfold.words.errors import DivergenceError, SettingError
 from tests.training import Case, build
 
 SIZE = 3
@@ -45,3 +45,24 @@ def test_ranks_that_sum_different_numbers_of_values_are_refused(lengths, hosts):
             step.sum(torch.ones(lengths[ranks.rank]))
 
     threads.run(2, body, hosts=hosts)
+
+
+@pytest.mark.parametrize("values", ["x", 1.0, None, [1.0], torch.ones(2, dtype=torch.complex64)])
+def test_what_is_no_tensor_of_real_numbers_is_refused_on_every_rank_and_the_next_sum_goes_well(values):
+    def body(ranks):
+        step = build(Case(), 2, ranks)
+        with pytest.raises(SettingError, match=r"values.*need a tensor of real numbers"):
+            step.sum(values)
+        return step.sum(torch.ones(1))
+
+    assert threads.run(2, body) == [[2.0]] * 2
+
+
+def test_where_one_rank_alone_sums_no_tensor_all_ranks_raise():
+    def body(ranks):
+        step = build(Case(), 2, ranks)
+        with pytest.raises(SettingError if ranks.rank else DivergenceError, match=r"sum\(\)|values"):
+            step.sum("x" if ranks.rank else torch.ones(1))  # pyright: ignore[reportArgumentType]
+        return True
+
+    assert threads.run(2, body) == [True] * 2

@@ -6,6 +6,7 @@ Law: `Plan.from_toml(plan.to_toml()) == plan`, and an impossible plan is refused
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -140,6 +141,8 @@ class Plan:
     transport: str = "by-host"
 
     def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            object.__setattr__(self, name, _plain(value))
         problems = check(dataclasses.asdict(self))
         if problems:
             raise PlanError(problems, where="the plan")
@@ -228,9 +231,20 @@ class Plan:
         return "\n".join(lines) + "\n"
 
 
+def _plain(value: object) -> object:
+    """A value of a field as Python's own: NumPy's numbers and texts are as good."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real) and not isinstance(value, numbers.Rational):
+        return float(value)
+    return str.__str__(value) if isinstance(value, str) else value
+
+
 def check(values: Mapping[str, object]) -> list[Problem]:
     """Every problem of a mapping of plan fields: unknown names, wrong kinds, what is not built yet."""
-    problems = []
+    values, problems = {name: _plain(value) for name, value in values.items()}, []
     for name, value in values.items():
         rule = RULES.get(name)
         if rule is None:

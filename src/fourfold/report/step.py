@@ -67,8 +67,8 @@ def step_card(trace: Trace) -> str:
     far = makespan(priced) / (makespan(begun) or 1.0) - 1
     text = (
         f"Step {step}: measured {makespan(begun) * 1e3:.2f} ms, simulated {makespan(priced) * 1e3:.2f} ms "
-        f"({_signed(100 * far, 1)} %). The simulation runs the same program at the median cost of each action over all "
-        "sampled steps, waits left out."
+        f"({_signed(100 * far, 1)} %). The simulation runs the same program at the median cost of each action over "
+        f"{len(trace.steps)} sampled steps, waits left out."
     )
     keys = {**{name: name for name in NAMES.values()}, "reduce": "reduce", "wait": "waiting"}
     legend = "".join(f'<span class="key {style}"></span>{name}' for style, name in keys.items())

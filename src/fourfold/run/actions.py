@@ -84,8 +84,9 @@ class Actions:
         self._losses: dict[int, Loss] = {}
         self._counts: list[float | Tensor] = []
         self._learned = False
-        self._local = torch.zeros(8, dtype=torch.float64, device=self._device)
-        self._local[4:6] = torch.tensor([self.asked, self.unlike is not None], dtype=torch.float64)
+        self._known = [0.0, 0.0, 0.0, 0.0, float(self.asked), float(self.unlike is not None), 0.0, 0.0]
+        """This rank's totals. What is still being computed on a device is added when they are measured."""
+        self._computed: list[tuple[int, Tensor]] = []
         self._last = max((index for index, part in enumerate(microbatches) if part.samples), default=-1)
         rounds = len(microbatches) if self._every_round else 1
         self._first_of_last_round = (rounds - 1) * len(self._parts.parameters)
@@ -219,11 +220,18 @@ class Actions:
         """Add a microbatch to this rank's totals, without a look at what is still being computed."""
         told = [loss.total.detach(), loss.count, part.samples, part.tokens, 0.0, 0.0, loss.other, loss.square]
         waits = self._device.type != "cpu"
-        later = [place for place, number in enumerate(told) if waits and isinstance(number, Tensor)]
-        known = [0.0 if place in later else float(number) for place, number in enumerate(told)]
-        self._local += torch.tensor(known, dtype=torch.float64, device=self._device)
-        for place in later:
-            self._local[place] += told[place]
+        for place, number in enumerate(told):
+            if waits and isinstance(number, Tensor):
+                self._computed.append((place, number))
+            else:
+                self._known[place] += float(number)
+
+    def _local(self) -> Tensor:
+        """This rank's totals, float64 [8] on its device."""
+        local = torch.tensor(self._known, dtype=torch.float64, device=self._device)
+        for place, number in self._computed:
+            local[place] += number
+        return local
 
     @property
     def _own_count(self) -> float:
@@ -256,7 +264,7 @@ class Actions:
     def measure(self, kind: int) -> None:
         transport = self._parts.transport
         if kind == LOSS:
-            transport.measure(LOSS, self._local)
+            transport.measure(LOSS, self._local())
         elif kind == USED:
             self._seal()
             transport.measure(USED, torch.tensor(self._parts.gradients.reached, dtype=torch.float64))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fourfold.plan.order import share
+from fourfold.words.arguments import shown
 from fourfold.words.errors import Problem, TaskError
 
 POSITION_NAMES = ("position_ids", "positions")
@@ -231,9 +232,10 @@ def _count(value: Any) -> float:
         raise TaskError(Problem(got, "a count that does not depend on parameters", attempt))
     try:
         count = float(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         count = -1.0
     if not count < 0 and count != math.inf:
         return count
-    got = f"{value!r}" if isinstance(value, int | float) or value is None else f"a {type(value).__name__}"
-    raise TaskError(Problem(f"a loss (sum, count) with count = {got}", "how many elements were summed, 0 or more"))
+    is_short = isinstance(value, int | float) or value is None
+    got = f"a loss (sum, count) with {shown('count', value) if is_short else f'count = a {type(value).__name__}'}"
+    raise TaskError(Problem(got, "how many elements were summed, 0 or more"))

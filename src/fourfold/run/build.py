@@ -48,11 +48,13 @@ from fourfold.run.settings import DRIFT_CHECK, is_due
 from fourfold.run.state import State, copied
 from fourfold.run.weights import Weights, trainable_of
 from fourfold.words.action import LOSS, Action
+from fourfold.words.arguments import shown
 from fourfold.words.errors import (
     DivergenceError,
     FourfoldError,
     OptimizerError,
     Problem,
+    SettingError,
     TaskError,
     TrainingError,
 )
@@ -427,8 +429,14 @@ class TrainStep:
     def sum(self, values: Tensor) -> list[float]:
         """The elements of a tensor, flattened and in float64, summed over the data ranks. Collective.
 
-        Raises DivergenceError where ranks give different numbers of elements.
+        Raises SettingError for what is no tensor of real numbers, and DivergenceError where ranks give different
+        numbers of elements.
         """
+        if not isinstance(values, Tensor) or values.is_complex():
+            got = "values of complex numbers" if isinstance(values, Tensor) else shown("values", values)
+            problem = Problem(got, "a tensor of real numbers", "torch.tensor([…]), or torch.view_as_real(…)")
+            call = f"sum() of no tensor of real numbers after step {self.steps}"
+            self._refuse(call, SettingError(problem, where="the arguments of sum()"))
         self._enter(f"sum() of {values.numel()} values")
         return self._sum(values.detach().double().flatten())
 
@@ -652,12 +660,12 @@ class TrainStep:
             self._refuse(f"{call}, with weights that were written", TaskError(problems, where="the model"))
 
     def _refuse(self, call: str, error: FourfoldError) -> NoReturn:
-        """Raise an error, and let the other ranks know that this one is in no call of theirs."""
+        """Raise an error of this rank's; ranks that have no such error raise DivergenceError."""
         self._transport.enter(call)
         try:
             self._transport.agree()
         except DivergenceError as divergence:
-            raise error from divergence  # the other ranks have no such problem, and raise DivergenceError
+            raise error from divergence
         raise error
 
     def _enter(self, call: str, samples: Stretch | None = None) -> None:

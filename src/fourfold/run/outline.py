@@ -4,6 +4,7 @@ Law: an outline has the names, shapes and modules of the model, and no values.
 """
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -52,12 +53,19 @@ def meta_model(task: Task, *, most_bytes: int | None = None) -> nn.Module | None
     """The task's model on the meta device; None where it cannot do without memory. Raises as `outline` does."""
     try:
         with torch.device("meta"), _WithoutValues(), _at_most(most_bytes):
-            return task.model()
+            return _uncached(task.model)()
     except FourfoldError:
         raise
     except Exception as error:  # a model may look at its values and object to them
         _refuse_too_large(error)
         return None
+
+
+def _uncached(function: Callable[[], Any]) -> Callable[[], Any]:
+    """The function under `functools.cache`: it would keep the outline, and return it where a model is needed."""
+    while isinstance(function, functools._lru_cache_wrapper):
+        function = function.__wrapped__
+    return function
 
 
 def _real(task: Task) -> nn.Module:

@@ -19,6 +19,7 @@ from fourfold.parts.local import Local
 from fourfold.plan.data import Bucket
 from fourfold.run.remembered import Remembered
 from fourfold.run.weights import Weights
+from fourfold.words.errors import OptimizerError, Problem
 
 
 @dataclass(frozen=True)
@@ -98,13 +99,22 @@ class State:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Put back what `saved` gave, all but what codecs remember; nobody may be reading weights. Collective."""
-        self.weights.load(state["model"])
-        for bucket in self.buckets:
-            slots = [
+        by_bucket = [
+            [
                 (slot.start, slot.stop, {k: _flat(v) for k, v in state["optimizer"][slot.name].items()})
                 for slot in bucket.slots
             ]
-            self.optimizer.load_state(bucket.index, slots)
+            for bucket in self.buckets
+        ]
+        # Another rank's share of a bucket may hold other parameters: all raise, or none.
+        mine = all(self.optimizer.can_load(index, slots) for index, slots in enumerate(by_bucket))
+        if not all(self.ranks.exchange(mine)):
+            got = "parameters of one bucket, some with a state and some without (trained only now?)"
+            attempt = 'unused = "allow", which updates each by itself'
+            raise OptimizerError(Problem(got, "a state of each, or of none", attempt), where="the state")
+        self.weights.load(state["model"])
+        for index, slots in enumerate(by_bucket):
+            self.optimizer.load_state(index, slots)
         if self.local is not None:
             self.local.load(state.get("outer", {}))
 

@@ -46,7 +46,7 @@ def _classes(func: Any, given: Options) -> Count:
     if target.is_floating_point():  # probabilities: torch divides by the number of their rows, whatever the weights
         return target.numel() / max(target.shape[min(scores.dim(), 2) - 1], 1)
     kept = target != _ignore_index(given)
-    return _host(kept.sum() if weight is None else (weight.double()[target.where(kept, 0)] * kept).sum())
+    return _host(torch.count_nonzero(kept) if weight is None else (weight.double()[target.where(kept, 0)] * kept).sum())
 
 
 def _host(count: Tensor) -> Count:
