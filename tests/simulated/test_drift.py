@@ -107,6 +107,26 @@ def test_replicas_that_train_alike_are_not_told(how):
     assert len(found) == size * (2 if "sync" in fields else 4)
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_what_differs_from_the_start_is_found_after_the_first_step_that_ranks_take_together(steps):
+    case = dataclasses.replace(CASE, **({"sync": "local", "local_steps": steps} if steps > 1 else {}))
+
+    def body(ranks):
+        step = build(case, ranks, every=1000)
+        if steps == 1:  # with local steps hooks are refused, and averages hide what differs
+            step.optimizer.register_step_post_hook(lambda *_: disturb(step, FIRST) if ranks.rank else None)
+            with pytest.raises(DivergenceError, match=f"the weights after step 1\n  {FIRST}"):
+                train(case, step, range(1))
+            return []
+        compared = step._drift.compare
+        found: list[str] = []
+        step._drift.compare = lambda held, when: (found.append(when), compared(held, when))[1]
+        train(case, step, range(5))
+        return found
+
+    assert threads.run(2, body) == [[] if steps == 1 else ["after step 3"]] * 2
+
+
 def test_a_drift_is_found_at_the_next_check_of_a_training():
     def body(ranks):
         step = build(CASE, ranks, every=3)

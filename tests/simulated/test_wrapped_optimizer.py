@@ -269,6 +269,34 @@ def test_updates_that_differ_from_the_start_are_found_after_the_first_step(prepa
     assert threads.run(2, body) == [1, 1]
 
 
+def test_weights_are_compared_when_it_is_asked_for():
+    def body(ranks):
+        mine, optimizer = wrapped(ranks)
+        plainly(mine, optimizer, ranks.rank)
+        optimizer.check_drift()
+        with torch.no_grad():
+            mine.get_parameter("0.bias")[0] += ranks.rank
+        with pytest.raises(DivergenceError, match=r"the weights after step 4\n  0\.bias"):
+            optimizer.check_drift()
+        if ranks.rank == 0:
+            optimizer.step()
+        with pytest.raises(DivergenceError, match=r"rank 0 is at check_drift\(\) after 5 steps"):
+            optimizer.check_drift()
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+def test_a_wrapper_is_not_wrapped():
+    def body(ranks):
+        mine, optimizer = wrapped(ranks)
+        with pytest.raises(OptimizerError, match="wrapped again"):
+            DistributedOptimizer(optimizer, mine, ranks=ranks)
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
 def test_the_first_step_is_not_compared_where_drift_checks_are_off():
     def body(ranks):
         mine, optimizer = wrapped(ranks, Noisy, drift_check=0)
@@ -316,7 +344,7 @@ def test_a_state_that_one_rank_has_loaded_and_broadcast_is_everyones():
     def body(ranks):
         mine, optimizer = wrapped(ranks, momentum=0.9)
         plainly(mine, optimizer, ranks.rank)
-        if ranks.rank == 1:
+        for _ in range(2 * ranks.rank):  # the others load it once, from the broadcast
             loaded(optimizer, optimizer.state_dict(), factor=0.5)
         optimizer.broadcast(source=1)
         plainly(mine, optimizer, ranks.rank, first=4)

@@ -171,6 +171,11 @@ def test_a_backward_after_a_failed_one_is_refused(world):
         assert "after one that ended with an error" in said[1]
 
 
+@pytest.mark.parametrize("wraps", [True, False])
+def test_all_ranks_begin_with_rank_0s_tensors_however_they_lie_in_memory(world, wraps):
+    assert world(2).run(f"{WRAPPED}:lying_anyhow", wraps=wraps) == [[True] * 5] * 2
+
+
 def test_a_wrapped_optimizer_keeps_what_earlier_backwards_left(world):
     # The mean over ranks of 1 and 2 is 1.5; a layer used nowhere has no gradient.
     for gradients in world(2).run(f"{WRAPPED}:with_unused_layers"):

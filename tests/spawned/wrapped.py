@@ -88,6 +88,35 @@ def adds_up() -> float:
     return max(float((a.grad - b.grad).abs().max()) for a, b in pairs if a.grad is not None and b.grad is not None)
 
 
+def lying_anyhow(wraps: bool) -> list[bool]:
+    """Whether each tensor of a model is rank 0's at the start, however it lies in memory, here and there."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    first, mine = _lying(0), _lying(rank)
+    before = [tensor.clone() for tensor in _tensors(first)]
+    if wraps:
+        ff.DistributedOptimizer(sgd(p for p in mine.parameters() if p.requires_grad), mine)
+    else:
+        ff.parallelize(mine, lambda outputs, _: outputs, sgd, ff.Plan(dp=size))
+    return [torch.equal(tensor, value) for tensor, value in zip(_tensors(mine), before, strict=True)]
+
+
+def _lying(rank: int) -> nn.Module:
+    """Tensors with gaps, transposed, and on one rank in another order than on the others; values by rank."""
+    draw = torch.Generator().manual_seed(rank)
+    model = nn.Module()
+    model.gaps = nn.Parameter(torch.randn(4, 8, generator=draw)[:, :3])
+    model.turned = nn.Parameter(torch.randn(5, 3, generator=draw).t())
+    model.frozen = nn.Parameter(torch.randn(8, 6, generator=draw)[::2], requires_grad=False)
+    buffer = torch.randn(4, 5, generator=draw)
+    model.register_buffer("either", buffer.t() if rank else buffer.t().contiguous())
+    model.register_buffer("parted", torch.randn(6, 6, generator=draw)[:, ::2])
+    return model
+
+
+def _tensors(model: nn.Module) -> list[torch.Tensor]:
+    return [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+
+
 def without_gradient() -> str:
     """What `backward()` says when a parameter got no gradient."""
     model = training.model("unused")

@@ -44,7 +44,7 @@ from fourfold.run.runtime import Runtime
 from fourfold.run.same_batches import SameBatches, fingerprint
 from fourfold.run.sequence import Tokens
 from fourfold.run.sequence.alike import unlike
-from fourfold.run.settings import DRIFT_CHECK, is_due
+from fourfold.run.settings import DRIFT_CHECK
 from fourfold.run.state import State, copied
 from fourfold.run.weights import Weights, trainable_of
 from fourfold.words.action import LOSS, Action
@@ -324,7 +324,7 @@ class TrainStep:
         if self.device.type == "cpu":
             _mind_memory(self._num_calls)
         skipped = self._guard.judge(self._actions, self.steps, samples)
-        if is_due(self.steps, self._drift.every, self.plan.period):
+        if self._drift.is_wanted(self.steps, self.plan.period):
             self._drift.compare(list(self._held()), f"after step {self.steps}")
         if not self._recorded and skipped is None:
             self._record(self._ranks.exchange(self._gradients.completion_order)[0], totals.count / self._sharing)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fourfold.parts.comm import Ranks
 from fourfold.parts.fingerprint import fingerprints
 from fourfold.parts.uses import unwatched
+from fourfold.run.settings import is_due
 from fourfold.words.errors import DivergenceError, Problem, SettingError
 
 IN_A_STEP = "the same seeds, hooks and edits on every rank; weights changed by hand inside step.edit()"
@@ -59,12 +60,22 @@ class Drift:
             raise SettingError(Problem(f"drift_check = {every}", "a number of steps, or 0 for never"))
         self.every = every if ranks.size > 1 else 0
         self._ranks, self._told_size, self._attempt = ranks, 0.0, attempt
+        self._has_compared = False
+
+    def is_wanted(self, step: int, period: int) -> bool:
+        """Whether to compare after this step: the first after which ranks have the same weights, and every so many.
+
+        What differs from the start, such as a hook of one rank's own, is found before it has cost a run.
+        """
+        is_first = not self._has_compared and step % period == 0
+        return self.every > 0 and (is_first or is_due(step, self.every, period))
 
     def compare(self, held: Sequence[Held], when: str) -> None:
         """Raise DivergenceError, on every rank, where replicas differ. Collective: one exchange where they do not.
 
         Where the ranks that differ are of unlike machines, rank 0 warns instead.
         """
+        self._has_compared = True
         with unwatched():
             found = fingerprints([each.tensor for each in held])
         rows = [_digests(held, found, kind) for kind in KINDS]

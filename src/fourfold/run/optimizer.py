@@ -40,7 +40,7 @@ from fourfold.words.errors import OptimizerError, PlanError, Problem, TrainingEr
 FIELDS = ("dp", "bucket_bytes", "unused", "batch_norm", "transport")  # of the plan, what is used here
 NO_BACKWARD = -1
 SAME_STATES = (
-    "the same seeds, hooks, edits and loaded states on every rank; optimizer.broadcast() gives all those of one"
+    "the same seeds, hooks, edits and loaded state on every rank; optimizer.broadcast() brings one rank's to all"
 )
 # The kind of scalar that counts the ranks with data. Losses are the loop's own here, and who reads this sum knows
 # that all ranks are in the same call.
@@ -81,6 +81,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         drift_check: int = DRIFT_CHECK,
     ) -> None:
         refuse_wrapped(optimizer=optimizer, model=model, plan=plan)
+        if isinstance(optimizer, DistributedOptimizer):
+            raise OptimizerError(Problem("a DistributedOptimizer, wrapped again", "the torch optimizer itself, once"))
         check_options(optimizer)
         # The state, the groups and the hooks are the wrapped optimizer's: see __getattr__.
         self._optimizer, self._model, self._ranks = optimizer, model, ranks or comm.join()
@@ -266,6 +268,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._drift.every and count > self._num_compared and is_wanted:
             self._num_compared, self._compare_from = count, math.inf
             self._drift.compare(list(drift.held_of_model(self._model)), f"after step {count}")
+
+    def check_drift(self) -> None:
+        """Compare the ranks' weights now, as `drift_check` does every so many steps. Collective.
+
+        Nothing else does after the last step. Raises DivergenceError, on every rank, where they differ in a bit.
+        """
+        self._refuse_left()
+        self._transport.enter(f"check_drift() after {self._steps.count} steps of the optimizer")
+        self._transport.agree()
+        self._drift.compare(list(drift.held_of_model(self._model)), f"after step {self._steps.count}")
 
     def _reduce(self, active: int) -> list[float]:
         """Slots become the mean over ranks; how many ranks have each gradient."""

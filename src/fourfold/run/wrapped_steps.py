@@ -106,7 +106,7 @@ class WrappedSteps:
 
     def _checked(self, closure: Any) -> Any:
         """The closure, which then checks what it leaves in `.grad`; now, if it is none."""
-        if callable(closure):
+        if callable(closure) and not isinstance(closure, nn.Module):  # the first argument of a user's step may be any
             return functools.partial(self._called, closure)
         self._refuse()
         return closure

@@ -115,10 +115,14 @@ class Ranks:
         return [row.cpu() for row in rows]
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
-        """Rank `source`'s values, everywhere, in place."""
+        """Rank `source`'s values, everywhere, in place, however the tensor lies in memory."""
         if self.size > 1:
+            # gloo sends the memory as it lies: strides, and gaps between elements, may be other ones elsewhere.
+            flat = tensor.contiguous()
             with self.naming_the_dead():
-                dist.broadcast(tensor, src=source)
+                dist.broadcast(flat, src=source)
+            if flat is not tensor and self.rank != source:
+                tensor.copy_(flat)
 
     def sum(self, tensor: torch.Tensor) -> None:
         """The sum over all ranks, everywhere, in place."""
