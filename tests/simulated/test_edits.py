@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -291,3 +292,31 @@ def test_a_model_that_an_earlier_step_has_rounded_is_refused(precision):
         refuse(fresh, plan, ranks)
 
     threads.run(2, body)
+
+
+@pytest.mark.parametrize("fields", [{"zero": 0}, {"zero": 1}, {"precision": "bf16"}, {"zero": 3, "transport": "gloo"}])
+def test_weights_that_are_put_are_those_of_the_model_or_refused_on_every_rank(fields):
+    wrong = {
+        "nope": torch.ones(4),
+        "second.weight": torch.ones(24),  # it would be spread over the rows
+        "first.weight": torch.ones(16, 24),  # it would be read in another order
+        "head.bias": [0.0] * 10,
+        "scale": torch.tensor(1j),
+    }
+
+    def body(ranks):
+        step = make(dataclasses.replace(CASE, **fields), ranks)
+        before = step.state_dict()["model"]
+        said = []
+        for name, value in wrong.items():
+            with pytest.raises(TaskError, match=name) as caught:
+                step.put({name: value} if ranks.rank else {"scale": torch.tensor(3.0)})
+            said.append(str(caught.value))
+        no_dict: Any = torch.ones(3)
+        with pytest.raises(TaskError, match="dict of tensors by name"):
+            step.put(no_dict)
+        assert all(torch.equal(value, before[name]) for name, value in step.state_dict()["model"].items())
+        return said
+
+    first, second = threads.run(2, body)
+    assert first == second

@@ -20,7 +20,7 @@ from fourfold.parts.masters import Masters
 from fourfold.parts.uses import unwatched
 from fourfold.plan.data import Bucket
 
-NUM_SAMPLED = 8  # elements of a parameter
+NUM_SAMPLED = 4  # elements of a parameter
 
 
 class Pair(NamedTuple):

@@ -521,10 +521,14 @@ class TrainStep:
         self._actions.settle()
 
     def put(self, values: Mapping[str, Tensor]) -> None:
-        """Replace trainable weights, by name; the same values on every rank. Collective."""
+        """Replace trainable weights, by name; the same values on every rank. Collective.
+
+        Raises TaskError, having changed nothing, where names or shapes are none of the model's.
+        """
         self._refuse_edits("put()")
         self._enter("put()")
         self._transport.agree()  # all are here: nobody reads weights any more
+        self._refuse_unfit(fits.weight_problems(values, self._weights.trainable), where="the weights")
         self._actions.settle()
         self._weights.put(values)
         if self._local is not None:
@@ -617,10 +621,7 @@ class TrainStep:
         self._enter("load_state_dict()")
         self._transport.agree()
         found = fits.problems(state, self._weights.own(), self._weights.trainable, self.optimizer)
-        # Told to all: nobody may wait for a rank whose state does not fit.
-        told = dict.fromkeys(tuple(each) for problems in self._ranks.exchange(found) for each in problems)
-        if told:
-            raise TaskError([Problem(*each) for each in told], where="the state")
+        self._refuse_unfit(found, where="the state")
         self._actions.settle()
         self._state.load(state)
         for group, options in zip(self.optimizer.param_groups, state["groups"], strict=True):
@@ -635,6 +636,12 @@ class TrainStep:
         else:
             self._actions.nominal_count = record["nominal_count"]
         self._state.remember(state)
+
+    def _refuse_unfit(self, found: Sequence[Problem], *, where: str) -> None:
+        """Raise TaskError on every rank where any has found a problem: nobody may wait for it. Collective."""
+        told = dict.fromkeys(tuple(each) for problems in self._ranks.exchange(found) for each in problems)
+        if told:
+            raise TaskError([Problem(*each) for each in told], where=where)
 
     def _traffic(self) -> Traffic:
         """What this rank has waited and sent so far."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts import optim
-from fourfold.words.errors import Problem
+from fourfold.words.errors import Problem, nearest
 
 PARTS = ("model", "optimizer", "groups", "record")
 
@@ -28,6 +28,27 @@ def problems(
             got = f"a state without {', '.join(part for part in PARTS if part not in state)}"
         return [Problem(got, "what step.state_dict() gives", "init= or step.put(…) for weights alone")]
     return [*_model_problems(state["model"], own), *_optimizer_problems(state, trainable, optimizer)]
+
+
+def weight_problems(values: Any, trainable: Mapping[str, Tensor]) -> list[Problem]:
+    """Why `values` are no new weights, by name, of trainable parameters."""
+    if not isinstance(values, Mapping):
+        return [Problem(f"a {type(values).__name__}", "a dict of tensors by name of trainable parameters")]
+    problems = []
+    for name, value in values.items():
+        here = trainable.get(name)
+        if here is None:
+            problems.append(
+                Problem(f"{name}", "the name of a trainable parameter", nearest(str(name), trainable) or "")
+            )
+        elif not isinstance(value, Tensor):
+            problems.append(Problem(f"a {type(value).__name__} for {name}", "a tensor"))
+        elif value.shape != here.shape:
+            problems.append(Problem(f"{name} of shape {list(value.shape)}", f"shape {list(here.shape)}"))
+        elif not torch.can_cast(value.dtype, here.dtype):
+            got, need = (str(each).removeprefix("torch.") for each in (value.dtype, here.dtype))
+            problems.append(Problem(f"{name} of {got}", f"numbers that fit into {need}"))
+    return problems
 
 
 def tied_problems(own: Mapping[str, Any], values: Mapping[str, Any]) -> list[Problem]:

@@ -271,7 +271,8 @@ class Weights:
 
     def own(self) -> dict[str, Any]:
         """The model's `state_dict`, without copies. Raises TaskError where it does not have the trained weights."""
-        own = self.model.state_dict(keep_vars=True)
+        with unwatched():  # a copy of a placeholder is refused here, as any copy
+            own = self.model.state_dict(keep_vars=True)
         missing = [name for name in self.trainable if name not in own]
         # The precise weights of these are put in place of the model's: a copy is not recognized.
         missing += [name for name in self.apart if name in own and own[name] is not self.trainable[name]]

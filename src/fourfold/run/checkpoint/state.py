@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fourfold.feed.feed import Feed, Position
 from fourfold.parts.optim import IMPLEMENTATION
+from fourfold.parts.uses import unwatched
 from fourfold.plan.order import ORDER_VERSION
 from fourfold.plan.pieces import (
     Box,
@@ -360,7 +361,9 @@ def _optimizer_problems(trained: Trained, manifest: Manifest) -> Sequence[Proble
 def _problems(trained: Trained, manifest: Manifest) -> Iterator[Problem]:
     step, feed = trained.step, fed(trained.feed)
     parameters = {name: tuple(p.shape) for name, p in step.model.named_parameters() if p.requires_grad}
-    ours = {f"model.{name}": tuple(v.shape) for name, v in step.model.state_dict(keep_vars=True).items()}
+    with unwatched():  # of weights that rest split there are placeholders, in their shapes
+        own = {f"model.{name}": value for name, value in step.model.state_dict(keep_vars=True).items()}
+    ours = {name: tuple(value.shape) for name, value in own.items()}
     shapes = {name: entry.shape for name, entry in manifest.tensors.items()}
     shapes |= {alias: shapes[name] for alias, name in manifest.aliases.items()}
     if trained.average is not None:
@@ -368,9 +371,7 @@ def _problems(trained: Trained, manifest: Manifest) -> Iterator[Problem]:
     theirs = {name: shape for name, shape in shapes.items() if name.startswith("model.") or name in ours}
     yield from shape_problems(ours, theirs)
     dtypes = {name: entry.dtype for name, entry in manifest.tensors.items()}
-    yield from dtype_problems(
-        {f"model.{name}": v.dtype for name, v in step.model.state_dict(keep_vars=True).items()}, dtypes
-    )
+    yield from dtype_problems({name: value.dtype for name, value in own.items()}, dtypes)
     for title, shape in shapes.items():
         name = title.removeprefix("outer.")
         if name != title and parameters.get(name) != shape:
