@@ -221,6 +221,26 @@ def test_a_piece_that_cannot_be_written_leaves_the_checkpoints_before(tmp_path, 
     assert not verify(Shelf(tmp_path).at(1))
 
 
+def test_a_folder_that_nothing_can_be_written_to_is_told_without_waiting_for_marks(tmp_path, monkeypatch):
+    monkeypatch.setattr(keeping, "WAIT_SECONDS", 10.0)
+
+    def body(ranks):
+        run = Run(Case(), ranks, tmp_path)
+        run.go(0, 1, save_at=(1,))
+        if run.step.rank == 0:
+            shelf = Shelf(tmp_path).path
+            shelf.rename(tmp_path / "before")
+            shelf.touch()
+        run.step.exchange(None)
+        run.go(1, 3, save_at=(3,))
+        return run.log.notes
+
+    (notes, others) = threads.run(2, body)
+    assert "step 3 could not be written: rank 0: " in notes[0]
+    assert "in time" not in notes[0]
+    assert not others
+
+
 @contextlib.contextmanager
 def small_disk(path: Path) -> Iterator[None]:
     """A file system of 256 KiB at `path`, or a skip where it cannot be had."""

@@ -205,17 +205,22 @@ class Keeper:
 
     def _write(self, step: int, random: Random, manifest: Manifest | None) -> None:
         part = self._shelf.part(step, self._place.token)
-        self._write_piece(part, random, manifest)
+        unmarked = self._write_piece(part, random, manifest)
         if manifest is None:
             return
         try:
+            if unmarked:
+                raise CheckpointError(Problem(f"rank {self._rank}: {unmarked}"))
             self._publish(part, manifest)
         except (OSError, CheckpointError) as error:
             self._failures.append(f"the checkpoint of step {step} could not be written: {_reason(error)}")
             shutil.rmtree(part, ignore_errors=True)
 
-    def _write_piece(self, part: Path, random: Random, manifest: Manifest | None) -> None:
-        """This rank's piece and, last of all, its mark: a rank that has marked writes nothing there any more."""
+    def _write_piece(self, part: Path, random: Random, manifest: Manifest | None) -> str:
+        """This rank's piece and, last of all, its mark: a rank that has marked writes nothing there any more.
+
+        Returns why there is no piece, where not even a mark could say so: a folder that nothing can be written to.
+        """
         piece, mark = part / file_name(self._rank), part / f"rank-{self._rank:03d}"
         try:
             part.mkdir(parents=True, exist_ok=True)
@@ -228,8 +233,11 @@ class Keeper:
             try:
                 _mark(mark, ".failed", _reason(error).encode())
             except OSError:  # a disk without room even for the reason
-                with contextlib.suppress(OSError):
+                try:
                     mark.with_suffix(".failed").touch()
+                except OSError:
+                    return _reason(error)
+        return ""
 
     def _check_room(self, manifest: Manifest | None) -> None:
         total = sum(tensor.num_bytes for tensor in self._globals)
