@@ -7,6 +7,7 @@ Law: rank 0 gives a checkpoint its name when every rank's mark is there; until t
 """
 
 import contextlib
+import functools
 import os
 import shutil
 import threading
@@ -195,8 +196,11 @@ class Keeper:
 
     # ---- in the writer's thread
 
-    def _lost(self, rank: int) -> str:
+    def _lost(self, part: Path, rank: int) -> str:
         """Why a rank's piece will not come, "" where it may."""
+        mine = part / f"rank-{self._rank:03d}"
+        if not any(mine.with_suffix(suffix).exists() for suffix in (".json", ".failed")):
+            return "its folder was removed while it was written"  # and with it the marks of others
         if self._trained.step.has_died(rank):
             return f"rank {rank} died before it had written its piece"
         if self._given_up.wait(POLL_SECONDS):
@@ -223,6 +227,8 @@ class Keeper:
         """
         piece, mark = part / file_name(self._rank), part / f"rank-{self._rank:03d}"
         try:
+            if manifest is not None:
+                self._log.sync()  # so that a run's folder that was removed is one again, before anything lies in it
             part.mkdir(parents=True, exist_ok=True)
             self._check_room(manifest)
             file = write_snapshot(piece, self._snapshot)
@@ -252,7 +258,8 @@ class Keeper:
         deadline = time.monotonic() + WAIT_SECONDS + total / SLOWEST_BYTES_PER_SECOND
         paths = [part / f"rank-{rank:03d}" for rank in range(self._size)]
         # All are waited for before one that failed is told: who may still write must not be swept away under.
-        problems = [_await(path, rank, self._lost, deadline) for rank, path in enumerate(paths)]
+        lost = functools.partial(self._lost, part)
+        problems = [_await(path, rank, lost, deadline) for rank, path in enumerate(paths)]
         if any(problems):
             raise CheckpointError([Problem(text) for text in problems if text])
         marks = [_read_mark(path.with_suffix(".json")) for path in paths]
