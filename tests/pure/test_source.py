@@ -7,8 +7,10 @@ import psutil
 import pytest
 import torch
 
+from fourfold.feed.feed import Feed
 from fourfold.feed.source import Tensors, Tokens, fetch
 from fourfold.feed.text import Corpus, Piece, falls_to_valid, open_text, standard_library
+from fourfold.plan.plan import Plan
 from fourfold.words.errors import DataError
 
 
@@ -266,3 +268,30 @@ def test_samples_whose_dtype_would_depend_on_their_batch_are_refused(first, seco
 def test_texts_of_any_library_in_a_dict_are_refused():
     with pytest.raises(DataError, match="sample 0 has a str_ as 'name'"):
         fetch([{"x": 1.0, "name": np.str_("a")}], [0])
+
+
+class Exhausted(Counted):
+    """Reads from an iterator that ends too early."""
+
+    def __getitem__(self, index: int, /) -> tuple[dict[str, object], int]:
+        if index == 3:
+            next(iter(()))
+        return super().__getitem__(index)
+
+
+class ExhaustedBatches(Exhausted):
+    def fetch(self, indices: list[int], /) -> tuple[dict[str, object], int]:
+        rows = [self[index] for index in indices]
+        return rows[0]
+
+
+@pytest.mark.parametrize("kind", [Exhausted, ExhaustedBatches])
+def test_a_source_that_ends_an_iterator_is_named_with_its_line(kind: type[Counted]):
+    told = r"StopIteration in test_source.py, line \d+   need a sample for every number below len\(source\)"
+    with pytest.raises(DataError, match=told):
+        fetch(kind(), [2, 3])
+
+
+def test_a_source_that_stops_within_a_feed_is_told_as_outside():
+    with pytest.raises(DataError, match="StopIteration in test_source"):
+        list(Feed(Exhausted(), Plan(), batch_size=1))

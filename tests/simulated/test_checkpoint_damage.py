@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,51 @@ def test_a_piece_that_cannot_be_written_leaves_the_checkpoints_before(tmp_path, 
     assert not others
     assert [path.name for path in Shelf(tmp_path).path.iterdir()] == ["step-00000001"]
     assert not verify(Shelf(tmp_path).at(1))
+
+
+def test_a_folder_that_nothing_can_be_written_to_is_told_without_waiting_for_marks(tmp_path, monkeypatch):
+    monkeypatch.setattr(keeping, "WAIT_SECONDS", 10.0)
+
+    def body(ranks):
+        run = Run(Case(), ranks, tmp_path)
+        run.go(0, 1, save_at=(1,))
+        if run.step.rank == 0:
+            shelf = Shelf(tmp_path).path
+            shelf.rename(tmp_path / "before")
+            shelf.touch()
+        run.step.exchange(None)
+        run.go(1, 3, save_at=(3,))
+        return run.log.notes
+
+    (notes, others) = threads.run(2, body)
+    assert "step 3 could not be written: rank 0: " in notes[0]
+    assert "in time" not in notes[0]
+    assert not others
+
+
+def test_a_folder_that_is_removed_while_it_is_written_is_told_without_waiting_for_marks(tmp_path, monkeypatch):
+    monkeypatch.setattr(keeping, "WAIT_SECONDS", 10.0)
+    marked, first = keeping._mark, threading.Event()
+
+    def mark(path, suffix, text):
+        if "step-00000003" in str(path) and path.name == "rank-001":
+            assert first.wait(60)
+            shutil.rmtree(path.parent)
+            return
+        marked(path, suffix, text)
+        if "step-00000003" in str(path):
+            first.set()
+
+    monkeypatch.setattr(keeping, "_mark", mark)
+
+    def body(ranks):
+        run = Run(Case(), ranks, tmp_path)
+        run.go(0, 3, save_at=(1, 3))
+        return run.log.notes
+
+    (notes, _) = threads.run(2, body)
+    assert "step 3 could not be written: its folder was removed while it was written" in notes[0]
+    assert [path.name for path in Shelf(tmp_path).path.iterdir()] == ["step-00000001"]
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from fourfold.plan.timeline import decode
 from fourfold.run.checkpoint import keeper as keeping
 from fourfold.run.checkpoint.shelf import newest_good
 from fourfold.run.folder import Folder
-from fourfold.words.errors import TrainingError
+from fourfold.words.errors import SettingError, TrainingError
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
@@ -88,6 +89,49 @@ def test_lines_that_a_full_disk_does_not_take_come_with_the_next_that_it_takes(r
     assert [line["number"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2, 3]
     folder.cut(position)
     assert [line["number"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]
+    folder.close()
+
+
+def test_a_folder_that_was_removed_comes_back_with_the_next_checkpoint(tmp_path):
+    folder = Folder(tmp_path, "run", label="run", identity={"task": "a"})
+    folder.describe(ff.Plan(dp=2), {"steps": 3})
+    before = {name: (tmp_path / "run" / name).read_bytes() for name in ("settings.json", "plan.toml")}
+    folder.line({"number": 0})
+    shutil.rmtree(tmp_path / "run")
+    folder.line({"number": 1})
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    folder.sync()
+    folder.line({"number": 2})
+    assert [line["number"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]
+    assert {name: (tmp_path / "run" / name).read_bytes() for name in before} == before
+    with pytest.raises(SettingError, match="is being trained by another process"):
+        Folder(tmp_path, "run", label="run", identity={"task": "a"})
+    folder.close()
+    Folder(tmp_path, "run", label="run", identity={"task": "a"}).close()
+
+
+def test_a_folder_that_another_process_trains_in_meanwhile_is_left_to_it(tmp_path):
+    folder = Folder(tmp_path, "run", label="run", identity={"task": "a"})
+    folder.describe(ff.Plan(), {})
+    shutil.rmtree(tmp_path / "run")
+    theirs = Folder(tmp_path, "run", label="run", identity={"task": "b"})
+    with pytest.raises(OSError, match="run is another run's now"):
+        folder.sync()
+    theirs.line({"number": 7})
+    theirs.close()
+    assert [line["number"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [7]
+    folder.close()
+
+
+def test_a_log_that_an_editor_has_replaced_is_no_other_run(tmp_path):
+    folder = Folder(tmp_path, "run", label="run", identity={})
+    folder.line({"number": 0})
+    path = tmp_path / "run" / "metrics.jsonl"
+    (tmp_path / "edited").write_bytes(path.read_bytes())
+    (tmp_path / "edited").rename(path)
+    folder.sync()
+    folder.line({"number": 1})
+    assert [line["number"] for line in lines(path)] == [0]  # as before: the lines go where they went
     folder.close()
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from fourfold.parts.comm import meeting
 from fourfold.words.errors import LaunchError
 from fourfold.words.launchers import MPICH, Seat
+from fourfold.words.rendezvous import SameHost
 
 SEAT = Seat(MPICH, 1, 2, 1, 2)
 
@@ -78,8 +80,58 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, monkeypatc
     folder.rmdir()
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     folder.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(LaunchError, match="mode 700"):
+    with pytest.raises(LaunchError, match=r"is no folder   need .*mode 700"):
         meeting._private_folder()
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("file", "is no folder"),
+        ("link to nowhere", "is no folder"),
+        ("no folder above", "could not be made: not a directory"),
+        ("another user", "is another user's"),
+    ],
+)
+def test_what_is_no_folder_of_this_users_is_told(
+    kind: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    above = tmp_path / "file" if kind == "no folder above" else tmp_path
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(meeting.tempfile, "gettempdir", lambda: str(above))
+    folder = above / f"fourfold-{os.getuid()}"
+    if kind == "file":
+        folder.touch()
+    elif kind == "link to nowhere":
+        folder.symlink_to("nowhere")
+    elif kind == "another user":
+        another = os.getuid() + 1
+        monkeypatch.setattr(meeting.os, "getuid", lambda: another)
+        folder = above / f"fourfold-{another}"
+        folder.mkdir(mode=0o700)
+    with pytest.raises(LaunchError, match=re.escape(f"{folder} {told}")):
+        meeting._private_folder()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_note_that_the_disk_does_not_take_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting.tempfile, "gettempdir", lambda: str(tmp_path))
+    folder, place = meeting._private_folder(), SameHost("MPICH", "PMI_RANK")
+    (folder / f"{meeting._name(place)}.{os.getpid()}").symlink_to("/dev/full")
+    with pytest.raises(LaunchError, match="could not be written: no space left on device   need room"):
+        meeting._on_one_host(Seat(MPICH, 0, 2, 0, 2), place)
+
+
+def test_what_others_have_put_there_is_swept_around(tmp_path: Path) -> None:
+    mine = meeting._process(os.getpid())
+    gone = tmp_path / f"store-{mine.pid}-{mine.began - 1}-ab"
+    for name in ("store-ab", "store-1-2-3-4-5", "store-x-y-ab"):
+        (tmp_path / name).touch()
+    (tmp_path / f"store-1-{mine.began}-folder").mkdir()
+    gone.touch()
+    meeting._sweep(tmp_path)
+    assert not gone.exists()
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 LEAVE = """

@@ -35,7 +35,7 @@ def source_problem(source: Any, name: str) -> Problem | None:
     try:
         return None if len(source) else Problem(f"{name} without samples", "at least one")
     except Exception as error:  # no length, a negative one, one beyond an index; or the source's own objection
-        return Problem(f"{got}: {error}", NUMBERED)
+        return Problem(f"{got}: {str(error) or type(error).__name__}", NUMBERED)
 
 
 def check_data(data: Any, *, where: str) -> None:

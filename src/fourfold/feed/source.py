@@ -10,7 +10,9 @@ B batch · L sequence length
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,8 +37,22 @@ def fetch(source: Source, indices: Sequence[int], *, before: Callable[[int], Non
     """The batch of these samples, in this order; by `source.fetch` where there is one, else samples are stacked.
 
     No indices give a batch of no samples, of the right shapes. `before(i)` is called before `source[i]`, or before
-    `source.fetch` with its first index.
+    `source.fetch` with its first index. Raises DataError where the source raises StopIteration, which would end a
+    generator that reads it.
     """
+    try:
+        return _fetch(source, indices, before)
+    except StopIteration as error:
+        raise DataError(_stopped(error), where="the source") from error
+
+
+def _stopped(error: StopIteration) -> Problem:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    got = f"StopIteration in {Path(place.filename).name}, line {place.lineno}"
+    return Problem(got, "a sample for every number below len(source)", "IndexError, or next(iterator, default)")
+
+
+def _fetch(source: Source, indices: Sequence[int], before: Callable[[int], None] | None) -> Any:
     method = getattr(source, "fetch", None)
     if method is not None:
         if before is not None and len(indices):

@@ -57,21 +57,29 @@ class Folder:
         self.path = _make(parent, name, label=label, identity=identity)
         self.finished = finished(self.path)
         with _written(self.path / LOG):
-            self._log = (self.path / LOG).open("ab", buffering=0)
+            self._log = (self.path / LOG).open("a+b", buffering=0)
+        self._described: dict[Path, bytes] = {}
+        """What `describe` has written, by its file; whole paths, for a task may change the working directory."""
+        self._home = self.path.absolute()
         self._late = b""
         self._using = threading.Lock()
         _lock(self._log, self.path)
 
     def describe(self, plan: Plan, settings: Mapping[str, Any]) -> None:
         """Write down what was asked for, and where it runs."""
-        _replace(self.path / PLAN, plan.to_toml(defaults=True).encode())
         versions = {
             "fourfold": fourfold.__version__,
             "torch": str(torch.__version__),
             "python": platform.python_version(),
         }
         record = {**settings, "versions": versions, "machine": platform.machine(), "cores": os.cpu_count()}
-        _write_settings(self.path, {**record, "identity": self._identity})
+        settings_text = _settings_text({**record, "identity": self._identity})
+        self._described = {
+            self._home / PLAN: plan.to_toml(defaults=True).encode(),
+            self._home / SETTINGS: settings_text,
+        }
+        for path, text in self._described.items():
+            _replace(path, text)
 
     def line(self, record: Mapping[str, Any]) -> OSError | None:
         """Append one line to the log. Returns why it is not there yet; a run is worth more than its log."""
@@ -103,10 +111,36 @@ class Folder:
             self._log.truncate(min(position, self._size()))
 
     def sync(self) -> None:
-        """Have the log on the disk. Raises OSError."""
+        """Have the log on the disk, in a folder that the same command goes on in. Raises OSError.
+
+        A folder that was removed in mid-run is made again. One that another process trains in since is left to it.
+        """
         with self._using:
+            self._keep()
             self._write()
         os.fsync(self._log.fileno())
+
+    def _keep(self) -> None:
+        try:
+            found = (self._home / LOG).stat()
+        except FileNotFoundError:
+            self._make_again()
+            return
+        ours = os.fstat(self._log.fileno())
+        if (found.st_dev, found.st_ino) != (ours.st_dev, ours.st_ino):
+            with (self._home / LOG).open("ab") as log:
+                if not _holds(log):  # no editor has replaced it, but a run
+                    raise OSError(f"{self.path} is another run's now")
+
+    def _make_again(self) -> None:
+        text = os.pread(self._log.fileno(), self._size(), 0)  # it is gone, and can be read
+        self._home.mkdir(parents=True, exist_ok=True)
+        for path, content in self._described.items():
+            _put(path, content)
+        log = (self._home / LOG).open("a+b", buffering=0)
+        _holds(log)
+        self._log.close()
+        self._log, self._late = log, text + self._late
 
     def close(self) -> None:
         self._log.close()
@@ -228,19 +262,27 @@ def _make(parent: Path, name: str | None, *, label: str, identity: Identity) -> 
 
 
 def _write_settings(path: Path, record: Mapping[str, Any]) -> None:
-    _replace(path / SETTINGS, msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
+    _replace(path / SETTINGS, _settings_text(record))
+
+
+def _settings_text(record: Mapping[str, Any]) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n"
 
 
 def _replace(path: Path, text: bytes) -> None:
-    """A file's new content: whole, or not at all."""
-    partial = path.with_name(f".{path.name}")
     with _written(path):
-        try:
-            partial.write_bytes(text)
-            partial.replace(path)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
+        _put(path, text)
+
+
+def _put(path: Path, text: bytes) -> None:
+    """A file's new content: whole, or not at all. Raises OSError."""
+    partial = path.with_name(f".{path.name}")
+    try:
+        partial.write_bytes(text)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 @contextlib.contextmanager
@@ -257,10 +299,15 @@ def _written(path: Path) -> Iterator[None]:
 
 def _lock(file: Any, path: Path) -> None:
     """Hold the run until this process ends. Raises SettingError where another one does."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        problem = Problem(f"{path} is being trained by another process", "one at a time", "name=another")
-        raise SettingError(problem) from None
-    except OSError:  # a file system without locks
-        return
+    if not _holds(file):
+        raise SettingError(Problem(f"{path} is being trained by another process", "one at a time", "name=another"))
+
+
+def _holds(file: Any) -> bool:
+    """Whether no other process holds this file, which this one holds from now on."""
+    with contextlib.suppress(OSError):  # a file system without locks
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True

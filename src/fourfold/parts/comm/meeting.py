@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import secrets
 import stat
 import tempfile
@@ -26,7 +27,7 @@ from typing import NamedTuple
 from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from fourfold.parts.file_store import GROUP_SECONDS, file_store
-from fourfold.words.errors import LaunchError, Problem
+from fourfold.words.errors import LaunchError, Problem, reason
 from fourfold.words.launchers import Seat
 from fourfold.words.rendezvous import Address, SameHost, StoreFile
 from fourfold.words.rendezvous import meeting as place_of
@@ -34,6 +35,7 @@ from fourfold.words.rendezvous import meeting as place_of
 HOST_SECONDS = 60.0  # for the ranks of one host to meet
 HOSTS_SECONDS = 300.0  # hosts, and pods above all, do not start at the same time
 POLL_SECONDS = 0.01
+STORE_NAME = re.compile(r"store-([0-9]+)-([0-9]+)-[0-9a-z]+")  # its rank 0: the process's number, and when it began
 
 _kept: list[tuple[Path, Store]] = []
 """The stores in files that this process has, with their folders, until `release`."""
@@ -77,8 +79,12 @@ def _on_one_host(seat: Seat, place: SameHost) -> Store:
     pid, began = _process(os.getpid())
     name = f"store-{pid}-{began}-{secrets.token_hex(8)}"
     part = note.with_name(f"{note.name}.{pid}")
-    part.write_text(json.dumps({"store": name, "pid": pid, "began": began}))
-    part.replace(note)  # Renamed into place: another rank may read it at any moment.
+    try:
+        part.write_text(json.dumps({"store": name, "pid": pid, "began": began}))
+        part.replace(note)  # Renamed into place: another rank may read it at any moment.
+    except OSError as error:
+        got = f"{note} could not be written: {reason(error)}"
+        raise LaunchError(Problem(got, "room for a small file", "TMPDIR=…")) from None
     try:
         return _all_here(folder / name, seat)
     finally:
@@ -118,9 +124,10 @@ def _locked(folder: Path) -> Iterator[None]:
 def _sweep(folder: Path) -> None:
     """Remove the stores of jobs that were killed: those whose rank 0 has gone."""
     for file in folder.glob("store-*"):
-        _, pid, began, _ = file.name.split("-")
-        if not lives(int(pid), int(began)):
-            file.unlink(missing_ok=True)
+        match = STORE_NAME.fullmatch(file.name)
+        if match and not lives(int(match[1]), int(match[2])):
+            with contextlib.suppress(OSError):  # somebody else's: a folder, say
+                file.unlink()
 
 
 def _store(seat: Seat, address: Address, seconds: float) -> Store:
@@ -152,10 +159,21 @@ def _wait_for(note: Path, seat: Seat) -> str:
 def _private_folder() -> Path:
     """A folder of this user's that nobody else can write to."""
     folder = Path(tempfile.gettempdir()) / f"fourfold-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = os.lstat(folder)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise LaunchError(Problem(f"{folder} is open to others", "a folder of your own, mode 700", "TMPDIR=…"))
+    why = ""
+    try:
+        with contextlib.suppress(FileExistsError):  # whatever is there
+            folder.mkdir(mode=0o700)
+        found = os.lstat(folder)
+        if not stat.S_ISDIR(found.st_mode):
+            why = "is no folder"
+        elif found.st_uid != os.getuid():
+            why = "is another user's"
+        elif found.st_mode & 0o077:
+            why = "is open to others"
+    except OSError as error:
+        why = f"could not be made: {reason(error)}"
+    if why:
+        raise LaunchError(Problem(f"{folder} {why}", "a folder of your own, mode 700", "TMPDIR=…"))
     return folder
 
 

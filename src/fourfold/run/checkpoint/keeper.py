@@ -7,6 +7,7 @@ Law: rank 0 gives a checkpoint its name when every rank's mark is there; until t
 """
 
 import contextlib
+import functools
 import os
 import shutil
 import threading
@@ -195,8 +196,11 @@ class Keeper:
 
     # ---- in the writer's thread
 
-    def _lost(self, rank: int) -> str:
+    def _lost(self, part: Path, rank: int) -> str:
         """Why a rank's piece will not come, "" where it may."""
+        mine = part / f"rank-{self._rank:03d}"
+        if not any(mine.with_suffix(suffix).exists() for suffix in (".json", ".failed")):
+            return "its folder was removed while it was written"  # and with it the marks of others
         if self._trained.step.has_died(rank):
             return f"rank {rank} died before it had written its piece"
         if self._given_up.wait(POLL_SECONDS):
@@ -205,19 +209,26 @@ class Keeper:
 
     def _write(self, step: int, random: Random, manifest: Manifest | None) -> None:
         part = self._shelf.part(step, self._place.token)
-        self._write_piece(part, random, manifest)
+        unmarked = self._write_piece(part, random, manifest)
         if manifest is None:
             return
         try:
+            if unmarked:
+                raise CheckpointError(Problem(f"rank {self._rank}: {unmarked}"))
             self._publish(part, manifest)
         except (OSError, CheckpointError) as error:
             self._failures.append(f"the checkpoint of step {step} could not be written: {_reason(error)}")
             shutil.rmtree(part, ignore_errors=True)
 
-    def _write_piece(self, part: Path, random: Random, manifest: Manifest | None) -> None:
-        """This rank's piece and, last of all, its mark: a rank that has marked writes nothing there any more."""
+    def _write_piece(self, part: Path, random: Random, manifest: Manifest | None) -> str:
+        """This rank's piece and, last of all, its mark: a rank that has marked writes nothing there any more.
+
+        Returns why there is no piece, where not even a mark could say so: a folder that nothing can be written to.
+        """
         piece, mark = part / file_name(self._rank), part / f"rank-{self._rank:03d}"
         try:
+            if manifest is not None:
+                self._log.sync()  # so that a run's folder that was removed is one again, before anything lies in it
             part.mkdir(parents=True, exist_ok=True)
             self._check_room(manifest)
             file = write_snapshot(piece, self._snapshot)
@@ -228,8 +239,11 @@ class Keeper:
             try:
                 _mark(mark, ".failed", _reason(error).encode())
             except OSError:  # a disk without room even for the reason
-                with contextlib.suppress(OSError):
+                try:
                     mark.with_suffix(".failed").touch()
+                except OSError:
+                    return _reason(error)
+        return ""
 
     def _check_room(self, manifest: Manifest | None) -> None:
         total = sum(tensor.num_bytes for tensor in self._globals)
@@ -244,7 +258,8 @@ class Keeper:
         deadline = time.monotonic() + WAIT_SECONDS + total / SLOWEST_BYTES_PER_SECOND
         paths = [part / f"rank-{rank:03d}" for rank in range(self._size)]
         # All are waited for before one that failed is told: who may still write must not be swept away under.
-        problems = [_await(path, rank, self._lost, deadline) for rank, path in enumerate(paths)]
+        lost = functools.partial(self._lost, part)
+        problems = [_await(path, rank, lost, deadline) for rank, path in enumerate(paths)]
         if any(problems):
             raise CheckpointError([Problem(text) for text in problems if text])
         marks = [_read_mark(path.with_suffix(".json")) for path in paths]
