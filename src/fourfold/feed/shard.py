@@ -72,7 +72,7 @@ def shard(loader: DataLoader[Sample], plan: Plan | None = None, *, seed: int = 0
     Without a plan all ranks are data ranks; with one that has sp > 1, the ranks of a sequence get the same samples. A
     loader with `shuffle=True` is shuffled by `seed`, in a new order at every iteration; each rank must therefore begin
     as many iterations as the others. `loader.sampler.set_epoch(n)` says which epoch comes next, to resume a run.
-    Workers draw other random numbers on each data rank, by `seed` and the seed of the loader's generator, if it has one.
+    Workers draw other numbers on each data rank, by `seed` and the seed of the loader's generator, if there is one.
 
     Every rank has as many batches, and each sample comes once in an epoch, with one exception: where fewer samples are
     left for the last batch than there are ranks, ranks without one repeat one of these. The last batch may be smaller,
