@@ -34,12 +34,13 @@ def trained(size, source, *, hosts=1):
     def body(ranks):
         step, feed = built(ranks), Feed(source(ranks.rank), batch_size=8)
         feed._size, feed._index = ranks.size, ranks.rank  # threads are ranks here
-        before = step.model.weight.detach().clone()
+        (weight, _) = step.model.parameters()
+        before = weight.detach().clone()
         try:
             for batch in feed:
                 step(batch)
         except TaskError as error:
-            assert torch.equal(step.model.weight, before)
+            assert torch.equal(weight, before)
             return str(error)
         return "trained"
 
@@ -50,21 +51,10 @@ def part(rank, size=2):
     return Tensors(INPUTS[rank::size], TARGETS[rank::size])
 
 
-class Dicts:
-    """Samples as dicts, of one part."""
-
-    def __init__(self, rank):
-        self.inputs = INPUTS[rank::2]
-
-    def __len__(self):
-        return len(self.inputs)
-
-    def __getitem__(self, index):
-        return {"x": self.inputs[index]}, self.inputs[index].sum(0, keepdim=True)
-
-
 @pytest.mark.parametrize("hosts", [1, 2])
-@pytest.mark.parametrize("source", [part, lambda rank: list(part(rank))], ids=["fetch", "samples"])
+@pytest.mark.parametrize(
+    "source", [part, lambda rank: [part(rank)[index] for index in range(20)]], ids=["fetch", "samples"]
+)
 def test_parts_of_the_data_in_the_place_of_one_source_are_refused_on_every_rank(source, hosts):
     for said in trained(2, source, hosts=hosts):
         assert "another source on rank 1 than on rank 0" in said
@@ -97,7 +87,9 @@ def test_samples_that_are_others_each_time_are_not_compared():
 def test_validation_data_of_other_lengths_are_refused_on_every_rank(zero):
     def body(ranks):
         step = built(ranks, zero=zero)
-        task = ff.Task(model=lambda: step.model, loss=values, data=lambda: None, optimizer=lambda parameters: None)
+        sgd = functools.partial(torch.optim.SGD, lr=0.01)
+        data = ff.Data(train=part(0))
+        task = ff.Task(model=lambda: step.model, loss=values, data=lambda: data, optimizer=sgd)
         source = Tensors(INPUTS[: 9 + 4 * ranks.rank], TARGETS[: 9 + 4 * ranks.rank])
         with pytest.raises(TaskError, match="validation data of 9 on rank 0, 13 on rank 1 samples"):
             evaluate(step, task, source, 4)
