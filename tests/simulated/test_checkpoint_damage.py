@@ -1,6 +1,7 @@
 """What is damaged, or cannot be written, costs the checkpoints before it nothing. Ranks are threads."""
 
 import contextlib
+import errno
 import os
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ from fourfold.run.checkpoint.keeper import Keeper
 from fourfold.run.checkpoint.shelf import Shelf, newest_good, verify
 from fourfold.run.folder import check_name, finished, read_identity, told_finished
 from fourfold.testing import threads
-from fourfold.words.errors import CheckpointError, SettingError
+from fourfold.words.errors import CheckpointError, SettingError, UnreadableError
 from tests.checkpoints import Run, rewrite, saved_twice
 from tests.training import Case
 
@@ -190,6 +191,46 @@ def test_every_flipped_bit_of_a_file_is_found(tmp_path):
             assert verify(shelf.at(3)), (path, place)
             flip(path, place)
     assert not verify(shelf.at(3))
+
+
+NEWER = {
+    "a newer version": lambda manifest: manifest.update(version=2),
+    "a newer version with a field of its own": lambda manifest: manifest.update(version=2, streams=[1]),
+    "a newer version of another form": lambda manifest: manifest.update(version=2, tensors=[], feed=None),
+}
+
+
+@pytest.mark.parametrize("change", NEWER.values(), ids=NEWER)
+def test_a_checkpoint_of_a_newer_version_is_no_damage_and_the_run_does_not_begin_again(change, tmp_path, capsys):
+    shelf = saved_twice(tmp_path)
+    for step in shelf.steps():
+        rewrite(shelf.at(step), change)
+    with pytest.raises(UnreadableError, match=r"version 2, of a newer fourfold .* at most version 1"):
+        threads.run(2, lambda ranks: Run(Case(), ranks, tmp_path).keeper.resume())
+    assert shelf.steps() == [1, 3]
+    assert checkpoints.verify(str(tmp_path)) == 1
+    assert checkpoints.listing(str(tmp_path)) == 0
+    told = capsys.readouterr().out
+    assert "damaged" not in told
+    assert told.count("cannot be read here") == 4
+    with pytest.raises(UnreadableError, match="newer fourfold"):
+        checkpoints.export(str(tmp_path), str(tmp_path / "weights.safetensors"), step=None, ema=False)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rank-001.safetensors"])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.ESTALE])
+def test_a_file_that_may_not_be_opened_is_no_damage(name, number, tmp_path, monkeypatch):
+    shelf = saved_twice(tmp_path)
+
+    def refused(path, *rest, real=Path.open, **how):
+        if path.name == name:
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path, *rest, **how)
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(UnreadableError, match=rf"{name}: {os.strerror(number).lower()}"):
+        threads.run(2, lambda ranks: Run(Case(), ranks, tmp_path).keeper.resume())
+    assert shelf.steps() == [1, 3]
 
 
 def test_without_a_good_checkpoint_nothing_is_put_back(tmp_path):

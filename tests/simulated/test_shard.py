@@ -1,7 +1,9 @@
 """Laws of `ff.shard`: over all data ranks, a loader's samples come once an epoch."""
 
 import itertools
+import random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -136,9 +138,8 @@ def collate(samples):
 
 
 def test_all_else_is_as_the_loader_has_it():
-    generator = torch.Generator()
     options = {
-        "num_workers": 2, "collate_fn": collate, "timeout": 3.0, "worker_init_fn": collate, "generator": generator,
+        "num_workers": 2, "collate_fn": collate, "timeout": 3.0, "worker_init_fn": collate,
         "prefetch_factor": 3, "persistent_workers": True, "multiprocessing_context": "spawn", "in_order": False,
     }  # fmt: skip
     loader = data.DataLoader(Numbers(9), 3, shuffle=True, drop_last=True, **options)
@@ -146,6 +147,38 @@ def test_all_else_is_as_the_loader_has_it():
     for name in (*options, "pin_memory", "pin_memory_device", "dataset", "batch_size", "drop_last"):
         assert getattr(found, name) is getattr(loader, name) or getattr(found, name) == getattr(loader, name), name
     assert epochs(sharded(data.DataLoader(Numbers(4), 2, collate_fn=collate), 2, 1)) == [[[102.0, 103.0]]]
+
+
+class Augmented(Numbers):
+    """Samples that draw, in a worker."""
+
+    def __getitem__(self, index):
+        return torch.tensor([torch.rand(()).item(), random.random(), np.random.rand()])
+
+
+def drawn_by_workers(size, rank, plan=None, *, seed=0, **how):
+    """What the samples of one rank have drawn in two epochs. All ranks are seeded alike, as scripts do."""
+    torch.manual_seed(0)
+    if "generator" in how:
+        how["generator"] = torch.Generator().manual_seed(how["generator"])
+    loader = data.DataLoader(Augmented(4), 2, num_workers=1, **how)
+    return str(epochs(sharded(loader, size, rank, plan, seed=seed), 2))
+
+
+@pytest.mark.parametrize("how", [{}, {"generator": 7}])
+def test_workers_of_other_data_ranks_draw_other_numbers(how):
+    first, second = drawn_by_workers(2, 0, **how), drawn_by_workers(2, 1, **how)
+    assert first != second
+    assert drawn_by_workers(2, 0, **how) == first
+    assert drawn_by_workers(2, 0, **how, seed=1) != first
+    assert drawn_by_workers(2, 0, generator=8) != first
+    plan = Plan(dp=2, sp=2)
+    assert drawn_by_workers(4, 2, plan, **how) == drawn_by_workers(4, 3, plan, **how) == second
+
+
+def test_one_data_rank_keeps_the_generator_of_its_loader():
+    generator = torch.Generator()
+    assert sharded(data.DataLoader(NUMBERS, 2, generator=generator), 1, 0).generator is generator
 
 
 def test_a_loader_without_batches_is_shared_by_its_items():

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from fourfold.cli.failure import neighbour
-from fourfold.words.errors import CheckpointError, Problem, SettingError, reason
+from fourfold.words.errors import CheckpointError, Problem, SettingError, UnreadableError, reason
 from fourfold.words.streams import say
 from fourfold.words.text import escaped
 from fourfold.words.units import sized
@@ -29,7 +29,8 @@ def listing(run: str) -> int:
         try:
             manifest = read_manifest(path)
         except CheckpointError as error:
-            rows.append((str(step), "", "", "", "", f"damaged: {error.problems[0].got}"))
+            word = "cannot be read here" if isinstance(error, UnreadableError) else "damaged"
+            rows.append((str(step), "", "", "", "", f"{word}: {error.problems[0].got}"))
             continue
         size = sized(sum(file.num_bytes for file in manifest.files.values()))
         loss = manifest.valid.get("loss")
@@ -48,8 +49,12 @@ def verify(run: str) -> int:
     shelf = Shelf(_folder(run))
     steps, code = shelf.steps(), 0
     for step in steps:
-        problems = problems_of(shelf.at(step))
-        print(escaped(f"{shelf.at(step)}   {'damaged' if problems else 'good'}"))
+        try:
+            problems = problems_of(shelf.at(step))
+            word = "damaged" if problems else "good"
+        except UnreadableError as error:
+            problems, word = [problem.got for problem in error.problems], "cannot be read here"
+        print(escaped(f"{shelf.at(step)}   {word}"))
         for text in problems:
             print(escaped(f"  {text}"))
         code = 1 if problems else code

@@ -53,8 +53,7 @@ def ahead(
             if isinstance(item, _Failed):
                 raise item.error
             yield item
-            if in_turn():
-                wanted.release()
+            wanted.release()
     finally:
         stopped.set()
         thread.join(JOIN_SECONDS)

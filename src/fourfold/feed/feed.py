@@ -12,6 +12,7 @@ import torch
 
 from fourfold.feed.ahead import ahead
 from fourfold.feed.draws import fetch_drawing
+from fourfold.feed.probe import Probe, are_alike, probe_of
 from fourfold.feed.samples import source_problem
 from fourfold.feed.source import fetch
 from fourfold.parts import comm
@@ -38,9 +39,13 @@ torch.serialization.add_safe_globals([Position])  # torch.load takes a saved sta
 
 
 class Batch(tuple):
-    """A pair (inputs, targets) that knows which samples it holds: errors then name them."""
+    """A pair (inputs, targets) that knows which samples it holds: errors then name them.
+
+    probe: of the feed's source, with the first batch of each data rank, where there are several; see `feed.probe`.
+    """
 
     samples: Stretch
+    probe: Probe | None = None
 
     @classmethod
     def of(cls, values: Any, samples: Stretch) -> Any:
@@ -59,6 +64,7 @@ class DictBatch(dict[str, Any]):
     """A dict of inputs that knows which samples it holds."""
 
     samples: Stretch
+    probe: Probe | None = None
 
 
 class Feed:
@@ -79,7 +85,7 @@ class Feed:
         self._source, self._batch_size = source, int(batch_size)
         self._size, self._index = place(plan, where="the feed")
         self._state = Position(int(seed), 0, 0, len(source))
-        self._draws = False
+        self._draws = self._is_probed = False
         self.look: Callable[[], None] = _nothing
         """Called from time to time while a batch is waited for: what it raises ends the waiting."""
 
@@ -146,6 +152,8 @@ class Feed:
             first, last = share(position, stop, self._size, self._index)
             samples = Stretch(num_samples, seed, epoch, position, stop, first, last)
             batch = Batch.of(self._fetch(samples, is_first=position == start.position), samples)
+            if self._size > 1 and not self._is_probed and isinstance(batch, Batch | DictBatch):
+                self._is_probed, batch.probe = True, self._probe(seed)
             position = stop
             after = (epoch, position) if position < num_samples else (epoch + 1, 0)
             yield Position(seed, *after, num_samples), batch
@@ -157,6 +165,16 @@ class Feed:
         drawing = {"seed": samples.seed, "epoch": samples.epoch, "draws": self._draws}
         batch, self._draws = fetch_drawing(self._source, samples.ids(), **drawing)
         return batch
+
+    def _probe(self, seed: int) -> Probe | None:
+        """Of the source's middle sample; None where it is another one each time it is read."""
+        drawing = {"seed": seed, "epoch": 0, "draws": self._draws}
+        try:
+            twice = [fetch_drawing(self._source, [len(self._source) // 2], **drawing)[0] for _ in range(2)]
+        except Exception:  # the sample's own error is raised where a batch has it, with the others
+            return None
+        first, second = map(probe_of, twice)
+        return first if are_alike(first, second) else None
 
 
 def _nothing() -> None: ...

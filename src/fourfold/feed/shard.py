@@ -6,9 +6,11 @@ Law: over all data ranks an epoch's batches are those of a `Feed` with the same 
 comes once. A rank that gets none of the tail repeats one sample of it, so that all ranks have as many batches.
 """
 
+import hashlib
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -70,6 +72,7 @@ def shard(loader: DataLoader[Sample], plan: Plan | None = None, *, seed: int = 0
     Without a plan all ranks are data ranks; with one that has sp > 1, the ranks of a sequence get the same samples. A
     loader with `shuffle=True` is shuffled by `seed`, in a new order at every iteration; each rank must therefore begin
     as many iterations as the others. `loader.sampler.set_epoch(n)` says which epoch comes next, to resume a run.
+    Workers draw other numbers on each data rank, by `seed` and the seed of the loader's generator, if there is one.
 
     Every rank has as many batches, and each sample comes once in an epoch, with one exception: where fewer samples are
     left for the last batch than there are ranks, ranks without one repeat one of these. The last batch may be smaller,
@@ -103,12 +106,22 @@ def shard(loader: DataLoader[Sample], plan: Plan | None = None, *, seed: int = 0
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
+        generator=_generator(loader, here, seed),
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
         pin_memory_device=loader.pin_memory_device,
         in_order=loader.in_order,
     )
+
+
+def _generator(loader: DataLoader[Any], place: tuple[int, int], seed: int) -> Any:
+    """What seeds the workers: on each data index something else, for ranks are mostly seeded alike."""
+    size, index = place
+    if size == 1:
+        return loader.generator
+    base = 0 if loader.generator is None else loader.generator.initial_seed()
+    digest = hashlib.blake2b(f"fourfold workers {base} {seed} {index}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
 
 
 def _problems(loader: DataLoader[Any]) -> list[Problem]:

@@ -56,13 +56,18 @@ def from_toml(text: str) -> dict[str, Any]:
 
 def read_small(path: Path, *, most: int = MAX_SMALL_BYTES) -> bytes:
     """A file that should be small. Raises OSError, and DecodeError where it is larger than `most` bytes."""
-    if path.is_fifo():  # to open it would wait for somebody who writes
-        raise OSError(errno.EINVAL, "is a pipe")
+    refuse_pipe(path)
     with path.open("rb") as file:
         text = file.read(most + 1)
     if len(text) > most:
         raise DecodeError(f"more than {most} bytes")
     return text
+
+
+def refuse_pipe(path: Path) -> None:
+    """Raise OSError for a pipe: to open it would wait for somebody at its other end."""
+    if path.is_fifo():
+        raise OSError(errno.EINVAL, "is a pipe")
 
 
 def read_toml(path: Path) -> dict[str, Any]:

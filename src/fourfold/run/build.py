@@ -42,9 +42,10 @@ from fourfold.run.refuse import compare, refuse, refuse_for, refuse_optimizer, r
 from fourfold.run.remembered import Remembered
 from fourfold.run.runtime import Runtime
 from fourfold.run.same_batches import SameBatches, fingerprint
+from fourfold.run.same_source import refuse_other_sources
 from fourfold.run.sequence import Tokens
 from fourfold.run.sequence.alike import unlike
-from fourfold.run.settings import DRIFT_CHECK
+from fourfold.run.settings import DRIFT_CHECK, is_due
 from fourfold.run.state import State, copied
 from fourfold.run.weights import Weights, trainable_of
 from fourfold.words.action import LOSS, Action
@@ -303,8 +304,11 @@ class TrainStep:
         call = _name(f"step {self.steps + 1}", samples)
         self._transport.enter(comm.with_options(call, self._options.text()))
         watches = self._same_batches.is_watching and samples is None
-        if not self._recorded or watches:
+        compares_sources = self._num_calls == 0 and samples is not None
+        if not self._recorded or watches or compares_sources:
             self._transport.agree()  # The first step also exchanges what is no sum.
+        if compares_sources:
+            refuse_other_sources(self._ranks.exchange(getattr(batch, "probe", None)))
         if watches:
             self._compare_data_ranks(batch)
         self.try_out(batch, training=True)

@@ -25,8 +25,9 @@ import msgspec
 import torch
 
 import fourfold
-from fourfold.plan.decode import DecodeError, from_json, read_small
+from fourfold.plan.decode import DecodeError, from_json, read_small, refuse_pipe
 from fourfold.plan.plan import FIELDS, Plan
+from fourfold.run.checkpoint.shelf import FOLDER as CHECKPOINTS
 from fourfold.run.settings import Identity, canonical
 from fourfold.words.errors import PlanError, Problem, SettingError, TrainingError, reason
 
@@ -56,7 +57,9 @@ class Folder:
         self._identity = identity
         self.path = _make(parent, name, label=label, identity=identity)
         self.finished = finished(self.path)
+        _refuse_no_folder(self.path / CHECKPOINTS)
         with _written(self.path / LOG):
+            refuse_pipe(self.path / LOG)
             self._log = (self.path / LOG).open("a+b", buffering=0)
         self._described: dict[Path, bytes] = {}
         """What `describe` has written, by its file; whole paths, for a task may change the working directory."""
@@ -197,6 +200,7 @@ def _told(value: Any) -> str:
 def finished(path: Path) -> dict[str, Any] | None:
     """The last line of the log of a run that has ended well; None for any other."""
     with contextlib.suppress(OSError, DecodeError):
+        refuse_pipe(path / LOG)
         with (path / LOG).open("rb") as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - 2**16))
             last = log.read().splitlines()[-1:]
@@ -228,6 +232,8 @@ def set_aside(path: Path) -> Path | None:
     """Give a run's folder another name, so that the run can start over; None where there is no folder."""
     if not path.exists():
         return None
+    with _written(path / LOG):
+        refuse_pipe(path / LOG)
     with (path / LOG).open("ab") as log:
         _lock(log, path)
     number = 1
@@ -259,6 +265,13 @@ def _make(parent: Path, name: str | None, *, label: str, identity: Identity) -> 
     (staging / SETTINGS).unlink()
     staging.rmdir()
     raise SettingError(Problem(f"{parent / (name or label)}-… cannot be made", "a folder", "name=another"))
+
+
+def _refuse_no_folder(path: Path) -> None:
+    """Raise SettingError where something else has the place of a folder: nothing could be saved there."""
+    if os.path.lexists(path) and not path.is_dir():
+        got = f"{path} is {'a link to nothing' if path.is_symlink() else 'no folder'}"
+        raise SettingError(Problem(got, "a folder for the checkpoints", "another name for what is there"))
 
 
 def _write_settings(path: Path, record: Mapping[str, Any]) -> None:

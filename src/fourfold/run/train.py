@@ -38,6 +38,7 @@ from fourfold.run.memory_bound import refuse_memory
 from fourfold.run.objective import is_uneven, uneven
 from fourfold.run.outline import meta_model
 from fourfold.run.pulse import Pulse
+from fourfold.run.same_source import refuse_other_lengths
 from fourfold.run.settings import DRIFT_CHECK, Settings, factors, is_due, refuse_steps, settings_of, told_late
 from fourfold.run.speaker import WINDOW, Report, Result, Speaker
 from fourfold.run.trace import EVERY, Tracing
@@ -341,12 +342,13 @@ def _finite(factor: Any, step: int) -> float:
 def evaluate(step: TrainStep, task: Task, source: Source, batch_size: int) -> dict[str, float]:
     """Mean loss and the task's measures over a whole source, which the data ranks share. Collective.
 
-    Raises TaskError, on every rank, where the loss is one number made of means whose counts part ways, and ranks share
-    the source: then other ranks would give another number.
+    Raises TaskError, on every rank, where ranks have sources of other lengths; and where the loss is one number made of
+    means whose counts part ways, and ranks share the source: then other ranks would give another number.
     """
     uneven_by = torch.zeros(3, dtype=torch.float64)
     sums: dict[str, list[float]] = {}
     step.flush()
+    refuse_other_lengths(step.exchange(len(source)), "validation data")
     start, stop = share(0, len(source), step.plan.dp, step.data_index)
     each = max(1, batch_size // step.plan.dp)
     draw = functools.partial(fetch_drawing, source, seed=0, epoch=0)

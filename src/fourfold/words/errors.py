@@ -80,6 +80,10 @@ class CheckpointError(FourfoldError):
     """A checkpoint that is damaged, missing, or of something else."""
 
 
+class UnreadableError(CheckpointError):
+    """A checkpoint that may be good, and cannot be read here: a newer version wrote it, or it may not be opened."""
+
+
 class TrainingError(FourfoldError):
     """Training met something it must not go on with, such as a parameter without gradient."""
 

@@ -26,7 +26,7 @@ from fourfold.run.checkpoint.read import Reader
 from fourfold.run.checkpoint.shelf import Shelf
 from fourfold.run.checkpoint.state import Trained
 from fourfold.run.checkpoint.write import Snapshot, write, write_snapshot
-from fourfold.words.errors import CheckpointError, Problem
+from fourfold.words.errors import CheckpointError, Problem, UnreadableError
 from fourfold.words.units import sized
 
 KEEP = 2
@@ -95,8 +95,11 @@ class Keeper:
         if self._rank == 0:
             self._shelf.sweep()
         for number in reversed(exchange(self._shelf.steps() if self._rank == 0 else [])[0]):
-            found = exchange(shelf.verify(_from_here(self._shelf.at(number)), index=self._rank, size=self._size))
-            problems = list(dict.fromkeys(text for texts in found for text in texts))
+            judged = exchange(self._judge(_from_here(self._shelf.at(number))))
+            if unreadable := list(dict.fromkeys(tuple(each) for texts, _ in judged for each in texts)):
+                # An older one would do, but what has been trained since would be lost without need.
+                raise UnreadableError([Problem(*each) for each in unreadable], where="the newest checkpoint")
+            problems = list(dict.fromkeys(text for _, texts in judged for text in texts))
             if not problems:
                 progress = self._put_back(self._shelf.at(number))
                 break
@@ -110,6 +113,13 @@ class Keeper:
             self._log.line({"checkpoint": self._shelf.at(number).name, "damaged": problems})
         self._begin = time.perf_counter()
         return progress
+
+    def _judge(self, folder: Path) -> tuple[list[Problem], list[str]]:
+        """Why this rank's share of a checkpoint cannot be read here; and what is damaged of it."""
+        try:
+            return [], shelf.verify(folder, index=self._rank, size=self._size)
+        except UnreadableError as error:
+            return list(error.problems), []
 
     def _put_back(self, folder: Path) -> Progress:
         with Reader(folder) as reader:

@@ -7,6 +7,7 @@ Law: a checkpoint is taken away only when a newer one is on the disk; the last K
 """
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -19,12 +20,22 @@ from safetensors import SafetensorError, safe_open
 
 from fourfold.plan import pieces
 from fourfold.plan.decode import DecodeError, from_json, read_small
-from fourfold.plan.pieces import MANIFEST, MAX_MANIFEST_BYTES, Held, Manifest
-from fourfold.words.errors import CheckpointError, Problem
+from fourfold.plan.pieces import MANIFEST, MAX_MANIFEST_BYTES, VERSION, Held, Manifest
+from fourfold.words.errors import CheckpointError, Problem, UnreadableError, reason
 
 FOLDER = "checkpoints"
 NAME = re.compile(r"step-([0-9]{8,})")
 CHUNK_BYTES = 4 * 2**20
+
+
+# What says nothing of a file's content: rights, a limit of the process, a network file system.
+ELSEWHERE = frozenset((errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE))
+
+
+class _Versioned(msgspec.Struct, frozen=True):
+    """What manifests of all versions have."""
+
+    version: int
 
 
 class _Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -108,14 +119,22 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """A checkpoint's manifest, bounded and whole. Raises CheckpointError naming the file."""
+    """A checkpoint's manifest, bounded and whole. Raises CheckpointError naming the file.
+
+    An UnreadableError where it may be good, and cannot be read here.
+    """
     path = folder / MANIFEST
     try:
         envelope = from_json(read_small(path, most=MAX_MANIFEST_BYTES), _Envelope)
         if xxhash.xxh3_128_hexdigest(bytes(envelope.manifest)) != envelope.xxh3_128:
             raise CheckpointError(Problem(f"{path}: another checksum than its own", "the file as it was written"))
+        version = from_json(bytes(envelope.manifest), _Versioned).version
+        if version > VERSION:
+            got = f"{path}: version {version}, of a newer fourfold"
+            raise UnreadableError(Problem(got, f"at most version {VERSION}", "the fourfold that has written it"))
         manifest = from_json(bytes(envelope.manifest), Manifest)
     except OSError as error:
+        _refuse_elsewhere(path, error)
         raise CheckpointError(Problem(f"{path}: {(error.strerror or 'unreadable').lower()}", "a manifest")) from None
     except DecodeError as error:
         raise CheckpointError(Problem(f"{path}: {error}", "a manifest")) from None
@@ -129,9 +148,14 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path, *, index: int = 0, size: int = 1) -> list[str]:
-    """What is wrong with a checkpoint: every `size`-th file from `index` on, by size, checksum and tensors."""
+    """What is wrong with a checkpoint: every `size`-th file from `index` on, by size, checksum and tensors.
+
+    Raises UnreadableError where nobody can tell.
+    """
     try:
         manifest = read_manifest(folder)
+    except UnreadableError:
+        raise
     except CheckpointError as error:
         return [problem.got for problem in error.problems]
     files = sorted(manifest.files)[index::size]
@@ -148,7 +172,14 @@ def _file_problems(path: Path, manifest: Manifest) -> list[str]:
             return [f"{path}: another checksum than when it was written"]
         return [f"{path}: {text}" for text in _tensor_problems(path, pieces.held(manifest, path.name))]
     except OSError as error:
+        _refuse_elsewhere(path, error)
         return [f"{path}: {(error.strerror or 'unreadable').lower()}"]
+
+
+def _refuse_elsewhere(path: Path, error: OSError) -> None:
+    """Raise UnreadableError for an error that is not the file's: nothing says that it is damaged."""
+    if error.errno in ELSEWHERE:
+        raise UnreadableError(Problem(f"{path}: {reason(error)}", "a file that can be read")) from None
 
 
 def _tensor_problems(path: Path, expected: Mapping[str, Held]) -> list[str]:

@@ -1,0 +1,53 @@
+"""Probe: numbers out of one sample, by which ranks find out whether they read the same source.
+
+Law: of one source all ranks have the same probe but for rounding, whichever samples they train on. A source whose
+sample is another one each time it is read has none.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+NUM_ELEMENTS = 256  # of each tensor, spread evenly
+TOLERANCE = 1e-3  # unlike processors may round what a source computes otherwise
+
+Probe = list[list[Any]]
+
+
+def probe_of(batch: Any) -> Probe:
+    """The shape and some elements of each tensor, in order; JSON."""
+    return [[list(leaf.shape), _elements(leaf)] for leaf in _leaves(batch)]
+
+
+def are_alike(first: Probe, second: Probe) -> bool:
+    """Whether two probes are of the same sample, but for rounding."""
+    if [shape for shape, _ in first] != [shape for shape, _ in second]:
+        return False
+    return all(_are_close(a, b) for (_, a), (_, b) in zip(first, second, strict=True))
+
+
+def _are_close(first: Sequence[float], second: Sequence[float]) -> bool:
+    a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
+    finite = np.abs(np.concatenate([a, b]))
+    largest = float(finite[np.isfinite(finite)].max(initial=0.0))
+    return bool(np.allclose(a, b, rtol=0.0, atol=TOLERANCE * largest, equal_nan=True))
+
+
+def _elements(leaf: Tensor) -> list[float]:
+    flat = (torch.view_as_real(leaf) if leaf.is_complex() else leaf).reshape(-1)
+    places = torch.linspace(0, max(0, len(flat) - 1), min(len(flat), NUM_ELEMENTS)).long()
+    return flat[places].double().tolist()
+
+
+def _leaves(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Mapping):
+        for key in sorted(batch, key=str):
+            yield from _leaves(batch[key])
+    elif isinstance(batch, tuple | list):
+        for part in batch:
+            yield from _leaves(part)
+    elif isinstance(batch, Tensor) and batch.layout is torch.strided and not batch.is_quantized:
+        yield batch.detach()

@@ -1,0 +1,72 @@
+"""Laws of a run's folder: what stands in the place of its files is told, and keeps nobody waiting."""
+
+import os
+import threading
+
+import pytest
+
+from fourfold.report import faults as reported
+from fourfold.run import faults
+from fourfold.run.folder import Folder, finished, set_aside
+from fourfold.words.errors import SettingError, TrainingError
+
+LIMIT_SECONDS = 20
+
+
+def within_limit(body):
+    """What `body` raises; it runs in a thread of its own, since a test that waits for a pipe would never end."""
+    raised = []
+
+    def run():
+        try:
+            body()
+            raised.append(None)
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(LIMIT_SECONDS)
+    assert raised, "it waits"
+    return raised[0]
+
+
+def opened(parent):
+    return Folder(parent, "run", label="run", identity={})
+
+
+def test_a_pipe_in_the_place_of_a_log_is_told_and_not_waited_for(tmp_path):
+    opened(tmp_path).close()
+    run = tmp_path / "run"
+    (run / "metrics.jsonl").unlink()
+    os.mkfifo(run / "metrics.jsonl")
+    assert within_limit(lambda: finished(run)) is None
+    for body in (lambda: opened(tmp_path), lambda: set_aside(run)):
+        error = within_limit(body)
+        assert isinstance(error, TrainingError)
+        assert "metrics.jsonl could not be written: is a pipe" in str(error)
+    os.mkfifo(run / "faults.jsonl")
+    fault = faults.Fault(time=0.0, kind="restart", step=1, rank=0, host="a", text="")
+    for body in (lambda: faults.append(run, fault), lambda: reported.read(run)):
+        error = within_limit(body)
+        assert isinstance(error, OSError)
+        assert "is a pipe" in str(error)
+
+
+@pytest.mark.parametrize(("put", "said"), [
+    (lambda path: path.touch(), "is no folder"),
+    (lambda path: path.symlink_to("/nonexistent/checkpoints"), "is a link to nothing"),
+])  # fmt: skip
+def test_what_is_no_folder_in_the_place_of_the_checkpoints_is_refused_at_the_start(put, said, tmp_path):
+    """Each save would wait a minute for pieces that nobody can write."""
+    opened(tmp_path).close()
+    put(tmp_path / "run" / "checkpoints")
+    with pytest.raises(SettingError, match=f"checkpoints {said}"):
+        opened(tmp_path)
+
+
+def test_a_link_to_a_folder_elsewhere_holds_the_checkpoints(tmp_path):
+    opened(tmp_path).close()
+    (tmp_path / "large").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "large")
+    opened(tmp_path).close()

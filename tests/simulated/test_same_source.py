@@ -1,0 +1,115 @@
+"""Laws of ranks' sources: one source for all, or a refusal on every rank before a weight moves."""
+
+import functools
+
+import pytest
+import torch
+
+import fourfold as ff
+from fourfold.feed.feed import Feed
+from fourfold.feed.probe import are_alike, probe_of
+from fourfold.feed.source import Tensors
+from fourfold.run.build import TrainStep
+from fourfold.run.train import evaluate
+from fourfold.testing import threads
+from fourfold.words.errors import TaskError
+
+INPUTS = torch.randn(40, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+TARGETS = INPUTS.square().sum(1, keepdim=True)
+
+
+def values(outputs, targets):
+    return (outputs - targets).square()
+
+
+def built(ranks, **plan):
+    model = torch.nn.Linear(3, 1).double()
+    sgd = functools.partial(torch.optim.SGD, lr=0.01)
+    return TrainStep(model, values, sgd, plan=ff.Plan(dp=ranks.size, **plan), ranks=ranks, clip=None)
+
+
+def trained(size, source, *, hosts=1):
+    """What each rank says after an epoch of the source that `source(rank)` is."""
+
+    def body(ranks):
+        step, feed = built(ranks), Feed(source(ranks.rank), batch_size=8)
+        feed._size, feed._index = ranks.size, ranks.rank  # threads are ranks here
+        (weight, _) = step.model.parameters()
+        before = weight.detach().clone()
+        try:
+            for batch in feed:
+                step(batch)
+        except TaskError as error:
+            assert torch.equal(weight, before)
+            return str(error)
+        return "trained"
+
+    return threads.run(size, body, hosts=hosts)
+
+
+def part(rank, size=2):
+    return Tensors(INPUTS[rank::size], TARGETS[rank::size])
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize(
+    "source", [part, lambda rank: [part(rank)[index] for index in range(20)]], ids=["fetch", "samples"]
+)
+def test_parts_of_the_data_in_the_place_of_one_source_are_refused_on_every_rank(source, hosts):
+    for said in trained(2, source, hosts=hosts):
+        assert "another source on rank 1 than on rank 0" in said
+        assert "need the same source on every rank" in said
+
+
+def test_one_source_is_trained_also_where_processors_round_otherwise():
+    assert trained(2, lambda rank: Tensors(INPUTS, TARGETS)) == ["trained"] * 2
+    assert trained(3, lambda rank: Tensors(INPUTS * (1 + 1e-6 * rank), TARGETS)) == ["trained"] * 3
+
+
+class Restless:
+    """Samples that are others each time, by a generator that each rank has for itself."""
+
+    def __init__(self, rank):
+        self.generator = torch.Generator().manual_seed(rank)
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return torch.randn(3, dtype=torch.float64, generator=self.generator), torch.zeros(1, dtype=torch.float64)
+
+
+def test_samples_that_are_others_each_time_are_not_compared():
+    assert trained(2, Restless) == ["trained"] * 2
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_validation_data_of_other_lengths_are_refused_on_every_rank(zero):
+    def body(ranks):
+        step = built(ranks, zero=zero)
+        sgd = functools.partial(torch.optim.SGD, lr=0.01)
+        data = ff.Data(train=part(0))
+        task = ff.Task(model=lambda: step.model, loss=values, data=lambda: data, optimizer=sgd)
+        source = Tensors(INPUTS[: 9 + 4 * ranks.rank], TARGETS[: 9 + 4 * ranks.rank])
+        with pytest.raises(TaskError, match="validation data of 9 on rank 0, 13 on rank 1 samples"):
+            evaluate(step, task, source, 4)
+        return True
+
+    assert threads.run(2, body, hosts=2) == [True, True]
+
+
+def test_a_probe_tells_samples_apart_by_shape_and_by_value():
+    ones = {"x": torch.ones(1, 500), "y": (torch.tensor([3]), torch.tensor([1j]))}
+    probe = probe_of(ones)
+    assert are_alike(probe, probe_of(dict(reversed(ones.items()))))
+    for other in (
+        {**ones, "x": torch.ones(1, 501)},
+        {**ones, "x": torch.ones(1, 500) * 1.01},
+        {**ones, "y": (torch.tensor([4]), torch.tensor([1j]))},
+        {**ones, "y": (torch.tensor([3]), torch.tensor([-1j]))},
+        {**ones, "x": torch.full((1, 500), torch.nan)},
+        {"x": ones["x"]},
+    ):
+        assert not are_alike(probe, probe_of(other))
+    empty = {"x": torch.ones(1, 0), "nan": torch.tensor([torch.nan, torch.inf])}
+    assert are_alike(probe_of(empty), probe_of(empty))
