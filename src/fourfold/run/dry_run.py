@@ -43,6 +43,7 @@ class DryRun:
     def __init__(self, model: nn.Module, objective: Objective, plan: Plan, device: torch.device) -> None:
         self._model, self._objective, self._plan, self._device = model, objective, plan, device
         self._parts = plan.dp * plan.sp * plan.microbatches
+        objective.is_cut = self._parts > 1
         self._done: set[bool] = set()
         self._sample: Microbatch | None = None
 
@@ -65,7 +66,7 @@ class DryRun:
         is raised there, and a TaskError on the others.
         """
         told: dict[str, Any] = {"error": None, "problems": [], "loss": None, "writes": False, "empty": True}
-        told |= {"single": False, "counted": False}
+        told |= {"single": False, "counted": False, "divisors": None}
         error: Exception | None = None
         with reading:
             try:
@@ -117,6 +118,7 @@ class DryRun:
         self._sample = cut(mapped(some(tried, 0, 1), torch.clone), 1, self._device)[0]
         told: dict[str, Any] = {"problems": problems, "writes": watches and bool(whole.changes)}
         told |= {"single": self._objective.is_single, "counted": self._objective.is_counted}
+        told["divisors"] = self._objective.divisors.found()
         return told | ({"loss": self._compared(whole, parts)} if is_compared else {})
 
     def _cut(self, batch: Any, whole: Forward) -> tuple[Forward, list[Forward]]:
@@ -192,6 +194,7 @@ class DryRun:
         divisors = [loss.divided_by for loss in known]
         is_divided = bool(known) and all(divisor is not None for divisor in divisors)
         self._objective.divided_by = 1.0 if self._objective.by_hand else divisors[0] if is_divided else None
+        self._objective.divisors.learn([told["divisors"] for told in everyone])
         self._objective.is_single = any(told["single"] for told in everyone)
         self._objective.is_counted = any(told["counted"] for told in everyone)
         problem = next((loss.problem for loss in known if loss.problem is not None), None)
