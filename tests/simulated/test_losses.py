@@ -140,6 +140,7 @@ REFUSED: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "contrastive": contrastive,
     "variance of the batch": lambda o, y: (o - o.mean(0)).square().mean(),
     "normalized by the batch": lambda o, y: F.mse_loss((o - o.mean(0)) / (o.std(0, correction=0) + 1), ones(y)),
+    "normalized by the batch, of two at least": lambda o, y: ((o - o.mean(0)) / o.std(0) * ones(y)).square().mean(),
     "root": lambda o, y: F.mse_loss(o, ones(y)).sqrt(),
     "largest": lambda o, y: (o - ones(y)).square().amax(),
     "masked by hand": lambda o, y: ((o - ones(y)).square().sum(-1) * (y >= 0)).sum() / (y >= 0).sum().clamp(min=1),

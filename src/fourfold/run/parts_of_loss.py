@@ -82,8 +82,8 @@ def compared(
         by_hand = by_sum[0][1] > 0 and max(off) <= 0.0 and abs(means[0] - means[1]) <= bound(means)
     means = [found.whole, found.parts, *(_mean([each]) for each in losses)]
     if not all(map(math.isfinite, means)):
-        if found.is_unreduced and losses[0][1] and math.isfinite(found.whole):
-            return found._replace(is_known=True, adds_up=False)  # a value that is finite among other samples only
+        if not by_hand and losses[0][1] and math.isfinite(found.whole):
+            return found._replace(is_known=True, adds_up=False)  # what is finite among other samples only
         return found._replace(is_known=by_hand, by_hand=by_hand, adds_up=False)
     counts = [(each.loss.count, each.loss.other, each.loss.square) for each in parts]
     totals = [sum(map(float, each)) for each in zip(*counts, strict=True)]
