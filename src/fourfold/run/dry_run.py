@@ -21,7 +21,7 @@ from fourfold.run.gradient_hooks import hook_problems
 from fourfold.run.objective import Measured, Objective, is_compiled
 from fourfold.run.parts_of_loss import Compared, compared
 from fourfold.run.without_randomness import without_randomness
-from fourfold.words.errors import Problem, TaskError
+from fourfold.words.errors import FourfoldError, Problem, TaskError
 
 
 class Forward(NamedTuple):
@@ -125,12 +125,26 @@ class DryRun:
         """The forward of the whole, and those of two parts. One sample makes a whole with itself."""
         if whole.samples > 1:
             first = max(1, whole.samples // 3)
-            return whole, [self._forward(some(batch, *span)) for span in ((0, first), (first, whole.samples))]
+            try:
+                return whole, [self._forward(some(batch, *span)) for span in ((0, first), (first, whole.samples))]
+            except (RuntimeError, ValueError, IndexError):
+                return self._repeated(batch, whole)
         try:
             return self._forward(mapped(batch, lambda tensor: torch.cat([tensor, tensor]))), [whole, whole]
         except (RuntimeError, ValueError, IndexError):
             # A model for one sample at a time: then all parts of a batch have one.
             return whole, [whole]
+
+    def _repeated(self, batch: Any, whole: Forward) -> tuple[Forward, list[Forward]]:
+        """The same for a model that takes no fewer samples: two halves, each of them twice."""
+        half = whole.samples // 2
+        if whole.samples % 2:
+            batch = some(batch, 0, 2 * half)
+            whole = self._forward(batch)
+        halves_twice = (
+            mapped(some(batch, start, start + half), lambda tensor: torch.cat([tensor, tensor])) for start in (0, half)
+        )
+        return whole, [self._forward(twice)._replace(samples=half) for twice in halves_twice]
 
     def _forward(self, batch: Any, *, times: int = 1) -> Forward:
         samples = num_samples(batch)
@@ -232,4 +246,6 @@ def _unseen(what: str, parts: int, attempt: str) -> Problem:
 
 def _first_line(error: Exception) -> str:
     lines = str(error).splitlines()
+    if isinstance(error, FourfoldError):  # its first line says how many problems there are
+        return "; ".join(line.strip() for line in lines[1:])
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
