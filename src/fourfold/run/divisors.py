@@ -44,13 +44,17 @@ class Divisors:
     def are_expected(self) -> bool:
         return bool(self._scales)
 
+    def forget(self) -> None:
+        """Forget what was noted: another dry run begins."""
+        self._tried = []
+
     def try_out(self, value: Tensor, samples: int) -> None:
         """Note those of a number that was made of so many samples."""
         self._tried.append((samples, [float(each) for each in divisors(value)]))
 
     def found(self) -> list[tuple[bool, float]] | None:
-        """What was noted on this rank since the last time, in JSON; None: nothing that can be told."""
-        tried, self._tried = self._tried, []
+        """What was noted on this rank, in JSON; None: nothing that can be told."""
+        tried = self._tried
         if not tried or len({len(each) for _, each in tried}) > 1:
             return None
         several = len({samples for samples, _ in tried}) > 1
@@ -61,6 +65,8 @@ class Divisors:
     def learn(self, everyone: Sequence[Sequence[tuple[bool, float]] | None]) -> None:
         """Take over what all ranks have found: fixed is what is so on each of them."""
         known = [found for found in everyone if found is not None]
+        if not known:
+            return
         self._scales = None
         if known and len({len(found) for found in known}) == 1:
             # Of a divisor that is not fixed everywhere the scale is that of a rank where it is not.

@@ -78,6 +78,7 @@ class DryRun:
 
     def _show(self, batch: Any, *, training: bool) -> dict[str, Any]:
         """What a batch shows on this rank."""
+        self._objective.divisors.forget()
         samples = num_samples(batch)
         told: dict[str, Any] = {"empty": samples == 0}
         if training and (problems := hook_problems(self._model, self._parts)):

@@ -101,6 +101,7 @@ class Objective:
 
     def try_out(self, model: nn.Module, part: Microbatch) -> Measured:
         """The same in a dry run: no graph is kept; still it is seen which loss functions are trained."""
+        self._heads.know(model)
         with observing() as calls:
             outputs = call(model, part.inputs, part.kept)
             if is_compiled(model):

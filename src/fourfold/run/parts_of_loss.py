@@ -51,14 +51,17 @@ class Compared(NamedTuple):
         if self.adds_up or self.has_drawn:
             return None
         parts = " and ".join(map(str, self.samples))
+        whole, mean = f"{self.whole:.6g}", f"{self.parts:.6g}"
+        if whole == mean:  # off by little, and yet by more than rounding
+            whole, mean = f"{self.whole:.12g}", f"{self.parts:.12g}"
         if self.is_unreduced:
-            got = f"unreduced values with a mean of {self.whole:.6g} for {sum(self.samples)} samples together"
-            got += f", and of {self.parts:.6g} for {parts} of them"
+            got = f"unreduced values with a mean of {whole} for {sum(self.samples)} samples together"
+            got += f", and of {mean} for {parts} of them"
             need = "values that depend on their own sample alone, in model and loss: the batch is cut into parts"
             attempt = "GroupNorm for statistics of the batch; (values.sum(), len(values)) trains each part by itself"
             return Problem(got, need, attempt)
-        got = f"a loss that is one number, {self.whole:.6g} for {sum(self.samples)} samples together"
-        got += f", and {self.parts:.6g} as the mean of {parts} of them"
+        got = f"a loss that is one number, {whole} for {sum(self.samples)} samples together"
+        got += f", and {mean} as the mean of {parts} of them"
         need = "a mean over samples, or over what torch's loss functions count: the batch is cut into parts"
         attempt = "unreduced values, or a pair (sum, count); (loss * n, n) trains the mean of the parts' losses"
         return Problem(got, need, attempt)
