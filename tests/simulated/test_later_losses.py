@@ -19,7 +19,26 @@ LATER = {
     "a mean by hand beside": lambda o, y: ce(*flat(o, y)) + o.square().mean(),
     "a sum by all targets": lambda o, y: ce(*flat(o, y), reduction="sum") / y.numel(),
     "half a sum by those kept": lambda o, y: 0.5 * ce(*flat(o, y), reduction="sum") / (y >= 0).sum().clamp(min=1),
+    "a masked mean": lambda o, y: (o.square().sum(-1) * (y >= 0)).sum() / (y >= 0).sum(),
+    "a masked mean of at least one": lambda o, y: (o.exp().sum(-1) * (y >= 0)).sum() / (y >= 0).sum().clamp(min=1),
+    "a masked mean by means": lambda o, y: (o.exp().sum(-1) * (y >= 0)).mean() / (y >= 0).double().mean(),
+    "a mean of those kept": lambda o, y: o[y >= 0].square().mean() if (y >= 0).any() else 0 * o.sum(),
+    "chunks": lambda o, y: sum(ce(*each, reduction="sum") for each in chunks(o, y)) / (y >= 0).sum().clamp(min=1),
+    "smoothed by hand": lambda o, y: smoothed(o, y),
+    "several": lambda o, y: torch.stack([(o.exp().sum(-1) * (y >= 0)).sum() / (y >= 0).sum() / 2, o.mean()]).sum(),
 }
+
+
+def chunks(o, y):
+    return zip(*(each.chunk(3) for each in flat(o, y)), strict=True)
+
+
+def smoothed(o, y):
+    """As the label smoother of transformers does it."""
+    logs, ignored, y = -o.log_softmax(-1), (y < 0)[..., None], y.clamp(min=0)[..., None]
+    told = logs.gather(-1, y).masked_fill(ignored, 0.0), logs.sum(-1, keepdim=True).masked_fill(ignored, 0.0)
+    count = ignored.numel() - ignored.sum()
+    return 0.9 * told[0].sum() / count + 0.1 * told[1].sum() / (count * o.shape[-1])
 
 
 def without_grad(o, y):
@@ -33,8 +52,24 @@ EXACT = {
     "a third of a sum by samples": lambda o, y: ce(*flat(o, y), reduction="sum") / (3 * len(y)),
     "a figure within no_grad": without_grad,
     "a constant beside": lambda o, y: 0.3 * ce(*flat(o, y)) + own_penalty.square(),
+    "half of two means": lambda o, y: (ce(*flat(o, y)) + ce(*flat(o.sin(), y))) / 2,
+    "a mean of each sample": lambda o, y: o.square().flatten(1).mean(1).mean(),
+    "a mean of fixed numbers beside": lambda o, y: ce(*flat(o, y)) / 3 + own_penalty.expand(7).mean() / 5,
+    "a mean by lengths": lambda o, y: (o.square().sum((1, 2)) / (1 + (y >= 0).sum(1))).mean(),
+    "a figure before that is not detached": lambda o, y: told(F.l1_loss(o, torch.zeros_like(o)), ce(*flat(o, y))),
+    "a figure behind that is not detached": lambda o, y: told(F.l1_loss(o, o + 1), ce(*flat(o, y))),
+    "by torch.func.vmap": lambda o, y: torch.func.vmap(ce)(o.flatten(1), y.abs().sum(1) % 20).mean(),
+    "elements by torch.func.vmap": lambda o, y: torch.func.vmap(F.mse_loss)(o, o.sin().detach()).mean(),
 }
+
+
+def told(figure, value):
+    assert figure.item() >= 0
+    return value
+
+
 own_penalty = torch.tensor(1.5, dtype=WIDE)
+SHARDED = [(2, 2, 3)]  # autograd keeps its tensors in another way
 
 
 def ignoring():
@@ -62,10 +97,11 @@ def refused_after(step, given, dp, match):
 
 
 @pytest.mark.parametrize("name", LATER)
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("cut", CUTS + SHARDED)
 def test_what_is_no_mean_of_the_kept_is_refused_once_some_are_ignored(name, cut):
     def body(ranks):
-        plan = Plan(dp=cut[0], microbatches=cut[1], zero=cut[2])
+        transport = "gloo" if cut[2] == 3 else "by-host"
+        plan = Plan(dp=cut[0], microbatches=cut[1], zero=cut[2], transport=transport)
         step = TrainStep(net(), LATER[name], sgd, plan=plan, ranks=ranks, clip=None)
         return refused_after(step, later(), cut[0], "whose counts are not proportional")
 

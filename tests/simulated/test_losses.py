@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -140,6 +141,7 @@ REFUSED: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "contrastive": contrastive,
     "variance of the batch": lambda o, y: (o - o.mean(0)).square().mean(),
     "normalized by the batch": lambda o, y: F.mse_loss((o - o.mean(0)) / (o.std(0, correction=0) + 1), ones(y)),
+    "normalized by the batch, of two at least": lambda o, y: ((o - o.mean(0)) / o.std(0) * ones(y)).square().mean(),
     "root": lambda o, y: F.mse_loss(o, ones(y)).sqrt(),
     "largest": lambda o, y: (o - ones(y)).square().amax(),
     "masked by hand": lambda o, y: ((o - ones(y)).square().sum(-1) * (y >= 0)).sum() / (y >= 0).sum().clamp(min=1),
@@ -201,6 +203,20 @@ def test_a_number_that_is_no_mean_is_refused_on_every_rank_before_a_weight_moves
         return all(map(torch.equal, before, model.parameters()))
 
     assert all(threads.run(cut[0], body))
+
+
+def test_a_loss_that_is_off_by_little_is_told_with_digits_that_differ():
+    def slightly(o, y):
+        return F.mse_loss(o, ones(y)) + 1e-6 * o.mean(0).square().sum()
+
+    def body(ranks):
+        step = TrainStep(net(), slightly, sgd, plan=Plan(microbatches=2), ranks=ranks, clip=None)
+        with pytest.raises(TaskError) as caught:
+            step(batches()[0])
+        whole, mean = re.findall(r"(0\.\d+) (?:for|as)", str(caught.value))
+        return whole != mean
+
+    assert threads.run(1, body) == [True]
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -233,3 +233,26 @@ def test_pairs_are_what_they_were():
     (batch,) = Feed(source, Plan(), batch_size=4, seed=0)
     assert isinstance(batch, tuple)
     assert [len(part) for part in batch] == [4, 4]
+
+
+def test_lists_joined_end_to_end_are_refused_with_the_names_of_what_differs():
+    def body(ranks):
+        step = TrainStep(
+            nn.EmbeddingBag(9, 3), lambda o, y: o.square().sum(1), sgd, plan=Plan(), ranks=ranks, clip=None
+        )
+        inputs = {"input": torch.arange(7), "offsets": torch.tensor([0, 2, 5])}
+        with pytest.raises(TaskError, match=r"7 in inputs\['input'\], 3 in inputs\['offsets'\], 3 in targets"):
+            step((inputs, torch.zeros(3)))
+
+    threads.run(1, body)
+
+
+def test_a_rank_hears_what_is_wrong_with_the_first_batch_of_another():
+    def body(ranks):
+        batch = {"x": torch.randn(4, 4, dtype=torch.float64), "labels": torch.arange(4) % 3}
+        if ranks.rank == 1:
+            del batch["labels"]
+        with pytest.raises(TaskError, match="without a loss, of inputs x"):
+            build(ranks)(batch)
+
+    threads.run(2, body)

@@ -56,6 +56,7 @@ MIXING = {
     "less the mean": lambda x: x - x.mean(0),
     "statistics by hand": lambda x: (x - x.mean(0)) / x.std(0),
     "attention among samples": lambda x: (x @ x.T).softmax(1) @ x,
+    "statistics of two at least": lambda x: F.batch_norm(x, None, None, training=True),
 }
 
 
@@ -86,6 +87,27 @@ def test_one_process_may_mix_samples():
 
 def test_a_model_for_so_many_samples_at_a_time_is_trained():
     threads.run(2, lambda ranks: step(ranks, Net(lambda x: x.view(8, 4)), PLANS[0]))
+
+
+@pytest.mark.parametrize("loss", [values, F.cross_entropy])
+def test_in_a_model_for_so_many_samples_at_a_time_they_may_not_meet(loss):
+    def body(ranks):
+        with pytest.raises(TaskError, match="for 8 samples together"):
+            step(ranks, Net(lambda x: x.view(8, 4) - x.view(8, 4).mean(0)), PLANS[0], loss)
+
+    threads.run(2, body)
+
+
+@pytest.mark.parametrize("samples", [2, 3, 4, 5])
+@pytest.mark.parametrize("loss", [values, F.cross_entropy])
+def test_statistics_that_need_two_samples_are_refused_however_few_a_microbatch_has(samples, loss):
+    def body(ranks):
+        model, plan = Net(MIXING["statistics of two at least"]), Plan(dp=2, microbatches=2)
+        inputs = torch.randn(2 * samples, 4, dtype=torch.float64)
+        with pytest.raises(TaskError, match="samples together"):
+            TrainStep(model, loss, sgd, plan=plan, ranks=ranks, clip=None)((inputs, torch.arange(2 * samples) % 3))
+
+    threads.run(2, body)
 
 
 BOUNDED = {

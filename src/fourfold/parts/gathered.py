@@ -51,7 +51,7 @@ class _Record(NamedTuple):
     version: int
 
 
-class _Saved(NamedTuple):
+class Saved(NamedTuple):
     """Any other tensor that autograd keeps, and its version."""
 
     tensor: Tensor
@@ -280,20 +280,20 @@ class Gathered:
 
     # ---- what autograd keeps ------------------------------------------------------------------------
 
-    def _pack(self, tensor: Tensor) -> _Record | _Saved:
+    def _pack(self, tensor: Tensor) -> _Record | Saved:
         bucket = self._holders.get(tensor.untyped_storage().data_ptr()) if tensor.layout is torch.strided else None
         if bucket is None or tensor.dtype != self._held[bucket].dtype or tensor.is_conj() or tensor.is_neg():
-            return _Saved(tensor, tensor._version)
+            return Saved(tensor, tensor._version)
         return _Record(bucket, int(tensor.storage_offset()), tensor.size(), tensor.stride(), self._version(bucket))
 
-    def _unpack(self, kept: _Record | _Saved) -> Tensor:
-        now = kept.tensor._version if isinstance(kept, _Saved) else self._version(kept.bucket)
+    def _unpack(self, kept: _Record | Saved) -> Tensor:
+        now = kept.tensor._version if isinstance(kept, Saved) else self._version(kept.bucket)
         if now != kept.version:
             # Autograd checks this itself, but not behind hooks.
-            what = "one of the tensors" if isinstance(kept, _Saved) else "a weight"
+            what = "one of the tensors" if isinstance(kept, Saved) else "a weight"
             got = f"{what} that backward needs, changed since forward (version {now}, {kept.version} then)"
             raise TrainingError(Problem(got, "what forward has computed with"), where="backward")
-        if isinstance(kept, _Saved):
+        if isinstance(kept, Saved):
             return kept.tensor
         if self._script is None:
             got = "a backward outside a step, of a graph with weights that rest split"

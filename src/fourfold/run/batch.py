@@ -69,8 +69,20 @@ def num_samples(batch: Any) -> int:
         raise TaskError(Problem("a batch with a tensor without dims", "tensors whose first dim counts samples"))
     lengths = {tensor.shape[0] for tensor in tensors}
     if len(lengths) != 1:
-        raise TaskError(Problem(f"first dims {sorted(lengths)}", "one number of samples in inputs and targets"))
+        told = [*_lengths("inputs", inputs), *([] if targets is None else _lengths("targets", targets))]
+        need = "one number of samples, the first dim of each tensor: a batch is cut along it"
+        attempt = "samples padded to one length, instead of lists joined end to end with offsets or indices"
+        raise TaskError(Problem(f"a batch with {', '.join(told) or 'no tensor'}", need, attempt), where="the batch")
     return lengths.pop()
+
+
+def _lengths(name: str, tree: Any) -> Iterator[str]:
+    """The first dim of each tensor, by name."""
+    if isinstance(tree, dict):
+        for key, part in tree.items():
+            yield from _lengths(f"{name}[{key!r}]", part)
+    else:
+        yield f"{len(tree)} in {name}"
 
 
 def some(batch: Any, start: int, stop: int) -> tuple[Any, Any]:

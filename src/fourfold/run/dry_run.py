@@ -98,6 +98,7 @@ class DryRun:
         self._model, self._objective, self._plan, self._device = model, objective, plan, device
         self._num_sharing, self._speaks = num_sharing, speaks
         self._parts = plan.dp * plan.sp * plan.microbatches
+        objective.is_cut = self._parts > 1
         self._watch = WeightWatch(plan, weights)
         self._watches = True
         """Whether what forwards write is compared, be it trained or not; what is trained is in any case."""
@@ -125,7 +126,7 @@ class DryRun:
         is raised there, and a TaskError on the others.
         """
         told: dict[str, Any] = {"error": None, "problems": [], "loss": None, "writes": False, "empty": True}
-        told |= {"single": False, "counted": False, "changed": {}}
+        told |= {"single": False, "counted": False, "changed": {}, "divisors": None}
         error: Exception | None = None
         self._shown = None
         with reading("try out"):
@@ -150,6 +151,7 @@ class DryRun:
 
     def _show(self, batch: Any, *, training: bool) -> dict[str, Any]:
         """What a batch shows on this rank."""
+        self._objective.divisors.forget()
         samples = num_samples(batch)
         told: dict[str, Any] = {"empty": samples == 0}
         self._watch.begin()
@@ -196,7 +198,7 @@ class DryRun:
         self._sample = cut(mapped(some(tried, 0, 1), torch.clone), 1, self._device)[0]
         told: dict[str, Any] = {"problems": problems, "writes": self._watches and whole.writes}
         told |= {"single": self._objective.is_single, "counted": self._objective.is_counted}
-        told["changed"] = summary(whole.changes)
+        told["changed"], told["divisors"] = summary(whole.changes), self._objective.divisors.found()
         if not is_compared:
             return told
         loss = self._compared(whole, parts)
@@ -209,12 +211,26 @@ class DryRun:
         """The forward of the whole, and those of two parts. One sample makes a whole with itself."""
         together, parts = pieces(batch)
         if whole.samples > 1:
-            return whole, [self._forward(part) for part in parts]
+            try:
+                return whole, [self._forward(part) for part in parts]
+            except (RuntimeError, ValueError, IndexError):
+                return self._repeated(batch, whole)
         try:
             return self._forward(together), [whole, whole]
         except (RuntimeError, ValueError, IndexError):
             # A model for one sample at a time: then all parts of a batch have one.
             return whole, [whole]
+
+    def _repeated(self, batch: Any, whole: Forward) -> tuple[Forward, list[Forward]]:
+        """The same for a model that takes no fewer samples: two halves, each of them twice."""
+        half = whole.samples // 2
+        if whole.samples % 2:
+            batch = some(batch, 0, 2 * half)
+            whole = self._forward(batch)
+        halves_twice = (
+            mapped(some(batch, start, start + half), lambda tensor: torch.cat([tensor, tensor])) for start in (0, half)
+        )
+        return whole, [self._forward(twice)._replace(samples=half) for twice in halves_twice]
 
     def _forward(self, batch: Any, *, times: int = 1) -> Forward:
         samples = num_samples(batch)
@@ -315,6 +331,7 @@ class DryRun:
         divisors = [loss.divided_by for loss in known]
         is_divided = bool(known) and all(divisor is not None for divisor in divisors)
         self._objective.divided_by = 1.0 if self._objective.by_hand else divisors[0] if is_divided else None
+        self._objective.divisors.learn([told["divisors"] for told in everyone])
         self._objective.is_single = any(told["single"] for told in everyone)
         self._objective.is_counted = any(told["counted"] for told in everyone)
         problems = [] if self._objective.by_hand else [loss.problem for loss in known]

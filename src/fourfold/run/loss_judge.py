@@ -31,7 +31,7 @@ from fourfold.run.unchanged import copied_attributes, unchanged
 from fourfold.run.weight_writes import WeightWrites
 from fourfold.run.widened import Widened
 from fourfold.run.without_randomness import without_randomness
-from fourfold.words.errors import Problem
+from fourfold.words.errors import FourfoldError, Problem
 
 EXACT = Judgement(torch.float64, "near", True)
 JUDGEMENTS = (EXACT, Judgement(torch.float64, "own", True), Judgement(None, "own", True))
@@ -209,4 +209,6 @@ def _meeting(names: Sequence[str]) -> Problem:
 
 def first_line(error: Exception) -> str:
     lines = str(error).splitlines()
+    if isinstance(error, FourfoldError):  # its first line says how many problems there are
+        return "; ".join(line.strip() for line in lines[1:])
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from fourfold.run.batch import Loss, Microbatch, call, leaves, mapped, measure
 from fourfold.run.bends import bends
+from fourfold.run.divisors import Divisors, last_steps
+from fourfold.run.origins import Heads, signature
 from fourfold.run.torch_losses import Call, Count, observing
 from fourfold.run.without_randomness import without_randomness
 from fourfold.words.errors import Problem, TaskError
@@ -52,9 +54,14 @@ class Objective:
         self.watches_forward = True
         """Whether loss functions are observed in the model's forward too."""
         self._seen_in_forward = False
+        self.divisors = Divisors()
+        self._heads = Heads()
+        self._idle: list[bool] = []
+        """Which calls do not change the number, as figures for people do not; empty: not known."""
         self._trained: list[bool] = []
-        self.names = ""
-        """The loss functions that were observed last."""
+        self.is_cut = True
+        """Whether a batch is cut, so that its parts must add up."""
+        self._names: Sequence[str] = []
         self.stand_in: Microbatch | None = None
         """A sample for forwards of a rank that has none, where these must leave its buffers as they are elsewhere."""
 
@@ -68,6 +75,11 @@ class Objective:
         return nn.ModuleList(each for each in dict.fromkeys(map(_module, held)) if each is not None and each not in own)
 
     @property
+    def names(self) -> str:
+        """What the last number was made of."""
+        return ", ".join(dict.fromkeys(self._names)) or "a mean made by hand"
+
+    @property
     def is_models_own(self) -> bool:
         return self._loss is None
 
@@ -78,19 +90,21 @@ class Objective:
 
     def __call__(self, model: nn.Module, part: Microbatch) -> Measured:
         """The loss of a microbatch that is not empty. Raises TaskError for what is no loss."""
+        self._heads.know(model)
         if self.watches_forward and not is_compiled(model):
             with observing() as calls:
                 outputs = call(model, part.inputs, part.kept)
                 self._seen_in_forward |= bool(calls)
-                value = self._value(outputs, part)
+                value = self._followed(outputs, part)
         else:
             outputs = call(model, part.inputs, part.kept)
             with contextlib.nullcontext([]) if self.is_compiled else observing() as calls:
-                value = self._value(outputs, part)
+                value = self._followed(outputs, part)
         return self._measured(outputs, value, calls, part)
 
     def try_out(self, model: nn.Module, part: Microbatch) -> Measured:
         """The same in a dry run: no graph is kept; still it is seen which loss functions are trained."""
+        self._heads.know(model)
         with observing() as calls:
             outputs = call(model, part.inputs, part.kept)
             if is_compiled(model):
@@ -98,12 +112,16 @@ class Objective:
             self._seen_in_forward |= bool(calls)
             # As in a step, a loss may differentiate outputs by one another.
             if self._loss is not None and not torch.is_grad_enabled():
-                outputs = mapped(outputs, lambda t: t.detach().requires_grad_() if t.is_floating_point() else t)
+                outputs = mapped(outputs, _followed)
             with torch.enable_grad():
                 value = self._value(outputs, part)
         found = self._bends(outputs, value, calls, part.samples)
         slopes = _slopes(value, calls)
+        if self.is_number(value, part.samples):
+            self.divisors.try_out(value, part.samples)
         calls = [dataclasses.replace(c, value=c.value.detach(), slope=s) for c, s in zip(calls, slopes, strict=True)]
+        slopes = [each.slope for each in self._of_training(calls)]
+        self._idle = [slope is None for slope in slopes] if any(slope is not None for slope in slopes) else []
         outputs, value = (mapped(tree, Tensor.detach) for tree in (outputs, value))  # the graph is not kept
         return self._measured(outputs, value, calls, part)._replace(bends=found)
 
@@ -126,7 +144,7 @@ class Objective:
                 call(model, self.stand_in.inputs)
 
     def _measured(self, outputs: Any, value: Any, calls: Sequence[Call], part: Microbatch) -> Measured:
-        trained = self._of_training(calls)
+        trained = self._of_number(value, self._of_training(calls))
         return Measured(outputs, value, trained, self.measure(value, trained, part.samples))
 
     def _of_training(self, calls: Sequence[Call]) -> Sequence[Call]:
@@ -136,11 +154,27 @@ class Objective:
             self._trained = told = [bool(flag) for flag in told]
         elif len(self._trained) == len(calls):
             told = list(self._trained)
-        return [each for each, flag in zip(calls, told, strict=True) if flag is not False] if any(told) else calls
+        if any(told):
+            calls = [each for each, flag in zip(calls, told, strict=True) if flag is not False]
+        return calls
+
+    def _of_number(self, value: Any, calls: Sequence[Call]) -> Sequence[Call]:
+        """The calls without those that did not change the number in the dry run, unless they do now."""
+        if len(self._idle) != len(calls) or not any(self._idle):
+            return calls
+        now = last_steps(value.grad_fn) if isinstance(value, Tensor) else []
+        return [each for each, idle in zip(calls, self._idle, strict=True) if not idle or each.value.grad_fn in now]
 
     def settle(self) -> None:
         """After a first training step: forwards that call no loss function are not watched any more."""
         self.watches_forward = self._seen_in_forward
+
+    def _followed(self, outputs: Any, part: Microbatch) -> Any:
+        """The loss, with the steps of autograd that made it where its divisors are asked for in an evaluation too."""
+        if self._loss is None or torch.is_grad_enabled() or not self.divisors.are_expected:
+            return self._value(outputs, part)
+        with torch.enable_grad():
+            return self._value(mapped(outputs, _followed), part)
 
     def _value(self, outputs: Any, part: Microbatch) -> Any:
         if self._loss is None:
@@ -171,7 +205,8 @@ class Objective:
         """The loss as a sum and a count. `calls`: of torch's loss functions, while it was made."""
         if not self.is_number(value, samples):
             return measure(value, samples)
-        counts = [each.count for each in calls if each.is_mean]
+        means = [each for each in calls if each.is_mean]
+        counts = [each.count for each in means]
         dtype = torch.promote_types(value.dtype, torch.float32)
         if not counts and self.by_hand and calls:
             if not isinstance(calls[0].count, Tensor) and not calls[0].count:
@@ -181,7 +216,7 @@ class Objective:
         # Where means are counted, a part that takes none has no elements: `if mask.any(): … else: 0 * outputs.sum()`.
         count, *others = counts or [0.0 if self.is_counted else float(samples)]
         total = value.reshape(()).to(dtype) * (count.to(dtype) if isinstance(count, Tensor) else count)
-        if self.is_mixed and counts:
+        if self.is_mixed and (counts or self.is_counted):
             others.append(float(samples))
         if (
             self.divided_by is not None
@@ -189,15 +224,29 @@ class Objective:
             and (self.by_hand or len(calls) == 1)
             and not any(c.is_mean for c in calls)
         ):
-            self.names = calls[0].name
+            self._names = [calls[0].name]
             divisor = _divisor(value.detach().reshape(()), calls[0].value, self.divided_by * count)
             return Loss(total, count, divisor, _square(divisor, count))
+        self._names = [each.name for each in means]
+        if self.is_cut:
+            others += self._alike(value, means, count)
         if not others:
             return Loss(total, count)
-        self.names = ", ".join(dict.fromkeys(each.name for each in calls if each.is_mean))
         # Factors of which no small sum is a multiple of another: what differs cannot cancel out.
         other = sum(math.sqrt(2 + index) * each for index, each in enumerate(others))
         return Loss(total, count, other, _square(other, count))
+
+    def _alike(self, value: Tensor, means: Sequence[Call], count: Count) -> list[Count]:
+        """What is in proportion to `count` only where all parts are divided, and made of means, alike."""
+        others = self.divisors.others(value, count)
+        if means:
+            others.append(signature(*[(each.name, each.place, self._heads.of(each.value)) for each in means]) * count)
+        return others
+
+
+def _followed(tensor: Tensor) -> Tensor:
+    """A tensor that autograd follows from here on."""
+    return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
 
 
 def _module(held: Any) -> nn.Module | None:

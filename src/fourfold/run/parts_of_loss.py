@@ -65,14 +65,17 @@ class Compared(NamedTuple):
         if self.adds_up or self.has_drawn:
             return None
         parts = " and ".join(map(str, self.samples))
+        whole, mean = f"{self.whole:.6g}", f"{self.parts:.6g}"
+        if whole == mean:  # off by little, and yet by more than rounding
+            whole, mean = f"{self.whole:.12g}", f"{self.parts:.12g}"
         if self.is_unreduced:
-            got = f"unreduced values with a mean of {self.whole:.6g} for {sum(self.samples)} samples together"
-            got += f", and of {self.parts:.6g} for {parts} of them"
+            got = f"unreduced values with a mean of {whole} for {sum(self.samples)} samples together"
+            got += f", and of {mean} for {parts} of them"
             need = "values that depend on their own sample alone, in model and loss: the batch is cut into parts"
             attempt = "GroupNorm for statistics of the batch; (values.sum(), len(values)) trains each part by itself"
             return Problem(got, need, attempt)
-        got = f"a loss that is one number, {self.whole:.6g} for {sum(self.samples)} samples together"
-        got += f", and {self.parts:.6g} as the mean of {parts} of them"
+        got = f"a loss that is one number, {whole} for {sum(self.samples)} samples together"
+        got += f", and {mean} as the mean of {parts} of them"
         need = "a mean over samples, or over what torch's loss functions count: the batch is cut into parts"
         attempt = "unreduced values, or a pair (sum, count); (loss * n, n) trains the mean of the parts' losses"
         return Problem(got, need, attempt)
@@ -99,8 +102,8 @@ def compared(
         by_hand = by_sum[0][1] > 0 and max(off) <= 0.0 and abs(means[0] - means[1]) <= bound(means)
     means = [found.whole, found.parts, *(_mean([each]) for each in losses)]
     if not all(map(math.isfinite, means)):
-        if found.is_unreduced and losses[0][1] and math.isfinite(found.whole):
-            return found._replace(is_known=True, adds_up=False)  # a value that is finite among other samples only
+        if not by_hand and losses[0][1] and math.isfinite(found.whole):
+            return found._replace(is_known=True, adds_up=False)  # what is finite among other samples only
         return found._replace(is_known=by_hand, by_hand=by_hand, adds_up=False)
     counts = [(each.loss.count, each.loss.other, each.loss.square) for each in parts]
     totals = [sum(map(float, each)) for each in zip(*counts, strict=True)]

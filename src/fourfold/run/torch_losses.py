@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fourfold.parts.lost_arguments import LOST, completed
+from fourfold.run.origins import place
 
 IGNORED = -100  # torch's default
 Options = dict[str, Any]
@@ -38,6 +39,8 @@ class Call:
     """Whether autograd follows it, as it does not follow figures for people; None: without autograd one cannot tell."""
     slope: float | None = None
     """How much a number changes with it; None: not known."""
+    place: int = 0
+    """Where it was called: see `run.origins`."""
 
 
 def _classes(func: Any, given: Options) -> Count:
@@ -134,6 +137,9 @@ class observing(TorchFunctionMode):
         # The compiler follows a mode into here, and what it finds would not compile.
         if torch.compiler.is_compiling() or kwargs.get("reduction") == "none":
             return func(*args, **kwargs)
+        # Within vmap a number is one for each sample, and what a transform differentiates is no tensor outside of it.
+        if torch._C._are_functorch_transforms_active():
+            return func(*args, **kwargs)
         return self._observed(func, _given(func, args, kwargs))
 
     def _observed(self, func: Any, given: Options) -> Any:
@@ -143,7 +149,7 @@ class observing(TorchFunctionMode):
         count = COUNTS[func](func, given)
         value = _mean(func, given, count) if reduction != "sum" else _called(func, given)
         is_trained = value.requires_grad if torch.is_grad_enabled() else None
-        self._calls.append(Call(func.__name__, count, reduction != "sum", value, is_trained))
+        self._calls.append(Call(func.__name__, count, reduction != "sum", value, is_trained, place=place()))
         return value
 
 

@@ -1,0 +1,126 @@
+"""Divisors: what a loss that is one number was divided by, as autograd has recorded it.
+
+divisor  one number that is not trained: `mask.sum()` of `values.sum() / mask.sum()`, or the elements of a mean
+fixed    a divisor that is the same for samples however many: the 2 of `(a + b) / 2`
+Law: a mean made by hand adds up while its divisors are in one proportion to the weights of the parts of a batch, and
+those that are fixed are the same for all of them.
+
+Only the last steps of autograd are read, back to what is no sum, multiple or quotient. What is divided before, such as
+weights that sum to 1, and what is saved elsewhere, as checkpointing does, is not seen.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fourfold.parts.gathered import Saved
+from fourfold.run.torch_losses import Count
+
+STEPS = 32  # that are read at most: reading them takes time in each forward
+DIVISION = "DivBackward0"
+MEANS = {"MeanBackward0", "MeanBackward1"}
+# Behind these stands the same loss, or a sum of several.
+BEHIND = {
+    f"{name}Backward{number}"
+    for name in (
+        *("Add", "Sub", "Mul", "Neg", "Sum", "NanToNum", "Where", "MaskedFill"),
+        *("Stack", "Cat", "Unbind", "Select", "View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "Alias"),
+        *("ToCopy", "Clone", "Expand", "Permute", "Transpose"),
+    )
+    for number in range(5)
+}
+
+
+class Divisors:
+    """The divisors of a number. Which of them are fixed is learned from a dry run."""
+
+    def __init__(self) -> None:
+        self._tried: list[tuple[int, list[float]]] = []
+        self._scales: list[tuple[bool, float]] | None = None
+        """Of each divisor: whether it is fixed; and itself, or what it is for one sample. None: not known."""
+
+    @property
+    def are_expected(self) -> bool:
+        return bool(self._scales)
+
+    def forget(self) -> None:
+        """Forget what was noted: another dry run begins."""
+        self._tried = []
+
+    def try_out(self, value: Tensor, samples: int) -> None:
+        """Note those of a number that was made of so many samples."""
+        self._tried.append((samples, [float(each) for each in divisors(value)]))
+
+    def found(self) -> list[tuple[bool, float]] | None:
+        """What was noted on this rank, in JSON; None: nothing that can be told."""
+        tried = self._tried
+        if not tried or len({len(each) for _, each in tried}) > 1:
+            return None
+        several = len({samples for samples, _ in tried}) > 1
+        samples, most = max(tried, key=lambda each: each[0])
+        fixed = [several and len(set(column)) == 1 for column in zip(*(each for _, each in tried), strict=True)]
+        return [(is_fixed, d if is_fixed else d / samples) for is_fixed, d in zip(fixed, most, strict=True)]
+
+    def learn(self, everyone: Sequence[Sequence[tuple[bool, float]] | None]) -> None:
+        """Take over what all ranks have found: fixed is what is so on each of them."""
+        known = [found for found in everyone if found is not None]
+        if not known:
+            return
+        self._scales = None
+        if known and len({len(found) for found in known}) == 1:
+            # Of a divisor that is not fixed everywhere the scale is that of a rank where it is not.
+            self._scales = [
+                (bool(f), float(scale)) for f, scale in (min(column) for column in zip(*known, strict=True))
+            ]
+
+    def others(self, value: Tensor, count: Count) -> list[Count]:
+        """What must be in proportion to `count`, the weight of this part, for each divisor of the number."""
+        found, scales = divisors(value), self._scales
+        if scales is None or len(scales) != len(found):
+            return found
+        scaled = [(d / scale if scale else d, is_fixed) for d, (is_fixed, scale) in zip(found, scales, strict=True)]
+        return [divisor * count if is_fixed else divisor for divisor, is_fixed in scaled]
+
+
+def divisors(value: Tensor) -> list[Count]:
+    """What a number was divided by, in an order that is the same for the same steps."""
+    found: list[Count] = []
+    for node, name in _named_steps(value.grad_fn):
+        if name == DIVISION:
+            found += _number(node)
+        # Of a tensor with one sample the mean over its other dims is one number too: what counts is the dims.
+        elif name == "MeanBackward0" or (name in MEANS and len(node._saved_dim) == len(node._saved_self_sym_sizes)):
+            found.append(float(node._saved_self_sym_numel))
+    return found
+
+
+def last_steps(node: Any) -> list[Any]:
+    """The last steps of autograd up to this one: those that made one number of others, and those before them."""
+    return [step for step, _ in _named_steps(node)]
+
+
+def _named_steps(node: Any) -> list[tuple[Any, str]]:
+    found, ahead = [], [node]
+    while ahead and len(found) < STEPS:
+        node = ahead.pop()
+        if node is None:
+            continue
+        name = node.name()
+        found.append((node, name))
+        if name in BEHIND:
+            ahead += [behind for behind, _ in reversed(node.next_functions)]
+        elif name == DIVISION or name in MEANS:
+            ahead.append(node.next_functions[0][0])
+    return found
+
+
+def _number(node: Any) -> list[Count]:
+    """The divisor of a division, where it is one number that is at hand: unpacking it may compute it anew."""
+    if node.next_functions[1][0] is not None:  # it is trained too
+        return []
+    divisor = node._raw_saved_other.data
+    divisor = divisor.tensor if isinstance(divisor, Saved) else divisor
+    if not isinstance(divisor, Tensor) or divisor.dim():
+        return []
+    return [float(divisor) if divisor.is_cpu else divisor.detach().double()]

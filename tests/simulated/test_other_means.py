@@ -1,0 +1,195 @@
+"""Laws of parts of a batch whose losses are not made by the same means: they are refused before a weight moves."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from fourfold.plan.order import share
+from fourfold.plan.plan import Plan
+from fourfold.run.build import TrainStep
+from fourfold.testing import threads
+from fourfold.words.errors import TaskError
+from tests.simulated.test_later_losses import LATER, later
+from tests.simulated.test_losses import WIDE, ce, flat, net, part
+from tests.training import SEEDING
+
+sgd = functools.partial(torch.optim.SGD, lr=0.1)
+APART = "whose counts are not proportional"
+
+
+class Heads(nn.Module):
+    """One of two tasks for each sample, and a head for either."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Linear(4, 8)
+        self.heads = nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 3)])
+
+    def forward(self, x):
+        x = torch.tanh(self.trunk(x))
+        return [head(x) for head in self.heads]
+
+
+def heads():
+    with SEEDING:
+        torch.manual_seed(1)
+        return Heads().double()
+
+
+def of_other_functions(outputs, targets):
+    loss, first = sum(each.sum() for each in outputs) * 0, targets["task"] == 0
+    if first.any():
+        loss = loss + F.cross_entropy(outputs[0][first], targets["class"][first])
+    if not first.all():
+        loss = loss + F.mse_loss(outputs[1][~first][:, 0], targets["number"][~first])
+    return loss
+
+
+def on_one_line(outputs, targets):
+    loss = sum(each.sum() for each in outputs) * 0
+    for task, output in enumerate(outputs):
+        mine = targets["task"] == task
+        if mine.any():
+            loss = loss + F.cross_entropy(output[mine], targets["class"][mine])
+    return loss
+
+
+def of_one_head(outputs, targets):
+    loss, first = sum(each.sum() for each in outputs) * 0, targets["task"] == 0
+    if first.any():
+        loss = loss + F.cross_entropy(outputs[0][first], targets["class"][first])
+    if not first.all():
+        loss = loss + 2 * F.cross_entropy(outputs[0][~first], targets["class"][~first])
+    return loss
+
+
+def own_loss(model):
+    """The same as a model's own loss."""
+    forward = model.forward
+
+    def with_loss(x, **targets):
+        return {"loss": on_one_line(forward(x), targets)}
+
+    model.forward = with_loss
+    return model
+
+
+def of_task(task, samples=4):
+    generator = torch.Generator().manual_seed(task)
+    inputs = torch.randn(samples, 4, generator=generator, dtype=WIDE)
+    return inputs, {
+        "task": torch.full((samples,), task),
+        "class": torch.arange(samples) % 3,
+        "number": torch.randn(samples, generator=generator, dtype=WIDE),
+    }
+
+
+def refused(ranks, model, loss, batch, plan):
+    step = TrainStep(model, loss, sgd, plan=plan, ranks=ranks, clip=None)
+    before = {name: weight.clone() for name, weight in step.weights()}
+    with pytest.raises(TaskError, match=APART):
+        step(batch)
+    return all(torch.equal(weight, before[name]) for name, weight in step.weights())
+
+
+PLANS = [Plan(dp=2), Plan(dp=2, microbatches=2, zero=1), Plan(dp=2, zero=3, transport="gloo")]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("loss", [of_other_functions, on_one_line, of_one_head, None])
+def test_a_batch_of_one_task_on_each_rank_is_refused(loss, plan):
+    def body(ranks):
+        inputs, targets = of_task(ranks.rank)
+        if loss is None:
+            return refused(ranks, own_loss(heads()), None, {"x": inputs} | targets, plan)
+        return refused(ranks, heads(), loss, (inputs, targets), plan)
+
+    assert all(threads.run(2, body))
+
+
+@pytest.mark.parametrize("loss", [of_other_functions, on_one_line, of_one_head])
+def test_batches_of_one_task_at_a_time_are_trained(loss):
+    def body(ranks):
+        step = TrainStep(heads(), loss, sgd, plan=Plan(dp=2, microbatches=2), ranks=ranks, clip=None)
+        return [step(of_task(task)).loss for task in (0, 1)]
+
+    first = heads()
+    with torch.no_grad():
+        expected = loss(first(of_task(0)[0]), of_task(0)[1]).item()
+    assert [losses[0] for losses in threads.run(2, body)] == [pytest.approx(expected, rel=1e-12)] * 2
+
+
+def beside(outputs, targets):
+    penalty = 0.1 * outputs.square().mean()
+    kept = targets >= 0
+    return F.cross_entropy(outputs[kept], targets[kept]) + penalty if kept.any() else penalty
+
+
+def beside_by_a_product(outputs, targets):
+    shares = torch.full((outputs.numel(),), 0.1 / outputs.numel(), dtype=WIDE)
+    kept, penalty = targets >= 0, outputs.square().flatten() @ shares
+    return F.cross_entropy(outputs[kept], targets[kept]) + penalty if kept.any() else penalty
+
+
+def used_later(outputs, targets):
+    value, figure = ce(*flat(outputs, targets)), F.mse_loss(outputs, torch.zeros_like(outputs))
+    return value + figure if (targets < 0).any() else value
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("loss", [beside, beside_by_a_product, used_later])
+def test_a_part_without_the_others_means_is_refused_when_it_comes(loss, plan):
+    def body(ranks):
+        (inputs, targets), *_ = later()
+        apart = targets.clone()
+        apart[share(0, len(apart), 2, 1)[0] :] = -100
+        step = TrainStep(net(), loss, sgd, plan=plan, ranks=ranks, clip=None)
+        step(part((inputs, targets), 2, ranks.rank))
+        before = {name: weight.clone() for name, weight in step.weights()}
+        with pytest.raises(TaskError, match=APART):
+            step(part((inputs, apart), 2, ranks.rank))
+        return all(torch.equal(weight, before[name]) for name, weight in step.weights())
+
+    assert all(threads.run(2, body))
+
+
+@pytest.mark.parametrize("name", ["a masked mean of at least one", "chunks", "smoothed by hand"])
+def test_what_the_first_samples_do_not_show_is_refused_in_the_same_step(name):
+    def body(ranks):
+        (inputs, targets), *_ = later()
+        targets = targets.clone()
+        targets[3:6] = -100  # the dry run takes the first three of each rank
+        return refused(ranks, net(), LATER[name], part((inputs, targets), 2, ranks.rank), PLANS[1])
+
+    assert all(threads.run(2, body))
+
+
+@pytest.mark.parametrize("name", ["a masked mean of at least one", "chunks", "smoothed by hand"])
+def test_an_evaluation_refuses_a_mean_by_hand_whose_parts_do_not_add_up(name):
+    def body(ranks):
+        step = TrainStep(net(), LATER[name], sgd, plan=PLANS[0], ranks=ranks, clip=None)
+        even, uneven, *_ = later()
+        assert not torch.isnan(torch.tensor(step.evaluate(part(even, 2, ranks.rank)).loss))
+        with pytest.raises(TaskError, match=APART):
+            step.evaluate(part(uneven, 2, ranks.rank))
+
+    threads.run(2, body)
+
+
+def test_what_is_checkpointed_is_left_alone():
+    def loss(outputs, targets):
+        masked = lambda o: (o.square().sum(-1) * (targets >= 0)).sum() / (targets >= 0).sum()  # noqa: E731
+        return checkpoint(masked, outputs, use_reentrant=False)
+
+    def body(ranks):
+        step = TrainStep(net(), loss, sgd, plan=PLANS[1], ranks=ranks, clip=None)
+        return step(part(later()[0], 2, ranks.rank)).loss
+
+    even = later()[0]
+    with torch.no_grad():
+        expected = net()(even[0]).square().sum(-1).mean().item()
+    assert threads.run(2, body) == [pytest.approx(expected, rel=1e-12)] * 2
