@@ -68,11 +68,11 @@ def of_one_head(outputs, targets):
 
 
 def own_loss(model):
-    """The same as a model's own loss."""
+    """A model's own loss."""
     forward = model.forward
 
     def with_loss(x, **targets):
-        return {"loss": on_one_line(forward(x), targets)}
+        return {"loss": of_other_functions(forward(x), targets)}
 
     model.forward = with_loss
     return model
@@ -121,6 +121,30 @@ def test_batches_of_one_task_at_a_time_are_trained(loss):
     with torch.no_grad():
         expected = loss(first(of_task(0)[0]), of_task(0)[1]).item()
     assert [losses[0] for losses in threads.run(2, body)] == [pytest.approx(expected, rel=1e-12)] * 2
+
+
+class Routed(nn.Module):
+    """Its last layer is one of two, as a batch has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)])
+
+    def forward(self, x):
+        return self.layers[int(x[0, 0] > 0)](x)
+
+
+def test_ranks_may_use_other_layers_for_the_same_output():
+    def body(ranks):
+        inputs = torch.ones(4, 4, dtype=WIDE) * (1 if ranks.rank else -1)
+        plan = Plan(dp=2, unused="allow")
+        with SEEDING:
+            torch.manual_seed(1)
+            model = Routed().double()
+        step = TrainStep(model, F.cross_entropy, sgd, plan=plan, ranks=ranks, clip=None)
+        return step((inputs, torch.arange(4) % 3)).loss
+
+    assert len(set(threads.run(2, body))) == 1
 
 
 def beside(outputs, targets):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fourfold.run.batch import Loss, Microbatch, call, leaves, mapped, measure
 from fourfold.run.bends import bends
 from fourfold.run.divisors import Divisors, last_steps
-from fourfold.run.origins import Heads, signature
+from fourfold.run.origins import Sources, signature
 from fourfold.run.torch_losses import Call, Count, observing
 from fourfold.run.without_randomness import without_randomness
 from fourfold.words.errors import Problem, TaskError
@@ -55,7 +55,7 @@ class Objective:
         """Whether loss functions are observed in the model's forward too."""
         self._seen_in_forward = False
         self.divisors = Divisors()
-        self._heads = Heads()
+        self._sources = Sources([])
         self._idle: list[bool] = []
         """Which calls do not change the number, as figures for people do not; empty: not known."""
         self._trained: list[bool] = []
@@ -90,7 +90,6 @@ class Objective:
 
     def __call__(self, model: nn.Module, part: Microbatch) -> Measured:
         """The loss of a microbatch that is not empty. Raises TaskError for what is no loss."""
-        self._heads.know(model)
         if self.watches_forward and not is_compiled(model):
             with observing() as calls:
                 outputs = call(model, part.inputs, part.kept)
@@ -104,7 +103,6 @@ class Objective:
 
     def try_out(self, model: nn.Module, part: Microbatch) -> Measured:
         """The same in a dry run: no graph is kept; still it is seen which loss functions are trained."""
-        self._heads.know(model)
         with observing() as calls:
             outputs = call(model, part.inputs, part.kept)
             if is_compiled(model):
@@ -145,7 +143,13 @@ class Objective:
 
     def _measured(self, outputs: Any, value: Any, calls: Sequence[Call], part: Microbatch) -> Measured:
         trained = self._of_number(value, self._of_training(calls))
-        return Measured(outputs, value, trained, self.measure(value, trained, part.samples))
+        sources = list(leaves(outputs)) if trained and self.is_cut and self._loss is not None else []
+        self._sources = Sources(sources)
+        try:
+            loss = self.measure(value, trained, part.samples)
+        finally:
+            self._sources = Sources([])  # what autograd has recorded is not kept
+        return Measured(outputs, value, trained, loss)
 
     def _of_training(self, calls: Sequence[Call]) -> Sequence[Call]:
         """The calls that are trained; where autograd is off, those which were the last time that it was on."""
@@ -240,7 +244,7 @@ class Objective:
         """What is in proportion to `count` only where all parts are divided, and made of means, alike."""
         others = self.divisors.others(value, count)
         if means:
-            others.append(signature(*[(each.name, each.place, self._heads.of(each.value)) for each in means]) * count)
+            others.append(signature(*[(each.name, each.place, self._sources.of(each.value)) for each in means]) * count)
         return others
 
 

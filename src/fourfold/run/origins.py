@@ -1,28 +1,28 @@
 """Origins: which mean of a loss the call of a loss function is.
 
-place  where in the code it is called, as one number that is the same on all ranks
-head   the parameter that its scores were made with last, by its place in the model
+place   where in the code it is called, as one number that is the same on all ranks
+source  the output of the model that it is of, by its place among the outputs
 Law: parts of a batch whose means have other origins are parts of no one mean: a batch of one task on one rank, and of
-another task on the next. Several means made on one line, with the same head, cannot be told apart.
+another task on the next. Means that one line makes of the same output, or within the model, cannot be told apart.
 """
 
 import functools
 import sys
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 FRAMES = 48  # that are looked at
-STEPS = 48  # of autograd, from a loss back to a parameter
+STEPS = 48  # of autograd, from a loss back to an output
 TORCH = str(Path(torch.__file__).parent)
 OURS = str(Path(__file__).parent.parent)
 USER = "user"
 _owners: dict[str, str] = {}
 NOBODY = -1
-PARAMETER = "torch::autograd::AccumulateGrad"
 
 
 def place() -> int:
@@ -48,30 +48,24 @@ def _owner(filename: str) -> str:
     return owner
 
 
-class Heads:
-    """The parameters of a model, by their place in it."""
+class Sources:
+    """The outputs of a model, by their place among them."""
 
-    def __init__(self) -> None:
-        self._places: dict[int, int] = {}
-
-    def know(self, model: nn.Module) -> None:
-        """Look at the parameters, the first time."""
-        if not self._places:
-            self._places = {id(p): index for index, p in enumerate(model.parameters())}
+    def __init__(self, outputs: Sequence[Tensor]) -> None:
+        # Of one output nothing is to be told apart.
+        self._places = {each.grad_fn: index for index, each in enumerate(outputs)} if len(outputs) > 1 else {}
 
     def of(self, value: Tensor) -> int:
-        """The first parameter that autograd comes to from a loss, always by the first way."""
-        node: Any = value.grad_fn
+        """The first output that autograd comes to from a loss, always by the first way."""
+        node: Any = value.grad_fn if self._places else None
         for _ in range(STEPS):
-            if node is None:
-                return NOBODY
-            if node.name() == PARAMETER:
-                return self._places.get(id(node.variable), NOBODY)
+            if node is None or node in self._places:
+                break
             node = next((behind for behind, _ in node.next_functions if behind is not None), None)
-        return NOBODY
+        return NOBODY if node is None else self._places.get(node, NOBODY)
 
 
 @functools.cache
 def signature(*origins: tuple[str, int, int]) -> float:
-    """A number from 1 to 2 that is another one for other origins: function, place and head of each mean."""
+    """A number from 1 to 2 that is another one for other origins: function, place and source of each mean."""
     return 1.0 + zlib.crc32(repr(origins).encode()) / 2**32
