@@ -94,6 +94,7 @@ def host(folder: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -
     return host_memory.available_bytes()
 
 
+NO_SWAP = {"cgroup/memory.swap.max": "0\n", "cgroup/memory.swap.current": "0\n"}
 MEMINFO = "MemTotal: 2000 kB\nMemAvailable:  1000 kB\nSwapFree: 24 kB\nHugePages_Total: 0\n"
 
 
@@ -105,7 +106,31 @@ MEMINFO = "MemTotal: 2000 kB\nMemAvailable:  1000 kB\nSwapFree: 24 kB\nHugePages
         ({"meminfo": "MemTotal: 5 kB\n"}, None),
         ({"meminfo": MEMINFO}, 1024 * 1024),
         ({"cgroup/memory.max": "max\n", "cgroup/memory.current": "5\n", "meminfo": MEMINFO}, 1024 * 1024),
-        ({"cgroup/memory.max": "5000\n", "cgroup/memory.current": "4000\n", "meminfo": MEMINFO}, 1000),
+        ({"cgroup/memory.max": "5000\n", "cgroup/memory.current": "4000\n", **NO_SWAP, "meminfo": MEMINFO}, 1000),
+        # What is over the limit is swapped out, as far as that has a limit of its own.
+        ({"cgroup/memory.max": "5000\n", "cgroup/memory.current": "4000\n", "meminfo": MEMINFO}, 1000 + 24 * 1024),
+        (
+            {
+                "cgroup/memory.max": "5000\n",
+                "cgroup/memory.current": "4000\n",
+                "cgroup/memory.stat": "slab_reclaimable 50\nslab_unreclaimable 7\n",
+                "cgroup/memory.swap.max": "600\n",
+                "cgroup/memory.swap.current": "200\n",
+                "meminfo": MEMINFO,
+            },
+            1450,
+        ),
+        (
+            {
+                "own": "4:memory:/x\n",
+                "cgroup/memory/x/memory.limit_in_bytes": "900\n",
+                "cgroup/memory/x/memory.usage_in_bytes": "800\n",
+                "cgroup/memory/x/memory.memsw.limit_in_bytes": "2000\n",
+                "cgroup/memory/x/memory.memsw.usage_in_bytes": "1200\n",
+                "meminfo": MEMINFO,
+            },
+            800,
+        ),
         (
             {
                 "own": "0::/a/b\n",
@@ -114,6 +139,7 @@ MEMINFO = "MemTotal: 2000 kB\nMemAvailable:  1000 kB\nSwapFree: 24 kB\nHugePages
                 "cgroup/a/b/memory.stat": "anon 1\ninactive_file 300\nactive_file 30\n",
                 "cgroup/a/memory.max": "6000\n",
                 "cgroup/a/memory.current": "4500\n",
+                "cgroup/a/memory.swap.max": "0\n",
                 "meminfo": MEMINFO,
             },
             1500,
@@ -123,6 +149,8 @@ MEMINFO = "MemTotal: 2000 kB\nMemAvailable:  1000 kB\nSwapFree: 24 kB\nHugePages
                 "own": "4:memory,cpu:/x\n",
                 "cgroup/memory/x/memory.limit_in_bytes": "800\n",
                 "cgroup/memory/x/memory.usage_in_bytes": "900\n",
+                "cgroup/memory/x/memory.memsw.limit_in_bytes": "800\n",
+                "cgroup/memory/x/memory.memsw.usage_in_bytes": "900\n",
                 "cgroup/memory/memory.limit_in_bytes": f"{2**63 - 4096}\n",
                 "cgroup/memory/memory.usage_in_bytes": "900\n",
                 "meminfo": MEMINFO,

@@ -3,7 +3,7 @@
 available  what the kernel would give without pushing others out, and free swap; within the limits of this cgroup
 Law: what cannot be found out is None, never a guess; a limit that is not known does not lower the answer.
 
-cgroup  version 2 (memory.max) or 1 (memory.limit_in_bytes), this process's own first
+cgroup  version 2 (memory.max, memory.swap.max) or 1 (memory.limit_in_bytes, memory.memsw.limit_in_bytes)
 """
 
 import contextlib
@@ -14,9 +14,11 @@ CGROUP = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 UNLIMITED = 2**60  # cgroup v1 says "no limit" with a number near 2**63
-FILES = {  # limit, use, and the cached file pages that are given back on demand
-    "memory.max": ("memory.current", ("inactive_file", "active_file")),
+MEMORY_AND_SWAP = "memory.memsw.limit_in_bytes"
+FILES = {  # limit, use, and what is given back on demand: the cached pages of files, and of the kernel's own objects
+    "memory.max": ("memory.current", ("inactive_file", "active_file", "slab_reclaimable")),
     "memory.limit_in_bytes": ("memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+    MEMORY_AND_SWAP: ("memory.memsw.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 }
 
 
@@ -25,26 +27,35 @@ def available_bytes() -> int | None:
     found = _meminfo()
     if found is None:
         return None
-    return min([found, *_left_in_cgroups()])
+    return min([sum(found), *_left_in_cgroups(swap=found[1])])
 
 
-def _meminfo() -> int | None:
+def _meminfo() -> tuple[int, int] | None:
     """MemAvailable (Linux 3.14) and SwapFree."""
     try:
         lines = MEMINFO.read_text().splitlines()
         values = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
-        return values["MemAvailable"] + values.get("SwapFree", 0)
+        return values["MemAvailable"], values.get("SwapFree", 0)
     except (OSError, ValueError, IndexError, KeyError):
         return None
 
 
-def _left_in_cgroups() -> Iterator[int]:
-    """What is left of the memory limit of this process's cgroup, and of each that it is in."""
+def _left_in_cgroups(*, swap: int) -> Iterator[int]:
+    """What is left of the memory limit of this process's cgroup, and of each that it is in; `swap`: free on this host.
+
+    Version 2 limits memory and swap apart; version 1 memory, and the sum of both. What does not fit is swapped out.
+    """
     for folder in _cgroups():
         for most, (used, cached) in FILES.items():
             limit, use = _number(folder / most), _number(folder / used)
             if limit is not None and use is not None and limit < UNLIMITED:
-                yield max(0, limit - use + _cached(folder, cached))
+                left = max(0, limit - use + _cached(folder, cached))
+                yield left if most == MEMORY_AND_SWAP else left + min(swap, _swap_left(folder, swap))
+
+
+def _swap_left(folder: Path, swap: int) -> int:
+    limit, use = _number(folder / "memory.swap.max"), _number(folder / "memory.swap.current")
+    return swap if limit is None else max(0, limit - (use or 0))
 
 
 def _cgroups() -> Iterator[Path]:
