@@ -1,6 +1,7 @@
 """Laws of small and hidden couplings: samples that meet anywhere, in a value or a gradient, are refused or declared."""
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -71,6 +72,18 @@ def values(model: Net, outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 LOSSES = {"a balancing loss": balanced, "a contrastive loss": contrastive, "unreduced values": values}
+
+
+def test_the_message_shows_a_small_difference():
+    def body(ranks: Any) -> None:
+        with pytest.raises(TaskError) as caught:
+            tried(ranks, net(), PLANS[0], contrastive)
+        whole, parts = re.findall(r"(?:number,|and) (\d\.\d+)", str(caught.value))
+        assert whole != parts
+
+    threads.run(2, body)
+
+
 SMALL: dict[str, Mix] = {
     "behind a small scale": lambda net, x: x + net.scale * 1e-2 * (x - x.mean(0)),
     "behind a gate of zero": lambda net, x: x + net.gate * x.mean(0),
