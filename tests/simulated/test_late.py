@@ -73,6 +73,7 @@ def test_a_slow_rank_is_named_once_with_what_it_is_in():
 
 
 def test_ranks_speak_of_it_once_in_a_window():
-    # Beside it the first step alone exchanges: its dry run, its weights, the nominal count and the launch order.
+    # Beside it the first step alone exchanges: its dry run (three times), its weights, the nominal count and the launch
+    # order.
     for _, exchanges in threads.run(2, body):
-        assert exchanges == 2 + 4
+        assert exchanges == 2 + 6

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
+from fourfold.run.parts_of_loss import Compared
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError
 from tests.training import SEEDING
@@ -71,6 +72,16 @@ def values(model: Net, outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 LOSSES = {"a balancing loss": balanced, "a contrastive loss": contrastive, "unreduced values": values}
+
+
+def test_the_message_shows_a_small_difference():
+    found = Compared(1.25, 1.2500000125, [1, 2], is_known=True, adds_up=False)
+    for each in (found, found._replace(is_unreduced=True)):
+        assert each.problem is not None
+        assert "1.25 for" in each.problem.got
+        assert "1.25000001 " in each.problem.got
+
+
 SMALL: dict[str, Mix] = {
     "behind a small scale": lambda net, x: x + net.scale * 1e-2 * (x - x.mean(0)),
     "behind a gate of zero": lambda net, x: x + net.gate * x.mean(0),

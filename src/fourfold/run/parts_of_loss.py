@@ -65,17 +65,15 @@ class Compared(NamedTuple):
         if self.adds_up or self.has_drawn:
             return None
         parts = " and ".join(map(str, self.samples))
-        whole, mean = f"{self.whole:.6g}", f"{self.parts:.6g}"
-        if whole == mean:  # off by little, and yet by more than rounding
-            whole, mean = f"{self.whole:.12g}", f"{self.parts:.12g}"
+        together, apart = _shown(self.whole, self.parts)
         if self.is_unreduced:
-            got = f"unreduced values with a mean of {whole} for {sum(self.samples)} samples together"
-            got += f", and of {mean} for {parts} of them"
+            got = f"unreduced values with a mean of {together} for {sum(self.samples)} samples together"
+            got += f", and of {apart} for {parts} of them"
             need = "values that depend on their own sample alone, in model and loss: the batch is cut into parts"
             attempt = "GroupNorm for statistics of the batch; (values.sum(), len(values)) trains each part by itself"
             return Problem(got, need, attempt)
-        got = f"a loss that is one number, {whole} for {sum(self.samples)} samples together"
-        got += f", and {mean} as the mean of {parts} of them"
+        got = f"a loss that is one number, {together} for {sum(self.samples)} samples together"
+        got += f", and {apart} as the mean of {parts} of them"
         need = "a mean over samples, or over what torch's loss functions count: the batch is cut into parts"
         attempt = "unreduced values, or a pair (sum, count); (loss * n, n) trains the mean of the parts' losses"
         return Problem(got, need, attempt)
@@ -113,6 +111,12 @@ def compared(
         found = found._replace(divided_by=_divided_by((whole, *parts), [sum(samples), *samples], bound(means)))
     is_known = bool(losses[0][1]) and totals[0] > 0
     return found._replace(is_known=is_known, adds_up=adds_up, by_hand=by_hand, is_uneven=is_uneven(*totals))
+
+
+def _shown(a: float, b: float) -> list[str]:
+    """Two numbers, with as many digits as it takes to tell them apart."""
+    digits = next((digits for digits in range(6, 17) if f"{a:.{digits}g}" != f"{b:.{digits}g}"), 17)
+    return [f"{number:.{digits}g}" for number in (a, b)]
 
 
 def _mean(losses: Sequence[tuple[float, float]]) -> float:
