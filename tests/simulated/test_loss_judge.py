@@ -184,7 +184,7 @@ LOSSES: dict[str, Loss] = {
     "a penalty": lambda m, o, y: (
         F.cross_entropy(*flat(o, y)) + 0.1 * sum(p.abs().square().sum() for p in m.parameters())
     ),
-    "detached beside": lambda m, o, y: F.cross_entropy(*flat(o, y)) + (o - o.detach()).square().mean(),
+    "detached beside": lambda m, o, y: F.cross_entropy(*flat(o, y)) + (o - o.detach()).square().sum(),
     "unreduced": lambda m, o, y: F.cross_entropy(o.transpose(1, 2), y, reduction="none"),
     "a pair": lambda m, o, y: (F.cross_entropy(*flat(o, y), reduction="sum"), (y >= 0).sum()),
 }

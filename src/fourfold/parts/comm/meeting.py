@@ -35,6 +35,7 @@ from fourfold.words.rendezvous import meeting as place_of
 HOST_SECONDS = 60.0  # for the ranks of one host to meet
 HOSTS_SECONDS = 300.0  # hosts, and pods above all, do not start at the same time
 POLL_SECONDS = 0.01
+RELEASE_SECONDS = 1.0  # for another rank to let go of its store: it takes a millisecond
 STORE_NAME = re.compile(r"store-([0-9]+)-([0-9]+)-[0-9a-z]+")  # its rank 0: the process's number, and when it began
 
 _kept: list[tuple[Path, Store]] = []
@@ -113,9 +114,15 @@ def release() -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
+    """Within, no other process is in here; unless one that was stopped in here keeps the rest waiting."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    deadline = time.monotonic() + RELEASE_SECONDS
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        while time.monotonic() < deadline:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(POLL_SECONDS)
         yield
     finally:
         os.close(descriptor)
