@@ -356,3 +356,28 @@ def test_torchscript_is_not_judged_and_left_as_it_is():
     assert verdict.judgement is None
     assert "TorchScript" in verdict.fell_back
     assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_a_model_with_parts_in_torchscript_trains_as_in_one_process():
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(4, dtype=torch.float64).eval()
+        return nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(4, 4, dtype=torch.float64), norm, nn.Tanh())))
+
+    scripted = [made() for _ in range(3)]  # here: TorchScript cannot be made in two threads at once
+    given = [(torch.rand(6, 4, dtype=torch.float64), torch.arange(6) % 4) for _ in range(3)]
+
+    def body(ranks: Any) -> list[Tensor]:
+        model = scripted[ranks.rank]
+        step = TrainStep(model, F.cross_entropy, sgd, plan=Plan(dp=2), ranks=ranks, clip=None)
+        for each in given:
+            step(tuple(tensor[ranks.rank * 3 :][:3] for tensor in each))
+        return [p.detach().clone() for p in model.parameters()]
+
+    got, alone = threads.run(2, body), sgd(scripted[2].parameters())
+    for inputs, targets in given:
+        alone.zero_grad()
+        F.cross_entropy(scripted[2](inputs), targets).backward()
+        alone.step()
+    for of_rank in got:
+        torch.testing.assert_close(of_rank, list(scripted[2].parameters()), rtol=1e-12, atol=1e-12)

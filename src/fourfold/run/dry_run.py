@@ -313,8 +313,10 @@ class DryRun:
             raise TaskError(Problem(*problem), where="the loss")
         weaker = next((v for v in verdicts if v.fell_back), None)
         if weaker is not None and self._speaks:
-            how = weaker.judgement or "no gradients"
-            log.warning("the dry run of the loss computed %s instead of %s: %s", how, EXACT, weaker.fell_back)
+            how = "compared no gradients"
+            if weaker.judgement is not None:
+                how = f"computed {weaker.judgement} instead of {EXACT}"
+            log.warning("the dry run of the loss %s: %s", how, weaker.fell_back)
 
     def _judge(self, everyone: list[dict[str, Any]], error: Exception | None) -> None:
         _raise(everyone, error)

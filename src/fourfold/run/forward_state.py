@@ -28,7 +28,9 @@ class Kept:
     def __init__(self, model: nn.Module, *, kept: Collection[str] = (), renorms: bool = True) -> None:
         """`kept`, `renorms`: as for `WeightWrites`."""
         self._model = model
-        self._buffers = [(module, dict(module._buffers)) for module in model.modules()]
+        # Those of TorchScript cannot be replaced, only written.
+        modules = [module for module in model.modules() if isinstance(module._buffers, dict)]
+        self._buffers = [(module, dict(module._buffers)) for module in modules]
         self._values = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
         self.writes = WeightWrites(model, kept=kept, renorms=renorms)
 
