@@ -3,6 +3,7 @@
 import functools
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -47,6 +48,14 @@ def _handlers() -> Iterator[None]:
     for number, handler in before.items():
         signal.signal(number, handler)
     assert not left, f"a handler was left behind of {', '.join(left)}"
+
+
+@pytest.fixture(autouse=True)
+def _compiling() -> Iterator[None]:
+    """Each test begins with a compiler that compiles: threads that tell it not to for a while may leave it so."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch"].compiler.set_stance("default")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -120,7 +120,7 @@ def test_what_differs_from_the_start_is_found_after_the_first_step_that_ranks_ta
             return []
         compared = step._drift.compare
         found: list[str] = []
-        step._drift.compare = lambda held, when: (found.append(when), compared(held, when))[1]
+        step._drift.compare = lambda held, when, **more: (found.append(when), compared(held, when, **more))[1]
         train(case, step, range(5))
         return found
 

@@ -167,7 +167,8 @@ def test_a_loss_divided_by_itself_is_refused_for_its_gradient():
         value = plain(model, outputs, targets)
         return value / value.detach()
 
-    refused(net, PLANS[0], r"gradients of .* that do not add up", loss)
+    # Its divisor grows with no number of samples; without that it would be found by its gradient.
+    refused(net, PLANS[0], r"gradients of .* that do not add up|counts are not proportional", loss)
 
 
 BENT: dict[str, Callable[[Tensor], Tensor]] = {

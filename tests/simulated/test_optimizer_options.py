@@ -85,15 +85,30 @@ def test_a_parameter_in_another_group_of_the_wrapped_optimizer_is_refused():
     assert threads.run(2, body) == [True, True]
 
 
+@pytest.mark.filterwarnings("ignore:weights differ:RuntimeWarning")
 def test_how_an_update_is_carried_out_may_differ():
+    """Then the updates may round differently, and the comparison of weights at most warns."""
+
     def body(ranks):
         how = {"foreach": True} if ranks.rank else {"fused": True}
         step = TrainStep(model("mlp"), loss(CASE), optimizer(CASE, **how), plan=CASE.plan(2), ranks=ranks, clip=None)
         for batch in batches(CASE):
             step(local(batch, 2, ranks.rank))
+            step.check_drift()
         return True
 
     assert threads.run(2, body) == [True, True]
+
+
+def test_ranks_that_update_in_one_manner_may_not_differ_in_a_bit():
+    def body(ranks):
+        made = optimizer(CASE, fused=True)
+        step = TrainStep(model("mlp"), loss(CASE), made, plan=CASE.plan(2), ranks=ranks, clip=None)
+        next(iter(step.model.parameters())).data[0].mul_(1.0 + 1e-15 * ranks.rank)
+        step.check_drift()
+
+    with pytest.raises(DivergenceError, match="rank 1 differs from rank 0"):
+        threads.run(2, body)
 
 
 CHANGED: dict[str, tuple[dict[str, Any], str]] = {

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 # `fused` and `foreach` say how an update is carried out, not what it computes.
-NOT_COMPARED = frozenset({"params", "param_names", "fused", "foreach"})
+MANNER = frozenset({"fused", "foreach"})
+NOT_COMPARED = frozenset({"params", "param_names"}) | MANNER
 ABSENT = "none"
 CLASS = "optimizer class"
 ON_DEVICE = "a device tensor"
@@ -103,6 +104,12 @@ class Options:
         every = b"".join([text.encode(), *self._packed.values()])
         self._text = f"{xxhash.xxh32_hexdigest(every)} {text}"
         return self._text
+
+    def manner(self) -> str:
+        """How updates are carried out, where the user says so: ranks that differ in it may round differently."""
+        groups = self._optimizer.param_groups
+        chosen = {f"{name} = {group[name]}" for group in groups for name in MANNER & group.keys() if group[name]}
+        return ", ".join(sorted(chosen))
 
     def mark(self) -> int:
         """20 bits of the digest: their squares can be summed over ranks in float64."""

@@ -329,7 +329,7 @@ class TrainStep:
             _mind_memory(self._num_calls)
         skipped = self._guard.judge(self._actions, self.steps, samples)
         if self._drift.is_wanted(self.steps, self.plan.period):
-            self._drift.compare(list(self._held()), f"after step {self.steps}")
+            self._drift.compare(list(self._held()), f"after step {self.steps}", manner=self._options.manner())
         if not self._recorded and skipped is None:
             self._record(self._ranks.exchange(self._gradients.completion_order)[0], totals.count / self._sharing)
         if not self._recorded and not totals.count:
@@ -467,14 +467,15 @@ class TrainStep:
         self._transport.agree()
         self._actions.settle()
         self._refuse_apart()
-        self._drift.compare(list(self._held()), f"after step {self.steps}")
+        self._drift.compare(list(self._held()), f"after step {self.steps}", manner=self._options.manner())
 
     def _held(self) -> Iterator[drift.Held]:
         """The weights in this rank's own memory."""
         weights, gathered, shares = self._weights, self._weights.gathered is not None, self._state.shares
         for name, parameter in self.model.named_parameters():
             if name not in weights.trainable:
-                yield drift.Held(drift.FROZEN, name, 0, parameter)
+                if drift.holds_frozen(self.plan):
+                    yield drift.Held(drift.FROZEN, name, 0, parameter)
             elif gathered:
                 yield drift.Held(drift.WEIGHTS, name, shares[name][0], weights.home(name))
             elif self._transport.weights is None or self._transport.writes:

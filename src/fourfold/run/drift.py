@@ -3,7 +3,7 @@
 replica  what several ranks hold alike: all weights at zero 0, one shard in hybrid sharding, all frozen weights
 held     a tensor of weights in this rank's own memory; weights that exist once per host are held by its first rank
 Law: replicas that differ in one bit are found at the next check, and every rank names the first parameter. Between
-machines that may round differently this is a warning, with the size of the difference.
+machines, or updates, that may round differently this is a warning, with the size of the difference.
 """
 
 import hashlib
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fourfold.parts.comm import Ranks
 from fourfold.parts.fingerprint import fingerprints
 from fourfold.parts.uses import unwatched
+from fourfold.plan.plan import Plan
 from fourfold.run.settings import is_due
 from fourfold.words.errors import DivergenceError, Problem, SettingError
 
@@ -70,10 +71,10 @@ class Drift:
         is_first = not self._has_compared and step % period == 0
         return self.every > 0 and (is_first or is_due(step, self.every, period))
 
-    def compare(self, held: Sequence[Held], when: str) -> None:
+    def compare(self, held: Sequence[Held], when: str, *, manner: str = "") -> None:
         """Raise DivergenceError, on every rank, where replicas differ. Collective: one exchange where they do not.
 
-        Where the ranks that differ are of unlike machines, rank 0 warns instead.
+        Where the ranks that differ are of unlike machines, or update in another manner, rank 0 warns instead.
         """
         self._has_compared = True
         with unwatched():
@@ -85,7 +86,7 @@ class Drift:
         difference = _first(everyone)
         assert difference is not None, "digests differ, fingerprints do not"
         size, largest = self._measure(held, difference)
-        machines = self._ranks.exchange(machine(self._ranks))
+        machines = self._ranks.exchange(", ".join(filter(None, [machine(self._ranks), manner])))
         text = _told(difference, size, largest)
         if _is_rounding(difference, machines):
             self._warn(text, size, machines, when)
@@ -120,16 +121,24 @@ class Drift:
             kinds = " / ".join(sorted(set(machines)))
             then = "told again when it has grown tenfold"
             warnings.warn(
-                f"weights differ {when}: {text}. These ranks' machines may round differently ({kinds}); {then}",
+                f"weights differ {when}: {text}. These ranks may round differently ({kinds}); {then}",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
 
-def held_of_model(model: nn.Module) -> Iterator[Held]:
+def held_of_model(model: nn.Module, plan: Plan) -> Iterator[Held]:
     """What a rank holds of a model whose weights are all in its own memory."""
     for name, parameter in model.named_parameters():
-        yield Held(WEIGHTS if parameter.requires_grad else FROZEN, name, 0, parameter)
+        if parameter.requires_grad:
+            yield Held(WEIGHTS, name, 0, parameter)
+        elif holds_frozen(plan):
+            yield Held(FROZEN, name, 0, parameter)
+
+
+def holds_frozen(plan: Plan) -> bool:
+    """Whether ranks have the same frozen weights: a forward may keep its state there, which may be each rank's own."""
+    return plan.batch_norm != "local"
 
 
 def machine(ranks: Ranks) -> str:

@@ -89,7 +89,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         plan = plan or Plan(dp=self._ranks.size)
         refuse(model, plan, self._ranks)
         _refuse_unused_fields(plan)
-        self._frozen = FrozenStatistics(model, plan)
+        self._plan, self._frozen = plan, FrozenStatistics(model, plan)
         strangers = {id(p) for group in optimizer.param_groups for p in group["params"]}
         strangers -= {id(p) for p in model.parameters()}
         if strangers:
@@ -267,7 +267,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         is_wanted = count >= self._compare_from or is_due(count, self._drift.every, 1)
         if self._drift.every and count > self._num_compared and is_wanted:
             self._num_compared, self._compare_from = count, math.inf
-            self._drift.compare(list(drift.held_of_model(self._model)), f"after step {count}")
+            self._compare_weights()
 
     def check_drift(self) -> None:
         """Compare the ranks' weights now, as `drift_check` does every so many steps. Collective.
@@ -277,7 +277,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._refuse_left()
         self._transport.enter(f"check_drift() after {self._steps.count} steps of the optimizer")
         self._transport.agree()
-        self._drift.compare(list(drift.held_of_model(self._model)), f"after step {self._steps.count}")
+        self._compare_weights()
+
+    def _compare_weights(self) -> None:
+        held = list(drift.held_of_model(self._model, self._plan))
+        self._drift.compare(held, f"after step {self._steps.count}", manner=self._options.manner())
 
     def _reduce(self, active: int) -> list[float]:
         """Slots become the mean over ranks; how many ranks have each gradient."""
