@@ -1,9 +1,9 @@
-"""Edits: whether somebody has written weights from which the next update would not go on.
+"""Edits: whether somebody has written weights that the next update would overwrite, or that each rank would write.
 
 edit    a change of a weight that is none of Fourfold's own
 write   what torch counts for a parameter; it does not count what goes by `p.data`, NumPy or raw memory
 sample  some elements of each parameter, whose bytes are compared from step to step on a CPU
-Law: where an edit would be lost it is told of before the next step, if torch has counted it, or the sample shows it.
+Law: an edit that would be lost is reported before the next step, if torch counted it or the sample shows it.
 
 Where the update has master weights they can be compared with all elements; that takes as long as to read them.
 """
@@ -50,7 +50,7 @@ class _Sample:
         self.keep()
 
     def keep(self) -> None:
-        """They are as they ought to be."""
+        """Remember their bytes of now."""
         self._kept = self._bytes[self._places].tobytes()
 
     def differing(self) -> list[int]:
@@ -98,7 +98,7 @@ class Edits:
             sample.keep()
 
     def accept(self) -> None:
-        """All weights are as training goes on from them, whoever wrote them."""
+        """Training goes on from the weights of now, whoever wrote them."""
         self._counts = self._counted()
         self.updated()
 

@@ -62,7 +62,7 @@ class Deferred:
         self._listen(True)
 
     def begin(self) -> None:
-        """Begin a step: where nothing waits for its forward, its uses need not be told of."""
+        """Begin a step: where no update waits, a use that was not reported is harmless."""
         self._told = [True] * len(self._parameters)
 
     @contextlib.contextmanager

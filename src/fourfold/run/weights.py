@@ -41,7 +41,7 @@ class Weights:
         *,
         is_mean: bool = True,
     ) -> None:
-        """`is_mean`: with local steps, weights become the mean of all ranks', and are not led on from an anchor."""
+        """`is_mean`: with local steps, weights become the mean of all ranks'; no outer step starts from an anchor."""
         self.model, self.trainable = model, trainable_of(model)
         self._transport, self._ranks = transport, ranks
         self.masters = Masters(self.trainable, buckets, transport, policy)
@@ -83,11 +83,11 @@ class Weights:
     def _why_lost(self) -> str:
         """Why training does not go on from weights that are written in place; empty where it does."""
         if self.gathered is not None:
-            return "outside of steps these are placeholders of weights that rest split"
+            return "between steps these are placeholders, and the weights rest split"
         if self.masters.names:
-            return "the update goes on from weights of its own, and would overwrite these"
+            return "the update works on its own copy of the weights, and would overwrite these"
         if self._transport.weights is not None and self._transport.size > 1:
-            return "the ranks of a host hold these weights together, and each would write them"
+            return "the ranks of a host share these weights, and each would write them"
         return ""
 
     def edit_problems(self, *, thoroughly: bool, sampled: bool = True) -> list[Problem]:
@@ -122,7 +122,7 @@ class Weights:
             problems.append(Problem(got, need, "p.copy_(…) inside step.edit(), or a new TrainStep"))
         if not self._trains_the_same():
             got = "other parameters to train than when the step was built: frozen, tied, parametrized or replaced since"
-            problems.append(Problem(got, "the parameters of then", "a new TrainStep"))
+            problems.append(Problem(got, "the parameters that it was built with", "a new TrainStep"))
         return problems
 
     def _trains_the_same(self) -> bool:
