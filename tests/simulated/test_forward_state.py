@@ -1,23 +1,22 @@
 """Laws of models that write into buffers while they run forward: alike on every mesh, or refused."""
 
 import contextlib
-import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.plan.order import share
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import TaskError
+from tests import classes
+from tests.classes import batches, loss, sgd
 from tests.training import SEEDING
 
 WIDE = torch.float64
-sgd = functools.partial(torch.optim.SGD, lr=0.1)
 
 
 class Writing(nn.Module):
@@ -64,24 +63,8 @@ def model(kind: str) -> nn.Module:
         return Writing(kind).double()
 
 
-def batches(*sizes: int) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(5)
-    draw = functools.partial(torch.randn, generator=generator, dtype=WIDE)
-    return [(draw(size, 8), torch.randint(0, 3, (size,), generator=generator)) for size in sizes]
-
-
-def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs, targets, reduction="none")
-
-
 def train(ranks, kind: str, plan: Plan, given: list) -> oracle.Trained:
-    step = TrainStep(model(kind), loss, sgd, plan=plan, ranks=ranks, clip=None)
-    metrics = []
-    for inputs, targets in given:
-        start, stop = share(0, len(targets), plan.dp, step.data_index)
-        metrics.append(step((inputs[start:stop], targets[start:stop])))
-    step.flush()
-    return oracle.snapshot(step, [m.loss for m in metrics], [])
+    return classes.train(ranks, model(kind), plan, given)
 
 
 def expected(kind: str, given: list) -> oracle.Trained:

@@ -1,13 +1,9 @@
 """Laws of batch normalization with frozen statistics: trained on every mesh as on one device."""
 
-import functools
-
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.plan.order import share
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
 from fourfold.run.optimizer import DistributedOptimizer
@@ -15,9 +11,9 @@ from fourfold.run.refuse import refuse_for
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import DivergenceError, PlanError, TaskError
+from tests.classes import batches, loss, part, sgd
 from tests.training import SEEDING
 
-sgd = functools.partial(torch.optim.SGD, lr=0.1)
 PLANS = [Plan(dp=2), Plan(microbatches=2), Plan(dp=2, microbatches=2), Plan(dp=2, zero=2)]
 
 
@@ -48,21 +44,6 @@ def net(*, stays: bool = False) -> Net:
     model.train()
     model.norm.eval()
     return model
-
-
-def batches(*sizes: int) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(5)
-    draw = functools.partial(torch.randn, generator=generator, dtype=torch.float64)
-    return [(draw(size, 8), torch.randint(0, 3, (size,), generator=generator)) for size in sizes]
-
-
-def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs, targets, reduction="none")
-
-
-def part(batch: tuple[Tensor, Tensor], plan: Plan, index: int) -> tuple[Tensor, Tensor]:
-    start, stop = share(0, len(batch[1]), plan.dp, index)
-    return batch[0][start:stop], batch[1][start:stop]
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -8,16 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.plan.order import share
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
 from fourfold.run.refuse import refuse_for
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import PlanError, TaskError
+from tests.classes import batches, loss, sgd, train
 from tests.training import SEEDING
-
-sgd = functools.partial(torch.optim.SGD, lr=0.1)
 
 # What forward writes into `centers`, from the samples that it is given. Writes through `.data` count no version.
 FROM_SAMPLES = {
@@ -68,26 +66,6 @@ def model(kind: str, **options: bool) -> nn.Module:
     with SEEDING:
         torch.manual_seed(3)
         return Writing(kind, **options).double()
-
-
-def batches(*sizes: int) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(5)
-    draw = functools.partial(torch.randn, generator=generator, dtype=torch.float64)
-    return [(draw(size, 8), torch.randint(0, 3, (size,), generator=generator)) for size in sizes]
-
-
-def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs, targets, reduction="none")
-
-
-def train(ranks, made: nn.Module, plan: Plan, given: list) -> oracle.Trained:
-    step = TrainStep(made, loss, sgd, plan=plan, ranks=ranks, clip=None)
-    metrics = []
-    for inputs, targets in given:
-        start, stop = share(0, len(targets), plan.dp, step.data_index)
-        metrics.append(step((inputs[start:stop], targets[start:stop])))
-    step.flush()
-    return oracle.snapshot(step, [m.loss for m in metrics], [])
 
 
 def refused(made, plan: Plan, match: str, given: list | None = None, **world) -> None:

@@ -1,0 +1,39 @@
+"""Eight features and three classes: batches in float64, a loss for each sample, and a training of a given model."""
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fourfold.plan.order import share
+from fourfold.plan.plan import Plan
+from fourfold.run.build import TrainStep
+from fourfold.testing import oracle
+
+Batch = tuple[Tensor, Tensor]
+sgd = functools.partial(torch.optim.SGD, lr=0.1)
+
+
+def batches(*sizes: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(5)
+    draw = functools.partial(torch.randn, generator=generator, dtype=torch.float64)
+    return [(draw(size, 8), torch.randint(0, 3, (size,), generator=generator)) for size in sizes]
+
+
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+def part(batch: Batch, plan: Plan, index: int) -> Batch:
+    """A data rank's share of a batch."""
+    start, stop = share(0, len(batch[1]), plan.dp, index)
+    return batch[0][start:stop], batch[1][start:stop]
+
+
+def train(ranks: Any, made: nn.Module, plan: Plan, given: list[Batch]) -> oracle.Trained:
+    step = TrainStep(made, loss, sgd, plan=plan, ranks=ranks, clip=None)
+    losses = [step(part(batch, plan, step.data_index)).loss for batch in given]
+    step.flush()
+    return oracle.snapshot(step, losses, [])
