@@ -18,7 +18,7 @@ import torch
 import fourfold as ff
 from bench.measure import machine
 from bench.models import CASES, losses
-from fourfold.run.settings import DRIFT_CHECK
+from fourfold.plan.intervals import DRIFT_CHECK
 
 WARMUP, STEPS, CHECKS = 3, 20, 50
 

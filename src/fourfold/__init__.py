@@ -6,6 +6,8 @@ The names below are the whole door. They are loaded when first used, so that `im
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fourfold.words.version import VERSION
+
 if TYPE_CHECKING:
     from fourfold import optim
     from fourfold.feed.feed import Feed
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from fourfold.words.errors import FourfoldError, PlanError
     from fourfold.words.task import Data, Task
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = [
     "Data",
     "DistributedOptimizer",

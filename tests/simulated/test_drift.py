@@ -12,12 +12,12 @@ from torch import nn
 
 from fourfold.parts import fingerprint
 from fourfold.parts.fingerprint import fingerprints, on_device
+from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.plan import Plan
 from fourfold.run import drift
 from fourfold.run import train as train_module
 from fourfold.run.build import TrainStep
 from fourfold.run.optimizer import DistributedOptimizer
-from fourfold.run.settings import DRIFT_CHECK
 from fourfold.testing import threads
 from fourfold.words.errors import DivergenceError, SettingError
 from fourfold.words.task import Data, Task

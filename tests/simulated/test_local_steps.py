@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fourfold as ff
+from fourfold.plan.intervals import is_due
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
 from fourfold.run.checkpoint.read import Reader
 from fourfold.run.checkpoint.shelf import Shelf, newest_good
 from fourfold.run.refuse import sync_problems
-from fourfold.run.settings import is_due
 from fourfold.run.show import show
 from fourfold.tasks import lm
 from fourfold.testing import oracle, threads

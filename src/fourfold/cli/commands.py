@@ -250,10 +250,10 @@ def versions() -> str:
     import platform
     from importlib.metadata import PackageNotFoundError, version
 
-    from fourfold import __version__
+    from fourfold.words.version import VERSION
 
     try:
         torch = version("torch")
     except PackageNotFoundError:
         torch = "not installed"
-    return f"fourfold {__version__} (torch {torch}, Python {platform.python_version()})"
+    return f"fourfold {VERSION} (torch {torch}, Python {platform.python_version()})"

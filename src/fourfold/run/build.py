@@ -21,6 +21,7 @@ from fourfold.parts.masters import Policy, host_of
 from fourfold.parts.options import Options
 from fourfold.parts.step_hooks import StepHooks
 from fourfold.plan.data import RESTS, Bucket, Rest, Spec, Step, fill, limit, lower, turns
+from fourfold.plan.intervals import DRIFT_CHECK, is_due
 from fourfold.plan.memory import is_in_place
 from fourfold.plan.order import Stretch
 from fourfold.plan.plan import Plan
@@ -45,7 +46,6 @@ from fourfold.run.same_batches import SameBatches, fingerprint
 from fourfold.run.same_source import refuse_other_sources
 from fourfold.run.sequence import Tokens
 from fourfold.run.sequence.alike import unlike
-from fourfold.run.settings import DRIFT_CHECK, is_due
 from fourfold.run.state import State, copied
 from fourfold.run.weights import Weights, trainable_of
 from fourfold.words.action import LOSS, Action

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from fourfold.parts.comm import Ranks
 from fourfold.parts.fingerprint import fingerprints
 from fourfold.parts.uses import unwatched
+from fourfold.plan.intervals import is_due
 from fourfold.plan.plan import Plan
-from fourfold.run.settings import is_due
 from fourfold.words.errors import DivergenceError, Problem, SettingError
 
 IN_A_STEP = "the same seeds, hooks and edits on every rank; weights changed by hand inside step.edit()"

@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-import fourfold
 from fourfold.plan.decode import DecodeError, from_json, read_small, refuse_pipe
 from fourfold.plan.plan import FIELDS, Plan
 from fourfold.run.checkpoint.shelf import FOLDER as CHECKPOINTS
 from fourfold.run.settings import Identity, canonical
 from fourfold.words.errors import PlanError, Problem, SettingError, TrainingError, reason
+from fourfold.words.version import VERSION
 
 MOST_NAME_BYTES = 200  # file systems allow 255, and a run that starts over gets a longer name
 LOG, SETTINGS, PLAN = "metrics.jsonl", "settings.json", "plan.toml"
@@ -71,7 +71,7 @@ class Folder:
     def describe(self, plan: Plan, settings: Mapping[str, Any]) -> None:
         """Write down what was asked for, and where it runs."""
         versions = {
-            "fourfold": fourfold.__version__,
+            "fourfold": VERSION,
             "torch": str(torch.__version__),
             "python": platform.python_version(),
         }

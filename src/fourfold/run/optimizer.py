@@ -22,6 +22,7 @@ from fourfold.parts.optim import groups
 from fourfold.parts.optimizer_options import check_options
 from fourfold.parts.options import Options
 from fourfold.plan.data import fill, limit, turns
+from fourfold.plan.intervals import DRIFT_CHECK, is_due
 from fourfold.plan.plan import Plan
 from fourfold.run import drift
 from fourfold.run.arguments import refuse_stateless, refuse_wrapped
@@ -29,7 +30,6 @@ from fourfold.run.batch_statistics import FrozenStatistics
 from fourfold.run.layouts import Layouts, shape_in_memory
 from fourfold.run.refuse import compare, refuse
 from fourfold.run.same_batches import Inputs, SameBatches
-from fourfold.run.settings import DRIFT_CHECK, is_due
 from fourfold.run.spread import spread
 from fourfold.run.unreduced import Reduced, Unreduced
 from fourfold.run.weights import trainable_of

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.plan import Plan
 from fourfold.plan.rates import Factors, Rates
 from fourfold.words import arguments
@@ -21,7 +22,6 @@ from fourfold.words.errors import Problem, SettingError
 from fourfold.words.task import Task, check_task
 
 Identity = Mapping[str, Any]
-DRIFT_CHECK = 1000  # steps: a check takes about as long as the least step, so less than 0.1 % (docs/measured.md)
 
 
 @dataclass(frozen=True)
@@ -130,14 +130,6 @@ def told_late(settings: Settings, plan: Plan) -> str | None:
     if not late:
         return None
     return f"{' and '.join(late)}: done at the next multiple of {plan.period}, where ranks have the same weights"
-
-
-def is_due(step: int, every: int, period: int) -> bool:
-    """Whether what is wanted after every so many steps is to be done after this one.
-
-    Ranks have the same weights after every `period` steps only: what comes between waits until then.
-    """
-    return every > 0 and step % period == 0 and step // every > (step - period) // every
 
 
 def factors(task: Task, settings: Settings) -> Factors | None:

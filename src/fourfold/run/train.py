@@ -20,6 +20,7 @@ from fourfold.feed.draws import fetch_drawing
 from fourfold.feed.feed import Feed
 from fourfold.feed.samples import check_data
 from fourfold.parts.comm.ranks import BURIAL_SECONDS, world
+from fourfold.plan.intervals import DRIFT_CHECK, is_due
 from fourfold.plan.order import share
 from fourfold.plan.plan import Plan
 from fourfold.plan.rates import Rates
@@ -39,7 +40,7 @@ from fourfold.run.objective import is_uneven, uneven
 from fourfold.run.outline import meta_model
 from fourfold.run.pulse import Pulse
 from fourfold.run.same_source import refuse_other_lengths
-from fourfold.run.settings import DRIFT_CHECK, Settings, factors, is_due, refuse_steps, settings_of, told_late
+from fourfold.run.settings import Settings, factors, refuse_steps, settings_of, told_late
 from fourfold.run.speaker import WINDOW, Report, Result, Speaker
 from fourfold.run.trace import EVERY, Tracing
 from fourfold.words.errors import INTERRUPT_CODE, PeerError, Problem, StoppedError, TaskError, TrainingError
