@@ -37,13 +37,13 @@ def dropout(x: Tensor) -> Tensor:
     return torch.native_dropout(x, DROPOUT, True)[0]
 
 
-def written_out(q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor) -> Tensor:
+def math_attention(q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor) -> Tensor:
     """Attention with its rows in memory: weights, their dropped form and the mask of that are kept for backward."""
     scores = q_BHLK @ k_BHLK.transpose(-1, -2) * q_BHLK.shape[-1] ** -0.5
     return dropout(F.softmax(scores, -1)) @ v_BHLK
 
 
-def fused(q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor) -> Tensor:
+def flash_attention(q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor) -> Tensor:
     """Flash attention: the output and one log-sum-exp a row are kept. Its dropout is redrawn, and keeps nothing."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_BHLK, k_BHLK, v_BHLK)[0]
 
@@ -51,56 +51,62 @@ def fused(q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor) -> Tensor:
 class Block(nn.Module):
     """A layer; `attend` is called with this rank's heads and tokens."""
 
-    def __init__(self, shape: Shape, ways: int, attend: Attend, *, split: bool) -> None:
+    def __init__(self, shape: Shape, num_shards: int, attend: Attend, *, split: bool) -> None:
         super().__init__()
-        width, inner = shape.width, 4 * shape.width // ways
-        self.ways = ways if split else 1
+        width, inner = shape.width, 4 * shape.width // num_shards
+        self.num_shards = num_shards if split else 1
         self.head_size, self.attend = width // shape.heads, attend
-        self.qkv, self.out = nn.Linear(width, 3 * width // ways), nn.Linear(width // ways, width)
+        self.qkv, self.out = nn.Linear(width, 3 * width // num_shards), nn.Linear(width // num_shards, width)
         self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        qkv = self._spread(x_BLD, self.qkv)
+        qkv = self._column_linear(x_BLD, self.qkv)
         batch, length, _ = qkv.shape
         q_BHLK, k_BHLK, v_BHLK = qkv.view(batch, length, 3, -1, self.head_size).permute(2, 0, 3, 1, 4).unbind()
         attended = self.attend(q_BHLK, k_BHLK, v_BHLK).transpose(1, 2).reshape(batch, length, -1)
-        x_BLD = self.norm1(x_BLD + dropout(self._summed(self.out(attended))))
-        inner = F.gelu(self._spread(x_BLD, self.up))
-        return self.norm2(x_BLD + dropout(self._summed(self.down(inner))))
+        x_BLD = self.norm1(x_BLD + dropout(self._reduce_scatter(self.out(attended))))
+        inner = F.gelu(self._column_linear(x_BLD, self.up))
+        return self.norm2(x_BLD + dropout(self._reduce_scatter(self.down(inner))))
 
-    def _spread(self, x_BLD: Tensor, layer: nn.Linear) -> Tensor:
-        return layer(x_BLD) if self.ways == 1 else _SplitLinear.apply(x_BLD, layer.weight, layer.bias, self.ways)
+    def _column_linear(self, x_BLD: Tensor, layer: nn.Linear) -> Tensor:
+        return (
+            layer(x_BLD)
+            if self.num_shards == 1
+            else _SplitLinear.apply(x_BLD, layer.weight, layer.bias, self.num_shards)
+        )
 
-    def _summed(self, x_BLD: Tensor) -> Tensor:
-        return x_BLD if self.ways == 1 else _ToShares.apply(x_BLD, self.ways)
+    def _reduce_scatter(self, x_BLD: Tensor) -> Tensor:
+        return x_BLD if self.num_shards == 1 else _ReduceScatterTokens.apply(x_BLD, self.num_shards)
 
 
 class Bert(nn.Module):
     """Tokens [B, L] and their positions to logits [B, L, V]."""
 
-    def __init__(self, shape: Shape, *, ways: int = 1, split: bool = False, attend: Attend = written_out) -> None:
+    def __init__(
+        self, shape: Shape, *, num_shards: int = 1, split: bool = False, attend: Attend = math_attention
+    ) -> None:
         """`split`: between the split layers each rank has 1/ways of the tokens, as Megatron's sequence parallelism."""
         super().__init__()
-        self.ways = ways if split else 1
-        self.token = nn.Embedding(shape.vocabulary // ways, shape.width)
+        self.num_shards = num_shards if split else 1
+        self.token = nn.Embedding(shape.vocabulary // num_shards, shape.width)
         self.position = nn.Embedding(shape.positions, shape.width)
         self.norm = nn.LayerNorm(shape.width)
-        self.blocks = nn.ModuleList(Block(shape, ways, attend, split=split) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(Block(shape, num_shards, attend, split=split) for _ in range(shape.layers))
         self.transform, self.transform_norm = nn.Linear(shape.width, shape.width), nn.LayerNorm(shape.width)
-        self.bias = nn.Parameter(torch.zeros(shape.vocabulary // ways))
+        self.bias = nn.Parameter(torch.zeros(shape.vocabulary // num_shards))
 
     def forward(self, ids_BL: Tensor, positions_BL: Tensor) -> Tensor:
         x_BLD = dropout(self.norm(self.token(ids_BL) + self.position(positions_BL)))
         for block in self.blocks:
             x_BLD = block(x_BLD)
         hidden_BLD = self.transform_norm(F.gelu(self.transform(x_BLD)))
-        if self.ways > 1:
-            return _SplitLinear.apply(hidden_BLD, self.token.weight, self.bias, self.ways)
+        if self.num_shards > 1:
+            return _SplitLinear.apply(hidden_BLD, self.token.weight, self.bias, self.num_shards)
         return F.linear(hidden_BLD, self.token.weight, self.bias)
 
 
-class _InPlace(torch.autograd.Function):
+class _InPlaceCrossEntropy(torch.autograd.Function):
     """Megatron's vocabulary-parallel cross-entropy: softmax and its gradient are written over the logits."""
 
     @staticmethod
@@ -130,42 +136,42 @@ class _SplitLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BlD: Tensor, weight: Tensor, bias: Tensor, ways: int) -> Tensor:
         ctx.save_for_backward(x_BlD, weight)
-        ctx.ways = ways
-        return F.linear(_all_tokens(x_BlD, ways), weight, bias)
+        ctx.num_shards = ways
+        return F.linear(_gather_tokens(x_BlD, ways), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         x_BlD, weight = ctx.saved_tensors
         (gradient_BLE,) = gradients
         rows = gradient_BLE.flatten(0, 1)
-        gradient_BlD = _own_tokens(gradient_BLE @ weight, ctx.ways)
-        return gradient_BlD, rows.T @ _all_tokens(x_BlD, ctx.ways).flatten(0, 1), rows.sum(0), None
+        gradient_BlD = _local_tokens(gradient_BLE @ weight, ctx.num_shards)
+        return gradient_BlD, rows.T @ _gather_tokens(x_BlD, ctx.num_shards).flatten(0, 1), rows.sum(0), None
 
 
-class _ToShares(torch.autograd.Function):
+class _ReduceScatterTokens(torch.autograd.Function):
     """The ranks' addends of all tokens to sums of this rank's; backward gathers."""
 
     @staticmethod
     def forward(ctx: Any, x_BLD: Tensor, ways: int) -> Tensor:
-        ctx.ways = ways
-        return _own_tokens(x_BLD, ways)
+        ctx.num_shards = ways
+        return _local_tokens(x_BLD, ways)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _all_tokens(gradients[0], ctx.ways), None
+        return _gather_tokens(gradients[0], ctx.num_shards), None
 
 
-def _all_tokens(x_BlD: Tensor, ways: int) -> Tensor:
+def _gather_tokens(x_BlD: Tensor, ways: int) -> Tensor:
     batch, length, width = x_BlD.shape
     return x_BlD.new_empty(batch, ways * length, width)
 
 
-def _own_tokens(x_BLD: Tensor, ways: int) -> Tensor:
+def _local_tokens(x_BLD: Tensor, ways: int) -> Tensor:
     batch, length, width = x_BLD.shape
     return x_BLD.new_empty(batch, length // ways, width)
 
 
-class _Gathered(torch.autograd.Function):
+class _GatherLogits(torch.autograd.Function):
     """All ranks' logits on every rank; backward takes this rank's part."""
 
     @staticmethod
@@ -183,15 +189,15 @@ def losses(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
     return F.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), reduction="none")
 
 
-def careful_losses(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
+def in_place_losses(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
     """Cross-entropy that never holds more than the logits themselves; under a split vocabulary, this rank's part."""
-    return _InPlace.apply(logits_BLV, targets_BL)
+    return _InPlaceCrossEntropy.apply(logits_BLV, targets_BL)
 
 
 def gathered_losses(ways: int) -> Losses:
     """torch's own cross-entropy on the logits of all ranks."""
 
-    def of(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
-        return losses(_Gathered.apply(logits_BLV.flatten(0, 1), ways)[None], targets_BL)
+    def compute(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
+        return losses(_GatherLogits.apply(logits_BLV.flatten(0, 1), ways)[None], targets_BL)
 
-    return of
+    return compute

@@ -72,10 +72,14 @@ class Job:
 
 
 def tensor(
-    size: int, losses: bert.Losses = bert.careful_losses, *, attend: bert.Attend = bert.written_out, split: bool = False
+    size: int,
+    losses: bert.Losses = bert.in_place_losses,
+    *,
+    attend: bert.Attend = bert.math_attention,
+    split: bool = False,
 ) -> Job:
     """A rank of a tensor axis. Its gradients are freed after each update, as torch does it."""
-    build = functools.partial(bert.Bert, ways=size, attend=attend, split=split)
+    build = functools.partial(bert.Bert, num_shards=size, attend=attend, split=split)
     return Job(size, build, adam, losses, size if split else 1)
 
 
@@ -122,7 +126,7 @@ def fourfold(size: int, ring: str, *, zero: int = 0, losses: bert.Losses = bert.
     def across(q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor) -> Tensor:
         return attend(q_BHLK, k_BHLK, v_BHLK, axis, dropout=Dropout(bert.DROPOUT))
 
-    reach = across if size > 1 else bert.written_out
+    reach = across if size > 1 else bert.math_attention
     return Job(size, functools.partial(bert.Bert, attend=reach), rest, losses, size)
 
 
@@ -240,9 +244,13 @@ class Row(NamedTuple):
 TENSOR_ROWS = [
     Row(BASELINE, TENSOR_SIZES, tensor),
     Row("gathered logits", TENSOR_SIZES, lambda size: tensor(size, bert.gathered_losses(size))),
-    Row("flash attention", SOME_TENSOR_SIZES, lambda size: tensor(size, attend=bert.fused)),
+    Row("flash attention", SOME_TENSOR_SIZES, lambda size: tensor(size, attend=bert.flash_attention)),
     Row("tokens split as well (Megatron's)", SOME_TENSOR_SIZES, lambda size: tensor(size, split=True)),
-    Row("the same, flash attention", SOME_TENSOR_SIZES, lambda size: tensor(size, split=True, attend=bert.fused)),
+    Row(
+        "the same, flash attention",
+        SOME_TENSOR_SIZES,
+        lambda size: tensor(size, split=True, attend=bert.flash_attention),
+    ),
 ]
 SEQUENCE_ROWS = [
     Row(ORIGINAL, SEQUENCE_SIZES, lambda size: fourfold(size, "rsa", hasty=True)),
@@ -250,7 +258,7 @@ SEQUENCE_ROWS = [
     Row(
         "plain, in-place loss",
         SOME_SEQUENCE_SIZES,
-        lambda size: fourfold(size, "plain", losses=bert.careful_losses, hasty=True),
+        lambda size: fourfold(size, "plain", losses=bert.in_place_losses, hasty=True),
     ),
     *(
         Row(

@@ -16,7 +16,7 @@ SHAPE = bert.Shape(width=48, heads=4, layers=2, vocabulary=96, positions=16)
 JOBS = {
     "tensor": tensor(2),
     "gathered": tensor(2, bert.gathered_losses(2)),
-    "flash": tensor(2, bert.losses, attend=bert.fused),
+    "flash": tensor(2, bert.losses, attend=bert.flash_attention),
     "tokens split": tensor(2, split=True),
     "alone": fourfold(1, "plain"),
     **{ring: fourfold(4, ring) for ring in ("zigzag", "plain", "rsa", "gather")},
