@@ -25,21 +25,21 @@ from fourfold.run.checkpoint.state import Trained
 from fourfold.run.trace import EVERY, Tracing
 from fourfold.tasks import lm
 
-BLOCK = 10
+BLOCK_STEPS = 10
 WARM_UP = 5
 SAVE_EVERY = 50
-UNSAMPLED = 1  # a step that is not recorded where every hundredth is
+UNSAMPLED_STEP = 1  # a step that is not recorded where every hundredth is
 
 
-class Twins(NamedTuple):
+class PairedTimes(NamedTuple):
     """Seconds with and without, wall and processor time of this rank, by round."""
 
-    wall: list[tuple[float, float]]
-    processor: list[tuple[float, float]]
+    wall_seconds: list[tuple[float, float]]
+    cpu_seconds: list[tuple[float, float]]
 
 
-def take_turns(rounds: int, with_it: Callable[[], None], without: Callable[[], None]) -> Twins:
-    found = Twins([], [])
+def time_in_turns(rounds: int, with_it: Callable[[], None], without: Callable[[], None]) -> PairedTimes:
+    found = PairedTimes([], [])
     for number in range(rounds):
         spent = {}
         for work in (with_it, without)[:: 1 if number % 2 else -1]:
@@ -51,7 +51,7 @@ def take_turns(rounds: int, with_it: Callable[[], None], without: Callable[[], N
     return found
 
 
-def row(name: str, twins: Sequence[tuple[float, float]], steps: int, every: int) -> tuple[str, ...]:
+def format_row(name: str, twins: Sequence[tuple[float, float]], steps: int, every: int) -> tuple[str, ...]:
     """`steps` in a twin; the cost is paid once in `every` steps."""
     step = statistics.median(without for _, without in twins) / steps
     extra = [with_it - without for with_it, without in twins]
@@ -61,7 +61,7 @@ def row(name: str, twins: Sequence[tuple[float, float]], steps: int, every: int)
     return name, f"{step * 1e3:.1f}", more, f"{middle:+.2%}", f"{low:+.2%} to {high:+.2%}"
 
 
-def build(folder: str) -> tuple[TrainStep, Keeper, Callable[[], None]]:
+def build_step(folder: str) -> tuple[TrainStep, Keeper, Callable[[], None]]:
     task, plan = lm.task(), Plan(dp=2)
     data = task.data()
     step = parallelize(task.model(), task.loss, task.optimizer, plan, clip=task.clip)
@@ -76,12 +76,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory(prefix="fourfold-bench-", dir=".") as folder:
-        step, keeper, one = build(folder)
+        step, keeper, one = build_step(folder)
         tracing = Tracing(step, folder=Path(folder) if step.rank == 0 else None)
         late = saves = samples = 0
 
         def block() -> None:
-            for _ in range(BLOCK):
+            for _ in range(BLOCK_STEPS):
                 one()
 
         def saving() -> None:
@@ -98,25 +98,30 @@ def main() -> None:
                 one()
 
         def unsampled() -> None:
-            with tracing.sample(UNSAMPLED):
+            with tracing.sample(UNSAMPLED_STEP):
                 one()
 
         for _ in range(WARM_UP):
             one()
         sampled()
         saving()
-        saves_found = take_turns(rounds, saving, block)
-        steps_found = take_turns(rounds * BLOCK, sampled, unsampled)
+        saves_found = time_in_turns(rounds, saving, block)
+        steps_found = time_in_turns(rounds * BLOCK_STEPS, sampled, unsampled)
         keeper.wait()
         step.exchange(None)
     if step.rank == 0:
-        print(f"{machine()}\nlm, 2 ranks, {rounds} pairs of blocks, {rounds * BLOCK} pairs of steps; rank 0's times\n")
+        print(
+            f"{machine()}\nlm, 2 ranks, {rounds} pairs of blocks, {rounds * BLOCK_STEPS} pairs of steps; rank 0's times\n"
+        )
         heads = ("", "step, ms", "more, ms", "of the steps", "middle half")
         saved = f"one save in {SAVE_EVERY} steps"
         traced = f"one sampled step in {EVERY}"
-        rows = [heads, row(saved, saves_found.wall, BLOCK, SAVE_EVERY)]
-        rows += [row(f"{saved}, processor", saves_found.processor, BLOCK, SAVE_EVERY)]
-        rows += [row(traced, steps_found.wall, 1, EVERY), row(f"{traced}, processor", steps_found.processor, 1, EVERY)]
+        rows = [heads, format_row(saved, saves_found.wall_seconds, BLOCK_STEPS, SAVE_EVERY)]
+        rows += [format_row(f"{saved}, processor", saves_found.cpu_seconds, BLOCK_STEPS, SAVE_EVERY)]
+        rows += [
+            format_row(traced, steps_found.wall_seconds, 1, EVERY),
+            format_row(f"{traced}, processor", steps_found.cpu_seconds, 1, EVERY),
+        ]
         print(table(rows))
         print(f"\n{late} of {saves} saves were still being written when their block ended")
 
