@@ -24,12 +24,12 @@ from bench.models import CASES, losses
 from fourfold.parts.comm.calls import TURNS
 from fourfold.parts.comm.group import NUM_LOSS_SCALARS
 
-WARMUP, CALLS = 4, 5000
-CALL = "step 1000, positions 2000 to 2002 of epoch 0, seed 0"
+WARMUP, NUM_CALLS = 4, 5000
+CALL_TEXT = "step 1000, positions 2000 to 2002 of epoch 0, seed 0"
 
 
 @contextlib.contextmanager
-def silent(transport: Any) -> Iterator[None]:
+def without_fingerprints(transport: Any) -> Iterator[None]:
     """Within: calls are neither told nor compared."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(transport, "enter"))
@@ -53,7 +53,7 @@ def main() -> None:
     for number in range(WARMUP + pairs):
         seconds = {}
         for told in (True, False) if number % 2 else (False, True):
-            with contextlib.nullcontext() if told else silent(transport):
+            with contextlib.nullcontext() if told else without_fingerprints(transport):
                 begin = time.perf_counter()
                 step(batch)
                 seconds[told] = time.perf_counter() - begin
@@ -61,7 +61,7 @@ def main() -> None:
     ratios = [told / untold for told, untold in found[WARMUP:]]
     low, _, high = quantiles(ratios, n=4)
     without = median(untold for _, untold in found[WARMUP:])
-    alone = _on_board(transport) if kind == "shared" else _on_roll(transport)
+    alone = _board_seconds(transport) if kind == "shared" else _message_seconds(transport)
     if step.rank == 0:
         print(machine())
         print(f"{kind}: step without {without * 1e3:.1f} ms")
@@ -69,29 +69,29 @@ def main() -> None:
         print(f"telling and comparing: {alone * 1e6:.1f} µs of CPU, {alone / without:.4%} of the step")
 
 
-def _on_board(transport: Any) -> float:
+def _board_seconds(transport: Any) -> float:
     """Seconds of one telling and comparing in shared memory, from many in a row: nobody waits in them."""
     counts = [1] * transport.size
     for _ in range(TURNS):
-        transport.enter(CALL)
+        transport.enter(CALL_TEXT)
     transport.agree()
     begin = time.process_time()
-    for _ in range(CALLS):
-        transport.enter(CALL)
+    for _ in range(NUM_CALLS):
+        transport.enter(CALL_TEXT)
         transport._compare()
         transport._board.compare(transport.index, counts)  # Another rank may be too far away to be compared above.
-    return (time.process_time() - begin) / CALLS
+    return (time.process_time() - begin) / NUM_CALLS
 
 
-def _on_roll(transport: Any) -> float:
+def _message_seconds(transport: Any) -> float:
     """Seconds of making and comparing the tags of one call. The message is there without them; it grows by 48 bytes."""
     values = torch.zeros(4, dtype=torch.float64)
     sums = [0.0] * NUM_LOSS_SCALARS + [1.0] * transport.size
     begin = time.process_time()
-    for _ in range(CALLS):
-        transport._roll.tagged(values, CALL)
-        transport._roll.compare(sums, CALL)
-    return (time.process_time() - begin) / CALLS
+    for _ in range(NUM_CALLS):
+        transport._roll.tagged(values, CALL_TEXT)
+        transport._roll.compare(sums, CALL_TEXT)
+    return (time.process_time() - begin) / NUM_CALLS
 
 
 if __name__ == "__main__":
