@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.checkpoint import Silent
+from bench.checkpoint import NullLog
 from bench.measure import machine, table
 from fourfold.feed.feed import Feed
 from fourfold.plan.plan import Plan
@@ -66,7 +66,7 @@ def build_step(folder: str) -> tuple[TrainStep, Keeper, Callable[[], None]]:
     data = task.data()
     step = parallelize(task.model(), task.loss, task.optimizer, plan, clip=task.clip)
     feed = Feed(data.train, plan, batch_size=task.batch_size)
-    keeper = Keeper(Trained(step, feed), Place(Path(step.exchange(folder)[0]), "bench"), Silent(), seed=0)
+    keeper = Keeper(Trained(step, feed), Place(Path(step.exchange(folder)[0]), "bench"), NullLog(), seed=0)
     batches = feed.forever()
     return step, keeper, lambda: step(next(batches)) and None
 

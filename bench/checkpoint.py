@@ -40,21 +40,21 @@ CHUNK_BYTES = 4 * MIB
 WARM_UP = 3  # rounds
 
 
-class Silent:
+class NullLog:
     """A log that nobody reads."""
 
-    def line(self, record: Mapping[str, Any]) -> None: ...
-    def note(self, text: str) -> None:
+    def write_record(self, record: Mapping[str, Any]) -> None: ...
+    def log_message(self, text: str) -> None:
         raise RuntimeError(text)
 
-    def position(self) -> int:
+    def log_bytes(self) -> int:
         return 0
 
-    def cut(self, position: int) -> None: ...
+    def truncate_log(self, num_bytes: int) -> None: ...
     def sync(self) -> None: ...
 
 
-def trained(width: int, layers: int) -> Trained:
+def make_training_state(width: int, layers: int) -> Trained:
     """A language model after one step, so that the optimizer has its state."""
     task = lm.task(width=width, layers=layers, length=LENGTH)
     plan = Plan(dp=dist.get_world_size() if dist.is_initialized() else 1)
@@ -65,7 +65,7 @@ def trained(width: int, layers: int) -> Trained:
     return Trained(step, Feed([(tokens, tokens)] * plan.dp, plan, batch_size=plan.dp))
 
 
-def forget(folder: Path) -> None:
+def drop_page_cache(folder: Path) -> None:
     """Ask the system to drop what it holds of the files in memory."""
     for path in folder.rglob("*"):
         if path.is_file():
@@ -90,7 +90,7 @@ def read_file(path: Path) -> None:
             pass
 
 
-def take_away(folder: Path, number: int) -> None:
+def remove_files(folder: Path, number: int) -> None:
     """What was written in an earlier round."""
     shutil.rmtree(folder / f"dcp-{number}", ignore_errors=True)
     (folder / f"plain-{number}").unlink(missing_ok=True)
@@ -105,50 +105,50 @@ def flat_state(step: TrainStep) -> dict[str, Any]:
     return tensors
 
 
-class Rounds:
+class Timings:
     """Seconds by kind, as rank 0 sees them: from when all ranks are there until all have done their part."""
 
     def __init__(self, step: TrainStep) -> None:
         self._step = step
-        self.found: dict[str, list[float]] = {}
+        self.seconds: dict[str, list[float]] = {}
 
-    def note(self, kind: str, *parts: Callable[[], object], alone: bool = False) -> None:
+    def record(self, kind: str, *parts: Callable[[], object], alone: bool = False) -> None:
         """Time the parts, one after the other. `alone`: rank 0 does it, for all."""
         self._step.exchange(None)
         begin = time.perf_counter()
         for part in parts if self._step.rank == 0 or not alone else ():
             part()
         self._step.exchange(None)
-        self.found.setdefault(kind, []).append(time.perf_counter() - begin)
+        self.seconds.setdefault(kind, []).append(time.perf_counter() - begin)
 
 
 def measure(run: Trained, *, rounds: int, folder: Path) -> dict[str, list[float]]:
     """Seconds by kind, and the number of bytes."""
-    keeper = Keeper(run, Place(folder / "run", "bench"), Silent(), seed=0)
+    keeper = Keeper(run, Place(folder / "run", "bench"), NullLog(), seed=0)
     keeper.save(Progress(1))  # allocates the snapshot
     keeper.wait()
     num_bytes = sum(run.step.exchange(keeper._snapshot.num_bytes))
     data = os.urandom(num_bytes)
     theirs = flat_state(run.step)
     alone = not dist.is_initialized()
-    timing = Rounds(run.step)
+    timing = Timings(run.step)
     for number in range(-WARM_UP, rounds):
         if number == 0:
-            timing.found.clear()
+            timing.seconds.clear()
         plain, target = (folder / f"{kind}-{number}" for kind in ("plain", "dcp"))
         if run.step.rank == 0:
-            take_away(folder, number - KEEP)
-        timing.note("disk: write", lambda at=plain: write_file(at, data), alone=True)
-        timing.note("fourfold: save", lambda at=number: keeper.save(Progress(WARM_UP + at + 2)), keeper.wait)
-        timing.note("torch DCP: save", lambda at=target: save(theirs, checkpoint_id=str(at), no_dist=alone))
-        timing.note("", lambda: forget(folder), alone=True)
+            remove_files(folder, number - KEEP)
+        timing.record("disk: write", lambda at=plain: write_file(at, data), alone=True)
+        timing.record("fourfold: save", lambda at=number: keeper.save(Progress(WARM_UP + at + 2)), keeper.wait)
+        timing.record("torch DCP: save", lambda at=target: save(theirs, checkpoint_id=str(at), no_dist=alone))
+        timing.record("", lambda: drop_page_cache(folder), alone=True)
         for kind in ("cold", "warm"):
             read = functools.partial(load, theirs, checkpoint_id=str(target), no_dist=alone)
-            timing.note(f"disk: read, {kind}", functools.partial(read_file, plain), alone=True)
-            timing.note(f"fourfold: load, {kind}", keeper.resume)
-            timing.note(f"torch DCP: load, {kind}", read)
-    del timing.found[""]
-    return {**timing.found, "bytes": [float(num_bytes)]}
+            timing.record(f"disk: read, {kind}", functools.partial(read_file, plain), alone=True)
+            timing.record(f"fourfold: load, {kind}", keeper.resume)
+            timing.record(f"torch DCP: load, {kind}", read)
+    del timing.seconds[""]
+    return {**timing.seconds, "bytes": [float(num_bytes)]}
 
 
 def main() -> None:
@@ -161,18 +161,18 @@ def main() -> None:
     torch.set_num_threads(1)
     if from_environment() is not None:
         dist.init_process_group("gloo")
-    run = trained(arguments.width, arguments.layers)
+    run = make_training_state(arguments.width, arguments.layers)
     with tempfile.TemporaryDirectory(prefix="fourfold-bench-", dir=".") as own:
         folder = Path(run.step.exchange(own)[0])
         found = measure(run, rounds=arguments.rounds, folder=folder)
         run.step.exchange(None)
     if run.step.rank == 0:
-        show(found, ranks=run.step.plan.dp, rounds=arguments.rounds)
+        print_results(found, ranks=run.step.plan.dp, rounds=arguments.rounds)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def show(found: dict[str, list[float]], *, ranks: int, rounds: int) -> None:
+def print_results(found: dict[str, list[float]], *, ranks: int, rounds: int) -> None:
     (num_bytes,) = found.pop("bytes")
     many = f"{ranks} {'rank' if ranks == 1 else 'ranks'} with one thread each"
     print(f"{machine()}\n{num_bytes / MIB:.0f} MiB, {many}, medians of {rounds} interleaved rounds\n")
