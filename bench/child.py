@@ -31,7 +31,7 @@ Step = Callable[[Batch], float]
 NUM_BATCHES = 4
 
 
-def _plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+def _torch_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     """The step every torch peer writes; its loss is the local one: no reduction, so that they pay for none."""
 
     def step(batch: Batch) -> float:
@@ -47,12 +47,12 @@ def _plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
 
 def ddp(model: nn.Module, case: Case) -> Step:
     model = DistributedDataParallel(model)
-    return _plain(model, torch.optim.AdamW(model.parameters(), lr=case.lr))
+    return _torch_step(model, torch.optim.AdamW(model.parameters(), lr=case.lr))
 
 
 def ddp_tuned(model: nn.Module, case: Case) -> Step:
     model = DistributedDataParallel(model, static_graph=True, gradient_as_bucket_view=True)
-    return _plain(model, torch.optim.AdamW(model.parameters(), lr=case.lr, fused=True))
+    return _torch_step(model, torch.optim.AdamW(model.parameters(), lr=case.lr, fused=True))
 
 
 def ddp_malloc(model: nn.Module, case: Case) -> Step:
@@ -71,17 +71,17 @@ def fsdp2(model: nn.Module, case: Case) -> Step:
     for block in model.get_submodule("blocks").children():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return _plain(model, torch.optim.AdamW(model.parameters(), lr=case.lr, fused=True))
+    return _torch_step(model, torch.optim.AdamW(model.parameters(), lr=case.lr, fused=True))
 
 
-def alone(model: nn.Module, case: Case) -> Step:
+def no_communication(model: nn.Module, case: Case) -> Step:
     """The bound: as many processes at once, and not a word between them."""
-    return _plain(model, torch.optim.AdamW(model.parameters(), lr=case.lr, fused=True))
+    return _torch_step(model, torch.optim.AdamW(model.parameters(), lr=case.lr, fused=True))
 
 
-def plain(model: nn.Module, case: Case, **options: Any) -> Step:
+def single_process(model: nn.Module, case: Case, **options: Any) -> Step:
     """One process as torch's users write it; `options` choose how the update is carried out."""
-    return _plain(model, torch.optim.AdamW(model.parameters(), lr=case.lr, **options))
+    return _torch_step(model, torch.optim.AdamW(model.parameters(), lr=case.lr, **options))
 
 
 def zero_torch(model: nn.Module, case: Case) -> Step:
@@ -90,7 +90,7 @@ def zero_torch(model: nn.Module, case: Case) -> Step:
 
     model = DistributedDataParallel(model, static_graph=True, gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=case.lr, fused=True)
-    return _plain(model, optimizer)
+    return _torch_step(model, optimizer)
 
 
 def deepspeed(model: nn.Module, case: Case, *, stage: int) -> Step:
@@ -130,10 +130,10 @@ CONFIGURATIONS: dict[str, Callable[[nn.Module, Case], Step]] = {
     "ddp-tuned": ddp_tuned,
     "ddp-malloc": ddp_malloc,
     "fsdp2": fsdp2,
-    "alone": alone,
-    "default": plain,
-    "foreach": functools.partial(plain, foreach=True),
-    "fused": functools.partial(plain, fused=True),
+    "alone": no_communication,
+    "default": single_process,
+    "foreach": functools.partial(single_process, foreach=True),
+    "fused": functools.partial(single_process, fused=True),
     "zero-torch": zero_torch,
     **{f"deepspeed{stage}": functools.partial(deepspeed, stage=stage) for stage in (1, 2, 3)},
     "fourfold": fourfold,
@@ -147,7 +147,7 @@ CONFIGURATIONS: dict[str, Callable[[nn.Module, Case], Step]] = {
 }
 
 
-def turn(step: Step, batches: Iterator[Batch], *, untimed: int, timed: int) -> dict[str, object]:
+def run_turn(step: Step, batches: Iterator[Batch], *, untimed: int, timed: int) -> dict[str, object]:
     """Untimed steps, then timed ones: all losses; seconds, processor seconds and page faults of the timed."""
     values = [step(next(batches)) for _ in range(untimed)]
     seconds = []
@@ -180,7 +180,7 @@ def main(arguments: list[str], say: TextIO) -> None:
     batches = itertools.cycle(case.batches(rank, NUM_BATCHES))
     print(json.dumps({"ready": rank}), file=say, flush=True)
     for line in sys.stdin:
-        print(json.dumps(turn(step, batches, **json.loads(line))), file=say, flush=True)
+        print(json.dumps(run_turn(step, batches, **json.loads(line))), file=say, flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
 
