@@ -38,14 +38,14 @@ CODINGS = {
 
 
 @dataclasses.dataclass
-class Times:
+class CodecTimes:
     """Processor seconds of a step's two halves, by step."""
 
-    encode: list[float] = dataclasses.field(default_factory=list)
-    decode: list[float] = dataclasses.field(default_factory=list)
+    encode_seconds: list[float] = dataclasses.field(default_factory=list)
+    decode_seconds: list[float] = dataclasses.field(default_factory=list)
 
 
-def bucket() -> Bucket:
+def make_bucket() -> Bucket:
     slots, start = [], 0
     for number, shape in enumerate(SHAPES):
         stop = start + torch.Size(shape).numel()
@@ -54,7 +54,7 @@ def bucket() -> Bucket:
     return Bucket(0, tuple(slots), start, "float32", 4, 0)
 
 
-def step(each: Codec, flat: torch.Tensor, ranks: int, times: Times) -> None:
+def time_codec(each: Codec, flat: torch.Tensor, ranks: int, times: CodecTimes) -> None:
     """One talk, with this rank's own message in the place of everybody's."""
     encode = decode = 0.0
     begin = time.thread_time()
@@ -72,8 +72,8 @@ def step(each: Codec, flat: torch.Tensor, ranks: int, times: Times) -> None:
         else:
             assert number + 1 < len(each.rounds)
             encode += time.thread_time() - begin
-    times.encode.append(encode)
-    times.decode.append(decode)
+    times.encode_seconds.append(encode)
+    times.decode_seconds.append(decode)
 
 
 def main() -> None:
@@ -83,19 +83,19 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     memory.keep_freed_memory()  # as every training process does
-    where, cpu = bucket(), torch.device("cpu")
+    where, cpu = make_bucket(), torch.device("cpu")
     codecs = {name: codec.make(coding, where, SHAPES, device=cpu) for name, coding in CODINGS.items()}
-    times = {name: Times() for name in codecs}
+    times = {name: CodecTimes() for name in codecs}
     dense = 2 * (options.ranks - 1) / options.ranks * where.num_bytes
     generator = torch.Generator().manual_seed(0)
     for turn in range(WARM_UP + options.rounds):
         gradient = torch.randn(where.size, generator=generator) ** 3
         for name, each in codecs.items():
             flat = gradient.clone()
-            step(each, flat, options.ranks, times[name] if turn >= WARM_UP else Times())
+            time_codec(each, flat, options.ranks, times[name] if turn >= WARM_UP else CodecTimes())
     rows = []
     for name, each in codecs.items():
-        encode, decode = statistics.median(times[name].encode), statistics.median(times[name].decode)
+        encode, decode = statistics.median(times[name].encode_seconds), statistics.median(times[name].decode_seconds)
         sent = sent_bytes(each.rounds, size=options.ranks)
         rows.append(
             [
