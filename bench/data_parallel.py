@@ -41,57 +41,57 @@ OURS = (
 DEEPSPEED = ("deepspeed1", "deepspeed2", "deepspeed3")
 CONFIGURATIONS = ("ddp", "ddp-tuned", "ddp-malloc", "zero-torch", "fsdp2", *DEEPSPEED, "alone", *OURS)
 DEFAULT = ("ddp", "ddp-tuned", "ddp-malloc", "fsdp2", "alone", "fourfold")
-BOUND, PEER = "alone", "ddp-tuned"
+LOWER_BOUND, PEER = "alone", "ddp-tuned"
 # These do not see the other rank's data, or round otherwise (AdamW as a loop of operations, not fused).
-OTHER_ARITHMETIC = (BOUND, "ddp")
+OTHER_ARITHMETIC = (LOWER_BOUND, "ddp")
 TOLERANCE = 1e-4
 WARMUP = 3  # steps before the first turn: optimizer state, DDP's buckets, the allocator's habits
 
 
-class Reach(NamedTuple):
+class Target(NamedTuple):
     """Shares of the peer's step time and summed memory to reach."""
 
-    step: float
-    memory: float = 1.0
+    step_ratio: float
+    memory_ratio: float = 1.0
 
 
 @dataclass(frozen=True)
-class Goal:
+class CaseSpec:
     """What a case is, how many steps a turn times, and what our configurations are to reach."""
 
     text: str
     steps: int
-    reach: dict[str, Reach]
+    targets: dict[str, Target]
 
 
 CASES = {
-    "gpt1": Goal(
+    "gpt1": CaseSpec(
         "GPT, 4.9 M parameters, 256 tokens, batch 1 per rank",
         8,
         {
-            "fourfold": Reach(0.86),
-            "fourfold-zero1": Reach(0.80),
-            "fourfold-zero2": Reach(0.90),
-            "fourfold-zero3": Reach(0.90),
+            "fourfold": Target(0.86),
+            "fourfold-zero1": Target(0.80),
+            "fourfold-zero2": Target(0.90),
+            "fourfold-zero3": Target(0.90),
         },
     ),
-    "gpt8": Goal("GPT, 4.9 M parameters, 256 tokens, batch 8 per rank", 3, {"fourfold": Reach(1.00)}),
-    "cnn": Goal("CNN, 6.4 M parameters, 32×32 images, batch 16 per rank", 3, {"fourfold": Reach(1.00)}),
-    "mlp": Goal(
+    "gpt8": CaseSpec("GPT, 4.9 M parameters, 256 tokens, batch 8 per rank", 3, {"fourfold": Target(1.00)}),
+    "cnn": CaseSpec("CNN, 6.4 M parameters, 32×32 images, batch 16 per rank", 3, {"fourfold": Target(1.00)}),
+    "mlp": CaseSpec(
         "MLP, 56.7 M parameters, batch 8 per rank",
         4,
         {
-            "fourfold": Reach(0.75),
-            "fourfold-zero1": Reach(0.58, 0.65),
-            "fourfold-zero2": Reach(0.90),
-            "fourfold-zero3": Reach(0.90),
+            "fourfold": Target(0.75),
+            "fourfold-zero1": Target(0.58, 0.65),
+            "fourfold-zero2": Target(0.90),
+            "fourfold-zero3": Target(0.90),
         },
     ),
 }
 
 
 @dataclass(frozen=True)
-class Setting:
+class Settings:
     """How much is run."""
 
     configurations: tuple[str, ...]
@@ -118,15 +118,15 @@ class Turn:
     losses: list[float]
 
     @classmethod
-    def of(cls, results: Sequence[dict]) -> "Turn":
-        def slowest(key: str) -> float:
+    def from_replies(cls, results: Sequence[dict]) -> "Turn":
+        def per_step(key: str) -> float:
             return max(result[key] / len(result["seconds"]) for result in results)
 
         return cls(
             seconds=max(median(result["seconds"]) for result in results),
-            user_seconds=slowest("user_seconds"),
-            system_seconds=slowest("system_seconds"),
-            page_faults=slowest("page_faults"),
+            user_seconds=per_step("user_seconds"),
+            system_seconds=per_step("system_seconds"),
+            page_faults=per_step("page_faults"),
             peak_bytes=max(result["peak_bytes"] for result in results),
             others=results[0]["others"],
             losses=[sum(ranks) / len(results) for ranks in zip(*(r["losses"] for r in results), strict=True)],
@@ -134,7 +134,7 @@ class Turn:
 
 
 @dataclass
-class Measured:
+class Results:
     """All that was seen of one case: turns of all rounds, losses of the last one."""
 
     turns: list[dict[str, Turn]]
@@ -147,7 +147,7 @@ class Measured:
     def ratios(self, configuration: str, peer: str) -> list[float]:
         return [turn[configuration].seconds / turn[peer].seconds for turn in self.turns if peer in turn]
 
-    def worst_difference(self) -> float:
+    def max_loss_difference(self) -> float:
         """Largest relative difference of any step's loss between two configurations of the same arithmetic."""
         trained = [losses for name, losses in self.losses.items() if name not in OTHER_ARITHMETIC]
         return max(
@@ -156,47 +156,49 @@ class Measured:
         )
 
 
-def measure(case: str, setting: Setting, *, memory: bool = True) -> Measured:
+def measure(case: str, setting: Settings, *, memory: bool = True) -> Results:
     """The memory pass, where it is wanted, then the rounds."""
     steps = setting.steps or CASES[case].steps
-    measured = Measured([], {}, {})
+    measured = Results([], {}, {})
     for name in setting.configurations if memory else ():
-        _note(f"{case}: memory of {name}")
+        _show_status(f"{case}: memory of {name}")
         measured.memory[name] = PeakMemory()
         with setting.world(name, case) as world:
             world.turn(untimed=WARMUP, timed=2 * steps, sample=measured.memory[name].sample)
     for number in range(setting.rounds):
-        _note(f"{case}: round {number + 1} of {setting.rounds}")
+        _show_status(f"{case}: round {number + 1} of {setting.rounds}")
         with ExitStack() as stack:
             worlds = {name: stack.enter_context(setting.world(name, case)) for name in setting.configurations}
-            _round(worlds, measured, steps=steps, turns=setting.turns)
+            _run_round(worlds, measured, steps=steps, turns=setting.turns)
     return measured
 
 
-def _round(worlds: dict[str, World], measured: Measured, *, steps: int, turns: int) -> None:
+def _run_round(worlds: dict[str, World], measured: Results, *, steps: int, turns: int) -> None:
     names = list(worlds)
-    measured.losses = {name: Turn.of(worlds[name].turn(untimed=WARMUP, timed=1)).losses for name in names}
+    measured.losses = {name: Turn.from_replies(worlds[name].turn(untimed=WARMUP, timed=1)).losses for name in names}
     for number in range(turns):
         first = number % len(names)
         # One untimed step in each turn: it finds the others' data in the caches.
-        turn = {name: Turn.of(worlds[name].turn(untimed=1, timed=steps)) for name in names[first:] + names[:first]}
+        turn = {
+            name: Turn.from_replies(worlds[name].turn(untimed=1, timed=steps)) for name in names[first:] + names[:first]
+        }
         measured.turns.append({name: turn[name] for name in names})
         for name in names:
             measured.losses[name] += turn[name].losses
 
 
-def _note(text: str) -> None:
+def _show_status(text: str) -> None:
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def describe(case: str, measured: Measured, setting: Setting) -> str:
+def describe(case: str, measured: Results, setting: Settings) -> str:
     """The table of a case, the check of its losses and what was reached."""
     names = list(measured.memory)
     num_steps = len(measured.losses[names[0]])
-    titles = ["", "step ms", f"/ {PEER}", "(half of turns)", f"/ {BOUND}", "cpu ms", "system", "PSS MB", "own MB"]
+    titles = ["", "step ms", f"/ {PEER}", "(half of turns)", f"/ {LOWER_BOUND}", "cpu ms", "system", "PSS MB", "own MB"]
     rows = [[*titles, f"loss {num_steps}"], *(_row(name, measured) for name in names)]
-    difference = measured.worst_difference()
+    difference = measured.max_loss_difference()
     others = sorted(turn.others for turns in measured.turns for turn in turns.values())
     apart = " and ".join(OTHER_ARITHMETIC)
     verdict = "agree" if difference <= TOLERANCE else "DISAGREE"
@@ -208,12 +210,14 @@ def describe(case: str, measured: Measured, setting: Setting) -> str:
     ]
     # The figures to reach are for two ranks.
     if PEER in names and setting.ranks == 2:
-        reached = [_reached(name, reach, measured) for name, reach in CASES[case].reach.items() if name in names]
+        reached = [
+            _format_target(name, reach, measured) for name, reach in CASES[case].targets.items() if name in names
+        ]
         lines += [f"  {line}" for line in reached]
     return "\n".join(lines)
 
 
-def _row(name: str, measured: Measured) -> list[str]:
+def _row(name: str, measured: Results) -> list[str]:
     def ratio(peer: str) -> str:
         ratios = measured.ratios(name, peer)
         return f"{median(ratios):.3f}" if ratios else "–"
@@ -225,7 +229,7 @@ def _row(name: str, measured: Measured) -> list[str]:
         f"{1e3 * measured.median(name, 'seconds'):.1f}",
         ratio(PEER),
         middle_half(measured.ratios(name, PEER)),
-        ratio(BOUND),
+        ratio(LOWER_BOUND),
         f"{1e3 * (user + system):.1f}",
         f"{1e3 * system:.1f}",
         f"{memory.pss_bytes / MB:.0f}",
@@ -241,14 +245,16 @@ def middle_half(values: list[float]) -> str:
     return f"{ordered[cut]:.2f}–{ordered[-1 - cut]:.2f}"
 
 
-def _reached(name: str, reach: Reach, measured: Measured) -> str:
+def _format_target(name: str, reach: Target, measured: Results) -> str:
     ratio = median(measured.ratios(name, PEER))
     share = measured.memory[name].pss_bytes / measured.memory[PEER].pss_bytes
 
-    def line(what: str, value: float, limit: float) -> str:
+    def format_limit(what: str, value: float, limit: float) -> str:
         return f"{what} {value:.3f} of {PEER}, reach ≤ {limit:.2f}: {'reached' if value <= limit else 'missed'}"
 
-    return f"{name}: {line('step', ratio, reach.step)} · {line('memory', share, reach.memory)}"
+    return (
+        f"{name}: {format_limit('step', ratio, reach.step_ratio)} · {format_limit('memory', share, reach.memory_ratio)}"
+    )
 
 
 def main() -> int:
@@ -259,7 +265,7 @@ def main() -> int:
     chosen, absent = arguments.pop("only"), ()
     if not importlib.util.find_spec("deepspeed"):
         absent = tuple(name for name in chosen if name in DEEPSPEED)
-    setting = Setting(configurations=tuple(name for name in chosen if name not in absent), **arguments)
+    setting = Settings(configurations=tuple(name for name in chosen if name not in absent), **arguments)
     head, failed, record = machine(), False, {}
     print(head, flush=True)
     if absent:
@@ -271,23 +277,23 @@ def main() -> int:
             print(f"\n{error}", flush=True)
             failed = True
             continue
-        _note("")
+        _show_status("")
         print(f"\n{describe(case, measured, setting)}", flush=True)
-        failed |= measured.worst_difference() > TOLERANCE
+        failed |= measured.max_loss_difference() > TOLERANCE
         record[case] = _record(measured)
     if file:
         Path(file).write_text(json.dumps({"machine": head, "cases": record}, indent=1) + "\n")
     return int(failed)
 
 
-def _record(measured: Measured) -> dict[str, object]:
+def _record(measured: Results) -> dict[str, object]:
     return {
         "turns": [{name: vars(turn) for name, turn in turns.items()} for turns in measured.turns],
         "memory": {name: vars(memory) for name, memory in measured.memory.items()},
     }
 
 
-def some_of(choices: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+def comma_separated(choices: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
     """The reader of a comma-separated list of some of these."""
 
     def parse(text: str) -> tuple[str, ...]:
@@ -301,8 +307,8 @@ def some_of(choices: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.data_parallel", description=str(__doc__).split("\n")[0])
-    parser.add_argument("--cases", type=some_of(tuple(CASES)), default=tuple(CASES), help="comma-separated")
-    parser.add_argument("--only", type=some_of(CONFIGURATIONS), default=DEFAULT, help="configurations")
+    parser.add_argument("--cases", type=comma_separated(tuple(CASES)), default=tuple(CASES), help="comma-separated")
+    parser.add_argument("--only", type=comma_separated(CONFIGURATIONS), default=DEFAULT, help="configurations")
     parser.add_argument("--rounds", type=int, default=2, help="fresh starts of all processes")
     parser.add_argument("--turns", type=int, default=6, help="turns of a round")
     parser.add_argument("--steps", type=int, help="timed steps of a turn; each case has its own default")

@@ -16,7 +16,7 @@ import sys
 from statistics import median
 from typing import NamedTuple
 
-from bench.data_parallel import CASES, TOLERANCE, Measured, Setting, measure, middle_half, some_of
+from bench.data_parallel import CASES, TOLERANCE, Results, Settings, comma_separated, measure, middle_half
 from bench.measure import MB, machine, table
 from bench.world import WorldError
 
@@ -37,7 +37,7 @@ class Reach(NamedTuple):
 REACH = {"mlp": Reach(0.40, 0.98), "gpt1": Reach(0.86, 1.00)}
 
 
-def describe(case: str, measured: Measured) -> str:
+def describe(case: str, measured: Results) -> str:
     """The table of a case, the check of its losses and what was reached."""
     titles = ["", "step ms", "/ default", "/ fused", "(half of turns)", "faults", "peak MB", "/ fused", "loss"]
     rows = [titles, *(_row(name, measured) for name in measured.losses)]
@@ -59,7 +59,7 @@ def describe(case: str, measured: Measured) -> str:
     return "\n".join(lines)
 
 
-def _row(name: str, measured: Measured) -> list[str]:
+def _row(name: str, measured: Results) -> list[str]:
     peak = _peak(measured, name)
     return [
         name,
@@ -74,11 +74,11 @@ def _row(name: str, measured: Measured) -> list[str]:
     ]
 
 
-def _peak(measured: Measured, name: str) -> float:
+def _peak(measured: Results, name: str) -> float:
     return max(turns[name].peak_bytes for turns in measured.turns)
 
 
-def _difference(measured: Measured) -> float:
+def _difference(measured: Results) -> float:
     first, *others = (measured.losses[name] for name in KERNEL)
     return max(abs(a - b) / max(abs(a), abs(b)) for other in others for a, b in zip(first, other, strict=True))
 
@@ -86,7 +86,7 @@ def _difference(measured: Measured) -> float:
 def main() -> int:
     """0, or 1 where losses disagree or a configuration does not run."""
     parser = argparse.ArgumentParser(prog="python -m bench.fused", description=str(__doc__).split("\n")[0])
-    parser.add_argument("--cases", type=some_of(tuple(REACH)), default=tuple(REACH), help="comma-separated")
+    parser.add_argument("--cases", type=comma_separated(tuple(REACH)), default=tuple(REACH), help="comma-separated")
     parser.add_argument("--rounds", type=int, default=2, help="fresh starts of all processes")
     parser.add_argument("--turns", type=int, default=6, help="turns of a round")
     parser.add_argument("--steps", type=int, help="timed steps of a turn; each case has its own default")
@@ -94,7 +94,7 @@ def main() -> int:
     arguments = vars(parser.parse_args())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of every `with`: the processes end too
     cases, failed = arguments.pop("cases"), False
-    setting = Setting(configurations=(*PEERS, *OURS), ranks=1, **arguments)
+    setting = Settings(configurations=(*PEERS, *OURS), ranks=1, **arguments)
     print(machine(), flush=True)
     for case in cases:
         try:
