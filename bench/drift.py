@@ -20,10 +20,10 @@ from bench.measure import machine
 from bench.models import CASES, losses
 from fourfold.plan.intervals import DRIFT_CHECK
 
-WARMUP, STEPS, CHECKS = 3, 20, 50
+WARMUP, STEPS, NUM_CHECKS = 3, 20, 50
 
 
-def seconds(act: Callable[[], Any], times: int) -> float:
+def median_seconds(act: Callable[[], Any], times: int) -> float:
     found = []
     for _ in range(times):
         begin = time.perf_counter()
@@ -47,7 +47,7 @@ def main() -> None:
     step = ff.parallelize(model, loss, make, ff.Plan(dp=size, zero=zero), drift_check=0)
     for _ in range(WARMUP):
         step(batch)
-    one, check = seconds(lambda: step(batch), STEPS), seconds(step.check_drift, CHECKS)
+    one, check = median_seconds(lambda: step(batch), STEPS), median_seconds(step.check_drift, NUM_CHECKS)
     if step.rank == 0:
         count = sum(p.numel() for p in step.model.parameters())
         part = check / (one * DRIFT_CHECK + check)
