@@ -22,19 +22,19 @@ from bench.world import WorldError
 
 PEERS = ("default", "foreach", "fused")
 OURS = ("fourfold-early", "fourfold")
-KERNEL = ("fused", *OURS)
+SAME_KERNEL = ("fused", *OURS)
 """Those that compute an update with the same kernel."""
 
 
-class Reach(NamedTuple):
+class Target(NamedTuple):
     """Shares of the peers' step time and of the fused update's memory that `fourfold-early` is to reach."""
 
-    of_default: float
-    of_fused: float
-    memory: float = 0.85
+    ratio_to_default: float
+    ratio_to_fused: float
+    memory_ratio: float = 0.85
 
 
-REACH = {"mlp": Reach(0.40, 0.98), "gpt1": Reach(0.86, 1.00)}
+TARGETS = {"mlp": Target(0.40, 0.98), "gpt1": Target(0.86, 1.00)}
 
 
 def describe(case: str, measured: Results) -> str:
@@ -45,14 +45,14 @@ def describe(case: str, measured: Results) -> str:
     lines = [
         f"{case} · {CASES[case].text} · one process, 1 thread · {len(measured.turns)} turns",
         table(rows),
-        f"  losses of {', '.join(KERNEL)} differ by {_difference(measured):.1e}",
+        f"  losses of {', '.join(SAME_KERNEL)} differ by {_max_loss_difference(measured):.1e}",
         f"  other processes used {median(others):.2f} cores (median of turns), {others[-1]:.2f} at most",
     ]
-    reach, early = REACH[case], OURS[0]
+    reach, early = TARGETS[case], OURS[0]
     seen = [
-        ("step, of default", median(measured.ratios(early, "default")), reach.of_default),
-        ("step, of fused", median(measured.ratios(early, "fused")), reach.of_fused),
-        ("peak, of fused", _peak(measured, early) / _peak(measured, "fused"), reach.memory),
+        ("step, of default", median(measured.ratios(early, "default")), reach.ratio_to_default),
+        ("step, of fused", median(measured.ratios(early, "fused")), reach.ratio_to_fused),
+        ("peak, of fused", _peak_bytes(measured, early) / _peak_bytes(measured, "fused"), reach.memory_ratio),
     ]
     for what, value, limit in seen:
         lines.append(f"  {what}: {value:.3f}, reach ≤ {limit:.2f}: {'reached' if value <= limit else 'missed'}")
@@ -60,7 +60,7 @@ def describe(case: str, measured: Results) -> str:
 
 
 def _row(name: str, measured: Results) -> list[str]:
-    peak = _peak(measured, name)
+    peak = _peak_bytes(measured, name)
     return [
         name,
         f"{1e3 * measured.median(name, 'seconds'):.1f}",
@@ -69,24 +69,24 @@ def _row(name: str, measured: Results) -> list[str]:
         middle_half(measured.ratios(name, "fused")),
         f"{measured.median(name, 'page_faults'):.0f}",
         f"{peak / MB:.0f}",
-        f"{peak / _peak(measured, 'fused'):.3f}",
+        f"{peak / _peak_bytes(measured, 'fused'):.3f}",
         f"{measured.losses[name][-1]:.5f}",
     ]
 
 
-def _peak(measured: Results, name: str) -> float:
+def _peak_bytes(measured: Results, name: str) -> float:
     return max(turns[name].peak_bytes for turns in measured.turns)
 
 
-def _difference(measured: Results) -> float:
-    first, *others = (measured.losses[name] for name in KERNEL)
+def _max_loss_difference(measured: Results) -> float:
+    first, *others = (measured.losses[name] for name in SAME_KERNEL)
     return max(abs(a - b) / max(abs(a), abs(b)) for other in others for a, b in zip(first, other, strict=True))
 
 
 def main() -> int:
     """0, or 1 where losses disagree or a configuration does not run."""
     parser = argparse.ArgumentParser(prog="python -m bench.fused", description=str(__doc__).split("\n")[0])
-    parser.add_argument("--cases", type=comma_separated(tuple(REACH)), default=tuple(REACH), help="comma-separated")
+    parser.add_argument("--cases", type=comma_separated(tuple(TARGETS)), default=tuple(TARGETS), help="comma-separated")
     parser.add_argument("--rounds", type=int, default=2, help="fresh starts of all processes")
     parser.add_argument("--turns", type=int, default=6, help="turns of a round")
     parser.add_argument("--steps", type=int, help="timed steps of a turn; each case has its own default")
@@ -104,7 +104,7 @@ def main() -> int:
             failed = True
             continue
         print(f"\n{describe(case, measured)}", flush=True)
-        failed |= _difference(measured) > TOLERANCE
+        failed |= _max_loss_difference(measured) > TOLERANCE
     return int(failed)
 
 
