@@ -29,13 +29,13 @@ from fourfold.words.errors import FourfoldError
 
 DEFAULT = ("ddp", "ddp-fp16", "ddp-powersgd", OURS)
 PEER = "ddp"
-PASSES = {0: 2, 1: 2, 2: 2, 3: 3}
-NEAR = 0.02
+PASSES_OF_ZERO = {0: 2, 1: 2, 2: 2, 3: 3}
+BYTES_TOLERANCE = 0.02
 ZERO_OF_PEERS = {"ddp": 0, "fsdp2": 3}
 
 
 @dataclass(frozen=True)
-class Setting:
+class Settings:
     """How much is run, and on what."""
 
     contenders: tuple[str, ...]
@@ -53,7 +53,7 @@ class Setting:
 
 
 @dataclass
-class Course:
+class TrainingCurve:
     """One contender's training: the slowest rank's seconds a step, bytes a step and host, losses after each turn."""
 
     model_bytes: int
@@ -67,7 +67,7 @@ class Course:
         return next((so_far for so_far, loss in zip(spent, self.valid, strict=True) if loss <= target), None)
 
 
-def measure(setting: Setting) -> dict[str, Course]:
+def measure(setting: Settings) -> dict[str, TrainingCurve]:
     """All turns of all contenders."""
     with Hosts(setting.hosts, rate=setting.rate) as hosts, ExitStack() as stack:
         worlds, courses = {}, {}
@@ -75,17 +75,17 @@ def measure(setting: Setting) -> dict[str, Course]:
             options = {"module": "bench.hosts_child", "hosts": hosts}
             world = World(name, str(setting.steps), ranks=setting.ranks, limit=setting.limit, **options)
             worlds[name] = stack.enter_context(world)
-            courses[name] = Course(worlds[name].greetings[0]["bytes"])
+            courses[name] = TrainingCurve(worlds[name].greetings[0]["bytes"])
         for number in range(setting.steps // setting.turn):
             first = number % len(worlds)
             for name in [*worlds, *worlds][first : first + len(worlds)]:
-                _note(f"turn {number + 1} of {setting.steps // setting.turn}: {name}")
-                _turn(worlds[name], courses[name], hosts, setting.turn)
-        _note("")
+                _show_status(f"turn {number + 1} of {setting.steps // setting.turn}: {name}")
+                _run_turn(worlds[name], courses[name], hosts, setting.turn)
+        _show_status("")
         return courses
 
 
-def _turn(world: World, course: Course, hosts: Hosts, steps: int) -> None:
+def _run_turn(world: World, course: TrainingCurve, hosts: Hosts, steps: int) -> None:
     before = hosts.sent_bytes()
     replies = world.ask({"steps": steps})
     after = hosts.sent_bytes()
@@ -105,10 +105,10 @@ def zero_of(contender: str, ranks: int) -> int | None:
 
 def formula_bytes(zero: int, hosts: int, model_bytes: int) -> float:
     """What a host must send in a step: each pass over the weights' bytes is (H − 1) / H of them."""
-    return PASSES[zero] * (hosts - 1) / hosts * model_bytes
+    return PASSES_OF_ZERO[zero] * (hosts - 1) / hosts * model_bytes
 
 
-def describe(courses: dict[str, Course], setting: Setting) -> str:
+def describe(courses: dict[str, TrainingCurve], setting: Settings) -> str:
     titles = ["", "step ms", f"/ {PEER}", "MB", "/ formula", f"loss {setting.steps}"]
     titles += [f"seconds to {setting.target}"] if setting.target is not None else []
     rows = [titles, *(_row(name, courses, setting) for name in courses)]
@@ -124,10 +124,10 @@ def describe(courses: dict[str, Course], setting: Setting) -> str:
     return "\n".join([*lines, *_verdicts(courses, setting)])
 
 
-def _row(name: str, courses: dict[str, Course], setting: Setting) -> list[str]:
+def _row(name: str, courses: dict[str, TrainingCurve], setting: Settings) -> list[str]:
     course, peer = courses[name], courses.get(PEER)
     ratios = [median(a) / median(b) for a, b in zip(course.seconds, peer.seconds, strict=True)] if peer else []
-    share = _share(name, course, setting)
+    share = _ratio_to_formula(name, course, setting)
     cells = [
         name,
         f"{1e3 * median(second for turn in course.seconds for second in turn):.1f}",
@@ -142,24 +142,24 @@ def _row(name: str, courses: dict[str, Course], setting: Setting) -> list[str]:
     return cells
 
 
-def _share(name: str, course: Course, setting: Setting) -> float | None:
+def _ratio_to_formula(name: str, course: TrainingCurve, setting: Settings) -> float | None:
     zero = zero_of(name, setting.ranks)
     if zero is None or setting.hosts == 1:
         return None
     return median(course.sent_bytes) / formula_bytes(zero, setting.hosts, course.model_bytes)
 
 
-def _verdicts(courses: dict[str, Course], setting: Setting) -> list[str]:
+def _verdicts(courses: dict[str, TrainingCurve], setting: Settings) -> list[str]:
     lines = []
     for name, course in courses.items():
-        share = _share(name, course, setting)
+        share = _ratio_to_formula(name, course, setting)
         if name.startswith(OURS) and share is not None:
-            verdict = "reached" if abs(share - 1) <= NEAR else "missed"
-            lines.append(f"  {name}: bytes {share:.3f} of the formula, reach 1 ± {NEAR}: {verdict}")
+            verdict = "reached" if abs(share - 1) <= BYTES_TOLERANCE else "missed"
+            lines.append(f"  {name}: bytes {share:.3f} of the formula, reach 1 ± {BYTES_TOLERANCE}: {verdict}")
     return lines
 
 
-def _note(text: str) -> None:
+def _show_status(text: str) -> None:
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
@@ -171,7 +171,7 @@ def main() -> int:
     file = arguments.pop("json")
     arguments["contenders"] = arguments.pop("only")
     arguments["rate"] = None if arguments["rate"] == "none" else arguments["rate"]
-    setting = Setting(**arguments)
+    setting = Settings(**arguments)
     head = machine()
     print(head, flush=True)
     try:
@@ -188,7 +188,7 @@ def main() -> int:
     return 0
 
 
-def _contenders(text: str) -> tuple[str, ...]:
+def _parse_contenders(text: str) -> tuple[str, ...]:
     # Plans have commas of their own: what does not begin a contender goes on with the one before.
     chosen: list[str] = []
     for word in text.split(","):
@@ -204,7 +204,7 @@ def _contenders(text: str) -> tuple[str, ...]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.hosts", description=str(__doc__).split("\n")[0])
-    parser.add_argument("--only", type=_contenders, default=DEFAULT, help="contenders, comma-separated")
+    parser.add_argument("--only", type=_parse_contenders, default=DEFAULT, help="contenders, comma-separated")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--each", type=int, default=1, help="ranks of a host")
     parser.add_argument(
