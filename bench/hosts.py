@@ -21,7 +21,7 @@ from itertools import accumulate
 from pathlib import Path
 from statistics import median
 
-from bench.hosts_child import OURS, PEERS, POWERSGD_START, plan_of
+from bench.hosts_child import OURS, PEERS, POWERSGD_START, parse_plan
 from bench.measure import MB, machine, table
 from bench.world import World, WorldError
 from fourfold.testing.hosts import Hosts
@@ -99,7 +99,7 @@ def zero_of(contender: str, ranks: int) -> int | None:
     """The zero level whose formula a contender is measured against; None where what it sends is compressed or rare."""
     if contender in PEERS:
         return ZERO_OF_PEERS.get(contender)
-    plan = plan_of(contender, ranks)
+    plan = parse_plan(contender, ranks)
     return plan.zero if (plan.codec, plan.sync, plan.shard) == ("none", "step", None) else None
 
 

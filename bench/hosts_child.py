@@ -28,7 +28,7 @@ from fourfold.plan.plan import RULES, read_value
 from fourfold.tasks import lm
 
 VALID_BYTES = 16_384
-VALID_BATCH = 16
+VALID_BATCH_SIZE = 16
 POWERSGD_START = 10  # plain all-reduces before it: it needs two at least
 OURS = "fourfold"
 
@@ -42,12 +42,12 @@ class Contender(Protocol):
         """One update; a loss, the local one for peers: no reduction, so that they pay for none."""
         ...
 
-    def valid(self, batches: Sequence[Any]) -> float:
+    def validate(self, batches: Sequence[Any]) -> float:
         """The mean loss over this rank's validation batches, or over all ranks'."""
         ...
 
 
-class Peer:
+class TorchPeer:
     """The loop that every torch peer writes."""
 
     def __init__(self, model: nn.Module, task: ff.Task) -> None:
@@ -64,7 +64,7 @@ class Peer:
         return loss.item()
 
     @torch.no_grad()
-    def valid(self, batches: Sequence[Any]) -> float:
+    def validate(self, batches: Sequence[Any]) -> float:
         return sum(self._loss(batch).item() for batch in batches) / len(batches)
 
     def _loss(self, batch: Any) -> torch.Tensor:
@@ -73,7 +73,7 @@ class Peer:
         return self._task.loss(self._model(**inputs), targets).mean()
 
 
-class Plan:
+class FourfoldContender:
     """A plan of ours."""
 
     def __init__(self, model: nn.Module, task: ff.Task, plan: ff.Plan) -> None:
@@ -83,29 +83,29 @@ class Plan:
     def step(self, batch: Any) -> float:
         return self._step(batch).loss
 
-    def valid(self, batches: Sequence[Any]) -> float:
+    def validate(self, batches: Sequence[Any]) -> float:
         return sum(self._step.evaluate(batch).loss for batch in batches) / len(batches)
 
 
-def ddp(model: nn.Module, task: ff.Task) -> Peer:
-    return Peer(_ddp(model), task)
+def ddp(model: nn.Module, task: ff.Task) -> TorchPeer:
+    return TorchPeer(_ddp(model), task)
 
 
-def ddp_fp16(model: nn.Module, task: ff.Task) -> Peer:
+def ddp_fp16(model: nn.Module, task: ff.Task) -> TorchPeer:
     wrapped = _ddp(model)
     wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    return Peer(wrapped, task)
+    return TorchPeer(wrapped, task)
 
 
-def ddp_powersgd(model: nn.Module, task: ff.Task) -> Peer:
+def ddp_powersgd(model: nn.Module, task: ff.Task) -> TorchPeer:
     # One bucket: with several, gloo aborts ("received data size doesn't match"); see docs/measured.md.
     wrapped = DistributedDataParallel(model, static_graph=True, gradient_as_bucket_view=True, bucket_cap_mb=256)
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=POWERSGD_START)
     wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    return Peer(wrapped, task)
+    return TorchPeer(wrapped, task)
 
 
-def fsdp2(model: nn.Module, task: ff.Task) -> Peer:
+def fsdp2(model: nn.Module, task: ff.Task) -> TorchPeer:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -113,14 +113,14 @@ def fsdp2(model: nn.Module, task: ff.Task) -> Peer:
     for block in model.get_submodule("blocks").children():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return Peer(model, task)
+    return TorchPeer(model, task)
 
 
 def _ddp(model: nn.Module) -> DistributedDataParallel:
     return DistributedDataParallel(model, static_graph=True, gradient_as_bucket_view=True)
 
 
-PEERS: dict[str, Callable[[nn.Module, ff.Task], Peer]] = {
+PEERS: dict[str, Callable[[nn.Module, ff.Task], TorchPeer]] = {
     "ddp": ddp,
     "ddp-fp16": ddp_fp16,
     "ddp-powersgd": ddp_powersgd,
@@ -128,7 +128,7 @@ PEERS: dict[str, Callable[[nn.Module, ff.Task], Peer]] = {
 }
 
 
-def plan_of(contender: str, size: int) -> ff.Plan:
+def parse_plan(contender: str, size: int) -> ff.Plan:
     """The plan of `fourfold` or `fourfold:zero=1,codec=fp16`. Raises PlanError."""
     values: dict[str, object] = {"dp": size}
     for field in filter(None, contender.partition(":")[2].split(",")):
@@ -137,45 +137,49 @@ def plan_of(contender: str, size: int) -> ff.Plan:
     return ff.Plan.build(values)
 
 
-def build(contender: str, task: ff.Task, size: int) -> Contender:
+def make_contender(contender: str, task: ff.Task, size: int) -> Contender:
     torch.manual_seed(0)
     model = task.model()
-    return PEERS[contender](model, task) if contender in PEERS else Plan(model, task, plan_of(contender, size))
+    return (
+        PEERS[contender](model, task)
+        if contender in PEERS
+        else FourfoldContender(model, task, parse_plan(contender, size))
+    )
 
 
-class Training:
+class ContenderRun:
     """A contender, and where it stands."""
 
     def __init__(self, contender: str, steps: int, *, rank: int, size: int) -> None:
         self._task = lm.task(steps=steps, valid_bytes=VALID_BYTES)
         data = self._task.data()
-        self._contender = build(contender, self._task, size)
-        self._rates = [group["lr"] for group in self._contender.optimizer.param_groups]
+        self._contender = make_contender(contender, self._task, size)
+        self._base_lrs = [group["lr"] for group in self._contender.optimizer.param_groups]
         # The same batches for everybody, in one order.
         self._batches = ff.Feed(data.train, ff.Plan(dp=size), batch_size=self._task.batch_size, seed=0).forever()
         assert data.valid is not None
-        start, stop = share(0, len(data.valid) // (size * VALID_BATCH) * size * VALID_BATCH, size, rank)
-        firsts = range(start, stop, VALID_BATCH)
-        self._valid = [fetch(data.valid, range(first, first + VALID_BATCH)) for first in firsts]
-        self._number = 0
+        start, stop = share(0, len(data.valid) // (size * VALID_BATCH_SIZE) * size * VALID_BATCH_SIZE, size, rank)
+        firsts = range(start, stop, VALID_BATCH_SIZE)
+        self._valid_batches = [fetch(data.valid, range(first, first + VALID_BATCH_SIZE)) for first in firsts]
+        self._step = 0
 
-    def steps(self, count: int) -> dict[str, object]:
+    def run_steps(self, count: int) -> dict[str, object]:
         """Some steps: the seconds of each, and the loss of the last."""
         seconds, loss = [], float("nan")
         for _ in range(count):
             batch = next(self._batches)
             begin = time.perf_counter()
             assert self._task.schedule is not None
-            factor = self._task.schedule(self._number, self._task.steps)
-            for group, rate in zip(self._contender.optimizer.param_groups, self._rates, strict=True):
+            factor = self._task.schedule(self._step, self._task.steps)
+            for group, rate in zip(self._contender.optimizer.param_groups, self._base_lrs, strict=True):
                 group["lr"] = rate * factor
             loss = self._contender.step(batch)
             seconds.append(time.perf_counter() - begin)
-            self._number += 1
+            self._step += 1
         return {"seconds": seconds, "loss": loss}
 
-    def valid(self) -> dict[str, object]:
-        return {"valid": self._contender.valid(self._valid)}
+    def validate(self) -> dict[str, object]:
+        return {"valid": self._contender.validate(self._valid_batches)}
 
 
 def main(arguments: list[str], say: TextIO) -> None:
@@ -185,12 +189,12 @@ def main(arguments: list[str], say: TextIO) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=size)
-    training = Training(contender, int(steps), rank=rank, size=size)
+    training = ContenderRun(contender, int(steps), rank=rank, size=size)
     num_bytes = sum(p.numel() * p.element_size() for p in lm.task().model().parameters())
     print(json.dumps({"bytes": num_bytes}), file=say, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        reply = training.steps(request["steps"]) if "steps" in request else training.valid()
+        reply = training.run_steps(request["steps"]) if "steps" in request else training.validate()
         print(json.dumps(reply), file=say, flush=True)
     # Without the group's own shutdown: another rank may be gone already.
     os._exit(0)
