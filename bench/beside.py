@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.checkpoint import NullLog
-from bench.measure import machine, table
+from bench.measure import describe_machine, format_table
 from fourfold.feed.feed import Feed
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep, parallelize
@@ -111,7 +111,7 @@ def main() -> None:
         step.exchange(None)
     if step.rank == 0:
         print(
-            f"{machine()}\nlm, 2 ranks, {rounds} pairs of blocks, {rounds * BLOCK_STEPS} pairs of steps; rank 0's times\n"
+            f"{describe_machine()}\nlm, 2 ranks, {rounds} pairs of blocks, {rounds * BLOCK_STEPS} pairs of steps; rank 0's times\n"
         )
         heads = ("", "step, ms", "more, ms", "of the steps", "middle half")
         saved = f"one save in {SAVE_EVERY} steps"
@@ -122,7 +122,7 @@ def main() -> None:
             format_row(traced, steps_found.wall_seconds, 1, EVERY),
             format_row(f"{traced}, processor", steps_found.cpu_seconds, 1, EVERY),
         ]
-        print(table(rows))
+        print(format_table(rows))
         print(f"\n{late} of {saves} saves were still being written when their block ended")
 
 

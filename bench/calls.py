@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 
 import fourfold as ff
-from bench.measure import machine
+from bench.measure import describe_machine
 from bench.models import CASES, losses
 from fourfold.parts.comm.calls import TURNS
 from fourfold.parts.comm.group import NUM_LOSS_SCALARS
@@ -63,7 +63,7 @@ def main() -> None:
     without = median(untold for _, untold in found[WARMUP:])
     alone = _board_seconds(transport) if kind == "shared" else _message_seconds(transport)
     if step.rank == 0:
-        print(machine())
+        print(describe_machine())
         print(f"{kind}: step without {without * 1e3:.1f} ms")
         print(f"with / without {median(ratios):.4f}, middle half {low:.3f}–{high:.3f}")
         print(f"telling and comparing: {alone * 1e6:.1f} µs of CPU, {alone / without:.4%} of the step")

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from bench.measure import machine, table
+from bench.measure import describe_machine, format_table
 from fourfold.feed.feed import Feed
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep, parallelize
@@ -175,7 +175,7 @@ def main() -> None:
 def print_results(found: dict[str, list[float]], *, ranks: int, rounds: int) -> None:
     (num_bytes,) = found.pop("bytes")
     many = f"{ranks} {'rank' if ranks == 1 else 'ranks'} with one thread each"
-    print(f"{machine()}\n{num_bytes / MIB:.0f} MiB, {many}, medians of {rounds} interleaved rounds\n")
+    print(f"{describe_machine()}\n{num_bytes / MIB:.0f} MiB, {many}, medians of {rounds} interleaved rounds\n")
     rows = [("", "seconds", "MiB/s", "of the disk", "middle half")]
     for kind, seconds in found.items():
         median = statistics.median(seconds)
@@ -184,7 +184,7 @@ def print_results(found: dict[str, list[float]], *, ranks: int, rounds: int) -> 
         low, middle, high = statistics.quantiles(shares, n=4)
         shown = f"{middle:.0%}", f"{low:.0%}–{high:.0%}"
         rows.append((kind, f"{median:.3f}", f"{num_bytes / MIB / median:,.0f}", *shown))
-    print(table(rows))
+    print(format_table(rows))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import time
 
 import torch
 
-from bench.measure import machine, table
+from bench.measure import describe_machine, format_table
 from fourfold.parts import codec, memory
 from fourfold.parts.codec import Codec
 from fourfold.plan.codec import Coding, Meet, sent_bytes
@@ -107,9 +107,9 @@ def main() -> None:
                 f"{dense / sent:.1f}",
             ]
         )
-    print(machine())
+    print(describe_machine())
     print(f"one bucket of {where.num_bytes / 2**20:.1f} MiB, {options.ranks} ranks, 1 thread, {options.rounds} rounds")
-    print(table([["codec", "encode, ms", "decode, ms", "GB/s", "sent, MB", "dense / sent"], *rows]))
+    print(format_table([["codec", "encode, ms", "decode, ms", "GB/s", "sent, MB", "dense / sent"], *rows]))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from bench.measure import MB, PeakMemory, machine, table
+from bench.measure import MB, PeakMemory, describe_machine, format_table
 from bench.world import World, WorldError
 
 OURS = (
@@ -204,7 +204,7 @@ def describe(case: str, measured: Results, setting: Settings) -> str:
     verdict = "agree" if difference <= TOLERANCE else "DISAGREE"
     lines = [
         f"{case} · {CASES[case].text} · {setting.ranks} ranks × 1 thread · {len(measured.turns)} turns",
-        table(rows),
+        format_table(rows),
         f"  losses {verdict}: largest relative difference {difference:.1e} in {num_steps} steps, {apart} excepted",
         f"  other processes used {median(others):.2f} cores (median of turns), {others[-1]:.2f} at most",
     ]
@@ -266,7 +266,7 @@ def main() -> int:
     if not importlib.util.find_spec("deepspeed"):
         absent = tuple(name for name in chosen if name in DEEPSPEED)
     setting = Settings(configurations=tuple(name for name in chosen if name not in absent), **arguments)
-    head, failed, record = machine(), False, {}
+    head, failed, record = describe_machine(), False, {}
     print(head, flush=True)
     if absent:
         print(f"left out: {', '.join(absent)} (DeepSpeed is not installed)", flush=True)

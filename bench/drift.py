@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import fourfold as ff
-from bench.measure import machine
+from bench.measure import describe_machine
 from bench.models import CASES, losses
 from fourfold.plan.intervals import DRIFT_CHECK
 
@@ -51,7 +51,7 @@ def main() -> None:
     if step.rank == 0:
         count = sum(p.numel() for p in step.model.parameters())
         part = check / (one * DRIFT_CHECK + check)
-        print(machine())
+        print(describe_machine())
         print(
             f"{name}, {count / 1e6:.2f} M parameters, {size} ranks, zero = {zero}: step {one * 1e3:.2f} ms, "
             f"check {check * 1e3:.2f} ms; with drift_check = {DRIFT_CHECK} {part:.3%} of the time"

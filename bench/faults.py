@@ -26,7 +26,7 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from bench.measure import machine, table
+from bench.measure import describe_machine, format_table
 
 COMMAND_ARGS = ("lm", "steps=300", "checkpoint_every=5")
 TIMEOUT_SECONDS = 60.0  # for a run to go on
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--words", nargs="+", default=COMMAND_ARGS)
     given = parser.parse_args()
-    print(machine())
+    print(describe_machine())
     with tempfile.TemporaryDirectory() as place:
         disturbed, whole = Path(place) / "disturbed", Path(place) / "whole"
         disturbed.mkdir()
@@ -129,7 +129,7 @@ def main() -> None:
             ("again", [kill.recover_seconds for kill in done]),
         )
     ]
-    print(table(rows))
+    print(format_table(rows))
     print(f"{len(done)} kills survived; the final weights are {'the same, bit for bit' if same else 'NOT the same'}")
     print(f"load now {os.getloadavg()[0]:.1f}")
 

@@ -17,7 +17,7 @@ from statistics import median
 from typing import NamedTuple
 
 from bench.data_parallel import CASES, TOLERANCE, Results, Settings, comma_separated, measure, middle_half
-from bench.measure import MB, machine, table
+from bench.measure import MB, describe_machine, format_table
 from bench.world import WorldError
 
 PEERS = ("default", "foreach", "fused")
@@ -44,7 +44,7 @@ def describe(case: str, measured: Results) -> str:
     others = sorted(turn.others for turns in measured.turns for turn in turns.values())
     lines = [
         f"{case} · {CASES[case].text} · one process, 1 thread · {len(measured.turns)} turns",
-        table(rows),
+        format_table(rows),
         f"  losses of {', '.join(SAME_KERNEL)} differ by {_max_loss_difference(measured):.1e}",
         f"  other processes used {median(others):.2f} cores (median of turns), {others[-1]:.2f} at most",
     ]
@@ -95,7 +95,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of every `with`: the processes end too
     cases, failed = arguments.pop("cases"), False
     setting = Settings(configurations=(*PEERS, *OURS), ranks=1, **arguments)
-    print(machine(), flush=True)
+    print(describe_machine(), flush=True)
     for case in cases:
         try:
             measured = measure(case, setting, memory=False)

@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 
 from bench.hosts_child import OURS, PEERS, POWERSGD_START, parse_plan
-from bench.measure import MB, machine, table
+from bench.measure import MB, describe_machine, format_table
 from bench.world import World, WorldError
 from fourfold.testing.hosts import Hosts
 from fourfold.words.errors import FourfoldError
@@ -117,7 +117,7 @@ def describe(courses: dict[str, TrainingCurve], setting: Settings) -> str:
     lines = [
         f"{setting.hosts} hosts × {setting.each} ranks × 1 thread, {rate} · lm, {size:.2f} MB of weights"
         f" · {setting.steps} steps in turns of {setting.turn}",
-        table(rows),
+        format_table(rows),
     ]
     if "ddp-powersgd" in courses:
         lines.append(f"  ddp-powersgd: rank 2, plain for {POWERSGD_START} steps")
@@ -172,7 +172,7 @@ def main() -> int:
     arguments["contenders"] = arguments.pop("only")
     arguments["rate"] = None if arguments["rate"] == "none" else arguments["rate"]
     setting = Settings(**arguments)
-    head = machine()
+    head = describe_machine()
     print(head, flush=True)
     try:
         for name in setting.contenders:

@@ -24,26 +24,26 @@ class PeakMemory:
     samples: int = 0
 
     def sample(self, pids: Sequence[int]) -> None:
-        totals = [_rollup(pid) for pid in pids]
+        totals = [_read_smaps_rollup(pid) for pid in pids]
         self.pss_bytes = max(self.pss_bytes, sum(total["Pss"] for total in totals))
         self.own_bytes = max(self.own_bytes, sum(total["Pss_Anon"] + total["Pss_Shmem"] for total in totals))
         self.samples += 1
 
 
-def _rollup(pid: int) -> dict[str, int]:
+def _read_smaps_rollup(pid: int) -> dict[str, int]:
     """Sizes in bytes of /proc/PID/smaps_rollup by name."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     return {name: int(size.split()[0]) * 1024 for name, size in (line.split(":") for line in lines)}
 
 
-def busy_seconds() -> float:
+def machine_cpu_seconds() -> float:
     """Processor seconds this machine has spent on anything, time stolen by its host included."""
     fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     user, nice, system, _idle, _iowait, irq, softirq, steal = (int(field) for field in fields[:8])
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
-def machine() -> str:
+def describe_machine() -> str:
     """Cores, processor, memory, versions, date, load: what a figure cannot be read without."""
     info = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
@@ -60,7 +60,7 @@ def machine() -> str:
     return " · ".join(facts)
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
+def format_table(rows: Sequence[Sequence[str]]) -> str:
     """Rows under a first row of titles, aligned: the first column to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(

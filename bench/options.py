@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from bench.measure import machine
+from bench.measure import describe_machine
 from fourfold.parts import options
 from fourfold.parts.comm import calls
 
@@ -60,7 +60,7 @@ def microseconds(act: Any) -> float:
 
 def main() -> None:
     modules = [options, *map(from_file, map(Path, sys.argv[1:2]))]
-    print(machine())
+    print(describe_machine())
     for num_groups in (1, 2, 12, 48):
         weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(num_groups)]
         optimizer = torch.optim.AdamW([{"params": [weight]} for weight in weights], lr=1e-3)

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from bench.measure import machine, table
+from bench.measure import describe_machine, format_table
 from bench.sequence_child import ALONE
 from bench.world import World
 
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--bidirectional", action="store_true")
     parser.add_argument("--limit", type=int, default=1800, help="seconds")
     setting = parser.parse_args(arguments)
-    print(machine())
+    print(describe_machine())
     titles = ["length", "way", "ms", "/ gather", "/ one process", "processor, ms", "waited, ms", "hidden"]
     with World("sequence", "-", ranks=setting.ranks, limit=setting.limit, module="bench.sequence_child") as world:
         for length in setting.lengths:
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 turn(world, found, job, number, [])
                 print(f"\r{length}: turn {number + 1} of {setting.turns}", end="", file=sys.stderr, flush=True)
             print(file=sys.stderr)
-            print(table([titles, *rows(length, found)]), flush=True)
+            print(format_table([titles, *rows(length, found)]), flush=True)
 
 
 if __name__ == "__main__":

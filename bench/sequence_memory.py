@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench import bert
-from bench.measure import machine, table
+from bench.measure import describe_machine, format_table
 from fourfold.parts.comm import Alone
 from fourfold.parts.comm.links import Messages, NoLink
 from fourfold.parts.data import Gradients, rehome, specs
@@ -300,7 +300,7 @@ def _ratio(ours: Mapping[int, int], size: int, theirs: Mapping[int, int], agains
 def told(heading: str, found: Found, sizes: Sequence[int]) -> str:
     rows = [[heading, *map(str, sizes)]]
     rows += [[name, *(str(row[size]) if size in row else "–" for size in sizes)] for name, row in found.items()]
-    return table(rows)
+    return format_table(rows)
 
 
 def verified(question: Question, found: int) -> str:
@@ -315,13 +315,15 @@ def verified(question: Question, found: int) -> str:
 
 def main() -> None:
     torch.set_num_threads(1)
-    print(f"{machine()}\nBERT-base, float32, Adam, dropout 0.1; {USABLE_BYTES / 1e9:.1f} GB usable of 16 GiB\n")
+    print(
+        f"{describe_machine()}\nBERT-base, float32, Adam, dropout 0.1; {USABLE_BYTES / 1e9:.1f} GB usable of 16 GiB\n"
+    )
     for question in (BATCHES, LENGTHS):
         begin = time.monotonic()
         tensors, sequences = fill_in(TENSOR_ROWS, question), fill_in(SEQUENCE_ROWS, question)
         print(f"\n{question.title}; tensor parallelism, by ranks\n{told('TP', tensors, TENSOR_SIZES)}")
         print(f"\n{question.title}; sequence axis, by ranks\n{told('sp', sequences, SEQUENCE_SIZES)}")
-        print(f"\nratios\n{table(ratios(tensors, sequences))}")
+        print(f"\nratios\n{format_table(ratios(tensors, sequences))}")
         print(f"\n{verified(question, sequences[MERGED][64])}, {time.monotonic() - begin:.0f} s\n", flush=True)
 
 

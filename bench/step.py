@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import fourfold as ff
-from bench.measure import machine, table
+from bench.measure import describe_machine, format_table
 
 WIDTH, LAYERS, CLASSES, BATCH = 64, 6, 10, 32
 WARMUP, STEPS, CLIP = 50, 1000, 1.0
@@ -62,7 +62,7 @@ def fourfold(model: nn.Module, clip: float | None, loss: Any) -> Step:
 
 def main() -> None:
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else STEPS
-    print(machine())
+    print(describe_machine())
     rows = [
         ("", "step, µs", "CPU, µs", "CPU / plain", "middle half", "fast tenth, CPU, µs", "more than plain", "last loss")
     ]
@@ -76,7 +76,7 @@ def main() -> None:
         }
         found = measured(turns, [batches[number % len(batches)] for number in range(WARMUP + steps)])
         rows += [row(name, found, "" if clip is None else ", clip") for name in turns]
-    print(table(rows))
+    print(format_table(rows))
 
 
 class Measured(NamedTuple):

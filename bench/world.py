@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Self
 
-from bench.measure import busy_seconds
+from bench.measure import machine_cpu_seconds
 from fourfold.engines.machine import heap_variables
 from fourfold.testing.hosts import Hosts
 
@@ -82,10 +82,10 @@ class World(AbstractContextManager["World"]):
         `sample(pids)` is called about 20 times a second meanwhile. Each result gets `others`: processor seconds
         per second that went to anybody else.
         """
-        cpu, begin, busy = self._cpu_seconds(), time.monotonic(), busy_seconds()
+        cpu, begin, busy = self._cpu_seconds(), time.monotonic(), machine_cpu_seconds()
         pids = [process.pid for process in self._processes]
         results = self.ask({"untimed": untimed, "timed": timed}, (lambda: sample(pids)) if sample else None)
-        foreign = busy_seconds() - busy - (self._cpu_seconds() - cpu)
+        foreign = machine_cpu_seconds() - busy - (self._cpu_seconds() - cpu)
         others = max(0.0, foreign / (time.monotonic() - begin))
         return [result | {"others": others} for result in results]
 
