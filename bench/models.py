@@ -146,7 +146,7 @@ class Case:
     """A model and its data; `batch_size` is per rank."""
 
     model: Callable[[], nn.Module]
-    draw: Callable[[int, torch.Generator], Batch]
+    draw_batch: Callable[[int, torch.Generator], Batch]
     batch_size: int
     lr: float
 
@@ -156,12 +156,12 @@ class Case:
 
     def batches(self, rank: int, num_batches: int) -> list[Batch]:
         generator = torch.Generator().manual_seed(1 + rank)
-        return [self.draw(self.batch_size, generator) for _ in range(num_batches)]
+        return [self.draw_batch(self.batch_size, generator) for _ in range(num_batches)]
 
 
 CASES = {
-    "gpt1": Case(model=GPT, draw=_bytes, batch_size=1, lr=3e-4),
-    "gpt8": Case(model=GPT, draw=_bytes, batch_size=8, lr=3e-4),
-    "cnn": Case(model=CNN, draw=_images, batch_size=16, lr=3e-4),
-    "mlp": Case(model=MLP, draw=_vectors, batch_size=8, lr=1e-4),
+    "gpt1": Case(model=GPT, draw_batch=_bytes, batch_size=1, lr=3e-4),
+    "gpt8": Case(model=GPT, draw_batch=_bytes, batch_size=8, lr=3e-4),
+    "cnn": Case(model=CNN, draw_batch=_images, batch_size=16, lr=3e-4),
+    "mlp": Case(model=MLP, draw_batch=_vectors, batch_size=8, lr=1e-4),
 }
