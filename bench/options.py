@@ -23,12 +23,12 @@ from bench.measure import describe_machine
 from fourfold.parts import options
 from fourfold.parts.comm import calls
 
-READINGS, WARMUP = 3000, 200
-TIMES = 5000
-CALL = "step 1000, positions 2000 to 2002 of epoch 0, seed 0"
+NUM_READINGS, WARMUP = 3000, 200
+NUM_REPEATS = 5000
+CALL_TEXT = "step 1000, positions 2000 to 2002 of epoch 0, seed 0"
 
 
-def from_file(path: Path) -> ModuleType:
+def import_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location("other_options", path)
     assert spec is not None
     assert spec.loader is not None
@@ -37,12 +37,12 @@ def from_file(path: Path) -> ModuleType:
     return module
 
 
-def readings(optimizer: torch.optim.Optimizer, modules: list[ModuleType], *, schedule: bool) -> list[list[float]]:
+def time_readings(optimizer: torch.optim.Optimizer, modules: list[ModuleType], *, schedule: bool) -> list[list[float]]:
     """Microseconds of each reading, by module."""
     readers: list[Any] = [module.Options(optimizer) for module in modules]
     found: list[list[float]] = [[] for _ in modules]
     rate = 1e-3
-    for number in range(WARMUP + READINGS):
+    for number in range(WARMUP + NUM_READINGS):
         rate *= 0.9999
         for index, group in enumerate(optimizer.param_groups if schedule else ()):
             group["lr"] = rate / (1 + index)
@@ -55,25 +55,25 @@ def readings(optimizer: torch.optim.Optimizer, modules: list[ModuleType], *, sch
 
 
 def microseconds(act: Any) -> float:
-    return min(timeit.repeat(act, number=TIMES, repeat=5)) / TIMES * 1e6
+    return min(timeit.repeat(act, number=NUM_REPEATS, repeat=5)) / NUM_REPEATS * 1e6
 
 
 def main() -> None:
-    modules = [options, *map(from_file, map(Path, sys.argv[1:2]))]
+    modules = [options, *map(import_file, map(Path, sys.argv[1:2]))]
     print(describe_machine())
     for num_groups in (1, 2, 12, 48):
         weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(num_groups)]
         optimizer = torch.optim.AdamW([{"params": [weight]} for weight in weights], lr=1e-3)
         said = []
         for name, schedule in (("unchanged", False), ("schedule", True)):
-            mine, *others = readings(optimizer, modules, schedule=schedule)
+            mine, *others = time_readings(optimizer, modules, schedule=schedule)
             said.append(f"{name} {median(mine):.1f} µs")
             for other in others:
                 ratio = median(one / two for one, two in zip(mine, other, strict=True))
                 said.append(f"other {median(other):.1f} µs, ratio {ratio:.2f}")
-        text = calls.with_options(CALL, options.Options(optimizer).text())
-        call = microseconds(lambda text=text: calls.tag(text)) - microseconds(lambda: calls.tag(CALL))
-        board = microseconds(lambda text=text: calls.encode(text)) - microseconds(lambda: calls.encode(CALL))
+        text = calls.with_options(CALL_TEXT, options.Options(optimizer).text())
+        call = microseconds(lambda text=text: calls.tag(text)) - microseconds(lambda: calls.tag(CALL_TEXT))
+        board = microseconds(lambda text=text: calls.encode(text)) - microseconds(lambda: calls.encode(CALL_TEXT))
         print(f"{num_groups:3} groups: {'; '.join(said)}; the longer call: tag {call:+.1f} µs, board {board:+.1f} µs")
 
 
