@@ -21,8 +21,8 @@ from torch import nn
 import fourfold as ff
 from fourfold.tasks import digits
 
-SAMPLES = 84 * 512
-LARGE = 8 * digits.TUNED_FOR
+NUM_SAMPLES = 84 * 512
+LARGE_BATCH_SIZE = 8 * digits.TUNED_FOR
 
 
 class Deep(nn.Sequential):
@@ -41,15 +41,15 @@ LARS = functools.partial(ff.optim.LARS, lr=20.0)
 # name: optimizer, batch size, rates
 CASES: dict[str, tuple[Any, int, ff.Rates]] = {
     "Adam, batch 64": (ADAM, digits.TUNED_FOR, ff.Rates(schedule="cosine")),
-    "Adam, batch 512, rate as it is": (ADAM, LARGE, ff.Rates(schedule="cosine")),
-    "Adam, batch 512, × 8": (ADAM, LARGE, ff.Rates(schedule="cosine", scale="linear")),
-    "Adam, batch 512, × 8, warm-up": (ADAM, LARGE, ff.Rates(schedule="cosine", scale="linear", warmup=28)),
-    "Adam, batch 512, × √8": (ADAM, LARGE, ff.Rates(schedule="cosine", scale="sqrt")),
-    "Adam, batch 512, × √8, warm-up": (ADAM, LARGE, ff.Rates(schedule="cosine", scale="sqrt", warmup=28)),
-    "LAMB, batch 512": (LAMB, LARGE, ff.Rates(schedule="cosine")),
-    "LAMB, batch 512, warm-up": (LAMB, LARGE, ff.Rates(schedule="cosine", warmup=28)),
-    "LARS, batch 512": (LARS, LARGE, ff.Rates(schedule="cosine")),
-    "LARS, batch 512, warm-up": (LARS, LARGE, ff.Rates(schedule="cosine", warmup=28)),
+    "Adam, batch 512, rate as it is": (ADAM, LARGE_BATCH_SIZE, ff.Rates(schedule="cosine")),
+    "Adam, batch 512, × 8": (ADAM, LARGE_BATCH_SIZE, ff.Rates(schedule="cosine", scale="linear")),
+    "Adam, batch 512, × 8, warm-up": (ADAM, LARGE_BATCH_SIZE, ff.Rates(schedule="cosine", scale="linear", warmup=28)),
+    "Adam, batch 512, × √8": (ADAM, LARGE_BATCH_SIZE, ff.Rates(schedule="cosine", scale="sqrt")),
+    "Adam, batch 512, × √8, warm-up": (ADAM, LARGE_BATCH_SIZE, ff.Rates(schedule="cosine", scale="sqrt", warmup=28)),
+    "LAMB, batch 512": (LAMB, LARGE_BATCH_SIZE, ff.Rates(schedule="cosine")),
+    "LAMB, batch 512, warm-up": (LAMB, LARGE_BATCH_SIZE, ff.Rates(schedule="cosine", warmup=28)),
+    "LARS, batch 512": (LARS, LARGE_BATCH_SIZE, ff.Rates(schedule="cosine")),
+    "LARS, batch 512, warm-up": (LARS, LARGE_BATCH_SIZE, ff.Rates(schedule="cosine", warmup=28)),
 }
 
 
@@ -57,7 +57,12 @@ def train(name: str, *, seed: int, folder: str) -> Mapping[str, float]:
     """What the validation data say of one run."""
     optimizer, batch_size, rates = CASES[name]
     task = dataclasses.replace(digits.task(), model=Deep, optimizer=optimizer, schedule=None)
-    settings: dict[str, Any] = {"steps": SAMPLES // batch_size, "batch_size": batch_size, "rates": rates, "seed": seed}
+    settings: dict[str, Any] = {
+        "steps": NUM_SAMPLES // batch_size,
+        "batch_size": batch_size,
+        "rates": rates,
+        "seed": seed,
+    }
     return ff.train(task, folder=folder, checkpoint_every=0, trace_every=0, **settings).valid
 
 
