@@ -20,58 +20,61 @@ from bench.measure import describe_machine, format_table
 from bench.sequence_child import ALONE
 from bench.world import World
 
-WAYS = ("zigzag shared", "plain shared", "gather shared", "ulysses shared", "zigzag gloo", "gather gloo", ALONE)
-BASE = "gather shared"
-HIDING = ("zigzag shared", "zigzag gloo")
+LAYOUTS = ("zigzag shared", "plain shared", "gather shared", "ulysses shared", "zigzag gloo", "gather gloo", ALONE)
+BASE_LAYOUT = "gather shared"
+OVERLAPPING = ("zigzag shared", "zigzag gloo")
 
 
-class Length:
+class LengthResults:
     """What was measured at one length, by way."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-        self.processor: dict[str, list[float]] = {way: [] for way in WAYS}
-        self.waited: dict[str, list[float]] = {way: [] for way in WAYS}
-        self.exchange: dict[str, list[float]] = {way: [] for way in HIDING}
+        self.seconds: dict[str, list[float]] = {way: [] for way in LAYOUTS}
+        self.cpu_seconds: dict[str, list[float]] = {way: [] for way in LAYOUTS}
+        self.waiting_seconds: dict[str, list[float]] = {way: [] for way in LAYOUTS}
+        self.exchange_seconds: dict[str, list[float]] = {way: [] for way in OVERLAPPING}
 
     def ratio(self, way: str, base: str) -> float:
         return statistics.median(a / b for a, b in zip(self.seconds[way], self.seconds[base], strict=True))
 
-    def hidden(self, way: str) -> str:
-        if way not in self.exchange:
+    def overlap_ratio(self, way: str) -> str:
+        if way not in self.exchange_seconds:
             return ""
-        shares = [1 - waited / alone for waited, alone in zip(self.waited[way], self.exchange[way], strict=True)]
+        shares = [
+            1 - waited / alone
+            for waited, alone in zip(self.waiting_seconds[way], self.exchange_seconds[way], strict=True)
+        ]
         return f"{max(0.0, statistics.median(shares)):.2f}"
 
 
-def turn(world: World, length: Length, job: dict[str, Any], first: int, expected: list[list[float]]) -> None:
+def run_turn(world: World, length: LengthResults, job: dict[str, Any], first: int, expected: list[list[float]]) -> None:
     """Every way once, beginning with another one than in the turn before."""
-    for way in [*WAYS, *WAYS][first % len(WAYS) :][: len(WAYS)]:
-        if way in HIDING:
+    for way in [*LAYOUTS, *LAYOUTS][first % len(LAYOUTS) :][: len(LAYOUTS)]:
+        if way in OVERLAPPING:
             alone = world.ask({**job, "way": way, "exchange": True})
-            length.exchange[way].append(max(reply["seconds"] for reply in alone))
+            length.exchange_seconds[way].append(max(reply["seconds"] for reply in alone))
         replies = world.ask({**job, "way": way})
         length.seconds[way].append(max(reply["seconds"] for reply in replies))
-        length.processor[way].append(max(reply["processor"] for reply in replies))
-        length.waited[way].append(min(reply["waited"] for reply in replies))
+        length.cpu_seconds[way].append(max(reply["processor"] for reply in replies))
+        length.waiting_seconds[way].append(min(reply["waited"] for reply in replies))
         expected.append([sum(reply[name] for reply in replies) for name in "oqkv"])
         if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(expected[0], expected[-1], strict=True)):
             raise SystemExit(f"{way}: other sums than the first way's, {expected[-1]} and {expected[0]}")
 
 
-def rows(length: int, found: Length) -> list[list[str]]:
+def format_rows(length: int, found: LengthResults) -> list[list[str]]:
     return [
         [
             f"{length:,}",
             way,
             f"{statistics.median(found.seconds[way]) * 1000:.1f}",
-            f"{found.ratio(way, BASE):.3f}",
+            f"{found.ratio(way, BASE_LAYOUT):.3f}",
             f"{found.ratio(way, ALONE):.3f}",
-            f"{statistics.median(found.processor[way]) * 1000:.1f}",
-            f"{statistics.median(found.waited[way]) * 1000:.1f}",
-            found.hidden(way),
+            f"{statistics.median(found.cpu_seconds[way]) * 1000:.1f}",
+            f"{statistics.median(found.waiting_seconds[way]) * 1000:.1f}",
+            found.overlap_ratio(way),
         ]
-        for way in WAYS
+        for way in LAYOUTS
     ]
 
 
@@ -95,13 +98,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "size": setting.size,
                 "causal": not setting.bidirectional,
             }
-            turn(world, Length(), job, 0, [])  # untimed: memory is reserved and touched
-            found = Length()
+            run_turn(world, LengthResults(), job, 0, [])  # untimed: memory is reserved and touched
+            found = LengthResults()
             for number in range(setting.turns):
-                turn(world, found, job, number, [])
+                run_turn(world, found, job, number, [])
                 print(f"\r{length}: turn {number + 1} of {setting.turns}", end="", file=sys.stderr, flush=True)
             print(file=sys.stderr)
-            print(format_table([titles, *rows(length, found)]), flush=True)
+            print(format_table([titles, *format_rows(length, found)]), flush=True)
 
 
 if __name__ == "__main__":
