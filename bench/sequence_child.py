@@ -26,7 +26,7 @@ from fourfold.plan.sequence import positions
 ALONE = "alone"
 
 
-class Ways:
+class Axes:
     """All axes of this rank, made when first asked for."""
 
     def __init__(self) -> None:
@@ -41,29 +41,29 @@ class Ways:
             self._axes[way] = connect(self._ranks, everyone, ring=ring, ulysses=ulysses, choice=choice)
         return self._axes[way]
 
-    def alone(self) -> Axis:
+    def single_rank(self) -> Axis:
         return Axis(NoLink(), NoLink())
 
 
-def tensors(job: dict[str, Any]) -> list[Tensor]:
+def make_tensors(job: dict[str, Any]) -> list[Tensor]:
     """q, k, v and the upstream gradient of the whole sequence, on every rank the same."""
     generator = torch.Generator().manual_seed(0)
     shape = 1, job["heads"], job["length"], job["size"]
     return [torch.randn(shape, generator=generator) for _ in range(4)]
 
 
-def measure(ways: Ways, job: dict[str, Any]) -> dict[str, float]:
+def measure_attention(ways: Axes, job: dict[str, Any]) -> dict[str, float]:
     """Seconds of one forward and backward, the processor's, those that this rank waited; and sums to compare."""
     rank = dist.get_rank()
     here = job["way"] != ALONE
-    axis = ways.axis(job["way"]) if here else ways.alone()
-    *qkv, grad_out = tensors(job)
+    axis = ways.axis(job["way"]) if here else ways.single_rank()
+    *qkv, grad_out = make_tensors(job)
     if here:
         mine = torch.tensor(positions(axis.spans(job["length"])))
         *qkv, grad_out = (tensor[:, :, mine] for tensor in (*qkv, grad_out))
     q, k, v = (tensor.requires_grad_() for tensor in qkv)
     dist.barrier()
-    waited, begin, used = _waited(axis), time.perf_counter(), time.thread_time()
+    waited, begin, used = _waiting_seconds(axis), time.perf_counter(), time.thread_time()
     seconds = 0.0
     if here or rank == 0:
         out = attend(q, k, v, axis, causal=job["causal"])
@@ -74,17 +74,17 @@ def measure(ways: Ways, job: dict[str, Any]) -> dict[str, float]:
     else:
         used, sums = 0.0, [0.0] * 4
     dist.barrier()
-    told = {"seconds": seconds, "processor": used, "waited": _waited(axis) - waited}
+    told = {"seconds": seconds, "processor": used, "waited": _waiting_seconds(axis) - waited}
     return told | dict(zip("oqkv", sums, strict=True))
 
 
-def exchange(ways: Ways, job: dict[str, Any]) -> dict[str, float]:
+def measure_exchange(ways: Axes, job: dict[str, Any]) -> dict[str, float]:
     """Seconds of what a layer exchanges around the ring, with nothing computed meanwhile."""
     axis = ways.axis(job["way"])
     block = torch.randn(1, job["heads"], job["length"] // axis.size, 2 * job["size"])
     dist.barrier()
     begin = time.perf_counter()
-    _visit(axis.around, block)
+    _iterate_blocks(axis.around, block)
     carry = axis.around.carry(block.numel(), block.dtype, block.device)
     for hop, _ in enumerate(axis.around.visit([block])):
         if hop:
@@ -96,12 +96,12 @@ def exchange(ways: Ways, job: dict[str, Any]) -> dict[str, float]:
     return {"seconds": seconds}
 
 
-def _visit(link: Link, block: Tensor) -> None:
+def _iterate_blocks(link: Link, block: Tensor) -> None:
     for _ in link.visit([block]):
         pass
 
 
-def _waited(axis: Axis) -> float:
+def _waiting_seconds(axis: Axis) -> float:
     return sum(link.waiting_seconds for link in axis.links)
 
 
@@ -113,15 +113,15 @@ def main(answers: TextIO) -> None:
     dist.init_process_group(
         "gloo", init_method=rendezvous, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
     )
-    ways = Ways()
-    _say(answers, {"ready": True})
+    ways = Axes()
+    _reply(answers, {"ready": True})
     for line in sys.stdin:
         job = json.loads(line)
-        _say(answers, (exchange if job.get("exchange") else measure)(ways, job))
+        _reply(answers, (measure_exchange if job.get("exchange") else measure_attention)(ways, job))
     os._exit(0)  # Without the group's own shutdown: another rank may be gone already.
 
 
-def _say(answers: TextIO, value: dict[str, Any]) -> None:
+def _reply(answers: TextIO, value: dict[str, Any]) -> None:
     answers.write(json.dumps(value) + "\n")
     answers.flush()
 
