@@ -39,10 +39,10 @@ from fourfold.words.spans import SILENT
 USABLE_BYTES = 15_400_000_000
 """Of 16 GiB: what context, libraries and fragments leave on a P100."""
 LAYERS = 12
-SAMPLE, BATCH = 512, 64  # the length that batches are counted at, the batch that lengths are counted at
-STEP = 64  # of lengths
-HOPS = 1
-LEAP = 8
+SAMPLE_LENGTH, BATCH = 512, 64  # the length that batches are counted at, the batch that lengths are counted at
+LENGTH_STEP = 64  # of lengths
+MAX_HOPS = 1
+MAX_GROWTH = 8
 TENSOR_SIZES = (1, 2, 4, 6, 12)  # 12 heads
 SEQUENCE_SIZES = (1, 2, 4, 6, 8, 12, 16, 32, 64)
 SOME_TENSOR_SIZES, SOME_SEQUENCE_SIZES = (4, 12), (4, 12, 64)
@@ -52,43 +52,43 @@ WEIGHTS, GRADIENTS, STATES, INPUTS = "weights", "gradients", "optimizer states",
 Kinds = dict[str, Sequence[Tensor]]
 
 
-class Resting(NamedTuple):
+class StepMemory(NamedTuple):
     """What lies beside a rank's weights for the whole step; `owner` is what must live as long."""
 
-    kinds: Kinds
+    tensors_by_kind: Kinds
     owner: object = None
 
 
 @dataclass(frozen=True)
-class Job:
+class Layout:
     """How BERT is laid over `size` ranks: what one of them builds, computes, and keeps beside its weights."""
 
     size: int
     build: Callable[[bert.Shape], bert.Bert]
-    rest: Callable[[nn.Module], Resting]
+    step_memory: Callable[[nn.Module], StepMemory]
     losses: bert.Losses
-    shares: int
+    num_shards: int
     """Among how many ranks a sequence is cut; a length that does not divide is padded."""
 
 
-def tensor(
+def tensor_parallel(
     size: int,
     losses: bert.Losses = bert.in_place_losses,
     *,
     attend: bert.Attend = bert.math_attention,
     split: bool = False,
-) -> Job:
+) -> Layout:
     """A rank of a tensor axis. Its gradients are freed after each update, as torch does it."""
     build = functools.partial(bert.Bert, num_shards=size, attend=attend, split=split)
-    return Job(size, build, adam, losses, size if split else 1)
+    return Layout(size, build, adam, losses, size if split else 1)
 
 
-def adam(model: nn.Module) -> Resting:
+def adam(model: nn.Module) -> StepMemory:
     """Two moments of every weight."""
-    return Resting({STATES: [torch.empty_like(p) for p in model.parameters() for _ in range(2)]})
+    return StepMemory({STATES: [torch.empty_like(p) for p in model.parameters() for _ in range(2)]})
 
 
-class Silence:
+class NullChannel:
     """A wire of `size` ranks, of which this one is alone: it takes the memory of messages and brings nothing."""
 
     name = "silence"
@@ -97,40 +97,42 @@ class Silence:
         self.size, self.index = size, 0
         self.sent_bytes, self.waiting_seconds, self.recorder = 0.0, 0.0, SILENT
 
-    def shift(self, flat: Tensor, lane: int) -> Callable[[], Tensor]:
+    def send_right_recv_left(self, flat: Tensor, tag: int) -> Callable[[], Tensor]:
         taken = torch.empty_like(flat)
         self.sent_bytes += flat.numel() * flat.element_size()
         return lambda: taken
 
-    def gather(self, flat: Tensor) -> Tensor:
+    def all_gather(self, flat: Tensor) -> Tensor:
         self.sent_bytes += (self.size - 1) * flat.numel() * flat.element_size()
         return flat.new_empty(self.size, flat.numel())
 
-    def swap(self, parts: Tensor) -> Tensor:
+    def all_to_all(self, parts: Tensor) -> Tensor:
         self.sent_bytes += (self.size - 1) * parts[0].numel() * parts.element_size()
         return torch.empty_like(parts)
 
 
-class Hasty(Messages):
+class TruncatedRing(Messages):
     """A link whose visits end after `HOPS` hops."""
 
-    def visit(self, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        return itertools.islice(super().visit(parts), HOPS + 1)
+    def iterate_blocks(self, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        return itertools.islice(super().visit(parts), MAX_HOPS + 1)
 
 
-def fourfold(size: int, ring: str, *, zero: int = 0, losses: bert.Losses = bert.losses, hasty: bool = False) -> Job:
+def sequence_parallel(
+    size: int, ring: str, *, zero: int = 0, losses: bert.Losses = bert.losses, few_hops: bool = False
+) -> Layout:
     """A rank of Fourfold's sequence axis; alone, it has torch's own attention. Zero's shares are over the ranks."""
-    rest = functools.partial(buckets_of, size=size, zero=zero)
-    axis = Axis((Hasty if hasty else Messages)(Silence(size)), NoLink(), ring)
+    rest = functools.partial(zero_buckets, size=size, zero=zero)
+    axis = Axis((TruncatedRing if few_hops else Messages)(NullChannel(size)), NoLink(), ring)
 
-    def across(q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor) -> Tensor:
+    def ring_attention(q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor) -> Tensor:
         return attend(q_BHLK, k_BHLK, v_BHLK, axis, dropout=Dropout(bert.DROPOUT))
 
-    reach = across if size > 1 else bert.math_attention
-    return Job(size, functools.partial(bert.Bert, attend=reach), rest, losses, size)
+    reach = ring_attention if size > 1 else bert.math_attention
+    return Layout(size, functools.partial(bert.Bert, attend=reach), rest, losses, size)
 
 
-def buckets_of(model: nn.Module, *, size: int, zero: int) -> Resting:
+def zero_buckets(model: nn.Module, *, size: int, zero: int) -> StepMemory:
     """What `run/build.py` and `parts/comm` make for GPUs; the hooks that fill the slots are the real ones."""
     named = dict(model.named_parameters())
     rest = RESTS[zero if size > 1 else 0]
@@ -150,16 +152,16 @@ def buckets_of(model: nn.Module, *, size: int, zero: int) -> Resting:
     shares = [bucket.size // (size if split else 1) for bucket in buckets]
     own = [torch.empty(share) for share in shares] if rest.gradient == SPLIT else []
     states = [torch.empty(2 * share) for share in shares]
-    return Resting({GRADIENTS: [*held.values(), *own], STATES: states}, gradients)
+    return StepMemory({GRADIENTS: [*held.values(), *own], STATES: states}, gradients)
 
 
-def peak(job: Job, shape: bert.Shape, *, batch: int, length: int) -> Peak:
+def peak_memory(job: Layout, shape: bert.Shape, *, batch: int, length: int) -> Peak:
     """One forward and backward of one rank; the update holds less. With real tensors, or inside a mode of others."""
     model = job.build(shape._replace(positions=max(shape.positions, length)))
-    resting = job.rest(model)
-    ids_BL = torch.zeros(batch, -(-length // job.shares), dtype=torch.long)
+    resting = job.step_memory(model)
+    ids_BL = torch.zeros(batch, -(-length // job.num_shards), dtype=torch.long)
     found = Peak()
-    for kind, tensors in {WEIGHTS: [*model.parameters()], INPUTS: [ids_BL], **resting.kinds}.items():
+    for kind, tensors in {WEIGHTS: [*model.parameters()], INPUTS: [ids_BL], **resting.tensors_by_kind}.items():
         found.hold(kind, tensors)
     with found:
         logits_BLV = model(ids_BL, ids_BL)
@@ -169,20 +171,20 @@ def peak(job: Job, shape: bert.Shape, *, batch: int, length: int) -> Peak:
     return found
 
 
-def counted(job: Job, *, batch: int, length: int, layers: int = LAYERS) -> int:
+def peak_bytes(job: Layout, *, batch: int, length: int, layers: int = LAYERS) -> int:
     """Bytes of BERT-base at a step's fullest moment."""
     # The meta device has the sizes of fake tensors (`tests/simulated/test_peak.py`) at a fifth of their time.
     with torch.device("meta"):
-        return peak(job, bert.Shape(layers=layers), batch=batch, length=length).bytes
+        return peak_memory(job, bert.Shape(layers=layers), batch=batch, length=length).bytes
 
 
-def extrapolated(job: Job, *, batch: int, length: int) -> int:
+def extrapolate_bytes(job: Layout, *, batch: int, length: int) -> int:
     """The same from 2 and 3 layers, in which it is affine."""
-    two, three = (counted(job, batch=batch, length=length, layers=layers) for layers in (2, 3))
+    two, three = (peak_bytes(job, batch=batch, length=length, layers=layers) for layers in (2, 3))
     return two + (LAYERS - 2) * (three - two)
 
 
-def largest(bytes_at: Callable[[int], int], limit: int, start: int = 1) -> int:
+def largest_within(bytes_at: Callable[[int], int], limit: int, start: int = 1) -> int:
     """The largest n ≥ 0 with bytes_at(n) ≤ limit, of a growing function; 0 if there is none.
 
     Guesses by a line through two numbers that are known, but never goes up more than `LEAP` times at once: what is
@@ -195,8 +197,8 @@ def largest(bytes_at: Callable[[int], int], limit: int, start: int = 1) -> int:
             return 0
     while (known.get(high) or known.setdefault(high, bytes_at(high))) <= limit:
         slope = (known[high] - known[low]) / (high - low)
-        guess = high + int((limit - known[high]) / slope) + 1 if slope > 0 else LEAP * high
-        low, high = high, min(guess, LEAP * high)
+        guess = high + int((limit - known[high]) / slope) + 1 if slope > 0 else MAX_GROWTH * high
+        low, high = high, min(guess, MAX_GROWTH * high)
     while high - low > 1:
         share = (limit - known[low]) / (known[high] - known[low])
         guess = min(max(low + int(share * (high - low)), low + 1), high - 1)
@@ -205,14 +207,14 @@ def largest(bytes_at: Callable[[int], int], limit: int, start: int = 1) -> int:
     return low
 
 
-def most(job: Job, question: "Question") -> int:
+def max_size(job: Layout, question: "Question") -> int:
     """The answer for all layers; extrapolated, then verified, and looked for with all layers if that was wrong."""
     start = question.start * job.size
-    guess = largest(lambda n: extrapolated(job, **question.at(n)), USABLE_BYTES, start)
-    fits = guess == 0 or counted(job, **question.at(guess)) <= USABLE_BYTES
-    if fits and counted(job, **question.at(guess + 1)) > USABLE_BYTES:
+    guess = largest_within(lambda n: extrapolate_bytes(job, **question.at(n)), USABLE_BYTES, start)
+    fits = guess == 0 or peak_bytes(job, **question.at(guess)) <= USABLE_BYTES
+    if fits and peak_bytes(job, **question.at(guess + 1)) > USABLE_BYTES:
         return guess * question.unit
-    return largest(lambda n: counted(job, **question.at(n)), USABLE_BYTES, max(1, guess)) * question.unit
+    return largest_within(lambda n: peak_bytes(job, **question.at(n)), USABLE_BYTES, max(1, guess)) * question.unit
 
 
 @dataclass(frozen=True)
@@ -226,8 +228,10 @@ class Question:
     at: Callable[[int], dict[str, int]]
 
 
-BATCHES = Question(f"largest batch, {SAMPLE} tokens", 1, 8, lambda n: {"batch": n, "length": SAMPLE})
-LENGTHS = Question(f"longest sequence, batch {BATCH}", STEP, 2, lambda n: {"batch": BATCH, "length": n * STEP})
+BATCHES = Question(f"largest batch, {SAMPLE_LENGTH} tokens", 1, 8, lambda n: {"batch": n, "length": SAMPLE_LENGTH})
+LENGTHS = Question(
+    f"longest sequence, batch {BATCH}", LENGTH_STEP, 2, lambda n: {"batch": BATCH, "length": n * LENGTH_STEP}
+)
 
 
 BASELINE, ORIGINAL, MERGED = "vocabulary-parallel loss", "rsa (full rows)", "plain (merged blocks)"
@@ -238,47 +242,47 @@ class Row(NamedTuple):
 
     name: str
     sizes: Sequence[int]
-    job: Callable[[int], Job]
+    layout: Callable[[int], Layout]
 
 
 TENSOR_ROWS = [
-    Row(BASELINE, TENSOR_SIZES, tensor),
-    Row("gathered logits", TENSOR_SIZES, lambda size: tensor(size, bert.gathered_losses(size))),
-    Row("flash attention", SOME_TENSOR_SIZES, lambda size: tensor(size, attend=bert.flash_attention)),
-    Row("tokens split as well (Megatron's)", SOME_TENSOR_SIZES, lambda size: tensor(size, split=True)),
+    Row(BASELINE, TENSOR_SIZES, tensor_parallel),
+    Row("gathered logits", TENSOR_SIZES, lambda size: tensor_parallel(size, bert.gathered_losses(size))),
+    Row("flash attention", SOME_TENSOR_SIZES, lambda size: tensor_parallel(size, attend=bert.flash_attention)),
+    Row("tokens split as well (Megatron's)", SOME_TENSOR_SIZES, lambda size: tensor_parallel(size, split=True)),
     Row(
         "the same, flash attention",
         SOME_TENSOR_SIZES,
-        lambda size: tensor(size, split=True, attend=bert.flash_attention),
+        lambda size: tensor_parallel(size, split=True, attend=bert.flash_attention),
     ),
 ]
 SEQUENCE_ROWS = [
-    Row(ORIGINAL, SEQUENCE_SIZES, lambda size: fourfold(size, "rsa", hasty=True)),
-    Row(MERGED, SEQUENCE_SIZES, lambda size: fourfold(size, "plain", hasty=True)),
+    Row(ORIGINAL, SEQUENCE_SIZES, lambda size: sequence_parallel(size, "rsa", few_hops=True)),
+    Row(MERGED, SEQUENCE_SIZES, lambda size: sequence_parallel(size, "plain", few_hops=True)),
     Row(
         "plain, in-place loss",
         SOME_SEQUENCE_SIZES,
-        lambda size: fourfold(size, "plain", losses=bert.in_place_losses, hasty=True),
+        lambda size: sequence_parallel(size, "plain", losses=bert.in_place_losses, few_hops=True),
     ),
     *(
         Row(
             f"plain, zero {zero}",
             SOME_SEQUENCE_SIZES,
-            lambda size, zero=zero: fourfold(size, "plain", zero=zero, hasty=True),
+            lambda size, zero=zero: sequence_parallel(size, "plain", zero=zero, few_hops=True),
         )
         for zero in (1, 2)
     ),
-    Row("rsa, zero 2", SOME_SEQUENCE_SIZES, lambda size: fourfold(size, "rsa", zero=2, hasty=True)),
+    Row("rsa, zero 2", SOME_SEQUENCE_SIZES, lambda size: sequence_parallel(size, "rsa", zero=2, few_hops=True)),
 ]
 Found = dict[str, dict[int, int]]
 
 
-def fill_in(rows: Sequence[Row], question: Question) -> Found:
+def measure_rows(rows: Sequence[Row], question: Question) -> Found:
     found: Found = {}
     for row in rows:
         found[row.name] = {}
         for size in row.sizes:
-            found[row.name][size] = most(row.job(size), question)
+            found[row.name][size] = max_size(row.layout(size), question)
             print(f"    {question.title} · {row.name} · {size}: {found[row.name][size]}", flush=True)
     return found
 
@@ -297,18 +301,18 @@ def _ratio(ours: Mapping[int, int], size: int, theirs: Mapping[int, int], agains
     return f"{ours[size] / theirs[against]:.1f}" if ours.get(size) and theirs.get(against) else "–"
 
 
-def told(heading: str, found: Found, sizes: Sequence[int]) -> str:
+def format_results(heading: str, found: Found, sizes: Sequence[int]) -> str:
     rows = [[heading, *map(str, sizes)]]
     rows += [[name, *(str(row[size]) if size in row else "–" for size in sizes)] for name, row in found.items()]
     return format_table(rows)
 
 
-def verified(question: Question, found: int) -> str:
+def verify_result(question: Question, found: int) -> str:
     """The headline's winner once more, with every hop of every layer. Raises AssertionError where that holds more."""
     at = question.at(found // question.unit)
-    few = counted(fourfold(64, "plain", hasty=True), **at)
+    few = peak_bytes(sequence_parallel(64, "plain", few_hops=True), **at)
     with FakeTensorMode():
-        every = peak(fourfold(64, "plain"), bert.Shape(), **at).bytes
+        every = peak_memory(sequence_parallel(64, "plain"), bert.Shape(), **at).bytes
     assert few == every <= USABLE_BYTES, (few, every)
     return f"64 ranks, {found}, every hop of every layer, fake tensors: {every / 1e9:.3f} GB"
 
@@ -320,11 +324,11 @@ def main() -> None:
     )
     for question in (BATCHES, LENGTHS):
         begin = time.monotonic()
-        tensors, sequences = fill_in(TENSOR_ROWS, question), fill_in(SEQUENCE_ROWS, question)
-        print(f"\n{question.title}; tensor parallelism, by ranks\n{told('TP', tensors, TENSOR_SIZES)}")
-        print(f"\n{question.title}; sequence axis, by ranks\n{told('sp', sequences, SEQUENCE_SIZES)}")
+        tensors, sequences = measure_rows(TENSOR_ROWS, question), measure_rows(SEQUENCE_ROWS, question)
+        print(f"\n{question.title}; tensor parallelism, by ranks\n{format_results('TP', tensors, TENSOR_SIZES)}")
+        print(f"\n{question.title}; sequence axis, by ranks\n{format_results('sp', sequences, SEQUENCE_SIZES)}")
         print(f"\nratios\n{format_table(ratios(tensors, sequences))}")
-        print(f"\n{verified(question, sequences[MERGED][64])}, {time.monotonic() - begin:.0f} s\n", flush=True)
+        print(f"\n{verify_result(question, sequences[MERGED][64])}, {time.monotonic() - begin:.0f} s\n", flush=True)
 
 
 if __name__ == "__main__":

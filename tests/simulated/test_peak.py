@@ -9,27 +9,35 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench import bert
-from bench.sequence_memory import USABLE_BYTES, Job, extrapolated, fourfold, largest, peak, tensor
+from bench.sequence_memory import (
+    USABLE_BYTES,
+    Layout,
+    extrapolate_bytes,
+    largest_within,
+    peak_memory,
+    sequence_parallel,
+    tensor_parallel,
+)
 from fourfold.testing.peak import Peak
 
 SHAPE = bert.Shape(width=48, heads=4, layers=2, vocabulary=96, positions=16)
 JOBS = {
-    "tensor": tensor(2),
-    "gathered": tensor(2, bert.gathered_losses(2)),
-    "flash": tensor(2, bert.losses, attend=bert.flash_attention),
-    "tokens split": tensor(2, split=True),
-    "alone": fourfold(1, "plain"),
-    **{ring: fourfold(4, ring) for ring in ("zigzag", "plain", "rsa", "gather")},
-    **{f"zero {zero}": fourfold(4, "plain", zero=zero) for zero in (1, 2)},
+    "tensor": tensor_parallel(2),
+    "gathered": tensor_parallel(2, bert.gathered_losses(2)),
+    "flash": tensor_parallel(2, bert.losses, attend=bert.flash_attention),
+    "tokens split": tensor_parallel(2, split=True),
+    "alone": sequence_parallel(1, "plain"),
+    **{ring: sequence_parallel(4, ring) for ring in ("zigzag", "plain", "rsa", "gather")},
+    **{f"zero {zero}": sequence_parallel(4, "plain", zero=zero) for zero in (1, 2)},
 }
 
 
 @pytest.mark.parametrize("name", JOBS)
 def test_a_fake_step_holds_what_a_real_one_does_to_the_byte(name: str) -> None:
-    real = peak(JOBS[name], SHAPE, batch=3, length=16)
+    real = peak_memory(JOBS[name], SHAPE, batch=3, length=16)
     for without_memory in (FakeTensorMode(), torch.device("meta")):
         with without_memory:
-            fake = peak(JOBS[name], SHAPE, batch=3, length=16)
+            fake = peak_memory(JOBS[name], SHAPE, batch=3, length=16)
         assert (fake.bytes, fake.kinds) == (real.bytes, real.kinds)
     assert sum(real.kinds.values()) == real.bytes
 
@@ -56,9 +64,9 @@ def test_a_step_holds_what_the_allocator_has_given_out() -> None:
 
 
 def test_what_a_step_holds_is_a_line_in_the_number_of_layers() -> None:
-    def held(job: Job, layers: int) -> int:
+    def held(job: Layout, layers: int) -> int:
         with torch.device("meta"):
-            return peak(job, SHAPE._replace(layers=layers), batch=3, length=16).bytes
+            return peak_memory(job, SHAPE._replace(layers=layers), batch=3, length=16).bytes
 
     for name in ("tensor", "plain"):
         two, three, five = (held(JOBS[name], layers) for layers in (2, 3, 5))
@@ -68,18 +76,21 @@ def test_what_a_step_holds_is_a_line_in_the_number_of_layers() -> None:
 @pytest.mark.parametrize("ring", ["plain", "rsa"])
 def test_the_first_hop_holds_what_all_do(ring: str) -> None:
     with torch.device("meta"):
-        few, all_of_them = (peak(fourfold(8, ring, hasty=hasty), SHAPE, batch=3, length=32) for hasty in (True, False))
+        few, all_of_them = (
+            peak_memory(sequence_parallel(8, ring, few_hops=hasty), SHAPE, batch=3, length=32)
+            for hasty in (True, False)
+        )
     assert few.kinds == all_of_them.kinds
 
 
 def test_merged_blocks_hold_far_more_samples_than_the_most_careful_tensor_parallelism() -> None:
-    def largest_batch(job: Job, least: int) -> float:
+    def largest_batch(job: Layout, least: int) -> float:
         """Where the line through two batches meets the limit."""
-        one, two = (extrapolated(job, batch=batch, length=512) for batch in (least, 2 * least))
+        one, two = (extrapolate_bytes(job, batch=batch, length=512) for batch in (least, 2 * least))
         return least + (USABLE_BYTES - one) * least / (two - one)
 
-    theirs = largest_batch(tensor(12), 50)
-    merged, full_rows = (largest_batch(fourfold(64, ring, hasty=True), 500) for ring in ("plain", "rsa"))
+    theirs = largest_batch(tensor_parallel(12), 50)
+    merged, full_rows = (largest_batch(sequence_parallel(64, ring, few_hops=True), 500) for ring in ("plain", "rsa"))
     assert merged / theirs >= 13.7
     assert 8 < full_rows / theirs < merged / theirs
 
@@ -94,7 +105,7 @@ def test_the_largest_is_found_and_one_more_is_too_much(rest: int, each: int, ben
         return rest + each * n + bend * n * n
 
     asked: list[int] = []
-    found = largest(held, limit, start)
+    found = largest_within(held, limit, start)
     assert found == 0 or held(found) <= limit
     assert held(found + 1) > limit
     assert bend or len(asked) <= 14  # and not as many as there are numbers

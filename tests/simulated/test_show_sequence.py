@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench.sequence_memory import Silence
+from bench.sequence_memory import NullChannel
 from fourfold.cli import work
 from fourfold.parts.comm.links import Messages, NoLink
 from fourfold.parts.sequence import Axis, attend
@@ -30,7 +30,7 @@ def test_what_is_said_to_be_sent_is_what_a_rank_sends(plan: Plan) -> None:
     seen = look(TASK, outline(TASK))
     (form,) = seen.calls
     samples = TASK.batch_size // plan.dp
-    around, heads = Silence(plan.sp // plan.ulysses), Silence(plan.ulysses)
+    around, heads = NullChannel(plan.sp // plan.ulysses), NullChannel(plan.ulysses)
     axis = Axis(Messages(around), Messages(heads) if heads.size > 1 else NoLink(), plan.ring)
     q, k, v = (
         torch.randn(samples, num, seen.length // plan.sp, form.head_size, requires_grad=True)
