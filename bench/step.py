@@ -26,12 +26,12 @@ import fourfold as ff
 from bench.measure import describe_machine, format_table
 
 WIDTH, LAYERS, CLASSES, BATCH = 64, 6, 10, 32
-WARMUP, STEPS, CLIP = 50, 1000, 1.0
+WARMUP, NUM_STEPS, CLIP = 50, 1000, 1.0
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-4, fused=True)
 Batch = tuple[torch.Tensor, torch.Tensor]
 Step = Callable[[Batch], float]
 MEAN = nn.functional.cross_entropy
-EACH = functools.partial(nn.functional.cross_entropy, reduction="none")
+PER_SAMPLE = functools.partial(nn.functional.cross_entropy, reduction="none")
 
 
 def mlp() -> nn.Module:
@@ -39,7 +39,7 @@ def mlp() -> nn.Module:
     return nn.Sequential(*hidden, nn.Linear(WIDTH, CLASSES))
 
 
-def plain(model: nn.Module, clip: float | None) -> Step:
+def torch_step(model: nn.Module, clip: float | None) -> Step:
     optimizer = ADAMW(model.parameters())
 
     def step(batch: Batch) -> float:
@@ -55,13 +55,13 @@ def plain(model: nn.Module, clip: float | None) -> Step:
     return step
 
 
-def fourfold(model: nn.Module, clip: float | None, loss: Any) -> Step:
+def fourfold_step(model: nn.Module, clip: float | None, loss: Any) -> Step:
     step = ff.parallelize(model, loss, ADAMW, ff.Plan(), clip=clip, same_batches="allow")
     return lambda batch: step(batch).loss
 
 
 def main() -> None:
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else STEPS
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else NUM_STEPS
     print(describe_machine())
     rows = [
         ("", "step, µs", "CPU, µs", "CPU / plain", "middle half", "fast tenth, CPU, µs", "more than plain", "last loss")
@@ -70,33 +70,33 @@ def main() -> None:
     batches = [(torch.randn(BATCH, WIDTH), torch.randint(0, CLASSES, (BATCH,))) for _ in range(8)]
     for clip in (None, CLIP):
         turns = {
-            "plain": plain(copy.deepcopy(start), clip),
-            "mean": fourfold(copy.deepcopy(start), clip, MEAN),
-            "each": fourfold(copy.deepcopy(start), clip, EACH),
+            "plain": torch_step(copy.deepcopy(start), clip),
+            "mean": fourfold_step(copy.deepcopy(start), clip, MEAN),
+            "each": fourfold_step(copy.deepcopy(start), clip, PER_SAMPLE),
         }
-        found = measured(turns, [batches[number % len(batches)] for number in range(WARMUP + steps)])
-        rows += [row(name, found, "" if clip is None else ", clip") for name in turns]
+        found = time_in_turns(turns, [batches[number % len(batches)] for number in range(WARMUP + steps)])
+        rows += [format_row(name, found, "" if clip is None else ", clip") for name in turns]
     print(format_table(rows))
 
 
-class Measured(NamedTuple):
+class StepTiming(NamedTuple):
     seconds: float
     cpu_seconds: float
     loss: float
 
 
-def measured(turns: dict[str, Step], batches: list[Batch]) -> dict[str, list[Measured]]:
+def time_in_turns(turns: dict[str, Step], batches: list[Batch]) -> dict[str, list[StepTiming]]:
     """Each step of each turn, without the first."""
-    found: dict[str, list[Measured]] = {name: [] for name in turns}
+    found: dict[str, list[StepTiming]] = {name: [] for name in turns}
     for number, batch in enumerate(batches):
         for name in turns if number % 2 else reversed(turns):
             begin, cpu = time.perf_counter(), time.process_time()
             loss = turns[name](batch)
-            found[name].append(Measured(time.perf_counter() - begin, time.process_time() - cpu, loss))
+            found[name].append(StepTiming(time.perf_counter() - begin, time.process_time() - cpu, loss))
     return {name: each[WARMUP:] for name, each in found.items()}
 
 
-def row(name: str, found: dict[str, list[Measured]], more: str) -> tuple[str, ...]:
+def format_row(name: str, found: dict[str, list[StepTiming]], more: str) -> tuple[str, ...]:
     pairs = [(mine.cpu_seconds, theirs.cpu_seconds) for mine, theirs in zip(found[name], found["plain"], strict=True)]
     ratios = [mine / theirs for mine, theirs in pairs]
     low, _, high = quantiles(ratios, n=4)
