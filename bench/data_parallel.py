@@ -102,7 +102,7 @@ class Settings:
     limit: int
 
     def world(self, configuration: str, case: str) -> World:
-        return World(configuration, case, ranks=self.ranks, limit=self.limit)
+        return World(configuration, case, num_ranks=self.ranks, limit_seconds=self.limit)
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def measure(case: str, setting: Settings, *, memory: bool = True) -> Results:
         _show_status(f"{case}: memory of {name}")
         measured.memory[name] = PeakMemory()
         with setting.world(name, case) as world:
-            world.turn(untimed=WARMUP, timed=2 * steps, sample=measured.memory[name].sample)
+            world.run_turn(untimed=WARMUP, timed=2 * steps, sample=measured.memory[name].sample)
     for number in range(setting.rounds):
         _show_status(f"{case}: round {number + 1} of {setting.rounds}")
         with ExitStack() as stack:
@@ -175,12 +175,13 @@ def measure(case: str, setting: Settings, *, memory: bool = True) -> Results:
 
 def _run_round(worlds: dict[str, World], measured: Results, *, steps: int, turns: int) -> None:
     names = list(worlds)
-    measured.losses = {name: Turn.from_replies(worlds[name].turn(untimed=WARMUP, timed=1)).losses for name in names}
+    measured.losses = {name: Turn.from_replies(worlds[name].run_turn(untimed=WARMUP, timed=1)).losses for name in names}
     for number in range(turns):
         first = number % len(names)
         # One untimed step in each turn: it finds the others' data in the caches.
         turn = {
-            name: Turn.from_replies(worlds[name].turn(untimed=1, timed=steps)) for name in names[first:] + names[:first]
+            name: Turn.from_replies(worlds[name].run_turn(untimed=1, timed=steps))
+            for name in names[first:] + names[:first]
         }
         measured.turns.append({name: turn[name] for name in names})
         for name in names:

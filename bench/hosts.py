@@ -73,9 +73,9 @@ def measure(setting: Settings) -> dict[str, TrainingCurve]:
         worlds, courses = {}, {}
         for name in setting.contenders:
             options = {"module": "bench.hosts_child", "hosts": hosts}
-            world = World(name, str(setting.steps), ranks=setting.ranks, limit=setting.limit, **options)
+            world = World(name, str(setting.steps), num_ranks=setting.ranks, limit_seconds=setting.limit, **options)
             worlds[name] = stack.enter_context(world)
-            courses[name] = TrainingCurve(worlds[name].greetings[0]["bytes"])
+            courses[name] = TrainingCurve(worlds[name].ready_replies[0]["bytes"])
         for number in range(setting.steps // setting.turn):
             first = number % len(worlds)
             for name in [*worlds, *worlds][first : first + len(worlds)]:
@@ -87,11 +87,11 @@ def measure(setting: Settings) -> dict[str, TrainingCurve]:
 
 def _run_turn(world: World, course: TrainingCurve, hosts: Hosts, steps: int) -> None:
     before = hosts.sent_bytes()
-    replies = world.ask({"steps": steps})
+    replies = world.request({"steps": steps})
     after = hosts.sent_bytes()
     course.seconds.append([max(each) for each in zip(*(reply["seconds"] for reply in replies), strict=True)])
     course.sent_bytes.append(median(a - b for a, b in zip(after, before, strict=True)) / steps)
-    valid = world.ask({"valid": True})
+    valid = world.request({"valid": True})
     course.valid.append(sum(reply["valid"] for reply in valid) / len(valid))
 
 

@@ -51,9 +51,9 @@ def run_turn(world: World, length: LengthResults, job: dict[str, Any], first: in
     """Every way once, beginning with another one than in the turn before."""
     for way in [*LAYOUTS, *LAYOUTS][first % len(LAYOUTS) :][: len(LAYOUTS)]:
         if way in OVERLAPPING:
-            alone = world.ask({**job, "way": way, "exchange": True})
+            alone = world.request({**job, "way": way, "exchange": True})
             length.exchange_seconds[way].append(max(reply["seconds"] for reply in alone))
-        replies = world.ask({**job, "way": way})
+        replies = world.request({**job, "way": way})
         length.seconds[way].append(max(reply["seconds"] for reply in replies))
         length.cpu_seconds[way].append(max(reply["processor"] for reply in replies))
         length.waiting_seconds[way].append(min(reply["waited"] for reply in replies))
@@ -90,7 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     setting = parser.parse_args(arguments)
     print(describe_machine())
     titles = ["length", "way", "ms", "/ gather", "/ one process", "processor, ms", "waited, ms", "hidden"]
-    with World("sequence", "-", ranks=setting.ranks, limit=setting.limit, module="bench.sequence_child") as world:
+    with World(
+        "sequence", "-", num_ranks=setting.ranks, limit_seconds=setting.limit, module="bench.sequence_child"
+    ) as world:
         for length in setting.lengths:
             job = {
                 "length": length,

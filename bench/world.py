@@ -37,25 +37,25 @@ class World(AbstractContextManager["World"]):
         configuration: str,
         case: str,
         *,
-        ranks: int,
-        limit: int,
+        num_ranks: int,
+        limit_seconds: int,
         module: str = "bench.child",
         hosts: Hosts | None = None,
     ):
         self._name = f"{configuration} on {case}"
-        self._command = [sys.executable, "-m", module, configuration, case, str(limit)]
-        self._ranks, self._hosts = ranks, hosts
-        self._deadline = time.monotonic() + limit
+        self._command = [sys.executable, "-m", module, configuration, case, str(limit_seconds)]
+        self._ranks, self._hosts = num_ranks, hosts
+        self._deadline = time.monotonic() + limit_seconds
         self._folder = tempfile.TemporaryDirectory(prefix="fourfold-bench-")
         self._processes: list[subprocess.Popen[bytes]] = []
-        self.greetings: list[dict] = []
+        self.ready_replies: list[dict] = []
         """What each rank said when it was ready."""
 
     def __enter__(self) -> Self:
         try:
             for rank in range(self._ranks):
                 self._processes.append(self._start(rank))
-            self.greetings = self._replies()
+            self.ready_replies = self._read_replies()
         except BaseException:
             self.__exit__()
             raise
@@ -76,7 +76,9 @@ class World(AbstractContextManager["World"]):
             process.stdout.close()
         self._folder.cleanup()
 
-    def turn(self, *, untimed: int, timed: int, sample: Callable[[Sequence[int]], None] | None = None) -> list[dict]:
+    def run_turn(
+        self, *, untimed: int, timed: int, sample: Callable[[Sequence[int]], None] | None = None
+    ) -> list[dict]:
         """Let all ranks step at once; their results by rank.
 
         `sample(pids)` is called about 20 times a second meanwhile. Each result gets `others`: processor seconds
@@ -84,12 +86,12 @@ class World(AbstractContextManager["World"]):
         """
         cpu, begin, busy = self._cpu_seconds(), time.monotonic(), machine_cpu_seconds()
         pids = [process.pid for process in self._processes]
-        results = self.ask({"untimed": untimed, "timed": timed}, (lambda: sample(pids)) if sample else None)
+        results = self.request({"untimed": untimed, "timed": timed}, (lambda: sample(pids)) if sample else None)
         foreign = machine_cpu_seconds() - busy - (self._cpu_seconds() - cpu)
         others = max(0.0, foreign / (time.monotonic() - begin))
         return [result | {"others": others} for result in results]
 
-    def ask(self, request: Mapping[str, object], on_tick: Callable[[], None] | None = None) -> list[dict]:
+    def request(self, request: Mapping[str, object], on_tick: Callable[[], None] | None = None) -> list[dict]:
         """What all ranks reply to a request, by rank."""
         line = json.dumps(request) + "\n"
         for process in self._processes:
@@ -98,7 +100,7 @@ class World(AbstractContextManager["World"]):
             with suppress(BrokenPipeError):
                 process.stdin.write(line.encode())
                 process.stdin.flush()
-        return self._replies(on_tick)
+        return self._read_replies(on_tick)
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         inherited = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
@@ -131,7 +133,7 @@ class World(AbstractContextManager["World"]):
                 ticks += int(fields[11]) + int(fields[12])
         return ticks / os.sysconf("SC_CLK_TCK")
 
-    def _replies(self, on_tick: Callable[[], None] | None = None) -> list[dict]:
+    def _read_replies(self, on_tick: Callable[[], None] | None = None) -> list[dict]:
         """One JSON line of every rank, by rank."""
         replies: dict[int, dict] = {}
         with selectors.DefaultSelector() as selector:
