@@ -41,7 +41,7 @@ __all__ = [
     "world",
 ]
 
-_HOME = {
+_MODULE_OF = {
     "Data": "words.task",
     "DistributedOptimizer": "run.optimizer",
     "Feed": "feed.feed",
@@ -62,9 +62,9 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     if name == "optim":
         return importlib.import_module("fourfold.optim")
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'fourfold' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"fourfold.{_HOME[name]}"), name)
+    return getattr(importlib.import_module(f"fourfold.{_MODULE_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:
