@@ -19,7 +19,7 @@ from fourfold.words.text import escaped
 
 __all__ = ["main"]
 
-PARSERS = {"typer", "click"}  # the packages that print the help
+PARSER_PACKAGES = {"typer", "click"}  # the packages that print the help
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -30,10 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     interrupt.listen()
     try:
-        code = _run(sys.argv[1:] if arguments is None else list(arguments))
+        code = _run_command(sys.argv[1:] if arguments is None else list(arguments))
         sys.stdout.flush()
     except KeyboardInterrupt as stop:
-        code = _interrupted(stop)
+        code = _report_interrupt(stop)
     except OSError as error:
         # The reader has gone (`fourfold show plan.toml | head`), which is no fault; or the disk is full.
         if not isinstance(error, BrokenPipeError):
@@ -55,7 +55,7 @@ def _fill_closed_streams() -> None:
             setattr(sys, name, stream)
 
 
-def _interrupted(stop: KeyboardInterrupt) -> int:
+def _report_interrupt(stop: KeyboardInterrupt) -> int:
     """Say so, once; a second Ctrl-C is not answered with a traceback. Returns the exit code a shell would have."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     text = str(stop) if stop.args else "stopped by SIGINT"
@@ -64,16 +64,16 @@ def _interrupted(stop: KeyboardInterrupt) -> int:
     return 128 + signal.SIGINT
 
 
-def _is_of_output(error: BaseException) -> bool:
+def _is_output_error(error: BaseException) -> bool:
     """Whether it was a command's own `print` that failed, and no file or pipe of a task's."""
     if not isinstance(error, OSError) or error.filename is not None:
         return False
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     file = Path(frame.f_code.co_filename)
-    return file.parent == Path(__file__).parent or not PARSERS.isdisjoint(file.parts[-3:-1])
+    return file.parent == Path(__file__).parent or not PARSER_PACKAGES.isdisjoint(file.parts[-3:-1])
 
 
-def _run(arguments: list[str]) -> int:
+def _run_command(arguments: list[str]) -> int:
     from fourfold.cli.commands import read
 
     try:
@@ -83,7 +83,7 @@ def _run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # whatever a task raises, such as pytest's Skipped
-        if _is_of_output(error):
+        if _is_output_error(error):
             raise
         from fourfold.cli.failure import tell
         from fourfold.engines.worker import leave_at_once
