@@ -84,7 +84,7 @@ def test_what_is_damaged_is_found_named_and_the_one_before_is_used(damage, tmp_p
     break_it(shelf.at(3) / name)
     assert any(name in text for text in verify(shelf.at(3)))
     assert newest_good(tmp_path) == shelf.at(1)
-    checkpoints.export(str(tmp_path), str(tmp_path / "weights"), step=None, ema=False)
+    checkpoints.export_checkpoint(str(tmp_path), str(tmp_path / "weights"), step=None, ema=False)
     assert "a newer checkpoint is damaged" in capsys.readouterr().err
 
     def go_on(ranks):
@@ -134,7 +134,7 @@ def test_a_file_whose_tensors_are_not_those_of_the_manifest_is_damaged(differenc
     rewrite(shelf.at(3), change)
     assert any(said in text for text in verify(shelf.at(3)))
     assert newest_good(tmp_path) == shelf.at(1)
-    assert checkpoints.verify(str(tmp_path)) == 1
+    assert checkpoints.verify_checkpoints(str(tmp_path)) == 1
     out = capsys.readouterr().out
     assert f"{shelf.at(3)}   damaged" in out
     assert f"rank-000.safetensors: {said}" in out
@@ -144,7 +144,7 @@ def test_a_file_whose_tensors_are_not_those_of_the_manifest_is_damaged(differenc
 def test_a_checkpoint_that_was_copied_to_the_name_of_another_step_is_damaged(tmp_path, capsys):
     shelf = saved_twice(tmp_path, 1)
     shutil.copytree(shelf.at(1), shelf.at(5))
-    assert checkpoints.verify(str(tmp_path)) == 1
+    assert checkpoints.verify_checkpoints(str(tmp_path)) == 1
     assert "step 1, in the folder of step 5" in capsys.readouterr().out
     assert newest_good(tmp_path) == shelf.at(3)
 
@@ -208,13 +208,13 @@ def test_a_checkpoint_of_a_newer_version_is_no_damage_and_the_run_does_not_begin
     with pytest.raises(UnreadableError, match=r"version 2, of a newer fourfold .* at most version 1"):
         threads.run(2, lambda ranks: Run(Case(), ranks, tmp_path).keeper.resume())
     assert shelf.steps() == [1, 3]
-    assert checkpoints.verify(str(tmp_path)) == 1
-    assert checkpoints.listing(str(tmp_path)) == 0
+    assert checkpoints.verify_checkpoints(str(tmp_path)) == 1
+    assert checkpoints.list_checkpoints(str(tmp_path)) == 0
     told = capsys.readouterr().out
     assert "damaged" not in told
     assert told.count("cannot be read here") == 4
     with pytest.raises(UnreadableError, match="newer fourfold"):
-        checkpoints.export(str(tmp_path), str(tmp_path / "weights.safetensors"), step=None, ema=False)
+        checkpoints.export_checkpoint(str(tmp_path), str(tmp_path / "weights.safetensors"), step=None, ema=False)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank-001.safetensors"])
@@ -350,8 +350,8 @@ def test_a_full_disk_is_a_warning_and_the_checkpoints_before_stay(checked, tmp_p
 def test_weights_are_exported_into_a_folder_that_is_made_or_the_reason_is_told(tmp_path, capsys):
     saved_twice(tmp_path)
     target = tmp_path / "not" / "there" / "weights.safetensors"
-    assert checkpoints.export(str(tmp_path), str(target), step=None, ema=False) == 0
+    assert checkpoints.export_checkpoint(str(tmp_path), str(target), step=None, ema=False) == 0
     assert target.stat().st_size > 0
     (tmp_path / "file").write_text("")
     with pytest.raises(SettingError, match=r"file/weights could not be written: (not a directory|file exists)"):
-        checkpoints.export(str(tmp_path), str(tmp_path / "file" / "weights"), step=None, ema=False)
+        checkpoints.export_checkpoint(str(tmp_path), str(tmp_path / "file" / "weights"), step=None, ema=False)

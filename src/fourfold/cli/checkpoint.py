@@ -13,15 +13,15 @@ from fourfold.words.streams import say
 from fourfold.words.text import escaped
 from fourfold.words.units import sized
 
-RUNS = Path("runs")
-UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+RUNS_DIR = Path("runs")
+AGE_UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 
-def listing(run: str) -> int:
+def list_checkpoints(run: str) -> int:
     """`fourfold checkpoint list`; returns the exit code."""
     from fourfold.run.checkpoint.shelf import Shelf, read_manifest
 
-    shelf = Shelf(_folder(run))
+    shelf = Shelf(_find_run(run))
     rows = [("step", "size", "age", "ranks", "validation loss", "")]
     best = shelf.best()
     for step in shelf.steps():
@@ -35,18 +35,18 @@ def listing(run: str) -> int:
         size = sized(sum(file.num_bytes for file in manifest.files.values()))
         loss = manifest.valid.get("loss")
         word = "best" if step == best else ""
-        age = _age(time.time() - path.stat().st_mtime)
+        age = _format_age(time.time() - path.stat().st_mtime)
         rows.append((str(step), size, age, str(len(manifest.files)), "" if loss is None else f"{loss:.4f}", word))
-    print(_table(rows) if len(rows) > 1 else escaped(f"{shelf.path} holds no checkpoint"))
+    print(_format_table(rows) if len(rows) > 1 else escaped(f"{shelf.path} holds no checkpoint"))
     return 0
 
 
-def verify(run: str) -> int:
+def verify_checkpoints(run: str) -> int:
     """`fourfold checkpoint verify`; returns the exit code: 1 where something is damaged."""
     from fourfold.run.checkpoint.shelf import Shelf
     from fourfold.run.checkpoint.shelf import verify as problems_of
 
-    shelf = Shelf(_folder(run))
+    shelf = Shelf(_find_run(run))
     steps, code = shelf.steps(), 0
     for step in steps:
         try:
@@ -63,12 +63,12 @@ def verify(run: str) -> int:
     return code
 
 
-def export(run: str, file: str | None, *, step: int | None, ema: bool) -> int:
+def export_checkpoint(run: str, file: str | None, *, step: int | None, ema: bool) -> int:
     """`fourfold checkpoint export`; returns the exit code."""
     from fourfold.run.checkpoint.read import export as write
     from fourfold.run.checkpoint.shelf import Shelf, newest_good
 
-    folder = _folder(run)
+    folder = _find_run(run)
     steps = Shelf(folder).steps()
     if step is not None and step not in steps:
         need = f"one of {', '.join(map(str, steps))}" if steps else "a run with checkpoints"
@@ -89,20 +89,22 @@ def export(run: str, file: str | None, *, step: int | None, ema: bool) -> int:
     return 0
 
 
-def _folder(run: str) -> Path:
-    for path in (Path(run), RUNS / run):
+def _find_run(run: str) -> Path:
+    for path in (Path(run), RUNS_DIR / run):
         with contextlib.suppress(OSError):  # a name that is too long is no run's
             if run and path.is_dir():
                 return path
-    raise SettingError(Problem(f"{run} (no such folder)", "a run's folder, or its name", neighbour(RUNS / run, "*")))
+    raise SettingError(
+        Problem(f"{run} (no such folder)", "a run's folder, or its name", neighbour(RUNS_DIR / run, "*"))
+    )
 
 
-def _age(seconds: float) -> str:
-    name, unit = next(((n, u) for n, u in UNITS if seconds >= u), UNITS[-1])
+def _format_age(seconds: float) -> str:
+    name, unit = next(((n, u) for n, u in AGE_UNITS if seconds >= u), AGE_UNITS[-1])
     return f"{seconds / unit:.0f} {name}"
 
 
-def _table(rows: list[tuple[str, ...]]) -> str:
+def _format_table(rows: list[tuple[str, ...]]) -> str:
     rows = [tuple(map(escaped, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(

@@ -198,7 +198,7 @@ def list_checkpoints(run: Run) -> Act:
     """List a run's checkpoints: step, size, age, validation loss."""
     from fourfold.cli import checkpoint
 
-    return functools.partial(checkpoint.listing, run)
+    return functools.partial(checkpoint.list_checkpoints, run)
 
 
 @checkpoint.command("verify")
@@ -206,7 +206,7 @@ def verify_checkpoints(run: Run) -> Act:
     """Read every file and compare its size and checksum. Exit code 1, naming the file, where one is damaged."""
     from fourfold.cli import checkpoint
 
-    return functools.partial(checkpoint.verify, run)
+    return functools.partial(checkpoint.verify_checkpoints, run)
 
 
 @checkpoint.command("export", short_help="Write the weights into one safetensors file.")
@@ -219,7 +219,7 @@ def export_checkpoint(
     """Write the weights into one plain safetensors file, which init=FILE and other libraries read."""
     from fourfold.cli import checkpoint
 
-    return functools.partial(checkpoint.export, run, file, step=step, ema=ema)
+    return functools.partial(checkpoint.export_checkpoint, run, file, step=step, ema=ema)
 
 
 @app.command(options_metavar="[--json]", short_help="Look at this machine and say what to mend.")
