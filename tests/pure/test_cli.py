@@ -376,7 +376,7 @@ def test_ctrl_c_is_one_line_and_130(monkeypatch: pytest.MonkeyPatch, capfd: pyte
         raise KeyboardInterrupt
 
     before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr("fourfold.cli.commands.read", interrupted)
+    monkeypatch.setattr("fourfold.cli.commands.parse_command", interrupted)
     try:
         with pytest.raises(SystemExit) as ended:
             main(["train"])

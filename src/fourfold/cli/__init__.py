@@ -74,10 +74,10 @@ def _is_output_error(error: BaseException) -> bool:
 
 
 def _run_command(arguments: list[str]) -> int:
-    from fourfold.cli.commands import read
+    from fourfold.cli.commands import parse_command
 
     try:
-        act = read(arguments)
+        act = parse_command(arguments)
         interrupt.insist()  # typer ends its parsing on an interrupt, as if nothing were to be done
         return act() if act is not None else 0
     except (KeyboardInterrupt, SystemExit):

@@ -11,7 +11,7 @@ import typer
 
 from fourfold.words.errors import Problem, SettingError, nearest
 
-Act = Callable[[], int]
+Command = Callable[[], int]
 
 app = typer.Typer(
     add_completion=False,
@@ -24,18 +24,18 @@ COMMANDS = ("train", "run", "show", "verify", "checkpoint", "report", "doctor")
 WITH_SETTINGS = ("fourfold train", "fourfold show", "fourfold verify")
 OPTIONS, RUN_OPTIONS = "[-n N]", "[-n N] [--restarts K]"
 TRAIN_WORDS = "TASK PLAN.toml KEY=VALUE"
-Processes = Annotated[
+NumProcesses = Annotated[
     str | None,
     typer.Option("-n", metavar="N", help="Number of processes. Default: one per GPU, else min(cores, 4)."),
 ]
 
 
-def read(arguments: list[str]) -> Act | None:
+def parse_command(arguments: list[str]) -> Command | None:
     """What a command line asks for, or None where it was the help. Raises SettingError."""
     word = next((word for word in arguments if not word.startswith("-")), None)
     if word is not None and word not in COMMANDS:
         raise SettingError(
-            Problem(f"the command {word or '(nothing)'}", f"one of {', '.join(COMMANDS)}", _meant(word)),
+            Problem(f"the command {word or '(nothing)'}", f"one of {', '.join(COMMANDS)}", _suggestion(word)),
             where="fourfold",
         )
     try:
@@ -43,11 +43,11 @@ def read(arguments: list[str]) -> Act | None:
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
-        raise _usage(error) from None
+        raise _usage_error(error) from None
     return act if isinstance(act, functools.partial) else None
 
 
-def _meant(word: str) -> str:
+def _suggestion(word: str) -> str:
     close = nearest(word, COMMANDS)
     if close is None and word.partition(":")[0].endswith(".py"):
         close = f"train {word}, or fourfold run {word}"
@@ -56,16 +56,16 @@ def _meant(word: str) -> str:
     return f"fourfold {close or '--help'}"
 
 
-def _usage(error: Any) -> SettingError:
+def _usage_error(error: Any) -> SettingError:
     """What the option parser objects to, in our form. (Which click it comes from depends on typer's version.)"""
     command = error.ctx.command_path if getattr(error, "ctx", None) else "fourfold"
     name = getattr(error, "option_name", "")
     if name:
-        return SettingError(_option(name, getattr(error, "possibilities", None), command), where=command)
+        return SettingError(_option_problem(name, getattr(error, "possibilities", None), command), where=command)
     return SettingError(Problem(error.format_message().rstrip("."), attempt=f"{command} --help"), where=command)
 
 
-def _option(name: str, known: list[str] | None, command: str) -> Problem:
+def _option_problem(name: str, known: list[str] | None, command: str) -> Problem:
     """An option that is not there; `known` are those that were perhaps meant, None where only its value is missing."""
     if known is None:
         return Problem(f"the option {name} without a value", "a value after it", "fourfold train --help")
@@ -102,8 +102,8 @@ def fourfold(
 @app.command(options_metavar=OPTIONS)
 def train(
     words: Annotated[list[str] | None, typer.Argument(metavar=TRAIN_WORDS, hidden=True)] = None,
-    processes: Processes = None,
-) -> Act:
+    processes: NumProcesses = None,
+) -> Command:
     """Train a task.
 
     \b
@@ -134,11 +134,11 @@ def train(
 )
 def run(
     command: Annotated[list[str] | None, typer.Argument(metavar="SCRIPT.py ARGUMENT", hidden=True)] = None,
-    processes: Processes = None,
+    processes: NumProcesses = None,
     restarts: Annotated[
         str, typer.Option("--restarts", metavar="K", help="Start all again when one fails, so many times.")
     ] = "0",
-) -> Act:
+) -> Command:
     """Run a script in N processes that know each other.
 
     Each process finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment, as under torchrun.
@@ -150,7 +150,7 @@ def run(
 
 
 @app.command(options_metavar="[-h]", short_help="Print a plan: each rank's program, bytes sent.")
-def show(words: Annotated[list[str] | None, typer.Argument(metavar=TRAIN_WORDS, hidden=True)] = None) -> Act:
+def show(words: Annotated[list[str] | None, typer.Argument(metavar=TRAIN_WORDS, hidden=True)] = None) -> Command:
     """Print a plan: its mesh, each rank's program and the bytes it sends.
 
     TASK gives the parameters that are counted; without it, the language model.
@@ -163,8 +163,8 @@ def show(words: Annotated[list[str] | None, typer.Argument(metavar=TRAIN_WORDS, 
 @app.command(options_metavar=OPTIONS, short_help="Train by a plan and on one device, and compare.")
 def verify(
     words: Annotated[list[str] | None, typer.Argument(metavar=TRAIN_WORDS, hidden=True)] = None,
-    processes: Processes = None,
-) -> Act:
+    processes: NumProcesses = None,
+) -> Command:
     """Train a few steps as a plan has it, and on one device, in float64; compare losses, gradients and weights.
 
     \b
@@ -184,7 +184,7 @@ app.add_typer(checkpoint, name="checkpoint")
 
 
 @checkpoint.callback(invoke_without_command=True)
-def checkpoint_alone(context: typer.Context) -> None:
+def checkpoint_help(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         print(context.get_help())
 
@@ -194,7 +194,7 @@ Step = Annotated[int | None, typer.Option("--step", metavar="STEP", help="Which 
 
 
 @checkpoint.command("list")
-def list_checkpoints(run: Run) -> Act:
+def list_checkpoints(run: Run) -> Command:
     """List a run's checkpoints: step, size, age, validation loss."""
     from fourfold.cli import checkpoint
 
@@ -202,7 +202,7 @@ def list_checkpoints(run: Run) -> Act:
 
 
 @checkpoint.command("verify")
-def verify_checkpoints(run: Run) -> Act:
+def verify_checkpoints(run: Run) -> Command:
     """Read every file and compare its size and checksum. Exit code 1, naming the file, where one is damaged."""
     from fourfold.cli import checkpoint
 
@@ -215,7 +215,7 @@ def export_checkpoint(
     file: Annotated[str | None, typer.Argument(metavar="[FILE]", help="Default: NAME-STEP.safetensors here.")] = None,
     step: Step = None,
     ema: Annotated[bool, typer.Option("--ema", help="The averaged weights.")] = False,
-) -> Act:
+) -> Command:
     """Write the weights into one plain safetensors file, which init=FILE and other libraries read."""
     from fourfold.cli import checkpoint
 
@@ -223,7 +223,7 @@ def export_checkpoint(
 
 
 @app.command(options_metavar="[--json]", short_help="Look at this machine and say what to mend.")
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the same as JSON.")] = False) -> Act:
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the same as JSON.")] = False) -> Command:
     """Look at this machine and say what to mend: cores, memory, GPUs, disk, versions, launchers. Takes seconds.
 
     The exit code is 1 where something fails, 0 where there are at most warnings.
@@ -234,7 +234,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the same 
 
 
 @app.command(options_metavar="[-h]", short_help="Write a run, or several, as a page to look at.")
-def report(runs: Annotated[list[str] | None, typer.Argument(metavar="RUN [RUN…]", hidden=True)] = None) -> Act:
+def report(runs: Annotated[list[str] | None, typer.Argument(metavar="RUN [RUN…]", hidden=True)] = None) -> Command:
     """Write a run as a page to look at; several runs beside each other.
 
     RUN is the folder of a run, or its name in runs/. One run's page is its report.html, that of several lies beside
