@@ -228,7 +228,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the same 
 
     The exit code is 1 where something fails, 0 where there are at most warnings.
     """
-    from fourfold.cli.doctor import doctor as look
+    from fourfold.cli.doctor import run_doctor as look
 
     return functools.partial(look, as_json=as_json)
 

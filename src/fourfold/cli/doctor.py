@@ -7,7 +7,7 @@ import dataclasses
 import json
 
 
-def doctor(*, as_json: bool) -> int:
+def run_doctor(*, as_json: bool) -> int:
     """`fourfold doctor`; returns the exit code."""
     from fourfold.engines.doctor import exit_code, judge, rows
     from fourfold.engines.facts import look
@@ -19,12 +19,12 @@ def doctor(*, as_json: bool) -> int:
         facts = dataclasses.replace(facts, link=measure())
     findings = judge(facts)
     if as_json:
-        print(json.dumps([_plain(dataclasses.asdict(finding)) for finding in findings], indent=2))
+        print(json.dumps([_json_row(dataclasses.asdict(finding)) for finding in findings], indent=2))
     else:
         print(rows(findings))
     return exit_code(findings)
 
 
-def _plain(row: dict[str, str]) -> dict[str, str]:
+def _json_row(row: dict[str, str]) -> dict[str, str]:
     """`try` is what people read, and a word of Python's only in Python."""
     return {("try" if name == "attempt" else name): value for name, value in row.items()}
