@@ -85,11 +85,11 @@ def _run_command(arguments: list[str]) -> int:
     except BaseException as error:  # whatever a task raises, such as pytest's Skipped
         if _is_output_error(error):
             raise
-        from fourfold.cli.failure import tell
+        from fourfold.cli.failure import report_error
         from fourfold.engines.worker import leave_at_once
         from fourfold.words.errors import INTERRUPT_CODE, REQUEUE_CODE
 
-        code = tell(error)
+        code = report_error(error)
         if code in (REQUEUE_CODE, INTERRUPT_CODE):
             leave_at_once(code)
         return code

@@ -7,7 +7,7 @@ import contextlib
 import time
 from pathlib import Path
 
-from fourfold.cli.failure import neighbour
+from fourfold.cli.failure import nearest_file
 from fourfold.words.errors import CheckpointError, Problem, SettingError, UnreadableError, reason
 from fourfold.words.streams import say
 from fourfold.words.text import escaped
@@ -95,7 +95,7 @@ def _find_run(run: str) -> Path:
             if run and path.is_dir():
                 return path
     raise SettingError(
-        Problem(f"{run} (no such folder)", "a run's folder, or its name", neighbour(RUNS_DIR / run, "*"))
+        Problem(f"{run} (no such folder)", "a run's folder, or its name", nearest_file(RUNS_DIR / run, "*"))
     )
 
 

@@ -20,54 +20,54 @@ SILENT_SECONDS = 5.0
 STOPPED_SECONDS = 0.5  # they have met a moment ago
 
 
-class Errors:
+class ErrorCollector:
     """Gathers what is wrong in several places, so that all of it can be told at once."""
 
     def __init__(self) -> None:
-        self.found: list[FourfoldError] = []
+        self.errors: list[FourfoldError] = []
 
     @contextmanager
-    def gather(self) -> Iterator[None]:
+    def collect(self) -> Iterator[None]:
         """Within: an error is kept, and what follows the `with` block goes on."""
         try:
             yield
         except FourfoldError as error:
-            self.found.append(error)
+            self.errors.append(error)
 
-    def stop(self) -> None:
+    def raise_collected(self) -> None:
         """Raise what has been gathered, if anything."""
-        if len(self.found) == 1:
-            raise self.found[0]
-        if self.found:
-            raise ExceptionGroup("several problems", self.found)
+        if len(self.errors) == 1:
+            raise self.errors[0]
+        if self.errors:
+            raise ExceptionGroup("several problems", self.errors)
 
 
-def tell(error: BaseException) -> int:
+def report_error(error: BaseException) -> int:
     """Print what went wrong; returns the exit code. Under a launcher of others, rank 0 tells of bad input for all."""
     errors = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
     code = max((each.exit_code if isinstance(each, FourfoldError) else 1) for each in errors)
-    text = "\n".join(_text(each) for each in errors)
+    text = "\n".join(_format_error(each) for each in errors)
     try:
         world = from_environment()
     except LaunchError:  # Who we are is what went wrong.
         world = None
     if world is None:
         say(text)
-    elif not _of_input(errors) and not isinstance(error, StoppedError):
+    elif not _is_input_error(errors) and not isinstance(error, StoppedError):
         say(f"rank {world.rank} of {world.size} failed\n{text}")
     elif world.rank == 0:
         say(text)
     else:
-        time.sleep(SILENT_SECONDS if _of_input(errors) else STOPPED_SECONDS)
+        time.sleep(SILENT_SECONDS if _is_input_error(errors) else STOPPED_SECONDS)
     return code
 
 
-def _of_input(errors: Sequence[BaseException]) -> bool:
+def _is_input_error(errors: Sequence[BaseException]) -> bool:
     """Whether the input is wrong, on every rank. A task that calls `sys.exit(2)` is one rank's error of that code."""
     return any(isinstance(each, FourfoldError) and type(each).exit_code == INPUT_CODE for each in errors)
 
 
-def _text(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     return f"fourfold: {error}" if isinstance(error, StoppedError) else cause.explain(error).rstrip()
 
 
@@ -79,7 +79,7 @@ def is_file(path: Path) -> bool:
         return False
 
 
-def neighbour(path: Path, pattern: str) -> str:
+def nearest_file(path: Path, pattern: str) -> str:
     """The file in the same folder that was most likely meant; "" where there is none."""
     try:
         others = [other.stem for other in path.parent.glob(pattern) if other.is_file() and other != path]

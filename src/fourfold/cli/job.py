@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.cli import settings, task
-from fourfold.cli.failure import Errors, is_file, neighbour
+from fourfold.cli.failure import ErrorCollector, is_file, nearest_file
 from fourfold.engines.machine import default_processes
 from fourfold.plan.decode import DecodeError, read_small
 from fourfold.plan.plan import Plan
@@ -66,23 +66,23 @@ def read(words: Sequence[str], *, num_processes: int | None = None) -> Job:
     Raises FourfoldError, or a group of them.
     """
     given = settings.sort(words)
-    errors = Errors()
+    errors = ErrorCollector()
     maker = known = values = made = plan = None
-    with errors.gather():
+    with errors.collect():
         maker = task.find(given.task)
     if maker is not None:
-        with errors.gather():
+        with errors.collect():
             known = task.arguments(maker)
-    with errors.gather():
+    with errors.collect():
         values = settings.read(given.values, known)
     if values is None:  # The plan's own words can be judged all the same.
         values = settings.read({key: text for key, text in given.values.items() if key in settings.FIELDS}, None)
     elif maker is not None and known is not None:
-        with errors.gather():
+        with errors.collect():
             made = task.make(maker, values.task, spec=given.task)
-    with errors.gather():
+    with errors.collect():
         plan = read_plan(given.plan, values.plan, num_processes=num_processes)
-    errors.stop()
+    errors.raise_collected()
     assert made is not None
     assert plan is not None
     # The task's own settings take these: in a call of `train`, clip=None would mean the task's.
@@ -113,23 +113,23 @@ def prepare(words: Sequence[str], *, num_processes: int | None = None, keeps: bo
     from fourfold.run.folder import check_name
 
     job = read(words, num_processes=num_processes)
-    errors = Errors()
-    with errors.gather():
+    errors = ErrorCollector()
+    with errors.collect():
         if keeps:
             check_name(RUNS, job.settings["name"], job.identity)
-    with errors.gather():
+    with errors.collect():
         check_init(job)
-    with errors.gather():
+    with errors.collect():
         check_batch(job.task.batch_size, job.plan)
-    with errors.gather():
+    with errors.collect():
         refuse_steps(job.task.steps, job.plan)
     data = model = None
-    with errors.gather():
+    with errors.collect():
         data = task.open_data(job.task, spec=job.spec)
         check_tokens(data, job.plan)
-    with errors.gather():
+    with errors.collect():
         model = check(job.task, job.plan)
-    errors.stop()
+    errors.raise_collected()
     assert data is not None
     assert model is not None
     check_memory(job, data, model)
@@ -143,13 +143,13 @@ def read_plan(file: str | None, values: Mapping[str, object], *, num_processes: 
     """
     from fourfold.run.refuse import size_problems
 
-    errors = Errors()
+    errors = ErrorCollector()
     plan = over = None
-    with errors.gather():
+    with errors.collect():
         plan = Plan() if file is None else Plan.from_toml(_text(file), where=file)
-    with errors.gather():
+    with errors.collect():
         over = Plan.build(values, where="the command line")
-    errors.stop()
+    errors.raise_collected()
     assert plan is not None
     assert over is not None
     plan = dataclasses.replace(plan, **values)  # type: ignore[arg-type]
@@ -203,7 +203,7 @@ def check_init(job: Job) -> None:
     path = Path(init)
     if not is_file(path):
         got = f"init = {init} (no such file)"
-        raise SettingError(Problem(got, "a safetensors file of weights", neighbour(path, "*.safetensors")))
+        raise SettingError(Problem(got, "a safetensors file of weights", nearest_file(path, "*.safetensors")))
     check_weights(outline(job.task), path)
 
 
@@ -213,7 +213,7 @@ def _text(file: str) -> str:
     except DecodeError as error:
         raise PlanError(Problem(f"{file} has {error}", "a plan in TOML"), where=file) from None
     except OSError as error:
-        close = neighbour(Path(file), "*.toml")
+        close = nearest_file(Path(file), "*.toml")
         raise PlanError(Problem(f"{file} ({(error.strerror or 'unreadable').lower()})", "a file", close)) from None
     except UnicodeDecodeError:
         raise PlanError(Problem(f"{file} is no text", "TOML in UTF-8"), where=file) from None

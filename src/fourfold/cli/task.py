@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from fourfold.cli.failure import is_file, neighbour
+from fourfold.cli.failure import is_file, nearest_file
 from fourfold.cli.settings import Kind, kinds
 from fourfold.engines import cause
 from fourfold.feed.samples import check_data
@@ -33,7 +33,7 @@ def find(spec: str) -> Maker:
         raise TaskError(_not_a_task(spec))
     path = Path(file)
     if not is_file(path):
-        raise TaskError(Problem(f"{file} (no such file)", "a Python file with a task", neighbour(path, "*.py")))
+        raise TaskError(Problem(f"{file} (no such file)", "a Python file with a task", nearest_file(path, "*.py")))
     return _member(_load(path), name or DEFAULT_NAME, file=file)
 
 

@@ -83,7 +83,7 @@ def _is_finished(ready: "Job", *, speaks: bool) -> bool:
 
 def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> int:
     """`fourfold run`; returns the exit code."""
-    from fourfold.cli.failure import is_file, neighbour
+    from fourfold.cli.failure import is_file, nearest_file
     from fourfold.engines.machine import check_number, default_processes
     from fourfold.engines.restart import Care
     from fourfold.engines.worker import run_program
@@ -98,7 +98,7 @@ def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> i
     needed = check_number(processes, world)
     if not is_file(script):
         got = f"{script} ({'a folder' if os.path.isdir(script) else 'no such file'})"
-        raise SettingError(Problem(got, "a Python file", neighbour(script, "*.py")), where="fourfold run")
+        raise SettingError(Problem(got, "a Python file", nearest_file(script, "*.py")), where="fourfold run")
     num_processes = needed or default_processes()
     if world is not None or num_processes == 1:
         interrupt.check()
