@@ -394,7 +394,7 @@ def test_ctrl_c_while_options_are_read_is_130(
 
     monkeypatch.setattr("typer._click.core.Command.make_context", interrupted)
     monkeypatch.setattr("click.Command.make_context", interrupted)
-    monkeypatch.setattr(interrupt, "_heard", False)
+    monkeypatch.setattr(interrupt, "_is_interrupted", False)
     try:
         with pytest.raises(SystemExit) as ended:
             main(["train"])
@@ -412,16 +412,16 @@ def test_samples_whose_tokens_cannot_be_cut_are_refused_before_a_process_is_star
 
 def test_an_interrupt_that_is_dropped_while_importing_is_not_lost(monkeypatch: pytest.MonkeyPatch):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    monkeypatch.setattr(interrupt, "_heard", False)
+    monkeypatch.setattr(interrupt, "_is_interrupted", False)
     try:
-        interrupt.listen()
-        interrupt.check()
+        interrupt.install()
+        interrupt.restore_and_raise()
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # which training may replace
-        interrupt.listen()
+        interrupt.install()
         with contextlib.suppress(KeyboardInterrupt):  # as Python does in a callback
             signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
-            interrupt.check()
+            interrupt.restore_and_raise()
     finally:
         signal.signal(signal.SIGINT, before)
 

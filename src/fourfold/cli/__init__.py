@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    interrupt.listen()
+    interrupt.install()
     try:
         code = _run_command(sys.argv[1:] if arguments is None else list(arguments))
         sys.stdout.flush()
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         discard(sys.stdout)
         code = 1
     finally:
-        interrupt.stop()
+        interrupt.restore()
     sys.exit(code)
 
 
@@ -78,7 +78,7 @@ def _run_command(arguments: list[str]) -> int:
 
     try:
         act = parse_command(arguments)
-        interrupt.insist()  # typer ends its parsing on an interrupt, as if nothing were to be done
+        interrupt.raise_pending()  # typer ends its parsing on an interrupt, as if nothing were to be done
         return act() if act is not None else 0
     except (KeyboardInterrupt, SystemExit):
         raise

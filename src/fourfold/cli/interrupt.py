@@ -12,36 +12,36 @@ stop    at its end, however it ends: whoever called it in a process of theirs ha
 import signal
 from types import FrameType
 
-_heard = False
+_is_interrupted = False
 
 
-def listen() -> None:
+def install() -> None:
     """From now on an interrupt is remembered too; where somebody else handles SIGINT, nothing changes."""
-    global _heard
-    _heard = False
+    global _is_interrupted
+    _is_interrupted = False
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _hear)
+        signal.signal(signal.SIGINT, _on_interrupt)
 
 
-def _hear(number: int, frame: FrameType | None) -> None:
-    global _heard
-    _heard = True
+def _on_interrupt(number: int, frame: FrameType | None) -> None:
+    global _is_interrupted
+    _is_interrupted = True
     signal.default_int_handler(number, frame)
 
 
-def check() -> None:
+def restore_and_raise() -> None:
     """Stop listening. Raises KeyboardInterrupt if one was raised and has not come through."""
-    stop()
-    insist()
+    restore()
+    raise_pending()
 
 
-def insist() -> None:
+def raise_pending() -> None:
     """Raises KeyboardInterrupt if one was raised and has not come through; the listening goes on."""
-    if _heard:
+    if _is_interrupted:
         raise KeyboardInterrupt
 
 
-def stop() -> None:
+def restore() -> None:
     """Stop listening: Python's own handler is there again."""
-    if signal.getsignal(signal.SIGINT) is _hear:
+    if signal.getsignal(signal.SIGINT) is _on_interrupt:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -33,7 +33,7 @@ def train(words: Sequence[str], processes: str | None) -> int:
     if _is_finished(ready, speaks=world is None or world.rank == 0):
         return 0
     if world is not None or ready.num_processes == 1:
-        interrupt.check()
+        interrupt.restore_and_raise()
         rank.train(ready, world)
         return 0
     return _launch(["-m", "fourfold.cli.rank", *words], ready.num_processes, _care(ready))
@@ -101,7 +101,7 @@ def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> i
         raise SettingError(Problem(got, "a Python file", nearest_file(script, "*.py")), where="fourfold run")
     num_processes = needed or default_processes()
     if world is not None or num_processes == 1:
-        interrupt.check()
+        interrupt.restore_and_raise()
         run_program(command)
         return 0
     return _launch(command, num_processes, Care(restarts=int(restarts), grace=stop_seconds(), notice=_say))
@@ -160,7 +160,7 @@ def report(words: Sequence[str]) -> int:
 def _launch(command: Sequence[str], num_processes: int, care: "Care") -> int:
     from fourfold.engines.local import launch
 
-    interrupt.check()
+    interrupt.restore_and_raise()
     outcome = launch(command, num_processes=num_processes, care=care)
     if outcome.text:
         _say(outcome.text)
