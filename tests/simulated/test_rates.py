@@ -12,7 +12,7 @@ import torch
 
 import fourfold as ff
 from bench.rates import train
-from fourfold.cli.job import read
+from fourfold.cli.job import parse_job
 from fourfold.run.settings import settings_of
 from fourfold.words.errors import SettingError
 
@@ -91,7 +91,7 @@ def test_a_task_stays_tuned_for_its_own_batch_when_the_command_gives_another(tmp
     monkeypatch.chdir(tmp_path)
     words = ("lr_scale=linear", "lr_warmup=2", "batch_size=32", "dp=1")
     for spec in ("mine.py", "digits"):
-        job = read([spec, *words])
+        job = parse_job([spec, *words])
         tuned = {"mine.py": 8, "digits": 64}[spec]
         assert (job.task.batch_size, job.task.tuned_for) == (32, tuned)
         assert job.settings["rates"] == ff.Rates(scale="linear", warmup=2)

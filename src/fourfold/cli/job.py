@@ -20,10 +20,10 @@ from fourfold.words.errors import PlanError, Problem, SettingError
 from fourfold.words.task import Data, Task
 from fourfold.words.world import from_environment
 
-RUNS = Path("runs")
+RUNS_DIR = Path("runs")
 TASK_FIELDS = ("steps", "batch_size", "clip")
-RESTARTS = 3
-HANG_SECONDS = 10.0
+DEFAULT_RESTARTS = 3
+DEFAULT_HANG_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -41,25 +41,25 @@ class Job:
     settings: Mapping[str, Any]
     identity: Mapping[str, Any]
     fresh: bool = False
-    restarts: int = RESTARTS
-    hang_seconds: float | None = HANG_SECONDS
+    restarts: int = DEFAULT_RESTARTS
+    hang_seconds: float | None = DEFAULT_HANG_SECONDS
 
     @property
-    def spec(self) -> str:
+    def task_name(self) -> str:
         """The task as the user named it."""
         return self.settings["spec"]
 
     @property
-    def folder(self) -> Path:
+    def run_dir(self) -> Path:
         """The run's folder, whether it is there or not."""
-        return RUNS / self.settings["name"]
+        return RUNS_DIR / self.settings["name"]
 
     @property
     def num_processes(self) -> int:
         return self.plan.mesh.size
 
 
-def read(words: Sequence[str], *, num_processes: int | None = None) -> Job:
+def parse_job(words: Sequence[str], *, num_processes: int | None = None) -> Job:
     """The job a command line describes, without looking at its data.
 
     num_processes: as many as there must be; None leaves it to the plan, or to this machine.
@@ -89,7 +89,7 @@ def read(words: Sequence[str], *, num_processes: int | None = None) -> Job:
     over = {key: value for key, value in values.run.items() if key in TASK_FIELDS}
     rest = {key: value for key, value in values.run.items() if key not in TASK_FIELDS}
     rest |= {
-        "label": label(given.task),
+        "label": run_prefix(given.task),
         "spec": given.task,
         "extra": {key: value for key, value in values.task.items() if key not in TASK_FIELDS},
     }
@@ -104,7 +104,7 @@ def read(words: Sequence[str], *, num_processes: int | None = None) -> Job:
     return Job(task=made, plan=plan, settings=rest, identity=identity, **launching)
 
 
-def prepare(words: Sequence[str], *, num_processes: int | None = None, keeps: bool = True) -> Job:
+def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_run_dir: bool = True) -> Job:
     """The job a command line describes, after every check that can be made before processes are started.
 
     keeps: whether it is to be a run, with a folder.
@@ -112,20 +112,20 @@ def prepare(words: Sequence[str], *, num_processes: int | None = None, keeps: bo
     from fourfold.run.build import check
     from fourfold.run.folder import check_name
 
-    job = read(words, num_processes=num_processes)
+    job = parse_job(words, num_processes=num_processes)
     errors = ErrorCollector()
     with errors.collect():
-        if keeps:
-            check_name(RUNS, job.settings["name"], job.identity)
+        if has_run_dir:
+            check_name(RUNS_DIR, job.settings["name"], job.identity)
     with errors.collect():
         check_init(job)
     with errors.collect():
-        check_batch(job.task.batch_size, job.plan)
+        check_batch_size(job.task.batch_size, job.plan)
     with errors.collect():
         refuse_steps(job.task.steps, job.plan)
     data = model = None
     with errors.collect():
-        data = task.open_data(job.task, spec=job.spec)
+        data = task.open_data(job.task, spec=job.task_name)
         check_tokens(data, job.plan)
     with errors.collect():
         model = check(job.task, job.plan)
@@ -146,7 +146,7 @@ def read_plan(file: str | None, values: Mapping[str, object], *, num_processes: 
     errors = ErrorCollector()
     plan = over = None
     with errors.collect():
-        plan = Plan() if file is None else Plan.from_toml(_text(file), where=file)
+        plan = Plan() if file is None else Plan.from_toml(_read_plan_text(file), where=file)
     with errors.collect():
         over = Plan.build(values, where="the command line")
     errors.raise_collected()
@@ -154,13 +154,13 @@ def read_plan(file: str | None, values: Mapping[str, object], *, num_processes: 
     assert over is not None
     plan = dataclasses.replace(plan, **values)  # type: ignore[arg-type]
     if file is None and "dp" not in values:
-        plan = dataclasses.replace(plan, dp=_left(plan, num_processes))
+        plan = dataclasses.replace(plan, dp=_default_dp(plan, num_processes))
     if num_processes is not None and plan.mesh.size != num_processes:
         raise PlanError(size_problems(plan, num_processes), where=file or "the command line")
     return plan
 
 
-def check_batch(batch_size: int, plan: Plan) -> None:
+def check_batch_size(batch_size: int, plan: Plan) -> None:
     """Raises SettingError where the batch cannot be cut evenly."""
     parts = plan.dp * plan.microbatches
     if batch_size % parts == 0:
@@ -207,7 +207,7 @@ def check_init(job: Job) -> None:
     check_weights(outline(job.task), path)
 
 
-def _text(file: str) -> str:
+def _read_plan_text(file: str) -> str:
     try:
         return read_small(Path(file)).decode()
     except DecodeError as error:
@@ -219,13 +219,13 @@ def _text(file: str) -> str:
         raise PlanError(Problem(f"{file} is no text", "TOML in UTF-8"), where=file) from None
 
 
-def _left(plan: Plan, num_processes: int | None) -> int:
+def _default_dp(plan: Plan, num_processes: int | None) -> int:
     """Data ranks: the processes there are, shared among the other axes."""
     others = plan.mesh.size // plan.dp
     return max(1, (default_processes() if num_processes is None else num_processes) // others)
 
 
-def label(spec: str) -> str:
+def run_prefix(spec: str) -> str:
     """The run's name without a number: lm, or the file's and the task's where they say more."""
     file, _, name = spec.partition(":")
     return f"{Path(file).stem}-{name}" if name not in ("", task.DEFAULT_NAME) else Path(file).stem

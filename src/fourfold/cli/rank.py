@@ -21,7 +21,7 @@ from fourfold.words.world import World, from_environment
 def main(words: Sequence[str]) -> None:
     world = from_environment()
     assert world is not None
-    train(job.read(words, num_processes=world.size), world)
+    train(job.parse_job(words, num_processes=world.size), world)
 
 
 def train(work: job.Job, world: World | None) -> None:
@@ -41,7 +41,7 @@ def train(work: job.Job, world: World | None) -> None:
         raise error from None
     except KeyboardInterrupt:
         speaks = world is None or world.rank == 0
-        raise KeyboardInterrupt(f"stopped by SIGINT; {outlook(work.folder)}" if speaks else "") from None
+        raise KeyboardInterrupt(f"stopped by SIGINT; {outlook(work.run_dir)}" if speaks else "") from None
 
 
 def _train(work: job.Job, world: World | None) -> None:

@@ -29,7 +29,7 @@ class VerifyError(FourfoldError):
 def main(words: Sequence[str]) -> None:
     world = from_environment()
     assert world is not None
-    verify(job.read(words, num_processes=world.size), world)
+    verify(job.parse_job(words, num_processes=world.size), world)
 
 
 def verify(work: job.Job, world: World | None) -> None:
@@ -53,7 +53,7 @@ def told(work: job.Job, verdict: "Verdict") -> list[str]:
     mesh = work.plan.mesh
     axes = " × ".join(f"{axis} {mesh.axis_size(axis)}" for axis in ("pp", "dp", "sp", "tp") if mesh.axis_size(axis) > 1)
     steps = f"{work.task.steps} step{'s' if work.task.steps > 1 else ''}"
-    lines = [f"{work.spec} on {axes or 'one rank'}, beside one device: {steps} in float64", ""]
+    lines = [f"{work.task_name} on {axes or 'one rank'}, beside one device: {steps} in float64", ""]
     names = sorted(verdict.weights, key=lambda name: -max(verdict.weights[name], verdict.gradients[name]))
     names = [name for name in verdict.weights if name in names[:SHOWN]]
     width = max(len(name) for name in (*names, "tensor"))

@@ -29,7 +29,7 @@ def train(words: Sequence[str], processes: str | None) -> int:
     from fourfold.engines.machine import check_number
 
     world = from_environment()
-    ready = job.prepare(words, num_processes=check_number(processes, world))
+    ready = job.prepare_job(words, num_processes=check_number(processes, world))
     if _is_finished(ready, speaks=world is None or world.rank == 0):
         return 0
     if world is not None or ready.num_processes == 1:
@@ -44,7 +44,7 @@ def _care(ready: "Job") -> "Care":
     from fourfold.run import faults
     from fourfold.run.asked import stop_seconds
 
-    folder = ready.folder.absolute()
+    folder = ready.run_dir.absolute()
 
     def record(fault: faults.Fault) -> None:
         if fault.step < 0 and not folder.exists():
@@ -61,7 +61,7 @@ def _care(ready: "Job") -> "Care":
         grace=stop_seconds(),
         notice=_say,
         record=record,
-        folder=ready.folder,
+        folder=ready.run_dir,
     )
 
 
@@ -71,13 +71,13 @@ def _is_finished(ready: "Job", *, speaks: bool) -> bool:
 
     if ready.fresh:
         # A launcher that starts its ranks again does not mean to start over again.
-        aside = set_aside(ready.folder) if speaks and os.environ.get(RESTARTS, "0") == "0" else None
+        aside = set_aside(ready.run_dir) if speaks and os.environ.get(RESTARTS, "0") == "0" else None
         if aside is not None:
-            print(escaped(f"{ready.folder} starts over; what was there is now {aside}"), flush=True)
+            print(escaped(f"{ready.run_dir} starts over; what was there is now {aside}"), flush=True)
         return False
-    line = finished(ready.folder)
+    line = finished(ready.run_dir)
     if line is not None and speaks:
-        print(escaped(told_finished(ready.folder, line, ready.plan)), flush=True)
+        print(escaped(told_finished(ready.run_dir, line, ready.plan)), flush=True)
     return line is not None
 
 
@@ -116,7 +116,7 @@ def show(words: Sequence[str]) -> int:
     given = sort(words)
     # Without a file, dp is 1 unless said: what is shown must not depend on this machine.
     said = given.plan is not None or "dp" in given.values
-    ready = job.read([*words] if said else [*words, "dp=1"])
+    ready = job.parse_job([*words] if said else [*words, "dp=1"])
     if given.plan is None and not set(given.values) & set(FIELDS):
         raise SettingError(Problem("no plan", "a file PLAN.toml, or fields of a plan", "fourfold show dp=2"))
     print(escaped(text_of(ready.plan, ready.task)))
@@ -134,12 +134,12 @@ def verify(words: Sequence[str], processes: str | None) -> int:
     given = sort(words)
     words = [*words] if "steps" in given.values else [*words, f"steps={STEPS}"]
     world = from_environment()
-    plan = job.read(words, num_processes=check_number(processes, world)).plan
+    plan = job.parse_job(words, num_processes=check_number(processes, world)).plan
     if given.plan is None and not set(given.values) & set(FIELDS):
         problem = Problem("no plan", "a file PLAN.toml, or fields of a plan", "fourfold verify lm dp=2 zero=1")
         raise SettingError(problem, where="fourfold verify")
     refuse_outside(plan)
-    ready = job.prepare(words, num_processes=check_number(processes, world), keeps=False)
+    ready = job.prepare_job(words, num_processes=check_number(processes, world), has_run_dir=False)
     if world is not None or ready.num_processes == 1:
         verify.verify(ready, world)
         return 0
