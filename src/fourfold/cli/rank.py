@@ -56,12 +56,12 @@ def _train(work: job.Job, world: World | None) -> None:
     try:
         result = run(work.task, work.plan, report=progress, **work.settings)
         if result.folder is not None:
-            progress.note(_report(result.folder))
+            progress.note(_write_report(result.folder))
     finally:
         progress.close()
 
 
-def _report(folder: Path) -> str:
+def _write_report(folder: Path) -> str:
     """Write the run's page; what is to be said of it. A run that has ended well is not failed for a drawing."""
     from fourfold.report.page import write
 
