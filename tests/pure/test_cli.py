@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fourfold.cli import interrupt, main
-from fourfold.cli.settings import RUN, Kind, Words, kinds, read, sort
+from fourfold.cli.settings import RUN_SETTINGS, ParsedArgs, ValueType, argument_types, parse_args, parse_values
 from fourfold.engines.machine import check_number, loopback_variables, thread_variables
 from fourfold.words import heap
 from fourfold.words.errors import SettingError
@@ -260,13 +260,13 @@ def test_a_name_that_is_taken_is_refused(refused: Refused) -> None:
 
 
 def test_words_are_sorted_by_their_form() -> None:
-    found = sort(["data=a.toml", "my/task.py:task", "steps=5", "plans/two.toml", "prompt=a = b"])
-    assert found == Words(
+    found = parse_args(["data=a.toml", "my/task.py:task", "steps=5", "plans/two.toml", "prompt=a = b"])
+    assert found == ParsedArgs(
         task="my/task.py:task",
-        plan="plans/two.toml",
+        plan_file="plans/two.toml",
         values={"data": "a.toml", "steps": "5", "prompt": "a = b"},
     )
-    assert sort([]) == Words(task="lm", plan=None, values={})
+    assert parse_args([]) == ParsedArgs(task="lm", plan_file=None, values={})
 
 
 def test_values_have_the_kind_of_the_default() -> None:
@@ -294,7 +294,7 @@ def test_values_have_the_kind_of_the_default() -> None:
         "seed=3",
         "dp=2",
     ]
-    found = read(sort(words).values, kinds(task))
+    found = parse_values(parse_args(words).values, argument_types(task))
     assert found.task == {
         "width": 1000,
         "lr": 3.0,
@@ -313,21 +313,21 @@ def test_values_have_the_kind_of_the_default() -> None:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (Kind(int), ""),
-        (Kind(int), "none"),
-        (Kind(int), "inf"),
-        (Kind(float), "1,5"),
-        (RUN["clip"], "0"),
-        (RUN["clip"], "nan"),
+        (ValueType(int), ""),
+        (ValueType(int), "none"),
+        (ValueType(int), "inf"),
+        (ValueType(float), "1,5"),
+        (RUN_SETTINGS["clip"], "0"),
+        (RUN_SETTINGS["clip"], "nan"),
     ],
 )
-def test_a_text_of_another_kind_is_no_value(kind: Kind, text: str) -> None:
+def test_a_text_of_another_kind_is_no_value(kind: ValueType, text: str) -> None:
     with pytest.raises((ValueError, OverflowError)):
-        kind.read(text)
+        kind.parse(text)
 
 
 def test_keys_of_an_unknown_task_are_not_judged() -> None:
-    assert read({"whatever": "3"}, None).task == {}
+    assert parse_values({"whatever": "3"}, None).task == {}
 
 
 # ---- processes and threads

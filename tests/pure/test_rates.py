@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.cli.settings import RATES, RUN, read
+from fourfold.cli.settings import LR_PREFIX, RUN_SETTINGS, parse_values
 from fourfold.plan.rates import CURVES, SCALES, Rates
 from fourfold.words.errors import SettingError
 
@@ -113,9 +113,9 @@ def test_what_was_scaled_is_said(rates: Rates, own: bool, text: str) -> None:
 def test_every_setting_of_the_rates_is_a_field_and_read_as_one() -> None:
     words = {"schedule": "step", "warmup": "5", "scale": "sqrt", "batch_size": "64"}
     words |= {"milestones": "0.5,0.75", "drop": "0.2", "floor": "0.1"}
-    assert {name for name in RUN if name.startswith(RATES)} == {RATES + name for name in words}
-    found = read({RATES + name: text for name, text in words.items()}, {}).run
-    values = {name.removeprefix(RATES): value for name, value in found.items()}
+    assert {name for name in RUN_SETTINGS if name.startswith(LR_PREFIX)} == {LR_PREFIX + name for name in words}
+    found = parse_values({LR_PREFIX + name: text for name, text in words.items()}, {}).run
+    values = {name.removeprefix(LR_PREFIX): value for name, value in found.items()}
     given = Rates(**values).given()
     assert given == {
         "schedule": "step",

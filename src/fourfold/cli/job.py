@@ -65,7 +65,7 @@ def parse_job(words: Sequence[str], *, num_processes: int | None = None) -> Job:
     num_processes: as many as there must be; None leaves it to the plan, or to this machine.
     Raises FourfoldError, or a group of them.
     """
-    given = settings.sort(words)
+    given = settings.parse_args(words)
     errors = ErrorCollector()
     maker = known = values = made = plan = None
     with errors.collect():
@@ -74,14 +74,16 @@ def parse_job(words: Sequence[str], *, num_processes: int | None = None) -> Job:
         with errors.collect():
             known = task.arguments(maker)
     with errors.collect():
-        values = settings.read(given.values, known)
+        values = settings.parse_values(given.values, known)
     if values is None:  # The plan's own words can be judged all the same.
-        values = settings.read({key: text for key, text in given.values.items() if key in settings.FIELDS}, None)
+        values = settings.parse_values(
+            {key: text for key, text in given.values.items() if key in settings.FIELDS}, None
+        )
     elif maker is not None and known is not None:
         with errors.collect():
             made = task.make(maker, values.task, spec=given.task)
     with errors.collect():
-        plan = read_plan(given.plan, values.plan, num_processes=num_processes)
+        plan = read_plan(given.plan_file, values.plan, num_processes=num_processes)
     errors.raise_collected()
     assert made is not None
     assert plan is not None
@@ -94,9 +96,9 @@ def parse_job(words: Sequence[str], *, num_processes: int | None = None) -> Job:
         "extra": {key: value for key, value in values.task.items() if key not in TASK_FIELDS},
     }
     launching = {key: rest.pop(key) for key in ("fresh", "restarts", "hang_seconds") if key in rest}
-    rates = {key: rest.pop(key) for key in list(rest) if key.startswith(settings.RATES)}
+    rates = {key: rest.pop(key) for key in list(rest) if key.startswith(settings.LR_PREFIX)}
     if rates:
-        rest["rates"] = Rates(**{key.removeprefix(settings.RATES): value for key, value in rates.items()})
+        rest["rates"] = Rates(**{key.removeprefix(settings.LR_PREFIX): value for key, value in rates.items()})
     # A task that was written for one batch size is still tuned for that one.
     made = dataclasses.replace(made, **over, tuned_for=tuned_for(made))
     identity = settings_of(made, **rest, training=plan.training).identity()

@@ -20,8 +20,8 @@ from fourfold.words.errors import Problem, SettingError, nearest
 
 DEFAULT_TASK = "lm"
 KEY_VALUE = re.compile(r"(?P<key>[\w.-]+)=(?P<value>.*)", re.DOTALL)
-TRUTHS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-NEEDS = {
+BOOL_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+TYPE_TEXTS = {
     int: "a whole number",
     float: "a number",
     bool: "true or false",
@@ -31,85 +31,87 @@ NEEDS = {
 
 
 @dataclass(frozen=True)
-class Kind:
+class ValueType:
     """What a value may be: a type (None: any), whether `none` is one, its bounds, the choices."""
 
     type: type | None
-    optional: bool = False
-    least: float | None = None
-    above: float | None = None
-    most: int | None = None
+    is_optional: bool = False
+    min_value: float | None = None
+    greater_than: float | None = None
+    max_value: int | None = None
     choices: tuple[str, ...] = ()
 
-    def need(self) -> str:
+    def requirement(self) -> str:
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        need = NEEDS.get(self.type, "a value") if self.type else "a value"
-        need += f" of at least {self.least:g}" if self.least is not None else ""
-        need += f" above {self.above:g}" if self.above is not None else ""
-        need += f" and at most {self.most}" if self.most is not None else ""
-        return need + (", or none" if self.optional else "")
+        need = TYPE_TEXTS.get(self.type, "a value") if self.type else "a value"
+        need += f" of at least {self.min_value:g}" if self.min_value is not None else ""
+        need += f" above {self.greater_than:g}" if self.greater_than is not None else ""
+        need += f" and at most {self.max_value}" if self.max_value is not None else ""
+        return need + (", or none" if self.is_optional else "")
 
-    def read(self, text: str) -> Any:
+    def parse(self, text: str) -> Any:
         """The value. Raises ValueError where the text is none of this kind."""
-        if text.lower() == "none" and (self.optional or self.type is None):
+        if text.lower() == "none" and (self.is_optional or self.type is None):
             return None
-        value = READERS[self.type](text)
+        value = PARSERS[self.type](text)
         if self.choices and value not in self.choices:
             raise ValueError(text)
-        if (self.least is not None and value < self.least) or (self.above is not None and not value > self.above):
+        if (self.min_value is not None and value < self.min_value) or (
+            self.greater_than is not None and not value > self.greater_than
+        ):
             raise ValueError(text)
-        if self.most is not None and value > self.most:
+        if self.max_value is not None and value > self.max_value:
             raise ValueError(text)
         return value
 
 
-RUN = {
-    "steps": Kind(int, least=1),
-    "batch_size": Kind(int, least=1),
-    "seed": Kind(int, least=0, most=MOST_SEED),
-    "clip": Kind(float, optional=True, above=0),
-    "evaluate_every": Kind(int, least=1),
-    "trace_every": Kind(int, least=0),
-    "name": Kind(str),
-    "checkpoint_every": Kind(int, least=0),
-    "ema": Kind(float, optional=True, above=0),
-    "init": Kind(str),
-    "skip_nan": Kind(int, least=0),
-    "drift_check": Kind(int, least=0),
-    "fresh": Kind(bool),
-    "lr_schedule": Kind(str, choices=tuple(CURVES)),
-    "lr_warmup": Kind(int, least=0),
-    "lr_scale": Kind(str, choices=tuple(SCALES)),
-    "lr_batch_size": Kind(int, least=1),
-    "lr_milestones": Kind(tuple),
-    "lr_drop": Kind(float, above=0),
-    "lr_floor": Kind(float, least=0),
-    "restarts": Kind(int, least=0),
-    "hang_seconds": Kind(float, optional=True, above=0),
+RUN_SETTINGS = {
+    "steps": ValueType(int, min_value=1),
+    "batch_size": ValueType(int, min_value=1),
+    "seed": ValueType(int, min_value=0, max_value=MOST_SEED),
+    "clip": ValueType(float, is_optional=True, greater_than=0),
+    "evaluate_every": ValueType(int, min_value=1),
+    "trace_every": ValueType(int, min_value=0),
+    "name": ValueType(str),
+    "checkpoint_every": ValueType(int, min_value=0),
+    "ema": ValueType(float, is_optional=True, greater_than=0),
+    "init": ValueType(str),
+    "skip_nan": ValueType(int, min_value=0),
+    "drift_check": ValueType(int, min_value=0),
+    "fresh": ValueType(bool),
+    "lr_schedule": ValueType(str, choices=tuple(CURVES)),
+    "lr_warmup": ValueType(int, min_value=0),
+    "lr_scale": ValueType(str, choices=tuple(SCALES)),
+    "lr_batch_size": ValueType(int, min_value=1),
+    "lr_milestones": ValueType(tuple),
+    "lr_drop": ValueType(float, greater_than=0),
+    "lr_floor": ValueType(float, min_value=0),
+    "restarts": ValueType(int, min_value=0),
+    "hang_seconds": ValueType(float, is_optional=True, greater_than=0),
 }
-RATES = "lr_"  # what the settings of the learning rate begin with; the rest is a field of `Rates`
+LR_PREFIX = "lr_"  # what the settings of the learning rate begin with; the rest is a field of `Rates`
 
 
-def _read_int(text: str) -> int:
+def _parse_int(text: str) -> int:
     value = float(text)  # so that 1e4 is a whole number too
     if not value.is_integer():
         raise ValueError(text)
     return int(text) if "e" not in text.lower() and "." not in text else int(value)
 
 
-def _read_bool(text: str) -> bool:
-    if text.lower() not in TRUTHS:
+def _parse_bool(text: str) -> bool:
+    if text.lower() not in BOOL_WORDS:
         raise ValueError(text)
-    return TRUTHS[text.lower()]
+    return BOOL_WORDS[text.lower()]
 
 
-def _read_numbers(text: str) -> tuple[float, ...]:
+def _parse_numbers(text: str) -> tuple[float, ...]:
     return tuple(float(part) for part in text.split(","))
 
 
-def _read_any(text: str) -> Any:
-    for reader in (_read_int, float):
+def _parse_any(text: str) -> Any:
+    for reader in (_parse_int, float):
         try:
             return reader(text)
         except (ValueError, OverflowError):
@@ -117,27 +119,27 @@ def _read_any(text: str) -> Any:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
-READERS: dict[Any, Callable[[str], Any]] = {
-    int: _read_int,
+PARSERS: dict[Any, Callable[[str], Any]] = {
+    int: _parse_int,
     float: float,
-    bool: _read_bool,
+    bool: _parse_bool,
     str: str,
-    tuple: _read_numbers,
-    None: _read_any,
+    tuple: _parse_numbers,
+    None: _parse_any,
 }
 
 
 @dataclass(frozen=True)
-class Words:
+class ParsedArgs:
     """A command line, sorted."""
 
     task: str = DEFAULT_TASK
-    plan: str | None = None
+    plan_file: str | None = None
     values: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Values:
+class ParsedValues:
     """The values read, by what they are for."""
 
     plan: dict[str, object] = field(default_factory=dict)
@@ -145,7 +147,7 @@ class Values:
     task: dict[str, Any] = field(default_factory=dict)
 
 
-def sort(words: Iterable[str]) -> Words:
+def parse_args(words: Iterable[str]) -> ParsedArgs:
     """Which word is what. Raises SettingError where there are two tasks, two plans, or a key twice."""
     tasks: list[str] = []
     plans: list[str] = []
@@ -165,28 +167,28 @@ def sort(words: Iterable[str]) -> Words:
         problems.append(Problem(" and ".join(plans), "one plan"))
     if problems:
         raise SettingError(problems, where="the command line")
-    return Words(task=tasks[0] if tasks else DEFAULT_TASK, plan=plans[0] if plans else None, values=values)
+    return ParsedArgs(task=tasks[0] if tasks else DEFAULT_TASK, plan_file=plans[0] if plans else None, values=values)
 
 
-def read(values: Mapping[str, str], arguments: Mapping[str, Kind] | None) -> Values:
+def parse_values(values: Mapping[str, str], arguments: Mapping[str, ValueType] | None) -> ParsedValues:
     """Every key's value. `arguments`: the task's, or None where the task is not known (then its keys are not judged).
 
     Plan fields are read but not judged; that is the plan's own. Raises SettingError with all problems.
     """
-    found, own = Values(), arguments or {}
+    found, own = ParsedValues(), arguments or {}
     problems = []
     for key, text in values.items():
         if key in FIELDS:
             found.plan[key] = read_value(key, text)
             continue
-        kind = own.get(key) or RUN.get(key)
+        kind = own.get(key) or RUN_SETTINGS.get(key)
         if kind is None:
-            problems += [] if arguments is None else [_unknown(key, text, arguments)]
+            problems += [] if arguments is None else [_unknown_key(key, text, arguments)]
             continue
         try:
-            value = kind.read(text)
+            value = kind.parse(text)
         except (ValueError, OverflowError):
-            problems.append(Problem(f"{key} = {text or '(nothing)'}", kind.need()))
+            problems.append(Problem(f"{key} = {text or '(nothing)'}", kind.requirement()))
             continue
         # A task's function that takes `steps` itself tells the run through its Task.
         (found.task if key in own else found.run)[key] = value
@@ -195,13 +197,13 @@ def read(values: Mapping[str, str], arguments: Mapping[str, Kind] | None) -> Val
     return found
 
 
-def _unknown(key: str, text: str, arguments: Mapping[str, Kind]) -> Problem:
-    close = nearest(key, [*arguments, *RUN, *FIELDS])
-    every = [*(f"{name}=…" for name in dict.fromkeys([*arguments, *RUN])), "or a field of the plan"]
+def _unknown_key(key: str, text: str, arguments: Mapping[str, ValueType]) -> Problem:
+    close = nearest(key, [*arguments, *RUN_SETTINGS, *FIELDS])
+    every = [*(f"{name}=…" for name in dict.fromkeys([*arguments, *RUN_SETTINGS])), "or a field of the plan"]
     return Problem(f"{key} = {text}", "a known setting", f"{close}={text}" if close else ", ".join(every))
 
 
-def kinds(function: Callable[..., Any]) -> dict[str, Kind]:
+def argument_types(function: Callable[..., Any]) -> dict[str, ValueType]:
     """What a task's function takes: its keyword arguments with defaults.
 
     Raises SettingError where an argument has no default, or the name of a plan's field.
@@ -219,17 +221,17 @@ def kinds(function: Callable[..., Any]) -> dict[str, Kind]:
         elif name in FIELDS:
             problems.append(Problem(f"the argument {name}", "a name that is no field of the plan", f"my_{name}"))
         else:
-            found[name] = _kind(parameter.default, hints.get(name))
+            found[name] = _argument_type(parameter.default, hints.get(name))
     if problems:
         raise SettingError(problems, where=f"the function {getattr(function, '__name__', 'task')}")
     return found
 
 
-def _kind(default: object, hint: Any) -> Kind:
+def _argument_type(default: object, hint: Any) -> ValueType:
     members = typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) else (hint,)
     optional = default is None or type(None) in members
     for of in (type(default), *members):
-        if of in NEEDS:
+        if of in TYPE_TEXTS:
             # `lr: float = 1` means a float.
-            return Kind(float if of is int and float in members else of, optional=optional)
-    return Kind(None, optional=optional)
+            return ValueType(float if of is int and float in members else of, is_optional=optional)
+    return ValueType(None, is_optional=optional)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fourfold.cli.failure import is_file, nearest_file
-from fourfold.cli.settings import Kind, kinds
+from fourfold.cli.settings import ValueType, argument_types
 from fourfold.engines import cause
 from fourfold.feed.samples import check_data
 from fourfold.words.errors import DataError, FourfoldError, Problem, TaskError, nearest
@@ -37,9 +37,9 @@ def find(spec: str) -> Maker:
     return _member(_load(path), name or DEFAULT_NAME, file=file)
 
 
-def arguments(maker: Maker) -> dict[str, Kind]:
+def arguments(maker: Maker) -> dict[str, ValueType]:
     """The keyword arguments a user may give."""
-    return {} if isinstance(maker, Task) else kinds(maker)
+    return {} if isinstance(maker, Task) else argument_types(maker)
 
 
 def make(maker: Maker, values: Mapping[str, Any], *, spec: str) -> Task:

@@ -110,14 +110,14 @@ def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> i
 def show(words: Sequence[str]) -> int:
     """`fourfold show`; returns the exit code."""
     from fourfold.cli import job
-    from fourfold.cli.settings import FIELDS, sort
+    from fourfold.cli.settings import FIELDS, parse_args
     from fourfold.run.show import show as text_of
 
-    given = sort(words)
+    given = parse_args(words)
     # Without a file, dp is 1 unless said: what is shown must not depend on this machine.
-    said = given.plan is not None or "dp" in given.values
+    said = given.plan_file is not None or "dp" in given.values
     ready = job.parse_job([*words] if said else [*words, "dp=1"])
-    if given.plan is None and not set(given.values) & set(FIELDS):
+    if given.plan_file is None and not set(given.values) & set(FIELDS):
         raise SettingError(Problem("no plan", "a file PLAN.toml, or fields of a plan", "fourfold show dp=2"))
     print(escaped(text_of(ready.plan, ready.task)))
     return 0
@@ -126,16 +126,16 @@ def show(words: Sequence[str]) -> int:
 def verify(words: Sequence[str], processes: str | None) -> int:
     """`fourfold verify`; returns the exit code."""
     from fourfold.cli import job, verify
-    from fourfold.cli.settings import FIELDS, sort
+    from fourfold.cli.settings import FIELDS, parse_args
     from fourfold.engines.machine import check_number
     from fourfold.engines.restart import Care
     from fourfold.run.verify import STEPS, refuse_outside
 
-    given = sort(words)
+    given = parse_args(words)
     words = [*words] if "steps" in given.values else [*words, f"steps={STEPS}"]
     world = from_environment()
     plan = job.parse_job(words, num_processes=check_number(processes, world)).plan
-    if given.plan is None and not set(given.values) & set(FIELDS):
+    if given.plan_file is None and not set(given.values) & set(FIELDS):
         problem = Problem("no plan", "a file PLAN.toml, or fields of a plan", "fourfold verify lm dp=2 zero=1")
         raise SettingError(problem, where="fourfold verify")
     refuse_outside(plan)
