@@ -69,10 +69,10 @@ def parse_job(words: Sequence[str], *, num_processes: int | None = None) -> Job:
     errors = ErrorCollector()
     maker = known = values = made = plan = None
     with errors.collect():
-        maker = task.find(given.task)
+        maker = task.find_task(given.task)
     if maker is not None:
         with errors.collect():
-            known = task.arguments(maker)
+            known = task.task_arguments(maker)
     with errors.collect():
         values = settings.parse_values(given.values, known)
     if values is None:  # The plan's own words can be judged all the same.
@@ -81,7 +81,7 @@ def parse_job(words: Sequence[str], *, num_processes: int | None = None) -> Job:
         )
     elif maker is not None and known is not None:
         with errors.collect():
-            made = task.make(maker, values.task, spec=given.task)
+            made = task.make_task(maker, values.task, spec=given.task)
     with errors.collect():
         plan = read_plan(given.plan_file, values.plan, num_processes=num_processes)
     errors.raise_collected()

@@ -21,33 +21,33 @@ from fourfold.words.task import Data, Task
 BUILT_IN = {"lm": "fourfold.tasks.lm", "digits": "fourfold.tasks.digits"}
 DEFAULT_NAME = "task"
 
-Maker = Task | Callable[..., Task]
+TaskFactory = Task | Callable[..., Task]
 
 
-def find(spec: str) -> Maker:
+def find_task(spec: str) -> TaskFactory:
     """The task named by `lm`, `digits`, `path/to/file.py` or `path/to/file.py:name`. Raises TaskError."""
     if spec in BUILT_IN:
         return importlib.import_module(BUILT_IN[spec]).task
     file, _, name = spec.partition(":")
     if not file.endswith(".py"):
-        raise TaskError(_not_a_task(spec))
+        raise TaskError(_unknown_task(spec))
     path = Path(file)
     if not is_file(path):
         raise TaskError(Problem(f"{file} (no such file)", "a Python file with a task", nearest_file(path, "*.py")))
-    return _member(_load(path), name or DEFAULT_NAME, file=file)
+    return _find_member(_import_file(path), name or DEFAULT_NAME, file=file)
 
 
-def arguments(maker: Maker) -> dict[str, ValueType]:
+def task_arguments(factory: TaskFactory) -> dict[str, ValueType]:
     """The keyword arguments a user may give."""
-    return {} if isinstance(maker, Task) else argument_types(maker)
+    return {} if isinstance(factory, Task) else argument_types(factory)
 
 
-def make(maker: Maker, values: Mapping[str, Any], *, spec: str) -> Task:
+def make_task(factory: TaskFactory, values: Mapping[str, Any], *, spec: str) -> Task:
     """The task with these settings. Raises TaskError where its function fails or returns something else."""
-    if isinstance(maker, Task):
-        return maker
-    with _told(f"{spec}: the task's function failed"):
-        task = maker(**values)
+    if isinstance(factory, Task):
+        return factory
+    with _wrap_user_errors(f"{spec}: the task's function failed"):
+        task = factory(**values)
     if not isinstance(task, Task):
         raise TaskError(Problem(f"a {type(task).__name__}", "the task's function to return a Task"), where=spec)
     return task
@@ -55,13 +55,13 @@ def make(maker: Maker, values: Mapping[str, Any], *, spec: str) -> Task:
 
 def open_data(task: Task, *, spec: str) -> Data:
     """The task's sources. Raises DataError where they cannot be opened or are empty."""
-    with _told(f"{spec}: the data cannot be opened", DataError):
+    with _wrap_user_errors(f"{spec}: the data cannot be opened", DataError):
         data = task.data()
     check_data(data, where=spec)
     return data
 
 
-def _load(path: Path) -> Any:
+def _import_file(path: Path) -> Any:
     # As for a script: files beside it can be imported. Under its own name, unless that would hide another module.
     folder = str(path.resolve().parent)
     if folder not in sys.path:
@@ -71,15 +71,15 @@ def _load(path: Path) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    with _told(f"{path} does not import"):
+    with _wrap_user_errors(f"{path} does not import"):
         spec.loader.exec_module(module)
     return module
 
 
-def _member(module: Any, name: str, *, file: str) -> Maker:
+def _find_member(module: Any, name: str, *, file: str) -> TaskFactory:
     found: Any = getattr(module, name, None)
     if isinstance(found, Task) or (callable(found) and not isinstance(found, type)):
-        return cast(Maker, found)
+        return cast(TaskFactory, found)
     tasks = [key for key, value in vars(module).items() if isinstance(value, Task)]
     functions = [
         key
@@ -92,7 +92,7 @@ def _member(module: Any, name: str, *, file: str) -> Maker:
     raise TaskError(Problem(got, "a Task, or a function that returns one", attempt), where=file)
 
 
-def _not_a_task(spec: str) -> Problem:
+def _unknown_task(spec: str) -> Problem:
     if "=" in spec:
         close = "".join(spec.split())
         return Problem(repr(spec), "a setting as KEY=VALUE, without spaces", "" if close.startswith("=") else close)
@@ -102,17 +102,17 @@ def _not_a_task(spec: str) -> Problem:
     return Problem(f"a task called {spec!r}", f"{', '.join(BUILT_IN)}, or path/to/file.py:name", close or "")
 
 
-class _told:
+class _wrap_user_errors:
     """Within: an exception of the user's code becomes an error with his lines of the traceback."""
 
     def __init__(self, what: str, kind: type[FourfoldError] = TaskError) -> None:
-        self._what, self._kind = what, kind
+        self._text, self._error_type = what, kind
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type | None, error: BaseException | None, frames: Any) -> None:
         if isinstance(error, SystemExit):
-            raise self._kind(f"{self._what}: it calls sys.exit({error.code!r})") from None
+            raise self._error_type(f"{self._text}: it calls sys.exit({error.code!r})") from None
         # Not only an Exception: pytest.importorskip raises a BaseException.
         if error is not None and not isinstance(error, FourfoldError | KeyboardInterrupt):
-            raise self._kind(f"{self._what}\n{cause.explain(error).rstrip()}") from None
+            raise self._error_type(f"{self._text}\n{cause.explain(error).rstrip()}") from None
