@@ -133,7 +133,7 @@ def test_a_model_that_draws_is_told():
 
 def told(verdict: Verdict) -> str:
     plan = dataclasses.replace(Plan(), dp=2, sp=2)
-    return "\n".join(command.told(Job(task=task(), plan=plan, settings={"spec": "lm"}, identity={}), verdict))
+    return "\n".join(command.format_result(Job(task=task(), plan=plan, settings={"spec": "lm"}, identity={}), verdict))
 
 
 def test_the_table_says_what_was_compared_and_what_was_left_out():

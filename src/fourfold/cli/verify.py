@@ -17,7 +17,7 @@ from fourfold.words.world import World, from_environment
 if TYPE_CHECKING:
     from fourfold.run.verify import Verdict
 
-SHOWN = 40  # tensors; of more, the furthest
+MAX_SHOWN = 40  # tensors; of more, the furthest
 
 
 class VerifyError(FourfoldError):
@@ -40,12 +40,12 @@ def verify(work: job.Job, world: World | None) -> None:
     verdict = run(work.task, work.plan, seed=work.settings.get("seed", 0))
     if verdict is None:
         return
-    print(escaped("\n".join(told(work, verdict))), flush=True)
+    print(escaped("\n".join(format_result(work, verdict))), flush=True)
     if not verdict.worst <= TOLERANCE:
         raise VerifyError(_problems(verdict, TOLERANCE), where="what was compared")
 
 
-def told(work: job.Job, verdict: "Verdict") -> list[str]:
+def format_result(work: job.Job, verdict: "Verdict") -> list[str]:
     """The lines of the table, and what is to be known about it."""
     from fourfold.run.sequence.trial import OUTSIDE
     from fourfold.run.verify import TOLERANCE
@@ -55,14 +55,16 @@ def told(work: job.Job, verdict: "Verdict") -> list[str]:
     steps = f"{work.task.steps} step{'s' if work.task.steps > 1 else ''}"
     lines = [f"{work.task_name} on {axes or 'one rank'}, beside one device: {steps} in float64", ""]
     names = sorted(verdict.weights, key=lambda name: -max(verdict.weights[name], verdict.gradients[name]))
-    names = [name for name in verdict.weights if name in names[:SHOWN]]
+    names = [name for name in verdict.weights if name in names[:MAX_SHOWN]]
     width = max(len(name) for name in (*names, "tensor"))
     lines.append(f"  {'tensor'.ljust(width)}  gradient   weight")
     for name in names:
-        lines.append(f"  {name.ljust(width)}  {_number(verdict.gradients[name])}  {_number(verdict.weights[name])}")
+        lines.append(
+            f"  {name.ljust(width)}  {_format_deviation(verdict.gradients[name])}  {_format_deviation(verdict.weights[name])}"
+        )
     if len(names) < len(verdict.weights):
         lines.append(f"  and {len(verdict.weights) - len(names)} more, none of them further off")
-    lines += ["", f"  loss, by step  {'  '.join(map(_number, verdict.losses))}", ""]
+    lines += ["", f"  loss, by step  {'  '.join(map(_format_deviation, verdict.losses))}", ""]
     lines.append(f"largest deviation {verdict.worst:.1e}, of |a − b| / max(1, |b|); the tolerance is {TOLERANCE:.0e}")
     if verdict.num_dropouts:
         lines.append("dropout is left out: what is dropped is drawn by each rank")
@@ -75,7 +77,7 @@ def told(work: job.Job, verdict: "Verdict") -> list[str]:
     return lines
 
 
-def _number(far: float) -> str:
+def _format_deviation(far: float) -> str:
     return f"{far:8.1e}"
 
 
