@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fourfold.cli.job import Job
     from fourfold.engines.restart import Care
 
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+RESTART_COUNT_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -30,48 +30,48 @@ def train(words: Sequence[str], processes: str | None) -> int:
 
     world = from_environment()
     ready = job.prepare_job(words, num_processes=check_number(processes, world))
-    if _is_finished(ready, speaks=world is None or world.rank == 0):
+    if _check_finished(ready, speaks=world is None or world.rank == 0):
         return 0
     if world is not None or ready.num_processes == 1:
         interrupt.restore_and_raise()
         rank.train(ready, world)
         return 0
-    return _launch(["-m", "fourfold.cli.rank", *words], ready.num_processes, _care(ready))
+    return _launch(["-m", "fourfold.cli.rank", *words], ready.num_processes, _supervision_policy(ready))
 
 
-def _care(ready: "Job") -> "Care":
+def _supervision_policy(ready: "Job") -> "Care":
     from fourfold.engines.restart import Care
     from fourfold.run import faults
     from fourfold.run.asked import stop_seconds
 
     folder = ready.run_dir.absolute()
 
-    def record(fault: faults.Fault) -> None:
+    def record_fault(fault: faults.Fault) -> None:
         if fault.step < 0 and not folder.exists():
             return  # Ranks that ended before there was a run; the launcher tells of it on stderr.
         try:
             faults.append(folder, fault)
         except OSError as error:  # a full disk, say
-            _say(f"{faults.FILE} could not be written: {reason(error)}")
+            _print_error(f"{faults.FILE} could not be written: {reason(error)}")
 
     return Care(
         restarts=ready.restarts,
         beats=True,
         hang_seconds=ready.hang_seconds,
         grace=stop_seconds(),
-        notice=_say,
-        record=record,
+        notice=_print_error,
+        record=record_fault,
         folder=ready.run_dir,
     )
 
 
-def _is_finished(ready: "Job", *, speaks: bool) -> bool:
+def _check_finished(ready: "Job", *, speaks: bool) -> bool:
     """Whether the run has ended already; one that is to start over is set aside here, by one process."""
     from fourfold.run.folder import finished, set_aside, told_finished
 
     if ready.fresh:
         # A launcher that starts its ranks again does not mean to start over again.
-        aside = set_aside(ready.run_dir) if speaks and os.environ.get(RESTARTS, "0") == "0" else None
+        aside = set_aside(ready.run_dir) if speaks and os.environ.get(RESTART_COUNT_VARIABLE, "0") == "0" else None
         if aside is not None:
             print(escaped(f"{ready.run_dir} starts over; what was there is now {aside}"), flush=True)
         return False
@@ -104,7 +104,7 @@ def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> i
         interrupt.restore_and_raise()
         run_program(command)
         return 0
-    return _launch(command, num_processes, Care(restarts=int(restarts), grace=stop_seconds(), notice=_say))
+    return _launch(command, num_processes, Care(restarts=int(restarts), grace=stop_seconds(), notice=_print_error))
 
 
 def show(words: Sequence[str]) -> int:
@@ -143,7 +143,7 @@ def verify(words: Sequence[str], processes: str | None) -> int:
     if world is not None or ready.num_processes == 1:
         verify.verify(ready, world)
         return 0
-    return _launch(["-m", "fourfold.cli.verify", *words], ready.num_processes, Care(restarts=0, notice=_say))
+    return _launch(["-m", "fourfold.cli.verify", *words], ready.num_processes, Care(restarts=0, notice=_print_error))
 
 
 def report(words: Sequence[str]) -> int:
@@ -157,17 +157,17 @@ def report(words: Sequence[str]) -> int:
     return 0
 
 
-def _launch(command: Sequence[str], num_processes: int, care: "Care") -> int:
+def _launch(command: Sequence[str], num_processes: int, policy: "Care") -> int:
     from fourfold.engines.local import launch
 
     interrupt.restore_and_raise()
-    outcome = launch(command, num_processes=num_processes, care=care)
+    outcome = launch(command, num_processes=num_processes, care=policy)
     if outcome.text:
-        _say(outcome.text)
+        _print_error(outcome.text)
     return outcome.exit_code
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     """Tell of ranks that have ended."""
     if sys.stdout.isatty():
         try:
