@@ -13,14 +13,14 @@ from fourfold.engines.agent import Agent
 def test_the_first_signal_ends_a_job_in_order_and_a_later_one_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now, ended = [100.0], []
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    agent: Any = SimpleNamespace(_asked_at=None, _end_now=ended.append)
+    agent: Any = SimpleNamespace(_stop_requested_at=None, _kill_now=ended.append)
     with pytest.raises(SignalException):
-        Agent._hear(agent, signal.SIGTERM, None)
+        Agent._on_signal(agent, signal.SIGTERM, None)
     now[0] = 100.5  # GNU timeout signals its child, and then the process group that it is in
-    Agent._hear(agent, signal.SIGTERM, None)
+    Agent._on_signal(agent, signal.SIGTERM, None)
     assert not ended
-    Agent._hear(agent, signal.SIGINT, None)  # as soon as a person can press Ctrl-C again
+    Agent._on_signal(agent, signal.SIGINT, None)  # as soon as a person can press Ctrl-C again
     assert ended == [signal.SIGINT]
     now[0] = 102.0
-    Agent._hear(agent, signal.SIGTERM, None)
+    Agent._on_signal(agent, signal.SIGTERM, None)
     assert ended == [signal.SIGINT, signal.SIGTERM]

@@ -29,11 +29,13 @@ from fourfold.run.pulse import DONE, STARTING, Pulses
 from fourfold.words.errors import INTERRUPT_CODE, REQUEUE_CODE
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-UNLIMITED = 10**9  # restarts, as far as torch's agent is concerned: we count for ourselves
-TORCHS_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # torch's agent has a handler of its own for these, at each start
-STOPPED = {REQUEUE_CODE: "it was asked to stop (SIGTERM)", INTERRUPT_CODE: "it was asked to stop (SIGINT)"}
+UNLIMITED_RESTARTS = 10**9  # restarts, as far as torch's agent is concerned: we count for ourselves
+TORCH_SIGNALS_VARIABLE = (
+    "TORCHELASTIC_SIGNALS_TO_HANDLE"  # torch's agent has a handler of its own for these, at each start
+)
+STOP_TEXTS = {REQUEUE_CODE: "it was asked to stop (SIGTERM)", INTERRUPT_CODE: "it was asked to stop (SIGINT)"}
 POLL_SECONDS = 0.02
-SPEAK_SECONDS = 1.0  # for ranks that end themselves at the end of the grace, and say where they were
+STACK_PRINT_SECONDS = 1.0  # for ranks that end themselves at the end of the grace, and say where they were
 
 
 class Agent(LocalElasticAgent):
@@ -42,148 +44,152 @@ class Agent(LocalElasticAgent):
     cause  why they did; None where all went well
     """
 
-    def __init__(self, spec: WorkerSpec, *, folder: Path, pulses: Pulses, care: Care) -> None:
+    def __init__(self, spec: WorkerSpec, *, folder: Path, heartbeats: Pulses, policy: Care) -> None:
         super().__init__(spec, logs_specs=DefaultLogsSpecs(log_dir=str(folder)))
-        self.size, self.care = spec.local_world_size, care
+        self.num_ranks, self.policy = spec.local_world_size, policy
         self.cause: cause.Cause | None = None
-        self._folder, self._pulses, self._budget = folder, pulses, Budget(care)
+        self._folder, self._heartbeats, self._budget = folder, heartbeats, Budget(policy)
         self._host = socket.gethostname()
-        self._exit_codes: dict[int, int] = {}
+        self._early_exit_codes: dict[int, int] = {}
         """Of the ranks that ended before the others were told to."""
-        self._signals = heard()
+        self._handled_signals = handled_signals()
         self._hang: watch.Hang | None = None
-        self._left_at: float | None = None
+        self._first_exit_at: float | None = None
         """When a rank was first seen to have left, on the monotonic clock."""
-        self._signal: signal.Signals | None = None
+        self._late_signal: signal.Signals | None = None
         """One that came while ranks were being ended."""
-        self._asked_at: float | None = None
+        self._stop_requested_at: float | None = None
         """When this launcher was first asked to stop, on the monotonic clock."""
-        self._pending: list[tuple[Fault, float]] = []
+        self._pending_faults: list[tuple[Fault, float]] = []
         """Faults after which no step has been finished yet, and when they were, on the monotonic clock."""
 
     # ---- an attempt
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self._heed()
-        self._sweep()
-        self._exit_codes, self._hang, self._left_at = {}, None, None
-        self._pulses.begin()
+        self._raise_late_signal()
+        self._kill_orphans()
+        self._early_exit_codes, self._hang, self._first_exit_at = {}, None, None
+        self._heartbeats.begin()
         started: Any = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
         context: Any = self._pcontext
         close = context.close
 
         # The agent itself would wait 30 s, whatever its settings say: a failing rank closes the context with defaults.
-        def close_soon(death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
-            self._note_codes()
-            with contextlib.nullcontext() if self._asked_at is not None else _on_signals(self._signals, self._end_now):
-                close(self._let_save(death_sig), self.care.window)
+        def close_after_save(death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
+            self._save_exit_codes()
+            with (
+                contextlib.nullcontext()
+                if self._stop_requested_at is not None
+                else _signal_handler(self._handled_signals, self._kill_now)
+            ):
+                close(self._wait_for_save(death_sig), self.policy.window)
 
-        context.close = close_soon
-        for number in self._signals:  # in place of torch's handlers, to which every signal is the first
-            signal.signal(number, self._hear)
+        context.close = close_after_save
+        for number in self._handled_signals:  # in place of torch's handlers, to which every signal is the first
+            signal.signal(number, self._on_signal)
         return started
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """A signal to this launcher: the first ends the job in order, a later one at once."""
         got, now = signal.Signals(number), time.monotonic()
-        if self._asked_at is None:
-            self._asked_at = now
+        if self._stop_requested_at is None:
+            self._stop_requested_at = now
             raise SignalException(f"the launcher has got {got.name}", got)
-        if now - self._asked_at > REPEAT_SECONDS.get(got, 0.0):
-            self._end_now(got)
+        if now - self._stop_requested_at > REPEAT_SECONDS.get(got, 0.0):
+            self._kill_now(got)
 
-    def _end_now(self, number: signal.Signals) -> None:
+    def _kill_now(self, number: signal.Signals) -> None:
         """A signal that comes while ranks are being ended (a second Ctrl-C, say)."""
-        self._signal = number
+        self._late_signal = number
         self._signal_all(signal.SIGKILL)
 
-    def _let_save(self, number: signal.Signals | None) -> signal.Signals | None:
+    def _wait_for_save(self, number: signal.Signals | None) -> signal.Signals | None:
         """Have ranks that train save and end; returns the signal for those that are still there."""
         begin = time.monotonic()
-        if self._asked_at is None:
-            words = self.last_words()
+        if self._stop_requested_at is None:
+            words = self.find_cause()
             if words is not None and words.stopped:  # All have agreed to end, and are about to.
-                self._wait(lambda: begin + self.care.window)
+                self._wait_for_exit(lambda: begin + self.policy.window)
             return number
         if number == signal.SIGINT and self._is_starting():
             return signal.SIGKILL  # in the middle of its imports, Python would answer with a traceback
         if number is None or number not in REPEAT_SECONDS or not self._is_training():
             return number
         if number == signal.SIGINT:
-            self.care.notice(f"SIGINT: {SAVING}")
-        self._signal_all(number, self._pids())
-        self._wait(lambda: max(begin, self._last_progress()) + self.care.grace + SPEAK_SECONDS)
+            self.policy.notice(f"SIGINT: {SAVING}")
+        self._signal_all(number, self._live_pids())
+        self._wait_for_exit(lambda: max(begin, self._last_progress()) + self.policy.grace + STACK_PRINT_SECONDS)
         return signal.SIGKILL
 
-    def _wait(self, deadline: Callable[[], float]) -> None:
+    def _wait_for_exit(self, deadline: Callable[[], float]) -> None:
         """Until all ranks have ended, or the deadline, which may move, has passed."""
-        while self._pids() and time.monotonic() < deadline():
+        while self._live_pids() and time.monotonic() < deadline():
             time.sleep(POLL_SECONDS)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self._look_for_hang()
-        self._end_without(self._left())
+        self._check_hang()
+        self._kill_waiting_ranks(self._early_exits())
         result: Any = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
-        self._tell_recovered()
-        if result.state == WorkerState.SUCCEEDED and self._left():
+        self._record_recovered()
+        if result.state == WorkerState.SUCCEEDED and self._early_exits():
             result = RunResult(state=WorkerState.FAILED)
         if result.is_failed():
-            self._heed()
-            self._judge()
+            self._raise_late_signal()
+            self._decide_restart()
         return result
 
-    def _heed(self) -> None:
+    def _raise_late_signal(self) -> None:
         """Do what a signal asks for that came while ranks were being ended: nothing is started after it."""
-        if self._signal is not None:
-            raise SignalException(f"{self._signal.name} came while ranks were ended", self._signal)
+        if self._late_signal is not None:
+            raise SignalException(f"{self._late_signal.name} came while ranks were ended", self._late_signal)
 
-    def _look_for_hang(self) -> None:
-        if self.care.hang_seconds is None or self._hang is not None or self._left_at is not None:
+    def _check_hang(self) -> None:
+        if self.policy.hang_seconds is None or self._hang is not None or self._first_exit_at is not None:
             return
-        beats, pids = self._pulses.read(), self._pids()
-        late = watch.late(beats, least=self.care.hang_seconds, now=time.monotonic())
+        beats, pids = self._heartbeats.read(), self._live_pids()
+        late = watch.late(beats, least=self.policy.hang_seconds, now=time.monotonic())
         if any(rank in pids for rank in late):
             self._hang = watch.kill([rank for rank in late if rank in pids], beats, pids, self._folder)
 
-    def _left(self) -> list[int]:
+    def _early_exits(self) -> list[int]:
         """Ranks that ended in mid-run, as if all were well."""
-        if not self.care.beats:
+        if not self.policy.beats:
             return []  # a script ends when it likes
-        beats = self._pulses.read()
-        return [rank for rank, code in self.codes().items() if code == 0 and beats[rank].phase != DONE]
+        beats = self._heartbeats.read()
+        return [rank for rank, code in self.exit_codes().items() if code == 0 and beats[rank].phase != DONE]
 
-    def _end_without(self, left: Sequence[int]) -> None:
+    def _kill_waiting_ranks(self, left: Sequence[int]) -> None:
         """End the ranks that wait for some that have left, where they do not end by themselves."""
-        if not left or len(left) == self.size:
+        if not left or len(left) == self.num_ranks:
             return
         now = time.monotonic()
-        self._left_at = self._left_at or now
-        if now - self._left_at > self.care.window:
-            self._note_codes()
+        self._first_exit_at = self._first_exit_at or now
+        if now - self._first_exit_at > self.policy.window:
+            self._save_exit_codes()
             self._signal_all(signal.SIGKILL)
 
-    def _note_codes(self) -> None:
+    def _save_exit_codes(self) -> None:
         """Remember the codes of the ranks that have ended by now, before the others are told to."""
-        if not self._exit_codes:
-            self._exit_codes = {rank: code for rank, code in self.codes().items() if code is not None}
+        if not self._early_exit_codes:
+            self._early_exit_codes = {rank: code for rank, code in self.exit_codes().items() if code is not None}
 
     def _is_starting(self) -> bool:
-        return self.care.beats and all(beat.resumed < 0 for beat in self._pulses.read())
+        return self.policy.beats and all(beat.resumed < 0 for beat in self._heartbeats.read())
 
     def _is_training(self) -> bool:
         """Whether ranks are in `train`, where a request to stop is answered with a checkpoint."""
-        return any(beat.resumed >= 0 and beat.phase != DONE for beat in self._pulses.read())
+        return any(beat.resumed >= 0 and beat.phase != DONE for beat in self._heartbeats.read())
 
     def _last_progress(self) -> float:
         """When a rank that is still there last began or ended something, on the monotonic clock."""
-        beats = self._pulses.read()
-        return max((beats[rank].since for rank in self._pids()), default=0.0)
+        beats = self._heartbeats.read()
+        return max((beats[rank].since for rank in self._live_pids()), default=0.0)
 
     # ---- after a fault
 
-    def _judge(self) -> None:
+    def _decide_restart(self) -> None:
         """Whether the ranks are started again, and what is said and written down."""
-        found, beats = self.last_words(), self._pulses.read()
+        found, beats = self.find_cause(), self._heartbeats.read()
         assert found is not None
         again = self._budget.allows(found, beats)
         if not again:
@@ -197,56 +203,56 @@ class Agent(LocalElasticAgent):
             kind = "stopped" if self._hang.stopped else "hung"
         line = _one_line(found.text)
         fault = Fault(time=time.time(), kind=kind, step=step, rank=found.rank, host=self._host, text=line)
-        self._pending.append((fault, time.monotonic()))
+        self._pending_faults.append((fault, time.monotonic()))
         if again:
-            left = f" ({self._budget.used} of {self.care.restarts} restarts without progress)"
-            self.care.notice(f"{found.text}\nstarting again{left if self._budget.used > 1 else ''}")
+            left = f" ({self._budget.used} of {self.policy.restarts} restarts without progress)"
+            self.policy.notice(f"{found.text}\nstarting again{left if self._budget.used > 1 else ''}")
 
-    def _tell_recovered(self) -> None:
+    def _record_recovered(self) -> None:
         """Have the faults written down after which training goes on again."""
-        if not self._pending:
+        if not self._pending_faults:
             return
-        beats = self._pulses.read()
+        beats = self._heartbeats.read()
         if all(beat.phase == STARTING for beat in beats):
             return
         first = min(beat.since for beat in beats if beat.phase != STARTING)
-        self._record(first)
+        self._record_faults(first)
 
-    def _record(self, until: float | None) -> None:
-        for fault, begin in self._pending:
+    def _record_faults(self, until: float | None) -> None:
+        for fault, begin in self._pending_faults:
             seconds = None if until is None else round(until - begin, 3)
-            self.care.record(msgspec.structs.replace(fault, seconds=seconds))
-        self._pending = []
+            self.policy.record(msgspec.structs.replace(fault, seconds=seconds))
+        self._pending_faults = []
 
-    def last_words(self) -> cause.Cause | None:
+    def find_cause(self) -> cause.Cause | None:
         """Why the present attempt ended, as far as its ranks have said; None where none has failed."""
         if self._hang is not None:
-            return self._cause_of(self._hang)
+            return self._hang_cause(self._hang)
         records = {}
         for rank, path in self._pcontext_of("error_files").items():
             entry = cause.read(Path(path))
             if entry is not None:
                 records[rank] = entry
-        left = self._left()
+        left = self._early_exits()
         failed = any(entry.kind != cause.ENDED for entry in records.values())
-        if not failed and not left and not any(self._exit_codes.values()):
+        if not failed and not left and not any(self._early_exit_codes.values()):
             return None
-        codes = {rank: code for rank, code in self._exit_codes.items() if code or records or rank in left}
-        found = cause.first(records, codes, self._names())
-        if found.signal == signal.SIGTERM and self.care.beats:
+        codes = {rank: code for rank, code in self._early_exit_codes.items() if code or records or rank in left}
+        found = cause.first(records, codes, self._rank_names())
+        if found.signal == signal.SIGTERM and self.policy.beats:
             # Where it could not leave a note yet: before the first step.
-            text = f"{found.text}: stopped; {self.care.outlook()}"
+            text = f"{found.text}: stopped; {self.policy.outlook()}"
             return cause.Cause(text, REQUEUE_CODE, found.rank, final=True, stopped=True)
         # What it has written down says why it ended, but not that a person asked for it.
-        trains = found.rank is not None and self._pulses.read()[found.rank].resumed >= 0
+        trains = found.rank is not None and self._heartbeats.read()[found.rank].resumed >= 0
         written = records.get(found.rank)
-        if trains and found.exit_code in STOPPED and (written is None or written.kind == cause.INTERRUPTED):
-            text = f"{found.text}: {STOPPED[found.exit_code]}; {self.care.outlook()}".removesuffix("; ")
+        if trains and found.exit_code in STOP_TEXTS and (written is None or written.kind == cause.INTERRUPTED):
+            text = f"{found.text}: {STOP_TEXTS[found.exit_code]}; {self.policy.outlook()}".removesuffix("; ")
             return dataclasses.replace(found, text=text, final=True, stopped=True)
         return found
 
-    def _cause_of(self, hang: watch.Hang) -> cause.Cause:
-        names = self._names()
+    def _hang_cause(self, hang: watch.Hang) -> cause.Cause:
+        names = self._rank_names()
         who = " and ".join(names[rank] for rank in hang.ranks)
         one = len(hang.ranks) == 1
         stopped, hangs, it = ("has", "hangs", "it was") if one else ("have", "hang", "they were")
@@ -255,11 +261,11 @@ class Agent(LocalElasticAgent):
         stack = f"\nit was here, innermost first\n{hang.stack}" if hang.stack else ""
         return cause.Cause(text + stack, 1, hang.ranks[0], signal=signal.SIGKILL)
 
-    def _names(self) -> list[str]:
-        names = [f"rank {rank} of {self.size}" for rank in range(self.size)]
-        if not self.care.beats:
+    def _rank_names(self) -> list[str]:
+        names = [f"rank {rank} of {self.num_ranks}" for rank in range(self.num_ranks)]
+        if not self.policy.beats:
             return names
-        steps = [beat.step for beat in self._pulses.read()]
+        steps = [beat.step for beat in self._heartbeats.read()]
         told = [f"after step {step}" if step >= 0 else "before its first step" for step in steps]
         return [f"{name} (host {self._host}, {when})" for name, when in zip(names, told, strict=True)]
 
@@ -268,12 +274,12 @@ class Agent(LocalElasticAgent):
     def _pcontext_of(self, name: str) -> dict[int, Any]:
         return {} if self._pcontext is None else getattr(self._pcontext, name)
 
-    def codes(self) -> dict[int, int | None]:
+    def exit_codes(self) -> dict[int, int | None]:
         """Each rank's exit code; None while it lives."""
         return {rank: handler.proc.poll() for rank, handler in self._pcontext_of("subprocess_handlers").items()}
 
-    def _pids(self) -> dict[int, int]:
-        alive = [rank for rank, code in self.codes().items() if code is None]
+    def _live_pids(self) -> dict[int, int]:
+        alive = [rank for rank, code in self.exit_codes().items() if code is None]
         return {rank: self._pcontext_of("subprocess_handlers")[rank].proc.pid for rank in alive}
 
     def _signal_all(self, number: signal.Signals, ranks: Iterable[int] | None = None) -> None:
@@ -286,15 +292,15 @@ class Agent(LocalElasticAgent):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(handlers[rank].proc.pid, number)
 
-    def _sweep(self) -> None:
+    def _kill_orphans(self) -> None:
         """Kill what ranks that did not end well have left behind in their process groups."""
-        if any(code != 0 for code in self.codes().values()):
+        if any(code != 0 for code in self.exit_codes().values()):
             self._signal_all(signal.SIGKILL)
 
-    def end(self) -> None:
+    def clean_up(self) -> None:
         """Nothing is left: no process, and no fault that has not been told."""
-        self._sweep()
-        self._record(None)
+        self._kill_orphans()
+        self._record_faults(None)
 
 
 def _one_line(text: str) -> str:
@@ -303,7 +309,7 @@ def _one_line(text: str) -> str:
     return lines[0] if len(lines) == 1 or lines[0].endswith("killed") else f"{lines[0]}: {lines[-1].strip()}"
 
 
-def heard() -> list[signal.Signals]:
+def handled_signals() -> list[signal.Signals]:
     """The signals that end a job: those that whoever started it has not had ignored.
 
     `nohup` does so with SIGHUP, a shell without job control with SIGINT and SIGQUIT of its background.
@@ -312,9 +318,9 @@ def heard() -> list[signal.Signals]:
 
 
 @contextlib.contextmanager
-def _on_signals(signals: Iterable[signal.Signals], act: Callable[[signal.Signals], None]) -> Iterator[None]:
+def _signal_handler(signals: Iterable[signal.Signals], new_handler: Callable[[signal.Signals], None]) -> Iterator[None]:
     """Within: a signal to end does `act` and nothing else."""
-    before = {number: signal.signal(number, lambda got, _: act(signal.Signals(got))) for number in signals}
+    before = {number: signal.signal(number, lambda got, _: new_handler(signal.Signals(got))) for number in signals}
     try:
         yield
     finally:

@@ -21,7 +21,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from fourfold.engines import watch
-from fourfold.engines.agent import SIGNALS, TORCHS_SIGNALS, UNLIMITED, Agent, heard
+from fourfold.engines.agent import SIGNALS, TORCH_SIGNALS_VARIABLE, UNLIMITED_RESTARTS, Agent, handled_signals
 from fourfold.engines.machine import heap_variables, loopback_variables, thread_variables
 from fourfold.engines.onehost import LOOPBACK, OneHost
 from fourfold.engines.restart import Care
@@ -61,14 +61,14 @@ def launch(command: Sequence[str], *, num_processes: int, care: Care | None = No
             rdzv_handler=OneHost(run=run),
             entrypoint=sys.executable,
             args=("-m", "fourfold.engines.worker", str(os.getpid()), *(_literal(word) for word in command)),
-            max_restarts=UNLIMITED,
+            max_restarts=UNLIMITED_RESTARTS,
             monitor_interval=MONITOR_SECONDS,
             local_addr=LOOPBACK,
         )
         listening = {watch.VARIABLE: name} if care.hang_seconds is not None else {}
-        listening[TORCHS_SIGNALS] = ",".join(number.name for number in heard())
+        listening[TORCH_SIGNALS_VARIABLE] = ",".join(number.name for number in handled_signals())
         with _environment({pulse.VARIABLE: str(pulses.path), STORE: str(folder / f"store-{run}"), **listening}):
-            return _run(Agent(spec, folder=folder, pulses=pulses, care=care))
+            return _run(Agent(spec, folder=folder, heartbeats=pulses, policy=care))
 
 
 def _run(agent: Agent) -> Outcome:
@@ -79,22 +79,22 @@ def _run(agent: Agent) -> Outcome:
     except KeyboardInterrupt:  # Before the agent listened to signals, and so before any rank was there.
         return Outcome(128 + signal.SIGINT, "stopped by SIGINT")
     finally:
-        agent.end()
+        agent.clean_up()
     cause = agent.cause
     return Outcome() if cause is None else Outcome(cause.exit_code, cause.text)
 
 
 def _stopped(agent: Agent, number: signal.Signals) -> Outcome:
     """The job was asked to end. Ranks that save before they do have said so."""
-    found = agent.last_words()
+    found = agent.find_cause()
     if found is not None and found.stopped:
         return Outcome(found.exit_code, found.text)
-    codes = agent.codes().values()
+    codes = agent.exit_codes().values()
     if codes and not any(codes):
         return Outcome()
-    outlook = agent.care.outlook()
-    text = f"stopped by {number.name}; all {agent.size} processes have ended{f'; {outlook}' if outlook else ''}"
-    asks_again = agent.care.beats and number == signal.SIGTERM
+    outlook = agent.policy.outlook()
+    text = f"stopped by {number.name}; all {agent.num_ranks} processes have ended{f'; {outlook}' if outlook else ''}"
+    asks_again = agent.policy.beats and number == signal.SIGTERM
     return Outcome(REQUEUE_CODE if asks_again else 128 + number, text)
 
 
