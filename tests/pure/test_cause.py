@@ -12,14 +12,16 @@ from fourfold.engines import cause
 from fourfold.words.errors import PeerError, PlanError, Problem
 
 
-def entry(rank: int, *, timestamp: float, kind: str = "ValueError", message: str = "boom") -> cause.Record:
-    return cause.Record(
+def entry(rank: int, *, timestamp: float, kind: str = "ValueError", message: str = "boom") -> cause.FailureRecord:
+    return cause.FailureRecord(
         rank=rank, kind=kind, message=message, text=f"{kind}: {message}", timestamp=timestamp, exit_code=1
     )
 
 
-def first(*records: cause.Record, exit_codes: dict[int, int] | None = None) -> cause.Cause:
-    return cause.first({each.rank: each for each in records}, exit_codes or {}, [f"rank {n} of 4" for n in range(4)])
+def first(*records: cause.FailureRecord, exit_codes: dict[int, int] | None = None) -> cause.Cause:
+    return cause.first_cause(
+        {each.rank: each for each in records}, exit_codes or {}, [f"rank {n} of 4" for n in range(4)]
+    )
 
 
 def test_the_earliest_error_is_the_cause() -> None:
@@ -52,9 +54,9 @@ def exited(code: object) -> SystemExit:
 
 def test_a_rank_that_calls_exit_is_the_cause_with_its_own_code_and_is_not_started_again() -> None:
     reset = entry(0, timestamp=1.0, kind="PeerError", message="rank 1 died while rank 0 waited for it")
-    found = first(reset, cause.record(exited(3), rank=1), exit_codes={0: 75})  # rank 1 is still on its way out
+    found = first(reset, cause.make_record(exited(3), rank=1), exit_codes={0: 75})  # rank 1 is still on its way out
     assert found.text == ('rank 1 of 4 called sys.exit and ended with exit code 3\n  File "user.py", line 3, in leave')
-    assert (found.rank, found.exit_code, found.final) == (1, 3, True)
+    assert (found.rank, found.exit_code, found.is_final) == (1, 3, True)
 
 
 @pytest.mark.parametrize(("given", "code"), [(3, 3), (-1, 255), (259, 3), ("no data", 1), (True, 1), (None, 0), (0, 0)])
@@ -65,25 +67,25 @@ def test_the_code_of_an_exit_is_the_one_that_python_would_end_with(given: object
 
 
 def test_what_an_exit_says_is_told() -> None:
-    found = cause.record(exited("no data"), rank=1)
+    found = cause.make_record(exited("no data"), rank=1)
     assert found.text.startswith("called sys.exit and ended with exit code 1: no data\n")
-    assert not cause.record(exited("connection refused"), rank=1).echo
+    assert not cause.make_record(exited("connection refused"), rank=1).is_echo
 
 
 def test_a_program_that_ended_normally_while_others_waited_for_it_is_the_cause() -> None:
     lost = entry(0, timestamp=1.0, kind="PeerError", message="rank 1 died while rank 0 waited for it")
-    found = first(lost, cause.ended(1), exit_codes={0: 75})  # rank 1's process is still there
+    found = first(lost, cause.end_record(1), exit_codes={0: 75})  # rank 1's process is still there
     assert found.text == (
         "rank 1 of 4 ended normally while rank 0 still waited for it\n"
         "  need   ranks that make the same calls: steps, evaluations, collectives\n"
         "  try    as many batches on every rank (ff.Feed sees to it), or DistributedOptimizer.join()"
     )
-    assert (found.rank, found.exit_code, found.final) == (1, 1, True)
+    assert (found.rank, found.exit_code, found.is_final) == (1, 1, True)
 
 
 def test_a_program_that_ended_normally_is_not_blamed_for_the_failure_of_another() -> None:
     lost = entry(0, timestamp=1.0, kind="PeerError", message="rank 2 died while rank 0 waited for it")
-    done = cause.ended(1)
+    done = cause.end_record(1)
     assert "ValueError" in first(lost, done, entry(2, timestamp=2.0)).text
     assert "rank 2 of 4 was killed by SIGKILL" in first(lost, done, exit_codes={0: 75, 1: 0, 2: -9}).text
     assert "rank 1 of 4 was killed by SIGABRT" in first(lost, done, exit_codes={0: 75, 1: -6}).text
@@ -91,7 +93,7 @@ def test_a_program_that_ended_normally_is_not_blamed_for_the_failure_of_another(
 
 def test_the_users_line_that_waited_for_an_ended_rank_is_told() -> None:
     reset = entry(0, timestamp=1.0, kind="RuntimeError", message="Connection closed by peer [127.0.0.1]:1")
-    assert first(reset, cause.ended(1)).text.endswith(
+    assert first(reset, cause.end_record(1)).text.endswith(
         "\nrank 0 waited here\nRuntimeError: Connection closed by peer [127.0.0.1]:1"
     )
 
@@ -99,9 +101,9 @@ def test_the_users_line_that_waited_for_an_ended_rank_is_told() -> None:
 def test_a_rank_that_was_interrupted_is_the_cause_and_is_not_started_again() -> None:
     reset = entry(0, timestamp=1.0, kind="PeerError", message="rank 1 died while rank 0 waited for it")
     found = first(
-        reset, cause.record(KeyboardInterrupt(), rank=1), exit_codes={0: 75}
+        reset, cause.make_record(KeyboardInterrupt(), rank=1), exit_codes={0: 75}
     )  # rank 1 is still on its way out
-    assert found == cause.Cause("rank 1 of 4 ended with exit code 130", 130, 1, final=True)
+    assert found == cause.Cause("rank 1 of 4 ended with exit code 130", 130, 1, is_final=True)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
@@ -119,7 +121,7 @@ def test_what_no_disk_takes_is_told_on_stderr(tmp_path: Path) -> None:
 
 
 def test_our_own_peer_error_is_an_echo() -> None:
-    assert cause.record(PeerError("rank 1 has gone"), rank=0).echo
+    assert cause.make_record(PeerError("rank 1 has gone"), rank=0).is_echo
 
 
 def test_an_error_goes_before_a_death_by_signal() -> None:
@@ -128,7 +130,7 @@ def test_an_error_goes_before_a_death_by_signal() -> None:
 
 
 def test_bad_input_keeps_its_exit_code() -> None:
-    found = first(cause.record(PlanError(Problem("dp = 3", "2")), rank=2))
+    found = first(cause.make_record(PlanError(Problem("dp = 3", "2")), rank=2))
     assert found.exit_code == 2
     assert found.text.startswith("rank 2 of 4 failed\nPlanError")
 
@@ -138,7 +140,7 @@ def test_an_error_that_fails_to_say_what_it_is_is_told_all_the_same() -> None:
         def __str__(self) -> str:
             raise ValueError("no words")
 
-    found = cause.record(Mute(), rank=1)
+    found = cause.make_record(Mute(), rank=1)
     assert found.message == "Mute"
     assert "Mute" in found.text
 
@@ -160,16 +162,16 @@ def test_a_rank_tells_how_it_ended_whatever_it_has_made_of_its_environment(
     environ = {**os.environ, "RANK": "1", "TORCHELASTIC_ERROR_FILE": str(path)}
     command = [sys.executable, "-m", "fourfold.engines.worker", str(os.getpid()), str(script)]
     assert subprocess.run(command, env=environ, timeout=300, check=False).returncode == code
-    found = cause.read(path)
+    found = cause.load_record(path)
     assert found is not None
     assert (found.kind, found.rank) == (kind, 1)
 
 
 def test_a_record_survives_its_file(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
-    written = cause.record(ValueError("bööm"), rank=3)
-    cause.write(path, written)
-    assert cause.read(path) == written
+    written = cause.make_record(ValueError("bööm"), rank=3)
+    cause.save_record(path, written)
+    assert cause.load_record(path) == written
     assert [file.name for file in tmp_path.iterdir()] == ["error.json"]
 
 
@@ -177,8 +179,8 @@ def test_a_record_survives_its_file(tmp_path: Path) -> None:
 def test_a_file_in_another_form_is_no_record(tmp_path: Path, text: str) -> None:
     path = tmp_path / "error.json"
     path.write_text(text)
-    assert cause.read(path) is None
-    assert cause.read(tmp_path / "missing") is None
+    assert cause.load_record(path) is None
+    assert cause.load_record(tmp_path / "missing") is None
 
 
 def raised(code: str, **names: object) -> Exception:
@@ -191,7 +193,7 @@ def test_a_traceback_is_cut_to_the_users_lines() -> None:
     import torch
 
     # Through torch's frames and fourfold's, and the user's in between.
-    text = cause.explain(
+    text = cause.format_error(
         raised("tree.tree_map(lambda x: x.no_such_name, [1])", tree=torch.utils._pytree)  # type: ignore[attr-defined]
     )
     lines = text.splitlines()
@@ -207,24 +209,26 @@ def test_full_tracebacks_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("FOURFOLD_TRACEBACK", "full")
     error = raised("tree.tree_map(lambda x: x.no_such_name, [1])", tree=torch.utils._pytree)  # type: ignore[attr-defined]
-    assert "_pytree.py" in cause.explain(error)
+    assert "_pytree.py" in cause.format_error(error)
 
 
 def test_an_error_of_our_own_code_keeps_every_frame() -> None:
     with pytest.raises(AttributeError) as caught:
-        cause.first(None, {}, [])  # type: ignore[arg-type]
+        cause.first_cause(None, {}, [])  # type: ignore[arg-type]
     error = caught.value
     assert error.__traceback__ is not None
     error.__traceback__ = error.__traceback__.tb_next  # this test's own frame
-    assert "cause.py" in cause.explain(error)
+    assert "cause.py" in cause.format_error(error)
 
 
 def test_what_caused_an_error_is_told_too() -> None:
-    text = cause.explain(raised("try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise ValueError('v') from e"))
+    text = cause.format_error(
+        raised("try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise ValueError('v') from e")
+    )
     assert text.index("ZeroDivisionError") < text.index("direct cause") < text.index("ValueError: v")
 
 
 def test_our_own_errors_speak_without_traceback() -> None:
-    assert cause.explain(PlanError(Problem("dp = 3", "2 ranks", "dp = 2"), where="plan.toml")) == (
+    assert cause.format_error(PlanError(Problem("dp = 3", "2 ranks", "dp = 2"), where="plan.toml")) == (
         "PlanError: 1 problem in plan.toml\n  dp = 3   need 2 ranks   try dp = 2"
     )

@@ -48,18 +48,20 @@ def test_a_rank_killed_before_the_first_step_is_started_again_a_program_that_fai
 
 @pytest.mark.parametrize("error", [CheckpointError("bad"), TrainingError("no gradient"), StoppedError("asked")])
 def test_what_another_attempt_cannot_mend_is_not_attempted(error: Exception) -> None:
-    found = cause.first({0: cause.record(error, rank=0)}, {0: 1}, ["rank 0 of 1"])
+    found = cause.first_cause({0: cause.make_record(error, rank=0)}, {0: 1}, ["rank 0 of 1"])
     assert judged([(9, 0)], of=found) == [False]
 
 
 def test_a_peer_that_has_gone_is_a_reason_to_try_again() -> None:
-    found = cause.first({0: cause.record(PeerError("rank 1 died"), rank=0)}, {0: 75}, ["rank 0 of 1"])
+    found = cause.first_cause({0: cause.make_record(PeerError("rank 1 died"), rank=0)}, {0: 75}, ["rank 0 of 1"])
     assert judged([(9, 0)], of=found) == [True]
 
 
 def test_a_job_that_was_asked_to_stop_says_so_and_not_that_a_rank_failed() -> None:
-    found = cause.first({1: cause.record(StoppedError("stopped after step 5"), rank=1)}, {1: 75}, ["rank 0", "rank 1"])
-    assert (found.text, found.exit_code, found.stopped) == ("stopped after step 5", 75, True)
+    found = cause.first_cause(
+        {1: cause.make_record(StoppedError("stopped after step 5"), rank=1)}, {1: 75}, ["rank 0", "rank 1"]
+    )
+    assert (found.text, found.exit_code, found.is_stopped) == ("stopped after step 5", 75, True)
 
 
 def test_a_limit_is_learned_from_the_steps_and_never_below_the_least() -> None:

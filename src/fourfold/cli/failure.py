@@ -68,7 +68,7 @@ def _is_input_error(errors: Sequence[BaseException]) -> bool:
 
 
 def _format_error(error: BaseException) -> str:
-    return f"fourfold: {error}" if isinstance(error, StoppedError) else cause.explain(error).rstrip()
+    return f"fourfold: {error}" if isinstance(error, StoppedError) else cause.format_error(error).rstrip()
 
 
 def is_file(path: Path) -> bool:

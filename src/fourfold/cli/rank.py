@@ -35,7 +35,7 @@ def train(work: job.Job, world: World | None) -> None:
         _train(work, world)
     except SystemExit as leaving:
         code = cause.exit_code(leaving)
-        where = cause.explain(leaving).rstrip()
+        where = cause.format_error(leaving).rstrip()
         error = TrainingError(f"the task ended its process in mid-run, with exit code {code}\n{where}")
         error.exit_code = code or TrainingError.exit_code
         raise error from None

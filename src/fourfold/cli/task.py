@@ -115,4 +115,4 @@ class _wrap_user_errors:
             raise self._error_type(f"{self._text}: it calls sys.exit({error.code!r})") from None
         # Not only an Exception: pytest.importorskip raises a BaseException.
         if error is not None and not isinstance(error, FourfoldError | KeyboardInterrupt):
-            raise self._error_type(f"{self._text}\n{cause.explain(error).rstrip()}") from None
+            raise self._error_type(f"{self._text}\n{cause.format_error(error).rstrip()}") from None

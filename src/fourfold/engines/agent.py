@@ -108,7 +108,7 @@ class Agent(LocalElasticAgent):
         begin = time.monotonic()
         if self._stop_requested_at is None:
             words = self.find_cause()
-            if words is not None and words.stopped:  # All have agreed to end, and are about to.
+            if words is not None and words.is_stopped:  # All have agreed to end, and are about to.
                 self._wait_for_exit(lambda: begin + self.policy.window)
             return number
         if number == signal.SIGINT and self._is_starting():
@@ -195,7 +195,7 @@ class Agent(LocalElasticAgent):
         if not again:
             text = "\n".join(filter(None, (found.text, self._budget.spent(found))))
             self.cause, self._remaining_restarts = dataclasses.replace(found, text=text), 0
-        if found.stopped:
+        if found.is_stopped:
             return
         step = max(beat.step for beat in beats)
         kind = "restart" if again else "gave up"
@@ -230,7 +230,7 @@ class Agent(LocalElasticAgent):
             return self._hang_cause(self._hang)
         records = {}
         for rank, path in self._pcontext_of("error_files").items():
-            entry = cause.read(Path(path))
+            entry = cause.load_record(Path(path))
             if entry is not None:
                 records[rank] = entry
         left = self._early_exits()
@@ -238,17 +238,17 @@ class Agent(LocalElasticAgent):
         if not failed and not left and not any(self._early_exit_codes.values()):
             return None
         codes = {rank: code for rank, code in self._early_exit_codes.items() if code or records or rank in left}
-        found = cause.first(records, codes, self._rank_names())
+        found = cause.first_cause(records, codes, self._rank_names())
         if found.signal == signal.SIGTERM and self.policy.beats:
             # Where it could not leave a note yet: before the first step.
             text = f"{found.text}: stopped; {self.policy.outlook()}"
-            return cause.Cause(text, REQUEUE_CODE, found.rank, final=True, stopped=True)
+            return cause.Cause(text, REQUEUE_CODE, found.rank, is_final=True, is_stopped=True)
         # What it has written down says why it ended, but not that a person asked for it.
         trains = found.rank is not None and self._heartbeats.read()[found.rank].resumed >= 0
         written = records.get(found.rank)
         if trains and found.exit_code in STOP_TEXTS and (written is None or written.kind == cause.INTERRUPTED):
             text = f"{found.text}: {STOP_TEXTS[found.exit_code]}; {self.policy.outlook()}".removesuffix("; ")
-            return dataclasses.replace(found, text=text, final=True, stopped=True)
+            return dataclasses.replace(found, text=text, is_final=True, is_stopped=True)
         return found
 
     def _hang_cause(self, hang: watch.Hang) -> cause.Cause:

@@ -34,7 +34,7 @@ INTERRUPTED = KeyboardInterrupt.__name__
 
 
 @dataclass(frozen=True)
-class Record:
+class FailureRecord:
     """One rank's error. `message` and `timestamp` are names torch's agent reads; `text` is what people read."""
 
     rank: int
@@ -46,7 +46,7 @@ class Record:
     final: bool = False
 
     @property
-    def echo(self) -> bool:
+    def is_echo(self) -> bool:
         said = self.message.lower()
         if self.kind == SystemExit.__name__:
             return False
@@ -66,29 +66,29 @@ class Cause:
     exit_code: int
     rank: int | None = None
     signal: int | None = None
-    final: bool = False
-    stopped: bool = False
+    is_final: bool = False
+    is_stopped: bool = False
 
 
-def record(error: BaseException, *, rank: int) -> Record:
+def make_record(error: BaseException, *, rank: int) -> FailureRecord:
     """What to write down about an error that has reached the top of a rank."""
     if isinstance(error, SystemExit):
-        return _record_exit(error, rank)
+        return _exit_record(error, rank)
     if isinstance(error, KeyboardInterrupt):
         text = f"ended with exit code {INTERRUPT_CODE}"
-        return Record(rank, INTERRUPTED, INTERRUPTED, text, time.time(), INTERRUPT_CODE, final=True)
-    return Record(
+        return FailureRecord(rank, INTERRUPTED, INTERRUPTED, text, time.time(), INTERRUPT_CODE, final=True)
+    return FailureRecord(
         rank=rank,
         kind=type(error).__name__,
-        message=_said(error) or type(error).__name__,
-        text=explain(error),
+        message=_error_message(error) or type(error).__name__,
+        text=format_error(error),
         timestamp=time.time(),
         exit_code=error.exit_code if isinstance(error, FourfoldError) else 1,
         final=isinstance(error, FourfoldError) and not isinstance(error, PeerError),
     )
 
 
-def _said(error: BaseException) -> str:
+def _error_message(error: BaseException) -> str:
     """Its message; "" for an error that fails to say it, which is told all the same."""
     try:
         return str(error)
@@ -96,12 +96,12 @@ def _said(error: BaseException) -> str:
         return ""
 
 
-def _record_exit(error: SystemExit, rank: int) -> Record:
+def _exit_record(error: SystemExit, rank: int) -> FailureRecord:
     """A program that ends itself by `sys.exit` would do so again: the record is final."""
     code, kind = exit_code(error), SystemExit.__name__
     said = f": {error.code}" if error.code is not None and not isinstance(error.code, int) else ""
-    text = f"called sys.exit and ended with exit code {code}{said}{_where(error)}"
-    return Record(rank, kind, text, text, timestamp=time.time(), exit_code=code, final=True)
+    text = f"called sys.exit and ended with exit code {code}{said}{_user_line(error)}"
+    return FailureRecord(rank, kind, text, text, timestamp=time.time(), exit_code=code, final=True)
 
 
 def exit_code(error: SystemExit) -> int:
@@ -111,82 +111,82 @@ def exit_code(error: SystemExit) -> int:
     return error.code & 0xFF if isinstance(error.code, int) else 1
 
 
-def ended(rank: int) -> Record:
+def end_record(rank: int) -> FailureRecord:
     """What to write down about a program that has ended normally."""
-    return Record(rank, ENDED, ENDED, ENDED, timestamp=time.time(), exit_code=0)
+    return FailureRecord(rank, ENDED, ENDED, ENDED, timestamp=time.time(), exit_code=0)
 
 
-def write(path: Path, entry: Record) -> None:
+def save_record(path: Path, entry: FailureRecord) -> None:
     # Renamed into place: the agent may read it at any moment, and a killed rank must not leave half a file.
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(dataclasses.asdict(entry)))
     part.replace(path)
 
 
-def read(path: Path) -> Record | None:
+def load_record(path: Path) -> FailureRecord | None:
     """The record in a file; None where there is none, or one that another program wrote in its own form."""
     try:
         # Not msgspec's own decoder: an error may speak of a file whose name is no text in UTF-8.
-        return msgspec.convert(json.loads(path.read_bytes()), Record)
+        return msgspec.convert(json.loads(path.read_bytes()), FailureRecord)
     except (OSError, ValueError, RecursionError, msgspec.ValidationError):
         return None
 
 
-def first(records: Mapping[int, Record], exit_codes: Mapping[int, int], names: Sequence[str]) -> Cause:
+def first_cause(records: Mapping[int, FailureRecord], exit_codes: Mapping[int, int], names: Sequence[str]) -> Cause:
     """The cause among the ranks' records, and the exit codes of the ranks that ended before anyone was told to.
 
     A code of 0 is that of a rank that left. names: what each rank is called, as "rank 1 of 2".
     """
     done = sorted(rank for rank, entry in records.items() if entry.kind == ENDED)
     records = {rank: entry for rank, entry in records.items() if entry.kind != ENDED}
-    entries = sorted(records.values(), key=lambda entry: (entry.echo, entry.timestamp))
-    if entries and not entries[0].echo:
-        return _of_record(entries[0], names)
+    entries = sorted(records.values(), key=lambda entry: (entry.is_echo, entry.timestamp))
+    if entries and not entries[0].is_echo:
+        return _cause_of_record(entries[0], names)
     silent = {rank: code for rank, code in sorted(exit_codes.items()) if code and rank not in records}
     killed = [rank for rank, code in silent.items() if code < 0]
     if silent:
         rank = (killed or list(silent))[0]
-        return _of_code(rank, silent[rank], names[rank])
+        return _cause_of_exit_code(rank, silent[rank], names[rank])
     if entries and done:
-        return _of_end(done, entries, names)
+        return _cause_of_early_end(done, entries, names)
     left = [rank for rank, code in sorted(exit_codes.items()) if code == 0]
     if left:
-        text = f"{_all(left, names)} ended with exit code 0 before the run had ended"
+        text = f"{_join_names(left, names)} ended with exit code 0 before the run had ended"
         return Cause(text, 1, left[0])
     if entries:
-        return _of_record(entries[0], names)
+        return _cause_of_record(entries[0], names)
     return Cause(f"a rank of {len(names)} failed and left no trace", 1)
 
 
-def _all(ranks: Sequence[int], names: Sequence[str]) -> str:
+def _join_names(ranks: Sequence[int], names: Sequence[str]) -> str:
     return " and ".join(names[rank] for rank in ranks)
 
 
-def _of_end(done: Sequence[int], echoes: Sequence[Record], names: Sequence[str]) -> Cause:
+def _cause_of_early_end(done: Sequence[int], echoes: Sequence[FailureRecord], names: Sequence[str]) -> Cause:
     """Ranks whose program ended normally, and others that failed because they still needed them."""
     waiting = sorted(entry.rank for entry in echoes)
     who = f"rank{'s' * (len(waiting) > 1)} {' and '.join(map(str, waiting))}"
     text = (
-        f"{_all(done, names)} ended normally while {who} still waited for {'it' if len(done) == 1 else 'them'}\n"
+        f"{_join_names(done, names)} ended normally while {who} still waited for {'it' if len(done) == 1 else 'them'}\n"
         "  need   ranks that make the same calls: steps, evaluations, collectives\n"
         "  try    as many batches on every rank (ff.Feed sees to it), or DistributedOptimizer.join()"
     )
     first_echo = echoes[0]
     if first_echo.kind not in ECHO_KINDS:  # Ours know no line of the user's.
         text += f"\nrank {first_echo.rank} waited here\n{first_echo.text.rstrip()}"
-    return Cause(text, 1, done[0], final=True)
+    return Cause(text, 1, done[0], is_final=True)
 
 
-def _of_record(entry: Record, names: Sequence[str]) -> Cause:
+def _cause_of_record(entry: FailureRecord, names: Sequence[str]) -> Cause:
     if entry.kind == StoppedError.__name__:
-        return Cause(entry.message, entry.exit_code, final=True, stopped=True)
+        return Cause(entry.message, entry.exit_code, is_final=True, is_stopped=True)
     if entry.kind in (SystemExit.__name__, INTERRUPTED):
-        return Cause(f"{names[entry.rank]} {entry.text}", entry.exit_code, entry.rank, final=entry.final)
+        return Cause(f"{names[entry.rank]} {entry.text}", entry.exit_code, entry.rank, is_final=entry.final)
     text = f"{names[entry.rank]} failed\n{entry.text.rstrip()}"
-    return Cause(text, entry.exit_code, entry.rank, final=entry.final)
+    return Cause(text, entry.exit_code, entry.rank, is_final=entry.final)
 
 
-def _of_code(rank: int, code: int, name: str) -> Cause:
+def _cause_of_exit_code(rank: int, code: int, name: str) -> Cause:
     if code >= 0:
         return Cause(f"{name} ended with exit code {code}", code, rank)
     try:
@@ -200,18 +200,18 @@ def _of_code(rank: int, code: int, name: str) -> Cause:
 # ---- tracebacks, cut
 
 
-def _where(error: BaseException) -> str:
+def _user_line(error: BaseException) -> str:
     """The innermost line that is not Python's, torch's or ours, below the text; "" where there is none."""
     library = sysconfig.get_path("stdlib") + os.sep
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if _owner(frame.filename) is None and not frame.filename.startswith(library)
+        if _frame_owner(frame.filename) is None and not frame.filename.startswith(library)
     ]
     return "" if not frames else "\n" + "".join(traceback.format_list(frames[-1:])).rstrip()
 
 
-def explain(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """The text of an error for its reader: a FourfoldError speaks for itself, others come with the user's lines.
 
     FOURFOLD_TRACEBACK=full in the environment shows every frame.
@@ -221,30 +221,30 @@ def explain(error: BaseException) -> str:
         return error.text()
     report = traceback.TracebackException.from_exception(error)
     if not full:
-        _cut(report)
+        _elide_frames(report)
     return escaped("".join(report.format()))
 
 
-class _Frames(traceback.StackSummary):
+class _ElidedStack(traceback.StackSummary):
     """Frames of which some stand for several left out."""
 
     def format_frame_summary(self, frame_summary: traceback.FrameSummary, **keywords: object) -> str:
-        if frame_summary.filename == _LEFT_OUT:
+        if frame_summary.filename == _ELIDED:
             return f"  … {frame_summary.name}\n"
         return super().format_frame_summary(frame_summary, **keywords)  # type: ignore[arg-type]
 
 
-_LEFT_OUT = "<left out>"
+_ELIDED = "<left out>"
 
 
-def _cut(report: traceback.TracebackException) -> None:
+def _elide_frames(report: traceback.TracebackException) -> None:
     for other in (report.__cause__, report.__context__, *(report.exceptions or ())):
         if other is not None:
-            _cut(other)
-    owners = [_owner(frame.filename) for frame in report.stack]
+            _elide_frames(other)
+    owners = [_frame_owner(frame.filename) for frame in report.stack]
     if all(owners) and not issubclass(report.exc_type or Exception, SyntaxError):
         return  # No line of the user's: the fault may be ours, and every frame is needed.
-    frames = _Frames()
+    frames = _ElidedStack()
     skipped: list[str] = []
     for frame, owner in zip([*report.stack, None], [*owners, None], strict=True):
         if owner:
@@ -253,23 +253,23 @@ def _cut(report: traceback.TracebackException) -> None:
         # What leads from Python's start to the user's first line is of no interest; later gaps are told.
         if skipped and frames:
             count, names = len(skipped), " and ".join(dict.fromkeys(skipped))
-            frames.append(traceback.FrameSummary(_LEFT_OUT, count, f"{count} frame{'s' * (count > 1)} inside {names}"))
+            frames.append(traceback.FrameSummary(_ELIDED, count, f"{count} frame{'s' * (count > 1)} inside {names}"))
         skipped.clear()
         if frame is not None:
             frames.append(frame)
     report.stack = frames
 
 
-def _owner(filename: str) -> str | None:
+def _frame_owner(filename: str) -> str | None:
     """Whose frame it is: "fourfold", "torch", "Python" (its start-up machinery), or None for the user's."""
     if filename.startswith("<frozen ") or os.path.basename(filename) in ("runpy.py", "contextlib.py"):
         return "Python"
     path = os.path.abspath(filename)
-    if path.startswith(_FOURFOLD):
-        return None if path.startswith(_TASKS) else "fourfold"
+    if path.startswith(_FOURFOLD_PATH):
+        return None if path.startswith(_TASKS_PATH) else "fourfold"
     torch = getattr(sys.modules.get("torch"), "__file__", None)
     return "torch" if torch and path.startswith(os.path.dirname(torch) + os.sep) else None
 
 
-_FOURFOLD = str(Path(__file__).resolve().parent.parent) + os.sep
-_TASKS = _FOURFOLD + "tasks" + os.sep
+_FOURFOLD_PATH = str(Path(__file__).resolve().parent.parent) + os.sep
+_TASKS_PATH = _FOURFOLD_PATH + "tasks" + os.sep

@@ -87,7 +87,7 @@ def _run(agent: Agent) -> Outcome:
 def _stopped(agent: Agent, number: signal.Signals) -> Outcome:
     """The job was asked to end. Ranks that save before they do have said so."""
     found = agent.find_cause()
-    if found is not None and found.stopped:
+    if found is not None and found.is_stopped:
         return Outcome(found.exit_code, found.text)
     codes = agent.exit_codes().values()
     if codes and not any(codes):

@@ -64,14 +64,14 @@ class Budget:
             self.used = 0
         self._step, self._resumed = max(step, self._step), max(resumed, self._resumed)
         never_began = self._care.beats and self._step < 0 and cause.signal is None
-        if cause.final or never_began or self.used >= self._care.restarts:
+        if cause.is_final or never_began or self.used >= self._care.restarts:
             return False
         self.used += 1
         return True
 
     def spent(self, cause: Cause) -> str:
         """What is said where the budget is why the job is not started again; "" where it is not."""
-        if cause.final or self.used == 0 or self.used < self._care.restarts:
+        if cause.is_final or self.used == 0 or self.used < self._care.restarts:
             return ""
         gave_up = f"gave up after {self.used} restart{'s' * (self.used > 1)}"
         if self._care.folder is None:

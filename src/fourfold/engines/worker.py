@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def _write_end(rank: int, path: Path) -> None:
     with contextlib.suppress(OSError):  # without it a rank that still waits for this one tells of a death
-        cause.write(path, cause.ended(rank))
+        cause.save_record(path, cause.end_record(rank))
 
 
 def run_program(command: Sequence[str]) -> None:
@@ -90,9 +90,9 @@ def _leave_group(process: int) -> None:
 
 def _fail(error: BaseException, rank: int, path: Path) -> NoReturn:
     """Tell the launcher, before the other ranks can notice that this one has gone; and go."""
-    entry = cause.record(error, rank=rank)
+    entry = cause.make_record(error, rank=rank)
     try:
-        cause.write(path, entry)
+        cause.save_record(path, entry)
     except OSError as problem:  # a full disk: the launcher tells the exit code, and the error is told here
         streams.say(
             f"rank {rank} failed, and its record could not be written: {reason(problem)}\n{entry.text.rstrip()}"
