@@ -11,16 +11,28 @@ from typing import Any
 
 import pytest
 
-from fourfold.engines.doctor import FAIL, GIB, MIB, OK, OLDEST_TORCH, WARN, Facts, Link, exit_code, judge, rows
+from fourfold.engines.doctor import (
+    FAIL,
+    GIB,
+    MIB,
+    OK,
+    OLDEST_TORCH,
+    WARN,
+    GlooTiming,
+    MachineFacts,
+    check_machine,
+    exit_code,
+    format_findings,
+)
 from fourfold.engines.facts import look
 
 ROOT = Path(__file__).parents[2]
-HEALTHY = Facts(
+HEALTHY = MachineFacts(
     python=(3, 12, 1),
     torch="2.13.0+cpu",
     cores=8,
     machine_cores=8,
-    load=0.2,
+    load_average=0.2,
     total_bytes=64 * GIB,
     available_bytes=50 * GIB,
     shared_bytes=GIB,
@@ -28,17 +40,17 @@ HEALTHY = Facts(
     files_limit=4096,
     disk_free_bytes=100 * GIB,
     write_rate=500 * MIB,
-    link=Link(bulk_seconds=0.003, value_seconds=0.0001),
+    gloo=GlooTiming(bulk_seconds=0.003, value_seconds=0.0001),
     now=1.8e9,
 )
 
 
 def test_a_healthy_machine_has_nothing_to_mend() -> None:
-    findings = judge(HEALTHY)
+    findings = check_machine(HEALTHY)
     assert {finding.mark for finding in findings} == {OK}
     assert not any(finding.attempt for finding in findings)
     assert exit_code(findings) == 0
-    assert rows(findings).endswith("\n\nnothing to mend")
+    assert format_findings(findings).endswith("\n\nnothing to mend")
 
 
 NO_GPU = {"gpu_driver": True, "cuda_build": "13.0"}
@@ -68,8 +80,8 @@ ILL: list[tuple[str, str, str, dict[str, Any]]] = [
     ("disk", FAIL, "another folder", {"disk_free_bytes": 10 * MIB}),
     ("disk", WARN, "making room", {"disk_free_bytes": GIB}),
     ("disk", WARN, "local disk", {"write_rate": 3 * MIB}),
-    ("2 processes", FAIL, "GLOO_SOCKET_IFNAME", {"link": Link(problem="gloo: no address")}),
-    ("2 processes", WARN, "ending", {"link": Link(bulk_seconds=1.0, value_seconds=0.1)}),
+    ("2 processes", FAIL, "GLOO_SOCKET_IFNAME", {"link": GlooTiming(problem="gloo: no address")}),
+    ("2 processes", WARN, "ending", {"link": GlooTiming(bulk_seconds=1.0, value_seconds=0.1)}),
     ("launcher", FAIL, "the launcher again", {"environ": {**PLACED, "OMPI_COMM_WORLD_RANK": "2"}}),
     ("launcher", FAIL, "WORLD_SIZE=N", {"environ": {"RANK": "1"}}),
     ("launcher", WARN, "unset PMI_RANK", {"environ": {**PLACED, "PMI_RANK": "1", "PMI_SIZE": "2"}}),
@@ -84,21 +96,21 @@ ILL: list[tuple[str, str, str, dict[str, Any]]] = [
 def test_what_is_ill_is_marked_alone_and_has_a_remedy(
     name: str, mark: str, attempt: str, changes: dict[str, Any]
 ) -> None:
-    findings = judge(dataclasses.replace(HEALTHY, **changes))
+    findings = check_machine(dataclasses.replace(HEALTHY, **changes))
     bad = [finding for finding in findings if finding.mark != OK]
     assert [(finding.name, finding.mark) for finding in bad] == [(name, mark)]
     assert attempt in bad[0].attempt
     assert exit_code(findings) == int(mark == FAIL)
-    assert f"try {bad[0].attempt}" in rows(findings)
+    assert f"try {bad[0].attempt}" in format_findings(findings)
 
 
 def test_every_row_that_can_be_ill_has_been() -> None:
-    assert {finding.name for finding in judge(HEALTHY)} - {case[0] for case in ILL} == set()
+    assert {finding.name for finding in check_machine(HEALTHY)} - {case[0] for case in ILL} == set()
 
 
 def test_a_container_limit_counts_only_where_it_is_lower() -> None:
     def memory(**changes: Any) -> str:
-        return next(f.value for f in judge(dataclasses.replace(HEALTHY, **changes)) if f.name == "memory")
+        return next(f.value for f in check_machine(dataclasses.replace(HEALTHY, **changes)) if f.name == "memory")
 
     assert memory(limit_bytes=8 * GIB, limit_left_bytes=6 * GIB) == "6.0 GiB free of 8.0 GiB (container limit)"
     assert memory(limit_bytes=999 * GIB, limit_left_bytes=1) == "50.0 GiB free of 64.0 GiB"

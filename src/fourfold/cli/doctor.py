@@ -9,7 +9,7 @@ import json
 
 def run_doctor(*, as_json: bool) -> int:
     """`fourfold doctor`; returns the exit code."""
-    from fourfold.engines.doctor import exit_code, judge, rows
+    from fourfold.engines.doctor import check_machine, exit_code, format_findings
     from fourfold.engines.facts import look
 
     facts = look()
@@ -17,11 +17,11 @@ def run_doctor(*, as_json: bool) -> int:
         from fourfold.engines.loopback import measure
 
         facts = dataclasses.replace(facts, link=measure())
-    findings = judge(facts)
+    findings = check_machine(facts)
     if as_json:
         print(json.dumps([_json_row(dataclasses.asdict(finding)) for finding in findings], indent=2))
     else:
-        print(rows(findings))
+        print(format_findings(findings))
     return exit_code(findings)
 
 

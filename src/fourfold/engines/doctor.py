@@ -19,16 +19,16 @@ OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH, NEWEST_TESTED_TORCH = (2, 11), (2, 13)
 LOW_MEMORY_BYTES, LOW_DISK_BYTES, FULL_DISK_BYTES = 2 * GIB, 5 * GIB, 256 * MIB
 LOW_SHM_BYTES = 256 * MIB  # Docker's default is 64 MiB
-SLOW_DISK = 30 * MIB  # bytes a second
-FEW_FILES = 1024
+SLOW_DISK_BYTES_PER_SECOND = 30 * MIB  # bytes a second
+MIN_OPEN_FILES = 1024
 SKEW_SECONDS = 2.0
 EARLIEST_TIME = 1735689600.0  # 1 January 2025: no clock of a machine that runs this is right before it
-SLOW_VALUE_SECONDS = 2e-3  # a reduction of one value; 0.1 ms on an idle machine
+SLOW_SCALAR_SECONDS = 2e-3  # a reduction of one value; 0.1 ms on an idle machine
 FOURFOLD_VARIABLES = ("FOURFOLD_HOST", "FOURFOLD_SERVICE", "FOURFOLD_TRACEBACK", "FOURFOLD_WORLD_SIZE")
 
 
 @dataclass(frozen=True)
-class Link:
+class GlooTiming:
     """Two processes of this host through gloo: seconds to reduce 4 MiB and to reduce one value; or why it failed."""
 
     bulk_seconds: float = 0.0
@@ -37,7 +37,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Facts:
+class MachineFacts:
     """What was found. Optional values are None where they could not be found out; problems are "" where all is well.
 
     quota_cores    processors a container grants
@@ -55,11 +55,11 @@ class Facts:
     torch_problem: str = ""
     cuda_build: str | None = None
     gpus: Sequence[str] = ()
-    gpu_driver: bool = False
+    has_gpu_driver: bool = False
     cores: int = 1
     machine_cores: int = 1
     quota_cores: float | None = None
-    load: float = 0.0
+    load_average: float = 0.0
     total_bytes: int = 0
     available_bytes: int = 0
     limit_bytes: int | None = None
@@ -71,7 +71,7 @@ class Facts:
     disk_free_bytes: int = 0
     write_rate: float = 0.0
     disk_problem: str = ""
-    link: Link | None = None
+    gloo: GlooTiming | None = None
     now: float = EARLIEST_TIME
     skew_seconds: float = 0.0
 
@@ -86,7 +86,7 @@ class Finding:
     attempt: str = ""
 
 
-def judge(facts: Facts) -> list[Finding]:
+def check_machine(facts: MachineFacts) -> list[Finding]:
     """Every row, in the order of CHECKS."""
     return [finding for check in CHECKS for finding in check(facts)]
 
@@ -96,7 +96,7 @@ def exit_code(findings: Iterable[Finding]) -> int:
     return int(any(finding.mark == FAIL for finding in findings))
 
 
-def rows(findings: Sequence[Finding]) -> str:
+def format_findings(findings: Sequence[Finding]) -> str:
     """The findings for people: aligned rows, and a last line that counts them."""
     widths = [max(len(getattr(finding, name)) for finding in findings) for name in ("mark", "name", "value")]
     lines = []
@@ -112,18 +112,18 @@ def rows(findings: Sequence[Finding]) -> str:
 # ---- the rows
 
 
-def _python(facts: Facts) -> list[Finding]:
+def _python(facts: MachineFacts) -> list[Finding]:
     text = ".".join(map(str, facts.python))
     if facts.python[:2] < OLDEST_PYTHON:
         return [Finding("python", FAIL, text, f"Python {'.'.join(map(str, OLDEST_PYTHON))} or newer")]
     return [Finding("python", OK, text)]
 
 
-def _torch(facts: Facts) -> list[Finding]:
+def _torch(facts: MachineFacts) -> list[Finding]:
     if facts.torch_problem:
         return [Finding("torch", FAIL, facts.torch_problem, "pip install -c constraints.txt torch")]
-    version = _version(facts.torch)
-    tested = f"{_dotted(OLDEST_TORCH)} to {_dotted(NEWEST_TESTED_TORCH)}"
+    version = _parse_version(facts.torch)
+    tested = f"{_format_version(OLDEST_TORCH)} to {_format_version(NEWEST_TESTED_TORCH)}"
     if version < OLDEST_TORCH:
         return [Finding("torch", FAIL, facts.torch, f"torch {tested}")]
     if version > NEWEST_TESTED_TORCH:
@@ -131,33 +131,33 @@ def _torch(facts: Facts) -> list[Finding]:
     return [Finding("torch", OK, facts.torch)]
 
 
-def _gpus(facts: Facts) -> list[Finding]:
+def _gpus(facts: MachineFacts) -> list[Finding]:
     if facts.torch_problem:
         return []
     if facts.gpus:
         names = ", ".join(f"{facts.gpus.count(name)} × {name}" for name in dict.fromkeys(facts.gpus))
         return [Finding("gpus", OK, f"{names} (CUDA {facts.cuda_build})")]
-    if facts.gpu_driver and facts.cuda_build is None:
+    if facts.has_gpu_driver and facts.cuda_build is None:
         return [Finding("gpus", WARN, "a driver, but torch is built for the CPU", "a CUDA build of torch")]
-    if facts.gpu_driver:
+    if facts.has_gpu_driver:
         hidden = "CUDA_VISIBLE_DEVICES" in facts.environ
         attempt = "unset CUDA_VISIBLE_DEVICES" if hidden else "nvidia-smi, and a driver as new as torch's CUDA"
         return [Finding("gpus", WARN, f"a driver, but torch {facts.cuda_build} sees none", attempt)]
     return [Finding("gpus", OK, "none, ranks use the CPU")]
 
 
-def _cores(facts: Facts) -> list[Finding]:
+def _cores(facts: MachineFacts) -> list[Finding]:
     value = f"{facts.cores} of {facts.machine_cores}"
     if facts.quota_cores is not None and facts.quota_cores < facts.machine_cores:
         value += f" (a quota of {facts.quota_cores:g})"
     if facts.quota_cores is not None and facts.quota_cores < 1:
         return [Finding("cores", WARN, value, "a container with at least 1 core")]
-    if facts.load > facts.cores + 0.5:
-        return [Finding("cores", WARN, f"{value}, load {facts.load:.1f}", "ending what else runs here")]
-    return [Finding("cores", OK, f"{value}, load {facts.load:.1f}")]
+    if facts.load_average > facts.cores + 0.5:
+        return [Finding("cores", WARN, f"{value}, load {facts.load_average:.1f}", "ending what else runs here")]
+    return [Finding("cores", OK, f"{value}, load {facts.load_average:.1f}")]
 
 
-def _threads(facts: Facts) -> list[Finding]:
+def _threads(facts: MachineFacts) -> list[Finding]:
     said = {name: facts.environ[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name in facts.environ}
     if not said:
         return [Finding("threads", OK, "not set: each rank takes its share of the cores")]
@@ -174,71 +174,71 @@ def _threads(facts: Facts) -> list[Finding]:
     return [Finding("threads", OK, value)]
 
 
-def _memory(facts: Facts) -> list[Finding]:
+def _memory(facts: MachineFacts) -> list[Finding]:
     total, left = facts.total_bytes, facts.available_bytes
     limited = facts.limit_bytes is not None and facts.limit_bytes < total
     if limited:
         total, left = facts.limit_bytes or 0, min(left, facts.limit_left_bytes or 0)
-    value = f"{size(left)} free of {size(total)}{' (container limit)' if limited else ''}"
+    value = f"{format_bytes(left)} free of {format_bytes(total)}{' (container limit)' if limited else ''}"
     if left < LOW_MEMORY_BYTES:
         return [Finding("memory", WARN, value, "a smaller batch or fewer ranks, or ending what else runs here")]
     return [Finding("memory", OK, value)]
 
 
-def _shared(facts: Facts) -> list[Finding]:
+def _shared_memory(facts: MachineFacts) -> list[Finding]:
     slower = "nothing: ranks of this host use gloo, which is slower"
     if facts.system != "linux" or facts.machine != "x86_64":
         got = f"needs Linux on x86-64, this is {facts.system} on {facts.machine}"
         return [Finding("shared memory", WARN, got, slower)]
     if facts.shared_problem:
         return [Finding("shared memory", WARN, facts.shared_problem, "a larger memory limit; until then gloo is used")]
-    return [Finding("shared memory", OK, f"{size(facts.shared_bytes)} reserved and given back")]
+    return [Finding("shared memory", OK, f"{format_bytes(facts.shared_bytes)} reserved and given back")]
 
 
-def _shm(facts: Facts) -> list[Finding]:
+def _shm(facts: MachineFacts) -> list[Finding]:
     if facts.shm_bytes is None:
         return [Finding("/dev/shm", WARN, "not there", "mounting a tmpfs: data loaders with workers need it")]
     if facts.shm_bytes < LOW_SHM_BYTES:
         attempt = "docker run --shm-size=1g: data loaders with workers need it"
-        return [Finding("/dev/shm", WARN, f"{size(facts.shm_bytes)} free", attempt)]
-    return [Finding("/dev/shm", OK, f"{size(facts.shm_bytes)} free")]
+        return [Finding("/dev/shm", WARN, f"{format_bytes(facts.shm_bytes)} free", attempt)]
+    return [Finding("/dev/shm", OK, f"{format_bytes(facts.shm_bytes)} free")]
 
 
-def _files(facts: Facts) -> list[Finding]:
+def _open_files(facts: MachineFacts) -> list[Finding]:
     if facts.files_limit is None:
         return []
-    if facts.files_limit < FEW_FILES:
+    if facts.files_limit < MIN_OPEN_FILES:
         return [Finding("open files", WARN, f"at most {facts.files_limit}", "ulimit -n 4096")]
     return [Finding("open files", OK, f"at most {facts.files_limit}")]
 
 
-def _disk(facts: Facts) -> list[Finding]:
+def _disk(facts: MachineFacts) -> list[Finding]:
     if facts.disk_problem:
         return [Finding("disk", FAIL, facts.disk_problem, "a folder that can be written to")]
-    value = f"{size(facts.disk_free_bytes)} free here, writes {facts.write_rate / MIB:.0f} MiB/s"
+    value = f"{format_bytes(facts.disk_free_bytes)} free here, writes {facts.write_rate / MIB:.0f} MiB/s"
     if facts.disk_free_bytes < FULL_DISK_BYTES:
         return [Finding("disk", FAIL, value, "another folder: a run writes its log and results here")]
     if facts.disk_free_bytes < LOW_DISK_BYTES:
         return [Finding("disk", WARN, value, "making room: a run writes its results here")]
-    if facts.write_rate < SLOW_DISK:
+    if facts.write_rate < SLOW_DISK_BYTES_PER_SECOND:
         return [Finding("disk", WARN, value, "a local disk instead of a network folder")]
     return [Finding("disk", OK, value)]
 
 
-def _loopback(facts: Facts) -> list[Finding]:
-    if facts.link is None:
+def _gloo(facts: MachineFacts) -> list[Finding]:
+    if facts.gloo is None:
         return []
-    if facts.link.problem:
+    if facts.gloo.problem:
         attempt = "GLOO_SOCKET_IFNAME=lo, or a host name that resolves (/etc/hosts)"
-        return [Finding("2 processes", FAIL, facts.link.problem, attempt)]
-    bulk, value = 1e3 * facts.link.bulk_seconds, 1e3 * facts.link.value_seconds
+        return [Finding("2 processes", FAIL, facts.gloo.problem, attempt)]
+    bulk, value = 1e3 * facts.gloo.bulk_seconds, 1e3 * facts.gloo.value_seconds
     text = f"4 MiB reduced in {bulk:.1f} ms, 1 value in {value:.2f} ms"
-    if facts.link.value_seconds > SLOW_VALUE_SECONDS:
+    if facts.gloo.value_seconds > SLOW_SCALAR_SECONDS:
         return [Finding("2 processes", WARN, text, "ending what else runs here")]
     return [Finding("2 processes", OK, f"{text} (gloo)")]
 
 
-def _launcher(facts: Facts) -> list[Finding]:
+def _launcher(facts: MachineFacts) -> list[Finding]:
     try:
         found = launchers.present(facts.environ)
         seat = launchers.find(facts.environ)
@@ -250,7 +250,7 @@ def _launcher(facts: Facts) -> list[Finding]:
     if seat is None:
         return [Finding("launcher", OK, "none: fourfold starts its own processes")]
     value = f"{seat.launcher.name}: rank {seat.rank} of {seat.size}"
-    others = [other for other in found[1:] if _place(other, facts.environ) not in ("", str(seat.rank))]
+    others = [other for other in found[1:] if _rank_text(other, facts.environ) not in ("", str(seat.rank))]
     if others:
         names = " ".join(name for other in others for name in other.rank if name in facts.environ)
         value += f", but {', '.join(other.name for other in others)} says otherwise"
@@ -258,11 +258,11 @@ def _launcher(facts: Facts) -> list[Finding]:
     return [Finding("launcher", OK, value)]
 
 
-def _place(launcher: launchers.Launcher, environ: Mapping[str, str]) -> str:
+def _rank_text(launcher: launchers.Launcher, environ: Mapping[str, str]) -> str:
     return next((environ[name] for name in launcher.rank if environ.get(name)), "")
 
 
-def _leftovers(facts: Facts) -> list[Finding]:
+def _variables(facts: MachineFacts) -> list[Finding]:
     found = []
     for name in sorted(facts.environ):
         if not name.startswith("FOURFOLD_"):
@@ -278,7 +278,7 @@ def _leftovers(facts: Facts) -> list[Finding]:
     return found
 
 
-def _clock(facts: Facts) -> list[Finding]:
+def _clock(facts: MachineFacts) -> list[Finding]:
     if facts.now < EARLIEST_TIME:
         return [Finding("clock", FAIL, "before 2025", "setting the time (ntp): certificates and logs need it")]
     if abs(facts.skew_seconds) > SKEW_SECONDS:
@@ -287,33 +287,33 @@ def _clock(facts: Facts) -> list[Finding]:
     return [Finding("clock", OK, "agrees with the files written here")]
 
 
-CHECKS: tuple[Callable[[Facts], list[Finding]], ...] = (
+CHECKS: tuple[Callable[[MachineFacts], list[Finding]], ...] = (
     _python,
     _torch,
     _gpus,
     _cores,
     _threads,
     _memory,
-    _shared,
+    _shared_memory,
     _shm,
-    _files,
+    _open_files,
     _disk,
-    _loopback,
+    _gloo,
     _launcher,
-    _leftovers,
+    _variables,
     _clock,
 )
 
 
-def size(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """Bytes for people: 812 MiB, 3.9 GiB."""
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.0f} MiB"
 
 
-def _version(text: str) -> tuple[int, ...]:
+def _parse_version(text: str) -> tuple[int, ...]:
     parts = text.split("+")[0].split(".")[:2]
     return tuple(int("".join(char for char in part if char.isdecimal()) or 0) for part in parts)
 
 
-def _dotted(version: Sequence[int]) -> str:
+def _format_version(version: Sequence[int]) -> str:
     return ".".join(map(str, version))

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from fourfold.engines.doctor import MIB, Facts
+from fourfold.engines.doctor import MIB, MachineFacts
 from fourfold.words import cgroup
 from fourfold.words.world import cores
 
@@ -28,23 +28,23 @@ WRITE_SECONDS = 1.0  # a slow disk is known for one before all is written
 UNLIMITED = 2**60  # cgroup v1 says "no limit" with a number near 2**63
 
 
-def look(folder: Path = Path()) -> Facts:
+def look(folder: Path = Path()) -> MachineFacts:
     """What there is. Starts no process."""
     memory = psutil.virtual_memory()
     limit, left = _memory_limit()
     shared_bytes, shared_problem = _shared(min(SHARED_BYTES, memory.available // 8, (left or memory.available) // 8))
     rate, skew, disk_problem = _write(folder)
-    return Facts(
+    return MachineFacts(
         environ=dict(os.environ),
         system=sys.platform,
         machine=platform.machine(),
         python=tuple(sys.version_info[:3]),
         **_torch(),
-        gpu_driver=Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists(),
+        has_gpu_driver=Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists(),
         cores=cores(),
         machine_cores=os.cpu_count() or 1,
         quota_cores=cgroup.cpu_quota(),
-        load=os.getloadavg()[0],
+        load_average=os.getloadavg()[0],
         total_bytes=memory.total,
         available_bytes=memory.available,
         limit_bytes=limit,

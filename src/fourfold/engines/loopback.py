@@ -15,14 +15,14 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from fourfold.engines.doctor import Link
+from fourfold.engines.doctor import GlooTiming
 
 LIMIT_SECONDS = 3.0
 VALUES, BULKS = 50, 5
 BULK_ELEMENTS = 2**20  # float32: 4 MiB, a bucket of the default size
 
 
-def measure() -> Link:
+def measure() -> GlooTiming:
     """Reduce between two processes. To be called before this process has used torch's threads."""
     with tempfile.TemporaryDirectory(prefix="fourfold-") as folder:
         reading, writing = os.pipe()
@@ -38,13 +38,13 @@ def measure() -> Link:
                 os.waitpid(child, 0)
 
 
-def _answer(reading: int) -> Link:
+def _answer(reading: int) -> GlooTiming:
     ready, _, _ = select.select([reading], [], [], LIMIT_SECONDS)
     if not ready:
-        return Link(problem=f"no answer over gloo within {LIMIT_SECONDS:.0f} s")
+        return GlooTiming(problem=f"no answer over gloo within {LIMIT_SECONDS:.0f} s")
     # Written at once and shorter than a pipe's atomic write: all of the first answer, or nothing.
     line = os.read(reading, 4096).partition(b"\n")[0]
-    return Link(**json.loads(line)) if line else Link(problem="the processes ended without an answer")
+    return GlooTiming(**json.loads(line)) if line else GlooTiming(problem="the processes ended without an answer")
 
 
 def _fork(rank: int, store: Path, writing: int) -> int:
