@@ -20,7 +20,7 @@ def handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
     module = SimpleNamespace(_rendezvous_handlers={"env": lambda url, **_: iter([("theirs", 0, 0)])})
-    env_store.register(module)
+    env_store.register_handler(module)
     return lambda url: next(module._rendezvous_handlers["env"](url))
 
 

@@ -19,23 +19,23 @@ from urllib.parse import parse_qs, urlparse
 
 from fourfold.words.rendezvous import store_file
 
-MODULE = "torch.distributed.rendezvous"
-PLACE = ("MASTER_ADDR", "MASTER_PORT")
+RENDEZVOUS_MODULE = "torch.distributed.rendezvous"
+ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 
 
-def prepare() -> None:
+def install() -> None:
     """Have torch's rendezvous know the job's file, as soon as the script imports it."""
     if store_file(os.environ) is not None:
-        sys.meta_path.insert(0, _AfterImport())
+        sys.meta_path.insert(0, _ImportHook())
 
 
-class _AfterImport(MetaPathFinder):
+class _ImportHook(MetaPathFinder):
     """Finds torch's module as Python does, and has it changed when it has been loaded."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != MODULE:
+        if fullname != RENDEZVOUS_MODULE:
             return None
         sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
@@ -45,22 +45,22 @@ class _AfterImport(MetaPathFinder):
 
         def load_and_register(module: ModuleType) -> None:
             load(module)
-            register(module)
+            register_handler(module)
 
         loader.exec_module = load_and_register
         return spec
 
 
-def register(module: Any) -> None:
+def register_handler(module: Any) -> None:
     """Put the job's file before torch's way to handle env://."""
     theirs = module._rendezvous_handlers["env"]
-    world = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", *PLACE)}
+    world = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", *ADDRESS_VARIABLES)}
 
-    def ours(url: str, timeout: timedelta | None = None, **options: Any) -> Iterator[tuple[Any, int, int]]:
+    def env_rendezvous(url: str, timeout: timedelta | None = None, **options: Any) -> Iterator[tuple[Any, int, int]]:
         query = {name: values[0] for name, values in parse_qs(urlparse(url).query).items()}
         asked = {"RANK": query.get("rank", "-1"), "WORLD_SIZE": query.get("world_size", "-1")}
         asked = {name: os.environ.get(name) if value == "-1" else value for name, value in asked.items()}
-        asked |= {name: os.environ.get(name) for name in PLACE}
+        asked |= {name: os.environ.get(name) for name in ADDRESS_VARIABLES}
         if asked != world:
             yield from theirs(url, **({} if timeout is None else {"timeout": timeout}), **options)
             return
@@ -71,4 +71,4 @@ def register(module: Any) -> None:
         yield file_store(path, size, GROUP_SECONDS), rank, size
         raise RuntimeError("a job meets once in each attempt: its ranks cannot meet in another number")
 
-    module._rendezvous_handlers["env"] = ours
+    module._rendezvous_handlers["env"] = env_rendezvous

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> None:
     rank, path = int(os.environ["RANK"]), Path(os.environ["TORCHELASTIC_ERROR_FILE"])
     faulthandler.enable(all_threads=False)
     _tell_where_on_signal()
-    env_store.prepare()
+    env_store.install()
     try:
         run_program(command)
     except SystemExit as leaving:
