@@ -52,5 +52,5 @@ def test_a_run_and_the_doctor_see_the_same_quota(quota, cores):
         mock.patch.object(cgroup, "cpu_quota", return_value=quota),
         mock.patch("os.sched_getaffinity", return_value=set(range(8))),
     ):
-        found = facts.look()
+        found = facts.probe_machine()
         assert (world.cores(), found.cores, found.quota_cores) == (cores, cores, quota)

@@ -24,7 +24,7 @@ from fourfold.engines.doctor import (
     exit_code,
     format_findings,
 )
-from fourfold.engines.facts import look
+from fourfold.engines.facts import probe_machine
 
 ROOT = Path(__file__).parents[2]
 HEALTHY = MachineFacts(
@@ -123,7 +123,7 @@ def test_the_oldest_torch_is_the_one_the_package_asks_for() -> None:
 
 
 def test_a_look_leaves_nothing_behind(tmp_path: Path) -> None:
-    facts = look(tmp_path)
+    facts = probe_machine(tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert facts.write_rate > 0
     assert facts.disk_problem == ""
@@ -132,7 +132,7 @@ def test_a_look_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
-    facts = look(Path("/proc/self"))
+    facts = probe_machine(Path("/proc/self"))
     assert facts.disk_problem.startswith("cannot write here")
 
 

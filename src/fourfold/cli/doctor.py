@@ -10,13 +10,13 @@ import json
 def run_doctor(*, as_json: bool) -> int:
     """`fourfold doctor`; returns the exit code."""
     from fourfold.engines.doctor import check_machine, exit_code, format_findings
-    from fourfold.engines.facts import look
+    from fourfold.engines.facts import probe_machine
 
-    facts = look()
+    facts = probe_machine()
     if not facts.torch_problem:
         from fourfold.engines.loopback import measure
 
-        facts = dataclasses.replace(facts, link=measure())
+        facts = dataclasses.replace(facts, gloo=measure())
     findings = check_machine(facts)
     if as_json:
         print(json.dumps([_json_row(dataclasses.asdict(finding)) for finding in findings], indent=2))

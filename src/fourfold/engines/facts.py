@@ -25,21 +25,23 @@ SHM = Path("/dev/shm")
 WRITE_BYTES = 32 * MIB
 SHARED_BYTES = 256 * MIB
 WRITE_SECONDS = 1.0  # a slow disk is known for one before all is written
-UNLIMITED = 2**60  # cgroup v1 says "no limit" with a number near 2**63
+UNLIMITED_BYTES = 2**60  # cgroup v1 says "no limit" with a number near 2**63
 
 
-def look(folder: Path = Path()) -> MachineFacts:
+def probe_machine(folder: Path = Path()) -> MachineFacts:
     """What there is. Starts no process."""
     memory = psutil.virtual_memory()
     limit, left = _memory_limit()
-    shared_bytes, shared_problem = _shared(min(SHARED_BYTES, memory.available // 8, (left or memory.available) // 8))
-    rate, skew, disk_problem = _write(folder)
+    shared_bytes, shared_problem = _probe_shared_memory(
+        min(SHARED_BYTES, memory.available // 8, (left or memory.available) // 8)
+    )
+    rate, skew, disk_problem = _probe_disk(folder)
     return MachineFacts(
         environ=dict(os.environ),
         system=sys.platform,
         machine=platform.machine(),
         python=tuple(sys.version_info[:3]),
-        **_torch(),
+        **_probe_torch(),
         has_gpu_driver=Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists(),
         cores=cores(),
         machine_cores=os.cpu_count() or 1,
@@ -61,7 +63,7 @@ def look(folder: Path = Path()) -> MachineFacts:
     )
 
 
-def _torch() -> dict[str, Any]:
+def _probe_torch() -> dict[str, Any]:
     try:
         import torch
     except Exception as error:  # a missing library of CUDA's is an OSError, a wrong numpy anything
@@ -85,12 +87,12 @@ def _memory_limit() -> tuple[int | None, int | None]:
     for folder in cgroup.folders("memory"):
         for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             limit = _read_number(folder / most)
-            if limit is not None and limit < UNLIMITED:
-                return limit, max(0, limit - (_read_number(folder / used) or 0) + _cache(folder))
+            if limit is not None and limit < UNLIMITED_BYTES:
+                return limit, max(0, limit - (_read_number(folder / used) or 0) + _reclaimable_bytes(folder))
     return None, None
 
 
-def _cache(folder: Path) -> int:
+def _reclaimable_bytes(folder: Path) -> int:
     """File pages that count as used but are given back on demand."""
     with contextlib.suppress(OSError, ValueError):
         for line in (folder / "memory.stat").read_text().splitlines():
@@ -100,7 +102,7 @@ def _cache(folder: Path) -> int:
     return 0
 
 
-def _shared(num_bytes: int) -> tuple[int, str]:
+def _probe_shared_memory(num_bytes: int) -> tuple[int, str]:
     """Bytes of shared memory that could be reserved, or why not."""
     try:
         from fourfold.parts import memory
@@ -122,7 +124,7 @@ def _files_limit() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def _write(folder: Path) -> tuple[float, float, str]:
+def _probe_disk(folder: Path) -> tuple[float, float, str]:
     """Bytes a second with fsync, the skew of a fresh file's stamp, and why nothing could be written."""
     block = os.urandom(MIB)  # a file system that compresses must not look fast
     try:
