@@ -161,7 +161,7 @@ def _launch(command: Sequence[str], num_processes: int, policy: "Care") -> int:
     from fourfold.engines.local import launch
 
     interrupt.restore_and_raise()
-    outcome = launch(command, num_processes=num_processes, care=policy)
+    outcome = launch(command, num_processes=num_processes, policy=policy)
     if outcome.text:
         _print_error(outcome.text)
     return outcome.exit_code

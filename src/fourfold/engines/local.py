@@ -33,25 +33,25 @@ MONITOR_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobResult:
     """How a job ended: the exit code, and the one thing to tell the user ("" where all went well)."""
 
     exit_code: int = 0
     text: str = ""
 
 
-def launch(command: Sequence[str], *, num_processes: int, care: Care | None = None) -> Outcome:
+def launch(command: Sequence[str], *, num_processes: int, policy: Care | None = None) -> JobResult:
     """Run `command` on every one of `num_processes` ranks and wait for the end.
 
     command: `[script, *arguments]`, or `["-m", module, *arguments]`. Each rank gets its share of the cores, and
     writes to this process's standard streams. To be called in the main thread, for the signals' sake.
     """
-    care = care or Care()
+    policy = policy or Care()
     with (
         tempfile.TemporaryDirectory(prefix="fourfold-") as name,
-        _environment({**thread_variables(num_processes), **heap_variables(), **loopback_variables()}),
-        _quiet(),
-        _handlers_restored(),
+        _extended_environment({**thread_variables(num_processes), **heap_variables(), **loopback_variables()}),
+        _silence_logging(),
+        _restore_signal_handlers(),
     ):
         folder, run = Path(name), uuid.uuid4().hex
         pulses = pulse.Pulses(folder, num_processes)
@@ -60,51 +60,53 @@ def launch(command: Sequence[str], *, num_processes: int, care: Care | None = No
             local_world_size=num_processes,
             rdzv_handler=OneHost(run=run),
             entrypoint=sys.executable,
-            args=("-m", "fourfold.engines.worker", str(os.getpid()), *(_literal(word) for word in command)),
+            args=("-m", "fourfold.engines.worker", str(os.getpid()), *(_escape_macro(word) for word in command)),
             max_restarts=UNLIMITED_RESTARTS,
             monitor_interval=MONITOR_SECONDS,
             local_addr=LOOPBACK,
         )
-        listening = {watch.VARIABLE: name} if care.hang_seconds is not None else {}
+        listening = {watch.VARIABLE: name} if policy.hang_seconds is not None else {}
         listening[TORCH_SIGNALS_VARIABLE] = ",".join(number.name for number in handled_signals())
-        with _environment({pulse.VARIABLE: str(pulses.path), STORE: str(folder / f"store-{run}"), **listening}):
-            return _run(Agent(spec, folder=folder, heartbeats=pulses, policy=care))
+        with _extended_environment(
+            {pulse.VARIABLE: str(pulses.path), STORE: str(folder / f"store-{run}"), **listening}
+        ):
+            return _run_agent(Agent(spec, folder=folder, heartbeats=pulses, policy=policy))
 
 
-def _run(agent: Agent) -> Outcome:
+def _run_agent(agent: Agent) -> JobResult:
     try:
         agent.run()
     except SignalException as stop:
-        return _stopped(agent, stop.sigval)
+        return _stopped_result(agent, stop.sigval)
     except KeyboardInterrupt:  # Before the agent listened to signals, and so before any rank was there.
-        return Outcome(128 + signal.SIGINT, "stopped by SIGINT")
+        return JobResult(128 + signal.SIGINT, "stopped by SIGINT")
     finally:
         agent.clean_up()
     cause = agent.cause
-    return Outcome() if cause is None else Outcome(cause.exit_code, cause.text)
+    return JobResult() if cause is None else JobResult(cause.exit_code, cause.text)
 
 
-def _stopped(agent: Agent, number: signal.Signals) -> Outcome:
+def _stopped_result(agent: Agent, number: signal.Signals) -> JobResult:
     """The job was asked to end. Ranks that save before they do have said so."""
     found = agent.find_cause()
     if found is not None and found.is_stopped:
-        return Outcome(found.exit_code, found.text)
+        return JobResult(found.exit_code, found.text)
     codes = agent.exit_codes().values()
     if codes and not any(codes):
-        return Outcome()
+        return JobResult()
     outlook = agent.policy.outlook()
     text = f"stopped by {number.name}; all {agent.num_ranks} processes have ended{f'; {outlook}' if outlook else ''}"
     asks_again = agent.policy.beats and number == signal.SIGTERM
-    return Outcome(REQUEUE_CODE if asks_again else 128 + number, text)
+    return JobResult(REQUEUE_CODE if asks_again else 128 + number, text)
 
 
-def _literal(word: str) -> str:
+def _escape_macro(word: str) -> str:
     """The word, spelled so that the agent's `${local_rank}` macro leaves it as it is."""
     return word.replace("$", "$$")
 
 
 @contextlib.contextmanager
-def _handlers_restored() -> Iterator[None]:
+def _restore_signal_handlers() -> Iterator[None]:
     """The agent replaces signal handlers and keeps them; afterwards they are as they were."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
@@ -115,7 +117,7 @@ def _handlers_restored() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
+def _extended_environment(values: Mapping[str, str]) -> Iterator[None]:
     """Within: variables added to the environment that ranks inherit."""
     os.environ.update(values)
     try:
@@ -126,7 +128,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_logging() -> Iterator[None]:
     """Within: no log lines of the agent's. What is worth telling is in the outcome."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
