@@ -14,9 +14,9 @@ def run_doctor(*, as_json: bool) -> int:
 
     facts = probe_machine()
     if not facts.torch_problem:
-        from fourfold.engines.loopback import measure
+        from fourfold.engines.loopback import measure_gloo
 
-        facts = dataclasses.replace(facts, gloo=measure())
+        facts = dataclasses.replace(facts, gloo=measure_gloo())
     findings = check_machine(facts)
     if as_json:
         print(json.dumps([_json_row(dataclasses.asdict(finding)) for finding in findings], indent=2))

@@ -17,19 +17,19 @@ from pathlib import Path
 
 from fourfold.engines.doctor import GlooTiming
 
-LIMIT_SECONDS = 3.0
-VALUES, BULKS = 50, 5
+TIMEOUT_SECONDS = 3.0
+NUM_SCALARS, NUM_BULKS = 50, 5
 BULK_ELEMENTS = 2**20  # float32: 4 MiB, a bucket of the default size
 
 
-def measure() -> GlooTiming:
+def measure_gloo() -> GlooTiming:
     """Reduce between two processes. To be called before this process has used torch's threads."""
     with tempfile.TemporaryDirectory(prefix="fourfold-") as folder:
         reading, writing = os.pipe()
-        children = [_fork(rank, Path(folder) / "store", writing) for rank in range(2)]
+        children = [_fork_rank(rank, Path(folder) / "store", writing) for rank in range(2)]
         os.close(writing)
         try:
-            return _answer(reading)
+            return _read_result(reading)
         finally:
             os.close(reading)
             for child in children:
@@ -38,22 +38,22 @@ def measure() -> GlooTiming:
                 os.waitpid(child, 0)
 
 
-def _answer(reading: int) -> GlooTiming:
-    ready, _, _ = select.select([reading], [], [], LIMIT_SECONDS)
+def _read_result(reading: int) -> GlooTiming:
+    ready, _, _ = select.select([reading], [], [], TIMEOUT_SECONDS)
     if not ready:
-        return GlooTiming(problem=f"no answer over gloo within {LIMIT_SECONDS:.0f} s")
+        return GlooTiming(problem=f"no answer over gloo within {TIMEOUT_SECONDS:.0f} s")
     # Written at once and shorter than a pipe's atomic write: all of the first answer, or nothing.
     line = os.read(reading, 4096).partition(b"\n")[0]
     return GlooTiming(**json.loads(line)) if line else GlooTiming(problem="the processes ended without an answer")
 
 
-def _fork(rank: int, store: Path, writing: int) -> int:
+def _fork_rank(rank: int, store: Path, writing: int) -> int:
     child = os.fork()
     if child:
         return child
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # gloo's own warnings
-        told = _reduce(rank, store)
+        told = _time_all_reduce(rank, store)
         if rank == 0:
             os.write(writing, json.dumps(told).encode() + b"\n")
             signal.pause()  # The other rank may still be in its last reduction.
@@ -64,12 +64,12 @@ def _fork(rank: int, store: Path, writing: int) -> int:
         os._exit(0)  # Nothing of the parent's is to be flushed or closed twice.
 
 
-def _reduce(rank: int, store: Path) -> dict[str, float]:
+def _time_all_reduce(rank: int, store: Path) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)  # the threads of the parent are not in the fork
-    limit = timedelta(seconds=LIMIT_SECONDS)
+    limit = timedelta(seconds=TIMEOUT_SECONDS)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
     value, bulk = torch.zeros(1), torch.zeros(BULK_ELEMENTS)
 
@@ -79,6 +79,6 @@ def _reduce(rank: int, store: Path) -> dict[str, float]:
         return time.perf_counter() - begin
 
     dist.all_reduce(value)
-    values = [seconds(value) for _ in range(VALUES)]
-    bulks = [seconds(bulk) for _ in range(BULKS)]
+    values = [seconds(value) for _ in range(NUM_SCALARS)]
+    bulks = [seconds(bulk) for _ in range(NUM_BULKS)]
     return {"bulk_seconds": statistics.median(bulks), "value_seconds": statistics.median(values)}
