@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Self
 
 from bench.measure import machine_cpu_seconds
-from fourfold.engines.machine import heap_variables
+from fourfold.engines.machine import malloc_variables
 from fourfold.testing.hosts import Hosts
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -111,7 +111,7 @@ class World(AbstractContextManager["World"]):
             place = self._hosts.variables(rank, self._ranks)
             command = self._hosts.place(rank, self._ranks).command(command)
         # Ours as `fourfold run` starts them, peers as torchrun does.
-        heap = heap_variables() if self._command[3].startswith("fourfold") else {}
+        heap = malloc_variables() if self._command[3].startswith("fourfold") else {}
         environment = {
             **os.environ,
             **heap,

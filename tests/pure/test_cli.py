@@ -12,7 +12,7 @@ import pytest
 
 from fourfold.cli import interrupt, main
 from fourfold.cli.settings import RUN_SETTINGS, ParsedArgs, ValueType, argument_types, parse_args, parse_values
-from fourfold.engines.machine import check_number, loopback_variables, thread_variables
+from fourfold.engines.machine import check_num_processes, loopback_variables, thread_variables
 from fourfold.words import heap
 from fourfold.words.errors import SettingError
 from fourfold.words.world import World, cores
@@ -334,12 +334,12 @@ def test_keys_of_an_unknown_task_are_not_judged() -> None:
 
 
 def test_a_launcher_and_the_command_must_agree() -> None:
-    assert check_number(None, None) is None
-    assert check_number("3", None) == 3
-    assert check_number(None, World(rank=1, size=4)) == 4
-    assert check_number("4", World(rank=1, size=4)) == 4
+    assert check_num_processes(None, None) is None
+    assert check_num_processes("3", None) == 3
+    assert check_num_processes(None, World(rank=1, size=4)) == 4
+    assert check_num_processes("4", World(rank=1, size=4)) == 4
     with pytest.raises(SettingError, match="one number"):
-        check_number("2", World(rank=1, size=4))
+        check_num_processes("2", World(rank=1, size=4))
 
 
 def test_ranks_share_the_cores_unless_the_user_says_otherwise() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from fourfold.cli import settings, task
 from fourfold.cli.failure import ErrorCollector, is_file, nearest_file
-from fourfold.engines.machine import default_processes
+from fourfold.engines.machine import default_num_processes
 from fourfold.plan.decode import DecodeError, read_small
 from fourfold.plan.plan import Plan
 from fourfold.plan.rates import Rates
@@ -224,7 +224,7 @@ def _read_plan_text(file: str) -> str:
 def _default_dp(plan: Plan, num_processes: int | None) -> int:
     """Data ranks: the processes there are, shared among the other axes."""
     others = plan.mesh.size // plan.dp
-    return max(1, (default_processes() if num_processes is None else num_processes) // others)
+    return max(1, (default_num_processes() if num_processes is None else num_processes) // others)
 
 
 def run_prefix(spec: str) -> str:

@@ -26,10 +26,10 @@ SHOW_CURSOR = "\x1b[?25h"
 def train(words: Sequence[str], processes: str | None) -> int:
     """`fourfold train`; returns the exit code."""
     from fourfold.cli import job, rank
-    from fourfold.engines.machine import check_number
+    from fourfold.engines.machine import check_num_processes
 
     world = from_environment()
-    ready = job.prepare_job(words, num_processes=check_number(processes, world))
+    ready = job.prepare_job(words, num_processes=check_num_processes(processes, world))
     if _check_finished(ready, speaks=world is None or world.rank == 0):
         return 0
     if world is not None or ready.num_processes == 1:
@@ -84,7 +84,7 @@ def _check_finished(ready: "Job", *, speaks: bool) -> bool:
 def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> int:
     """`fourfold run`; returns the exit code."""
     from fourfold.cli.failure import is_file, nearest_file
-    from fourfold.engines.machine import check_number, default_processes
+    from fourfold.engines.machine import check_num_processes, default_num_processes
     from fourfold.engines.restart import Care
     from fourfold.engines.worker import run_program
     from fourfold.run.asked import stop_seconds
@@ -95,11 +95,11 @@ def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> i
         raise SettingError(Problem("no script", "SCRIPT.py", "fourfold run --help"), where="fourfold run")
     script = Path(command[0])
     world = from_environment()
-    needed = check_number(processes, world)
+    needed = check_num_processes(processes, world)
     if not is_file(script):
         got = f"{script} ({'a folder' if os.path.isdir(script) else 'no such file'})"
         raise SettingError(Problem(got, "a Python file", nearest_file(script, "*.py")), where="fourfold run")
-    num_processes = needed or default_processes()
+    num_processes = needed or default_num_processes()
     if world is not None or num_processes == 1:
         interrupt.restore_and_raise()
         run_program(command)
@@ -127,19 +127,19 @@ def verify(words: Sequence[str], processes: str | None) -> int:
     """`fourfold verify`; returns the exit code."""
     from fourfold.cli import job, verify
     from fourfold.cli.settings import FIELDS, parse_args
-    from fourfold.engines.machine import check_number
+    from fourfold.engines.machine import check_num_processes
     from fourfold.engines.restart import Care
     from fourfold.run.verify import STEPS, refuse_outside
 
     given = parse_args(words)
     words = [*words] if "steps" in given.values else [*words, f"steps={STEPS}"]
     world = from_environment()
-    plan = job.parse_job(words, num_processes=check_number(processes, world)).plan
+    plan = job.parse_job(words, num_processes=check_num_processes(processes, world)).plan
     if given.plan_file is None and not set(given.values) & set(FIELDS):
         problem = Problem("no plan", "a file PLAN.toml, or fields of a plan", "fourfold verify lm dp=2 zero=1")
         raise SettingError(problem, where="fourfold verify")
     refuse_outside(plan)
-    ready = job.prepare_job(words, num_processes=check_number(processes, world), has_run_dir=False)
+    ready = job.prepare_job(words, num_processes=check_num_processes(processes, world), has_run_dir=False)
     if world is not None or ready.num_processes == 1:
         verify.verify(ready, world)
         return 0

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from fourfold.engines import watch
 from fourfold.engines.agent import SIGNALS, TORCH_SIGNALS_VARIABLE, UNLIMITED_RESTARTS, Agent, handled_signals
-from fourfold.engines.machine import heap_variables, loopback_variables, thread_variables
+from fourfold.engines.machine import loopback_variables, malloc_variables, thread_variables
 from fourfold.engines.onehost import LOOPBACK, OneHost
 from fourfold.engines.restart import Care
 from fourfold.run import pulse
@@ -49,7 +49,7 @@ def launch(command: Sequence[str], *, num_processes: int, policy: Care | None = 
     policy = policy or Care()
     with (
         tempfile.TemporaryDirectory(prefix="fourfold-") as name,
-        _extended_environment({**thread_variables(num_processes), **heap_variables(), **loopback_variables()}),
+        _extended_environment({**thread_variables(num_processes), **malloc_variables(), **loopback_variables()}),
         _silence_logging(),
         _restore_signal_handlers(),
     ):

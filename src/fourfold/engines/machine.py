@@ -13,21 +13,21 @@ from fourfold.words import heap
 from fourfold.words.errors import Problem, SettingError
 from fourfold.words.world import World, cores
 
-MOST_PROCESSES = 4  # by default and without GPUs: more small processes rarely help, and never by surprise
-MOST_DIGITS = 9
+MAX_DEFAULT_PROCESSES = 4  # by default and without GPUs: more small processes rarely help, and never by surprise
+MAX_DIGITS = 9
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def gpus() -> int:
+def num_gpus() -> int:
     """Number of GPUs torch can use."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def default_processes() -> int:
+def default_num_processes() -> int:
     """One process per GPU, else min(cores, 4)."""
-    return gpus() or min(cores(), MOST_PROCESSES)
+    return num_gpus() or min(cores(), MAX_DEFAULT_PROCESSES)
 
 
 def thread_variables(num_processes: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -36,9 +36,9 @@ def thread_variables(num_processes: int, environ: Mapping[str, str] = os.environ
     return {name: threads for name in THREAD_VARIABLES if name not in environ}
 
 
-def heap_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def malloc_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """What to add to the environment for large tensors on CPUs: see `words.heap`. With GPUs nothing."""
-    return {} if gpus() else heap.variables(environ)
+    return {} if num_gpus() else heap.variables(environ)
 
 
 def loopback_variables(
@@ -56,12 +56,12 @@ def loopback_variables(
     return {name: "lo"} if is_up and name not in environ else {}
 
 
-def check_number(text: str | None, world: World | None) -> int | None:
+def check_num_processes(text: str | None, world: World | None) -> int | None:
     """How many processes there must be, from -n and from a launcher; None where neither says.
 
     Raises SettingError where -n is no number, or a launcher has started another.
     """
-    if text is not None and not (text.isdecimal() and len(text) <= MOST_DIGITS and int(text)):
+    if text is not None and not (text.isdecimal() and len(text) <= MAX_DIGITS and int(text)):
         raise SettingError(Problem(f"-n {text}", "a number of processes, at least 1", "-n 1"), where="the command line")
     number = None if text is None else int(text)
     if world is None:
