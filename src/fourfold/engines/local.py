@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from fourfold.engines import watch
 from fourfold.engines.agent import SIGNALS, TORCH_SIGNALS_VARIABLE, UNLIMITED_RESTARTS, Agent, handled_signals
 from fourfold.engines.machine import loopback_variables, malloc_variables, thread_variables
-from fourfold.engines.onehost import LOOPBACK, OneHost
+from fourfold.engines.onehost import LOOPBACK, AgentRendezvous
 from fourfold.engines.restart import Care
 from fourfold.run import pulse
 from fourfold.words.errors import REQUEUE_CODE
@@ -58,7 +58,7 @@ def launch(command: Sequence[str], *, num_processes: int, policy: Care | None = 
         spec = WorkerSpec(
             role="rank",
             local_world_size=num_processes,
-            rdzv_handler=OneHost(run=run),
+            rdzv_handler=AgentRendezvous(run_id=run),
             entrypoint=sys.executable,
             args=("-m", "fourfold.engines.worker", str(os.getpid()), *(_escape_macro(word) for word in command)),
             max_restarts=UNLIMITED_RESTARTS,

@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 LOOPBACK = "127.0.0.1"
 
 
-class OneHost(RendezvousHandler):
+class AgentRendezvous(RendezvousHandler):
     """A rendezvous of one agent.
 
     torch's dynamic rendezvous is not used: it pickles its state through a port open to the network, and hands a
@@ -22,18 +22,18 @@ class OneHost(RendezvousHandler):
 
     use_agent_store = False  # type: ignore[assignment]
 
-    def __init__(self, *, run: str) -> None:
-        self._run = run
-        self._reserved: socket.socket | None = None
+    def __init__(self, *, run_id: str) -> None:
+        self._run_id = run_id
+        self._reserved_socket: socket.socket | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
         self.shutdown()
         # Nobody listens there: MASTER_PORT is for programs of a rank's own that meet as torch has it. Bound, so that
         # no other job is given it; with SO_REUSEADDR they can listen there all the same.
-        self._reserved = socket.socket()
-        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._reserved.bind((LOOPBACK, 0))
-        port = self._reserved.getsockname()[1]
+        self._reserved_socket = socket.socket()
+        self._reserved_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved_socket.bind((LOOPBACK, 0))
+        port = self._reserved_socket.getsockname()[1]
         return RendezvousInfo(PrefixStore("agent", HashStore()), 0, 1, RendezvousStoreInfo(LOOPBACK, port))
 
     def get_backend(self) -> str:
@@ -48,9 +48,9 @@ class OneHost(RendezvousHandler):
         return 0
 
     def get_run_id(self) -> str:
-        return self._run
+        return self._run_id
 
     def shutdown(self) -> bool:
-        if self._reserved is not None:
-            self._reserved.close()
+        if self._reserved_socket is not None:
+            self._reserved_socket.close()
         return True
