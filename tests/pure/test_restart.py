@@ -7,7 +7,7 @@ import pytest
 
 from fourfold.engines import cause, watch
 from fourfold.engines.cause import Cause
-from fourfold.engines.restart import Budget, Care
+from fourfold.engines.restart import RestartBudget, SupervisionPolicy
 from fourfold.run.pulse import DONE, PAUSING, STARTING, STEPPING, Beat, Pulse, Pulses
 from fourfold.words.errors import CheckpointError, PeerError, StoppedError, TrainingError
 
@@ -21,8 +21,8 @@ def at(step: int, resumed: int = 0) -> list[Beat]:
 
 def judged(deaths: list[tuple[int, int]], *, restarts: int = 3, of: Cause = KILLED) -> list[bool]:
     """Whether the job goes on after each of some deaths: (last step, step it had gone on from)."""
-    budget = Budget(Care(restarts=restarts, beats=True))
-    return [budget.allows(of, at(*death)) for death in deaths]
+    budget = RestartBudget(SupervisionPolicy(max_restarts=restarts, has_heartbeat=True))
+    return [budget.allows_restart(of, at(*death)) for death in deaths]
 
 
 def test_any_number_of_restarts_with_progress_is_allowed() -> None:

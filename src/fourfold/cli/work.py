@@ -17,7 +17,7 @@ from fourfold.words.world import from_environment
 
 if TYPE_CHECKING:
     from fourfold.cli.job import Job
-    from fourfold.engines.restart import Care
+    from fourfold.engines.restart import SupervisionPolicy
 
 RESTART_COUNT_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 SHOW_CURSOR = "\x1b[?25h"
@@ -39,8 +39,8 @@ def train(words: Sequence[str], processes: str | None) -> int:
     return _launch(["-m", "fourfold.cli.rank", *words], ready.num_processes, _supervision_policy(ready))
 
 
-def _supervision_policy(ready: "Job") -> "Care":
-    from fourfold.engines.restart import Care
+def _supervision_policy(ready: "Job") -> "SupervisionPolicy":
+    from fourfold.engines.restart import SupervisionPolicy
     from fourfold.run import faults
     from fourfold.run.asked import stop_seconds
 
@@ -54,14 +54,14 @@ def _supervision_policy(ready: "Job") -> "Care":
         except OSError as error:  # a full disk, say
             _print_error(f"{faults.FILE} could not be written: {reason(error)}")
 
-    return Care(
-        restarts=ready.restarts,
-        beats=True,
+    return SupervisionPolicy(
+        max_restarts=ready.restarts,
+        has_heartbeat=True,
         hang_seconds=ready.hang_seconds,
-        grace=stop_seconds(),
-        notice=_print_error,
-        record=record_fault,
-        folder=ready.run_dir,
+        save_seconds=stop_seconds(),
+        notify=_print_error,
+        record_fault=record_fault,
+        run_dir=ready.run_dir,
     )
 
 
@@ -85,7 +85,7 @@ def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> i
     """`fourfold run`; returns the exit code."""
     from fourfold.cli.failure import is_file, nearest_file
     from fourfold.engines.machine import check_num_processes, default_num_processes
-    from fourfold.engines.restart import Care
+    from fourfold.engines.restart import SupervisionPolicy
     from fourfold.engines.worker import run_program
     from fourfold.run.asked import stop_seconds
 
@@ -104,7 +104,11 @@ def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> i
         interrupt.restore_and_raise()
         run_program(command)
         return 0
-    return _launch(command, num_processes, Care(restarts=int(restarts), grace=stop_seconds(), notice=_print_error))
+    return _launch(
+        command,
+        num_processes,
+        SupervisionPolicy(max_restarts=int(restarts), save_seconds=stop_seconds(), notify=_print_error),
+    )
 
 
 def show(words: Sequence[str]) -> int:
@@ -128,7 +132,7 @@ def verify(words: Sequence[str], processes: str | None) -> int:
     from fourfold.cli import job, verify
     from fourfold.cli.settings import FIELDS, parse_args
     from fourfold.engines.machine import check_num_processes
-    from fourfold.engines.restart import Care
+    from fourfold.engines.restart import SupervisionPolicy
     from fourfold.run.verify import STEPS, refuse_outside
 
     given = parse_args(words)
@@ -143,7 +147,11 @@ def verify(words: Sequence[str], processes: str | None) -> int:
     if world is not None or ready.num_processes == 1:
         verify.verify(ready, world)
         return 0
-    return _launch(["-m", "fourfold.cli.verify", *words], ready.num_processes, Care(restarts=0, notice=_print_error))
+    return _launch(
+        ["-m", "fourfold.cli.verify", *words],
+        ready.num_processes,
+        SupervisionPolicy(max_restarts=0, notify=_print_error),
+    )
 
 
 def report(words: Sequence[str]) -> int:
@@ -157,7 +165,7 @@ def report(words: Sequence[str]) -> int:
     return 0
 
 
-def _launch(command: Sequence[str], num_processes: int, policy: "Care") -> int:
+def _launch(command: Sequence[str], num_processes: int, policy: "SupervisionPolicy") -> int:
     from fourfold.engines.local import launch
 
     interrupt.restore_and_raise()

@@ -22,7 +22,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
 from fourfold.engines import cause, watch
-from fourfold.engines.restart import Budget, Care
+from fourfold.engines.restart import RestartBudget, SupervisionPolicy
 from fourfold.run.asked import REPEAT_SECONDS, SAVING
 from fourfold.run.faults import Fault
 from fourfold.run.pulse import DONE, STARTING, Pulses
@@ -44,11 +44,11 @@ class Agent(LocalElasticAgent):
     cause  why they did; None where all went well
     """
 
-    def __init__(self, spec: WorkerSpec, *, folder: Path, heartbeats: Pulses, policy: Care) -> None:
+    def __init__(self, spec: WorkerSpec, *, folder: Path, heartbeats: Pulses, policy: SupervisionPolicy) -> None:
         super().__init__(spec, logs_specs=DefaultLogsSpecs(log_dir=str(folder)))
         self.num_ranks, self.policy = spec.local_world_size, policy
         self.cause: cause.Cause | None = None
-        self._folder, self._heartbeats, self._budget = folder, heartbeats, Budget(policy)
+        self._folder, self._heartbeats, self._budget = folder, heartbeats, RestartBudget(policy)
         self._host = socket.gethostname()
         self._early_exit_codes: dict[int, int] = {}
         """Of the ranks that ended before the others were told to."""
@@ -82,7 +82,7 @@ class Agent(LocalElasticAgent):
                 if self._stop_requested_at is not None
                 else _signal_handler(self._handled_signals, self._kill_now)
             ):
-                close(self._wait_for_save(death_sig), self.policy.window)
+                close(self._wait_for_save(death_sig), self.policy.shutdown_seconds)
 
         context.close = close_after_save
         for number in self._handled_signals:  # in place of torch's handlers, to which every signal is the first
@@ -109,16 +109,16 @@ class Agent(LocalElasticAgent):
         if self._stop_requested_at is None:
             words = self.find_cause()
             if words is not None and words.is_stopped:  # All have agreed to end, and are about to.
-                self._wait_for_exit(lambda: begin + self.policy.window)
+                self._wait_for_exit(lambda: begin + self.policy.shutdown_seconds)
             return number
         if number == signal.SIGINT and self._is_starting():
             return signal.SIGKILL  # in the middle of its imports, Python would answer with a traceback
         if number is None or number not in REPEAT_SECONDS or not self._is_training():
             return number
         if number == signal.SIGINT:
-            self.policy.notice(f"SIGINT: {SAVING}")
+            self.policy.notify(f"SIGINT: {SAVING}")
         self._signal_all(number, self._live_pids())
-        self._wait_for_exit(lambda: max(begin, self._last_progress()) + self.policy.grace + STACK_PRINT_SECONDS)
+        self._wait_for_exit(lambda: max(begin, self._last_progress()) + self.policy.save_seconds + STACK_PRINT_SECONDS)
         return signal.SIGKILL
 
     def _wait_for_exit(self, deadline: Callable[[], float]) -> None:
@@ -153,7 +153,7 @@ class Agent(LocalElasticAgent):
 
     def _early_exits(self) -> list[int]:
         """Ranks that ended in mid-run, as if all were well."""
-        if not self.policy.beats:
+        if not self.policy.has_heartbeat:
             return []  # a script ends when it likes
         beats = self._heartbeats.read()
         return [rank for rank, code in self.exit_codes().items() if code == 0 and beats[rank].phase != DONE]
@@ -164,7 +164,7 @@ class Agent(LocalElasticAgent):
             return
         now = time.monotonic()
         self._first_exit_at = self._first_exit_at or now
-        if now - self._first_exit_at > self.policy.window:
+        if now - self._first_exit_at > self.policy.shutdown_seconds:
             self._save_exit_codes()
             self._signal_all(signal.SIGKILL)
 
@@ -174,7 +174,7 @@ class Agent(LocalElasticAgent):
             self._early_exit_codes = {rank: code for rank, code in self.exit_codes().items() if code is not None}
 
     def _is_starting(self) -> bool:
-        return self.policy.beats and all(beat.resumed < 0 for beat in self._heartbeats.read())
+        return self.policy.has_heartbeat and all(beat.resumed < 0 for beat in self._heartbeats.read())
 
     def _is_training(self) -> bool:
         """Whether ranks are in `train`, where a request to stop is answered with a checkpoint."""
@@ -191,9 +191,9 @@ class Agent(LocalElasticAgent):
         """Whether the ranks are started again, and what is said and written down."""
         found, beats = self.find_cause(), self._heartbeats.read()
         assert found is not None
-        again = self._budget.allows(found, beats)
+        again = self._budget.allows_restart(found, beats)
         if not again:
-            text = "\n".join(filter(None, (found.text, self._budget.spent(found))))
+            text = "\n".join(filter(None, (found.text, self._budget.exhausted_text(found))))
             self.cause, self._remaining_restarts = dataclasses.replace(found, text=text), 0
         if found.is_stopped:
             return
@@ -205,8 +205,8 @@ class Agent(LocalElasticAgent):
         fault = Fault(time=time.time(), kind=kind, step=step, rank=found.rank, host=self._host, text=line)
         self._pending_faults.append((fault, time.monotonic()))
         if again:
-            left = f" ({self._budget.used} of {self.policy.restarts} restarts without progress)"
-            self.policy.notice(f"{found.text}\nstarting again{left if self._budget.used > 1 else ''}")
+            left = f" ({self._budget.num_used} of {self.policy.max_restarts} restarts without progress)"
+            self.policy.notify(f"{found.text}\nstarting again{left if self._budget.num_used > 1 else ''}")
 
     def _record_recovered(self) -> None:
         """Have the faults written down after which training goes on again."""
@@ -221,7 +221,7 @@ class Agent(LocalElasticAgent):
     def _record_faults(self, until: float | None) -> None:
         for fault, begin in self._pending_faults:
             seconds = None if until is None else round(until - begin, 3)
-            self.policy.record(msgspec.structs.replace(fault, seconds=seconds))
+            self.policy.record_fault(msgspec.structs.replace(fault, seconds=seconds))
         self._pending_faults = []
 
     def find_cause(self) -> cause.Cause | None:
@@ -239,15 +239,15 @@ class Agent(LocalElasticAgent):
             return None
         codes = {rank: code for rank, code in self._early_exit_codes.items() if code or records or rank in left}
         found = cause.first_cause(records, codes, self._rank_names())
-        if found.signal == signal.SIGTERM and self.policy.beats:
+        if found.signal == signal.SIGTERM and self.policy.has_heartbeat:
             # Where it could not leave a note yet: before the first step.
-            text = f"{found.text}: stopped; {self.policy.outlook()}"
+            text = f"{found.text}: stopped; {self.policy.resume_hint()}"
             return cause.Cause(text, REQUEUE_CODE, found.rank, is_final=True, is_stopped=True)
         # What it has written down says why it ended, but not that a person asked for it.
         trains = found.rank is not None and self._heartbeats.read()[found.rank].resumed >= 0
         written = records.get(found.rank)
         if trains and found.exit_code in STOP_TEXTS and (written is None or written.kind == cause.INTERRUPTED):
-            text = f"{found.text}: {STOP_TEXTS[found.exit_code]}; {self.policy.outlook()}".removesuffix("; ")
+            text = f"{found.text}: {STOP_TEXTS[found.exit_code]}; {self.policy.resume_hint()}".removesuffix("; ")
             return dataclasses.replace(found, text=text, is_final=True, is_stopped=True)
         return found
 
@@ -263,7 +263,7 @@ class Agent(LocalElasticAgent):
 
     def _rank_names(self) -> list[str]:
         names = [f"rank {rank} of {self.num_ranks}" for rank in range(self.num_ranks)]
-        if not self.policy.beats:
+        if not self.policy.has_heartbeat:
             return names
         steps = [beat.step for beat in self._heartbeats.read()]
         told = [f"after step {step}" if step >= 0 else "before its first step" for step in steps]

@@ -24,7 +24,7 @@ from fourfold.engines import watch
 from fourfold.engines.agent import SIGNALS, TORCH_SIGNALS_VARIABLE, UNLIMITED_RESTARTS, Agent, handled_signals
 from fourfold.engines.machine import loopback_variables, malloc_variables, thread_variables
 from fourfold.engines.onehost import LOOPBACK, AgentRendezvous
-from fourfold.engines.restart import Care
+from fourfold.engines.restart import SupervisionPolicy
 from fourfold.run import pulse
 from fourfold.words.errors import REQUEUE_CODE
 from fourfold.words.rendezvous import STORE
@@ -40,13 +40,13 @@ class JobResult:
     text: str = ""
 
 
-def launch(command: Sequence[str], *, num_processes: int, policy: Care | None = None) -> JobResult:
+def launch(command: Sequence[str], *, num_processes: int, policy: SupervisionPolicy | None = None) -> JobResult:
     """Run `command` on every one of `num_processes` ranks and wait for the end.
 
     command: `[script, *arguments]`, or `["-m", module, *arguments]`. Each rank gets its share of the cores, and
     writes to this process's standard streams. To be called in the main thread, for the signals' sake.
     """
-    policy = policy or Care()
+    policy = policy or SupervisionPolicy()
     with (
         tempfile.TemporaryDirectory(prefix="fourfold-") as name,
         _extended_environment({**thread_variables(num_processes), **malloc_variables(), **loopback_variables()}),
@@ -94,9 +94,9 @@ def _stopped_result(agent: Agent, number: signal.Signals) -> JobResult:
     codes = agent.exit_codes().values()
     if codes and not any(codes):
         return JobResult()
-    outlook = agent.policy.outlook()
+    outlook = agent.policy.resume_hint()
     text = f"stopped by {number.name}; all {agent.num_ranks} processes have ended{f'; {outlook}' if outlook else ''}"
-    asks_again = agent.policy.beats and number == signal.SIGTERM
+    asks_again = agent.policy.has_heartbeat and number == signal.SIGTERM
     return JobResult(REQUEUE_CODE if asks_again else 128 + number, text)
 
 

@@ -15,14 +15,14 @@ from fourfold.run.checkpoint.shelf import outlook
 from fourfold.run.faults import FILE, Fault
 from fourfold.run.pulse import Beat
 
-WINDOW_SECONDS = 3
+SHUTDOWN_SECONDS = 3
 
 
-def _ignore(_: object) -> None: ...
+def _noop(_: object) -> None: ...
 
 
 @dataclass(frozen=True)
-class Care:
+class SupervisionPolicy:
     """How a job is looked after.
 
     restarts      the budget
@@ -35,50 +35,50 @@ class Care:
     folder        the run's; None where it is not known what a script does
     """
 
-    restarts: int = 0
-    beats: bool = False
+    max_restarts: int = 0
+    has_heartbeat: bool = False
     hang_seconds: float | None = None
-    window: int = WINDOW_SECONDS
-    grace: float = WINDOW_SECONDS
-    notice: Callable[[str], None] = _ignore
-    record: Callable[[Fault], None] = _ignore
-    folder: Path | None = None
+    shutdown_seconds: int = SHUTDOWN_SECONDS
+    save_seconds: float = SHUTDOWN_SECONDS
+    notify: Callable[[str], None] = _noop
+    record_fault: Callable[[Fault], None] = _noop
+    run_dir: Path | None = None
 
-    def outlook(self) -> str:
+    def resume_hint(self) -> str:
         """What the same command will do; "" where nobody knows."""
-        return "" if self.folder is None else outlook(self.folder)
+        return "" if self.run_dir is None else outlook(self.run_dir)
 
 
-class Budget:
+class RestartBudget:
     """What is left of the restarts without progress."""
 
-    def __init__(self, care: Care) -> None:
-        self._care = care
-        self.used = 0
-        self._step = self._resumed = -1
+    def __init__(self, policy: SupervisionPolicy) -> None:
+        self._policy = policy
+        self.num_used = 0
+        self._last_step = self._resumed_step = -1
 
-    def allows(self, cause: Cause, beats: Sequence[Beat]) -> bool:
+    def allows_restart(self, cause: Cause, heartbeats: Sequence[Beat]) -> bool:
         """Whether the job is started again after this attempt."""
-        step, resumed = max(beat.step for beat in beats), max(beat.resumed for beat in beats)
-        if step > self._step or resumed > self._resumed >= 0:
-            self.used = 0
-        self._step, self._resumed = max(step, self._step), max(resumed, self._resumed)
-        never_began = self._care.beats and self._step < 0 and cause.signal is None
-        if cause.is_final or never_began or self.used >= self._care.restarts:
+        step, resumed = max(beat.step for beat in heartbeats), max(beat.resumed for beat in heartbeats)
+        if step > self._last_step or resumed > self._resumed_step >= 0:
+            self.num_used = 0
+        self._last_step, self._resumed_step = max(step, self._last_step), max(resumed, self._resumed_step)
+        never_began = self._policy.has_heartbeat and self._last_step < 0 and cause.signal is None
+        if cause.is_final or never_began or self.num_used >= self._policy.max_restarts:
             return False
-        self.used += 1
+        self.num_used += 1
         return True
 
-    def spent(self, cause: Cause) -> str:
+    def exhausted_text(self, cause: Cause) -> str:
         """What is said where the budget is why the job is not started again; "" where it is not."""
-        if cause.is_final or self.used == 0 or self.used < self._care.restarts:
+        if cause.is_final or self.num_used == 0 or self.num_used < self._policy.max_restarts:
             return ""
-        gave_up = f"gave up after {self.used} restart{'s' * (self.used > 1)}"
-        if self._care.folder is None:
+        gave_up = f"gave up after {self.num_used} restart{'s' * (self.num_used > 1)}"
+        if self._policy.run_dir is None:
             return gave_up
         return (
-            f"{gave_up} in a row that came no further than step {max(self._step, 0)}\n"
-            f"  look at   the error above; those before it are in {self._care.folder / FILE}\n"
-            f"  try       to mend its cause, or restarts={10 * self._care.restarts} where the machine is to blame\n"
-            f"  then      {self._care.outlook()}"
+            f"{gave_up} in a row that came no further than step {max(self._last_step, 0)}\n"
+            f"  look at   the error above; those before it are in {self._policy.run_dir / FILE}\n"
+            f"  try       to mend its cause, or restarts={10 * self._policy.max_restarts} where the machine is to blame\n"
+            f"  then      {self._policy.resume_hint()}"
         )
