@@ -75,7 +75,7 @@ def test_a_limit_is_learned_from_the_steps_and_never_below_the_least() -> None:
 
 def test_only_ranks_beyond_their_limit_are_late() -> None:
     beats = [Beat(9, 0, STEPPING, 100.0, 0.1), Beat(9, 0, PAUSING, 50.0, 20.0), Beat(9, 0, STEPPING, 89.0, 0.1)]
-    assert watch.late(beats, least=10.0, now=100.0) == [2]
+    assert watch.overdue_ranks(beats, min_seconds=10.0, now=100.0) == [2]
 
 
 def test_a_launcher_reads_what_its_ranks_have_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,9 +147,9 @@ class Agent(LocalElasticAgent):
         if self.policy.hang_seconds is None or self._hang is not None or self._first_exit_at is not None:
             return
         beats, pids = self._heartbeats.read(), self._live_pids()
-        late = watch.late(beats, least=self.policy.hang_seconds, now=time.monotonic())
+        late = watch.overdue_ranks(beats, min_seconds=self.policy.hang_seconds, now=time.monotonic())
         if any(rank in pids for rank in late):
-            self._hang = watch.kill([rank for rank in late if rank in pids], beats, pids, self._folder)
+            self._hang = watch.kill_culprits([rank for rank in late if rank in pids], beats, pids, self._folder)
 
     def _early_exits(self) -> list[int]:
         """Ranks that ended in mid-run, as if all were well."""
@@ -200,7 +200,7 @@ class Agent(LocalElasticAgent):
         step = max(beat.step for beat in beats)
         kind = "restart" if again else "gave up"
         if self._hang is not None and again:
-            kind = "stopped" if self._hang.stopped else "hung"
+            kind = "stopped" if self._hang.is_stopped else "hung"
         line = _one_line(found.text)
         fault = Fault(time=time.time(), kind=kind, step=step, rank=found.rank, host=self._host, text=line)
         self._pending_faults.append((fault, time.monotonic()))
@@ -256,7 +256,7 @@ class Agent(LocalElasticAgent):
         who = " and ".join(names[rank] for rank in hang.ranks)
         one = len(hang.ranks) == 1
         stopped, hangs, it = ("has", "hangs", "it was") if one else ("have", "hang", "they were")
-        why = f"{stopped} been stopped by a signal" if hang.stopped else hangs
+        why = f"{stopped} been stopped by a signal" if hang.is_stopped else hangs
         text = f"{who} {why}: no step in {hang.seconds:.0f} s, so {it} killed"
         stack = f"\nit was here, innermost first\n{hang.stack}" if hang.stack else ""
         return cause.Cause(text + stack, 1, hang.ranks[0], signal=signal.SIGKILL)

@@ -65,7 +65,7 @@ def launch(command: Sequence[str], *, num_processes: int, policy: SupervisionPol
             monitor_interval=MONITOR_SECONDS,
             local_addr=LOOPBACK,
         )
-        listening = {watch.VARIABLE: name} if policy.hang_seconds is not None else {}
+        listening = {watch.STACKS_VARIABLE: name} if policy.hang_seconds is not None else {}
         listening[TORCH_SIGNALS_VARIABLE] = ",".join(number.name for number in handled_signals())
         with _extended_environment(
             {pulse.VARIABLE: str(pulses.path), STORE: str(folder / f"store-{run}"), **listening}

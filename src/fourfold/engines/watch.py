@@ -16,13 +16,13 @@ from pathlib import Path
 
 from fourfold.run.pulse import STARTING, Beat
 
-VARIABLE = "FOURFOLD_STACKS"
-SIGNAL = signal.SIGUSR2
-DUMP_SECONDS, AGAIN_SECONDS = 3.0, 0.1
+STACKS_VARIABLE = "FOURFOLD_STACKS"
+DUMP_SIGNAL = signal.SIGUSR2
+DUMP_SECONDS, RESEND_SECONDS = 3.0, 0.1
 POLL_SECONDS = 0.002
-COMPLETE = (" in _run_module_as_main\n", "  ...\n")  # the outermost frame, or very many
-INNERMOST = 6
-WAITING = os.path.join("fourfold", "parts", "comm") + os.sep
+STACK_ENDS = (" in _run_module_as_main\n", "  ...\n")  # the outermost frame, or very many
+MAX_FRAMES = 6
+COMM_PATH = os.path.join("fourfold", "parts", "comm") + os.sep
 
 
 @dataclass(frozen=True)
@@ -31,29 +31,29 @@ class Hang:
 
     ranks: Sequence[int]
     seconds: float
-    stopped: bool
+    is_stopped: bool
     stack: str
 
 
-def late(beats: Sequence[Beat], *, least: float, now: float) -> list[int]:
+def overdue_ranks(heartbeats: Sequence[Beat], *, min_seconds: float, now: float) -> list[int]:
     """The ranks that have been at the same thing for too long."""
-    return [rank for rank, beat in enumerate(beats) if now - beat.since > beat.limit(least)]
+    return [rank for rank, beat in enumerate(heartbeats) if now - beat.since > beat.limit(min_seconds)]
 
 
-def kill(ranks: Sequence[int], beats: Sequence[Beat], pids: Mapping[int, int], folder: Path) -> Hang:
+def kill_culprits(ranks: Sequence[int], heartbeats: Sequence[Beat], pids: Mapping[int, int], folder: Path) -> Hang:
     """Kill those who hold the others up, of which `ranks` are known to be late; afterwards, what there is to say."""
-    seconds = max(time.monotonic() - beats[rank].since for rank in ranks)
-    stopped = [rank for rank, pid in pids.items() if state(pid) == "T"]
+    seconds = max(time.monotonic() - heartbeats[rank].since for rank in ranks)
+    stopped = [rank for rank, pid in pids.items() if process_state(pid) == "T"]
     # Before its first step a rank may not listen yet, and the signal would end it.
-    listening = [rank for rank in stopped or pids if beats[rank].phase != STARTING]
-    stacks = _stacks(listening, pids, folder)
-    culprits = stopped or [rank for rank in listening if not _waits(stacks.get(rank, ""))] or list(ranks)
+    listening = [rank for rank in stopped or pids if heartbeats[rank].phase != STARTING]
+    stacks = _dump_stacks(listening, pids, folder)
+    culprits = stopped or [rank for rank in listening if not _is_waiting(stacks.get(rank, ""))] or list(ranks)
     for rank in culprits:
-        _send(pids[rank], signal.SIGKILL)
+        _send_signal(pids[rank], signal.SIGKILL)
     return Hang(culprits, seconds, bool(stopped), stacks.get(culprits[0], ""))
 
 
-def state(pid: int) -> str:
+def process_state(pid: int) -> str:
     """A process's state as the kernel has it: R, S, D, T (stopped), Z; "" where there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -61,45 +61,45 @@ def state(pid: int) -> str:
         return ""
 
 
-def _stacks(ranks: Sequence[int], pids: Mapping[int, int], folder: Path) -> dict[int, str]:
+def _dump_stacks(ranks: Sequence[int], pids: Mapping[int, int], folder: Path) -> dict[int, str]:
     """What ranks are at. One that was stopped goes on for the moment it takes to say so."""
     deadline = time.monotonic() + DUMP_SECONDS
     found: dict[int, str] = {}
     while len(found) < len(ranks) and time.monotonic() < deadline:
         for rank in ranks:
             # In this order, and again: a signal that finds every thread stopped may wait for ever.
-            _send(pids[rank], signal.SIGCONT)
-            _send(pids[rank], SIGNAL)
-        again = time.monotonic() + AGAIN_SECONDS
+            _send_signal(pids[rank], signal.SIGCONT)
+            _send_signal(pids[rank], DUMP_SIGNAL)
+        again = time.monotonic() + RESEND_SECONDS
         while len(found) < len(ranks) and time.monotonic() < again:
             time.sleep(POLL_SECONDS)
-            told = {rank: _read(file_of(folder, rank)) for rank in ranks}
-            found = {rank: text for rank, text in told.items() if text.endswith(COMPLETE)}
-    return {rank: _cut(text) for rank, text in found.items()}
+            told = {rank: _read_text(stack_file(folder, rank)) for rank in ranks}
+            found = {rank: text for rank, text in told.items() if text.endswith(STACK_ENDS)}
+    return {rank: _program_frames(text) for rank, text in found.items()}
 
 
-def file_of(folder: Path, rank: int) -> Path:
+def stack_file(folder: Path, rank: int) -> Path:
     """Where a rank's faulthandler writes."""
     return folder / f"stack-{rank}"
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(errors="replace")
     except OSError:
         return ""
 
 
-def _cut(text: str) -> str:
+def _program_frames(text: str) -> str:
     """The frames of the program, without the thread's number and what had led to the program."""
     frames = itertools.takewhile(lambda line: "<frozen runpy>" not in line, text.splitlines()[1:])
     return "\n".join(frames)
 
 
-def _waits(stack: str) -> bool:
-    return any(WAITING in line for line in stack.splitlines()[:INNERMOST])
+def _is_waiting(stack: str) -> bool:
+    return any(COMM_PATH in line for line in stack.splitlines()[:MAX_FRAMES])
 
 
-def _send(pid: int, number: signal.Signals) -> None:
+def _send_signal(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)

@@ -123,10 +123,10 @@ def _end_within(seconds: float, exit_code: int) -> None:
 
 def _tell_where_on_signal() -> None:
     """Where the launcher looks for ranks that hang: on its signal, write down what the main thread is at."""
-    folder = os.environ.get(watch.VARIABLE)
+    folder = os.environ.get(watch.STACKS_VARIABLE)
     if folder is not None:
-        path = watch.file_of(Path(folder), int(os.environ["LOCAL_RANK"]))
-        faulthandler.register(watch.SIGNAL, file=path.open("w"), all_threads=False)
+        path = watch.stack_file(Path(folder), int(os.environ["LOCAL_RANK"]))
+        faulthandler.register(watch.DUMP_SIGNAL, file=path.open("w"), all_threads=False)
 
 
 def _die_with(launcher: int) -> None:
