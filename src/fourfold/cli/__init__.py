@@ -86,10 +86,10 @@ def _run_command(arguments: list[str]) -> int:
         if _is_output_error(error):
             raise
         from fourfold.cli.failure import report_error
-        from fourfold.engines.worker import leave_at_once
+        from fourfold.engines.worker import exit_fast
         from fourfold.words.errors import INTERRUPT_CODE, REQUEUE_CODE
 
         code = report_error(error)
         if code in (REQUEUE_CODE, INTERRUPT_CODE):
-            leave_at_once(code)
+            exit_fast(code)
         return code

@@ -28,25 +28,25 @@ EXIT_SECONDS = 2.0  # for atexit functions and threads of a rank that has failed
 
 def main(arguments: Sequence[str]) -> None:
     launcher, *command = arguments
-    _die_with(int(launcher))
+    _set_parent_death_signal(int(launcher))
     # Now: what the program makes of its environment is its own business.
     rank, path = int(os.environ["RANK"]), Path(os.environ["TORCHELASTIC_ERROR_FILE"])
     faulthandler.enable(all_threads=False)
-    _tell_where_on_signal()
+    _dump_stack_on_signal()
     env_store.install()
     try:
         run_program(command)
     except SystemExit as leaving:
         if cause.exit_code(leaving):
-            _fail(leaving, rank, path)
-        _write_end(rank, path)
+            _exit_failed(leaving, rank, path)
+        _write_end_record(rank, path)
         raise
     except BaseException as error:  # whatever the program raises, such as asyncio.CancelledError
-        _fail(error, rank, path)
-    _write_end(rank, path)
+        _exit_failed(error, rank, path)
+    _write_end_record(rank, path)
 
 
-def _write_end(rank: int, path: Path) -> None:
+def _write_end_record(rank: int, path: Path) -> None:
     with contextlib.suppress(OSError):  # without it a rank that still waits for this one tells of a death
         cause.save_record(path, cause.end_record(rank))
 
@@ -57,16 +57,16 @@ def run_program(command: Sequence[str]) -> None:
     A process group over gloo that it leaves behind when it ends well is destroyed at the exit: gloo's threads may
     abort a process that forgets it.
     """
-    atexit.register(_leave_group, os.getpid())
+    atexit.register(_destroy_group, os.getpid())
     try:
-        _run(command)
+        _run_target(command)
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code not in (None, 0):
-            atexit.unregister(_leave_group)  # It may have given up a collective, for whose end its group would wait.
+            atexit.unregister(_destroy_group)  # It may have given up a collective, for whose end its group would wait.
         raise
 
 
-def _run(command: Sequence[str]) -> None:
+def _run_target(command: Sequence[str]) -> None:
     if command[0] == "-m":
         sys.argv = list(command[1:])
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
@@ -77,7 +77,7 @@ def _run(command: Sequence[str]) -> None:
     runpy.run_path(command[0], run_name="__main__")
 
 
-def _leave_group(process: int) -> None:
+def _destroy_group(process: int) -> None:
     """Destroy the process group that is there; after what the program does at its exit itself. Not in a fork of it."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or os.getpid() != process or not distributed.is_initialized():
@@ -88,7 +88,7 @@ def _leave_group(process: int) -> None:
         leave(world=True)
 
 
-def _fail(error: BaseException, rank: int, path: Path) -> NoReturn:
+def _exit_failed(error: BaseException, rank: int, path: Path) -> NoReturn:
     """Tell the launcher, before the other ranks can notice that this one has gone; and go."""
     entry = cause.make_record(error, rank=rank)
     try:
@@ -98,20 +98,20 @@ def _fail(error: BaseException, rank: int, path: Path) -> NoReturn:
             f"rank {rank} failed, and its record could not be written: {reason(problem)}\n{entry.text.rstrip()}"
         )
     if entry.exit_code in (REQUEUE_CODE, INTERRUPT_CODE):
-        leave_at_once(entry.exit_code)
-    _end_within(EXIT_SECONDS, entry.exit_code)
+        exit_fast(entry.exit_code)
+    _exit_after(EXIT_SECONDS, entry.exit_code)
     sys.exit(entry.exit_code)
 
 
-def leave_at_once(exit_code: int) -> NoReturn:
+def exit_fast(exit_code: int) -> NoReturn:
     """End this process without taking the interpreter apart: with torch in it that takes up to seconds."""
-    _end_within(EXIT_SECONDS, exit_code)
+    _exit_after(EXIT_SECONDS, exit_code)
     atexit._run_exitfuncs()
     streams.flush()
     os._exit(exit_code)
 
 
-def _end_within(seconds: float, exit_code: int) -> None:
+def _exit_after(seconds: float, exit_code: int) -> None:
     """Have this process end, whatever it does next.
 
     A thread of the user's, or a process group that waits for dead peers, must not keep a failed rank alive.
@@ -121,7 +121,7 @@ def _end_within(seconds: float, exit_code: int) -> None:
     deadline.start()
 
 
-def _tell_where_on_signal() -> None:
+def _dump_stack_on_signal() -> None:
     """Where the launcher looks for ranks that hang: on its signal, write down what the main thread is at."""
     folder = os.environ.get(watch.STACKS_VARIABLE)
     if folder is not None:
@@ -129,7 +129,7 @@ def _tell_where_on_signal() -> None:
         faulthandler.register(watch.DUMP_SIGNAL, file=path.open("w"), all_threads=False)
 
 
-def _die_with(launcher: int) -> None:
+def _set_parent_death_signal(launcher: int) -> None:
     """Have the kernel end this process when the launcher is gone, however it went (Linux)."""
     if sys.platform != "linux":
         return
