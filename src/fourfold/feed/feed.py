@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fourfold.feed.ahead import ahead
+from fourfold.feed.ahead import prefetch
 from fourfold.feed.draws import fetch_drawing
 from fourfold.feed.probe import Probe, are_alike, probe_of
 from fourfold.feed.samples import source_problem
@@ -130,7 +130,9 @@ class Feed:
         """The rest of the epoch. The state advances when a batch is taken, not when it is read."""
         epoch = self._state.epoch
         while self._state.epoch == epoch:
-            batches = ahead(self._batches(self._state), in_turn=lambda: self._draws, look=lambda: self.look())
+            batches = prefetch(
+                self._batches(self._state), is_on_demand=lambda: self._draws, check_peers=lambda: self.look()
+            )
             for after, batch in batches:
                 self._state = after
                 yield batch
