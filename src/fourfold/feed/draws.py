@@ -20,7 +20,7 @@ from fourfold.feed.source import fetch
 from fourfold.words.task import Source
 
 
-class States(NamedTuple):
+class GeneratorStates(NamedTuple):
     """The states of the generators on the CPU."""
 
     torch: Tensor
@@ -28,43 +28,43 @@ class States(NamedTuple):
     numpy: Any
 
 
-def fetch_drawing(source: Source, indices: Sequence[int], *, seed: int, epoch: int, draws: bool = False) -> Any:
+def fetch_seeded(source: Source, indices: Sequence[int], *, seed: int, epoch: int, uses_rng: bool = False) -> Any:
     """The batch of these samples, and whether they draw. `draws`: they are known to.
 
     Nobody else may draw meanwhile. Samples are read twice where it turns out that they draw.
     """
-    before = _states()
-    seeded = functools.partial(_seed, seed, epoch)
+    before = _generator_states()
+    seeded = functools.partial(_seed_generators, seed, epoch)
     try:
-        if not draws:
+        if not uses_rng:
             batch = fetch(source, indices)
-            if _are_as(before):
+            if _are_current(before):
                 return batch, False
         return fetch(source, indices, before=seeded), True
     finally:
-        if not _are_as(before):
-            _put_back(before)
+        if not _are_current(before):
+            _restore(before)
 
 
-def _states() -> States:
-    return States(torch.get_rng_state(), random.getstate(), np.random.get_state())
+def _generator_states() -> GeneratorStates:
+    return GeneratorStates(torch.get_rng_state(), random.getstate(), np.random.get_state())
 
 
-def _are_as(states: States) -> bool:
-    now = _states()
+def _are_current(states: GeneratorStates) -> bool:
+    now = _generator_states()
     ours, theirs = now.numpy, states.numpy
     if not torch.equal(now.torch, states.torch) or now.python != states.python:
         return False
     return np.array_equal(ours[1], theirs[1]) and ours[2:] == theirs[2:]
 
 
-def _put_back(states: States) -> None:
+def _restore(states: GeneratorStates) -> None:
     torch.set_rng_state(states.torch)
     random.setstate(states.python)
     np.random.set_state(states.numpy)
 
 
-def _seed(seed: int, epoch: int, number: int) -> None:
+def _seed_generators(seed: int, epoch: int, number: int) -> None:
     digest = hashlib.blake2b(f"fourfold sample {seed} {epoch} {number}".encode(), digest_size=8).digest()
     value = int.from_bytes(digest, "little")
     torch.default_generator.manual_seed(value)  # not torch.manual_seed, which seeds the GPUs' generators too

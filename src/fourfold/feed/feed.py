@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fourfold.feed.ahead import prefetch
-from fourfold.feed.draws import fetch_drawing
+from fourfold.feed.draws import fetch_seeded
 from fourfold.feed.probe import Probe, are_alike, probe_of
 from fourfold.feed.samples import source_problem
 from fourfold.feed.source import fetch
@@ -165,14 +165,14 @@ class Feed:
         if not is_first and not self._draws:
             return fetch(self._source, samples.ids())
         drawing = {"seed": samples.seed, "epoch": samples.epoch, "draws": self._draws}
-        batch, self._draws = fetch_drawing(self._source, samples.ids(), **drawing)
+        batch, self._draws = fetch_seeded(self._source, samples.ids(), **drawing)
         return batch
 
     def _probe(self, seed: int) -> Probe | None:
         """Of the source's middle sample; None where it is another one each time it is read."""
         drawing = {"seed": seed, "epoch": 0, "draws": self._draws}
         try:
-            twice = [fetch_drawing(self._source, [len(self._source) // 2], **drawing)[0] for _ in range(2)]
+            twice = [fetch_seeded(self._source, [len(self._source) // 2], **drawing)[0] for _ in range(2)]
         except Exception:  # the sample's own error is raised where a batch has it, with the others
             return None
         first, second = map(probe_of, twice)

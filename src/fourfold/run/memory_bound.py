@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fourfold.feed.draws import fetch_drawing
+from fourfold.feed.draws import fetch_seeded
 from fourfold.parts import data, lowered, optim
 from fourfold.plan.data import RESTS, fill, limit
 from fourfold.plan.memory import Host, elements, holding
@@ -100,7 +100,7 @@ def measure(task: Task, plan: Plan, source: Source, model: nn.Module, *, samples
         weights, held = _model_bytes(task, plan, model, place)
         if samples * batch >= place.available * WORTH_MEASURING:
             each = bytes_per_sample(
-                model, fetch_drawing(source, [0], seed=0, epoch=0)[0][0], halves=plan.precision != "keep"
+                model, fetch_seeded(source, [0], seed=0, epoch=0)[0][0], halves=plan.precision != "keep"
             )
             activations = each / (plan.dp * plan.sp)
     # This process is there already.
@@ -113,7 +113,7 @@ def _sample_bytes(source: Source) -> int:
     last = len(source) - 1
     numbers = sorted({0, last // 2, last}) if hasattr(source, "fetch") else [0]
     try:
-        return min(_tensor_bytes(fetch_drawing(source, [number], seed=0, epoch=0)[0]) for number in numbers)
+        return min(_tensor_bytes(fetch_seeded(source, [number], seed=0, epoch=0)[0]) for number in numbers)
     except FourfoldError:
         raise
     except (

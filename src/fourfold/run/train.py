@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from fourfold.feed.draws import fetch_drawing
+from fourfold.feed.draws import fetch_seeded
 from fourfold.feed.feed import Feed
 from fourfold.feed.samples import check_data
 from fourfold.parts.comm.ranks import BURIAL_SECONDS, world
@@ -352,7 +352,7 @@ def evaluate(step: TrainStep, task: Task, source: Source, batch_size: int) -> di
     refuse_other_lengths(step.exchange(len(source)), "validation data")
     start, stop = share(0, len(source), step.plan.dp, step.data_index)
     each = max(1, batch_size // step.plan.dp)
-    draw = functools.partial(fetch_drawing, source, seed=0, epoch=0)
+    draw = functools.partial(fetch_seeded, source, seed=0, epoch=0)
     step.try_out(draw(range(start, min(start + each, stop)))[0])
     with evaluating(step.model):
         # As many times on every rank: all of them bring the weights, where those rest split.
