@@ -67,7 +67,7 @@ def build_step(folder: str) -> tuple[TrainStep, Keeper, Callable[[], None]]:
     step = parallelize(task.model(), task.loss, task.optimizer, plan, clip=task.clip)
     feed = Feed(data.train, plan, batch_size=task.batch_size)
     keeper = Keeper(Trained(step, feed), Place(Path(step.exchange(folder)[0]), "bench"), NullLog(), seed=0)
-    batches = feed.forever()
+    batches = feed.repeat()
     return step, keeper, lambda: step(next(batches)) and None
 
 

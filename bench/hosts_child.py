@@ -156,7 +156,7 @@ class ContenderRun:
         self._contender = make_contender(contender, self._task, size)
         self._base_lrs = [group["lr"] for group in self._contender.optimizer.param_groups]
         # The same batches for everybody, in one order.
-        self._batches = ff.Feed(data.train, ff.Plan(dp=size), batch_size=self._task.batch_size, seed=0).forever()
+        self._batches = ff.Feed(data.train, ff.Plan(dp=size), batch_size=self._task.batch_size, seed=0).repeat()
         assert data.valid is not None
         start, stop = share(0, len(data.valid) // (size * VALID_BATCH_SIZE) * size * VALID_BATCH_SIZE, size, rank)
         firsts = range(start, stop, VALID_BATCH_SIZE)

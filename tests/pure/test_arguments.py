@@ -316,7 +316,7 @@ def test_a_batch_without_a_dim_of_samples_is_refused(batch: Any) -> None:
 
 @pytest.mark.parametrize("state", [None, (0, 0), ("a", 0, 0), (0, 0, 1.5), (0, 0, 99)])
 def test_a_state_that_no_feed_gave_is_refused(state: Any) -> None:
-    refused(lambda: ff.Feed(Source(), batch_size=2).load(state), "the feed")
+    refused(lambda: ff.Feed(Source(), batch_size=2).load_state(state), "the feed")
 
 
 @pytest.mark.parametrize("name", ["schedule", "scale", "warmup", "batch_size", "milestones", "drop", "floor"])

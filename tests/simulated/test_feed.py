@@ -52,7 +52,7 @@ def test_a_state_goes_on_in_any_form_with_the_seed_it_was_made_with(saved):
     whole, first, second = fed(seed=3), fed(seed=3), fed(seed=5)
     expected = targets(whole) + targets(whole)
     begun = targets(first, 2)
-    second.load(saved(first.state))
+    second.load_state(saved(first.state))
     assert begun + targets(second) + targets(second) == expected
     assert second.state == Position(3, 2, 0, 20)
 
@@ -60,7 +60,7 @@ def test_a_state_goes_on_in_any_form_with_the_seed_it_was_made_with(saved):
 def test_a_state_goes_on_with_another_batch_size():
     first, second = fed(), fed(batch_size=3)
     begun = targets(first, 2)
-    second.load(first.state)
+    second.load_state(first.state)
     assert sorted(itertools.chain(*begun, *targets(second))) == list(range(20))
 
 
@@ -68,10 +68,10 @@ def test_a_state_within_an_epoch_of_another_length_is_refused_and_changes_nothin
     first, second = fed(20), fed(24)
     targets(first, 2)
     with pytest.raises(DataError, match=r"position 8 in an epoch of 20 samples, and a source of 24 now .* \(0, 1, 0\)"):
-        second.load(first.state)
+        second.load_state(first.state)
     assert second.state == Position(0, 0, 0, 24)
     targets(first)
-    second.load(first.state)  # between epochs
+    second.load_state(first.state)  # between epochs
     assert sorted(itertools.chain(*targets(second))) == list(range(24))
 
 
@@ -97,7 +97,7 @@ def test_a_source_that_grows_within_an_epoch_ends_the_loop_that_goes_on():
 ])  # fmt: skip
 def test_what_is_no_state_is_refused(state, said):
     with pytest.raises(DataError, match=said):
-        fed().load(state)
+        fed().load_state(state)
 
 
 def seed_all(seed):
@@ -154,7 +154,7 @@ def test_samples_draw_the_same_after_a_resume():
     whole = samples_of(ff.Feed(Augmented(), batch_size=4))
     first, second = ff.Feed(Augmented(), batch_size=4), ff.Feed(Augmented(), batch_size=4)
     inputs, which = next(iter(first))
-    second.load(first.state)
+    second.load_state(first.state)
     begun = {(0, number.item()): row.tolist() for row, number in zip(inputs, which, strict=True)}
     assert begun | samples_of(second) == whole
 
@@ -170,7 +170,7 @@ def test_training_draws_as_if_the_samples_drew_nothing():
     found = []
     for source in (Quiet(), Augmented()):
         seed_all(0)
-        loop = ff.Feed(source, batch_size=2).forever()
+        loop = ff.Feed(source, batch_size=2).repeat()
         found.append([drawn() for _ in itertools.islice(loop, 20)])
         loop.close()
     assert found[0] == found[1]

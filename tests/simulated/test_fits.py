@@ -153,7 +153,7 @@ def test_a_feed_that_is_put_elsewhere_within_a_loop_goes_on_there(number):
         if len(seen) == 1:
             place = feed.state
         if len(seen) == number:
-            feed.load(place)
+            feed.load_state(place)
     assert len(seen) == number + 2
     assert seen[number] == seen[1]
     assert sorted(seen[0] + seen[-2] + seen[-1]) == list(range(12))

@@ -90,7 +90,7 @@ def test_the_text_names_step_rank_and_samples_of_the_global_order():
         for number, batch in enumerate(found[:2]):
             start, stop = 12 * number, 12 * number + 12
             place = Stretch(40, 3, 2, start, stop, *share(start, stop, 2, ranks.rank))
-            skipped = step(Batch.of(local(batch, 2, ranks.rank), place)).skipped
+            skipped = step(Batch.wrap(local(batch, 2, ranks.rank), place)).skipped
         return skipped
 
     named = ", ".join(map(str, ids[9:12]))

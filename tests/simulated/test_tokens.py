@@ -292,7 +292,7 @@ def dropped(ranks, plan, sizes):
         batch = local(whole, plan.dp, step.data_index)
         first = 100 * number + len(whole[1]) * step.data_index // plan.dp
         place = Stretch(1000, 0, 0, 100 * number, 100 * number + len(whole[1]), first, first + len(batch[1]))
-        step(Batch.of(batch, place))
+        step(Batch.wrap(batch, place))
     return {name: p.detach().clone() for name, p in step.model.named_parameters()}
 
 

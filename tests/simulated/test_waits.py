@@ -79,7 +79,7 @@ class Stuck:
 def test_a_rank_that_waits_for_data_hears_of_a_death(corpse: _Process) -> None:
     source, begin = Stuck(), time.monotonic()
     feed = Feed(source, batch_size=2)
-    feed.look = beside(corpse).look
+    feed.check_peers = beside(corpse).look
     with pytest.raises(PeerError):
         next(iter(feed))
     assert time.monotonic() - begin < SECONDS

@@ -48,7 +48,7 @@ class Batch(tuple):
     probe: Probe | None = None
 
     @classmethod
-    def of(cls, values: Any, samples: Stretch) -> Any:
+    def wrap(cls, values: Any, samples: Stretch) -> Any:
         """A pair or a dict that knows its samples; whatever else a source makes of samples is left as it is."""
         if isinstance(values, Mapping):
             batch = DictBatch(values)
@@ -83,14 +83,14 @@ class Feed:
         if problems:
             raise DataError(problems, where="the feed")
         self._source, self._batch_size = source, int(batch_size)
-        self._size, self._index = place(plan, where="the feed")
+        self._size, self._index = dp_size_and_index(plan, where="the feed")
         self._state = Position(int(seed), 0, 0, len(source))
-        self._draws = self._is_probed = False
-        self.look: Callable[[], None] = _nothing
+        self._uses_rng = self._has_fingerprint = False
+        self.check_peers: Callable[[], None] = _noop
         """Called from time to time while a batch is waited for: what it raises ends the waiting."""
 
     @classmethod
-    def alone(cls, source: Source, *, batch_size: int, seed: int = 0) -> "Feed":
+    def single_rank(cls, source: Source, *, batch_size: int, seed: int = 0) -> "Feed":
         """Whole batches, as one process has them, whatever the world is."""
         feed = cls(source, batch_size=batch_size, seed=seed)
         feed._size, feed._index = 1, 0
@@ -111,7 +111,7 @@ class Feed:
         """What has been handed out so far; `load` puts a feed there, on any number of ranks."""
         return self._state
 
-    def load(self, state: Position) -> None:
+    def load_state(self, state: Position) -> None:
         """Go on from a state that another feed of the same source gave. Its seed is taken over, and its order with it.
 
         Within a loop over the feed the next batch is from there; in another epoch the loop ends, and the next begins.
@@ -131,7 +131,7 @@ class Feed:
         epoch = self._state.epoch
         while self._state.epoch == epoch:
             batches = prefetch(
-                self._batches(self._state), is_on_demand=lambda: self._draws, check_peers=lambda: self.look()
+                self._batches(self._state), is_on_demand=lambda: self._uses_rng, check_peers=lambda: self.check_peers()
             )
             for after, batch in batches:
                 self._state = after
@@ -139,7 +139,7 @@ class Feed:
                 if self._state is not after or after.epoch != epoch:
                     break  # the epoch is over, or `load` has put the feed elsewhere
 
-    def forever(self) -> Generator[Any, None, None]:
+    def repeat(self) -> Generator[Any, None, None]:
         """Batches without end, epoch after epoch."""
         while True:
             yield from self
@@ -147,30 +147,30 @@ class Feed:
     def _batches(self, start: Position) -> Iterator[tuple[Position, Any]]:
         """The rest of an epoch: what the state is after each batch, and the batch."""
         num_samples, (seed, epoch, position, _) = len(self._source), start
-        if problem := _other_length(start, num_samples):
+        if problem := _length_mismatch(start, num_samples):
             raise DataError(problem, where="the feed")
         while position < num_samples:
             stop = min(position + self._batch_size, num_samples)
             first, last = share(position, stop, self._size, self._index)
             samples = Stretch(num_samples, seed, epoch, position, stop, first, last)
-            batch = Batch.of(self._fetch(samples, is_first=position == start.position), samples)
-            if self._size > 1 and not self._is_probed and isinstance(batch, Batch | DictBatch):
-                self._is_probed, batch.probe = True, self._probe(seed)
+            batch = Batch.wrap(self._fetch(samples, is_first=position == start.position), samples)
+            if self._size > 1 and not self._has_fingerprint and isinstance(batch, Batch | DictBatch):
+                self._has_fingerprint, batch.probe = True, self._source_fingerprint(seed)
             position = stop
             after = (epoch, position) if position < num_samples else (epoch + 1, 0)
             yield Position(seed, *after, num_samples), batch
 
     def _fetch(self, samples: Stretch, *, is_first: bool) -> Any:
         """A batch. Whether its samples draw is found out with the first one: then nobody else draws."""
-        if not is_first and not self._draws:
+        if not is_first and not self._uses_rng:
             return fetch(self._source, samples.ids())
-        drawing = {"seed": samples.seed, "epoch": samples.epoch, "draws": self._draws}
-        batch, self._draws = fetch_seeded(self._source, samples.ids(), **drawing)
+        drawing = {"seed": samples.seed, "epoch": samples.epoch, "draws": self._uses_rng}
+        batch, self._uses_rng = fetch_seeded(self._source, samples.ids(), **drawing)
         return batch
 
-    def _probe(self, seed: int) -> Probe | None:
+    def _source_fingerprint(self, seed: int) -> Probe | None:
         """Of the source's middle sample; None where it is another one each time it is read."""
-        drawing = {"seed": seed, "epoch": 0, "draws": self._draws}
+        drawing = {"seed": seed, "epoch": 0, "draws": self._uses_rng}
         try:
             twice = [fetch_seeded(self._source, [len(self._source) // 2], **drawing)[0] for _ in range(2)]
         except Exception:  # the sample's own error is raised where a batch has it, with the others
@@ -179,7 +179,7 @@ class Feed:
         return first if are_alike(first, second) else None
 
 
-def _nothing() -> None: ...
+def _noop() -> None: ...
 
 
 def _state_problems(state: Any, num_samples: int) -> list[Problem]:
@@ -192,7 +192,7 @@ def _state_problems(state: Any, num_samples: int) -> list[Problem]:
         return [Problem(got, "(seed, epoch, position, num_samples), as another feed's `state` is")]
     position = Position(*numbers)
     problems = arguments.seed(position.seed) + arguments.whole("epoch", position.epoch, least=0)
-    if other := _other_length(position, num_samples):
+    if other := _length_mismatch(position, num_samples):
         problems.append(other)
     elif not 0 <= position.position < num_samples:
         need = f"one before the source's {num_samples} samples"
@@ -200,7 +200,7 @@ def _state_problems(state: Any, num_samples: int) -> list[Problem]:
     return problems
 
 
-def _other_length(state: Position, num_samples: int) -> Problem | None:
+def _length_mismatch(state: Position, num_samples: int) -> Problem | None:
     """What is wrong where the source had another length when the state's epoch began: that epoch's order is another."""
     if state.position == 0 or state.num_samples in (None, num_samples):
         return None
@@ -209,7 +209,7 @@ def _other_length(state: Position, num_samples: int) -> Problem | None:
     return Problem(got, "the same number of samples until the epoch is over", attempt)
 
 
-def place(plan: Plan | None, *, where: str) -> tuple[int, int]:
+def dp_size_and_index(plan: Plan | None, *, where: str) -> tuple[int, int]:
     """Size of the data axis, and this process's index on it. Raises DataError for a plan of another number of ranks."""
     world = comm.world()
     if plan is None:

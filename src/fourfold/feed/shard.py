@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from fourfold.feed.feed import place
+from fourfold.feed.feed import dp_size_and_index
 from fourfold.plan.order import rows, share
 from fourfold.plan.plan import Plan
 from fourfold.words import arguments
@@ -89,7 +89,7 @@ def shard(loader: DataLoader[Sample], plan: Plan | None = None, *, seed: int = 0
         problems += _problems(loader)
     if problems:
         raise DataError(problems, where="ff.shard")
-    here = place(plan, where="ff.shard")
+    here = dp_size_and_index(plan, where="ff.shard")
     if problems := _too_few(loader, here[0]):
         raise DataError(problems, where="ff.shard")
     shuffle, dataset = isinstance(loader.sampler, RandomSampler), loader.dataset

@@ -190,10 +190,10 @@ class Training:
     def steps(self, progress: Progress, asked: Callable[[], int]) -> Progress:
         """From where the run is to its last step. Raises StoppedError where a rank is `asked` to stop."""
         feed = self.trained.feed
-        feed.look = self.trained.step.look
+        feed.check_peers = self.trained.step.look
         # The thread that reads ahead ends here, however the steps end: in the interpreter's last moments it would
         # take the process down from within torch.
-        with contextlib.closing(feed.forever()) as batches:
+        with contextlib.closing(feed.repeat()) as batches:
             return self._steps(progress, asked, batches)
 
     def _steps(self, progress: Progress, asked: Callable[[], int], batches: Iterator[Any]) -> Progress:

@@ -100,8 +100,8 @@ def verify(task: Task, plan: Plan, *, seed: int = 0) -> Verdict | None:
         if world().rank:
             return None
         state = torch.get_rng_state()
-        alone, _ = _alone(_probe(task), copy.deepcopy(model), Feed.alone(source, **how))
-        expected, their_losses = _alone(task, model, Feed.alone(source, **how))
+        alone, _ = _alone(_probe(task), copy.deepcopy(model), Feed.single_rank(source, **how))
+        expected, their_losses = _alone(task, model, Feed.single_rank(source, **how))
         draws = not torch.equal(state, torch.get_rng_state())
     return Verdict(
         losses=[abs(a - b) / max(1.0, abs(b)) for a, b in zip(losses, their_losses, strict=True)],
@@ -150,7 +150,7 @@ def _alone(task: Task, model: nn.Module, feed: Feed) -> tuple[dict[str, Tensor],
 def _rated(task: Task, optimizer: torch.optim.Optimizer, feed: Feed) -> Iterator[Any]:
     """The batches of all steps, in float64; before each one the rate is the schedule's."""
     rates = [group["lr"] for group in optimizer.param_groups]
-    batches: Any = feed.forever()
+    batches: Any = feed.repeat()
     with contextlib.closing(batches):
         for number in range(task.steps):
             if task.schedule is not None:
@@ -158,7 +158,7 @@ def _rated(task: Task, optimizer: torch.optim.Optimizer, feed: Feed) -> Iterator
                     group["lr"] = rate * task.schedule(number, task.steps)
             batch = next(batches)
             samples = batch.samples
-            yield Batch.of(mapped(dict(batch) if isinstance(batch, dict) else tuple(batch), _wide), samples)
+            yield Batch.wrap(mapped(dict(batch) if isinstance(batch, dict) else tuple(batch), _wide), samples)
 
 
 def _widened(model: nn.Module) -> nn.Module:

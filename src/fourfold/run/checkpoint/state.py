@@ -264,7 +264,7 @@ def put_back(trained: Trained, reader: Reader, *, seed: int) -> None:
         averages = trained.average.values.items()
         trained.average.load({n: _share(step, n, reader.tensor(f"ema.{n}"), like=v) for n, v in averages})
     fed = manifest.feed
-    trained.feed.load(Position(fed.seed, fed.epoch, fed.position, fed.num_samples))
+    trained.feed.load_state(Position(fed.seed, fed.epoch, fed.position, fed.num_samples))
     _put_back_random(step, manifest, seed=seed)
 
 
