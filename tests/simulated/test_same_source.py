@@ -7,7 +7,7 @@ import torch
 
 import fourfold as ff
 from fourfold.feed.feed import Feed
-from fourfold.feed.probe import are_alike, probe_of
+from fourfold.feed.probe import fingerprint_of, is_same_sample
 from fourfold.feed.source import Tensors
 from fourfold.run.build import TrainStep
 from fourfold.run.train import evaluate
@@ -100,8 +100,8 @@ def test_validation_data_of_other_lengths_are_refused_on_every_rank(zero):
 
 def test_a_probe_tells_samples_apart_by_shape_and_by_value():
     ones = {"x": torch.ones(1, 500), "y": (torch.tensor([3]), torch.tensor([1j]))}
-    probe = probe_of(ones)
-    assert are_alike(probe, probe_of(dict(reversed(ones.items()))))
+    probe = fingerprint_of(ones)
+    assert is_same_sample(probe, fingerprint_of(dict(reversed(ones.items()))))
     for other in (
         {**ones, "x": torch.ones(1, 501)},
         {**ones, "x": torch.ones(1, 500) * 1.01},
@@ -110,6 +110,6 @@ def test_a_probe_tells_samples_apart_by_shape_and_by_value():
         {**ones, "x": torch.full((1, 500), torch.nan)},
         {"x": ones["x"]},
     ):
-        assert not are_alike(probe, probe_of(other))
+        assert not is_same_sample(probe, fingerprint_of(other))
     empty = {"x": torch.ones(1, 0), "nan": torch.tensor([torch.nan, torch.inf])}
-    assert are_alike(probe_of(empty), probe_of(empty))
+    assert is_same_sample(fingerprint_of(empty), fingerprint_of(empty))

@@ -12,7 +12,7 @@ import torch
 
 from fourfold.feed.ahead import prefetch
 from fourfold.feed.draws import fetch_seeded
-from fourfold.feed.probe import Probe, are_alike, probe_of
+from fourfold.feed.probe import Fingerprint, fingerprint_of, is_same_sample
 from fourfold.feed.samples import source_problem
 from fourfold.feed.source import fetch
 from fourfold.parts import comm
@@ -45,7 +45,7 @@ class Batch(tuple):
     """
 
     samples: Stretch
-    probe: Probe | None = None
+    probe: Fingerprint | None = None
 
     @classmethod
     def wrap(cls, values: Any, samples: Stretch) -> Any:
@@ -64,7 +64,7 @@ class DictBatch(dict[str, Any]):
     """A dict of inputs that knows which samples it holds."""
 
     samples: Stretch
-    probe: Probe | None = None
+    probe: Fingerprint | None = None
 
 
 class Feed:
@@ -168,15 +168,15 @@ class Feed:
         batch, self._uses_rng = fetch_seeded(self._source, samples.ids(), **drawing)
         return batch
 
-    def _source_fingerprint(self, seed: int) -> Probe | None:
+    def _source_fingerprint(self, seed: int) -> Fingerprint | None:
         """Of the source's middle sample; None where it is another one each time it is read."""
         drawing = {"seed": seed, "epoch": 0, "draws": self._uses_rng}
         try:
             twice = [fetch_seeded(self._source, [len(self._source) // 2], **drawing)[0] for _ in range(2)]
         except Exception:  # the sample's own error is raised where a batch has it, with the others
             return None
-        first, second = map(probe_of, twice)
-        return first if are_alike(first, second) else None
+        first, second = map(fingerprint_of, twice)
+        return first if is_same_sample(first, second) else None
 
 
 def _noop() -> None: ...

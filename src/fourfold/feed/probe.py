@@ -11,18 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-NUM_ELEMENTS = 256  # of each tensor, spread evenly
+NUM_SAMPLED_ELEMENTS = 256  # of each tensor, spread evenly
 TOLERANCE = 1e-3  # unlike processors may round what a source computes otherwise
 
-Probe = list[list[Any]]
+Fingerprint = list[list[Any]]
 
 
-def probe_of(batch: Any) -> Probe:
+def fingerprint_of(batch: Any) -> Fingerprint:
     """The shape and some elements of each tensor, in order; JSON."""
     return [[list(leaf.shape), _elements(leaf)] for leaf in _leaves(batch)]
 
 
-def are_alike(first: Probe, second: Probe) -> bool:
+def is_same_sample(first: Fingerprint, second: Fingerprint) -> bool:
     """Whether two probes are of the same sample, but for rounding."""
     if [shape for shape, _ in first] != [shape for shape, _ in second]:
         return False
@@ -38,7 +38,7 @@ def _are_close(first: Sequence[float], second: Sequence[float]) -> bool:
 
 def _elements(leaf: Tensor) -> list[float]:
     flat = (torch.view_as_real(leaf) if leaf.is_complex() else leaf).reshape(-1)
-    places = torch.linspace(0, max(0, len(flat) - 1), min(len(flat), NUM_ELEMENTS)).long()
+    places = torch.linspace(0, max(0, len(flat) - 1), min(len(flat), NUM_SAMPLED_ELEMENTS)).long()
     return flat[places].double().tolist()
 
 

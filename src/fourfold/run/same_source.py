@@ -9,18 +9,18 @@ Not found: sources that differ in other samples only, and those whose samples ar
 
 from collections.abc import Sequence
 
-from fourfold.feed.probe import Probe, are_alike
+from fourfold.feed.probe import Fingerprint, is_same_sample
 from fourfold.words.errors import Problem, TaskError
 
 NEED = "the same source on every rank: each takes its share of it"
 
 
-def refuse_other_sources(probes: Sequence[Probe | None]) -> None:
+def refuse_other_sources(probes: Sequence[Fingerprint | None]) -> None:
     """Raise TaskError where ranks have other samples under one number. `probes`: by rank; None where one has none."""
     known = [(rank, probe) for rank, probe in enumerate(probes) if probe is not None]
     for rank, probe in known[1:]:
         first, theirs = known[0]
-        if not are_alike(theirs, probe):
+        if not is_same_sample(theirs, probe):
             got = f"another source on rank {rank} than on rank {first}: the middle sample differs"
             attempt = "the whole source, not a rank's own part of it; samples made at random with a fixed seed"
             raise TaskError(Problem(got, NEED, attempt), where="the source")
