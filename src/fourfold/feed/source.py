@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fourfold.feed.samples import stack
+from fourfold.feed.samples import collate_samples
 from fourfold.feed.text import Corpus
 from fourfold.words.errors import DataError, Problem
 from fourfold.words.task import Source
@@ -63,7 +63,7 @@ def _fetch(source: Source, indices: Sequence[int], before: Callable[[int], None]
         if before is not None:
             before(index)
         samples.append(_checked(source[index], index))
-    batch = stack(samples, indices)
+    batch = collate_samples(samples, indices)
     batch = batch if isinstance(batch, dict) else tuple(batch)
     return batch if len(indices) else _none_of(batch)
 
