@@ -27,14 +27,21 @@ class ShardSampler(Sampler[int]):
     """The samples of one data rank, an epoch at each iteration. Another epoch has another order, where it shuffles."""
 
     def __init__(
-        self, num_samples: int, batch_size: int, place: tuple[int, int], *, seed: int, shuffle: bool, drop_last: bool
+        self,
+        num_samples: int,
+        batch_size: int,
+        size_and_index: tuple[int, int],
+        *,
+        seed: int,
+        shuffle: bool,
+        drop_last: bool,
     ) -> None:
         """`place` is the number of data ranks, and this one's index among them."""
-        self._num_samples, self._batch_size, (self._size, self._index) = num_samples, batch_size, place
+        self._num_samples, self._batch_size, (self._size, self._index) = num_samples, batch_size, size_and_index
         self._seed, self._shuffle, self._epoch = seed, shuffle, 0
         whole = batch_size * self._size
-        self._tail = num_samples // whole * whole
-        self._has_tail = self._tail < num_samples and not drop_last
+        self._tail_start = num_samples // whole * whole
+        self._has_tail = self._tail_start < num_samples and not drop_last
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is this epoch, the one after it the next. Raises DataError for what is no whole number."""
@@ -43,20 +50,20 @@ class ShardSampler(Sampler[int]):
         self._epoch = int(epoch)
 
     def __len__(self) -> int:
-        return self._tail // self._size + (len(range(*self._share_of_tail())) if self._has_tail else 0)
+        return self._tail_start // self._size + (len(range(*self._tail_range())) if self._has_tail else 0)
 
     def __iter__(self) -> Iterator[int]:
         epoch, self._epoch = self._epoch, self._epoch + 1
-        for start in range(0, self._tail, self._batch_size * self._size):
+        for start in range(0, self._tail_start, self._batch_size * self._size):
             yield from self._ids(epoch, *share(start, start + self._batch_size * self._size, self._size, self._index))
         if self._has_tail:
-            yield from self._ids(epoch, *self._share_of_tail())
+            yield from self._ids(epoch, *self._tail_range())
 
-    def _share_of_tail(self) -> tuple[int, int]:
-        start, stop = share(self._tail, self._num_samples, self._size, self._index)
+    def _tail_range(self) -> tuple[int, int]:
+        start, stop = share(self._tail_start, self._num_samples, self._size, self._index)
         if start < stop:
             return start, stop
-        again = self._tail + self._index % (self._num_samples - self._tail)
+        again = self._tail_start + self._index % (self._num_samples - self._tail_start)
         return again, again + 1
 
     def _ids(self, epoch: int, start: int, stop: int) -> list[int]:
@@ -86,11 +93,11 @@ def shard(loader: DataLoader[Sample], plan: Plan | None = None, *, seed: int = 0
         got = f"a {type(loader).__name__}"
         problems.append(Problem(got, "a torch DataLoader", "ff.Feed(dataset, batch_size=…)"))
     else:
-        problems += _problems(loader)
+        problems += _loader_problems(loader)
     if problems:
         raise DataError(problems, where="ff.shard")
     here = dp_size_and_index(plan, where="ff.shard")
-    if problems := _too_few(loader, here[0]):
+    if problems := _too_few_problems(loader, here[0]):
         raise DataError(problems, where="ff.shard")
     shuffle, dataset = isinstance(loader.sampler, RandomSampler), loader.dataset
     how: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "drop_last": loader.drop_last}
@@ -106,7 +113,7 @@ def shard(loader: DataLoader[Sample], plan: Plan | None = None, *, seed: int = 0
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=loader.multiprocessing_context,
-        generator=_generator(loader, here, seed),
+        generator=_worker_generator(loader, here, seed),
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
         pin_memory_device=loader.pin_memory_device,
@@ -114,7 +121,7 @@ def shard(loader: DataLoader[Sample], plan: Plan | None = None, *, seed: int = 0
     )
 
 
-def _generator(loader: DataLoader[Any], place: tuple[int, int], seed: int) -> Any:
+def _worker_generator(loader: DataLoader[Any], place: tuple[int, int], seed: int) -> Any:
     """What seeds the workers: on each data index something else, for ranks are mostly seeded alike."""
     size, index = place
     if size == 1:
@@ -124,7 +131,7 @@ def _generator(loader: DataLoader[Any], place: tuple[int, int], seed: int) -> An
     return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
 
 
-def _problems(loader: DataLoader[Any]) -> list[Problem]:
+def _loader_problems(loader: DataLoader[Any]) -> list[Problem]:
     """Why this loader's samples cannot be shared among ranks by their numbers."""
     if isinstance(loader.dataset, IterableDataset):
         need = "a dataset with a length and numbered samples: each rank would read the whole stream"
@@ -143,14 +150,14 @@ def _problems(loader: DataLoader[Any]) -> list[Problem]:
     elif isinstance(loader.sampler, DistributedSampler | ShardSampler):
         got = f"a loader that is sharded already ({type(loader.sampler).__name__})"
         problems.append(Problem(got, "one over the whole dataset", "the loader as it is, without ff.shard"))
-    elif not _is_usual(loader):
+    elif not _has_standard_sampler(loader):
         need = "shuffle=True or False, over all samples once"
         attempt = "torch.utils.data.Subset for some of the samples, or a sampler made for ff.world().rank"
         problems.append(Problem(f"a sampler of its own ({type(loader.sampler).__name__})", need, attempt))
     return problems
 
 
-def _is_usual(loader: DataLoader[Any]) -> bool:
+def _has_standard_sampler(loader: DataLoader[Any]) -> bool:
     """Whether the sampler is what `shuffle` makes: every sample once, in order or at random."""
     sampler, length = loader.sampler, _length(loader)
     if type(sampler) is RandomSampler:
@@ -158,7 +165,7 @@ def _is_usual(loader: DataLoader[Any]) -> bool:
     return type(sampler) is SequentialSampler and len(sampler) == length
 
 
-def _too_few(loader: DataLoader[Any], size: int) -> list[Problem]:
+def _too_few_problems(loader: DataLoader[Any], size: int) -> list[Problem]:
     least = size * ((loader.batch_size or 1) if loader.drop_last else 1)
     if (length := _length(loader)) >= least:
         return []
