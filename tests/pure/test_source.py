@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fourfold.feed.feed import Feed
-from fourfold.feed.source import Tensors, Tokens, fetch
+from fourfold.feed.source import TensorSource, TokenSource, fetch
 from fourfold.feed.text import Corpus, Piece, falls_to_valid, open_text, standard_library
 from fourfold.plan.plan import Plan
 from fourfold.words.errors import DataError
@@ -117,7 +117,7 @@ def test_the_standard_library_is_there_and_a_twentieth_or_so_is_held_out():
 
 def test_a_sample_covers_its_bytes_and_its_targets_are_one_further(tmp_path: Path):
     text = bytes(range(100, 200))
-    tokens = Tokens(Corpus([Piece(write(tmp_path, {"a": text}) / "a", 0, 100)]), length=9)
+    tokens = TokenSource(Corpus([Piece(write(tmp_path, {"a": text}) / "a", 0, 100)]), length=9)
     assert len(tokens) == 11  # 11 × 9 tokens, and a last target
     for i in range(len(tokens)):
         inputs, targets = tokens[i]
@@ -129,9 +129,9 @@ def test_a_sample_covers_its_bytes_and_its_targets_are_one_further(tmp_path: Pat
 
 def test_fewer_samples_are_spread_over_the_corpus(tmp_path: Path):
     corpus = Corpus([Piece(write(tmp_path, {"a": bytes(range(101))}) / "a", 0, 101)])
-    starts = Tokens(corpus, length=10, num_samples=4).starts(range(4)).tolist()
+    starts = TokenSource(corpus, length=10, num_samples=4).sample_starts(range(4)).tolist()
     assert starts == [0, 20, 50, 70]
-    assert len(Tokens(corpus, length=10, num_samples=1000)) == 10
+    assert len(TokenSource(corpus, length=10, num_samples=1000)) == 10
 
 
 @pytest.mark.parametrize("indices", [[3, 0, 3, 4], [2], []])
@@ -139,9 +139,11 @@ def test_fewer_samples_are_spread_over_the_corpus(tmp_path: Path):
 def test_fetching_equals_stacking(kind: str, indices: list[int], tmp_path: Path):
     corpus = Corpus([Piece(write(tmp_path, {"a": bytes(range(60))}) / "a", 0, 60)])
     images = torch.arange(30.0).view(5, 2, 3)
-    source = {"tokens": Tokens(corpus, length=10), "tensors": Tensors(images, torch.arange(5)), "counted": Counted()}[
-        kind
-    ]
+    source = {
+        "tokens": TokenSource(corpus, length=10),
+        "tensors": TensorSource(images, torch.arange(5)),
+        "counted": Counted(),
+    }[kind]
 
     inputs, targets = fetch(source, indices)
     inputs = inputs if isinstance(inputs, dict) else {"": inputs}
@@ -163,7 +165,7 @@ def test_fetching_equals_stacking(kind: str, indices: list[int], tmp_path: Path)
 def test_samples_beyond_the_last_are_refused(tmp_path: Path):
     corpus = Corpus([Piece(write(tmp_path, {"a": bytes(60)}) / "a", 0, 60)])
     for num_samples, count in ((None, 5), (3, 3)):
-        tokens = Tokens(corpus, length=10, num_samples=num_samples)
+        tokens = TokenSource(corpus, length=10, num_samples=num_samples)
         for index in (-1, count):
             with pytest.raises(IndexError, match=f"asked of {count}"):
                 tokens[index]
@@ -192,9 +194,9 @@ def test_missing_text_is_an_error_with_a_way_out(
 def test_a_corpus_shorter_than_a_sample_is_refused_with_a_length_that_works(tmp_path: Path):
     corpus = Corpus([Piece(write(tmp_path, {"a": b"12345"}) / "a", 0, 5)])
     with pytest.raises(DataError) as caught:
-        Tokens(corpus, length=5)
+        TokenSource(corpus, length=5)
     assert caught.value.problems[0].attempt.startswith("length=4")
-    assert len(Tokens(corpus, length=4)) == 1
+    assert len(TokenSource(corpus, length=4)) == 1
 
 
 def test_a_file_that_shrank_is_named(tmp_path: Path):

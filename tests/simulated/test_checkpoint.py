@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fourfold as ff
-from fourfold.feed.source import Tensors
+from fourfold.feed.source import TensorSource
 from fourfold.report import attempts
 from fourfold.run.checkpoint.shelf import Shelf
 from fourfold.testing import threads
@@ -284,7 +284,7 @@ class Hollow(nn.Module):
 
 
 def test_a_run_with_an_average_and_parameters_without_elements_goes_on(tmp_path):
-    data = Tensors(torch.ones(8, 4), torch.zeros(8, 2))
+    data = TensorSource(torch.ones(8, 4), torch.zeros(8, 2))
 
     def run(*, breaks: bool = False):
         task = ff.Task(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fourfold as ff
-from fourfold.feed.source import Tensors
+from fourfold.feed.source import TensorSource
 from fourfold.plan.timeline import decode
 from fourfold.run.checkpoint import keeper as keeping
 from fourfold.run.checkpoint.shelf import newest_good
@@ -60,7 +60,7 @@ class Told:
 
 def train(folder: Path, **given: Any) -> Told:
     torch.manual_seed(1)
-    data = Tensors(torch.randn(16, 4), torch.randn(16, 2))
+    data = TensorSource(torch.randn(16, 4), torch.randn(16, 2))
     task = ff.Task(
         model=lambda: nn.Linear(4, 2),
         loss=lambda outputs, targets: (outputs - targets).square(),

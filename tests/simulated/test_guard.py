@@ -12,7 +12,7 @@ from torch import nn
 
 import fourfold as ff
 from fourfold.feed.feed import Batch
-from fourfold.feed.source import Tensors
+from fourfold.feed.source import TensorSource
 from fourfold.plan.order import Stretch, rows, share
 from fourfold.plan.plan import Plan
 from fourfold.run.average import Average
@@ -226,7 +226,7 @@ def task(*, bad: Sequence[int], stop_at: int | None = None) -> ff.Task:
     return ff.Task(
         model=lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2)),
         loss=loss,
-        data=lambda: ff.Data(train=Tensors(inputs, targets)),
+        data=lambda: ff.Data(train=TensorSource(inputs, targets)),
         optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.1),
         schedule=lambda step, steps: 1.0 - step / steps,
     )

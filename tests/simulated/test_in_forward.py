@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import fourfold as ff
-from fourfold.feed.source import Tensors
+from fourfold.feed.source import TensorSource
 from fourfold.plan import cost
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep, parallelize
@@ -411,7 +411,7 @@ def test_a_step_that_nobody_holds_any_more_is_gone_with_its_memory():
 
 @pytest.mark.parametrize("ema", [None, 0.5])
 def test_a_run_ends_with_the_weights_of_its_last_step(ema, tmp_path):
-    data = Tensors(torch.randn(16, 4, generator=torch.Generator().manual_seed(1)), torch.ones(16, 2))
+    data = TensorSource(torch.randn(16, 4, generator=torch.Generator().manual_seed(1)), torch.ones(16, 2))
 
     def run(update):
         task = ff.Task(

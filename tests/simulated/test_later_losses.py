@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fourfold.feed.source import Tensors
+from fourfold.feed.source import TensorSource
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
 from fourfold.run.train import evaluate
@@ -211,7 +211,7 @@ def test_an_evaluation_of_a_source_refuses_counts_that_part_ways_among_ranks(los
     inputs, targets = batches()[0]
     targets = targets.clamp(min=0)
     targets[3:5] = targets[11:] = -100  # not in what the dry run sees
-    source = Tensors(inputs, targets)
+    source = TensorSource(inputs, targets)
     task = Task(model=net, loss=loss, data=lambda: Data(train=source), optimizer=sgd)
 
     def body(ranks):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.feed.source import Tensors
+from fourfold.feed.source import TensorSource
 from fourfold.plan.order import share
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
@@ -339,7 +339,7 @@ def test_an_evaluation_weights_the_parts_as_a_step_does(name):
 @pytest.mark.parametrize("dp", [1, 3])
 @pytest.mark.parametrize("name", ["ignoring", "weighted", "by hand"])
 def test_the_loss_of_a_whole_source_is_that_of_one_batch_of_all(name, dp):
-    source = Tensors(*batches()[0])
+    source = TensorSource(*batches()[0])
     task = Task(model=net, loss=EXACT[name], data=lambda: Data(train=source), optimizer=sgd)
     with torch.no_grad():
         expected = EXACT[name](net()(source.inputs), source.targets).item()

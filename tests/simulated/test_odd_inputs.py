@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import fourfold as ff
-from fourfold.feed.source import Tensors
+from fourfold.feed.source import TensorSource
 from fourfold.run.outline import outline
 from fourfold.words.errors import TaskError
 
 PLAIN_PLAN = ff.Plan(dp=2, zero=1, outer_lr=0.5, transport="gloo")
-ROWS = Tensors(torch.ones(8, 4), torch.ones(8, 1))
+ROWS = TensorSource(torch.ones(8, 4), torch.ones(8, 1))
 TASK = ff.Task(
     model=lambda: nn.Linear(4, 1),
     loss=lambda outputs, targets: (outputs - targets) ** 2,

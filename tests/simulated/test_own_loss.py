@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.feed.feed import Feed
-from fourfold.feed.source import Tensors
+from fourfold.feed.source import TensorSource
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep, check
 from fourfold.run.train import evaluate
@@ -229,7 +229,7 @@ def test_a_models_own_loss_is_refused_where_ranks_share_sequences():
 
 
 def test_pairs_are_what_they_were():
-    source = Tensors(torch.randn(4, 4).double(), torch.arange(4) % 3)
+    source = TensorSource(torch.randn(4, 4).double(), torch.arange(4) % 3)
     (batch,) = Feed(source, Plan(), batch_size=4, seed=0)
     assert isinstance(batch, tuple)
     assert [len(part) for part in batch] == [4, 4]

@@ -8,7 +8,7 @@ import torch
 import fourfold as ff
 from fourfold.feed.feed import Feed
 from fourfold.feed.probe import fingerprint_of, is_same_sample
-from fourfold.feed.source import Tensors
+from fourfold.feed.source import TensorSource
 from fourfold.run.build import TrainStep
 from fourfold.run.train import evaluate
 from fourfold.testing import threads
@@ -48,7 +48,7 @@ def trained(size, source, *, hosts=1):
 
 
 def part(rank, size=2):
-    return Tensors(INPUTS[rank::size], TARGETS[rank::size])
+    return TensorSource(INPUTS[rank::size], TARGETS[rank::size])
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
@@ -62,8 +62,8 @@ def test_parts_of_the_data_in_the_place_of_one_source_are_refused_on_every_rank(
 
 
 def test_one_source_is_trained_also_where_processors_round_otherwise():
-    assert trained(2, lambda rank: Tensors(INPUTS, TARGETS)) == ["trained"] * 2
-    assert trained(3, lambda rank: Tensors(INPUTS * (1 + 1e-6 * rank), TARGETS)) == ["trained"] * 3
+    assert trained(2, lambda rank: TensorSource(INPUTS, TARGETS)) == ["trained"] * 2
+    assert trained(3, lambda rank: TensorSource(INPUTS * (1 + 1e-6 * rank), TARGETS)) == ["trained"] * 3
 
 
 class Restless:
@@ -90,7 +90,7 @@ def test_validation_data_of_other_lengths_are_refused_on_every_rank(zero):
         sgd = functools.partial(torch.optim.SGD, lr=0.01)
         data = ff.Data(train=part(0))
         task = ff.Task(model=lambda: step.model, loss=values, data=lambda: data, optimizer=sgd)
-        source = Tensors(INPUTS[: 9 + 4 * ranks.rank], TARGETS[: 9 + 4 * ranks.rank])
+        source = TensorSource(INPUTS[: 9 + 4 * ranks.rank], TARGETS[: 9 + 4 * ranks.rank])
         with pytest.raises(TaskError, match="validation data of 9 on rank 0, 13 on rank 1 samples"):
             evaluate(step, task, source, 4)
         return True

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fourfold.cli import verify as command
 from fourfold.cli.job import Job
-from fourfold.feed.source import Tensors
+from fourfold.feed.source import TensorSource
 from fourfold.plan.plan import Plan
 from fourfold.run.batch import Loss, measure
 from fourfold.run.exact import Exact
@@ -42,7 +42,7 @@ class Net(nn.Module):
 
 def task(kind: str = "plain", **fields) -> Task:
     torch.manual_seed(0)
-    data = Data(train=Tensors(torch.randn(64, 8), torch.randint(0, 3, (64,))))
+    data = Data(train=TensorSource(torch.randn(64, 8), torch.randint(0, 3, (64,))))
     return Task(
         loss=functools.partial(F.cross_entropy, reduction="none"),
         data=lambda: data,
@@ -212,7 +212,9 @@ def test_a_mixture_of_experts_of_transformers_is_verified():
             return self.inner(tokens).logits.transpose(1, 2)
 
     tokens = torch.randint(0, 50, (8, 6), generator=torch.Generator().manual_seed(5))
-    mixture = dataclasses.replace(task(), model=Experts, data=lambda: Data(train=Tensors(tokens, tokens)), batch_size=4)
+    mixture = dataclasses.replace(
+        task(), model=Experts, data=lambda: Data(train=TensorSource(tokens, tokens)), batch_size=4
+    )
     verdict = verify(mixture, Plan(microbatches=2))
     assert verdict is not None
     assert verdict.worst <= TOLERANCE

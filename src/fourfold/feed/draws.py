@@ -40,7 +40,7 @@ def fetch_seeded(source: Source, indices: Sequence[int], *, seed: int, epoch: in
             batch = fetch(source, indices)
             if _are_current(before):
                 return batch, False
-        return fetch(source, indices, before=seeded), True
+        return fetch(source, indices, before_sample=seeded), True
     finally:
         if not _are_current(before):
             _restore(before)

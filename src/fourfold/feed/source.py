@@ -24,7 +24,7 @@ from fourfold.feed.text import Corpus
 from fourfold.words.errors import DataError, Problem
 from fourfold.words.task import Source
 
-__all__ = ["BatchSource", "Source", "Tensors", "Tokens", "fetch", "too_short"]
+__all__ = ["BatchSource", "Source", "TensorSource", "TokenSource", "fetch", "corpus_problem"]
 
 
 class BatchSource(Source, Protocol):
@@ -33,7 +33,7 @@ class BatchSource(Source, Protocol):
     def fetch(self, indices: Sequence[int], /) -> Any: ...
 
 
-def fetch(source: Source, indices: Sequence[int], *, before: Callable[[int], None] | None = None) -> Any:
+def fetch(source: Source, indices: Sequence[int], *, before_sample: Callable[[int], None] | None = None) -> Any:
     """The batch of these samples, in this order; by `source.fetch` where there is one, else samples are stacked.
 
     No indices give a batch of no samples, of the right shapes. `before(i)` is called before `source[i]`, or before
@@ -41,12 +41,12 @@ def fetch(source: Source, indices: Sequence[int], *, before: Callable[[int], Non
     generator that reads it.
     """
     try:
-        return _fetch(source, indices, before)
+        return _fetch(source, indices, before_sample)
     except StopIteration as error:
-        raise DataError(_stopped(error), where="the source") from error
+        raise DataError(_stop_iteration_problem(error), where="the source") from error
 
 
-def _stopped(error: StopIteration) -> Problem:
+def _stop_iteration_problem(error: StopIteration) -> Problem:
     place = traceback.extract_tb(error.__traceback__)[-1]
     got = f"StopIteration in {Path(place.filename).name}, line {place.lineno}"
     return Problem(got, "a sample for every number below len(source)", "IndexError, or next(iterator, default)")
@@ -57,18 +57,18 @@ def _fetch(source: Source, indices: Sequence[int], before: Callable[[int], None]
     if method is not None:
         if before is not None and len(indices):
             before(indices[0])
-        return _counted(method(indices), len(indices))
+        return _check_num_samples(method(indices), len(indices))
     samples = []
     for index in indices or [0]:
         if before is not None:
             before(index)
-        samples.append(_checked(source[index], index))
+        samples.append(_check_sample(source[index], index))
     batch = collate_samples(samples, indices)
     batch = batch if isinstance(batch, dict) else tuple(batch)
-    return batch if len(indices) else _none_of(batch)
+    return batch if len(indices) else _empty_like(batch)
 
 
-def _counted(batch: Any, num_samples: int) -> Any:
+def _check_num_samples(batch: Any, num_samples: int) -> Any:
     """What a source's own `fetch` returned. Raises DataError where it has another number of samples than were asked."""
     level = [batch]
     while level:
@@ -84,10 +84,10 @@ def _counted(batch: Any, num_samples: int) -> Any:
     return batch
 
 
-def _checked(sample: Any, index: int) -> Any:
+def _check_sample(sample: Any, index: int) -> Any:
     """A sample that can be collated. Raises DataError for one that is no pair and no dict of numbers."""
     if isinstance(sample, Mapping):
-        return _checked_dict(sample, index)
+        return _convert_dict_sample(sample, index)
     if isinstance(sample, tuple | list) and len(sample) == 2:
         return tuple(sample)
     if sample is None:
@@ -99,13 +99,13 @@ def _checked(sample: Any, index: int) -> Any:
     raise DataError(problem, where="the source")
 
 
-def _checked_dict(sample: Mapping[Any, Any], index: int) -> dict[str, Any]:
+def _convert_dict_sample(sample: Mapping[Any, Any], index: int) -> dict[str, Any]:
     """Lists of numbers become tensors: collated as they are, they would become one tensor for each position."""
     checked, problems = {}, []
     for name, value in sample.items():
         if isinstance(value, Tensor | np.ndarray | np.number | np.bool_ | bool | int | float):
             checked[name] = value
-        elif isinstance(value, list | tuple) and (numbers := _numbers(value)) is not None:
+        elif isinstance(value, list | tuple) and (numbers := _as_tensor(value)) is not None:
             checked[name] = numbers
         else:
             got = f"sample {index} has a {type(value).__name__} as {name!r}"
@@ -117,14 +117,14 @@ def _checked_dict(sample: Mapping[Any, Any], index: int) -> dict[str, Any]:
     return checked
 
 
-def _numbers(values: Sequence[Any]) -> Tensor | None:
+def _as_tensor(values: Sequence[Any]) -> Tensor | None:
     try:
         return torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):
         return None
 
 
-class Tensors:
+class TensorSource:
     """Samples held in memory: rows of `inputs` and `targets`."""
 
     def __init__(self, inputs: Tensor, targets: Tensor) -> None:
@@ -141,7 +141,7 @@ class Tensors:
         return self.inputs[rows], self.targets[rows]
 
 
-class Tokens:
+class TokenSource:
     """A corpus of bytes cut into samples of `length` tokens; the targets are the tokens, one further on.
 
     corpus        the bytes, one token each
@@ -153,11 +153,11 @@ class Tokens:
     """
 
     def __init__(self, corpus: Corpus, *, length: int, num_samples: int | None = None) -> None:
-        if problem := too_short(corpus, length=length, name="corpus"):
+        if problem := corpus_problem(corpus, length=length, name="corpus"):
             raise DataError(problem)
         self.corpus, self.length = corpus, length
-        self.num_whole = (len(corpus) - 1) // length
-        self.num_samples = self.num_whole if num_samples is None else min(num_samples, self.num_whole)
+        self.num_full_samples = (len(corpus) - 1) // length
+        self.num_samples = self.num_full_samples if num_samples is None else min(num_samples, self.num_full_samples)
 
     def __len__(self) -> int:
         return self.num_samples
@@ -167,19 +167,19 @@ class Tokens:
         return {name: values[0] for name, values in inputs.items()}, targets[0]
 
     def fetch(self, indices: Sequence[int], /) -> tuple[dict[str, Tensor], Tensor]:
-        rows = torch.from_numpy(self.corpus.read(self.starts(indices), self.length + 1)).to(torch.int64)
+        rows = torch.from_numpy(self.corpus.read(self.sample_starts(indices), self.length + 1)).to(torch.int64)
         positions = torch.arange(self.length).expand(len(rows), -1).contiguous()
         return {"tokens": rows[:, :-1].contiguous(), "positions": positions}, rows[:, 1:].contiguous()
 
-    def starts(self, indices: Sequence[int]) -> np.ndarray:
+    def sample_starts(self, indices: Sequence[int]) -> np.ndarray:
         """The first byte of each sample: int64 [B]. Raises IndexError outside [0, num_samples)."""
         numbers = np.asarray(indices, dtype=np.int64)
         if numbers.size and (numbers.min() < 0 or numbers.max() >= self.num_samples):
             raise IndexError(f"samples {numbers.min()} to {numbers.max()} asked of {self.num_samples}")
-        return numbers * self.num_whole // self.num_samples * self.length
+        return numbers * self.num_full_samples // self.num_samples * self.length
 
 
-def too_short(corpus: Corpus, *, length: int, name: str) -> Problem | None:
+def corpus_problem(corpus: Corpus, *, length: int, name: str) -> Problem | None:
     """What is wrong with a corpus that holds no sample of `length` tokens and their last target; None if it does."""
     if len(corpus) > length:
         return None
@@ -187,9 +187,9 @@ def too_short(corpus: Corpus, *, length: int, name: str) -> Problem | None:
     return Problem(f"{name} has {len(corpus)} bytes", f"{length + 1}, for one sample of length {length}", attempt)
 
 
-def _none_of(values: Any) -> Any:
+def _empty_like(values: Any) -> Any:
     if isinstance(values, dict):
-        return {name: _none_of(value) for name, value in values.items()}
+        return {name: _empty_like(value) for name, value in values.items()}
     if isinstance(values, list | tuple):
-        return type(values)(_none_of(value) for value in values)
+        return type(values)(_empty_like(value) for value in values)
     return values[:0]

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.feed.source import Tensors
+from fourfold.feed.source import TensorSource
 from fourfold.words.errors import Problem, SettingError, TaskError
 from fourfold.words.task import Data, Task
 
@@ -100,7 +100,8 @@ def open_data() -> Data:
     classes = torch.from_numpy(digits.target).long()
     held_out = torch.arange(len(classes)) % 5 == 4
     return Data(
-        train=Tensors(images[~held_out], classes[~held_out]), valid=Tensors(images[held_out], classes[held_out])
+        train=TensorSource(images[~held_out], classes[~held_out]),
+        valid=TensorSource(images[held_out], classes[held_out]),
     )
 
 

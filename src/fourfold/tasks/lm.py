@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.feed.source import Tokens, too_short
+from fourfold.feed.source import TokenSource, corpus_problem
 from fourfold.feed.text import existing, open_text
 from fourfold.words.errors import DataError, Problem, SettingError
 from fourfold.words.task import Data, Task
@@ -219,14 +219,14 @@ def open_data(path: str | None, *, length: int, valid_bytes: int) -> Data:
     """The sources. Raises DataError where the text is missing, empty or shorter than a sample."""
     split = open_text(path)
     found = (
-        too_short(split.train, length=length, name="the text to train on"),
-        too_short(split.valid, length=length, name="the text for validation"),
+        corpus_problem(split.train, length=length, name="the text to train on"),
+        corpus_problem(split.valid, length=length, name="the text for validation"),
     )
     if problems := [problem for problem in found if problem]:
         raise DataError(problems, where=f"data={path}" if path else "the standard library")
     return Data(
-        train=Tokens(split.train, length=length),
-        valid=Tokens(split.valid, length=length, num_samples=max(1, valid_bytes // length)),
+        train=TokenSource(split.train, length=length),
+        valid=TokenSource(split.valid, length=length, num_samples=max(1, valid_bytes // length)),
     )
 
 
