@@ -9,7 +9,7 @@ import torch
 
 from fourfold.feed.feed import Feed
 from fourfold.feed.source import TensorSource, TokenSource, fetch
-from fourfold.feed.text import Corpus, Piece, falls_to_valid, open_text, standard_library
+from fourfold.feed.text import Corpus, FileRange, is_validation_file, open_text, standard_library
 from fourfold.plan.plan import Plan
 from fourfold.words.errors import DataError
 
@@ -45,7 +45,7 @@ def test_a_corpus_reads_as_its_pieces_laid_end_to_end(tmp_path: Path):
     texts = [rng.integers(0, 256, size, dtype=np.uint8).tobytes() for size in (7, 1, 30, 2, 2, 64)]
     write(tmp_path, {f"{i}": text for i, text in enumerate(texts)})
     cuts = [(0, 7), (0, 1), (5, 25), (1, 1), (0, 2), (3, 64)]
-    corpus = Corpus(Piece(tmp_path / f"{i}", start, stop) for i, (start, stop) in enumerate(cuts))
+    corpus = Corpus(FileRange(tmp_path / f"{i}", start, stop) for i, (start, stop) in enumerate(cuts))
     joined = b"".join(text[start:stop] for text, (start, stop) in zip(texts, cuts, strict=True))
 
     assert whole(corpus) == joined
@@ -55,7 +55,7 @@ def test_a_corpus_reads_as_its_pieces_laid_end_to_end(tmp_path: Path):
 
 
 def test_a_corpus_ends_where_its_last_piece_ends(tmp_path: Path):
-    corpus = Corpus([Piece(write(tmp_path, {"a": b"abcdef"}) / "a", 0, 4)])
+    corpus = Corpus([FileRange(write(tmp_path, {"a": b"abcdef"}) / "a", 0, 4)])
     assert len(corpus) == 4
     for start, length in ((-1, 2), (3, 2)):
         with pytest.raises(IndexError):
@@ -68,16 +68,16 @@ def test_the_split_of_files_depends_on_the_path_below_the_root_alone(tmp_path: P
     write(there, {"part0/aaa.txt": b"new\n", "zzz.txt": b"new\n"})
 
     def names(corpus: Corpus, root: Path) -> list[str]:
-        return [piece.path.relative_to(root).as_posix() for piece in corpus.pieces]
+        return [piece.path.relative_to(root).as_posix() for piece in corpus.file_ranges]
 
     first, second = open_text(here), open_text(there)
-    assert names(first.valid, here) == sorted(name for name in pages(60) if falls_to_valid(name)) != []
+    assert names(first.valid, here) == sorted(name for name in pages(60) if is_validation_file(name)) != []
     for one, other in zip(first, second, strict=True):
         assert names(one, here) == [name for name in names(other, there) if name in pages(60)]
 
 
 def test_the_rule_of_the_split_stays_as_it_is():
-    held_out = [i for i in range(100) if falls_to_valid(f"asyncio/page{i}.py")]
+    held_out = [i for i in range(100) if is_validation_file(f"asyncio/page{i}.py")]
     assert held_out == [9, 18, 33, 54, 65, 70]
 
 
@@ -86,7 +86,7 @@ def test_train_and_validation_share_no_byte_and_miss_none(tmp_path: Path):
     split = open_text(write(tmp_path, texts))
     lines = whole(split.train).splitlines() + whole(split.valid).splitlines()
     assert sorted(lines) == sorted(line for text in texts.values() for line in text.splitlines())
-    assert not {p.path for p in split.train.pieces} & {p.path for p in split.valid.pieces}
+    assert not {p.path for p in split.train.file_ranges} & {p.path for p in split.valid.file_ranges}
 
 
 def test_where_files_cannot_be_split_their_last_tenths_are_held_out(tmp_path: Path):
@@ -95,29 +95,29 @@ def test_where_files_cannot_be_split_their_last_tenths_are_held_out(tmp_path: Pa
     assert (whole(split.train), whole(split.valid)) == (text[:90], text[90:])
     assert [whole(side) for side in open_text(tmp_path)] == [text[:90], text[90:]]
     write(tmp_path, {"more.txt": text})
-    assert not falls_to_valid("book.txt")
-    assert not falls_to_valid("more.txt")
+    assert not is_validation_file("book.txt")
+    assert not is_validation_file("more.txt")
     assert [whole(side) for side in open_text(tmp_path)] == [text[:90] * 2, text[90:] * 2]
 
 
 def test_only_text_is_read_from_a_folder(tmp_path: Path):
     extra = {"image.bin": b"a\0b", ".git/config": b"hidden", "__pycache__/x.txt": b"cache", "empty.txt": b""}
     split = open_text(write(tmp_path, {**pages(40), **extra}))
-    names = {piece.path.relative_to(tmp_path).as_posix() for side in split for piece in side.pieces}
+    names = {piece.path.relative_to(tmp_path).as_posix() for side in split for piece in side.file_ranges}
     assert names == set(pages(40))
 
 
 def test_the_standard_library_is_there_and_a_twentieth_or_so_is_held_out():
     split = standard_library()
-    assert all(piece.path.suffix == ".py" for side in split for piece in side.pieces)
-    assert not any("site-packages" in piece.path.parts for side in split for piece in side.pieces)
+    assert all(piece.path.suffix == ".py" for side in split for piece in side.file_ranges)
+    assert not any("site-packages" in piece.path.parts for side in split for piece in side.file_ranges)
     assert 0.02 < len(split.valid) / len(split.train) < 0.15
     assert len(split.train) > 5_000_000
 
 
 def test_a_sample_covers_its_bytes_and_its_targets_are_one_further(tmp_path: Path):
     text = bytes(range(100, 200))
-    tokens = TokenSource(Corpus([Piece(write(tmp_path, {"a": text}) / "a", 0, 100)]), length=9)
+    tokens = TokenSource(Corpus([FileRange(write(tmp_path, {"a": text}) / "a", 0, 100)]), length=9)
     assert len(tokens) == 11  # 11 × 9 tokens, and a last target
     for i in range(len(tokens)):
         inputs, targets = tokens[i]
@@ -128,7 +128,7 @@ def test_a_sample_covers_its_bytes_and_its_targets_are_one_further(tmp_path: Pat
 
 
 def test_fewer_samples_are_spread_over_the_corpus(tmp_path: Path):
-    corpus = Corpus([Piece(write(tmp_path, {"a": bytes(range(101))}) / "a", 0, 101)])
+    corpus = Corpus([FileRange(write(tmp_path, {"a": bytes(range(101))}) / "a", 0, 101)])
     starts = TokenSource(corpus, length=10, num_samples=4).sample_starts(range(4)).tolist()
     assert starts == [0, 20, 50, 70]
     assert len(TokenSource(corpus, length=10, num_samples=1000)) == 10
@@ -137,7 +137,7 @@ def test_fewer_samples_are_spread_over_the_corpus(tmp_path: Path):
 @pytest.mark.parametrize("indices", [[3, 0, 3, 4], [2], []])
 @pytest.mark.parametrize("kind", ["tokens", "tensors", "counted"])
 def test_fetching_equals_stacking(kind: str, indices: list[int], tmp_path: Path):
-    corpus = Corpus([Piece(write(tmp_path, {"a": bytes(range(60))}) / "a", 0, 60)])
+    corpus = Corpus([FileRange(write(tmp_path, {"a": bytes(range(60))}) / "a", 0, 60)])
     images = torch.arange(30.0).view(5, 2, 3)
     source = {
         "tokens": TokenSource(corpus, length=10),
@@ -163,7 +163,7 @@ def test_fetching_equals_stacking(kind: str, indices: list[int], tmp_path: Path)
 
 
 def test_samples_beyond_the_last_are_refused(tmp_path: Path):
-    corpus = Corpus([Piece(write(tmp_path, {"a": bytes(60)}) / "a", 0, 60)])
+    corpus = Corpus([FileRange(write(tmp_path, {"a": bytes(60)}) / "a", 0, 60)])
     for num_samples, count in ((None, 5), (3, 3)):
         tokens = TokenSource(corpus, length=10, num_samples=num_samples)
         for index in (-1, count):
@@ -192,7 +192,7 @@ def test_missing_text_is_an_error_with_a_way_out(
 
 
 def test_a_corpus_shorter_than_a_sample_is_refused_with_a_length_that_works(tmp_path: Path):
-    corpus = Corpus([Piece(write(tmp_path, {"a": b"12345"}) / "a", 0, 5)])
+    corpus = Corpus([FileRange(write(tmp_path, {"a": b"12345"}) / "a", 0, 5)])
     with pytest.raises(DataError) as caught:
         TokenSource(corpus, length=5)
     assert caught.value.problems[0].attempt.startswith("length=4")
@@ -202,7 +202,7 @@ def test_a_corpus_shorter_than_a_sample_is_refused_with_a_length_that_works(tmp_
 def test_a_file_that_shrank_is_named(tmp_path: Path):
     path = write(tmp_path, {"a": b"123"}) / "a"
     with pytest.raises(DataError, match="a cannot be mapped"):
-        Corpus([Piece(path, 0, 5000)]).read([0], 10)
+        Corpus([FileRange(path, 0, 5000)]).read([0], 10)
 
 
 def test_a_corpus_larger_than_the_memory_is_mapped(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_a_corpus_larger_than_the_memory_is_mapped(tmp_path: Path) -> None:
             pytest.skip(f"no files of {num_bytes} bytes here: {error}")
         file.seek(-3, 2)
         file.write(b"end")
-    corpus = Corpus([Piece(path, 0, num_bytes)])
+    corpus = Corpus([FileRange(path, 0, num_bytes)])
     first, last = corpus.read([0, num_bytes - 5], 5)
     assert (bytes(first), bytes(last)) == (b"begin", b"\0\0end")
 

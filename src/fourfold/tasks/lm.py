@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.feed.source import TokenSource, corpus_problem
-from fourfold.feed.text import existing, open_text
+from fourfold.feed.text import open_text, resolve_text_path
 from fourfold.words.errors import DataError, Problem, SettingError
 from fourfold.words.task import Data, Task
 
@@ -64,7 +64,7 @@ def task(
     if problems:
         raise SettingError(problems, where="the settings of lm")
     if data is not None:
-        existing(data)
+        resolve_text_path(data)
     return Task(
         model=functools.partial(LanguageModel, width=width, layers=layers, heads=heads, kv_heads=kv_heads),
         loss=loss,
