@@ -84,7 +84,7 @@ def main() -> None:
     torch.set_num_threads(1)
     memory.keep_freed_memory()  # as every training process does
     where, cpu = make_bucket(), torch.device("cpu")
-    codecs = {name: codec.make(coding, where, SHAPES, device=cpu) for name, coding in CODINGS.items()}
+    codecs = {name: codec.make_codec(coding, where, SHAPES, device=cpu) for name, coding in CODINGS.items()}
     times = {name: CodecTimes() for name in codecs}
     dense = 2 * (options.ranks - 1) / options.ranks * where.num_bytes
     generator = torch.Generator().manual_seed(0)

@@ -33,7 +33,7 @@ class Workers:
         coding = self.case.plan(self.size).coding
         assert coding is not None
         shapes = [tuple(self.trainable[slot.name].shape) for slot in bucket.slots]
-        return codec.make(coding, bucket, shapes, device=torch.device("cpu"))
+        return codec.make_codec(coding, bucket, shapes, device=torch.device("cpu"))
 
     def _gradient(self, parts: list[Microbatch], unit: float) -> tuple[dict[str, Tensor], Tensor]:
         """A worker's addend by parameter, in a unit, and the sum and count of its loss."""

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 def make(kind, shapes, *, dtype="float64", size=1, **parameters):
     bucket = bucket_of(shapes, dtype, getattr(torch, dtype).itemsize)
-    return [codec.make(Coding(kind, **parameters), bucket, shapes, device=CPU) for _ in range(size)]
+    return [codec.make_codec(Coding(kind, **parameters), bucket, shapes, device=CPU) for _ in range(size)]
 
 
 def remainder_of(each):

@@ -68,7 +68,7 @@ def test_a_rank_does_its_part_of_a_sum_before_it_waits_for_a_later_message():
     def body(ranks):
         inner = Shared(mapping, slotting, index=ranks.rank, size=2, rest=RESTS[2], coded=True, time_limit_seconds=10)
         sums = Shared(other, messages, index=ranks.rank, size=2, time_limit_seconds=10)
-        codecs = [codec.make(Coding("bf16"), bucket, [(64,)], device=ranks.device) for bucket in buckets]
+        codecs = [codec.make_codec(Coding("bf16"), bucket, [(64,)], device=ranks.device) for bucket in buckets]
         coded = Coded(Ways(inner, [sums], NoWire(), tells=ranks.rank == 0), codecs)
         coded.lend(0)
         coded.slots[0].fill_(1.0)

@@ -707,7 +707,7 @@ def _codecs(plan: Plan, buckets: Sequence[Bucket], by_bucket: Sequence[Sequence[
     if coding is None:
         return []
     return [
-        codec.make(coding, reduced(bucket, plan.reduce), [tuple(p.shape) for p in some], device=some[0].device)
+        codec.make_codec(coding, reduced(bucket, plan.reduce), [tuple(p.shape) for p in some], device=some[0].device)
         for bucket, some in zip(buckets, by_bucket, strict=True)
     ]
 

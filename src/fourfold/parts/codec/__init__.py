@@ -21,7 +21,7 @@ from fourfold.parts.codec.topk import TopK
 from fourfold.plan.codec import Coding, Shapes
 from fourfold.plan.data import Bucket
 
-__all__ = ["Codec", "Gathering", "Message", "Talk", "make"]
+__all__ = ["Codec", "Gathering", "Message", "Talk", "make_codec"]
 
 CODECS: dict[str, Callable[[Coding, Bucket, Shapes, torch.device], Codec]] = {
     "bf16": Cast,
@@ -33,6 +33,6 @@ CODECS: dict[str, Callable[[Coding, Bucket, Shapes, torch.device], Codec]] = {
 }
 
 
-def make(coding: Coding, bucket: Bucket, shapes: Shapes, *, device: torch.device) -> Codec:
+def make_codec(spec: Coding, bucket: Bucket, shapes: Shapes, *, device: torch.device) -> Codec:
     """The codec of a bucket whose parameters have these shapes. Raises PlanError for gradients that are no floats."""
-    return CODECS[coding.kind](coding, bucket, shapes, device)
+    return CODECS[spec.kind](spec, bucket, shapes, device)
