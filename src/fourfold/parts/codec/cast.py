@@ -18,20 +18,20 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Cast:
     """See `Codec`. A gradient that has two bytes already is sent as it is."""
 
-    def __init__(self, coding: Coding, bucket: Bucket, shapes: Shapes, device: torch.device) -> None:
-        self.rounds, self.remainder = rounds(coding, bucket, shapes), None
+    def __init__(self, spec: Coding, bucket: Bucket, shapes: Shapes, device: torch.device) -> None:
+        self.rounds, self.residual = rounds(spec, bucket, shapes), None
         own = dtype_of(bucket)
-        dtype = DTYPES[coding.kind] if own.itemsize > 2 else own
-        self.message_dtype, self.length = dtype, length(bucket)
-        self._payload = memory.private(self.length, dtype, device)
+        dtype = DTYPES[spec.kind] if own.itemsize > 2 else own
+        self.message_dtype, self.num_elements = dtype, length(bucket)
+        self._payload = memory.private(self.num_elements, dtype, device)
 
     @torch.no_grad()
-    def talk(self, flat: Tensor) -> Talk:
+    def reduce(self, flat: Tensor) -> Talk:
         (total,) = yield Message(self._payload.copy_(flat), Meet.SUM)
         flat.copy_(total)
 
-    def scale(self, factor: float) -> None:
+    def scale_residual(self, factor: float) -> None:
         pass
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
+    def state_tensors(self) -> dict[str, dict[str, Tensor]]:
         return {}
