@@ -271,8 +271,8 @@ def test_zeros_are_never_sent():
         flat[:30] = 1.0
         exchange([each], [flat])
         assert torch.equal(flat.nonzero().squeeze(1), torch.arange(30))
-        assert not each.remainder.any()
-    assert each.num_early == 0
+        assert not each.residual.any()
+    assert each.num_early_refreshes == 0
 
 
 def test_a_threshold_is_kept_for_its_life():
@@ -280,7 +280,7 @@ def test_a_threshold_is_kept_for_its_life():
     seen = []
     for step in range(9):
         flat = torch.linspace(-1.0, 1.0, 4000, dtype=torch.float64) * (1.0 + 0.001 * step)
-        each.remainder.zero_()
+        each.residual.zero_()
         exchange([each], [flat])
         seen.append(each.thresholds.item())
     assert [a == b for a, b in itertools.pairwise(seen)] == [True, True, False] * 2 + [True, True]
@@ -293,7 +293,7 @@ def test_drift_never_takes_density_out_of_its_band(seed, growth):
         (flat,) = gradients([(5000,)], size=1, seed=100 * seed + step)
         exchange([each], [flat.mul_(growth**step)])
         assert 125 <= flat.count_nonzero() <= 313  # 250, from half of it to a quarter more
-    assert each.num_early > 0
+    assert each.num_early_refreshes > 0
 
 
 def test_the_first_threshold_is_too_low_and_does_not_stay():
@@ -305,7 +305,7 @@ def test_the_first_threshold_is_too_low_and_does_not_stay():
         exchange([each], [flat])
         counts.append(int(flat.count_nonzero()))
     assert max(counts) <= 250
-    assert each.num_early >= 1
+    assert each.num_early_refreshes >= 1
     assert each.thresholds.item() > 2.5758 * 1.5  # the 1 % quantile of |N(0, 1)| is where it began
 
 

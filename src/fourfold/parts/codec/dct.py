@@ -21,40 +21,44 @@ from fourfold.plan.data import Bucket
 class Dct:
     """See `Codec` and `Gathering`."""
 
-    def __init__(self, coding: Coding, bucket: Bucket, shapes: Shapes, device: torch.device) -> None:
-        self.message_dtype, self.length = torch.uint8, length(bucket)
-        self.rounds, self._life = rounds(coding, bucket, shapes), coding.life
-        self._bucket, layout = bucket, sparse(coding, bucket)
-        self._chosen = layout.chosen
-        self._entries = Entries(layout, bucket, dtype_of(bucket), device)
-        self.remainder: Tensor = memory.private(self.length, work_dtype(bucket), device)
+    def __init__(self, spec: Coding, bucket: Bucket, shapes: Shapes, device: torch.device) -> None:
+        self.message_dtype, self.num_elements = torch.uint8, length(bucket)
+        self.rounds, self._refresh_steps = rounds(spec, bucket, shapes), spec.life
+        self._bucket, layout = bucket, sparse(spec, bucket)
+        self._sparse_ranges = layout.chosen
+        self._message = Entries(layout, bucket, dtype_of(bucket), device)
+        self.residual: Tensor = memory.private(self.num_elements, work_dtype(bucket), device)
         self.thresholds = torch.zeros(len(layout.chosen), dtype=torch.float64)
         self.ages = torch.zeros(len(layout.chosen), dtype=torch.int64)
-        self.num_early = 0
+        self.num_early_refreshes = 0
         """Refreshes before their time, since the start."""
 
-    def talk(self, flat: Tensor) -> Talk:
+    def reduce(self, flat: Tensor) -> Talk:
         return gather(self, flat)
 
     @torch.no_grad()
     def encode(self, flat: Tensor) -> Tensor:
-        rest = self.remainder.add_(flat)
-        found = [self._choose(number, rest[each.start : each.stop]) for number, each in enumerate(self._chosen)]
-        places = [there.add_(each.start) for there, each in zip(found, self._chosen, strict=True)]
+        rest = self.residual.add_(flat)
+        found = [self._select(number, rest[each.start : each.stop]) for number, each in enumerate(self._sparse_ranges)]
+        places = [there.add_(each.start) for there, each in zip(found, self._sparse_ranges, strict=True)]
         none = torch.empty(0, dtype=torch.int64, device=rest.device)
-        return self._entries.write(rest, torch.cat(places) if places else none)
+        return self._message.write(rest, torch.cat(places) if places else none)
 
-    def _choose(self, number: int, rest: Tensor) -> Tensor:
+    def _select(self, range_index: int, flat: Tensor) -> Tensor:
         """Places in a parameter's stretch that are to be sent."""
-        each, threshold, age = self._chosen[number], float(self.thresholds[number]), int(self.ages[number])
-        self.ages[number] += 1
-        if age % self._life:
-            places = above(rest, threshold)
-            if self._in_band(each, places.numel(), threshold, rest.dtype):
+        each, threshold, age = (
+            self._sparse_ranges[range_index],
+            float(self.thresholds[range_index]),
+            int(self.ages[range_index]),
+        )
+        self.ages[range_index] += 1
+        if age % self._refresh_steps:
+            places = above(flat, threshold)
+            if self._in_band(each, places.numel(), threshold, flat.dtype):
                 return places
-            self.num_early += 1
-        choice = choose(rest, each.kept, most=each.high)
-        self.thresholds[number] = choice.threshold
+            self.num_early_refreshes += 1
+        choice = choose(flat, each.kept, most=each.high)
+        self.thresholds[range_index] = choice.threshold
         return choice.places
 
     @staticmethod
@@ -63,17 +67,17 @@ class Dct:
         return count <= each.high and (count >= each.low or threshold <= torch.finfo(dtype).tiny)
 
     @torch.no_grad()
-    def add(self, payload: Tensor, out: Tensor) -> None:
-        self._entries.add(payload, out)
+    def decode_add(self, payload: Tensor, out: Tensor) -> None:
+        self._message.add(payload, out)
 
-    def scale(self, factor: float) -> None:
-        self.remainder.mul_(factor)
+    def scale_residual(self, factor: float) -> None:
+        self.residual.mul_(factor)
         self.thresholds.mul_(abs(factor))
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        found = by_slot(self._bucket, self.remainder)
+    def state_tensors(self) -> dict[str, dict[str, Tensor]]:
+        found = by_slot(self._bucket, self.residual)
         names = {slot.start: slot.name for slot in self._bucket.slots}
-        for number, each in enumerate(self._chosen):
+        for number, each in enumerate(self._sparse_ranges):
             one = slice(number, number + 1)
             found[names[each.start]] |= {"threshold": self.thresholds[one], "age": self.ages[one]}
         return found
