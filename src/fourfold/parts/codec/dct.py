@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts import memory
-from fourfold.parts.codec.entries import Entries, above, choose
+from fourfold.parts.codec.entries import SparseMessage, indices_above, select_largest
 from fourfold.parts.codec.talk import Talk, by_slot, dtype_of, gather, work_dtype
 from fourfold.plan.codec import Chosen, Coding, Shapes, length, rounds, sparse
 from fourfold.plan.data import Bucket
@@ -26,7 +26,7 @@ class Dct:
         self.rounds, self._refresh_steps = rounds(spec, bucket, shapes), spec.life
         self._bucket, layout = bucket, sparse(spec, bucket)
         self._sparse_ranges = layout.chosen
-        self._message = Entries(layout, bucket, dtype_of(bucket), device)
+        self._message = SparseMessage(layout, bucket, dtype_of(bucket), device)
         self.residual: Tensor = memory.private(self.num_elements, work_dtype(bucket), device)
         self.thresholds = torch.zeros(len(layout.chosen), dtype=torch.float64)
         self.ages = torch.zeros(len(layout.chosen), dtype=torch.int64)
@@ -53,13 +53,13 @@ class Dct:
         )
         self.ages[range_index] += 1
         if age % self._refresh_steps:
-            places = above(flat, threshold)
+            places = indices_above(flat, threshold)
             if self._in_band(each, places.numel(), threshold, flat.dtype):
                 return places
             self.num_early_refreshes += 1
-        choice = choose(flat, each.kept, most=each.high)
+        choice = select_largest(flat, each.kept, max_count=each.high)
         self.thresholds[range_index] = choice.threshold
-        return choice.places
+        return choice.indices
 
     @staticmethod
     def _in_band(each: Chosen, count: int, threshold: float, dtype: torch.dtype) -> bool:
@@ -68,7 +68,7 @@ class Dct:
 
     @torch.no_grad()
     def decode_add(self, payload: Tensor, out: Tensor) -> None:
-        self._message.add(payload, out)
+        self._message.add_to(payload, out)
 
     def scale_residual(self, factor: float) -> None:
         self.residual.mul_(factor)

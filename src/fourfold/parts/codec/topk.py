@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts import memory
-from fourfold.parts.codec.entries import Entries, choose
+from fourfold.parts.codec.entries import SparseMessage, select_largest
 from fourfold.parts.codec.talk import Talk, by_slot, dtype_of, gather, work_dtype
 from fourfold.plan.codec import Coding, Shapes, length, rounds, sparse
 from fourfold.plan.data import Bucket
@@ -22,7 +22,7 @@ class TopK:
         self.rounds = rounds(coding, bucket, shapes)
         self._bucket, layout = bucket, sparse(coding, bucket)
         self._chosen = layout.chosen
-        self._entries = Entries(layout, bucket, dtype_of(bucket), device)
+        self._entries = SparseMessage(layout, bucket, dtype_of(bucket), device)
         self.remainder: Tensor = memory.private(self.length, work_dtype(bucket), device)
 
     def talk(self, flat: Tensor) -> Talk:
@@ -33,12 +33,12 @@ class TopK:
         rest = self.remainder.add_(flat)
         places = torch.empty(0, dtype=torch.int64, device=rest.device)
         for each in self._chosen:
-            places = choose(rest, each.kept, most=each.high).places
+            places = select_largest(rest, each.kept, max_count=each.high).indices
         return self._entries.write(rest, places)
 
     @torch.no_grad()
     def add(self, payload: Tensor, out: Tensor) -> None:
-        self._entries.add(payload, out)
+        self._entries.add_to(payload, out)
 
     def scale(self, factor: float) -> None:
         self.remainder.mul_(factor)
