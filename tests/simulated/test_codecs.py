@@ -196,7 +196,7 @@ def test_int8_of_denormal_numbers_waits():
     flat = torch.full((10,), 1e-42)
     exchange([each], [flat])
     assert torch.equal(flat, torch.zeros(10))
-    assert torch.equal(each.remainder, torch.full((10,), 1e-42))
+    assert torch.equal(each.residual, torch.full((10,), 1e-42))
 
 
 # ---- topk and dct -------------------------------------------------------------------------------

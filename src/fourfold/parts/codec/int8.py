@@ -16,35 +16,35 @@ from fourfold.parts.codec.talk import Talk, by_slot, gather, work_dtype
 from fourfold.plan.codec import SCALE_BLOCK, Coding, Shapes, blockwise, length, rounds
 from fourfold.plan.data import Bucket
 
-LARGEST = 127
+MAX_CODE = 127
 # Elements worked on at a time on a CPU: few enough to stay in a cache from one operation to the next, and enough
 # that calling the operations costs little (docs/measured.md, "Codecs").
-CHUNK = 2**18
+CHUNK_ELEMENTS = 2**18
 
 
 class Int8:
     """See `Codec` and `Gathering`."""
 
-    def __init__(self, coding: Coding, bucket: Bucket, shapes: Shapes, device: torch.device) -> None:
-        self.message_dtype, self.length = torch.uint8, length(bucket)
-        self.rounds = rounds(coding, bucket, shapes)
-        self._bucket, self._work = bucket, work_dtype(bucket)
-        self._sections = blockwise(bucket)
-        self._chunk = CHUNK if device.type == "cpu" else self.length
-        self._payload = torch.zeros(self._sections.num_bytes, dtype=torch.uint8, device=device)
-        self.remainder: Tensor = memory.private(self.length, self._work, device)
+    def __init__(self, spec: Coding, bucket: Bucket, shapes: Shapes, device: torch.device) -> None:
+        self.message_dtype, self.num_elements = torch.uint8, length(bucket)
+        self.rounds = rounds(spec, bucket, shapes)
+        self._bucket, self._residual_dtype = bucket, work_dtype(bucket)
+        self._layout = blockwise(bucket)
+        self._chunk = CHUNK_ELEMENTS if device.type == "cpu" else self.num_elements
+        self._payload = torch.zeros(self._layout.num_bytes, dtype=torch.uint8, device=device)
+        self.residual: Tensor = memory.private(self.num_elements, self._residual_dtype, device)
 
-    def talk(self, flat: Tensor) -> Talk:
+    def reduce(self, flat: Tensor) -> Talk:
         return gather(self, flat)
 
     @torch.no_grad()
     def encode(self, flat: Tensor) -> Tensor:
-        scales, values = self._parts(self._payload)
-        smallest = torch.finfo(self._work).tiny
+        scales, values = self._sections(self._payload)
+        smallest = torch.finfo(self._residual_dtype).tiny
         for elements, blocks in self._chunks():
-            rest = self.remainder[elements].add_(flat[elements]).view(blocks.stop - blocks.start, -1)
+            rest = self.residual[elements].add_(flat[elements]).view(blocks.stop - blocks.start, -1)
             # Never below the smallest normal number, whose inverse is finite: what is less than half of it waits.
-            scale = rest.abs().amax(1).div_(LARGEST).clamp_(min=smallest)
+            scale = rest.abs().amax(1).div_(MAX_CODE).clamp_(min=smallest)
             value = values[elements].view(rest.shape)
             value.copy_((rest * scale.reciprocal().unsqueeze(1)).round_())
             rest.addcmul_(value, scale.unsqueeze(1), value=-1)
@@ -54,8 +54,8 @@ class Int8:
         return self._payload
 
     @torch.no_grad()
-    def add(self, payload: Tensor, out: Tensor) -> None:
-        scales, values = self._parts(payload)
+    def decode_add(self, payload: Tensor, out: Tensor) -> None:
+        scales, values = self._sections(payload)
         for elements, blocks in self._chunks():
             value, scale = values[elements].view(blocks.stop - blocks.start, -1), scales[blocks].unsqueeze(1)
             total = out[elements].view(value.shape)
@@ -64,25 +64,25 @@ class Int8:
             else:
                 total.add_(value * scale)
 
-    def _parts(self, payload: Tensor) -> tuple[Tensor, Tensor]:
+    def _sections(self, payload: Tensor) -> tuple[Tensor, Tensor]:
         """The scales and the values of a message: views."""
-        first, second = self._sections.starts
-        num_scales = -(-self.length // SCALE_BLOCK)
-        scales = payload[first : first + num_scales * self._work.itemsize].view(self._work)
-        return scales, payload[second : second + self.length].view(torch.int8)
+        first, second = self._layout.starts
+        num_scales = -(-self.num_elements // SCALE_BLOCK)
+        scales = payload[first : first + num_scales * self._residual_dtype.itemsize].view(self._residual_dtype)
+        return scales, payload[second : second + self.num_elements].view(torch.int8)
 
     def _chunks(self) -> Iterator[tuple[slice, slice]]:
         """Elements and their blocks, whole blocks first, then the last one if it is shorter."""
-        full = self.length // SCALE_BLOCK * SCALE_BLOCK
+        full = self.num_elements // SCALE_BLOCK * SCALE_BLOCK
         step = -(-self._chunk // SCALE_BLOCK) * SCALE_BLOCK
         for start in range(0, full, step):
             stop = min(full, start + step)
             yield slice(start, stop), slice(start // SCALE_BLOCK, stop // SCALE_BLOCK)
-        if full < self.length:
-            yield slice(full, self.length), slice(full // SCALE_BLOCK, full // SCALE_BLOCK + 1)
+        if full < self.num_elements:
+            yield slice(full, self.num_elements), slice(full // SCALE_BLOCK, full // SCALE_BLOCK + 1)
 
-    def scale(self, factor: float) -> None:
-        self.remainder.mul_(factor)
+    def scale_residual(self, factor: float) -> None:
+        self.residual.mul_(factor)
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        return by_slot(self._bucket, self.remainder)
+    def state_tensors(self) -> dict[str, dict[str, Tensor]]:
+        return by_slot(self._bucket, self.residual)
