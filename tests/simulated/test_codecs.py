@@ -342,7 +342,7 @@ def test_a_warm_start_finds_the_best_approximation():
     assert isinstance(each, PowerSGD)
     errors = []
     for _ in range(20):
-        each.remainder.zero_()
+        each.residual.zero_()
         flat = matrix.flatten().clone()
         exchange([each], [flat])
         errors.append((flat.view(60, 50) - matrix).norm() / best)
