@@ -58,11 +58,11 @@ def time_codec(each: Codec, flat: torch.Tensor, ranks: int, times: CodecTimes) -
     """One talk, with this rank's own message in the place of everybody's."""
     encode = decode = 0.0
     begin = time.thread_time()
-    talk = each.talk(flat)
+    talk = each.reduce(flat)
     message = next(talk)
     encode += time.thread_time() - begin
     for number in range(len(each.rounds)):
-        gathered = message.meet is Meet.GATHER
+        gathered = message.combine is Meet.GATHER
         reply = [message.payload.clone() for _ in range(ranks)] if gathered else [message.payload]
         begin = time.thread_time()
         try:

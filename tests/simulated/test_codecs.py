@@ -87,7 +87,7 @@ def test_a_message_is_as_long_as_was_said(kind, dtype):
     codecs = make(kind, shapes, size=2, dtype=dtype, density=0.03, rank=2)
     said = exchange(codecs, gradients(shapes, size=2, dtype=getattr(torch, dtype)))
     expected = rounds(Coding(kind, density=0.03, rank=2), bucket_of(shapes, dtype, codecs_width(dtype)), shapes)
-    assert [(each.meet, each.payload.nbytes) for each in said] == list(expected) == list(codecs[0].rounds)
+    assert [(each.combine, each.payload.nbytes) for each in said] == list(expected) == list(codecs[0].rounds)
 
 
 def codecs_width(dtype):
@@ -117,9 +117,9 @@ def test_a_codec_goes_on_from_its_state_bit_for_bit(kind):
     for step in range(4):
         exchange(codecs, gradients(SHAPES, size=2, seed=step, dtype=torch.float32))
     for one, other in zip(codecs, others, strict=True):
-        for name, tensors in one.state().items():
+        for name, tensors in one.state_tensors().items():
             for key, tensor in tensors.items():
-                other.state()[name][key].copy_(tensor)
+                other.state_tensors()[name][key].copy_(tensor)
     for step in range(4, 8):
         ours, theirs = (gradients(SHAPES, size=2, seed=step, dtype=torch.float32) for _ in range(2))
         exchange(codecs, ours)
@@ -135,7 +135,7 @@ def test_a_change_of_unit_changes_what_is_remembered(kind):
     for step in range(8):
         ours, theirs = (gradients(SHAPES, size=1, seed=step, dtype=torch.float32) for _ in range(2))
         if step == 4:
-            codecs[0].scale(8.0)
+            codecs[0].scale_residual(8.0)
         if step >= 4:
             ours[0] *= 8.0
         exchange(codecs, ours)
@@ -361,7 +361,7 @@ def test_a_matrix_without_gradient_is_learned_when_it_has_one():
     for _ in range(3):
         flat = (left.T @ right).flatten()
         exchange([each], [flat])
-    torch.testing.assert_close(each.remainder, torch.zeros(900, dtype=torch.float64), rtol=0, atol=1e-10)
+    torch.testing.assert_close(each.residual, torch.zeros(900, dtype=torch.float64), rtol=0, atol=1e-10)
 
 
 def test_ranks_remember_their_own_part_only():

@@ -25,7 +25,7 @@ class Remembered:
         self.living: dict[str, dict[str, Tensor]] = {}
         """By parameter and key, flat: the living tensors of this rank."""
         for codec in codecs:
-            self.living |= codec.state()
+            self.living |= codec.state_tensors()
 
     def saved(self) -> dict[str, dict[str, Tensor]]:
         """By parameter and key: copies [ranks, elements] of what all ranks remember. Collective."""

@@ -16,15 +16,15 @@ def exchange(codecs: Sequence[Codec], flats: Sequence[Tensor]) -> list[Message]:
 
     Sums are taken in rank order.
     """
-    talks = [codec.talk(flat) for codec, flat in zip(codecs, flats, strict=True)]
+    talks = [codec.reduce(flat) for codec, flat in zip(codecs, flats, strict=True)]
     messages = [next(talk) for talk in talks]
     said = []
     while True:
         first = messages[0]
-        assert all((each.meet, len(each.payload)) == (first.meet, len(first.payload)) for each in messages)
-        said.append(Message(first.payload.clone(), first.meet))
+        assert all((each.combine, len(each.payload)) == (first.combine, len(first.payload)) for each in messages)
+        said.append(Message(first.payload.clone(), first.combine))
         payloads = [each.payload.clone() for each in messages]
-        if first.meet is Meet.SUM:
+        if first.combine is Meet.SUM:
             for payload in payloads[1:]:
                 payloads[0] += payload
             payloads = payloads[:1]

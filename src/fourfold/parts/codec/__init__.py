@@ -16,12 +16,12 @@ from fourfold.parts.codec.cast import Cast
 from fourfold.parts.codec.dct import Dct
 from fourfold.parts.codec.int8 import Int8
 from fourfold.parts.codec.powersgd import PowerSGD
-from fourfold.parts.codec.talk import Codec, Gathering, Message, Talk
+from fourfold.parts.codec.talk import Codec, CodecReduction, GatheredCodec, Message
 from fourfold.parts.codec.topk import TopK
 from fourfold.plan.codec import Coding, Shapes
 from fourfold.plan.data import Bucket
 
-__all__ = ["Codec", "Gathering", "Message", "Talk", "make_codec"]
+__all__ = ["Codec", "GatheredCodec", "Message", "CodecReduction", "make_codec"]
 
 CODECS: dict[str, Callable[[Coding, Bucket, Shapes, torch.device], Codec]] = {
     "bf16": Cast,

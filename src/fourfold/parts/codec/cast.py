@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts import memory
-from fourfold.parts.codec.talk import Message, Talk, dtype_of
+from fourfold.parts.codec.talk import CodecReduction, Message, bucket_dtype
 from fourfold.plan.codec import Coding, Meet, Shapes, length, rounds
 from fourfold.plan.data import Bucket
 
@@ -20,13 +20,13 @@ class Cast:
 
     def __init__(self, spec: Coding, bucket: Bucket, shapes: Shapes, device: torch.device) -> None:
         self.rounds, self.residual = rounds(spec, bucket, shapes), None
-        own = dtype_of(bucket)
+        own = bucket_dtype(bucket)
         dtype = DTYPES[spec.kind] if own.itemsize > 2 else own
         self.message_dtype, self.num_elements = dtype, length(bucket)
         self._payload = memory.private(self.num_elements, dtype, device)
 
     @torch.no_grad()
-    def reduce(self, flat: Tensor) -> Talk:
+    def reduce(self, flat: Tensor) -> CodecReduction:
         (total,) = yield Message(self._payload.copy_(flat), Meet.SUM)
         flat.copy_(total)
 

@@ -13,7 +13,13 @@ from torch import Tensor
 
 from fourfold.parts import memory
 from fourfold.parts.codec.entries import SparseMessage, indices_above, select_largest
-from fourfold.parts.codec.talk import Talk, by_slot, dtype_of, gather, work_dtype
+from fourfold.parts.codec.talk import (
+    CodecReduction,
+    accumulation_dtype,
+    bucket_dtype,
+    reduce_by_gather,
+    residual_by_param,
+)
 from fourfold.plan.codec import Chosen, Coding, Shapes, length, rounds, sparse
 from fourfold.plan.data import Bucket
 
@@ -26,15 +32,15 @@ class Dct:
         self.rounds, self._refresh_steps = rounds(spec, bucket, shapes), spec.life
         self._bucket, layout = bucket, sparse(spec, bucket)
         self._sparse_ranges = layout.chosen
-        self._message = SparseMessage(layout, bucket, dtype_of(bucket), device)
-        self.residual: Tensor = memory.private(self.num_elements, work_dtype(bucket), device)
+        self._message = SparseMessage(layout, bucket, bucket_dtype(bucket), device)
+        self.residual: Tensor = memory.private(self.num_elements, accumulation_dtype(bucket), device)
         self.thresholds = torch.zeros(len(layout.chosen), dtype=torch.float64)
         self.ages = torch.zeros(len(layout.chosen), dtype=torch.int64)
         self.num_early_refreshes = 0
         """Refreshes before their time, since the start."""
 
-    def reduce(self, flat: Tensor) -> Talk:
-        return gather(self, flat)
+    def reduce(self, flat: Tensor) -> CodecReduction:
+        return reduce_by_gather(self, flat)
 
     @torch.no_grad()
     def encode(self, flat: Tensor) -> Tensor:
@@ -75,7 +81,7 @@ class Dct:
         self.thresholds.mul_(abs(factor))
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        found = by_slot(self._bucket, self.residual)
+        found = residual_by_param(self._bucket, self.residual)
         names = {slot.start: slot.name for slot in self._bucket.slots}
         for number, each in enumerate(self._sparse_ranges):
             one = slice(number, number + 1)

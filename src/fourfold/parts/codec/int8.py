@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts import memory
-from fourfold.parts.codec.talk import Talk, by_slot, gather, work_dtype
+from fourfold.parts.codec.talk import CodecReduction, accumulation_dtype, reduce_by_gather, residual_by_param
 from fourfold.plan.codec import SCALE_BLOCK, Coding, Shapes, blockwise, length, rounds
 from fourfold.plan.data import Bucket
 
@@ -28,14 +28,14 @@ class Int8:
     def __init__(self, spec: Coding, bucket: Bucket, shapes: Shapes, device: torch.device) -> None:
         self.message_dtype, self.num_elements = torch.uint8, length(bucket)
         self.rounds = rounds(spec, bucket, shapes)
-        self._bucket, self._residual_dtype = bucket, work_dtype(bucket)
+        self._bucket, self._residual_dtype = bucket, accumulation_dtype(bucket)
         self._layout = blockwise(bucket)
         self._chunk = CHUNK_ELEMENTS if device.type == "cpu" else self.num_elements
         self._payload = torch.zeros(self._layout.num_bytes, dtype=torch.uint8, device=device)
         self.residual: Tensor = memory.private(self.num_elements, self._residual_dtype, device)
 
-    def reduce(self, flat: Tensor) -> Talk:
-        return gather(self, flat)
+    def reduce(self, flat: Tensor) -> CodecReduction:
+        return reduce_by_gather(self, flat)
 
     @torch.no_grad()
     def encode(self, flat: Tensor) -> Tensor:
@@ -85,4 +85,4 @@ class Int8:
         self.residual.mul_(factor)
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        return by_slot(self._bucket, self.residual)
+        return residual_by_param(self._bucket, self.residual)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts import memory
-from fourfold.parts.codec.talk import Message, Talk, by_slot, work_dtype
+from fourfold.parts.codec.talk import CodecReduction, Message, accumulation_dtype, residual_by_param
 from fourfold.plan.codec import Coding, Matrix, Meet, Shapes, factor, length, rounds
 from fourfold.plan.data import Bucket
 
@@ -30,7 +30,7 @@ class PowerSGD:
         self.rounds, self._rank = rounds(spec, bucket, shapes), spec.rank
         self._bucket, self._layout = bucket, factor(bucket, shapes, spec.rank)
         self._seeds = {each.slot: zlib.crc32(bucket.slots[each.slot].name.encode()) for each in self._layout.matrices}
-        dtype = self.message_dtype = work_dtype(bucket)
+        dtype = self.message_dtype = accumulation_dtype(bucket)
         self.num_elements = length(bucket)
         self.residual: Tensor = memory.private(self.num_elements, dtype, device)
         # What the first round sends: left factors, then what goes whole.
@@ -42,7 +42,7 @@ class PowerSGD:
             self._init_factor(each)
 
     @torch.no_grad()
-    def reduce(self, flat: Tensor) -> Talk:
+    def reduce(self, flat: Tensor) -> CodecReduction:
         rest = self.residual.add_(flat)
         self._fill_first_message(rest)
         (total,) = yield Message(self._first_message, Meet.SUM)
@@ -121,7 +121,7 @@ class PowerSGD:
         self.residual.mul_(factor)
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        found = by_slot(self._bucket, self.residual)
+        found = residual_by_param(self._bucket, self.residual)
         for each in self._layout.matrices:
             found[self._bucket.slots[each.slot].name]["warm"] = self._q_factor(self.prev_q, each).view(-1)
         return found

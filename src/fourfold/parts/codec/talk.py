@@ -19,10 +19,10 @@ class Message(NamedTuple):
     """`payload` is the codec's own buffer, good until the talk goes on; a transport may sum into it."""
 
     payload: Tensor
-    meet: Meet
+    combine: Meet
 
 
-Talk = Generator[Message, Sequence[Tensor], None]
+CodecReduction = Generator[Message, Sequence[Tensor], None]
 """It is sent every rank's message in rank order where they are gathered, and the sum alone where they are summed."""
 
 
@@ -31,23 +31,23 @@ class Codec(Protocol):
 
     rounds: tuple[Round, ...]
     message_dtype: torch.dtype
-    length: int
+    num_elements: int
     """Elements of the bucket, its padding left out."""
 
     @property
-    def remainder(self) -> Tensor | None:
+    def residual(self) -> Tensor | None:
         """[length] what this rank has not sent yet, float32 or wider; None where nothing is remembered."""
         ...
 
-    def talk(self, flat: Tensor) -> Talk:
+    def reduce(self, flat: Tensor) -> CodecReduction:
         """Turn this rank's addend `flat` [length] into the sum over ranks of what each of them has sent."""
         ...
 
-    def scale(self, factor: float) -> None:
+    def scale_residual(self, factor: float) -> None:
         """The gradient is from now on measured in another unit: multiply what is remembered."""
         ...
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
+    def state_tensors(self) -> dict[str, dict[str, Tensor]]:
         """What this rank remembers, by parameter and key: the living tensors, flat, so that they can be put back.
 
         "remainder" [elements of the parameter]; the other keys are the codec's own.
@@ -55,36 +55,36 @@ class Codec(Protocol):
         ...
 
 
-class Gathering(Protocol):
+class GatheredCodec(Protocol):
     """A codec whose messages are gathered: each can be read on its own, and what was sent is the sum of them."""
 
     def encode(self, flat: Tensor) -> Tensor:
         """The message of this rank, which remembers what it leaves out. `flat` is only read."""
         ...
 
-    def add(self, payload: Tensor, out: Tensor) -> None:
+    def decode_add(self, payload: Tensor, out: Tensor) -> None:
         """Add what one rank has sent to `out` [length]."""
         ...
 
 
 @torch.no_grad()
-def gather(codec: Gathering, flat: Tensor) -> Talk:
+def reduce_by_gather(codec: GatheredCodec, flat: Tensor) -> CodecReduction:
     """The talk of a codec whose messages are gathered: summed in rank order, as a dense reduction would."""
     everyone = yield Message(codec.encode(flat), Meet.GATHER)
     flat.zero_()
     for payload in everyone:
-        codec.add(payload, flat)
+        codec.decode_add(payload, flat)
 
 
-def dtype_of(bucket: Bucket) -> torch.dtype:
+def bucket_dtype(bucket: Bucket) -> torch.dtype:
     return getattr(torch, bucket.dtype)
 
 
-def work_dtype(bucket: Bucket) -> torch.dtype:
+def accumulation_dtype(bucket: Bucket) -> torch.dtype:
     """What remainders are kept in; see `plan.codec.work_bytes`."""
-    return torch.promote_types(dtype_of(bucket), torch.float32)
+    return torch.promote_types(bucket_dtype(bucket), torch.float32)
 
 
-def by_slot(bucket: Bucket, flat: Tensor) -> dict[str, dict[str, Tensor]]:
+def residual_by_param(bucket: Bucket, flat: Tensor) -> dict[str, dict[str, Tensor]]:
     """A remainder [length] as `state` gives it."""
     return {slot.name: {"remainder": flat[slot.start : slot.stop]} for slot in bucket.slots}

@@ -9,7 +9,13 @@ from torch import Tensor
 
 from fourfold.parts import memory
 from fourfold.parts.codec.entries import SparseMessage, select_largest
-from fourfold.parts.codec.talk import Talk, by_slot, dtype_of, gather, work_dtype
+from fourfold.parts.codec.talk import (
+    CodecReduction,
+    accumulation_dtype,
+    bucket_dtype,
+    reduce_by_gather,
+    residual_by_param,
+)
 from fourfold.plan.codec import Coding, Shapes, length, rounds, sparse
 from fourfold.plan.data import Bucket
 
@@ -22,11 +28,11 @@ class TopK:
         self.rounds = rounds(coding, bucket, shapes)
         self._bucket, layout = bucket, sparse(coding, bucket)
         self._chosen = layout.chosen
-        self._entries = SparseMessage(layout, bucket, dtype_of(bucket), device)
-        self.remainder: Tensor = memory.private(self.length, work_dtype(bucket), device)
+        self._entries = SparseMessage(layout, bucket, bucket_dtype(bucket), device)
+        self.remainder: Tensor = memory.private(self.length, accumulation_dtype(bucket), device)
 
-    def talk(self, flat: Tensor) -> Talk:
-        return gather(self, flat)
+    def talk(self, flat: Tensor) -> CodecReduction:
+        return reduce_by_gather(self, flat)
 
     @torch.no_grad()
     def encode(self, flat: Tensor) -> Tensor:
@@ -44,4 +50,4 @@ class TopK:
         self.remainder.mul_(factor)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        return by_slot(self._bucket, self.remainder)
+        return residual_by_param(self._bucket, self.remainder)

@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fourfold.parts.codec import Codec, Message, Talk
+from fourfold.parts.codec import Codec, CodecReduction, Message
 from fourfold.parts.comm.split import Flight, landed
 from fourfold.parts.comm.transport import Part, Transport
 from fourfold.plan.codec import Meet
@@ -70,7 +70,7 @@ class _Talking:
 
     bucket: int
     name: int
-    talk: Talk
+    talk: CodecReduction
     flight: Flight
     round: float = 0
 
@@ -123,7 +123,7 @@ class Coded:
     def rescale(self, factor: float) -> None:
         """Gradients are from now on measured in another unit: multiply what is remembered."""
         for codec in self.codecs:
-            codec.scale(factor)
+            codec.scale_residual(factor)
 
     # ---- talks --------------------------------------------------------------------------------------
 
@@ -138,14 +138,14 @@ class Coded:
     def launch(self, bucket: int, name: int) -> None:
         with self._timed():
             self._turn_to(name // len(self.codecs))
-            talk = self.codecs[bucket].talk(self._flat(bucket))
+            talk = self.codecs[bucket].reduce(self._flat(bucket))
             message = next(talk)
             self._talking.append(_Talking(bucket, name, talk, self._say(bucket, 0, message)))
             self._listen()
 
     def _flat(self, bucket: int) -> Tensor:
         """A slot without its padding."""
-        return self.slots[bucket][: self.codecs[bucket].length]
+        return self.slots[bucket][: self.codecs[bucket].num_elements]
 
     def _turn_to(self, number: int) -> None:
         """Begin a further round of reductions in the same step: messages are written again, when all have read them."""
@@ -158,7 +158,7 @@ class Coded:
 
     def _say(self, bucket: int, number: int, message: Message) -> Flight:
         """Send a message of a round on its way."""
-        if message.meet is Meet.GATHER:
+        if message.combine is Meet.GATHER:
             return self._wire.gather(message.payload)
         transport, place = self._sums[number], self._places[number][bucket]
         transport.lend(place)
