@@ -23,31 +23,31 @@ from fourfold.plan.data import Bucket
 class TopK:
     """See `Codec` and `Gathering`."""
 
-    def __init__(self, coding: Coding, bucket: Bucket, shapes: Shapes, device: torch.device) -> None:
-        self.message_dtype, self.length = torch.uint8, length(bucket)
-        self.rounds = rounds(coding, bucket, shapes)
-        self._bucket, layout = bucket, sparse(coding, bucket)
-        self._chosen = layout.chosen
-        self._entries = SparseMessage(layout, bucket, bucket_dtype(bucket), device)
-        self.remainder: Tensor = memory.private(self.length, accumulation_dtype(bucket), device)
+    def __init__(self, spec: Coding, bucket: Bucket, shapes: Shapes, device: torch.device) -> None:
+        self.message_dtype, self.num_elements = torch.uint8, length(bucket)
+        self.rounds = rounds(spec, bucket, shapes)
+        self._bucket, layout = bucket, sparse(spec, bucket)
+        self._sparse_ranges = layout.chosen
+        self._message = SparseMessage(layout, bucket, bucket_dtype(bucket), device)
+        self.residual: Tensor = memory.private(self.num_elements, accumulation_dtype(bucket), device)
 
-    def talk(self, flat: Tensor) -> CodecReduction:
+    def reduce(self, flat: Tensor) -> CodecReduction:
         return reduce_by_gather(self, flat)
 
     @torch.no_grad()
     def encode(self, flat: Tensor) -> Tensor:
-        rest = self.remainder.add_(flat)
+        rest = self.residual.add_(flat)
         places = torch.empty(0, dtype=torch.int64, device=rest.device)
-        for each in self._chosen:
+        for each in self._sparse_ranges:
             places = select_largest(rest, each.kept, max_count=each.high).indices
-        return self._entries.write(rest, places)
+        return self._message.write(rest, places)
 
     @torch.no_grad()
-    def add(self, payload: Tensor, out: Tensor) -> None:
-        self._entries.add_to(payload, out)
+    def decode_add(self, payload: Tensor, out: Tensor) -> None:
+        self._message.add_to(payload, out)
 
-    def scale(self, factor: float) -> None:
-        self.remainder.mul_(factor)
+    def scale_residual(self, factor: float) -> None:
+        self.residual.mul_(factor)
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        return residual_by_param(self._bucket, self.remainder)
+    def state_tensors(self) -> dict[str, dict[str, Tensor]]:
+        return residual_by_param(self._bucket, self.residual)
