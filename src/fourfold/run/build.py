@@ -156,7 +156,9 @@ class TrainStep:
         in_place = InPlace(trainable, self.buckets, allow_unused=allow_unused) if is_in_place(plan) else None
         request = _request(plan, self.buckets, rest, num_norms=2 * len(trainable) if layerwise else len(trainable))
         held = None if in_place is None else in_place.own
-        self._transport, self.transport = comm.connect(ranks, request, choice=plan.transport, codecs=codecs, held=held)
+        self._transport, self.transport = comm.make_transport(
+            ranks, request, choice=plan.transport, codecs=codecs, unbucketed_grads=held
+        )
         if rest.weight == SPLIT and not self._transport.gathers:
             rest = RESTS[2]  # the weights exist once per host: nothing is gathered before use
         self.remembered = Remembered(codecs, ranks)
@@ -724,15 +726,15 @@ def _may_wait_in_backward(plan: Plan, rest: Rest) -> bool:
     return plan.update == "in_backward" and rest.gradient == SPLIT
 
 
-def _request(plan: Plan, buckets: Sequence[Bucket], rest: Rest, *, num_norms: int) -> comm.Request:
+def _request(plan: Plan, buckets: Sequence[Bucket], rest: Rest, *, num_norms: int) -> comm.TransportSpec:
     """What the buckets of a plan need of a transport."""
-    return comm.Request(
+    return comm.TransportSpec(
         sizes=tuple(bucket.size for bucket in buckets),
         dtypes=tuple(data.dtype_of(reduced(bucket, plan.reduce)) for bucket in buckets),
-        turns=turns(len(buckets), few=rest.gradient == SPLIT),
+        buffer_indices=turns(len(buckets), few=rest.gradient == SPLIT),
         rest=rest,
         num_scalars=max(8, num_norms),
-        shard=plan.num_shares if rest.state == SPLIT else None,
+        num_shards=plan.num_shares if rest.state == SPLIT else None,
         weight_dtypes=tuple(data.dtype_of(bucket) for bucket in buckets),
     )
 
@@ -746,7 +748,7 @@ def check(task: Task, plan: Plan) -> nn.Module:
     model = outline(task, most_bytes=available_bytes())
     refuse_for(model, plan, clip=task.clip)
     refuse_own_loss(task.loss, plan)
-    comm.refuse_impossible(plan.transport, "cuda" if torch.cuda.is_available() else "cpu")
+    comm.check_transport_device(plan.transport, "cuda" if torch.cuda.is_available() else "cpu")
     optimizer = optim.build(task.optimizer, list(model.parameters()))
     refuse_optimizer(optimizer, plan)
     refuse_own(optimizer, plan)

@@ -141,14 +141,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _connect(self, trainable: dict[str, nn.Parameter], plan: Plan) -> None:
         specs = data.specs(trainable, {})
         buckets = fill(specs, bucket_bytes=limit(specs, plan.bucket_bytes, travels=self._ranks.num_hosts > 1))
-        request = comm.Request(
+        request = comm.TransportSpec(
             sizes=tuple(bucket.size for bucket in buckets),
             dtypes=tuple(data.dtype_of(bucket) for bucket in buckets),
-            turns=turns(len(buckets), few=False),
+            buffer_indices=turns(len(buckets), few=False),
             num_scalars=max(8, len(trainable)),
         )
         self._allow_unused = plan.unused == "allow"
-        self._transport, self.transport = comm.connect(self._ranks, request, choice=plan.transport)
+        self._transport, self.transport = comm.make_transport(self._ranks, request, choice=plan.transport)
         self._gradients = data.Gradients(trainable, buckets, self._transport, allow_unused=self._allow_unused)
         self._gradients.last()
         self._gradients.listening = True

@@ -26,7 +26,7 @@ def refuse(model: nn.Module, plan: Plan, ranks: comm.Ranks, *, clip: float | Non
     problems = size_problems(plan, ranks.size) + plan_problems(model, plan, clip=clip)
     if problems:
         raise PlanError(problems, where="the plan")
-    comm.refuse_impossible(plan.transport, ranks.device.type)
+    comm.check_transport_device(plan.transport, ranks.device.type)
 
 
 def refuse_for(model: nn.Module, plan: Plan, *, clip: float | None) -> None:

@@ -39,19 +39,19 @@ __all__ = [
     "Link",
     "Part",
     "Ranks",
-    "Request",
+    "TransportSpec",
     "Transport",
-    "connect",
+    "make_transport",
     "diverged",
     "join",
-    "link",
+    "make_ring",
     "present",
     "with_options",
     "world",
 ]
 
 
-class Request(NamedTuple):
+class TransportSpec(NamedTuple):
     """What the buckets need of a transport: sizes, dtypes, the slots they use by turns, rests, and room for scalars.
 
     `dtypes` are those of the slots; `weight_dtypes` those of the weights, where they are others.
@@ -59,60 +59,60 @@ class Request(NamedTuple):
 
     sizes: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
-    turns: tuple[int, ...]
+    buffer_indices: tuple[int, ...]
     rest: Rest = RESTS[0]
     num_scalars: int = 8
     purpose: str = ""
     """Transports of one purpose share their process groups, and so the order of what they begin."""
-    coded: bool = False
-    shard: int | None = None
+    is_prereduced: bool = False
+    num_shards: int | None = None
     """Among how many neighbouring ranks that which rests split is split; None: all."""
     weight_dtypes: tuple[torch.dtype, ...] | None = None
 
     @property
-    def use(self) -> Use:
-        return Use(self.rest, self.turns, self.purpose, self.coded, self.shard)
+    def reduction(self) -> Use:
+        return Use(self.rest, self.buffer_indices, self.purpose, self.is_prereduced, self.num_shards)
 
 
-class Connection(NamedTuple):
+class TransportChoice(NamedTuple):
     """A transport, and what is to be said of the choice."""
 
     transport: Transport
-    note: str
+    description: str
 
 
-def connect(
+def make_transport(
     ranks: Ranks,
-    request: Request,
+    spec: TransportSpec,
     *,
     choice: str = "by-host",
     codecs: Sequence[Codec] = (),
-    held: Held | None = None,
-) -> Connection:
+    unbucketed_grads: Held | None = None,
+) -> TransportChoice:
     """The transport among all ranks. Collective. `choice` is the plan's `transport`, `codecs` one for each bucket.
 
     `held`: one rank's gradients by bucket, where they have no slots. Raises PlanError where a transport is asked for
     that cannot be had.
     """
-    if held is not None:
-        refuse_impossible(choice, ranks.device.type)
-        return Connection(Alone([], request.turns, held=held), "one rank, nothing to exchange")
+    if unbucketed_grads is not None:
+        check_transport_device(choice, ranks.device.type)
+        return TransportChoice(Alone([], spec.buffer_indices, held=unbucketed_grads), "one rank, nothing to exchange")
     if not codecs:
-        return _connect(ranks, request, choice)
-    inner, note = _connect(ranks, request._replace(coded=True), choice)
+        return _make_uncompressed(ranks, spec, choice)
+    inner, note = _make_uncompressed(ranks, spec._replace(coded=True), choice)
     sums = []
     for number, those in enumerate(places(codecs)):
         lengths = [codecs[bucket].rounds[number].num_bytes for bucket in those]
         dtypes = [codecs[bucket].message_dtype for bucket in those]
         sizes = [length // dtype.itemsize for length, dtype in zip(lengths, dtypes, strict=True)]
-        messages = Request(tuple(sizes), tuple(dtypes), tuple(range(len(sizes))), purpose=f"round {number}")
-        sums.append(_connect(ranks, messages, choice).transport)
+        messages = TransportSpec(tuple(sizes), tuple(dtypes), tuple(range(len(sizes))), purpose=f"round {number}")
+        sums.append(_make_uncompressed(ranks, messages, choice).transport)
     tells = not isinstance(inner, Shared) or inner.index == 0
-    coded = Coded(Ways(inner, sums, _wire(ranks, inner), tells), codecs)
-    return Connection(coded, f"{note}, coded")
+    coded = Coded(Ways(inner, sums, _make_gatherer(ranks, inner), tells), codecs)
+    return TransportChoice(coded, f"{note}, coded")
 
 
-def _wire(ranks: Ranks, inner: Transport) -> Wire:
+def _make_gatherer(ranks: Ranks, inner: Transport) -> Wire:
     """The ranks that gather each other's messages. Collective."""
     if isinstance(inner, Alone):
         return NoWire()
@@ -124,26 +124,26 @@ def _wire(ranks: Ranks, inner: Transport) -> Wire:
     return gatherers[column] if gatherers else NoWire()
 
 
-def _connect(ranks: Ranks, request: Request, choice: str) -> Connection:
-    refuse_impossible(choice, ranks.device.type)
+def _make_uncompressed(ranks: Ranks, spec: TransportSpec, choice: str) -> TransportChoice:
+    check_transport_device(choice, ranks.device.type)
     if ranks.size == 1:
-        alone = Alone(_private(request, ranks.device), request.turns)
-        return Connection(alone, "one rank, nothing to exchange")
+        alone = Alone(_private_buffers(spec, ranks.device), spec.buffer_indices)
+        return TransportChoice(alone, "one rank, nothing to exchange")
     members = tuple(range(ranks.size))
     reason = "as the plan asks"
     if ranks.device.type == "cpu" and choice in ("by-host", "shared"):
-        shared, reason = _share(ranks, request)
+        shared, reason = _make_shared_memory(ranks, spec)
         if shared is not None:
-            return Connection(shared, shared.name)
+            return TransportChoice(shared, shared.name)
         if choice == "shared":
             problem = Problem(f'transport = "shared", but {reason}', "ranks that share memory", 'transport = "by-host"')
             raise PlanError(problem, where="the plan")
-    slots = _private(request, ranks.device)
-    transport = GroupTransport(slots, ranks, members, request.use)
-    return Connection(transport, f"{transport.name} ({reason})" if transport.name == "gloo" else transport.name)
+    slots = _private_buffers(spec, ranks.device)
+    transport = GroupTransport(slots, ranks, members, spec.reduction)
+    return TransportChoice(transport, f"{transport.name} ({reason})" if transport.name == "gloo" else transport.name)
 
 
-def refuse_impossible(choice: str, device: str) -> None:
+def check_transport_device(choice: str, device: str) -> None:
     """Raise PlanError for a transport that this kind of device cannot have."""
     wrong = {"nccl": "cpu", "shared": "cuda", "gloo": "cuda"}.get(choice)
     if wrong == device:
@@ -152,20 +152,20 @@ def refuse_impossible(choice: str, device: str) -> None:
         raise PlanError(problem, where="the plan")
 
 
-def _private(request: Request, device: torch.device) -> list[torch.Tensor]:
+def _private_buffers(spec: TransportSpec, device: torch.device) -> list[torch.Tensor]:
     """Slots of this process's own."""
-    lengths = [size * dtype.itemsize for size, dtype in zip(request.sizes, request.dtypes, strict=True)]
+    lengths = [size * dtype.itemsize for size, dtype in zip(spec.sizes, spec.dtypes, strict=True)]
     room: dict[int, int] = {}
-    for turn, length in zip(request.turns, lengths, strict=True):
+    for turn, length in zip(spec.buffer_indices, lengths, strict=True):
         room[turn] = max(room.get(turn, 0), length)
     flats = {turn: memory.private(length, torch.uint8, device) for turn, length in room.items()}
     return [
         flats[turn][:length].view(dtype)
-        for turn, length, dtype in zip(request.turns, lengths, request.dtypes, strict=True)
+        for turn, length, dtype in zip(spec.buffer_indices, lengths, spec.dtypes, strict=True)
     ]
 
 
-def _hosts(ranks: Ranks) -> tuple[list[str], str]:
+def _gather_hosts(ranks: Ranks) -> tuple[list[str], str]:
     """The host of every rank, or the reason why they cannot share memory. Collective."""
     machine = platform.machine()
     able = sys.platform == "linux" and machine == "x86_64"
@@ -175,23 +175,23 @@ def _hosts(ranks: Ranks) -> tuple[list[str], str]:
     return said, f"shared memory needs Linux on x86-64, rank {said.index('')} is not ({sys.platform}, {machine})"
 
 
-def _share(ranks: Ranks, request: Request) -> tuple[Shared | None, str]:
+def _make_shared_memory(ranks: Ranks, spec: TransportSpec) -> tuple[Shared | None, str]:
     """Shared memory inside each host, gloo between hosts; or None and the reason."""
-    said, reason = _hosts(ranks)
+    said, reason = _gather_hosts(ranks)
     if reason:
         return None, reason
     hosts = [[rank for rank, host in enumerate(said) if host == name] for name in dict.fromkeys(said)]
     here = next(host for host in hosts if ranks.rank in host)
     if len({len(host) for host in hosts}) > 1 or len(here) == 1:
         return None, f"{len(hosts)} hosts with {sorted({len(host) for host in hosts})} ranks each"
-    sharing = _hosts_sharing(request.shard or ranks.size, len(here), len(hosts))
-    between_hosts = request.rest.weight == SPLIT and sharing > 1
-    weights = (request.weight_dtypes or request.dtypes) if request.rest.state == SPLIT else ()
+    sharing = _num_host_shards(spec.num_shards or ranks.size, len(here), len(hosts))
+    between_hosts = spec.rest.weight == SPLIT and sharing > 1
+    weights = (spec.weight_dtypes or spec.dtypes) if spec.rest.state == SPLIT else ()
     slotting = Slotting(
-        request.sizes,
-        request.dtypes,
-        num_scalars=request.num_scalars,
-        turns=request.turns,
+        spec.sizes,
+        spec.dtypes,
+        num_scalars=spec.num_scalars,
+        turns=spec.buffer_indices,
         weights=() if between_hosts else weights,
         stages=weights if between_hosts else (),
     )
@@ -200,7 +200,7 @@ def _share(ranks: Ranks, request: Request) -> tuple[Shared | None, str]:
         return None, problem
     between = None
     if len(hosts) > 1:
-        use = request.use._replace(shard=sharing)
+        use = spec.reduction._replace(shard=sharing)
         columns = [BetweenHosts(ranks, [host[index] for host in hosts], use) for index in range(len(here))]
         between = columns[here.index(ranks.rank)]
     mapping = memory.map_shared(met.handle)
@@ -210,41 +210,43 @@ def _share(ranks: Ranks, request: Request) -> tuple[Shared | None, str]:
         slotting,
         index=index,
         size=len(here),
-        rest=request.rest,
+        rest=spec.rest,
         ranks=here,
         links=met.links,
         between=between,
-        coded=request.coded,
+        coded=spec.is_prereduced,
     )
     return shared, shared.name
 
 
-def _hosts_sharing(shard: int, each: int, hosts: int) -> int:
+def _num_host_shards(num_shards: int, ranks_per_host: int, num_hosts: int) -> int:
     """Among how many hosts of `each` ranks that is split which `shard` ranks share. Raises PlanError.
 
     Ranks that have memory in common need no second copy there: within a host all of them share.
     """
-    if each % shard == 0:
+    if ranks_per_host % num_shards == 0:
         return 1
-    if shard % each == 0:
-        return shard // each
-    sizes = [size * each for size in range(1, hosts + 1) if hosts % size == 0]
+    if num_shards % ranks_per_host == 0:
+        return num_shards // ranks_per_host
+    sizes = [size * ranks_per_host for size in range(1, num_hosts + 1) if num_hosts % size == 0]
     need = "whole hosts, or a part of one: a host's ranks share its memory"
     attempt = f'shard = {", ".join(map(str, sizes))}, or transport = "gloo"'
-    raise PlanError(Problem(f"shard = {shard} on {hosts} hosts of {each} ranks", need, attempt), where="the plan")
+    raise PlanError(
+        Problem(f"shard = {num_shards} on {num_hosts} hosts of {ranks_per_host} ranks", need, attempt), where="the plan"
+    )
 
 
-def link(ranks: Ranks, groups: Sequence[Sequence[int]], purpose: str, *, choice: str = "by-host") -> Link:
+def make_ring(ranks: Ranks, groups: Sequence[Sequence[int]], purpose: str, *, choice: str = "by-host") -> Link:
     """The link among the ranks of this rank's group. Collective; `groups` partition the ranks, alike on every rank.
 
     Raises PlanError where a transport is asked for that cannot be had.
     """
-    refuse_impossible(choice, ranks.device.type)
+    check_transport_device(choice, ranks.device.type)
     mine = next(group for group in groups if ranks.rank in group)
     if all(len(group) == 1 for group in groups):
         return NoLink()
     if ranks.device.type == "cpu" and choice in ("by-host", "shared"):
-        neighbours, reason = _neighbours(ranks, groups, mine)
+        neighbours, reason = _make_shared_memory_ring(ranks, groups, mine)
         if neighbours is not None:
             return neighbours
         if choice == "shared":
@@ -254,9 +256,11 @@ def link(ranks: Ranks, groups: Sequence[Sequence[int]], purpose: str, *, choice:
     return Messages(next(wire for wire, group in zip(wires, groups, strict=True) if group is mine))
 
 
-def _neighbours(ranks: Ranks, groups: Sequence[Sequence[int]], mine: Sequence[int]) -> tuple[Neighbours | None, str]:
+def _make_shared_memory_ring(
+    ranks: Ranks, groups: Sequence[Sequence[int]], mine: Sequence[int]
+) -> tuple[Neighbours | None, str]:
     """The link of a group inside a host, if every group is; or None and the reason."""
-    said, reason = _hosts(ranks)
+    said, reason = _gather_hosts(ranks)
     apart = [group for group in groups if len({said[rank] for rank in group}) > 1]
     if reason or apart:
         return None, reason or f"ranks {list(apart[0])} are on several hosts"

@@ -75,8 +75,8 @@ def connect(
     ring_size(len(sequences[0]), ulysses)
     neighbours = [group[start : start + ulysses] for group in sequences for start in range(0, len(group), ulysses)]
     places = [group[first::ulysses] for group in sequences for first in range(ulysses)]
-    around = comm.link(ranks, places, "ring", choice=choice)
-    return Axis(around, comm.link(ranks, neighbours, "heads", choice=choice), ring)
+    around = comm.make_ring(ranks, places, "ring", choice=choice)
+    return Axis(around, comm.make_ring(ranks, neighbours, "heads", choice=choice), ring)
 
 
 def attend(
