@@ -74,7 +74,7 @@ def test_a_layer_used_on_one_rank_only_is_trained_everywhere(monkeypatch):
     def body(ranks):
         step = build(case, 2, ranks)
         launched: list[int] = []
-        launch = step._transport.launch
+        launch = step._transport.reduce_async
         monkeypatch.setattr(
             step._transport, "launch", lambda bucket, name: launched.append(bucket) or launch(bucket, name)
         )
@@ -158,7 +158,7 @@ def test_after_the_first_step_buckets_are_launched_in_the_recorded_order(monkeyp
         step = build(case, 2, ranks)
         train_step(dataclasses.replace(case, batch_sizes=(7,)), step)
         launched: list[int] = []
-        launch = step._transport.launch
+        launch = step._transport.reduce_async
         monkeypatch.setattr(
             step._transport, "launch", lambda bucket, name: launched.append(bucket) or launch(bucket, name)
         )

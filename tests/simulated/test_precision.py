@@ -100,7 +100,7 @@ def test_gradients_are_summed_in_the_numbers_asked_for_whatever_the_model_comput
         case = dataclasses.replace(CASE, precision="keep", reduce=reduce, zero=1, batch_sizes=(8,))
         step = training.build(case, 2, ranks)
         go(step, case)
-        return {slot.dtype for slot in step._transport.slots}, {p.dtype for p in step.model.parameters()}
+        return {slot.dtype for slot in step._transport.grad_buffers}, {p.dtype for p in step.model.parameters()}
 
     assert threads.run(2, body) == [({number}, {torch.float64})] * 2
 

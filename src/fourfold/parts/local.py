@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts import memory
-from fourfold.parts.comm import Apart
+from fourfold.parts.comm import LocalSGDTransport
 from fourfold.plan.data import Bucket
 
 
@@ -36,7 +36,9 @@ class Outer(NamedTuple):
 class Local:
     """What one rank keeps between two meetings. `weights` are flats, one a bucket."""
 
-    def __init__(self, weights: Sequence[Tensor], buckets: Sequence[Bucket], transport: Apart, outer: Outer) -> None:
+    def __init__(
+        self, weights: Sequence[Tensor], buckets: Sequence[Bucket], transport: LocalSGDTransport, outer: Outer
+    ) -> None:
         self._weights, self._buckets, self._transport, self._outer = weights, buckets, transport, outer
         self._anchors = [memory.private(len(flat), flat.dtype, flat.device) for flat in weights]
         kept = weights if outer.momentum else []
@@ -74,15 +76,15 @@ class Local:
         """Say how far this rank has come. Does not wait."""
         # Where no rank has learned anything, only edits can have moved them.
         share = self._own / self._all if self._all else 1.0 / self._transport.size
-        slot = self._transport.slots[bucket]
+        slot = self._transport.grad_buffers[bucket]
         torch.sub(self._weights[bucket], self._anchors[bucket], out=slot).mul_(share)
-        self._transport.push(bucket)
+        self._transport.all_reduce_async(bucket)
 
     @torch.no_grad()
     def pull(self, bucket: int) -> None:
         """Go one outer step from the anchor; waits for all ranks."""
         weight, anchor = self._weights[bucket], self._anchors[bucket]
-        for start, stop, advance in self._transport.pull(bucket):
+        for start, stop, advance in self._transport.wait_all_reduce(bucket):
             if self._outer.momentum:
                 momentum = self._momenta[bucket][start:stop]
                 momentum.mul_(self._outer.momentum).add_(advance)

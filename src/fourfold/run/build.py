@@ -162,7 +162,7 @@ class TrainStep:
         if rest.weight == SPLIT and not self._transport.gathers:
             rest = RESTS[2]  # the weights exist once per host: nothing is gathered before use
         self.remembered = Remembered(codecs, ranks)
-        apart = comm.Apart(self._transport) if plan.sync == "local" else None
+        apart = comm.LocalSGDTransport(self._transport) if plan.sync == "local" else None
         self._transport = apart or self._transport
         policy = Policy(plan.precision, split, host_of(plan.offload, ranks.device))
         outer = local.Outer(plan.outer_lr, plan.outer_momentum) if apart is not None else local.Outer()
@@ -177,7 +177,7 @@ class TrainStep:
         else:
             self._gradients = data.Gradients(trainable, self.buckets, self._transport, allow_unused=allow_unused)
             pieces = data.pieces(self._weights, self.buckets, self._transport, by_slot=by_slot, cut=split)
-        prepare = self._transport.take if split else None
+        prepare = self._transport.reduce_range if split else None
         flat = optim.FlatOptimizer(self.optimizer, self.buckets, pieces, prepare=prepare)
         self._state = State(
             self._weights, self.buckets, flat, self._transport, ranks, self.remembered, self._local, is_split=split
@@ -304,11 +304,11 @@ class TrainStep:
         samples = getattr(batch, "samples", None)
         self._refuse_changes()
         call = _name(f"step {self.steps + 1}", samples)
-        self._transport.enter(comm.with_options(call, self._options.text()))
+        self._transport.begin_call(comm.with_options(call, self._options.text()))
         watches = self._same_batches.is_watching and samples is None
         compares_sources = self._num_calls == 0 and samples is not None
         if not self._recorded or watches or compares_sources:
-            self._transport.agree()  # The first step also exchanges what is no sum.
+            self._transport.check_same_call()  # The first step also exchanges what is no sum.
         if compares_sources:
             refuse_other_sources(self._ranks.exchange(getattr(batch, "probe", None)))
         if watches:
@@ -384,11 +384,11 @@ class TrainStep:
         Raises TaskError, on every rank, where they cannot. The first step does it too. `training`: it is a step's.
         """
         if self._tokens is not None and not self._tokens.is_tried:
-            self._transport.agree()
+            self._transport.check_same_call()
             self._tokens.try_out(batch, self._weights.read("try out"))
             self._weights.edits.accept()
         if self._dry_run.is_due(training=training):
-            self._transport.agree()
+            self._transport.check_same_call()
             few = batch if self._tokens is None else self._tokens.few(batch)
             self._dry_run.run(few, self._weights.read, self._ranks.exchange, training=training)
             self._weights.edits.accept()
@@ -449,14 +449,14 @@ class TrainStep:
     def _sum(self, values: Tensor) -> list[float]:
         sums: list[float] = []
         for some in values.split(comm.NUM_LOSS_SCALARS):  # no values are one empty part: the ranks meet all the same
-            self._transport.measure(LOSS, some)
-            sums += self._transport.measured(LOSS)
+            self._transport.all_reduce_scalars_async(LOSS, some)
+            sums += self._transport.wait_scalars(LOSS)
         return sums
 
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's JSON value, in rank order. Collective."""
         self._enter("exchange()")
-        self._transport.agree()
+        self._transport.check_same_call()
         return self._ranks.exchange(value)
 
     def check_drift(self) -> None:
@@ -466,7 +466,7 @@ class TrainStep:
         steps.
         """
         self._enter("check_drift()")
-        self._transport.agree()
+        self._transport.check_same_call()
         self._actions.settle()
         self._refuse_apart()
         self._drift.compare(list(self._held()), f"after step {self.steps}", manner=self._options.manner())
@@ -480,7 +480,7 @@ class TrainStep:
                     yield drift.Held(drift.FROZEN, name, 0, parameter)
             elif gathered:
                 yield drift.Held(drift.WEIGHTS, name, shares[name][0], weights.home(name))
-            elif self._transport.weights is None or self._transport.writes:
+            elif self._transport.shared_weights is None or self._transport.is_writer:
                 yield drift.Held(drift.WEIGHTS, name, 0, parameter)
             if name in weights.masters.names:
                 start = shares[name][0] if weights.masters.is_split else 0
@@ -491,7 +491,7 @@ class TrainStep:
         """Change weights by hand: inside the block they are yours, after it every rank has rank 0's. Collective."""
         self._refuse_edits("edit()")
         self._enter("edit()")
-        self._transport.agree()
+        self._transport.check_same_call()
         self._actions.settle()
         with self._weights.edited():
             yield self.model
@@ -534,7 +534,7 @@ class TrainStep:
         """
         self._refuse_edits("put()")
         self._enter("put()")
-        self._transport.agree()  # all are here: nobody reads weights any more
+        self._transport.check_same_call()  # all are here: nobody reads weights any more
         self._refuse_unfit(fits.weight_problems(values, self._weights.trainable), where="the weights")
         self._actions.settle()
         self._weights.put(values)
@@ -554,12 +554,12 @@ class TrainStep:
         """Within, trainable weights are others, given as `shares_of_weights` has them. Collective."""
         self._refuse_edits("replaced()")
         self._enter("replaced()")
-        self._transport.agree()
+        self._transport.check_same_call()
         self._actions.settle()
         with self._weights.replaced(weights):
             yield
             self._enter("the end of replaced()")
-            self._transport.agree()  # nobody computes with them any more
+            self._transport.check_same_call()  # nobody computes with them any more
 
     def state_dict(self) -> dict[str, Any]:
         """All state by parameter name, independent of the mesh; tensors are copies. Collective.
@@ -572,7 +572,7 @@ class TrainStep:
         """
         self._refuse_edits("state_dict()", thoroughly=True)
         self._enter("state_dict()")
-        self._transport.agree()
+        self._transport.check_same_call()
         self._actions.settle()
         self._refuse_apart()
         return {**self._decisions(), **self._state.saved()}
@@ -602,7 +602,7 @@ class TrainStep:
     @property
     def is_replica(self) -> bool:
         """Whether other ranks, whose numbers are less, hold the same shares as this one."""
-        return self._transport.replica > 0
+        return self._transport.replica_index > 0
 
     @property
     def is_split(self) -> bool:
@@ -626,7 +626,7 @@ class TrainStep:
         Raises TaskError, having changed nothing, where it is not the state of such a model and optimizer.
         """
         self._enter("load_state_dict()")
-        self._transport.agree()
+        self._transport.check_same_call()
         found = fits.problems(state, self._weights.own(), self._weights.trainable, self.optimizer)
         self._refuse_unfit(found, where="the state")
         self._actions.settle()
@@ -675,15 +675,15 @@ class TrainStep:
 
     def _refuse(self, call: str, error: FourfoldError) -> NoReturn:
         """Raise an error of this rank's; ranks that have no such error raise DivergenceError."""
-        self._transport.enter(call)
+        self._transport.begin_call(call)
         try:
-            self._transport.agree()
+            self._transport.check_same_call()
         except DivergenceError as divergence:
             raise error from divergence
         raise error
 
     def _enter(self, call: str, samples: Stretch | None = None) -> None:
-        self._transport.enter(_name(f"{call} after step {self.steps}", samples))
+        self._transport.begin_call(_name(f"{call} after step {self.steps}", samples))
 
     def _record(self, order: list[int], count: float) -> None:
         """Freeze what the first step taught: the same on every rank from now on."""

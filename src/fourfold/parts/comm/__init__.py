@@ -14,7 +14,7 @@ import torch
 
 from fourfold.parts import memory
 from fourfold.parts.codec import Codec
-from fourfold.parts.comm.apart import Apart
+from fourfold.parts.comm.apart import LocalSGDTransport
 from fourfold.parts.comm.calls import diverged, with_options
 from fourfold.parts.comm.coded import Coded, NoWire, Ways, Wire, places
 from fourfold.parts.comm.group import NUM_LOSS_SCALARS, BetweenHosts, Gatherer, GroupTransport, Use
@@ -33,7 +33,7 @@ from fourfold.words.layout import SPLIT
 __all__ = [
     "NUM_LOSS_SCALARS",
     "Alone",
-    "Apart",
+    "LocalSGDTransport",
     "Coded",
     "LaunchError",
     "Link",

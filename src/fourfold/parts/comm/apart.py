@@ -12,131 +12,134 @@ from fourfold.parts.comm.transport import Alone, Part, Transport
 from fourfold.words.action import LOSS, NORM
 from fourfold.words.spans import OnlyWaits, Recorder
 
-SUMMED = (LOSS, NORM)  # the scalars that are summed over all ranks, in every step
+GLOBAL_SCALARS = (LOSS, NORM)  # the scalars that are summed over all ranks, in every step
 
 
-class Apart:
+class LocalSGDTransport:
     """See `Transport`: one rank's, over the slots of the transport that it meets the others by."""
 
-    weights: Sequence[torch.Tensor] | None = None
-    writes, gathers, replica = True, False, 0
+    shared_weights: Sequence[torch.Tensor] | None = None
+    is_writer, unshards_params, replica_index = True, False, 0
 
-    def __init__(self, among: Transport) -> None:
-        self._among, self._alone = among, Alone(among.slots, among.turns)
-        self.name, self.size, self.index = among.name, among.size, among.index
-        self.slots, self.turns = among.slots, among.turns
-        self._meets = False
+    def __init__(self, global_transport: Transport) -> None:
+        self._global_transport, self._local_transport = (
+            global_transport,
+            Alone(global_transport.slots, global_transport.turns),
+        )
+        self.name, self.size, self.index = global_transport.name, global_transport.size, global_transport.index
+        self.grad_buffers, self.buffer_indices = global_transport.slots, global_transport.turns
+        self._is_syncing = False
 
     @property
     def recorder(self) -> Recorder:
-        return self._among.recorder
+        return self._global_transport.recorder
 
     @recorder.setter
     def recorder(self, recorder: Recorder) -> None:
         # The sums of a meeting are no reductions of gradients: they lie within its pulls.
-        self._among.recorder = OnlyWaits(recorder)
+        self._global_transport.recorder = OnlyWaits(recorder)
 
     @property
-    def factor(self) -> Callable[[], float]:
-        return self._alone.factor
+    def grad_scale_fn(self) -> Callable[[], float]:
+        return self._local_transport.factor
 
-    @factor.setter
-    def factor(self, factor: Callable[[], float]) -> None:
-        self._alone.factor = factor
+    @grad_scale_fn.setter
+    def grad_scale_fn(self, factor: Callable[[], float]) -> None:
+        self._local_transport.factor = factor
 
     @property
     def waiting_seconds(self) -> float:
-        return self._among.waiting_seconds
+        return self._global_transport.waiting_seconds
 
     @property
     def sent_bytes(self) -> float:
-        return self._among.sent_bytes
+        return self._global_transport.sent_bytes
 
     # ---- a meeting ----------------------------------------------------------------------------------
 
-    def push(self, bucket: int) -> None:
+    def all_reduce_async(self, bucket: int) -> None:
         """What is to be summed lies in this rank's slot. Does not wait."""
-        self._meets = True
-        self._among.launch(bucket, bucket)
+        self._is_syncing = True
+        self._global_transport.launch(bucket, bucket)
 
-    def pull(self, bucket: int) -> Sequence[Part]:
+    def wait_all_reduce(self, bucket: int) -> Sequence[Part]:
         """Wait for the sum of a pushed bucket: where it lies until `close`."""
-        self._among.complete(bucket)
-        return self._among.sums(bucket)
+        self._global_transport.complete(bucket)
+        return self._global_transport.sums(bucket)
 
-    def close(self) -> None:
-        self._alone.close()
-        if self._meets:
-            self._among.close()
-            self._meets = False
+    def end_step(self) -> None:
+        self._local_transport.close()
+        if self._is_syncing:
+            self._global_transport.close()
+            self._is_syncing = False
 
     # ---- the others', in every step -----------------------------------------------------------------
 
-    def enter(self, call: str) -> None:
-        self._among.enter(call)
+    def begin_call(self, call: str) -> None:
+        self._global_transport.enter(call)
 
-    def agree(self) -> None:
-        self._among.agree()
+    def check_same_call(self) -> None:
+        self._global_transport.agree()
 
-    def lend(self, bucket: int) -> None:
+    def acquire_buffer(self, bucket: int) -> None:
         # Others may still read what this rank put there for the last meeting.
-        self._among.lend(bucket)
+        self._global_transport.lend(bucket)
 
-    def spread(self) -> None:
-        self._among.spread()
+    def broadcast_weights(self) -> None:
+        self._global_transport.spread()
 
-    def measure(self, kind: int, values: torch.Tensor) -> None:
-        (self._among if kind in SUMMED else self._alone).measure(kind, values)
+    def all_reduce_scalars_async(self, kind: int, values: torch.Tensor) -> None:
+        (self._global_transport if kind in GLOBAL_SCALARS else self._local_transport).measure(kind, values)
 
-    def measured(self, kind: int) -> list[float]:
-        return (self._among if kind in SUMMED else self._alone).measured(kind)
+    def wait_scalars(self, kind: int) -> list[float]:
+        return (self._global_transport if kind in GLOBAL_SCALARS else self._local_transport).measured(kind)
 
     # ---- this rank's own ----------------------------------------------------------------------------
 
-    def launch(self, bucket: int, name: int) -> None:
-        self._alone.launch(bucket, name)
+    def reduce_async(self, bucket: int, reduction_index: int) -> None:
+        self._local_transport.launch(bucket, reduction_index)
 
-    def complete(self, bucket: int) -> None:
-        self._alone.complete(bucket)
+    def wait_reduce(self, bucket: int) -> None:
+        self._local_transport.complete(bucket)
 
-    def is_complete(self, bucket: int) -> bool:
-        return self._alone.is_complete(bucket)
+    def is_reduced(self, bucket: int) -> bool:
+        return self._local_transport.is_complete(bucket)
 
-    def is_free(self, bucket: int) -> bool:
-        return self._alone.is_free(bucket)
+    def can_acquire_buffer(self, bucket: int) -> bool:
+        return self._local_transport.is_free(bucket)
 
-    def take(self, bucket: int, start: int, stop: int, factor: float) -> None:
-        self._alone.take(bucket, start, stop, factor)
+    def reduce_range(self, bucket: int, start: int, stop: int, factor: float) -> None:
+        self._local_transport.take(bucket, start, stop, factor)
 
-    def settle(self, bucket: int) -> None:
-        self._alone.settle(bucket)
+    def reduce_shard(self, bucket: int) -> None:
+        self._local_transport.settle(bucket)
 
-    def sums(self, bucket: int) -> Sequence[Part]:
-        return self._alone.sums(bucket)
+    def reduced_views(self, bucket: int) -> Sequence[Part]:
+        return self._local_transport.sums(bucket)
 
-    def own(self, bucket: int) -> Part:
-        return self._alone.own(bucket)
+    def grad_shard(self, bucket: int) -> Part:
+        return self._local_transport.own(bucket)
 
-    def scale(self, factor: float) -> None:
-        self._alone.scale(factor)
+    def scale_grads(self, factor: float) -> None:
+        self._local_transport.scale(factor)
 
-    def gather(self, bucket: int) -> None:
-        self._alone.gather(bucket)
+    def all_gather_grads(self, bucket: int) -> None:
+        self._local_transport.gather(bucket)
 
-    def permit(self) -> None:
-        self._alone.permit()
+    def signal_backward_done(self) -> None:
+        self._local_transport.permit()
 
-    def permitted(self) -> None:
-        self._alone.permitted()
+    def wait_weights_writable(self) -> None:
+        self._local_transport.permitted()
 
-    def publish(self, bucket: int, weight: torch.Tensor) -> None:
-        self._alone.publish(bucket, weight)
+    def all_gather_weights_async(self, bucket: int, weight: torch.Tensor) -> None:
+        self._local_transport.publish(bucket, weight)
 
-    def bring(self, bucket: int, share: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
-        return self._alone.bring(bucket, share, out)
+    def unshard_async(self, bucket: int, shard: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
+        return self._local_transport.bring(bucket, shard, out)
 
-    def hear(self, row: Sequence[int]) -> list[list[int]]:
-        return self._alone.hear(row)
+    def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
+        return self._local_transport.hear(row)
 
-    def arrive(self, bucket: int) -> None:
-        self._alone.arrive(bucket)
+    def wait_weights(self, bucket: int) -> None:
+        self._local_transport.arrive(bucket)
