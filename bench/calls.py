@@ -21,7 +21,7 @@ import torch
 import fourfold as ff
 from bench.measure import describe_machine
 from bench.models import CASES, losses
-from fourfold.parts.comm.calls import TURNS
+from fourfold.parts.comm.calls import BOARD_DEPTH
 from fourfold.parts.comm.group import NUM_LOSS_SCALARS
 
 WARMUP, NUM_CALLS = 4, 5000
@@ -72,7 +72,7 @@ def main() -> None:
 def _board_seconds(transport: Any) -> float:
     """Seconds of one telling and comparing in shared memory, from many in a row: nobody waits in them."""
     counts = [1] * transport.size
-    for _ in range(TURNS):
+    for _ in range(BOARD_DEPTH):
         transport.enter(CALL_TEXT)
     transport.agree()
     begin = time.process_time()

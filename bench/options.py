@@ -72,8 +72,12 @@ def main() -> None:
                 ratio = median(one / two for one, two in zip(mine, other, strict=True))
                 said.append(f"other {median(other):.1f} µs, ratio {ratio:.2f}")
         text = calls.with_options(CALL_TEXT, options.Options(optimizer).text())
-        call = microseconds(lambda text=text: calls.tag(text)) - microseconds(lambda: calls.tag(CALL_TEXT))
-        board = microseconds(lambda text=text: calls.encode(text)) - microseconds(lambda: calls.encode(CALL_TEXT))
+        call = microseconds(lambda text=text: calls.fingerprint(text)) - microseconds(
+            lambda: calls.fingerprint(CALL_TEXT)
+        )
+        board = microseconds(lambda text=text: calls.encode_call(text)) - microseconds(
+            lambda: calls.encode_call(CALL_TEXT)
+        )
         print(f"{num_groups:3} groups: {'; '.join(said)}; the longer call: tag {call:+.1f} µs, board {board:+.1f} µs")
 
 

@@ -144,7 +144,7 @@ def test_sources_of_different_lengths_are_found_in_the_first_step():
 
 def test_a_rank_that_has_not_come_yet_is_told_where_it_was_last():
     mapping = mmap.mmap(-1, 3 * calls.BOARD_BYTES)
-    board = calls.Board(mapping, [index * calls.BOARD_BYTES for index in range(3)], ranks=(4, 5, 6))
+    board = calls.CallBoard(mapping, [index * calls.BOARD_BYTES for index in range(3)], ranks=(4, 5, 6))
     for index, number, call in (
         (0, 1, "step 1"),
         (1, 1, "step 1"),
@@ -153,40 +153,40 @@ def test_a_rank_that_has_not_come_yet_is_told_where_it_was_last():
         (1, 2, "edit()"),
     ):
         board.write(index, number, call)
-    board.compare(2, lambda: [2, 2, 1])
+    board.check(2, lambda: [2, 2, 1])
     with pytest.raises(DivergenceError, match=r"rank 5 is at edit.*rank 6 is at step 1 and has come no further"):
-        board.compare(0, lambda: [2, 2, 1])
+        board.check(0, lambda: [2, 2, 1])
     board.write(2, 2, "step 2")
     board.write(2, 3, "step 3")
     with pytest.raises(DivergenceError, match=r"rank 5 is at edit"):
-        board.compare(1, lambda: [1, 2, 3])  # Rank 6 is ahead already.
+        board.check(1, lambda: [1, 2, 3])  # Rank 6 is ahead already.
 
 
 @pytest.mark.parametrize("raised", [False, True])
 def test_a_rank_may_go_on_while_another_compares(raised):
     # Its later calls come to lie where the earlier ones were read, before its flag says so.
-    board = calls.Board(mmap.mmap(-1, 2 * calls.BOARD_BYTES), [0, calls.BOARD_BYTES], ranks=(0, 1))
+    board = calls.CallBoard(mmap.mmap(-1, 2 * calls.BOARD_BYTES), [0, calls.BOARD_BYTES], ranks=(0, 1))
     for index in range(2):
         board.write(index, 1, "replaced()")
     counts = [1, 1]
 
     def counted():
         before = list(counts)
-        for number in range(counts[1] + 1, calls.TURNS + 2):
+        for number in range(counts[1] + 1, calls.BOARD_DEPTH + 2):
             board.write(1, number, "read()")
-            counts[1] = number if raised else calls.TURNS
+            counts[1] = number if raised else calls.BOARD_DEPTH
         return before
 
-    board.compare(0, counted)
+    board.check(0, counted)
     board.write(0, 2, "read()")
-    board.compare(0, lambda: [2, 3])
+    board.check(0, lambda: [2, 3])
     board.write(0, 3, "exchange()")
     with pytest.raises(DivergenceError, match=r"rank 1 is at read\(\)"):
-        board.compare(0, lambda: [3, 3])
+        board.check(0, lambda: [3, 3])
 
 
 def test_long_calls_still_differ_by_what_fits_and_are_read_again():
     for call in ("", "step 6", "ä" * calls.CALL_BYTES):
-        assert len(calls.encode(call)) == calls.CALL_BYTES
-        assert call.startswith(calls.decode(calls.encode(call)).rstrip("�"))
-    assert calls.tag("step 6") != calls.tag("step 7")
+        assert len(calls.encode_call(call)) == calls.CALL_BYTES
+        assert call.startswith(calls.decode_call(calls.encode_call(call)).rstrip("�"))
+    assert calls.fingerprint("step 6") != calls.fingerprint("step 7")

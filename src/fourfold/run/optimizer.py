@@ -253,7 +253,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._ranks.exchange(self._options.text() if joining.has_data else None),
         )
         calls = {rank: comm.with_options(call, text) for rank, text in enumerate(everyone) if text is not None}
-        raise comm.diverged(calls, attempt="join(states=[scheduler]), after which all ranks have the same")
+        raise comm.divergence_error(calls, attempt="join(states=[scheduler]), after which all ranks have the same")
 
     def _check_drift(self) -> None:
         """In the first backward after the first step, after one that uses loaded state, and after every so many.

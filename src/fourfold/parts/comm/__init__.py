@@ -15,7 +15,7 @@ import torch
 from fourfold.parts import memory
 from fourfold.parts.codec import Codec
 from fourfold.parts.comm.apart import LocalSGDTransport
-from fourfold.parts.comm.calls import diverged, with_options
+from fourfold.parts.comm.calls import divergence_error, with_options
 from fourfold.parts.comm.coded import Coded, NoWire, Ways, Wire, places
 from fourfold.parts.comm.group import NUM_LOSS_SCALARS, BetweenHosts, Gatherer, GroupTransport, Use
 from fourfold.parts.comm.links import Link, Messages, NoLink
@@ -42,7 +42,7 @@ __all__ = [
     "TransportSpec",
     "Transport",
     "make_transport",
-    "diverged",
+    "divergence_error",
     "join",
     "make_ring",
     "present",

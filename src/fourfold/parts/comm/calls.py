@@ -15,12 +15,12 @@ from fourfold.parts.options import ABSENT, parsed
 from fourfold.words.errors import DivergenceError, Problem
 
 CALL_BYTES = 512
-FED = ", positions "  # what follows is a step's part of the feed's order: see `plan.order.Stretch`
-TURNS = 64  # how many calls a rank may be ahead of another and still be compared: some calls wait for nobody
-BOARD_BYTES = CALL_BYTES * TURNS
+POSITIONS_SEPARATOR = ", positions "  # what follows is a step's part of the feed's order: see `plan.order.Stretch`
+BOARD_DEPTH = 64  # how many calls a rank may be ahead of another and still be compared: some calls wait for nobody
+BOARD_BYTES = CALL_BYTES * BOARD_DEPTH
 
 
-class Board:
+class CallBoard:
     """The calls of a host's ranks, in shared memory; `ranks` are their global ranks, `starts` their first bytes."""
 
     def __init__(self, mapping: mmap.mmap, starts: Sequence[int], ranks: Sequence[int]) -> None:
@@ -28,47 +28,49 @@ class Board:
 
     def write(self, index: int, number: int, call: str) -> None:
         """The call of this number of the rank of this local index. Its flag is raised afterwards."""
-        place = self._place(index, number)
-        self._mapping[place : place + CALL_BYTES] = encode(call)
+        place = self._offset(index, number)
+        self._mapping[place : place + CALL_BYTES] = encode_call(call)
 
-    def compare(self, index: int, counted: Callable[[], Sequence[int]]) -> None:
+    def check(self, index: int, get_counts: Callable[[], Sequence[int]]) -> None:
         """Raise DivergenceError where a rank has begun another call than this one; `counted` are calls begun by rank.
 
         A rank may be many calls ahead, where these do not wait for others. It has compared this one itself.
         """
-        counts = counted()
+        counts = get_counts()
         number = counts[index]
         calls = [self._read(peer, number) for peer in range(len(counts))]
         for peer, call in enumerate(calls):
             # Whoever has begun the last turn may by now be writing over what has just been read.
-            if counts[peer] >= number and counted()[peer] < number + TURNS - 1 and call != calls[index]:
-                raise self._diverged(number, counts)
+            if counts[peer] >= number and get_counts()[peer] < number + BOARD_DEPTH - 1 and call != calls[index]:
+                raise self._divergence_error(number, counts)
 
-    def _diverged(self, number: int, counts: Sequence[int]) -> DivergenceError:
+    def _divergence_error(self, number: int, counts: Sequence[int]) -> DivergenceError:
         calls = {
-            self._ranks[peer]: decode(self._read(peer, min(number, count))) if count else "nothing"
+            self._ranks[peer]: decode_call(self._read(peer, min(number, count))) if count else "nothing"
             for peer, count in enumerate(counts)
         }
-        return diverged(calls, behind=[self._ranks[peer] for peer, count in enumerate(counts) if count < number])
+        return divergence_error(
+            calls, behind=[self._ranks[peer] for peer, count in enumerate(counts) if count < number]
+        )
 
     def _read(self, index: int, number: int) -> bytes:
-        place = self._place(index, number)
+        place = self._offset(index, number)
         return self._mapping[place : place + CALL_BYTES]
 
-    def _place(self, index: int, number: int) -> int:
-        return self._starts[index] + number % TURNS * CALL_BYTES
+    def _offset(self, index: int, number: int) -> int:
+        return self._starts[index] + number % BOARD_DEPTH * CALL_BYTES
 
 
-def encode(call: str) -> bytes:
+def encode_call(call: str) -> bytes:
     """CALL_BYTES bytes."""
     return call.encode()[:CALL_BYTES].ljust(CALL_BYTES, b"\0")
 
 
-def decode(text: bytes) -> str:
+def decode_call(text: bytes) -> str:
     return text.rstrip(b"\0").decode(errors="replace")
 
 
-def tag(call: str) -> float:
+def fingerprint(call: str) -> float:
     return float(int.from_bytes(hashlib.blake2b(call.encode(), digest_size=6).digest(), "little"))
 
 
@@ -77,10 +79,12 @@ def with_options(call: str, options: str) -> str:
     return f"{call}\n{options}"
 
 
-SAME_OPTIONS = "the same arguments, schedule and edits of them on every rank"
+SAME_OPTIONS_HINT = "the same arguments, schedule and edits of them on every rank"
 
 
-def diverged(calls: Mapping[int, str], *, behind: Collection[int] = (), attempt: str = SAME_OPTIONS) -> DivergenceError:
+def divergence_error(
+    calls: Mapping[int, str], *, behind: Collection[int] = (), attempt: str = SAME_OPTIONS_HINT
+) -> DivergenceError:
     """The error that says which ranks are in which call; ranks `behind` have not begun theirs yet.
 
     `attempt`: what to try where they are in the same call, with other options.
@@ -92,31 +96,33 @@ def diverged(calls: Mapping[int, str], *, behind: Collection[int] = (), attempt:
         if rank not in behind:
             options[rank] = text
     if len({names[rank] for rank in options}) == 1 and len(set(options.values())) > 1:
-        return _other_options(names[next(iter(options))], options, attempt)
-    rows = _by_text(names)
-    got = "; ".join(f"{_some(ranks, 'is', 'are')} at {call}" for call, ranks in rows)
+        return _option_divergence_error(names[next(iter(options))], options, attempt)
+    rows = _group_by_text(names)
+    got = "; ".join(f"{_format_ranks(ranks, 'is', 'are')} at {call}" for call, ranks in rows)
     attempt = "no step, evaluation or exchange that one rank alone does or leaves out"
-    if len({name.partition(FED)[0] for name in names.values()}) == 1:
+    if len({name.partition(POSITIONS_SEPARATOR)[0] for name in names.values()}) == 1:
         attempt = "the same source, seed, batch_size and state on every rank, and no batch that one rank leaves out"
     return DivergenceError(Problem(got, "every rank in the same call", attempt), where="the calls of the ranks")
 
 
-def _other_options(call: str, options: Mapping[int, str], attempt: str) -> DivergenceError:
+def _option_divergence_error(call: str, options: Mapping[int, str], attempt: str) -> DivergenceError:
     """Ranks are in the same call, with different options of the optimizer: each option that differs, and its values."""
     by_rank = {rank: parsed(text) for rank, text in options.items()}
     need, problems = "the same options on every rank", []
     for option in dict.fromkeys(name for of in by_rank.values() for name in of):
-        rows = _by_text({rank: of.get(option, ABSENT) for rank, of in by_rank.items()})
+        rows = _group_by_text({rank: of.get(option, ABSENT) for rank, of in by_rank.items()})
         if len(rows) > 1:
-            told = "; ".join(f"{_some(ranks, 'has', 'have')} {values}" for values, ranks in rows)
+            told = "; ".join(f"{_format_ranks(ranks, 'has', 'have')} {values}" for values, ranks in rows)
             problems.append(Problem(f"{option}: {told}", need, attempt))
     if not problems:  # a call has no room for all: the digest at its beginning tells
-        told = "; ".join(f"{_some(ranks, 'has', 'have')} {text.split()[0]}" for text, ranks in _by_text(options))
+        told = "; ".join(
+            f"{_format_ranks(ranks, 'has', 'have')} {text.split()[0]}" for text, ranks in _group_by_text(options)
+        )
         problems.append(Problem(f"options that are too long to show, by digest: {told}", need, attempt))
     return DivergenceError(problems, where=f"the options of the optimizer at {call}")
 
 
-def _by_text(texts: Mapping[int, str]) -> list[tuple[str, list[int]]]:
+def _group_by_text(texts: Mapping[int, str]) -> list[tuple[str, list[int]]]:
     """The ranks of each text; the fewest first: they are most likely the ones that went astray."""
     found: dict[str, list[int]] = {}
     for rank, text in texts.items():
@@ -124,7 +130,7 @@ def _by_text(texts: Mapping[int, str]) -> list[tuple[str, list[int]]]:
     return sorted(found.items(), key=lambda row: (len(row[1]), row[1]))
 
 
-def _some(ranks: Sequence[int], one: str, many: str) -> str:
+def _format_ranks(ranks: Sequence[int], one: str, many: str) -> str:
     """`rank 1 is`, `ranks 0, 2 and 3 are`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} {one}"

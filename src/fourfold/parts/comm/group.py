@@ -60,16 +60,16 @@ class _Roll:
         assert len(values) <= NUM_LOSS_SCALARS
         tensor = torch.zeros(NUM_LOSS_SCALARS + len(self._members), dtype=torch.float64, device=self._device)
         tensor[: len(values)] = values
-        tensor[NUM_LOSS_SCALARS + self._index] = calls.tag(call)
+        tensor[NUM_LOSS_SCALARS + self._index] = calls.fingerprint(call)
         return tensor
 
     def compare(self, sums: Sequence[float], call: str) -> None:
         """Raise DivergenceError, on all members alike, unless all tags are the same."""
         if len(set(sums[NUM_LOSS_SCALARS:])) == 1:
             return
-        mine = torch.frombuffer(bytearray(calls.encode(call)), dtype=torch.uint8).to(self._device)
-        texts = [calls.decode(bytes(row.tolist())) for row in rows(self._group, mine, size=len(self._members))]
-        raise calls.diverged(dict(zip(self._members, texts, strict=True)))
+        mine = torch.frombuffer(bytearray(calls.encode_call(call)), dtype=torch.uint8).to(self._device)
+        texts = [calls.decode_call(bytes(row.tolist())) for row in rows(self._group, mine, size=len(self._members))]
+        raise calls.divergence_error(dict(zip(self._members, texts, strict=True)))
 
 
 class GroupTransport:

@@ -25,7 +25,7 @@ from typing import Protocol
 
 import torch
 
-from fourfold.parts.comm.calls import Board
+from fourfold.parts.comm.calls import CallBoard
 from fourfold.parts.comm.group import Shards
 from fourfold.parts.comm.slotting import (
     CALLED,
@@ -136,7 +136,7 @@ class Shared:
         self._scalars = [scalars_of(mapping, slotting, region) for region in range(size)]
         self._slices = [[_slice(length, size, peer) for peer in range(size)] for length in slotting.sizes]
         starts = [region * slotting.region_bytes + slotting.calls_offset for region in range(size)]
-        self._board, self._call = Board(mapping, starts, self._ranks), ""
+        self._board, self._call = CallBoard(mapping, starts, self._ranks), ""
         self._counts = [0] * NUM_FLAGS
         self._lengths = [0] * NUM_MEASURES
         self._unread: deque[int] = deque()  # measures that have begun
@@ -241,7 +241,7 @@ class Shared:
         def counted() -> list[int]:
             return [self._flags[peer * self._words + CALLED * FLAG_STRIDE] for peer in range(self.size)]
 
-        self._board.compare(self.index, counted)
+        self._board.check(self.index, counted)
 
     # ---- weights that rest split between hosts -------------------------------------------------------
 
