@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 from fourfold.parts import codec
-from fourfold.parts.comm.coded import Coded, NoWire, Ways
+from fourfold.parts.comm.coded import CompressedRoutes, CompressedTransport, NullMessageGatherer
 from fourfold.parts.comm.shared import Shared
 from fourfold.parts.comm.slotting import Slotting
 from fourfold.parts.comm.split import Flight, landed
@@ -69,23 +69,25 @@ def test_a_rank_does_its_part_of_a_sum_before_it_waits_for_a_later_message():
         inner = Shared(mapping, slotting, index=ranks.rank, size=2, rest=RESTS[2], coded=True, time_limit_seconds=10)
         sums = Shared(other, messages, index=ranks.rank, size=2, time_limit_seconds=10)
         codecs = [codec.make_codec(Coding("bf16"), bucket, [(64,)], device=ranks.device) for bucket in buckets]
-        coded = Coded(Ways(inner, [sums], NoWire(), tells=ranks.rank == 0), codecs)
-        coded.lend(0)
-        coded.slots[0].fill_(1.0)
+        coded = CompressedTransport(
+            CompressedRoutes(inner, [sums], NullMessageGatherer(), is_host_leader=ranks.rank == 0), codecs
+        )
+        coded.acquire_buffer(0)
+        coded.grad_buffers[0].fill_(1.0)
         if ranks.rank == 0:
             first.wait(10)
-        coded.launch(0, 0)
+        coded.reduce_async(0, 0)
         first.set()
         both.wait(10)
         if ranks.rank == 0:
             launched.wait(10)
-            coded.lend(4)
-        coded.lend(1)
-        coded.slots[1].fill_(2.0)
-        coded.launch(1, 1)
+            coded.acquire_buffer(4)
+        coded.acquire_buffer(1)
+        coded.grad_buffers[1].fill_(2.0)
+        coded.reduce_async(1, 1)
         if ranks.rank == 1:
             launched.set()
-            coded.lend(5)
-        return [coded.complete(bucket) or coded.own(bucket).flat.tolist() for bucket in (0, 1)]
+            coded.acquire_buffer(5)
+        return [coded.wait_reduce(bucket) or coded.grad_shard(bucket).flat.tolist() for bucket in (0, 1)]
 
     assert threads.run(2, body) == [[[2.0] * 32, [4.0] * 32]] * 2

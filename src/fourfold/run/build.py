@@ -691,9 +691,9 @@ class TrainStep:
         self._lower()
         self._gradients.launch_order = list(order)
         before = self._actions.nominal_count
-        if before is not None and before != count and isinstance(self._transport, comm.Coded):
+        if before is not None and before != count and isinstance(self._transport, comm.CompressedTransport):
             # What is remembered was divided by the count of before.
-            self._transport.rescale(before / count)
+            self._transport.rescale_residuals(before / count)
         self._actions.nominal_count = count
         self._recorded = True
 

@@ -16,7 +16,13 @@ from fourfold.parts import memory
 from fourfold.parts.codec import Codec
 from fourfold.parts.comm.apart import LocalSGDTransport
 from fourfold.parts.comm.calls import divergence_error, with_options
-from fourfold.parts.comm.coded import Coded, NoWire, Ways, Wire, places
+from fourfold.parts.comm.coded import (
+    CompressedRoutes,
+    CompressedTransport,
+    MessageGatherer,
+    NullMessageGatherer,
+    message_indices,
+)
 from fourfold.parts.comm.group import NUM_LOSS_SCALARS, BetweenHosts, Gatherer, GroupTransport, Use
 from fourfold.parts.comm.links import Link, Messages, NoLink
 from fourfold.parts.comm.neighbours import Neighbours, Place, total_bytes
@@ -34,7 +40,7 @@ __all__ = [
     "NUM_LOSS_SCALARS",
     "Alone",
     "LocalSGDTransport",
-    "Coded",
+    "CompressedTransport",
     "LaunchError",
     "Link",
     "Part",
@@ -101,27 +107,27 @@ def make_transport(
         return _make_uncompressed(ranks, spec, choice)
     inner, note = _make_uncompressed(ranks, spec._replace(coded=True), choice)
     sums = []
-    for number, those in enumerate(places(codecs)):
+    for number, those in enumerate(message_indices(codecs)):
         lengths = [codecs[bucket].rounds[number].num_bytes for bucket in those]
         dtypes = [codecs[bucket].message_dtype for bucket in those]
         sizes = [length // dtype.itemsize for length, dtype in zip(lengths, dtypes, strict=True)]
         messages = TransportSpec(tuple(sizes), tuple(dtypes), tuple(range(len(sizes))), purpose=f"round {number}")
         sums.append(_make_uncompressed(ranks, messages, choice).transport)
     tells = not isinstance(inner, Shared) or inner.index == 0
-    coded = Coded(Ways(inner, sums, _make_gatherer(ranks, inner), tells), codecs)
+    coded = CompressedTransport(CompressedRoutes(inner, sums, _make_gatherer(ranks, inner), tells), codecs)
     return TransportChoice(coded, f"{note}, coded")
 
 
-def _make_gatherer(ranks: Ranks, inner: Transport) -> Wire:
+def _make_gatherer(ranks: Ranks, inner: Transport) -> MessageGatherer:
     """The ranks that gather each other's messages. Collective."""
     if isinstance(inner, Alone):
-        return NoWire()
+        return NullMessageGatherer()
     # Between hosts with shared memory, the ranks of one local index; else all.
     column = inner.index if isinstance(inner, Shared) else 0
     said = ranks.exchange(column)
     wires = [[rank for rank, other in enumerate(said) if other == each] for each in sorted(set(said))]
     gatherers = [Gatherer(ranks, members) for members in wires if len(members) > 1]
-    return gatherers[column] if gatherers else NoWire()
+    return gatherers[column] if gatherers else NullMessageGatherer()
 
 
 def _make_uncompressed(ranks: Ranks, spec: TransportSpec, choice: str) -> TransportChoice:

@@ -30,65 +30,65 @@ from fourfold.parts.comm.transport import Part, Transport
 from fourfold.plan.codec import Meet
 from fourfold.words.spans import Recorder
 
-ENDED = math.inf
+DONE_ROUND = math.inf
 
 
-class Wire(Protocol):
+class MessageGatherer(Protocol):
     """Ranks that gather each other's messages."""
 
     sent_bytes: float
 
-    def gather(self, payload: Tensor) -> Flight:
+    def all_gather_async(self, payload: Tensor) -> Flight:
         """Begin to bring the messages [bytes] of all to all; what lands are they, in order."""
         ...
 
 
-class NoWire:
+class NullMessageGatherer:
     """A rank whose messages nobody else needs: the others read its sums in memory."""
 
     sent_bytes = 0.0
 
-    def gather(self, payload: Tensor) -> Flight:
+    def all_gather_async(self, payload: Tensor) -> Flight:
         return Flight(lambda: [payload], landed)
 
 
-class Ways(NamedTuple):
+class CompressedRoutes(NamedTuple):
     """How messages travel: the inner transport, one for each round of sums, and the wire.
 
     `tells`: whether this rank is the one of its host that hands the sums of messages to the inner transport.
     """
 
     inner: Transport
-    sums: Sequence[Transport]
-    wire: Wire
-    tells: bool
+    round_transports: Sequence[Transport]
+    gatherer: MessageGatherer
+    is_host_leader: bool
 
 
 @dataclass
-class _Talking:
+class _PendingReduction:
     """A bucket's talk, what its reduction is called, and the message that is on its way, of which round."""
 
     bucket: int
-    name: int
-    talk: CodecReduction
-    flight: Flight
-    round: float = 0
+    reduction_index: int
+    generator: CodecReduction
+    message_result: Flight
+    round_index: float = 0
 
 
-class Coded:
+class CompressedTransport:
     """See `Transport`; `codecs` has one for each bucket."""
 
-    def __init__(self, ways: Ways, codecs: Sequence[Codec]) -> None:
-        self._inner, self._sums, self._wire, self._tells = ways
+    def __init__(self, routes: CompressedRoutes, codecs: Sequence[Codec]) -> None:
+        self._inner, self._round_transports, self._gatherer, self._is_host_leader = routes
         self.codecs = codecs
         self.name, self.size, self.index = self._inner.name, self._inner.size, self._inner.index
-        self.slots, self.turns = self._inner.slots, self._inner.turns
-        self.weights, self.writes = self._inner.weights, self._inner.writes
-        self.gathers, self.replica = self._inner.gathers, self._inner.replica
-        self._places = places(codecs)
-        self._talking: deque[_Talking] = deque()
-        self._handed_over: int | None = None
-        self._round, self._coding_seconds = 0, 0.0
+        self.grad_buffers, self.buffer_indices = self._inner.slots, self._inner.turns
+        self.shared_weights, self.is_writer = self._inner.weights, self._inner.writes
+        self.unshards_params, self.replica_index = self._inner.gathers, self._inner.replica
+        self._message_index = message_indices(codecs)
+        self._pending: deque[_PendingReduction] = deque()
+        self._last_handed_over: int | None = None
+        self._grad_round, self._codec_seconds = 0, 0.0
 
     @property
     def recorder(self) -> Recorder:
@@ -99,197 +99,203 @@ class Coded:
         self._inner.recorder = recorder
 
     @property
-    def factor(self) -> Callable[[], float]:
+    def grad_scale_fn(self) -> Callable[[], float]:
         return self._inner.factor
 
-    @factor.setter
-    def factor(self, factor: Callable[[], float]) -> None:
+    @grad_scale_fn.setter
+    def grad_scale_fn(self, factor: Callable[[], float]) -> None:
         self._inner.factor = factor
 
     @property
     def waiting_seconds(self) -> float:
-        return self._inner.waiting_seconds + self._coding_seconds
+        return self._inner.waiting_seconds + self._codec_seconds
 
     @property
     def sent_bytes(self) -> float:
-        return self._inner.sent_bytes + self._wire.sent_bytes + sum(each.sent_bytes for each in self._sums)
+        return (
+            self._inner.sent_bytes + self._gatherer.sent_bytes + sum(each.sent_bytes for each in self._round_transports)
+        )
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
         begin, waited = time.perf_counter(), self._inner.waiting_seconds
         yield
-        self._coding_seconds += time.perf_counter() - begin - (self._inner.waiting_seconds - waited)
+        self._codec_seconds += time.perf_counter() - begin - (self._inner.waiting_seconds - waited)
 
-    def rescale(self, factor: float) -> None:
+    def rescale_residuals(self, factor: float) -> None:
         """Gradients are from now on measured in another unit: multiply what is remembered."""
         for codec in self.codecs:
             codec.scale_residual(factor)
 
     # ---- talks --------------------------------------------------------------------------------------
 
-    def lend(self, bucket: int) -> None:
-        same = [each.bucket for each in self._talking if self.turns[each.bucket] == self.turns[bucket]]
+    def acquire_buffer(self, bucket: int) -> None:
+        same = [
+            each.bucket for each in self._pending if self.buffer_indices[each.bucket] == self.buffer_indices[bucket]
+        ]
         if same:
             with self._timed():
-                self._finish(same[-1])
+                self._finish_through(same[-1])
         self._inner.lend(bucket)
 
     @torch.no_grad()
-    def launch(self, bucket: int, name: int) -> None:
+    def reduce_async(self, bucket: int, reduction_index: int) -> None:
         with self._timed():
-            self._turn_to(name // len(self.codecs))
-            talk = self.codecs[bucket].reduce(self._flat(bucket))
+            self._begin_grad_round(reduction_index // len(self.codecs))
+            talk = self.codecs[bucket].reduce(self._unpadded_grads(bucket))
             message = next(talk)
-            self._talking.append(_Talking(bucket, name, talk, self._say(bucket, 0, message)))
-            self._listen()
+            self._pending.append(
+                _PendingReduction(bucket, reduction_index, talk, self._send_message(bucket, 0, message))
+            )
+            self._advance_ready()
 
-    def _flat(self, bucket: int) -> Tensor:
+    def _unpadded_grads(self, bucket: int) -> Tensor:
         """A slot without its padding."""
-        return self.slots[bucket][: self.codecs[bucket].num_elements]
+        return self.grad_buffers[bucket][: self.codecs[bucket].num_elements]
 
-    def _turn_to(self, number: int) -> None:
+    def _begin_grad_round(self, number: int) -> None:
         """Begin a further round of reductions in the same step: messages are written again, when all have read them."""
-        if number != self._round:
-            if self._talking:
-                self._finish(self._talking[-1].bucket)
-            for each in self._sums:
+        if number != self._grad_round:
+            if self._pending:
+                self._finish_through(self._pending[-1].bucket)
+            for each in self._round_transports:
                 each.close()
-        self._round = number
+        self._grad_round = number
 
-    def _say(self, bucket: int, number: int, message: Message) -> Flight:
+    def _send_message(self, bucket: int, number: int, message: Message) -> Flight:
         """Send a message of a round on its way."""
         if message.combine is Meet.GATHER:
-            return self._wire.gather(message.payload)
-        transport, place = self._sums[number], self._places[number][bucket]
+            return self._gatherer.all_gather_async(message.payload)
+        transport, place = self._round_transports[number], self._message_index[number][bucket]
         transport.lend(place)
         transport.slots[place].copy_(message.payload)
         transport.launch(place, place)
-        return Flight(functools.partial(_total, transport, place), functools.partial(transport.is_complete, place))
+        return Flight(functools.partial(_wait_total, transport, place), functools.partial(transport.is_complete, place))
 
-    def _listen(self) -> None:
+    def _advance_ready(self) -> None:
         """Go on with the talks whose messages are there, without waiting.
 
         Messages of a round are said in program order: a talk must not overtake those before it.
         """
-        reached = ENDED
-        for talking in list(self._talking):
-            while talking.round < reached and talking.flight.has_landed():
-                self._go_on(talking)
-            reached = talking.round
+        reached = DONE_ROUND
+        for talking in list(self._pending):
+            while talking.round_index < reached and talking.message_result.has_landed():
+                self._advance(talking)
+            reached = talking.round_index
             if reached == 0:
                 break
-        self._hand_over()
+        self._reduce_finished()
 
-    def _finish(self, bucket: int) -> None:
+    def _finish_through(self, bucket: int) -> None:
         """Wait for the ends of the talks up to a bucket's.
 
         No further: a rank that has not launched the next bucket may be waiting for the sum of this one.
         """
         with self.recorder.waiting():
-            while any(each.bucket == bucket for each in self._talking):
-                if self._handed_over is not None:
+            while any(each.bucket == bucket for each in self._pending):
+                if self._last_handed_over is not None:
                     # Before any wait for a later message: who is to send it may be waiting for this rank's part.
-                    self._inner.complete(self._handed_over)
-                    self._handed_over = None
-                self._go_on(self._talking[0])
-                self._listen()
+                    self._inner.complete(self._last_handed_over)
+                    self._last_handed_over = None
+                self._advance(self._pending[0])
+                self._advance_ready()
 
     @torch.no_grad()
-    def _go_on(self, talking: _Talking) -> None:
+    def _advance(self, reduction: _PendingReduction) -> None:
         try:
-            message = talking.talk.send(talking.flight.land())
+            message = reduction.generator.send(reduction.message_result.land())
         except StopIteration:
-            talking.round = ENDED
+            reduction.round_index = DONE_ROUND
             return
-        talking.round += 1
-        talking.flight = self._say(talking.bucket, int(talking.round), message)
+        reduction.round_index += 1
+        reduction.message_result = self._send_message(reduction.bucket, int(reduction.round_index), message)
 
-    def _hand_over(self) -> None:
+    def _reduce_finished(self) -> None:
         """Give the inner transport the buckets whose talks have ended, in program order."""
-        while self._talking and self._talking[0].round == ENDED:
-            talking = self._talking.popleft()
-            if not self._tells and self.codecs[talking.bucket].rounds[0].meet is Meet.SUM:
-                self._flat(talking.bucket).zero_()
-            self._inner.launch(talking.bucket, talking.name)
-            self._handed_over = talking.bucket
+        while self._pending and self._pending[0].round_index == DONE_ROUND:
+            talking = self._pending.popleft()
+            if not self._is_host_leader and self.codecs[talking.bucket].rounds[0].meet is Meet.SUM:
+                self._unpadded_grads(talking.bucket).zero_()
+            self._inner.launch(talking.bucket, talking.reduction_index)
+            self._last_handed_over = talking.bucket
 
-    def complete(self, bucket: int) -> None:
-        if any(each.bucket == bucket for each in self._talking):
+    def wait_reduce(self, bucket: int) -> None:
+        if any(each.bucket == bucket for each in self._pending):
             with self._timed():
-                self._finish(bucket)
+                self._finish_through(bucket)
         self._inner.complete(bucket)
 
-    def is_complete(self, bucket: int) -> bool:
-        if self._talking:
+    def is_reduced(self, bucket: int) -> bool:
+        if self._pending:
             with self._timed():
-                self._listen()
-        return all(each.bucket != bucket for each in self._talking) and self._inner.is_complete(bucket)
+                self._advance_ready()
+        return all(each.bucket != bucket for each in self._pending) and self._inner.is_complete(bucket)
 
-    def close(self) -> None:
-        for each in self._sums:
+    def end_step(self) -> None:
+        for each in self._round_transports:
             each.close()
-        self._round, self._handed_over = 0, None
+        self._grad_round, self._last_handed_over = 0, None
         self._inner.close()
 
-    def enter(self, call: str) -> None:
+    def begin_call(self, call: str) -> None:
         self._inner.enter(call)
 
-    def agree(self) -> None:
+    def check_same_call(self) -> None:
         self._inner.agree()
 
     # ---- as the inner transport has it ----------------------------------------------------------------
 
-    def is_free(self, bucket: int) -> bool:
-        same = any(self.turns[each.bucket] == self.turns[bucket] for each in self._talking)
+    def can_acquire_buffer(self, bucket: int) -> bool:
+        same = any(self.buffer_indices[each.bucket] == self.buffer_indices[bucket] for each in self._pending)
         return not same and self._inner.is_free(bucket)
 
-    def bring(self, bucket: int, share: Tensor, out: Tensor) -> Callable[[], None]:
-        return self._inner.bring(bucket, share, out)
+    def unshard_async(self, bucket: int, shard: Tensor, out: Tensor) -> Callable[[], None]:
+        return self._inner.bring(bucket, shard, out)
 
-    def hear(self, row: Sequence[int]) -> list[list[int]]:
+    def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
         return self._inner.hear(row)
 
-    def take(self, bucket: int, start: int, stop: int, factor: float) -> None:
+    def reduce_range(self, bucket: int, start: int, stop: int, factor: float) -> None:
         self._inner.take(bucket, start, stop, factor)
 
-    def settle(self, bucket: int) -> None:
+    def reduce_shard(self, bucket: int) -> None:
         self._inner.settle(bucket)
 
-    def sums(self, bucket: int) -> Sequence[Part]:
+    def reduced_views(self, bucket: int) -> Sequence[Part]:
         return self._inner.sums(bucket)
 
-    def own(self, bucket: int) -> Part:
+    def grad_shard(self, bucket: int) -> Part:
         return self._inner.own(bucket)
 
-    def scale(self, factor: float) -> None:
+    def scale_grads(self, factor: float) -> None:
         self._inner.scale(factor)
 
-    def gather(self, bucket: int) -> None:
+    def all_gather_grads(self, bucket: int) -> None:
         self._inner.gather(bucket)
 
-    def permit(self) -> None:
+    def signal_backward_done(self) -> None:
         self._inner.permit()
 
-    def permitted(self) -> None:
+    def wait_weights_writable(self) -> None:
         self._inner.permitted()
 
-    def publish(self, bucket: int, weight: Tensor) -> None:
+    def all_gather_weights_async(self, bucket: int, weight: Tensor) -> None:
         self._inner.publish(bucket, weight)
 
-    def arrive(self, bucket: int) -> None:
+    def wait_weights(self, bucket: int) -> None:
         self._inner.arrive(bucket)
 
-    def spread(self) -> None:
+    def broadcast_weights(self) -> None:
         self._inner.spread()
 
-    def measure(self, kind: int, values: Tensor) -> None:
+    def all_reduce_scalars_async(self, kind: int, values: Tensor) -> None:
         self._inner.measure(kind, values)
 
-    def measured(self, kind: int) -> list[float]:
+    def wait_scalars(self, kind: int) -> list[float]:
         return self._inner.measured(kind)
 
 
-def places(codecs: Sequence[Codec]) -> list[dict[int, int]]:
+def message_indices(codecs: Sequence[Codec]) -> list[dict[int, int]]:
     """By round of sums: the place of each bucket that has one among that round's messages."""
     num_rounds = max(len(codec.rounds) for codec in codecs)
     result = []
@@ -303,7 +309,7 @@ def places(codecs: Sequence[Codec]) -> list[dict[int, int]]:
     return [each for each in result if each]
 
 
-def _total(transport: Transport, place: int) -> Sequence[Tensor]:
+def _wait_total(transport: Transport, place: int) -> Sequence[Tensor]:
     transport.complete(place)
     transport.gather(place)
     return [transport.slots[place]]
