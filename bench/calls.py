@@ -33,9 +33,9 @@ def without_fingerprints(transport: Any) -> Iterator[None]:
     """Within: calls are neither told nor compared."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(transport, "enter"))
-        if hasattr(transport, "_roll"):
-            roll = stack.enter_context(mock.patch.object(transport, "_roll"))
-            roll.tagged.side_effect = lambda values, call: values.clone()
+        if hasattr(transport, "_fingerprint_check"):
+            roll = stack.enter_context(mock.patch.object(transport, "_fingerprint_check"))
+            roll.append_fingerprint.side_effect = lambda values, call: values.clone()
         else:
             stack.enter_context(mock.patch.object(transport, "_compare"))
         yield
@@ -89,8 +89,8 @@ def _message_seconds(transport: Any) -> float:
     sums = [0.0] * NUM_LOSS_SCALARS + [1.0] * transport.size
     begin = time.process_time()
     for _ in range(NUM_CALLS):
-        transport._roll.tagged(values, CALL_TEXT)
-        transport._roll.compare(sums, CALL_TEXT)
+        transport._fingerprint_check.append_fingerprint(values, CALL_TEXT)
+        transport._fingerprint_check.compare(sums, CALL_TEXT)
     return (time.process_time() - begin) / NUM_CALLS
 
 

@@ -23,7 +23,13 @@ from fourfold.parts.comm.coded import (
     NullMessageGatherer,
     message_indices,
 )
-from fourfold.parts.comm.group import NUM_LOSS_SCALARS, BetweenHosts, Gatherer, GroupTransport, Use
+from fourfold.parts.comm.group import (
+    NUM_LOSS_SCALARS,
+    GroupInterHostReducer,
+    GroupMessageGatherer,
+    ProcessGroupTransport,
+    ReductionSpec,
+)
 from fourfold.parts.comm.links import Link, Messages, NoLink
 from fourfold.parts.comm.neighbours import Neighbours, Place, total_bytes
 from fourfold.parts.comm.ranks import Ranks, join, present, world
@@ -76,8 +82,8 @@ class TransportSpec(NamedTuple):
     weight_dtypes: tuple[torch.dtype, ...] | None = None
 
     @property
-    def reduction(self) -> Use:
-        return Use(self.rest, self.buffer_indices, self.purpose, self.is_prereduced, self.num_shards)
+    def reduction(self) -> ReductionSpec:
+        return ReductionSpec(self.rest, self.buffer_indices, self.purpose, self.is_prereduced, self.num_shards)
 
 
 class TransportChoice(NamedTuple):
@@ -126,7 +132,7 @@ def _make_gatherer(ranks: Ranks, inner: Transport) -> MessageGatherer:
     column = inner.index if isinstance(inner, Shared) else 0
     said = ranks.exchange(column)
     wires = [[rank for rank, other in enumerate(said) if other == each] for each in sorted(set(said))]
-    gatherers = [Gatherer(ranks, members) for members in wires if len(members) > 1]
+    gatherers = [GroupMessageGatherer(ranks, members) for members in wires if len(members) > 1]
     return gatherers[column] if gatherers else NullMessageGatherer()
 
 
@@ -145,7 +151,7 @@ def _make_uncompressed(ranks: Ranks, spec: TransportSpec, choice: str) -> Transp
             problem = Problem(f'transport = "shared", but {reason}', "ranks that share memory", 'transport = "by-host"')
             raise PlanError(problem, where="the plan")
     slots = _private_buffers(spec, ranks.device)
-    transport = GroupTransport(slots, ranks, members, spec.reduction)
+    transport = ProcessGroupTransport(slots, ranks, members, spec.reduction)
     return TransportChoice(transport, f"{transport.name} ({reason})" if transport.name == "gloo" else transport.name)
 
 
@@ -207,7 +213,7 @@ def _make_shared_memory(ranks: Ranks, spec: TransportSpec) -> tuple[Shared | Non
     between = None
     if len(hosts) > 1:
         use = spec.reduction._replace(shard=sharing)
-        columns = [BetweenHosts(ranks, [host[index] for host in hosts], use) for index in range(len(here))]
+        columns = [GroupInterHostReducer(ranks, [host[index] for host in hosts], use) for index in range(len(here))]
         between = columns[here.index(ranks.rank)]
     mapping = memory.map_shared(met.handle)
     index = here.index(ranks.rank)

@@ -26,7 +26,7 @@ from typing import Protocol
 import torch
 
 from fourfold.parts.comm.calls import CallBoard
-from fourfold.parts.comm.group import Shards
+from fourfold.parts.comm.group import GradShards
 from fourfold.parts.comm.slotting import (
     CALLED,
     CLOSED,
@@ -149,8 +149,10 @@ class Shared:
         self._lazy = self._split and rest.gradient == PARTIAL and not self._reduces_between
         self._summed = [False] * len(self.slots)
         hosts = between.size if between is not None else 1
-        self._shards = Shards(self.slots, size * hosts) if rest.gradient == SPLIT else None
-        self._spreading: deque[Callable[[], None] | None] = deque()  # published, not yet on all of this host's memory
+        self._grad_shards = GradShards(self.slots, size * hosts) if rest.gradient == SPLIT else None
+        self._pending_gathers: deque[Callable[[], None] | None] = (
+            deque()
+        )  # published, not yet on all of this host's memory
         self._published = [0] * len(self.slots)  # the number of a bucket's last publication
         self.writes = index == 0 or not slotting.weights_bytes
         self.weights: Sequence[torch.Tensor] | None = None
@@ -281,7 +283,7 @@ class Shared:
 
     def lend(self, bucket: int) -> None:
         self._wait(CLOSED, self._counts[CLOSED])
-        if self._shards is not None:
+        if self._grad_shards is not None:
             numbers = [n for n, turn in zip(self._numbers, self.turns, strict=True) if turn == self.turns[bucket]]
             self._sum_until(max(numbers))
             self._wait(SUMMED, max(numbers))
@@ -360,8 +362,8 @@ class Shared:
         return mine[slice(*share(0, mine.numel(), self._between.size, self._between.index))]
 
     def _landed(self, bucket: int, total: torch.Tensor) -> None:
-        if self._shards is not None:
-            self._shards.add(bucket, total)
+        if self._grad_shards is not None:
+            self._grad_shards.accumulate(bucket, total)
         self._raise_flag(SUMMED)
 
     def _add_up(self, bucket: int, start: int, stop: int) -> torch.Tensor:
@@ -390,7 +392,7 @@ class Shared:
         start, stop = self._slices[bucket][self.index]
         if self._between is not None:
             start, stop = share(start, stop, self._between.size, self._between.index)
-        flat = self.slots[bucket][start:stop] if self._shards is None else self._shards.flats[bucket]
+        flat = self.slots[bucket][start:stop] if self._grad_shards is None else self._grad_shards.flats[bucket]
         return Part(start, stop, flat)
 
     def settle(self, bucket: int) -> None:
@@ -422,15 +424,15 @@ class Shared:
         if self._between is not None and self._between.size > 1:
             start, stop = self._slices[bucket][self.index]
             land = self._between.gather(weight[start:stop])
-        self._spreading.append(land)
-        self._published[bucket] = self._counts[UPDATED] + len(self._spreading)
+        self._pending_gathers.append(land)
+        self._published[bucket] = self._counts[UPDATED] + len(self._pending_gathers)
         if land is None:
             self._land_until(self._published[bucket])
 
     def _land_until(self, number: int) -> None:
         """Have this rank's slices of the first `number` publications in this host's memory, told one by one."""
         while self._counts[UPDATED] < number:
-            if (land := self._spreading.popleft()) is not None:
+            if (land := self._pending_gathers.popleft()) is not None:
                 land()
             self._raise_flag(UPDATED)
 
@@ -440,11 +442,11 @@ class Shared:
         self._wait(UPDATED, self._published[bucket])
 
     def close(self) -> None:
-        self._land_until(self._counts[UPDATED] + len(self._spreading))
+        self._land_until(self._counts[UPDATED] + len(self._pending_gathers))
         self._queue.clear()
         self._summed = [False] * len(self._summed)
-        if self._shards is not None:
-            self._shards.begin()
+        if self._grad_shards is not None:
+            self._grad_shards.begin_step()
         self._raise_flag(CLOSED)
         # Every rank has updated its share: the weights are whole.
         self._wait(UPDATED, self._counts[UPDATED])
