@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fourfold.parts import memory
 from fourfold.parts.comm import calls
-from fourfold.parts.comm.groups import Group, Work, rows
+from fourfold.parts.comm.groups import Group, Work, all_gather_rows
 from fourfold.parts.comm.ranks import Ranks
 from fourfold.parts.comm.split import Flight, Splitter, landed
 from fourfold.parts.comm.transport import Part, one
@@ -68,7 +68,10 @@ class _FingerprintCheck:
         if len(set(sums[NUM_LOSS_SCALARS:])) == 1:
             return
         mine = torch.frombuffer(bytearray(calls.encode_call(call)), dtype=torch.uint8).to(self._device)
-        texts = [calls.decode_call(bytes(row.tolist())) for row in rows(self._group, mine, size=len(self._members))]
+        texts = [
+            calls.decode_call(bytes(row.tolist()))
+            for row in all_gather_rows(self._group, mine, size=len(self._members))
+        ]
         raise calls.divergence_error(dict(zip(self._members, texts, strict=True)))
 
 
@@ -220,7 +223,7 @@ class ProcessGroupTransport:
         assert self._miss_report_group is not None
         with self._timed():
             mine = torch.tensor(row, device=self._device)
-            return [each.tolist() for each in rows(self._miss_report_group, mine, size=self.size)]
+            return [each.tolist() for each in all_gather_rows(self._miss_report_group, mine, size=self.size)]
 
     def end_step(self) -> None:
         for bucket in list(self._pending_gathers):
@@ -323,7 +326,8 @@ class GroupInterHostReducer:
         assert self._miss_report_group is not None
         with self._communicator.naming_the_dead():
             return [
-                each.tolist() for each in rows(self._miss_report_group, torch.tensor(row), size=self._communicator.size)
+                each.tolist()
+                for each in all_gather_rows(self._miss_report_group, torch.tensor(row), size=self._communicator.size)
             ]
 
     def broadcast(self, flat: Tensor) -> None:

@@ -33,15 +33,15 @@ class Group(Protocol):
         """The sum of all ranks' flats, in place."""
         ...
 
-    def reduce_scatter(self, part: Tensor, flat: Tensor) -> Work:
+    def reduce_scatter(self, out: Tensor, flat: Tensor) -> Work:
         """Into `part`: this rank's equal share of the sum of the flats."""
         ...
 
-    def all_to_all(self, received: Tensor, flat: Tensor) -> Work:
+    def all_to_all(self, out: Tensor, flat: Tensor) -> Work:
         """Into `received`: every rank's stretch for this one, in rank order; stretches are equal."""
         ...
 
-    def all_gather(self, everyone: Tensor, part: Tensor) -> Work:
+    def all_gather(self, out: Tensor, shard: Tensor) -> Work:
         """Into `everyone`: the parts of all ranks, in rank order."""
         ...
 
@@ -50,35 +50,35 @@ class Group(Protocol):
         ...
 
 
-class Processes:
+class TorchGroup:
     """The group over a process group of torch.distributed."""
 
     def __init__(self, group: Callable[[], dist.ProcessGroup | None]) -> None:
         self._group = group
 
     def all_reduce(self, flat: Tensor) -> Work:
-        return _begun(dist.all_reduce(flat, group=self._group(), async_op=True))
+        return _require_work(dist.all_reduce(flat, group=self._group(), async_op=True))
 
-    def reduce_scatter(self, part: Tensor, flat: Tensor) -> Work:
-        return _begun(reduce_scatter(part, flat, group=self._group(), async_op=True))
+    def reduce_scatter(self, out: Tensor, flat: Tensor) -> Work:
+        return _require_work(reduce_scatter(out, flat, group=self._group(), async_op=True))
 
-    def all_to_all(self, received: Tensor, flat: Tensor) -> Work:
-        return _begun(dist.all_to_all_single(received, flat, group=self._group(), async_op=True))
+    def all_to_all(self, out: Tensor, flat: Tensor) -> Work:
+        return _require_work(dist.all_to_all_single(out, flat, group=self._group(), async_op=True))
 
-    def all_gather(self, everyone: Tensor, part: Tensor) -> Work:
-        return _begun(all_gather(everyone, part, group=self._group(), async_op=True))
+    def all_gather(self, out: Tensor, shard: Tensor) -> Work:
+        return _require_work(all_gather(out, shard, group=self._group(), async_op=True))
 
     def broadcast(self, flat: Tensor, source: int) -> None:
         dist.broadcast(flat, src=source, group=self._group())
 
 
-def rows(group: Group, mine: Tensor, *, size: int) -> Sequence[Tensor]:
+def all_gather_rows(group: Group, mine: Tensor, *, size: int) -> Sequence[Tensor]:
     """Every rank's tensor [n], in rank order. Waits."""
     everyone = mine.new_empty(size * mine.numel())
     group.all_gather(everyone, mine).wait()
     return everyone.view(size, -1).unbind()
 
 
-def _begun(work: dist.Work | None) -> dist.Work:
+def _require_work(work: dist.Work | None) -> dist.Work:
     assert work is not None
     return work

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fourfold.parts.comm import leaving, meeting
-from fourfold.parts.comm.groups import Group, Processes
+from fourfold.parts.comm.groups import Group, TorchGroup
 from fourfold.parts.comm.leaving import Groups
 from fourfold.words import launchers
 from fourfold.words.errors import PEER_GONE, LaunchError, PeerError, Problem
@@ -139,7 +139,7 @@ class Ranks:
 
         Collectives of one group pair up by order alone, so two streams whose order is not fixed need two groups.
         """
-        return Processes(self.process_group(ranks, purpose))
+        return TorchGroup(self.process_group(ranks, purpose))
 
     def process_group(self, ranks: Sequence[int], purpose: str) -> Callable[[], dist.ProcessGroup | None]:
         """The same as torch.distributed has it, to be asked for at every use."""
