@@ -83,9 +83,9 @@ def _destroy_group(process: int) -> None:
     if distributed is None or os.getpid() != process or not distributed.is_initialized():
         return
     if distributed.get_backend() == "gloo":
-        from fourfold.parts.comm.leaving import leave
+        from fourfold.parts.comm.leaving import release_groups
 
-        leave(world=True)
+        release_groups(include_world=True)
 
 
 def _exit_failed(error: BaseException, rank: int, path: Path) -> NoReturn:

@@ -20,72 +20,74 @@ from fourfold.parts.comm import meeting
 from fourfold.words.errors import TrainingError
 from fourfold.words.streams import flush, say
 
-END_SECONDS = 5.0  # for the end of a group: a collective that was given up never ends where all ranks live on
-Key = tuple[str, tuple[int, ...]]
+DESTROY_TIMEOUT_SECONDS = (
+    5.0  # for the end of a group: a collective that was given up never ends where all ranks live on
+)
+GroupKey = tuple[str, tuple[int, ...]]
 """What a group is for, and its ranks."""
 
 
-class Groups:
+class ProcessGroupRegistry:
     """Process groups, each made once."""
 
     def __init__(self) -> None:
-        self._groups: dict[Key, Any] = {}
-        _made.add(self)
+        self._groups: dict[GroupKey, Any] = {}
+        _registries.add(self)
 
-    def make(self, purpose: str, ranks: Sequence[int]) -> Callable[[], dist.ProcessGroup | None]:
+    def get_or_create(self, purpose: str, ranks: Sequence[int]) -> Callable[[], dist.ProcessGroup | None]:
         """The group, to be asked for at every use. Every rank must make the same groups in one order."""
         key = purpose, tuple(ranks)
         # Others end on all ranks together, and no two processes forget a group at the same moment.
         if not self._groups and dist.get_backend() == "gloo":
-            weakref.finalize(self, _forget, os.getpid(), self._groups).atexit = False
+            weakref.finalize(self, _orphan, os.getpid(), self._groups).atexit = False
         if key not in self._groups:
             self._groups[key] = dist.new_group(list(ranks))
-        return lambda: self._find(key)
+        return lambda: self._get(key)
 
-    def _find(self, key: Key) -> dist.ProcessGroup | None:
+    def _get(self, key: GroupKey) -> dist.ProcessGroup | None:
         try:
             return self._groups[key]
         except KeyError:
             raise TrainingError("the ranks have left each other: this process is at its end") from None
 
-    def drop(self) -> list[Any]:
+    def release_all(self) -> list[Any]:
         """Let go of all."""
         groups = list(self._groups.values())
         self._groups.clear()
         return groups
 
 
-_made: "weakref.WeakSet[Groups]" = weakref.WeakSet()
-_forgotten: list[tuple[int, Any]] = []
+_registries: "weakref.WeakSet[ProcessGroupRegistry]" = weakref.WeakSet()
+_orphaned: list[tuple[int, Any]] = []
 """Groups, and the process that has them: a fork has none of their threads."""
-_promised: set[bool] = set()
-_endings: list[threading.Thread] = []
+_exit_hooks: set[bool] = set()
+_stuck_threads: list[threading.Thread] = []
 """Threads in which groups did not end in END_SECONDS."""
 
 
-def _forget(process: int, groups: Mapping[Key, Any]) -> None:
-    _forgotten.extend((process, group) for group in groups.values())
+def _orphan(process: int, groups: Mapping[GroupKey, Any]) -> None:
+    _orphaned.extend((process, group) for group in groups.values())
 
 
-def _take_forgotten() -> list[Any]:
-    taken = [_forgotten.pop() for _ in range(len(_forgotten))]  # more may come meanwhile
+def _pop_orphaned() -> list[Any]:
+    taken = [_orphaned.pop() for _ in range(len(_orphaned))]  # more may come meanwhile
     return [group for process, group in taken if process == os.getpid()]
 
 
-def end_forgotten() -> None:
+def destroy_orphaned() -> None:
     """End the groups of steps that are gone: each of gloo's has three threads, and sockets.
 
     Not where they are forgotten: Python may do that in any thread, in the middle of anything.
     """
-    groups = _take_forgotten()
+    groups = _pop_orphaned()
     if groups:
         _unregister(groups)
         # They end with the last that has them, which may wait.
         ending = threading.Thread(target=groups.clear, name="fourfold-end", daemon=True)
         ending.start()
-        ending.join(END_SECONDS)
+        ending.join(DESTROY_TIMEOUT_SECONDS)
         if ending.is_alive():
-            _endings.append(ending)
+            _stuck_threads.append(ending)
 
 
 def _unregister(groups: Sequence[Any]) -> None:
@@ -94,47 +96,47 @@ def _unregister(groups: Sequence[Any]) -> None:
             dist.destroy_process_group(group)
 
 
-def leave(*, world: bool) -> list[Any]:
+def release_groups(*, include_world: bool) -> list[Any]:
     """Let go of all groups that were made here, and with `world` of the process group that is there.
 
     Returns them, for the caller to be the last that has them: then they end, and that may take as long as a collective.
     """
-    groups = [group for each in list(_made) for group in each.drop()] + _take_forgotten()
-    if world and dist.is_available() and dist.is_initialized():
+    groups = [group for each in list(_registries) for group in each.release_all()] + _pop_orphaned()
+    if include_world and dist.is_available() and dist.is_initialized():
         groups.append(dist.group.WORLD)
         dist.destroy_process_group()
     return groups
 
 
-def leave_at_exit(*, world: bool) -> None:
+def release_groups_at_exit(*, include_world: bool) -> None:
     """Have this process `leave` at its exit, and end with code 1 if that takes more than END_SECONDS.
 
     The groups end in a thread that is there already: at its exit Python starts none.
     """
-    if world in _promised:
+    if include_world in _exit_hooks:
         return
-    _promised.add(world)
+    _exit_hooks.add(include_world)
     asked, groups = threading.Event(), []
 
-    def end() -> None:
+    def destroy() -> None:
         asked.wait()
         groups.clear()
         meeting.release()
 
-    ending = threading.Thread(target=end, name="fourfold-leave", daemon=True)
+    ending = threading.Thread(target=destroy, name="fourfold-leave", daemon=True)
     ending.start()
 
-    def act() -> None:
+    def at_exit() -> None:
         if not ending.is_alive():  # in a fork
             return
-        groups.extend(leave(world=world))
+        groups.extend(release_groups(include_world=include_world))
         asked.set()
-        ending.join(END_SECONDS)
-        if any(thread.is_alive() for thread in (ending, *_endings)):
+        ending.join(DESTROY_TIMEOUT_SECONDS)
+        if any(thread.is_alive() for thread in (ending, *_stuck_threads)):
             # Later it would come back into an interpreter that is gone, and abort the process.
-            told = f"a collective was given up and has not ended in {END_SECONDS:.0f} s: this process ends without it"
+            told = f"a collective was given up and has not ended in {DESTROY_TIMEOUT_SECONDS:.0f} s: this process ends without it"
             say(f"fourfold: {told}")
             flush()
             os._exit(1)
 
-    atexit.register(act)
+    atexit.register(at_exit)

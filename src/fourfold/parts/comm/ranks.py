@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from fourfold.parts.comm import leaving, meeting
 from fourfold.parts.comm.groups import Group, TorchGroup
-from fourfold.parts.comm.leaving import Groups
+from fourfold.parts.comm.leaving import ProcessGroupRegistry
 from fourfold.words import launchers
 from fourfold.words.errors import PEER_GONE, LaunchError, PeerError, Problem
 from fourfold.words.world import World, from_environment
@@ -42,7 +42,7 @@ class Ranks:
 
     def __init__(self, world: World, device: torch.device) -> None:
         self.world, self.device = world, device
-        self._groups = Groups()
+        self._groups = ProcessGroupRegistry()
         self._roster: list[_Process] = []
 
     def enrol(self) -> "Ranks":
@@ -143,15 +143,15 @@ class Ranks:
 
     def process_group(self, ranks: Sequence[int], purpose: str) -> Callable[[], dist.ProcessGroup | None]:
         """The same as torch.distributed has it, to be asked for at every use."""
-        return self._groups.make(purpose, ranks)
+        return self._groups.get_or_create(purpose, ranks)
 
 
 def join() -> Ranks:
     """Join the process group that is there, or the one the launcher's environment speaks of, or stay alone."""
-    leaving.end_forgotten()
+    leaving.destroy_orphaned()
     world = present()
     if world is not None:
-        leaving.leave_at_exit(world=False)
+        leaving.release_groups_at_exit(include_world=False)
         return Ranks(world, _device(world.local_rank)).enrol()
     world = from_environment() or World()
     device = _device(world.local_rank)
@@ -159,7 +159,7 @@ def join() -> Ranks:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         _init_group("nccl" if device.type == "cuda" else "gloo")
-        leaving.leave_at_exit(world=True)
+        leaving.release_groups_at_exit(include_world=True)
     return Ranks(world, device).enrol()
 
 
