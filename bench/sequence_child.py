@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.parts import comm
-from fourfold.parts.comm.links import Link, NoLink
+from fourfold.parts.comm.links import NullRingGroup, RingGroup
 from fourfold.parts.memory import keep_freed_memory
 from fourfold.parts.sequence import Axis, attend, connect
 from fourfold.plan.sequence import positions
@@ -42,7 +42,7 @@ class Axes:
         return self._axes[way]
 
     def single_rank(self) -> Axis:
-        return Axis(NoLink(), NoLink())
+        return Axis(NullRingGroup(), NullRingGroup())
 
 
 def make_tensors(job: dict[str, Any]) -> list[Tensor]:
@@ -85,19 +85,19 @@ def measure_exchange(ways: Axes, job: dict[str, Any]) -> dict[str, float]:
     dist.barrier()
     begin = time.perf_counter()
     _iterate_blocks(axis.around, block)
-    carry = axis.around.carry(block.numel(), block.dtype, block.device)
-    for hop, _ in enumerate(axis.around.visit([block])):
+    carry = axis.around.make_accumulator(block.numel(), block.dtype, block.device)
+    for hop, _ in enumerate(axis.around.iterate_blocks([block])):
         if hop:
-            carry.take().add_(1.0)
-            carry.give()
-    carry.own()
+            carry.receive().add_(1.0)
+            carry.send()
+    carry.result()
     seconds = time.perf_counter() - begin
     dist.barrier()
     return {"seconds": seconds}
 
 
-def _iterate_blocks(link: Link, block: Tensor) -> None:
-    for _ in link.visit([block]):
+def _iterate_blocks(link: RingGroup, block: Tensor) -> None:
+    for _ in link.iterate_blocks([block]):
         pass
 
 

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from bench import bert
 from bench.measure import describe_machine, format_table
 from fourfold.parts.comm import Alone
-from fourfold.parts.comm.links import Messages, NoLink
+from fourfold.parts.comm.links import NullRingGroup, RingOverP2P
 from fourfold.parts.data import Gradients, rehome, specs
 from fourfold.parts.sequence import Axis, Dropout, attend
 from fourfold.plan.data import RESTS, fill, turns
@@ -111,11 +111,11 @@ class NullChannel:
         return torch.empty_like(parts)
 
 
-class TruncatedRing(Messages):
+class TruncatedRing(RingOverP2P):
     """A link whose visits end after `HOPS` hops."""
 
     def iterate_blocks(self, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        return itertools.islice(super().visit(parts), MAX_HOPS + 1)
+        return itertools.islice(super().iterate_blocks(parts), MAX_HOPS + 1)
 
 
 def sequence_parallel(
@@ -123,7 +123,7 @@ def sequence_parallel(
 ) -> Layout:
     """A rank of Fourfold's sequence axis; alone, it has torch's own attention. Zero's shares are over the ranks."""
     rest = functools.partial(zero_buckets, size=size, zero=zero)
-    axis = Axis((TruncatedRing if few_hops else Messages)(NullChannel(size)), NoLink(), ring)
+    axis = Axis((TruncatedRing if few_hops else RingOverP2P)(NullChannel(size)), NullRingGroup(), ring)
 
     def ring_attention(q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor) -> Tensor:
         return attend(q_BHLK, k_BHLK, v_BHLK, axis, dropout=Dropout(bert.DROPOUT))

@@ -108,7 +108,7 @@ def test_queries_that_may_attend_to_nothing_give_zero_as_in_torch_and_no_gradien
 
 
 def wires(axis) -> list[links.ThreadWire]:
-    return [link._wire for link in axis.links if link.size > 1]
+    return [link._channel for link in axis.links if link.size > 1]
 
 
 @pytest.mark.parametrize("heads", ["all", "grouped", "narrow V"])
@@ -138,7 +138,7 @@ def test_a_key_mask_travels_in_the_message_of_its_keys():
         axis = links.axis(ranks)
         (wire,), messages = wires(axis), []
         shift = wire.shift
-        wire.shift = lambda flat, lane: (messages.append(flat.numel()), shift(flat, lane))[1]
+        wire.shift = lambda flat, tag: (messages.append(flat.numel()), shift(flat, tag))[1]
         attention.on_axis(case, attention.whole(case), axis)
         return messages
 

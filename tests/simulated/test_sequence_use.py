@@ -243,10 +243,10 @@ def test_a_block_lies_still_until_all_have_read_it():
 
     def body(ranks):
         link = links.axis(ranks, by="shared").around
-        first = link.visit([torch.full((4,), 1.0 + ranks.rank)])
+        first = link.iterate_blocks([torch.full((4,), 1.0 + ranks.rank)])
         if ranks.rank == 0:
             list(first)
-            second = link.visit([torch.full((4,), 5.0)])
+            second = link.iterate_blocks([torch.full((4,), 5.0)])
             next(second)
             begun.set()
             return next(second)[1].tolist()
@@ -254,7 +254,7 @@ def test_a_block_lies_still_until_all_have_read_it():
         assert begun.wait(30)
         assert held.tolist() == [1.0] * 4
         list(first)
-        return list(link.visit([torch.full((4,), 6.0)]))[1][1].tolist()
+        return list(link.iterate_blocks([torch.full((4,), 6.0)]))[1][1].tolist()
 
     assert threads.run(2, body) == [[6.0] * 4, [5.0] * 4]
 
@@ -266,14 +266,14 @@ def test_a_sum_lies_still_until_its_owner_has_it():
         link = links.axis(ranks, by="shared").around
         found = []
         for number in (1.0, 2.0):
-            carry = link.carry(3, torch.float64, torch.device("cpu"))
-            carry.take().add_(number)
-            carry.give()
+            carry = link.make_accumulator(3, torch.float64, torch.device("cpu"))
+            carry.receive().add_(number)
+            carry.send()
             if ranks.rank == 1 and number == 2.0:
                 ahead.set()
             if ranks.rank == 0 and number == 1.0:
                 assert ahead.wait(30)
-            found.append(carry.own().tolist())
+            found.append(carry.result().tolist())
         return found
 
     assert threads.run(2, body) == [[[1.0] * 3, [2.0] * 3]] * 2
@@ -315,6 +315,6 @@ def test_a_block_that_does_not_fit_is_refused():
     def body(ranks):
         link = links.axis(ranks, by="shared").around
         with pytest.raises(memory.MemoryUnavailable, match="need at most 16 GiB"):
-            link.carry(2**40, torch.float32, torch.device("cpu")).take()
+            link.make_accumulator(2**40, torch.float32, torch.device("cpu")).receive()
 
     threads.run(2, body)

@@ -5,7 +5,7 @@ import torch
 
 from bench.sequence_memory import NullChannel
 from fourfold.cli import work
-from fourfold.parts.comm.links import Messages, NoLink
+from fourfold.parts.comm.links import NullRingGroup, RingOverP2P
 from fourfold.parts.sequence import Axis, attend
 from fourfold.plan.plan import Plan
 from fourfold.run.outline import outline
@@ -31,7 +31,7 @@ def test_what_is_said_to_be_sent_is_what_a_rank_sends(plan: Plan) -> None:
     (form,) = seen.calls
     samples = TASK.batch_size // plan.dp
     around, heads = NullChannel(plan.sp // plan.ulysses), NullChannel(plan.ulysses)
-    axis = Axis(Messages(around), Messages(heads) if heads.size > 1 else NoLink(), plan.ring)
+    axis = Axis(RingOverP2P(around), RingOverP2P(heads) if heads.size > 1 else NullRingGroup(), plan.ring)
     q, k, v = (
         torch.randn(samples, num, seen.length // plan.sp, form.head_size, requires_grad=True)
         for num in (form.heads, form.kv_heads, form.kv_heads)

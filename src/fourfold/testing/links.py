@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.parts.comm.links import Landing, Link, Messages, NoLink
+from fourfold.parts.comm.links import NullRingGroup, PendingRecv, RingGroup, RingOverP2P
 from fourfold.parts.sequence import Axis, connect
 from fourfold.testing.threads import TIME_LIMIT_SECONDS, ThreadRanks
 from fourfold.words.spans import SILENT
@@ -25,7 +25,7 @@ class ThreadWire:
         self.sent_bytes, self.waiting_seconds, self.recorder = 0.0, 0.0, SILENT
         self.sent = 0
 
-    def shift(self, flat: Tensor, lane: int) -> Landing:
+    def shift(self, flat: Tensor, lane: int) -> PendingRecv:
         self._put(flat, (self.index + 1) % self.size, lane)
         return lambda: self._get((self.index - 1) % self.size, lane)
 
@@ -54,11 +54,11 @@ class ThreadWire:
         return self._boxes.setdefault((self._members[source], self._members[target], lane), queue.Queue())
 
 
-def messages(ranks: ThreadRanks, groups: Sequence[Sequence[int]]) -> Link:
+def messages(ranks: ThreadRanks, groups: Sequence[Sequence[int]]) -> RingGroup:
     """The link of a thread's group, by messages. Collective."""
     boxes = ranks.swap({})[0]
     mine = next(group for group in groups if ranks.rank in group)
-    return Messages(ThreadWire(ranks, mine, boxes)) if len(mine) > 1 else NoLink()
+    return RingOverP2P(ThreadWire(ranks, mine, boxes)) if len(mine) > 1 else NullRingGroup()
 
 
 def axis(ranks: ThreadRanks, ring: str = "zigzag", ulysses: int = 1, *, by: str = "messages") -> Axis:

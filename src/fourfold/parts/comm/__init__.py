@@ -30,7 +30,7 @@ from fourfold.parts.comm.group import (
     ProcessGroupTransport,
     ReductionSpec,
 )
-from fourfold.parts.comm.links import Link, Messages, NoLink
+from fourfold.parts.comm.links import NullRingGroup, RingGroup, RingOverP2P
 from fourfold.parts.comm.neighbours import Neighbours, Place, total_bytes
 from fourfold.parts.comm.ranks import Ranks, join, present, world
 from fourfold.parts.comm.same_host import meet
@@ -48,7 +48,7 @@ __all__ = [
     "LocalSGDTransport",
     "CompressedTransport",
     "LaunchError",
-    "Link",
+    "RingGroup",
     "Part",
     "Ranks",
     "TransportSpec",
@@ -248,7 +248,7 @@ def _num_host_shards(num_shards: int, ranks_per_host: int, num_hosts: int) -> in
     )
 
 
-def make_ring(ranks: Ranks, groups: Sequence[Sequence[int]], purpose: str, *, choice: str = "by-host") -> Link:
+def make_ring(ranks: Ranks, groups: Sequence[Sequence[int]], purpose: str, *, choice: str = "by-host") -> RingGroup:
     """The link among the ranks of this rank's group. Collective; `groups` partition the ranks, alike on every rank.
 
     Raises PlanError where a transport is asked for that cannot be had.
@@ -256,7 +256,7 @@ def make_ring(ranks: Ranks, groups: Sequence[Sequence[int]], purpose: str, *, ch
     check_transport_device(choice, ranks.device.type)
     mine = next(group for group in groups if ranks.rank in group)
     if all(len(group) == 1 for group in groups):
-        return NoLink()
+        return NullRingGroup()
     if ranks.device.type == "cpu" and choice in ("by-host", "shared"):
         neighbours, reason = _make_shared_memory_ring(ranks, groups, mine)
         if neighbours is not None:
@@ -265,7 +265,7 @@ def make_ring(ranks: Ranks, groups: Sequence[Sequence[int]], purpose: str, *, ch
             problem = Problem(f'transport = "shared", but {reason}', "ranks that share memory", 'transport = "by-host"')
             raise PlanError(problem, where="the plan")
     wires = [GroupWire(ranks, group, purpose) for group in groups]
-    return Messages(next(wire for wire, group in zip(wires, groups, strict=True) if group is mine))
+    return RingOverP2P(next(wire for wire, group in zip(wires, groups, strict=True) if group is mine))
 
 
 def _make_shared_memory_ring(

@@ -16,27 +16,27 @@ from torch import Tensor
 
 from fourfold.words.spans import RING, SILENT, Recorder
 
-Landing = Callable[[], Tensor]
-BLOCKS, SUMS = range(2)  # the lanes of a wire: messages of one lane arrive in order
+PendingRecv = Callable[[], Tensor]
+BLOCK_TAG, SUM_TAG = range(2)  # the lanes of a wire: messages of one lane arrive in order
 
 
-class Carry(Protocol):
+class RingAccumulator(Protocol):
     """Sums on their way to their owners; `take` and `give` by turns, size − 1 times, then `own`."""
 
-    def take(self) -> Tensor:
+    def receive(self) -> Tensor:
         """What the ranks before have added up for the owner of the block visited now; zeros if there are none."""
         ...
 
-    def give(self) -> None:
+    def send(self) -> None:
         """This rank has added its part to what it took."""
         ...
 
-    def own(self) -> Tensor:
+    def result(self) -> Tensor:
         """What all others have added up for this rank."""
         ...
 
 
-class Link(Protocol):
+class RingGroup(Protocol):
     """This rank's view of the ranks of a link."""
 
     name: str
@@ -61,27 +61,27 @@ class Link(Protocol):
     @recorder.setter
     def recorder(self, recorder: Recorder) -> None: ...
 
-    def visit(self, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    def iterate_blocks(self, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
         """(owner, its block: its parts, one after the other), for all. To be read to the end.
 
         The next one is on its way while one is looked at.
         """
         ...
 
-    def carry(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Carry:
+    def make_accumulator(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> RingAccumulator:
         """Begin sums of this length."""
         ...
 
-    def gather(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+    def all_gather(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
         """The blocks of all, by index; this rank's to keep."""
         ...
 
-    def swap(self, parts: Tensor) -> Tensor:
+    def all_to_all(self, parts: Tensor) -> Tensor:
         """parts [size, n], one for each rank -> [size, n], what each rank had for this one."""
         ...
 
 
-class NoLink:
+class NullRingGroup:
     """One rank; see `Link`."""
 
     name = "alone"
@@ -90,36 +90,36 @@ class NoLink:
     def __init__(self) -> None:
         self.sent_bytes, self.waiting_seconds, self.recorder = 0.0, 0.0, SILENT
 
-    def visit(self, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        yield 0, _block(parts)
+    def iterate_blocks(self, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        yield 0, _concat(parts)
 
-    def carry(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Carry:
-        return _Nothing(torch.zeros(num_elements, dtype=dtype, device=device))
+    def make_accumulator(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> RingAccumulator:
+        return _NullAccumulator(torch.zeros(num_elements, dtype=dtype, device=device))
 
-    def gather(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [_block(parts)]
+    def all_gather(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [_concat(parts)]
 
-    def swap(self, parts: Tensor) -> Tensor:
+    def all_to_all(self, parts: Tensor) -> Tensor:
         return parts
 
 
-class _Nothing:
+class _NullAccumulator:
     """What nobody else adds to; see `Carry`."""
 
     def __init__(self, zeros: Tensor) -> None:
         self._zeros = zeros
 
-    def take(self) -> Tensor:
+    def receive(self) -> Tensor:
         raise AssertionError("one rank is visited by nobody")
 
-    def give(self) -> None:
+    def send(self) -> None:
         raise AssertionError("one rank gives nothing away")
 
-    def own(self) -> Tensor:
+    def result(self) -> Tensor:
         return self._zeros
 
 
-class Wire(Protocol):
+class P2PChannel(Protocol):
     """What messages are sent by."""
 
     name: str
@@ -129,94 +129,94 @@ class Wire(Protocol):
     waiting_seconds: float
     recorder: Recorder
 
-    def shift(self, flat: Tensor, lane: int) -> Landing:
+    def send_right_recv_left(self, flat: Tensor, tag: int) -> PendingRecv:
         """Begin to send to the next place; what lands is what the place before has sent."""
         ...
 
-    def gather(self, flat: Tensor) -> Tensor:
+    def all_gather(self, flat: Tensor) -> Tensor:
         """[n] -> [size, n]"""
         ...
 
-    def swap(self, parts: Tensor) -> Tensor:
+    def all_to_all(self, parts: Tensor) -> Tensor:
         """[size, n], one row for each rank -> [size, n], the row of each rank for this one."""
         ...
 
 
-class Messages:
+class RingOverP2P:
     """A link whose blocks are handed on from place to place; see `Link`."""
 
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
-        self.name, self.size, self.index = wire.name, wire.size, wire.index
+    def __init__(self, channel: P2PChannel) -> None:
+        self._channel = channel
+        self.name, self.size, self.index = channel.name, channel.size, channel.index
 
     @property
     def sent_bytes(self) -> float:
-        return self._wire.sent_bytes
+        return self._channel.sent_bytes
 
     @property
     def waiting_seconds(self) -> float:
-        return self._wire.waiting_seconds
+        return self._channel.waiting_seconds
 
     @property
     def recorder(self) -> Recorder:
-        return self._wire.recorder
+        return self._channel.recorder
 
     @recorder.setter
     def recorder(self, recorder: Recorder) -> None:
-        self._wire.recorder = recorder
+        self._channel.recorder = recorder
 
-    def visit(self, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        block = _block(parts)
+    def iterate_blocks(self, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        block = _concat(parts)
         for hop in range(self.size):
-            land = _begin(self._wire, block, BLOCKS) if hop < self.size - 1 else None
+            land = _send_recv(self._channel, block, BLOCK_TAG) if hop < self.size - 1 else None
             yield (self.index - hop) % self.size, block
             if land is not None:
                 block = land()
 
-    def carry(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Carry:
-        return _Handed(self._wire, torch.zeros(num_elements, dtype=dtype, device=device))
+    def make_accumulator(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> RingAccumulator:
+        return _P2PAccumulator(self._channel, torch.zeros(num_elements, dtype=dtype, device=device))
 
-    def gather(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        return self._wire.gather(_block(parts)).unbind()
+    def all_gather(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        return self._channel.all_gather(_concat(parts)).unbind()
 
-    def swap(self, parts: Tensor) -> Tensor:
-        return self._wire.swap(parts)
+    def all_to_all(self, parts: Tensor) -> Tensor:
+        return self._channel.all_to_all(parts)
 
 
-class _Handed:
+class _P2PAccumulator:
     """Sums handed on from place to place; see `Carry`. `zeros` are this rank's, to begin with."""
 
-    def __init__(self, wire: Wire, zeros: Tensor) -> None:
-        self._wire, self._held = wire, zeros
-        self._land: Landing | None = None
+    def __init__(self, channel: P2PChannel, zeros: Tensor) -> None:
+        self._channel, self._sum = channel, zeros
+        self._pending_recv: PendingRecv | None = None
 
-    def take(self) -> Tensor:
-        if self._land is not None:
-            self._held = self._land()
-        return self._held
+    def receive(self) -> Tensor:
+        if self._pending_recv is not None:
+            self._sum = self._pending_recv()
+        return self._sum
 
-    def give(self) -> None:
-        self._land = _begin(self._wire, self._held, SUMS)
+    def send(self) -> None:
+        self._pending_recv = _send_recv(self._channel, self._sum, SUM_TAG)
 
-    def own(self) -> Tensor:
-        return self.take()
+    def result(self) -> Tensor:
+        return self.receive()
 
 
-def _begin(wire: Wire, flat: Tensor, lane: int) -> Landing:
-    told, shifted = wire.recorder.sending(RING), wire.shift(flat, lane)
+def _send_recv(channel: P2PChannel, flat: Tensor, tag: int) -> PendingRecv:
+    told, shifted = channel.recorder.sending(RING), channel.send_right_recv_left(flat, tag)
 
-    def land() -> Tensor:
+    def wait() -> Tensor:
         taken = shifted()
         told()
         return taken
 
-    return land
+    return wait
 
 
-def _block(parts: Sequence[Tensor]) -> Tensor:
+def _concat(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([part.reshape(-1) for part in parts])
 
 
-def scatter(link: Link, parts: Tensor) -> Tensor:
+def reduce_scatter(ring: RingGroup, parts: Tensor) -> Tensor:
     """parts [size, n], this rank's addends for each -> [n], the sum of all ranks' for this one, in rank order."""
-    return link.swap(parts).sum(0)
+    return ring.all_to_all(parts).sum(0)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts import memory
-from fourfold.parts.comm.links import Carry
+from fourfold.parts.comm.links import RingAccumulator
 from fourfold.parts.comm.shared import LIVENESS_SECONDS, POLL_SECONDS, SPINS, YIELD_SECONDS
 from fourfold.parts.comm.slotting import ALIGNMENT_BYTES, FLAG_STRIDE
 from fourfold.words.errors import DivergenceError, PeerError, Problem
@@ -82,7 +82,7 @@ class Neighbours:
         mine = self._post((parts,))
         return torch.stack([self._read(peer, mine).view_as(parts)[self.index] for peer in range(self.size)])
 
-    def carry(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Carry:
+    def carry(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> RingAccumulator:
         self._rounds += 1
         return _Sums(self, num_elements, dtype)
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.parts.comm.groups import all_gather
-from fourfold.parts.comm.links import Landing
+from fourfold.parts.comm.links import PendingRecv
 from fourfold.parts.comm.ranks import Ranks
 from fourfold.words.spans import SILENT
 
@@ -25,7 +25,7 @@ class GroupWire:
         self._right, self._left = (members[(self.index + step) % self.size] for step in (1, -1))
         self.sent_bytes, self.waiting_seconds, self.recorder = 0.0, 0.0, SILENT
 
-    def shift(self, flat: Tensor, lane: int) -> Landing:
+    def shift(self, flat: Tensor, lane: int) -> PendingRecv:
         taken = torch.empty_like(flat)
         self.sent_bytes += flat.numel() * flat.element_size()
         operations = [

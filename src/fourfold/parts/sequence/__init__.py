@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fourfold.parts import comm
-from fourfold.parts.comm import Link, Ranks
+from fourfold.parts.comm import Ranks, RingGroup
 from fourfold.parts.sequence import masks, ring, rsa, ulysses
 from fourfold.parts.sequence.dropout import Dropout
 from fourfold.plan.sequence import Spans, chunks, heads_problem, ring_size
@@ -33,9 +33,9 @@ WHERE = "attention over the sequence axis"
 class Axis:
     """The ranks of one sequence, as one of them sees them. `ring`: one of `plan.sequence.RINGS`."""
 
-    around: Link
+    around: RingGroup
     """The places of the ring."""
-    heads: Link
+    heads: RingGroup
     """The neighbours that exchange tokens for heads."""
     ring: str = "zigzag"
 
@@ -52,7 +52,7 @@ class Axis:
         return self.heads.size
 
     @property
-    def links(self) -> tuple[Link, Link]:
+    def links(self) -> tuple[RingGroup, RingGroup]:
         return self.around, self.heads
 
     def chunks(self, length: int) -> tuple[Spans, ...]:

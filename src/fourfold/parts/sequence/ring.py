@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fourfold.parts.comm.links import Link, scatter
+from fourfold.parts.comm.links import RingGroup, reduce_scatter
 from fourfold.parts.sequence import kernels, masks
 from fourfold.parts.sequence.dropout import Draw, Dropout, samples_of
 from fourfold.parts.sequence.kernels import Block, Whole, wide, working
@@ -33,7 +33,7 @@ INF = float("inf")
 class Call:
     """One call of attention around a link. `places`: the spans of the whole sequence that each place keeps."""
 
-    link: Link
+    link: RingGroup
     places: tuple[Spans, ...]
     gathers: bool
     causal: bool
@@ -160,10 +160,12 @@ def _sides(k: Tensor, v: Tensor, keys: Tensor | None, call: Call) -> Iterator[tu
     """What this rank sees, one after the other, and whose it is."""
     parts = [k, v] if keys is None else [k, v, keys]
     if call.gathers:
-        sides = [_split(block, parts, spans) for block, spans in zip(call.link.gather(parts), call.places, strict=True)]
+        sides = [
+            _split(block, parts, spans) for block, spans in zip(call.link.all_gather(parts), call.places, strict=True)
+        ]
         yield call.link.index, _joined(sides)
         return
-    for owner, block in call.link.visit(parts):
+    for owner, block in call.link.iterate_blocks(parts):
         yield owner, _split(block, parts, call.places[owner])
 
 
@@ -201,16 +203,16 @@ def _in_order(places: Sequence[Spans]) -> list[tuple[int, Span]]:
 def _carry_back(gradients: _Gradients, k: Tensor, v: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
     """dK and dV of this rank's keys: sums that go round, each rank adding its part; its own come last."""
     call, dtype = gradients.work.call, wide(k.dtype)
-    carry = call.link.carry(k.numel() + v.numel(), dtype, k.device)
+    carry = call.link.make_accumulator(k.numel() + v.numel(), dtype, k.device)
     own: list[tuple[Span, Tensor, Tensor]] = []
     for owner, side in _sides(k, v, keys, call):
         found = gradients.of(side)
         if owner == call.link.index:
             own = found
         else:
-            _add(found, _split(carry.take(), (k, v), side.spans))
-            carry.give()
-    total = _split(carry.own(), (k, v), call.mine)
+            _add(found, _split(carry.receive(), (k, v), side.spans))
+            carry.send()
+    total = _split(carry.result(), (k, v), call.mine)
     _add(own, total)
     return total.k, total.v
 
@@ -236,5 +238,5 @@ def _gather_back(gradients: _Gradients, k: Tensor, v: Tensor, keys: Tensor | Non
         views[place].k[:, :, start:stop] = whole.k[:, :, those]
         views[place].v[:, :, start:stop] = whole.v[:, :, those]
         passed += stop - start
-    total = _split(scatter(call.link, parts), (k, v), call.mine)
+    total = _split(reduce_scatter(call.link, parts), (k, v), call.mine)
     return total.k, total.v

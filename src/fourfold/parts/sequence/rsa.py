@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fourfold.parts.comm.links import Link
+from fourfold.parts.comm.links import RingGroup
 from fourfold.parts.sequence import masks
 from fourfold.parts.sequence.kernels import wide
 from fourfold.parts.sequence.ring import Call
@@ -44,7 +44,7 @@ def _masked(scores: Tensor, mask: masks.Mask, call: Call) -> Tensor:
     if mask.rows is not None:
         scores = scores + masks.added(mask.rows, scores.dtype)
     if mask.keys is not None:
-        blocks = call.link.gather((mask.keys,))
+        blocks = call.link.all_gather((mask.keys,))
         scores = scores + torch.cat([block.view(mask.keys.shape) for block in blocks], dim=-1)
     if call.causal:
         keys = torch.arange(scores.shape[-1], device=scores.device)
@@ -52,24 +52,24 @@ def _masked(scores: Tensor, mask: masks.Mask, call: Call) -> Tensor:
     return scores
 
 
-def _scores(q: Tensor, k: Tensor, link: Link) -> Tensor:
+def _scores(q: Tensor, k: Tensor, link: RingGroup) -> Tensor:
     """[B, G, r, K], [B, G, l, K] -> [B, G, r, L]"""
     return _Scores.apply(q, k, link)  # pyright: ignore[reportReturnType]
 
 
-def _values(weights: Tensor, v: Tensor, link: Link) -> Tensor:
+def _values(weights: Tensor, v: Tensor, link: RingGroup) -> Tensor:
     """[B, G, r, L], [B, G, l, V] -> [B, G, r, V]"""
     return _Values.apply(weights, v, link)  # pyright: ignore[reportReturnType]
 
 
 class _Scores(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, link: Link) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, link: RingGroup) -> Tensor:
         ctx.save_for_backward(q, k)
         ctx.link = link
         local = k.shape[-2]
         scores = q.new_empty(*q.shape[:-1], local * link.size)
-        for owner, block in link.visit((k,)):
+        for owner, block in link.iterate_blocks((k,)):
             scores[..., owner * local : (owner + 1) * local] = q @ block.view(k.shape).mT
         return scores
 
@@ -80,19 +80,19 @@ class _Scores(torch.autograd.Function):
         local = k.shape[-2]
         grad_k = _sum_at_owner(grad_scores, q, ctx.link)
         grad_q = torch.zeros_like(q)
-        for owner, block in ctx.link.visit((k,)):
+        for owner, block in ctx.link.iterate_blocks((k,)):
             grad_q += grad_scores[..., owner * local : (owner + 1) * local] @ block.view(k.shape)
         return grad_q, grad_k, None
 
 
 class _Values(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, v: Tensor, link: Link) -> Tensor:
+    def forward(ctx: Any, weights: Tensor, v: Tensor, link: RingGroup) -> Tensor:
         ctx.save_for_backward(weights, v)
         ctx.link = link
         local = v.shape[-2]
         out = weights.new_zeros(*weights.shape[:-1], v.shape[-1])
-        for owner, block in link.visit((v,)):
+        for owner, block in link.iterate_blocks((v,)):
             out += weights[..., owner * local : (owner + 1) * local] @ block.view(v.shape)
         return out
 
@@ -103,19 +103,19 @@ class _Values(torch.autograd.Function):
         local = v.shape[-2]
         grad_v = _sum_at_owner(weights, grad_out, ctx.link)
         grad_weights = torch.empty_like(weights)
-        for owner, block in ctx.link.visit((v,)):
+        for owner, block in ctx.link.iterate_blocks((v,)):
             grad_weights[..., owner * local : (owner + 1) * local] = grad_out @ block.view(v.shape).mT
         return grad_weights, grad_v, None
 
 
-def _sum_at_owner(rows: Tensor, right: Tensor, link: Link) -> Tensor:
+def _sum_at_owner(rows: Tensor, right: Tensor, link: RingGroup) -> Tensor:
     """rows [B, G, r, L], right [B, G, r, X] -> [B, G, l, X]: rowsᵀ · right of this rank's columns, over all ranks."""
     local = rows.shape[-1] // link.size
     shape = (*rows.shape[:2], local, right.shape[-1])
-    carry = link.carry(torch.Size(shape).numel(), rows.dtype, rows.device)
+    carry = link.make_accumulator(torch.Size(shape).numel(), rows.dtype, rows.device)
     for hop in range(1, link.size):
         owner = (link.index - hop) % link.size
-        carry.take().view(shape).add_(rows[..., owner * local : (owner + 1) * local].mT @ right)
-        carry.give()
+        carry.receive().view(shape).add_(rows[..., owner * local : (owner + 1) * local].mT @ right)
+        carry.send()
     mine = rows[..., link.index * local : (link.index + 1) * local].mT @ right
-    return mine.add_(carry.own().view(shape))
+    return mine.add_(carry.result().view(shape))

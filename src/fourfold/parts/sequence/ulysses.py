@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fourfold.parts.comm.links import Link
+from fourfold.parts.comm.links import RingGroup
 from fourfold.parts.sequence.masks import Mask
 
 
-def to_heads(link: Link, *tensors: Tensor) -> tuple[Tensor, ...]:
+def to_heads(link: RingGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Of each [B, H, l, K]: some tokens of all heads -> [B, H/u, u · l, K], all tokens of some heads."""
     return _Exchange.apply(link, True, *tensors)  # pyright: ignore[reportReturnType]
 
 
-def to_tokens(link: Link, tensor: Tensor) -> Tensor:
+def to_tokens(link: RingGroup, tensor: Tensor) -> Tensor:
     """[B, H/u, u · l, K] -> [B, H, l, K]"""
     return _Exchange.apply(link, False, tensor)[0]  # pyright: ignore[reportOptionalSubscript]
 
 
-def mask_to_heads(link: Link, mask: Mask) -> Mask:
+def mask_to_heads(link: RingGroup, mask: Mask) -> Mask:
     """The mask of what this rank has after `to_heads`."""
     if mask.keys is not None:
         return Mask(keys=_own_heads(link, torch.cat(_of_all(link, mask.keys), dim=-1)))
@@ -35,17 +35,17 @@ def mask_to_heads(link: Link, mask: Mask) -> Mask:
     return Mask(rows=_own_heads(link, torch.cat(_of_all(link, mask.rows), dim=-2)))
 
 
-def _of_all(link: Link, tensor: Tensor) -> list[Tensor]:
-    return [block.view(tensor.shape) for block in link.gather((tensor,))]
+def _of_all(link: RingGroup, tensor: Tensor) -> list[Tensor]:
+    return [block.view(tensor.shape) for block in link.all_gather((tensor,))]
 
 
-def _own_heads(link: Link, mask: Tensor) -> Tensor:
+def _own_heads(link: RingGroup, mask: Tensor) -> Tensor:
     return mask if mask.shape[1] == 1 else mask.chunk(link.size, dim=1)[link.index]
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, link: Link, to_heads: bool, *tensors: Tensor):
+    def forward(ctx: Any, link: RingGroup, to_heads: bool, *tensors: Tensor):
         ctx.link, ctx.to_heads = link, to_heads
         return _exchange(link, to_heads, tensors)
 
@@ -55,12 +55,12 @@ class _Exchange(torch.autograd.Function):
         return None, None, *_exchange(ctx.link, not ctx.to_heads, grads)
 
 
-def _exchange(link: Link, to_heads: bool, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _exchange(link: RingGroup, to_heads: bool, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """All tensors in one message to each rank. Heads are dim 1, tokens dim 2."""
     cut, joined = (1, 2) if to_heads else (2, 1)
     pieces = [tensor.chunk(link.size, dim=cut) for tensor in tensors]
     parts = torch.stack([torch.cat([piece[peer].reshape(-1) for piece in pieces]) for peer in range(link.size)])
-    received, start, found = link.swap(parts), 0, []
+    received, start, found = link.all_to_all(parts), 0, []
     for piece in pieces:
         shape, stop = piece[0].shape, start + piece[0].numel()
         found.append(torch.cat([row[start:stop].view(shape) for row in received], dim=joined))

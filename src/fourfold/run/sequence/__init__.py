@@ -62,7 +62,7 @@ class Tokens:
         self.is_tried = False
 
     @property
-    def links(self) -> Sequence[comm.Link]:
+    def links(self) -> Sequence[comm.RingGroup]:
         """What attention travels over."""
         return self._axis.links
 

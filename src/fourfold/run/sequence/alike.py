@@ -12,7 +12,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from fourfold.parts.comm import Link
+from fourfold.parts.comm import RingGroup
 from fourfold.run.batch import leaves
 from fourfold.words.errors import Problem
 
@@ -35,11 +35,11 @@ def _bytes(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def same(number: int, links: Sequence[Link], device: torch.device) -> bool:
+def same(number: int, links: Sequence[RingGroup], device: torch.device) -> bool:
     """Whether all ranks of a line have this number. Collective among them: `links` lead to all of them by turns."""
     differs = 0
     for link in links:
-        rows = [row.tolist() for row in link.gather([torch.tensor([number, differs], device=device)])]
+        rows = [row.tolist() for row in link.all_gather([torch.tensor([number, differs], device=device)])]
         differs = int(any(row != [number, 0] for row in rows))
     return not differs
 
