@@ -22,24 +22,27 @@ def write(note: Path, *, pid: int, began: int) -> None:
 
 
 def test_a_note_counts_while_its_writer_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = meeting._process(os.getpid())
-    write(tmp_path / "note", pid=mine.pid, began=mine.began)
-    assert meeting._wait_for(tmp_path / "note", SEAT) == "store-7"
-    monkeypatch.setattr(meeting, "HOST_SECONDS", 0.1)
+    mine = meeting._process_id(os.getpid())
+    write(tmp_path / "note", pid=mine.pid, began=mine.start_ticks)
+    assert meeting._wait_for_note(tmp_path / "note", SEAT) == "store-7"
+    monkeypatch.setattr(meeting, "HOST_TIMEOUT_SECONDS", 0.1)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    for pid, began in ((mine.pid, mine.began - 1), (ended.pid, mine.began)):  # a number used again, a dead process
+    for pid, began in (
+        (mine.pid, mine.start_ticks - 1),
+        (ended.pid, mine.start_ticks),
+    ):  # a number used again, a dead process
         write(tmp_path / "note", pid=pid, began=began)
         with pytest.raises(LaunchError, match="rank 0 did not come"):
-            meeting._wait_for(tmp_path / "note", SEAT)
+            meeting._wait_for_note(tmp_path / "note", SEAT)
 
 
 def test_the_stores_of_jobs_that_were_killed_are_removed(tmp_path: Path) -> None:
-    mine = meeting._process(os.getpid())
-    (kept, gone) = (tmp_path / f"store-{mine.pid}-{began}-ab" for began in (mine.began, mine.began - 1))
+    mine = meeting._process_id(os.getpid())
+    (kept, gone) = (tmp_path / f"store-{mine.pid}-{began}-ab" for began in (mine.start_ticks, mine.start_ticks - 1))
     for file in (kept, gone, tmp_path / "rendezvous-ab"):
         file.touch()
-    meeting._sweep(tmp_path)
+    meeting._remove_stale_stores(tmp_path)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["rendezvous-ab", kept.name]
 
 
@@ -52,10 +55,10 @@ LAUNCHER = "import os, subprocess, sys; subprocess.run(sys.argv[1:], env={**os.e
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "3", '{"pid": null, "began": 1, "port": 7}', "[" * 100_000])
 def test_a_note_of_another_form_is_not_believed(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "HOST_SECONDS", 0.05)
+    monkeypatch.setattr(meeting, "HOST_TIMEOUT_SECONDS", 0.05)
     (tmp_path / "note").write_text(text)
     with pytest.raises(LaunchError, match="rank 0 did not come"):
-        meeting._wait_for(tmp_path / "note", SEAT)
+        meeting._wait_for_note(tmp_path / "note", SEAT)
 
 
 def test_ranks_of_one_launcher_look_for_one_note_and_those_of_another_for_another() -> None:
@@ -117,19 +120,19 @@ def test_what_is_no_folder_of_this_users_is_told(
 def test_a_note_that_the_disk_does_not_take_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting.tempfile, "gettempdir", lambda: str(tmp_path))
     folder, place = meeting._private_folder(), SameHost("MPICH", "PMI_RANK")
-    (folder / f"{meeting._name(place)}.{os.getpid()}").symlink_to("/dev/full")
+    (folder / f"{meeting._note_name(place)}.{os.getpid()}").symlink_to("/dev/full")
     with pytest.raises(LaunchError, match="could not be written: no space left on device   need room"):
-        meeting._on_one_host(Seat(MPICH, 0, 2, 0, 2), place)
+        meeting._open_host_store(Seat(MPICH, 0, 2, 0, 2), place)
 
 
 def test_what_others_have_put_there_is_swept_around(tmp_path: Path) -> None:
-    mine = meeting._process(os.getpid())
-    gone = tmp_path / f"store-{mine.pid}-{mine.began - 1}-ab"
+    mine = meeting._process_id(os.getpid())
+    gone = tmp_path / f"store-{mine.pid}-{mine.start_ticks - 1}-ab"
     for name in ("store-ab", "store-1-2-3-4-5", "store-x-y-ab"):
         (tmp_path / name).touch()
-    (tmp_path / f"store-1-{mine.began}-folder").mkdir()
+    (tmp_path / f"store-1-{mine.start_ticks}-folder").mkdir()
     gone.touch()
-    meeting._sweep(tmp_path)
+    meeting._remove_stale_stores(tmp_path)
     assert not gone.exists()
     assert len(list(tmp_path.iterdir())) == 4
 

@@ -27,7 +27,7 @@ SECONDS = 20  # far less than a wait's own time limit, far more than a look take
 def corpse() -> Iterator[_Process]:
     """Where a rank lived that has been killed; its parent has not taken notice yet."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    mine = _Process(host_id(), "somewhere", *meeting._process(process.pid))
+    mine = _Process(host_id(), "somewhere", *meeting._process_id(process.pid))
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     yield mine
@@ -37,7 +37,7 @@ def corpse() -> Iterator[_Process]:
 def beside(corpse: _Process) -> Ranks:
     """Rank 0 of two; rank 1 has died."""
     ranks = Ranks(World(rank=0, size=2, local_rank=0, local_size=2), torch.device("cpu"))
-    ranks._roster = [_Process(host_id(), "here", *meeting.me()), corpse]
+    ranks._roster = [_Process(host_id(), "here", *meeting.this_process()), corpse]
     return ranks
 
 
@@ -49,9 +49,9 @@ def test_a_process_that_has_died_is_seen_before_it_is_buried(corpse: _Process) -
 
 
 def test_a_later_process_of_the_same_number_and_one_of_another_host_are_not_mistaken_for_the_rank() -> None:
-    here = _Process(host_id(), "here", *meeting.me())
-    assert beside(here._replace(began=here.began - 1)).has_died(1)
-    assert not beside(here._replace(host="another", pid=1, began=0)).has_died(1)
+    here = _Process(host_id(), "here", *meeting.this_process())
+    assert beside(here._replace(start_ticks=here.began - 1)).has_died(1)
+    assert not beside(here._replace(host="another", pid=1, start_ticks=0)).has_died(1)
 
 
 def test_a_connection_that_breaks_tells_who_has_died_and_other_errors_are_left_alone(corpse: _Process) -> None:

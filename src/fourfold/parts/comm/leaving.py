@@ -121,7 +121,7 @@ def release_groups_at_exit(*, include_world: bool) -> None:
     def destroy() -> None:
         asked.wait()
         groups.clear()
-        meeting.release()
+        meeting.release_stores()
 
     ending = threading.Thread(target=destroy, name="fourfold-leave", daemon=True)
     ending.start()

@@ -32,24 +32,26 @@ from fourfold.words.launchers import Seat
 from fourfold.words.rendezvous import Address, SameHost, StoreFile
 from fourfold.words.rendezvous import meeting as place_of
 
-HOST_SECONDS = 60.0  # for the ranks of one host to meet
-HOSTS_SECONDS = 300.0  # hosts, and pods above all, do not start at the same time
+HOST_TIMEOUT_SECONDS = 60.0  # for the ranks of one host to meet
+MULTI_HOST_TIMEOUT_SECONDS = 300.0  # hosts, and pods above all, do not start at the same time
 POLL_SECONDS = 0.01
-RELEASE_SECONDS = 1.0  # for another rank to let go of its store: it takes a millisecond
-STORE_NAME = re.compile(r"store-([0-9]+)-([0-9]+)-[0-9a-z]+")  # its rank 0: the process's number, and when it began
+RELEASE_TIMEOUT_SECONDS = 1.0  # for another rank to let go of its store: it takes a millisecond
+STORE_NAME_PATTERN = re.compile(
+    r"store-([0-9]+)-([0-9]+)-[0-9a-z]+"
+)  # its rank 0: the process's number, and when it began
 
-_kept: list[tuple[Path, Store]] = []
+_open_stores: list[tuple[Path, Store]] = []
 """The stores in files that this process has, with their folders, until `release`."""
 
 
-class _Process(NamedTuple):
+class _ProcessId(NamedTuple):
     """A process, told from a later one that has got its number by when it began (in ticks since the boot)."""
 
     pid: int
-    began: int
+    start_ticks: int
 
 
-def store(seat: Seat, environ: Mapping[str, str]) -> Store | None:
+def open_store(seat: Seat, environ: Mapping[str, str]) -> Store | None:
     """The store to make the process group with, when all ranks have come; None where torch finds its own.
 
     Raises LaunchError, and torch's DistError where ranks do not come in time.
@@ -60,24 +62,24 @@ def store(seat: Seat, environ: Mapping[str, str]) -> Store | None:
     if isinstance(place, StoreFile):
         return file_store(place.path, seat.size, GROUP_SECONDS)
     if isinstance(place, SameHost):
-        return _on_one_host(seat, place)
-    return _store(seat, place, HOSTS_SECONDS)
+        return _open_host_store(seat, place)
+    return _open_tcp_store(seat, place, MULTI_HOST_TIMEOUT_SECONDS)
 
 
-def describe(seat: Seat, environ: Mapping[str, str]) -> str:
+def describe_address(seat: Seat, environ: Mapping[str, str]) -> str:
     """The meeting place, for people."""
     place = place_of(seat, environ)
     return f"{place.host}:{place.port}" if isinstance(place, Address) else "this host"
 
 
-def _on_one_host(seat: Seat, place: SameHost) -> Store:
+def _open_host_store(seat: Seat, place: SameHost) -> Store:
     """Returns when all ranks have come."""
     folder = _private_folder()
-    note = folder / _name(place)
+    note = folder / _note_name(place)
     if seat.rank > 0:
-        return _all_here(folder / _wait_for(note, seat), seat)
-    _sweep(folder)
-    pid, began = _process(os.getpid())
+        return _join_store(folder / _wait_for_note(note, seat), seat)
+    _remove_stale_stores(folder)
+    pid, began = _process_id(os.getpid())
     name = f"store-{pid}-{began}-{secrets.token_hex(8)}"
     part = note.with_name(f"{note.name}.{pid}")
     try:
@@ -87,36 +89,36 @@ def _on_one_host(seat: Seat, place: SameHost) -> Store:
         got = f"{note} could not be written: {reason(error)}"
         raise LaunchError(Problem(got, "room for a small file", "TMPDIR=…")) from None
     try:
-        return _all_here(folder / name, seat)
+        return _join_store(folder / name, seat)
     finally:
         note.unlink(missing_ok=True)
 
 
-def _all_here(path: Path, seat: Seat) -> Store:
-    store = file_store(str(path), seat.size, HOST_SECONDS)
-    _kept.append((path.parent, store))
+def _join_store(path: Path, seat: Seat) -> Store:
+    store = file_store(str(path), seat.size, HOST_TIMEOUT_SECONDS)
+    _open_stores.append((path.parent, store))
     store.set(f"here/{seat.rank}", "")
-    store.wait([f"here/{rank}" for rank in range(seat.size)], timedelta(seconds=HOST_SECONDS))
+    store.wait([f"here/{rank}" for rank in range(seat.size)], timedelta(seconds=HOST_TIMEOUT_SECONDS))
     return store
 
 
-def release() -> None:
+def release_stores() -> None:
     """Let go of the stores in files, once no process group uses them: the last rank removes the file.
 
     One rank at a time: torch counts a rank that leaves in two steps, and of two ranks that leave at once neither may
     see that it is the last.
     """
-    while _kept:
-        folder, store = _kept.pop()
-        with contextlib.suppress(FileNotFoundError), _locked(folder):
+    while _open_stores:
+        folder, store = _open_stores.pop()
+        with contextlib.suppress(FileNotFoundError), _folder_lock(folder):
             del store
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _folder_lock(folder: Path) -> Iterator[None]:
     """Within, no other process is in here; unless one that was stopped in here keeps the rest waiting."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    deadline = time.monotonic() + RELEASE_SECONDS
+    deadline = time.monotonic() + RELEASE_TIMEOUT_SECONDS
     try:
         while time.monotonic() < deadline:
             with contextlib.suppress(BlockingIOError):
@@ -128,36 +130,36 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _sweep(folder: Path) -> None:
+def _remove_stale_stores(folder: Path) -> None:
     """Remove the stores of jobs that were killed: those whose rank 0 has gone."""
     for file in folder.glob("store-*"):
-        match = STORE_NAME.fullmatch(file.name)
-        if match and not lives(int(match[1]), int(match[2])):
+        match = STORE_NAME_PATTERN.fullmatch(file.name)
+        if match and not is_alive(int(match[1]), int(match[2])):
             with contextlib.suppress(OSError):  # somebody else's: a folder, say
                 file.unlink()
 
 
-def _store(seat: Seat, address: Address, seconds: float) -> Store:
+def _open_tcp_store(seat: Seat, address: Address, timeout_seconds: float) -> Store:
     """Rank 0 serves. Returns when all ranks have come (torch's `wait_for_workers`)."""
     return TCPStore(
         address.host,
         address.port,
         seat.size,
         is_master=seat.rank == 0,
-        timeout=timedelta(seconds=seconds),
+        timeout=timedelta(seconds=timeout_seconds),
     )
 
 
-def _wait_for(note: Path, seat: Seat) -> str:
+def _wait_for_note(note: Path, seat: Seat) -> str:
     """The store's file, as soon as a rank 0 that lives has told it."""
-    deadline = time.monotonic() + HOST_SECONDS
+    deadline = time.monotonic() + HOST_TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             told = json.loads(note.read_text())
-            if _process(told["pid"]).began == told["began"]:
+            if _process_id(told["pid"]).start_ticks == told["began"]:
                 return told["store"]
         time.sleep(POLL_SECONDS)
-    got = f"rank 0 did not come within {HOST_SECONDS:.0f} s; rank {seat.rank} looked for {note}"
+    got = f"rank 0 did not come within {HOST_TIMEOUT_SECONDS:.0f} s; rank {seat.rank} looked for {note}"
     raise LaunchError(
         Problem(got, "ranks that see each other's processes and one temporary folder", "MASTER_ADDR=127.0.0.1")
     )
@@ -184,21 +186,21 @@ def _private_folder() -> Path:
     return folder
 
 
-def _name(place: SameHost) -> str:
-    launcher = _launcher(place.variable)
+def _note_name(place: SameHost) -> str:
+    launcher = _launcher_process(place.variable)
     told = json.dumps([place.job, *launcher])
     return f"rendezvous-{hashlib.sha256(told.encode()).hexdigest()[:24]}"
 
 
-def _launcher(variable: str) -> _Process:
+def _launcher_process(variable: str) -> _ProcessId:
     """The nearest ancestor that is no part of the rank: between it and us there may be shells and wrappers."""
-    pid = _parent(os.getpid())
-    while pid > 1 and _has(pid, variable):
-        pid = _parent(pid)
-    return _process(pid)
+    pid = _parent_pid(os.getpid())
+    while pid > 1 and _has_variable(pid, variable):
+        pid = _parent_pid(pid)
+    return _process_id(pid)
 
 
-def _has(pid: int, variable: str) -> bool:
+def _has_variable(pid: int, variable: str) -> bool:
     try:
         environ = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:  # Another user's, such as Slurm's own daemon.
@@ -206,28 +208,28 @@ def _has(pid: int, variable: str) -> bool:
     return any(entry.startswith(variable.encode() + b"=") for entry in environ.split(b"\0"))
 
 
-def _parent(pid: int) -> int:
-    fields = _stat(pid)
+def _parent_pid(pid: int) -> int:
+    fields = _proc_stat(pid)
     return int(fields[1]) if fields else 0
 
 
-def _process(pid: int) -> _Process:
-    fields = _stat(pid)
-    return _Process(pid, int(fields[19]) if fields else 0)
+def _process_id(pid: int) -> _ProcessId:
+    fields = _proc_stat(pid)
+    return _ProcessId(pid, int(fields[19]) if fields else 0)
 
 
-def me() -> _Process:
+def this_process() -> _ProcessId:
     """This process."""
-    return _process(os.getpid())
+    return _process_id(os.getpid())
 
 
-def lives(pid: int, began: int) -> bool:
+def is_alive(pid: int, start_ticks: int) -> bool:
     """Whether a process of this host is still there; one that has ended and is not buried yet is not."""
-    fields = _stat(pid)
-    return bool(fields) and int(fields[19]) == began and fields[0] not in ("Z", "X")
+    fields = _proc_stat(pid)
+    return bool(fields) and int(fields[19]) == start_ticks and fields[0] not in ("Z", "X")
 
 
-def _stat(pid: int) -> list[str]:
+def _proc_stat(pid: int) -> list[str]:
     """The fields of /proc/PID/stat after the command's name (state first); none where there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -47,7 +47,7 @@ class Ranks:
 
     def enrol(self) -> "Ranks":
         """Have every rank know where all live. Collective."""
-        mine = _Process(host_id(), platform.node(), *meeting.me())
+        mine = _Process(host_id(), platform.node(), *meeting.this_process())
         self._roster = [_Process(*theirs) for theirs in self.exchange(mine)]
         return self
 
@@ -60,7 +60,7 @@ class Ranks:
         """Whether a rank's process has ended, as far as this host can tell. Not collective: waits ask it."""
         if not self._roster or self._roster[rank].host != self._roster[self.rank].host:
             return False
-        return not meeting.lives(self._roster[rank].pid, self._roster[rank].began)
+        return not meeting.is_alive(self._roster[rank].pid, self._roster[rank].began)
 
     def look(self) -> None:
         """Raise PeerError where another rank of this host has ended. Not collective: waits call it."""
@@ -168,7 +168,7 @@ def _init_group(backend: str) -> None:
     seat = launchers.find(os.environ)
     assert seat is not None
     try:
-        store = meeting.store(seat, os.environ)
+        store = meeting.open_store(seat, os.environ)
         if store is None:
             dist.init_process_group(backend)
         else:
@@ -179,7 +179,7 @@ def _init_group(backend: str) -> None:
             problem = Problem(got, "the variables of a launcher", "fourfold run -n N SCRIPT.py")
         else:
             attempt = "MASTER_ADDR and MASTER_PORT of your own"
-            problem = Problem(got, f"rank 0 at {meeting.describe(seat, os.environ)}", attempt)
+            problem = Problem(got, f"rank 0 at {meeting.describe_address(seat, os.environ)}", attempt)
         raise LaunchError(problem) from error
 
 
