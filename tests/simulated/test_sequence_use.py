@@ -296,16 +296,18 @@ def test_a_wait_ends_when_a_rank_has_died_or_does_not_come():
         link = links.axis(ranks, by="shared").around
         if ranks.rank == 1:
             return
-        assert isinstance(link, neighbours.Neighbours)
-        link.look = look
+        assert isinstance(link, neighbours.RingOverSharedMemory)
+        link.check_peers = look
         with pytest.raises(PeerError, match="rank 1 died"):
-            list(link.visit([torch.zeros(2)]))
+            list(link.iterate_blocks([torch.zeros(2)]))
 
     def late(ranks):
         handle = memory.create_growing(neighbours.total_bytes(2))
-        link = neighbours.Neighbours(handle, neighbours.Place(0, (4, 7)), look=lambda: None, time_limit_seconds=0.1)
+        link = neighbours.RingOverSharedMemory(
+            handle, neighbours.RingPlace(0, (4, 7)), check_peers=lambda: None, time_limit_seconds=0.1
+        )
         with pytest.raises(PeerError, match="rank 7 did not come"):
-            list(link.visit([torch.zeros(2)]))
+            list(link.iterate_blocks([torch.zeros(2)]))
 
     threads.run(2, body)
     threads.run(1, late)

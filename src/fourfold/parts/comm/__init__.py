@@ -31,7 +31,7 @@ from fourfold.parts.comm.group import (
     ReductionSpec,
 )
 from fourfold.parts.comm.links import NullRingGroup, RingGroup, RingOverP2P
-from fourfold.parts.comm.neighbours import Neighbours, Place, total_bytes
+from fourfold.parts.comm.neighbours import RingOverSharedMemory, RingPlace, total_bytes
 from fourfold.parts.comm.ranks import Ranks, join, present, world
 from fourfold.parts.comm.same_host import meet
 from fourfold.parts.comm.shared import Shared
@@ -270,7 +270,7 @@ def make_ring(ranks: Ranks, groups: Sequence[Sequence[int]], purpose: str, *, ch
 
 def _make_shared_memory_ring(
     ranks: Ranks, groups: Sequence[Sequence[int]], mine: Sequence[int]
-) -> tuple[Neighbours | None, str]:
+) -> tuple[RingOverSharedMemory | None, str]:
     """The link of a group inside a host, if every group is; or None and the reason."""
     said, reason = _gather_hosts(ranks)
     apart = [group for group in groups if len({said[rank] for rank in group}) > 1]
@@ -281,4 +281,6 @@ def _make_shared_memory_ring(
         return None, problem
     for socket in met.links.values():
         socket.close()
-    return Neighbours(met.handle, Place(list(mine).index(ranks.rank), tuple(mine)), look=ranks.look), ""
+    return RingOverSharedMemory(
+        met.handle, RingPlace(list(mine).index(ranks.rank), tuple(mine)), check_peers=ranks.look
+    ), ""

@@ -29,10 +29,10 @@ from fourfold.parts.comm.slotting import ALIGNMENT_BYTES, FLAG_STRIDE
 from fourfold.words.errors import DivergenceError, PeerError, Problem
 from fourfold.words.spans import SILENT
 
-POSTED, ADDED, LENGTHS = range(3)  # flags; LENGTHS are two words, in bytes, one for each turn
+PUBLISHED, ACCUMULATED, LENGTHS = range(3)  # flags; LENGTHS are two words, in bytes, one for each turn
 AREA_BYTES = 2**34  # of addresses, not of memory
 REGION_BYTES = ALIGNMENT_BYTES + 4 * AREA_BYTES
-POSTS, SUMS = 0, 2  # areas, two of each
+BLOCK_AREAS, SUM_AREAS = 0, 2  # areas, two of each
 
 
 def total_bytes(size: int) -> int:
@@ -40,88 +40,88 @@ def total_bytes(size: int) -> int:
     return size * REGION_BYTES
 
 
-class Place(NamedTuple):
+class RingPlace(NamedTuple):
     """A rank's place in a link: `here`, its index among `ranks`, the global ranks of all."""
 
-    here: int
+    ring_index: int
     ranks: tuple[int, ...]
 
 
-class Neighbours:
+class RingOverSharedMemory:
     """See `links.Link`. `handle`: growing memory of `total_bytes`, which this takes over; `look`: raises PeerError
     where a rank has died; asked now and then while this rank waits."""
 
     name = "shared memory"
 
     def __init__(
-        self, handle: int, place: Place, *, look: Callable[[], None], time_limit_seconds: float = 1800.0
+        self, handle: int, place: RingPlace, *, check_peers: Callable[[], None], time_limit_seconds: float = 1800.0
     ) -> None:
         self.index, self._ranks = place
         self.size = len(place.ranks)
         self.sent_bytes, self.waiting_seconds, self.recorder = 0.0, 0.0, SILENT
-        self.look, self._limit = look, time_limit_seconds
-        self._memory = _Growing(handle)
+        self.check_peers, self._time_limit_seconds = check_peers, time_limit_seconds
+        self._memory = _GrowingMemory(handle)
         self._flags = memoryview(self._memory.mapping).cast("B").cast("q")
-        self._counts = [0, 0]
-        self._rounds = 0
+        self._flag_counts = [0, 0]
+        self._num_accumulators = 0
 
     # ---- what a rank shows ---------------------------------------------------------------------------
 
-    def visit(self, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        mine = self._post(parts)
+    def iterate_blocks(self, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        mine = self._publish(parts)
         yield self.index, mine
         for hop in range(1, self.size):
             owner = (self.index - hop) % self.size
-            yield owner, self._read(owner, mine)
+            yield owner, self._read_peer(owner, mine)
 
-    def gather(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        mine = self._post(parts)
-        return [self._read(peer, mine).clone() for peer in range(self.size)]
+    def all_gather(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        mine = self._publish(parts)
+        return [self._read_peer(peer, mine).clone() for peer in range(self.size)]
 
-    def swap(self, parts: Tensor) -> Tensor:
-        mine = self._post((parts,))
-        return torch.stack([self._read(peer, mine).view_as(parts)[self.index] for peer in range(self.size)])
+    def all_to_all(self, parts: Tensor) -> Tensor:
+        mine = self._publish((parts,))
+        return torch.stack([self._read_peer(peer, mine).view_as(parts)[self.index] for peer in range(self.size)])
 
-    def carry(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> RingAccumulator:
-        self._rounds += 1
-        return _Sums(self, num_elements, dtype)
+    def make_accumulator(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> RingAccumulator:
+        self._num_accumulators += 1
+        return _SharedMemoryAccumulator(self, num_elements, dtype)
 
-    def _post(self, parts: Sequence[Tensor]) -> Tensor:
+    def _publish(self, parts: Sequence[Tensor]) -> Tensor:
         """This rank's block, where all see it."""
-        count, num_elements = self._counts[POSTED], sum(part.numel() for part in parts)
-        block = self._memory.view(self.index, POSTS + count % 2, num_elements, parts[0].dtype)
+        count, num_elements = self._flag_counts[PUBLISHED], sum(part.numel() for part in parts)
+        block = self._memory.view(self.index, BLOCK_AREAS + count % 2, num_elements, parts[0].dtype)
         start = 0
         for part in parts:
             block[start : start + part.numel()].view(part.shape).copy_(part)
             start += part.numel()
-        self._flags[self._word(self.index, LENGTHS) + count % 2] = block.nbytes
-        self._raise_flag(POSTED)
+        self._flags[self._flag_word(self.index, LENGTHS) + count % 2] = block.nbytes
+        self._increment_flag(PUBLISHED)
         return block
 
-    def _read(self, peer: int, mine: Tensor) -> Tensor:
+    def _read_peer(self, peer: int, mine: Tensor) -> Tensor:
         """A peer's block in this round, which is like this rank's."""
-        count = self._counts[POSTED]
+        count = self._flag_counts[PUBLISHED]
         turn = (count - 1) % 2
-        self._wait(POSTED, count, peer)
-        length = self._flags[self._word(peer, LENGTHS) + turn]
+        self._wait_flag(PUBLISHED, count, peer)
+        length = self._flags[self._flag_word(peer, LENGTHS) + turn]
         if length != mine.nbytes:
             got = f"rank {self._ranks[peer]} shows {length} bytes, rank {self._ranks[self.index]} {mine.nbytes}"
             need = "the same attention, of the same sizes, on every rank of a sequence"
             raise DivergenceError(Problem(got, need), where="attention over the sequence axis")
-        return self._memory.view(peer, POSTS + turn, mine.numel(), mine.dtype)
+        return self._memory.view(peer, BLOCK_AREAS + turn, mine.numel(), mine.dtype)
 
     # ---- flags ---------------------------------------------------------------------------------------
 
-    def _word(self, peer: int, flag: int) -> int:
+    def _flag_word(self, peer: int, flag: int) -> int:
         return peer * REGION_BYTES // 8 + flag * FLAG_STRIDE
 
-    def _raise_flag(self, flag: int) -> None:
-        self._counts[flag] += 1
-        self._flags[self._word(self.index, flag)] = self._counts[flag]
+    def _increment_flag(self, flag: int) -> None:
+        self._flag_counts[flag] += 1
+        self._flags[self._flag_word(self.index, flag)] = self._flag_counts[flag]
 
-    def _wait(self, flag: int, count: int, peer: int) -> None:
+    def _wait_flag(self, flag: int, count: int, peer: int) -> None:
         """Until a peer's flag has reached `count`: spin, then yield, then doze, looking for dead peers."""
-        word = self._word(peer, flag)
+        word = self._flag_word(peer, flag)
         for _ in range(SPINS):
             if self._flags[word] >= count:
                 return
@@ -135,43 +135,45 @@ class Neighbours:
                 time.sleep(POLL_SECONDS)
                 if now - looked > LIVENESS_SECONDS:
                     looked = now
-                    self.look()
-                    if now - begin > self._limit:
-                        raise PeerError(f"rank {self._ranks[peer]} did not come within {self._limit:.0f} s")
+                    self.check_peers()
+                    if now - begin > self._time_limit_seconds:
+                        raise PeerError(
+                            f"rank {self._ranks[peer]} did not come within {self._time_limit_seconds:.0f} s"
+                        )
         self.waiting_seconds += time.perf_counter() - begin
 
 
-class _Sums:
+class _SharedMemoryAccumulator:
     """See `links.Carry`."""
 
-    def __init__(self, link: Neighbours, num_elements: int, dtype: torch.dtype) -> None:
-        self._link, self._num_elements, self._dtype = link, num_elements, dtype
-        self._round, self._hop = link._rounds - 1, 0
+    def __init__(self, ring: RingOverSharedMemory, num_elements: int, dtype: torch.dtype) -> None:
+        self._ring, self._num_elements, self._dtype = ring, num_elements, dtype
+        self._number, self._hop = ring._num_accumulators - 1, 0
 
-    def take(self) -> Tensor:
+    def receive(self) -> Tensor:
         self._hop += 1
-        held = self._view((self._link.index - self._hop) % self._link.size)
+        held = self._view((self._ring.index - self._hop) % self._ring.size)
         if self._hop == 1:
             return held.zero_()
         self._wait_for_left(self._hop - 1)
         return held
 
-    def give(self) -> None:
-        self._link._raise_flag(ADDED)
+    def send(self) -> None:
+        self._ring._increment_flag(ACCUMULATED)
 
-    def own(self) -> Tensor:
-        self._wait_for_left(self._link.size - 1)
-        return self._view(self._link.index).clone()
+    def result(self) -> Tensor:
+        self._wait_for_left(self._ring.size - 1)
+        return self._view(self._ring.index).clone()
 
     def _wait_for_left(self, hop: int) -> None:
-        left = (self._link.index - 1) % self._link.size
-        self._link._wait(ADDED, self._round * (self._link.size - 1) + hop, left)
+        left = (self._ring.index - 1) % self._ring.size
+        self._ring._wait_flag(ACCUMULATED, self._number * (self._ring.size - 1) + hop, left)
 
     def _view(self, owner: int) -> Tensor:
-        return self._link._memory.view(owner, SUMS + self._round % 2, self._num_elements, self._dtype)
+        return self._ring._memory.view(owner, SUM_AREAS + self._number % 2, self._num_elements, self._dtype)
 
 
-class _Growing:
+class _GrowingMemory:
     """Regions of memory that are reserved as far as they have been used."""
 
     def __init__(self, handle: int) -> None:

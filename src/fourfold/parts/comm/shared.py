@@ -169,7 +169,7 @@ class Shared:
 
     # ---- flags --------------------------------------------------------------------------------------
 
-    def _raise_flag(self, flag: int) -> None:
+    def _increment_flag(self, flag: int) -> None:
         self._counts[flag] += 1
         self._flags[self.index * self._words + flag * FLAG_STRIDE] = self._counts[flag]
 
@@ -226,7 +226,7 @@ class Shared:
     def enter(self, call: str) -> None:
         self._call = call
         self._board.write(self.index, self._counts[CALLED] + 1, call)
-        self._raise_flag(CALLED)
+        self._increment_flag(CALLED)
 
     def agree(self) -> None:
         self._wait(CALLED, self._counts[CALLED])
@@ -249,8 +249,8 @@ class Shared:
 
     def _staging_in(self, stages: Sequence[torch.Tensor]) -> Staging:
         flags = Flags(
-            staged=functools.partial(self._raise_flag, STAGED),
-            taken=functools.partial(self._raise_flag, TAKEN),
+            staged=functools.partial(self._increment_flag, STAGED),
+            taken=functools.partial(self._increment_flag, TAKEN),
             all_staged=functools.partial(self._wait, STAGED),
             all_taken=functools.partial(self._wait, TAKEN),
         )
@@ -290,7 +290,7 @@ class Shared:
 
     def launch(self, bucket: int, name: int) -> None:
         self._queue.append((bucket, name))
-        self._raise_flag(LAUNCHED)
+        self._increment_flag(LAUNCHED)
         self._numbers[bucket] = self._counts[LAUNCHED]
         if not self._lazy:
             self._advance()
@@ -364,7 +364,7 @@ class Shared:
     def _landed(self, bucket: int, total: torch.Tensor) -> None:
         if self._grad_shards is not None:
             self._grad_shards.accumulate(bucket, total)
-        self._raise_flag(SUMMED)
+        self._increment_flag(SUMMED)
 
     def _add_up(self, bucket: int, start: int, stop: int) -> torch.Tensor:
         """The sum of [start, stop) over this host's ranks, in this rank's slot."""
@@ -404,7 +404,7 @@ class Shared:
         for slot, slices in zip(self.slots, self._slices, strict=True):
             start, stop = slices[self.index]
             slot[start:stop].mul_(factor)
-        self._raise_flag(SCALED)
+        self._increment_flag(SCALED)
         self._wait(SCALED, self._counts[SCALED])
 
     def gather(self, bucket: int) -> None:
@@ -413,7 +413,7 @@ class Shared:
                 self.slots[bucket][start:stop].copy_(self._all_slots[peer][bucket][start:stop])
 
     def permit(self) -> None:
-        self._raise_flag(PERMITTED)
+        self._increment_flag(PERMITTED)
 
     def permitted(self) -> None:
         if self.weights is not None:
@@ -434,7 +434,7 @@ class Shared:
         while self._counts[UPDATED] < number:
             if (land := self._pending_gathers.popleft()) is not None:
                 land()
-            self._raise_flag(UPDATED)
+            self._increment_flag(UPDATED)
 
     def arrive(self, bucket: int) -> None:
         # Those before it too, in program order: a rank of another host may wait for one of them.
@@ -447,7 +447,7 @@ class Shared:
         self._summed = [False] * len(self._summed)
         if self._grad_shards is not None:
             self._grad_shards.begin_step()
-        self._raise_flag(CLOSED)
+        self._increment_flag(CLOSED)
         # Every rank has updated its share: the weights are whole.
         self._wait(UPDATED, self._counts[UPDATED])
 
@@ -464,7 +464,7 @@ class Shared:
         self._scalars[self.index][kind, turn, : len(values)] = values
         self._lengths[kind] = len(values)
         self._unread.append(kind)
-        self._raise_flag(MEASURED + kind)
+        self._increment_flag(MEASURED + kind)
 
     def measured(self, kind: int) -> list[float]:
         # In the order in which they were begun, whichever is asked for first: between hosts they pair up by order, and
