@@ -30,7 +30,7 @@ class Axes:
     """All axes of this rank, made when first asked for."""
 
     def __init__(self) -> None:
-        self._ranks, self._axes = comm.join(), {}
+        self._ranks, self._axes = comm.init_communicator(), {}
 
     def axis(self, way: str) -> Axis:
         if way not in self._axes:

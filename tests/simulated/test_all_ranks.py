@@ -19,7 +19,7 @@ RANK_OF_A_LAUNCHER = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_
 def test_parallelize_without_a_plan_trains_on_the_batches_of_all_ranks(size, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the number of threads is the test process's own
     here = threading.local()
-    monkeypatch.setattr(comm, "join", lambda: here.ranks)
+    monkeypatch.setattr(comm, "init_communicator", lambda: here.ranks)
 
     def body(ranks):
         here.ranks = ranks

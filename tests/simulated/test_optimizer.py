@@ -64,7 +64,11 @@ def test_ranks_with_unequal_data_train_as_one_process_does(counts, by_all):
                 mine(batch(ranks.rank, number)).square().mean().backward()
                 optimizer.step()
         states = [optimizer.state[p]["momentum_buffer"].sum().item() for p in mine.parameters()]
-        return apart(mine, oracle(counts, by_all=by_all)), ranks.exchange(states), [p.grad for p in mine.parameters()]
+        return (
+            apart(mine, oracle(counts, by_all=by_all)),
+            ranks.all_gather_json(states),
+            [p.grad for p in mine.parameters()],
+        )
 
     for far, states, gradients in threads.run(len(counts), body):
         assert far <= TOLERANCE

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from fourfold.feed.feed import Feed
-from fourfold.parts.comm import Ranks, meeting
-from fourfold.parts.comm.ranks import _Process, host_id
+from fourfold.parts.comm import Communicator, meeting
+from fourfold.parts.comm.ranks import _RankProcess, host_id
 from fourfold.run.checkpoint.shelf import Shelf
 from fourfold.testing import threads
 from fourfold.words.errors import PeerError
@@ -24,41 +24,41 @@ SECONDS = 20  # far less than a wait's own time limit, far more than a look take
 
 
 @pytest.fixture
-def corpse() -> Iterator[_Process]:
+def corpse() -> Iterator[_RankProcess]:
     """Where a rank lived that has been killed; its parent has not taken notice yet."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    mine = _Process(host_id(), "somewhere", *meeting._process_id(process.pid))
+    mine = _RankProcess(host_id(), "somewhere", *meeting._process_id(process.pid))
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     yield mine
     process.wait()
 
 
-def beside(corpse: _Process) -> Ranks:
+def beside(corpse: _RankProcess) -> Communicator:
     """Rank 0 of two; rank 1 has died."""
-    ranks = Ranks(World(rank=0, size=2, local_rank=0, local_size=2), torch.device("cpu"))
-    ranks._roster = [_Process(host_id(), "here", *meeting.this_process()), corpse]
+    ranks = Communicator(World(rank=0, size=2, local_rank=0, local_size=2), torch.device("cpu"))
+    ranks._processes = [_RankProcess(host_id(), "here", *meeting.this_process()), corpse]
     return ranks
 
 
-def test_a_process_that_has_died_is_seen_before_it_is_buried(corpse: _Process) -> None:
+def test_a_process_that_has_died_is_seen_before_it_is_buried(corpse: _RankProcess) -> None:
     ranks = beside(corpse)
-    assert [ranks.has_died(rank) for rank in range(2)] == [False, True]
+    assert [ranks.is_peer_dead(rank) for rank in range(2)] == [False, True]
     with pytest.raises(PeerError, match=r"rank 1 \(host somewhere\)"):
-        ranks.look()
+        ranks.check_peers()
 
 
 def test_a_later_process_of_the_same_number_and_one_of_another_host_are_not_mistaken_for_the_rank() -> None:
-    here = _Process(host_id(), "here", *meeting.this_process())
-    assert beside(here._replace(start_ticks=here.began - 1)).has_died(1)
-    assert not beside(here._replace(host="another", pid=1, start_ticks=0)).has_died(1)
+    here = _RankProcess(host_id(), "here", *meeting.this_process())
+    assert beside(here._replace(start_ticks=here.start_ticks - 1)).is_peer_dead(1)
+    assert not beside(here._replace(host="another", pid=1, start_ticks=0)).is_peer_dead(1)
 
 
-def test_a_connection_that_breaks_tells_who_has_died_and_other_errors_are_left_alone(corpse: _Process) -> None:
+def test_a_connection_that_breaks_tells_who_has_died_and_other_errors_are_left_alone(corpse: _RankProcess) -> None:
     ranks = beside(corpse)
-    with pytest.raises(PeerError, match=r"rank 1 \(host somewhere\) died"), ranks.naming_the_dead():
+    with pytest.raises(PeerError, match=r"rank 1 \(host somewhere\) died"), ranks.report_dead_peers():
         raise RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:1234")
-    with pytest.raises(RuntimeError, match="shapes"), ranks.naming_the_dead():
+    with pytest.raises(RuntimeError, match="shapes"), ranks.report_dead_peers():
         raise RuntimeError("shapes differ")
 
 
@@ -76,10 +76,10 @@ class Stuck:
         raise OSError("at last")
 
 
-def test_a_rank_that_waits_for_data_hears_of_a_death(corpse: _Process) -> None:
+def test_a_rank_that_waits_for_data_hears_of_a_death(corpse: _RankProcess) -> None:
     source, begin = Stuck(), time.monotonic()
     feed = Feed(source, batch_size=2)
-    feed.check_peers = beside(corpse).look
+    feed.check_peers = beside(corpse).check_peers
     with pytest.raises(PeerError):
         next(iter(feed))
     assert time.monotonic() - begin < SECONDS

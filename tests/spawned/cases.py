@@ -91,7 +91,7 @@ def apart_deviation(fields: dict[str, Any], host: str | None = None) -> dict[str
 
 def attentions(choice: str, host: str | None) -> dict[str, Any]:
     """How far every layout's attention is from one process', which links it had, and what it has sent by ring."""
-    size, ranks = dist.get_world_size(), comm.join()
+    size, ranks = dist.get_world_size(), comm.init_communicator()
     deviations: dict[str, float] = {}
     sent: dict[str, float] = {}
     names: set[str] = set()
@@ -168,11 +168,11 @@ def group_that_is_forgotten() -> list[int]:
 
     def threads() -> int:
         gc.collect()
-        comm.join()  # here the groups end that nobody has any more
+        comm.init_communicator()  # here the groups end that nobody has any more
         return settled(lambda: len(os.listdir("/proc/self/task")))  # with the kernel, which lists them a while longer
 
-    before, ranks = threads(), comm.join()
-    group = ranks.process_group(range(ranks.size), "tests")
+    before, ranks = threads(), comm.init_communicator()
+    group = ranks.process_group_getter(range(ranks.size), "tests")
     counts = [threads() - before]
     del ranks
     counts.append(threads() - before)

@@ -95,7 +95,7 @@ def parallelize(
     Raises PlanError, OptimizerError or TaskError where the plan cannot be carried out.
     """
     refuse_arguments(model=model, loss=loss, optimizer=optimizer, plan=plan, clip=clip, seed=seed, skip_nan=skip_nan)
-    ranks = comm.join()
+    ranks = comm.init_communicator()
     plan = plan or Plan(dp=ranks.size)
     refuse(model, plan, ranks, clip=clip)
     _set_threads(ranks)
@@ -122,7 +122,7 @@ class TrainStep:
         optimizer: optim.OptimizerFactory,
         *,
         plan: Plan,
-        ranks: comm.Ranks,
+        ranks: comm.Communicator,
         clip: float | None,
         skip_nan: int = 0,
         seed: int = 0,
@@ -206,7 +206,7 @@ class TrainStep:
             parts,
             clip=clip,
             update=plan.update,
-            agree=lambda count: sum(ranks.exchange(count)) / self._sharing,
+            agree=lambda count: sum(ranks.all_gather_json(count)) / self._sharing,
             waits=plan.sp > 1 or parts.gathered is not None or _may_wait_in_backward(plan, rest),
         )
         self._tokens = Tokens(model, loss, plan, ranks, seed=seed) if loss is not None and plan.sp > 1 else None
@@ -267,11 +267,11 @@ class TrainStep:
 
     def has_died(self, rank: int) -> bool:
         """Whether a rank's process has ended, as far as this host can tell. Not collective: waits ask it."""
-        return self._ranks.has_died(rank)
+        return self._ranks.is_peer_dead(rank)
 
     def look(self) -> None:
         """Raise PeerError where another rank of this host has ended. Not collective: waits call it."""
-        self._ranks.look()
+        self._ranks.check_peers()
 
     def tell(self, recorder: Recorder) -> None:
         """From now on `recorder` hears of every action, bucket and wait of this rank; `SILENT` ends it."""
@@ -310,7 +310,7 @@ class TrainStep:
         if not self._recorded or watches or compares_sources:
             self._transport.check_same_call()  # The first step also exchanges what is no sum.
         if compares_sources:
-            refuse_other_sources(self._ranks.exchange(getattr(batch, "probe", None)))
+            refuse_other_sources(self._ranks.all_gather_json(getattr(batch, "probe", None)))
         if watches:
             self._compare_data_ranks(batch)
         self.try_out(batch, training=True)
@@ -333,7 +333,7 @@ class TrainStep:
         if self._drift.is_wanted(self.steps, self.plan.period):
             self._drift.compare(list(self._held()), f"after step {self.steps}", manner=self._options.manner())
         if not self._recorded and skipped is None:
-            self._record(self._ranks.exchange(self._gradients.completion_order)[0], totals.count / self._sharing)
+            self._record(self._ranks.all_gather_json(self._gradients.completion_order)[0], totals.count / self._sharing)
         if not self._recorded and not totals.count:
             self._actions.nominal_count = None  # what was estimated from no elements is no estimate
         return Metrics(
@@ -390,7 +390,7 @@ class TrainStep:
         if self._dry_run.is_due(training=training):
             self._transport.check_same_call()
             few = batch if self._tokens is None else self._tokens.few(batch)
-            self._dry_run.run(few, self._weights.read, self._ranks.exchange, training=training)
+            self._dry_run.run(few, self._weights.read, self._ranks.all_gather_json, training=training)
             self._weights.edits.accept()
 
     @contextlib.contextmanager
@@ -428,7 +428,7 @@ class TrainStep:
 
     def _compare_data_ranks(self, batch: Any) -> None:
         """Raise TaskError, on every rank, where all data ranks train on the same batches. Collective."""
-        everyone = self._ranks.exchange(fingerprint(batch))
+        everyone = self._ranks.all_gather_json(fingerprint(batch))
         places = [self.plan.mesh.at(rank) for rank in range(self._ranks.size)]
         self._same_batches.compare([one for one, place in zip(everyone, places, strict=True) if place["sp"] == 0])
 
@@ -457,7 +457,7 @@ class TrainStep:
         """Every rank's JSON value, in rank order. Collective."""
         self._enter("exchange()")
         self._transport.check_same_call()
-        return self._ranks.exchange(value)
+        return self._ranks.all_gather_json(value)
 
     def check_drift(self) -> None:
         """Compare the weights that several ranks hold now, as `drift_check` does every so many steps. Collective.
@@ -646,7 +646,7 @@ class TrainStep:
 
     def _refuse_unfit(self, found: Sequence[Problem], *, where: str) -> None:
         """Raise TaskError on every rank where any has found a problem: nobody may wait for it. Collective."""
-        told = dict.fromkeys(tuple(each) for problems in self._ranks.exchange(found) for each in problems)
+        told = dict.fromkeys(tuple(each) for problems in self._ranks.all_gather_json(found) for each in problems)
         if told:
             raise TaskError([Problem(*each) for each in told], where=where)
 
@@ -714,7 +714,7 @@ def _codecs(plan: Plan, buckets: Sequence[Bucket], by_bucket: Sequence[Sequence[
     ]
 
 
-def _buckets(plan: Plan, specs: Sequence[Spec], ranks: comm.Ranks, *, shares: int) -> tuple[Bucket, ...]:
+def _buckets(plan: Plan, specs: Sequence[Spec], ranks: comm.Communicator, *, shares: int) -> tuple[Bucket, ...]:
     # With a codec on one host too: what it keeps depends on the buckets, and the training is to be the same.
     travels = ranks.num_hosts > 1 or plan.codec != "none"
     return fill(specs, bucket_bytes=limit(specs, plan.bucket_bytes, travels=travels), shares=shares)
@@ -764,7 +764,7 @@ def _mind_memory(num_steps: int) -> None:
         memory.give_back_freed_memory()
 
 
-def _set_threads(ranks: comm.Ranks) -> None:
+def _set_threads(ranks: comm.Communicator) -> None:
     # torch's own default is the number of physical cores: only another number was somebody's choice.
     defaults = {cores(), psutil.cpu_count(logical=False)}
     chosen = "OMP_NUM_THREADS" in os.environ or torch.get_num_threads() not in defaults

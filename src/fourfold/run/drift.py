@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.comm import Ranks
+from fourfold.parts.comm import Communicator
 from fourfold.parts.fingerprint import fingerprints
 from fourfold.parts.uses import unwatched
 from fourfold.plan.intervals import is_due
@@ -55,7 +55,7 @@ class _Difference(NamedTuple):
 class Drift:
     """Compares the weights of the ranks, after every `every` steps; 0: never."""
 
-    def __init__(self, ranks: Ranks, every: int, *, attempt: str = IN_A_STEP) -> None:
+    def __init__(self, ranks: Communicator, every: int, *, attempt: str = IN_A_STEP) -> None:
         """`attempt`: what the error says to try."""
         if every < 0:
             raise SettingError(Problem(f"drift_check = {every}", "a number of steps, or 0 for never"))
@@ -80,13 +80,13 @@ class Drift:
         with unwatched():
             found = fingerprints([each.tensor for each in held])
         rows = [_digests(held, found, kind) for kind in KINDS]
-        if not _any_differ(self._ranks.exchange(rows)):
+        if not _any_differ(self._ranks.all_gather_json(rows)):
             return
-        everyone = self._ranks.exchange([[each.place, number] for each, number in zip(held, found, strict=True)])
+        everyone = self._ranks.all_gather_json([[each.place, number] for each, number in zip(held, found, strict=True)])
         difference = _first(everyone)
         assert difference is not None, "digests differ, fingerprints do not"
         size, largest = self._measure(held, difference)
-        machines = self._ranks.exchange(", ".join(filter(None, [machine(self._ranks), manner])))
+        machines = self._ranks.all_gather_json(", ".join(filter(None, [machine(self._ranks), manner])))
         text = _told(difference, size, largest)
         if _is_rounding(difference, machines):
             self._warn(text, size, machines, when)
@@ -109,7 +109,7 @@ class Drift:
             wide = torch.complex128 if mine.is_complex() else torch.float64  # frozen weights may be of small integers
             own, other = mine.detach().reshape(-1).to(other.device, wide), other.to(wide)
             found = [(own - other).abs().max().item(), own.abs().max().item()]
-        told = self._ranks.exchange([str(number) for number in found])  # texts: NaN is no JSON
+        told = self._ranks.all_gather_json([str(number) for number in found])  # texts: NaN is no JSON
         sizes, weights = ([float(row[column]) for row in told] for column in range(2))
         return _largest(sizes), _largest(weights)
 
@@ -141,7 +141,7 @@ def holds_frozen(plan: Plan) -> bool:
     return plan.batch_norm != "local"
 
 
-def machine(ranks: Ranks) -> str:
+def machine(ranks: Communicator) -> str:
     """What decides how this rank's updates round: ranks for which it is the same give the same bits."""
     if ranks.device.type == "cuda":
         return f"{torch.cuda.get_device_name(ranks.device)}, torch {torch.__version__}"

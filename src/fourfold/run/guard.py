@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.comm import Ranks
+from fourfold.parts.comm import Communicator
 from fourfold.plan.order import Stretch
 from fourfold.run.actions import NO_ELEMENT, Actions
 from fourfold.words.errors import Problem, TrainingError
@@ -29,7 +29,7 @@ class Skipped(NamedTuple):
 class Guard:
     """Judges each step of one rank; `limit` is how many in a row may be left out."""
 
-    def __init__(self, ranks: Ranks, model: nn.Module, *, limit: int) -> None:
+    def __init__(self, ranks: Communicator, model: nn.Module, *, limit: int) -> None:
         self._ranks, self._model, self._limit = ranks, model, limit
         self._in_a_row = 0
         self._buffers: dict[str, tuple[Tensor, int, Tensor]] = {}
@@ -79,7 +79,7 @@ class Guard:
             told: list[Any] = [[ids[index] for index in bad], ids]
         else:
             told = [bad, []]
-        everyone = self._ranks.exchange([len(bad) > 0, *told])
+        everyone = self._ranks.all_gather_json([len(bad) > 0, *told])
         guilty = [rank for rank, (is_bad, _, _) in enumerate(everyone) if is_bad]
         of = "samples" if samples is not None else "samples of its batch"
         if guilty:

@@ -77,7 +77,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         plan: Plan | None = None,
         *,
         same_batches: str = "refuse",
-        ranks: comm.Ranks | None = None,
+        ranks: comm.Communicator | None = None,
         drift_check: int = DRIFT_CHECK,
     ) -> None:
         refuse_wrapped(optimizer=optimizer, model=model, plan=plan)
@@ -85,7 +85,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise OptimizerError(Problem("a DistributedOptimizer, wrapped again", "the torch optimizer itself, once"))
         check_options(optimizer)
         # The state, the groups and the hooks are the wrapped optimizer's: see __getattr__.
-        self._optimizer, self._model, self._ranks = optimizer, model, ranks or comm.join()
+        self._optimizer, self._model, self._ranks = optimizer, model, ranks or comm.init_communicator()
         plan = plan or Plan(dp=self._ranks.size)
         refuse(model, plan, self._ranks)
         _refuse_unused_fields(plan)
@@ -216,7 +216,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not self._same_batches.is_watching:
             return
         try:
-            self._same_batches.compare(self._ranks.exchange(self._inputs.taken()))
+            self._same_batches.compare(self._ranks.all_gather_json(self._inputs.taken()))
         finally:
             if not self._same_batches.is_watching:
                 self._inputs.close()
@@ -250,7 +250,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Name the options that differ between ranks with data. Collective."""
         call, everyone = (
             f"backward {self._num_backwards}, within join()",
-            self._ranks.exchange(self._options.text() if joining.has_data else None),
+            self._ranks.all_gather_json(self._options.text() if joining.has_data else None),
         )
         calls = {rank: comm.with_options(call, text) for rank, text in enumerate(everyone) if text is not None}
         raise comm.divergence_error(calls, attempt="join(states=[scheduler]), after which all ranks have the same")
@@ -345,7 +345,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         finally:
             self._joining = None
             self._steps.is_joining = False
-        rounds, steps = zip(*self._ranks.exchange([joining.rounds, self._steps.count]), strict=True)
+        rounds, steps = zip(*self._ranks.all_gather_json([joining.rounds, self._steps.count]), strict=True)
         self._steps.count = max(steps)
         for parameter in self._parameters:
             parameter.grad = None

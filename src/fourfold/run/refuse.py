@@ -21,7 +21,7 @@ from fourfold.run.batch_statistics import FREEZE, uses_batch
 from fourfold.words.errors import PlanError, Problem, TaskError
 
 
-def refuse(model: nn.Module, plan: Plan, ranks: comm.Ranks, *, clip: float | None = None) -> None:
+def refuse(model: nn.Module, plan: Plan, ranks: comm.Communicator, *, clip: float | None = None) -> None:
     """Raise PlanError with every reason why this plan cannot be carried out with this model on these ranks."""
     problems = size_problems(plan, ranks.size) + plan_problems(model, plan, clip=clip)
     if problems:
@@ -221,7 +221,7 @@ def _compiled_problems(model: nn.Module, plan: Plan) -> list[Problem]:
 
 
 def compare(
-    ranks: comm.Ranks,
+    ranks: comm.Communicator,
     specs: Sequence[Spec],
     shapes: Mapping[str, list[int] | str],
     *,
@@ -235,9 +235,9 @@ def compare(
     mine += plan.to_toml(defaults=True).splitlines()
     told = described(optimizer)
     digest = hashlib.blake2b(json.dumps([mine, told]).encode(), digest_size=16).hexdigest()
-    if len(set(ranks.exchange(digest))) == 1:
+    if len(set(ranks.all_gather_json(digest))) == 1:
         return
-    everyone, optimizers = ranks.exchange(mine), ranks.exchange(told)
+    everyone, optimizers = ranks.all_gather_json(mine), ranks.all_gather_json(told)
     for rank, theirs in enumerate(everyone):
         for first, other in itertools.zip_longest(everyone[0], theirs, fillvalue="nothing"):
             if first != other:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts.codec import Codec
-from fourfold.parts.comm import Ranks
+from fourfold.parts.comm import Communicator
 
 States = Mapping[str, Mapping[str, Tensor]]
 
@@ -20,7 +20,7 @@ States = Mapping[str, Mapping[str, Tensor]]
 class Remembered:
     """What this rank's codecs remember, and what it may know of the others'."""
 
-    def __init__(self, codecs: Sequence[Codec], ranks: Ranks) -> None:
+    def __init__(self, codecs: Sequence[Codec], ranks: Communicator) -> None:
         self._ranks = ranks
         self.living: dict[str, dict[str, Tensor]] = {}
         """By parameter and key, flat: the living tensors of this rank."""
@@ -34,7 +34,7 @@ class Remembered:
     def _rows(self, mine: Tensor) -> Tensor:
         rows = torch.zeros(self._ranks.size, mine.numel(), dtype=mine.dtype, device=self._ranks.device)
         rows[self._ranks.rank] = mine
-        self._ranks.sum(rows)
+        self._ranks.all_reduce(rows)
         return rows
 
     @torch.no_grad()

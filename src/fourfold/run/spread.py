@@ -18,7 +18,7 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 @torch.no_grad()
-def spread(ranks: comm.Ranks, tree: Any, *, source: int = 0) -> Any:
+def spread(ranks: comm.Communicator, tree: Any, *, source: int = 0) -> Any:
     """Rank `source`'s tree, on every rank; that rank gets its own back. Collective.
 
     Raises TrainingError, on every rank, where something in the tree is none of the kinds above.
@@ -30,7 +30,7 @@ def spread(ranks: comm.Ranks, tree: Any, *, source: int = 0) -> Any:
             told["shape"] = _shape(tree, tensors)
         except TrainingError as error:  # Told to all: nobody may wait for tensors that never come.
             told["problem"] = error.problems[0]
-    told = ranks.exchange(told)[source]
+    told = ranks.all_gather_json(told)[source]
     if "problem" in told:
         raise TrainingError(Problem(*told["problem"]), where=f"what rank {source} holds")
     if ranks.rank != source:

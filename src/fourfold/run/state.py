@@ -30,7 +30,7 @@ class State:
     buckets: Sequence[Bucket]
     optimizer: optim.FlatOptimizer
     transport: comm.Transport
-    ranks: comm.Ranks
+    ranks: comm.Communicator
     remembered: Remembered
     local: Local | None
     is_split: bool
@@ -52,7 +52,7 @@ class State:
         """Copies of all of it, and of what codecs remember. Collective."""
         living = self.living()
         mine = {name: {k: _told(v) for k, v in state.items()} for name, state in living["optimizer"].items() if state}
-        rows = self.ranks.exchange(mine) if self.is_split else [mine]
+        rows = self.ranks.all_gather_json(mine) if self.is_split else [mine]
         states: dict[str, dict[str, Any]] = {name: {} for name in living["optimizer"]}
         for name, key, told in [(n, k, v) for row in rows for n, keys in row.items() for k, v in keys.items()]:
             if key not in states[name]:
@@ -73,7 +73,7 @@ class State:
         if not self.is_split:
             whole = torch.cat([part.clone() for part in parts])
             if self.local is not None:
-                self.ranks.sum(whole)
+                self.ranks.all_reduce(whole)
                 whole.div_(self.ranks.size)
             return whole.view(parameter.shape)
         whole = torch.zeros(parameter.numel(), dtype=getattr(torch, dtype), device=parameter.device)
@@ -81,7 +81,7 @@ class State:
         for part in parts:
             whole[low : low + part.numel()] = part
             low += part.numel()
-        self.ranks.sum(whole)
+        self.ranks.all_reduce(whole)
         return whole.view(parameter.shape)
 
     @functools.cached_property
@@ -108,7 +108,7 @@ class State:
         ]
         # Another rank's share of a bucket may hold other parameters: all raise, or none.
         mine = all(self.optimizer.can_load(index, slots) for index, slots in enumerate(by_bucket))
-        if not all(self.ranks.exchange(mine)):
+        if not all(self.ranks.all_gather_json(mine)):
             got = "parameters of one bucket, some with a state and some without (trained only now?)"
             attempt = 'unused = "allow", which updates each by itself'
             raise OptimizerError(Problem(got, "a state of each, or of none", attempt), where="the state")

@@ -19,7 +19,7 @@ import torch
 from fourfold.feed.draws import fetch_seeded
 from fourfold.feed.feed import Feed
 from fourfold.feed.samples import check_data
-from fourfold.parts.comm.ranks import BURIAL_SECONDS, world
+from fourfold.parts.comm.ranks import PROCESS_EXIT_GRACE_SECONDS, world
 from fourfold.plan.intervals import DRIFT_CHECK, is_due
 from fourfold.plan.order import share
 from fourfold.plan.plan import Plan
@@ -156,7 +156,7 @@ def _telling_when(step: TrainStep, speaker: Speaker, beats: Pulse) -> Iterator[N
 
 def _lost(step: TrainStep) -> int | None:
     """The rank of this host that has died, where it is one and no more."""
-    deadline = time.monotonic() + BURIAL_SECONDS
+    deadline = time.monotonic() + PROCESS_EXIT_GRACE_SECONDS
     while not (dead := [rank for rank in range(step.plan.mesh.size) if step.has_died(rank)]):
         if time.monotonic() > deadline:
             break

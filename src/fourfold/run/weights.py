@@ -36,7 +36,7 @@ class Weights:
         model: nn.Module,
         buckets: Sequence[Bucket],
         transport: comm.Transport,
-        ranks: comm.Ranks,
+        ranks: comm.Communicator,
         policy: Policy,
         *,
         is_mean: bool = True,
@@ -148,7 +148,7 @@ class Weights:
         for tensor in (*others, *self.model.buffers()):
             self._ranks.broadcast(tensor)
         if self._transport.weights is not None:
-            self._ranks.exchange(None)  # the hosts' first ranks have written: all may read
+            self._ranks.all_gather_json(None)  # the hosts' first ranks have written: all may read
 
     @contextlib.contextmanager
     def edited(self) -> Iterator[None]:
@@ -188,7 +188,7 @@ class Weights:
         if self._transport.replica:
             whole.zero_()  # replica 0 has the same
         if self.gathered is not None or self.masters.is_split:
-            self._ranks.sum(whole)
+            self._ranks.all_reduce(whole)
         return whole.view(parameter.shape)
 
     @contextlib.contextmanager
@@ -237,7 +237,7 @@ class Weights:
         if self._ranks.rank:
             for p in self.trainable.values():
                 p.data = p.data.clone()
-        self._ranks.exchange(None)  # all copies are made: rank 0 may write
+        self._ranks.all_gather_json(None)  # all copies are made: rank 0 may write
         try:
             yield
         finally:
@@ -256,7 +256,7 @@ class Weights:
         for name in values.keys() & self.masters.names:
             self.masters.put(name, values[name])
         if self._transport.weights is not None:
-            self._ranks.exchange(None)
+            self._ranks.all_gather_json(None)
         torch.autograd.graph.increment_version(list(self.trainable.values()))
         self.edits.accept()
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fourfold.parts.comm import Ranks
+from fourfold.parts.comm import Communicator
 from fourfold.words.world import World
 
 TIME_LIMIT_SECONDS = 120.0
@@ -117,7 +117,7 @@ class ThreadGroup:
         flat.copy_(everyone.view(len(self._key[1]), -1)[self._key[1].index(source)])
 
 
-class ThreadRanks(Ranks):
+class ThreadRanks(Communicator):
     """One thread's view of a world of threads."""
 
     def __init__(self, rank: int, size: int, meeting: _Meeting, *, hosts: int = 1) -> None:

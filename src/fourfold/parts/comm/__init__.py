@@ -32,7 +32,7 @@ from fourfold.parts.comm.group import (
 )
 from fourfold.parts.comm.links import NullRingGroup, RingGroup, RingOverP2P
 from fourfold.parts.comm.neighbours import RingOverSharedMemory, RingPlace, total_bytes
-from fourfold.parts.comm.ranks import Ranks, join, present, world
+from fourfold.parts.comm.ranks import Communicator, existing_world, init_communicator, world
 from fourfold.parts.comm.same_host import meet
 from fourfold.parts.comm.shared import Shared
 from fourfold.parts.comm.slotting import Slotting
@@ -50,14 +50,14 @@ __all__ = [
     "LaunchError",
     "RingGroup",
     "Part",
-    "Ranks",
+    "Communicator",
     "TransportSpec",
     "Transport",
     "make_transport",
     "divergence_error",
-    "join",
+    "init_communicator",
     "make_ring",
-    "present",
+    "existing_world",
     "with_options",
     "world",
 ]
@@ -94,7 +94,7 @@ class TransportChoice(NamedTuple):
 
 
 def make_transport(
-    ranks: Ranks,
+    ranks: Communicator,
     spec: TransportSpec,
     *,
     choice: str = "by-host",
@@ -124,19 +124,19 @@ def make_transport(
     return TransportChoice(coded, f"{note}, coded")
 
 
-def _make_gatherer(ranks: Ranks, inner: Transport) -> MessageGatherer:
+def _make_gatherer(ranks: Communicator, inner: Transport) -> MessageGatherer:
     """The ranks that gather each other's messages. Collective."""
     if isinstance(inner, Alone):
         return NullMessageGatherer()
     # Between hosts with shared memory, the ranks of one local index; else all.
     column = inner.index if isinstance(inner, Shared) else 0
-    said = ranks.exchange(column)
+    said = ranks.all_gather_json(column)
     wires = [[rank for rank, other in enumerate(said) if other == each] for each in sorted(set(said))]
     gatherers = [GroupMessageGatherer(ranks, members) for members in wires if len(members) > 1]
     return gatherers[column] if gatherers else NullMessageGatherer()
 
 
-def _make_uncompressed(ranks: Ranks, spec: TransportSpec, choice: str) -> TransportChoice:
+def _make_uncompressed(ranks: Communicator, spec: TransportSpec, choice: str) -> TransportChoice:
     check_transport_device(choice, ranks.device.type)
     if ranks.size == 1:
         alone = Alone(_private_buffers(spec, ranks.device), spec.buffer_indices)
@@ -177,17 +177,17 @@ def _private_buffers(spec: TransportSpec, device: torch.device) -> list[torch.Te
     ]
 
 
-def _gather_hosts(ranks: Ranks) -> tuple[list[str], str]:
+def _gather_hosts(ranks: Communicator) -> tuple[list[str], str]:
     """The host of every rank, or the reason why they cannot share memory. Collective."""
     machine = platform.machine()
     able = sys.platform == "linux" and machine == "x86_64"
-    said = ranks.exchange(ranks.host if able else "")
+    said = ranks.all_gather_json(ranks.host if able else "")
     if all(said):
         return said, ""
     return said, f"shared memory needs Linux on x86-64, rank {said.index('')} is not ({sys.platform}, {machine})"
 
 
-def _make_shared_memory(ranks: Ranks, spec: TransportSpec) -> tuple[Shared | None, str]:
+def _make_shared_memory(ranks: Communicator, spec: TransportSpec) -> tuple[Shared | None, str]:
     """Shared memory inside each host, gloo between hosts; or None and the reason."""
     said, reason = _gather_hosts(ranks)
     if reason:
@@ -248,7 +248,9 @@ def _num_host_shards(num_shards: int, ranks_per_host: int, num_hosts: int) -> in
     )
 
 
-def make_ring(ranks: Ranks, groups: Sequence[Sequence[int]], purpose: str, *, choice: str = "by-host") -> RingGroup:
+def make_ring(
+    ranks: Communicator, groups: Sequence[Sequence[int]], purpose: str, *, choice: str = "by-host"
+) -> RingGroup:
     """The link among the ranks of this rank's group. Collective; `groups` partition the ranks, alike on every rank.
 
     Raises PlanError where a transport is asked for that cannot be had.
@@ -269,7 +271,7 @@ def make_ring(ranks: Ranks, groups: Sequence[Sequence[int]], purpose: str, *, ch
 
 
 def _make_shared_memory_ring(
-    ranks: Ranks, groups: Sequence[Sequence[int]], mine: Sequence[int]
+    ranks: Communicator, groups: Sequence[Sequence[int]], mine: Sequence[int]
 ) -> tuple[RingOverSharedMemory | None, str]:
     """The link of a group inside a host, if every group is; or None and the reason."""
     said, reason = _gather_hosts(ranks)
@@ -282,5 +284,5 @@ def _make_shared_memory_ring(
     for socket in met.links.values():
         socket.close()
     return RingOverSharedMemory(
-        met.handle, RingPlace(list(mine).index(ranks.rank), tuple(mine)), check_peers=ranks.look
+        met.handle, RingPlace(list(mine).index(ranks.rank), tuple(mine)), check_peers=ranks.check_peers
     ), ""

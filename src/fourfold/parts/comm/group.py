@@ -16,7 +16,7 @@ from torch import Tensor
 from fourfold.parts import memory
 from fourfold.parts.comm import calls
 from fourfold.parts.comm.groups import Group, Work, all_gather_rows
-from fourfold.parts.comm.ranks import Ranks
+from fourfold.parts.comm.ranks import Communicator
 from fourfold.parts.comm.split import Flight, Splitter, landed
 from fourfold.parts.comm.transport import Part, one
 from fourfold.plan.data import Rest
@@ -82,12 +82,12 @@ class ProcessGroupTransport:
     is_writer = True
 
     def __init__(
-        self, grad_buffers: Sequence[Tensor], ranks: Ranks, members: Sequence[int], spec: ReductionSpec
+        self, grad_buffers: Sequence[Tensor], ranks: Communicator, members: Sequence[int], spec: ReductionSpec
     ) -> None:
         self._communicator, self._is_prereduced = ranks, spec.is_prereduced
         rest, turns = spec.rest, spec.buffer_indices
-        self._group = ranks.group(members, spec.group_name("buckets"))
-        self._scalars_group = ranks.group(members, spec.group_name("scalars"))
+        self._group = ranks.get_group(members, spec.group_name("buckets"))
+        self._scalars_group = ranks.get_group(members, spec.group_name("scalars"))
         self.name = "NCCL" if ranks.device.type == "cuda" else "gloo"
         self.size, self.index = len(members), list(members).index(ranks.rank)
         self.grad_buffers, self.buffer_indices = grad_buffers, turns
@@ -100,7 +100,7 @@ class ProcessGroupTransport:
         if self._sharded is not None and rest.gradient == SPLIT:
             self._grad_shards = GradShards(grad_buffers, self._sharded.size)
         self.unshards_params = rest.weight == SPLIT
-        self._miss_report_group = ranks.group(members, "pleas") if self.unshards_params else None
+        self._miss_report_group = ranks.get_group(members, "pleas") if self.unshards_params else None
         self._shard_index_size = (
             (self.index, self.size) if self._sharded is None else (self._sharded.index, self._sharded.size)
         )
@@ -127,7 +127,7 @@ class ProcessGroupTransport:
             return
         if self._sharded is None:
             self.sent_bytes += ring_bytes(Change.ALL_REDUCE, self.grad_buffers[bucket], self.size)
-            with self._communicator.naming_the_dead():
+            with self._communicator.report_dead_peers():
                 work = self._group.all_reduce(self.grad_buffers[bucket])
             self.recorder.follow(reduction_index, work.get_future)
             self._pending_reduces[bucket] = Flight(_make_wait(work), work.is_completed)
@@ -135,7 +135,7 @@ class ProcessGroupTransport:
         self.sent_bytes += self._sharded.reduced_bytes(self.grad_buffers[bucket])
         if len(self._pending_reduces) >= IN_FLIGHT:
             self.wait_reduce(next(iter(self._pending_reduces)))
-        with self._communicator.naming_the_dead():
+        with self._communicator.report_dead_peers():
             follow = functools.partial(self.recorder.follow, reduction_index)
             self._pending_reduces[bucket] = self._sharded.scatter(self.grad_buffers[bucket], follow)
 
@@ -199,7 +199,7 @@ class ProcessGroupTransport:
         self.sent_bytes += self._sharded.gathered_bytes(weight)
         if len(self._pending_gathers) >= IN_FLIGHT:
             self.wait_weights(next(iter(self._pending_gathers)))
-        with self._communicator.naming_the_dead():
+        with self._communicator.report_dead_peers():
             self._pending_gathers[bucket] = self._sharded.gather(weight)
 
     def wait_weights(self, bucket: int) -> None:
@@ -210,7 +210,7 @@ class ProcessGroupTransport:
     def unshard_async(self, bucket: int, shard: Tensor, out: Tensor) -> Callable[[], None]:
         assert self._sharded is not None
         self.sent_bytes += self._sharded.gathered_bytes(out)
-        with self._communicator.naming_the_dead():
+        with self._communicator.report_dead_peers():
             land = self._sharded.bring(shard, out)
 
         def timed_wait() -> None:
@@ -240,7 +240,7 @@ class ProcessGroupTransport:
             tensor = self._fingerprint_check.append_fingerprint(values, self._call)
         else:
             tensor = values.to(self._device, copy=True)
-        with self._communicator.naming_the_dead():
+        with self._communicator.report_dead_peers():
             self._pending_scalars[kind] = tensor, self._scalars_group.all_reduce(tensor)
 
     def wait_scalars(self, kind: int) -> list[float]:
@@ -256,7 +256,7 @@ class ProcessGroupTransport:
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
         begin = time.perf_counter()
-        with self.recorder.waiting(), self._communicator.naming_the_dead():
+        with self.recorder.waiting(), self._communicator.report_dead_peers():
             yield
         self.waiting_seconds += time.perf_counter() - begin
 
@@ -284,24 +284,24 @@ class GradShards:
 class GroupInterHostReducer:
     """The ranks of one local index on every host, over gloo; see `shared.Between`. `use.shard` counts hosts."""
 
-    def __init__(self, ranks: Ranks, members: Sequence[int], spec: ReductionSpec) -> None:
+    def __init__(self, ranks: Communicator, members: Sequence[int], spec: ReductionSpec) -> None:
         self._communicator = ranks
-        self._group = ranks.group(members, spec.group_name("buckets"))
-        self._scalars_group = ranks.group(members, spec.group_name("scalars"))
+        self._group = ranks.get_group(members, spec.group_name("buckets"))
+        self._scalars_group = ranks.get_group(members, spec.group_name("scalars"))
         self._leader, self.sent_bytes = members[0], 0.0
         index = list(members).index(ranks.rank) if ranks.rank in members else -1
         self._sharded = Splitter(ranks, members, shard=spec.num_shards)
         self.size, self.index, self.replica_index = self._sharded.size, self._sharded.index, self._sharded.replica
-        self._miss_report_group = ranks.group(range(ranks.size), "pleas") if spec.rest.weight == SPLIT else None
+        self._miss_report_group = ranks.get_group(range(ranks.size), "pleas") if spec.rest.weight == SPLIT else None
         self._fingerprint_check = _FingerprintCheck(self._scalars_group, members, index, torch.device("cpu"))
 
     def all_reduce_async(self, flat: Tensor) -> Flight:
         self.sent_bytes += ring_bytes(Change.ALL_REDUCE, flat, self._sharded.places.size)
-        with self._communicator.naming_the_dead():
+        with self._communicator.report_dead_peers():
             work = self._group.all_reduce(flat)
 
         def wait() -> Tensor:
-            with self._communicator.naming_the_dead():
+            with self._communicator.report_dead_peers():
                 work.wait()
             return flat
 
@@ -309,36 +309,36 @@ class GroupInterHostReducer:
 
     def reduce_scatter_async(self, flat: Tensor) -> Flight:
         self.sent_bytes += self._sharded.reduced_bytes(flat)
-        with self._communicator.naming_the_dead():
+        with self._communicator.report_dead_peers():
             return self._sharded.scatter(flat)
 
     def all_gather_inplace_async(self, flat: Tensor) -> Callable[[], None]:
         self.sent_bytes += self._sharded.gathered_bytes(flat)
-        with self._communicator.naming_the_dead():
+        with self._communicator.report_dead_peers():
             return self._sharded.gather(flat)
 
     def all_gather_async(self, shard: Tensor, out: Tensor) -> Callable[[], None]:
         self.sent_bytes += self._sharded.gathered_bytes(out)
-        with self._communicator.naming_the_dead():
+        with self._communicator.report_dead_peers():
             return self._sharded.bring(shard, out)
 
     def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
         assert self._miss_report_group is not None
-        with self._communicator.naming_the_dead():
+        with self._communicator.report_dead_peers():
             return [
                 each.tolist()
                 for each in all_gather_rows(self._miss_report_group, torch.tensor(row), size=self._communicator.size)
             ]
 
     def broadcast(self, flat: Tensor) -> None:
-        with self._communicator.naming_the_dead():
+        with self._communicator.report_dead_peers():
             self._group.broadcast(flat, self._leader)
 
     def all_reduce_scalars(self, values: Sequence[float], call: str | None = None) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64)
         if call is not None:
             tensor = self._fingerprint_check.append_fingerprint(tensor, call)
-        with self._communicator.naming_the_dead():
+        with self._communicator.report_dead_peers():
             self._scalars_group.all_reduce(tensor).wait()
         sums = tensor.tolist()
         if call is not None:
@@ -349,19 +349,19 @@ class GroupInterHostReducer:
 class GroupMessageGatherer:
     """Ranks that gather each other's messages; see `coded.Wire`."""
 
-    def __init__(self, ranks: Ranks, members: Sequence[int]) -> None:
-        self._communicator, self._group = ranks, ranks.group(members, "messages")
+    def __init__(self, ranks: Communicator, members: Sequence[int]) -> None:
+        self._communicator, self._group = ranks, ranks.get_group(members, "messages")
         self.size, self.sent_bytes = len(members), 0.0
 
     def all_gather_async(self, payload: Tensor) -> Flight:
         """Begin to bring the messages [bytes] of all to all; what lands are they, in the order of the members."""
         everyone = torch.empty(self.size * payload.numel(), dtype=payload.dtype, device=payload.device)
         self.sent_bytes += ring_bytes(Change.ALL_GATHER, everyone, self.size)
-        with self._communicator.naming_the_dead():
+        with self._communicator.report_dead_peers():
             work = self._group.all_gather(everyone, payload)
 
         def wait() -> Sequence[Tensor]:
-            with self._communicator.naming_the_dead():
+            with self._communicator.report_dead_peers():
                 work.wait()
             return everyone.view(self.size, -1).unbind()
 

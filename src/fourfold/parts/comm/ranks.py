@@ -25,57 +25,57 @@ from fourfold.words import launchers
 from fourfold.words.errors import PEER_GONE, LaunchError, PeerError, Problem
 from fourfold.words.world import World, from_environment
 
-BURIAL_SECONDS = 1.0  # a process's sockets are closed a moment before it is gone
+PROCESS_EXIT_GRACE_SECONDS = 1.0  # a process's sockets are closed a moment before it is gone
 
 
-class _Process(NamedTuple):
+class _RankProcess(NamedTuple):
     """Where a rank lives."""
 
     host: str
-    name: str
+    hostname: str
     pid: int
-    began: int
+    start_ticks: int
 
 
-class Ranks:
+class Communicator:
     """All ranks of the job, or one alone."""
 
     def __init__(self, world: World, device: torch.device) -> None:
         self.world, self.device = world, device
-        self._groups = ProcessGroupRegistry()
-        self._roster: list[_Process] = []
+        self._process_groups = ProcessGroupRegistry()
+        self._processes: list[_RankProcess] = []
 
-    def enrol(self) -> "Ranks":
+    def register(self) -> "Communicator":
         """Have every rank know where all live. Collective."""
-        mine = _Process(host_id(), platform.node(), *meeting.this_process())
-        self._roster = [_Process(*theirs) for theirs in self.exchange(mine)]
+        mine = _RankProcess(host_id(), platform.node(), *meeting.this_process())
+        self._processes = [_RankProcess(*theirs) for theirs in self.all_gather_json(mine)]
         return self
 
     @property
     def num_hosts(self) -> int:
         """On how many hosts the ranks are; 1 where nobody has enrolled."""
-        return len({process.host for process in self._roster}) or 1
+        return len({process.host for process in self._processes}) or 1
 
-    def has_died(self, rank: int) -> bool:
+    def is_peer_dead(self, rank: int) -> bool:
         """Whether a rank's process has ended, as far as this host can tell. Not collective: waits ask it."""
-        if not self._roster or self._roster[rank].host != self._roster[self.rank].host:
+        if not self._processes or self._processes[rank].host != self._processes[self.rank].host:
             return False
-        return not meeting.is_alive(self._roster[rank].pid, self._roster[rank].began)
+        return not meeting.is_alive(self._processes[rank].pid, self._processes[rank].start_ticks)
 
-    def look(self) -> None:
+    def check_peers(self) -> None:
         """Raise PeerError where another rank of this host has ended. Not collective: waits call it."""
-        dead = self._dead()
+        dead = self._dead_ranks()
         if dead:
-            raise PeerError(f"{self._names(dead)} died while rank {self.rank} needed it")
+            raise PeerError(f"{self._format_ranks(dead)} died while rank {self.rank} needed it")
 
-    def _dead(self) -> list[int]:
-        return [rank for rank in range(self.size) if self.has_died(rank)]
+    def _dead_ranks(self) -> list[int]:
+        return [rank for rank in range(self.size) if self.is_peer_dead(rank)]
 
-    def _names(self, ranks: Sequence[int]) -> str:
-        return " and ".join(f"rank {rank} (host {self._roster[rank].name})" for rank in ranks)
+    def _format_ranks(self, ranks: Sequence[int]) -> str:
+        return " and ".join(f"rank {rank} (host {self._processes[rank].hostname})" for rank in ranks)
 
     @contextlib.contextmanager
-    def naming_the_dead(self) -> Iterator[None]:
+    def report_dead_peers(self) -> Iterator[None]:
         """Within: a connection that breaks is a PeerError that says who has died."""
         try:
             yield
@@ -83,10 +83,10 @@ class Ranks:
             said = str(error).splitlines()[0] if str(error) else ""
             if not any(words in str(error).lower() for words in PEER_GONE):
                 raise
-            deadline = time.monotonic() + BURIAL_SECONDS
-            while not (dead := self._dead()) and time.monotonic() < deadline:
+            deadline = time.monotonic() + PROCESS_EXIT_GRACE_SECONDS
+            while not (dead := self._dead_ranks()) and time.monotonic() < deadline:
                 time.sleep(0.01)
-            who = self._names(dead) if dead else f"a rank of another host ({said})"
+            who = self._format_ranks(dead) if dead else f"a rank of another host ({said})"
             raise PeerError(f"{who} died while rank {self.rank} waited for it") from error
 
     @property
@@ -97,20 +97,20 @@ class Ranks:
     def size(self) -> int:
         return self.world.size
 
-    def exchange(self, value: Any) -> list[Any]:
+    def all_gather_json(self, value: Any) -> list[Any]:
         """Every rank's JSON value, in rank order."""
         if self.size == 1:
             return [value]
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
-        lengths = self._gather(torch.tensor([text.numel()], device=self.device))
+        lengths = self._all_gather(torch.tensor([text.numel()], device=self.device))
         padded = torch.zeros(int(max(lengths)), dtype=torch.uint8, device=self.device)
         padded[: text.numel()] = text
-        rows = self._gather(padded)
+        rows = self._all_gather(padded)
         return [json.loads(bytes(row[: int(n)].tolist())) for row, n in zip(rows, lengths, strict=True)]
 
-    def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         rows = [torch.empty_like(tensor) for _ in range(self.size)]
-        with self.naming_the_dead():
+        with self.report_dead_peers():
             dist.all_gather(rows, tensor)
         return [row.cpu() for row in rows]
 
@@ -119,12 +119,12 @@ class Ranks:
         if self.size > 1:
             # gloo sends the memory as it lies: strides, and gaps between elements, may be other ones elsewhere.
             flat = tensor.contiguous()
-            with self.naming_the_dead():
+            with self.report_dead_peers():
                 dist.broadcast(flat, src=source)
             if flat is not tensor and self.rank != source:
                 tensor.copy_(flat)
 
-    def sum(self, tensor: torch.Tensor) -> None:
+    def all_reduce(self, tensor: torch.Tensor) -> None:
         """The sum over all ranks, everywhere, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
@@ -134,36 +134,36 @@ class Ranks:
         """The same for two ranks exactly if they can share memory."""
         return host_id()
 
-    def group(self, ranks: Sequence[int], purpose: str) -> Group:
+    def get_group(self, ranks: Sequence[int], purpose: str) -> Group:
         """A group of these ranks for one purpose. Every rank must ask for the same groups in one order.
 
         Collectives of one group pair up by order alone, so two streams whose order is not fixed need two groups.
         """
-        return TorchGroup(self.process_group(ranks, purpose))
+        return TorchGroup(self.process_group_getter(ranks, purpose))
 
-    def process_group(self, ranks: Sequence[int], purpose: str) -> Callable[[], dist.ProcessGroup | None]:
+    def process_group_getter(self, ranks: Sequence[int], purpose: str) -> Callable[[], dist.ProcessGroup | None]:
         """The same as torch.distributed has it, to be asked for at every use."""
-        return self._groups.get_or_create(purpose, ranks)
+        return self._process_groups.get_or_create(purpose, ranks)
 
 
-def join() -> Ranks:
+def init_communicator() -> Communicator:
     """Join the process group that is there, or the one the launcher's environment speaks of, or stay alone."""
     leaving.destroy_orphaned()
-    world = present()
+    world = existing_world()
     if world is not None:
         leaving.release_groups_at_exit(include_world=False)
-        return Ranks(world, _device(world.local_rank)).enrol()
+        return Communicator(world, _select_device(world.local_rank)).register()
     world = from_environment() or World()
-    device = _device(world.local_rank)
+    device = _select_device(world.local_rank)
     if world.size > 1:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        _init_group("nccl" if device.type == "cuda" else "gloo")
+        _init_process_group("nccl" if device.type == "cuda" else "gloo")
         leaving.release_groups_at_exit(include_world=True)
-    return Ranks(world, device).enrol()
+    return Communicator(world, device).register()
 
 
-def _init_group(backend: str) -> None:
+def _init_process_group(backend: str) -> None:
     """Make the process group, where the launcher's environment says that ranks meet. Raises LaunchError."""
     seat = launchers.find(os.environ)
     assert seat is not None
@@ -183,7 +183,7 @@ def _init_group(backend: str) -> None:
         raise LaunchError(problem) from error
 
 
-def present() -> World | None:
+def existing_world() -> World | None:
     """The world of the process group that is there, or None; has no effect."""
     return _world_of_group() if dist.is_available() and dist.is_initialized() else None
 
@@ -195,7 +195,7 @@ def world() -> World:
     Kubernetes; without any of them, one process alone. Raises LaunchError where a launcher's variables contradict
     each other.
     """
-    return present() or from_environment() or World()
+    return existing_world() or from_environment() or World()
 
 
 def _world_of_group() -> World:
@@ -207,7 +207,7 @@ def _world_of_group() -> World:
     return World(rank=rank, size=size, local_rank=rank, local_size=size)
 
 
-def _device(local_rank: int) -> torch.device:
+def _select_device(local_rank: int) -> torch.device:
     gloo = dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo"
     if not torch.cuda.is_available() or gloo:
         return torch.device("cpu")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from fourfold.parts import memory
-from fourfold.parts.comm.ranks import Ranks
+from fourfold.parts.comm.ranks import Communicator
 from fourfold.words.errors import LaunchError, Problem
 
 CONNECT_SECONDS = 60.0
@@ -38,13 +38,13 @@ class Met(NamedTuple):
     links: dict[int, socket.socket]
 
 
-def meet(create: Callable[[], int], ranks: Ranks, here: Sequence[int]) -> tuple[Met | None, str]:
+def meet(create: Callable[[], int], ranks: Communicator, here: Sequence[int]) -> tuple[Met | None, str]:
     """Memory that the leader makes by `create`, at all of `here`; or None and the reason, on every rank of the job.
 
     Collective among all ranks. Raises LaunchError.
     """
     opened = _open(create, ranks, here)
-    problems = [problem for problem in (opened.problem, *ranks.exchange(opened.problem)) if problem]
+    problems = [problem for problem in (opened.problem, *ranks.all_gather_json(opened.problem)) if problem]
     if problems:
         opened.close()
         return None, problems[0]
@@ -55,7 +55,7 @@ def meet(create: Callable[[], int], ranks: Ranks, here: Sequence[int]) -> tuple[
         raise LaunchError(problem) from error
 
 
-def _open(create: Callable[[], int], ranks: Ranks, here: Sequence[int]) -> _Opened:
+def _open(create: Callable[[], int], ranks: Communicator, here: Sequence[int]) -> _Opened:
     if ranks.rank != here[0]:
         return _Opened()
     try:
@@ -70,9 +70,9 @@ def _open(create: Callable[[], int], ranks: Ranks, here: Sequence[int]) -> _Open
     return _Opened(handle, listener)
 
 
-def _meet(opened: _Opened, ranks: Ranks, here: Sequence[int]) -> Met:
+def _meet(opened: _Opened, ranks: Communicator, here: Sequence[int]) -> Met:
     address = opened.listener.getsockname().decode("latin-1") if opened.listener else ""
-    addresses = ranks.exchange(address)
+    addresses = ranks.all_gather_json(address)
     links: dict[int, socket.socket] = {}
     if opened.listener is None:
         link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

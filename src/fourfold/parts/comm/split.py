@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fourfold.parts import memory
 from fourfold.parts.comm.groups import Group, Work
-from fourfold.parts.comm.ranks import Ranks
+from fourfold.parts.comm.ranks import Communicator
 from fourfold.plan.data import Places
 from fourfold.words.layout import Change
 
@@ -78,7 +78,7 @@ class Splitter:
     Sums and gathers are two orders: an update in backward may come before or after a launch, as it happens.
     """
 
-    def __init__(self, ranks: Ranks, members: Sequence[int], *, shard: int | None = None) -> None:
+    def __init__(self, ranks: Communicator, members: Sequence[int], *, shard: int | None = None) -> None:
         """`shard` neighbours of the members have all shares among them (None: all members)."""
         self._ranks = ranks
         self.size = shard or len(members)
@@ -88,12 +88,12 @@ class Splitter:
         # Every rank asks for every group.
         for first in range(0, len(members) if self.size > 1 else 0, self.size):
             some = list(members[first : first + self.size])
-            sums, gathers = ranks.group(some, "buckets"), ranks.group(some, "weights")
+            sums, gathers = ranks.get_group(some, "buckets"), ranks.get_group(some, "weights")
             if ranks.rank in some:
                 self._sums, self._gathers = sums, gathers
         for place in range(self.size if self.places.replicas > 1 else 0):
             same = list(members[place :: self.size])
-            replicas = ranks.group(same, "replicas")
+            replicas = ranks.get_group(same, "replicas")
             if ranks.rank in same:
                 self._replicas = replicas
         self._onward: deque[_Onward] = deque()
@@ -118,7 +118,7 @@ class Splitter:
         onward.has_landed()  # there may be nothing to wait for
 
         def land() -> Tensor:
-            with self._ranks.naming_the_dead():
+            with self._ranks.report_dead_peers():
                 return onward.land()
 
         return Flight(land, onward.has_landed)
@@ -130,7 +130,7 @@ class Splitter:
             begun(work.get_future)
 
             def land() -> Tensor:
-                with self._ranks.naming_the_dead():
+                with self._ranks.report_dead_peers():
                     work.wait()
                 return mine
 
@@ -140,7 +140,7 @@ class Splitter:
         begun(work.get_future)
 
         def land_and_add() -> Tensor:
-            with self._ranks.naming_the_dead():
+            with self._ranks.report_dead_peers():
                 work.wait()
             add_up(received.view(self.size, -1).unbind(), out=mine)
             self._give_back(received)
@@ -167,7 +167,7 @@ class Splitter:
         work = self._gathers.all_gather(out, share)
 
         def land() -> None:
-            with self._ranks.naming_the_dead():
+            with self._ranks.report_dead_peers():
                 work.wait()
 
         return land

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from fourfold.parts.comm.groups import all_gather
 from fourfold.parts.comm.links import PendingRecv
-from fourfold.parts.comm.ranks import Ranks
+from fourfold.parts.comm.ranks import Communicator
 from fourfold.words.spans import SILENT
 
 
 class GroupWire:
     """See `links.Wire`. Every rank of the job must make those of all members in the same order."""
 
-    def __init__(self, ranks: Ranks, members: Sequence[int], purpose: str) -> None:
-        self._ranks, self._group = ranks, ranks.process_group(members, purpose)
+    def __init__(self, ranks: Communicator, members: Sequence[int], purpose: str) -> None:
+        self._ranks, self._group = ranks, ranks.process_group_getter(members, purpose)
         self.name = "NCCL" if ranks.device.type == "cuda" else "gloo"
         self.size = len(members)
         self.index = list(members).index(ranks.rank) if ranks.rank in members else -1
@@ -32,7 +32,7 @@ class GroupWire:
             dist.P2POp(dist.isend, flat, self._right, group=self._group(), tag=lane),
             dist.P2POp(dist.irecv, taken, self._left, group=self._group(), tag=lane),
         ]
-        with self._ranks.naming_the_dead():
+        with self._ranks.report_dead_peers():
             works = dist.batch_isend_irecv(operations)
 
         def land() -> Tensor:
@@ -60,6 +60,6 @@ class GroupWire:
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
         begin = time.perf_counter()
-        with self.recorder.waiting(), self._ranks.naming_the_dead():
+        with self.recorder.waiting(), self._ranks.report_dead_peers():
             yield
         self.waiting_seconds += time.perf_counter() - begin

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fourfold.parts import comm
-from fourfold.parts.comm import Ranks, RingGroup
+from fourfold.parts.comm import Communicator, RingGroup
 from fourfold.parts.sequence import masks, ring, rsa, ulysses
 from fourfold.parts.sequence.dropout import Dropout
 from fourfold.plan.sequence import Spans, chunks, heads_problem, ring_size
@@ -65,7 +65,12 @@ class Axis:
 
 
 def connect(
-    ranks: Ranks, sequences: Sequence[Sequence[int]], *, ring: str = "zigzag", ulysses: int = 1, choice: str = "by-host"
+    ranks: Communicator,
+    sequences: Sequence[Sequence[int]],
+    *,
+    ring: str = "zigzag",
+    ulysses: int = 1,
+    choice: str = "by-host",
 ) -> Axis:
     """The axis of this rank. Collective among all ranks.
 

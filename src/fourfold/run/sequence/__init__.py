@@ -48,7 +48,7 @@ class Tokens:
     """The sequence axis of a step. Collective to build. `seed` is that of dropout in attention: one for all ranks."""
 
     def __init__(
-        self, model: nn.Module, loss: Callable[[Any, Any], Any], plan: Plan, ranks: comm.Ranks, *, seed: int = 0
+        self, model: nn.Module, loss: Callable[[Any, Any], Any], plan: Plan, ranks: comm.Communicator, *, seed: int = 0
     ) -> None:
         self._model, self._loss, self._plan, self._ranks = model, loss, plan, ranks
         self._place = plan.mesh.at(ranks.rank)
@@ -146,7 +146,7 @@ class Tokens:
             told["odd"] = next((value.odd for value in values if value.odd is not None), None)
             told["close"] = max((value.close for value in values), default=0.0)
             told["ignored"] = sorted({index for value in values for index in value.ignored})
-        everyone = self._ranks.exchange(told)
+        everyone = self._ranks.all_gather_json(told)
         self._judge(everyone)
         if self._ignored is not None:
             self._refuse_uneven(targets, length)
@@ -156,7 +156,7 @@ class Tokens:
     def _room(self) -> Fits:
         """What of the dry run fits into memory on every rank. Collective."""
         mine = fits(self._model, self._ranks.device, num_sharing=self._ranks.world.local_size)
-        return Fits(*(all(each) for each in zip(*self._ranks.exchange(mine), strict=True)))
+        return Fits(*(all(each) for each in zip(*self._ranks.all_gather_json(mine), strict=True)))
 
     def _try(self, inputs: Mapping[str, Any], targets: Any, length: int, room: Fits) -> tuple[Tried, list[Value]]:
         """What a trial finds; without problems also the values of the loss for all tokens, and for this rank's."""
