@@ -33,7 +33,7 @@ from fourfold.parts.comm.group import (
 from fourfold.parts.comm.links import NullRingGroup, RingGroup, RingOverP2P
 from fourfold.parts.comm.neighbours import RingOverSharedMemory, RingPlace, total_bytes
 from fourfold.parts.comm.ranks import Communicator, existing_world, init_communicator, world
-from fourfold.parts.comm.same_host import meet
+from fourfold.parts.comm.same_host import open_host_memory
 from fourfold.parts.comm.shared import Shared
 from fourfold.parts.comm.slotting import Slotting
 from fourfold.parts.comm.transport import Alone, Held, Part, Transport
@@ -207,7 +207,7 @@ def _make_shared_memory(ranks: Communicator, spec: TransportSpec) -> tuple[Share
         weights=() if between_hosts else weights,
         stages=weights if between_hosts else (),
     )
-    met, problem = meet(lambda: memory.create_shared(slotting.total_bytes(len(here))), ranks, here)
+    met, problem = open_host_memory(lambda: memory.create_shared(slotting.total_bytes(len(here))), ranks, here)
     if met is None:
         return None, problem
     between = None
@@ -224,7 +224,7 @@ def _make_shared_memory(ranks: Communicator, spec: TransportSpec) -> tuple[Share
         size=len(here),
         rest=spec.rest,
         ranks=here,
-        links=met.links,
+        links=met.peer_sockets,
         between=between,
         coded=spec.is_prereduced,
     )
@@ -278,10 +278,10 @@ def _make_shared_memory_ring(
     apart = [group for group in groups if len({said[rank] for rank in group}) > 1]
     if reason or apart:
         return None, reason or f"ranks {list(apart[0])} are on several hosts"
-    met, problem = meet(lambda: memory.create_growing(total_bytes(len(mine))), ranks, mine)
+    met, problem = open_host_memory(lambda: memory.create_growing(total_bytes(len(mine))), ranks, mine)
     if met is None:
         return None, problem
-    for socket in met.links.values():
+    for socket in met.peer_sockets.values():
         socket.close()
     return RingOverSharedMemory(
         met.handle, RingPlace(list(mine).index(ranks.rank), tuple(mine)), check_peers=ranks.check_peers
