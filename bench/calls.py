@@ -37,7 +37,7 @@ def without_fingerprints(transport: Any) -> Iterator[None]:
             roll = stack.enter_context(mock.patch.object(transport, "_fingerprint_check"))
             roll.append_fingerprint.side_effect = lambda values, call: values.clone()
         else:
-            stack.enter_context(mock.patch.object(transport, "_compare"))
+            stack.enter_context(mock.patch.object(transport, "_compare_calls"))
         yield
 
 
@@ -79,7 +79,7 @@ def _board_seconds(transport: Any) -> float:
     for _ in range(NUM_CALLS):
         transport.enter(CALL_TEXT)
         transport._compare()
-        transport._board.compare(transport.index, counts)  # Another rank may be too far away to be compared above.
+        transport._call_board.compare(transport.index, counts)  # Another rank may be too far away to be compared above.
     return (time.process_time() - begin) / NUM_CALLS
 
 

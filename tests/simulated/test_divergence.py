@@ -52,7 +52,7 @@ def astray(step: TrainStep, act: Callable[[], Any]) -> str:
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_that_not_all_ranks_make_is_found_and_named_on_every_rank(call, steps, alone, monkeypatch):
-    monkeypatch.setattr(shared, "COMING_SECONDS", threads.TIME_LIMIT_SECONDS)  # However slow the machine is.
+    monkeypatch.setattr(shared, "DIVERGENCE_GRACE_SECONDS", threads.TIME_LIMIT_SECONDS)  # However slow the machine is.
 
     def body(ranks):
         step = build(CASE, 3, ranks)
@@ -67,7 +67,7 @@ def test_a_call_that_not_all_ranks_make_is_found_and_named_on_every_rank(call, s
 
 
 def test_a_rank_that_never_comes_does_not_keep_the_others_from_telling(monkeypatch):
-    monkeypatch.setattr(shared, "COMING_SECONDS", 0.3)
+    monkeypatch.setattr(shared, "DIVERGENCE_GRACE_SECONDS", 0.3)
     kept = []  # a rank whose step is gone would be taken for dead
 
     def body(ranks):
@@ -86,13 +86,13 @@ def test_a_stray_that_has_ended_of_it_is_told_as_a_stray():
     slotting = Slotting((), (), num_scalars=8)
     mapping = mmap.mmap(-1, 3 * slotting.region_bytes)
     here, there = socket.socketpair()
-    first = shared.Shared(mapping, slotting, index=0, size=3, links={1: here})
-    stray = shared.Shared(mapping, slotting, index=1, size=3)
-    stray.enter("evaluate() after step 5")
+    first = shared.SharedMemoryTransport(mapping, slotting, index=0, size=3, peer_sockets={1: here})
+    stray = shared.SharedMemoryTransport(mapping, slotting, index=1, size=3)
+    stray.begin_call("evaluate() after step 5")
     there.close()
-    first.enter("step 6")
+    first.begin_call("step 6")
     with pytest.raises(DivergenceError, match="rank 2 is at nothing and has come no further"), here:
-        first.agree()
+        first.check_same_call()
 
 
 def test_a_step_left_out_is_found_when_the_others_evaluate():

@@ -9,7 +9,7 @@ import torch
 
 from fourfold.parts import codec
 from fourfold.parts.comm.coded import CompressedRoutes, CompressedTransport, NullMessageGatherer
-from fourfold.parts.comm.shared import Shared
+from fourfold.parts.comm.shared import SharedMemoryTransport
 from fourfold.parts.comm.slotting import Slotting
 from fourfold.parts.comm.split import Flight, landed
 from fourfold.plan.codec import Coding
@@ -36,22 +36,22 @@ def test_a_sum_on_its_way_lands_before_a_rank_waits_for_a_later_launch():
     sizes, dtypes = [64] * NUM_BUCKETS, [torch.float32] * NUM_BUCKETS
     slotting = Slotting(sizes, dtypes, num_scalars=8, turns=turns(NUM_BUCKETS, few=True), weights=dtypes)
     mapping, both = mmap.mmap(-1, slotting.total_bytes(2)), threading.Barrier(2)
-    make = functools.partial(Shared, mapping, slotting, size=2, rest=RESTS[2], time_limit_seconds=10)
+    make = functools.partial(SharedMemoryTransport, mapping, slotting, size=2, rest=RESTS[2], time_limit_seconds=10)
 
     def body(ranks):
-        shared = make(index=ranks.rank, between=cast(Any, NoOthers()))
-        shared.lend(0)
-        shared.slots[0].fill_(1.0)
-        shared.launch(0, 0)
+        shared = make(index=ranks.rank, inter_host=cast(Any, NoOthers()))
+        shared.acquire_buffer(0)
+        shared.grad_buffers[0].fill_(1.0)
+        shared.reduce_async(0, 0)
         both.wait(10)
         if ranks.rank == 0:
-            shared.lend(4)
-        shared.lend(1)
-        shared.slots[1].fill_(2.0)
-        shared.launch(1, 1)
+            shared.acquire_buffer(4)
+        shared.acquire_buffer(1)
+        shared.grad_buffers[1].fill_(2.0)
+        shared.reduce_async(1, 1)
         if ranks.rank == 1:
-            shared.lend(5)
-        return [shared.complete(bucket) or shared.own(bucket).flat.tolist() for bucket in (0, 1)]
+            shared.acquire_buffer(5)
+        return [shared.wait_reduce(bucket) or shared.grad_shard(bucket).flat.tolist() for bucket in (0, 1)]
 
     assert threads.run(2, body) == [[[2.0] * 32, [4.0] * 32]] * 2
 
@@ -66,8 +66,10 @@ def test_a_rank_does_its_part_of_a_sum_before_it_waits_for_a_later_message():
     buckets = [Bucket(index, (Slot(str(index), 0, 64),), 64, "float32", 4, 0) for index in range(NUM_BUCKETS)]
 
     def body(ranks):
-        inner = Shared(mapping, slotting, index=ranks.rank, size=2, rest=RESTS[2], coded=True, time_limit_seconds=10)
-        sums = Shared(other, messages, index=ranks.rank, size=2, time_limit_seconds=10)
+        inner = SharedMemoryTransport(
+            mapping, slotting, index=ranks.rank, size=2, rest=RESTS[2], is_prereduced=True, time_limit_seconds=10
+        )
+        sums = SharedMemoryTransport(other, messages, index=ranks.rank, size=2, time_limit_seconds=10)
         codecs = [codec.make_codec(Coding("bf16"), bucket, [(64,)], device=ranks.device) for bucket in buckets]
         coded = CompressedTransport(
             CompressedRoutes(inner, [sums], NullMessageGatherer(), is_host_leader=ranks.rank == 0), codecs

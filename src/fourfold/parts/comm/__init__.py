@@ -34,7 +34,7 @@ from fourfold.parts.comm.links import NullRingGroup, RingGroup, RingOverP2P
 from fourfold.parts.comm.neighbours import RingOverSharedMemory, RingPlace, total_bytes
 from fourfold.parts.comm.ranks import Communicator, existing_world, init_communicator, world
 from fourfold.parts.comm.same_host import open_host_memory
-from fourfold.parts.comm.shared import Shared
+from fourfold.parts.comm.shared import SharedMemoryTransport
 from fourfold.parts.comm.slotting import Slotting
 from fourfold.parts.comm.transport import Alone, Held, Part, Transport
 from fourfold.parts.comm.wire import GroupWire
@@ -119,7 +119,7 @@ def make_transport(
         sizes = [length // dtype.itemsize for length, dtype in zip(lengths, dtypes, strict=True)]
         messages = TransportSpec(tuple(sizes), tuple(dtypes), tuple(range(len(sizes))), purpose=f"round {number}")
         sums.append(_make_uncompressed(ranks, messages, choice).transport)
-    tells = not isinstance(inner, Shared) or inner.index == 0
+    tells = not isinstance(inner, SharedMemoryTransport) or inner.index == 0
     coded = CompressedTransport(CompressedRoutes(inner, sums, _make_gatherer(ranks, inner), tells), codecs)
     return TransportChoice(coded, f"{note}, coded")
 
@@ -129,7 +129,7 @@ def _make_gatherer(ranks: Communicator, inner: Transport) -> MessageGatherer:
     if isinstance(inner, Alone):
         return NullMessageGatherer()
     # Between hosts with shared memory, the ranks of one local index; else all.
-    column = inner.index if isinstance(inner, Shared) else 0
+    column = inner.index if isinstance(inner, SharedMemoryTransport) else 0
     said = ranks.all_gather_json(column)
     wires = [[rank for rank, other in enumerate(said) if other == each] for each in sorted(set(said))]
     gatherers = [GroupMessageGatherer(ranks, members) for members in wires if len(members) > 1]
@@ -187,7 +187,7 @@ def _gather_hosts(ranks: Communicator) -> tuple[list[str], str]:
     return said, f"shared memory needs Linux on x86-64, rank {said.index('')} is not ({sys.platform}, {machine})"
 
 
-def _make_shared_memory(ranks: Communicator, spec: TransportSpec) -> tuple[Shared | None, str]:
+def _make_shared_memory(ranks: Communicator, spec: TransportSpec) -> tuple[SharedMemoryTransport | None, str]:
     """Shared memory inside each host, gloo between hosts; or None and the reason."""
     said, reason = _gather_hosts(ranks)
     if reason:
@@ -217,16 +217,16 @@ def _make_shared_memory(ranks: Communicator, spec: TransportSpec) -> tuple[Share
         between = columns[here.index(ranks.rank)]
     mapping = memory.map_shared(met.handle)
     index = here.index(ranks.rank)
-    shared = Shared(
+    shared = SharedMemoryTransport(
         mapping,
         slotting,
         index=index,
         size=len(here),
         rest=spec.rest,
         ranks=here,
-        links=met.peer_sockets,
-        between=between,
-        coded=spec.is_prereduced,
+        peer_sockets=met.peer_sockets,
+        inter_host=between,
+        is_prereduced=spec.is_prereduced,
     )
     return shared, shared.name
 

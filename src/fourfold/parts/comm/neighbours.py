@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fourfold.parts import memory
 from fourfold.parts.comm.links import RingAccumulator
-from fourfold.parts.comm.shared import LIVENESS_SECONDS, POLL_SECONDS, SPINS, YIELD_SECONDS
+from fourfold.parts.comm.shared import LIVENESS_CHECK_SECONDS, NUM_SPINS, POLL_SECONDS, YIELD_SECONDS
 from fourfold.parts.comm.slotting import ALIGNMENT_BYTES, FLAG_STRIDE
 from fourfold.words.errors import DivergenceError, PeerError, Problem
 from fourfold.words.spans import SILENT
@@ -122,7 +122,7 @@ class RingOverSharedMemory:
     def _wait_flag(self, flag: int, count: int, peer: int) -> None:
         """Until a peer's flag has reached `count`: spin, then yield, then doze, looking for dead peers."""
         word = self._flag_word(peer, flag)
-        for _ in range(SPINS):
+        for _ in range(NUM_SPINS):
             if self._flags[word] >= count:
                 return
         begin = looked = time.perf_counter()
@@ -133,7 +133,7 @@ class RingOverSharedMemory:
                     os.sched_yield()
                     continue
                 time.sleep(POLL_SECONDS)
-                if now - looked > LIVENESS_SECONDS:
+                if now - looked > LIVENESS_CHECK_SECONDS:
                     looked = now
                     self.check_peers()
                     if now - begin > self._time_limit_seconds:

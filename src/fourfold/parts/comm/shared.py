@@ -58,38 +58,38 @@ from fourfold.words.errors import PeerError
 from fourfold.words.layout import PARTIAL, SPLIT
 from fourfold.words.spans import SILENT
 
-SPINS = 200
+NUM_SPINS = 200
 YIELD_SECONDS = 0.002
 POLL_SECONDS = 0.0002
-LIVENESS_SECONDS = 0.05
-COMING_SECONDS = 2.0
+LIVENESS_CHECK_SECONDS = 0.05
+DIVERGENCE_GRACE_SECONDS = 2.0
 
 
-class Between(Protocol):
+class InterHostReducer(Protocol):
     """The ranks of the same local index on all hosts, or on those of one replica, and which of these this one is."""
 
     size: int
     index: int
-    replica: int
+    replica_index: int
     sent_bytes: float
 
-    def begin(self, flat: torch.Tensor) -> Flight:
+    def all_reduce_async(self, flat: torch.Tensor) -> Flight:
         """Begin an all-reduce in place; what lands is `flat`."""
         ...
 
-    def scatter(self, flat: torch.Tensor) -> Flight:
+    def reduce_scatter_async(self, flat: torch.Tensor) -> Flight:
         """Begin a reduce-scatter; what lands is this host's share of the sum."""
         ...
 
-    def gather(self, flat: torch.Tensor) -> Callable[[], None]:
+    def all_gather_inplace_async(self, flat: torch.Tensor) -> Callable[[], None]:
         """Begin an all-gather in place of the hosts' shares; the returned function waits for it."""
         ...
 
-    def bring(self, share: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
+    def all_gather_async(self, shard: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
         """Begin an all-gather of the hosts' shares; the returned function waits for it."""
         ...
 
-    def hear(self, row: Sequence[int]) -> list[list[int]]:
+    def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
         """The rows of all ranks of all hosts, in rank order."""
         ...
 
@@ -97,397 +97,409 @@ class Between(Protocol):
         """Bring the first host's values to all."""
         ...
 
-    def measure(self, values: Sequence[float], call: str | None = None) -> list[float]:
+    def all_reduce_scalars(self, values: Sequence[float], call: str | None = None) -> list[float]:
         """Sums over the hosts. With a call: raises DivergenceError where another host is in another one."""
         ...
 
 
-class Shared:
+class SharedMemoryTransport:
     """The transport between the processes of a host; see `Transport`. `between` reaches the other hosts."""
 
     def __init__(
         self,
         mapping: mmap.mmap,
-        slotting: Slotting,
+        layout: Slotting,
         *,
         index: int,
         size: int,
         rest: Rest = RESTS[0],
         ranks: Sequence[int] = (),
-        links: Mapping[int, socket.socket] | None = None,
-        between: Between | None = None,
-        coded: bool = False,
+        peer_sockets: Mapping[int, socket.socket] | None = None,
+        inter_host: InterHostReducer | None = None,
+        is_prereduced: bool = False,
         time_limit_seconds: float = 1800.0,
     ) -> None:
-        self.name = "shared memory" + (" + gloo between hosts" if between else "")
+        self.name = "shared memory" + (" + gloo between hosts" if inter_host else "")
         self.index, self.size = index, size
-        self.waiting_seconds, self.recorder, self.factor = 0.0, SILENT, one
-        self._between, self._limit = between, time_limit_seconds
+        self.waiting_seconds, self.recorder, self.grad_scale_fn = 0.0, SILENT, one
+        self._inter_host, self._time_limit_seconds = inter_host, time_limit_seconds
         # Else a codec has been between the hosts already: what this host's ranks have adds up to the whole sum.
-        self._reduces_between = between is not None and not coded
+        self._reduces_inter_host = inter_host is not None and not is_prereduced
         self._ranks = tuple(ranks) or tuple(range(size))
-        self._links = dict(links or {})
+        self._peer_sockets = dict(peer_sockets or {})
         self._mapping = mapping
         self._flags = memoryview(mapping).cast("B").cast("q")
-        self._words = slotting.region_bytes // 8
-        self._all_slots = [slots_of(mapping, slotting, region) for region in range(size)]
-        self.slots: Sequence[torch.Tensor] = self._all_slots[index]
-        self.turns = slotting.turns
-        self._scalars = [scalars_of(mapping, slotting, region) for region in range(size)]
-        self._slices = [[_slice(length, size, peer) for peer in range(size)] for length in slotting.sizes]
-        starts = [region * slotting.region_bytes + slotting.calls_offset for region in range(size)]
-        self._board, self._call = CallBoard(mapping, starts, self._ranks), ""
-        self._counts = [0] * NUM_FLAGS
-        self._lengths = [0] * NUM_MEASURES
-        self._unread: deque[int] = deque()  # measures that have begun
-        self._read: dict[int, list[float]] = {}
-        self._queue: list[tuple[int, int]] = []  # launched, not yet summed, in program order
-        self._flying: deque[tuple[int, Flight]] = deque()  # summed here, on their way between hosts
-        self._numbers = [0] * len(self.slots)  # the number of a bucket's last launch
-        self._split = rest.state == SPLIT
+        self._region_words = layout.region_bytes // 8
+        self._all_buffers = [slots_of(mapping, layout, region) for region in range(size)]
+        self.grad_buffers: Sequence[torch.Tensor] = self._all_buffers[index]
+        self.buffer_indices = layout.turns
+        self._scalars = [scalars_of(mapping, layout, region) for region in range(size)]
+        self._slices = [[_rank_slice(length, size, peer) for peer in range(size)] for length in layout.sizes]
+        starts = [region * layout.region_bytes + layout.calls_offset for region in range(size)]
+        self._call_board, self._call = CallBoard(mapping, starts, self._ranks), ""
+        self._flag_counts = [0] * NUM_FLAGS
+        self._num_scalars = [0] * NUM_MEASURES
+        self._pending_scalars: deque[int] = deque()  # measures that have begun
+        self._reduced_scalars: dict[int, list[float]] = {}
+        self._reduce_queue: list[tuple[int, int]] = []  # launched, not yet summed, in program order
+        self._pending_inter_host: deque[tuple[int, Flight]] = deque()  # summed here, on their way between hosts
+        self._reduce_numbers = [0] * len(self.grad_buffers)  # the number of a bucket's last launch
+        self._is_split = rest.state == SPLIT
         # Sums of one's own share can be made when they are used, a piece at a time that stays in the cache.
-        self._lazy = self._split and rest.gradient == PARTIAL and not self._reduces_between
-        self._summed = [False] * len(self.slots)
-        hosts = between.size if between is not None else 1
-        self._grad_shards = GradShards(self.slots, size * hosts) if rest.gradient == SPLIT else None
+        self._is_lazy = self._is_split and rest.gradient == PARTIAL and not self._reduces_inter_host
+        self._is_range_reduced = [False] * len(self.grad_buffers)
+        hosts = inter_host.size if inter_host is not None else 1
+        self._grad_shards = GradShards(self.grad_buffers, size * hosts) if rest.gradient == SPLIT else None
         self._pending_gathers: deque[Callable[[], None] | None] = (
             deque()
         )  # published, not yet on all of this host's memory
-        self._published = [0] * len(self.slots)  # the number of a bucket's last publication
-        self.writes = index == 0 or not slotting.weights_bytes
-        self.weights: Sequence[torch.Tensor] | None = None
-        behind = size * slotting.region_bytes
-        if slotting.weights_bytes:
-            self.weights = weights_of(mapping, slotting, behind)
-        self.replica = 0 if between is None else between.replica
-        self._staging = self._staging_in(stages_of(mapping, slotting, behind)) if slotting.stage_bytes else None
-        self.gathers = self._staging is not None
+        self._gather_numbers = [0] * len(self.grad_buffers)  # the number of a bucket's last publication
+        self.is_writer = index == 0 or not layout.weights_bytes
+        self.shared_weights: Sequence[torch.Tensor] | None = None
+        behind = size * layout.region_bytes
+        if layout.weights_bytes:
+            self.shared_weights = weights_of(mapping, layout, behind)
+        self.replica_index = 0 if inter_host is None else inter_host.replica_index
+        self._staging = self._make_staging(stages_of(mapping, layout, behind)) if layout.stage_bytes else None
+        self.unshards_params = self._staging is not None
 
     @property
     def sent_bytes(self) -> float:
-        return 0.0 if self._between is None else self._between.sent_bytes
+        return 0.0 if self._inter_host is None else self._inter_host.sent_bytes
 
     # ---- flags --------------------------------------------------------------------------------------
 
     def _increment_flag(self, flag: int) -> None:
-        self._counts[flag] += 1
-        self._flags[self.index * self._words + flag * FLAG_STRIDE] = self._counts[flag]
+        self._flag_counts[flag] += 1
+        self._flags[self.index * self._region_words + flag * FLAG_STRIDE] = self._flag_counts[flag]
 
-    def _least(self, flag: int) -> int:
-        return min(self._flags[peer * self._words + flag * FLAG_STRIDE] for peer in range(self.size))
+    def _min_flag(self, flag: int) -> int:
+        return min(self._flags[peer * self._region_words + flag * FLAG_STRIDE] for peer in range(self.size))
 
-    def _wait(self, flag: int, count: int) -> None:
+    def _wait_flag(self, flag: int, count: int) -> None:
         """Until every rank's flag has reached `count`: spin, then yield, then doze, looking for dead peers."""
-        for _ in range(SPINS):
-            if self._least(flag) >= count:
+        for _ in range(NUM_SPINS):
+            if self._min_flag(flag) >= count:
                 return
         begin = time.perf_counter()
         looked = begin
         with self.recorder.waiting():
-            while self._least(flag) < count:
+            while self._min_flag(flag) < count:
                 now = time.perf_counter()
                 if now - begin < YIELD_SECONDS:
                     os.sched_yield()
                     continue
                 time.sleep(POLL_SECONDS)
-                if now - looked > LIVENESS_SECONDS:
+                if now - looked > LIVENESS_CHECK_SECONDS:
                     looked = now
-                    self._look_for_strays(now - begin)
+                    self._check_divergence(now - begin)
                     try:
-                        self._look_for_dead(flag, count, now - begin)
+                        self._check_dead_peers(flag, count, now - begin)
                     except PeerError:
-                        self._compare()  # A rank that went astray ends of it: that is the cause, not its death.
+                        self._compare_calls()  # A rank that went astray ends of it: that is the cause, not its death.
                         raise
         self.waiting_seconds += time.perf_counter() - begin
 
-    def _look_for_dead(self, flag: int, count: int, waited_seconds: float) -> None:
+    def _check_dead_peers(self, flag: int, count: int, waited_seconds: float) -> None:
         # Nothing is ever sent on a link: it can be read only once its other end is gone.
         poll = select.poll()
-        for link in self._links.values():
+        for link in self._peer_sockets.values():
             poll.register(link, select.POLLIN)
         ready = {handle for handle, _ in poll.poll(0)}
-        dead = [peer for peer, link in self._links.items() if link.fileno() in ready]
+        dead = [peer for peer, link in self._peer_sockets.items() if link.fileno() in ready]
         # The leader alone has links to all: it writes down who died before it ends of it.
         known = self._flags[DEAD * FLAG_STRIDE]
         if known == 0 and dead and self.index == 0:
             self._flags[DEAD * FLAG_STRIDE] = known = dead[0] + 1
-        if (known or dead) and self._least(flag) < count:
+        if (known or dead) and self._min_flag(flag) < count:
             rank = self._ranks[known - 1 if known else dead[0]]
             raise PeerError(
                 f"rank {rank} (host {platform.node()}) died while rank {self._ranks[self.index]} waited for it"
             )
-        if waited_seconds > self._limit:
-            flags = {self._ranks[p]: self._flags[p * self._words + flag * FLAG_STRIDE] for p in range(self.size)}
+        if waited_seconds > self._time_limit_seconds:
+            flags = {self._ranks[p]: self._flags[p * self._region_words + flag * FLAG_STRIDE] for p in range(self.size)}
             late = ", ".join(str(rank) for rank, reached in flags.items() if reached < count)
-            raise PeerError(f"rank {late} did not come within {self._limit:.0f} s")
+            raise PeerError(f"rank {late} did not come within {self._time_limit_seconds:.0f} s")
 
     # ---- calls ---------------------------------------------------------------------------------------
 
-    def enter(self, call: str) -> None:
+    def begin_call(self, call: str) -> None:
         self._call = call
-        self._board.write(self.index, self._counts[CALLED] + 1, call)
+        self._call_board.write(self.index, self._flag_counts[CALLED] + 1, call)
         self._increment_flag(CALLED)
 
-    def agree(self) -> None:
-        self._wait(CALLED, self._counts[CALLED])
-        self._compare()
-        if self._between is not None:
-            self._between.measure([], self._call)
+    def check_same_call(self) -> None:
+        self._wait_flag(CALLED, self._flag_counts[CALLED])
+        self._compare_calls()
+        if self._inter_host is not None:
+            self._inter_host.all_reduce_scalars([], self._call)
 
-    def _look_for_strays(self, waited_seconds: float) -> None:
+    def _check_divergence(self, waited_seconds: float) -> None:
         # Those that are only late are waited for, so that every rank's call can be told.
-        if self._least(CALLED) >= self._counts[CALLED] or waited_seconds > COMING_SECONDS:
-            self._compare()
+        if self._min_flag(CALLED) >= self._flag_counts[CALLED] or waited_seconds > DIVERGENCE_GRACE_SECONDS:
+            self._compare_calls()
 
-    def _compare(self) -> None:
-        def counted() -> list[int]:
-            return [self._flags[peer * self._words + CALLED * FLAG_STRIDE] for peer in range(self.size)]
+    def _compare_calls(self) -> None:
+        def call_counts() -> list[int]:
+            return [self._flags[peer * self._region_words + CALLED * FLAG_STRIDE] for peer in range(self.size)]
 
-        self._board.check(self.index, counted)
+        self._call_board.check(self.index, call_counts)
 
     # ---- weights that rest split between hosts -------------------------------------------------------
 
-    def _staging_in(self, stages: Sequence[torch.Tensor]) -> Staging:
+    def _make_staging(self, stages: Sequence[torch.Tensor]) -> Staging:
         flags = Flags(
             staged=functools.partial(self._increment_flag, STAGED),
             taken=functools.partial(self._increment_flag, TAKEN),
-            all_staged=functools.partial(self._wait, STAGED),
-            all_taken=functools.partial(self._wait, TAKEN),
+            all_staged=functools.partial(self._wait_flag, STAGED),
+            all_taken=functools.partial(self._wait_flag, TAKEN),
         )
         return Staging(stages, flags)
 
-    def bring(self, bucket: int, share: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
+    def unshard_async(self, bucket: int, shard: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
         assert self._staging is not None
-        assert self._between is not None
-        begin = functools.partial(self._between.bring, share)
+        assert self._inter_host is not None
+        begin = functools.partial(self._inter_host.all_gather_async, shard)
         return self._timed(self._staging.bring(slice(*self._slices[bucket][self.index]), out, begin))
 
-    def hear(self, row: Sequence[int]) -> list[list[int]]:
-        assert self._between is not None
+    def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
+        assert self._inter_host is not None
         begin = time.perf_counter()
         with self.recorder.waiting():
-            everyone = self._between.hear(row)
+            everyone = self._inter_host.all_gather_ints(row)
         self.waiting_seconds += time.perf_counter() - begin
         return everyone
 
-    def _timed(self, land: Callable[[], None]) -> Callable[[], None]:
-        def land_in_time() -> None:
+    def _timed(self, wait: Callable[[], None]) -> Callable[[], None]:
+        def timed_wait() -> None:
             begin, waited = time.perf_counter(), self.waiting_seconds
             with self.recorder.waiting():
-                land()
+                wait()
             self.waiting_seconds = waited + time.perf_counter() - begin
 
-        return land_in_time
+        return timed_wait
 
     # ---- a bucket's reduction -----------------------------------------------------------------------
 
-    def lend(self, bucket: int) -> None:
-        self._wait(CLOSED, self._counts[CLOSED])
+    def acquire_buffer(self, bucket: int) -> None:
+        self._wait_flag(CLOSED, self._flag_counts[CLOSED])
         if self._grad_shards is not None:
-            numbers = [n for n, turn in zip(self._numbers, self.turns, strict=True) if turn == self.turns[bucket]]
-            self._sum_until(max(numbers))
-            self._wait(SUMMED, max(numbers))
+            numbers = [
+                n
+                for n, turn in zip(self._reduce_numbers, self.buffer_indices, strict=True)
+                if turn == self.buffer_indices[bucket]
+            ]
+            self._reduce_through(max(numbers))
+            self._wait_flag(SUMMED, max(numbers))
 
-    def launch(self, bucket: int, name: int) -> None:
-        self._queue.append((bucket, name))
+    def reduce_async(self, bucket: int, reduction_index: int) -> None:
+        self._reduce_queue.append((bucket, reduction_index))
         self._increment_flag(LAUNCHED)
-        self._numbers[bucket] = self._counts[LAUNCHED]
-        if not self._lazy:
-            self._advance()
+        self._reduce_numbers[bucket] = self._flag_counts[LAUNCHED]
+        if not self._is_lazy:
+            self._reduce_ready()
 
-    def complete(self, bucket: int) -> None:
-        number = self._numbers[bucket]
-        if self._lazy:
-            self._wait(LAUNCHED, number)
+    def wait_reduce(self, bucket: int) -> None:
+        number = self._reduce_numbers[bucket]
+        if self._is_lazy:
+            self._wait_flag(LAUNCHED, number)
             return
-        done = self._counts[SUMMED] if self._split else self._least(SUMMED)
+        done = self._flag_counts[SUMMED] if self._is_split else self._min_flag(SUMMED)
         if done >= number:
             return
         begin, waited = time.perf_counter(), self.waiting_seconds
         with self.recorder.waiting():
-            self._sum_until(number)
-            if not self._split:
-                self._wait(SUMMED, number)
+            self._reduce_through(number)
+            if not self._is_split:
+                self._wait_flag(SUMMED, number)
         self.waiting_seconds = waited + time.perf_counter() - begin
 
-    def is_complete(self, bucket: int) -> bool:
-        number = self._numbers[bucket]
-        if self._lazy:
-            return self._least(LAUNCHED) >= number
-        self._advance()
-        while self._flying and self._flying[0][1].has_landed():
-            self._sum_until(self._counts[SUMMED] + 1)
-        return (self._counts[SUMMED] if self._split else self._least(SUMMED)) >= number
+    def is_reduced(self, bucket: int) -> bool:
+        number = self._reduce_numbers[bucket]
+        if self._is_lazy:
+            return self._min_flag(LAUNCHED) >= number
+        self._reduce_ready()
+        while self._pending_inter_host and self._pending_inter_host[0][1].has_landed():
+            self._reduce_through(self._flag_counts[SUMMED] + 1)
+        return (self._flag_counts[SUMMED] if self._is_split else self._min_flag(SUMMED)) >= number
 
-    def is_free(self, bucket: int) -> bool:
-        last = max(n for n, turn in zip(self._numbers, self.turns, strict=True) if turn == self.turns[bucket])
-        self._advance()
-        while self._flying and self._flying[0][1].has_landed():
-            self._sum_until(self._counts[SUMMED] + 1)
-        return self._least(CLOSED) >= self._counts[CLOSED] and self._least(SUMMED) >= last
+    def can_acquire_buffer(self, bucket: int) -> bool:
+        last = max(
+            n
+            for n, turn in zip(self._reduce_numbers, self.buffer_indices, strict=True)
+            if turn == self.buffer_indices[bucket]
+        )
+        self._reduce_ready()
+        while self._pending_inter_host and self._pending_inter_host[0][1].has_landed():
+            self._reduce_through(self._flag_counts[SUMMED] + 1)
+        return self._min_flag(CLOSED) >= self._flag_counts[CLOSED] and self._min_flag(SUMMED) >= last
 
-    def _sum_until(self, number: int) -> None:
+    def _reduce_through(self, number: int) -> None:
         """Have this rank's part of the first `number` reductions done."""
-        while self._counts[SUMMED] < number:
-            self._advance()
-            if self._flying:
+        while self._flag_counts[SUMMED] < number:
+            self._reduce_ready()
+            if self._pending_inter_host:
                 # Before any wait for a later launch: who is to launch it may be waiting for this sum.
-                bucket, flight = self._flying.popleft()
-                self._landed(bucket, flight.land())
-            elif self._counts[SUMMED] < number:
-                self._wait(LAUNCHED, self._counts[LAUNCHED] - len(self._queue) + 1)
+                bucket, flight = self._pending_inter_host.popleft()
+                self._finish_reduce(bucket, flight.land())
+            elif self._flag_counts[SUMMED] < number:
+                self._wait_flag(LAUNCHED, self._flag_counts[LAUNCHED] - len(self._reduce_queue) + 1)
 
-    def _advance(self) -> None:
+    def _reduce_ready(self) -> None:
         """Sum this rank's slice of every bucket that all ranks have launched."""
         begin = time.perf_counter()
-        there = max(0, self._least(LAUNCHED) - (self._counts[LAUNCHED] - len(self._queue)))
-        for bucket, name in self._queue[:there]:
+        there = max(0, self._min_flag(LAUNCHED) - (self._flag_counts[LAUNCHED] - len(self._reduce_queue)))
+        for bucket, name in self._reduce_queue[:there]:
             with self.recorder.reducing(name):
                 start, stop = self._slices[bucket][self.index]
-                mine = self._add_up(bucket, start, stop)
-                if not self._split and (factor := self.factor()) != 1.0:
+                mine = self._sum_range(bucket, start, stop)
+                if not self._is_split and (factor := self.grad_scale_fn()) != 1.0:
                     mine.mul_(factor)
-            if self._between is None or not self._reduces_between:
-                self._landed(bucket, self._host_share(mine))
+            if self._inter_host is None or not self._reduces_inter_host:
+                self._finish_reduce(bucket, self._host_shard(mine))
             else:
-                begun = self._between.scatter(mine) if self._split else self._between.begin(mine)
-                self._flying.append((bucket, begun))
-        del self._queue[:there]
+                begun = (
+                    self._inter_host.reduce_scatter_async(mine)
+                    if self._is_split
+                    else self._inter_host.all_reduce_async(mine)
+                )
+                self._pending_inter_host.append((bucket, begun))
+        del self._reduce_queue[:there]
         self.waiting_seconds += time.perf_counter() - begin
 
-    def _host_share(self, mine: torch.Tensor) -> torch.Tensor:
+    def _host_shard(self, mine: torch.Tensor) -> torch.Tensor:
         """This host's part of a rank's slice."""
-        if self._between is None:
+        if self._inter_host is None:
             return mine
-        return mine[slice(*share(0, mine.numel(), self._between.size, self._between.index))]
+        return mine[slice(*share(0, mine.numel(), self._inter_host.size, self._inter_host.index))]
 
-    def _landed(self, bucket: int, total: torch.Tensor) -> None:
+    def _finish_reduce(self, bucket: int, total: torch.Tensor) -> None:
         if self._grad_shards is not None:
             self._grad_shards.accumulate(bucket, total)
         self._increment_flag(SUMMED)
 
-    def _add_up(self, bucket: int, start: int, stop: int) -> torch.Tensor:
+    def _sum_range(self, bucket: int, start: int, stop: int) -> torch.Tensor:
         """The sum of [start, stop) over this host's ranks, in this rank's slot."""
-        parts = [slots[bucket][start:stop] for slots in self._all_slots]
+        parts = [slots[bucket][start:stop] for slots in self._all_buffers]
         add_up(parts, out=parts[self.index])
         return parts[self.index]
 
-    def take(self, bucket: int, start: int, stop: int, factor: float) -> None:
-        if self._lazy and not self._summed[bucket]:
-            self._add_up(bucket, start, stop)
+    def reduce_range(self, bucket: int, start: int, stop: int, factor: float) -> None:
+        if self._is_lazy and not self._is_range_reduced[bucket]:
+            self._sum_range(bucket, start, stop)
         if factor != 1.0:
-            own = self.own(bucket)
+            own = self.grad_shard(bucket)
             own.flat[start - own.start : stop - own.start].mul_(factor)
 
-    def sums(self, bucket: int) -> Sequence[Part]:
-        if self._split:
-            return [self.own(bucket)]
+    def reduced_views(self, bucket: int) -> Sequence[Part]:
+        if self._is_split:
+            return [self.grad_shard(bucket)]
         return [
-            Part(start, stop, self._all_slots[peer][bucket][start:stop])
+            Part(start, stop, self._all_buffers[peer][bucket][start:stop])
             for peer, (start, stop) in enumerate(self._slices[bucket])
             if stop > start
         ]
 
-    def own(self, bucket: int) -> Part:
+    def grad_shard(self, bucket: int) -> Part:
         start, stop = self._slices[bucket][self.index]
-        if self._between is not None:
-            start, stop = share(start, stop, self._between.size, self._between.index)
-        flat = self.slots[bucket][start:stop] if self._grad_shards is None else self._grad_shards.flats[bucket]
+        if self._inter_host is not None:
+            start, stop = share(start, stop, self._inter_host.size, self._inter_host.index)
+        flat = self.grad_buffers[bucket][start:stop] if self._grad_shards is None else self._grad_shards.flats[bucket]
         return Part(start, stop, flat)
 
-    def settle(self, bucket: int) -> None:
-        if self._lazy and not self._summed[bucket]:
-            self._add_up(bucket, *self._slices[bucket][self.index])
-            self._summed[bucket] = True
+    def reduce_shard(self, bucket: int) -> None:
+        if self._is_lazy and not self._is_range_reduced[bucket]:
+            self._sum_range(bucket, *self._slices[bucket][self.index])
+            self._is_range_reduced[bucket] = True
 
-    def scale(self, factor: float) -> None:
-        for slot, slices in zip(self.slots, self._slices, strict=True):
+    def scale_grads(self, factor: float) -> None:
+        for slot, slices in zip(self.grad_buffers, self._slices, strict=True):
             start, stop = slices[self.index]
             slot[start:stop].mul_(factor)
         self._increment_flag(SCALED)
-        self._wait(SCALED, self._counts[SCALED])
+        self._wait_flag(SCALED, self._flag_counts[SCALED])
 
-    def gather(self, bucket: int) -> None:
+    def all_gather_grads(self, bucket: int) -> None:
         for peer, (start, stop) in enumerate(self._slices[bucket]):
             if peer != self.index:
-                self.slots[bucket][start:stop].copy_(self._all_slots[peer][bucket][start:stop])
+                self.grad_buffers[bucket][start:stop].copy_(self._all_buffers[peer][bucket][start:stop])
 
-    def permit(self) -> None:
+    def signal_backward_done(self) -> None:
         self._increment_flag(PERMITTED)
 
-    def permitted(self) -> None:
-        if self.weights is not None:
-            self._wait(PERMITTED, self._counts[PERMITTED])
+    def wait_weights_writable(self) -> None:
+        if self.shared_weights is not None:
+            self._wait_flag(PERMITTED, self._flag_counts[PERMITTED])
 
-    def publish(self, bucket: int, weight: torch.Tensor) -> None:
+    def all_gather_weights_async(self, bucket: int, weight: torch.Tensor) -> None:
         land = None
-        if self._between is not None and self._between.size > 1:
+        if self._inter_host is not None and self._inter_host.size > 1:
             start, stop = self._slices[bucket][self.index]
-            land = self._between.gather(weight[start:stop])
+            land = self._inter_host.all_gather_inplace_async(weight[start:stop])
         self._pending_gathers.append(land)
-        self._published[bucket] = self._counts[UPDATED] + len(self._pending_gathers)
+        self._gather_numbers[bucket] = self._flag_counts[UPDATED] + len(self._pending_gathers)
         if land is None:
-            self._land_until(self._published[bucket])
+            self._gather_through(self._gather_numbers[bucket])
 
-    def _land_until(self, number: int) -> None:
+    def _gather_through(self, number: int) -> None:
         """Have this rank's slices of the first `number` publications in this host's memory, told one by one."""
-        while self._counts[UPDATED] < number:
+        while self._flag_counts[UPDATED] < number:
             if (land := self._pending_gathers.popleft()) is not None:
                 land()
             self._increment_flag(UPDATED)
 
-    def arrive(self, bucket: int) -> None:
+    def wait_weights(self, bucket: int) -> None:
         # Those before it too, in program order: a rank of another host may wait for one of them.
-        self._land_until(self._published[bucket])
-        self._wait(UPDATED, self._published[bucket])
+        self._gather_through(self._gather_numbers[bucket])
+        self._wait_flag(UPDATED, self._gather_numbers[bucket])
 
-    def close(self) -> None:
-        self._land_until(self._counts[UPDATED] + len(self._pending_gathers))
-        self._queue.clear()
-        self._summed = [False] * len(self._summed)
+    def end_step(self) -> None:
+        self._gather_through(self._flag_counts[UPDATED] + len(self._pending_gathers))
+        self._reduce_queue.clear()
+        self._is_range_reduced = [False] * len(self._is_range_reduced)
         if self._grad_shards is not None:
             self._grad_shards.begin_step()
         self._increment_flag(CLOSED)
         # Every rank has updated its share: the weights are whole.
-        self._wait(UPDATED, self._counts[UPDATED])
+        self._wait_flag(UPDATED, self._flag_counts[UPDATED])
 
-    def spread(self) -> None:
-        assert self.weights is not None
-        if self._between is not None and self.writes:
-            for flat in self.weights:
-                self._between.broadcast(flat)
+    def broadcast_weights(self) -> None:
+        assert self.shared_weights is not None
+        if self._inter_host is not None and self.is_writer:
+            for flat in self.shared_weights:
+                self._inter_host.broadcast(flat)
 
     # ---- scalars and weights ------------------------------------------------------------------------
 
-    def measure(self, kind: int, values: torch.Tensor) -> None:
-        turn = self._counts[MEASURED + kind] % 2
+    def all_reduce_scalars_async(self, kind: int, values: torch.Tensor) -> None:
+        turn = self._flag_counts[MEASURED + kind] % 2
         self._scalars[self.index][kind, turn, : len(values)] = values
-        self._lengths[kind] = len(values)
-        self._unread.append(kind)
+        self._num_scalars[kind] = len(values)
+        self._pending_scalars.append(kind)
         self._increment_flag(MEASURED + kind)
 
-    def measured(self, kind: int) -> list[float]:
+    def wait_scalars(self, kind: int) -> list[float]:
         # In the order in which they were begun, whichever is asked for first: between hosts they pair up by order, and
         # one rank may need the loss while it reduces, another only after other measures.
-        while kind in self._unread:
-            first = self._unread.popleft()
-            self._read[first] = self._sum_measure(first)
-        return self._read.pop(kind)
+        while kind in self._pending_scalars:
+            first = self._pending_scalars.popleft()
+            self._reduced_scalars[first] = self._sum_scalars(first)
+        return self._reduced_scalars.pop(kind)
 
-    def _sum_measure(self, kind: int) -> list[float]:
-        count = self._counts[MEASURED + kind]
-        self._wait(MEASURED + kind, count)
+    def _sum_scalars(self, kind: int) -> list[float]:
+        count = self._flag_counts[MEASURED + kind]
+        self._wait_flag(MEASURED + kind, count)
         if kind == LOSS:
-            self._compare()
-        total = self._scalars[0][kind, (count - 1) % 2, : self._lengths[kind]].clone()
+            self._compare_calls()
+        total = self._scalars[0][kind, (count - 1) % 2, : self._num_scalars[kind]].clone()
         for peer in range(1, self.size):
-            total += self._scalars[peer][kind, (count - 1) % 2, : self._lengths[kind]]
-        if self._between is None:
+            total += self._scalars[peer][kind, (count - 1) % 2, : self._num_scalars[kind]]
+        if self._inter_host is None:
             return total.tolist()
-        return self._between.measure(total.tolist(), self._call if kind == LOSS else None)
+        return self._inter_host.all_reduce_scalars(total.tolist(), self._call if kind == LOSS else None)
 
 
-def _slice(length: int, size: int, index: int) -> tuple[int, int]:
+def _rank_slice(length: int, size: int, index: int) -> tuple[int, int]:
     """[start, stop) of a rank's slice; cut at multiples of 32 elements: no cache line has two writers."""
     blocks = -(-length // 32)
     return min(length, blocks * index // size * 32), min(length, blocks * (index + 1) // size * 32)
