@@ -11,7 +11,7 @@ import torch
 
 from fourfold.feed.feed import Batch
 from fourfold.parts.comm import calls, shared
-from fourfold.parts.comm.slotting import Slotting
+from fourfold.parts.comm.slotting import SharedMemoryLayout
 from fourfold.plan.order import Stretch
 from fourfold.run.build import TrainStep
 from fourfold.testing import threads
@@ -83,7 +83,7 @@ def test_a_rank_that_never_comes_does_not_keep_the_others_from_telling(monkeypat
 
 
 def test_a_stray_that_has_ended_of_it_is_told_as_a_stray():
-    slotting = Slotting((), (), num_scalars=8)
+    slotting = SharedMemoryLayout((), (), num_scalars=8)
     mapping = mmap.mmap(-1, 3 * slotting.region_bytes)
     here, there = socket.socketpair()
     first = shared.SharedMemoryTransport(mapping, slotting, index=0, size=3, peer_sockets={1: here})

@@ -10,7 +10,7 @@ import torch
 from fourfold.parts import codec
 from fourfold.parts.comm.coded import CompressedRoutes, CompressedTransport, NullMessageGatherer
 from fourfold.parts.comm.shared import SharedMemoryTransport
-from fourfold.parts.comm.slotting import Slotting
+from fourfold.parts.comm.slotting import SharedMemoryLayout
 from fourfold.parts.comm.split import Flight, landed
 from fourfold.plan.codec import Coding
 from fourfold.plan.data import RESTS, Bucket, Slot, turns
@@ -34,7 +34,9 @@ def test_a_sum_on_its_way_lands_before_a_rank_waits_for_a_later_launch():
     # Two ranks whose gradients come in different orders: rank 0 waits for the slot of bucket 0, by whose turn bucket 4
     # comes; rank 1 for that of bucket 1, which rank 0 has yet to launch.
     sizes, dtypes = [64] * NUM_BUCKETS, [torch.float32] * NUM_BUCKETS
-    slotting = Slotting(sizes, dtypes, num_scalars=8, turns=turns(NUM_BUCKETS, few=True), weights=dtypes)
+    slotting = SharedMemoryLayout(
+        sizes, dtypes, num_scalars=8, buffer_indices=turns(NUM_BUCKETS, few=True), weight_dtypes=dtypes
+    )
     mapping, both = mmap.mmap(-1, slotting.total_bytes(2)), threading.Barrier(2)
     make = functools.partial(SharedMemoryTransport, mapping, slotting, size=2, rest=RESTS[2], time_limit_seconds=10)
 
@@ -59,8 +61,10 @@ def test_a_sum_on_its_way_lands_before_a_rank_waits_for_a_later_launch():
 def test_a_rank_does_its_part_of_a_sum_before_it_waits_for_a_later_message():
     # As above, with a codec: rank 1 waits for the message of bucket 1, and rank 0 first for the sum of bucket 0.
     sizes, wide, narrow = [64] * NUM_BUCKETS, [torch.float32] * NUM_BUCKETS, [torch.bfloat16] * NUM_BUCKETS
-    slotting = Slotting(sizes, wide, num_scalars=8, turns=turns(NUM_BUCKETS, few=True), weights=wide)
-    messages = Slotting(sizes, narrow, num_scalars=8)
+    slotting = SharedMemoryLayout(
+        sizes, wide, num_scalars=8, buffer_indices=turns(NUM_BUCKETS, few=True), weight_dtypes=wide
+    )
+    messages = SharedMemoryLayout(sizes, narrow, num_scalars=8)
     mapping, other = mmap.mmap(-1, slotting.total_bytes(2)), mmap.mmap(-1, messages.total_bytes(2))
     first, both, launched = threading.Event(), threading.Barrier(2), threading.Event()
     buckets = [Bucket(index, (Slot(str(index), 0, 64),), 64, "float32", 4, 0) for index in range(NUM_BUCKETS)]

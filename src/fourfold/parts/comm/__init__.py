@@ -35,7 +35,7 @@ from fourfold.parts.comm.neighbours import RingOverSharedMemory, RingPlace, tota
 from fourfold.parts.comm.ranks import Communicator, existing_world, init_communicator, world
 from fourfold.parts.comm.same_host import open_host_memory
 from fourfold.parts.comm.shared import SharedMemoryTransport
-from fourfold.parts.comm.slotting import Slotting
+from fourfold.parts.comm.slotting import SharedMemoryLayout
 from fourfold.parts.comm.transport import Alone, Held, Part, Transport
 from fourfold.parts.comm.wire import GroupWire
 from fourfold.plan.data import RESTS, Rest
@@ -199,13 +199,13 @@ def _make_shared_memory(ranks: Communicator, spec: TransportSpec) -> tuple[Share
     sharing = _num_host_shards(spec.num_shards or ranks.size, len(here), len(hosts))
     between_hosts = spec.rest.weight == SPLIT and sharing > 1
     weights = (spec.weight_dtypes or spec.dtypes) if spec.rest.state == SPLIT else ()
-    slotting = Slotting(
+    slotting = SharedMemoryLayout(
         spec.sizes,
         spec.dtypes,
         num_scalars=spec.num_scalars,
-        turns=spec.buffer_indices,
-        weights=() if between_hosts else weights,
-        stages=weights if between_hosts else (),
+        buffer_indices=spec.buffer_indices,
+        weight_dtypes=() if between_hosts else weights,
+        staging_dtypes=weights if between_hosts else (),
     )
     met, problem = open_host_memory(lambda: memory.create_shared(slotting.total_bytes(len(here))), ranks, here)
     if met is None:

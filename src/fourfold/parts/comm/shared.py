@@ -28,25 +28,25 @@ import torch
 from fourfold.parts.comm.calls import CallBoard
 from fourfold.parts.comm.group import GradShards
 from fourfold.parts.comm.slotting import (
-    CALLED,
-    CLOSED,
-    DEAD,
+    BACKWARD_DONE,
+    CALL_BEGUN,
+    COPIED,
+    DEAD_PEER,
     FLAG_STRIDE,
-    LAUNCHED,
-    MEASURED,
+    GRADS_READY,
     NUM_FLAGS,
-    NUM_MEASURES,
-    PERMITTED,
+    NUM_SCALAR_KINDS,
+    REDUCED,
+    SCALARS_READY,
     SCALED,
     STAGED,
-    SUMMED,
-    TAKEN,
-    UPDATED,
-    Slotting,
-    scalars_of,
-    slots_of,
-    stages_of,
-    weights_of,
+    STEP_ENDED,
+    WEIGHTS_READY,
+    SharedMemoryLayout,
+    view_grad_buffers,
+    view_scalars,
+    view_staging_buffers,
+    view_weights,
 )
 from fourfold.parts.comm.split import Flight, add_up
 from fourfold.parts.comm.staging import Flags, Staging
@@ -108,7 +108,7 @@ class SharedMemoryTransport:
     def __init__(
         self,
         mapping: mmap.mmap,
-        layout: Slotting,
+        layout: SharedMemoryLayout,
         *,
         index: int,
         size: int,
@@ -130,15 +130,15 @@ class SharedMemoryTransport:
         self._mapping = mapping
         self._flags = memoryview(mapping).cast("B").cast("q")
         self._region_words = layout.region_bytes // 8
-        self._all_buffers = [slots_of(mapping, layout, region) for region in range(size)]
+        self._all_buffers = [view_grad_buffers(mapping, layout, region) for region in range(size)]
         self.grad_buffers: Sequence[torch.Tensor] = self._all_buffers[index]
-        self.buffer_indices = layout.turns
-        self._scalars = [scalars_of(mapping, layout, region) for region in range(size)]
+        self.buffer_indices = layout.buffer_indices
+        self._scalars = [view_scalars(mapping, layout, region) for region in range(size)]
         self._slices = [[_rank_slice(length, size, peer) for peer in range(size)] for length in layout.sizes]
         starts = [region * layout.region_bytes + layout.calls_offset for region in range(size)]
         self._call_board, self._call = CallBoard(mapping, starts, self._ranks), ""
         self._flag_counts = [0] * NUM_FLAGS
-        self._num_scalars = [0] * NUM_MEASURES
+        self._num_scalars = [0] * NUM_SCALAR_KINDS
         self._pending_scalars: deque[int] = deque()  # measures that have begun
         self._reduced_scalars: dict[int, list[float]] = {}
         self._reduce_queue: list[tuple[int, int]] = []  # launched, not yet summed, in program order
@@ -158,9 +158,11 @@ class SharedMemoryTransport:
         self.shared_weights: Sequence[torch.Tensor] | None = None
         behind = size * layout.region_bytes
         if layout.weights_bytes:
-            self.shared_weights = weights_of(mapping, layout, behind)
+            self.shared_weights = view_weights(mapping, layout, behind)
         self.replica_index = 0 if inter_host is None else inter_host.replica_index
-        self._staging = self._make_staging(stages_of(mapping, layout, behind)) if layout.stage_bytes else None
+        self._staging = (
+            self._make_staging(view_staging_buffers(mapping, layout, behind)) if layout.staging_bytes else None
+        )
         self.unshards_params = self._staging is not None
 
     @property
@@ -208,9 +210,9 @@ class SharedMemoryTransport:
         ready = {handle for handle, _ in poll.poll(0)}
         dead = [peer for peer, link in self._peer_sockets.items() if link.fileno() in ready]
         # The leader alone has links to all: it writes down who died before it ends of it.
-        known = self._flags[DEAD * FLAG_STRIDE]
+        known = self._flags[DEAD_PEER * FLAG_STRIDE]
         if known == 0 and dead and self.index == 0:
-            self._flags[DEAD * FLAG_STRIDE] = known = dead[0] + 1
+            self._flags[DEAD_PEER * FLAG_STRIDE] = known = dead[0] + 1
         if (known or dead) and self._min_flag(flag) < count:
             rank = self._ranks[known - 1 if known else dead[0]]
             raise PeerError(
@@ -225,23 +227,23 @@ class SharedMemoryTransport:
 
     def begin_call(self, call: str) -> None:
         self._call = call
-        self._call_board.write(self.index, self._flag_counts[CALLED] + 1, call)
-        self._increment_flag(CALLED)
+        self._call_board.write(self.index, self._flag_counts[CALL_BEGUN] + 1, call)
+        self._increment_flag(CALL_BEGUN)
 
     def check_same_call(self) -> None:
-        self._wait_flag(CALLED, self._flag_counts[CALLED])
+        self._wait_flag(CALL_BEGUN, self._flag_counts[CALL_BEGUN])
         self._compare_calls()
         if self._inter_host is not None:
             self._inter_host.all_reduce_scalars([], self._call)
 
     def _check_divergence(self, waited_seconds: float) -> None:
         # Those that are only late are waited for, so that every rank's call can be told.
-        if self._min_flag(CALLED) >= self._flag_counts[CALLED] or waited_seconds > DIVERGENCE_GRACE_SECONDS:
+        if self._min_flag(CALL_BEGUN) >= self._flag_counts[CALL_BEGUN] or waited_seconds > DIVERGENCE_GRACE_SECONDS:
             self._compare_calls()
 
     def _compare_calls(self) -> None:
         def call_counts() -> list[int]:
-            return [self._flags[peer * self._region_words + CALLED * FLAG_STRIDE] for peer in range(self.size)]
+            return [self._flags[peer * self._region_words + CALL_BEGUN * FLAG_STRIDE] for peer in range(self.size)]
 
         self._call_board.check(self.index, call_counts)
 
@@ -250,9 +252,9 @@ class SharedMemoryTransport:
     def _make_staging(self, stages: Sequence[torch.Tensor]) -> Staging:
         flags = Flags(
             staged=functools.partial(self._increment_flag, STAGED),
-            taken=functools.partial(self._increment_flag, TAKEN),
+            taken=functools.partial(self._increment_flag, COPIED),
             all_staged=functools.partial(self._wait_flag, STAGED),
-            all_taken=functools.partial(self._wait_flag, TAKEN),
+            all_taken=functools.partial(self._wait_flag, COPIED),
         )
         return Staging(stages, flags)
 
@@ -282,7 +284,7 @@ class SharedMemoryTransport:
     # ---- a bucket's reduction -----------------------------------------------------------------------
 
     def acquire_buffer(self, bucket: int) -> None:
-        self._wait_flag(CLOSED, self._flag_counts[CLOSED])
+        self._wait_flag(STEP_ENDED, self._flag_counts[STEP_ENDED])
         if self._grad_shards is not None:
             numbers = [
                 n
@@ -290,38 +292,38 @@ class SharedMemoryTransport:
                 if turn == self.buffer_indices[bucket]
             ]
             self._reduce_through(max(numbers))
-            self._wait_flag(SUMMED, max(numbers))
+            self._wait_flag(REDUCED, max(numbers))
 
     def reduce_async(self, bucket: int, reduction_index: int) -> None:
         self._reduce_queue.append((bucket, reduction_index))
-        self._increment_flag(LAUNCHED)
-        self._reduce_numbers[bucket] = self._flag_counts[LAUNCHED]
+        self._increment_flag(GRADS_READY)
+        self._reduce_numbers[bucket] = self._flag_counts[GRADS_READY]
         if not self._is_lazy:
             self._reduce_ready()
 
     def wait_reduce(self, bucket: int) -> None:
         number = self._reduce_numbers[bucket]
         if self._is_lazy:
-            self._wait_flag(LAUNCHED, number)
+            self._wait_flag(GRADS_READY, number)
             return
-        done = self._flag_counts[SUMMED] if self._is_split else self._min_flag(SUMMED)
+        done = self._flag_counts[REDUCED] if self._is_split else self._min_flag(REDUCED)
         if done >= number:
             return
         begin, waited = time.perf_counter(), self.waiting_seconds
         with self.recorder.waiting():
             self._reduce_through(number)
             if not self._is_split:
-                self._wait_flag(SUMMED, number)
+                self._wait_flag(REDUCED, number)
         self.waiting_seconds = waited + time.perf_counter() - begin
 
     def is_reduced(self, bucket: int) -> bool:
         number = self._reduce_numbers[bucket]
         if self._is_lazy:
-            return self._min_flag(LAUNCHED) >= number
+            return self._min_flag(GRADS_READY) >= number
         self._reduce_ready()
         while self._pending_inter_host and self._pending_inter_host[0][1].has_landed():
-            self._reduce_through(self._flag_counts[SUMMED] + 1)
-        return (self._flag_counts[SUMMED] if self._is_split else self._min_flag(SUMMED)) >= number
+            self._reduce_through(self._flag_counts[REDUCED] + 1)
+        return (self._flag_counts[REDUCED] if self._is_split else self._min_flag(REDUCED)) >= number
 
     def can_acquire_buffer(self, bucket: int) -> bool:
         last = max(
@@ -331,24 +333,24 @@ class SharedMemoryTransport:
         )
         self._reduce_ready()
         while self._pending_inter_host and self._pending_inter_host[0][1].has_landed():
-            self._reduce_through(self._flag_counts[SUMMED] + 1)
-        return self._min_flag(CLOSED) >= self._flag_counts[CLOSED] and self._min_flag(SUMMED) >= last
+            self._reduce_through(self._flag_counts[REDUCED] + 1)
+        return self._min_flag(STEP_ENDED) >= self._flag_counts[STEP_ENDED] and self._min_flag(REDUCED) >= last
 
     def _reduce_through(self, number: int) -> None:
         """Have this rank's part of the first `number` reductions done."""
-        while self._flag_counts[SUMMED] < number:
+        while self._flag_counts[REDUCED] < number:
             self._reduce_ready()
             if self._pending_inter_host:
                 # Before any wait for a later launch: who is to launch it may be waiting for this sum.
                 bucket, flight = self._pending_inter_host.popleft()
                 self._finish_reduce(bucket, flight.land())
-            elif self._flag_counts[SUMMED] < number:
-                self._wait_flag(LAUNCHED, self._flag_counts[LAUNCHED] - len(self._reduce_queue) + 1)
+            elif self._flag_counts[REDUCED] < number:
+                self._wait_flag(GRADS_READY, self._flag_counts[GRADS_READY] - len(self._reduce_queue) + 1)
 
     def _reduce_ready(self) -> None:
         """Sum this rank's slice of every bucket that all ranks have launched."""
         begin = time.perf_counter()
-        there = max(0, self._min_flag(LAUNCHED) - (self._flag_counts[LAUNCHED] - len(self._reduce_queue)))
+        there = max(0, self._min_flag(GRADS_READY) - (self._flag_counts[GRADS_READY] - len(self._reduce_queue)))
         for bucket, name in self._reduce_queue[:there]:
             with self.recorder.reducing(name):
                 start, stop = self._slices[bucket][self.index]
@@ -376,7 +378,7 @@ class SharedMemoryTransport:
     def _finish_reduce(self, bucket: int, total: torch.Tensor) -> None:
         if self._grad_shards is not None:
             self._grad_shards.accumulate(bucket, total)
-        self._increment_flag(SUMMED)
+        self._increment_flag(REDUCED)
 
     def _sum_range(self, bucket: int, start: int, stop: int) -> torch.Tensor:
         """The sum of [start, stop) over this host's ranks, in this rank's slot."""
@@ -425,11 +427,11 @@ class SharedMemoryTransport:
                 self.grad_buffers[bucket][start:stop].copy_(self._all_buffers[peer][bucket][start:stop])
 
     def signal_backward_done(self) -> None:
-        self._increment_flag(PERMITTED)
+        self._increment_flag(BACKWARD_DONE)
 
     def wait_weights_writable(self) -> None:
         if self.shared_weights is not None:
-            self._wait_flag(PERMITTED, self._flag_counts[PERMITTED])
+            self._wait_flag(BACKWARD_DONE, self._flag_counts[BACKWARD_DONE])
 
     def all_gather_weights_async(self, bucket: int, weight: torch.Tensor) -> None:
         land = None
@@ -437,31 +439,31 @@ class SharedMemoryTransport:
             start, stop = self._slices[bucket][self.index]
             land = self._inter_host.all_gather_inplace_async(weight[start:stop])
         self._pending_gathers.append(land)
-        self._gather_numbers[bucket] = self._flag_counts[UPDATED] + len(self._pending_gathers)
+        self._gather_numbers[bucket] = self._flag_counts[WEIGHTS_READY] + len(self._pending_gathers)
         if land is None:
             self._gather_through(self._gather_numbers[bucket])
 
     def _gather_through(self, number: int) -> None:
         """Have this rank's slices of the first `number` publications in this host's memory, told one by one."""
-        while self._flag_counts[UPDATED] < number:
+        while self._flag_counts[WEIGHTS_READY] < number:
             if (land := self._pending_gathers.popleft()) is not None:
                 land()
-            self._increment_flag(UPDATED)
+            self._increment_flag(WEIGHTS_READY)
 
     def wait_weights(self, bucket: int) -> None:
         # Those before it too, in program order: a rank of another host may wait for one of them.
         self._gather_through(self._gather_numbers[bucket])
-        self._wait_flag(UPDATED, self._gather_numbers[bucket])
+        self._wait_flag(WEIGHTS_READY, self._gather_numbers[bucket])
 
     def end_step(self) -> None:
-        self._gather_through(self._flag_counts[UPDATED] + len(self._pending_gathers))
+        self._gather_through(self._flag_counts[WEIGHTS_READY] + len(self._pending_gathers))
         self._reduce_queue.clear()
         self._is_range_reduced = [False] * len(self._is_range_reduced)
         if self._grad_shards is not None:
             self._grad_shards.begin_step()
-        self._increment_flag(CLOSED)
+        self._increment_flag(STEP_ENDED)
         # Every rank has updated its share: the weights are whole.
-        self._wait_flag(UPDATED, self._flag_counts[UPDATED])
+        self._wait_flag(WEIGHTS_READY, self._flag_counts[WEIGHTS_READY])
 
     def broadcast_weights(self) -> None:
         assert self.shared_weights is not None
@@ -472,11 +474,11 @@ class SharedMemoryTransport:
     # ---- scalars and weights ------------------------------------------------------------------------
 
     def all_reduce_scalars_async(self, kind: int, values: torch.Tensor) -> None:
-        turn = self._flag_counts[MEASURED + kind] % 2
+        turn = self._flag_counts[SCALARS_READY + kind] % 2
         self._scalars[self.index][kind, turn, : len(values)] = values
         self._num_scalars[kind] = len(values)
         self._pending_scalars.append(kind)
-        self._increment_flag(MEASURED + kind)
+        self._increment_flag(SCALARS_READY + kind)
 
     def wait_scalars(self, kind: int) -> list[float]:
         # In the order in which they were begun, whichever is asked for first: between hosts they pair up by order, and
@@ -487,8 +489,8 @@ class SharedMemoryTransport:
         return self._reduced_scalars.pop(kind)
 
     def _sum_scalars(self, kind: int) -> list[float]:
-        count = self._flag_counts[MEASURED + kind]
-        self._wait_flag(MEASURED + kind, count)
+        count = self._flag_counts[SCALARS_READY + kind]
+        self._wait_flag(SCALARS_READY + kind, count)
         if kind == LOSS:
             self._compare_calls()
         total = self._scalars[0][kind, (count - 1) % 2, : self._num_scalars[kind]].clone()
