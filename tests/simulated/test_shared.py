@@ -11,7 +11,7 @@ from fourfold.parts import codec
 from fourfold.parts.comm.coded import CompressedRoutes, CompressedTransport, NullMessageGatherer
 from fourfold.parts.comm.shared import SharedMemoryTransport
 from fourfold.parts.comm.slotting import SharedMemoryLayout
-from fourfold.parts.comm.split import Flight, landed
+from fourfold.parts.comm.split import AsyncResult, always_done
 from fourfold.plan.codec import Coding
 from fourfold.plan.data import RESTS, Bucket, Slot, turns
 from fourfold.testing import threads
@@ -25,7 +25,7 @@ class NoOthers:
     size, index, replica, sent_bytes = 1, 0, 0, 0.0
 
     def scatter(self, flat):
-        return Flight(lambda: flat, landed)
+        return AsyncResult(lambda: flat, always_done)
 
     begin = scatter
 

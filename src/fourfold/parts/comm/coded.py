@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts.codec import Codec, CodecReduction, Message
-from fourfold.parts.comm.split import Flight, landed
+from fourfold.parts.comm.split import AsyncResult, always_done
 from fourfold.parts.comm.transport import Part, Transport
 from fourfold.plan.codec import Meet
 from fourfold.words.spans import Recorder
@@ -38,7 +38,7 @@ class MessageGatherer(Protocol):
 
     sent_bytes: float
 
-    def all_gather_async(self, payload: Tensor) -> Flight:
+    def all_gather_async(self, payload: Tensor) -> AsyncResult:
         """Begin to bring the messages [bytes] of all to all; what lands are they, in order."""
         ...
 
@@ -48,8 +48,8 @@ class NullMessageGatherer:
 
     sent_bytes = 0.0
 
-    def all_gather_async(self, payload: Tensor) -> Flight:
-        return Flight(lambda: [payload], landed)
+    def all_gather_async(self, payload: Tensor) -> AsyncResult:
+        return AsyncResult(lambda: [payload], always_done)
 
 
 class CompressedRoutes(NamedTuple):
@@ -71,7 +71,7 @@ class _PendingReduction:
     bucket: int
     reduction_index: int
     generator: CodecReduction
-    message_result: Flight
+    message_result: AsyncResult
     round_index: float = 0
 
 
@@ -162,7 +162,7 @@ class CompressedTransport:
                 each.close()
         self._grad_round = number
 
-    def _send_message(self, bucket: int, number: int, message: Message) -> Flight:
+    def _send_message(self, bucket: int, number: int, message: Message) -> AsyncResult:
         """Send a message of a round on its way."""
         if message.combine is Meet.GATHER:
             return self._gatherer.all_gather_async(message.payload)
@@ -170,7 +170,9 @@ class CompressedTransport:
         transport.lend(place)
         transport.slots[place].copy_(message.payload)
         transport.launch(place, place)
-        return Flight(functools.partial(_wait_total, transport, place), functools.partial(transport.is_complete, place))
+        return AsyncResult(
+            functools.partial(_wait_total, transport, place), functools.partial(transport.is_complete, place)
+        )
 
     def _advance_ready(self) -> None:
         """Go on with the talks whose messages are there, without waiting.
@@ -179,7 +181,7 @@ class CompressedTransport:
         """
         reached = DONE_ROUND
         for talking in list(self._pending):
-            while talking.round_index < reached and talking.message_result.has_landed():
+            while talking.round_index < reached and talking.message_result.is_done():
                 self._advance(talking)
             reached = talking.round_index
             if reached == 0:
@@ -203,7 +205,7 @@ class CompressedTransport:
     @torch.no_grad()
     def _advance(self, reduction: _PendingReduction) -> None:
         try:
-            message = reduction.generator.send(reduction.message_result.land())
+            message = reduction.generator.send(reduction.message_result.wait())
         except StopIteration:
             reduction.round_index = DONE_ROUND
             return

@@ -17,7 +17,7 @@ from fourfold.parts import memory
 from fourfold.parts.comm import calls
 from fourfold.parts.comm.groups import Group, Work, all_gather_rows
 from fourfold.parts.comm.ranks import Communicator
-from fourfold.parts.comm.split import Flight, Splitter, landed
+from fourfold.parts.comm.split import AsyncResult, ShardedCollectives, always_done
 from fourfold.parts.comm.transport import Part, one
 from fourfold.plan.data import Rest
 from fourfold.plan.memory import IN_FLIGHT
@@ -94,8 +94,8 @@ class ProcessGroupTransport:
         self.waiting_seconds, self.sent_bytes = 0.0, 0.0
         self.recorder, self.grad_scale_fn = SILENT, one
         self._device = ranks.device
-        self._sharded = None if rest.state == WHOLE else Splitter(ranks, members, shard=spec.num_shards)
-        self.replica_index = 0 if self._sharded is None else self._sharded.replica
+        self._sharded = None if rest.state == WHOLE else ShardedCollectives(ranks, members, num_shards=spec.num_shards)
+        self.replica_index = 0 if self._sharded is None else self._sharded.replica_index
         self._grad_shards = None
         if self._sharded is not None and rest.gradient == SPLIT:
             self._grad_shards = GradShards(grad_buffers, self._sharded.size)
@@ -104,7 +104,7 @@ class ProcessGroupTransport:
         self._shard_index_size = (
             (self.index, self.size) if self._sharded is None else (self._sharded.index, self._sharded.size)
         )
-        self._pending_reduces: dict[int, Flight] = {}
+        self._pending_reduces: dict[int, AsyncResult] = {}
         self._pending_gathers: dict[int, Callable[[], None]] = {}  # on their way to all, in program order
         self._pending_scalars: dict[int, tuple[Tensor, Work]] = {}
         self._fingerprint_check = _FingerprintCheck(self._scalars_group, members, self.index, ranks.device)
@@ -123,43 +123,43 @@ class ProcessGroupTransport:
 
     def reduce_async(self, bucket: int, reduction_index: int) -> None:
         if self._is_prereduced:
-            self._pending_reduces[bucket] = Flight(functools.partial(self._prereduced_shard, bucket), landed)
+            self._pending_reduces[bucket] = AsyncResult(functools.partial(self._prereduced_shard, bucket), always_done)
             return
         if self._sharded is None:
             self.sent_bytes += ring_bytes(Change.ALL_REDUCE, self.grad_buffers[bucket], self.size)
             with self._communicator.report_dead_peers():
                 work = self._group.all_reduce(self.grad_buffers[bucket])
             self.recorder.follow(reduction_index, work.get_future)
-            self._pending_reduces[bucket] = Flight(_make_wait(work), work.is_completed)
+            self._pending_reduces[bucket] = AsyncResult(_make_wait(work), work.is_completed)
             return
         self.sent_bytes += self._sharded.reduced_bytes(self.grad_buffers[bucket])
         if len(self._pending_reduces) >= IN_FLIGHT:
             self.wait_reduce(next(iter(self._pending_reduces)))
         with self._communicator.report_dead_peers():
             follow = functools.partial(self.recorder.follow, reduction_index)
-            self._pending_reduces[bucket] = self._sharded.scatter(self.grad_buffers[bucket], follow)
+            self._pending_reduces[bucket] = self._sharded.reduce_scatter_async(self.grad_buffers[bucket], follow)
 
     def _prereduced_shard(self, bucket: int) -> Tensor | None:
         """This rank's share of a slot that holds the sum already."""
-        return None if self._sharded is None else self._sharded.share(self.grad_buffers[bucket])
+        return None if self._sharded is None else self._sharded.local_shard(self.grad_buffers[bucket])
 
     def wait_reduce(self, bucket: int) -> None:
         if bucket in self._pending_reduces:
             with self._timed():
-                total = self._pending_reduces.pop(bucket).land()
+                total = self._pending_reduces.pop(bucket).wait()
             if self._grad_shards is not None and total is not None:
                 self._grad_shards.accumulate(bucket, total)
             if self._sharded is None and (factor := self.grad_scale_fn()) != 1.0:
                 self.grad_buffers[bucket].mul_(factor)
 
     def is_reduced(self, bucket: int) -> bool:
-        return bucket not in self._pending_reduces or self._pending_reduces[bucket].has_landed()
+        return bucket not in self._pending_reduces or self._pending_reduces[bucket].is_done()
 
     def can_acquire_buffer(self, bucket: int) -> bool:
         waited_for = [b for b in self._pending_reduces if self.buffer_indices[b] == self.buffer_indices[bucket]]
         if self._sharded is not None and len(self._pending_reduces) >= IN_FLIGHT:
             waited_for.append(next(iter(self._pending_reduces)))
-        return all(self._pending_reduces[b].has_landed() for b in waited_for)
+        return all(self._pending_reduces[b].is_done() for b in waited_for)
 
     def reduce_range(self, bucket: int, start: int, stop: int, factor: float) -> None:
         if factor != 1.0:
@@ -200,7 +200,7 @@ class ProcessGroupTransport:
         if len(self._pending_gathers) >= IN_FLIGHT:
             self.wait_weights(next(iter(self._pending_gathers)))
         with self._communicator.report_dead_peers():
-            self._pending_gathers[bucket] = self._sharded.gather(weight)
+            self._pending_gathers[bucket] = self._sharded.all_gather_inplace_async(weight)
 
     def wait_weights(self, bucket: int) -> None:
         with self._timed():
@@ -211,7 +211,7 @@ class ProcessGroupTransport:
         assert self._sharded is not None
         self.sent_bytes += self._sharded.gathered_bytes(out)
         with self._communicator.report_dead_peers():
-            land = self._sharded.bring(shard, out)
+            land = self._sharded.all_gather_async(shard, out)
 
         def timed_wait() -> None:
             with self._timed():
@@ -290,13 +290,13 @@ class GroupInterHostReducer:
         self._scalars_group = ranks.get_group(members, spec.group_name("scalars"))
         self._leader, self.sent_bytes = members[0], 0.0
         index = list(members).index(ranks.rank) if ranks.rank in members else -1
-        self._sharded = Splitter(ranks, members, shard=spec.num_shards)
-        self.size, self.index, self.replica_index = self._sharded.size, self._sharded.index, self._sharded.replica
+        self._sharded = ShardedCollectives(ranks, members, num_shards=spec.num_shards)
+        self.size, self.index, self.replica_index = self._sharded.size, self._sharded.index, self._sharded.replica_index
         self._miss_report_group = ranks.get_group(range(ranks.size), "pleas") if spec.rest.weight == SPLIT else None
         self._fingerprint_check = _FingerprintCheck(self._scalars_group, members, index, torch.device("cpu"))
 
-    def all_reduce_async(self, flat: Tensor) -> Flight:
-        self.sent_bytes += ring_bytes(Change.ALL_REDUCE, flat, self._sharded.places.size)
+    def all_reduce_async(self, flat: Tensor) -> AsyncResult:
+        self.sent_bytes += ring_bytes(Change.ALL_REDUCE, flat, self._sharded.shard_groups.size)
         with self._communicator.report_dead_peers():
             work = self._group.all_reduce(flat)
 
@@ -305,22 +305,22 @@ class GroupInterHostReducer:
                 work.wait()
             return flat
 
-        return Flight(wait, work.is_completed)
+        return AsyncResult(wait, work.is_completed)
 
-    def reduce_scatter_async(self, flat: Tensor) -> Flight:
+    def reduce_scatter_async(self, flat: Tensor) -> AsyncResult:
         self.sent_bytes += self._sharded.reduced_bytes(flat)
         with self._communicator.report_dead_peers():
-            return self._sharded.scatter(flat)
+            return self._sharded.reduce_scatter_async(flat)
 
     def all_gather_inplace_async(self, flat: Tensor) -> Callable[[], None]:
         self.sent_bytes += self._sharded.gathered_bytes(flat)
         with self._communicator.report_dead_peers():
-            return self._sharded.gather(flat)
+            return self._sharded.all_gather_inplace_async(flat)
 
     def all_gather_async(self, shard: Tensor, out: Tensor) -> Callable[[], None]:
         self.sent_bytes += self._sharded.gathered_bytes(out)
         with self._communicator.report_dead_peers():
-            return self._sharded.bring(shard, out)
+            return self._sharded.all_gather_async(shard, out)
 
     def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
         assert self._miss_report_group is not None
@@ -353,7 +353,7 @@ class GroupMessageGatherer:
         self._communicator, self._group = ranks, ranks.get_group(members, "messages")
         self.size, self.sent_bytes = len(members), 0.0
 
-    def all_gather_async(self, payload: Tensor) -> Flight:
+    def all_gather_async(self, payload: Tensor) -> AsyncResult:
         """Begin to bring the messages [bytes] of all to all; what lands are they, in the order of the members."""
         everyone = torch.empty(self.size * payload.numel(), dtype=payload.dtype, device=payload.device)
         self.sent_bytes += ring_bytes(Change.ALL_GATHER, everyone, self.size)
@@ -365,7 +365,7 @@ class GroupMessageGatherer:
                 work.wait()
             return everyone.view(self.size, -1).unbind()
 
-        return Flight(wait, work.is_completed)
+        return AsyncResult(wait, work.is_completed)
 
 
 def ring_bytes(collective: Change, flat: Tensor, size: int) -> float:

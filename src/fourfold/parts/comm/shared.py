@@ -48,7 +48,7 @@ from fourfold.parts.comm.slotting import (
     view_staging_buffers,
     view_weights,
 )
-from fourfold.parts.comm.split import Flight, add_up
+from fourfold.parts.comm.split import AsyncResult, sum_in_order
 from fourfold.parts.comm.staging import Flags, Staging
 from fourfold.parts.comm.transport import Part, one
 from fourfold.plan.data import RESTS, Rest
@@ -73,11 +73,11 @@ class InterHostReducer(Protocol):
     replica_index: int
     sent_bytes: float
 
-    def all_reduce_async(self, flat: torch.Tensor) -> Flight:
+    def all_reduce_async(self, flat: torch.Tensor) -> AsyncResult:
         """Begin an all-reduce in place; what lands is `flat`."""
         ...
 
-    def reduce_scatter_async(self, flat: torch.Tensor) -> Flight:
+    def reduce_scatter_async(self, flat: torch.Tensor) -> AsyncResult:
         """Begin a reduce-scatter; what lands is this host's share of the sum."""
         ...
 
@@ -142,7 +142,7 @@ class SharedMemoryTransport:
         self._pending_scalars: deque[int] = deque()  # measures that have begun
         self._reduced_scalars: dict[int, list[float]] = {}
         self._reduce_queue: list[tuple[int, int]] = []  # launched, not yet summed, in program order
-        self._pending_inter_host: deque[tuple[int, Flight]] = deque()  # summed here, on their way between hosts
+        self._pending_inter_host: deque[tuple[int, AsyncResult]] = deque()  # summed here, on their way between hosts
         self._reduce_numbers = [0] * len(self.grad_buffers)  # the number of a bucket's last launch
         self._is_split = rest.state == SPLIT
         # Sums of one's own share can be made when they are used, a piece at a time that stays in the cache.
@@ -321,7 +321,7 @@ class SharedMemoryTransport:
         if self._is_lazy:
             return self._min_flag(GRADS_READY) >= number
         self._reduce_ready()
-        while self._pending_inter_host and self._pending_inter_host[0][1].has_landed():
+        while self._pending_inter_host and self._pending_inter_host[0][1].is_done():
             self._reduce_through(self._flag_counts[REDUCED] + 1)
         return (self._flag_counts[REDUCED] if self._is_split else self._min_flag(REDUCED)) >= number
 
@@ -332,7 +332,7 @@ class SharedMemoryTransport:
             if turn == self.buffer_indices[bucket]
         )
         self._reduce_ready()
-        while self._pending_inter_host and self._pending_inter_host[0][1].has_landed():
+        while self._pending_inter_host and self._pending_inter_host[0][1].is_done():
             self._reduce_through(self._flag_counts[REDUCED] + 1)
         return self._min_flag(STEP_ENDED) >= self._flag_counts[STEP_ENDED] and self._min_flag(REDUCED) >= last
 
@@ -343,7 +343,7 @@ class SharedMemoryTransport:
             if self._pending_inter_host:
                 # Before any wait for a later launch: who is to launch it may be waiting for this sum.
                 bucket, flight = self._pending_inter_host.popleft()
-                self._finish_reduce(bucket, flight.land())
+                self._finish_reduce(bucket, flight.wait())
             elif self._flag_counts[REDUCED] < number:
                 self._wait_flag(GRADS_READY, self._flag_counts[GRADS_READY] - len(self._reduce_queue) + 1)
 
@@ -383,7 +383,7 @@ class SharedMemoryTransport:
     def _sum_range(self, bucket: int, start: int, stop: int) -> torch.Tensor:
         """The sum of [start, stop) over this host's ranks, in this rank's slot."""
         parts = [slots[bucket][start:stop] for slots in self._all_buffers]
-        add_up(parts, out=parts[self.index])
+        sum_in_order(parts, out=parts[self.index])
         return parts[self.index]
 
     def reduce_range(self, bucket: int, start: int, stop: int, factor: float) -> None:
