@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fourfold.parts import memory
-from fourfold.parts.comm.staging import NUM_STAGES, Flags, Staging
+from fourfold.parts.comm.staging import NUM_STAGES, HostUnshardStaging, StagingFlags
 from fourfold.parts.gathered import Gathered
 from fourfold.parts.uses import unwatched
 from fourfold.plan.data import Places, step_bytes
@@ -478,13 +478,13 @@ def test_shares_that_cut_hosts_apart_are_refused_with_those_that_do_not():
 def test_a_stage_is_written_again_when_all_have_taken_what_was_there():
     told: list[Any] = []
     stages = [torch.zeros(64, dtype=torch.uint8) for _ in range(NUM_STAGES)]
-    flags = Flags(
-        staged=lambda: told.append("staged"),
-        taken=lambda: told.append("taken"),
-        all_staged=lambda number: told.append(("all staged", number)),
-        all_taken=lambda number: told.append(("all taken", number)),
+    flags = StagingFlags(
+        signal_staged=lambda: told.append("staged"),
+        signal_copied=lambda: told.append("taken"),
+        wait_all_staged=lambda number: told.append(("all staged", number)),
+        wait_all_copied=lambda number: told.append(("all taken", number)),
     )
-    staging, out = Staging(stages, flags), torch.zeros(8)
+    staging, out = HostUnshardStaging(stages, flags), torch.zeros(8)
 
     def begin(part):
         told.append("begun")
@@ -492,7 +492,7 @@ def test_a_stage_is_written_again_when_all_have_taken_what_was_there():
         return lambda: told.append("landed")
 
     for _ in range(NUM_STAGES + 1):
-        staging.bring(slice(0, 4), out, begin)()
+        staging.unshard_async(slice(0, 4), out, begin)()
     each = ["begun", "landed", "staged", ("all staged", NUM_STAGES + 1), "taken"]
     assert told[-6:] == [("all taken", 1), *each]
     assert out.tolist() == [1.0] * 4 + [0.0] * 4

@@ -49,7 +49,7 @@ from fourfold.parts.comm.slotting import (
     view_weights,
 )
 from fourfold.parts.comm.split import AsyncResult, sum_in_order
-from fourfold.parts.comm.staging import Flags, Staging
+from fourfold.parts.comm.staging import HostUnshardStaging, StagingFlags
 from fourfold.parts.comm.transport import Part, one
 from fourfold.plan.data import RESTS, Rest
 from fourfold.plan.order import share
@@ -249,20 +249,20 @@ class SharedMemoryTransport:
 
     # ---- weights that rest split between hosts -------------------------------------------------------
 
-    def _make_staging(self, stages: Sequence[torch.Tensor]) -> Staging:
-        flags = Flags(
-            staged=functools.partial(self._increment_flag, STAGED),
-            taken=functools.partial(self._increment_flag, COPIED),
-            all_staged=functools.partial(self._wait_flag, STAGED),
-            all_taken=functools.partial(self._wait_flag, COPIED),
+    def _make_staging(self, stages: Sequence[torch.Tensor]) -> HostUnshardStaging:
+        flags = StagingFlags(
+            signal_staged=functools.partial(self._increment_flag, STAGED),
+            signal_copied=functools.partial(self._increment_flag, COPIED),
+            wait_all_staged=functools.partial(self._wait_flag, STAGED),
+            wait_all_copied=functools.partial(self._wait_flag, COPIED),
         )
-        return Staging(stages, flags)
+        return HostUnshardStaging(stages, flags)
 
     def unshard_async(self, bucket: int, shard: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
         assert self._staging is not None
         assert self._inter_host is not None
         begin = functools.partial(self._inter_host.all_gather_async, shard)
-        return self._timed(self._staging.bring(slice(*self._slices[bucket][self.index]), out, begin))
+        return self._timed(self._staging.unshard_async(slice(*self._slices[bucket][self.index]), out, begin))
 
     def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
         assert self._inter_host is not None

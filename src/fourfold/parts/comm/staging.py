@@ -17,41 +17,41 @@ import torch
 from fourfold.plan.gathers import NUM_STAGES
 
 
-class Flags(NamedTuple):
+class StagingFlags(NamedTuple):
     """How the ranks of a host tell each other: raise one's own counter; wait until everybody's has reached a count."""
 
-    staged: Callable[[], None]
-    taken: Callable[[], None]
-    all_staged: Callable[[int], None]
-    all_taken: Callable[[int], None]
+    signal_staged: Callable[[], None]
+    signal_copied: Callable[[], None]
+    wait_all_staged: Callable[[int], None]
+    wait_all_copied: Callable[[int], None]
 
 
-class Staging:
+class HostUnshardStaging:
     """This rank's part in bringing buckets to its host. Every rank brings the same ones in the same order."""
 
-    def __init__(self, stages: Sequence[torch.Tensor], flags: Flags) -> None:
+    def __init__(self, buffers: Sequence[torch.Tensor], flags: StagingFlags) -> None:
         """`stages` are bytes."""
-        self._stages, self._flags = stages, flags
-        self._begun = 0
+        self._buffers, self._flags = buffers, flags
+        self._num_begun = 0
 
-    def bring(
-        self, part: slice, out: torch.Tensor, begin: Callable[[torch.Tensor], Callable[[], None]]
+    def unshard_async(
+        self, local_slice: slice, out: torch.Tensor, start_gather: Callable[[torch.Tensor], Callable[[], None]]
     ) -> Callable[[], None]:
         """Begin to bring a bucket into `out`. `begin` brings what comes from other hosts into this rank's `part` of it.
 
         The returned function waits; these must be called in the order of beginnings.
         """
-        self._begun += 1
-        number = self._begun
-        self._flags.all_taken(number - NUM_STAGES)
-        stage = self._stages[number % NUM_STAGES][: out.numel() * out.element_size()].view(out.dtype)
-        land = begin(stage[part])
+        self._num_begun += 1
+        number = self._num_begun
+        self._flags.wait_all_copied(number - NUM_STAGES)
+        stage = self._buffers[number % NUM_STAGES][: out.numel() * out.element_size()].view(out.dtype)
+        land = start_gather(stage[local_slice])
 
-        def land_and_take() -> None:
+        def wait_and_copy() -> None:
             land()
-            self._flags.staged()
-            self._flags.all_staged(number)
+            self._flags.signal_staged()
+            self._flags.wait_all_staged(number)
             out.copy_(stage)
-            self._flags.taken()
+            self._flags.signal_copied()
 
-        return land_and_take
+        return wait_and_copy
