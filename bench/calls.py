@@ -32,7 +32,7 @@ CALL_TEXT = "step 1000, positions 2000 to 2002 of epoch 0, seed 0"
 def without_fingerprints(transport: Any) -> Iterator[None]:
     """Within: calls are neither told nor compared."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(transport, "enter"))
+        stack.enter_context(mock.patch.object(transport, "begin_call"))
         if hasattr(transport, "_fingerprint_check"):
             roll = stack.enter_context(mock.patch.object(transport, "_fingerprint_check"))
             roll.append_fingerprint.side_effect = lambda values, call: values.clone()
@@ -73,11 +73,11 @@ def _board_seconds(transport: Any) -> float:
     """Seconds of one telling and comparing in shared memory, from many in a row: nobody waits in them."""
     counts = [1] * transport.size
     for _ in range(BOARD_DEPTH):
-        transport.enter(CALL_TEXT)
-    transport.agree()
+        transport.begin_call(CALL_TEXT)
+    transport.check_same_call()
     begin = time.process_time()
     for _ in range(NUM_CALLS):
-        transport.enter(CALL_TEXT)
+        transport.begin_call(CALL_TEXT)
         transport._compare()
         transport._call_board.compare(transport.index, counts)  # Another rank may be too far away to be compared above.
     return (time.process_time() - begin) / NUM_CALLS

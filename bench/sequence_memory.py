@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench import bert
 from bench.measure import describe_machine, format_table
-from fourfold.parts.comm import Alone
+from fourfold.parts.comm import SingleRankTransport
 from fourfold.parts.comm.links import NullRingGroup, RingOverP2P
 from fourfold.parts.data import Gradients, rehome, specs
 from fourfold.parts.sequence import Axis, Dropout, attend
@@ -143,8 +143,8 @@ def zero_buckets(model: nn.Module, *, size: int, zero: int) -> StepMemory:
     for bucket, turn in zip(buckets, by_turn, strict=True):
         room[turn] = max(room.get(turn, 0), bucket.size)
     held = {turn: torch.empty(length) for turn, length in room.items()}
-    transport = Alone([held[turn][: b.size] for b, turn in zip(buckets, by_turn, strict=True)], by_turn)
-    transport.weights = [torch.empty(bucket.size) for bucket in buckets]
+    transport = SingleRankTransport([held[turn][: b.size] for b, turn in zip(buckets, by_turn, strict=True)], by_turn)
+    transport.shared_weights = [torch.empty(bucket.size) for bucket in buckets]
     rehome(named, buckets, transport)
     gradients = Gradients(named, buckets, transport, allow_unused=False)
     gradients.listening = True

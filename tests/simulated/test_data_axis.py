@@ -76,7 +76,7 @@ def test_a_layer_used_on_one_rank_only_is_trained_everywhere(monkeypatch):
         launched: list[int] = []
         launch = step._transport.reduce_async
         monkeypatch.setattr(
-            step._transport, "launch", lambda bucket, name: launched.append(bucket) or launch(bucket, name)
+            step._transport, "reduce_async", lambda bucket, name: launched.append(bucket) or launch(bucket, name)
         )
         before = step.model.get_parameter("spare.weight").clone()
         trained = train_step(case, step)
@@ -160,7 +160,7 @@ def test_after_the_first_step_buckets_are_launched_in_the_recorded_order(monkeyp
         launched: list[int] = []
         launch = step._transport.reduce_async
         monkeypatch.setattr(
-            step._transport, "launch", lambda bucket, name: launched.append(bucket) or launch(bucket, name)
+            step._transport, "reduce_async", lambda bucket, name: launched.append(bucket) or launch(bucket, name)
         )
         train_step(case, step, skip=1)
         return launched, [action.index for action in step.program if action.verb == Verb.REDUCE]

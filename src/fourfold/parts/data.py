@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts import memory
-from fourfold.parts.comm import Part, Transport
+from fourfold.parts.comm import BucketSlice, Transport
 from fourfold.parts.grad_hooks import register_last
 from fourfold.parts.masters import Masters
 from fourfold.parts.optim import Piece
@@ -43,7 +43,7 @@ def dtype_of(bucket: Bucket) -> torch.dtype:
 @torch.no_grad()
 def rehome(parameters: Mapping[str, nn.Parameter], buckets: Sequence[Bucket], transport: Transport) -> Sequence[Tensor]:
     """Move the weights into one flat per bucket; each parameter becomes a view of its slot. Returns the flats."""
-    flats = transport.weights
+    flats = transport.shared_weights
     if flats is None:
         devices = [parameters[bucket.slots[0].name].device for bucket in buckets]
         flats = [memory.private(b.size, dtype_of(b), d) for b, d in zip(buckets, devices, strict=True)]
@@ -51,7 +51,7 @@ def rehome(parameters: Mapping[str, nn.Parameter], buckets: Sequence[Bucket], tr
         for slot in bucket.slots:
             parameter = parameters[slot.name]
             place = flat[slot.start : slot.stop].view(parameter.shape)
-            if transport.writes:
+            if transport.is_writer:
                 place.copy_(parameter)
             parameter.data = place
     return flats
@@ -153,10 +153,10 @@ class Gradients:
         self.recorder = SILENT
         self._names = [slot.name for bucket in buckets for slot in bucket.slots]
         self._bucket_of = [bucket.index for bucket in buckets for _ in bucket.slots]
-        self._paddings = [transport.slots[bucket.index][bucket.slots[-1].stop :] for bucket in buckets]
+        self._paddings = [transport.grad_buffers[bucket.index][bucket.slots[-1].stop :] for bucket in buckets]
         self._first = list(itertools.accumulate((len(bucket.slots) for bucket in buckets), initial=0))
         self.views = [
-            _laid_as(parameters[slot.name], transport.slots[bucket.index][slot.start : slot.stop])
+            _laid_as(parameters[slot.name], transport.grad_buffers[bucket.index][slot.start : slot.stop])
             for bucket in buckets
             for slot in bucket.slots
         ]
@@ -169,7 +169,7 @@ class Gradients:
         """Whether gradients are taken: not those of a backward that is no part of a step."""
         # Whether hooks wait for reductions that hold them up. Where weights are gathered in backward they must not: who
         # is to end the reduction may be waiting for a gather that this rank has not begun.
-        self._waits = not transport.gathers
+        self._waits = not transport.unshards_params
         self.completion_order: list[int] = []
         """The order in which this rank's buckets became complete in the first round of the present step."""
         for number, name in enumerate(self._names):
@@ -188,7 +188,7 @@ class Gradients:
         holder: dict[int, int] = {}
         self._before: list[int | None] = [None] * len(order)
         for bucket in order:
-            turn = self._transport.turns[bucket]
+            turn = self._transport.buffer_indices[bucket]
             self._before[bucket] = holder.get(turn)
             holder[turn] = bucket
         self._place = {bucket: place for place, bucket in enumerate(order)}
@@ -259,11 +259,11 @@ class Gradients:
         before = self._before[bucket]
         if before is not None and self._place[before] >= self.num_launched:
             return False
-        return self._waits or self._transport.is_free(bucket)
+        return self._waits or self._transport.can_acquire_buffer(bucket)
 
     def _borrow(self, bucket: int) -> None:
         if not self._lent[bucket]:
-            self._transport.lend(bucket)
+            self._transport.acquire_buffer(bucket)
             self._lent[bucket] = True
             # Where buckets take turns, another one's gradient may lie there, and a norm would count it.
             self._paddings[bucket].zero_()
@@ -302,12 +302,12 @@ class Gradients:
         # In program order, not in ready order: ranks differ in readiness, and collectives must not.
         while self.num_launched < len(self._launch_order) and self._missing[self._launch_order[self.num_launched]] == 0:
             bucket = self._launch_order[self.num_launched]
-            if not (wait or self._transport.is_free(bucket)):
+            if not (wait or self._transport.can_acquire_buffer(bucket)):
                 return
             self._borrow(bucket)
             self._zero_unwritten(bucket)
             self.recorder.moment(self._name(bucket), SENT)
-            self._transport.launch(bucket, self._name(bucket))
+            self._transport.reduce_async(bucket, self._name(bucket))
             self.num_launched += 1
             self.on_launch()
 
@@ -358,8 +358,8 @@ class Gradients:
 
     def own(self, bucket: int) -> list[Tensor]:
         """What this rank measures of a completed bucket's sum."""
-        self._transport.settle(bucket)
-        return [self._transport.own(bucket).flat]
+        self._transport.reduce_shard(bucket)
+        return [self._transport.grad_shard(bucket).flat]
 
     def hold(self) -> None:
         """The sums are used after the step. They lie where nobody else writes."""
@@ -378,7 +378,7 @@ PIECE_ELEMENTS = 2**18
 class Laid(Protocol):
     """Weights by bucket: those that the model computes with, and the update's own."""
 
-    homes: Sequence[Part]
+    homes: Sequence[BucketSlice]
     masters: Masters
 
 
@@ -395,7 +395,7 @@ def pieces(
         slots = [(slot.start, slot.stop) for slot in bucket.slots] if by_slot else [(0, bucket.size)]
         result.append([])
         for number, (first, last) in enumerate(slots):
-            for part in transport.sums(bucket.index):
+            for part in transport.reduced_views(bucket.index):
                 low, high = max(first, part.start), min(last, part.stop)
                 small = cut or own is not None or part.flat.dtype != weight.flat.dtype
                 for start in range(low, high, PIECE_ELEMENTS if small else max(1, high - low)):

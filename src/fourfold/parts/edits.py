@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.comm import Part
+from fourfold.parts.comm import BucketSlice
 from fourfold.parts.masters import Masters
 from fourfold.parts.uses import unwatched
 from fourfold.plan.data import Bucket
@@ -76,7 +76,7 @@ class Edits:
         self._pairs: list[Pair] = []
         self.accept()
 
-    def pair(self, buckets: Sequence[Bucket], homes: Sequence[Part], masters: Masters) -> None:
+    def pair(self, buckets: Sequence[Bucket], homes: Sequence[BucketSlice], masters: Masters) -> None:
         """`differing` compares working weights, which lie in `homes`, with their master weights."""
         for bucket, home, own in zip(buckets, homes, masters.by_bucket, strict=True):
             if own is None or not own.flat.numel():

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts import memory
-from fourfold.parts.comm import Part, Transport
+from fourfold.parts.comm import BucketSlice, Transport
 from fourfold.parts.data import dtype_of
 from fourfold.parts.uses import Uses, naming_transforms, outside
 from fourfold.plan.data import Bucket
@@ -67,11 +67,11 @@ class Gathered:
         """`parameters` are by bucket and slot. Their weights stay where they are until they `settle`."""
         self._parameters, self._buckets, self._transport = parameters, buckets, transport
         self._device = parameters[0][0].device
-        owns = [transport.own(bucket.index) for bucket in buckets]
+        owns = [transport.grad_shard(bucket.index) for bucket in buckets]
         # Not the parameters' own: with a precision they are as the user made them until they settle.
         dtypes = [dtype_of(bucket) for bucket in buckets]
         self.homes = [
-            Part(start, stop, memory.private(stop - start, dtype, self._device))
+            BucketSlice(start, stop, memory.private(stop - start, dtype, self._device))
             for (start, stop, _), dtype in zip(owns, dtypes, strict=True)
         ]
         self._places = {
@@ -235,7 +235,7 @@ class Gathered:
     def _hear(self, plea: Plea, *, wanted: int = NO_PLEA) -> bool:
         """Hear what all ranks miss, and gather that; whether there was anything."""
         assert self._script is not None
-        pleas = [Plea(*row) for row in self._transport.hear(plea)]
+        pleas = [Plea(*row) for row in self._transport.all_gather_ints(plea)]
         missed = self._script.hear([each for each in pleas if each.bucket != NO_PLEA])
         for bucket in missed:
             coming = self._begin(bucket)
@@ -253,7 +253,7 @@ class Gathered:
         self.before_gather(bucket)
         home = self.homes[bucket].flat
         slot = self.slots.lend(self._buckets[bucket].size, home.dtype, home.device)
-        return _Coming(bucket, slot, self._transport.bring(bucket, home, slot))
+        return _Coming(bucket, slot, self._transport.unshard_async(bucket, home, slot))
 
     def _land(self) -> None:
         coming = self._coming.popleft()

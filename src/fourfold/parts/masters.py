@@ -60,7 +60,7 @@ class Masters:
             if not widens and policy.host is None:
                 self.by_bucket.append(None)
                 continue
-            first, last = transport.own(bucket.index)[:2] if policy.is_split else (0, bucket.size)
+            first, last = transport.grad_shard(bucket.index)[:2] if policy.is_split else (0, bucket.size)
             members = [parameters[slot.name] for slot in bucket.slots]
             least = torch.float32 if widens else members[0].dtype
             dtype = functools.reduce(torch.promote_types, (p.dtype for p in members), least)

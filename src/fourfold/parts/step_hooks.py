@@ -146,7 +146,7 @@ class StepHooks:
         first = self._parameters[bucket.index][0]
         # A copy: other ranks read the sums where they lie, and a hook may write.
         whole = torch.zeros(bucket.size, dtype=first.dtype, device=first.device)
-        for part in transport.sums(bucket.index):
+        for part in transport.reduced_views(bucket.index):
             whole[part.start : part.stop] = part.flat
         return whole if factor == 1.0 else whole.mul_(factor)
 

@@ -71,7 +71,7 @@ class Actions:
         # Else the factor is part of the update: before it, sums are what they are.
         self._scales_sums = parts.rest.state == WHOLE and not parts.optimizer.converts
         if self._scales_sums:
-            parts.transport.factor = self.factor
+            parts.transport.grad_scale_fn = self.factor
         self._waits = waits
         if update == "in_backward":
             parts.gradients.on_launch = self._update_ahead
@@ -120,7 +120,7 @@ class Actions:
         if self.is_hooked and self._parts.hooks is not None:
             self._parts.hooks.after()
         if self.deferred is None:
-            self._parts.transport.close()
+            self._parts.transport.end_step()
         else:
             self._defer(self.deferred)
         if self._parts.scale is not None and self.bad is None:
@@ -135,10 +135,10 @@ class Actions:
         self._complete_all()
         if self._is_left_out:
             self._parts.gradients.forget()
-            self._parts.transport.close()
+            self._parts.transport.end_step()
             return
         self._parts.gradients.hold()
-        self._parts.transport.permit()
+        self._parts.transport.signal_backward_done()
         self._terms = Terms(self._factor, self._used, self._squares)
         self._parts.optimizer.keep_options(as_they_are=True)
         # What is complete last in backward is mostly used first.
@@ -159,7 +159,7 @@ class Actions:
     def _update_late(self, bucket: int) -> None:
         """Update a bucket by the gradient of the step before."""
         with self.recorder.action(Action(Verb.UPDATE, 0, bucket)):
-            self._parts.transport.permitted()
+            self._parts.transport.wait_weights_writable()
             self._parts.gradients.hand_out(bucket)
             self._move(bucket, self._terms)
             self._parts.gradients.release(bucket)
@@ -264,11 +264,11 @@ class Actions:
     def measure(self, kind: int) -> None:
         transport = self._parts.transport
         if kind == LOSS:
-            transport.measure(LOSS, self._local())
+            transport.all_reduce_scalars_async(LOSS, self._local())
         elif kind == USED:
             self._seal()
-            transport.measure(USED, torch.tensor(self._parts.gradients.reached, dtype=torch.float64))
-            self._used = transport.measured(USED)
+            transport.all_reduce_scalars_async(USED, torch.tensor(self._parts.gradients.reached, dtype=torch.float64))
+            self._used = transport.wait_scalars(USED)
         elif kind == NORM:
             self._seal()
             self._count()
@@ -278,12 +278,12 @@ class Actions:
             wide = [torch.promote_types(flat.dtype, torch.float32) for flat in own]
             norms = [torch.linalg.vector_norm(flat, dtype=dtype) for flat, dtype in zip(own, wide, strict=True)]
             squares = torch.stack(norms).double().square().sum()
-            if transport.replica:
+            if transport.replica_index:
                 squares = torch.zeros_like(squares)  # replica 0 has measured the same share
             if self._parts.local is not None and not self._scales_sums:
                 squares *= self._factor**2
-            transport.measure(NORM, squares.reshape(1))
-            total = transport.measured(NORM)[0]
+            transport.all_reduce_scalars_async(NORM, squares.reshape(1))
+            total = transport.wait_scalars(NORM)[0]
             if self._parts.local is not None:
                 self._clip_to(squares.item() ** 0.5, told=(total / transport.size) ** 0.5)
                 return
@@ -302,8 +302,8 @@ class Actions:
         here = [optimizer.direct(b, used=self._used_in(b, self._used), factor=self._factor) for b in buckets]
         norms = torch.cat(here).flatten()
         # Of the replicas of a share one is measured.
-        transport.measure(TRUST, torch.zeros_like(norms) if transport.replica else norms)
-        total = torch.tensor(transport.measured(TRUST), dtype=torch.float64, device=self._device)
+        transport.all_reduce_scalars_async(TRUST, torch.zeros_like(norms) if transport.replica_index else norms)
+        total = torch.tensor(transport.wait_scalars(TRUST), dtype=torch.float64, device=self._device)
         self._squares = total.view(-1, 2).split(slots)
 
     def _clip_to(self, norm: float, *, told: float) -> None:
@@ -321,7 +321,7 @@ class Actions:
         if not self._scales_sums:
             self._factor *= coefficient
         elif coefficient != 1.0:
-            self._parts.transport.scale(coefficient)
+            self._parts.transport.scale_grads(coefficient)
 
     def reduce(self, index: int) -> None:
         # The hooks have launched what was complete during backward; sealing launches the rest, in program order.
@@ -339,7 +339,7 @@ class Actions:
             self._complete(bucket)
 
     def _complete(self, bucket: int) -> None:
-        self._parts.transport.complete(bucket)
+        self._parts.transport.wait_reduce(bucket)
         if self._parts.local is None:
             self.recorder.moment(bucket, DONE)
 
@@ -347,7 +347,7 @@ class Actions:
         """Learn the totals, and what the sums are to be multiplied by to become the gradient of the mean."""
         if self.totals is not None:
             return
-        self.totals = Totals(*self._parts.transport.measured(LOSS))
+        self.totals = Totals(*self._parts.transport.wait_scalars(LOSS))
         if self.totals.unlike:
             raise TaskError(self.unlike or unlike(), where="the batch")
         if is_uneven(self.totals.count, self.totals.other, self.totals.square):
@@ -376,7 +376,7 @@ class Actions:
             self._parts.edits.wrote(order[num_launched - 1])
         while self._in_last_round and self._num_ahead < num_launched:
             bucket = order[self._num_ahead]
-            if not self._parts.transport.is_complete(bucket):
+            if not self._parts.transport.is_reduced(bucket):
                 return
             self._num_ahead += 1
             for verb, do in ((Verb.UPDATE, self.update), (Verb.GATHER, self.gather))[: 2 if self._gathers else 1]:
@@ -403,8 +403,8 @@ class Actions:
         """Update a bucket whose sum is there."""
         if self._after and not self._permitted:
             # A rank's backward may read a weight after its gradient is complete: that of a use without gradient.
-            self._parts.transport.permit()
-            self._parts.transport.permitted()
+            self._parts.transport.signal_backward_done()
+            self._parts.transport.wait_weights_writable()
             self._permitted = True
         if self._parts.local is not None and not self._learned:
             assert self.totals is not None
@@ -430,7 +430,7 @@ class Actions:
         self._parts.edits.wrote(bucket)
 
     def gather(self, bucket: int) -> None:
-        self._parts.transport.publish(bucket, self._parts.weights[bucket])
+        self._parts.transport.all_gather_weights_async(bucket, self._parts.weights[bucket])
 
     def push(self, bucket: int) -> None:
         assert self._parts.local is not None

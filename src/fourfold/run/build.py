@@ -159,7 +159,7 @@ class TrainStep:
         self._transport, self.transport = comm.make_transport(
             ranks, request, choice=plan.transport, codecs=codecs, unbucketed_grads=held
         )
-        if rest.weight == SPLIT and not self._transport.gathers:
+        if rest.weight == SPLIT and not self._transport.unshards_params:
             rest = RESTS[2]  # the weights exist once per host: nothing is gathered before use
         self.remembered = Remembered(codecs, ranks)
         apart = comm.LocalSGDTransport(self._transport) if plan.sync == "local" else None

@@ -83,7 +83,7 @@ class Deferred:
         self._update_up_to(len(self._order) - 1)
         self._order = ()
         self._listen(False)
-        self._transport.close()
+        self._transport.end_step()
 
     def refuse_unseen(self, reached: Callable[[int], str | None]) -> None:
         """Raise TrainingError where a bucket was not told of in `forward`, and `reached` by its backward.
@@ -106,7 +106,7 @@ class Deferred:
             raise TrainingError(Problem(got, "the update first", "step.flush() on every rank"))
         with outside(self._device_type):
             self._update_up_to(place)
-            self._transport.arrive(bucket)
+            self._transport.wait_weights(bucket)
         self._num_arrived = place + 1
 
     def _listen(self, listening: bool) -> None:

@@ -152,7 +152,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._gradients = data.Gradients(trainable, buckets, self._transport, allow_unused=self._allow_unused)
         self._gradients.last()
         self._gradients.listening = True
-        slots = [(slot.name, self._transport.slots[bucket.index]) for bucket in buckets for slot in bucket.slots]
+        slots = [(slot.name, self._transport.grad_buffers[bucket.index]) for bucket in buckets for slot in bucket.slots]
         self._parameters = [trainable[name] for name, _ in slots]
         self._num_buckets = len(buckets)
         reduced = [Reduced(name, trainable[name], slot) for name, slot in slots]
@@ -227,21 +227,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._joining is None:
             loads = f" and {self._steps.num_loads} × load_state_dict" if self._steps.num_loads else ""
             call = f"backward {self._num_backwards} after {self._steps.count} steps of the optimizer{loads}"
-            self._transport.enter(comm.with_options(call, self._options.text()))
+            self._transport.begin_call(comm.with_options(call, self._options.text()))
         else:
-            self._transport.enter(f"backward {self._num_backwards}, within join()")
+            self._transport.begin_call(f"backward {self._num_backwards}, within join()")
             mark = float(self._options.mark())
             values = [1.0, mark, mark * mark] if has_data else [0.0] * 3
             self._joining.has_data = has_data
-            self._transport.measure(ACTIVE, torch.tensor(values, dtype=torch.float64))
+            self._transport.all_reduce_scalars_async(ACTIVE, torch.tensor(values, dtype=torch.float64))
 
     def _active(self) -> int:
         """How many ranks have data in this round. Raises DivergenceError where ranks are not in the same one."""
         if self._joining is None:
-            self._transport.agree()
+            self._transport.check_same_call()
             self._check_drift()
             return self._ranks.size
-        active, marks, squares = map(round, self._transport.measured(ACTIVE))
+        active, marks, squares = map(round, self._transport.wait_scalars(ACTIVE))
         if active * squares != marks * marks:  # by Cauchy and Schwarz, they are the same exactly where all marks are
             self._refuse_other_options(self._joining)
         return active
@@ -275,8 +275,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Nothing else does after the last step. Raises DivergenceError, on every rank, where they differ in a bit.
         """
         self._refuse_left()
-        self._transport.enter(f"check_drift() after {self._steps.count} steps of the optimizer")
-        self._transport.agree()
+        self._transport.begin_call(f"check_drift() after {self._steps.count} steps of the optimizer")
+        self._transport.check_same_call()
         self._compare_weights()
 
     def _compare_weights(self) -> None:
@@ -287,24 +287,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Slots become the mean over ranks; how many ranks have each gradient."""
         used = self._used()
         for bucket in range(self._num_buckets):
-            self._transport.complete(bucket)
+            self._transport.wait_reduce(bucket)
         by_all = self._joining is None or self._joining.by_all
-        self._transport.scale(1.0 / (self._ranks.size if by_all else active))
+        self._transport.scale_grads(1.0 / (self._ranks.size if by_all else active))
         for bucket in range(self._num_buckets):
-            self._transport.gather(bucket)
+            self._transport.all_gather_grads(bucket)
         return used
 
     def _end_round(self) -> None:
-        self._transport.close()
+        self._transport.end_step()
         # Autograd may add to `.grad` in place, and the optimizer change it: nobody else may still read it then.
         for bucket in range(self._num_buckets):
-            self._transport.lend(bucket)
+            self._transport.acquire_buffer(bucket)
 
     def _used(self) -> list[float]:
         if not self._allow_unused:
             return [1.0] * len(self._parameters)
-        self._transport.measure(USED, torch.tensor(self._gradients.reached, dtype=torch.float64))
-        return self._transport.measured(USED)
+        self._transport.all_reduce_scalars_async(USED, torch.tensor(self._gradients.reached, dtype=torch.float64))
+        return self._transport.wait_scalars(USED)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -39,7 +39,9 @@ class State:
         """Model, optimizer and outer momenta, without a copy."""
         # Of the replicas of a share one is told of.
         states = {
-            slot.name: {} if self.transport.replica else self.optimizer.stretches(bucket.index, slot.start, slot.stop)
+            slot.name: {}
+            if self.transport.replica_index
+            else self.optimizer.stretches(bucket.index, slot.start, slot.stop)
             for bucket in self.buckets
             for slot in bucket.slots
         }
@@ -91,7 +93,7 @@ class State:
         for bucket in self.buckets:
             first, last = 0, bucket.size
             if self.is_split:
-                first, last, _ = self.transport.own(bucket.index)
+                first, last, _ = self.transport.grad_shard(bucket.index)
             for slot in bucket.slots:
                 low, high = max(first, slot.start), min(last, slot.stop)
                 result[slot.name] = (low - slot.start, max(low, high) - slot.start)

@@ -53,14 +53,14 @@ class Weights:
             lowered.lower(model, policy.precision)
         self.gathered: Gathered | None = None
         self.flats: Sequence[Tensor]
-        if transport.gathers:
+        if transport.unshards_params:
             by_bucket = [[self.trainable[slot.name] for slot in bucket.slots] for bucket in buckets]
             self.gathered = Gathered(by_bucket, buckets, transport)
-            self.homes: Sequence[comm.Part] = self.gathered.homes
+            self.homes: Sequence[comm.BucketSlice] = self.gathered.homes
             self.flats = [home.flat for home in self.homes]
         else:
             self.flats = data.rehome(self.trainable, buckets, transport)
-            self.homes = [comm.Part(0, flat.numel(), flat) for flat in self.flats]
+            self.homes = [comm.BucketSlice(0, flat.numel(), flat) for flat in self.flats]
         self._trained = {id(p) for p in self.trainable.values()}
         self._modules = list(model.modules())
         self._children = self._child_ids()
@@ -74,7 +74,7 @@ class Weights:
     @property
     def is_shared(self) -> bool:
         """Whether the ranks of a host have one copy of the weights."""
-        return self._transport.weights is not None
+        return self._transport.shared_weights is not None
 
     def _where(self) -> dict[str, int]:
         with unwatched():
@@ -86,7 +86,7 @@ class Weights:
             return "between steps these are placeholders, and the weights rest split"
         if self.masters.names:
             return "the update works on its own copy of the weights, and would overwrite these"
-        if self._transport.weights is not None and self._transport.size > 1:
+        if self._transport.shared_weights is not None and self._transport.size > 1:
             return "the ranks of a host share these weights, and each would write them"
         return ""
 
@@ -139,15 +139,15 @@ class Weights:
         """Bring rank 0's weights and buffers to every rank. Collective."""
         if self.gathered is not None:
             self.gathered.settle(self._ranks.broadcast)
-        elif self._transport.weights is not None:
-            self._transport.spread()
+        elif self._transport.shared_weights is not None:
+            self._transport.broadcast_weights()
         else:
             for flat in self.flats:
                 self._ranks.broadcast(flat)
         others = [p.data for p in self.model.parameters() if id(p) not in self._trained]
         for tensor in (*others, *self.model.buffers()):
             self._ranks.broadcast(tensor)
-        if self._transport.weights is not None:
+        if self._transport.shared_weights is not None:
             self._ranks.all_gather_json(None)  # the hosts' first ranks have written: all may read
 
     @contextlib.contextmanager
@@ -185,7 +185,7 @@ class Weights:
         if holder is None:
             return here.clone()
         whole = holder.laid_out(name, here, parameter)
-        if self._transport.replica:
+        if self._transport.replica_index:
             whole.zero_()  # replica 0 has the same
         if self.gathered is not None or self.masters.is_split:
             self._ranks.all_reduce(whole)
@@ -230,7 +230,7 @@ class Weights:
                 self._places = resting
                 self.broadcast()
             return
-        if self._transport.weights is None:
+        if self._transport.shared_weights is None:
             yield
             return
         views = {name: p.data for name, p in self.trainable.items()}
@@ -250,12 +250,12 @@ class Weights:
         """Replace trainable weights, by name; nobody may be reading them. Collective."""
         if self.gathered is not None:
             self.gathered.put(values)
-        elif self._transport.writes:
+        elif self._transport.is_writer:
             for name, value in values.items():
                 self.trainable[name].copy_(value)
         for name in values.keys() & self.masters.names:
             self.masters.put(name, values[name])
-        if self._transport.weights is not None:
+        if self._transport.shared_weights is not None:
             self._ranks.all_gather_json(None)
         torch.autograd.graph.increment_version(list(self.trainable.values()))
         self.edits.accept()

@@ -139,9 +139,9 @@ class WrappedSteps:
             value = float(loss.detach() if isinstance(loss, Tensor) else loss)
         except (TypeError, ValueError) as error:
             raise TrainingError(_no_number(f"a {type(loss).__name__}", kind), where="step()") from error
-        self._transport.enter(f"the loss of a closure in step {self.count + 1} of the optimizer")
-        self._transport.measure(LOSS, torch.tensor([value], dtype=torch.float64))
-        mean = self._transport.measured(LOSS)[0] / self._num_ranks
+        self._transport.begin_call(f"the loss of a closure in step {self.count + 1} of the optimizer")
+        self._transport.all_reduce_scalars_async(LOSS, torch.tensor([value], dtype=torch.float64))
+        mean = self._transport.wait_scalars(LOSS)[0] / self._num_ranks
         if not isinstance(loss, Tensor):
             return mean
         told = loss.clone()  # with its graph: a step may call backward itself

@@ -36,7 +36,7 @@ from fourfold.parts.comm.ranks import Communicator, existing_world, init_communi
 from fourfold.parts.comm.same_host import open_host_memory
 from fourfold.parts.comm.shared import SharedMemoryTransport
 from fourfold.parts.comm.slotting import SharedMemoryLayout
-from fourfold.parts.comm.transport import Alone, Held, Part, Transport
+from fourfold.parts.comm.transport import BucketSlice, GradsOfBucket, SingleRankTransport, Transport
 from fourfold.parts.comm.wire import GroupWire
 from fourfold.plan.data import RESTS, Rest
 from fourfold.words.errors import LaunchError, PlanError, Problem
@@ -44,12 +44,12 @@ from fourfold.words.layout import SPLIT
 
 __all__ = [
     "NUM_LOSS_SCALARS",
-    "Alone",
+    "SingleRankTransport",
     "LocalSGDTransport",
     "CompressedTransport",
     "LaunchError",
     "RingGroup",
-    "Part",
+    "BucketSlice",
     "Communicator",
     "TransportSpec",
     "Transport",
@@ -99,7 +99,7 @@ def make_transport(
     *,
     choice: str = "by-host",
     codecs: Sequence[Codec] = (),
-    unbucketed_grads: Held | None = None,
+    unbucketed_grads: GradsOfBucket | None = None,
 ) -> TransportChoice:
     """The transport among all ranks. Collective. `choice` is the plan's `transport`, `codecs` one for each bucket.
 
@@ -108,10 +108,13 @@ def make_transport(
     """
     if unbucketed_grads is not None:
         check_transport_device(choice, ranks.device.type)
-        return TransportChoice(Alone([], spec.buffer_indices, held=unbucketed_grads), "one rank, nothing to exchange")
+        return TransportChoice(
+            SingleRankTransport([], spec.buffer_indices, unbucketed_grads=unbucketed_grads),
+            "one rank, nothing to exchange",
+        )
     if not codecs:
         return _make_uncompressed(ranks, spec, choice)
-    inner, note = _make_uncompressed(ranks, spec._replace(coded=True), choice)
+    inner, note = _make_uncompressed(ranks, spec._replace(is_prereduced=True), choice)
     sums = []
     for number, those in enumerate(message_indices(codecs)):
         lengths = [codecs[bucket].rounds[number].num_bytes for bucket in those]
@@ -126,7 +129,7 @@ def make_transport(
 
 def _make_gatherer(ranks: Communicator, inner: Transport) -> MessageGatherer:
     """The ranks that gather each other's messages. Collective."""
-    if isinstance(inner, Alone):
+    if isinstance(inner, SingleRankTransport):
         return NullMessageGatherer()
     # Between hosts with shared memory, the ranks of one local index; else all.
     column = inner.index if isinstance(inner, SharedMemoryTransport) else 0
@@ -139,7 +142,7 @@ def _make_gatherer(ranks: Communicator, inner: Transport) -> MessageGatherer:
 def _make_uncompressed(ranks: Communicator, spec: TransportSpec, choice: str) -> TransportChoice:
     check_transport_device(choice, ranks.device.type)
     if ranks.size == 1:
-        alone = Alone(_private_buffers(spec, ranks.device), spec.buffer_indices)
+        alone = SingleRankTransport(_private_buffers(spec, ranks.device), spec.buffer_indices)
         return TransportChoice(alone, "one rank, nothing to exchange")
     members = tuple(range(ranks.size))
     reason = "as the plan asks"

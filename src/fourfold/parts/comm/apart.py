@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fourfold.parts.comm.transport import Alone, Part, Transport
+from fourfold.parts.comm.transport import BucketSlice, SingleRankTransport, Transport
 from fourfold.words.action import LOSS, NORM
 from fourfold.words.spans import OnlyWaits, Recorder
 
@@ -24,10 +24,10 @@ class LocalSGDTransport:
     def __init__(self, global_transport: Transport) -> None:
         self._global_transport, self._local_transport = (
             global_transport,
-            Alone(global_transport.slots, global_transport.turns),
+            SingleRankTransport(global_transport.grad_buffers, global_transport.buffer_indices),
         )
         self.name, self.size, self.index = global_transport.name, global_transport.size, global_transport.index
-        self.grad_buffers, self.buffer_indices = global_transport.slots, global_transport.turns
+        self.grad_buffers, self.buffer_indices = global_transport.grad_buffers, global_transport.buffer_indices
         self._is_syncing = False
 
     @property
@@ -41,11 +41,11 @@ class LocalSGDTransport:
 
     @property
     def grad_scale_fn(self) -> Callable[[], float]:
-        return self._local_transport.factor
+        return self._local_transport.grad_scale_fn
 
     @grad_scale_fn.setter
     def grad_scale_fn(self, factor: Callable[[], float]) -> None:
-        self._local_transport.factor = factor
+        self._local_transport.grad_scale_fn = factor
 
     @property
     def waiting_seconds(self) -> float:
@@ -60,86 +60,88 @@ class LocalSGDTransport:
     def all_reduce_async(self, bucket: int) -> None:
         """What is to be summed lies in this rank's slot. Does not wait."""
         self._is_syncing = True
-        self._global_transport.launch(bucket, bucket)
+        self._global_transport.reduce_async(bucket, bucket)
 
-    def wait_all_reduce(self, bucket: int) -> Sequence[Part]:
+    def wait_all_reduce(self, bucket: int) -> Sequence[BucketSlice]:
         """Wait for the sum of a pushed bucket: where it lies until `close`."""
-        self._global_transport.complete(bucket)
-        return self._global_transport.sums(bucket)
+        self._global_transport.wait_reduce(bucket)
+        return self._global_transport.reduced_views(bucket)
 
     def end_step(self) -> None:
-        self._local_transport.close()
+        self._local_transport.end_step()
         if self._is_syncing:
-            self._global_transport.close()
+            self._global_transport.end_step()
             self._is_syncing = False
 
     # ---- the others', in every step -----------------------------------------------------------------
 
     def begin_call(self, call: str) -> None:
-        self._global_transport.enter(call)
+        self._global_transport.begin_call(call)
 
     def check_same_call(self) -> None:
-        self._global_transport.agree()
+        self._global_transport.check_same_call()
 
     def acquire_buffer(self, bucket: int) -> None:
         # Others may still read what this rank put there for the last meeting.
-        self._global_transport.lend(bucket)
+        self._global_transport.acquire_buffer(bucket)
 
     def broadcast_weights(self) -> None:
-        self._global_transport.spread()
+        self._global_transport.broadcast_weights()
 
     def all_reduce_scalars_async(self, kind: int, values: torch.Tensor) -> None:
-        (self._global_transport if kind in GLOBAL_SCALARS else self._local_transport).measure(kind, values)
+        (self._global_transport if kind in GLOBAL_SCALARS else self._local_transport).all_reduce_scalars_async(
+            kind, values
+        )
 
     def wait_scalars(self, kind: int) -> list[float]:
-        return (self._global_transport if kind in GLOBAL_SCALARS else self._local_transport).measured(kind)
+        return (self._global_transport if kind in GLOBAL_SCALARS else self._local_transport).wait_scalars(kind)
 
     # ---- this rank's own ----------------------------------------------------------------------------
 
     def reduce_async(self, bucket: int, reduction_index: int) -> None:
-        self._local_transport.launch(bucket, reduction_index)
+        self._local_transport.reduce_async(bucket, reduction_index)
 
     def wait_reduce(self, bucket: int) -> None:
-        self._local_transport.complete(bucket)
+        self._local_transport.wait_reduce(bucket)
 
     def is_reduced(self, bucket: int) -> bool:
-        return self._local_transport.is_complete(bucket)
+        return self._local_transport.is_reduced(bucket)
 
     def can_acquire_buffer(self, bucket: int) -> bool:
-        return self._local_transport.is_free(bucket)
+        return self._local_transport.can_acquire_buffer(bucket)
 
     def reduce_range(self, bucket: int, start: int, stop: int, factor: float) -> None:
-        self._local_transport.take(bucket, start, stop, factor)
+        self._local_transport.reduce_range(bucket, start, stop, factor)
 
     def reduce_shard(self, bucket: int) -> None:
-        self._local_transport.settle(bucket)
+        self._local_transport.reduce_shard(bucket)
 
-    def reduced_views(self, bucket: int) -> Sequence[Part]:
-        return self._local_transport.sums(bucket)
+    def reduced_views(self, bucket: int) -> Sequence[BucketSlice]:
+        return self._local_transport.reduced_views(bucket)
 
-    def grad_shard(self, bucket: int) -> Part:
-        return self._local_transport.own(bucket)
+    def grad_shard(self, bucket: int) -> BucketSlice:
+        return self._local_transport.grad_shard(bucket)
 
     def scale_grads(self, factor: float) -> None:
-        self._local_transport.scale(factor)
+        self._local_transport.scale_grads(factor)
 
     def all_gather_grads(self, bucket: int) -> None:
-        self._local_transport.gather(bucket)
+        self._local_transport.all_gather_grads(bucket)
 
     def signal_backward_done(self) -> None:
-        self._local_transport.permit()
+        self._local_transport.signal_backward_done()
 
     def wait_weights_writable(self) -> None:
-        self._local_transport.permitted()
+        self._local_transport.wait_weights_writable()
 
     def all_gather_weights_async(self, bucket: int, weight: torch.Tensor) -> None:
-        self._local_transport.publish(bucket, weight)
+        self._local_transport.all_gather_weights_async(bucket, weight)
 
     def unshard_async(self, bucket: int, shard: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
-        return self._local_transport.bring(bucket, shard, out)
+        return self._local_transport.unshard_async(bucket, shard, out)
 
     def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
-        return self._local_transport.hear(row)
+        return self._local_transport.all_gather_ints(row)
 
     def wait_weights(self, bucket: int) -> None:
-        self._local_transport.arrive(bucket)
+        self._local_transport.wait_weights(bucket)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fourfold.parts.codec import Codec, CodecReduction, Message
 from fourfold.parts.comm.split import AsyncResult, always_done
-from fourfold.parts.comm.transport import Part, Transport
+from fourfold.parts.comm.transport import BucketSlice, Transport
 from fourfold.plan.codec import Meet
 from fourfold.words.spans import Recorder
 
@@ -82,9 +82,9 @@ class CompressedTransport:
         self._inner, self._round_transports, self._gatherer, self._is_host_leader = routes
         self.codecs = codecs
         self.name, self.size, self.index = self._inner.name, self._inner.size, self._inner.index
-        self.grad_buffers, self.buffer_indices = self._inner.slots, self._inner.turns
-        self.shared_weights, self.is_writer = self._inner.weights, self._inner.writes
-        self.unshards_params, self.replica_index = self._inner.gathers, self._inner.replica
+        self.grad_buffers, self.buffer_indices = self._inner.grad_buffers, self._inner.buffer_indices
+        self.shared_weights, self.is_writer = self._inner.shared_weights, self._inner.is_writer
+        self.unshards_params, self.replica_index = self._inner.unshards_params, self._inner.replica_index
         self._message_index = message_indices(codecs)
         self._pending: deque[_PendingReduction] = deque()
         self._last_handed_over: int | None = None
@@ -100,11 +100,11 @@ class CompressedTransport:
 
     @property
     def grad_scale_fn(self) -> Callable[[], float]:
-        return self._inner.factor
+        return self._inner.grad_scale_fn
 
     @grad_scale_fn.setter
     def grad_scale_fn(self, factor: Callable[[], float]) -> None:
-        self._inner.factor = factor
+        self._inner.grad_scale_fn = factor
 
     @property
     def waiting_seconds(self) -> float:
@@ -136,7 +136,7 @@ class CompressedTransport:
         if same:
             with self._timed():
                 self._finish_through(same[-1])
-        self._inner.lend(bucket)
+        self._inner.acquire_buffer(bucket)
 
     @torch.no_grad()
     def reduce_async(self, bucket: int, reduction_index: int) -> None:
@@ -159,7 +159,7 @@ class CompressedTransport:
             if self._pending:
                 self._finish_through(self._pending[-1].bucket)
             for each in self._round_transports:
-                each.close()
+                each.end_step()
         self._grad_round = number
 
     def _send_message(self, bucket: int, number: int, message: Message) -> AsyncResult:
@@ -167,11 +167,11 @@ class CompressedTransport:
         if message.combine is Meet.GATHER:
             return self._gatherer.all_gather_async(message.payload)
         transport, place = self._round_transports[number], self._message_index[number][bucket]
-        transport.lend(place)
-        transport.slots[place].copy_(message.payload)
-        transport.launch(place, place)
+        transport.acquire_buffer(place)
+        transport.grad_buffers[place].copy_(message.payload)
+        transport.reduce_async(place, place)
         return AsyncResult(
-            functools.partial(_wait_total, transport, place), functools.partial(transport.is_complete, place)
+            functools.partial(_wait_total, transport, place), functools.partial(transport.is_reduced, place)
         )
 
     def _advance_ready(self) -> None:
@@ -197,7 +197,7 @@ class CompressedTransport:
             while any(each.bucket == bucket for each in self._pending):
                 if self._last_handed_over is not None:
                     # Before any wait for a later message: who is to send it may be waiting for this rank's part.
-                    self._inner.complete(self._last_handed_over)
+                    self._inner.wait_reduce(self._last_handed_over)
                     self._last_handed_over = None
                 self._advance(self._pending[0])
                 self._advance_ready()
@@ -218,83 +218,83 @@ class CompressedTransport:
             talking = self._pending.popleft()
             if not self._is_host_leader and self.codecs[talking.bucket].rounds[0].meet is Meet.SUM:
                 self._unpadded_grads(talking.bucket).zero_()
-            self._inner.launch(talking.bucket, talking.reduction_index)
+            self._inner.reduce_async(talking.bucket, talking.reduction_index)
             self._last_handed_over = talking.bucket
 
     def wait_reduce(self, bucket: int) -> None:
         if any(each.bucket == bucket for each in self._pending):
             with self._timed():
                 self._finish_through(bucket)
-        self._inner.complete(bucket)
+        self._inner.wait_reduce(bucket)
 
     def is_reduced(self, bucket: int) -> bool:
         if self._pending:
             with self._timed():
                 self._advance_ready()
-        return all(each.bucket != bucket for each in self._pending) and self._inner.is_complete(bucket)
+        return all(each.bucket != bucket for each in self._pending) and self._inner.is_reduced(bucket)
 
     def end_step(self) -> None:
         for each in self._round_transports:
-            each.close()
+            each.end_step()
         self._grad_round, self._last_handed_over = 0, None
-        self._inner.close()
+        self._inner.end_step()
 
     def begin_call(self, call: str) -> None:
-        self._inner.enter(call)
+        self._inner.begin_call(call)
 
     def check_same_call(self) -> None:
-        self._inner.agree()
+        self._inner.check_same_call()
 
     # ---- as the inner transport has it ----------------------------------------------------------------
 
     def can_acquire_buffer(self, bucket: int) -> bool:
         same = any(self.buffer_indices[each.bucket] == self.buffer_indices[bucket] for each in self._pending)
-        return not same and self._inner.is_free(bucket)
+        return not same and self._inner.can_acquire_buffer(bucket)
 
     def unshard_async(self, bucket: int, shard: Tensor, out: Tensor) -> Callable[[], None]:
-        return self._inner.bring(bucket, shard, out)
+        return self._inner.unshard_async(bucket, shard, out)
 
     def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
-        return self._inner.hear(row)
+        return self._inner.all_gather_ints(row)
 
     def reduce_range(self, bucket: int, start: int, stop: int, factor: float) -> None:
-        self._inner.take(bucket, start, stop, factor)
+        self._inner.reduce_range(bucket, start, stop, factor)
 
     def reduce_shard(self, bucket: int) -> None:
-        self._inner.settle(bucket)
+        self._inner.reduce_shard(bucket)
 
-    def reduced_views(self, bucket: int) -> Sequence[Part]:
-        return self._inner.sums(bucket)
+    def reduced_views(self, bucket: int) -> Sequence[BucketSlice]:
+        return self._inner.reduced_views(bucket)
 
-    def grad_shard(self, bucket: int) -> Part:
-        return self._inner.own(bucket)
+    def grad_shard(self, bucket: int) -> BucketSlice:
+        return self._inner.grad_shard(bucket)
 
     def scale_grads(self, factor: float) -> None:
-        self._inner.scale(factor)
+        self._inner.scale_grads(factor)
 
     def all_gather_grads(self, bucket: int) -> None:
-        self._inner.gather(bucket)
+        self._inner.all_gather_grads(bucket)
 
     def signal_backward_done(self) -> None:
-        self._inner.permit()
+        self._inner.signal_backward_done()
 
     def wait_weights_writable(self) -> None:
-        self._inner.permitted()
+        self._inner.wait_weights_writable()
 
     def all_gather_weights_async(self, bucket: int, weight: Tensor) -> None:
-        self._inner.publish(bucket, weight)
+        self._inner.all_gather_weights_async(bucket, weight)
 
     def wait_weights(self, bucket: int) -> None:
-        self._inner.arrive(bucket)
+        self._inner.wait_weights(bucket)
 
     def broadcast_weights(self) -> None:
-        self._inner.spread()
+        self._inner.broadcast_weights()
 
     def all_reduce_scalars_async(self, kind: int, values: Tensor) -> None:
-        self._inner.measure(kind, values)
+        self._inner.all_reduce_scalars_async(kind, values)
 
     def wait_scalars(self, kind: int) -> list[float]:
-        return self._inner.measured(kind)
+        return self._inner.wait_scalars(kind)
 
 
 def message_indices(codecs: Sequence[Codec]) -> list[dict[int, int]]:
@@ -312,6 +312,6 @@ def message_indices(codecs: Sequence[Codec]) -> list[dict[int, int]]:
 
 
 def _wait_total(transport: Transport, place: int) -> Sequence[Tensor]:
-    transport.complete(place)
-    transport.gather(place)
-    return [transport.slots[place]]
+    transport.wait_reduce(place)
+    transport.all_gather_grads(place)
+    return [transport.grad_buffers[place]]

@@ -18,7 +18,7 @@ from fourfold.parts.comm import calls
 from fourfold.parts.comm.groups import Group, Work, all_gather_rows
 from fourfold.parts.comm.ranks import Communicator
 from fourfold.parts.comm.split import AsyncResult, ShardedCollectives, always_done
-from fourfold.parts.comm.transport import Part, one
+from fourfold.parts.comm.transport import BucketSlice, unit_scale
 from fourfold.plan.data import Rest
 from fourfold.plan.memory import IN_FLIGHT
 from fourfold.words.action import LOSS
@@ -92,7 +92,7 @@ class ProcessGroupTransport:
         self.size, self.index = len(members), list(members).index(ranks.rank)
         self.grad_buffers, self.buffer_indices = grad_buffers, turns
         self.waiting_seconds, self.sent_bytes = 0.0, 0.0
-        self.recorder, self.grad_scale_fn = SILENT, one
+        self.recorder, self.grad_scale_fn = SILENT, unit_scale
         self._device = ranks.device
         self._sharded = None if rest.state == WHOLE else ShardedCollectives(ranks, members, num_shards=spec.num_shards)
         self.replica_index = 0 if self._sharded is None else self._sharded.replica_index
@@ -169,17 +169,17 @@ class ProcessGroupTransport:
     def reduce_shard(self, bucket: int) -> None:
         pass
 
-    def reduced_views(self, bucket: int) -> Sequence[Part]:
+    def reduced_views(self, bucket: int) -> Sequence[BucketSlice]:
         if self._sharded is not None:
             return [self.grad_shard(bucket)]
         flat = self.grad_buffers[bucket]
-        return [Part(0, flat.numel(), flat)]
+        return [BucketSlice(0, flat.numel(), flat)]
 
-    def grad_shard(self, bucket: int) -> Part:
+    def grad_shard(self, bucket: int) -> BucketSlice:
         length, (index, size) = self.grad_buffers[bucket].numel(), self._shard_index_size
         start, stop = length * index // size, length * (index + 1) // size
         flat = self.grad_buffers[bucket][start:stop] if self._grad_shards is None else self._grad_shards.flats[bucket]
-        return Part(start, stop, flat)
+        return BucketSlice(start, stop, flat)
 
     def scale_grads(self, factor: float) -> None:
         for flat in self.grad_buffers:

@@ -50,7 +50,7 @@ from fourfold.parts.comm.slotting import (
 )
 from fourfold.parts.comm.split import AsyncResult, sum_in_order
 from fourfold.parts.comm.staging import HostUnshardStaging, StagingFlags
-from fourfold.parts.comm.transport import Part, one
+from fourfold.parts.comm.transport import BucketSlice, unit_scale
 from fourfold.plan.data import RESTS, Rest
 from fourfold.plan.order import share
 from fourfold.words.action import LOSS
@@ -121,7 +121,7 @@ class SharedMemoryTransport:
     ) -> None:
         self.name = "shared memory" + (" + gloo between hosts" if inter_host else "")
         self.index, self.size = index, size
-        self.waiting_seconds, self.recorder, self.grad_scale_fn = 0.0, SILENT, one
+        self.waiting_seconds, self.recorder, self.grad_scale_fn = 0.0, SILENT, unit_scale
         self._inter_host, self._time_limit_seconds = inter_host, time_limit_seconds
         # Else a codec has been between the hosts already: what this host's ranks have adds up to the whole sum.
         self._reduces_inter_host = inter_host is not None and not is_prereduced
@@ -393,21 +393,21 @@ class SharedMemoryTransport:
             own = self.grad_shard(bucket)
             own.flat[start - own.start : stop - own.start].mul_(factor)
 
-    def reduced_views(self, bucket: int) -> Sequence[Part]:
+    def reduced_views(self, bucket: int) -> Sequence[BucketSlice]:
         if self._is_split:
             return [self.grad_shard(bucket)]
         return [
-            Part(start, stop, self._all_buffers[peer][bucket][start:stop])
+            BucketSlice(start, stop, self._all_buffers[peer][bucket][start:stop])
             for peer, (start, stop) in enumerate(self._slices[bucket])
             if stop > start
         ]
 
-    def grad_shard(self, bucket: int) -> Part:
+    def grad_shard(self, bucket: int) -> BucketSlice:
         start, stop = self._slices[bucket][self.index]
         if self._inter_host is not None:
             start, stop = share(start, stop, self._inter_host.size, self._inter_host.index)
         flat = self.grad_buffers[bucket][start:stop] if self._grad_shards is None else self._grad_shards.flats[bucket]
-        return Part(start, stop, flat)
+        return BucketSlice(start, stop, flat)
 
     def reduce_shard(self, bucket: int) -> None:
         if self._is_lazy and not self._is_range_reduced[bucket]:
