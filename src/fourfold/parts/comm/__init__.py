@@ -37,7 +37,7 @@ from fourfold.parts.comm.same_host import open_host_memory
 from fourfold.parts.comm.shared import SharedMemoryTransport
 from fourfold.parts.comm.slotting import SharedMemoryLayout
 from fourfold.parts.comm.transport import BucketSlice, GradsOfBucket, SingleRankTransport, Transport
-from fourfold.parts.comm.wire import GroupWire
+from fourfold.parts.comm.wire import ProcessGroupChannel
 from fourfold.plan.data import RESTS, Rest
 from fourfold.words.errors import LaunchError, PlanError, Problem
 from fourfold.words.layout import SPLIT
@@ -269,7 +269,7 @@ def make_ring(
         if choice == "shared":
             problem = Problem(f'transport = "shared", but {reason}', "ranks that share memory", 'transport = "by-host"')
             raise PlanError(problem, where="the plan")
-    wires = [GroupWire(ranks, group, purpose) for group in groups]
+    wires = [ProcessGroupChannel(ranks, group, purpose) for group in groups]
     return RingOverP2P(next(wire for wire, group in zip(wires, groups, strict=True) if group is mine))
 
 

@@ -14,52 +14,52 @@ from fourfold.parts.comm.ranks import Communicator
 from fourfold.words.spans import SILENT
 
 
-class GroupWire:
+class ProcessGroupChannel:
     """See `links.Wire`. Every rank of the job must make those of all members in the same order."""
 
     def __init__(self, ranks: Communicator, members: Sequence[int], purpose: str) -> None:
-        self._ranks, self._group = ranks, ranks.process_group_getter(members, purpose)
+        self._communicator, self._group = ranks, ranks.process_group_getter(members, purpose)
         self.name = "NCCL" if ranks.device.type == "cuda" else "gloo"
         self.size = len(members)
         self.index = list(members).index(ranks.rank) if ranks.rank in members else -1
-        self._right, self._left = (members[(self.index + step) % self.size] for step in (1, -1))
+        self._right_rank, self._left_rank = (members[(self.index + step) % self.size] for step in (1, -1))
         self.sent_bytes, self.waiting_seconds, self.recorder = 0.0, 0.0, SILENT
 
-    def shift(self, flat: Tensor, lane: int) -> PendingRecv:
+    def send_right_recv_left(self, flat: Tensor, tag: int) -> PendingRecv:
         taken = torch.empty_like(flat)
         self.sent_bytes += flat.numel() * flat.element_size()
         operations = [
-            dist.P2POp(dist.isend, flat, self._right, group=self._group(), tag=lane),
-            dist.P2POp(dist.irecv, taken, self._left, group=self._group(), tag=lane),
+            dist.P2POp(dist.isend, flat, self._right_rank, group=self._group(), tag=tag),
+            dist.P2POp(dist.irecv, taken, self._left_rank, group=self._group(), tag=tag),
         ]
-        with self._ranks.report_dead_peers():
+        with self._communicator.report_dead_peers():
             works = dist.batch_isend_irecv(operations)
 
-        def land() -> Tensor:
-            with self._waiting():
+        def wait() -> Tensor:
+            with self._timed():
                 for work in works:
                     work.wait()
             return taken
 
-        return land
+        return wait
 
-    def gather(self, flat: Tensor) -> Tensor:
+    def all_gather(self, flat: Tensor) -> Tensor:
         everyone = flat.new_empty(self.size, flat.numel())
         self.sent_bytes += (self.size - 1) * flat.numel() * flat.element_size()
-        with self._waiting():
+        with self._timed():
             all_gather(everyone.view(-1), flat, group=self._group())
         return everyone
 
-    def swap(self, parts: Tensor) -> Tensor:
+    def all_to_all(self, parts: Tensor) -> Tensor:
         received = torch.empty_like(parts)
         self.sent_bytes += (self.size - 1) * parts[0].numel() * parts.element_size()
-        with self._waiting():
+        with self._timed():
             dist.all_to_all_single(received, parts, group=self._group())
         return received
 
     @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
+    def _timed(self) -> Iterator[None]:
         begin = time.perf_counter()
-        with self.recorder.waiting(), self._ranks.report_dead_peers():
+        with self.recorder.waiting(), self._communicator.report_dead_peers():
             yield
         self.waiting_seconds += time.perf_counter() - begin
