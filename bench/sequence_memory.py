@@ -28,7 +28,7 @@ from bench import bert
 from bench.measure import describe_machine, format_table
 from fourfold.parts.comm import SingleRankTransport
 from fourfold.parts.comm.links import NullRingGroup, RingOverP2P
-from fourfold.parts.data import Gradients, rehome, specs
+from fourfold.parts.data import GradBuckets, flatten_params, param_specs
 from fourfold.parts.sequence import Axis, Dropout, attend
 from fourfold.plan.data import RESTS, fill, turns
 from fourfold.plan.plan import Plan
@@ -137,7 +137,7 @@ def zero_buckets(model: nn.Module, *, size: int, zero: int) -> StepMemory:
     named = dict(model.named_parameters())
     rest = RESTS[zero if size > 1 else 0]
     split = rest.state == SPLIT
-    buckets = fill(specs(named, {}), bucket_bytes=Plan().bucket_bytes, shares=size if split else 1)
+    buckets = fill(param_specs(named, {}), bucket_bytes=Plan().bucket_bytes, shares=size if split else 1)
     by_turn = turns(len(buckets), few=rest.gradient == SPLIT)
     room: dict[int, int] = {}
     for bucket, turn in zip(buckets, by_turn, strict=True):
@@ -145,10 +145,10 @@ def zero_buckets(model: nn.Module, *, size: int, zero: int) -> StepMemory:
     held = {turn: torch.empty(length) for turn, length in room.items()}
     transport = SingleRankTransport([held[turn][: b.size] for b, turn in zip(buckets, by_turn, strict=True)], by_turn)
     transport.shared_weights = [torch.empty(bucket.size) for bucket in buckets]
-    rehome(named, buckets, transport)
-    gradients = Gradients(named, buckets, transport, allow_unused=False)
-    gradients.listening = True
-    gradients.last()
+    flatten_params(named, buckets, transport)
+    gradients = GradBuckets(named, buckets, transport, allow_unused=False)
+    gradients.is_enabled = True
+    gradients.mark_last_backward()
     shares = [bucket.size // (size if split else 1) for bucket in buckets]
     own = [torch.empty(share) for share in shares] if rest.gradient == SPLIT else []
     states = [torch.empty(2 * share) for share in shares]

@@ -25,7 +25,7 @@ class Workers:
         self.optimizer = optimizer(case)(self.model.parameters())
         group_of = {id(p): g for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
         self.trainable = trainable_of(self.model)
-        specs = data.specs(self.trainable, {name: group_of[id(p)] for name, p in self.trainable.items()})
+        specs = data.param_specs(self.trainable, {name: group_of[id(p)] for name, p in self.trainable.items()})
         self.buckets = fill(specs, bucket_bytes=case.bucket_bytes)
         self.codecs = [[self._make(bucket) for _ in range(size)] for bucket in self.buckets]
 

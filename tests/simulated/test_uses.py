@@ -109,9 +109,9 @@ def test_a_look_is_no_use(told, look):
 
 
 def test_nothing_is_told_when_it_does_not_listen_nor_after_the_end(told):
-    told.uses.listening = False
+    told.uses.is_enabled = False
     F.linear(X, told.first)
-    told.uses.listening = True
+    told.uses.is_enabled = True
     told.uses.close()
     F.linear(X, told.first)
     assert told.buckets == []

@@ -28,7 +28,7 @@ from fourfold.words.errors import Problem, TaskError, TrainingError
 from fourfold.words.spans import READY, SENT, SILENT
 
 
-def specs(parameters: Mapping[str, nn.Parameter], groups: Mapping[str, int]) -> list[Spec]:
+def param_specs(parameters: Mapping[str, nn.Parameter], groups: Mapping[str, int]) -> list[Spec]:
     """What bucket arithmetic must know of the trainable parameters, in order of definition."""
     return [
         Spec(name, p.numel(), str(p.dtype).removeprefix("torch."), p.element_size(), groups.get(name, 0))
@@ -36,17 +36,19 @@ def specs(parameters: Mapping[str, nn.Parameter], groups: Mapping[str, int]) -> 
     ]
 
 
-def dtype_of(bucket: Bucket) -> torch.dtype:
+def bucket_dtype(bucket: Bucket) -> torch.dtype:
     return getattr(torch, bucket.dtype)
 
 
 @torch.no_grad()
-def rehome(parameters: Mapping[str, nn.Parameter], buckets: Sequence[Bucket], transport: Transport) -> Sequence[Tensor]:
+def flatten_params(
+    parameters: Mapping[str, nn.Parameter], buckets: Sequence[Bucket], transport: Transport
+) -> Sequence[Tensor]:
     """Move the weights into one flat per bucket; each parameter becomes a view of its slot. Returns the flats."""
     flats = transport.shared_weights
     if flats is None:
         devices = [parameters[bucket.slots[0].name].device for bucket in buckets]
-        flats = [memory.private(b.size, dtype_of(b), d) for b, d in zip(buckets, devices, strict=True)]
+        flats = [memory.private(b.size, bucket_dtype(b), d) for b, d in zip(buckets, devices, strict=True)]
     for bucket, flat in zip(buckets, flats, strict=True):
         for slot in bucket.slots:
             parameter = parameters[slot.name]
@@ -57,39 +59,39 @@ def rehome(parameters: Mapping[str, nn.Parameter], buckets: Sequence[Bucket], tr
     return flats
 
 
-def nothing() -> None:
+def noop() -> None:
     """For those who need not be told."""
 
 
-class _Taker(Protocol):
+class GradSink(Protocol):
     """Who takes gradients from autograd."""
 
-    def take(self, parameter: Tensor, number: int) -> None: ...
+    def on_grad(self, parameter: Tensor, param_index: int) -> None: ...
 
 
-def weak_hook(taker: _Taker, number: int) -> Callable[[Tensor], None]:
+def weak_grad_hook(sink: GradSink, param_index: int) -> Callable[[Tensor], None]:
     """A hook that has `taker` take the gradient of its `number`-th parameter."""
     # Not a reference: the garbage collector does not see through a parameter's hooks, and all of a step, its
     # shared memory too, would stay as long as the process.
-    mine = weakref.ref(taker)
+    mine = weakref.ref(sink)
 
-    def take(parameter: Tensor) -> None:
+    def hook(parameter: Tensor) -> None:
         living = mine()
         if living is not None:
             with unwatched():
-                living.take(parameter, number)
+                living.on_grad(parameter, param_index)
 
-    return take
+    return hook
 
 
-def refuse_cleared(name: str) -> NoReturn:
+def raise_grad_cleared(name: str) -> NoReturn:
     """Raise TaskError for a gradient that is gone before it could be taken."""
     got = f"a hook has set .grad of {name} to None"
     need = "the gradient left in .grad: the update takes it from there, after all hooks"
     raise TaskError(Problem(got, need, "a hook that reads .grad, or changes it"))
 
 
-def refuse_graph(name: str) -> NoReturn:
+def raise_grad_has_graph(name: str) -> NoReturn:
     """Raise TaskError for a gradient with a graph: what is reduced has none, and its derivative would be left out."""
     got = f"backward(create_graph=True), which gives .grad of {name} a graph of its own"
     need = "gradients that are numbers: a mean over ranks has no graph"
@@ -97,24 +99,24 @@ def refuse_graph(name: str) -> NoReturn:
     raise TaskError(Problem(got, need, attempt))
 
 
-def refuse_sparse(gradient: Tensor, name: str) -> None:
+def check_dense(gradient: Tensor, name: str) -> None:
     """Raise TaskError for a sparse gradient."""
     if gradient.layout is not torch.strided:
         raise TaskError(Problem(f"{name} has a sparse gradient", "dense gradients", "sparse=False"))
 
 
-def second_gradient(name: str) -> Problem:
+def second_grad_problem(name: str) -> Problem:
     """What is wrong with a second gradient of a parameter in one backward."""
     got = f"two gradients of {name} in one backward (a reentrant checkpoint around its layer?)"
     return Problem(got, "one, with all uses added up", "checkpoint(…, use_reentrant=False)")
 
 
-def refuse_second(name: str) -> NoReturn:
+def raise_second_grad(name: str) -> NoReturn:
     """Raise TaskError for the second gradient of a parameter in one backward."""
-    raise TaskError(second_gradient(name))
+    raise TaskError(second_grad_problem(name))
 
 
-def refuse_unreached(names: Sequence[str], reached: Sequence[bool], parameters: Iterable[nn.Parameter]) -> None:
+def check_all_reached(names: Sequence[str], reached: Sequence[bool], parameters: Iterable[nn.Parameter]) -> None:
     """Raise TrainingError naming the parameters that no backward of the step has reached."""
     need = "a gradient for every trainable parameter"
     # A reentrant checkpoint none of whose inputs wants a gradient gives its parameters none.
@@ -131,13 +133,13 @@ def refuse_unreached(names: Sequence[str], reached: Sequence[bool], parameters: 
         raise TrainingError(problems)
 
 
-def _laid_as(parameter: Tensor, flat: Tensor) -> Tensor:
+def _view_like(parameter: Tensor, flat: Tensor) -> Tensor:
     """A view of a flat in the parameter's shape, and in its order in memory: fused updates go through both at once."""
     with unwatched():
         return flat.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())
 
 
-class Gradients:
+class GradBuckets:
     """The gradients of a step: hooks copy them into slots, buckets are launched when they are complete."""
 
     def __init__(
@@ -154,27 +156,27 @@ class Gradients:
         self._names = [slot.name for bucket in buckets for slot in bucket.slots]
         self._bucket_of = [bucket.index for bucket in buckets for _ in bucket.slots]
         self._paddings = [transport.grad_buffers[bucket.index][bucket.slots[-1].stop :] for bucket in buckets]
-        self._first = list(itertools.accumulate((len(bucket.slots) for bucket in buckets), initial=0))
+        self._first_param = list(itertools.accumulate((len(bucket.slots) for bucket in buckets), initial=0))
         self.views = [
-            _laid_as(parameters[slot.name], transport.grad_buffers[bucket.index][slot.start : slot.stop])
+            _view_like(parameters[slot.name], transport.grad_buffers[bucket.index][slot.start : slot.stop])
             for bucket in buckets
             for slot in bucket.slots
         ]
         # Asked in the same way as in `leave_kept`: what asks counts too.
-        self._num_holders = [sys.getrefcount(self.views[number]) for number in range(len(self.views))]
+        self._num_view_refs = [sys.getrefcount(self.views[number]) for number in range(len(self.views))]
         self.launch_order = list(range(len(buckets)))
-        self.on_launch: Callable[[], None] = nothing
+        self.on_launch: Callable[[], None] = noop
         """Called after every launch."""
-        self.listening = False
+        self.is_enabled = False
         """Whether gradients are taken: not those of a backward that is no part of a step."""
         # Whether hooks wait for reductions that hold them up. Where weights are gathered in backward they must not: who
         # is to end the reduction may be waiting for a gather that this rank has not begun.
-        self._waits = not transport.unshards_params
+        self._blocks_in_backward = not transport.unshards_params
         self.completion_order: list[int] = []
         """The order in which this rank's buckets became complete in the first round of the present step."""
         for number, name in enumerate(self._names):
-            register_last(parameters[name], weak_hook(self, number))
-        self.begin()
+            register_last(parameters[name], weak_grad_hook(self, number))
+        self.begin_step()
 
     @property
     def launch_order(self) -> Sequence[int]:
@@ -186,14 +188,14 @@ class Gradients:
         self._launch_order = list(order)
         # Where buckets take turns in a slot: who has it before, in the order of launches.
         holder: dict[int, int] = {}
-        self._before: list[int | None] = [None] * len(order)
+        self._prev_in_buffer: list[int | None] = [None] * len(order)
         for bucket in order:
             turn = self._transport.buffer_indices[bucket]
-            self._before[bucket] = holder.get(turn)
+            self._prev_in_buffer[bucket] = holder.get(turn)
             holder[turn] = bucket
-        self._place = {bucket: place for place, bucket in enumerate(order)}
+        self._launch_index = {bucket: place for place, bucket in enumerate(order)}
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Begin a step: no slot is written, nothing is launched."""
         self.reached = [False] * len(self._names)
         self._round = -1
@@ -205,128 +207,131 @@ class Gradients:
         self._round += 1
         self._written = [False] * len(self._names)
         self._counted = [False] * len(self._names)
-        self._missing = [len(bucket.slots) for bucket in self._buckets]
-        self._lent = [False] * len(self._buckets)
-        self._held: list[list[int]] = [[] for _ in self._buckets]
-        self._last, self.num_launched = False, 0
+        self._num_missing = [len(bucket.slots) for bucket in self._buckets]
+        self._is_acquired = [False] * len(self._buckets)
+        self._waiting_params: list[list[int]] = [[] for _ in self._buckets]
+        self._is_last_backward, self.num_launched = False, 0
 
-    def last(self) -> None:
+    def mark_last_backward(self) -> None:
         """The next backward is the round's last: buckets may be launched as they become complete."""
-        self._last = True
+        self._is_last_backward = True
 
     @torch.no_grad()
-    def leave_kept(self) -> None:
+    def copy_referenced_views(self) -> None:
         """Before slots are written: a view that was in `.grad` and that somebody has kept becomes a copy.
 
         As with torch's own gradients, which are new tensors where `.grad` was None.
         """
         for number in range(len(self.views)):
-            if sys.getrefcount(self.views[number]) == self._num_holders[number]:
+            if sys.getrefcount(self.views[number]) == self._num_view_refs[number]:
                 continue
             view = self.views[number]
             if self._parameters[self._names[number]].grad is not view:
                 self.views[number] = view.view(view.shape)
                 view.data = view.clone()
 
-    def take(self, parameter: Tensor, number: int) -> None:
+    def on_grad(self, parameter: Tensor, param_index: int) -> None:
         """Autograd has a parameter's gradient ready."""
-        if not self.listening:
+        if not self.is_enabled:
             return
         gradient = parameter.grad
         if gradient is None:
-            refuse_cleared(self._names[number])
+            raise_grad_cleared(self._names[param_index])
         if gradient.requires_grad:
-            refuse_graph(self._names[number])
-        if gradient is self.views[number]:  # autograd has added to the slot itself
-            self._written[number] = True
+            raise_grad_has_graph(self._names[param_index])
+        if gradient is self.views[param_index]:  # autograd has added to the slot itself
+            self._written[param_index] = True
         else:
-            self._put(number)
-        self.reached[number] = True
-        if self._last:
-            self._count_down(number)
+            self._store(param_index)
+        self.reached[param_index] = True
+        if self._is_last_backward:
+            self._count_down(param_index)
 
-    def _put(self, number: int) -> None:
+    def _store(self, param_index: int) -> None:
         """Take a parameter's gradient into its slot, or hold it where the slot is not free yet."""
-        bucket = self._bucket_of[number]
-        if not self._lent[bucket]:
-            if not self._may_borrow(bucket):
-                self._held[bucket].append(number)
+        bucket = self._bucket_of[param_index]
+        if not self._is_acquired[bucket]:
+            if not self._can_acquire(bucket):
+                self._waiting_params[bucket].append(param_index)
                 return
-            self._borrow(bucket)
-        self._copy(number)
+            self._acquire(bucket)
+        self._copy_to_slot(param_index)
 
-    def _may_borrow(self, bucket: int) -> bool:
-        before = self._before[bucket]
-        if before is not None and self._place[before] >= self.num_launched:
+    def _can_acquire(self, bucket: int) -> bool:
+        before = self._prev_in_buffer[bucket]
+        if before is not None and self._launch_index[before] >= self.num_launched:
             return False
-        return self._waits or self._transport.can_acquire_buffer(bucket)
+        return self._blocks_in_backward or self._transport.can_acquire_buffer(bucket)
 
-    def _borrow(self, bucket: int) -> None:
-        if not self._lent[bucket]:
+    def _acquire(self, bucket: int) -> None:
+        if not self._is_acquired[bucket]:
             self._transport.acquire_buffer(bucket)
-            self._lent[bucket] = True
+            self._is_acquired[bucket] = True
             # Where buckets take turns, another one's gradient may lie there, and a norm would count it.
             self._paddings[bucket].zero_()
-            for number in self._held[bucket]:
-                self._copy(number)
-            self._held[bucket].clear()
+            for number in self._waiting_params[bucket]:
+                self._copy_to_slot(number)
+            self._waiting_params[bucket].clear()
 
-    def _copy(self, number: int) -> None:
+    def _copy_to_slot(self, param_index: int) -> None:
         """Copy a gradient into its slot, or add it to what earlier microbatches left there."""
-        parameter, view = self._parameters[self._names[number]], self.views[number]
+        parameter, view = self._parameters[self._names[param_index]], self.views[param_index]
         gradient = parameter.grad
         assert gradient is not None
-        refuse_sparse(gradient, self._names[number])
-        if self._written[number]:
+        check_dense(gradient, self._names[param_index])
+        if self._written[param_index]:
             view.add_(gradient)
         else:
             view.copy_(gradient)
-        self._written[number] = True
+        self._written[param_index] = True
         # What autograd allocated is free before the next gradient is made.
         parameter.grad = None
 
-    def _count_down(self, number: int) -> None:
-        if self._counted[number]:
+    def _count_down(self, param_index: int) -> None:
+        if self._counted[param_index]:
             # Its bucket may be on its way already: this gradient would be lost, or added after the sum.
-            refuse_second(self._names[number])
-        self._counted[number] = True
-        bucket = self._bucket_of[number]
-        self._missing[bucket] -= 1
-        if self._missing[bucket] == 0:
+            raise_second_grad(self._names[param_index])
+        self._counted[param_index] = True
+        bucket = self._bucket_of[param_index]
+        self._num_missing[bucket] -= 1
+        if self._num_missing[bucket] == 0:
             if self._round == 0:
                 self.completion_order.append(bucket)
-            self.recorder.moment(self._name(bucket), READY)
-            self._launch_complete(wait=self._waits)
+            self.recorder.moment(self._reduction_index(bucket), READY)
+            self._launch_ready(wait=self._blocks_in_backward)
 
-    def _launch_complete(self, *, wait: bool) -> None:
+    def _launch_ready(self, *, wait: bool) -> None:
         # In program order, not in ready order: ranks differ in readiness, and collectives must not.
-        while self.num_launched < len(self._launch_order) and self._missing[self._launch_order[self.num_launched]] == 0:
+        while (
+            self.num_launched < len(self._launch_order)
+            and self._num_missing[self._launch_order[self.num_launched]] == 0
+        ):
             bucket = self._launch_order[self.num_launched]
             if not (wait or self._transport.can_acquire_buffer(bucket)):
                 return
-            self._borrow(bucket)
+            self._acquire(bucket)
             self._zero_unwritten(bucket)
-            self.recorder.moment(self._name(bucket), SENT)
-            self._transport.reduce_async(bucket, self._name(bucket))
+            self.recorder.moment(self._reduction_index(bucket), SENT)
+            self._transport.reduce_async(bucket, self._reduction_index(bucket))
             self.num_launched += 1
             self.on_launch()
 
-    def _name(self, bucket: int) -> int:
+    def _reduction_index(self, bucket: int) -> int:
         """The index of a bucket's reduction in the program."""
         return self._round * len(self._buckets) + bucket
 
     def _zero_unwritten(self, bucket: int) -> None:
-        first = self._first[bucket]
+        first = self._first_param[bucket]
         for number in range(first, first + len(self._buckets[bucket].slots)):
             if not self._written[number]:
                 self.views[number].zero_()
 
-    def forget(self) -> None:
+    def drop_grads(self) -> None:
         """Drop what is in `.grad`: a backward that was no part of a step has left it there."""
         for name in self._names:
             self._parameters[name].grad = None
 
-    def take_left(self) -> None:
+    def store_leftover_grads(self) -> None:
         """Take what earlier backwards left in `.grad` of parameters that the last one did not reach."""
         for number, view in enumerate(self.views):
             gradient = self._parameters[self._names[number]].grad
@@ -335,55 +340,55 @@ class Gradients:
             if gradient is view:
                 self._written[number] = True
             else:
-                self._put(number)
+                self._store(number)
             self.reached[number] = True
 
-    def seal(self) -> None:
+    def finish_round(self) -> None:
         """End a round: every slot is written or zero, every bucket launched. Does not wait for the sums."""
         if self._round == 0:
-            self.completion_order += [bucket.index for bucket in self._buckets if self._missing[bucket.index]]
-        self._missing = [0] * len(self._buckets)
-        self._launch_complete(wait=True)
+            self.completion_order += [bucket.index for bucket in self._buckets if self._num_missing[bucket.index]]
+        self._num_missing = [0] * len(self._buckets)
+        self._launch_ready(wait=True)
 
-    def reached_in(self, bucket: int) -> str | None:
+    def first_reached(self, bucket: int) -> str | None:
         """The name of a parameter of the bucket that a backward of the step has reached, if there is one."""
-        first = self._first[bucket]
+        first = self._first_param[bucket]
         numbers = range(first, first + len(self._buckets[bucket].slots))
         return next((self._names[number] for number in numbers if self.reached[number]), None)
 
-    def refuse_unreached(self) -> None:
+    def check_all_reached(self) -> None:
         """Raise TrainingError naming the parameters that no backward of the step has reached."""
         if not self._allow_unused:
-            refuse_unreached(self._names, self.reached, map(self._parameters.__getitem__, self._names))
+            check_all_reached(self._names, self.reached, map(self._parameters.__getitem__, self._names))
 
-    def own(self, bucket: int) -> list[Tensor]:
+    def local_grads(self, bucket: int) -> list[Tensor]:
         """What this rank measures of a completed bucket's sum."""
         self._transport.reduce_shard(bucket)
         return [self._transport.grad_shard(bucket).flat]
 
-    def hold(self) -> None:
+    def detach_grads(self) -> None:
         """The sums are used after the step. They lie where nobody else writes."""
 
-    def hand_out(self, bucket: int) -> None:
+    def restore_grads(self, bucket: int) -> None:
         """A bucket's sum is about to be used. It lies where the update looks for it."""
 
-    def release(self, bucket: int) -> None:
+    def free_grads(self, bucket: int) -> None:
         """A bucket's sum has been used. Its slot is the transport's, which knows when it may be written again."""
 
 
 # Of elements: 1 MiB of float32, so that a piece stays in the cache while it is summed, scaled and updated.
-PIECE_ELEMENTS = 2**18
+MAX_SLICE_ELEMENTS = 2**18
 
 
-class Laid(Protocol):
+class HasShards(Protocol):
     """Weights by bucket: those that the model computes with, and the update's own."""
 
-    homes: Sequence[BucketSlice]
-    masters: Masters
+    shards: Sequence[BucketSlice]
+    master_weights: Masters
 
 
-def pieces(
-    weights: Laid, buckets: Sequence[Bucket], transport: Transport, *, by_slot: bool, cut: bool
+def update_slices(
+    weights: HasShards, buckets: Sequence[Bucket], transport: Transport, *, split_by_param: bool, is_chunked: bool
 ) -> list[list[Piece]]:
     """What the update works on, by bucket: weights beside the sums of their gradients.
 
@@ -391,17 +396,19 @@ def pieces(
     `cut` into pieces of at most PIECE_ELEMENTS: so are pieces whose gradients must be converted.
     """
     result: list[list[Piece]] = []
-    for bucket, weight, own in zip(buckets, weights.homes, weights.masters.by_bucket, strict=True):
-        slots = [(slot.start, slot.stop) for slot in bucket.slots] if by_slot else [(0, bucket.size)]
+    for bucket, weight, own in zip(buckets, weights.shards, weights.master_weights.by_bucket, strict=True):
+        slots = [(slot.start, slot.stop) for slot in bucket.slots] if split_by_param else [(0, bucket.size)]
         result.append([])
         for number, (first, last) in enumerate(slots):
             for part in transport.reduced_views(bucket.index):
                 low, high = max(first, part.start), min(last, part.stop)
-                small = cut or own is not None or part.flat.dtype != weight.flat.dtype
-                for start in range(low, high, PIECE_ELEMENTS if small else max(1, high - low)):
-                    stop = min(start + PIECE_ELEMENTS, high) if small else high
+                small = is_chunked or own is not None or part.flat.dtype != weight.flat.dtype
+                for start in range(low, high, MAX_SLICE_ELEMENTS if small else max(1, high - low)):
+                    stop = min(start + MAX_SLICE_ELEMENTS, high) if small else high
                     gradient = part.flat[start - part.start : stop - part.start]
                     working = weight.flat[start - weight.start : stop - weight.start]
                     mine = (working, None) if own is None else (own.part(start, stop), working)
-                    result[-1].append(Piece(start, stop, mine[0], gradient, number if by_slot else None, mine[1]))
+                    result[-1].append(
+                        Piece(start, stop, mine[0], gradient, number if split_by_param else None, mine[1])
+                    )
     return result

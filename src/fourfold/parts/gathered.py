@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fourfold.parts import memory
 from fourfold.parts.comm import BucketSlice, Transport
-from fourfold.parts.data import dtype_of
+from fourfold.parts.data import bucket_dtype
 from fourfold.parts.uses import Uses, naming_transforms, outside
 from fourfold.plan.data import Bucket
 from fourfold.plan.gathers import ROOM, Plea, Script
@@ -69,7 +69,7 @@ class Gathered:
         self._device = parameters[0][0].device
         owns = [transport.grad_shard(bucket.index) for bucket in buckets]
         # Not the parameters' own: with a precision they are as the user made them until they settle.
-        dtypes = [dtype_of(bucket) for bucket in buckets]
+        dtypes = [bucket_dtype(bucket) for bucket in buckets]
         self.homes = [
             BucketSlice(start, stop, memory.private(stop - start, dtype, self._device))
             for (start, stop, _), dtype in zip(owns, dtypes, strict=True)

@@ -10,7 +10,14 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from fourfold.parts.data import nothing, refuse_cleared, refuse_second, refuse_sparse, refuse_unreached, weak_hook
+from fourfold.parts.data import (
+    check_all_reached,
+    check_dense,
+    noop,
+    raise_grad_cleared,
+    raise_second_grad,
+    weak_grad_hook,
+)
 from fourfold.parts.grad_hooks import register_last
 from fourfold.parts.optim import Piece
 from fourfold.plan.data import Bucket
@@ -30,10 +37,10 @@ class InPlace:
         self._held: list[list[Tensor | None]] = [[] for _ in buckets]
         self.launch_order: Sequence[int] = list(range(len(buckets)))
         """The order in which buckets are used."""
-        self.recorder, self.on_launch, self.listening = SILENT, nothing, False
+        self.recorder, self.on_launch, self.listening = SILENT, noop, False
         self.completion_order: list[int] = []
         for number, name in enumerate(self._names):
-            register_last(parameters[name], weak_hook(self, number))
+            register_last(parameters[name], weak_grad_hook(self, number))
         self.begin()
 
     def begin(self) -> None:
@@ -53,24 +60,24 @@ class InPlace:
         if not self.listening:
             return
         if parameter.grad is None:
-            refuse_cleared(self._names[number])
-        refuse_sparse(parameter.grad, self._names[number])
+            raise_grad_cleared(self._names[number])
+        check_dense(parameter.grad, self._names[number])
         self.reached[number] = True
         if self._last:
             self._count_down(number)
 
     def _count_down(self, number: int) -> None:
         if self._counted[number]:
-            refuse_second(self._names[number])
+            raise_second_grad(self._names[number])
         self._counted[number] = True
         bucket = self._bucket_of[number]
         self._missing[bucket] -= 1
         if self._missing[bucket] == 0:
             self.completion_order.append(bucket)
             self.recorder.moment(bucket, READY)
-            self._launch_complete()
+            self._launch_ready()
 
-    def _launch_complete(self) -> None:
+    def _launch_ready(self) -> None:
         while self.num_launched < len(self.launch_order) and not self._missing[self.launch_order[self.num_launched]]:
             self.recorder.moment(self.launch_order[self.num_launched], SENT)
             self.num_launched += 1
@@ -80,7 +87,7 @@ class InPlace:
         """No gradient will come any more."""
         self.completion_order += [bucket for bucket, missing in enumerate(self._missing) if missing]
         self._missing = [0] * len(self._missing)
-        self._launch_complete()
+        self._launch_ready()
 
     def own(self, bucket: int) -> list[Tensor]:
         """The gradients of a bucket, as they lie."""
@@ -115,7 +122,7 @@ class InPlace:
     def refuse_unreached(self) -> None:
         """Raise TrainingError naming the parameters that no backward of the step has reached."""
         if not self._allow_unused:
-            refuse_unreached(self._names, self.reached, itertools.chain.from_iterable(self._parameters))
+            check_all_reached(self._names, self.reached, itertools.chain.from_iterable(self._parameters))
 
     def pieces(self, weights: Sequence[Tensor], buckets: Sequence[Bucket]) -> list[list[Piece]]:
         """What the update works on, by bucket: each parameter's stretch of the flat `weights`."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.data import Gradients
+from fourfold.parts.data import GradBuckets
 from fourfold.parts.step_hooks import StepHooks
 from fourfold.plan.data import life
 from fourfold.run.batch import Loss, Microbatch
@@ -109,9 +109,9 @@ class Actions:
         self.overflowed = False
         self.totals: Totals | None = None
         self.grad_norm: float | None = None
-        self._parts.gradients.forget()
-        self._parts.gradients.begin()
-        self._parts.gradients.listening = True
+        self._parts.gradients.drop_grads()
+        self._parts.gradients.begin_step()
+        self._parts.gradients.is_enabled = True
         if self._parts.local is not None:
             self._parts.local.begin()
 
@@ -134,10 +134,10 @@ class Actions:
         self._count()
         self._complete_all()
         if self._is_left_out:
-            self._parts.gradients.forget()
+            self._parts.gradients.drop_grads()
             self._parts.transport.end_step()
             return
-        self._parts.gradients.hold()
+        self._parts.gradients.detach_grads()
         self._parts.transport.signal_backward_done()
         self._terms = Terms(self._factor, self._used, self._squares)
         self._parts.optimizer.keep_options(as_they_are=True)
@@ -160,16 +160,16 @@ class Actions:
         """Update a bucket by the gradient of the step before."""
         with self.recorder.action(Action(Verb.UPDATE, 0, bucket)):
             self._parts.transport.wait_weights_writable()
-            self._parts.gradients.hand_out(bucket)
+            self._parts.gradients.restore_grads(bucket)
             self._move(bucket, self._terms)
-            self._parts.gradients.release(bucket)
+            self._parts.gradients.free_grads(bucket)
         if self._gathers:
             with self.recorder.action(Action(Verb.GATHER, 0, bucket)):
                 self.gather(bucket)
 
     def stop(self) -> None:
         """End a step, however it went: gradients of other backwards are not taken."""
-        self._parts.gradients.listening = False
+        self._parts.gradients.is_enabled = False
 
     @property
     def waiting_seconds(self) -> float:
@@ -242,7 +242,7 @@ class Actions:
             count = float(self._losses[index].count) if index in self._losses else 0.0
             self.nominal_count = max(1.0, self._agree(count) * len(self._microbatches))
         if self._every_round and index:
-            assert isinstance(self._parts.gradients, Gradients)  # one rank's gradients rest whole
+            assert isinstance(self._parts.gradients, GradBuckets)  # one rank's gradients rest whole
             self._parts.gradients.begin_round()
             self._sealed = False
         self._in_last_round = not self._every_round or index == len(self._microbatches) - 1
@@ -253,13 +253,13 @@ class Actions:
         with self._phase("backward"):
             if index in self._losses:
                 if index == self._last or self._every_round:
-                    self._parts.gradients.last()
+                    self._parts.gradients.mark_last_backward()
                 loss = self._losses.pop(index).total / self.nominal_count
                 if not loss.requires_grad:
                     raise TaskError(_detached())
                 (loss if self._parts.scale is None else loss * self._parts.scale.value).backward()
                 if self.deferred is not None and index == 0:
-                    self.deferred.refuse_unseen(self._parts.gradients.reached_in)
+                    self.deferred.refuse_unseen(self._parts.gradients.first_reached)
 
     def measure(self, kind: int) -> None:
         transport = self._parts.transport
@@ -273,7 +273,7 @@ class Actions:
             self._seal()
             self._count()
             self._complete_all()
-            own = list(itertools.chain(*map(self._parts.gradients.own, range(len(self._parts.parameters)))))
+            own = list(itertools.chain(*map(self._parts.gradients.local_grads, range(len(self._parts.parameters)))))
             # Two bytes would round each bucket's norm, and in fp16 a norm beyond 65,504 would seem infinite.
             wide = [torch.promote_types(flat.dtype, torch.float32) for flat in own]
             norms = [torch.linalg.vector_norm(flat, dtype=dtype) for flat, dtype in zip(own, wide, strict=True)]
@@ -330,8 +330,8 @@ class Actions:
     def _seal(self, *, last: bool = True) -> None:
         if not self._sealed:
             if last and self._last >= 0:
-                self._parts.gradients.refuse_unreached()
-            self._parts.gradients.seal()
+                self._parts.gradients.check_all_reached()
+            self._parts.gradients.finish_round()
             self._sealed = True
 
     def _complete_all(self) -> None:
@@ -397,7 +397,7 @@ class Actions:
         self._complete(bucket)
         if not self._is_left_out:
             self._update(bucket)
-        self._parts.gradients.release(bucket)
+        self._parts.gradients.free_grads(bucket)
 
     def _update(self, bucket: int) -> None:
         """Update a bucket whose sum is there."""

@@ -138,7 +138,7 @@ class TrainStep:
         self._unchanged = Unchanged(self.optimizer, plan)
         self._frozen = FrozenStatistics(model, plan)
         trainable = trainable_of(model)
-        own = data.specs(trainable, optim.groups(self.optimizer, trainable))
+        own = data.param_specs(trainable, optim.groups(self.optimizer, trainable))
         shapes = {name: list(p.shape) for name, p in trainable.items()}
         self._same_batches = SameBatches(same_batches, num_data_ranks=plan.dp, speaks=ranks.rank == 0)
         options = {"clip": clip, "skip_nan": skip_nan, "same_batches": same_batches, "drift_check": drift_check}
@@ -175,8 +175,10 @@ class TrainStep:
             self._gradients = in_place
             pieces = in_place.pieces(self._weights.flats, self.buckets)
         else:
-            self._gradients = data.Gradients(trainable, self.buckets, self._transport, allow_unused=allow_unused)
-            pieces = data.pieces(self._weights, self.buckets, self._transport, by_slot=by_slot, cut=split)
+            self._gradients = data.GradBuckets(trainable, self.buckets, self._transport, allow_unused=allow_unused)
+            pieces = data.update_slices(
+                self._weights, self.buckets, self._transport, split_by_param=by_slot, is_chunked=split
+            )
         prepare = self._transport.reduce_range if split else None
         flat = optim.FlatOptimizer(self.optimizer, self.buckets, pieces, prepare=prepare)
         self._state = State(
@@ -730,12 +732,12 @@ def _request(plan: Plan, buckets: Sequence[Bucket], rest: Rest, *, num_norms: in
     """What the buckets of a plan need of a transport."""
     return comm.TransportSpec(
         sizes=tuple(bucket.size for bucket in buckets),
-        dtypes=tuple(data.dtype_of(reduced(bucket, plan.reduce)) for bucket in buckets),
+        dtypes=tuple(data.bucket_dtype(reduced(bucket, plan.reduce)) for bucket in buckets),
         buffer_indices=turns(len(buckets), few=rest.gradient == SPLIT),
         rest=rest,
         num_scalars=max(8, num_norms),
         num_shards=plan.num_shares if rest.state == SPLIT else None,
-        weight_dtypes=tuple(data.dtype_of(bucket) for bucket in buckets),
+        weight_dtypes=tuple(data.bucket_dtype(bucket) for bucket in buckets),
     )
 
 

@@ -130,7 +130,7 @@ def _model_bytes(task: Task, plan: Plan, model: nn.Module, place: Place) -> tupl
     """Weights alone, and all that lasts from step to step, of a place's ranks."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = optim.build(task.optimizer, list(model.parameters()))
-    own = data.specs(trainable, optim.groups(optimizer, trainable))
+    own = data.param_specs(trainable, optim.groups(optimizer, trainable))
     specs = computed(own, plan.precision, kept=lowered.kept(model))
     shares = plan.num_sharing if RESTS[plan.zero].state == SPLIT else 1
     buckets = fill(specs, bucket_bytes=limit(specs, plan.bucket_bytes, travels=plan.codec != "none"), shares=shares)

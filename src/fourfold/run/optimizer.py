@@ -102,7 +102,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise OptimizerError(Problem(got, "one kind of device", f'model.to("{self._ranks.device.type}") first'))
         shapes = {name: shape_in_memory(p) for name, p in trainable.items()}
         self._same_batches = SameBatches(same_batches, num_data_ranks=plan.dp, speaks=self._ranks.rank == 0)
-        grouped = data.specs(trainable, dict.fromkeys(trainable, -1) | groups(optimizer, trainable))
+        grouped = data.param_specs(trainable, dict.fromkeys(trainable, -1) | groups(optimizer, trainable))
         options = {"same_batches": same_batches, "drift_check": drift_check}
         compare(self._ranks, grouped, shapes, plan=plan, options=options, optimizer=optimizer)
         self._inputs = Inputs(model if self._same_batches.is_watching else None)
@@ -134,24 +134,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _leave(self) -> None:
         """Another one has taken over."""
-        self._has_left, self._gradients.listening = True, False
+        self._has_left, self._gradients.is_enabled = True, False
         self._steps.close()
         self._inputs.close()
 
     def _connect(self, trainable: dict[str, nn.Parameter], plan: Plan) -> None:
-        specs = data.specs(trainable, {})
+        specs = data.param_specs(trainable, {})
         buckets = fill(specs, bucket_bytes=limit(specs, plan.bucket_bytes, travels=self._ranks.num_hosts > 1))
         request = comm.TransportSpec(
             sizes=tuple(bucket.size for bucket in buckets),
-            dtypes=tuple(data.dtype_of(bucket) for bucket in buckets),
+            dtypes=tuple(data.bucket_dtype(bucket) for bucket in buckets),
             buffer_indices=turns(len(buckets), few=False),
             num_scalars=max(8, len(trainable)),
         )
         self._allow_unused = plan.unused == "allow"
         self._transport, self.transport = comm.make_transport(self._ranks, request, choice=plan.transport)
-        self._gradients = data.Gradients(trainable, buckets, self._transport, allow_unused=self._allow_unused)
-        self._gradients.last()
-        self._gradients.listening = True
+        self._gradients = data.GradBuckets(trainable, buckets, self._transport, allow_unused=self._allow_unused)
+        self._gradients.mark_last_backward()
+        self._gradients.is_enabled = True
         slots = [(slot.name, self._transport.grad_buffers[bucket.index]) for bucket in buckets for slot in bucket.slots]
         self._parameters = [trainable[name] for name, _ in slots]
         self._num_buckets = len(buckets)
@@ -178,24 +178,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise TrainingError(Problem(got, "ranks that agree on what has been summed", "a new DistributedOptimizer"))
         self._backward = backward
         self._begin_round(has_data=True)
-        self._gradients.leave_kept()
+        self._gradients.copy_referenced_views()
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def _finish(self) -> None:
         """Every `.grad` becomes the mean over ranks; it lies in this rank's slot."""
         try:
-            self._gradients.take_left()
-            self._gradients.refuse_unreached()
-            self._gradients.seal()
+            self._gradients.store_leftover_grads()
+            self._gradients.check_all_reached()
+            self._gradients.finish_round()
             used = self._reduce(self._active())
             self._show(used)
             self._unreduced.reduced(used)
             self._end_round()
             self._backward = NO_BACKWARD
         finally:
-            self._gradients.begin()
-            self._gradients.last()
+            self._gradients.begin_step()
+            self._gradients.mark_last_backward()
         if self._joining is not None:
             self._joining.rounds += 1
         self._compare_batches()
@@ -310,12 +310,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def no_sync(self) -> Iterator[None]:
         """Inside, gradients add up on this rank alone; the next backward outside sums what all have gathered."""
         self._refuse_left()
-        self._syncing = self._gradients.listening = False
+        self._syncing = self._gradients.is_enabled = False
         try:
             yield
         finally:
             self._syncing = True
-            self._gradients.listening = not self._has_left
+            self._gradients.is_enabled = not self._has_left
 
     @contextlib.contextmanager
     def join(self, *, divide_by_initial_world_size: bool = True, states: Sequence[Any] = ()) -> Iterator[None]:
@@ -362,11 +362,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         active = self._active()
         if not active:
             return False
-        self._gradients.seal()
+        self._gradients.finish_round()
         self._reduce(active)
         self._end_round()
-        self._gradients.begin()
-        self._gradients.last()
+        self._gradients.begin_step()
+        self._gradients.mark_last_backward()
         self._compare_batches()
         return True
 

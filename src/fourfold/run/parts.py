@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from fourfold.parts.comm import Transport
-from fourfold.parts.data import Gradients
+from fourfold.parts.data import GradBuckets
 from fourfold.parts.edits import Edits
 from fourfold.parts.gathered import Gathered
 from fourfold.parts.in_place import InPlace
@@ -26,7 +26,7 @@ from fourfold.plan.precision import Scale
 class Parts(NamedTuple):
     """What the verbs work with: the gradients of all buckets, their transport, their update."""
 
-    gradients: Gradients | InPlace
+    gradients: GradBuckets | InPlace
     transport: Transport
     optimizer: FlatOptimizer
     parameters: Sequence[Sequence[nn.Parameter]]

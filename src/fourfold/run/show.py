@@ -49,7 +49,7 @@ def show(plan: Plan, task: Task) -> str:
     optimizer = optim.build(task.optimizer, list(model.parameters()))
     refuse_optimizer(optimizer, plan)
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    own = data.specs(trainable, {name: group_of[id(p)] for name, p in trainable.items()})
+    own = data.param_specs(trainable, {name: group_of[id(p)] for name, p in trainable.items()})
     specs = computed(own, plan.precision, kept=lowered.kept(model))
     rest = RESTS[plan.zero if plan.num_shares > 1 else 0]
     bucket_bytes = limit(specs, plan.bucket_bytes, travels=plan.codec != "none")

@@ -59,7 +59,7 @@ class Weights:
             self.homes: Sequence[comm.BucketSlice] = self.gathered.homes
             self.flats = [home.flat for home in self.homes]
         else:
-            self.flats = data.rehome(self.trainable, buckets, transport)
+            self.flats = data.flatten_params(self.trainable, buckets, transport)
             self.homes = [comm.BucketSlice(0, flat.numel(), flat) for flat in self.flats]
         self._trained = {id(p) for p in self.trainable.values()}
         self._modules = list(model.modules())

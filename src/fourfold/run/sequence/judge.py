@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
-from fourfold.parts.data import second_gradient
+from fourfold.parts.data import second_grad_problem
 from fourfold.run import random_weights
 from fourfold.run.backward import backward, counted
 from fourfold.run.batch import has_tokens, leaves, mapped
@@ -94,7 +94,7 @@ class Judge:
         with self._within(self._record, self._taps), counted(parameters) as counts, _unfit():
             backward(whole, weights)
         if twice := next((name for name, count in counts.items() if count > 1), None):
-            raise TaskError(second_gradient(twice))
+            raise TaskError(second_grad_problem(twice))
         total = gradient_sums.collected(parameters)
         self._refuse_infinite(total)
         self._replay_backward(own, whole, weights, taps)
