@@ -20,49 +20,51 @@ from fourfold.parts.masters import Masters
 from fourfold.parts.uses import unwatched
 from fourfold.plan.data import Bucket
 
-NUM_SAMPLED = 4  # elements of a parameter
+NUM_SAMPLED_ELEMENTS = 4  # elements of a parameter
 
 
-class Pair(NamedTuple):
+class WeightPair(NamedTuple):
     """A stretch of a bucket that this rank updates: what the model computes with, and what the update changes."""
 
-    working: Tensor
-    master: Tensor
+    model_weight: Tensor
+    master_weight: Tensor
     slots: Sequence[tuple[str, int, int]]
     """Names, and where they lie in the stretch."""
 
-    def differing(self) -> list[str]:
+    def mismatched_params(self) -> list[str]:
         """The names of the parameters that are not their master weights, rounded."""
-        rounded = self.master.to(self.working.device, self.working.dtype)
-        if torch.equal(self.working, rounded):
+        rounded = self.master_weight.to(self.model_weight.device, self.model_weight.dtype)
+        if torch.equal(self.model_weight, rounded):
             return []
-        differs = (self.working != rounded) & ~(self.working.isnan() & rounded.isnan())
+        differs = (self.model_weight != rounded) & ~(self.model_weight.isnan() & rounded.isnan())
         return [name for name, low, high in self.slots if differs[low:high].any()]
 
 
-class _Sample:
+class _WeightSample:
     """Some elements of each parameter of a bucket."""
 
     def __init__(self, flat: Tensor, bucket: Bucket) -> None:
         self._bytes: Any = flat.view(torch.uint8).numpy().view(f"V{flat.element_size()}")
-        places = [np.linspace(slot.start, slot.stop - 1, NUM_SAMPLED).astype(np.int64) for slot in bucket.slots]
-        self._places = np.concatenate(places)
-        self.keep()
+        places = [
+            np.linspace(slot.start, slot.stop - 1, NUM_SAMPLED_ELEMENTS).astype(np.int64) for slot in bucket.slots
+        ]
+        self._indices = np.concatenate(places)
+        self.refresh()
 
-    def keep(self) -> None:
+    def refresh(self) -> None:
         """Remember their bytes of now."""
-        self._kept = self._bytes[self._places].tobytes()
+        self._saved_bytes = self._bytes[self._indices].tobytes()
 
-    def differing(self) -> list[int]:
+    def changed_slots(self) -> list[int]:
         """The numbers of the slots whose elements are others than those kept."""
-        now = self._bytes[self._places].tobytes()
-        if now == self._kept:
+        now = self._bytes[self._indices].tobytes()
+        if now == self._saved_bytes:
             return []
-        size = NUM_SAMPLED * self._bytes.itemsize
-        return [n for n in range(len(now) // size) if now[n * size :][:size] != self._kept[n * size :][:size]]
+        size = NUM_SAMPLED_ELEMENTS * self._bytes.itemsize
+        return [n for n in range(len(now) // size) if now[n * size :][:size] != self._saved_bytes[n * size :][:size]]
 
 
-class Edits:
+class WeightEdits:
     """Watches the trainable parameters of a step."""
 
     def __init__(
@@ -72,52 +74,56 @@ class Edits:
         self._names = [[slot.name for slot in bucket.slots] for bucket in buckets]
         self._parameters = [[parameters[name] for name in names] for names in self._names]
         on_cpu = all(flat.device.type == "cpu" for flat in flats)  # elsewhere a look at them would wait
-        self._samples = [_Sample(flat, b) for flat, b in zip(flats, buckets, strict=True)] if flats and on_cpu else []
-        self._pairs: list[Pair] = []
-        self.accept()
+        self._samples = (
+            [_WeightSample(flat, b) for flat, b in zip(flats, buckets, strict=True)] if flats and on_cpu else []
+        )
+        self._pairs: list[WeightPair] = []
+        self.accept_edits()
 
-    def pair(self, buckets: Sequence[Bucket], homes: Sequence[BucketSlice], masters: Masters) -> None:
+    def add_master_weights(
+        self, buckets: Sequence[Bucket], shards: Sequence[BucketSlice], master_weights: Masters
+    ) -> None:
         """`differing` compares working weights, which lie in `homes`, with their master weights."""
-        for bucket, home, own in zip(buckets, homes, masters.by_bucket, strict=True):
+        for bucket, home, own in zip(buckets, shards, master_weights.by_bucket, strict=True):
             if own is None or not own.flat.numel():
                 continue
             size, first = own.flat.numel(), own.start
             slots = [(name, max(0, start - first), min(size, stop - first)) for name, start, stop in bucket.slots]
             working = home.flat[first - home.start : first - home.start + size]
-            self._pairs.append(Pair(working, own.flat, [slot for slot in slots if slot[1] < slot[2]]))
+            self._pairs.append(WeightPair(working, own.flat, [slot for slot in slots if slot[1] < slot[2]]))
 
-    def wrote(self, bucket: int) -> None:
+    def increment_version(self, bucket: int) -> None:
         """Fourfold writes a bucket's weights: autograd refuses activations that were saved with the old ones."""
         with unwatched():
             torch.autograd.graph.increment_version(self._parameters[bucket])
-        self._counts[bucket] = [count + 1 for count in self._counts[bucket]]
+        self._versions[bucket] = [count + 1 for count in self._versions[bucket]]
 
-    def updated(self) -> None:
+    def refresh_samples(self) -> None:
         """Updates are done: what they have made of the weights is no edit. What was counted before still is one."""
         for sample in self._samples:
-            sample.keep()
+            sample.refresh()
 
-    def accept(self) -> None:
+    def accept_edits(self) -> None:
         """Training goes on from the weights of now, whoever wrote them."""
-        self._counts = self._counted()
-        self.updated()
+        self._versions = self._current_versions()
+        self.refresh_samples()
 
-    def _counted(self) -> list[list[int]]:
+    def _current_versions(self) -> list[list[int]]:
         with unwatched():
             return [[p._version for p in members] for members in self._parameters]
 
-    def found(self, *, sampled: bool = True) -> list[str]:
+    def edited_params(self, *, sampled: bool = True) -> list[str]:
         """The names of the parameters that somebody else has written, as far as counts and the sample show it."""
-        counts = self._counted()
+        counts = self._current_versions()
         names: dict[str, None] = {}
-        if counts != self._counts:
-            for members, mine, now in zip(self._names, self._counts, counts, strict=True):
+        if counts != self._versions:
+            for members, mine, now in zip(self._names, self._versions, counts, strict=True):
                 names |= dict.fromkeys(name for name, a, b in zip(members, mine, now, strict=True) if a != b)
         for members, sample in zip(self._names, self._samples if sampled else [], strict=False):
-            names |= dict.fromkeys(members[number] for number in sample.differing())
+            names |= dict.fromkeys(members[number] for number in sample.changed_slots())
         return list(names)
 
     @torch.no_grad()
-    def differing(self) -> list[str]:
+    def mismatched_params(self) -> list[str]:
         """The names of this rank's parameters that are not their master weights, rounded. Reads all of them."""
-        return [name for pair in self._pairs for name in pair.differing()]
+        return [name for pair in self._pairs for name in pair.mismatched_params()]

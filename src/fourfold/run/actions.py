@@ -127,7 +127,7 @@ class Actions:
             self._parts.scale.stepped(overflowed=self.overflowed)
         if self._met and self._parts.local is not None:
             self._parts.local.met()
-        self._parts.edits.updated()
+        self._parts.edits.refresh_samples()
 
     def _defer(self, deferred: Deferred) -> None:
         """Leave the updates of this step to the next forward, with all that they need to know."""
@@ -149,7 +149,7 @@ class Actions:
         if self.deferred is not None:
             self.deferred.flush()
             self._parts.optimizer.keep_options(as_they_are=False)
-            self._parts.edits.updated()
+            self._parts.edits.refresh_samples()
 
     @property
     def waits(self) -> bool:
@@ -373,7 +373,7 @@ class Actions:
         order, num_launched = self._parts.gradients.launch_order, self._parts.gradients.num_launched
         if self._in_last_round:
             # From now on other ranks may write the bucket's weights, where they exist once per host.
-            self._parts.edits.wrote(order[num_launched - 1])
+            self._parts.edits.increment_version(order[num_launched - 1])
         while self._in_last_round and self._num_ahead < num_launched:
             bucket = order[self._num_ahead]
             if not self._parts.transport.is_reduced(bucket):
@@ -427,7 +427,7 @@ class Actions:
         gradient = None if self._parts.hooks is None else self._parts.hooks.gradients[bucket]
         self._parts.optimizer.update(bucket, used=used, factor=terms.factor, squares=squares, gradient=gradient)
         # Autograd then refuses activations saved with the old weights, instead of computing with the new ones.
-        self._parts.edits.wrote(bucket)
+        self._parts.edits.increment_version(bucket)
 
     def gather(self, bucket: int) -> None:
         self._parts.transport.all_gather_weights_async(bucket, self._parts.weights[bucket])
@@ -440,7 +440,7 @@ class Actions:
         assert self._parts.local is not None
         self._parts.local.pull(bucket)
         self._met = True
-        self._parts.edits.wrote(bucket)
+        self._parts.edits.increment_version(bucket)
 
     def _used_in(self, bucket: int, counts: Sequence[float] | None) -> Sequence[bool] | None:
         """Which slots of the bucket have a gradient on some rank; None: all."""

@@ -388,12 +388,12 @@ class TrainStep:
         if self._tokens is not None and not self._tokens.is_tried:
             self._transport.check_same_call()
             self._tokens.try_out(batch, self._weights.read("try out"))
-            self._weights.edits.accept()
+            self._weights.edits.accept_edits()
         if self._dry_run.is_due(training=training):
             self._transport.check_same_call()
             few = batch if self._tokens is None else self._tokens.few(batch)
             self._dry_run.run(few, self._weights.read, self._ranks.all_gather_json, training=training)
-            self._weights.edits.accept()
+            self._weights.edits.accept_edits()
 
     @contextlib.contextmanager
     def reading(self, batch: Any) -> Iterator[Microbatch]:
@@ -500,7 +500,7 @@ class TrainStep:
         if self._local is not None:
             self._local.met()
         torch.autograd.graph.increment_version(list(self.model.parameters()))
-        self._weights.edits.accept()
+        self._weights.edits.accept_edits()
 
     @contextlib.contextmanager
     def read(self) -> Iterator[nn.Module]:
@@ -671,7 +671,7 @@ class TrainStep:
     def _refuse_edits(self, call: str, *, thoroughly: bool = False) -> None:
         """Raise TaskError where somebody has written weights that the next update would not go on from."""
         if self._local is not None and self.is_whole:
-            self._weights.edits.accept()  # they become the anchor
+            self._weights.edits.accept_edits()  # they become the anchor
         if problems := self._weights.edit_problems(thoroughly=thoroughly, sampled=not self._actions.waits):
             self._refuse(f"{call}, with weights that were written", TaskError(problems, where="the model"))
 

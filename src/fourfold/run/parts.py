@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fourfold.parts.comm import Transport
 from fourfold.parts.data import GradBuckets
-from fourfold.parts.edits import Edits
+from fourfold.parts.edits import WeightEdits
 from fourfold.parts.gathered import Gathered
 from fourfold.parts.in_place import InPlace
 from fourfold.parts.local import Local
@@ -34,7 +34,7 @@ class Parts(NamedTuple):
     weights: Sequence[Tensor]
     """By bucket."""
     rest: Rest
-    edits: Edits
+    edits: WeightEdits
     """What tells Fourfold's own writes of weights from others."""
     gathered: Gathered | None = None
     """Where weights rest split among ranks that do not share memory."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts import comm, data, lowered
-from fourfold.parts.edits import Edits
+from fourfold.parts.edits import WeightEdits
 from fourfold.parts.gathered import Gathered
 from fourfold.parts.masters import Masters, Policy
 from fourfold.parts.uses import unwatched
@@ -67,9 +67,9 @@ class Weights:
         self.broadcast()
         self._places = self._where()
         self._loses = self._why_lost() or ("" if is_mean else "what is written between meetings is no step")
-        self.edits = Edits(self.trainable, buckets, self.flats if self._loses and self.gathered is None else ())
+        self.edits = WeightEdits(self.trainable, buckets, self.flats if self._loses and self.gathered is None else ())
         if self.gathered is None:
-            self.edits.pair(buckets, self.homes, self.masters)
+            self.edits.add_master_weights(buckets, self.homes, self.masters)
 
     @property
     def is_shared(self) -> bool:
@@ -94,7 +94,11 @@ class Weights:
         """What has been written past `edit` and its like, and would be lost. `thoroughly` reads all weights."""
         if not self._loses:
             return []
-        names = list(dict.fromkeys(self.edits.found(sampled=sampled) + (self.edits.differing() if thoroughly else [])))
+        names = list(
+            dict.fromkeys(
+                self.edits.edited_params(sampled=sampled) + (self.edits.mismatched_params() if thoroughly else [])
+            )
+        )
         if not names:
             return []
         got = f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}, written outside of step.edit()"
@@ -258,7 +262,7 @@ class Weights:
         if self._transport.shared_weights is not None:
             self._ranks.all_gather_json(None)
         torch.autograd.graph.increment_version(list(self.trainable.values()))
-        self.edits.accept()
+        self.edits.accept_edits()
 
     @torch.no_grad()
     def load(self, values: Mapping[str, Tensor]) -> None:
