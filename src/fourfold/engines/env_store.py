@@ -64,11 +64,11 @@ def register_handler(module: Any) -> None:
         if asked != world:
             yield from theirs(url, **({} if timeout is None else {"timeout": timeout}), **options)
             return
-        from fourfold.parts.file_store import GROUP_SECONDS, file_store
+        from fourfold.parts.file_store import GROUP_TIMEOUT_SECONDS, open_file_store
 
         path, (rank, size) = store_file(os.environ), (int(world["RANK"]), int(world["WORLD_SIZE"]))
         assert path is not None
-        yield file_store(path, size, GROUP_SECONDS), rank, size
+        yield open_file_store(path, size, GROUP_TIMEOUT_SECONDS), rank, size
         raise RuntimeError("a job meets once in each attempt: its ranks cannot meet in another number")
 
     module._rendezvous_handlers["env"] = env_rendezvous

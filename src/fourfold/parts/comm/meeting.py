@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from fourfold.parts.file_store import GROUP_SECONDS, file_store
+from fourfold.parts.file_store import GROUP_TIMEOUT_SECONDS, open_file_store
 from fourfold.words.errors import LaunchError, Problem, reason
 from fourfold.words.launchers import Seat
 from fourfold.words.rendezvous import Address, SameHost, StoreFile
@@ -60,7 +60,7 @@ def open_store(seat: Seat, environ: Mapping[str, str]) -> Store | None:
     if place is None:
         return None
     if isinstance(place, StoreFile):
-        return file_store(place.path, seat.size, GROUP_SECONDS)
+        return open_file_store(place.path, seat.size, GROUP_TIMEOUT_SECONDS)
     if isinstance(place, SameHost):
         return _open_host_store(seat, place)
     return _open_tcp_store(seat, place, MULTI_HOST_TIMEOUT_SECONDS)
@@ -95,7 +95,7 @@ def _open_host_store(seat: Seat, place: SameHost) -> Store:
 
 
 def _join_store(path: Path, seat: Seat) -> Store:
-    store = file_store(str(path), seat.size, HOST_TIMEOUT_SECONDS)
+    store = open_file_store(str(path), seat.size, HOST_TIMEOUT_SECONDS)
     _open_stores.append((path.parent, store))
     store.set(f"here/{seat.rank}", "")
     store.wait([f"here/{rank}" for rank in range(seat.size)], timedelta(seconds=HOST_TIMEOUT_SECONDS))
