@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fourfold.parts import fingerprint
-from fourfold.parts.fingerprint import fingerprints, on_device
+from fourfold.parts.fingerprint import device_fingerprint, fingerprints
 from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.plan import Plan
 from fourfold.run import drift
@@ -274,7 +274,7 @@ def test_the_wrapped_optimizer_checks_in_the_backward_after_every_so_many_steps(
 
 
 def bits(tensor: torch.Tensor, how: str) -> int:
-    return fingerprints([tensor])[0] if how == "cpu" else int(on_device(tensor))
+    return fingerprints([tensor])[0] if how == "cpu" else int(device_fingerprint(tensor))
 
 
 @pytest.mark.parametrize("how", ["cpu", "device"])
@@ -305,10 +305,10 @@ def test_a_fingerprint_sees_every_bit_and_its_place(how, data):
 
 def test_a_fingerprint_does_not_depend_on_how_it_is_cut(monkeypatch):
     tensor = torch.randn(1000, generator=torch.Generator().manual_seed(1))
-    whole = on_device(tensor)
-    monkeypatch.setattr(fingerprint, "CHUNK", 64)
-    assert torch.equal(on_device(tensor), whole)
-    assert int(on_device(torch.zeros(0))) == int(on_device(torch.zeros(0)))
+    whole = device_fingerprint(tensor)
+    monkeypatch.setattr(fingerprint, "CHUNK_WORDS", 64)
+    assert torch.equal(device_fingerprint(tensor), whole)
+    assert int(device_fingerprint(torch.zeros(0))) == int(device_fingerprint(torch.zeros(0)))
     assert bits(torch.zeros(3), "cpu") != bits(-torch.zeros(3), "cpu")
     strided = tensor.view(10, 100).T
     for how in ("cpu", "device"):
