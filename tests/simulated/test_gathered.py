@@ -14,7 +14,7 @@ from torch import nn
 
 from fourfold.parts import memory
 from fourfold.parts.comm.staging import NUM_STAGES, HostUnshardStaging, StagingFlags
-from fourfold.parts.gathered import Gathered
+from fourfold.parts.gathered import ShardedParams
 from fourfold.parts.uses import unwatched
 from fourfold.plan.data import Places, step_bytes
 from fourfold.plan.gathers import ROOM
@@ -173,7 +173,7 @@ def deep(ranks, place, **fields) -> TrainStep:
     return TrainStep(module, F.mse_loss, functools.partial(torch.optim.SGD, lr=0.1), plan=plan, ranks=ranks, clip=None)
 
 
-def gathered_of(step: TrainStep) -> Gathered:
+def gathered_of(step: TrainStep) -> ShardedParams:
     gathered = step._weights.gathered
     assert gathered is not None
     return gathered
@@ -187,7 +187,7 @@ def ones(rows: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
 def test_few_buckets_are_whole_at_a_time(place):
     def body(ranks):
         step = deep(ranks, place)
-        slots = gathered_of(step).slots
+        slots = gathered_of(step).buffer_pool
         for _ in range(3):
             step(ones())
             assert slots.lent == 0
@@ -227,7 +227,7 @@ def test_at_rest_a_parameter_holds_no_memory_and_is_not_a_number():
         first = dict(step.model.named_parameters())["layers.0.weight"]
         assert (first.shape, first.dtype, first.requires_grad) == ((WIDTH, WIDTH), torch.float64, True)
         assert first.is_leaf
-        return sum(home.flat.numel() for home in gathered_of(step).homes)
+        return sum(home.flat.numel() for home in gathered_of(step).shards)
 
     held = GLOO.run(body)
     assert held == [12 * WIDTH * WIDTH / 3] * 3
@@ -242,9 +242,9 @@ def test_a_view_that_is_kept_never_shows_another_bucket():
         before = {name: weight.clone() for name, weight in reversed(list(step.weights()))}
         step(ones())
         assert all(map(torch.equal, module.kept, before.values()))
-        assert gathered_of(step).slots.lent == 12
+        assert gathered_of(step).buffer_pool.lent == 12
         module.kept.clear()
-        assert gathered_of(step).slots.lent == 0
+        assert gathered_of(step).buffer_pool.lent == 0
 
     GLOO.run(body)
 
@@ -254,10 +254,10 @@ def test_scripts_are_the_same_on_every_rank_and_stay_once_they_are_learnt():
         step = deep(ranks, GLOO)
         step(ones(0 if ranks.rank == 0 else 2))
         for kind in ("try out", "judge"):
-            del gathered_of(step)._scripts[kind]
-        learnt = {kind: list(script.buckets) for kind, script in gathered_of(step)._scripts.items()}
+            del gathered_of(step)._unshard_orders[kind]
+        learnt = {kind: list(script.buckets) for kind, script in gathered_of(step)._unshard_orders.items()}
         step(ones())
-        again = {kind: list(script.buckets) for kind, script in gathered_of(step)._scripts.items()}
+        again = {kind: list(script.buckets) for kind, script in gathered_of(step)._unshard_orders.items()}
         assert learnt == again
         return learnt
 
@@ -271,13 +271,13 @@ def test_the_next_gather_has_begun_when_a_bucket_is_used():
         step = deep(ranks, GLOO)
         step(ones())
         gathered = gathered_of(step)
-        use, ahead = gathered.use, []
+        use, ahead = gathered.ensure_unsharded, []
 
         def watched(bucket):
-            ahead.append(gathered._coming[0].bucket == bucket if gathered._coming else False)
+            ahead.append(gathered._pending[0].bucket == bucket if gathered._pending else False)
             use(bucket)
 
-        gathered.use = watched
+        gathered.ensure_unsharded = watched
         step(ones())
         return ahead
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import nn
 
 from fourfold.parts.comm import Transport
-from fourfold.parts.gathered import Gathered
+from fourfold.parts.gathered import ShardedParams
 from fourfold.parts.uses import Uses, outside
 from fourfold.words.errors import Problem, TrainingError
 
@@ -31,18 +31,18 @@ class Deferred:
         transport: Transport,
         update: Callable[[int], None],
         *,
-        gathered: Gathered | None = None,
+        gathered: ShardedParams | None = None,
     ) -> None:
         """`parameters` are by bucket; `update(bucket)` updates a bucket, or this rank's share of it.
 
         Where weights are gathered before use, it is their gathers that are told of: they have an order of their own.
         """
         self._parameters, self._transport, self._update = parameters, transport, update
-        self._uses = None
+        self._param_access = None
         if gathered is None:
-            self._uses = Uses(parameters, self._before_use)
+            self._param_access = Uses(parameters, self._before_use)
         else:
-            gathered.before_gather = self._before_gather
+            gathered.before_unshard = self._before_gather
         self._device_type = parameters[0][0].device.type
         self._order: Sequence[int] = ()
         self._place: dict[int, int] = {}
@@ -68,7 +68,7 @@ class Deferred:
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """Within, uses are due; at the end nothing is waiting any more."""
-        self._told = [not self.is_waiting or self._uses is None] * len(self._parameters)
+        self._told = [not self.is_waiting or self._param_access is None] * len(self._parameters)
         self._in_forward = True
         try:
             yield
@@ -110,8 +110,8 @@ class Deferred:
         self._num_arrived = place + 1
 
     def _listen(self, listening: bool) -> None:
-        if self._uses is not None:
-            self._uses.listening = listening
+        if self._param_access is not None:
+            self._param_access.listening = listening
 
     def _before_gather(self, bucket: int) -> None:
         if self.is_waiting:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fourfold.parts.gathered import Saved
+from fourfold.parts.gathered import SavedTensor
 from fourfold.run.torch_losses import Count
 
 STEPS = 32  # that are read at most: reading them takes time in each forward
@@ -120,7 +120,7 @@ def _number(node: Any) -> list[Count]:
     if node.next_functions[1][0] is not None:  # it is trained too
         return []
     divisor = node._raw_saved_other.data
-    divisor = divisor.tensor if isinstance(divisor, Saved) else divisor
+    divisor = divisor.tensor if isinstance(divisor, SavedTensor) else divisor
     if not isinstance(divisor, Tensor) or divisor.dim():
         return []
     return [float(divisor) if divisor.is_cpu else divisor.detach().double()]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fourfold.parts.comm import Transport
 from fourfold.parts.data import GradBuckets
 from fourfold.parts.edits import WeightEdits
-from fourfold.parts.gathered import Gathered
+from fourfold.parts.gathered import ShardedParams
 from fourfold.parts.in_place import InPlace
 from fourfold.parts.local import Local
 from fourfold.parts.optim import FlatOptimizer
@@ -36,7 +36,7 @@ class Parts(NamedTuple):
     rest: Rest
     edits: WeightEdits
     """What tells Fourfold's own writes of weights from others."""
-    gathered: Gathered | None = None
+    gathered: ShardedParams | None = None
     """Where weights rest split among ranks that do not share memory."""
     local: Local | None = None
     """Where ranks take steps of their own: what brings them together."""

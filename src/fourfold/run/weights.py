@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fourfold.parts import comm, data, lowered
 from fourfold.parts.edits import WeightEdits
-from fourfold.parts.gathered import Gathered
+from fourfold.parts.gathered import ShardedParams
 from fourfold.parts.masters import Masters, Policy
 from fourfold.parts.uses import unwatched
 from fourfold.plan.data import Bucket
@@ -51,12 +51,12 @@ class Weights:
             self.masters.put(name, self.trainable[name].data)
         if policy.precision != "keep":
             lowered.lower(model, policy.precision)
-        self.gathered: Gathered | None = None
+        self.gathered: ShardedParams | None = None
         self.flats: Sequence[Tensor]
         if transport.unshards_params:
             by_bucket = [[self.trainable[slot.name] for slot in bucket.slots] for bucket in buckets]
-            self.gathered = Gathered(by_bucket, buckets, transport)
-            self.homes: Sequence[comm.BucketSlice] = self.gathered.homes
+            self.gathered = ShardedParams(by_bucket, buckets, transport)
+            self.homes: Sequence[comm.BucketSlice] = self.gathered.shards
             self.flats = [home.flat for home in self.homes]
         else:
             self.flats = data.flatten_params(self.trainable, buckets, transport)
@@ -142,7 +142,7 @@ class Weights:
     def broadcast(self) -> None:
         """Bring rank 0's weights and buffers to every rank. Collective."""
         if self.gathered is not None:
-            self.gathered.settle(self._ranks.broadcast)
+            self.gathered.shard_params(self._ranks.broadcast)
         elif self._transport.shared_weights is not None:
             self._transport.broadcast_weights()
         else:
@@ -188,7 +188,7 @@ class Weights:
         holder = self.masters if name in self.masters.names else self.gathered
         if holder is None:
             return here.clone()
-        whole = holder.laid_out(name, here, parameter)
+        whole = holder.pad_to_full(name, here, parameter)
         if self._transport.replica_index:
             whole.zero_()  # replica 0 has the same
         if self.gathered is not None or self.masters.is_split:
@@ -213,7 +213,7 @@ class Weights:
 
     def home(self, name: str) -> Tensor:
         """What the model computes with of a trainable parameter, as it rests here: flat, or the parameter."""
-        return self.trainable[name].detach() if self.gathered is None else self.gathered.stretch(name)
+        return self.trainable[name].detach() if self.gathered is None else self.gathered.local_shard(name)
 
     @property
     def apart(self) -> Collection[str]:
@@ -227,7 +227,7 @@ class Weights:
         Where they rest split all ranks have, and rank 0's come home.
         """
         if self.gathered is not None:
-            with self.gathered.whole():
+            with self.gathered.all_unsharded():
                 self._places, resting = self._where(), self._places
                 yield
                 self.check()
@@ -253,7 +253,7 @@ class Weights:
     def put(self, values: Mapping[str, Tensor]) -> None:
         """Replace trainable weights, by name; nobody may be reading them. Collective."""
         if self.gathered is not None:
-            self.gathered.put(values)
+            self.gathered.load_weights(values)
         elif self._transport.is_writer:
             for name, value in values.items():
                 self.trainable[name].copy_(value)
@@ -298,7 +298,7 @@ class Weights:
             for name, p in self.trainable.items():
                 yield name, self.precise(name) if name in self.masters.names else p.detach()
             return
-        for bucket, flat in self.gathered.wholes():
+        for bucket, flat in self.gathered.unsharded_buckets():
             for name, start, stop in bucket.slots:
                 rounded = flat[start:stop].view(self.trainable[name].shape)
                 yield name, self.precise(name) if name in self.masters.names else rounded
