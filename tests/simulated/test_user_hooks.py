@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fourfold as ff
-from fourfold.parts.grad_hooks import register_last
+from fourfold.parts.grad_hooks import register_last_hook
 from fourfold.run.build import TrainStep
 from fourfold.run.optimizer import DistributedOptimizer
 from fourfold.testing import threads
@@ -202,13 +202,13 @@ def test_our_own_hooks_run_in_the_order_of_registration():
     told = []
     parameter = torch.nn.Parameter(torch.ones(1))
     for name in ("first", "second", "third"):
-        register_last(parameter, lambda _, name=name: told.append(name))
+        register_last_hook(parameter, lambda _, name=name: told.append(name))
     parameter.register_post_accumulate_grad_hook(lambda _: told.append("the user's"))
     parameter.sum().backward()
     assert told == ["the user's", "first", "second", "third"]
     told.clear()
     other = torch.nn.Parameter(torch.ones(1))
     for name in ("first", "second", "third"):
-        register_last(other, lambda _, name=name: told.append(name))
+        register_last_hook(other, lambda _, name=name: told.append(name))
     other.sum().backward()
     assert told == ["first", "second", "third"]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fourfold.parts import memory
 from fourfold.parts.comm import BucketSlice, Transport
-from fourfold.parts.grad_hooks import register_last
+from fourfold.parts.grad_hooks import register_last_hook
 from fourfold.parts.masters import Masters
 from fourfold.parts.optim import Piece
 from fourfold.parts.uses import unwatched
@@ -175,7 +175,7 @@ class GradBuckets:
         self.completion_order: list[int] = []
         """The order in which this rank's buckets became complete in the first round of the present step."""
         for number, name in enumerate(self._names):
-            register_last(parameters[name], weak_grad_hook(self, number))
+            register_last_hook(parameters[name], weak_grad_hook(self, number))
         self.begin_step()
 
     @property

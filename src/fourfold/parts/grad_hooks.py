@@ -11,46 +11,46 @@ from typing import Any
 
 from torch import Tensor
 
-Hook = Callable[[Tensor], None]
+GradHook = Callable[[Tensor], None]
 
 
-class _Hooks(OrderedDict[int, Hook]):
+class _OrderedHooks(OrderedDict[int, GradHook]):
     """A parameter's post-accumulate hooks by handle id. Those whose ids are in `last` stay behind all others."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.last: list[int] = []
+        self.last_ids: list[int] = []
 
-    def __setitem__(self, key: int, hook: Hook) -> None:
+    def __setitem__(self, key: int, hook: GradHook) -> None:
         super().__setitem__(key, hook)
-        for ours in self.last:
-            self.move_behind_all(ours)
+        for ours in self.last_ids:
+            self.move_to_back(ours)
 
-    def move_behind_all(self, key: int) -> None:
+    def move_to_back(self, key: int) -> None:
         # Not move_to_end: torch reads the underlying dict, whose order that does not change.
         moved = self[key]
         del self[key]
         super().__setitem__(key, moved)
 
 
-def register_last(parameter: Tensor, hook: Hook) -> None:
+def register_last_hook(parameter: Tensor, hook: GradHook) -> None:
     """Register a post-accumulate hook that runs after the user's, those registered later included.
 
     Several of ours run in the order of registration.
     """
     holder: Any = parameter
     earlier = holder._post_accumulate_grad_hooks
-    if not isinstance(earlier, _Hooks):
-        holder._post_accumulate_grad_hooks = _Hooks()
+    if not isinstance(earlier, _OrderedHooks):
+        holder._post_accumulate_grad_hooks = _OrderedHooks()
         for key in earlier or ():
-            parameter.register_post_accumulate_grad_hook(_still_in(earlier, key))
+            parameter.register_post_accumulate_grad_hook(_call_if_registered(earlier, key))
     handle = parameter.register_post_accumulate_grad_hook(hook)
-    hooks: _Hooks = holder._post_accumulate_grad_hooks
-    hooks.last.append(handle.id)
-    hooks.move_behind_all(handle.id)  # those of ours that were there have just been moved behind it
+    hooks: _OrderedHooks = holder._post_accumulate_grad_hooks
+    hooks.last_ids.append(handle.id)
+    hooks.move_to_back(handle.id)  # those of ours that were there have just been moved behind it
 
 
-def _still_in(hooks: dict[int, Hook], key: int) -> Hook:
+def _call_if_registered(hooks: dict[int, GradHook], key: int) -> GradHook:
     """Calls a hook as long as it is among `hooks`: there its handle removes it."""
 
     def call(parameter: Tensor) -> None:

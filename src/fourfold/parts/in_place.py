@@ -18,7 +18,7 @@ from fourfold.parts.data import (
     raise_second_grad,
     weak_grad_hook,
 )
-from fourfold.parts.grad_hooks import register_last
+from fourfold.parts.grad_hooks import register_last_hook
 from fourfold.parts.optim import Piece
 from fourfold.plan.data import Bucket
 from fourfold.words.spans import READY, SENT, SILENT
@@ -40,7 +40,7 @@ class InPlace:
         self.recorder, self.on_launch, self.listening = SILENT, noop, False
         self.completion_order: list[int] = []
         for number, name in enumerate(self._names):
-            register_last(parameters[name], weak_grad_hook(self, number))
+            register_last_hook(parameters[name], weak_grad_hook(self, number))
         self.begin()
 
     def begin(self) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fourfold.parts import comm, data
-from fourfold.parts.grad_hooks import register_last
+from fourfold.parts.grad_hooks import register_last_hook
 from fourfold.parts.optim import groups
 from fourfold.parts.optimizer_options import check_options
 from fourfold.parts.options import Options
@@ -118,7 +118,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # Before those that take gradients: a round begins before its first gradient is taken. Hooks of tensors would
         # be called by torch.autograd.grad too, which leaves nothing to reduce.
         for parameter in trainable.values():
-            register_last(parameter, self._at_the_beginning)
+            register_last_hook(parameter, self._at_the_beginning)
         self._connect(trainable, plan)
         self._take_over(trainable)
         self._is_built = True
