@@ -24,7 +24,7 @@ from fourfold.plan.data import Bucket
 from fourfold.words.spans import READY, SENT, SILENT
 
 
-class InPlace:
+class UnbucketedGrads:
     """The gradients of a step of one rank; as `data.Gradients` to those who use them."""
 
     def __init__(
@@ -34,97 +34,99 @@ class InPlace:
         self._names = [slot.name for bucket in buckets for slot in bucket.slots]
         self._bucket_of = [bucket.index for bucket in buckets for _ in bucket.slots]
         self._parameters = [[parameters[slot.name] for slot in bucket.slots] for bucket in buckets]
-        self._held: list[list[Tensor | None]] = [[] for _ in buckets]
+        self._detached_grads: list[list[Tensor | None]] = [[] for _ in buckets]
         self.launch_order: Sequence[int] = list(range(len(buckets)))
         """The order in which buckets are used."""
-        self.recorder, self.on_launch, self.listening = SILENT, noop, False
+        self.recorder, self.on_launch, self.is_enabled = SILENT, noop, False
         self.completion_order: list[int] = []
         for number, name in enumerate(self._names):
             register_last_hook(parameters[name], weak_grad_hook(self, number))
-        self.begin()
+        self.begin_step()
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Begin a step."""
         self.reached = [False] * len(self._names)
         self.completion_order = []
         self._counted = [False] * len(self._names)
-        self._missing = [len(members) for members in self._parameters]
-        self._last, self.num_launched = False, 0
+        self._num_missing = [len(members) for members in self._parameters]
+        self._is_last_backward, self.num_launched = False, 0
 
-    def last(self) -> None:
+    def mark_last_backward(self) -> None:
         """The next backward is the step's last: buckets may be used as they become complete."""
-        self._last = True
+        self._is_last_backward = True
 
-    def take(self, parameter: Tensor, number: int) -> None:
+    def on_grad(self, parameter: Tensor, param_index: int) -> None:
         """Autograd has a parameter's gradient ready."""
-        if not self.listening:
+        if not self.is_enabled:
             return
         if parameter.grad is None:
-            raise_grad_cleared(self._names[number])
-        check_dense(parameter.grad, self._names[number])
-        self.reached[number] = True
-        if self._last:
-            self._count_down(number)
+            raise_grad_cleared(self._names[param_index])
+        check_dense(parameter.grad, self._names[param_index])
+        self.reached[param_index] = True
+        if self._is_last_backward:
+            self._count_down(param_index)
 
-    def _count_down(self, number: int) -> None:
-        if self._counted[number]:
-            raise_second_grad(self._names[number])
-        self._counted[number] = True
-        bucket = self._bucket_of[number]
-        self._missing[bucket] -= 1
-        if self._missing[bucket] == 0:
+    def _count_down(self, param_index: int) -> None:
+        if self._counted[param_index]:
+            raise_second_grad(self._names[param_index])
+        self._counted[param_index] = True
+        bucket = self._bucket_of[param_index]
+        self._num_missing[bucket] -= 1
+        if self._num_missing[bucket] == 0:
             self.completion_order.append(bucket)
             self.recorder.moment(bucket, READY)
             self._launch_ready()
 
     def _launch_ready(self) -> None:
-        while self.num_launched < len(self.launch_order) and not self._missing[self.launch_order[self.num_launched]]:
+        while (
+            self.num_launched < len(self.launch_order) and not self._num_missing[self.launch_order[self.num_launched]]
+        ):
             self.recorder.moment(self.launch_order[self.num_launched], SENT)
             self.num_launched += 1
             self.on_launch()
 
-    def seal(self) -> None:
+    def finish_round(self) -> None:
         """No gradient will come any more."""
-        self.completion_order += [bucket for bucket, missing in enumerate(self._missing) if missing]
-        self._missing = [0] * len(self._missing)
+        self.completion_order += [bucket for bucket, missing in enumerate(self._num_missing) if missing]
+        self._num_missing = [0] * len(self._num_missing)
         self._launch_ready()
 
-    def own(self, bucket: int) -> list[Tensor]:
+    def local_grads(self, bucket: int) -> list[Tensor]:
         """The gradients of a bucket, as they lie."""
         return [parameter.grad for parameter in self._parameters[bucket] if parameter.grad is not None]
 
-    def hold(self) -> None:
+    def detach_grads(self) -> None:
         """Keep the gradients out of `.grad`, where anybody may set them to None: they are used after the step."""
-        self._held = [[parameter.grad for parameter in members] for members in self._parameters]
-        self.forget()
+        self._detached_grads = [[parameter.grad for parameter in members] for members in self._parameters]
+        self.drop_grads()
 
-    def hand_out(self, bucket: int) -> None:
+    def restore_grads(self, bucket: int) -> None:
         """Put a bucket's gradients back: they are about to be used."""
-        for parameter, gradient in zip(self._parameters[bucket], self._held[bucket], strict=True):
+        for parameter, gradient in zip(self._parameters[bucket], self._detached_grads[bucket], strict=True):
             parameter.grad = gradient
-        self._held[bucket] = []
+        self._detached_grads[bucket] = []
 
-    def reached_in(self, bucket: int) -> str | None:
+    def first_reached(self, bucket: int) -> str | None:
         """The name of a parameter of the bucket that a backward of the step has reached, if there is one."""
         mine = zip(self._names, self._bucket_of, self.reached, strict=True)
         return next((name for name, of, reached in mine if of == bucket and reached), None)
 
-    def release(self, bucket: int) -> None:
+    def free_grads(self, bucket: int) -> None:
         """Free a bucket's gradients: they have been used."""
         for parameter in self._parameters[bucket]:
             parameter.grad = None
 
-    def forget(self) -> None:
+    def drop_grads(self) -> None:
         """Drop what is in `.grad`: a backward that was no part of a step has left it there."""
         for bucket in range(len(self._parameters)):
-            self.release(bucket)
+            self.free_grads(bucket)
 
-    def refuse_unreached(self) -> None:
+    def check_all_reached(self) -> None:
         """Raise TrainingError naming the parameters that no backward of the step has reached."""
         if not self._allow_unused:
             check_all_reached(self._names, self.reached, itertools.chain.from_iterable(self._parameters))
 
-    def pieces(self, weights: Sequence[Tensor], buckets: Sequence[Bucket]) -> list[list[Piece]]:
+    def update_slices(self, weights: Sequence[Tensor], buckets: Sequence[Bucket]) -> list[list[Piece]]:
         """What the update works on, by bucket: each parameter's stretch of the flat `weights`."""
         return [
             [

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts import codec, comm, data, local, lowered, memory, optim
-from fourfold.parts.in_place import InPlace
+from fourfold.parts.in_place import UnbucketedGrads
 from fourfold.parts.masters import Policy, host_of
 from fourfold.parts.options import Options
 from fourfold.parts.step_hooks import StepHooks
@@ -153,9 +153,9 @@ class TrainStep:
         codecs = _codecs(plan, self.buckets, by_bucket)
         layerwise = optim.by_parameter(self.optimizer)
         allow_unused = plan.unused == "allow"
-        in_place = InPlace(trainable, self.buckets, allow_unused=allow_unused) if is_in_place(plan) else None
+        in_place = UnbucketedGrads(trainable, self.buckets, allow_unused=allow_unused) if is_in_place(plan) else None
         request = _request(plan, self.buckets, rest, num_norms=2 * len(trainable) if layerwise else len(trainable))
-        held = None if in_place is None else in_place.own
+        held = None if in_place is None else in_place.local_grads
         self._transport, self.transport = comm.make_transport(
             ranks, request, choice=plan.transport, codecs=codecs, unbucketed_grads=held
         )
@@ -173,7 +173,7 @@ class TrainStep:
         by_slot = allow_unused or layerwise
         if in_place is not None:
             self._gradients = in_place
-            pieces = in_place.pieces(self._weights.flats, self.buckets)
+            pieces = in_place.update_slices(self._weights.flats, self.buckets)
         else:
             self._gradients = data.GradBuckets(trainable, self.buckets, self._transport, allow_unused=allow_unused)
             pieces = data.update_slices(

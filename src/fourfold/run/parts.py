@@ -15,7 +15,7 @@ from fourfold.parts.comm import Transport
 from fourfold.parts.data import GradBuckets
 from fourfold.parts.edits import WeightEdits
 from fourfold.parts.gathered import ShardedParams
-from fourfold.parts.in_place import InPlace
+from fourfold.parts.in_place import UnbucketedGrads
 from fourfold.parts.local import Local
 from fourfold.parts.optim import FlatOptimizer
 from fourfold.parts.step_hooks import StepHooks
@@ -26,7 +26,7 @@ from fourfold.plan.precision import Scale
 class Parts(NamedTuple):
     """What the verbs work with: the gradients of all buckets, their transport, their update."""
 
-    gradients: GradBuckets | InPlace
+    gradients: GradBuckets | UnbucketedGrads
     transport: Transport
     optimizer: FlatOptimizer
     parameters: Sequence[Sequence[nn.Parameter]]
