@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fourfold as ff
-from fourfold.parts.layerwise import begin, finish
+from fourfold.parts.layerwise import begin_update, finish_update
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
 from fourfold.testing import threads
@@ -130,8 +130,8 @@ def test_however_a_parameter_is_cut_its_update_is_the_same(kind: Any, cuts: set[
                 stretch.grad = stretch.grad if owner == 0 else None
         one.step()
         with torch.no_grad():
-            begun = begin(many, owners, num_parameters=2)
-            finish(begun, begun.squares)
+            begun = begin_update(many, owners, num_parameters=2)
+            finish_update(begun, begun.squared_norms)
     torch.testing.assert_close(torch.cat([*stretches]), torch.cat([*whole]), rtol=0, atol=1e-12)
 
 

@@ -18,39 +18,41 @@ from torch.optim import Optimizer
 
 from fourfold.words.errors import OptimizerError, Problem
 
-Group = dict[str, Any]
+ParamGroup = dict[str, Any]
 
 
-class Layerwise(Protocol):
+class LayerwiseOptimizer(Protocol):
     """What an optimizer with a trust ratio is made of."""
 
-    param_groups: list[Group]
+    param_groups: list[ParamGroup]
     state: Any
 
-    def direction(self, weight: Tensor, state: dict[str, Any], group: Group) -> Tensor:
+    def update_direction(self, weight: Tensor, state: dict[str, Any], group: ParamGroup) -> Tensor:
         """What the weight's norm is compared with; advances the state. Never the weight itself."""
         ...
 
-    def ratio(self, weight_norm: Tensor, norm: Tensor, group: Group) -> Tensor:
+    def trust_ratio(self, weight_norm: Tensor, norm: Tensor, group: ParamGroup) -> Tensor:
         """The trust ratio of a parameter with these norms, both more than 0."""
         ...
 
-    def move(self, weight: Tensor, direction: Tensor, ratio: Tensor, group: Group) -> None:
+    def apply_update(self, weight: Tensor, direction: Tensor, ratio: Tensor, group: ParamGroup) -> None:
         """Change the weight; `direction` may be used up, unless it is the gradient."""
         ...
 
 
-class Begun(NamedTuple):
+class PendingLayerwiseUpdate(NamedTuple):
     """An update that waits for its norms."""
 
-    optimizer: Layerwise
-    moves: Sequence[tuple[Tensor, Tensor, int, Group]]
+    optimizer: LayerwiseOptimizer
+    param_updates: Sequence[tuple[Tensor, Tensor, int, ParamGroup]]
     """Weight, direction, the number of the parameter they are a stretch of, group."""
-    squares: Tensor
+    squared_norms: Tensor
     """[parameters, 2] float64: the sums of squares of weight and direction over the stretches that are here."""
 
 
-def begin(optimizer: Layerwise, owners: Sequence[int], *, num_parameters: int) -> Begun:
+def begin_update(
+    optimizer: LayerwiseOptimizer, param_indices: Sequence[int], *, num_parameters: int
+) -> PendingLayerwiseUpdate:
     """The element-wise half of an update: directions, and what is here of the squared norms.
 
     `owners`: for every tensor of the optimizer, the number of the parameter it is a stretch of. Tensors without
@@ -60,29 +62,29 @@ def begin(optimizer: Layerwise, owners: Sequence[int], *, num_parameters: int) -
     device = tensors[0][0].device if tensors else None
     squares = torch.zeros(num_parameters, 2, dtype=torch.float64, device=device)
     moves = []
-    for (weight, group), owner in zip(tensors, owners, strict=True):
+    for (weight, group), owner in zip(tensors, param_indices, strict=True):
         if weight.grad is None:
             continue
         if weight.grad.layout is not torch.strided:
             raise OptimizerError(Problem("a sparse gradient", "dense gradients", "sparse=False"))
-        direction = optimizer.direction(weight, optimizer.state[weight], group)
-        squares[owner] += torch.stack((_square(weight), _square(direction)))
+        direction = optimizer.update_direction(weight, optimizer.state[weight], group)
+        squares[owner] += torch.stack((_squared_norm(weight), _squared_norm(direction)))
         moves.append((weight, direction, owner, group))
-    return Begun(optimizer, moves, squares)
+    return PendingLayerwiseUpdate(optimizer, moves, squares)
 
 
-def finish(begun: Begun, squares: Tensor) -> None:
+def finish_update(pending: PendingLayerwiseUpdate, squared_norms: Tensor) -> None:
     """The other half, with the squared norms [parameters, 2] of whole parameters."""
-    norms = squares.sqrt()
+    norms = squared_norms.sqrt()
     one = torch.ones((), dtype=norms.dtype, device=norms.device)
-    for weight, direction, owner, group in begun.moves:
+    for weight, direction, owner, group in pending.param_updates:
         weight_norm, norm = norms[owner]
         adapted = group["adapt"] & (weight_norm > 0) & (norm > 0)
-        ratio = torch.where(adapted, begun.optimizer.ratio(weight_norm, norm, group), one)
-        begun.optimizer.move(weight, direction, ratio, group)
+        ratio = torch.where(adapted, pending.optimizer.trust_ratio(weight_norm, norm, group), one)
+        pending.optimizer.apply_update(weight, direction, ratio, group)
 
 
-def _square(tensor: Tensor) -> Tensor:
+def _squared_norm(tensor: Tensor) -> Tensor:
     # Squares of two-byte numbers overflow, or vanish.
     wide = torch.float32 if tensor.dtype.itemsize < 4 else None
     return torch.linalg.vector_norm(tensor, dtype=wide).double().square()
@@ -94,8 +96,8 @@ def _step(optimizer: Any, closure: Callable[[], float] | None) -> float | None:
         with torch.enable_grad():
             loss = closure()
     count = sum(len(group["params"]) for group in optimizer.param_groups)
-    begun = begin(optimizer, range(count), num_parameters=count)
-    finish(begun, begun.squares)
+    begun = begin_update(optimizer, range(count), num_parameters=count)
+    finish_update(begun, begun.squared_norms)
     return loss
 
 
@@ -125,26 +127,28 @@ class LARS(Optimizer):
         options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust, "eps": eps}
         super().__init__(params, {**options, "adapt": adapt})
 
-    def add_param_group(self, param_group: Group) -> None:
-        super().add_param_group(_checked(param_group, self.defaults, type(self).__name__, below_one=("momentum",)))
+    def add_param_group(self, param_group: ParamGroup) -> None:
+        super().add_param_group(
+            _checked_group(param_group, self.defaults, type(self).__name__, below_one=("momentum",))
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update; parameters whose `.grad` is None are left as they are."""
         return _step(self, closure)
 
-    def direction(self, weight: Tensor, state: dict[str, Any], group: Group) -> Tensor:
+    def update_direction(self, weight: Tensor, state: dict[str, Any], group: ParamGroup) -> Tensor:
         """The gradient: the paper measures it before weight decay is added."""
         assert weight.grad is not None
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(weight)
         return weight.grad
 
-    def ratio(self, weight_norm: Tensor, norm: Tensor, group: Group) -> Tensor:
+    def trust_ratio(self, weight_norm: Tensor, norm: Tensor, group: ParamGroup) -> Tensor:
         """λ."""
         return group["trust"] * weight_norm / (norm + group["weight_decay"] * weight_norm + group["eps"])
 
-    def move(self, weight: Tensor, direction: Tensor, ratio: Tensor, group: Group) -> None:
+    def apply_update(self, weight: Tensor, direction: Tensor, ratio: Tensor, group: ParamGroup) -> None:
         buffer = self.state[weight]["momentum_buffer"].mul_(group["momentum"])
         step = direction.add(weight, alpha=group["weight_decay"])
         weight.sub_(buffer.add_(step.mul_(ratio * group["lr"])))
@@ -173,15 +177,15 @@ class LAMB(Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": adapt})
 
-    def add_param_group(self, param_group: Group) -> None:
-        super().add_param_group(_checked(param_group, self.defaults, type(self).__name__, below_one=("betas",)))
+    def add_param_group(self, param_group: ParamGroup) -> None:
+        super().add_param_group(_checked_group(param_group, self.defaults, type(self).__name__, below_one=("betas",)))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update; parameters whose `.grad` is None are left as they are."""
         return _step(self, closure)
 
-    def direction(self, weight: Tensor, state: dict[str, Any], group: Group) -> Tensor:
+    def update_direction(self, weight: Tensor, state: dict[str, Any], group: ParamGroup) -> Tensor:
         """u: Adam's direction and the decay."""
         gradient = weight.grad
         assert gradient is not None
@@ -198,18 +202,18 @@ class LAMB(Optimizer):
         u = (mean / (1.0 - first**number)).div_(root)
         return u.add_(weight, alpha=group["weight_decay"])
 
-    def ratio(self, weight_norm: Tensor, norm: Tensor, group: Group) -> Tensor:
+    def trust_ratio(self, weight_norm: Tensor, norm: Tensor, group: ParamGroup) -> Tensor:
         """‖w‖ / ‖u‖."""
         return weight_norm / norm
 
-    def move(self, weight: Tensor, direction: Tensor, ratio: Tensor, group: Group) -> None:
+    def apply_update(self, weight: Tensor, direction: Tensor, ratio: Tensor, group: ParamGroup) -> None:
         weight.sub_(direction.mul_(ratio * group["lr"]))
 
 
 LAYERWISE: tuple[type[Optimizer], ...] = (LARS, LAMB)
 
 
-def _checked(group: Group, defaults: Group, kind: str, *, below_one: Iterable[str]) -> Group:
+def _checked_group(group: ParamGroup, defaults: ParamGroup, class_name: str, *, below_one: Iterable[str]) -> ParamGroup:
     """The group with its parameters in a list. Raises OptimizerError with all problems."""
     params = group["params"]
     members = [params] if isinstance(params, Tensor) else list(params)
@@ -218,7 +222,7 @@ def _checked(group: Group, defaults: Group, kind: str, *, below_one: Iterable[st
     # A member may be a pair of a name and a parameter.
     tensors = [member[1] if isinstance(member, tuple) else member for member in members]
     if not any(tensor.numel() for tensor in tensors):
-        got = f"{kind} on an empty group ({len(tensors)} parameters, no elements)"
+        got = f"{class_name} on an empty group ({len(tensors)} parameters, no elements)"
         need = "at least one weight, whose norm the trust ratio is made of"
         problems.append(Problem(got, need, 'groups = [group for group in groups if group["params"]]'))
     for name in ("lr", "weight_decay", "eps", "trust"):
@@ -229,5 +233,5 @@ def _checked(group: Group, defaults: Group, kind: str, *, below_one: Iterable[st
         if not all(0 <= value < 1 for value in values):
             problems.append(Problem(f"{name} = {options[name]}", "0 or more, less than 1"))
     if problems:
-        raise OptimizerError(problems, where=kind)
+        raise OptimizerError(problems, where=class_name)
     return {**group, "params": members}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fourfold.parts import memory
-from fourfold.parts.layerwise import LAYERWISE, Begun, Layerwise, begin, finish
+from fourfold.parts.layerwise import LAYERWISE, LayerwiseOptimizer, PendingLayerwiseUpdate, begin_update, finish_update
 from fourfold.parts.optimizer_options import check_options, made
 from fourfold.plan.data import Bucket
 from fourfold.words.errors import OptimizerError, Problem
@@ -182,7 +182,7 @@ class FlatOptimizer:
         """Whether gradients are converted: then all are, and multiplied by `factor` in the weights' own numbers."""
         self._chosen = [_implementation(optimizer, p[0].weight) if p else {} for p in pieces]
         self._flat = [[self._make(bucket, some) for some in self._runs(bucket)] for bucket in range(len(pieces))]
-        self._begun: dict[int, list[Begun]] = {}
+        self._begun: dict[int, list[PendingLayerwiseUpdate]] = {}
         self._kept: list[dict[str, Any]] | None = None
         memory.count(self)
 
@@ -244,7 +244,7 @@ class FlatOptimizer:
             if squares is None:
                 squares = self.direct(bucket, used=used, factor=factor, gradient=gradient)
             for begun, run in zip(self._begun.pop(bucket), self._flat[bucket], strict=True):
-                finish(begun, squares.to(run.pieces[0].weight.device))
+                finish_update(begun, squares.to(run.pieces[0].weight.device))
                 _round(run)
         else:
             for run in self._made_ready(bucket, used, factor, gradient):
@@ -268,8 +268,8 @@ class FlatOptimizer:
         total = torch.zeros(len(self._buckets[bucket].slots), 2, dtype=torch.float64, device=device)
         for run in self._made_ready(bucket, used, factor, gradient):
             owners = [piece.slot for piece in run.pieces if piece.slot is not None]
-            begun.append(begin(cast(Layerwise, run.optimizer), owners, num_parameters=len(total)))
-            total += begun[-1].squares.to(device)
+            begun.append(begin_update(cast(LayerwiseOptimizer, run.optimizer), owners, num_parameters=len(total)))
+            total += begun[-1].squared_norms.to(device)
         return total
 
     def _made_ready(
