@@ -21,7 +21,7 @@ from fourfold.parts.comm import LocalSGDTransport
 from fourfold.plan.data import Bucket
 
 
-class Outer(NamedTuple):
+class OuterOptimizer(NamedTuple):
     """The outer optimizer: SGD with Nesterov's momentum."""
 
     lr: float = 1.0
@@ -30,60 +30,60 @@ class Outer(NamedTuple):
     @property
     def is_mean(self) -> bool:
         """Whether weights become the mean of all ranks', however each of these has come about."""
-        return self == Outer()
+        return self == OuterOptimizer()
 
 
-class Local:
+class LocalSGD:
     """What one rank keeps between two meetings. `weights` are flats, one a bucket."""
 
     def __init__(
-        self, weights: Sequence[Tensor], buckets: Sequence[Bucket], transport: LocalSGDTransport, outer: Outer
+        self, weights: Sequence[Tensor], buckets: Sequence[Bucket], transport: LocalSGDTransport, outer: OuterOptimizer
     ) -> None:
         self._weights, self._buckets, self._transport, self._outer = weights, buckets, transport, outer
-        self._anchors = [memory.private(len(flat), flat.dtype, flat.device) for flat in weights]
+        self._reference_weights = [memory.private(len(flat), flat.dtype, flat.device) for flat in weights]
         kept = weights if outer.momentum else []
         self._momenta = [memory.private(len(flat), flat.dtype, flat.device) for flat in kept]
-        self.met()
+        self.finish_sync()
 
-    def met(self) -> None:
+    def finish_sync(self) -> None:
         """The weights are the same on all ranks now: as they are at the next step's begin, they are the anchor."""
-        self._together = True
-        self._own = self._all = 0.0
+        self._is_synced = True
+        self._local_count = self._global_count = 0.0
 
     @torch.no_grad()
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """A step begins. What was written into the weights since ranks have met is in the anchor too."""
-        if not self._together:
+        if not self._is_synced:
             return
-        self._together = False
-        for anchor, weight in zip(self._anchors, self._weights, strict=True):
+        self._is_synced = False
+        for anchor, weight in zip(self._reference_weights, self._weights, strict=True):
             anchor.copy_(weight)
 
     @torch.no_grad()
-    def put(self, values: Mapping[str, Tensor]) -> None:
+    def update_reference(self, values: Mapping[str, Tensor]) -> None:
         """All ranks have been given the same new weights, by name: they are in the anchor from now on."""
-        for bucket, anchor in zip(self._buckets, self._anchors, strict=True):
+        for bucket, anchor in zip(self._buckets, self._reference_weights, strict=True):
             for slot in bucket.slots:
                 if slot.name in values:
                     anchor[slot.start : slot.stop] = values[slot.name].reshape(-1)
 
-    def learned(self, own: float, of: float) -> None:
+    def add_loss_counts(self, local_count: float, global_count: float) -> None:
         """A step has updated this rank's weights with `own` loss elements, and those of all ranks with `of`."""
-        self._own, self._all = self._own + own, self._all + of
+        self._local_count, self._global_count = self._local_count + local_count, self._global_count + global_count
 
     @torch.no_grad()
     def push(self, bucket: int) -> None:
         """Say how far this rank has come. Does not wait."""
         # Where no rank has learned anything, only edits can have moved them.
-        share = self._own / self._all if self._all else 1.0 / self._transport.size
+        share = self._local_count / self._global_count if self._global_count else 1.0 / self._transport.size
         slot = self._transport.grad_buffers[bucket]
-        torch.sub(self._weights[bucket], self._anchors[bucket], out=slot).mul_(share)
+        torch.sub(self._weights[bucket], self._reference_weights[bucket], out=slot).mul_(share)
         self._transport.all_reduce_async(bucket)
 
     @torch.no_grad()
     def pull(self, bucket: int) -> None:
         """Go one outer step from the anchor; waits for all ranks."""
-        weight, anchor = self._weights[bucket], self._anchors[bucket]
+        weight, anchor = self._weights[bucket], self._reference_weights[bucket]
         for start, stop, advance in self._transport.wait_all_reduce(bucket):
             if self._outer.momentum:
                 momentum = self._momenta[bucket][start:stop]
@@ -99,11 +99,11 @@ class Local:
         return {slot.name: flat[slot.start : slot.stop] for bucket, flat in pairs for slot in bucket.slots}
 
     @torch.no_grad()
-    def load(self, momenta: Mapping[str, Tensor]) -> None:
+    def load_state(self, momenta: Mapping[str, Tensor]) -> None:
         """Put back what `momenta` gave, zeros where nothing is given; and begin from the weights as they are."""
         for name, flat in self.momenta.items():
             if name in momenta:
                 flat.copy_(momenta[name].reshape(-1))
             else:
                 flat.zero_()
-        self.met()
+        self.finish_sync()

@@ -113,7 +113,7 @@ class Actions:
         self._parts.gradients.begin_step()
         self._parts.gradients.is_enabled = True
         if self._parts.local is not None:
-            self._parts.local.begin()
+            self._parts.local.begin_step()
 
     def end(self) -> None:
         """End a step that went well: the sums may be overwritten, unless updates that wait still need them."""
@@ -126,7 +126,7 @@ class Actions:
         if self._parts.scale is not None and self.bad is None:
             self._parts.scale.stepped(overflowed=self.overflowed)
         if self._met and self._parts.local is not None:
-            self._parts.local.met()
+            self._parts.local.finish_sync()
         self._parts.edits.refresh_samples()
 
     def _defer(self, deferred: Deferred) -> None:
@@ -408,7 +408,7 @@ class Actions:
             self._permitted = True
         if self._parts.local is not None and not self._learned:
             assert self.totals is not None
-            self._parts.local.learned(self._own_count, self.totals.count)
+            self._parts.local.add_loss_counts(self._own_count, self.totals.count)
             self._learned = True
         if not self.is_hooked and self._parts.hooks is not None and self._parts.hooks.is_any:
             self._call_pre_hooks(self._parts.hooks)

@@ -165,11 +165,13 @@ class TrainStep:
         apart = comm.LocalSGDTransport(self._transport) if plan.sync == "local" else None
         self._transport = apart or self._transport
         policy = Policy(plan.precision, split, host_of(plan.offload, ranks.device))
-        outer = local.Outer(plan.outer_lr, plan.outer_momentum) if apart is not None else local.Outer()
+        outer = (
+            local.OuterOptimizer(plan.outer_lr, plan.outer_momentum) if apart is not None else local.OuterOptimizer()
+        )
         self._weights = Weights(model, self.buckets, self._transport, ranks, policy, is_mean=outer.is_mean)
         self._local = None
         if apart is not None:
-            self._local = local.Local(self._weights.flats, self.buckets, apart, outer)
+            self._local = local.LocalSGD(self._weights.flats, self.buckets, apart, outer)
         by_slot = allow_unused or layerwise
         if in_place is not None:
             self._gradients = in_place
@@ -498,7 +500,7 @@ class TrainStep:
         with self._weights.edited():
             yield self.model
         if self._local is not None:
-            self._local.met()
+            self._local.finish_sync()
         torch.autograd.graph.increment_version(list(self.model.parameters()))
         self._weights.edits.accept_edits()
 
@@ -541,7 +543,7 @@ class TrainStep:
         self._actions.settle()
         self._weights.put(values)
         if self._local is not None:
-            self._local.put(values)
+            self._local.update_reference(values)
 
     @property
     def shares_of_weights(self) -> dict[str, Tensor]:

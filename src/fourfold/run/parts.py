@@ -16,7 +16,7 @@ from fourfold.parts.data import GradBuckets
 from fourfold.parts.edits import WeightEdits
 from fourfold.parts.gathered import ShardedParams
 from fourfold.parts.in_place import UnbucketedGrads
-from fourfold.parts.local import Local
+from fourfold.parts.local import LocalSGD
 from fourfold.parts.optim import FlatOptimizer
 from fourfold.parts.step_hooks import StepHooks
 from fourfold.plan.data import Rest
@@ -38,7 +38,7 @@ class Parts(NamedTuple):
     """What tells Fourfold's own writes of weights from others."""
     gathered: ShardedParams | None = None
     """Where weights rest split among ranks that do not share memory."""
-    local: Local | None = None
+    local: LocalSGD | None = None
     """Where ranks take steps of their own: what brings them together."""
     hooks: StepHooks | None = None
     """The step hooks of the user's optimizer, where they can be called."""

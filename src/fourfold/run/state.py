@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts import comm, optim
-from fourfold.parts.local import Local
+from fourfold.parts.local import LocalSGD
 from fourfold.plan.data import Bucket
 from fourfold.run.remembered import Remembered
 from fourfold.run.weights import Weights
@@ -32,7 +32,7 @@ class State:
     transport: comm.Transport
     ranks: comm.Communicator
     remembered: Remembered
-    local: Local | None
+    local: LocalSGD | None
     is_split: bool
 
     def living(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class State:
         for index, slots in enumerate(by_bucket):
             self.optimizer.load_state(index, slots)
         if self.local is not None:
-            self.local.load(state.get("outer", {}))
+            self.local.load_state(state.get("outer", {}))
 
     def remember(self, state: Mapping[str, Any]) -> None:
         """Have the codecs remember what `saved` gave of them. Last: a new nominal count would scale it again."""
