@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, _tensor, nn
 
-from fourfold.parts.lost_arguments import LOST
+from fourfold.parts.lost_arguments import DROPPED_ARGUMENTS
 from fourfold.parts.uses import Uses
 from fourfold.plan.plan import Plan
 from fourfold.run.activations import _Layers
@@ -127,7 +127,7 @@ CHANGED = {"einsum", "backward", "grad"}
 
 @pytest.mark.parametrize("module", [torch.functional, F, _tensor, nn.init, torch.autograd])
 def test_all_arguments_that_torch_loses_are_known(module: ModuleType):
-    known = {func.__name__: set(names) for func, names in LOST.items()}
+    known = {func.__name__: set(names) for func, names in DROPPED_ARGUMENTS.items()}
     assert _lost(module) == {name: known[name] for name in _lost(module) if name in known}
 
 

@@ -13,16 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LOST: dict[Callable[..., Any], tuple[str, ...]] = {
+DROPPED_ARGUMENTS: dict[Callable[..., Any], tuple[str, ...]] = {
     F.l1_loss: ("weight",),
     torch.chain_matmul: ("out",),
     Tensor.dim_order: ("ambiguity_check",),
 }
 
 
-def completed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def restore_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments of a call that a mode or a class of tensors has been handed, as its caller gave them."""
-    names = LOST.get(func)
+    names = DROPPED_ARGUMENTS.get(func)
     if names is None:
         return kwargs
     code = func.__code__

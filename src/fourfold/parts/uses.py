@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 
-from fourfold.parts.lost_arguments import LOST, completed
+from fourfold.parts.lost_arguments import DROPPED_ARGUMENTS, restore_arguments
 from fourfold.words.errors import Problem, TaskError
 
 NO_HOOKS = "support saved tensor hooks"  # what torch.func says
@@ -97,8 +97,8 @@ def _kind(owner: "weakref.ref[Uses]") -> type[nn.Parameter]:
             cls, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
             uses = owner()
-            if func in LOST:
-                kwargs = completed(func, tuple(args), kwargs or {})
+            if func in DROPPED_ARGUMENTS:
+                kwargs = restore_arguments(func, tuple(args), kwargs or {})
             known = uses.bucket_of if uses is not None else {cls: 0}
             with DisableTorchFunctionSubclass():
                 if uses is not None and uses.listening and func not in LOOKS:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fourfold.parts.lost_arguments import completed
+from fourfold.parts.lost_arguments import restore_arguments
 from fourfold.run.batch import call, leaves, mapped
 
 LAYERS = {F.linear, F.conv1d, F.conv2d, F.conv3d}
@@ -78,7 +78,7 @@ class _Layers(TorchFunctionMode):
         self.is_autocast = self.is_autocast or any(map(torch.is_autocast_enabled, DEVICES))
         if func in LAYERS and args and isinstance(args[0], Tensor):
             self.inputs[_key(args[0])] = args[0]
-        return func(*args, **completed(func, args, kwargs or {}))
+        return func(*args, **restore_arguments(func, args, kwargs or {}))
 
 
 def _key(tensor: Tensor) -> int:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fourfold.parts.lost_arguments import completed
+from fourfold.parts.lost_arguments import restore_arguments
 
 WIDE = {
     **dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64),
@@ -37,7 +37,7 @@ class Exact(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         args = tuple(_wider(arg) for arg in args)
-        named = {name: _wider(value) for name, value in completed(func, args, dict(kwargs or {})).items()}
+        named = {name: _wider(value) for name, value in restore_arguments(func, args, dict(kwargs or {})).items()}
         if func in CASTS:
             func = CASTS[func]
         elif func in GROUPED and args[0].dtype == torch.float64:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from fourfold.parts.lost_arguments import completed
+from fourfold.parts.lost_arguments import restore_arguments
 from fourfold.words.arguments import shown
 from fourfold.words.errors import FourfoldError, Problem, SettingError, TaskError
 from fourfold.words.task import Task
@@ -123,7 +123,7 @@ class _WithoutValues(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = completed(func, args, kwargs or {})
+        kwargs = restore_arguments(func, args, kwargs or {})
         if getattr(func, "__name__", "") in _FILLING:
             tensor = args[0] if args else kwargs["tensor"]
             if isinstance(tensor, Tensor) and tensor.is_meta:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fourfold.parts.lost_arguments import LOST, completed
+from fourfold.parts.lost_arguments import DROPPED_ARGUMENTS, restore_arguments
 from fourfold.run.origins import place
 
 IGNORED = -100  # torch's default
@@ -129,8 +129,8 @@ class observing(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Options | None = None
     ) -> Any:
-        if func in LOST:
-            kwargs = completed(func, args, kwargs or {})
+        if func in DROPPED_ARGUMENTS:
+            kwargs = restore_arguments(func, args, kwargs or {})
         if func not in COUNTS:  # first: a forward makes hundreds of such calls
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}

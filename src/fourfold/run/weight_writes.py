@@ -19,7 +19,7 @@ from torch._C import _functorch  # type: ignore[attr-defined]
 from torch.overrides import TorchFunctionMode
 
 from fourfold.parts.fingerprint import fingerprints
-from fourfold.parts.lost_arguments import completed
+from fourfold.parts.lost_arguments import restore_arguments
 from fourfold.parts.uses import unwatched
 from fourfold.run.batch import leaves
 
@@ -54,7 +54,7 @@ class WeightWrites(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = completed(func, args, kwargs or {})
+        kwargs = restore_arguments(func, args, kwargs or {})
         # The compiler follows a mode into here, and what it finds would not compile.
         if not torch.compiler.is_compiling():
             for target in filter(_may_be_of_a_leaf, _targets(func, args, kwargs)):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fourfold.parts.lost_arguments import completed
+from fourfold.parts.lost_arguments import restore_arguments
 
 DROPOUTS = {
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
@@ -39,7 +39,7 @@ class Watched(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = completed(func, args, kwargs or {})
+        kwargs = restore_arguments(func, args, kwargs or {})
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
         result = _fixed(func, args, kwargs)

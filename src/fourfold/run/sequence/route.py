@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fourfold.parts.lost_arguments import LOST, completed
+from fourfold.parts.lost_arguments import DROPPED_ARGUMENTS, restore_arguments
 from fourfold.words.errors import Problem, TaskError
 
 KERNEL = F.scaled_dot_product_attention
@@ -212,8 +212,8 @@ class _Mode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in LOST:
-            kwargs = completed(func, args, kwargs)
+        if func in DROPPED_ARGUMENTS:
+            kwargs = restore_arguments(func, args, kwargs)
         # torch's own dropout names itself by its module, where now something stands in its place.
         func = _owns.get(func, func)
         if func in ROUTED:
