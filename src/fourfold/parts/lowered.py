@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from fourfold.plan.precision import COMPUTE, is_float
 
 
-def kept(model: nn.Module) -> set[str]:
+def full_precision_params(model: nn.Module) -> set[str]:
     """The names of the parameters that stay what they are."""
     normalizing = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     whole = {id(p) for module in normalizing for p in module.parameters(recurse=False)}
@@ -30,32 +30,32 @@ def kept(model: nn.Module) -> set[str]:
 
 
 @torch.no_grad()
-def lower(model: nn.Module, precision: str) -> None:
+def cast_model(model: nn.Module, precision: str) -> None:
     """Have the model compute in the numbers of `precision`: frozen parameters, inputs and outputs.
 
     Trainable parameters are the update's: they are moved by `data.rehome`.
     """
     dtype = getattr(torch, COMPUTE[precision].dtype)
-    stay = kept(model)
+    stay = full_precision_params(model)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad and name not in stay:
             parameter.data = parameter.data.to(dtype)
-    model.register_forward_pre_hook(functools.partial(_enter, dtype), with_kwargs=True)
-    model.register_forward_hook(functools.partial(_leave, dtype))
+    model.register_forward_pre_hook(functools.partial(_cast_inputs, dtype), with_kwargs=True)
+    model.register_forward_hook(functools.partial(_cast_outputs, dtype))
 
 
-def found(model: nn.Module) -> str | None:
+def find_cast_module(model: nn.Module) -> str | None:
     """The name of a module of the model that has been lowered before; None where there is none."""
     for name, module in model.named_modules():
         hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, functools.partial)]
-        if any(hook.func is _enter for hook in hooks):
+        if any(hook.func is _cast_inputs for hook in hooks):
             return name or "the model"
     return None
 
 
-def _enter(dtype: torch.dtype, model: nn.Module, args: Any, kwargs: Any) -> Any:
+def _cast_inputs(dtype: torch.dtype, model: nn.Module, args: Any, kwargs: Any) -> Any:
     return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
 
 
-def _leave(dtype: torch.dtype, model: nn.Module, args: Any, output: Any) -> Any:
+def _cast_outputs(dtype: torch.dtype, model: nn.Module, args: Any, output: Any) -> Any:
     return tree_map_only(Tensor, lambda t: t.float() if t.dtype == dtype else t, output)

@@ -147,7 +147,7 @@ class TrainStep:
         # A split over one rank is whole.
         rest = RESTS[plan.zero if plan.num_shares > 1 else 0]
         split = rest.state == SPLIT
-        specs = computed(own, plan.precision, kept=lowered.kept(model))
+        specs = computed(own, plan.precision, kept=lowered.full_precision_params(model))
         self.buckets = _buckets(plan, specs, ranks, shares=plan.num_sharing if split else 1)
         by_bucket = [[trainable[slot.name] for slot in bucket.slots] for bucket in self.buckets]
         codecs = _codecs(plan, self.buckets, by_bucket)

@@ -131,7 +131,7 @@ def _model_bytes(task: Task, plan: Plan, model: nn.Module, place: Place) -> tupl
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = optim.build(task.optimizer, list(model.parameters()))
     own = data.param_specs(trainable, optim.groups(optimizer, trainable))
-    specs = computed(own, plan.precision, kept=lowered.kept(model))
+    specs = computed(own, plan.precision, kept=lowered.full_precision_params(model))
     shares = plan.num_sharing if RESTS[plan.zero].state == SPLIT else 1
     buckets = fill(specs, bucket_bytes=limit(specs, plan.bucket_bytes, travels=plan.codec != "none"), shares=shares)
     kinds = [optim.num_states(optimizer, group) for group in range(len(optimizer.param_groups))]

@@ -177,7 +177,7 @@ def _lazy_problems(model: nn.Module) -> list[Problem]:
 
 def _rounded_problems(model: nn.Module) -> list[Problem]:
     """A model that an earlier TrainStep has lowered computes in two bytes still; that step has its float32 weights."""
-    name = lowered.found(model)
+    name = lowered.find_cast_module(model)
     if name is None:
         return []
     need = "the float32 weights, which that step has"

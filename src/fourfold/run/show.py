@@ -50,7 +50,7 @@ def show(plan: Plan, task: Task) -> str:
     refuse_optimizer(optimizer, plan)
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
     own = data.param_specs(trainable, {name: group_of[id(p)] for name, p in trainable.items()})
-    specs = computed(own, plan.precision, kept=lowered.kept(model))
+    specs = computed(own, plan.precision, kept=lowered.full_precision_params(model))
     rest = RESTS[plan.zero if plan.num_shares > 1 else 0]
     bucket_bytes = limit(specs, plan.bucket_bytes, travels=plan.codec != "none")
     buckets = fill(specs, bucket_bytes=bucket_bytes, shares=plan.num_sharing if rest.state == SPLIT else 1)

@@ -50,7 +50,7 @@ class Weights:
             ranks.broadcast(self.trainable[name].data)
             self.masters.put(name, self.trainable[name].data)
         if policy.precision != "keep":
-            lowered.lower(model, policy.precision)
+            lowered.cast_model(model, policy.precision)
         self.gathered: ShardedParams | None = None
         self.flats: Sequence[Tensor]
         if transport.unshards_params:
