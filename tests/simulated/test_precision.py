@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fourfold.parts.masters import host_of
+from fourfold.parts.masters import offload_device
 from fourfold.plan.plan import Plan
 from fourfold.run.average import Average
 from fourfold.run.build import TrainStep
@@ -320,7 +320,7 @@ def test_states_that_rest_elsewhere_train_as_those_that_rest_beside_the_weights(
     def body(ranks):
         step = training.build(dataclasses.replace(case, offload="states"), 2, ranks)
         own = step._weights.masters
-        assert set(own.names) == set(step._weights.trainable)
+        assert set(own.param_names) == set(step._weights.trainable)
         got = training.train_step(case, step)
         state = step.state_dict()
         other = training.build(dataclasses.replace(case, zero=0, update="after"), 2, ranks)
@@ -329,7 +329,9 @@ def test_states_that_rest_elsewhere_train_as_those_that_rest_beside_the_weights(
         return got, state["model"]
 
     # As if the ranks were GPUs: on CPU ranks all is in host memory already.
-    monkeypatch.setattr("fourfold.run.build.host_of", lambda offload, device: device if offload == "states" else None)
+    monkeypatch.setattr(
+        "fourfold.run.build.offload_device", lambda offload, device: device if offload == "states" else None
+    )
     for got, weights in threads.run(2, body):
         assert oracle.deviation(got, expected) <= 1e-12
         assert same(weights, got.weights)
@@ -338,7 +340,7 @@ def test_states_that_rest_elsewhere_train_as_those_that_rest_beside_the_weights(
 def test_on_cpu_ranks_states_are_in_host_memory_already():
     (step,) = threads.run(1, lambda ranks: training.build(Case(offload="states"), 1, ranks))
     assert not step._weights.masters.names
-    assert host_of("states", torch.device("cuda")) == torch.device("cpu")
+    assert offload_device("states", torch.device("cuda")) == torch.device("cpu")
     assert "already" in told_offload("cpu")
     assert "where the update runs" in told_offload("cuda")
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fourfold.parts import memory
 from fourfold.parts.comm import BucketSlice, Transport
 from fourfold.parts.grad_hooks import register_last_hook
-from fourfold.parts.masters import Masters
+from fourfold.parts.masters import MasterWeights
 from fourfold.parts.optim import Piece
 from fourfold.parts.uses import unwatched
 from fourfold.plan.data import Bucket, Spec
@@ -384,7 +384,7 @@ class HasShards(Protocol):
     """Weights by bucket: those that the model computes with, and the update's own."""
 
     shards: Sequence[BucketSlice]
-    master_weights: Masters
+    master_weights: MasterWeights
 
 
 def update_slices(
@@ -407,7 +407,7 @@ def update_slices(
                     stop = min(start + MAX_SLICE_ELEMENTS, high) if small else high
                     gradient = part.flat[start - part.start : stop - part.start]
                     working = weight.flat[start - weight.start : stop - weight.start]
-                    mine = (working, None) if own is None else (own.part(start, stop), working)
+                    mine = (working, None) if own is None else (own.view_range(start, stop), working)
                     result[-1].append(
                         Piece(start, stop, mine[0], gradient, number if split_by_param else None, mine[1])
                     )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts.comm import BucketSlice
-from fourfold.parts.masters import Masters
+from fourfold.parts.masters import MasterWeights
 from fourfold.parts.uses import unwatched
 from fourfold.plan.data import Bucket
 
@@ -81,7 +81,7 @@ class WeightEdits:
         self.accept_edits()
 
     def add_master_weights(
-        self, buckets: Sequence[Bucket], shards: Sequence[BucketSlice], master_weights: Masters
+        self, buckets: Sequence[Bucket], shards: Sequence[BucketSlice], master_weights: MasterWeights
     ) -> None:
         """`differing` compares working weights, which lie in `homes`, with their master weights."""
         for bucket, home, own in zip(buckets, shards, master_weights.by_bucket, strict=True):

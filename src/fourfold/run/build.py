@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fourfold.parts import codec, comm, data, local, lowered, memory, optim
 from fourfold.parts.in_place import UnbucketedGrads
-from fourfold.parts.masters import Policy, host_of
+from fourfold.parts.masters import MasterWeightPolicy, offload_device
 from fourfold.parts.options import Options
 from fourfold.parts.step_hooks import StepHooks
 from fourfold.plan.data import RESTS, Bucket, Rest, Spec, Step, fill, limit, lower, turns
@@ -164,7 +164,7 @@ class TrainStep:
         self.remembered = Remembered(codecs, ranks)
         apart = comm.LocalSGDTransport(self._transport) if plan.sync == "local" else None
         self._transport = apart or self._transport
-        policy = Policy(plan.precision, split, host_of(plan.offload, ranks.device))
+        policy = MasterWeightPolicy(plan.precision, split, offload_device(plan.offload, ranks.device))
         outer = (
             local.OuterOptimizer(plan.outer_lr, plan.outer_momentum) if apart is not None else local.OuterOptimizer()
         )
@@ -486,9 +486,9 @@ class TrainStep:
                 yield drift.Held(drift.WEIGHTS, name, shares[name][0], weights.home(name))
             elif self._transport.shared_weights is None or self._transport.is_writer:
                 yield drift.Held(drift.WEIGHTS, name, 0, parameter)
-            if name in weights.masters.names:
-                start = shares[name][0] if weights.masters.is_split else 0
-                yield drift.Held(drift.MASTERS, name, start, weights.masters.stretch(name))
+            if name in weights.masters.param_names:
+                start = shares[name][0] if weights.masters.is_sharded else 0
+                yield drift.Held(drift.MASTERS, name, start, weights.masters.local_shard(name))
 
     @contextlib.contextmanager
     def edit(self) -> Iterator[nn.Module]:

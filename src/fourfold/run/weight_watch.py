@@ -87,7 +87,7 @@ def _fixed(plan: Plan, weights: Weights) -> Fixed | None:
         return Fixed(f"zero = {plan.zero}", why, "zero = 0")
     if weights.is_shared:
         return Fixed(f"zero = {plan.zero}", "the ranks of a host share one copy, and each would write it", "zero = 0")
-    if weights.masters.names:
+    if weights.masters.param_names:
         why = "the model has copies of what the update goes on from, rounded or not, and what is written there is lost"
         if plan.precision != "keep":
             return Fixed(f'precision = "{plan.precision}"', why, 'precision = "keep"')

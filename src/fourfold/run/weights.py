@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fourfold.parts import comm, data, lowered
 from fourfold.parts.edits import WeightEdits
 from fourfold.parts.gathered import ShardedParams
-from fourfold.parts.masters import Masters, Policy
+from fourfold.parts.masters import MasterWeightPolicy, MasterWeights
 from fourfold.parts.uses import unwatched
 from fourfold.plan.data import Bucket
 from fourfold.words.errors import Problem, TaskError
@@ -37,18 +37,18 @@ class Weights:
         buckets: Sequence[Bucket],
         transport: comm.Transport,
         ranks: comm.Communicator,
-        policy: Policy,
+        policy: MasterWeightPolicy,
         *,
         is_mean: bool = True,
     ) -> None:
         """`is_mean`: with local steps, weights become the mean of all ranks'; no outer step starts from an anchor."""
         self.model, self.trainable = model, trainable_of(model)
         self._transport, self._ranks = transport, ranks
-        self.masters = Masters(self.trainable, buckets, transport, policy)
-        for name in self.masters.names:
+        self.masters = MasterWeights(self.trainable, buckets, transport, policy)
+        for name in self.masters.param_names:
             # Before the homes: there they are rounded.
             ranks.broadcast(self.trainable[name].data)
-            self.masters.put(name, self.trainable[name].data)
+            self.masters.load_parameter(name, self.trainable[name].data)
         if policy.precision != "keep":
             lowered.cast_model(model, policy.precision)
         self.gathered: ShardedParams | None = None
@@ -84,7 +84,7 @@ class Weights:
         """Why training does not go on from weights that are written in place; empty where it does."""
         if self.gathered is not None:
             return "between steps these are placeholders, and the weights rest split"
-        if self.masters.names:
+        if self.masters.param_names:
             return "the update works on its own copy of the weights, and would overwrite these"
         if self._transport.shared_weights is not None and self._transport.size > 1:
             return "the ranks of a host share these weights, and each would write them"
@@ -169,7 +169,7 @@ class Weights:
     @contextlib.contextmanager
     def _unrounded(self) -> Iterator[dict[str, Tensor]]:
         """Within: parameters with master weights are these, whole, on every rank; afterwards they are in the dict."""
-        views = {name: self.trainable[name].data for name in self.masters.names}
+        views = {name: self.trainable[name].data for name in self.masters.param_names}
         edited: dict[str, Tensor] = {}
         for name in views:
             self.trainable[name].data = self.precise(name)
@@ -185,13 +185,13 @@ class Weights:
         """A copy of a trainable parameter's precise weights, or of what else lies as they do. Collective."""
         parameter = self.trainable[name]
         here = self.share(name) if share is None else share
-        holder = self.masters if name in self.masters.names else self.gathered
+        holder = self.masters if name in self.masters.param_names else self.gathered
         if holder is None:
             return here.clone()
         whole = holder.pad_to_full(name, here, parameter)
         if self._transport.replica_index:
             whole.zero_()  # replica 0 has the same
-        if self.gathered is not None or self.masters.is_split:
+        if self.gathered is not None or self.masters.is_sharded:
             self._ranks.all_reduce(whole)
         return whole.view(parameter.shape)
 
@@ -207,8 +207,8 @@ class Weights:
 
     def share(self, name: str) -> Tensor:
         """What this rank has of a trainable parameter's precise weights, as it lies: flat, or the parameter."""
-        if name in self.masters.names:
-            return self.masters.stretch(name)
+        if name in self.masters.param_names:
+            return self.masters.local_shard(name)
         return self.home(name)
 
     def home(self, name: str) -> Tensor:
@@ -218,7 +218,7 @@ class Weights:
     @property
     def apart(self) -> Collection[str]:
         """The parameters whose precise weights are flat, and this rank's share of them."""
-        return self.masters.names if self.gathered is None else self.trainable.keys()
+        return self.masters.param_names if self.gathered is None else self.trainable.keys()
 
     @contextlib.contextmanager
     def _copies(self) -> Iterator[None]:
@@ -257,8 +257,8 @@ class Weights:
         elif self._transport.is_writer:
             for name, value in values.items():
                 self.trainable[name].copy_(value)
-        for name in values.keys() & self.masters.names:
-            self.masters.put(name, values[name])
+        for name in values.keys() & self.masters.param_names:
+            self.masters.load_parameter(name, values[name])
         if self._transport.shared_weights is not None:
             self._ranks.all_gather_json(None)
         torch.autograd.graph.increment_version(list(self.trainable.values()))
@@ -296,9 +296,9 @@ class Weights:
         """Every trainable weight by name, one after the other; read only. Collective: every rank goes to the end."""
         if self.gathered is None:
             for name, p in self.trainable.items():
-                yield name, self.precise(name) if name in self.masters.names else p.detach()
+                yield name, self.precise(name) if name in self.masters.param_names else p.detach()
             return
         for bucket, flat in self.gathered.unsharded_buckets():
             for name, start, stop in bucket.slots:
                 rounded = flat[start:stop].view(self.trainable[name].shape)
-                yield name, self.precise(name) if name in self.masters.names else rounded
+                yield name, self.precise(name) if name in self.masters.param_names else rounded
