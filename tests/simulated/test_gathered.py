@@ -190,8 +190,8 @@ def test_few_buckets_are_whole_at_a_time(place):
         slots = gathered_of(step).buffer_pool
         for _ in range(3):
             step(ones())
-            assert slots.lent == 0
-        return slots.most_lent, len(slots._free), len(step.buckets)
+            assert slots.num_in_use == 0
+        return slots.peak_in_use, len(slots._free), len(step.buckets)
 
     for most, kept, num_buckets in place.run(body):
         assert num_buckets == 12
@@ -242,9 +242,9 @@ def test_a_view_that_is_kept_never_shows_another_bucket():
         before = {name: weight.clone() for name, weight in reversed(list(step.weights()))}
         step(ones())
         assert all(map(torch.equal, module.kept, before.values()))
-        assert gathered_of(step).buffer_pool.lent == 12
+        assert gathered_of(step).buffer_pool.num_in_use == 12
         module.kept.clear()
-        assert gathered_of(step).buffer_pool.lent == 0
+        assert gathered_of(step).buffer_pool.num_in_use == 0
 
     GLOO.run(body)
 
@@ -499,20 +499,20 @@ def test_a_stage_is_written_again_when_all_have_taken_what_was_there():
 
 
 def test_a_loan_ends_when_nobody_holds_its_storage():
-    slots = memory.Slots()
-    flat = slots.lend(1000, torch.float32, torch.device("cpu"))
+    slots = memory.BufferPool()
+    flat = slots.acquire(1000, torch.float32, torch.device("cpu"))
     address, view = flat.data_ptr(), flat[10:20].view(2, 5)
     del flat
-    other = slots.lend(1000, torch.float32, torch.device("cpu"))
+    other = slots.acquire(1000, torch.float32, torch.device("cpu"))
     assert other.data_ptr() != address
-    assert slots.lent == 2
+    assert slots.num_in_use == 2
     del view
-    assert slots.lent == 1
-    assert slots.lend(500, torch.float64, torch.device("cpu")).data_ptr() == address
+    assert slots.num_in_use == 1
+    assert slots.acquire(500, torch.float64, torch.device("cpu")).data_ptr() == address
 
 
 def test_a_slot_that_is_too_small_makes_way():
-    slots = memory.Slots()
+    slots = memory.BufferPool()
     for size in (10_000, 20_000, 40_000):
-        slots.lend(size, torch.float32, torch.device("cpu"))
-    assert (len(slots._free), slots.most_lent) == (1, 1)
+        slots.acquire(size, torch.float32, torch.device("cpu"))
+    assert (len(slots._free), slots.peak_in_use) == (1, 1)

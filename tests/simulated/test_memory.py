@@ -50,13 +50,13 @@ def _compare(plan: Plan, optimizer: str = "AdamW", *, hosts: int = 1) -> None:
     def body(ranks: ThreadRanks) -> tuple[int, float]:
         step = _step(plan, ranks, optimizer)
         ranks.exchange(None)
-        counted = memory.held().total - before
+        counted = memory.memory_use().total_bytes - before
         ranks.exchange(None)
         return counted, _formula(step, host)
 
     host = Host(plan.dp // hosts, plan.places, shares_memory=plan.transport != "gloo" and plan.dp > 1)
     gc.collect()
-    before = memory.held().total
+    before = memory.memory_use().total_bytes
     for counted, formula in threads.run(plan.dp, body, hosts=hosts):
         assert counted / hosts == pytest.approx(formula, rel=WITHIN)
 
@@ -101,13 +101,13 @@ def test_what_is_gone_is_counted_no_more() -> None:
         _step(Plan(dp=2, zero=2, bucket_bytes=2**18), ranks)
 
     gc.collect()
-    before = memory.held()
+    before = memory.memory_use()
     threads.run(2, body)
     gc.collect()
-    assert memory.held() == before
-    large = memory.private(2 * memory.HUGE_BYTES, torch.uint8, torch.device("cpu"))
+    assert memory.memory_use() == before
+    large = memory.allocate_private(2 * memory.HUGE_PAGE_MIN_BYTES, torch.uint8, torch.device("cpu"))
     view = large[1:]
     del large
-    assert memory.held().private == before.private + 2 * memory.HUGE_BYTES
+    assert memory.memory_use().private_bytes == before.private_bytes + 2 * memory.HUGE_PAGE_MIN_BYTES
     del view
-    assert memory.held() == before
+    assert memory.memory_use() == before

@@ -48,7 +48,7 @@ def flatten_params(
     flats = transport.shared_weights
     if flats is None:
         devices = [parameters[bucket.slots[0].name].device for bucket in buckets]
-        flats = [memory.private(b.size, bucket_dtype(b), d) for b, d in zip(buckets, devices, strict=True)]
+        flats = [memory.allocate_private(b.size, bucket_dtype(b), d) for b, d in zip(buckets, devices, strict=True)]
     for bucket, flat in zip(buckets, flats, strict=True):
         for slot in bucket.slots:
             parameter = parameters[slot.name]

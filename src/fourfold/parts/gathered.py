@@ -71,7 +71,7 @@ class ShardedParams:
         # Not the parameters' own: with a precision they are as the user made them until they settle.
         dtypes = [bucket_dtype(bucket) for bucket in buckets]
         self.shards = [
-            BucketSlice(start, stop, memory.private(stop - start, dtype, self._device))
+            BucketSlice(start, stop, memory.allocate_private(stop - start, dtype, self._device))
             for (start, stop, _), dtype in zip(owns, dtypes, strict=True)
         ]
         self._shard_ranges = {
@@ -80,7 +80,7 @@ class ShardedParams:
             for slot in bucket.slots
         }
         self._placeholders = [torch.full((), float("nan"), dtype=dtype, device=self._device) for dtype in dtypes]
-        self.buffer_pool = memory.Slots()
+        self.buffer_pool = memory.BufferPool()
         self._unshard_orders: dict[str, Script] = {}
         self._unshard_order: Script | None = None
         self._pending: deque[_PendingUnshard] = deque()
@@ -254,7 +254,7 @@ class ShardedParams:
     def _unshard_async(self, bucket: int) -> _PendingUnshard:
         self.before_unshard(bucket)
         home = self.shards[bucket].flat
-        slot = self.buffer_pool.lend(self._buckets[bucket].size, home.dtype, home.device)
+        slot = self.buffer_pool.acquire(self._buckets[bucket].size, home.dtype, home.device)
         return _PendingUnshard(bucket, slot, self._transport.unshard_async(bucket, home, slot))
 
     def _wait_next(self) -> None:

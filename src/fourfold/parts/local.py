@@ -40,9 +40,9 @@ class LocalSGD:
         self, weights: Sequence[Tensor], buckets: Sequence[Bucket], transport: LocalSGDTransport, outer: OuterOptimizer
     ) -> None:
         self._weights, self._buckets, self._transport, self._outer = weights, buckets, transport, outer
-        self._reference_weights = [memory.private(len(flat), flat.dtype, flat.device) for flat in weights]
+        self._reference_weights = [memory.allocate_private(len(flat), flat.dtype, flat.device) for flat in weights]
         kept = weights if outer.momentum else []
-        self._momenta = [memory.private(len(flat), flat.dtype, flat.device) for flat in kept]
+        self._momenta = [memory.allocate_private(len(flat), flat.dtype, flat.device) for flat in kept]
         self.finish_sync()
 
     def finish_sync(self) -> None:

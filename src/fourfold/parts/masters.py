@@ -70,9 +70,9 @@ class MasterWeights:
             dtype = functools.reduce(torch.promote_types, (p.dtype for p in members), least)
             device = members[0].device
             if policy.offload_device is not None and device.type == "cuda":
-                flat = memory.pinned(last - first, dtype)
+                flat = memory.allocate_pinned(last - first, dtype)
             else:
-                flat = memory.private(last - first, dtype, policy.offload_device or device)
+                flat = memory.allocate_private(last - first, dtype, policy.offload_device or device)
             self.by_bucket.append(MasterShard(first, flat))
         self._shard_ranges = {
             slot.name: (own, max(slot.start, own.start), min(slot.stop, own.start + own.flat.numel()), slot.start)

@@ -25,86 +25,86 @@ from fourfold.words.errors import FourfoldError, Problem
 
 PAGE_BYTES = 4096
 # Below this, a mapping of its own (rounded up to pages, zeroed by faults) costs more than it brings.
-HUGE_BYTES = 2 * 2**20
+HUGE_PAGE_MIN_BYTES = 2 * 2**20
 
 
 class MemoryUnavailable(FourfoldError):
     """Shared memory cannot be had here; the message says why."""
 
 
-class Held(NamedTuple):
+class MemoryUse(NamedTuple):
     """Bytes of long-lived buffers that are alive. Added up over the ranks of a host they are the host's.
 
     `shared` are those that this process has made: mappings of what another process has made do not count again.
     What grows as it is used (`create_growing`) is not counted.
     """
 
-    private: int
-    shared: int
+    private_bytes: int
+    shared_bytes: int
 
     @property
-    def total(self) -> int:
-        return self.private + self.shared
+    def total_bytes(self) -> int:
+        return self.private_bytes + self.shared_bytes
 
 
-class Holder(Protocol):
+class TensorOwner(Protocol):
     """Who has long-lived buffers that could not be made here, such as the states of torch's optimizers."""
 
-    def held(self) -> Iterable[torch.Tensor]:
+    def owned_tensors(self) -> Iterable[torch.Tensor]:
         """Those there are at this moment."""
         ...
 
 
 # By number, so that a buffer is entered and leaves in one operation of a dict: threads and the garbage collector do so.
-_alive: dict[int, Held] = {}
-_numbers = itertools.count()
-_holders: "weakref.WeakSet[Holder]" = weakref.WeakSet()
+_live_buffers: dict[int, MemoryUse] = {}
+_buffer_ids = itertools.count()
+_owners: "weakref.WeakSet[TensorOwner]" = weakref.WeakSet()
 # Shared memory made by this process that has not been mapped yet, by device and inode. No set: who takes a key out of
 # a dict is told so in the same operation, and ranks that are threads map at the same time.
-_made: dict[tuple[int, int], bool] = {}
+_unmapped: dict[tuple[int, int], bool] = {}
 
 
-def held() -> Held:
+def memory_use() -> MemoryUse:
     """What this process holds of long-lived buffers."""
-    alive = list(_alive.values())
-    others = sum(tensor.nbytes for holder in list(_holders) for tensor in holder.held())
-    return Held(others + sum(each.private for each in alive), sum(each.shared for each in alive))
+    alive = list(_live_buffers.values())
+    others = sum(tensor.nbytes for holder in list(_owners) for tensor in holder.owned_tensors())
+    return MemoryUse(others + sum(each.private_bytes for each in alive), sum(each.shared_bytes for each in alive))
 
 
-def count(holder: Holder) -> None:
+def track_owner(owner: TensorOwner) -> None:
     """From now on, and while it lives, `held` counts what the holder has too."""
-    _holders.add(holder)
+    _owners.add(owner)
 
 
-def _enter(buffer: object, num_bytes: Held) -> None:
+def _track_buffer(buffer: object, num_bytes: MemoryUse) -> None:
     """Count a buffer until it is gone."""
-    number = next(_numbers)
-    _alive[number] = num_bytes
-    weakref.finalize(buffer, functools.partial(_alive.pop, number)).atexit = False
+    number = next(_buffer_ids)
+    _live_buffers[number] = num_bytes
+    weakref.finalize(buffer, functools.partial(_live_buffers.pop, number)).atexit = False
 
 
-def _entered(flat: torch.Tensor) -> torch.Tensor:
-    _enter(flat.untyped_storage(), Held(flat.nbytes, 0))
+def _tracked(flat: torch.Tensor) -> torch.Tensor:
+    _track_buffer(flat.untyped_storage(), MemoryUse(flat.nbytes, 0))
     return flat
 
 
-def private(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def allocate_private(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A flat of zeros [num_elements] that only this process sees."""
     num_bytes = num_elements * dtype.itemsize
-    if device.type != "cpu" or num_bytes < HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return _entered(torch.zeros(num_elements, dtype=dtype, device=device))
-    return torch.frombuffer(_huge(num_bytes), dtype=dtype, count=num_elements)
+    if device.type != "cpu" or num_bytes < HUGE_PAGE_MIN_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return _tracked(torch.zeros(num_elements, dtype=dtype, device=device))
+    return torch.frombuffer(_map_huge_pages(num_bytes), dtype=dtype, count=num_elements)
 
 
-def _huge(num_bytes: int) -> mmap.mmap:
+def _map_huge_pages(num_bytes: int) -> mmap.mmap:
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
-    _enter(mapping, Held(num_bytes, 0))
+    _track_buffer(mapping, MemoryUse(num_bytes, 0))
     return mapping
 
 
-class Slots:
+class BufferPool:
     """Flats that are lent. A loan ends by itself when nobody holds its storage, through whatever view.
 
     On a CPU the memory is kept for the next loan; on other devices torch's own allocator does that.
@@ -112,23 +112,23 @@ class Slots:
 
     def __init__(self) -> None:
         self._free: list[mmap.mmap] = []
-        self.lent = 0
+        self.num_in_use = 0
         """How many loans have not ended."""
-        self.most_lent = 0
+        self.peak_in_use = 0
 
-    def lend(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def acquire(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A flat [num_elements]; what it holds is undefined."""
-        room = self._room(num_elements * dtype.itemsize) if device.type == "cpu" else None
+        room = self._pop_free(num_elements * dtype.itemsize) if device.type == "cpu" else None
         if room is None:
-            flat = _entered(torch.empty(num_elements, dtype=dtype, device=device))
+            flat = _tracked(torch.empty(num_elements, dtype=dtype, device=device))
         else:
             flat = torch.frombuffer(room, dtype=dtype, count=num_elements)
-        self.lent += 1
-        self.most_lent = max(self.most_lent, self.lent)
-        weakref.finalize(flat.untyped_storage(), self._back, room).atexit = False
+        self.num_in_use += 1
+        self.peak_in_use = max(self.peak_in_use, self.num_in_use)
+        weakref.finalize(flat.untyped_storage(), self._release, room).atexit = False
         return flat
 
-    def _room(self, num_bytes: int) -> mmap.mmap:
+    def _pop_free(self, num_bytes: int) -> mmap.mmap:
         """The least free memory that is large enough; where there is none, the largest makes way for a new one."""
         self._free.sort(key=len)
         for index, room in enumerate(self._free):
@@ -136,17 +136,17 @@ class Slots:
                 return self._free.pop(index)
         if self._free:
             self._free.pop()
-        return _huge(-(-num_bytes // PAGE_BYTES) * PAGE_BYTES)
+        return _map_huge_pages(-(-num_bytes // PAGE_BYTES) * PAGE_BYTES)
 
-    def _back(self, room: mmap.mmap | None) -> None:
-        self.lent -= 1
-        if room is not None:
-            self._free.append(room)
+    def _release(self, mapping: mmap.mmap | None) -> None:
+        self.num_in_use -= 1
+        if mapping is not None:
+            self._free.append(mapping)
 
 
-def pinned(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+def allocate_pinned(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
     """A flat of zeros [num_elements] in host memory that a GPU reads and writes without a copy in between."""
-    return _entered(torch.zeros(num_elements, dtype=dtype, pin_memory=True))
+    return _tracked(torch.zeros(num_elements, dtype=dtype, pin_memory=True))
 
 
 def create_shared(num_bytes: int) -> int:
@@ -161,7 +161,7 @@ def create_shared(num_bytes: int) -> int:
         os.close(handle)
         need = f"{num_bytes / 2**20:.0f} MiB of shared memory for the gradients of this host's ranks"
         raise MemoryUnavailable(Problem(str(error), need, 'fewer ranks a host, or transport = "gloo"')) from None
-    _made[_name(handle)] = True
+    _unmapped[_memory_id(handle)] = True
     return handle
 
 
@@ -174,33 +174,33 @@ def create_growing(num_bytes: int) -> int:
     return handle
 
 
-def grow(handle: int, start: int, num_bytes: int) -> None:
+def grow(fd: int, start: int, num_bytes: int) -> None:
     """Reserve [start, start + num_bytes) of growing memory; what is reserved already stays as it is."""
     try:
-        os.posix_fallocate(handle, start, num_bytes)
+        os.posix_fallocate(fd, start, num_bytes)
     except OSError as error:
         need = f"{num_bytes / 2**20:.0f} MiB of shared memory for what the ranks of this host show each other"
         raise MemoryUnavailable(Problem(str(error), need, 'shorter sequences, or transport = "gloo"')) from None
 
 
-def close_shared(handle: int) -> None:
+def close_shared(fd: int) -> None:
     """Give back what `create_shared` or `create_growing` made."""
-    _made.pop(_name(handle), None)
-    os.close(handle)
+    _unmapped.pop(_memory_id(fd), None)
+    os.close(fd)
 
 
-def map_shared(handle: int) -> mmap.mmap:
+def map_shared(fd: int) -> mmap.mmap:
     """The mapping behind a descriptor; the descriptor is closed."""
-    mapping = mmap.mmap(handle, os.fstat(handle).st_size)
-    if _made.pop(_name(handle), False):
-        _enter(mapping, Held(0, len(mapping)))
-    os.close(handle)
+    mapping = mmap.mmap(fd, os.fstat(fd).st_size)
+    if _unmapped.pop(_memory_id(fd), False):
+        _track_buffer(mapping, MemoryUse(0, len(mapping)))
+    os.close(fd)
     return mapping
 
 
-def _name(handle: int) -> tuple[int, int]:
+def _memory_id(fd: int) -> tuple[int, int]:
     """What all descriptors of the same memory have in common."""
-    status = os.fstat(handle)
+    status = os.fstat(fd)
     return status.st_dev, status.st_ino
 
 
@@ -218,7 +218,7 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(mmap_max, 0) and mallopt(trim_threshold, 2**31 - 1))
 
 
-def give_back_freed_memory() -> None:
+def trim_freed_memory() -> None:
     """Give what is free now back to the system, once: the first steps leave holes between what stays."""
     trim = _malloc("malloc_trim")
     if trim is not None:

@@ -184,7 +184,7 @@ class FlatOptimizer:
         self._flat = [[self._make(bucket, some) for some in self._runs(bucket)] for bucket in range(len(pieces))]
         self._begun: dict[int, list[PendingLayerwiseUpdate]] = {}
         self._kept: list[dict[str, Any]] | None = None
-        memory.count(self)
+        memory.track_owner(self)
 
     def held(self) -> Iterator[Tensor]:
         """The tensors of the states."""

@@ -765,7 +765,7 @@ def _mind_memory(num_steps: int) -> None:
         # Not before: states are made in the first step, and would lie between gradients that are gone after it.
         memory.keep_freed_memory()
     elif num_steps == 2:
-        memory.give_back_freed_memory()
+        memory.trim_freed_memory()
 
 
 def _set_threads(ranks: comm.Communicator) -> None:

@@ -23,7 +23,7 @@ class Cast:
         own = bucket_dtype(bucket)
         dtype = DTYPES[spec.kind] if own.itemsize > 2 else own
         self.message_dtype, self.num_elements = dtype, length(bucket)
-        self._payload = memory.private(self.num_elements, dtype, device)
+        self._payload = memory.allocate_private(self.num_elements, dtype, device)
 
     @torch.no_grad()
     def reduce(self, flat: Tensor) -> CodecReduction:

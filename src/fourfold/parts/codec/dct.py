@@ -33,7 +33,7 @@ class Dct:
         self._bucket, layout = bucket, sparse(spec, bucket)
         self._sparse_ranges = layout.chosen
         self._message = SparseMessage(layout, bucket, bucket_dtype(bucket), device)
-        self.residual: Tensor = memory.private(self.num_elements, accumulation_dtype(bucket), device)
+        self.residual: Tensor = memory.allocate_private(self.num_elements, accumulation_dtype(bucket), device)
         self.thresholds = torch.zeros(len(layout.chosen), dtype=torch.float64)
         self.ages = torch.zeros(len(layout.chosen), dtype=torch.int64)
         self.num_early_refreshes = 0

@@ -32,7 +32,7 @@ class Int8:
         self._layout = blockwise(bucket)
         self._chunk = CHUNK_ELEMENTS if device.type == "cpu" else self.num_elements
         self._payload = torch.zeros(self._layout.num_bytes, dtype=torch.uint8, device=device)
-        self.residual: Tensor = memory.private(self.num_elements, self._residual_dtype, device)
+        self.residual: Tensor = memory.allocate_private(self.num_elements, self._residual_dtype, device)
 
     def reduce(self, flat: Tensor) -> CodecReduction:
         return reduce_by_gather(self, flat)

@@ -32,7 +32,7 @@ class PowerSGD:
         self._seeds = {each.slot: zlib.crc32(bucket.slots[each.slot].name.encode()) for each in self._layout.matrices}
         dtype = self.message_dtype = accumulation_dtype(bucket)
         self.num_elements = length(bucket)
-        self.residual: Tensor = memory.private(self.num_elements, dtype, device)
+        self.residual: Tensor = memory.allocate_private(self.num_elements, dtype, device)
         # What the first round sends: left factors, then what goes whole.
         self._first_message = torch.zeros(self._layout.num_left + self._layout.num_whole, dtype=dtype, device=device)
         self._second_message = torch.zeros(self._layout.num_right, dtype=dtype, device=device)

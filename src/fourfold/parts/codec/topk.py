@@ -29,7 +29,7 @@ class TopK:
         self._bucket, layout = bucket, sparse(spec, bucket)
         self._sparse_ranges = layout.chosen
         self._message = SparseMessage(layout, bucket, bucket_dtype(bucket), device)
-        self.residual: Tensor = memory.private(self.num_elements, accumulation_dtype(bucket), device)
+        self.residual: Tensor = memory.allocate_private(self.num_elements, accumulation_dtype(bucket), device)
 
     def reduce(self, flat: Tensor) -> CodecReduction:
         return reduce_by_gather(self, flat)

@@ -173,7 +173,7 @@ def _private_buffers(spec: TransportSpec, device: torch.device) -> list[torch.Te
     room: dict[int, int] = {}
     for turn, length in zip(spec.buffer_indices, lengths, strict=True):
         room[turn] = max(room.get(turn, 0), length)
-    flats = {turn: memory.private(length, torch.uint8, device) for turn, length in room.items()}
+    flats = {turn: memory.allocate_private(length, torch.uint8, device) for turn, length in room.items()}
     return [
         flats[turn][:length].view(dtype)
         for turn, length, dtype in zip(spec.buffer_indices, lengths, spec.dtypes, strict=True)

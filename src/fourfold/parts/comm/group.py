@@ -265,7 +265,9 @@ class GradShards:
     """This rank's shares of the gradients, where they rest split: what each round adds up to."""
 
     def __init__(self, grad_buffers: Sequence[Tensor], num_shards: int) -> None:
-        self.flats = [memory.private(flat.numel() // num_shards, flat.dtype, flat.device) for flat in grad_buffers]
+        self.flats = [
+            memory.allocate_private(flat.numel() // num_shards, flat.dtype, flat.device) for flat in grad_buffers
+        ]
         self.begin_step()
 
     def begin_step(self) -> None:

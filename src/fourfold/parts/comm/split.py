@@ -186,7 +186,7 @@ class ShardedCollectives:
 
     def _acquire_buffer(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         free = self._free_buffers.setdefault((num_elements, dtype), [])
-        return free.pop() if free else memory.private(num_elements, dtype, torch.device("cpu"))
+        return free.pop() if free else memory.allocate_private(num_elements, dtype, torch.device("cpu"))
 
     def _release_buffer(self, flat: Tensor) -> None:
         self._free_buffers[flat.numel(), flat.dtype].append(flat)

@@ -80,7 +80,7 @@ class Snapshot:
             header[tensor.name] = {"dtype": tensor.dtype, "shape": stretch.lengths, "data_offsets": (offset, stop)}
             views.append((tensor, offset, stop))
             offset = stop
-        self.buffer = memory.private(offset, torch.uint8, torch.device("cpu"))
+        self.buffer = memory.allocate_private(offset, torch.uint8, torch.device("cpu"))
         self._views = {t.name: self.buffer[a:b].view(TORCH_DTYPES[t.dtype]) for t, a, b in views}
         self.header = _header(header)
 
