@@ -43,7 +43,7 @@ def is_refused(case: Case) -> bool:
     try:
         plan, model = case.plan(SIZE), training.model(case.model)
         refuse(model, plan, ranks, clip=case.clip)
-        refuse_optimizer(optim.build(training.optimizer(case), list(model.parameters())), plan)
+        refuse_optimizer(optim.build_optimizer(training.optimizer(case), list(model.parameters())), plan)
     except PlanError:
         return True
     return False

@@ -53,7 +53,7 @@ def test_updates_in_backward_hold_one_gradient_at_a_time_and_updates_after_it_al
             most[0] = 0  # the first step uses gradients in the order of the buckets, from then on in their own
     assert most[0] == sum(sizes) if update == "after" else most[0] <= max(sizes)
     assert not step._transport.grad_buffers
-    assert all(piece.weight.grad is None for pieces in step._state.optimizer._pieces for piece in pieces)
+    assert all(piece.weight.grad is None for pieces in step._state.optimizer._slices for piece in pieces)
 
 
 @pytest.mark.parametrize("update", UPDATES)

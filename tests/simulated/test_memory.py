@@ -40,7 +40,7 @@ def _step(plan: Plan, ranks: ThreadRanks, optimizer: str = "AdamW") -> TrainStep
 
 
 def _formula(step: TrainStep, host: Host) -> float:
-    kinds = [optim.num_states(step.optimizer, group) for group in range(len(step.optimizer.param_groups))]
+    kinds = [optim.num_state_tensors(step.optimizer, group) for group in range(len(step.optimizer.param_groups))]
     own_bytes = {name: 4 for name, _ in step.model.named_parameters()}
     of = elements(step.buckets, step.plan, num_states=kinds, own_bytes=own_bytes)
     return holding(of, zero=step.plan.zero, host=host).total

@@ -21,7 +21,7 @@ from fourfold.parts import memory
 from fourfold.parts.comm import BucketSlice, Transport
 from fourfold.parts.grad_hooks import register_last_hook
 from fourfold.parts.masters import MasterWeights
-from fourfold.parts.optim import Piece
+from fourfold.parts.optim import UpdateSlice
 from fourfold.parts.uses import unwatched
 from fourfold.plan.data import Bucket, Spec
 from fourfold.words.errors import Problem, TaskError, TrainingError
@@ -389,13 +389,13 @@ class HasShards(Protocol):
 
 def update_slices(
     weights: HasShards, buckets: Sequence[Bucket], transport: Transport, *, split_by_param: bool, is_chunked: bool
-) -> list[list[Piece]]:
+) -> list[list[UpdateSlice]]:
     """What the update works on, by bucket: weights beside the sums of their gradients.
 
     A piece per part of the sum; `by_slot` cuts them at the slots too, so that one parameter can be left out, and
     `cut` into pieces of at most PIECE_ELEMENTS: so are pieces whose gradients must be converted.
     """
-    result: list[list[Piece]] = []
+    result: list[list[UpdateSlice]] = []
     for bucket, weight, own in zip(buckets, weights.shards, weights.master_weights.by_bucket, strict=True):
         slots = [(slot.start, slot.stop) for slot in bucket.slots] if split_by_param else [(0, bucket.size)]
         result.append([])
@@ -409,6 +409,6 @@ def update_slices(
                     working = weight.flat[start - weight.start : stop - weight.start]
                     mine = (working, None) if own is None else (own.view_range(start, stop), working)
                     result[-1].append(
-                        Piece(start, stop, mine[0], gradient, number if split_by_param else None, mine[1])
+                        UpdateSlice(start, stop, mine[0], gradient, number if split_by_param else None, mine[1])
                     )
     return result

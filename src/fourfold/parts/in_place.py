@@ -19,7 +19,7 @@ from fourfold.parts.data import (
     weak_grad_hook,
 )
 from fourfold.parts.grad_hooks import register_last_hook
-from fourfold.parts.optim import Piece
+from fourfold.parts.optim import UpdateSlice
 from fourfold.plan.data import Bucket
 from fourfold.words.spans import READY, SENT, SILENT
 
@@ -126,11 +126,11 @@ class UnbucketedGrads:
         if not self._allow_unused:
             check_all_reached(self._names, self.reached, itertools.chain.from_iterable(self._parameters))
 
-    def update_slices(self, weights: Sequence[Tensor], buckets: Sequence[Bucket]) -> list[list[Piece]]:
+    def update_slices(self, weights: Sequence[Tensor], buckets: Sequence[Bucket]) -> list[list[UpdateSlice]]:
         """What the update works on, by bucket: each parameter's stretch of the flat `weights`."""
         return [
             [
-                Piece(slot.start, slot.stop, weight[slot.start : slot.stop], parameter, number)
+                UpdateSlice(slot.start, slot.stop, weight[slot.start : slot.stop], parameter, number)
                 for number, (slot, parameter) in enumerate(zip(bucket.slots, members, strict=True))
             ]
             for bucket, members, weight in zip(buckets, self._parameters, weights, strict=True)

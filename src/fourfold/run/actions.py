@@ -69,7 +69,7 @@ class Actions:
         if update == "in_forward":
             self.deferred = Deferred(parts.parameters, parts.transport, self._update_late, gathered=parts.gathered)
         # Else the factor is part of the update: before it, sums are what they are.
-        self._scales_sums = parts.rest.state == WHOLE and not parts.optimizer.converts
+        self._scales_sums = parts.rest.state == WHOLE and not parts.optimizer.converts_grads
         if self._scales_sums:
             parts.transport.grad_scale_fn = self.factor
         self._waits = waits
@@ -140,7 +140,7 @@ class Actions:
         self._parts.gradients.detach_grads()
         self._parts.transport.signal_backward_done()
         self._terms = Terms(self._factor, self._used, self._squares)
-        self._parts.optimizer.keep_options(as_they_are=True)
+        self._parts.optimizer.set_options_frozen(frozen=True)
         # What is complete last in backward is mostly used first.
         deferred.hold(self._parts.gradients.launch_order[::-1])
 
@@ -148,7 +148,7 @@ class Actions:
         """Do the updates that wait for the next forward. Collective."""
         if self.deferred is not None:
             self.deferred.flush()
-            self._parts.optimizer.keep_options(as_they_are=False)
+            self._parts.optimizer.set_options_frozen(frozen=False)
             self._parts.edits.refresh_samples()
 
     @property
@@ -187,7 +187,7 @@ class Actions:
         if self.deferred is not None and self.deferred.is_waiting:
             with self.deferred.forward():
                 self._forward_in_phase(index)
-            self._parts.optimizer.keep_options(as_they_are=False)
+            self._parts.optimizer.set_options_frozen(frozen=False)
             return
         self._forward_in_phase(index)
 
@@ -299,7 +299,9 @@ class Actions:
         """Begin the updates of all buckets: each needs norms of parameters that are split among ranks."""
         transport, slots = self._parts.transport, [len(parameters) for parameters in self._parts.parameters]
         optimizer, buckets = self._parts.optimizer, range(len(slots))
-        here = [optimizer.direct(b, used=self._used_in(b, self._used), factor=self._factor) for b in buckets]
+        here = [
+            optimizer.begin_layerwise_update(b, used=self._used_in(b, self._used), factor=self._factor) for b in buckets
+        ]
         norms = torch.cat(here).flatten()
         # Of the replicas of a share one is measured.
         transport.all_reduce_scalars_async(TRUST, torch.zeros_like(norms) if transport.replica_index else norms)
@@ -425,7 +427,7 @@ class Actions:
         squares = None if terms.squares is None else terms.squares[bucket]
         used = self._used_in(bucket, terms.used)
         gradient = None if self._parts.hooks is None else self._parts.hooks.gradients[bucket]
-        self._parts.optimizer.update(bucket, used=used, factor=terms.factor, squares=squares, gradient=gradient)
+        self._parts.optimizer.update(bucket, used=used, factor=terms.factor, squared_norms=squares, gradient=gradient)
         # Autograd then refuses activations saved with the old weights, instead of computing with the new ones.
         self._parts.edits.increment_version(bucket)
 

@@ -132,13 +132,13 @@ class TrainStep:
         refuse_own_loss(loss, plan)
         self.model, self.plan, self._ranks = model, plan, ranks
         self.objective = Objective(loss)
-        self.optimizer = optim.build(optimizer, list(model.parameters()))
+        self.optimizer = optim.build_optimizer(optimizer, list(model.parameters()))
         refuse_optimizer(self.optimizer, plan)
         refuse_own(self.optimizer, plan)
         self._unchanged = Unchanged(self.optimizer, plan)
         self._frozen = FrozenStatistics(model, plan)
         trainable = trainable_of(model)
-        own = data.param_specs(trainable, optim.groups(self.optimizer, trainable))
+        own = data.param_specs(trainable, optim.group_indices(self.optimizer, trainable))
         shapes = {name: list(p.shape) for name, p in trainable.items()}
         self._same_batches = SameBatches(same_batches, num_data_ranks=plan.dp, speaks=ranks.rank == 0)
         options = {"clip": clip, "skip_nan": skip_nan, "same_batches": same_batches, "drift_check": drift_check}
@@ -151,7 +151,7 @@ class TrainStep:
         self.buckets = _buckets(plan, specs, ranks, shares=plan.num_sharing if split else 1)
         by_bucket = [[trainable[slot.name] for slot in bucket.slots] for bucket in self.buckets]
         codecs = _codecs(plan, self.buckets, by_bucket)
-        layerwise = optim.by_parameter(self.optimizer)
+        layerwise = optim.is_layerwise(self.optimizer)
         allow_unused = plan.unused == "allow"
         in_place = UnbucketedGrads(trainable, self.buckets, allow_unused=allow_unused) if is_in_place(plan) else None
         request = _request(plan, self.buckets, rest, num_norms=2 * len(trainable) if layerwise else len(trainable))
@@ -182,7 +182,7 @@ class TrainStep:
                 self._weights, self.buckets, self._transport, split_by_param=by_slot, is_chunked=split
             )
         prepare = self._transport.reduce_range if split else None
-        flat = optim.FlatOptimizer(self.optimizer, self.buckets, pieces, prepare=prepare)
+        flat = optim.FlatOptimizer(self.optimizer, self.buckets, pieces, prepare_grads=prepare)
         self._state = State(
             self._weights, self.buckets, flat, self._transport, ranks, self.remembered, self._local, is_split=split
         )
@@ -637,7 +637,7 @@ class TrainStep:
         self._state.load(state)
         for group, options in zip(self.optimizer.param_groups, state["groups"], strict=True):
             # How an update is carried out was chosen when the step was built.
-            group.update({k: copied(v) for k, v in options.items() if k not in optim.IMPLEMENTATION})
+            group.update({k: copied(v) for k, v in options.items() if k not in optim.IMPLEMENTATION_OPTIONS})
         record = state["record"]
         if self._scale is not None and record.get("scale"):
             self._scale.load(record["scale"])
@@ -753,7 +753,7 @@ def check(task: Task, plan: Plan) -> nn.Module:
     refuse_for(model, plan, clip=task.clip)
     refuse_own_loss(task.loss, plan)
     comm.check_transport_device(plan.transport, "cuda" if torch.cuda.is_available() else "cpu")
-    optimizer = optim.build(task.optimizer, list(model.parameters()))
+    optimizer = optim.build_optimizer(task.optimizer, list(model.parameters()))
     refuse_optimizer(optimizer, plan)
     refuse_own(optimizer, plan)
     return model

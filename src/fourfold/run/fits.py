@@ -109,7 +109,7 @@ def optimizer_problems(
     attempt = "the optimizer it was saved with, or init= with its weights"
     if saved not in (None, name):
         return [Problem(f"{name}, and states of {saved}", f"{saved}", attempt)]
-    group_of = optim.groups(optimizer, trainable)  # type: ignore[arg-type]
+    group_of = optim.group_indices(optimizer, trainable)  # type: ignore[arg-type]
     needed = {group: optim.state_keys(optimizer, group) for group in set(group_of.values())}
     for parameter, group in group_of.items():
         missing = needed[group] - keys[parameter] if keys.get(parameter) else None

@@ -129,12 +129,12 @@ def _tensor_bytes(batch: Any) -> int:
 def _model_bytes(task: Task, plan: Plan, model: nn.Module, place: Place) -> tuple[float, float]:
     """Weights alone, and all that lasts from step to step, of a place's ranks."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = optim.build(task.optimizer, list(model.parameters()))
-    own = data.param_specs(trainable, optim.groups(optimizer, trainable))
+    optimizer = optim.build_optimizer(task.optimizer, list(model.parameters()))
+    own = data.param_specs(trainable, optim.group_indices(optimizer, trainable))
     specs = computed(own, plan.precision, kept=lowered.full_precision_params(model))
     shares = plan.num_sharing if RESTS[plan.zero].state == SPLIT else 1
     buckets = fill(specs, bucket_bytes=limit(specs, plan.bucket_bytes, travels=plan.codec != "none"), shares=shares)
-    kinds = [optim.num_states(optimizer, group) for group in range(len(optimizer.param_groups))]
+    kinds = [optim.num_state_tensors(optimizer, group) for group in range(len(optimizer.param_groups))]
     of = elements(buckets, plan, num_states=kinds, own_bytes={spec.name: spec.element_bytes for spec in own})
     held = holding(of, zero=plan.zero, host=_host(plan, place))
     part = place.num_ranks / _host(plan, place).ranks

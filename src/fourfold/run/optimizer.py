@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fourfold.parts import comm, data
 from fourfold.parts.grad_hooks import register_last_hook
-from fourfold.parts.optim import groups
+from fourfold.parts.optim import group_indices
 from fourfold.parts.optimizer_options import check_options
 from fourfold.parts.options import Options
 from fourfold.plan.data import fill, limit, turns
@@ -102,7 +102,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise OptimizerError(Problem(got, "one kind of device", f'model.to("{self._ranks.device.type}") first'))
         shapes = {name: shape_in_memory(p) for name, p in trainable.items()}
         self._same_batches = SameBatches(same_batches, num_data_ranks=plan.dp, speaks=self._ranks.rank == 0)
-        grouped = data.param_specs(trainable, dict.fromkeys(trainable, -1) | groups(optimizer, trainable))
+        grouped = data.param_specs(trainable, dict.fromkeys(trainable, -1) | group_indices(optimizer, trainable))
         options = {"same_batches": same_batches, "drift_check": drift_check}
         compare(self._ranks, grouped, shapes, plan=plan, options=options, optimizer=optimizer)
         self._inputs = Inputs(model if self._same_batches.is_watching else None)

@@ -116,7 +116,7 @@ def sync_problems(plan: Plan) -> list[Problem]:
 
 def refuse_optimizer(optimizer: Optimizer, plan: Plan) -> None:
     """Raise PlanError where the plan leaves no time for what this optimizer needs to know."""
-    if plan.update != "in_backward" or plan.zero == 0 or plan.num_sharing == 1 or not optim.by_parameter(optimizer):
+    if plan.update != "in_backward" or plan.zero == 0 or plan.num_sharing == 1 or not optim.is_layerwise(optimizer):
         return
     got = f'update = "in_backward" with {type(optimizer).__name__} at zero = {plan.zero}'
     need = "the norms of whole parameters, which ranks share, before a bucket is updated"

@@ -46,7 +46,7 @@ def show(plan: Plan, task: Task) -> str:
     model = outline(task)
     refuse_for(model, plan, clip=task.clip)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = optim.build(task.optimizer, list(model.parameters()))
+    optimizer = optim.build_optimizer(task.optimizer, list(model.parameters()))
     refuse_optimizer(optimizer, plan)
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
     own = data.param_specs(trainable, {name: group_of[id(p)] for name, p in trainable.items()})
@@ -54,7 +54,7 @@ def show(plan: Plan, task: Task) -> str:
     rest = RESTS[plan.zero if plan.num_shares > 1 else 0]
     bucket_bytes = limit(specs, plan.bucket_bytes, travels=plan.codec != "none")
     buckets = fill(specs, bucket_bytes=bucket_bytes, shares=plan.num_sharing if rest.state == SPLIT else 1)
-    trust = optim.by_parameter(optimizer) and rest.state == SPLIT
+    trust = optim.is_layerwise(optimizer) and rest.state == SPLIT
     measured = task.clip is not None or plan.precision == "fp16"
     flags = {"clip": measured, "unused": plan.unused == "allow", "update": plan.update, "trust": trust}
     outlined = Step(plan.microbatches, len(buckets), rest, **flags)
@@ -66,7 +66,7 @@ def show(plan: Plan, task: Task) -> str:
             _program(_all(plan, outlined._replace(sync="meet")), f"in every {_ordinal(plan.local_steps)} step"),
         ]
     tokens = [sequence(plan, task, model)] if plan.sp > 1 else []
-    kinds = [optim.num_states(optimizer, group) for group in range(len(optimizer.param_groups))]
+    kinds = [optim.num_state_tensors(optimizer, group) for group in range(len(optimizer.param_groups))]
     of = elements(buckets, plan, num_states=kinds, own_bytes={spec.name: spec.element_bytes for spec in own})
     sections = [_plan(plan), _buckets(buckets, plan), *tokens, *programs, _bytes(buckets, plan, messages)]
     sections.append(_memory(of, plan))

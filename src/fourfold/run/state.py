@@ -41,7 +41,7 @@ class State:
         states = {
             slot.name: {}
             if self.transport.replica_index
-            else self.optimizer.stretches(bucket.index, slot.start, slot.stop)
+            else self.optimizer.state_slices(bucket.index, slot.start, slot.stop)
             for bucket in self.buckets
             for slot in bucket.slots
         }
@@ -109,7 +109,7 @@ class State:
             for bucket in self.buckets
         ]
         # Another rank's share of a bucket may hold other parameters: all raise, or none.
-        mine = all(self.optimizer.can_load(index, slots) for index, slots in enumerate(by_bucket))
+        mine = all(self.optimizer.can_load_state(index, slots) for index, slots in enumerate(by_bucket))
         if not all(self.ranks.all_gather_json(mine)):
             got = "parameters of one bucket, some with a state and some without (trained only now?)"
             attempt = 'unused = "allow", which updates each by itself'

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fourfold.feed.feed import Feed, Position
-from fourfold.parts.optim import IMPLEMENTATION
+from fourfold.parts.optim import IMPLEMENTATION_OPTIONS
 from fourfold.parts.uses import unwatched
 from fourfold.plan.order import ORDER_VERSION
 from fourfold.plan.pieces import (
@@ -331,7 +331,7 @@ def changed_options(manifest: Manifest, now: Sequence[Mapping[str, Any]]) -> lis
     """In which options the optimizer is another than when the checkpoint was saved."""
     found: dict[str, None] = {}
     for saved, options in zip(manifest.groups, now, strict=True):
-        for key in saved.keys() & options.keys() - set(IMPLEMENTATION):
+        for key in saved.keys() & options.keys() - set(IMPLEMENTATION_OPTIONS):
             # Older manifests hold the rate of their step, which a schedule may have changed.
             if saved[key] != options[key] and not (key == "lr" and manifest.optimizer is None):
                 found[f"{key} = {options[key]} ({saved[key]} when step {manifest.step} was saved)"] = None
