@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from fourfold.parts import memory
 from fourfold.parts.layerwise import LAYERWISE, LayerwiseOptimizer, PendingLayerwiseUpdate, begin_update, finish_update
-from fourfold.parts.optimizer_options import check_options, made
+from fourfold.parts.optimizer_options import call_factory, check_options
 from fourfold.plan.data import Bucket
 from fourfold.words.errors import OptimizerError, Problem
 
@@ -91,7 +91,7 @@ def is_layerwise(optimizer: Optimizer) -> bool:
 def build_optimizer(factory: OptimizerFactory, parameters: Sequence[nn.Parameter]) -> Optimizer:
     """The user's optimizer over the original parameters. Raises OptimizerError for what cannot run on flat buffers."""
     _avoid_dynamo_import()
-    optimizer = made(factory, parameters)
+    optimizer = call_factory(factory, parameters)
     if not isinstance(optimizer, Optimizer):
         attempt = "functools.partial(torch.optim.AdamW, lr=3e-4)"
         raise OptimizerError(Problem(repr(optimizer), "a function from parameters to a torch optimizer", attempt))

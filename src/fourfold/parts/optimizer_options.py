@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 from fourfold.words.errors import OptimizerError, Problem
 
 # These multiply what is added to a weight. Others may be infinite on purpose, such as a bound of a step's size.
-FINITE = ("lr", "weight_decay", "momentum", "dampening", "lr_decay", "eps")
+FINITE_OPTIONS = ("lr", "weight_decay", "momentum", "dampening", "lr_decay", "eps")
 _TORCH = Path(torch.__file__).parent
 
 
-def made(factory: Callable[[Any], Any], parameters: Any) -> Any:
+def call_factory(factory: Callable[[Any], Any], parameters: Any) -> Any:
     """`factory(parameters)`. Raises OptimizerError for options that torch refuses, such as a negative rate."""
     try:
         return factory(parameters)
@@ -35,15 +35,15 @@ def check_options(optimizer: Optimizer) -> None:
     problems = []
     for number, group in enumerate(optimizer.param_groups):
         where = f" in group {number}" if len(optimizer.param_groups) > 1 else ""
-        for name, value in _numbers(group):
-            if math.isnan(value) or (name in FINITE and math.isinf(value)):
+        for name, value in _numeric_options(group):
+            if math.isnan(value) or (name in FINITE_OPTIONS and math.isinf(value)):
                 attempt = "lr = 1e-3" if name == "lr" else ""
                 problems.append(Problem(f"{name} = {value}{where}", "a finite number", attempt))
     if problems:
         raise OptimizerError(problems, where="the optimizer")
 
 
-def _numbers(group: dict[str, Any]) -> Iterator[tuple[str, float]]:
+def _numeric_options(group: dict[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in group.items():
         for each in value if isinstance(value, tuple) else (value,):
             if isinstance(each, float) or (isinstance(each, Tensor) and each.numel() == 1 and not each.is_meta):
