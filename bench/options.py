@@ -71,7 +71,7 @@ def main() -> None:
             for other in others:
                 ratio = median(one / two for one, two in zip(mine, other, strict=True))
                 said.append(f"other {median(other):.1f} µs, ratio {ratio:.2f}")
-        text = calls.with_options(CALL_TEXT, options.Options(optimizer).text())
+        text = calls.with_options(CALL_TEXT, options.OptionTracker(optimizer).text())
         call = microseconds(lambda text=text: calls.fingerprint(text)) - microseconds(
             lambda: calls.fingerprint(CALL_TEXT)
         )

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fourfold.parts.options import Options
+from fourfold.parts.options import OptionTracker
 from fourfold.run.build import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import DivergenceError
@@ -48,7 +48,7 @@ def bytecodes(act: Any) -> int:
 
 def reading(num_groups: int, schedule: bool) -> int:
     optimizer = adamw(num_groups)
-    options = Options(optimizer)
+    options = OptionTracker(optimizer)
     for number in range(3):
         new_rates(optimizer, number)
         options.text()
@@ -85,7 +85,7 @@ def on_device(value: float) -> torch.Tensor:
 @pytest.mark.parametrize("num_groups", [1, 12])
 def test_a_rate_on_a_device_is_not_read_even_where_it_takes_the_place_of_an_equal_number(num_groups):
     optimizer = adamw(num_groups, lr=0.5)
-    options = Options(optimizer)
+    options = OptionTracker(optimizer)
     options.text()
     for index, group in enumerate(optimizer.param_groups):
         group["lr"] = on_device(0.5 if index else 0.25)
@@ -155,13 +155,13 @@ def test_after_any_edits_the_text_is_that_of_options_read_for_the_first_time(num
     optimizer = adamw(max(num_groups, 5) if num_groups > 1 else 1)
     if num_groups == 1:
         edits = [(0, *edit[1:]) if isinstance(edit, tuple) else edit for edit in edits]
-    options = Options(optimizer)
+    options = OptionTracker(optimizer)
     for edit in edits:
         if edit == "text":
             options.text()
         else:
             edited(optimizer, edit)
-    assert options.text() == Options(optimizer).text()
+    assert options.text() == OptionTracker(optimizer).text()
 
 
 def test_whole_numbers_have_the_text_of_the_same_real_numbers():
@@ -170,7 +170,7 @@ def test_whole_numbers_have_the_text_of_the_same_real_numbers():
         optimizer = adamw(6)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-        texts.append(Options(optimizer).text())
+        texts.append(OptionTracker(optimizer).text())
     assert len(set(texts)) == 1
 
 

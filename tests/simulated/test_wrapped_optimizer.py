@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from fourfold.parts.options import Options
+from fourfold.parts.options import OptionTracker
 from fourfold.plan.plan import Plan
 from fourfold.run.optimizer import DistributedOptimizer
 from fourfold.testing import threads
@@ -435,7 +435,7 @@ def test_options_within_join_are_compared_among_the_ranks_with_data():
 
 def test_marks_of_options_are_exact_when_they_are_squared_and_summed():
     parameters = [nn.Parameter(torch.ones(1))]
-    marks = [Options(torch.optim.SGD(parameters, lr=0.1 * number)).mark() for number in range(1, 50)]
+    marks = [OptionTracker(torch.optim.SGD(parameters, lr=0.1 * number)).short_digest() for number in range(1, 50)]
     assert len(set(marks)) == 49
     assert max(marks) ** 2 * 4096 < 2**53
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fourfold.parts import codec, comm, data, local, lowered, memory, optim
 from fourfold.parts.in_place import UnbucketedGrads
 from fourfold.parts.masters import MasterWeightPolicy, offload_device
-from fourfold.parts.options import Options
+from fourfold.parts.options import OptionTracker
 from fourfold.parts.step_hooks import StepHooks
 from fourfold.plan.data import RESTS, Bucket, Rest, Spec, Step, fill, limit, lower, turns
 from fourfold.plan.intervals import DRIFT_CHECK, is_due
@@ -143,7 +143,7 @@ class TrainStep:
         self._same_batches = SameBatches(same_batches, num_data_ranks=plan.dp, speaks=ranks.rank == 0)
         options = {"clip": clip, "skip_nan": skip_nan, "same_batches": same_batches, "drift_check": drift_check}
         compare(ranks, own, shapes, plan=plan, options=options, optimizer=self.optimizer)
-        self._options = Options(self.optimizer)
+        self._options = OptionTracker(self.optimizer)
         # A split over one rank is whole.
         rest = RESTS[plan.zero if plan.num_shares > 1 else 0]
         split = rest.state == SPLIT
@@ -335,7 +335,7 @@ class TrainStep:
             _mind_memory(self._num_calls)
         skipped = self._guard.judge(self._actions, self.steps, samples)
         if self._drift.is_wanted(self.steps, self.plan.period):
-            self._drift.compare(list(self._held()), f"after step {self.steps}", manner=self._options.manner())
+            self._drift.compare(list(self._held()), f"after step {self.steps}", manner=self._options.implementation())
         if not self._recorded and skipped is None:
             self._record(self._ranks.all_gather_json(self._gradients.completion_order)[0], totals.count / self._sharing)
         if not self._recorded and not totals.count:
@@ -473,7 +473,7 @@ class TrainStep:
         self._transport.check_same_call()
         self._actions.settle()
         self._refuse_apart()
-        self._drift.compare(list(self._held()), f"after step {self.steps}", manner=self._options.manner())
+        self._drift.compare(list(self._held()), f"after step {self.steps}", manner=self._options.implementation())
 
     def _held(self) -> Iterator[drift.Held]:
         """The weights in this rank's own memory."""

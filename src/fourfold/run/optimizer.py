@@ -20,7 +20,7 @@ from fourfold.parts import comm, data
 from fourfold.parts.grad_hooks import register_last_hook
 from fourfold.parts.optim import group_indices
 from fourfold.parts.optimizer_options import check_options
-from fourfold.parts.options import Options
+from fourfold.parts.options import OptionTracker
 from fourfold.plan.data import fill, limit, turns
 from fourfold.plan.intervals import DRIFT_CHECK, is_due
 from fourfold.plan.plan import Plan
@@ -106,7 +106,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         options = {"same_batches": same_batches, "drift_check": drift_check}
         compare(self._ranks, grouped, shapes, plan=plan, options=options, optimizer=optimizer)
         self._inputs = Inputs(model if self._same_batches.is_watching else None)
-        self._options = Options(optimizer)
+        self._options = OptionTracker(optimizer)
         self._drift = drift.Drift(self._ranks, drift_check, attempt=SAME_STATES)
         self._num_compared, self._num_loads = 0, 0
         self._compare_from: float = 1  # steps
@@ -230,7 +230,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._transport.begin_call(comm.with_options(call, self._options.text()))
         else:
             self._transport.begin_call(f"backward {self._num_backwards}, within join()")
-            mark = float(self._options.mark())
+            mark = float(self._options.short_digest())
             values = [1.0, mark, mark * mark] if has_data else [0.0] * 3
             self._joining.has_data = has_data
             self._transport.all_reduce_scalars_async(ACTIVE, torch.tensor(values, dtype=torch.float64))
@@ -281,7 +281,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _compare_weights(self) -> None:
         held = list(drift.held_of_model(self._model, self._plan))
-        self._drift.compare(held, f"after step {self._steps.count}", manner=self._options.manner())
+        self._drift.compare(held, f"after step {self._steps.count}", manner=self._options.implementation())
 
     def _reduce(self, active: int) -> list[float]:
         """Slots become the mean over ranks; how many ranks have each gradient."""

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fourfold.parts import comm, lowered, optim
-from fourfold.parts.options import ABSENT, CLASS, described
+from fourfold.parts.options import ABSENT, CLASS_KEY, describe_options
 from fourfold.plan.data import Spec
 from fourfold.plan.plan import Plan, mesh_sizes
 from fourfold.run.batch_statistics import FREEZE, uses_batch
@@ -233,7 +233,7 @@ def compare(
     mine = [f"{s.name} {shapes[s.name]} {s.dtype}, group {s.group}" for s in specs]
     mine += [f"{name} {value}" for name, value in options.items()]
     mine += plan.to_toml(defaults=True).splitlines()
-    told = described(optimizer)
+    told = describe_options(optimizer)
     digest = hashlib.blake2b(json.dumps([mine, told]).encode(), digest_size=16).hexdigest()
     if len(set(ranks.all_gather_json(digest))) == 1:
         return
@@ -251,8 +251,8 @@ def _optimizer_problems(optimizers: Sequence[Mapping[str, str]]) -> list[Problem
     first = optimizers[0]
     rank, other = next((rank, other) for rank, other in enumerate(optimizers) if other != first)
     differing = [name for name in dict.fromkeys([*first, *other]) if first.get(name) != other.get(name)]
-    if CLASS in differing:
-        differing = [CLASS]  # the options of two classes have little in common
+    if CLASS_KEY in differing:
+        differing = [CLASS_KEY]  # the options of two classes have little in common
     else:
         # Defaults say nothing new where a group says the same.
         grouped = {name.split(" ", 2)[2] for name in differing if name.startswith("group")}

@@ -11,7 +11,7 @@ import hashlib
 import mmap
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from fourfold.parts.options import ABSENT, parsed
+from fourfold.parts.options import ABSENT, parse_options
 from fourfold.words.errors import DivergenceError, Problem
 
 CALL_BYTES = 512
@@ -107,7 +107,7 @@ def divergence_error(
 
 def _option_divergence_error(call: str, options: Mapping[int, str], attempt: str) -> DivergenceError:
     """Ranks are in the same call, with different options of the optimizer: each option that differs, and its values."""
-    by_rank = {rank: parsed(text) for rank, text in options.items()}
+    by_rank = {rank: parse_options(text) for rank, text in options.items()}
     need, problems = "the same options on every rank", []
     for option in dict.fromkeys(name for of in by_rank.values() for name in of):
         rows = _group_by_text({rank: of.get(option, ABSENT) for rank, of in by_rank.items()})
