@@ -20,7 +20,7 @@ from torch import Tensor
 from fourfold.parts import comm
 from fourfold.parts.comm.links import NullRingGroup, RingGroup
 from fourfold.parts.memory import keep_freed_memory
-from fourfold.parts.sequence import Axis, attend, connect
+from fourfold.parts.sequence import SequenceGroup, connect_sequence, sequence_attention
 from fourfold.plan.sequence import positions
 
 ALONE = "alone"
@@ -32,17 +32,17 @@ class Axes:
     def __init__(self) -> None:
         self._ranks, self._axes = comm.init_communicator(), {}
 
-    def axis(self, way: str) -> Axis:
+    def axis(self, way: str) -> SequenceGroup:
         if way not in self._axes:
             ring, choice = way.split()
             ulysses = self._ranks.size if ring == "ulysses" else 1
             ring = "plain" if ring == "ulysses" else ring
             everyone = [range(self._ranks.size)]
-            self._axes[way] = connect(self._ranks, everyone, ring=ring, ulysses=ulysses, choice=choice)
+            self._axes[way] = connect_sequence(self._ranks, everyone, ring=ring, ulysses=ulysses, transport=choice)
         return self._axes[way]
 
-    def single_rank(self) -> Axis:
-        return Axis(NullRingGroup(), NullRingGroup())
+    def single_rank(self) -> SequenceGroup:
+        return SequenceGroup(NullRingGroup(), NullRingGroup())
 
 
 def make_tensors(job: dict[str, Any]) -> list[Tensor]:
@@ -59,14 +59,14 @@ def measure_attention(ways: Axes, job: dict[str, Any]) -> dict[str, float]:
     axis = ways.axis(job["way"]) if here else ways.single_rank()
     *qkv, grad_out = make_tensors(job)
     if here:
-        mine = torch.tensor(positions(axis.spans(job["length"])))
+        mine = torch.tensor(positions(axis.local_token_ranges(job["length"])))
         *qkv, grad_out = (tensor[:, :, mine] for tensor in (*qkv, grad_out))
     q, k, v = (tensor.requires_grad_() for tensor in qkv)
     dist.barrier()
     waited, begin, used = _waiting_seconds(axis), time.perf_counter(), time.thread_time()
     seconds = 0.0
     if here or rank == 0:
-        out = attend(q, k, v, axis, causal=job["causal"])
+        out = sequence_attention(q, k, v, axis, causal=job["causal"])
         out.backward(grad_out)
         seconds = time.perf_counter() - begin
         used = time.thread_time() - used
@@ -84,9 +84,9 @@ def measure_exchange(ways: Axes, job: dict[str, Any]) -> dict[str, float]:
     block = torch.randn(1, job["heads"], job["length"] // axis.size, 2 * job["size"])
     dist.barrier()
     begin = time.perf_counter()
-    _iterate_blocks(axis.around, block)
-    carry = axis.around.make_accumulator(block.numel(), block.dtype, block.device)
-    for hop, _ in enumerate(axis.around.iterate_blocks([block])):
+    _iterate_blocks(axis.ring_group, block)
+    carry = axis.ring_group.make_accumulator(block.numel(), block.dtype, block.device)
+    for hop, _ in enumerate(axis.ring_group.iterate_blocks([block])):
         if hop:
             carry.receive().add_(1.0)
             carry.send()
@@ -101,8 +101,8 @@ def _iterate_blocks(link: RingGroup, block: Tensor) -> None:
         pass
 
 
-def _waiting_seconds(axis: Axis) -> float:
-    return sum(link.waiting_seconds for link in axis.links)
+def _waiting_seconds(axis: SequenceGroup) -> float:
+    return sum(link.waiting_seconds for link in axis.groups)
 
 
 def main(answers: TextIO) -> None:

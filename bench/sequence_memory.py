@@ -29,7 +29,7 @@ from bench.measure import describe_machine, format_table
 from fourfold.parts.comm import SingleRankTransport
 from fourfold.parts.comm.links import NullRingGroup, RingOverP2P
 from fourfold.parts.data import GradBuckets, flatten_params, param_specs
-from fourfold.parts.sequence import Axis, Dropout, attend
+from fourfold.parts.sequence import Dropout, SequenceGroup, sequence_attention
 from fourfold.plan.data import RESTS, fill, turns
 from fourfold.plan.plan import Plan
 from fourfold.testing.peak import Peak
@@ -123,10 +123,10 @@ def sequence_parallel(
 ) -> Layout:
     """A rank of Fourfold's sequence axis; alone, it has torch's own attention. Zero's shares are over the ranks."""
     rest = functools.partial(zero_buckets, size=size, zero=zero)
-    axis = Axis((TruncatedRing if few_hops else RingOverP2P)(NullChannel(size)), NullRingGroup(), ring)
+    axis = SequenceGroup((TruncatedRing if few_hops else RingOverP2P)(NullChannel(size)), NullRingGroup(), ring)
 
     def ring_attention(q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor) -> Tensor:
-        return attend(q_BHLK, k_BHLK, v_BHLK, axis, dropout=Dropout(bert.DROPOUT))
+        return sequence_attention(q_BHLK, k_BHLK, v_BHLK, axis, dropout=Dropout(bert.DROPOUT))
 
     reach = ring_attention if size > 1 else bert.math_attention
     return Layout(size, functools.partial(bert.Bert, attend=reach), rest, losses, size)

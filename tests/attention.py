@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fourfold.parts.sequence import Axis, Dropout, attend
+from fourfold.parts.sequence import Dropout, SequenceGroup, sequence_attention
 from fourfold.parts.sequence.dropout import Draw
 from fourfold.plan.sequence import RINGS, Spans, positions
 
@@ -161,11 +161,11 @@ def local(tensors: Whole, case: Case, spans: Spans) -> dict[str, Any]:
     return {"q": q, "k": k, "v": v, "mask": mask, **settings}
 
 
-def on_axis(case: Case, tensors: Whole, axis: Axis) -> Found:
+def on_axis(case: Case, tensors: Whole, axis: SequenceGroup) -> Found:
     """What this rank of an axis finds."""
-    mine = torch.tensor(positions(axis.spans(case.length)))
-    given = local(tensors, case, axis.spans(case.length))
-    out = attend(axis=axis, **given)
+    mine = torch.tensor(positions(axis.local_token_ranges(case.length)))
+    given = local(tensors, case, axis.local_token_ranges(case.length))
+    out = sequence_attention(group=axis, **given)
     out.backward(tensors.grad_out[:, :, mine])
     return Found(out.detach(), *(given[name].grad for name in "qkv"))
 

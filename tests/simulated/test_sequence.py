@@ -30,7 +30,7 @@ def worst(cases, by="messages", factor=1.0):
         found = []
         for case, tensors, oracle in expected:
             mine = attention.on_axis(case, tensors, axis)
-            found.append(attention.deviation(mine, oracle, axis.spans(case.length)))
+            found.append(attention.deviation(mine, oracle, axis.local_token_ranges(case.length)))
         return found
 
     by_rank = threads.run(cases[0].size, body)
@@ -99,7 +99,7 @@ def test_queries_that_may_attend_to_nothing_give_zero_as_in_torch_and_no_gradien
     def body(ranks):
         axis = links.axis(ranks)
         found = [attention.on_axis(case, tensors._replace(mask=mask), axis) for mask in (tensors.mask, lowest)]
-        return max(attention.deviation(each, expected, axis.spans(case.length)) for each in found)
+        return max(attention.deviation(each, expected, axis.local_token_ranges(case.length)) for each in found)
 
     assert max(threads.run(2, body)) <= TOLERANCE
 
@@ -198,7 +198,7 @@ def test_the_trace_shows_that_messages_travel_while_a_rank_computes(monkeypatch)
 
     def body(ranks):
         axis, recording = links.axis(ranks), Recording()
-        axis.around.recorder = recording
+        axis.ring_group.recorder = recording
         attention.on_axis(case, attention.whole(case), axis)
         return threading.get_ident(), recording.spans
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold.parts import memory
 from fourfold.parts.comm import neighbours
-from fourfold.parts.sequence import Dropout, attend, kernels
+from fourfold.parts.sequence import Dropout, kernels, sequence_attention
 from fourfold.parts.sequence.dropout import GOLDEN, Draw, _mixed, _signed
 from fourfold.plan.sequence import RINGS, positions
 from fourfold.testing import links, threads
@@ -31,10 +31,10 @@ def both(size, use, ring="zigzag", ulysses=1):
 
     def body(ranks):
         axis = links.axis(ranks, ring, ulysses)
-        mine = torch.tensor(positions(axis.spans(tensors.q.shape[-2])))
+        mine = torch.tensor(positions(axis.local_token_ranges(tensors.q.shape[-2])))
         q, k, v, grad_out = (tensor[:, :, mine] for tensor in tensors[:4])
         local = attention.Whole(q, k, v, grad_out, None)
-        return mine, use(lambda q, k, v, causal=False: attend(q, k, v, axis, causal=causal), local)
+        return mine, use(lambda q, k, v, causal=False: sequence_attention(q, k, v, axis, causal=causal), local)
 
     found = threads.run(size, body)
     order = torch.argsort(torch.cat([mine for mine, _ in found]))
@@ -116,7 +116,7 @@ def test_tensors_may_have_no_heads_and_batches_no_samples():
 def test_a_gradient_of_a_gradient_is_refused(ring):
     def body(ranks):
         q, k, v = (t.requires_grad_() for t in torch.randn(3, 1, 1, 2, 4))
-        out = attend(q, k, v, links.axis(ranks, ring))
+        out = sequence_attention(q, k, v, links.axis(ranks, ring))
         (grad,) = torch.autograd.grad(out.sin().sum(), q, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             grad.sum().backward()
@@ -131,11 +131,11 @@ def test_one_rank_calls_torchs_own_attention(monkeypatch):
     monkeypatch.setattr(
         torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: (called.append(1), own(*a, **k))[1]
     )
-    assert torch.equal(attend(q, k, v, axis, causal=True), own(q, k, v, is_causal=True))
+    assert torch.equal(sequence_attention(q, k, v, axis, causal=True), own(q, k, v, is_causal=True))
     assert called == [1]
     # Which takes masks that have no part for every rank.
     mask = torch.randn(6, 6, requires_grad=True)
-    attend(q, k, v, axis, mask=mask).sum().backward()
+    sequence_attention(q, k, v, axis, mask=mask).sum().backward()
     assert mask.grad is not None
 
 
@@ -179,7 +179,7 @@ REFUSED = [
 def test_what_would_be_computed_wrongly_is_refused(given, said):
     def body(ranks):
         with pytest.raises((TrainingError, PlanError), match=said):
-            attend(axis=links.axis(ranks), **{"q": Q, "k": Q, "v": Q, **given})
+            sequence_attention(group=links.axis(ranks), **{"q": Q, "k": Q, "v": Q, **given})
 
     threads.run(2, body)
 
@@ -187,7 +187,7 @@ def test_what_would_be_computed_wrongly_is_refused(given, said):
 def test_heads_that_cannot_be_exchanged_are_refused():
     def body(ranks):
         with pytest.raises(TrainingError, match=r"ulysses = 4, 4 heads, 2 of them .*try ulysses = 1 or 2"):
-            attend(Q, Q[:, :2], Q[:, :2], links.axis(ranks, ulysses=4), grouped=True)
+            sequence_attention(Q, Q[:, :2], Q[:, :2], links.axis(ranks, ulysses=4), grouped=True)
 
     threads.run(4, body)
     with pytest.raises(TrainingError, match=r"dropout of 1\.5"):
@@ -242,7 +242,7 @@ def test_a_block_lies_still_until_all_have_read_it():
     begun = threading.Event()
 
     def body(ranks):
-        link = links.axis(ranks, by="shared").around
+        link = links.axis(ranks, by="shared").ring_group
         first = link.iterate_blocks([torch.full((4,), 1.0 + ranks.rank)])
         if ranks.rank == 0:
             list(first)
@@ -263,7 +263,7 @@ def test_a_sum_lies_still_until_its_owner_has_it():
     ahead = threading.Event()
 
     def body(ranks):
-        link = links.axis(ranks, by="shared").around
+        link = links.axis(ranks, by="shared").ring_group
         found = []
         for number in (1.0, 2.0):
             carry = link.make_accumulator(3, torch.float64, torch.device("cpu"))
@@ -283,7 +283,7 @@ def test_ranks_that_attend_to_something_else_are_told_of_it():
     def body(ranks):
         axis, mine = links.axis(ranks, by="shared"), Q[:, :, : 2 + 2 * ranks.rank]
         with pytest.raises(DivergenceError, match=r"rank . shows \d+ bytes, rank . \d+ .*need the same attention"):
-            attend(mine, mine, mine, axis)
+            sequence_attention(mine, mine, mine, axis)
 
     threads.run(2, body)
 
@@ -293,7 +293,7 @@ def test_a_wait_ends_when_a_rank_has_died_or_does_not_come():
         raise PeerError("rank 1 died")
 
     def body(ranks):
-        link = links.axis(ranks, by="shared").around
+        link = links.axis(ranks, by="shared").ring_group
         if ranks.rank == 1:
             return
         assert isinstance(link, neighbours.RingOverSharedMemory)
@@ -315,7 +315,7 @@ def test_a_wait_ends_when_a_rank_has_died_or_does_not_come():
 
 def test_a_block_that_does_not_fit_is_refused():
     def body(ranks):
-        link = links.axis(ranks, by="shared").around
+        link = links.axis(ranks, by="shared").ring_group
         with pytest.raises(memory.MemoryUnavailable, match="need at most 16 GiB"):
             link.make_accumulator(2**40, torch.float32, torch.device("cpu")).receive()
 

@@ -6,7 +6,7 @@ import torch
 from bench.sequence_memory import NullChannel
 from fourfold.cli import work
 from fourfold.parts.comm.links import NullRingGroup, RingOverP2P
-from fourfold.parts.sequence import Axis, attend
+from fourfold.parts.sequence import SequenceGroup, sequence_attention
 from fourfold.plan.plan import Plan
 from fourfold.run.outline import outline
 from fourfold.run.show import show
@@ -31,7 +31,7 @@ def test_what_is_said_to_be_sent_is_what_a_rank_sends(plan: Plan) -> None:
     (form,) = seen.calls
     samples = TASK.batch_size // plan.dp
     around, heads = NullChannel(plan.sp // plan.ulysses), NullChannel(plan.ulysses)
-    axis = Axis(RingOverP2P(around), RingOverP2P(heads) if heads.size > 1 else NullRingGroup(), plan.ring)
+    axis = SequenceGroup(RingOverP2P(around), RingOverP2P(heads) if heads.size > 1 else NullRingGroup(), plan.ring)
     q, k, v = (
         torch.randn(samples, num, seen.length // plan.sp, form.head_size, requires_grad=True)
         for num in (form.heads, form.kv_heads, form.kv_heads)
@@ -44,7 +44,7 @@ def test_what_is_said_to_be_sent_is_what_a_rank_sends(plan: Plan) -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        out = attend(q, k, v, axis, causal=True, grouped=True)
+        out = sequence_attention(q, k, v, axis, causal=True, grouped=True)
     if plan.ring != "rsa":
         assert kept_bytes(plan, seen, samples, seen.length) == 3 * sum(kept.values())
     out.sum().backward()

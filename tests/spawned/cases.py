@@ -98,13 +98,13 @@ def attentions(choice: str, host: str | None) -> dict[str, Any]:
     by_layout = itertools.groupby(attention.cases(size), key=lambda case: (case.ring, case.ulysses))
     for (ring, ulysses), cases in by_layout:
         with hosts_told(host):
-            axis = sequence.connect(ranks, [range(size)], ring=ring, ulysses=ulysses, choice=choice)
-        names |= {link.name for link in axis.links if link.size > 1}
+            axis = sequence.connect_sequence(ranks, [range(size)], ring=ring, ulysses=ulysses, transport=choice)
+        names |= {link.name for link in axis.groups if link.size > 1}
         for case in cases:
             tensors = attention.whole(case)
             found, expected = attention.on_axis(case, tensors, axis), attention.oracle(case, tensors)
-            deviations[str(case)] = attention.deviation(found, expected, axis.spans(case.length))
-        sent[ring] = axis.around.sent_bytes + axis.heads.sent_bytes
+            deviations[str(case)] = attention.deviation(found, expected, axis.local_token_ranges(case.length))
+        sent[ring] = axis.ring_group.sent_bytes + axis.ulysses_group.sent_bytes
     return {"deviations": deviations, "links": sorted(names), "sent_bytes": sent}
 
 

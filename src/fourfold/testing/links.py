@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts.comm.links import NullRingGroup, PendingRecv, RingGroup, RingOverP2P
-from fourfold.parts.sequence import Axis, connect
+from fourfold.parts.sequence import SequenceGroup, connect_sequence
 from fourfold.testing.threads import TIME_LIMIT_SECONDS, ThreadRanks
 from fourfold.words.spans import SILENT
 
@@ -61,11 +61,11 @@ def messages(ranks: ThreadRanks, groups: Sequence[Sequence[int]]) -> RingGroup:
     return RingOverP2P(ThreadWire(ranks, mine, boxes)) if len(mine) > 1 else NullRingGroup()
 
 
-def axis(ranks: ThreadRanks, ring: str = "zigzag", ulysses: int = 1, *, by: str = "messages") -> Axis:
+def axis(ranks: ThreadRanks, ring: str = "zigzag", ulysses: int = 1, *, by: str = "messages") -> SequenceGroup:
     """The axis of a thread; all threads keep tokens of one sequence. `by`: messages, or shared memory. Collective."""
     everyone = range(ranks.size)
     if by == "shared":
-        return connect(ranks, [everyone], ring=ring, ulysses=ulysses, choice="shared")
+        return connect_sequence(ranks, [everyone], ring=ring, ulysses=ulysses, transport="shared")
     places = [everyone[first::ulysses] for first in range(ulysses)]
     neighbours = [everyone[start : start + ulysses] for start in range(0, ranks.size, ulysses)]
-    return Axis(messages(ranks, places), messages(ranks, neighbours), ring)
+    return SequenceGroup(messages(ranks, places), messages(ranks, neighbours), ring)

@@ -24,54 +24,54 @@ from fourfold.parts.sequence.dropout import Dropout
 from fourfold.plan.sequence import Spans, chunks, heads_problem, ring_size
 from fourfold.words.errors import Problem, TrainingError
 
-__all__ = ["Axis", "Dropout", "attend", "connect"]
+__all__ = ["SequenceGroup", "Dropout", "sequence_attention", "connect_sequence"]
 
 WHERE = "attention over the sequence axis"
 
 
 @dataclass(frozen=True)
-class Axis:
+class SequenceGroup:
     """The ranks of one sequence, as one of them sees them. `ring`: one of `plan.sequence.RINGS`."""
 
-    around: RingGroup
+    ring_group: RingGroup
     """The places of the ring."""
-    heads: RingGroup
+    ulysses_group: RingGroup
     """The neighbours that exchange tokens for heads."""
     ring: str = "zigzag"
 
     @property
     def size(self) -> int:
-        return self.around.size * self.heads.size
+        return self.ring_group.size * self.ulysses_group.size
 
     @property
     def index(self) -> int:
-        return self.around.index * self.heads.size + self.heads.index
+        return self.ring_group.index * self.ulysses_group.size + self.ulysses_group.index
 
     @property
     def ulysses(self) -> int:
-        return self.heads.size
+        return self.ulysses_group.size
 
     @property
-    def links(self) -> tuple[RingGroup, RingGroup]:
-        return self.around, self.heads
+    def groups(self) -> tuple[RingGroup, RingGroup]:
+        return self.ring_group, self.ulysses_group
 
-    def chunks(self, length: int) -> tuple[Spans, ...]:
+    def token_ranges_by_index(self, length: int) -> tuple[Spans, ...]:
         """The spans of a sequence of this length that each index keeps, in its local order. Raises PlanError."""
         return chunks(length, self.size, self.ring, self.ulysses)
 
-    def spans(self, length: int) -> Spans:
+    def local_token_ranges(self, length: int) -> Spans:
         """Those that this rank keeps."""
-        return self.chunks(length)[self.index]
+        return self.token_ranges_by_index(length)[self.index]
 
 
-def connect(
+def connect_sequence(
     ranks: Communicator,
     sequences: Sequence[Sequence[int]],
     *,
     ring: str = "zigzag",
     ulysses: int = 1,
-    choice: str = "by-host",
-) -> Axis:
+    transport: str = "by-host",
+) -> SequenceGroup:
     """The axis of this rank. Collective among all ranks.
 
     `sequences` are the ranks of each sequence in the order of the axis (`mesh.groups("sp")`), `choice` the plan's
@@ -80,15 +80,15 @@ def connect(
     ring_size(len(sequences[0]), ulysses)
     neighbours = [group[start : start + ulysses] for group in sequences for start in range(0, len(group), ulysses)]
     places = [group[first::ulysses] for group in sequences for first in range(ulysses)]
-    around = comm.make_ring(ranks, places, "ring", choice=choice)
-    return Axis(around, comm.make_ring(ranks, neighbours, "heads", choice=choice), ring)
+    around = comm.make_ring(ranks, places, "ring", choice=transport)
+    return SequenceGroup(around, comm.make_ring(ranks, neighbours, "heads", choice=transport), ring)
 
 
-def attend(
+def sequence_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    axis: Axis,
+    group: SequenceGroup,
     *,
     mask: Tensor | None = None,
     causal: bool = False,
@@ -109,53 +109,55 @@ def attend(
     if q.ndim == 3 and k.ndim == 3 and v.ndim == 3:
         mask = mask.unsqueeze(1) if mask is not None and mask.ndim == 3 else mask
         q, k, v = (tensor.unsqueeze(1) for tensor in (q, k, v))
-        return attend(q, k, v, axis, mask=mask, causal=causal, scale=scale, dropout=dropout).squeeze(1)
-    _check(q, k, v, axis, grouped=grouped)
+        return sequence_attention(q, k, v, group, mask=mask, causal=causal, scale=scale, dropout=dropout).squeeze(1)
+    _check_inputs(q, k, v, group, grouped=grouped)
     if q.shape[0] == 0:
-        return _alone(q, k, v, None, causal=False, scale=scale)
-    if axis.size == 1 and _torch_can(mask, causal, dropout):
-        return _alone(q, k, v, mask, causal=causal, scale=scale)
-    known = masks.read(mask, q, k, axis.size)
-    whole = q.shape[-2] * axis.size
-    first_head = q.shape[1] // axis.ulysses * axis.heads.index
-    if axis.ulysses > 1:
-        q, k, v = ulysses.to_heads(axis.heads, q, k, v)
-        known = ulysses.mask_to_heads(axis.heads, known)
+        return _local_attention(q, k, v, None, causal=False, scale=scale)
+    if group.size == 1 and _torch_supports(mask, causal, dropout):
+        return _local_attention(q, k, v, mask, causal=causal, scale=scale)
+    known = masks.read(mask, q, k, group.size)
+    whole = q.shape[-2] * group.size
+    first_head = q.shape[1] // group.ulysses * group.ulysses_group.index
+    if group.ulysses > 1:
+        q, k, v = ulysses.to_heads(group.ulysses_group, q, k, v)
+        known = ulysses.mask_to_heads(group.ulysses_group, known)
     one = known.rows if known.rows is not None else known.keys
-    if axis.around.size == 1 and _torch_can(one, causal, dropout):
-        out = _alone(q, k, v, one, causal=causal, scale=scale)
+    if group.ring_group.size == 1 and _torch_supports(one, causal, dropout):
+        out = _local_attention(q, k, v, one, causal=causal, scale=scale)
     else:
         call = ring.Call(
-            axis.around,
-            chunks(whole, axis.around.size, axis.ring),
-            gathers=axis.ring == "gather",
+            group.ring_group,
+            chunks(whole, group.ring_group.size, group.ring),
+            gathers=group.ring == "gather",
             causal=causal,
             scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,
             dropout=dropout,
             first_head=first_head,
         )
-        out = (rsa if axis.ring == "rsa" else ring).attend(q, k, v, known, call)
-    return ulysses.to_tokens(axis.heads, out) if axis.ulysses > 1 else out
+        out = (rsa if group.ring == "rsa" else ring).attend(q, k, v, known, call)
+    return ulysses.to_tokens(group.ulysses_group, out) if group.ulysses > 1 else out
 
 
-def _torch_can(mask: Tensor | None, causal: bool, dropout: Dropout | None) -> bool:
+def _torch_supports(mask: Tensor | None, causal: bool, dropout: Dropout | None) -> bool:
     """Whether torch's own attention does this: not with a dropout that is to be the same on every mesh."""
     return not (causal and mask is not None) and (dropout is None or dropout.p == 0.0)
 
 
-def _alone(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool, scale: float | None) -> Tensor:
+def _local_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool, scale: float | None
+) -> Tensor:
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, axis: Axis, *, grouped: bool) -> None:
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, group: SequenceGroup, *, grouped: bool) -> None:
     """Raises TrainingError with all that is wrong."""
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if {q.ndim, k.ndim, v.ndim} != {4} or q.shape[-1] != k.shape[-1] or k.shape[:-1] != v.shape[:-1]:
         need = "q [batch, heads, tokens, size], k as q, v as k but for its size"
         raise TrainingError(Problem(shapes, need), where=WHERE)
     problems = []
-    if axis.size > 1 and (q.shape[-2] != k.shape[-2] or q.shape[0] != k.shape[0]):
+    if group.size > 1 and (q.shape[-2] != k.shape[-2] or q.shape[0] != k.shape[0]):
         problems.append(Problem(shapes, "queries and keys of the same tokens: self-attention", "sp = 1"))
     if not grouped and q.shape[1] != k.shape[1]:
         problems.append(Problem(shapes, "as many heads of keys as of queries", "enable_gqa"))
@@ -163,7 +165,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, axis: Axis, *, grouped: bool) -> Non
         problems.append(Problem(shapes, "heads of queries divisible by those of keys"))
     if len({tensor.dtype for tensor in (q, k, v)}) > 1 or not q.is_floating_point():
         problems.append(Problem(f"{q.dtype}, {k.dtype}, {v.dtype}", "one floating-point dtype"))
-    heads = heads_problem(q.shape[1], k.shape[1], axis.ulysses)
+    heads = heads_problem(q.shape[1], k.shape[1], group.ulysses)
     problems += [] if heads is None else [heads]
     if problems:
         raise TrainingError(problems, where=WHERE)

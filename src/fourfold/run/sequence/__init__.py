@@ -54,7 +54,9 @@ class Tokens:
         self._place = plan.mesh.at(ranks.rank)
         lines = plan.mesh.groups("sp")
         self._line = next(line for line in lines if ranks.rank in line)
-        self._axis = sequence.connect(ranks, lines, ring=plan.ring, ulysses=plan.ulysses, choice=plan.transport)
+        self._axis = sequence.connect_sequence(
+            ranks, lines, ring=plan.ring, ulysses=plan.ulysses, transport=plan.transport
+        )
         self._instead = apart(self._place["sp"])
         self._drawn = Drawn(seed)
         self._share: Share | None = None
@@ -64,7 +66,7 @@ class Tokens:
     @property
     def links(self) -> Sequence[comm.RingGroup]:
         """What attention travels over."""
-        return self._axis.links
+        return self._axis.groups
 
     def shares(self, length: int) -> list[Share]:
         """What each rank of the line keeps of sequences of this length."""
@@ -119,7 +121,7 @@ class Tokens:
         mask = without_pads(call, self._share)
         dropout = self._drawn.dropout(call.dropout) if call.dropout else None
         options = {"causal": call.causal, "scale": call.scale, "grouped": call.grouped}
-        return sequence.attend(call.q, call.k, call.v, self._axis, mask=mask, dropout=dropout, **options)
+        return sequence.sequence_attention(call.q, call.k, call.v, self._axis, mask=mask, dropout=dropout, **options)
 
     def try_out(self, batch: Any, reading: contextlib.AbstractContextManager[None]) -> None:
         """Show that the model can be cut, by the first tokens of this batch. Collective.
