@@ -29,7 +29,7 @@ from bench.measure import describe_machine, format_table
 from fourfold.parts.comm import SingleRankTransport
 from fourfold.parts.comm.links import NullRingGroup, RingOverP2P
 from fourfold.parts.data import GradBuckets, flatten_params, param_specs
-from fourfold.parts.sequence import Dropout, SequenceGroup, sequence_attention
+from fourfold.parts.sequence import AttentionDropout, SequenceGroup, sequence_attention
 from fourfold.plan.data import RESTS, fill, turns
 from fourfold.plan.plan import Plan
 from fourfold.testing.peak import Peak
@@ -126,7 +126,7 @@ def sequence_parallel(
     axis = SequenceGroup((TruncatedRing if few_hops else RingOverP2P)(NullChannel(size)), NullRingGroup(), ring)
 
     def ring_attention(q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor) -> Tensor:
-        return sequence_attention(q_BHLK, k_BHLK, v_BHLK, axis, dropout=Dropout(bert.DROPOUT))
+        return sequence_attention(q_BHLK, k_BHLK, v_BHLK, axis, dropout=AttentionDropout(bert.DROPOUT))
 
     reach = ring_attention if size > 1 else bert.math_attention
     return Layout(size, functools.partial(bert.Bert, attend=reach), rest, losses, size)

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fourfold.parts.sequence import Dropout, SequenceGroup, sequence_attention
-from fourfold.parts.sequence.dropout import Draw
+from fourfold.parts.sequence import AttentionDropout, SequenceGroup, sequence_attention
+from fourfold.parts.sequence.dropout import DropoutMask
 from fourfold.plan.sequence import RINGS, Spans, positions
 
 TOLERANCE = 1e-12
@@ -48,8 +48,8 @@ class Case(NamedTuple):
         return LOCAL * self.size
 
     @property
-    def dropped(self) -> Dropout | None:
-        return Dropout(self.dropout, seed=3, step=7, call=2, samples=[11, 5]) if self.dropout else None
+    def dropped(self) -> AttentionDropout | None:
+        return AttentionDropout(self.dropout, seed=3, step=7, call=2, samples=[11, 5]) if self.dropout else None
 
 
 class Whole(NamedTuple):
@@ -132,8 +132,8 @@ def oracle(case: Case, tensors: Whole) -> Found:
     weights = scores.masked_fill(dead, 0.0).softmax(-1).masked_fill(dead, 0.0)
     if case.dropped is not None:
         everything, tokens = slice(None), torch.arange(case.length)
-        draw = Draw(case.dropped, torch.tensor(case.dropped.samples), torch.arange(heads), tokens, tokens)
-        weights = weights * draw.kept(everything, everything) / (1 - case.dropout)
+        draw = DropoutMask(case.dropped, torch.tensor(case.dropped.samples), torch.arange(heads), tokens, tokens)
+        weights = weights * draw.keep_mask(everything, everything) / (1 - case.dropout)
     out = weights @ _of_all(v, heads)
     out.backward(tensors.grad_out.double())
     return Found(out.detach(), *(tensor.grad for tensor in (q, k, v)))  # type: ignore[arg-type]

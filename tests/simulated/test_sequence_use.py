@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold.parts import memory
 from fourfold.parts.comm import neighbours
-from fourfold.parts.sequence import Dropout, kernels, sequence_attention
-from fourfold.parts.sequence.dropout import GOLDEN, Draw, _mixed, _signed
+from fourfold.parts.sequence import AttentionDropout, kernels, sequence_attention
+from fourfold.parts.sequence.dropout import GOLDEN_GAMMA, DropoutMask, _as_int64, _splitmix64
 from fourfold.plan.sequence import RINGS, positions
 from fourfold.testing import links, threads
 from fourfold.words.errors import DivergenceError, PeerError, PlanError, TrainingError
@@ -171,7 +171,7 @@ REFUSED = [
         {"q": Q[:, :, :5], "k": Q[:, :, :5], "v": Q[:, :, :5]},
         "sequence length 10 .*divisible by 4 .*try length 8 or 12",
     ),
-    ({"dropout": Dropout(0.5, samples=[1, 2, 3])}, "3.* samples of the dropout, a batch of 2"),
+    ({"dropout": AttentionDropout(0.5, samples=[1, 2, 3])}, "3.* samples of the dropout, a batch of 2"),
 ]
 
 
@@ -191,15 +191,15 @@ def test_heads_that_cannot_be_exchanged_are_refused():
 
     threads.run(4, body)
     with pytest.raises(TrainingError, match=r"dropout of 1\.5"):
-        Dropout(1.5)
+        AttentionDropout(1.5)
 
 
 # ---- dropout ---------------------------------------------------------------------------------------
 
 
 def kept(p=0.25, rows=200, columns=300, **fields):
-    draw = Draw(Dropout(p, **fields), *(torch.arange(n) for n in (3, 4, rows, columns)))
-    return draw.kept(slice(None), slice(None))
+    draw = DropoutMask(AttentionDropout(p, **fields), *(torch.arange(n) for n in (3, 4, rows, columns)))
+    return draw.keep_mask(slice(None), slice(None))
 
 
 @pytest.mark.parametrize("p", [0.0, 1e-3, 0.25, 0.9, 1.0])
@@ -222,13 +222,15 @@ def test_every_call_every_place_and_every_seed_draws_anew():
 
 def test_a_draw_depends_on_where_it_is_and_not_on_what_is_drawn_with_it():
     whole = kept(rows=16, columns=24)
-    part = Draw(Dropout(0.25), torch.tensor([2]), torch.tensor([1, 3]), torch.arange(16), torch.arange(24).flip(0))
-    assert torch.equal(part.kept(slice(4, 9), slice(0, 7)), whole[2:3, [1, 3], 4:9].flip(-1)[..., :7])
+    part = DropoutMask(
+        AttentionDropout(0.25), torch.tensor([2]), torch.tensor([1, 3]), torch.arange(16), torch.arange(24).flip(0)
+    )
+    assert torch.equal(part.keep_mask(slice(4, 9), slice(0, 7)), whole[2:3, [1, 3], 4:9].flip(-1)[..., :7])
 
 
 def test_the_hash_is_the_published_one_and_draws_the_same_for_good():
     # SplitMix64 from 1234567, as published with its test programs.
-    words = _mixed(torch.tensor([1234567, 1234567 + _signed(GOLDEN)]))
+    words = _splitmix64(torch.tensor([1234567, 1234567 + _as_int64(GOLDEN_GAMMA)]))
     assert words.tolist() == [6457827717110365317, 3203168211198807973]
     # What a checkpoint goes on with must not change with a version.
     drawn = kept(0.5, 2, 12, seed=1, step=2, call=3)[1, 2].long().tolist()

@@ -20,11 +20,11 @@ from torch import Tensor
 from fourfold.parts import comm
 from fourfold.parts.comm import Communicator, RingGroup
 from fourfold.parts.sequence import masks, ring, rsa, ulysses
-from fourfold.parts.sequence.dropout import Dropout
+from fourfold.parts.sequence.dropout import AttentionDropout
 from fourfold.plan.sequence import Spans, chunks, heads_problem, ring_size
 from fourfold.words.errors import Problem, TrainingError
 
-__all__ = ["SequenceGroup", "Dropout", "sequence_attention", "connect_sequence"]
+__all__ = ["SequenceGroup", "AttentionDropout", "sequence_attention", "connect_sequence"]
 
 WHERE = "attention over the sequence axis"
 
@@ -93,7 +93,7 @@ def sequence_attention(
     mask: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
-    dropout: Dropout | None = None,
+    dropout: AttentionDropout | None = None,
     grouped: bool = False,
 ) -> Tensor:
     """Attention of this rank's queries to the keys of the whole sequence: [B, H, l, V].
@@ -138,7 +138,7 @@ def sequence_attention(
     return ulysses.to_tokens(group.ulysses_group, out) if group.ulysses > 1 else out
 
 
-def _torch_supports(mask: Tensor | None, causal: bool, dropout: Dropout | None) -> bool:
+def _torch_supports(mask: Tensor | None, causal: bool, dropout: AttentionDropout | None) -> bool:
     """Whether torch's own attention does this: not with a dropout that is to be the same on every mesh."""
     return not (causal and mask is not None) and (dropout is None or dropout.p == 0.0)
 

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from fourfold.words.errors import Problem, TrainingError
 
-GOLDEN = 0x9E3779B97F4A7C15
-FIRST, SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-WORD = 2**64
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+MULTIPLIER_1, MULTIPLIER_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+TWO_TO_64 = 2**64
 
 
 @dataclass(frozen=True)
-class Dropout:
+class AttentionDropout:
     """What is dropped in one call of attention. `samples`: which samples of the global batch these are, [B].
 
     Probabilities that are kept are divided by 1 − p, as torch does it. Raises TrainingError unless 0 ≤ p ≤ 1.
@@ -39,43 +39,43 @@ class Dropout:
             raise TrainingError(Problem(f"dropout of {self.p}", "a probability"), where="attention")
 
     @property
-    def factor(self) -> float:
+    def keep_scale(self) -> float:
         """What is kept is multiplied by this."""
         return 1.0 / (1.0 - self.p) if self.p < 1.0 else 0.0
 
 
 @dataclass(frozen=True)
-class Draw:
+class DropoutMask:
     """A dropout, and where this rank's scores are: int64 `samples` [B], `heads` [H], `queries` [l], `keys` [k]."""
 
-    dropout: Dropout
+    dropout: AttentionDropout
     samples: Tensor
     heads: Tensor
     queries: Tensor
     keys: Tensor
 
     @property
-    def factor(self) -> float:
-        return self.dropout.factor
+    def keep_scale(self) -> float:
+        return self.dropout.keep_scale
 
-    def kept(self, rows: slice, columns: slice) -> Tensor:
+    def keep_mask(self, rows: slice, columns: slice) -> Tensor:
         """bool [B, H, R, C]: which of these scores are kept."""
         drop = self.dropout
         key = 0
         for number in (drop.seed, drop.step, drop.call):
-            key = _mixed_number(key ^ (number % WORD))
-        keys = _mixed(self.samples[:, None] ^ _signed(key))
-        keys = _mixed(keys ^ self.heads)
-        keys = _mixed(keys[..., None] ^ self.queries[rows])
-        drawn = keys[..., None] + self.keys[columns] * _signed(GOLDEN)
+            key = _splitmix64_int(key ^ (number % TWO_TO_64))
+        keys = _splitmix64(self.samples[:, None] ^ _as_int64(key))
+        keys = _splitmix64(keys ^ self.heads)
+        keys = _splitmix64(keys[..., None] ^ self.queries[rows])
+        drawn = keys[..., None] + self.keys[columns] * _as_int64(GOLDEN_GAMMA)
         # A double times 2^64 is exact, so p is too.
-        threshold = int(drop.p * WORD) - WORD // 2
-        if threshold >= WORD // 2:
+        threshold = int(drop.p * TWO_TO_64) - TWO_TO_64 // 2
+        if threshold >= TWO_TO_64 // 2:
             return torch.zeros(drawn.shape, dtype=torch.bool, device=drawn.device)
-        return _mixed(drawn) >= threshold
+        return _splitmix64(drawn) >= threshold
 
 
-def samples_of(dropout: Dropout, batch: int, device: torch.device) -> Tensor:
+def sample_indices(dropout: AttentionDropout, batch: int, device: torch.device) -> Tensor:
     """int64 [B]; those of the batch from 0 on where the dropout does not say. Raises TrainingError."""
     if dropout.samples is None:
         return torch.arange(batch, device=device)
@@ -86,23 +86,23 @@ def samples_of(dropout: Dropout, batch: int, device: torch.device) -> Tensor:
     return samples
 
 
-def _mixed_number(number: int) -> int:
-    number = (number + GOLDEN) % WORD
-    number = ((number ^ (number >> 30)) * FIRST) % WORD
-    number = ((number ^ (number >> 27)) * SECOND) % WORD
+def _splitmix64_int(number: int) -> int:
+    number = (number + GOLDEN_GAMMA) % TWO_TO_64
+    number = ((number ^ (number >> 30)) * MULTIPLIER_1) % TWO_TO_64
+    number = ((number ^ (number >> 27)) * MULTIPLIER_2) % TWO_TO_64
     return number ^ (number >> 31)
 
 
-def _mixed(words: Tensor) -> Tensor:
+def _splitmix64(words: Tensor) -> Tensor:
     """SplitMix64's finalizer, of every int64, in place. Products wrap around, as they are to."""
-    words = words.add_(_signed(GOLDEN))
-    for shift, factor in ((30, FIRST), (27, SECOND), (31, 1)):
+    words = words.add_(_as_int64(GOLDEN_GAMMA))
+    for shift, factor in ((30, MULTIPLIER_1), (27, MULTIPLIER_2), (31, 1)):
         # torch shifts the sign in: it is masked off again.
         words.bitwise_xor_((words >> shift).bitwise_and_(2 ** (64 - shift) - 1))
         if factor != 1:
-            words.mul_(_signed(factor))
+            words.mul_(_as_int64(factor))
     return words
 
 
-def _signed(word: int) -> int:
-    return word - WORD if word >= WORD // 2 else word
+def _as_int64(word: int) -> int:
+    return word - TWO_TO_64 if word >= TWO_TO_64 // 2 else word

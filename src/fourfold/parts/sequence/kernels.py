@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts.sequence import masks
-from fourfold.parts.sequence.dropout import Draw
+from fourfold.parts.sequence.dropout import DropoutMask
 
 INF = float("inf")
 # Scores held at once by the plain kernel: enough for the products to be fast, little enough for the cache's sake.
@@ -37,7 +37,7 @@ class Block:
     scale: float
     causal: bool = False
     mask: Tensor | None = None
-    draw: Draw | None = None
+    draw: DropoutMask | None = None
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ def _plain_forward(block: Block) -> Part:
         lse[:, :, start:stop] = (top + total.log()).squeeze(-1)
         weights.div_(total.masked_fill_(total == 0.0, 1.0))
         if block.draw is not None:
-            weights.mul_(block.draw.kept(slice(start, stop), slice(weights.shape[-1]))).mul_(block.draw.factor)
+            weights.mul_(block.draw.keep_mask(slice(start, stop), slice(weights.shape[-1]))).mul_(block.draw.keep_scale)
         out[:, :, start:stop] = (_folded(weights, groups) @ piece.v).view(*piece.q.shape[:3], -1)
     return Part(out, lse)
 
@@ -239,9 +239,9 @@ def _plain_backward(block: Block, whole: Whole) -> Gradients:
         grad = (_folded(grad_out, groups) @ piece.v.mT).view_as(weights)
         kept = weights
         if block.draw is not None:
-            keep = block.draw.kept(slice(start, stop), keys)
-            kept = (weights * keep).mul_(block.draw.factor)
-            grad.mul_(keep).mul_(block.draw.factor)
+            keep = block.draw.keep_mask(slice(start, stop), keys)
+            kept = (weights * keep).mul_(block.draw.keep_scale)
+            grad.mul_(keep).mul_(block.draw.keep_scale)
         grads.v[:, :, keys] += _folded(kept, groups).mT @ _folded(grad_out, groups)
         grad.sub_((grad_out * those.out.to(dtype)).sum(-1, keepdim=True)).mul_(weights).mul_(block.scale)
         grads.q[:, :, start:stop] = (_folded(grad, groups) @ piece.k).view_as(piece.q)

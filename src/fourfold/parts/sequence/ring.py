@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from fourfold.parts.comm.links import RingGroup, reduce_scatter
 from fourfold.parts.sequence import kernels, masks
-from fourfold.parts.sequence.dropout import Draw, Dropout, samples_of
+from fourfold.parts.sequence.dropout import AttentionDropout, DropoutMask, sample_indices
 from fourfold.parts.sequence.kernels import Block, Whole, wide, working
 from fourfold.parts.sequence.merge import Merged
 from fourfold.plan.sequence import Span, Spans, Tile, tiles
@@ -38,7 +38,7 @@ class Call:
     gathers: bool
     causal: bool
     scale: float
-    dropout: Dropout | None = None
+    dropout: AttentionDropout | None = None
     first_head: int = 0
 
     @property
@@ -49,13 +49,15 @@ class Call:
         """int64: the places in the whole sequence of the tokens of some spans."""
         return torch.cat([torch.arange(start, stop, device=device) for start, stop in spans])
 
-    def draw(self, like: Tensor) -> Draw | None:
+    def draw(self, like: Tensor) -> DropoutMask | None:
         """The draw for queries [B, H, l, K] of this place and no keys yet."""
         if self.dropout is None or self.dropout.p == 0.0:
             return None
         heads = torch.arange(self.first_head, self.first_head + like.shape[1], device=like.device)
         queries = self.positions(self.mine, like.device)
-        return Draw(self.dropout, samples_of(self.dropout, like.shape[0], like.device), heads, queries, queries[:0])
+        return DropoutMask(
+            self.dropout, sample_indices(self.dropout, like.shape[0], like.device), heads, queries, queries[:0]
+        )
 
 
 class Side(NamedTuple):
@@ -128,12 +130,12 @@ class _Work:
             return side.mask[..., tile.keys[0] : tile.keys[1]].to(wide(self.q.dtype))
         return None
 
-    def _drawn(self, side: Side, tile: Tile) -> Draw | None:
+    def _drawn(self, side: Side, tile: Tile) -> DropoutMask | None:
         draw = self._draw
         if draw is None:
             return None
         keys = self.call.positions(side.spans, self.q.device)[slice(*tile.keys)]
-        return Draw(draw.dropout, draw.samples, draw.heads, draw.queries[slice(*tile.queries)], keys)
+        return DropoutMask(draw.dropout, draw.samples, draw.heads, draw.queries[slice(*tile.queries)], keys)
 
 
 class _Gradients:

@@ -34,8 +34,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: masks.Mask, call: Call) -> Ten
     draw = call.draw(q)
     if draw is not None:
         keys = torch.arange(scores.shape[-1], device=q.device)
-        kept = type(draw)(draw.dropout, draw.samples, draw.heads, draw.queries, keys).kept(slice(None), slice(None))
-        weights = weights * kept * draw.factor
+        kept = type(draw)(draw.dropout, draw.samples, draw.heads, draw.queries, keys).keep_mask(
+            slice(None), slice(None)
+        )
+        weights = weights * kept * draw.keep_scale
     folded = weights.view(q.shape[0], groups, -1, weights.shape[-1])
     return _values(folded, v.to(dtype), call.link).view(*q.shape[:3], -1).to(q.dtype)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.parts.sequence import Dropout
+from fourfold.parts.sequence import AttentionDropout
 from fourfold.run.sequence.route import DROPOUTS
 from fourfold.words.errors import Problem, TaskError
 
@@ -45,13 +45,13 @@ class Drawn:
         """Begin a step of microbatches of these sizes, whose first sample is `first` of the global batch."""
         self._step, self._first, self._sizes = step, first, sizes
         self._microbatch, self._call = -1, 0
-        self._dropouts: dict[int, Dropout] = {}
+        self._dropouts: dict[int, AttentionDropout] = {}
 
     def forward(self, *_: Any) -> None:
         """The model's forward begins on the next microbatch."""
         self._microbatch, self._call = self._microbatch + 1, 0
 
-    def dropout(self, p: float) -> Dropout:
+    def dropout(self, p: float) -> AttentionDropout:
         """What is dropped in the call of attention that now begins, or is made again for a checkpoint's backward."""
         tag = _tag()
         if tag not in self._dropouts:
@@ -60,7 +60,7 @@ class Drawn:
                 raise TaskError(Problem(got, "the same dropout in both forwards", "preserve_rng_state=True"))
             start = self._first + sum(self._sizes[: self._microbatch])
             samples = range(start, start + self._sizes[self._microbatch])
-            self._dropouts[tag] = Dropout(p, self._seed, self._step, self._call, samples)
+            self._dropouts[tag] = AttentionDropout(p, self._seed, self._step, self._call, samples)
             self._call += 1
         return self._dropouts[tag]
 
