@@ -54,7 +54,7 @@ def test_every_axis_finds_what_one_process_finds(size):
 @pytest.mark.parametrize("mask", [None, "documents", "padding"])
 @pytest.mark.parametrize("ring", ["zigzag", "plain", "gather"])
 def test_scores_are_made_by_rows_where_they_would_not_fit(monkeypatch, ring, mask):
-    monkeypatch.setattr(kernels, "SCORES", 1)
+    monkeypatch.setattr(kernels, "MAX_SCORES", 1)
     cases = [Case(3, ring, causal=causal, mask=mask, heads=heads, dropout=dropout)
              for causal in (False, True) for heads, dropout in (("narrow V", 0.0), ("grouped", 0.4))]  # fmt: skip
     assert max(worst(cases).values()) <= TOLERANCE

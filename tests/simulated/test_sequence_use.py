@@ -144,9 +144,9 @@ def test_half_precision_is_computed_by_flash_attention_on_gpus(groups):
     with FakeTensorMode():  # its kernels' own rules of shapes and dtypes, and no GPU
         q = torch.empty(2, 4, 16, 64, device="cuda", dtype=torch.bfloat16)
         k = torch.empty(2, groups, 16, 64, device="cuda", dtype=torch.bfloat16)
-        block = kernels.Block(q, k, k, 0.1, causal=True)
+        block = kernels.AttentionBlock(q, k, k, 0.1, is_causal=True)
         part = kernels.forward(block)
-        grads = kernels.backward(block, kernels.Whole(part.out, part.out, part.lse))
+        grads = kernels.backward(block, kernels.SoftmaxTotals(part.out, part.out, part.lse))
     # The plain kernel gives wide numbers.
     assert (part.out.shape, part.out.dtype) == (q.shape, torch.bfloat16)
     assert (part.lse.shape, part.lse.dtype) == (q.shape[:-1], torch.float32)

@@ -7,7 +7,7 @@ not overflow, however large the scores; the sum itself is never formed.
 import torch
 from torch import Tensor
 
-from fourfold.parts.sequence.kernels import Part, wide
+from fourfold.parts.sequence.kernels import BlockOutput, accumulation_dtype
 from fourfold.plan.sequence import Span
 
 INF = float("inf")
@@ -17,13 +17,13 @@ class Merged:
     """What a rank's queries have attended to so far: out [B, H, l, V] and lse [B, H, l]."""
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
-        self._shape, self._dtype, self._device = shape, wide(dtype), device
-        self._part: Part | None = None
+        self._shape, self._dtype, self._device = shape, accumulation_dtype(dtype), device
+        self._part: BlockOutput | None = None
 
-    def add(self, part: Part, queries: Span) -> None:
+    def add(self, part: BlockOutput, queries: Span) -> None:
         """Take in a block of the queries [start, stop)."""
         start, stop = queries
-        part = Part(part.out.to(self._dtype), part.lse.to(self._dtype))
+        part = BlockOutput(part.out.to(self._dtype), part.lse.to(self._dtype))
         if self._part is None and stop - start == self._shape[2]:
             self._part = part
             return
@@ -42,8 +42,8 @@ class Merged:
     def lse(self) -> Tensor:
         return self._whole().lse
 
-    def _whole(self) -> Part:
+    def _whole(self) -> BlockOutput:
         if self._part is None:
             out = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
-            self._part = Part(out, torch.full(self._shape[:-1], -INF, dtype=self._dtype, device=self._device))
+            self._part = BlockOutput(out, torch.full(self._shape[:-1], -INF, dtype=self._dtype, device=self._device))
         return self._part

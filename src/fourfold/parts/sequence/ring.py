@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from fourfold.parts.comm.links import RingGroup, reduce_scatter
 from fourfold.parts.sequence import kernels, masks
 from fourfold.parts.sequence.dropout import AttentionDropout, DropoutMask, sample_indices
-from fourfold.parts.sequence.kernels import Block, Whole, wide, working
+from fourfold.parts.sequence.kernels import AttentionBlock, SoftmaxTotals, accumulation_dtype, compute_dtype
 from fourfold.parts.sequence.merge import Merged
 from fourfold.plan.sequence import Span, Spans, Tile, tiles
 
@@ -82,7 +82,7 @@ class _Attend(torch.autograd.Function):
         for _, side in _sides(k, v, keys, call):
             for tile in tiles(call.mine, side.spans, causal=call.causal):
                 merged.add(kernels.forward(work.block(side, tile)), tile.queries)
-        out = merged.out.to(working(q))
+        out = merged.out.to(compute_dtype(q))
         ctx.save_for_backward(q, k, v, keys, rows, out, merged.lse)
         ctx.call = call
         return out.to(q.dtype)
@@ -92,7 +92,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, keys, rows, out, lse = ctx.saved_tensors
         work = _Work(q, rows, ctx.call)
-        whole = Whole(grad_out.to(work.q.dtype).contiguous(), out, lse.masked_fill(lse == -INF, INF))
+        whole = SoftmaxTotals(grad_out.to(work.q.dtype).contiguous(), out, lse.masked_fill(lse == -INF, INF))
         gradients = _Gradients(work, whole)
         if not any(ctx.needs_input_grad[1:3]):
             for _, side in _sides(k, v, keys, ctx.call):
@@ -107,12 +107,12 @@ class _Work:
     """This rank's queries in the numbers they are computed in, and the blocks made of them."""
 
     def __init__(self, q: Tensor, rows: Tensor | None, call: Call) -> None:
-        self.q, self.call = q.to(working(q)), call
+        self.q, self.call = q.to(compute_dtype(q)), call
         self._rows, self._draw = rows, call.draw(q)
 
-    def block(self, side: Side, tile: Tile) -> Block:
+    def block(self, side: Side, tile: Tile) -> AttentionBlock:
         (first, last), (start, stop) = tile.queries, tile.keys
-        return Block(
+        return AttentionBlock(
             self.q[:, :, first:last],
             side.k[:, :, start:stop].to(self.q.dtype),
             side.v[:, :, start:stop].to(self.q.dtype),
@@ -125,9 +125,9 @@ class _Work:
     def _mask(self, side: Side, tile: Tile) -> Tensor | None:
         if self._rows is not None:
             mask = masks.of_tile(self._rows, tile.queries, masks.columns(side.spans, tile.keys))
-            return masks.added(mask, wide(self.q.dtype))
+            return masks.added(mask, accumulation_dtype(self.q.dtype))
         if side.mask is not None:
-            return side.mask[..., tile.keys[0] : tile.keys[1]].to(wide(self.q.dtype))
+            return side.mask[..., tile.keys[0] : tile.keys[1]].to(accumulation_dtype(self.q.dtype))
         return None
 
     def _drawn(self, side: Side, tile: Tile) -> DropoutMask | None:
@@ -141,15 +141,15 @@ class _Work:
 class _Gradients:
     """dQ of this rank, added up over sides; dK and dV of one side after the other."""
 
-    def __init__(self, work: _Work, whole: Whole) -> None:
+    def __init__(self, work: _Work, whole: SoftmaxTotals) -> None:
         self.work, self._whole = work, whole
-        self.q = torch.zeros(work.q.shape, dtype=wide(work.q.dtype), device=work.q.device)
+        self.q = torch.zeros(work.q.shape, dtype=accumulation_dtype(work.q.dtype), device=work.q.device)
 
     def of(self, side: Side) -> list[tuple[Span, Tensor, Tensor]]:
         """(keys, their dK, their dV) by tile, as this rank's queries give them."""
         found = []
         for tile in tiles(self.work.call.mine, side.spans, causal=self.work.call.causal):
-            grads = kernels.backward(self.work.block(side, tile), self._whole.rows(*tile.queries))
+            grads = kernels.backward(self.work.block(side, tile), self._whole.slice_rows(*tile.queries))
             self.q[:, :, slice(*tile.queries)] += grads.q
             found.append((tile.keys, grads.k, grads.v))
         return found
@@ -204,7 +204,7 @@ def _in_order(places: Sequence[Spans]) -> list[tuple[int, Span]]:
 
 def _carry_back(gradients: _Gradients, k: Tensor, v: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
     """dK and dV of this rank's keys: sums that go round, each rank adding its part; its own come last."""
-    call, dtype = gradients.work.call, wide(k.dtype)
+    call, dtype = gradients.work.call, accumulation_dtype(k.dtype)
     carry = call.link.make_accumulator(k.numel() + v.numel(), dtype, k.device)
     own: list[tuple[Span, Tensor, Tensor]] = []
     for owner, side in _sides(k, v, keys, call):
@@ -227,7 +227,7 @@ def _add(found: Sequence[tuple[Span, Tensor, Tensor]], total: Side) -> None:
 
 def _gather_back(gradients: _Gradients, k: Tensor, v: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
     """dK and dV of this rank's keys: those of all keys, summed by their owners."""
-    call, dtype = gradients.work.call, wide(k.dtype)
+    call, dtype = gradients.work.call, accumulation_dtype(k.dtype)
     _, side = next(_sides(k, v, keys, call))
     grad_k, grad_v = (torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (side.k, side.v))
     whole = Side(grad_k, grad_v, None, side.spans)

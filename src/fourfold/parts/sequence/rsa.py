@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from fourfold.parts.comm.links import RingGroup
 from fourfold.parts.sequence import masks
-from fourfold.parts.sequence.kernels import wide
+from fourfold.parts.sequence.kernels import accumulation_dtype
 from fourfold.parts.sequence.ring import Call
 
 INF = float("inf")
@@ -24,7 +24,7 @@ INF = float("inf")
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: masks.Mask, call: Call) -> Tensor:
     """q [B, H, l, K], k [B, G, l, K], v [B, G, l, V] -> [B, H, l, V]; the places of `call` keep one span each."""
-    dtype, groups = wide(q.dtype), k.shape[1]
+    dtype, groups = accumulation_dtype(q.dtype), k.shape[1]
     folded = (q * call.scale).to(dtype).reshape(q.shape[0], groups, -1, q.shape[-1])
     scores = _scores(folded, k.to(dtype), call.link).view(*q.shape[:3], -1)
     scores = _masked(scores, mask, call)
