@@ -115,13 +115,13 @@ def sequence_attention(
         return _local_attention(q, k, v, None, causal=False, scale=scale)
     if group.size == 1 and _torch_supports(mask, causal, dropout):
         return _local_attention(q, k, v, mask, causal=causal, scale=scale)
-    known = masks.read(mask, q, k, group.size)
+    known = masks.parse_mask(mask, q, k, group.size)
     whole = q.shape[-2] * group.size
     first_head = q.shape[1] // group.ulysses * group.ulysses_group.index
     if group.ulysses > 1:
         q, k, v = ulysses.to_heads(group.ulysses_group, q, k, v)
         known = ulysses.mask_to_heads(group.ulysses_group, known)
-    one = known.rows if known.rows is not None else known.keys
+    one = known.query_mask if known.query_mask is not None else known.key_mask
     if group.ring_group.size == 1 and _torch_supports(one, causal, dropout):
         out = _local_attention(q, k, v, one, causal=causal, scale=scale)
     else:

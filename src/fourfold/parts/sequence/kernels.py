@@ -89,7 +89,7 @@ def forward(block: AttentionBlock) -> BlockOutput:
         )
         if block.mask is not None:
             # This kernel says 0 of rows that attend to nothing.
-            lse = lse.masked_fill(masks.unattended(block.mask, causal=block.is_causal), -INF)
+            lse = lse.masked_fill(masks.fully_masked(block.mask, is_causal=block.is_causal), -INF)
         return BlockOutput(out, lse)
     if _flash_on_cuda(block):
         found = torch.ops.aten._scaled_dot_product_flash_attention(

@@ -23,28 +23,28 @@ INF = float("inf")
 class Mask:
     """A mask in one of the two forms, or none. `keys` is one that is added, in the keys' dtype."""
 
-    keys: Tensor | None = None
-    rows: Tensor | None = None
+    key_mask: Tensor | None = None
+    query_mask: Tensor | None = None
 
 
 NO_MASK = Mask()
 
 
-def read(mask: Tensor | None, queries: Tensor, keys: Tensor, size: int) -> Mask:
+def parse_mask(mask: Tensor | None, queries: Tensor, keys: Tensor, size: int) -> Mask:
     """A mask as torch's attention takes it -> its form on an axis of `size` ranks. Raises TrainingError."""
     if mask is None:
         return NO_MASK
-    problem = _problem(mask, queries, keys, size)
+    problem = _mask_problem(mask, queries, keys, size)
     if problem is not None:
         raise TrainingError(problem, where="attention over the sequence axis")
     mask = mask.view(*(1,) * (4 - mask.ndim), *mask.shape)
     local = keys.shape[-2]
     if mask.shape[-1] == local * size:
-        return Mask(rows=mask)
-    return Mask(keys=added(mask, keys.dtype))
+        return Mask(query_mask=mask)
+    return Mask(key_mask=to_additive(mask, keys.dtype))
 
 
-def _problem(mask: Tensor, queries: Tensor, keys: Tensor, size: int) -> Problem | None:
+def _mask_problem(mask: Tensor, queries: Tensor, keys: Tensor, size: int) -> Problem | None:
     local, whole = keys.shape[-2], keys.shape[-2] * size
     got = f"a mask {list(mask.shape)} of {mask.dtype}"
     if mask.requires_grad:
@@ -64,14 +64,14 @@ def _problem(mask: Tensor, queries: Tensor, keys: Tensor, size: int) -> Problem 
     return Problem(got, need, attempt)
 
 
-def added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def to_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """The mask as one that is added, of this dtype: −inf is not attended."""
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -INF)
     return mask.masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -INF).to(dtype)
 
 
-def of_tile(rows: Tensor, queries: Span, columns: list[Span]) -> Tensor:
+def tile_mask(rows: Tensor, queries: Span, columns: list[Span]) -> Tensor:
     """Of a mask of rows, those of the queries (or all), by the keys of these spans of the whole sequence."""
     if rows.shape[-2] > 1:
         rows = rows[..., queries[0] : queries[1], :]
@@ -79,7 +79,7 @@ def of_tile(rows: Tensor, queries: Span, columns: list[Span]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-def columns(spans: Spans, keys: Span) -> list[Span]:
+def key_ranges(spans: Spans, keys: Span) -> list[Span]:
     """Where in the whole sequence the keys [start, stop) of a rank with these spans are."""
     found, passed = [], 0
     for start, stop in spans:
@@ -90,13 +90,13 @@ def columns(spans: Spans, keys: Span) -> list[Span]:
     return found
 
 
-def unattended(mask: Tensor, *, causal: bool) -> Tensor:
+def fully_masked(mask: Tensor, *, is_causal: bool) -> Tensor:
     """bool [b, h, rows or 1]: the queries that may attend to no key; `mask` [b, h, rows or 1, keys] is added.
 
     `causal`: there are as many queries as keys, and each sees those up to its own.
     """
     seen = mask > -INF
-    if not causal:
+    if not is_causal:
         return ~seen.any(-1)
     if seen.shape[-2] == 1:
         return seen.squeeze(-2).to(torch.uint8).cummax(-1).values == 0

@@ -71,7 +71,7 @@ class Side(NamedTuple):
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: masks.Mask, call: Call) -> Tensor:
     """q [B, H, l, K], k [B, G, l, K], v [B, G, l, V] -> [B, H, l, V]"""
-    return _Attend.apply(q, k, v, mask.keys, mask.rows, call)  # pyright: ignore[reportReturnType]
+    return _Attend.apply(q, k, v, mask.key_mask, mask.query_mask, call)  # pyright: ignore[reportReturnType]
 
 
 class _Attend(torch.autograd.Function):
@@ -124,8 +124,8 @@ class _Work:
 
     def _mask(self, side: Side, tile: Tile) -> Tensor | None:
         if self._rows is not None:
-            mask = masks.of_tile(self._rows, tile.queries, masks.columns(side.spans, tile.keys))
-            return masks.added(mask, accumulation_dtype(self.q.dtype))
+            mask = masks.tile_mask(self._rows, tile.queries, masks.key_ranges(side.spans, tile.keys))
+            return masks.to_additive(mask, accumulation_dtype(self.q.dtype))
         if side.mask is not None:
             return side.mask[..., tile.keys[0] : tile.keys[1]].to(accumulation_dtype(self.q.dtype))
         return None

@@ -43,11 +43,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: masks.Mask, call: Call) -> Ten
 
 
 def _masked(scores: Tensor, mask: masks.Mask, call: Call) -> Tensor:
-    if mask.rows is not None:
-        scores = scores + masks.added(mask.rows, scores.dtype)
-    if mask.keys is not None:
-        blocks = call.link.all_gather((mask.keys,))
-        scores = scores + torch.cat([block.view(mask.keys.shape) for block in blocks], dim=-1)
+    if mask.query_mask is not None:
+        scores = scores + masks.to_additive(mask.query_mask, scores.dtype)
+    if mask.key_mask is not None:
+        blocks = call.link.all_gather((mask.key_mask,))
+        scores = scores + torch.cat([block.view(mask.key_mask.shape) for block in blocks], dim=-1)
     if call.causal:
         keys = torch.arange(scores.shape[-1], device=scores.device)
         scores = scores.masked_fill(keys > call.positions(call.mine, scores.device)[:, None], -INF)

@@ -26,13 +26,13 @@ def to_tokens(link: RingGroup, tensor: Tensor) -> Tensor:
 
 def mask_to_heads(link: RingGroup, mask: Mask) -> Mask:
     """The mask of what this rank has after `to_heads`."""
-    if mask.keys is not None:
-        return Mask(keys=_own_heads(link, torch.cat(_of_all(link, mask.keys), dim=-1)))
-    if mask.rows is None:
+    if mask.key_mask is not None:
+        return Mask(key_mask=_own_heads(link, torch.cat(_of_all(link, mask.key_mask), dim=-1)))
+    if mask.query_mask is None:
         return mask
-    if mask.rows.shape[-2] == 1:
-        return Mask(rows=_own_heads(link, mask.rows))
-    return Mask(rows=_own_heads(link, torch.cat(_of_all(link, mask.rows), dim=-2)))
+    if mask.query_mask.shape[-2] == 1:
+        return Mask(query_mask=_own_heads(link, mask.query_mask))
+    return Mask(query_mask=_own_heads(link, torch.cat(_of_all(link, mask.query_mask), dim=-2)))
 
 
 def _of_all(link: RingGroup, tensor: Tensor) -> list[Tensor]:
