@@ -13,19 +13,19 @@ from fourfold.plan.sequence import Span
 INF = float("inf")
 
 
-class Merged:
+class OnlineSoftmax:
     """What a rank's queries have attended to so far: out [B, H, l, V] and lse [B, H, l]."""
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
         self._shape, self._dtype, self._device = shape, accumulation_dtype(dtype), device
-        self._part: BlockOutput | None = None
+        self._output: BlockOutput | None = None
 
-    def add(self, part: BlockOutput, queries: Span) -> None:
+    def merge(self, part: BlockOutput, queries: Span) -> None:
         """Take in a block of the queries [start, stop)."""
         start, stop = queries
         part = BlockOutput(part.out.to(self._dtype), part.lse.to(self._dtype))
-        if self._part is None and stop - start == self._shape[2]:
-            self._part = part
+        if self._output is None and stop - start == self._shape[2]:
+            self._output = part
             return
         out, lse = self.out[:, :, start:stop], self.lse[:, :, start:stop]
         total = torch.logaddexp(lse, part.lse)
@@ -36,14 +36,14 @@ class Merged:
 
     @property
     def out(self) -> Tensor:
-        return self._whole().out
+        return self._get_output().out
 
     @property
     def lse(self) -> Tensor:
-        return self._whole().lse
+        return self._get_output().lse
 
-    def _whole(self) -> BlockOutput:
-        if self._part is None:
+    def _get_output(self) -> BlockOutput:
+        if self._output is None:
             out = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
-            self._part = BlockOutput(out, torch.full(self._shape[:-1], -INF, dtype=self._dtype, device=self._device))
-        return self._part
+            self._output = BlockOutput(out, torch.full(self._shape[:-1], -INF, dtype=self._dtype, device=self._device))
+        return self._output

@@ -23,7 +23,7 @@ from fourfold.parts.comm.links import RingGroup, reduce_scatter
 from fourfold.parts.sequence import kernels, masks
 from fourfold.parts.sequence.dropout import AttentionDropout, DropoutMask, sample_indices
 from fourfold.parts.sequence.kernels import AttentionBlock, SoftmaxTotals, accumulation_dtype, compute_dtype
-from fourfold.parts.sequence.merge import Merged
+from fourfold.parts.sequence.merge import OnlineSoftmax
 from fourfold.plan.sequence import Span, Spans, Tile, tiles
 
 INF = float("inf")
@@ -78,10 +78,10 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None, rows: Tensor | None, call: Call):
         work = _Work(q, rows, call)
-        merged = Merged(torch.Size((*q.shape[:-1], v.shape[-1])), work.q.dtype, q.device)
+        merged = OnlineSoftmax(torch.Size((*q.shape[:-1], v.shape[-1])), work.q.dtype, q.device)
         for _, side in _sides(k, v, keys, call):
             for tile in tiles(call.mine, side.spans, causal=call.causal):
-                merged.add(kernels.forward(work.block(side, tile)), tile.queries)
+                merged.merge(kernels.forward(work.block(side, tile)), tile.queries)
         out = merged.out.to(compute_dtype(q))
         ctx.save_for_backward(q, k, v, keys, rows, out, merged.lse)
         ctx.call = call
