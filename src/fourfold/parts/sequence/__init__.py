@@ -125,16 +125,16 @@ def sequence_attention(
     if group.ring_group.size == 1 and _torch_supports(one, causal, dropout):
         out = _local_attention(q, k, v, one, causal=causal, scale=scale)
     else:
-        call = ring.Call(
+        call = ring.RingCall(
             group.ring_group,
             chunks(whole, group.ring_group.size, group.ring),
-            gathers=group.ring == "gather",
-            causal=causal,
+            gathers_kv=group.ring == "gather",
+            is_causal=causal,
             scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,
             dropout=dropout,
             first_head=first_head,
         )
-        out = (rsa if group.ring == "rsa" else ring).attend(q, k, v, known, call)
+        out = (rsa if group.ring == "rsa" else ring).ring_attention(q, k, v, known, call)
     return ulysses.to_tokens(group.ulysses_group, out) if group.ulysses > 1 else out
 
 

@@ -17,21 +17,21 @@ from torch.autograd.function import once_differentiable
 from fourfold.parts.comm.links import RingGroup
 from fourfold.parts.sequence import masks
 from fourfold.parts.sequence.kernels import accumulation_dtype
-from fourfold.parts.sequence.ring import Call
+from fourfold.parts.sequence.ring import RingCall
 
 INF = float("inf")
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: masks.Mask, call: Call) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: masks.Mask, call: RingCall) -> Tensor:
     """q [B, H, l, K], k [B, G, l, K], v [B, G, l, V] -> [B, H, l, V]; the places of `call` keep one span each."""
     dtype, groups = accumulation_dtype(q.dtype), k.shape[1]
     folded = (q * call.scale).to(dtype).reshape(q.shape[0], groups, -1, q.shape[-1])
-    scores = _scores(folded, k.to(dtype), call.link).view(*q.shape[:3], -1)
+    scores = _scores(folded, k.to(dtype), call.group).view(*q.shape[:3], -1)
     scores = _masked(scores, mask, call)
     # What attends to nothing gives 0, as in torch, and a gradient of 0.
     dead = (scores == -INF).all(-1, keepdim=True)
     weights = scores.masked_fill(dead, 0.0).softmax(-1).masked_fill(dead, 0.0)
-    draw = call.draw(q)
+    draw = call.dropout_mask(q)
     if draw is not None:
         keys = torch.arange(scores.shape[-1], device=q.device)
         kept = type(draw)(draw.dropout, draw.samples, draw.heads, draw.queries, keys).keep_mask(
@@ -39,18 +39,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: masks.Mask, call: Call) -> Ten
         )
         weights = weights * kept * draw.keep_scale
     folded = weights.view(q.shape[0], groups, -1, weights.shape[-1])
-    return _values(folded, v.to(dtype), call.link).view(*q.shape[:3], -1).to(q.dtype)
+    return _values(folded, v.to(dtype), call.group).view(*q.shape[:3], -1).to(q.dtype)
 
 
-def _masked(scores: Tensor, mask: masks.Mask, call: Call) -> Tensor:
+def _masked(scores: Tensor, mask: masks.Mask, call: RingCall) -> Tensor:
     if mask.query_mask is not None:
         scores = scores + masks.to_additive(mask.query_mask, scores.dtype)
     if mask.key_mask is not None:
-        blocks = call.link.all_gather((mask.key_mask,))
+        blocks = call.group.all_gather((mask.key_mask,))
         scores = scores + torch.cat([block.view(mask.key_mask.shape) for block in blocks], dim=-1)
-    if call.causal:
+    if call.is_causal:
         keys = torch.arange(scores.shape[-1], device=scores.device)
-        scores = scores.masked_fill(keys > call.positions(call.mine, scores.device)[:, None], -INF)
+        scores = scores.masked_fill(keys > call.token_positions(call.local_ranges, scores.device)[:, None], -INF)
     return scores
 
 
