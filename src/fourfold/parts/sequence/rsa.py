@@ -22,12 +22,12 @@ from fourfold.parts.sequence.ring import RingCall
 INF = float("inf")
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: masks.Mask, call: RingCall) -> Tensor:
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: masks.Mask, call: RingCall) -> Tensor:
     """q [B, H, l, K], k [B, G, l, K], v [B, G, l, V] -> [B, H, l, V]; the places of `call` keep one span each."""
     dtype, groups = accumulation_dtype(q.dtype), k.shape[1]
     folded = (q * call.scale).to(dtype).reshape(q.shape[0], groups, -1, q.shape[-1])
     scores = _scores(folded, k.to(dtype), call.group).view(*q.shape[:3], -1)
-    scores = _masked(scores, mask, call)
+    scores = _apply_mask(scores, mask, call)
     # What attends to nothing gives 0, as in torch, and a gradient of 0.
     dead = (scores == -INF).all(-1, keepdim=True)
     weights = scores.masked_fill(dead, 0.0).softmax(-1).masked_fill(dead, 0.0)
@@ -39,10 +39,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: masks.Mask, call: RingCall) ->
         )
         weights = weights * kept * draw.keep_scale
     folded = weights.view(q.shape[0], groups, -1, weights.shape[-1])
-    return _values(folded, v.to(dtype), call.group).view(*q.shape[:3], -1).to(q.dtype)
+    return _weighted_values(folded, v.to(dtype), call.group).view(*q.shape[:3], -1).to(q.dtype)
 
 
-def _masked(scores: Tensor, mask: masks.Mask, call: RingCall) -> Tensor:
+def _apply_mask(scores: Tensor, mask: masks.Mask, call: RingCall) -> Tensor:
     if mask.query_mask is not None:
         scores = scores + masks.to_additive(mask.query_mask, scores.dtype)
     if mask.key_mask is not None:
@@ -54,14 +54,14 @@ def _masked(scores: Tensor, mask: masks.Mask, call: RingCall) -> Tensor:
     return scores
 
 
-def _scores(q: Tensor, k: Tensor, link: RingGroup) -> Tensor:
+def _scores(q: Tensor, k: Tensor, group: RingGroup) -> Tensor:
     """[B, G, r, K], [B, G, l, K] -> [B, G, r, L]"""
-    return _Scores.apply(q, k, link)  # pyright: ignore[reportReturnType]
+    return _Scores.apply(q, k, group)  # pyright: ignore[reportReturnType]
 
 
-def _values(weights: Tensor, v: Tensor, link: RingGroup) -> Tensor:
+def _weighted_values(weights: Tensor, v: Tensor, group: RingGroup) -> Tensor:
     """[B, G, r, L], [B, G, l, V] -> [B, G, r, V]"""
-    return _Values.apply(weights, v, link)  # pyright: ignore[reportReturnType]
+    return _WeightedValues.apply(weights, v, group)  # pyright: ignore[reportReturnType]
 
 
 class _Scores(torch.autograd.Function):
@@ -80,14 +80,14 @@ class _Scores(torch.autograd.Function):
     def backward(ctx: Any, grad_scores: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k = ctx.saved_tensors
         local = k.shape[-2]
-        grad_k = _sum_at_owner(grad_scores, q, ctx.link)
+        grad_k = _reduce_to_owner(grad_scores, q, ctx.link)
         grad_q = torch.zeros_like(q)
         for owner, block in ctx.link.iterate_blocks((k,)):
             grad_q += grad_scores[..., owner * local : (owner + 1) * local] @ block.view(k.shape)
         return grad_q, grad_k, None
 
 
-class _Values(torch.autograd.Function):
+class _WeightedValues(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: Tensor, v: Tensor, link: RingGroup) -> Tensor:
         ctx.save_for_backward(weights, v)
@@ -103,21 +103,21 @@ class _Values(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         weights, v = ctx.saved_tensors
         local = v.shape[-2]
-        grad_v = _sum_at_owner(weights, grad_out, ctx.link)
+        grad_v = _reduce_to_owner(weights, grad_out, ctx.link)
         grad_weights = torch.empty_like(weights)
         for owner, block in ctx.link.iterate_blocks((v,)):
             grad_weights[..., owner * local : (owner + 1) * local] = grad_out @ block.view(v.shape).mT
         return grad_weights, grad_v, None
 
 
-def _sum_at_owner(rows: Tensor, right: Tensor, link: RingGroup) -> Tensor:
+def _reduce_to_owner(rows: Tensor, right: Tensor, group: RingGroup) -> Tensor:
     """rows [B, G, r, L], right [B, G, r, X] -> [B, G, l, X]: rowsᵀ · right of this rank's columns, over all ranks."""
-    local = rows.shape[-1] // link.size
+    local = rows.shape[-1] // group.size
     shape = (*rows.shape[:2], local, right.shape[-1])
-    carry = link.make_accumulator(torch.Size(shape).numel(), rows.dtype, rows.device)
-    for hop in range(1, link.size):
-        owner = (link.index - hop) % link.size
+    carry = group.make_accumulator(torch.Size(shape).numel(), rows.dtype, rows.device)
+    for hop in range(1, group.size):
+        owner = (group.index - hop) % group.size
         carry.receive().view(shape).add_(rows[..., owner * local : (owner + 1) * local].mT @ right)
         carry.send()
-    mine = rows[..., link.index * local : (link.index + 1) * local].mT @ right
+    mine = rows[..., group.index * local : (group.index + 1) * local].mT @ right
     return mine.add_(carry.result().view(shape))
