@@ -119,7 +119,7 @@ def sequence_attention(
     whole = q.shape[-2] * group.size
     first_head = q.shape[1] // group.ulysses * group.ulysses_group.index
     if group.ulysses > 1:
-        q, k, v = ulysses.to_heads(group.ulysses_group, q, k, v)
+        q, k, v = ulysses.tokens_to_heads(group.ulysses_group, q, k, v)
         known = ulysses.mask_to_heads(group.ulysses_group, known)
     one = known.query_mask if known.query_mask is not None else known.key_mask
     if group.ring_group.size == 1 and _torch_supports(one, causal, dropout):
@@ -135,7 +135,7 @@ def sequence_attention(
             first_head=first_head,
         )
         out = (rsa if group.ring == "rsa" else ring).ring_attention(q, k, v, known, call)
-    return ulysses.to_tokens(group.ulysses_group, out) if group.ulysses > 1 else out
+    return ulysses.heads_to_tokens(group.ulysses_group, out) if group.ulysses > 1 else out
 
 
 def _torch_supports(mask: Tensor | None, causal: bool, dropout: AttentionDropout | None) -> bool:

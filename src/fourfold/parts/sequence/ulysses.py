@@ -14,53 +14,53 @@ from fourfold.parts.comm.links import RingGroup
 from fourfold.parts.sequence.masks import Mask
 
 
-def to_heads(link: RingGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+def tokens_to_heads(group: RingGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Of each [B, H, l, K]: some tokens of all heads -> [B, H/u, u · l, K], all tokens of some heads."""
-    return _Exchange.apply(link, True, *tensors)  # pyright: ignore[reportReturnType]
+    return _AllToAll.apply(group, True, *tensors)  # pyright: ignore[reportReturnType]
 
 
-def to_tokens(link: RingGroup, tensor: Tensor) -> Tensor:
+def heads_to_tokens(group: RingGroup, tensor: Tensor) -> Tensor:
     """[B, H/u, u · l, K] -> [B, H, l, K]"""
-    return _Exchange.apply(link, False, tensor)[0]  # pyright: ignore[reportOptionalSubscript]
+    return _AllToAll.apply(group, False, tensor)[0]  # pyright: ignore[reportOptionalSubscript]
 
 
-def mask_to_heads(link: RingGroup, mask: Mask) -> Mask:
+def mask_to_heads(group: RingGroup, mask: Mask) -> Mask:
     """The mask of what this rank has after `to_heads`."""
     if mask.key_mask is not None:
-        return Mask(key_mask=_own_heads(link, torch.cat(_of_all(link, mask.key_mask), dim=-1)))
+        return Mask(key_mask=_local_heads(group, torch.cat(_all_gather(group, mask.key_mask), dim=-1)))
     if mask.query_mask is None:
         return mask
     if mask.query_mask.shape[-2] == 1:
-        return Mask(query_mask=_own_heads(link, mask.query_mask))
-    return Mask(query_mask=_own_heads(link, torch.cat(_of_all(link, mask.query_mask), dim=-2)))
+        return Mask(query_mask=_local_heads(group, mask.query_mask))
+    return Mask(query_mask=_local_heads(group, torch.cat(_all_gather(group, mask.query_mask), dim=-2)))
 
 
-def _of_all(link: RingGroup, tensor: Tensor) -> list[Tensor]:
-    return [block.view(tensor.shape) for block in link.all_gather((tensor,))]
+def _all_gather(group: RingGroup, tensor: Tensor) -> list[Tensor]:
+    return [block.view(tensor.shape) for block in group.all_gather((tensor,))]
 
 
-def _own_heads(link: RingGroup, mask: Tensor) -> Tensor:
-    return mask if mask.shape[1] == 1 else mask.chunk(link.size, dim=1)[link.index]
+def _local_heads(group: RingGroup, mask: Tensor) -> Tensor:
+    return mask if mask.shape[1] == 1 else mask.chunk(group.size, dim=1)[group.index]
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, link: RingGroup, to_heads: bool, *tensors: Tensor):
-        ctx.link, ctx.to_heads = link, to_heads
-        return _exchange(link, to_heads, tensors)
+        ctx.link, ctx.tokens_to_heads = link, to_heads
+        return _all_to_all(link, to_heads, tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, None, *_exchange(ctx.link, not ctx.to_heads, grads)
+        return None, None, *_all_to_all(ctx.link, not ctx.tokens_to_heads, grads)
 
 
-def _exchange(link: RingGroup, to_heads: bool, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _all_to_all(group: RingGroup, to_heads: bool, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """All tensors in one message to each rank. Heads are dim 1, tokens dim 2."""
     cut, joined = (1, 2) if to_heads else (2, 1)
-    pieces = [tensor.chunk(link.size, dim=cut) for tensor in tensors]
-    parts = torch.stack([torch.cat([piece[peer].reshape(-1) for piece in pieces]) for peer in range(link.size)])
-    received, start, found = link.all_to_all(parts), 0, []
+    pieces = [tensor.chunk(group.size, dim=cut) for tensor in tensors]
+    parts = torch.stack([torch.cat([piece[peer].reshape(-1) for piece in pieces]) for peer in range(group.size)])
+    received, start, found = group.all_to_all(parts), 0, []
     for piece in pieces:
         shape, stop = piece[0].shape, start + piece[0].numel()
         found.append(torch.cat([row[start:stop].view(shape) for row in received], dim=joined))
