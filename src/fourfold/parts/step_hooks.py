@@ -18,15 +18,15 @@ from fourfold.parts.comm import Transport
 from fourfold.plan.data import Bucket
 from fourfold.words.errors import OptimizerError, Problem
 
-Hook = Callable[[Optimizer, Any, Any], Any]
+StepHook = Callable[[Optimizer, Any, Any], Any]
 
 
-def pre_hooks(optimizer: Optimizer) -> list[Hook]:
+def step_pre_hooks(optimizer: Optimizer) -> list[StepHook]:
     """In torch's order."""
     return [*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()]
 
 
-def post_hooks(optimizer: Optimizer) -> list[Hook]:
+def step_post_hooks(optimizer: Optimizer) -> list[StepHook]:
     """In torch's order."""
     return [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]
 
@@ -43,7 +43,7 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
-def is_any(optimizer: Optimizer) -> bool:
+def has_any_hook(optimizer: Optimizer) -> bool:
     """Whether an optimizer has any hook. Asked in every step."""
     return bool(
         optimizer._optimizer_step_pre_hooks
@@ -57,7 +57,7 @@ def is_any(optimizer: Optimizer) -> bool:
     )
 
 
-def has_own_step(optimizer: Optimizer) -> bool:
+def has_custom_step(optimizer: Optimizer) -> bool:
     """Whether somebody has replaced `step`, of the instance or of its class. A torch scheduler's wrapper is not one."""
     step: Any = optimizer.__dict__.get("step")
     if step is not None:
@@ -68,24 +68,24 @@ def has_own_step(optimizer: Optimizer) -> bool:
             return True
     step = type(optimizer).step
     while step is not None:
-        if not step.__module__.startswith(("torch.", "fourfold.")) or not _is_of_torch_or_ours(step):
+        if not step.__module__.startswith(("torch.", "fourfold.")) or not _is_torch_or_fourfold(step):
             return True
         step = getattr(step, "__wrapped__", None)
     return False
 
 
-def _is_of_torch_or_ours(function: Any) -> bool:
+def _is_torch_or_fourfold(function: Any) -> bool:
     return function.__globals__.get("__name__", "").startswith(("torch.", "fourfold."))
 
 
-class _NoState:
+class _ForbiddenState:
     """In place of `optimizer.state` while hooks run: states rest in flat buffers, not by parameter."""
 
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+    def _raise(self, *_: Any, **__: Any) -> NoReturn:
         need = "hooks that use parameters and gradients only: the states rest in flat buffers"
         raise OptimizerError(Problem("the state of the optimizer in a step hook", need, "ff.DistributedOptimizer"))
 
-    __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = __contains__ = __getattr__ = _refuse
+    __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = __contains__ = __getattr__ = _raise
 
 
 class StepHooks:
@@ -97,52 +97,54 @@ class StepHooks:
         buckets: Sequence[Bucket],
         parameters: Sequence[Sequence[nn.Parameter]],
         *,
-        in_place: bool,
-        by_slot: bool,
+        is_unbucketed: bool,
+        can_skip_params: bool,
     ) -> None:
         """`parameters` are by bucket and slot. `in_place`: gradients are in `.grad` anyway, and used there.
 
         `by_slot`: the update can leave out a parameter that has no gradient.
         """
         self._optimizer, self._buckets, self._parameters = optimizer, buckets, parameters
-        self._in_place, self._by_slot = in_place, by_slot
-        self.gradients: Sequence[Tensor | None] = [None] * len(buckets)
+        self._is_unbucketed, self._can_skip_params = is_unbucketed, can_skip_params
+        self.bucket_grads: Sequence[Tensor | None] = [None] * len(buckets)
         """By bucket, after the pre-hooks: what to update with in place of the sums; None: with the sums."""
-        self._kept: list[tuple[nn.Parameter, Tensor | None]] = []
+        self._saved_grads: list[tuple[nn.Parameter, Tensor | None]] = []
 
     @property
-    def is_any(self) -> bool:
-        return is_any(self._optimizer)
+    def has_any_hook(self) -> bool:
+        return has_any_hook(self._optimizer)
 
-    def before(self, transport: Transport, used: Sequence[float] | None, factor: float) -> Sequence[float] | None:
+    def run_pre_hooks(
+        self, transport: Transport, used: Sequence[float] | None, factor: float
+    ) -> Sequence[float] | None:
         """Call the pre-hooks; all sums are there. Not collective.
 
         `used`: by slot of all buckets, on how many ranks it has a gradient; None: all. Returns the same, as the hooks
         leave it. `factor` is what the sums are still to be multiplied by.
         """
-        if not self._in_place:
-            self.gradients = [self._whole(bucket, transport, factor) for bucket in self._buckets]
-            self._show(used)
-        self._call(pre_hooks(self._optimizer))
-        if not self._in_place:
-            used = self._taken_back(used)
-        self._kept = [(p, p.grad) for p in self._all()]
+        if not self._is_unbucketed:
+            self.bucket_grads = [self._full_grad(bucket, transport, factor) for bucket in self._buckets]
+            self._expose_grads(used)
+        self._call_hooks(step_pre_hooks(self._optimizer))
+        if not self._is_unbucketed:
+            used = self._collect_grads(used)
+        self._saved_grads = [(p, p.grad) for p in self._all_params()]
         return used
 
-    def after(self) -> None:
+    def run_post_hooks(self) -> None:
         """Call the post-hooks; all weights are new. Afterwards no parameter has a gradient."""
-        for parameter, gradient in self._kept:
+        for parameter, gradient in self._saved_grads:
             parameter.grad = gradient
-        self._call(post_hooks(self._optimizer))
-        for parameter in self._all():
+        self._call_hooks(step_post_hooks(self._optimizer))
+        for parameter in self._all_params():
             parameter.grad = None
-        self._kept, self.gradients = [], [None] * len(self._buckets)
+        self._saved_grads, self.bucket_grads = [], [None] * len(self._buckets)
 
-    def _all(self) -> list[nn.Parameter]:
+    def _all_params(self) -> list[nn.Parameter]:
         return [parameter for members in self._parameters for parameter in members]
 
     @torch.no_grad()
-    def _whole(self, bucket: Bucket, transport: Transport, factor: float) -> Tensor:
+    def _full_grad(self, bucket: Bucket, transport: Transport, factor: float) -> Tensor:
         first = self._parameters[bucket.index][0]
         # A copy: other ranks read the sums where they lie, and a hook may write.
         whole = torch.zeros(bucket.size, dtype=first.dtype, device=first.device)
@@ -153,32 +155,32 @@ class StepHooks:
     def _views(self) -> list[Tensor]:
         return [
             flat[slot.start : slot.stop].view(parameter.shape)
-            for bucket, flat, members in zip(self._buckets, self.gradients, self._parameters, strict=True)
+            for bucket, flat, members in zip(self._buckets, self.bucket_grads, self._parameters, strict=True)
             for slot, parameter in zip(bucket.slots, members, strict=True)
             if flat is not None
         ]
 
-    def _show(self, used: Sequence[float] | None) -> None:
-        for number, (parameter, view) in enumerate(zip(self._all(), self._views(), strict=True)):
+    def _expose_grads(self, used: Sequence[float] | None) -> None:
+        for number, (parameter, view) in enumerate(zip(self._all_params(), self._views(), strict=True)):
             parameter.grad = view if used is None or used[number] else None
 
     @torch.no_grad()
-    def _taken_back(self, used: Sequence[float] | None) -> Sequence[float] | None:
+    def _collect_grads(self, used: Sequence[float] | None) -> Sequence[float] | None:
         """Have what the hooks have put into `.grad` in the flat copies."""
         names = [slot.name for bucket in self._buckets for slot in bucket.slots]
-        has = [parameter.grad is not None for parameter in self._all()]
-        if not (self._by_slot or all(has)):
+        has = [parameter.grad is not None for parameter in self._all_params()]
+        if not (self._can_skip_params or all(has)):
             got = f"a step pre-hook that sets the gradient of {names[has.index(False)]} to None"
             raise OptimizerError(Problem(got, "a gradient for every parameter", 'unused = "allow", or a gradient of 0'))
-        for parameter, view in zip(self._all(), self._views(), strict=True):
+        for parameter, view in zip(self._all_params(), self._views(), strict=True):
             if parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr():
                 view.copy_(parameter.grad)
         return used if all(has) and used is None else has
 
-    def _call(self, hooks: Sequence[Hook]) -> None:
+    def _call_hooks(self, hooks: Sequence[StepHook]) -> None:
         optimizer: Any = self._optimizer
         args, state = (optimizer,), optimizer.state
-        optimizer.state = _NoState()
+        optimizer.state = _ForbiddenState()
         try:
             for hook in hooks:
                 result = hook(optimizer, args, {})

@@ -118,7 +118,7 @@ class Actions:
     def end(self) -> None:
         """End a step that went well: the sums may be overwritten, unless updates that wait still need them."""
         if self.is_hooked and self._parts.hooks is not None:
-            self._parts.hooks.after()
+            self._parts.hooks.run_post_hooks()
         if self.deferred is None:
             self._parts.transport.end_step()
         else:
@@ -412,7 +412,7 @@ class Actions:
             assert self.totals is not None
             self._parts.local.add_loss_counts(self._own_count, self.totals.count)
             self._learned = True
-        if not self.is_hooked and self._parts.hooks is not None and self._parts.hooks.is_any:
+        if not self.is_hooked and self._parts.hooks is not None and self._parts.hooks.has_any_hook:
             self._call_pre_hooks(self._parts.hooks)
         self._move(bucket, Terms(self._factor, self._used, self._squares))
 
@@ -420,13 +420,13 @@ class Actions:
         """Before the first update of a step: the hooks see all gradients as the update will use them."""
         self._complete_all()
         factor = 1.0 if self._scales_sums else self._factor
-        self._used = hooks.before(self._parts.transport, self._used, factor)
+        self._used = hooks.run_pre_hooks(self._parts.transport, self._used, factor)
         self.is_hooked = True
 
     def _move(self, bucket: int, terms: Terms) -> None:
         squares = None if terms.squares is None else terms.squares[bucket]
         used = self._used_in(bucket, terms.used)
-        gradient = None if self._parts.hooks is None else self._parts.hooks.gradients[bucket]
+        gradient = None if self._parts.hooks is None else self._parts.hooks.bucket_grads[bucket]
         self._parts.optimizer.update(bucket, used=used, factor=terms.factor, squared_norms=squares, gradient=gradient)
         # Autograd then refuses activations saved with the old weights, instead of computing with the new ones.
         self._parts.edits.increment_version(bucket)

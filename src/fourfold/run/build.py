@@ -190,7 +190,7 @@ class TrainStep:
         self._sharing = plan.dp if self._local is not None else 1
         self._scale = Scale() if plan.precision == "fp16" else None
         in_grad = in_place is not None
-        hooks = StepHooks(self.optimizer, self.buckets, by_bucket, in_place=in_grad, by_slot=by_slot)
+        hooks = StepHooks(self.optimizer, self.buckets, by_bucket, is_unbucketed=in_grad, can_skip_params=by_slot)
         parts = Parts(
             self._gradients,
             self._transport,

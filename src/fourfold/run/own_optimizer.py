@@ -60,7 +60,7 @@ class Unchanged:
     def problems(self) -> list[Problem]:
         """What has been done to the optimizer since the build that an update would leave out."""
         problems, steps = [], self._steps()
-        if steps != self._judged or step_hooks.is_any(self._optimizer):
+        if steps != self._judged or step_hooks.has_any_hook(self._optimizer):
             problems = _problems(self._optimizer, self._plan)
             self._judged = self._judged if problems else steps
         if not self._has_members():
@@ -78,14 +78,14 @@ def _state_problem() -> Problem:
 
 def _problems(optimizer: Optimizer, plan: Plan) -> list[Problem]:
     problems = []
-    before, after = step_hooks.pre_hooks(optimizer), step_hooks.post_hooks(optimizer)
+    before, after = step_hooks.step_pre_hooks(optimizer), step_hooks.step_post_hooks(optimizer)
     if (before or after) and (blocking := _blocking(plan)):
         kinds = " and ".join([*(["a step pre-hook"] if before else []), *(["a step post-hook"] if after else [])])
         kinds += "" if step_hooks.has_step_hooks(optimizer) else " of all optimizers"
         need = "all gradients and weights on every rank when the hook is called"
         attempt = f"{', '.join(blocking.values())}, or {INSTEAD}"
         problems.append(Problem(f"{kinds} with {', '.join(blocking)}", need, attempt))
-    if step_hooks.has_own_step(optimizer):
+    if step_hooks.has_custom_step(optimizer):
         got = f"{type(optimizer).__name__} with a step of its own"
         problems.append(Problem(got, "the step of the class: updates run on flat buffers", INSTEAD))
     if step_hooks.state_dict_hooks(optimizer):
