@@ -15,7 +15,7 @@ from torch import nn
 from fourfold.parts import memory
 from fourfold.parts.comm.staging import NUM_STAGES, HostUnshardStaging, StagingFlags
 from fourfold.parts.gathered import ShardedParams
-from fourfold.parts.uses import unwatched
+from fourfold.parts.uses import untracked_access
 from fourfold.plan.data import Places, step_bytes
 from fourfold.plan.gathers import ROOM
 from fourfold.plan.plan import Plan
@@ -221,7 +221,7 @@ def test_at_rest_a_parameter_holds_no_memory_and_is_not_a_number():
         step = deep(ranks, GLOO)
         step(ones())
         for parameter in step.model.parameters():
-            with unwatched():
+            with untracked_access():
                 assert parameter.isnan().all()
                 assert parameter.untyped_storage().nbytes() == parameter.element_size()
         first = dict(step.model.named_parameters())["layers.0.weight"]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, _tensor, nn
 
 from fourfold.parts.lost_arguments import DROPPED_ARGUMENTS
-from fourfold.parts.uses import Uses
+from fourfold.parts.uses import ParamAccess
 from fourfold.plan.plan import Plan
 from fourfold.run.activations import _Layers
 from fourfold.run.build import TrainStep
@@ -84,7 +84,7 @@ def test_a_mode_loses_no_argument(mode, call):
 def test_a_watched_parameter_loses_no_argument():
     weight = nn.Parameter(wide(2, 3))
     expected = F.l1_loss(weight, B, **WEIGHT)
-    uses = Uses([[weight]], lambda bucket: None)
+    uses = ParamAccess([[weight]], lambda bucket: None)
     assert torch.equal(F.l1_loss(weight, B, **WEIGHT), expected)
     uses.close()
 

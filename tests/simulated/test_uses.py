@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fourfold.parts.uses import Uses, outside
+from fourfold.parts.uses import ParamAccess, outside_transforms
 
 WEIGHTS = [nn.Parameter(torch.randn(3, 3, dtype=torch.float64)) for _ in range(3)]
 
@@ -22,8 +22,8 @@ class Told:
     def __init__(self):
         self.first, self.second, self.third = (nn.Parameter(w.detach().clone()) for w in WEIGHTS)
         self.buckets = []
-        self.uses = Uses([[self.first, self.second], [self.third]], self.buckets.append)
-        self.uses.listening = True
+        self.uses = ParamAccess([[self.first, self.second], [self.third]], self.buckets.append)
+        self.uses.is_enabled = True
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def in_autocast(x):
 ])  # fmt: skip
 def test_the_told_can_change_parameters_inside_of_transforms_and_of_autocast(told, use):
     def square(bucket):
-        with outside("cpu"):
+        with outside_transforms("cpu"):
             told.third.copy_(torch.mm(told.third, told.third))
 
     start = WEIGHTS[2].detach().float()
@@ -163,8 +163,8 @@ def gradients(model):
 def test_a_model_computes_the_same_and_every_parameter_of_it_is_told_of():
     expected, model, seen = gradients(block()), block(), []
     parameters = list(model.parameters())
-    uses = Uses([[p] for p in parameters], seen.append)
-    uses.listening = True
+    uses = ParamAccess([[p] for p in parameters], seen.append)
+    uses.is_enabled = True
     results = []
     model.register_forward_hook(lambda m, a, out: results.append(out), always_call=True)
     got = gradients(model)
@@ -181,8 +181,8 @@ def test_a_model_computes_the_same_and_every_parameter_of_it_is_told_of():
 
 def test_copies_and_files_of_a_model_are_plain():
     model = block()
-    uses = Uses([list(model.parameters())], lambda bucket: None)
-    uses.listening = True
+    uses = ParamAccess([list(model.parameters())], lambda bucket: None)
+    uses.is_enabled = True
     for other in (copy.deepcopy(model), _reread(model)):
         assert all(type(p) is nn.Parameter for p in other.parameters())
         assert other.head.weight is other.embedding.weight
@@ -218,8 +218,8 @@ def test_an_owner_that_nobody_holds_goes_and_its_parameters_are_plain_again():
     class Owner:
         def __init__(self, parameter):
             self.parameter = parameter
-            self.uses = Uses([[parameter]], self.before)
-            self.uses.listening = True
+            self.uses = ParamAccess([[parameter]], self.before)
+            self.uses.is_enabled = True
 
         def before(self, bucket):
             raise AssertionError

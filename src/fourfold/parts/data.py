@@ -22,7 +22,7 @@ from fourfold.parts.comm import BucketSlice, Transport
 from fourfold.parts.grad_hooks import register_last_hook
 from fourfold.parts.masters import MasterWeights
 from fourfold.parts.optim import UpdateSlice
-from fourfold.parts.uses import unwatched
+from fourfold.parts.uses import untracked_access
 from fourfold.plan.data import Bucket, Spec
 from fourfold.words.errors import Problem, TaskError, TrainingError
 from fourfold.words.spans import READY, SENT, SILENT
@@ -78,7 +78,7 @@ def weak_grad_hook(sink: GradSink, param_index: int) -> Callable[[Tensor], None]
     def hook(parameter: Tensor) -> None:
         living = mine()
         if living is not None:
-            with unwatched():
+            with untracked_access():
                 living.on_grad(parameter, param_index)
 
     return hook
@@ -135,7 +135,7 @@ def check_all_reached(names: Sequence[str], reached: Sequence[bool], parameters:
 
 def _view_like(parameter: Tensor, flat: Tensor) -> Tensor:
     """A view of a flat in the parameter's shape, and in its order in memory: fused updates go through both at once."""
-    with unwatched():
+    with untracked_access():
         return flat.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fourfold.parts.comm import BucketSlice
 from fourfold.parts.masters import MasterWeights
-from fourfold.parts.uses import unwatched
+from fourfold.parts.uses import untracked_access
 from fourfold.plan.data import Bucket
 
 NUM_SAMPLED_ELEMENTS = 4  # elements of a parameter
@@ -94,7 +94,7 @@ class WeightEdits:
 
     def increment_version(self, bucket: int) -> None:
         """Fourfold writes a bucket's weights: autograd refuses activations that were saved with the old ones."""
-        with unwatched():
+        with untracked_access():
             torch.autograd.graph.increment_version(self._parameters[bucket])
         self._versions[bucket] = [count + 1 for count in self._versions[bucket]]
 
@@ -109,7 +109,7 @@ class WeightEdits:
         self.refresh_samples()
 
     def _current_versions(self) -> list[list[int]]:
-        with unwatched():
+        with untracked_access():
             return [[p._version for p in members] for members in self._parameters]
 
     def edited_params(self, *, sampled: bool = True) -> list[str]:

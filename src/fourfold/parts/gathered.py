@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fourfold.parts import memory
 from fourfold.parts.comm import BucketSlice, Transport
 from fourfold.parts.data import bucket_dtype
-from fourfold.parts.uses import Uses, naming_transforms, outside
+from fourfold.parts.uses import ParamAccess, explain_transform_errors, outside_transforms
 from fourfold.plan.data import Bucket
 from fourfold.plan.gathers import ROOM, Plea, Script
 from fourfold.words.errors import Problem, TrainingError
@@ -88,7 +88,7 @@ class ShardedParams:
         self._bucket_of_address: dict[int, int] = {}  # by the address of its slot, the bucket
         self.before_unshard: Callable[[int], None] = noop
         """Called before this rank's share of a bucket is read."""
-        self._param_access = Uses(parameters, self._on_param_access)
+        self._param_access = ParamAccess(parameters, self._on_param_access)
         self._operation_index, self._needed_buckets = 0, set[int]()
 
     # ---- homes --------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ class ShardedParams:
     @torch.no_grad()
     def shard_params(self, broadcast: Callable[[Tensor], None]) -> None:
         """What the parameters show comes home, a bucket at a time, and they rest. `spread` may change a flat before."""
-        self._param_access.listening = False
+        self._param_access.is_enabled = False
         for bucket in self._buckets:
             whole = torch.zeros(bucket.size, dtype=self.shards[bucket.index].flat.dtype, device=self._device)
             for slot, parameter in zip(bucket.slots, self._parameters[bucket.index], strict=True):
@@ -105,7 +105,7 @@ class ShardedParams:
             start, stop, home = self.shards[bucket.index]
             home.copy_(whole[start:stop])
             self._use_placeholders(bucket.index)
-        self._param_access.listening = True
+        self._param_access.is_enabled = True
 
     @torch.no_grad()
     def load_weights(self, values: Mapping[str, Tensor]) -> None:
@@ -142,13 +142,13 @@ class ShardedParams:
         """Within: all parameters are whole, in this rank's own memory; what does not settle is lost. Collective."""
         for bucket, slot in self.unsharded_buckets():
             self._use_unsharded_views(bucket.index, slot)
-        self._param_access.listening = False
+        self._param_access.is_enabled = False
         try:
             yield
         finally:
             for bucket in self._buckets:
                 self._use_placeholders(bucket.index)
-            self._param_access.listening = True
+            self._param_access.is_enabled = True
 
     # ---- phases -------------------------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ class ShardedParams:
         self._unshard_order.begin()
         try:
             self._prefetch()
-            with naming_transforms(), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            with explain_transform_errors(), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
             self._finish_phase()
         finally:
@@ -182,8 +182,8 @@ class ShardedParams:
                 "step.read() to call the model, step.weights() or step.state_dict() to copy, step.edit() to change it"
             )
             raise TrainingError(Problem(got, "the whole weight", attempt))
-        if self._param_access.operation != self._operation_index:
-            self._operation_index = self._param_access.operation
+        if self._param_access.operation_index != self._operation_index:
+            self._operation_index = self._param_access.operation_index
             self._needed_buckets = set()
         self._needed_buckets.add(bucket)
         self.ensure_unsharded(bucket)
@@ -193,7 +193,7 @@ class ShardedParams:
         assert self._unshard_order is not None
         missed = bucket not in self._unsharded
         if missed:
-            with outside(self._device.type):  # a transform of torch.func refuses to write into other tensors
+            with outside_transforms(self._device.type):  # a transform of torch.func refuses to write into other tensors
                 self._unshard_missing(bucket)
         self._unsharded.move_to_end(bucket)
         self._unshard_order.use(bucket)
@@ -202,7 +202,7 @@ class ShardedParams:
                 : max(0, len(self._unsharded) - ROOM)
             ]:
                 self.reshard(other)
-            with outside(self._device.type):
+            with outside_transforms(self._device.type):
                 self._prefetch()
 
     def reshard(self, bucket: int) -> None:
@@ -270,13 +270,13 @@ class ShardedParams:
 
     def _use_unsharded_views(self, bucket: int, flat: Tensor) -> None:
         """The bucket's parameters become views of a flat."""
-        with outside(self._device.type):
+        with outside_transforms(self._device.type):
             for slot, parameter in zip(self._buckets[bucket].slots, self._parameters[bucket], strict=True):
                 parameter.data = flat[slot.start : slot.stop].view(parameter.shape)
 
     def _use_placeholders(self, bucket: int) -> None:
         """The bucket's parameters become placeholders."""
-        with outside(self._device.type):
+        with outside_transforms(self._device.type):
             for parameter in self._parameters[bucket]:
                 parameter.data = self._placeholders[bucket].expand(parameter.shape)
 
@@ -304,7 +304,7 @@ class ShardedParams:
         if self._unshard_order is None:
             got = "a backward outside a step, of a graph with weights that rest split"
             raise TrainingError(Problem(got, "backward within the step, or weights that rest whole", "zero = 2"))
-        with outside(self._device.type):
+        with outside_transforms(self._device.type):
             self._needed_buckets = {saved.bucket}
             self.ensure_unsharded(saved.bucket)
             return self._unsharded[saved.bucket].as_strided(saved.size, saved.stride, saved.offset)

@@ -26,59 +26,61 @@ from torch._C import DisableTorchFunctionSubclass
 from fourfold.parts.lost_arguments import DROPPED_ARGUMENTS, restore_arguments
 from fourfold.words.errors import Problem, TaskError
 
-NO_HOOKS = "support saved tensor hooks"  # what torch.func says
+NO_SAVED_TENSOR_HOOKS = "support saved tensor hooks"  # what torch.func says
 
 # Attributes that are the elements, or a view of them. All others only tell of them.
-_VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
-_METHODS = (
+_VIEW_ATTRIBUTES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+_METADATA_METHODS = (
     "size dim ndimension numel nelement element_size stride storage_offset get_device is_contiguous is_floating_point "
     "is_complex is_signed is_inference is_pinned is_shared dim_order requires_grad_ retain_grad "
     "register_hook register_post_accumulate_grad_hook __len__ __hash__"
 )
 
 
-def _looks() -> frozenset[Any]:
+def _metadata_functions() -> frozenset[Any]:
     looks: set[Any] = {torch.numel, torch.is_floating_point, torch.is_complex, torch.autograd.grad}
-    looks.update(getattr(Tensor, name) for name in _METHODS.split())
+    looks.update(getattr(Tensor, name) for name in _METADATA_METHODS.split())
     for base in Tensor.__mro__:
         for name, attribute in vars(base).items():
             if isinstance(attribute, GetSetDescriptorType):
                 looks.update((attribute.__set__, attribute.__delete__))
-                if name not in _VIEWS:
+                if name not in _VIEW_ATTRIBUTES:
                     looks.add(attribute.__get__)
     return frozenset(looks)
 
 
-LOOKS = _looks()
+METADATA_FUNCTIONS = _metadata_functions()
 
 
-class Uses:
+class ParamAccess:
     """Tells of uses while it listens. Parameters know it weakly: it lives as long as somebody else holds it."""
 
-    def __init__(self, parameters_by_bucket: Sequence[Sequence[nn.Parameter]], before: Callable[[int], None]) -> None:
+    def __init__(
+        self, parameters_by_bucket: Sequence[Sequence[nn.Parameter]], before_access: Callable[[int], None]
+    ) -> None:
         """`before(bucket)` is called just before an operation takes a parameter of the bucket.
 
         It may itself work with the parameters: these are no uses. What it raises is raised where the parameter was
         to be used. It stands where the operation stands: see `outside`.
         """
-        self.listening = False
-        self.operation = 0
+        self.is_enabled = False
+        self.operation_index = 0
         """The number of the operation that is told of: one that takes several buckets needs them all at once."""
-        self.before = before
+        self.before_access = before_access
         self.bucket_of: dict[type, int] = {}
         for bucket, parameters in enumerate(parameters_by_bucket):
-            kind = _kind(weakref.ref(self))
+            kind = _make_param_class(weakref.ref(self))
             self.bucket_of[kind] = bucket
             for parameter in parameters:
                 parameter.__class__ = kind
         # Weakly: a parameter may have come to hold the step, and then neither would ever go.
         mine = [weakref.ref(parameter) for parameters in parameters_by_bucket for parameter in parameters]
-        self._end = weakref.finalize(self, _make_plain, mine)
-        self._end.atexit = False
+        self._finalizer = weakref.finalize(self, _make_plain, mine)
+        self._finalizer.atexit = False
 
     def close(self) -> None:
         """The parameters are plain again: nothing is told any more."""
-        self._end()
+        self._finalizer()
 
 
 def _make_plain(parameters: Iterable[weakref.ref[nn.Parameter]]) -> None:
@@ -88,7 +90,7 @@ def _make_plain(parameters: Iterable[weakref.ref[nn.Parameter]]) -> None:
             parameter.__class__ = nn.Parameter
 
 
-def _kind(owner: "weakref.ref[Uses]") -> type[nn.Parameter]:
+def _make_param_class(owner: "weakref.ref[ParamAccess]") -> type[nn.Parameter]:
     """A class of its own for the parameters of one bucket: torch says which classes an operation meets."""
 
     class Parameter(nn.Parameter):
@@ -101,15 +103,15 @@ def _kind(owner: "weakref.ref[Uses]") -> type[nn.Parameter]:
                 kwargs = restore_arguments(func, tuple(args), kwargs or {})
             known = uses.bucket_of if uses is not None else {cls: 0}
             with DisableTorchFunctionSubclass():
-                if uses is not None and uses.listening and func not in LOOKS:
-                    uses.operation += 1
+                if uses is not None and uses.is_enabled and func not in METADATA_FUNCTIONS:
+                    uses.operation_index += 1
                     for kind in types:
                         if kind in known:
-                            uses.before(known[kind])
+                            uses.before_access(known[kind])
                 if all(map(known.__contains__, types)):
                     return func(*args, **kwargs) if kwargs else func(*args)
             others = tuple(kind for kind in types if kind not in known and kind is not Tensor)
-            return _call(func, others, args, kwargs or {})
+            return _dispatch(func, others, args, kwargs or {})
 
         def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
             if id(self) not in memo:
@@ -122,7 +124,7 @@ def _kind(owner: "weakref.ref[Uses]") -> type[nn.Parameter]:
     return Parameter
 
 
-def _call(func: Any, others: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _dispatch(func: Any, others: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The operation as it would be if its parameters were plain: tensors of another class decide about it."""
     for kind in others:
         result = kind.__torch_function__(func, others, args, kwargs)
@@ -134,12 +136,12 @@ def _call(func: Any, others: Sequence[Any], args: Sequence[Any], kwargs: dict[st
         return func(*args, **kwargs)
 
 
-unwatched = DisableTorchFunctionSubclass
+untracked_access = DisableTorchFunctionSubclass
 """Within: parameters are plain, and nobody is told."""
 
 
 @contextlib.contextmanager
-def outside(device_type: str) -> Iterator[None]:
+def outside_transforms(device_type: str) -> Iterator[None]:
     """Within: no gradient is recorded, no `torch.func` transform and no autocast is active, as between operations."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -154,12 +156,12 @@ def outside(device_type: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def naming_transforms() -> Iterator[None]:
+def explain_transform_errors() -> Iterator[None]:
     """Within: a transform that torch ends because of our hooks for saved tensors is a TaskError."""
     try:
         yield
     except RuntimeError as error:
-        if NO_HOOKS not in str(error):
+        if NO_SAVED_TENSOR_HOOKS not in str(error):
             raise
         got = "torch.func.grad, vjp, jacrev or hessian in the model, with zero = 3 between hosts or process groups"
         need = "autograd to keep shards of weights instead of whole ones, which these transforms do not allow"

@@ -18,7 +18,7 @@ from torch import nn
 
 from fourfold.parts.comm import Transport
 from fourfold.parts.gathered import ShardedParams
-from fourfold.parts.uses import Uses, outside
+from fourfold.parts.uses import ParamAccess, outside_transforms
 from fourfold.words.errors import Problem, TrainingError
 
 
@@ -40,7 +40,7 @@ class Deferred:
         self._parameters, self._transport, self._update = parameters, transport, update
         self._param_access = None
         if gathered is None:
-            self._param_access = Uses(parameters, self._before_use)
+            self._param_access = ParamAccess(parameters, self._before_use)
         else:
             gathered.before_unshard = self._before_gather
         self._device_type = parameters[0][0].device.type
@@ -104,18 +104,18 @@ class Deferred:
         if not self._in_forward:
             got = "a weight used between steps, while its update waits for the next forward"
             raise TrainingError(Problem(got, "the update first", "step.flush() on every rank"))
-        with outside(self._device_type):
+        with outside_transforms(self._device_type):
             self._update_up_to(place)
             self._transport.wait_weights(bucket)
         self._num_arrived = place + 1
 
     def _listen(self, listening: bool) -> None:
         if self._param_access is not None:
-            self._param_access.listening = listening
+            self._param_access.is_enabled = listening
 
     def _before_gather(self, bucket: int) -> None:
         if self.is_waiting:
-            with outside(self._device_type):
+            with outside_transforms(self._device_type):
                 self._update_up_to(self._place[bucket])
 
     def _update_up_to(self, place: int) -> None:

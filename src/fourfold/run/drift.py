@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fourfold.parts.comm import Communicator
 from fourfold.parts.fingerprint import fingerprints
-from fourfold.parts.uses import unwatched
+from fourfold.parts.uses import untracked_access
 from fourfold.plan.intervals import is_due
 from fourfold.plan.plan import Plan
 from fourfold.words.errors import DivergenceError, Problem, SettingError
@@ -77,7 +77,7 @@ class Drift:
         Where the ranks that differ are of unlike machines, or update in another manner, rank 0 warns instead.
         """
         self._has_compared = True
-        with unwatched():
+        with untracked_access():
             found = fingerprints([each.tensor for each in held])
         rows = [_digests(held, found, kind) for kind in KINDS]
         if not _any_differ(self._ranks.all_gather_json(rows)):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.uses import naming_transforms
+from fourfold.parts.uses import explain_transform_errors
 from fourfold.plan.plan import Plan
 from fourfold.run.batch import (
     Microbatch,
@@ -131,7 +131,7 @@ class DryRun:
         self._shown = None
         with reading("try out"):
             try:
-                with naming_transforms():
+                with explain_transform_errors():
                     told |= self._show(batch, training=training)
             except Exception as caught:  # raised below, when the other ranks have heard of it
                 error, told["error"] = caught, first_line(caught)

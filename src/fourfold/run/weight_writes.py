@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from fourfold.parts.fingerprint import fingerprints
 from fourfold.parts.lost_arguments import restore_arguments
-from fourfold.parts.uses import unwatched
+from fourfold.parts.uses import untracked_access
 from fourfold.run.batch import leaves
 
 _AUGMENTED = "add sub mul matmul truediv floordiv mod and or xor lshift rshift pow"
@@ -47,7 +47,7 @@ class WeightWrites(TorchFunctionMode):
         self._copied: dict[str, _Copied] = {}
         self.written: set[str] = set()
         """The parameters that were written, by name."""
-        with unwatched():
+        with untracked_access():
             self._parameters = dict(model.named_parameters())
             self._versions = {name: p._version for name, p in self._parameters.items()}
 
@@ -63,7 +63,7 @@ class WeightWrites(TorchFunctionMode):
 
     @torch.no_grad()
     def _note(self, target: Tensor, *, is_renorm: bool) -> None:
-        with unwatched():
+        with untracked_access():
             for name in self._shown(target):
                 if not is_renorm or self._renorms:
                     self.written.add(name)
@@ -82,7 +82,7 @@ class WeightWrites(TorchFunctionMode):
     @torch.no_grad()
     def changes(self) -> Mapping[str, Tensor]:
         """What was written and has other elements than before: a fingerprint, by name."""
-        with unwatched():
+        with untracked_access():
             now = {name: self._parameters[name].data for name in self.written & self._copied.keys()}
             changed = {name: p for name, p in now.items() if not same(p, self._copied[name].value)}
             found = fingerprints(list(changed.values()))
@@ -92,13 +92,13 @@ class WeightWrites(TorchFunctionMode):
 
     def replaced(self) -> list[str]:
         """The parameters that have another storage than before."""
-        with unwatched():
+        with untracked_access():
             pairs = [(name, self._parameters[name].data, copied.data) for name, copied in self._copied.items()]
         return [name for name, now, before in pairs if now.data_ptr() != before.data_ptr()]
 
     def unseen(self) -> list[str]:
         """The parameters that were written, as their versions tell, by what is not seen here."""
-        with unwatched():
+        with untracked_access():
             noted = self.written | self._copied.keys()
             now = {name: p._version for name, p in self._parameters.items() if name not in noted}
         return [name for name, version in now.items() if version != self._versions[name]]
@@ -106,7 +106,7 @@ class WeightWrites(TorchFunctionMode):
     @torch.no_grad()
     def restore(self) -> None:
         """Put back what was copied."""
-        with unwatched():
+        with untracked_access():
             for name, (data, value) in self._copied.items():
                 self._parameters[name].data = data
                 if not same(data, value):
@@ -115,7 +115,7 @@ class WeightWrites(TorchFunctionMode):
 
 def values(parameters: Mapping[str, Tensor]) -> dict[str, int]:
     """A fingerprint of each parameter, by name."""
-    with unwatched():
+    with untracked_access():
         return dict(zip(parameters, fingerprints(list(parameters.values())), strict=True))
 
 

@@ -18,7 +18,7 @@ from fourfold.parts import comm, data, lowered
 from fourfold.parts.edits import WeightEdits
 from fourfold.parts.gathered import ShardedParams
 from fourfold.parts.masters import MasterWeightPolicy, MasterWeights
-from fourfold.parts.uses import unwatched
+from fourfold.parts.uses import untracked_access
 from fourfold.plan.data import Bucket
 from fourfold.words.errors import Problem, TaskError
 
@@ -77,7 +77,7 @@ class Weights:
         return self._transport.shared_weights is not None
 
     def _where(self) -> dict[str, int]:
-        with unwatched():
+        with untracked_access():
             return {name: p.data_ptr() for name, p in self.trainable.items()}
 
     def _why_lost(self) -> str:
@@ -112,7 +112,7 @@ class Weights:
 
     def problems(self) -> list[Problem]:
         """Why parameters are no longer what the buckets were made of."""
-        with unwatched():
+        with untracked_access():
             return self._problems()
 
     def _problems(self) -> list[Problem]:
@@ -275,7 +275,7 @@ class Weights:
 
     def own(self) -> dict[str, Any]:
         """The model's `state_dict`, without copies. Raises TaskError where it does not have the trained weights."""
-        with unwatched():  # a copy of a placeholder is refused here, as any copy
+        with untracked_access():  # a copy of a placeholder is refused here, as any copy
             own = self.model.state_dict(keep_vars=True)
         missing = [name for name in self.trainable if name not in own]
         # The precise weights of these are put in place of the model's: a copy is not recognized.

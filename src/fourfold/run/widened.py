@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fourfold.parts.uses import LOOKS
+from fourfold.parts.uses import METADATA_FUNCTIONS
 from fourfold.run.random_weights import cast
 
 
@@ -31,7 +31,7 @@ class Widened(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        is_look = func in LOOKS
+        is_look = func in METADATA_FUNCTIONS
         dtype = None if is_look else self._dtype
         args = tuple(self._given(arg, dtype) for arg in args)
         named = {name: self._given(value, dtype) for name, value in (kwargs or {}).items()}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fourfold.feed.feed import Feed, Position
 from fourfold.parts.optim import IMPLEMENTATION_OPTIONS
-from fourfold.parts.uses import unwatched
+from fourfold.parts.uses import untracked_access
 from fourfold.plan.order import ORDER_VERSION
 from fourfold.plan.pieces import (
     Box,
@@ -361,7 +361,7 @@ def _optimizer_problems(trained: Trained, manifest: Manifest) -> Sequence[Proble
 def _problems(trained: Trained, manifest: Manifest) -> Iterator[Problem]:
     step, feed = trained.step, fed(trained.feed)
     parameters = {name: tuple(p.shape) for name, p in step.model.named_parameters() if p.requires_grad}
-    with unwatched():  # of weights that rest split there are placeholders, in their shapes
+    with untracked_access():  # of weights that rest split there are placeholders, in their shapes
         own = {f"model.{name}": value for name, value in step.model.state_dict(keep_vars=True).items()}
     ours = {name: tuple(value.shape) for name, value in own.items()}
     shapes = {name: entry.shape for name, entry in manifest.tensors.items()}
