@@ -18,22 +18,22 @@ import torch
 from bench.measure import describe_machine, format_table
 from fourfold.parts import codec, memory
 from fourfold.parts.codec import Codec
-from fourfold.plan.codec import Coding, Meet, sent_bytes
+from fourfold.plan.codec import CodecSpec, Combine, codec_sent_bytes
 from fourfold.plan.data import Bucket, Slot
 
 # A block of a small language model, in reverse order of definition: 1,050,624 elements, 4.0 MiB of float32.
 SHAPES = [(256, 1024), (512,), (1024, 256), (512,), (256, 512), (512, 256), (512,), (1024, 256), (512,)]
 WARM_UP = 100  # steps until remainders have grown and thresholds stay
 CODINGS = {
-    "bf16": Coding("bf16"),
-    "fp16": Coding("fp16"),
-    "int8": Coding("int8"),
-    "topk 1 %": Coding("topk", density=0.01),
-    "dct 1 %, life 100": Coding("dct", density=0.01, life=100),
-    "dct 1 %, life 1": Coding("dct", density=0.01, life=1),
-    "dct 10 %, life 100": Coding("dct", density=0.1, life=100),
-    "powersgd, rank 2": Coding("powersgd", rank=2),
-    "powersgd, rank 4": Coding("powersgd", rank=4),
+    "bf16": CodecSpec("bf16"),
+    "fp16": CodecSpec("fp16"),
+    "int8": CodecSpec("int8"),
+    "topk 1 %": CodecSpec("topk", density=0.01),
+    "dct 1 %, life 100": CodecSpec("dct", density=0.01, refresh_steps=100),
+    "dct 1 %, life 1": CodecSpec("dct", density=0.01, refresh_steps=1),
+    "dct 10 %, life 100": CodecSpec("dct", density=0.1, refresh_steps=100),
+    "powersgd, rank 2": CodecSpec("powersgd", matrix_rank=2),
+    "powersgd, rank 4": CodecSpec("powersgd", matrix_rank=4),
 }
 
 
@@ -62,7 +62,7 @@ def time_codec(each: Codec, flat: torch.Tensor, ranks: int, times: CodecTimes) -
     message = next(talk)
     encode += time.thread_time() - begin
     for number in range(len(each.rounds)):
-        gathered = message.combine is Meet.GATHER
+        gathered = message.combine is Combine.GATHER
         reply = [message.payload.clone() for _ in range(ranks)] if gathered else [message.payload]
         begin = time.thread_time()
         try:
@@ -96,7 +96,7 @@ def main() -> None:
     rows = []
     for name, each in codecs.items():
         encode, decode = statistics.median(times[name].encode_seconds), statistics.median(times[name].decode_seconds)
-        sent = sent_bytes(each.rounds, size=options.ranks)
+        sent = codec_sent_bytes(each.rounds, size=options.ranks)
         rows.append(
             [
                 name,

@@ -4,7 +4,18 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fourfold.plan.codec import KINDS, WHOLE_BELOW, Coding, Meet, commutes, factor, kept, rounds, sent_bytes, sparse
+from fourfold.plan.codec import (
+    CODECS,
+    DENSE_BELOW,
+    CodecSpec,
+    Combine,
+    codec_rounds,
+    codec_sent_bytes,
+    low_rank_spec,
+    num_sent,
+    sparse_spec,
+    supports_all_reduce,
+)
 from fourfold.plan.data import Bucket, Slot
 from fourfold.words.errors import PlanError
 
@@ -30,23 +41,23 @@ def bucket_of(shapes, dtype="float32", element_bytes=4) -> Bucket:
 @given(num_elements=st.integers(1, 10**6), percent=st.integers(1, 100))
 def test_what_is_kept_is_what_the_sparsity_leaves(num_elements, percent):
     # n − ⌊n·η⌋ in whole numbers, η = 1 − percent / 100.
-    assert kept(num_elements, percent / 100) == num_elements - num_elements * (100 - percent) // 100
+    assert num_sent(num_elements, percent / 100) == num_elements - num_elements * (100 - percent) // 100
 
 
 @given(shapes=SHAPES, density=st.floats(0.001, 1.0), rank=st.integers(1, 8))
 def test_whole_stretches_and_the_rest_tile_a_bucket(shapes, density, rank):
     bucket = bucket_of(shapes)
-    dct = sparse(Coding("dct", density=density), bucket)
-    stretches = [*dct.whole, *((each.start, each.stop) for each in dct.chosen)]
-    low_rank = factor(bucket, shapes, rank)
+    dct = sparse_spec(CodecSpec("dct", density=density), bucket)
+    stretches = [*dct.dense_ranges, *((each.start, each.stop) for each in dct.sparse_ranges)]
+    low_rank = low_rank_spec(bucket, shapes, rank)
     matrices = [(each.start, each.start + each.rows * each.columns) for each in low_rank.matrices]
-    for tiles in (stretches, [*low_rank.whole, *matrices]):
+    for tiles in (stretches, [*low_rank.dense_ranges, *matrices]):
         tiles.sort()
         assert [start for start, _ in tiles] == [0, *(stop for _, stop in tiles[:-1])]
         assert tiles[-1][1] == bucket.size
-    for each in dct.chosen:
-        assert each.stop - each.start >= WHOLE_BELOW
-        assert each.low <= each.kept <= each.high <= each.stop - each.start
+    for each in dct.sparse_ranges:
+        assert each.stop - each.start >= DENSE_BELOW
+        assert each.min_sent <= each.num_sent <= each.max_sent <= each.stop - each.start
     for each in low_rank.matrices:
         assert (each.rows + each.columns) * rank < each.rows * each.columns
 
@@ -54,15 +65,18 @@ def test_whole_stretches_and_the_rest_tile_a_bucket(shapes, density, rank):
 @given(shapes=SHAPES, density=st.floats(0.001, 0.5), rank=st.integers(1, 4), width=st.sampled_from([4, 8]))
 def test_no_codec_sends_more_than_the_whole(shapes, density, rank, width):
     bucket = bucket_of(shapes, f"float{8 * width}", width)
-    for kind in KINDS:
-        steps = rounds(Coding(kind, rank=rank, density=density), bucket, shapes)
+    for kind in CODECS:
+        steps = codec_rounds(CodecSpec(kind, matrix_rank=rank, density=density), bucket, shapes)
         # What is fixed in every message: an entry at least, a scale, a count of places, a rounding up.
         assert sum(step.num_bytes for step in steps) <= bucket.num_bytes + 4 + width + 8
 
 
 def test_only_casts_commute_with_summation():
     bucket = bucket_of([(64, 64)])
-    assert {kind for kind in KINDS if commutes(rounds(Coding(kind), bucket, [(64, 64)]))} == {"bf16", "fp16"}
+    assert {kind for kind in CODECS if supports_all_reduce(codec_rounds(CodecSpec(kind), bucket, [(64, 64)]))} == {
+        "bf16",
+        "fp16",
+    }
 
 
 def test_a_codec_as_bytes():
@@ -71,32 +85,35 @@ def test_a_codec_as_bytes():
     bucket = bucket_of(shapes)
 
     def bytes_of(kind, **parameters):
-        return [tuple(step) for step in rounds(Coding(kind, **parameters), bucket, shapes)]
+        return [tuple(step) for step in codec_rounds(CodecSpec(kind, **parameters), bucket, shapes)]
 
-    assert bytes_of("bf16") == bytes_of("fp16") == [(Meet.SUM, 2 * 525_312)]
-    assert bytes_of("int8") == [(Meet.GATHER, 525_312 + 4 * 2052)]
-    assert bytes_of("topk", density=0.01) == [(Meet.GATHER, 5254 * 6 + 9 * 4)]
-    assert bytes_of("powersgd", rank=2) == [(Meet.SUM, 4 * (2 * 512 + 1024)), (Meet.SUM, 4 * 2 * 1024)]
+    assert bytes_of("bf16") == bytes_of("fp16") == [(Combine.SUM, 2 * 525_312)]
+    assert bytes_of("int8") == [(Combine.GATHER, 525_312 + 4 * 2052)]
+    assert bytes_of("topk", density=0.01) == [(Combine.GATHER, 5254 * 6 + 9 * 4)]
+    assert bytes_of("powersgd", rank=2) == [(Combine.SUM, 4 * (2 * 512 + 1024)), (Combine.SUM, 4 * 2 * 1024)]
     # Room for a quarter more than ⌈5242.88⌉ and ⌈10.24⌉ entries; messages end at a multiple of 8.
-    assert bytes_of("dct", density=0.01) == [(Meet.GATHER, (6554 + 14) * 6 + 9 * 4 + 4)]
+    assert bytes_of("dct", density=0.01) == [(Combine.GATHER, (6554 + 14) * 6 + 9 * 4 + 4)]
 
 
 def test_gathered_messages_are_sent_to_every_other_rank():
     bucket = bucket_of([(64, 64)])
-    summed, gathered = rounds(Coding("bf16"), bucket, [(64, 64)]), rounds(Coding("int8"), bucket, [(64, 64)])
-    assert sent_bytes(summed, size=4) == pytest.approx(2 * 3 / 4 * 2 * 4096)
-    assert sent_bytes(gathered, size=4) == 3 * (4096 + 4 * 16)
-    assert sent_bytes(gathered, size=1) == 0
+    summed, gathered = (
+        codec_rounds(CodecSpec("bf16"), bucket, [(64, 64)]),
+        codec_rounds(CodecSpec("int8"), bucket, [(64, 64)]),
+    )
+    assert codec_sent_bytes(summed, size=4) == pytest.approx(2 * 3 / 4 * 2 * 4096)
+    assert codec_sent_bytes(gathered, size=4) == 3 * (4096 + 4 * 16)
+    assert codec_sent_bytes(gathered, size=1) == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CODECS)
 @pytest.mark.parametrize("dtype", ["int32", "int64", "bool", "uint8"])
 def test_a_codec_refuses_what_is_no_floating_point_number(kind, dtype):
     with pytest.raises(PlanError, match=rf"{dtype} gradients \(p0\)"):
-        rounds(Coding(kind), bucket_of([(4, 4)], dtype, 4), [(4, 4)])
+        codec_rounds(CodecSpec(kind), bucket_of([(4, 4)], dtype, 4), [(4, 4)])
 
 
 def test_an_impossible_coding_is_refused_with_all_its_problems():
     with pytest.raises(PlanError) as caught:
-        Coding("gzip", rank=0, density=1.5, life=0)
+        CodecSpec("gzip", matrix_rank=0, density=1.5, refresh_steps=0)
     assert len(caught.value.problems) == 4

@@ -13,18 +13,18 @@ from fourfold.parts.codec.entries import kth_largest
 from fourfold.parts.codec.int8 import Int8
 from fourfold.parts.codec.powersgd import PowerSGD
 from fourfold.parts.codec.topk import TopK
-from fourfold.plan.codec import KINDS, PLACE_BLOCK, SCALE_BLOCK, Coding, kept, rounds
+from fourfold.plan.codec import CODECS, INDEX_BLOCK, SCALE_BLOCK, CodecSpec, codec_rounds, num_sent
 from fourfold.testing.codecs import exchange
 from tests.pure.test_codec import bucket_of
 
-REMEMBERING = [kind for kind in KINDS if kind not in ("bf16", "fp16")]
+REMEMBERING = [kind for kind in CODECS if kind not in ("bf16", "fp16")]
 SHAPES = [(40, 30), (30,), (), (7, 3, 5), (600,), (33, 65)]
 CPU = torch.device("cpu")
 
 
 def make(kind, shapes, *, dtype="float64", size=1, **parameters):
     bucket = bucket_of(shapes, dtype, getattr(torch, dtype).itemsize)
-    return [codec.make_codec(Coding(kind, **parameters), bucket, shapes, device=CPU) for _ in range(size)]
+    return [codec.make_codec(CodecSpec(kind, **parameters), bucket, shapes, device=CPU) for _ in range(size)]
 
 
 def remainder_of(each):
@@ -80,13 +80,15 @@ def test_at_density_one_a_sparse_codec_is_no_codec_bit_for_bit(kind):
         assert torch.equal(flats[0], dense)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CODECS)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 def test_a_message_is_as_long_as_was_said(kind, dtype):
     shapes = [*SHAPES, (300, 257)]  # more than one block of places
     codecs = make(kind, shapes, size=2, dtype=dtype, density=0.03, rank=2)
     said = exchange(codecs, gradients(shapes, size=2, dtype=getattr(torch, dtype)))
-    expected = rounds(Coding(kind, density=0.03, rank=2), bucket_of(shapes, dtype, codecs_width(dtype)), shapes)
+    expected = codec_rounds(
+        CodecSpec(kind, density=0.03, matrix_rank=2), bucket_of(shapes, dtype, codecs_width(dtype)), shapes
+    )
     assert [(each.combine, each.payload.nbytes) for each in said] == list(expected) == list(codecs[0].rounds)
 
 
@@ -110,7 +112,7 @@ def test_what_two_bytes_cannot_hold_waits_in_four(kind, dtype):
     assert remainder[8].item() == pytest.approx(20 * thousandth, rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CODECS)
 def test_a_codec_goes_on_from_its_state_bit_for_bit(kind):
     options = {"size": 2, "dtype": "float32", "density": 0.1, "rank": 2, "life": 3}
     codecs, others = make(kind, SHAPES, **options), make(kind, SHAPES, **options)
@@ -232,7 +234,7 @@ def test_topk_sends_the_largest_of_the_bucket(shapes, percent):
     (each,) = make("topk", shapes, density=percent / 100)
     assert isinstance(each, TopK)
     exchange([each], [flat])
-    largest = before.abs() > size - kept(size, percent / 100)
+    largest = before.abs() > size - num_sent(size, percent / 100)
     assert torch.equal(flat, before * largest)
 
 
@@ -244,9 +246,9 @@ def test_topk_takes_the_first_of_the_ties():
 
 
 def test_places_reach_over_many_blocks():
-    length = 3 * PLACE_BLOCK + 17
+    length = 3 * INDEX_BLOCK + 17
     flat = torch.zeros(length)
-    places = torch.tensor([0, 1, PLACE_BLOCK - 1, PLACE_BLOCK, 2 * PLACE_BLOCK + 5, 3 * PLACE_BLOCK, length - 1])
+    places = torch.tensor([0, 1, INDEX_BLOCK - 1, INDEX_BLOCK, 2 * INDEX_BLOCK + 5, 3 * INDEX_BLOCK, length - 1])
     flat[places] = torch.arange(1.0, 8.0)
     for kind in ("topk", "dct"):
         sent = flat.clone()

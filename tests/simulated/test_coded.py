@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fourfold.plan.codec import KINDS
+from fourfold.plan.codec import CODECS
 from fourfold.plan.plan import Plan
 from fourfold.run.refuse import model_problems
 from fourfold.run.show import show
@@ -17,7 +17,7 @@ from fourfold.testing.oracle import TOLERANCE
 from tests import coded
 from tests.training import Case, batches, build, local, train_step
 
-REMEMBERING = [kind for kind in KINDS if kind not in ("bf16", "fp16")]
+REMEMBERING = [kind for kind in CODECS if kind not in ("bf16", "fp16")]
 
 
 def worst(case: Case, size: int, *, unit: float = 1.0) -> float:

@@ -12,7 +12,7 @@ from fourfold.parts.comm.coded import CompressedRoutes, CompressedTransport, Nul
 from fourfold.parts.comm.shared import SharedMemoryTransport
 from fourfold.parts.comm.slotting import SharedMemoryLayout
 from fourfold.parts.comm.split import AsyncResult, always_done
-from fourfold.plan.codec import Coding
+from fourfold.plan.codec import CodecSpec
 from fourfold.plan.data import RESTS, Bucket, Slot, turns
 from fourfold.testing import threads
 
@@ -74,7 +74,7 @@ def test_a_rank_does_its_part_of_a_sum_before_it_waits_for_a_later_message():
             mapping, slotting, index=ranks.rank, size=2, rest=RESTS[2], is_prereduced=True, time_limit_seconds=10
         )
         sums = SharedMemoryTransport(other, messages, index=ranks.rank, size=2, time_limit_seconds=10)
-        codecs = [codec.make_codec(Coding("bf16"), bucket, [(64,)], device=ranks.device) for bucket in buckets]
+        codecs = [codec.make_codec(CodecSpec("bf16"), bucket, [(64,)], device=ranks.device) for bucket in buckets]
         coded = CompressedTransport(
             CompressedRoutes(inner, [sums], NullMessageGatherer(), is_host_leader=ranks.rank == 0), codecs
         )

@@ -18,7 +18,7 @@ from torch import nn
 
 import fourfold as ff
 from fourfold.parts import comm, sequence
-from fourfold.plan.codec import rounds
+from fourfold.plan.codec import codec_rounds
 from fourfold.plan.timeline import encode
 from fourfold.run import late
 from fourfold.run.trace import Tracing
@@ -112,7 +112,7 @@ def _rounds(step: Any) -> list[Any]:
     """By bucket, what its codec says of its messages."""
     shapes = {name: tuple(p.shape) for name, p in step.model.named_parameters()}
     by_bucket = [[shapes[slot.name] for slot in bucket.slots] for bucket in step.buckets]
-    return [rounds(step.plan.coding, b, s) for b, s in zip(step.buckets, by_bucket, strict=True)]
+    return [codec_rounds(step.plan.coding, b, s) for b, s in zip(step.buckets, by_bucket, strict=True)]
 
 
 @contextlib.contextmanager

@@ -21,16 +21,16 @@ from fourfold.words.errors import PlanError, Problem
 from fourfold.words.layout import Change
 from fourfold.words.layout import sent_bytes as layout_bytes
 
-KINDS = ("bf16", "fp16", "int8", "topk", "powersgd", "dct")
+CODECS = ("bf16", "fp16", "int8", "topk", "powersgd", "dct")
 SCALE_BLOCK = 256
-PLACE_BLOCK = 65536
-WIDEST = 8  # bytes of a number in a message
+INDEX_BLOCK = 65536
+ALIGNMENT_BYTES = 8  # bytes of a number in a message
 # Kraken, a published DCT, sends tensors of fewer than 128 or 256 elements whole.
-WHOLE_BELOW = 256
+DENSE_BELOW = 256
 BAND_LOW, BAND_HIGH = 0.5, 1.25
 
 
-class Meet(StrEnum):
+class Combine(StrEnum):
     """How the ranks' messages of a round come together."""
 
     SUM = "sum"
@@ -38,7 +38,7 @@ class Meet(StrEnum):
 
 
 @dataclass(frozen=True)
-class Coding:
+class CodecSpec:
     """A codec and its parameters, those of other kinds unused.
 
     rank     powersgd: columns of the two factors
@@ -47,28 +47,28 @@ class Coding:
     """
 
     kind: str
-    rank: int = 4
+    matrix_rank: int = 4
     density: float = 0.01
-    life: int = 100
+    refresh_steps: int = 100
 
     def __post_init__(self) -> None:
         problems = []
-        if self.kind not in KINDS:
-            problems.append(Problem(f"codec = {self.kind!r}", "one of " + ", ".join(KINDS)))
-        if self.rank < 1:
-            problems.append(Problem(f"codec_rank = {self.rank}", "at least 1", "codec_rank = 4"))
+        if self.kind not in CODECS:
+            problems.append(Problem(f"codec = {self.kind!r}", "one of " + ", ".join(CODECS)))
+        if self.matrix_rank < 1:
+            problems.append(Problem(f"codec_rank = {self.matrix_rank}", "at least 1", "codec_rank = 4"))
         if not 0.0 < self.density <= 1.0:
             problems.append(Problem(f"codec_density = {self.density}", "above 0, at most 1", "codec_density = 0.01"))
-        if self.life < 1:
-            problems.append(Problem(f"codec_life = {self.life}", "at least 1", "codec_life = 100"))
+        if self.refresh_steps < 1:
+            problems.append(Problem(f"codec_life = {self.refresh_steps}", "at least 1", "codec_life = 100"))
         if problems:
             raise PlanError(problems, where="the codec")
 
 
-class Round(NamedTuple):
+class CodecRound(NamedTuple):
     """One exchange of a bucket's reduction: how it meets, and the length of one rank's message."""
 
-    meet: Meet
+    combine: Combine
     num_bytes: int
 
 
@@ -76,178 +76,183 @@ Shapes = Sequence[tuple[int, ...]]
 """The shapes of a bucket's parameters, in the order of its slots."""
 
 
-def rounds(coding: Coding, bucket: Bucket, shapes: Shapes) -> tuple[Round, ...]:
+def codec_rounds(spec: CodecSpec, bucket: Bucket, shapes: Shapes) -> tuple[CodecRound, ...]:
     """What the reduction of a bucket consists of. Raises PlanError for gradients that are no floating-point numbers."""
     if not bucket.dtype.startswith(("float", "bfloat")):
         names = ", ".join(slot.name for slot in bucket.slots[:3])
-        got = f"codec = {coding.kind!r} and {bucket.dtype} gradients ({names})"
+        got = f"codec = {spec.kind!r} and {bucket.dtype} gradients ({names})"
         raise PlanError(Problem(got, "floating-point gradients", 'codec = "none"'))
-    if coding.kind in ("bf16", "fp16"):
-        return (Round(Meet.SUM, length(bucket) * min(2, bucket.element_bytes)),)
-    if coding.kind == "powersgd":
-        low_rank = factor(bucket, shapes, coding.rank)
-        width = work_bytes(bucket)
-        first = Round(Meet.SUM, (low_rank.num_left + low_rank.num_whole) * width)
-        return (first, Round(Meet.SUM, low_rank.num_right * width)) if low_rank.matrices else (first,)
-    sections = blockwise(bucket) if coding.kind == "int8" else sparse(coding, bucket).sections(bucket)
-    return (Round(Meet.GATHER, sections.num_bytes),)
+    if spec.kind in ("bf16", "fp16"):
+        return (CodecRound(Combine.SUM, unpadded_length(bucket) * min(2, bucket.element_bytes)),)
+    if spec.kind == "powersgd":
+        low_rank = low_rank_spec(bucket, shapes, spec.matrix_rank)
+        width = accumulation_bytes(bucket)
+        first = CodecRound(Combine.SUM, (low_rank.num_p + low_rank.num_dense) * width)
+        return (first, CodecRound(Combine.SUM, low_rank.num_q * width)) if low_rank.matrices else (first,)
+    sections = blockwise_layout(bucket) if spec.kind == "int8" else sparse_spec(spec, bucket).message_layout(bucket)
+    return (CodecRound(Combine.GATHER, sections.num_bytes),)
 
 
-def commutes(steps: Sequence[Round]) -> bool:
+def supports_all_reduce(steps: Sequence[CodecRound]) -> bool:
     """Whether messages may be summed as they are, in any grouping, before they are read: one round, a sum."""
-    return len(steps) == 1 and steps[0].meet is Meet.SUM
+    return len(steps) == 1 and steps[0].combine is Combine.SUM
 
 
-def sent_bytes(steps: Sequence[Round], *, size: int) -> float:
+def codec_sent_bytes(steps: Sequence[CodecRound], *, size: int) -> float:
     """Bytes each of `size` ranks sends for a bucket, by ring: 2 (N−1)/N of a summed message, N−1 gathered ones."""
     sent = 0.0
     for step in steps:
-        if step.meet is Meet.SUM:
+        if step.combine is Combine.SUM:
             sent += layout_bytes(Change.ALL_REDUCE, whole_bytes=step.num_bytes, size=size)
         else:
             sent += layout_bytes(Change.ALL_GATHER, whole_bytes=step.num_bytes * size, size=size)
     return sent
 
 
-def length(bucket: Bucket) -> int:
+def unpadded_length(bucket: Bucket) -> int:
     """Elements of a bucket that a codec is about: all but the padding, which is zero and stays so."""
     return bucket.slots[-1].stop
 
 
-def work_bytes(bucket: Bucket) -> int:
+def accumulation_bytes(bucket: Bucket) -> int:
     """Bytes of an element of what is remembered: at least float32, else small remainders would be rounded away."""
     return max(4, bucket.element_bytes)
 
 
-class Section(NamedTuple):
+class MessageSection(NamedTuple):
     """A part of a message: `num` numbers of `width` bytes each."""
 
-    num: int
-    width: int
+    num_items: int
+    item_bytes: int
 
 
-class Sections(NamedTuple):
+class MessageLayout(NamedTuple):
     """Where the parts of a message begin, in bytes, and where it ends."""
 
     starts: tuple[int, ...]
     num_bytes: int
 
 
-def lay(sections: Sequence[Section]) -> Sections:
+def pack_sections(sections: Sequence[MessageSection]) -> MessageLayout:
     """The sections one after the other, each at a multiple of its width; messages lie end to end, so the whole too."""
     starts, end = [], 0
     for num, width in sections:
         start = -(-end // width) * width
         starts.append(start)
         end = start + num * width
-    return Sections(tuple(starts), -(-end // WIDEST) * WIDEST)
+    return MessageLayout(tuple(starts), -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
 
 
-def blockwise(bucket: Bucket) -> Sections:
+def blockwise_layout(bucket: Bucket) -> MessageLayout:
     """int8: a scale for each block of 256 elements, then a byte for each element."""
-    return lay([Section(-(-length(bucket) // SCALE_BLOCK), work_bytes(bucket)), Section(length(bucket), 1)])
+    return pack_sections(
+        [
+            MessageSection(-(-unpadded_length(bucket) // SCALE_BLOCK), accumulation_bytes(bucket)),
+            MessageSection(unpadded_length(bucket), 1),
+        ]
+    )
 
 
-def kept(num_elements: int, density: float) -> int:
+def num_sent(num_elements: int, density: float) -> int:
     """How many of the elements are sent: n − ⌊n·η⌋ with η = 1 − density, at least one."""
     # A density of 0.1 of ten elements is one, not two: what binary fractions add at the 9th digit is no element.
     return max(1, min(num_elements, math.ceil(num_elements * density - 1e-9)))
 
 
-class Chosen(NamedTuple):
+class SparseRange(NamedTuple):
     """A stretch of a bucket of which `kept` elements are to be sent; no more than `high` can be, below `low` is few."""
 
     start: int
     stop: int
-    kept: int
-    low: int
-    high: int
+    num_sent: int
+    min_sent: int
+    max_sent: int
 
 
 @dataclass(frozen=True)
-class Sparse:
+class SparseSpec:
     """What a sparse message holds: stretches [start, stop) sent whole, and the entries chosen from the others."""
 
-    whole: tuple[tuple[int, int], ...]
-    chosen: tuple[Chosen, ...]
+    dense_ranges: tuple[tuple[int, int], ...]
+    sparse_ranges: tuple[SparseRange, ...]
 
     @property
-    def num_whole(self) -> int:
-        return sum(stop - start for start, stop in self.whole)
+    def num_dense(self) -> int:
+        return sum(stop - start for start, stop in self.dense_ranges)
 
     @property
     def capacity(self) -> int:
         """The most entries a message has place for."""
-        return sum(each.high for each in self.chosen)
+        return sum(each.max_sent for each in self.sparse_ranges)
 
-    def sections(self, bucket: Bucket) -> Sections:
+    def message_layout(self, bucket: Bucket) -> MessageLayout:
         """Counts by place block (int32), values (whole stretches first), places (int16)."""
-        counts = -(-length(bucket) // PLACE_BLOCK) if self.chosen else 0
-        values = Section(self.num_whole + self.capacity, bucket.element_bytes)
-        return lay([Section(counts, 4), values, Section(self.capacity, 2)])
+        counts = -(-unpadded_length(bucket) // INDEX_BLOCK) if self.sparse_ranges else 0
+        values = MessageSection(self.num_dense + self.capacity, bucket.element_bytes)
+        return pack_sections([MessageSection(counts, 4), values, MessageSection(self.capacity, 2)])
 
 
-def sparse(coding: Coding, bucket: Bucket) -> Sparse:
+def sparse_spec(spec: CodecSpec, bucket: Bucket) -> SparseSpec:
     """What is chosen from a bucket: by topk from all of it, by dct from each parameter that is large enough."""
-    if coding.kind == "topk":
-        num_elements = length(bucket)
-        count = kept(num_elements, coding.density)
+    if spec.kind == "topk":
+        num_elements = unpadded_length(bucket)
+        count = num_sent(num_elements, spec.density)
         if count == num_elements:
-            return Sparse(((0, num_elements),), ())
-        return Sparse((), (Chosen(0, num_elements, count, count, count),))
+            return SparseSpec(((0, num_elements),), ())
+        return SparseSpec((), (SparseRange(0, num_elements, count, count, count),))
     whole: list[tuple[int, int]] = []
     chosen = []
     for slot in bucket.slots:
         num_elements = slot.stop - slot.start
-        count = kept(num_elements, coding.density)
-        if num_elements >= WHOLE_BELOW and count < num_elements:
+        count = num_sent(num_elements, spec.density)
+        if num_elements >= DENSE_BELOW and count < num_elements:
             low, high = math.floor(count * BAND_LOW), min(num_elements, math.ceil(count * BAND_HIGH))
-            chosen.append(Chosen(slot.start, slot.stop, count, low, high))
+            chosen.append(SparseRange(slot.start, slot.stop, count, low, high))
         elif whole and whole[-1][1] == slot.start:
             whole[-1] = whole[-1][0], slot.stop
         else:
             whole.append((slot.start, slot.stop))
-    return Sparse(tuple(whole), tuple(chosen))
+    return SparseSpec(tuple(whole), tuple(chosen))
 
 
-class Matrix(NamedTuple):
+class FactoredMatrix(NamedTuple):
     """A parameter seen as [rows, columns], and where its two factors begin, in elements."""
 
-    slot: int
+    slot_index: int
     start: int
     rows: int
     columns: int
-    left: int
-    right: int
+    p_start: int
+    q_start: int
 
 
 @dataclass(frozen=True)
-class LowRank:
+class LowRankSpec:
     """What powersgd does with a bucket: matrices as products of factors, the rest whole."""
 
-    matrices: tuple[Matrix, ...]
-    whole: tuple[tuple[int, int], ...]
-    num_left: int
-    num_right: int
+    matrices: tuple[FactoredMatrix, ...]
+    dense_ranges: tuple[tuple[int, int], ...]
+    num_p: int
+    num_q: int
 
     @property
-    def num_whole(self) -> int:
-        return sum(stop - start for start, stop in self.whole)
+    def num_dense(self) -> int:
+        return sum(stop - start for start, stop in self.dense_ranges)
 
 
-def factor(bucket: Bucket, shapes: Shapes, rank: int) -> LowRank:
+def low_rank_spec(bucket: Bucket, shapes: Shapes, matrix_rank: int) -> LowRankSpec:
     """Which parameters become factors: those whose factors are smaller than they are, (rows + columns)·rank < size."""
-    matrices: list[Matrix] = []
+    matrices: list[FactoredMatrix] = []
     whole: list[tuple[int, int]] = []
     left = right = 0
     for number, (slot, shape) in enumerate(zip(bucket.slots, shapes, strict=True)):
         rows = shape[0] if shape else 1
         columns = (slot.stop - slot.start) // rows
-        if (rows + columns) * rank < rows * columns:
-            matrices.append(Matrix(number, slot.start, rows, columns, left, right))
-            left, right = left + rows * rank, right + columns * rank
+        if (rows + columns) * matrix_rank < rows * columns:
+            matrices.append(FactoredMatrix(number, slot.start, rows, columns, left, right))
+            left, right = left + rows * matrix_rank, right + columns * matrix_rank
         elif whole and whole[-1][1] == slot.start:
             whole[-1] = whole[-1][0], slot.stop
         else:
             whole.append((slot.start, slot.stop))
-    return LowRank(tuple(matrices), tuple(whole), left, right)
+    return LowRankSpec(tuple(matrices), tuple(whole), left, right)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from fourfold.plan.codec import KINDS, Coding
+from fourfold.plan.codec import CODECS, CodecSpec
 from fourfold.plan.data import Places
 from fourfold.plan.decode import DecodeError, from_toml
 from fourfold.plan.precision import COMPUTE, REDUCE
@@ -79,7 +79,7 @@ RULES = {
     "local_steps": Rule(int),
     "outer_lr": Rule(float, most=10.0),
     "outer_momentum": Rule(float, most=0.999, zero=True),
-    "codec": Rule(str, choices=("none", *KINDS)),
+    "codec": Rule(str, choices=("none", *CODECS)),
     "codec_rank": Rule(int),
     "codec_density": Rule(float, most=1.0),
     "codec_life": Rule(int),
@@ -148,11 +148,13 @@ class Plan:
             raise PlanError(problems, where="the plan")
 
     @property
-    def coding(self) -> Coding | None:
+    def coding(self) -> CodecSpec | None:
         """The codec and its parameters, or None."""
         if self.codec == "none":
             return None
-        return Coding(self.codec, rank=self.codec_rank, density=self.codec_density, life=self.codec_life)
+        return CodecSpec(
+            self.codec, matrix_rank=self.codec_rank, density=self.codec_density, refresh_steps=self.codec_life
+        )
 
     @property
     def unread(self) -> dict[str, str]:

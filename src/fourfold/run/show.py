@@ -6,7 +6,7 @@ Law: nothing here is measured or guessed; every figure is arithmetic on the plan
 from collections.abc import Mapping, Sequence
 
 from fourfold.parts import data, lowered, optim
-from fourfold.plan.codec import rounds, sent_bytes
+from fourfold.plan.codec import codec_rounds, codec_sent_bytes
 from fourfold.plan.data import RESTS, Bucket, Step, fill, life, limit, lower, step_bytes
 from fourfold.plan.memory import Element, Holding, Host, elements, holding, is_in_place
 from fourfold.plan.plan import Plan
@@ -147,8 +147,8 @@ def _messages(buckets: Sequence[Bucket], plan: Plan, shapes: Mapping[str, tuple[
         return None
     sent = 0.0
     for bucket in buckets:
-        said = rounds(plan.coding, reduced(bucket, plan.reduce), [shapes[slot.name] for slot in bucket.slots])
-        sent += sent_bytes(said, size=plan.num_sharing) * (plan.microbatches if plan.zero == 2 else 1)
+        said = codec_rounds(plan.coding, reduced(bucket, plan.reduce), [shapes[slot.name] for slot in bucket.slots])
+        sent += codec_sent_bytes(said, size=plan.num_sharing) * (plan.microbatches if plan.zero == 2 else 1)
         weights = life(RESTS[plan.zero]).after_update
         sent += layout_bytes(weights, whole_bytes=bucket.num_bytes, size=plan.num_sharing)
     return sent

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fourfold.parts.codec import Codec, Message
-from fourfold.plan.codec import Meet
+from fourfold.plan.codec import Combine
 
 
 def exchange(codecs: Sequence[Codec], flats: Sequence[Tensor]) -> list[Message]:
@@ -24,7 +24,7 @@ def exchange(codecs: Sequence[Codec], flats: Sequence[Tensor]) -> list[Message]:
         assert all((each.combine, len(each.payload)) == (first.combine, len(first.payload)) for each in messages)
         said.append(Message(first.payload.clone(), first.combine))
         payloads = [each.payload.clone() for each in messages]
-        if first.combine is Meet.SUM:
+        if first.combine is Combine.SUM:
             for payload in payloads[1:]:
                 payloads[0] += payload
             payloads = payloads[:1]

@@ -18,12 +18,12 @@ from fourfold.parts.codec.int8 import Int8
 from fourfold.parts.codec.powersgd import PowerSGD
 from fourfold.parts.codec.talk import Codec, CodecReduction, GatheredCodec, Message
 from fourfold.parts.codec.topk import TopK
-from fourfold.plan.codec import Coding, Shapes
+from fourfold.plan.codec import CodecSpec, Shapes
 from fourfold.plan.data import Bucket
 
 __all__ = ["Codec", "GatheredCodec", "Message", "CodecReduction", "make_codec"]
 
-CODECS: dict[str, Callable[[Coding, Bucket, Shapes, torch.device], Codec]] = {
+CODECS: dict[str, Callable[[CodecSpec, Bucket, Shapes, torch.device], Codec]] = {
     "bf16": Cast,
     "fp16": Cast,
     "int8": Int8,
@@ -33,6 +33,6 @@ CODECS: dict[str, Callable[[Coding, Bucket, Shapes, torch.device], Codec]] = {
 }
 
 
-def make_codec(spec: Coding, bucket: Bucket, shapes: Shapes, *, device: torch.device) -> Codec:
+def make_codec(spec: CodecSpec, bucket: Bucket, shapes: Shapes, *, device: torch.device) -> Codec:
     """The codec of a bucket whose parameters have these shapes. Raises PlanError for gradients that are no floats."""
     return CODECS[spec.kind](spec, bucket, shapes, device)

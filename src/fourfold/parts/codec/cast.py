@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fourfold.parts import memory
 from fourfold.parts.codec.talk import CodecReduction, Message, bucket_dtype
-from fourfold.plan.codec import Coding, Meet, Shapes, length, rounds
+from fourfold.plan.codec import CodecSpec, Combine, Shapes, codec_rounds, unpadded_length
 from fourfold.plan.data import Bucket
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -18,16 +18,16 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Cast:
     """See `Codec`. A gradient that has two bytes already is sent as it is."""
 
-    def __init__(self, spec: Coding, bucket: Bucket, shapes: Shapes, device: torch.device) -> None:
-        self.rounds, self.residual = rounds(spec, bucket, shapes), None
+    def __init__(self, spec: CodecSpec, bucket: Bucket, shapes: Shapes, device: torch.device) -> None:
+        self.rounds, self.residual = codec_rounds(spec, bucket, shapes), None
         own = bucket_dtype(bucket)
         dtype = DTYPES[spec.kind] if own.itemsize > 2 else own
-        self.message_dtype, self.num_elements = dtype, length(bucket)
+        self.message_dtype, self.num_elements = dtype, unpadded_length(bucket)
         self._payload = memory.allocate_private(self.num_elements, dtype, device)
 
     @torch.no_grad()
     def reduce(self, flat: Tensor) -> CodecReduction:
-        (total,) = yield Message(self._payload.copy_(flat), Meet.SUM)
+        (total,) = yield Message(self._payload.copy_(flat), Combine.SUM)
         flat.copy_(total)
 
     def scale_residual(self, factor: float) -> None:

@@ -20,22 +20,22 @@ from fourfold.parts.codec.talk import (
     reduce_by_gather,
     residual_by_param,
 )
-from fourfold.plan.codec import Chosen, Coding, Shapes, length, rounds, sparse
+from fourfold.plan.codec import CodecSpec, Shapes, SparseRange, codec_rounds, sparse_spec, unpadded_length
 from fourfold.plan.data import Bucket
 
 
 class Dct:
     """See `Codec` and `Gathering`."""
 
-    def __init__(self, spec: Coding, bucket: Bucket, shapes: Shapes, device: torch.device) -> None:
-        self.message_dtype, self.num_elements = torch.uint8, length(bucket)
-        self.rounds, self._refresh_steps = rounds(spec, bucket, shapes), spec.life
-        self._bucket, layout = bucket, sparse(spec, bucket)
-        self._sparse_ranges = layout.chosen
+    def __init__(self, spec: CodecSpec, bucket: Bucket, shapes: Shapes, device: torch.device) -> None:
+        self.message_dtype, self.num_elements = torch.uint8, unpadded_length(bucket)
+        self.rounds, self._refresh_steps = codec_rounds(spec, bucket, shapes), spec.refresh_steps
+        self._bucket, layout = bucket, sparse_spec(spec, bucket)
+        self._sparse_ranges = layout.sparse_ranges
         self._message = SparseMessage(layout, bucket, bucket_dtype(bucket), device)
         self.residual: Tensor = memory.allocate_private(self.num_elements, accumulation_dtype(bucket), device)
-        self.thresholds = torch.zeros(len(layout.chosen), dtype=torch.float64)
-        self.ages = torch.zeros(len(layout.chosen), dtype=torch.int64)
+        self.thresholds = torch.zeros(len(layout.sparse_ranges), dtype=torch.float64)
+        self.ages = torch.zeros(len(layout.sparse_ranges), dtype=torch.int64)
         self.num_early_refreshes = 0
         """Refreshes before their time, since the start."""
 
@@ -63,14 +63,14 @@ class Dct:
             if self._in_band(each, places.numel(), threshold, flat.dtype):
                 return places
             self.num_early_refreshes += 1
-        choice = select_largest(flat, each.kept, max_count=each.high)
+        choice = select_largest(flat, each.num_sent, max_count=each.max_sent)
         self.thresholds[range_index] = choice.threshold
         return choice.indices
 
     @staticmethod
-    def _in_band(each: Chosen, count: int, threshold: float, dtype: torch.dtype) -> bool:
+    def _in_band(each: SparseRange, count: int, threshold: float, dtype: torch.dtype) -> bool:
         # At the least threshold there is, few pass because most are zero, and looking again would not help.
-        return count <= each.high and (count >= each.low or threshold <= torch.finfo(dtype).tiny)
+        return count <= each.max_sent and (count >= each.min_sent or threshold <= torch.finfo(dtype).tiny)
 
     @torch.no_grad()
     def decode_add(self, payload: Tensor, out: Tensor) -> None:

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fourfold.plan.codec import PLACE_BLOCK, Sparse, length
+from fourfold.plan.codec import INDEX_BLOCK, SparseSpec, unpadded_length
 from fourfold.plan.data import Bucket
 
 CHUNK_ELEMENTS = 2**18
 SAMPLE_SIZE = 8192
-HALF_BLOCK = PLACE_BLOCK // 2
+HALF_BLOCK = INDEX_BLOCK // 2
 
 
 def indices_above(flat: Tensor, threshold: float) -> Tensor:
@@ -90,26 +90,26 @@ class _Sections(NamedTuple):
 class SparseMessage:
     """The sparse message of a bucket: written by one rank, read by all."""
 
-    def __init__(self, layout: Sparse, bucket: Bucket, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, layout: SparseSpec, bucket: Bucket, dtype: torch.dtype, device: torch.device) -> None:
         self._layout, self._dtype = layout, dtype
-        self._offsets, num_bytes = layout.sections(bucket)
+        self._offsets, num_bytes = layout.message_layout(bucket)
         self.payload = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        self._num_blocks = -(-length(bucket) // PLACE_BLOCK)
-        self._block_offsets = torch.arange(self._num_blocks, device=device) * PLACE_BLOCK + HALF_BLOCK
+        self._num_blocks = -(-unpadded_length(bucket) // INDEX_BLOCK)
+        self._block_offsets = torch.arange(self._num_blocks, device=device) * INDEX_BLOCK + HALF_BLOCK
 
     def write(self, residual: Tensor, indices: Tensor) -> Tensor:
         """Move the whole stretches and the elements at `places` (ascending) from the remainder to the message."""
         counts, values, offsets = self._sections(self.payload)
         at = 0
-        for start, stop in self._layout.whole:
+        for start, stop in self._layout.dense_ranges:
             self._move(residual[start:stop], values[at : at + stop - start])
             at += stop - start
-        if self._layout.chosen:
+        if self._layout.sparse_ranges:
             taken = residual[indices]
             self._move(taken, values[at : at + indices.numel()])
             residual.index_copy_(0, indices, taken)
             counts.copy_(torch.bincount(indices >> 16, minlength=self._num_blocks))
-            offsets[: indices.numel()] = (indices & (PLACE_BLOCK - 1)) - HALF_BLOCK
+            offsets[: indices.numel()] = (indices & (INDEX_BLOCK - 1)) - HALF_BLOCK
         return self.payload
 
     @staticmethod
@@ -125,18 +125,18 @@ class SparseMessage:
         """Add a message to `out` [length]."""
         counts, values, offsets = self._sections(payload)
         at = 0
-        for start, stop in self._layout.whole:
+        for start, stop in self._layout.dense_ranges:
             out[start:stop].add_(values[at : at + stop - start])
             at += stop - start
-        if self._layout.chosen:
+        if self._layout.sparse_ranges:
             places = torch.repeat_interleave(self._block_offsets, counts.long())
             places += offsets[: places.numel()]
             out.index_add_(0, places, values[at : at + places.numel()])
 
     def _sections(self, payload: Tensor) -> _Sections:
-        width, num_values = self._dtype.itemsize, self._layout.num_whole + self._layout.capacity
+        width, num_values = self._dtype.itemsize, self._layout.num_dense + self._layout.capacity
         counts, values, places = self._offsets
-        num_counts = self._num_blocks if self._layout.chosen else 0
+        num_counts = self._num_blocks if self._layout.sparse_ranges else 0
         return _Sections(
             payload[counts : counts + 4 * num_counts].view(torch.int32),
             payload[values : values + width * num_values].view(self._dtype),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fourfold.parts import memory
 from fourfold.parts.codec.talk import CodecReduction, accumulation_dtype, reduce_by_gather, residual_by_param
-from fourfold.plan.codec import SCALE_BLOCK, Coding, Shapes, blockwise, length, rounds
+from fourfold.plan.codec import SCALE_BLOCK, CodecSpec, Shapes, blockwise_layout, codec_rounds, unpadded_length
 from fourfold.plan.data import Bucket
 
 MAX_CODE = 127
@@ -25,11 +25,11 @@ CHUNK_ELEMENTS = 2**18
 class Int8:
     """See `Codec` and `Gathering`."""
 
-    def __init__(self, spec: Coding, bucket: Bucket, shapes: Shapes, device: torch.device) -> None:
-        self.message_dtype, self.num_elements = torch.uint8, length(bucket)
-        self.rounds = rounds(spec, bucket, shapes)
+    def __init__(self, spec: CodecSpec, bucket: Bucket, shapes: Shapes, device: torch.device) -> None:
+        self.message_dtype, self.num_elements = torch.uint8, unpadded_length(bucket)
+        self.rounds = codec_rounds(spec, bucket, shapes)
         self._bucket, self._residual_dtype = bucket, accumulation_dtype(bucket)
-        self._layout = blockwise(bucket)
+        self._layout = blockwise_layout(bucket)
         self._chunk = CHUNK_ELEMENTS if device.type == "cpu" else self.num_elements
         self._payload = torch.zeros(self._layout.num_bytes, dtype=torch.uint8, device=device)
         self.residual: Tensor = memory.allocate_private(self.num_elements, self._residual_dtype, device)

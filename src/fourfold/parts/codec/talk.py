@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fourfold.plan.codec import Meet, Round
+from fourfold.plan.codec import CodecRound, Combine
 from fourfold.plan.data import Bucket
 
 
@@ -19,7 +19,7 @@ class Message(NamedTuple):
     """`payload` is the codec's own buffer, good until the talk goes on; a transport may sum into it."""
 
     payload: Tensor
-    combine: Meet
+    combine: Combine
 
 
 CodecReduction = Generator[Message, Sequence[Tensor], None]
@@ -29,7 +29,7 @@ CodecReduction = Generator[Message, Sequence[Tensor], None]
 class Codec(Protocol):
     """One bucket's codec on one rank."""
 
-    rounds: tuple[Round, ...]
+    rounds: tuple[CodecRound, ...]
     message_dtype: torch.dtype
     num_elements: int
     """Elements of the bucket, its padding left out."""
@@ -70,7 +70,7 @@ class GatheredCodec(Protocol):
 @torch.no_grad()
 def reduce_by_gather(codec: GatheredCodec, flat: Tensor) -> CodecReduction:
     """The talk of a codec whose messages are gathered: summed in rank order, as a dense reduction would."""
-    everyone = yield Message(codec.encode(flat), Meet.GATHER)
+    everyone = yield Message(codec.encode(flat), Combine.GATHER)
     flat.zero_()
     for payload in everyone:
         codec.decode_add(payload, flat)

@@ -16,18 +16,18 @@ from fourfold.parts.codec.talk import (
     reduce_by_gather,
     residual_by_param,
 )
-from fourfold.plan.codec import Coding, Shapes, length, rounds, sparse
+from fourfold.plan.codec import CodecSpec, Shapes, codec_rounds, sparse_spec, unpadded_length
 from fourfold.plan.data import Bucket
 
 
 class TopK:
     """See `Codec` and `Gathering`."""
 
-    def __init__(self, spec: Coding, bucket: Bucket, shapes: Shapes, device: torch.device) -> None:
-        self.message_dtype, self.num_elements = torch.uint8, length(bucket)
-        self.rounds = rounds(spec, bucket, shapes)
-        self._bucket, layout = bucket, sparse(spec, bucket)
-        self._sparse_ranges = layout.chosen
+    def __init__(self, spec: CodecSpec, bucket: Bucket, shapes: Shapes, device: torch.device) -> None:
+        self.message_dtype, self.num_elements = torch.uint8, unpadded_length(bucket)
+        self.rounds = codec_rounds(spec, bucket, shapes)
+        self._bucket, layout = bucket, sparse_spec(spec, bucket)
+        self._sparse_ranges = layout.sparse_ranges
         self._message = SparseMessage(layout, bucket, bucket_dtype(bucket), device)
         self.residual: Tensor = memory.allocate_private(self.num_elements, accumulation_dtype(bucket), device)
 
@@ -39,7 +39,7 @@ class TopK:
         rest = self.residual.add_(flat)
         places = torch.empty(0, dtype=torch.int64, device=rest.device)
         for each in self._sparse_ranges:
-            places = select_largest(rest, each.kept, max_count=each.high).indices
+            places = select_largest(rest, each.num_sent, max_count=each.max_sent).indices
         return self._message.write(rest, places)
 
     @torch.no_grad()

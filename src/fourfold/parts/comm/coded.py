@@ -27,7 +27,7 @@ from torch import Tensor
 from fourfold.parts.codec import Codec, CodecReduction, Message
 from fourfold.parts.comm.split import AsyncResult, always_done
 from fourfold.parts.comm.transport import BucketSlice, Transport
-from fourfold.plan.codec import Meet
+from fourfold.plan.codec import Combine
 from fourfold.words.spans import Recorder
 
 DONE_ROUND = math.inf
@@ -164,7 +164,7 @@ class CompressedTransport:
 
     def _send_message(self, bucket: int, number: int, message: Message) -> AsyncResult:
         """Send a message of a round on its way."""
-        if message.combine is Meet.GATHER:
+        if message.combine is Combine.GATHER:
             return self._gatherer.all_gather_async(message.payload)
         transport, place = self._round_transports[number], self._message_index[number][bucket]
         transport.acquire_buffer(place)
@@ -216,7 +216,7 @@ class CompressedTransport:
         """Give the inner transport the buckets whose talks have ended, in program order."""
         while self._pending and self._pending[0].round_index == DONE_ROUND:
             talking = self._pending.popleft()
-            if not self._is_host_leader and self.codecs[talking.bucket].rounds[0].meet is Meet.SUM:
+            if not self._is_host_leader and self.codecs[talking.bucket].rounds[0].combine is Combine.SUM:
                 self._unpadded_grads(talking.bucket).zero_()
             self._inner.reduce_async(talking.bucket, talking.reduction_index)
             self._last_handed_over = talking.bucket
@@ -305,7 +305,7 @@ def message_indices(codecs: Sequence[Codec]) -> list[dict[int, int]]:
         those = [
             bucket
             for bucket, codec in enumerate(codecs)
-            if number < len(codec.rounds) and codec.rounds[number].meet is Meet.SUM
+            if number < len(codec.rounds) and codec.rounds[number].combine is Combine.SUM
         ]
         result.append({bucket: place for place, bucket in enumerate(those)})
     return [each for each in result if each]
