@@ -64,31 +64,31 @@ def trace(*, late: float = 0.0) -> Trace:
 
 
 def test_prices_leave_waits_out():
-    found = cost.prices(trace(late=3.0))
+    found = cost.measure_costs(trace(late=3.0))
     assert found.seconds[0, "U0.0"] == pytest.approx(1.0)
     assert found.seconds[0, "U0.1"] == pytest.approx(1.5)
     assert found.seconds[1, "B0.0"] == pytest.approx(6.5)
-    assert found.leads[0, "R0.0"] == pytest.approx(2.0)
-    assert found.leads[0, "R0.1"] == 0.0
+    assert found.overlaps[0, "R0.0"] == pytest.approx(2.0)
+    assert found.overlaps[0, "R0.1"] == 0.0
 
 
 def test_a_simulated_step_ends_when_the_measured_one_did():
     for late in (0.0, 3.0):
         whole = trace(late=late)
-        times = cost.simulated(whole)
+        times = cost.simulated_timeline(whole)
         # Two reductions wait for no one, and the second's wait is all that the simulation leaves out.
-        assert makespan(times) == pytest.approx(makespan(cost.measured(whole, 3)), rel=0.1)
+        assert makespan(times) == pytest.approx(makespan(cost.measured_timeline(whole, 3)), rel=0.1)
 
 
 def test_every_action_that_was_measured_is_compared():
     whole = trace()
-    rows = cost.differences(whole, 3, cost.simulated(whole))
+    rows = cost.compare_timelines(whole, 3, cost.simulated_timeline(whole))
     assert {(row.rank, row.action) for row in rows} == {(r, str(a)) for r, actions in PROGRAM.items() for a in actions}
     assert all(row.measured == pytest.approx(row.simulated) for row in rows)
 
 
 def test_time_by_action_adds_up_to_the_step():
-    spent = cost.by_action(trace(late=1.0))
+    spent = cost.seconds_by_category(trace(late=1.0))
     assert sum(seconds for name, seconds in spent.items() if name != cost.REDUCE_TIME) == pytest.approx(14.0)
     assert spent["data"] == pytest.approx(1.0)
     assert spent["reduce"] == pytest.approx(2.0)
@@ -114,14 +114,14 @@ def gathering() -> Trace:
 
 
 def test_gathers_have_a_time_of_their_own():
-    spent = cost.by_action(gathering())
+    spent = cost.seconds_by_category(gathering())
     assert spent["gather"] == pytest.approx(4.0)
     assert spent["between actions"] == pytest.approx(1.0)
     assert sum(seconds for name, seconds in spent.items() if name != cost.REDUCE_TIME) == pytest.approx(10.0)
 
 
 def test_every_verb_of_a_program_has_a_time_it_counts_as():
-    assert {verb for verb in Verb if verb not in cost.KINDS} == {
+    assert {verb for verb in Verb if verb not in cost.CATEGORIES} == {
         Verb.BACKWARD_INPUT, Verb.BACKWARD_WEIGHT, Verb.SEND, Verb.RECEIVE, Verb.EXCHANGE
     }  # fmt: skip
 
@@ -130,7 +130,7 @@ def test_the_typical_step_is_the_one_of_median_length():
     whole = trace()
     slow = [e._replace(step=5, stop=e.stop + 50) for e in whole.events if e.step == 3 and e.name == "U0.1"]
     others = [e._replace(step=5) for e in whole.events if e.step == 3 and e.name != "U0.1"]
-    assert cost.typical_step(Trace(PROGRAM, (*slow, *others, *whole.events))) in (3, 4)
+    assert cost.median_step(Trace(PROGRAM, (*slow, *others, *whole.events))) in (3, 4)
 
 
 def test_of_two_sampled_steps_the_typical_one_is_shown_and_simulated():
@@ -138,8 +138,8 @@ def test_of_two_sampled_steps_the_typical_one_is_shown_and_simulated():
     slow = Trace(PROGRAM, tuple(e._replace(start=e.start * 3, stop=e.stop * 3) for e in whole.events if e.step == 3))
     both = Trace(PROGRAM, (*slow.events, *(e for e in whole.events if e.step == 4)))
     alone = Trace(PROGRAM, tuple(e for e in whole.events if e.step == 4))
-    assert cost.typical_step(both) == 4
-    assert cost.prices(both).seconds == cost.prices(alone).seconds
+    assert cost.median_step(both) == 4
+    assert cost.measure_costs(both).seconds == cost.measure_costs(alone).seconds
 
 
 @given(spans=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=8))
@@ -183,6 +183,6 @@ def test_the_file_is_in_the_format_that_perfetto_reads():
 
 
 def test_a_program_is_simulated_at_its_prices():
-    found = cost.Prices({(0, "F0.0"): 2.0, (1, "F0.0"): 3.0}, {})
-    times = simulate(PROGRAM, found.price, lead=found.lead)
+    found = cost.ActionCosts({(0, "F0.0"): 2.0, (1, "F0.0"): 3.0}, {})
+    times = simulate(PROGRAM, found.cost, lead=found.overlap)
     assert (times[0][0].end, times[1][0].end) == (2.0, 3.0)

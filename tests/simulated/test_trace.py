@@ -61,10 +61,10 @@ def test_a_step_apart_and_a_meeting_are_each_recorded_and_simulated_as_what_they
             names = {event.name for event in whole.of(step=step, rank=rank)}
             assert {name for name in names if name[1:2] == "0"} == {str(action) for action in program[rank]}
             assert any(name[0] in "PL" for name in names) == (step % 2 == 0)
-        assert {rank: len(timed) for rank, timed in cost.simulated(whole, step).items()} == {
+        assert {rank: len(timed) for rank, timed in cost.simulated_timeline(whole, step).items()} == {
             rank: len(actions) for rank, actions in program.items()
         }
-    assert cost.by_action(whole)[cost.AVERAGE_TIME] > 0
+    assert cost.seconds_by_category(whole)[cost.AVERAGE_TIME] > 0
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_every_rank_holds_the_same_trace():
 
 def test_a_trace_can_be_priced_and_simulated():
     whole = traced(Case(clip=0.5, bucket_bytes=1500), 2)[0]
-    times = cost.simulated(whole)
+    times = cost.simulated_timeline(whole)
     assert [len(times[rank]) for rank in whole.ranks] == [len(whole.program[rank]) for rank in whole.ranks]
 
 

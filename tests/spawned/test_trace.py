@@ -66,7 +66,7 @@ def ratios(text: str) -> Iterator[float]:
     for step in trace.steps:
         # Each step at its own prices: ranks that take turns in being late make medians over steps another question.
         alone = Trace(trace.program, tuple(event for event in trace.events if event.step == step))
-        yield makespan(cost.simulated(alone)) / makespan(cost.measured(alone, step))
+        yield makespan(cost.simulated_timeline(alone)) / makespan(cost.measured_timeline(alone, step))
 
 
 def test_hosts_are_put_on_one_clock(world):

@@ -18,17 +18,17 @@ from fourfold.words.spans import READY, RING, SENT, WAIT
 
 
 @dataclass(frozen=True)
-class Prices:
+class ActionCosts:
     """Seconds by (rank, action). An action that was never seen costs nothing: a rank alone has nothing to reduce."""
 
     seconds: Mapping[tuple[int, str], float]
-    leads: Mapping[tuple[int, str], float]
+    overlaps: Mapping[tuple[int, str], float]
 
-    def price(self, rank: int, action: Action) -> float:
+    def cost(self, rank: int, action: Action) -> float:
         return self.seconds.get((rank, str(action)), 0.0)
 
-    def lead(self, rank: int, action: Action) -> float:
-        return self.leads.get((rank, str(action)), 0.0)
+    def overlap(self, rank: int, action: Action) -> float:
+        return self.overlaps.get((rank, str(action)), 0.0)
 
 
 class Difference(NamedTuple):
@@ -42,20 +42,20 @@ class Difference(NamedTuple):
     simulated_end: float
 
 
-def prices(trace: Trace) -> Prices:
+def measure_costs(trace: Trace) -> ActionCosts:
     """The median cost of every action of every rank."""
     seconds: dict[tuple[int, str], list[float]] = {}
     leads: dict[tuple[int, str], list[float]] = {}
     needs = Needs(trace.program)
     for step in trace.steps:
         by_rank = {rank: trace.of(step=step, rank=rank) for rank in trace.ranks}
-        starts = _sent(by_rank)
+        starts = _launch_times(by_rank)
         for rank, events in by_rank.items():
             for key, value in _durations(events, starts).items():
                 seconds.setdefault((rank, key), []).append(value)
-            for key, value in _leads(needs, rank, trace.program[rank], events).items():
+            for key, value in _overlaps(needs, rank, trace.program[rank], events).items():
                 leads.setdefault((rank, key), []).append(value)
-    return Prices(_medians(seconds), _medians(leads))
+    return ActionCosts(_medians(seconds), _medians(leads))
 
 
 def _medians(values: Mapping[tuple[int, str], list[float]]) -> dict[tuple[int, str], float]:
@@ -63,7 +63,7 @@ def _medians(values: Mapping[tuple[int, str], list[float]]) -> dict[tuple[int, s
     return {key: statistics.median_low(each) for key, each in values.items()}
 
 
-def _sent(by_rank: Mapping[int, list[Event]]) -> dict[str, float]:
+def _launch_times(by_rank: Mapping[int, list[Event]]) -> dict[str, float]:
     """When the last rank had sent each bucket."""
     sent: dict[str, float] = {}
     for events in by_rank.values():
@@ -85,11 +85,11 @@ def _durations(events: list[Event], sent: Mapping[str, float]) -> dict[str, floa
             free = max(free, event.stop)
             found[event.name] = max(0.0, event.stop - begin)
         elif " " not in event.name and event.name not in (WAIT, RING):
-            found[event.name] = event.seconds - waited(events, event) - _others(events, event)
+            found[event.name] = event.seconds - waited(events, event) - _nested_seconds(events, event)
     return found
 
 
-def _others(events: list[Event], within: Event) -> float:
+def _nested_seconds(events: list[Event], within: Event) -> float:
     """Seconds of the actions that were done while a forward or a backward went on: updates that are fused with it."""
     if within.name[0] not in (Verb.FORWARD, Verb.BACKWARD):
         return 0.0
@@ -100,7 +100,7 @@ def _others(events: list[Event], within: Event) -> float:
     )
 
 
-def _leads(needs: Needs, rank: int, actions: tuple[Action, ...], events: list[Event]) -> dict[str, float]:
+def _overlaps(needs: Needs, rank: int, actions: tuple[Action, ...], events: list[Event]) -> dict[str, float]:
     ends = {event.name: event.stop for event in events}
     starts = {event.name: event.start for event in events}
     leads: dict[str, float] = {}
@@ -112,7 +112,7 @@ def _leads(needs: Needs, rank: int, actions: tuple[Action, ...], events: list[Ev
     return leads
 
 
-def measured(trace: Trace, step: int) -> dict[int, tuple[Timed, ...]]:
+def measured_timeline(trace: Trace, step: int) -> dict[int, tuple[Timed, ...]]:
     """A sampled step's timeline, as `simulate` gives one: seconds since its first action."""
     found: dict[int, list[Timed]] = {}
     for rank in trace.ranks:
@@ -126,25 +126,25 @@ def measured(trace: Trace, step: int) -> dict[int, tuple[Timed, ...]]:
     }
 
 
-def typical_step(trace: Trace) -> int:
+def median_step(trace: Trace) -> int:
     """The sampled step of median length."""
-    lengths = sorted((makespan(measured(trace, step)), step) for step in trace.steps)
+    lengths = sorted((makespan(measured_timeline(trace, step)), step) for step in trace.steps)
     return lengths[(len(lengths) - 1) // 2][1]
 
 
-def simulated(trace: Trace, step: int | None = None) -> dict[int, tuple[Timed, ...]]:
+def simulated_timeline(trace: Trace, step: int | None = None) -> dict[int, tuple[Timed, ...]]:
     """One step of the traced program at its measured prices; with `step`, what was run in that one."""
-    known = prices(trace)
+    known = measure_costs(trace)
     program = trace.program if step is None else trace.ran(step)
-    return simulate(program, known.price, lead=known.lead)
+    return simulate(program, known.cost, lead=known.overlap)
 
 
-def differences(trace: Trace, step: int, timeline: Timeline) -> list[Difference]:
+def compare_timelines(trace: Trace, step: int, timeline: Timeline) -> list[Difference]:
     """A sampled step, action by action, beside a simulated timeline. Durations are without waits."""
     rows = []
-    begun = measured(trace, step)
+    begun = measured_timeline(trace, step)
     by_rank = {rank: trace.of(step=step, rank=rank) for rank in trace.ranks}
-    sent = _sent(by_rank)
+    sent = _launch_times(by_rank)
     for rank, events in by_rank.items():
         spent = _durations(events, sent)
         ends = {str(timed.action): timed.end for timed in begun[rank]}
@@ -156,16 +156,16 @@ def differences(trace: Trace, step: int, timeline: Timeline) -> list[Difference]
     return rows
 
 
-NAMES = {
+COMPUTE_CATEGORIES = {
     Verb.FORWARD: "forward",
     Verb.BACKWARD: "backward",
     Verb.MEASURE: "measure",
     Verb.UPDATE: "update",
 }
-DATA_TIME, WAIT_TIME, REST_TIME, REDUCE_TIME = "data", "waiting", "between actions", "reduce"
+DATA_TIME, WAITING_TIME, OTHER_TIME, REDUCE_TIME = "data", "waiting", "between actions", "reduce"
 AVERAGE_TIME, GATHER_TIME = "average", "gather"
-KINDS = {
-    **NAMES,
+CATEGORIES = {
+    **COMPUTE_CATEGORIES,
     Verb.REDUCE: REDUCE_TIME,
     Verb.GATHER: GATHER_TIME,
     Verb.PUSH: AVERAGE_TIME,
@@ -173,34 +173,34 @@ KINDS = {
 }
 
 
-def by_action(trace: Trace) -> dict[str, float]:
+def seconds_by_category(trace: Trace) -> dict[str, float]:
     """Seconds of a step by what they were spent on: means over sampled steps and ranks.
 
     All but "reduce" are the process's own time and add up to the step; reductions go on beside it, or within.
     """
-    names = [DATA_TIME, *NAMES.values(), GATHER_TIME, AVERAGE_TIME, WAIT_TIME, REST_TIME, REDUCE_TIME]
+    names = [DATA_TIME, *COMPUTE_CATEGORIES.values(), GATHER_TIME, AVERAGE_TIME, WAITING_TIME, OTHER_TIME, REDUCE_TIME]
     sums = dict.fromkeys(names, 0.0)
     steps = 0
     for step in trace.steps:
         for rank in trace.ranks:
             events = trace.of(step=step, rank=rank)
             whole = [event.seconds for event in events if event.name == STEP]
-            spent = {WAIT_TIME: sum(event.seconds for event in disjoint(events))}
+            spent = {WAITING_TIME: sum(event.seconds for event in disjoint(events))}
             for name, seconds in _durations(events, {}).items():
-                kind = _kind(name)
+                kind = _category(name)
                 if kind is not None:
                     spent[kind] = spent.get(kind, 0.0) + seconds
             in_lane = sum(seconds for kind, seconds in spent.items() if kind != REDUCE_TIME)
-            spent[REST_TIME] = max(0.0, sum(whole) - in_lane)
+            spent[OTHER_TIME] = max(0.0, sum(whole) - in_lane)
             for kind, seconds in spent.items():
                 sums[kind] += seconds
             steps += 1
     return {name: seconds / max(1, steps) for name, seconds in sums.items()}
 
 
-def _kind(name: str) -> str | None:
+def _category(name: str) -> str | None:
     if name == DATA:
         return DATA_TIME
     if name == STEP:
         return None
-    return KINDS.get(Verb(name[0]))
+    return CATEGORIES.get(Verb(name[0]))

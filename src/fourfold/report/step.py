@@ -8,18 +8,18 @@ from html import escape
 
 from fourfold.plan.cost import (
     AVERAGE_TIME,
+    COMPUTE_CATEGORIES,
     DATA_TIME,
     GATHER_TIME,
-    NAMES,
+    OTHER_TIME,
     REDUCE_TIME,
-    REST_TIME,
-    WAIT_TIME,
+    WAITING_TIME,
     Difference,
-    by_action,
-    differences,
-    measured,
-    simulated,
-    typical_step,
+    compare_timelines,
+    measured_timeline,
+    median_step,
+    seconds_by_category,
+    simulated_timeline,
 )
 from fourfold.plan.needs import lane
 from fourfold.plan.simulate import Timed, Timeline, makespan
@@ -29,7 +29,7 @@ from fourfold.words.action import Verb
 from fourfold.words.spans import COMPUTE, LANES, READY, REDUCE
 
 STYLES = {
-    **NAMES,
+    **COMPUTE_CATEGORIES,
     Verb.REDUCE: "reduce",
     Verb.GATHER: "reduce",
     Verb.PUSH: "reduce",
@@ -37,14 +37,14 @@ STYLES = {
     Verb.BACKWARD_INPUT: "backward",
     Verb.BACKWARD_WEIGHT: "backward",
 }
-BAR_STYLES = {DATA_TIME: "data", WAIT_TIME: "wait", REST_TIME: "rest"}
+BAR_STYLES = {DATA_TIME: "data", WAITING_TIME: "wait", OTHER_TIME: "rest"}
 BAR_STYLES |= dict.fromkeys((REDUCE_TIME, GATHER_TIME, AVERAGE_TIME), "reduce")
 MANY = 24  # rows of a table that are shown at once
 
 
 def action_card(trace: Trace) -> str:
     """Time by action, as bars."""
-    spent = {name: seconds for name, seconds in by_action(trace).items() if seconds > 0}
+    spent = {name: seconds for name, seconds in seconds_by_category(trace).items() if seconds > 0}
     whole = sum(seconds for name, seconds in spent.items() if name != REDUCE_TIME) or 1.0
     rows = [
         Bar(name, seconds * 1e3, f"{seconds * 1e3:.2f} ms · {100 * seconds / whole:.1f} %", BAR_STYLES.get(name, name))
@@ -59,8 +59,8 @@ def action_card(trace: Trace) -> str:
 
 def step_card(trace: Trace) -> str:
     """The typical step of every rank, measured and simulated, and the difference per action."""
-    step = typical_step(trace)
-    begun, priced = measured(trace, step), simulated(trace, step)
+    step = median_step(trace)
+    begun, priced = measured_timeline(trace, step), simulated_timeline(trace, step)
     rows = [*_measured_lanes(trace, step, begun), Lane("", ()), *_simulated_lanes(priced)]
     end = max(makespan(begun), makespan(priced)) * 1e3
     drawing = lanes(rows, end=end, title=f"Step {step}, measured and simulated", x="time, ms")
@@ -70,10 +70,10 @@ def step_card(trace: Trace) -> str:
         f"({_signed(100 * far, 1)} %). The simulation runs the same program at the median cost of each action over "
         f"{len(trace.steps)} sampled steps, waits left out."
     )
-    keys = {**{name: name for name in NAMES.values()}, "reduce": "reduce", "wait": "waiting"}
+    keys = {**{name: name for name in COMPUTE_CATEGORIES.values()}, "reduce": "reduce", "wait": "waiting"}
     legend = "".join(f'<span class="key {style}"></span>{name}' for style, name in keys.items())
     mark = f"a line on the reduce lane: a bucket is {READY}"
-    rows_of = differences(trace, step, priced)
+    rows_of = compare_timelines(trace, step, priced)
     return (
         f"<h2>One step, measured and simulated</h2><p>{escape(text)}</p>"
         f'<div class="scroll">{drawing}</div><p class="note">{legend} · {mark}</p>{_table(rows_of, begun, priced)}'
