@@ -30,7 +30,7 @@ from fourfold.parts.comm import SingleRankTransport
 from fourfold.parts.comm.links import NullRingGroup, RingOverP2P
 from fourfold.parts.data import GradBuckets, flatten_params, param_specs
 from fourfold.parts.sequence import AttentionDropout, SequenceGroup, sequence_attention
-from fourfold.plan.data import RESTS, fill, turns
+from fourfold.plan.data import RESTING_LAYOUTS, grad_buffer_indices, make_buckets
 from fourfold.plan.plan import Plan
 from fourfold.testing.peak import Peak
 from fourfold.words.layout import SPLIT
@@ -135,10 +135,10 @@ def sequence_parallel(
 def zero_buckets(model: nn.Module, *, size: int, zero: int) -> StepMemory:
     """What `run/build.py` and `parts/comm` make for GPUs; the hooks that fill the slots are the real ones."""
     named = dict(model.named_parameters())
-    rest = RESTS[zero if size > 1 else 0]
+    rest = RESTING_LAYOUTS[zero if size > 1 else 0]
     split = rest.state == SPLIT
-    buckets = fill(param_specs(named, {}), bucket_bytes=Plan().bucket_bytes, shares=size if split else 1)
-    by_turn = turns(len(buckets), few=rest.gradient == SPLIT)
+    buckets = make_buckets(param_specs(named, {}), bucket_bytes=Plan().bucket_bytes, num_shards=size if split else 1)
+    by_turn = grad_buffer_indices(len(buckets), is_cyclic=rest.gradient == SPLIT)
     room: dict[int, int] = {}
     for bucket, turn in zip(buckets, by_turn, strict=True):
         room[turn] = max(room.get(turn, 0), bucket.size)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fourfold.parts import codec, data
 from fourfold.parts.codec import Codec
-from fourfold.plan.data import Bucket, fill
+from fourfold.plan.data import Bucket, make_buckets
 from fourfold.run.batch import Microbatch, call, cut, measure
 from fourfold.run.weights import trainable_of
 from fourfold.testing.codecs import exchange
@@ -26,7 +26,7 @@ class Workers:
         group_of = {id(p): g for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
         self.trainable = trainable_of(self.model)
         specs = data.param_specs(self.trainable, {name: group_of[id(p)] for name, p in self.trainable.items()})
-        self.buckets = fill(specs, bucket_bytes=case.bucket_bytes)
+        self.buckets = make_buckets(specs, bucket_bytes=case.bucket_bytes)
         self.codecs = [[self._make(bucket) for _ in range(size)] for bucket in self.buckets]
 
     def _make(self, bucket: Bucket) -> Codec:

@@ -4,7 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.data import RESTS, Places, Spec, Step, fill, life, limit, lower, step_bytes
+from fourfold.plan.data import (
+    RESTING_LAYOUTS,
+    DataStepSpec,
+    ParamSpec,
+    ShardGroups,
+    effective_bucket_bytes,
+    layout_changes,
+    lower_step,
+    make_buckets,
+    step_sent_bytes,
+)
 from fourfold.words.action import Verb
 from fourfold.words.layout import Change
 
@@ -12,12 +22,12 @@ SPECS = st.lists(
     st.tuples(st.integers(1, 500), st.sampled_from([("float32", 4), ("float64", 8)]), st.integers(0, 2)),
     min_size=1,
     max_size=30,
-).map(lambda rows: [Spec(f"p{i}", n, dtype, size, group) for i, (n, (dtype, size), group) in enumerate(rows)])
+).map(lambda rows: [ParamSpec(f"p{i}", n, dtype, size, group) for i, (n, (dtype, size), group) in enumerate(rows)])
 
 
 @given(specs=SPECS, bucket_bytes=st.integers(1, 4000))
 def test_slots_tile_buckets(specs, bucket_bytes):
-    buckets = fill(specs, bucket_bytes=bucket_bytes)
+    buckets = make_buckets(specs, bucket_bytes=bucket_bytes)
     by_name = {spec.name: spec for spec in specs}
     assert sorted(slot.name for bucket in buckets for slot in bucket.slots) == sorted(by_name)
     for number, bucket in enumerate(buckets):
@@ -28,7 +38,7 @@ def test_slots_tile_buckets(specs, bucket_bytes):
         for slot in bucket.slots:
             spec = by_name[slot.name]
             assert slot.stop - slot.start == spec.num_elements
-            assert (spec.dtype, spec.group) == (bucket.dtype, bucket.group)
+            assert (spec.dtype, spec.group) == (bucket.dtype, bucket.param_group)
         assert bucket.size == bucket.slots[-1].stop
         assert len(bucket.slots) == 1 or bucket.slots[-1].stop * bucket.element_bytes <= bucket_bytes
 
@@ -36,7 +46,7 @@ def test_slots_tile_buckets(specs, bucket_bytes):
 @given(specs=SPECS, bucket_bytes=st.integers(1, 4000))
 def test_buckets_and_slots_are_in_reverse_order_of_definition(specs, bucket_bytes):
     place = {spec.name: number for number, spec in enumerate(reversed(specs))}
-    buckets = fill(specs, bucket_bytes=bucket_bytes)
+    buckets = make_buckets(specs, bucket_bytes=bucket_bytes)
     ends = [place[bucket.slots[-1].name] for bucket in buckets]
     assert ends == sorted(ends)
     for bucket in buckets:
@@ -51,13 +61,13 @@ def test_buckets_and_slots_are_in_reverse_order_of_definition(specs, bucket_byte
     (3.5, 0.25, 0.25),  # never more than the plan says
 ])  # fmt: skip
 def test_between_hosts_a_model_travels_in_about_eight_buckets_of_half_a_mebibyte_at_least(megabytes, asked, closed):
-    specs = [Spec("p", int(megabytes * 2**18), "float32", 4)]
-    assert limit(specs, int(asked * 2**20), travels=True) == closed * 2**20
-    assert limit(specs, int(asked * 2**20), travels=False) == asked * 2**20
+    specs = [ParamSpec("p", int(megabytes * 2**18), "float32", 4)]
+    assert effective_bucket_bytes(specs, int(asked * 2**20), is_inter_host=True) == closed * 2**20
+    assert effective_bucket_bytes(specs, int(asked * 2**20), is_inter_host=False) == asked * 2**20
 
 
 def test_zero_is_a_table_of_rests():
-    lives = {zero: life(rest) for zero, rest in RESTS.items()}
+    lives = {zero: layout_changes(rest) for zero, rest in RESTING_LAYOUTS.items()}
     none = Change.NONE
     assert lives[0] == (none, none, Change.ALL_REDUCE, none)
     assert lives[1] == (none, none, Change.REDUCE_SCATTER, Change.ALL_GATHER)
@@ -68,14 +78,16 @@ def test_zero_is_a_table_of_rests():
 @pytest.mark.parametrize(("zero", "factor"), [(0, 2), (1, 2), (2, 2), (3, 3)])
 def test_a_step_sends_what_the_zero_paper_says(zero, factor):
     # Rajbhandari et al. 2020, §7: 2 Ψ for stages 0 to 2, 3 Ψ for stage 3, with one microbatch.
-    (bucket,) = fill([Spec("p", 1000, "float32", 4)], bucket_bytes=4096)
-    assert step_bytes([bucket], zero=zero, places=Places(8), microbatches=1) == pytest.approx(factor * 4000 * 7 / 8)
+    (bucket,) = make_buckets([ParamSpec("p", 1000, "float32", 4)], bucket_bytes=4096)
+    assert step_sent_bytes([bucket], zero=zero, shard_groups=ShardGroups(8), microbatches=1) == pytest.approx(
+        factor * 4000 * 7 / 8
+    )
 
 
 def test_a_step_as_text():
-    program = lower(Step(microbatches=2, num_buckets=3, clip=True, order=(2, 0, 1)))
+    program = lower_step(DataStepSpec(microbatches=2, num_buckets=3, has_clip=True, launch_order=(2, 0, 1)))
     assert " ".join(map(str, program)) == "F0.0 B0.0 F0.1 M0.0 B0.1 R0.2 R0.0 R0.1 M0.1 U0.2 U0.0 U0.1"
-    program = lower(Step(1, 2, RESTS[1], clip=True, trust=True))
+    program = lower_step(DataStepSpec(1, 2, RESTING_LAYOUTS[1], has_clip=True, has_trust_ratios=True))
     assert " ".join(map(str, program)) == "F0.0 M0.0 B0.0 R0.0 R0.1 M0.1 M0.3 U0.0 G0.0 U0.1 G0.1"
 
 
@@ -87,7 +99,7 @@ def test_a_step_as_text():
     unused=st.booleans(),
 )
 def test_every_bucket_is_reduced_in_each_round_before_it_is_updated(zero, microbatches, buckets, clip, unused):
-    program = lower(Step(microbatches, buckets, RESTS[zero], clip, unused))
+    program = lower_step(DataStepSpec(microbatches, buckets, RESTING_LAYOUTS[zero], clip, unused))
     verbs = [action.verb for action in program]
     assert verbs.count(Verb.FORWARD) == verbs.count(Verb.BACKWARD) == microbatches
     reduced = [a.index for a in program if a.verb == Verb.REDUCE]

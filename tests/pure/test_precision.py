@@ -2,14 +2,14 @@
 
 import pytest
 
-from fourfold.plan.data import Places, Spec, fill, step_bytes
+from fourfold.plan.data import ParamSpec, ShardGroups, make_buckets, step_sent_bytes
 from fourfold.plan.precision import Scale, computed, has_masters, reduced
 
 SPECS = [
-    Spec("a", 100, "float32", 4),
-    Spec("norm", 10, "float32", 4),
-    Spec("count", 1, "int64", 8),
-    Spec("small", 10, "bfloat16", 2),
+    ParamSpec("a", 100, "float32", 4),
+    ParamSpec("norm", 10, "float32", 4),
+    ParamSpec("count", 1, "int64", 8),
+    ParamSpec("small", 10, "bfloat16", 2),
 ]
 
 
@@ -20,7 +20,7 @@ def test_floating_point_weights_are_computed_with_in_two_bytes_and_others_stay()
 
 
 def test_only_buckets_in_the_numbers_of_the_computation_have_masters():
-    buckets = fill(computed(SPECS, "bf16", kept={"norm"}), bucket_bytes=1000)
+    buckets = make_buckets(computed(SPECS, "bf16", kept={"norm"}), bucket_bytes=1000)
     assert {b.slots[0].name: has_masters(b, "bf16") for b in buckets} == {"small": True, "norm": False, "count": False}
     assert not any(has_masters(bucket, "keep") for bucket in buckets)
 
@@ -29,8 +29,10 @@ def test_only_buckets_in_the_numbers_of_the_computation_have_masters():
     (0, "keep", 2 * 2), (0, "fp32", 2 * 4), (1, "keep", 2 + 2), (1, "fp32", 4 + 2), (2, "fp32", 3 * 4 + 2),
 ])  # fmt: skip
 def test_gradients_and_weights_are_sent_in_their_own_numbers(zero, reduce, factor):
-    (bucket,) = fill(computed(SPECS[:1], "bf16"), bucket_bytes=1000)
-    sent = step_bytes([bucket], zero=zero, places=Places(4), microbatches=3, gradients=[reduced(bucket, reduce)])
+    (bucket,) = make_buckets(computed(SPECS[:1], "bf16"), bucket_bytes=1000)
+    sent = step_sent_bytes(
+        [bucket], zero=zero, shard_groups=ShardGroups(4), microbatches=3, gradient_buckets=[reduced(bucket, reduce)]
+    )
     assert sent == pytest.approx(factor * 100 * 3 / 4)
 
 

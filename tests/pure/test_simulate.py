@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.data import RESTS, Step, lower
+from fourfold.plan.data import RESTING_LAYOUTS, DataStepSpec, lower_step
 from fourfold.plan.needs import Needs, lane
 from fourfold.plan.simulate import makespan, simulate
 from fourfold.words.action import Action, ProgramError, Verb, parse
@@ -15,13 +15,13 @@ from fourfold.words.spans import LANES
 
 def _can_be(step):
     if step.update == "in_backward":
-        return not (step.clip or step.unused or step.trust)
+        return not (step.clip or step.unused or step.has_trust_ratios)
     return step.update == "after" or step.sync == "step"
 
 
-RESTING = st.sampled_from([RESTS[zero] for zero in (0, 1, 2)])
+RESTING = st.sampled_from([RESTING_LAYOUTS[zero] for zero in (0, 1, 2)])
 STEPS = st.builds(
-    Step,
+    DataStepSpec,
     microbatches=st.integers(1, 4),
     num_buckets=st.integers(1, 5),
     rest=RESTING,
@@ -38,7 +38,7 @@ SECONDS = st.floats(0, 10, allow_nan=False).map(lambda value: round(value, 3))
 @st.composite
 def priced(draw):
     """A data axis's program, a price and a lead for each action."""
-    actions = lower(draw(STEPS))
+    actions = lower_step(draw(STEPS))
     program = dict.fromkeys(range(draw(st.integers(1, 4))), actions)
     keys = [(rank, action) for rank in program for action in actions]
     costs = {key: draw(SECONDS) for key in keys}
@@ -83,20 +83,20 @@ def test_a_dearer_action_never_makes_a_step_shorter(case, longer):
 
 
 def test_an_update_waits_for_the_slowest_rank():
-    program = dict.fromkeys(range(2), lower(Step(1, 1)))
+    program = dict.fromkeys(range(2), lower_step(DataStepSpec(1, 1)))
     times = simulate(program, lambda rank, action: 10.0 if (rank, str(action)) == (1, "B0.0") else 1.0)
     assert [str(timed.action) for timed in times[0]] == ["F0.0", "M0.0", "B0.0", "R0.0", "U0.0"]
     assert [timed.start for timed in times[0]] == [0, 1, 2, 12, 13]
 
 
 def test_an_update_needs_what_every_rank_has_measured():
-    program = dict.fromkeys(range(2), lower(Step(1, 1, clip=True)))
+    program = dict.fromkeys(range(2), lower_step(DataStepSpec(1, 1, has_clip=True)))
     times = simulate(program, lambda rank, action: 10.0 if (rank, str(action)) == (1, "M0.1") else 1.0)
     assert [timed.start for timed in times[0] if timed.action.verb == Verb.UPDATE] == [14]
 
 
 def test_ranks_that_meet_wait_for_the_slowest_and_those_apart_do_not():
-    meeting, apart = (dict.fromkeys(range(2), lower(Step(1, 1, sync=sync))) for sync in ("meet", "apart"))
+    meeting, apart = (dict.fromkeys(range(2), lower_step(DataStepSpec(1, 1, sync=sync))) for sync in ("meet", "apart"))
     slow = {(1, "U0.0"): 10.0}
     times = simulate(meeting, lambda rank, action: slow.get((rank, str(action)), 1.0))
     assert [(str(t.action), t.start) for t in times[0]][3:] == [("U0.0", 3), ("P0.0", 4), ("L0.0", 14)]
@@ -105,7 +105,7 @@ def test_ranks_that_meet_wait_for_the_slowest_and_those_apart_do_not():
 
 
 def test_norms_of_directions_need_what_every_rank_has_measured_and_reduced():
-    program = dict.fromkeys(range(2), lower(Step(1, 1, clip=True, trust=True)))
+    program = dict.fromkeys(range(2), lower_step(DataStepSpec(1, 1, has_clip=True, has_trust_ratios=True)))
     prices = {(1, "M0.1"): 10.0, (0, "M0.3"): 5.0}
     times = simulate(program, lambda rank, action: prices.get((rank, str(action)), 1.0))
     for rank in (0, 1):
@@ -115,7 +115,7 @@ def test_norms_of_directions_need_what_every_rank_has_measured_and_reduced():
 
 
 def test_a_reduction_runs_beside_backward_from_when_its_bucket_is_ready():
-    program = dict.fromkeys(range(2), lower(Step(1, 2)))
+    program = dict.fromkeys(range(2), lower_step(DataStepSpec(1, 2)))
     leads = {"R0.0": 6.0, "R0.1": 0.0}
     price = {"B0.0": 10.0}
     times = simulate(program, lambda r, a: price.get(str(a), 1.0), lead=lambda r, a: leads.get(str(a), 0.0))
@@ -134,7 +134,7 @@ def test_reductions_in_another_order_are_a_deadlock_that_says_where_ranks_stand(
 
 @given(step=STEPS.filter(lambda step: step.num_buckets > 1 and step.sync == "step"), data=st.data())
 def test_any_swap_of_two_reductions_on_one_rank_is_found(step, data):
-    actions = list(lower(step))
+    actions = list(lower_step(step))
     places = [i for i, action in enumerate(actions) if action.verb == Verb.REDUCE]
     one, other = data.draw(st.lists(st.sampled_from(places), min_size=2, max_size=2, unique=True))
     swapped = list(actions)

@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.plan import cost
-from fourfold.plan.data import RESTS, Step, lower
+from fourfold.plan.data import RESTING_LAYOUTS, DataStepSpec, lower_step
 from fourfold.plan.simulate import makespan, simulate
 from fourfold.plan.timeline import Event, Trace, TraceError, bounds, decode, disjoint, encode, waited
 from fourfold.words.action import Verb
 from fourfold.words.spans import COMPUTE, REDUCE, WAIT
 
 NANO = st.integers(0, 10**12)
-PROGRAM = dict.fromkeys(range(2), lower(Step(1, 2)))
+PROGRAM = dict.fromkeys(range(2), lower_step(DataStepSpec(1, 2)))
 
 
 @st.composite
@@ -109,7 +109,7 @@ def gathering() -> Trace:
         ("U0.1", COMPUTE, 6.5, 7.0),
         ("G0.1", REDUCE, 7.0, 9.5),
     ]
-    program = {0: lower(Step(1, 2, RESTS[1]))}
+    program = {0: lower_step(DataStepSpec(1, 2, RESTING_LAYOUTS[1]))}
     return Trace(program, tuple(Event(0, 3, *row) for row in found))
 
 

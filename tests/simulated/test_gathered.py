@@ -16,7 +16,7 @@ from fourfold.parts import memory
 from fourfold.parts.comm.staging import NUM_STAGES, HostUnshardStaging, StagingFlags
 from fourfold.parts.gathered import ShardedParams
 from fourfold.parts.uses import untracked_access
-from fourfold.plan.data import Places, step_bytes
+from fourfold.plan.data import ShardGroups, step_sent_bytes
 from fourfold.plan.gathers import ROOM
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
@@ -210,7 +210,9 @@ def test_a_rank_sends_what_the_formula_says(place, microbatches):
 
     size, shard = place.size // place.hosts, (place.shard or place.size) // place.hosts
     for sent, buckets in place.run(body):
-        expected = step_bytes(buckets, zero=3, places=Places(shard, size // shard), microbatches=microbatches)
+        expected = step_sent_bytes(
+            buckets, zero=3, shard_groups=ShardGroups(shard, size // shard), microbatches=microbatches
+        )
         # Each rank of a host sends its slice.
         assert sent[-1] == pytest.approx(expected / place.hosts, rel=1e-9)
         assert sent[0] == sent[-1]  # also while the order is learnt

@@ -13,7 +13,7 @@ from fourfold.parts.comm.shared import SharedMemoryTransport
 from fourfold.parts.comm.slotting import SharedMemoryLayout
 from fourfold.parts.comm.split import AsyncResult, always_done
 from fourfold.plan.codec import CodecSpec
-from fourfold.plan.data import RESTS, Bucket, Slot, turns
+from fourfold.plan.data import RESTING_LAYOUTS, Bucket, Slot, grad_buffer_indices
 from fourfold.testing import threads
 
 NUM_BUCKETS = 8
@@ -35,10 +35,16 @@ def test_a_sum_on_its_way_lands_before_a_rank_waits_for_a_later_launch():
     # comes; rank 1 for that of bucket 1, which rank 0 has yet to launch.
     sizes, dtypes = [64] * NUM_BUCKETS, [torch.float32] * NUM_BUCKETS
     slotting = SharedMemoryLayout(
-        sizes, dtypes, num_scalars=8, buffer_indices=turns(NUM_BUCKETS, few=True), weight_dtypes=dtypes
+        sizes,
+        dtypes,
+        num_scalars=8,
+        buffer_indices=grad_buffer_indices(NUM_BUCKETS, is_cyclic=True),
+        weight_dtypes=dtypes,
     )
     mapping, both = mmap.mmap(-1, slotting.total_bytes(2)), threading.Barrier(2)
-    make = functools.partial(SharedMemoryTransport, mapping, slotting, size=2, rest=RESTS[2], time_limit_seconds=10)
+    make = functools.partial(
+        SharedMemoryTransport, mapping, slotting, size=2, rest=RESTING_LAYOUTS[2], time_limit_seconds=10
+    )
 
     def body(ranks):
         shared = make(index=ranks.rank, inter_host=cast(Any, NoOthers()))
@@ -62,7 +68,7 @@ def test_a_rank_does_its_part_of_a_sum_before_it_waits_for_a_later_message():
     # As above, with a codec: rank 1 waits for the message of bucket 1, and rank 0 first for the sum of bucket 0.
     sizes, wide, narrow = [64] * NUM_BUCKETS, [torch.float32] * NUM_BUCKETS, [torch.bfloat16] * NUM_BUCKETS
     slotting = SharedMemoryLayout(
-        sizes, wide, num_scalars=8, buffer_indices=turns(NUM_BUCKETS, few=True), weight_dtypes=wide
+        sizes, wide, num_scalars=8, buffer_indices=grad_buffer_indices(NUM_BUCKETS, is_cyclic=True), weight_dtypes=wide
     )
     messages = SharedMemoryLayout(sizes, narrow, num_scalars=8)
     mapping, other = mmap.mmap(-1, slotting.total_bytes(2)), mmap.mmap(-1, messages.total_bytes(2))
@@ -71,7 +77,13 @@ def test_a_rank_does_its_part_of_a_sum_before_it_waits_for_a_later_message():
 
     def body(ranks):
         inner = SharedMemoryTransport(
-            mapping, slotting, index=ranks.rank, size=2, rest=RESTS[2], is_prereduced=True, time_limit_seconds=10
+            mapping,
+            slotting,
+            index=ranks.rank,
+            size=2,
+            rest=RESTING_LAYOUTS[2],
+            is_prereduced=True,
+            time_limit_seconds=10,
         )
         sums = SharedMemoryTransport(other, messages, index=ranks.rank, size=2, time_limit_seconds=10)
         codecs = [codec.make_codec(CodecSpec("bf16"), bucket, [(64,)], device=ranks.device) for bucket in buckets]

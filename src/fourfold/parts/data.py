@@ -23,15 +23,15 @@ from fourfold.parts.grad_hooks import register_last_hook
 from fourfold.parts.masters import MasterWeights
 from fourfold.parts.optim import UpdateSlice
 from fourfold.parts.uses import untracked_access
-from fourfold.plan.data import Bucket, Spec
+from fourfold.plan.data import Bucket, ParamSpec
 from fourfold.words.errors import Problem, TaskError, TrainingError
 from fourfold.words.spans import READY, SENT, SILENT
 
 
-def param_specs(parameters: Mapping[str, nn.Parameter], groups: Mapping[str, int]) -> list[Spec]:
+def param_specs(parameters: Mapping[str, nn.Parameter], groups: Mapping[str, int]) -> list[ParamSpec]:
     """What bucket arithmetic must know of the trainable parameters, in order of definition."""
     return [
-        Spec(name, p.numel(), str(p.dtype).removeprefix("torch."), p.element_size(), groups.get(name, 0))
+        ParamSpec(name, p.numel(), str(p.dtype).removeprefix("torch."), p.element_size(), groups.get(name, 0))
         for name, p in parameters.items()
     ]
 

@@ -288,7 +288,7 @@ class FlatOptimizer:
     ) -> Iterator["_FlatUpdate"]:
         """The bucket's runs, one after the other, each with its options and gradients."""
         groups = self._user_optimizer.param_groups if self._frozen_options is None else self._frozen_options
-        theirs = {k: v for k, v in groups[self._buckets[bucket].group].items() if k != "params"}
+        theirs = {k: v for k, v in groups[self._buckets[bucket].param_group].items() if k != "params"}
         theirs = _without_grad_writes(theirs | self._implementations[bucket])
         for run in self._updates[bucket]:
             run.optimizer.param_groups[0].update(theirs)

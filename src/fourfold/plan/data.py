@@ -17,17 +17,17 @@ from fourfold.words.action import LOSS, NORM, TRUST, USED, Action, Verb
 from fourfold.words.layout import PARTIAL, SPLIT, WHOLE, Change, Layout, change, sent_bytes
 
 # A share begins and ends with a cache line, so that no line has two writers.
-SHARE_ELEMENTS = 32
+SHARD_ALIGNMENT = 32
 
 
-class Spec(NamedTuple):
+class ParamSpec(NamedTuple):
     """What must be known of a parameter to give it a place."""
 
     name: str
     num_elements: int
     dtype: str
     element_bytes: int
-    group: int = 0
+    param_group: int = 0
 
 
 class Slot(NamedTuple):
@@ -47,7 +47,7 @@ class Bucket:
     size: int
     dtype: str
     element_bytes: int
-    group: int
+    param_group: int
 
     @property
     def num_bytes(self) -> int:
@@ -55,17 +55,17 @@ class Bucket:
         return self.slots[-1].stop * self.element_bytes
 
 
-def fill(specs: Sequence[Spec], *, bucket_bytes: int, shares: int = 1) -> tuple[Bucket, ...]:
+def make_buckets(specs: Sequence[ParamSpec], *, bucket_bytes: int, num_shards: int = 1) -> tuple[Bucket, ...]:
     """Buckets of about `bucket_bytes` for parameters given in order of definition, padded to `shares` equal shares.
 
     A bucket is closed before it would grow beyond `bucket_bytes`; a larger parameter has one of its own.
     Buckets are numbered by when their last parameter comes, in reverse order of definition, so that the
     first to be complete in backward is the first to be reduced.
     """
-    opened: dict[tuple[str, int], list[Spec]] = {}
-    closed: list[list[Spec]] = []
+    opened: dict[tuple[str, int], list[ParamSpec]] = {}
+    closed: list[list[ParamSpec]] = []
     for spec in reversed(specs):
-        key = spec.dtype, spec.group
+        key = spec.dtype, spec.param_group
         members = opened.setdefault(key, [])
         held = sum(member.num_elements for member in members)
         if members and (held + spec.num_elements) * spec.element_bytes > bucket_bytes:
@@ -75,40 +75,40 @@ def fill(specs: Sequence[Spec], *, bucket_bytes: int, shares: int = 1) -> tuple[
     place = {spec.name: index for index, spec in enumerate(reversed(specs))}
     closed.extend(opened.values())
     closed.sort(key=lambda members: place[members[-1].name])
-    return tuple(_bucket(index, members, shares) for index, members in enumerate(closed))
+    return tuple(_bucket(index, members, num_shards) for index, members in enumerate(closed))
 
 
 # Of the gradients of a model that travel between hosts, so that most of them do while backward goes on.
-BUCKETS_BETWEEN_HOSTS = 8
+NUM_INTER_HOST_BUCKETS = 8
 # 42 ms at 100 Mbit/s, 4 ms at 1 Gbit/s: a latency is little beside it.
-LEAST_BETWEEN_HOSTS = 2**19
+MIN_INTER_HOST_BUCKET_BYTES = 2**19
 
 
-def limit(specs: Sequence[Spec], bucket_bytes: int, *, travels: bool) -> int:
+def effective_bucket_bytes(specs: Sequence[ParamSpec], bucket_bytes: int, *, is_inter_host: bool) -> int:
     """The bytes at which `fill` is to close a bucket, where the plan says `bucket_bytes` at most.
 
     Inside a host a sum takes less time than a matrix product, and few buckets cost least. What travels between hosts,
     or has a codec because it is to, would of a small model be on its way only when backward is over
     (`docs/measured.md`, "Several hosts behind slow links").
     """
-    if not travels:
+    if not is_inter_host:
         return bucket_bytes
     whole = sum(spec.num_elements * spec.element_bytes for spec in specs)
-    return min(bucket_bytes, max(LEAST_BETWEEN_HOSTS, whole // BUCKETS_BETWEEN_HOSTS))
+    return min(bucket_bytes, max(MIN_INTER_HOST_BUCKET_BYTES, whole // NUM_INTER_HOST_BUCKETS))
 
 
-def _bucket(index: int, members: Sequence[Spec], shares: int) -> Bucket:
+def _bucket(index: int, members: Sequence[ParamSpec], num_shards: int) -> Bucket:
     slots, start = [], 0
     for spec in members:
         slots.append(Slot(spec.name, start, start + spec.num_elements))
         start += spec.num_elements
     first = members[0]
-    unit = shares * SHARE_ELEMENTS if shares > 1 else 1
+    unit = num_shards * SHARD_ALIGNMENT if num_shards > 1 else 1
     size = -(-start // unit) * unit
-    return Bucket(index, tuple(slots), size, first.dtype, first.element_bytes, first.group)
+    return Bucket(index, tuple(slots), size, first.dtype, first.element_bytes, first.param_group)
 
 
-class Rest(NamedTuple):
+class RestingLayouts(NamedTuple):
     """Where a bucket's three tensors lie between uses."""
 
     weight: Layout
@@ -116,25 +116,25 @@ class Rest(NamedTuple):
     state: Layout
 
 
-RESTS = {
-    0: Rest(WHOLE, PARTIAL, WHOLE),
-    1: Rest(WHOLE, PARTIAL, SPLIT),
-    2: Rest(WHOLE, SPLIT, SPLIT),
-    3: Rest(SPLIT, SPLIT, SPLIT),
+RESTING_LAYOUTS = {
+    0: RestingLayouts(WHOLE, PARTIAL, WHOLE),
+    1: RestingLayouts(WHOLE, PARTIAL, SPLIT),
+    2: RestingLayouts(WHOLE, SPLIT, SPLIT),
+    3: RestingLayouts(SPLIT, SPLIT, SPLIT),
 }
 
 
-NUM_TURNS = 4
+NUM_GRAD_BUFFERS = 4
 
 
-def turns(num_buckets: int, *, few: bool) -> tuple[int, ...]:
+def grad_buffer_indices(num_buckets: int, *, is_cyclic: bool) -> tuple[int, ...]:
     """By bucket: which of this rank's gradient slots it uses: one of its own, or one of a few, by turns."""
-    if few:
-        return tuple(index % NUM_TURNS for index in range(num_buckets))
+    if is_cyclic:
+        return tuple(index % NUM_GRAD_BUFFERS for index in range(num_buckets))
     return tuple(range(num_buckets))
 
 
-class Life(NamedTuple):
+class LayoutChanges(NamedTuple):
     """A bucket's life: what each moment of a step changes."""
 
     before_use: Change
@@ -143,9 +143,9 @@ class Life(NamedTuple):
     after_update: Change
 
 
-def life(rest: Rest) -> Life:
+def layout_changes(rest: RestingLayouts) -> LayoutChanges:
     """The collectives of a step: nothing but differences between layouts."""
-    return Life(
+    return LayoutChanges(
         before_use=change(rest.weight, WHOLE),
         after_backward=change(PARTIAL, rest.gradient),
         before_update=change(rest.gradient, rest.state),
@@ -153,53 +153,55 @@ def life(rest: Rest) -> Life:
     )
 
 
-class Places(NamedTuple):
+class ShardGroups(NamedTuple):
     """The data ranks as replicas × shard: a flat is split over `shard` of them, and `replicas` hold each share.
 
     Neighbours share: rank r has share r % shard of replica r // shard.
     """
 
-    shard: int
-    replicas: int = 1
+    shard_size: int
+    num_replicas: int = 1
 
     @property
     def size(self) -> int:
-        return self.shard * self.replicas
+        return self.shard_size * self.num_replicas
 
-    def reduced_bytes(self, collective: Change, whole_bytes: int) -> float:
+    def reduce_sent_bytes(self, collective: Change, whole_bytes: int) -> float:
         """Bytes a rank sends to sum a flat. One that comes to rest split is then summed over the replicas."""
         if collective != Change.REDUCE_SCATTER:
             return sent_bytes(collective, whole_bytes=whole_bytes, size=self.size)
-        inside = sent_bytes(collective, whole_bytes=whole_bytes, size=self.shard)
-        return inside + sent_bytes(Change.ALL_REDUCE, whole_bytes=whole_bytes, size=self.replicas) / self.shard
+        inside = sent_bytes(collective, whole_bytes=whole_bytes, size=self.shard_size)
+        return inside + sent_bytes(Change.ALL_REDUCE, whole_bytes=whole_bytes, size=self.num_replicas) / self.shard_size
 
-    def gathered_bytes(self, collective: Change, whole_bytes: int) -> float:
+    def all_gather_sent_bytes(self, collective: Change, whole_bytes: int) -> float:
         """Bytes a rank sends to bring the shares of a flat together: each replica has all of them."""
-        return sent_bytes(collective, whole_bytes=whole_bytes, size=self.shard)
+        return sent_bytes(collective, whole_bytes=whole_bytes, size=self.shard_size)
 
 
-def step_bytes(
+def step_sent_bytes(
     buckets: Iterable[Bucket],
     *,
     zero: int,
-    places: Places,
+    shard_groups: ShardGroups,
     microbatches: int,
-    gradients: Iterable[Bucket] | None = None,
+    gradient_buckets: Iterable[Bucket] | None = None,
 ) -> float:
     """Bytes each data rank sends in a step; zero 3 gathers for forward and again for backward.
 
     `gradients`: the buckets in the numbers in which gradients are summed, where these are others.
     """
-    moments = life(RESTS[zero])
+    moments = layout_changes(RESTING_LAYOUTS[zero])
     weights = sum(bucket.num_bytes for bucket in buckets)
-    summed = weights if gradients is None else sum(bucket.num_bytes for bucket in gradients)
-    each = 2 * places.gathered_bytes(moments.before_use, weights)
-    each += places.reduced_bytes(moments.after_backward, summed)
-    once = places.reduced_bytes(moments.before_update, summed) + places.gathered_bytes(moments.after_update, weights)
+    summed = weights if gradient_buckets is None else sum(bucket.num_bytes for bucket in gradient_buckets)
+    each = 2 * shard_groups.all_gather_sent_bytes(moments.before_use, weights)
+    each += shard_groups.reduce_sent_bytes(moments.after_backward, summed)
+    once = shard_groups.reduce_sent_bytes(moments.before_update, summed) + shard_groups.all_gather_sent_bytes(
+        moments.after_update, weights
+    )
     return microbatches * each + once
 
 
-class Step(NamedTuple):
+class DataStepSpec(NamedTuple):
     """What a data rank's step consists of; `order` is the launch order recorded in the first step.
 
     `trust`: norms of single parameters are wanted, and parameters are split among ranks.
@@ -207,17 +209,17 @@ class Step(NamedTuple):
 
     microbatches: int
     num_buckets: int
-    rest: Rest = RESTS[0]
-    clip: bool = False
-    unused: bool = False
+    resting_layouts: RestingLayouts = RESTING_LAYOUTS[0]
+    has_clip: bool = False
+    allows_unused: bool = False
     update: str = "after"
-    order: tuple[int, ...] = ()
-    trust: bool = False
+    launch_order: tuple[int, ...] = ()
+    has_trust_ratios: bool = False
     sync: str = "step"
     """"step": gradients are reduced. "apart": they stay with their rank. "meet": they do, and weights are averaged."""
 
 
-def lower(step: Step) -> tuple[Action, ...]:
+def lower_step(step: DataStepSpec) -> tuple[Action, ...]:
     """A data rank's step: forwards and backwards, reductions in launch order, then the updates.
 
     Reductions stand behind the backward that completes them, and a runtime may begin each one while that backward
@@ -232,8 +234,8 @@ def lower(step: Step) -> tuple[Action, ...]:
     gradient of the step before in front of the first forward, what is used first at the head; each may be put off until
     that forward comes to its bucket (the same: forward fusion).
     """
-    launch = step.order or tuple(range(step.num_buckets))
-    moments = life(step.rest)
+    launch = step.launch_order or tuple(range(step.num_buckets))
+    moments = layout_changes(step.resting_layouts)
     gathers = moments.after_update != Change.NONE
     update = [
         [Action(Verb.UPDATE, 0, bucket), *([Action(Verb.GATHER, 0, bucket)] if gathers else [])]
@@ -256,11 +258,11 @@ def lower(step: Step) -> tuple[Action, ...]:
                     actions.append(Action(Verb.REDUCE, 0, first + bucket))
                 if last and step.update == "in_backward":
                     actions += update[bucket]
-    if step.unused:
+    if step.allows_unused:
         actions.append(Action(Verb.MEASURE, 0, USED))
-    if step.clip:
+    if step.has_clip:
         actions.append(Action(Verb.MEASURE, 0, NORM))
-    if step.trust:
+    if step.has_trust_ratios:
         actions.append(Action(Verb.MEASURE, 0, TRUST))
     if step.update == "after":
         actions += [action for bucket in launch for action in update[bucket] + push[bucket]]

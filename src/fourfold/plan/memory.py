@@ -11,7 +11,15 @@ Not counted: frozen weights and buffers of the model, and what a codec remembers
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from fourfold.plan.data import NUM_TURNS, RESTS, Bucket, Places, Rest, life, turns
+from fourfold.plan.data import (
+    NUM_GRAD_BUFFERS,
+    RESTING_LAYOUTS,
+    Bucket,
+    RestingLayouts,
+    ShardGroups,
+    grad_buffer_indices,
+    layout_changes,
+)
 from fourfold.plan.gathers import NUM_STAGES, ROOM
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import MASTER_BYTES, has_masters, reduced
@@ -25,13 +33,13 @@ class Host(NamedTuple):
     """Some of the data ranks, which may share memory. All hosts have as many."""
 
     ranks: int
-    places: Places
+    places: ShardGroups
     shares_memory: bool
 
     @property
     def shares(self) -> int:
         """In how many shares lies what rests split: where memory is shared, all of a host have one each."""
-        return max(self.ranks, self.places.shard) if self.shares_memory else self.places.shard
+        return max(self.ranks, self.places.shard_size) if self.shares_memory else self.places.shard_size
 
     @property
     def gathers(self) -> bool:
@@ -85,7 +93,7 @@ def elements(
         master = 0
         if has_masters(bucket, plan.precision):
             master = max(MASTER_BYTES, *(own_bytes[slot.name] for slot in bucket.slots))
-        state = num_states[bucket.group] * (master or bucket.element_bytes)
+        state = num_states[bucket.param_group] * (master or bucket.element_bytes)
         gradient = 0 if is_in_place(plan) else reduced(bucket, plan.reduce).element_bytes
         kept = (1 + bool(plan.outer_momentum)) * bucket.element_bytes if plan.sync == "local" else 0
         result.append(Element(bucket.size, bucket.element_bytes, gradient, master, state, kept))
@@ -94,7 +102,7 @@ def elements(
 
 def holding(buckets: Sequence[Element], *, zero: int, host: Host) -> Holding:
     """What the ranks of a host hold, at most: updated in backward, less may be on its way at a time."""
-    rest = RESTS[zero if host.places.shard > 1 else 0]
+    rest = RESTING_LAYOUTS[zero if host.places.shard_size > 1 else 0]
     split, gathers = rest.state == SPLIT, rest.weight == SPLIT and host.gathers
     # Of a host's ranks together, in wholes.
     states = host.ranks / host.shares if split else host.ranks
@@ -114,7 +122,7 @@ def holding(buckets: Sequence[Element], *, zero: int, host: Host) -> Holding:
 def _slots(lengths: Sequence[int], *, few: bool) -> int:
     """Bytes of one rank's gradient slots: those that take turns lie in the room of the largest of them."""
     room: dict[int, int] = {}
-    for turn, length in zip(turns(len(lengths), few=few), lengths, strict=True):
+    for turn, length in zip(grad_buffer_indices(len(lengths), is_cyclic=few), lengths, strict=True):
         room[turn] = max(room.get(turn, 0), length)
     return sum(room.values())
 
@@ -125,16 +133,16 @@ def _gathered(buckets: Sequence[Element], host: Host) -> int:
     return largest * (min(len(buckets), ROOM + 1) * host.ranks + NUM_STAGES * host.shares_memory)
 
 
-def _staging(buckets: Sequence[Element], rest: Rest, host: Host) -> float:
+def _staging(buckets: Sequence[Element], rest: RestingLayouts, host: Host) -> float:
     """Bytes of what is on its way at a host's ranks: addends of what a rank sums, and copies of its shares of weights.
 
     Where memory is shared each rank sends its slice. Then only addends that take turns in a slot wait for each other.
     """
     parts, several = (host.ranks, len(buckets)) if host.shares_memory else (1, IN_FLIGHT)
-    turned = min(several, NUM_TURNS) if rest.gradient == SPLIT else several
+    turned = min(several, NUM_GRAD_BUFFERS) if rest.gradient == SPLIT else several
     addends = [b.num * b.gradient / parts for b in buckets]
     shares = [b.num * b.weight / host.shares for b in buckets]
-    copies = 0 if life(rest).after_update == Change.NONE else _in_flight(shares, several)
+    copies = 0 if layout_changes(rest).after_update == Change.NONE else _in_flight(shares, several)
     return (_in_flight(addends, turned) + copies) * host.ranks
 
 

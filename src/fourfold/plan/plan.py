@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from fourfold.plan.codec import CODECS, CodecSpec
-from fourfold.plan.data import Places
+from fourfold.plan.data import ShardGroups
 from fourfold.plan.decode import DecodeError, from_toml
 from fourfold.plan.precision import COMPUTE, REDUCE
 from fourfold.plan.sequence import RINGS, ulysses_problem
@@ -192,10 +192,10 @@ class Plan:
         return self.dp * self.sp
 
     @property
-    def places(self) -> Places:
+    def places(self) -> ShardGroups:
         """The ranks that share what rests split, and how often there are all shares of it."""
         shard = self.num_shares if self.zero else self.num_sharing
-        return Places(shard, self.num_sharing // shard)
+        return ShardGroups(shard, self.num_sharing // shard)
 
     @property
     def mesh(self) -> Mesh:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from fourfold.plan.data import Bucket, Spec
+from fourfold.plan.data import Bucket, ParamSpec
 
 
 class Number(NamedTuple):
@@ -33,7 +33,7 @@ def is_float(dtype: str) -> bool:
     return dtype.startswith(("float", "bfloat")) and not dtype.startswith("float8")
 
 
-def computed(specs: Iterable[Spec], precision: str, *, kept: Collection[str] = ()) -> list[Spec]:
+def computed(specs: Iterable[ParamSpec], precision: str, *, kept: Collection[str] = ()) -> list[ParamSpec]:
     """The specs of the working weights; parameters named in `kept` stay what they are."""
     number = COMPUTE.get(precision)
     if number is None:

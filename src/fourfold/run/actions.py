@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fourfold.parts.data import GradBuckets
 from fourfold.parts.step_hooks import StepHooks
-from fourfold.plan.data import life
+from fourfold.plan.data import layout_changes
 from fourfold.run.batch import Loss, Microbatch
 from fourfold.run.deferred import Deferred
 from fourfold.run.objective import Objective, is_uneven, uneven
@@ -63,7 +63,7 @@ class Actions:
         """What is wrong with the batches of the ranks that share this one's sequences; every rank learns of it."""
         self.recorder = SILENT
         self._every_round, self._after = parts.rest.gradient == SPLIT, update == "after"
-        self._gathers = life(parts.rest).after_update != Change.NONE
+        self._gathers = layout_changes(parts.rest).after_update != Change.NONE
         self.deferred: Deferred | None = None
         """The updates that wait for the next forward, where they do."""
         if update == "in_forward":

@@ -20,7 +20,17 @@ from fourfold.parts.in_place import UnbucketedGrads
 from fourfold.parts.masters import MasterWeightPolicy, offload_device
 from fourfold.parts.options import OptionTracker
 from fourfold.parts.step_hooks import StepHooks
-from fourfold.plan.data import RESTS, Bucket, Rest, Spec, Step, fill, limit, lower, turns
+from fourfold.plan.data import (
+    RESTING_LAYOUTS,
+    Bucket,
+    DataStepSpec,
+    ParamSpec,
+    RestingLayouts,
+    effective_bucket_bytes,
+    grad_buffer_indices,
+    lower_step,
+    make_buckets,
+)
 from fourfold.plan.intervals import DRIFT_CHECK, is_due
 from fourfold.plan.memory import is_in_place
 from fourfold.plan.order import Stretch
@@ -145,7 +155,7 @@ class TrainStep:
         compare(ranks, own, shapes, plan=plan, options=options, optimizer=self.optimizer)
         self._options = OptionTracker(self.optimizer)
         # A split over one rank is whole.
-        rest = RESTS[plan.zero if plan.num_shares > 1 else 0]
+        rest = RESTING_LAYOUTS[plan.zero if plan.num_shares > 1 else 0]
         split = rest.state == SPLIT
         specs = computed(own, plan.precision, kept=lowered.full_precision_params(model))
         self.buckets = _buckets(plan, specs, ranks, shares=plan.num_sharing if split else 1)
@@ -160,7 +170,7 @@ class TrainStep:
             ranks, request, choice=plan.transport, codecs=codecs, unbucketed_grads=held
         )
         if rest.weight == SPLIT and not self._transport.unshards_params:
-            rest = RESTS[2]  # the weights exist once per host: nothing is gathered before use
+            rest = RESTING_LAYOUTS[2]  # the weights exist once per host: nothing is gathered before use
         self.remembered = Remembered(codecs, ranks)
         apart = comm.LocalSGDTransport(self._transport) if plan.sync == "local" else None
         self._transport = apart or self._transport
@@ -226,14 +236,14 @@ class TrainStep:
         self._runtime = Runtime(self._actions)
         self._guard = Guard(ranks, model, limit=skip_nan)
         self._drift = drift.Drift(ranks, drift_check)
-        self._outline = Step(
+        self._outline = DataStepSpec(
             plan.microbatches,
             len(self.buckets),
             rest,
             clip is not None or self._scale is not None,
             allow_unused,
             plan.update,
-            trust=layerwise and split,
+            has_trust_ratios=layerwise and split,
         )
         self._lower()
         self._recorded, self._num_calls = False, 0
@@ -245,10 +255,10 @@ class TrainStep:
     def _lower(self) -> None:
         """Make the programs of what is known of a step."""
         if self._local is None:
-            self.program = self.program_apart = lower(self._outline)
+            self.program = self.program_apart = lower_step(self._outline)
             return
-        self.program = lower(self._outline._replace(sync="meet"))
-        self.program_apart = lower(self._outline._replace(sync="apart"))
+        self.program = lower_step(self._outline._replace(sync="meet"))
+        self.program_apart = lower_step(self._outline._replace(sync="apart"))
 
     @property
     def is_whole(self) -> bool:
@@ -615,7 +625,7 @@ class TrainStep:
 
     def _decisions(self) -> dict[str, Any]:
         record: dict[str, Any] = {
-            "order": list(self._outline.order),
+            "order": list(self._outline.launch_order),
             "nominal_count": self._actions.nominal_count,
             "optimizer": type(self.optimizer).__name__,
         }
@@ -691,7 +701,7 @@ class TrainStep:
 
     def _record(self, order: list[int], count: float) -> None:
         """Freeze what the first step taught: the same on every rank from now on."""
-        self._outline = self._outline._replace(order=tuple(order))
+        self._outline = self._outline._replace(launch_order=tuple(order))
         self._lower()
         self._gradients.launch_order = list(order)
         before = self._actions.nominal_count
@@ -718,24 +728,26 @@ def _codecs(plan: Plan, buckets: Sequence[Bucket], by_bucket: Sequence[Sequence[
     ]
 
 
-def _buckets(plan: Plan, specs: Sequence[Spec], ranks: comm.Communicator, *, shares: int) -> tuple[Bucket, ...]:
+def _buckets(plan: Plan, specs: Sequence[ParamSpec], ranks: comm.Communicator, *, shares: int) -> tuple[Bucket, ...]:
     # With a codec on one host too: what it keeps depends on the buckets, and the training is to be the same.
     travels = ranks.num_hosts > 1 or plan.codec != "none"
-    return fill(specs, bucket_bytes=limit(specs, plan.bucket_bytes, travels=travels), shares=shares)
+    return make_buckets(
+        specs, bucket_bytes=effective_bucket_bytes(specs, plan.bucket_bytes, is_inter_host=travels), num_shards=shares
+    )
 
 
-def _may_wait_in_backward(plan: Plan, rest: Rest) -> bool:
+def _may_wait_in_backward(plan: Plan, rest: RestingLayouts) -> bool:
     """Whether a rank may wait for a sum within backward while another waits there for the totals of all hosts."""
     # Split gradients pass through a few slots: backward waits for one to be free. Updates in backward need the totals.
     return plan.update == "in_backward" and rest.gradient == SPLIT
 
 
-def _request(plan: Plan, buckets: Sequence[Bucket], rest: Rest, *, num_norms: int) -> comm.TransportSpec:
+def _request(plan: Plan, buckets: Sequence[Bucket], rest: RestingLayouts, *, num_norms: int) -> comm.TransportSpec:
     """What the buckets of a plan need of a transport."""
     return comm.TransportSpec(
         sizes=tuple(bucket.size for bucket in buckets),
         dtypes=tuple(data.bucket_dtype(reduced(bucket, plan.reduce)) for bucket in buckets),
-        buffer_indices=turns(len(buckets), few=rest.gradient == SPLIT),
+        buffer_indices=grad_buffer_indices(len(buckets), is_cyclic=rest.gradient == SPLIT),
         rest=rest,
         num_scalars=max(8, num_norms),
         num_shards=plan.num_shares if rest.state == SPLIT else None,

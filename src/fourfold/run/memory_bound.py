@@ -15,7 +15,7 @@ from torch import nn
 
 from fourfold.feed.draws import fetch_seeded
 from fourfold.parts import data, lowered, optim
-from fourfold.plan.data import RESTS, fill, limit
+from fourfold.plan.data import RESTING_LAYOUTS, effective_bucket_bytes, make_buckets
 from fourfold.plan.memory import Host, elements, holding
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import computed
@@ -132,8 +132,12 @@ def _model_bytes(task: Task, plan: Plan, model: nn.Module, place: Place) -> tupl
     optimizer = optim.build_optimizer(task.optimizer, list(model.parameters()))
     own = data.param_specs(trainable, optim.group_indices(optimizer, trainable))
     specs = computed(own, plan.precision, kept=lowered.full_precision_params(model))
-    shares = plan.num_sharing if RESTS[plan.zero].state == SPLIT else 1
-    buckets = fill(specs, bucket_bytes=limit(specs, plan.bucket_bytes, travels=plan.codec != "none"), shares=shares)
+    shares = plan.num_sharing if RESTING_LAYOUTS[plan.zero].state == SPLIT else 1
+    buckets = make_buckets(
+        specs,
+        bucket_bytes=effective_bucket_bytes(specs, plan.bucket_bytes, is_inter_host=plan.codec != "none"),
+        num_shards=shares,
+    )
     kinds = [optim.num_state_tensors(optimizer, group) for group in range(len(optimizer.param_groups))]
     of = elements(buckets, plan, num_states=kinds, own_bytes={spec.name: spec.element_bytes for spec in own})
     held = holding(of, zero=plan.zero, host=_host(plan, place))

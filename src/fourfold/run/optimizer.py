@@ -21,7 +21,7 @@ from fourfold.parts.grad_hooks import register_last_hook
 from fourfold.parts.optim import group_indices
 from fourfold.parts.optimizer_options import check_options
 from fourfold.parts.options import OptionTracker
-from fourfold.plan.data import fill, limit, turns
+from fourfold.plan.data import effective_bucket_bytes, grad_buffer_indices, make_buckets
 from fourfold.plan.intervals import DRIFT_CHECK, is_due
 from fourfold.plan.plan import Plan
 from fourfold.run import drift
@@ -140,11 +140,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _connect(self, trainable: dict[str, nn.Parameter], plan: Plan) -> None:
         specs = data.param_specs(trainable, {})
-        buckets = fill(specs, bucket_bytes=limit(specs, plan.bucket_bytes, travels=self._ranks.num_hosts > 1))
+        buckets = make_buckets(
+            specs,
+            bucket_bytes=effective_bucket_bytes(specs, plan.bucket_bytes, is_inter_host=self._ranks.num_hosts > 1),
+        )
         request = comm.TransportSpec(
             sizes=tuple(bucket.size for bucket in buckets),
             dtypes=tuple(data.bucket_dtype(bucket) for bucket in buckets),
-            buffer_indices=turns(len(buckets), few=False),
+            buffer_indices=grad_buffer_indices(len(buckets), is_cyclic=False),
             num_scalars=max(8, len(trainable)),
         )
         self._allow_unused = plan.unused == "allow"

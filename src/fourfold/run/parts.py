@@ -19,7 +19,7 @@ from fourfold.parts.in_place import UnbucketedGrads
 from fourfold.parts.local import LocalSGD
 from fourfold.parts.optim import FlatOptimizer
 from fourfold.parts.step_hooks import StepHooks
-from fourfold.plan.data import Rest
+from fourfold.plan.data import RestingLayouts
 from fourfold.plan.precision import Scale
 
 
@@ -33,7 +33,7 @@ class Parts(NamedTuple):
     """By bucket and slot."""
     weights: Sequence[Tensor]
     """By bucket."""
-    rest: Rest
+    rest: RestingLayouts
     edits: WeightEdits
     """What tells Fourfold's own writes of weights from others."""
     gathered: ShardedParams | None = None

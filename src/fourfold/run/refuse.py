@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from fourfold.parts import comm, lowered, optim
 from fourfold.parts.options import ABSENT, CLASS_KEY, describe_options
-from fourfold.plan.data import Spec
+from fourfold.plan.data import ParamSpec
 from fourfold.plan.plan import Plan, mesh_sizes
 from fourfold.run.batch_statistics import FREEZE, uses_batch
 from fourfold.words.errors import PlanError, Problem, TaskError
@@ -222,7 +222,7 @@ def _compiled_problems(model: nn.Module, plan: Plan) -> list[Problem]:
 
 def compare(
     ranks: comm.Communicator,
-    specs: Sequence[Spec],
+    specs: Sequence[ParamSpec],
     shapes: Mapping[str, list[int] | str],
     *,
     plan: Plan,
@@ -230,7 +230,7 @@ def compare(
     optimizer: Optimizer,
 ) -> None:
     """Raise PlanError unless every rank has the same parameters, plan, options and optimizer. Collective."""
-    mine = [f"{s.name} {shapes[s.name]} {s.dtype}, group {s.group}" for s in specs]
+    mine = [f"{s.name} {shapes[s.name]} {s.dtype}, group {s.param_group}" for s in specs]
     mine += [f"{name} {value}" for name, value in options.items()]
     mine += plan.to_toml(defaults=True).splitlines()
     told = describe_options(optimizer)

@@ -7,7 +7,16 @@ from collections.abc import Mapping, Sequence
 
 from fourfold.parts import data, lowered, optim
 from fourfold.plan.codec import codec_rounds, codec_sent_bytes
-from fourfold.plan.data import RESTS, Bucket, Step, fill, life, limit, lower, step_bytes
+from fourfold.plan.data import (
+    RESTING_LAYOUTS,
+    Bucket,
+    DataStepSpec,
+    effective_bucket_bytes,
+    layout_changes,
+    lower_step,
+    make_buckets,
+    step_sent_bytes,
+)
 from fourfold.plan.memory import Element, Holding, Host, elements, holding, is_in_place
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import REDUCE, computed, has_masters, reduced
@@ -51,13 +60,13 @@ def show(plan: Plan, task: Task) -> str:
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
     own = data.param_specs(trainable, {name: group_of[id(p)] for name, p in trainable.items()})
     specs = computed(own, plan.precision, kept=lowered.full_precision_params(model))
-    rest = RESTS[plan.zero if plan.num_shares > 1 else 0]
-    bucket_bytes = limit(specs, plan.bucket_bytes, travels=plan.codec != "none")
-    buckets = fill(specs, bucket_bytes=bucket_bytes, shares=plan.num_sharing if rest.state == SPLIT else 1)
+    rest = RESTING_LAYOUTS[plan.zero if plan.num_shares > 1 else 0]
+    bucket_bytes = effective_bucket_bytes(specs, plan.bucket_bytes, is_inter_host=plan.codec != "none")
+    buckets = make_buckets(specs, bucket_bytes=bucket_bytes, num_shards=plan.num_sharing if rest.state == SPLIT else 1)
     trust = optim.is_layerwise(optimizer) and rest.state == SPLIT
     measured = task.clip is not None or plan.precision == "fp16"
     flags = {"clip": measured, "unused": plan.unused == "allow", "update": plan.update, "trust": trust}
-    outlined = Step(plan.microbatches, len(buckets), rest, **flags)
+    outlined = DataStepSpec(plan.microbatches, len(buckets), rest, **flags)
     messages = _messages(buckets, plan, {name: tuple(p.shape) for name, p in trainable.items()})
     programs = [_program(_all(plan, outlined))]
     if plan.sync == "local":
@@ -73,8 +82,8 @@ def show(plan: Plan, task: Task) -> str:
     return "\n\n".join(sections)
 
 
-def _all(plan: Plan, step: Step) -> action.Program:
-    return dict.fromkeys(range(plan.mesh.size), lower(step))
+def _all(plan: Plan, step: DataStepSpec) -> action.Program:
+    return dict.fromkeys(range(plan.mesh.size), lower_step(step))
 
 
 def _plan(plan: Plan) -> str:
@@ -99,8 +108,12 @@ def _buckets(buckets: Sequence[Bucket], plan: Plan) -> str:
         )
         for bucket in buckets
     ]
-    rest, number = RESTS[plan.zero], REDUCE.get(plan.reduce)
-    changes = {name.replace("_", " "): change for name, change in life(rest)._asdict().items() if change != Change.NONE}
+    rest, number = RESTING_LAYOUTS[plan.zero], REDUCE.get(plan.reduce)
+    changes = {
+        name.replace("_", " "): change
+        for name, change in layout_changes(rest)._asdict().items()
+        if change != Change.NONE
+    }
     replicas = plan.num_sharing // plan.num_shares if plan.zero else 1
     onward = f", then an all-reduce of the share over {replicas} replicas" if replicas > 1 else ""
     among = f" over {plan.num_shares} ranks each" if replicas > 1 else ""
@@ -149,7 +162,7 @@ def _messages(buckets: Sequence[Bucket], plan: Plan, shapes: Mapping[str, tuple[
     for bucket in buckets:
         said = codec_rounds(plan.coding, reduced(bucket, plan.reduce), [shapes[slot.name] for slot in bucket.slots])
         sent += codec_sent_bytes(said, size=plan.num_sharing) * (plan.microbatches if plan.zero == 2 else 1)
-        weights = life(RESTS[plan.zero]).after_update
+        weights = layout_changes(RESTING_LAYOUTS[plan.zero]).after_update
         sent += layout_bytes(weights, whole_bytes=bucket.num_bytes, size=plan.num_sharing)
     return sent
 
@@ -163,7 +176,9 @@ def _compared(coded: float, plain: float) -> str:
 def _bytes(buckets: Sequence[Bucket], plan: Plan, messages: float | None) -> str:
     gradients = [reduced(bucket, plan.reduce) for bucket in buckets]
     total = sum(bucket.num_bytes for bucket in gradients)
-    sent = step_bytes(buckets, zero=plan.zero, places=plan.places, microbatches=plan.microbatches, gradients=gradients)
+    sent = step_sent_bytes(
+        buckets, zero=plan.zero, shard_groups=plan.places, microbatches=plan.microbatches, gradient_buckets=gradients
+    )
     lines = [f"gradients         {sized(total)} a rank"]
     if plan.num_sharing > 1 and messages is not None:
         lines += [

@@ -38,7 +38,7 @@ from fourfold.parts.comm.shared import SharedMemoryTransport
 from fourfold.parts.comm.slotting import SharedMemoryLayout
 from fourfold.parts.comm.transport import BucketSlice, GradsOfBucket, SingleRankTransport, Transport
 from fourfold.parts.comm.wire import ProcessGroupChannel
-from fourfold.plan.data import RESTS, Rest
+from fourfold.plan.data import RESTING_LAYOUTS, RestingLayouts
 from fourfold.words.errors import LaunchError, PlanError, Problem
 from fourfold.words.layout import SPLIT
 
@@ -72,7 +72,7 @@ class TransportSpec(NamedTuple):
     sizes: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
     buffer_indices: tuple[int, ...]
-    rest: Rest = RESTS[0]
+    rest: RestingLayouts = RESTING_LAYOUTS[0]
     num_scalars: int = 8
     purpose: str = ""
     """Transports of one purpose share their process groups, and so the order of what they begin."""

@@ -19,7 +19,7 @@ from fourfold.parts.comm.groups import Group, Work, all_gather_rows
 from fourfold.parts.comm.ranks import Communicator
 from fourfold.parts.comm.split import AsyncResult, ShardedCollectives, always_done
 from fourfold.parts.comm.transport import BucketSlice, unit_scale
-from fourfold.plan.data import Rest
+from fourfold.plan.data import RestingLayouts
 from fourfold.plan.memory import IN_FLIGHT
 from fourfold.words.action import LOSS
 from fourfold.words.layout import SPLIT, WHOLE, Change
@@ -35,7 +35,7 @@ class ReductionSpec(NamedTuple):
     `coded`: what is launched is the sum over all ranks that a process group connects; a codec has seen to it.
     """
 
-    rest: Rest
+    rest: RestingLayouts
     buffer_indices: tuple[int, ...]
     purpose: str = ""
     is_prereduced: bool = False

@@ -51,7 +51,7 @@ from fourfold.parts.comm.slotting import (
 from fourfold.parts.comm.split import AsyncResult, sum_in_order
 from fourfold.parts.comm.staging import HostUnshardStaging, StagingFlags
 from fourfold.parts.comm.transport import BucketSlice, unit_scale
-from fourfold.plan.data import RESTS, Rest
+from fourfold.plan.data import RESTING_LAYOUTS, RestingLayouts
 from fourfold.plan.order import share
 from fourfold.words.action import LOSS
 from fourfold.words.errors import PeerError
@@ -112,7 +112,7 @@ class SharedMemoryTransport:
         *,
         index: int,
         size: int,
-        rest: Rest = RESTS[0],
+        rest: RestingLayouts = RESTING_LAYOUTS[0],
         ranks: Sequence[int] = (),
         peer_sockets: Mapping[int, socket.socket] | None = None,
         inter_host: InterHostReducer | None = None,

@@ -19,7 +19,7 @@ from torch import Tensor
 from fourfold.parts import memory
 from fourfold.parts.comm.groups import Group, Work
 from fourfold.parts.comm.ranks import Communicator
-from fourfold.plan.data import Places
+from fourfold.plan.data import ShardGroups
 from fourfold.words.layout import Change
 
 GetFuture = Callable[[], Any]
@@ -82,7 +82,7 @@ class ShardedCollectives:
         """`shard` neighbours of the members have all shares among them (None: all members)."""
         self._communicator = ranks
         self.size = num_shards or len(members)
-        self.shard_groups = Places(self.size, len(members) // self.size)
+        self.shard_groups = ShardGroups(self.size, len(members) // self.size)
         own = list(members).index(ranks.rank) if ranks.rank in members else -1
         self.index, self.replica_index = own % self.size, own // self.size
         # Every rank asks for every group.
@@ -91,7 +91,7 @@ class ShardedCollectives:
             sums, gathers = ranks.get_group(some, "buckets"), ranks.get_group(some, "weights")
             if ranks.rank in some:
                 self._reduce_group, self._gather_group = sums, gathers
-        for place in range(self.size if self.shard_groups.replicas > 1 else 0):
+        for place in range(self.size if self.shard_groups.num_replicas > 1 else 0):
             same = list(members[place :: self.size])
             replicas = ranks.get_group(same, "replicas")
             if ranks.rank in same:
@@ -111,7 +111,7 @@ class ShardedCollectives:
         collective's future.
         """
         flight = self._reduce_scatter(flat, on_start) if self.size > 1 else AsyncResult(lambda: flat, always_done)
-        if self.shard_groups.replicas == 1:
+        if self.shard_groups.num_replicas == 1:
             return flight
         onward = _TwoStageReduce(flight, self._replica_group, self._two_stage_queue)
         self._two_stage_queue.append(onward)
@@ -174,11 +174,11 @@ class ShardedCollectives:
 
     def reduced_bytes(self, flat: Tensor) -> float:
         """Bytes this rank sends to sum a flat, as by ring."""
-        return self.shard_groups.reduced_bytes(Change.REDUCE_SCATTER, flat.numel() * flat.element_size())
+        return self.shard_groups.reduce_sent_bytes(Change.REDUCE_SCATTER, flat.numel() * flat.element_size())
 
     def gathered_bytes(self, flat: Tensor) -> float:
         """Bytes this rank sends to bring the shares of a flat together, as by ring."""
-        return self.shard_groups.gathered_bytes(Change.ALL_GATHER, flat.numel() * flat.element_size())
+        return self.shard_groups.all_gather_sent_bytes(Change.ALL_GATHER, flat.numel() * flat.element_size())
 
     def _copy_to_buffer(self, part: Tensor) -> Tensor:
         staged = self._acquire_buffer(part.numel(), part.dtype)
