@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.engines import cause
-from fourfold.plan.decode import MAX_DEPTH, DecodeError, from_json, from_toml, is_deep, read_small
+from fourfold.plan.decode import MAX_DEPTH, DecodeError, from_json, from_toml, is_too_deep, read_bounded
 from fourfold.plan.plan import Plan
 from fourfold.plan.timeline import decode as decode_trace
 from fourfold.report import faults, page
@@ -68,7 +68,7 @@ def test_dotted_keys_cost_no_memory_that_grows_with_their_square(parts):
 
 
 def test_values_just_within_the_limit_are_decoded():
-    assert not is_deep(from_json(lists(MAX_DEPTH).encode()))
+    assert not is_too_deep(from_json(lists(MAX_DEPTH).encode()))
 
 
 def test_a_number_that_no_float_can_hold_is_refused():
@@ -78,11 +78,11 @@ def test_a_number_that_no_float_can_hold_is_refused():
 
 def test_a_small_file_is_not_read_beyond_its_bound(tmp_path):
     (tmp_path / "file").write_bytes(bytes(100))
-    assert len(read_small(tmp_path / "file", most=100)) == 100
+    assert len(read_bounded(tmp_path / "file", max_bytes=100)) == 100
     with pytest.raises(DecodeError, match="more than 99 bytes"):
-        read_small(tmp_path / "file", most=99)
+        read_bounded(tmp_path / "file", max_bytes=99)
     with pytest.raises(DecodeError, match="more than"):
-        read_small(Path("/dev/zero"))
+        read_bounded(Path("/dev/zero"))
 
 
 @pytest.mark.parametrize("depth", DEPTHS)

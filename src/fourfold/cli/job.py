@@ -12,7 +12,7 @@ from typing import Any
 from fourfold.cli import settings, task
 from fourfold.cli.failure import ErrorCollector, is_file, nearest_file
 from fourfold.engines.machine import default_num_processes
-from fourfold.plan.decode import DecodeError, read_small
+from fourfold.plan.decode import DecodeError, read_bounded
 from fourfold.plan.plan import Plan
 from fourfold.plan.rates import Rates
 from fourfold.run.settings import refuse_steps, run_name, settings_of, tuned_for
@@ -211,7 +211,7 @@ def check_init(job: Job) -> None:
 
 def _read_plan_text(file: str) -> str:
     try:
-        return read_small(Path(file)).decode()
+        return read_bounded(Path(file)).decode()
     except DecodeError as error:
         raise PlanError(Problem(f"{file} has {error}", "a plan in TOML"), where=file) from None
     except OSError as error:

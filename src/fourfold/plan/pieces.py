@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from fourfold.plan.decode import is_deep
+from fourfold.plan.decode import is_too_deep
 from fourfold.words.mesh import AXES, Mesh
 
 VERSION = 1
@@ -238,7 +238,7 @@ def problems(manifest: Manifest) -> Iterator[str]:
         yield f"epoch {fed.epoch}, position {fed.position} of {fed.num_samples} samples"
     yield from _random_problems(manifest.random, manifest.mesh)
     yield from _number_problems(manifest)
-    if is_deep([*manifest.groups]):
+    if is_too_deep([*manifest.groups]):
         yield "options of the optimizer nested too deeply"
     held: dict[str, int] = dict.fromkeys(manifest.files, 0)
     for name, entry in manifest.tensors.items():

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from fourfold.plan.decode import DecodeError, from_json, refuse_pipe
+from fourfold.plan.decode import DecodeError, check_not_pipe, from_json
 from fourfold.report.progress import seconds_of
 from fourfold.report.svg import Series
 from fourfold.report.table import UNKNOWN, cells, many
@@ -59,7 +59,7 @@ def read(folder: Path) -> Faults:
     path = folder / FILE
     if not path.exists():
         return Faults()
-    refuse_pipe(path)
+    check_not_pipe(path)
     known, unread = [], 0
     for line in path.read_bytes().splitlines():
         try:

@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from fourfold.plan.decode import DecodeError, from_json, read_small, read_toml
+from fourfold.plan.decode import DecodeError, from_json, read_bounded, read_toml
 from fourfold.plan.timeline import Trace, decode
 from fourfold.report import attempts, faults, saved
 from fourfold.words.errors import FourfoldError, Problem, nearest
@@ -129,7 +129,7 @@ def read(path: Path) -> Record:
         ]
         raise ReportError(problems, where="fourfold report")
     try:
-        settings = from_json(read_small(path / "settings.json"), dict[str, Any])
+        settings = from_json(read_bounded(path / "settings.json"), dict[str, Any])
         # What makes it the same run is made of the other settings.
         settings.pop("identity", None)
         plan = read_toml(path / "plan.toml")

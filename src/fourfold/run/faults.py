@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from fourfold.plan.decode import refuse_pipe
+from fourfold.plan.decode import check_not_pipe
 
 FILE = "faults.jsonl"
 
@@ -32,6 +32,6 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 def append(folder: Path, fault: Fault) -> None:
     """Write down a fault, in the run's folder. Raises OSError."""
-    refuse_pipe(folder / FILE)
+    check_not_pipe(folder / FILE)
     with (folder / FILE).open("ab", buffering=0) as file:
         file.write(msgspec.json.encode(fault) + b"\n")

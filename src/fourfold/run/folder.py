@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from fourfold.plan.decode import DecodeError, from_json, read_small, refuse_pipe
+from fourfold.plan.decode import DecodeError, check_not_pipe, from_json, read_bounded
 from fourfold.plan.plan import FIELDS, Plan
 from fourfold.run.checkpoint.shelf import FOLDER as CHECKPOINTS
 from fourfold.run.settings import Identity, canonical
@@ -59,7 +59,7 @@ class Folder:
         self.finished = finished(self.path)
         _refuse_no_folder(self.path / CHECKPOINTS)
         with _written(self.path / LOG):
-            refuse_pipe(self.path / LOG)
+            check_not_pipe(self.path / LOG)
             self._log = (self.path / LOG).open("a+b", buffering=0)
         self._described: dict[Path, bytes] = {}
         """What `describe` has written, by its file; whole paths, for a task may change the working directory."""
@@ -170,7 +170,7 @@ def check_name(parent: Path, name: str | None, identity: Identity | None = None)
 def read_identity(path: Path) -> dict[str, Any] | None:
     """What makes the run in this folder the same run; None where it does not say."""
     try:
-        found = from_json(read_small(path / SETTINGS), dict[str, Any]).get("identity")
+        found = from_json(read_bounded(path / SETTINGS), dict[str, Any]).get("identity")
     except (OSError, DecodeError):
         return None
     return found if isinstance(found, dict) else None
@@ -200,7 +200,7 @@ def _told(value: Any) -> str:
 def finished(path: Path) -> dict[str, Any] | None:
     """The last line of the log of a run that has ended well; None for any other."""
     with contextlib.suppress(OSError, DecodeError):
-        refuse_pipe(path / LOG)
+        check_not_pipe(path / LOG)
         with (path / LOG).open("rb") as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - 2**16))
             last = log.read().splitlines()[-1:]
@@ -220,7 +220,7 @@ def told_finished(path: Path, line: Mapping[str, Any], plan: Plan) -> str:
 def _other_fields(path: Path, plan: Plan) -> list[str]:
     """The fields that the run in this folder has otherwise, as it has them; none where it does not say."""
     try:
-        theirs = Plan.from_toml(read_small(path / PLAN).decode())
+        theirs = Plan.from_toml(read_bounded(path / PLAN).decode())
     except (OSError, UnicodeDecodeError, DecodeError, PlanError):
         return []
     return [
@@ -233,7 +233,7 @@ def set_aside(path: Path) -> Path | None:
     if not path.exists():
         return None
     with _written(path / LOG):
-        refuse_pipe(path / LOG)
+        check_not_pipe(path / LOG)
     with (path / LOG).open("ab") as log:
         _lock(log, path)
     number = 1

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from fourfold.plan.decode import DecodeError, from_json, read_small
+from fourfold.plan.decode import DecodeError, from_json, read_bounded
 from fourfold.plan.pieces import MANIFEST as MANIFEST_NAME
 from fourfold.plan.pieces import VERSION, Entry, File, Global, Manifest, Random, file_name, share_out
 from fourfold.run.checkpoint import shelf, state
@@ -295,7 +295,7 @@ def _mark(path: Path, suffix: str, text: bytes) -> None:
 def _read_mark(path: Path) -> Mark:
     """Raises OSError, and CheckpointError where a mark is damaged."""
     try:
-        return from_json(read_small(path), Mark)
+        return from_json(read_bounded(path), Mark)
     except DecodeError as error:
         raise CheckpointError(Problem(f"{path.name}: {error}", "a rank's mark")) from None
 

@@ -19,7 +19,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from fourfold.plan import pieces
-from fourfold.plan.decode import DecodeError, from_json, read_small
+from fourfold.plan.decode import DecodeError, from_json, read_bounded
 from fourfold.plan.pieces import MANIFEST, MAX_MANIFEST_BYTES, VERSION, Held, Manifest
 from fourfold.words.errors import CheckpointError, Problem, UnreadableError, reason
 
@@ -125,7 +125,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        envelope = from_json(read_small(path, most=MAX_MANIFEST_BYTES), _Envelope)
+        envelope = from_json(read_bounded(path, max_bytes=MAX_MANIFEST_BYTES), _Envelope)
         if xxhash.xxh3_128_hexdigest(bytes(envelope.manifest)) != envelope.xxh3_128:
             raise CheckpointError(Problem(f"{path}: another checksum than its own", "the file as it was written"))
         version = from_json(bytes(envelope.manifest), _Versioned).version
