@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fourfold.parts import memory
-from fourfold.parts.comm.staging import NUM_STAGES, HostUnshardStaging, StagingFlags
+from fourfold.parts.comm.staging import NUM_STAGING_BUFFERS, HostUnshardStaging, StagingFlags
 from fourfold.parts.gathered import ShardedParams
 from fourfold.parts.uses import untracked_access
 from fourfold.plan.data import ShardGroups, step_sent_bytes
-from fourfold.plan.gathers import ROOM
+from fourfold.plan.gathers import MAX_UNSHARDED
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
 from fourfold.testing import oracle, threads
@@ -196,7 +196,7 @@ def test_few_buckets_are_whole_at_a_time(place):
     for most, kept, num_buckets in place.run(body):
         assert num_buckets == 12
         # Those that are held, one that comes, and one whose view an operation of backward has when it makes way.
-        assert most <= ROOM + 2
+        assert most <= MAX_UNSHARDED + 2
         assert kept <= most
 
 
@@ -479,7 +479,7 @@ def test_shares_that_cut_hosts_apart_are_refused_with_those_that_do_not():
 
 def test_a_stage_is_written_again_when_all_have_taken_what_was_there():
     told: list[Any] = []
-    stages = [torch.zeros(64, dtype=torch.uint8) for _ in range(NUM_STAGES)]
+    stages = [torch.zeros(64, dtype=torch.uint8) for _ in range(NUM_STAGING_BUFFERS)]
     flags = StagingFlags(
         signal_staged=lambda: told.append("staged"),
         signal_copied=lambda: told.append("taken"),
@@ -493,9 +493,9 @@ def test_a_stage_is_written_again_when_all_have_taken_what_was_there():
         part.fill_(1.0)
         return lambda: told.append("landed")
 
-    for _ in range(NUM_STAGES + 1):
+    for _ in range(NUM_STAGING_BUFFERS + 1):
         staging.unshard_async(slice(0, 4), out, begin)()
-    each = ["begun", "landed", "staged", ("all staged", NUM_STAGES + 1), "taken"]
+    each = ["begun", "landed", "staged", ("all staged", NUM_STAGING_BUFFERS + 1), "taken"]
     assert told[-6:] == [("all taken", 1), *each]
     assert out.tolist() == [1.0] * 4 + [0.0] * 4
 

@@ -23,7 +23,7 @@ from fourfold.parts.comm import BucketSlice, Transport
 from fourfold.parts.data import bucket_dtype
 from fourfold.parts.uses import ParamAccess, explain_transform_errors, outside_transforms
 from fourfold.plan.data import Bucket
-from fourfold.plan.gathers import ROOM, Plea, Script
+from fourfold.plan.gathers import MAX_UNSHARDED, MissingBucket, UnshardOrder
 from fourfold.words.errors import Problem, TrainingError
 
 NONE_MISSING = -1
@@ -81,8 +81,8 @@ class ShardedParams:
         }
         self._placeholders = [torch.full((), float("nan"), dtype=dtype, device=self._device) for dtype in dtypes]
         self.buffer_pool = memory.BufferPool()
-        self._unshard_orders: dict[str, Script] = {}
-        self._unshard_order: Script | None = None
+        self._unshard_orders: dict[str, UnshardOrder] = {}
+        self._unshard_order: UnshardOrder | None = None
         self._pending: deque[_PendingUnshard] = deque()
         self._unsharded: OrderedDict[int, Tensor] = OrderedDict()
         self._bucket_of_address: dict[int, int] = {}  # by the address of its slot, the bucket
@@ -155,8 +155,8 @@ class ShardedParams:
     @contextlib.contextmanager
     def phase(self, kind: str) -> Iterator[None]:
         """Within: weights are gathered when they are used. Collective: every rank has the same phases."""
-        self._unshard_order = self._unshard_orders.setdefault(kind, Script())
-        self._unshard_order.begin()
+        self._unshard_order = self._unshard_orders.setdefault(kind, UnshardOrder())
+        self._unshard_order.begin_phase()
         try:
             self._prefetch()
             with explain_transform_errors(), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
@@ -171,7 +171,7 @@ class ShardedParams:
     def _finish_phase(self) -> None:
         """Until no rank misses anything any more."""
         self._join_remaining_unshards()
-        while self._exchange_missing(Plea(NONE_MISSING, NONE_MISSING)):
+        while self._exchange_missing(MissingBucket(NONE_MISSING, NONE_MISSING)):
             pass
 
     def _on_param_access(self, bucket: int) -> None:
@@ -196,10 +196,10 @@ class ShardedParams:
             with outside_transforms(self._device.type):  # a transform of torch.func refuses to write into other tensors
                 self._unshard_missing(bucket)
         self._unsharded.move_to_end(bucket)
-        self._unshard_order.use(bucket)
+        self._unshard_order.mark_used(bucket)
         if missed:
             for other in [b for b in self._unsharded if b not in self._needed_buckets][
-                : max(0, len(self._unsharded) - ROOM)
+                : max(0, len(self._unsharded) - MAX_UNSHARDED)
             ]:
                 self.reshard(other)
             with outside_transforms(self._device.type):
@@ -215,15 +215,15 @@ class ShardedParams:
     def _unshard_missing(self, bucket: int) -> None:
         script = self._unshard_order
         assert script is not None
-        if any(coming.bucket == bucket for coming in self._pending) or script.is_to_come(bucket):
+        if any(coming.bucket == bucket for coming in self._pending) or script.is_pending(bucket):
             while bucket not in self._unsharded:
                 if not self._pending:
-                    self._pending.append(self._unshard_async(script.next()))
+                    self._pending.append(self._unshard_async(script.next_bucket()))
                 self._wait_next()
             return
         self._join_remaining_unshards()
         while bucket not in self._unsharded:
-            self._exchange_missing(script.plea(bucket), wanted=bucket)
+            self._exchange_missing(script.missing_bucket(bucket), wanted=bucket)
 
     def _join_remaining_unshards(self) -> None:
         """Take part in the gathers that are left, and keep nothing."""
@@ -231,14 +231,14 @@ class ShardedParams:
         assert script is not None
         while self._pending or not script.has_ended:
             if not self._pending:
-                self._pending.append(self._unshard_async(script.next()))
+                self._pending.append(self._unshard_async(script.next_bucket()))
             self._pending.popleft().wait()
 
-    def _exchange_missing(self, missing: Plea, *, wanted: int = NONE_MISSING) -> bool:
+    def _exchange_missing(self, missing: MissingBucket, *, wanted: int = NONE_MISSING) -> bool:
         """Hear what all ranks miss, and gather that; whether there was anything."""
         assert self._unshard_order is not None
-        pleas = [Plea(*row) for row in self._transport.all_gather_ints(missing)]
-        missed = self._unshard_order.hear([each for each in pleas if each.bucket != NONE_MISSING])
+        pleas = [MissingBucket(*row) for row in self._transport.all_gather_ints(missing)]
+        missed = self._unshard_order.insert_missing([each for each in pleas if each.bucket != NONE_MISSING])
         for bucket in missed:
             coming = self._unshard_async(bucket)
             coming.wait()
@@ -249,7 +249,7 @@ class ShardedParams:
     def _prefetch(self) -> None:
         assert self._unshard_order is not None
         if not self._pending and not self._unshard_order.has_ended:
-            self._pending.append(self._unshard_async(self._unshard_order.next()))
+            self._pending.append(self._unshard_async(self._unshard_order.next_bucket()))
 
     def _unshard_async(self, bucket: int) -> _PendingUnshard:
         self.before_unshard(bucket)

@@ -17,61 +17,61 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 # Of buckets: a block's matrices, those of the block beside it, the small ones of all blocks (norms), one to spare.
-ROOM = 4
+MAX_UNSHARDED = 4
 # Between hosts, of whole buckets, once a host: one that comes beside one that is taken.
-NUM_STAGES = 2
+NUM_STAGING_BUFFERS = 2
 
 
-class Plea(NamedTuple):
+class MissingBucket(NamedTuple):
     """A rank's word that it misses a bucket; `after` is the place in the script of the gather it used last, or −1."""
 
     bucket: int
     after: int
 
 
-class Script:
+class UnshardOrder:
     """The gathers of one kind of phase, and how far this rank has come in it."""
 
     def __init__(self) -> None:
         self.buckets: list[int] = []
-        self.begin()
+        self.begin_phase()
 
-    def begin(self) -> None:
+    def begin_phase(self) -> None:
         """Begin a phase."""
         self._next = 0
-        self._used = -1
-        self._place: dict[int, int] = {}  # of the gather that brought a bucket last
+        self._last_used = -1
+        self._last_positions: dict[int, int] = {}  # of the gather that brought a bucket last
 
     @property
     def has_ended(self) -> bool:
         """Whether this rank has begun all gathers that are known."""
         return self._next == len(self.buckets)
 
-    def next(self) -> int:
+    def next_bucket(self) -> int:
         """The bucket of the next gather, which this rank begins now."""
         bucket = self.buckets[self._next]
-        self._place[bucket] = self._next
+        self._last_positions[bucket] = self._next
         self._next += 1
         return bucket
 
-    def is_to_come(self, bucket: int) -> bool:
+    def is_pending(self, bucket: int) -> bool:
         return bucket in self.buckets[self._next :]
 
-    def use(self, bucket: int) -> None:
+    def mark_used(self, bucket: int) -> None:
         """This rank uses what the last gather of the bucket brought."""
-        self._used = max(self._used, self._place[bucket])
+        self._last_used = max(self._last_used, self._last_positions[bucket])
 
-    def plea(self, bucket: int) -> Plea:
-        return Plea(bucket, self._used)
+    def missing_bucket(self, bucket: int) -> MissingBucket:
+        return MissingBucket(bucket, self._last_used)
 
-    def hear(self, pleas: Sequence[Plea]) -> list[int]:
+    def insert_missing(self, missing: Sequence[MissingBucket]) -> list[int]:
         """Put what is pleaded for into the script, behind what its rank used last: the buckets to be gathered now.
 
         `pleas` are those of all ranks in rank order; each bucket is gathered once. All ranks have come to the end.
         """
         assert self.has_ended
         done: dict[int, int] = {}
-        for bucket, after in pleas:
+        for bucket, after in missing:
             if bucket in done:
                 continue
             # What was put in since that rank spoke has moved the place it means.
@@ -79,11 +79,11 @@ class Script:
                 after += place <= after
             self._insert(bucket, after + 1)
             done = {each: place + (place > after) for each, place in done.items()} | {bucket: after + 1}
-        self._place |= done
+        self._last_positions |= done
         return list(done)
 
     def _insert(self, bucket: int, place: int) -> None:
         self.buckets.insert(place, bucket)
         self._next += 1
-        self._used += self._used >= place
-        self._place = {each: before + (before >= place) for each, before in self._place.items()}
+        self._last_used += self._last_used >= place
+        self._last_positions = {each: before + (before >= place) for each, before in self._last_positions.items()}

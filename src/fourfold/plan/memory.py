@@ -20,7 +20,7 @@ from fourfold.plan.data import (
     grad_buffer_indices,
     layout_changes,
 )
-from fourfold.plan.gathers import NUM_STAGES, ROOM
+from fourfold.plan.gathers import MAX_UNSHARDED, NUM_STAGING_BUFFERS
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import MASTER_BYTES, has_masters, reduced
 from fourfold.words.layout import SPLIT, Change
@@ -130,7 +130,7 @@ def _slots(lengths: Sequence[int], *, few: bool) -> int:
 def _gathered(buckets: Sequence[Element], host: Host) -> int:
     """Bytes of a host's room for whole buckets: each rank holds some beside one that comes; stages are there once."""
     largest = max(b.num * b.weight for b in buckets)
-    return largest * (min(len(buckets), ROOM + 1) * host.ranks + NUM_STAGES * host.shares_memory)
+    return largest * (min(len(buckets), MAX_UNSHARDED + 1) * host.ranks + NUM_STAGING_BUFFERS * host.shares_memory)
 
 
 def _staging(buckets: Sequence[Element], rest: RestingLayouts, host: Host) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from fourfold.parts.comm.calls import BOARD_BYTES
-from fourfold.plan.gathers import NUM_STAGES
+from fourfold.plan.gathers import NUM_STAGING_BUFFERS
 
 FLAG_STRIDE = 8  # int64s: a cache line of its own for each flag
 (
@@ -73,7 +73,7 @@ class SharedMemoryLayout:
 
     def total_bytes(self, size: int) -> int:
         """Of the mapping of `size` ranks."""
-        return size * self.region_bytes + self.weights_bytes + NUM_STAGES * self.staging_bytes
+        return size * self.region_bytes + self.weights_bytes + NUM_STAGING_BUFFERS * self.staging_bytes
 
 
 def _aligned_bytes(sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[int]:
@@ -106,7 +106,7 @@ def view_staging_buffers(mapping: mmap.mmap, layout: SharedMemoryLayout, start: 
     length = layout.staging_bytes
     return [
         torch.frombuffer(mapping, dtype=torch.uint8, count=length, offset=start + number * length)
-        for number in range(NUM_STAGES)
+        for number in range(NUM_STAGING_BUFFERS)
     ]
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from fourfold.plan.gathers import NUM_STAGES
+from fourfold.plan.gathers import NUM_STAGING_BUFFERS
 
 
 class StagingFlags(NamedTuple):
@@ -43,8 +43,8 @@ class HostUnshardStaging:
         """
         self._num_begun += 1
         number = self._num_begun
-        self._flags.wait_all_copied(number - NUM_STAGES)
-        stage = self._buffers[number % NUM_STAGES][: out.numel() * out.element_size()].view(out.dtype)
+        self._flags.wait_all_copied(number - NUM_STAGING_BUFFERS)
+        stage = self._buffers[number % NUM_STAGING_BUFFERS][: out.numel() * out.element_size()].view(out.dtype)
         land = start_gather(stage[local_slice])
 
         def wait_and_copy() -> None:
