@@ -3,13 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.late import FACTOR, late, typical
+from fourfold.plan.late import STRAGGLER_FACTOR, find_stragglers, median_step_seconds
 
 EVEN = {"data": 0.001, "forward": 0.020, "backward": 0.040}
 
 
 def test_a_rank_that_is_busy_longer_is_named_with_what_it_is_in():
-    (found,) = late([EVEN, EVEN, {**EVEN, "backward": 0.140}, EVEN])
+    (found,) = find_stragglers([EVEN, EVEN, {**EVEN, "backward": 0.140}, EVEN])
     assert (found.rank, found.place) == (2, "backward")
     text = found.describe("node7")
     assert text.startswith("rank 2 on node7 is late: busy for 161 ms a step, the others for 61 ms")
@@ -17,25 +17,25 @@ def test_a_rank_that_is_busy_longer_is_named_with_what_it_is_in():
 
 
 def test_it_is_named_for_what_it_does_longer_not_for_what_takes_longest():
-    (found,) = late([EVEN, {**EVEN, "data": 0.035}])
+    (found,) = find_stragglers([EVEN, {**EVEN, "data": 0.035}])
     assert (found.rank, found.place) == (1, "data")
 
 
 def test_one_slow_step_makes_nobody_late():
     slow = [EVEN] * 18 + [{**EVEN, "data": 5.0}] * 2
-    assert late([typical([EVEN] * 20), typical(slow)]) == []
+    assert find_stragglers([median_step_seconds([EVEN] * 20), median_step_seconds(slow)]) == []
 
 
-@given(st.lists(st.floats(0.01, 0.01 * FACTOR), min_size=1, max_size=8))
+@given(st.lists(st.floats(0.01, 0.01 * STRAGGLER_FACTOR), min_size=1, max_size=8))
 def test_ranks_within_the_factor_are_not_late(seconds):
-    assert late([{"forward": each} for each in seconds]) == []
+    assert find_stragglers([{"forward": each} for each in seconds]) == []
 
 
 @given(st.integers(2, 8), st.data())
 def test_half_of_the_ranks_at_most_are_late(size, data):
     seconds = data.draw(st.lists(st.floats(0.0, 10.0), min_size=size, max_size=size))
-    assert len(late([{"forward": each} for each in seconds])) <= size / 2
+    assert len(find_stragglers([{"forward": each} for each in seconds])) <= size / 2
 
 
 def test_what_takes_no_time_to_speak_of_is_not_told():
-    assert late([{"forward": 0.0001}, {"forward": 0.0011}]) == []
+    assert find_stragglers([{"forward": 0.0001}, {"forward": 0.0011}]) == []

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, median_high
 
-FACTOR = 1.5
-LEAST_SECONDS = 0.002  # below it, it is the system's own unrest
+STRAGGLER_FACTOR = 1.5
+MIN_EXCESS_SECONDS = 0.002  # below it, it is the system's own unrest
 
 
 @dataclass(frozen=True)
-class Late:
+class Straggler:
     """A rank others wait for: seconds a step that it is busy, and they are; what it is in, and both again there."""
 
     rank: int
@@ -30,14 +30,14 @@ class Late:
         return f"rank {self.rank} on {host} is late: {busy}; it is {there}"
 
 
-def typical(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def median_step_seconds(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Busy seconds of one rank's typical step: by name, the median over the steps."""
     rows = list(steps)
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: median(row.get(name, 0.0) for row in rows) for name in names}
 
 
-def late(busy: Sequence[Mapping[str, float]]) -> list[Late]:
+def find_stragglers(busy: Sequence[Mapping[str, float]]) -> list[Straggler]:
     """The late among all ranks, from each one's typical step, in rank order."""
     totals = [sum(row.values()) for row in busy]
     found = []
@@ -47,11 +47,11 @@ def late(busy: Sequence[Mapping[str, float]]) -> list[Late]:
             continue
         # The higher of two in the middle: at most half of the ranks can be late.
         usual = median_high(sum(other.values()) for other in others)
-        if total <= FACTOR * usual or total - usual < LEAST_SECONDS:
+        if total <= STRAGGLER_FACTOR * usual or total - usual < MIN_EXCESS_SECONDS:
             continue
         there = {name: median(other.get(name, 0.0) for other in others) for name in row}
         place = max(row, key=lambda name: row[name] - there[name])
-        found.append(Late(rank, total, usual, place, row[place], there[place]))
+        found.append(Straggler(rank, total, usual, place, row[place], there[place]))
     return found
 
 

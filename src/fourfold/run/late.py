@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from fourfold.plan.late import late, typical
+from fourfold.plan.late import find_stragglers, median_step_seconds
 from fourfold.run.build import TrainStep
 
 WINDOW = 20
@@ -47,8 +47,8 @@ class Lateness:
         self._count += 1
         if self._count % WINDOW or self._step.plan.mesh.size == 1:
             return
-        told = self._step.exchange([socket.gethostname(), typical(self._steps)])
-        for found in late([busy for _, busy in told]):
+        told = self._step.exchange([socket.gethostname(), median_step_seconds(self._steps)])
+        for found in find_stragglers([busy for _, busy in told]):
             if found.rank not in self._named:
                 self._named.add(found.rank)
                 host = told[found.rank][0]
