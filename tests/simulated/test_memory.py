@@ -10,7 +10,7 @@ from torch import nn
 
 import fourfold as ff
 from fourfold.parts import memory, optim
-from fourfold.plan.memory import Host, elements, holding
+from fourfold.plan.memory import HostRanks, bytes_per_element, host_memory_use
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
 from fourfold.testing import threads
@@ -39,11 +39,11 @@ def _step(plan: Plan, ranks: ThreadRanks, optimizer: str = "AdamW") -> TrainStep
     return step
 
 
-def _formula(step: TrainStep, host: Host) -> float:
+def _formula(step: TrainStep, host: HostRanks) -> float:
     kinds = [optim.num_state_tensors(step.optimizer, group) for group in range(len(step.optimizer.param_groups))]
     own_bytes = {name: 4 for name, _ in step.model.named_parameters()}
-    of = elements(step.buckets, step.plan, num_states=kinds, own_bytes=own_bytes)
-    return holding(of, zero=step.plan.zero, host=host).total
+    of = bytes_per_element(step.buckets, step.plan, num_states=kinds, original_bytes=own_bytes)
+    return host_memory_use(of, zero=step.plan.zero, host=host).total
 
 
 def _compare(plan: Plan, optimizer: str = "AdamW", *, hosts: int = 1) -> None:
@@ -54,7 +54,7 @@ def _compare(plan: Plan, optimizer: str = "AdamW", *, hosts: int = 1) -> None:
         ranks.exchange(None)
         return counted, _formula(step, host)
 
-    host = Host(plan.dp // hosts, plan.places, shares_memory=plan.transport != "gloo" and plan.dp > 1)
+    host = HostRanks(plan.dp // hosts, plan.places, has_shared_memory=plan.transport != "gloo" and plan.dp > 1)
     gc.collect()
     before = memory.memory_use().total_bytes
     for counted, formula in threads.run(plan.dp, body, hosts=hosts):

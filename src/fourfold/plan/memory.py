@@ -26,28 +26,32 @@ from fourfold.plan.precision import MASTER_BYTES, has_masters, reduced
 from fourfold.words.layout import SPLIT, Change
 
 # Of reductions to split layouts: each holds a received copy of its bucket until it has ended.
-IN_FLIGHT = 4
+MAX_REDUCTIONS_IN_FLIGHT = 4
 
 
-class Host(NamedTuple):
+class HostRanks(NamedTuple):
     """Some of the data ranks, which may share memory. All hosts have as many."""
 
-    ranks: int
-    places: ShardGroups
-    shares_memory: bool
+    num_ranks: int
+    shard_groups: ShardGroups
+    has_shared_memory: bool
 
     @property
-    def shares(self) -> int:
+    def num_shards(self) -> int:
         """In how many shares lies what rests split: where memory is shared, all of a host have one each."""
-        return max(self.ranks, self.places.shard_size) if self.shares_memory else self.places.shard_size
+        return (
+            max(self.num_ranks, self.shard_groups.shard_size)
+            if self.has_shared_memory
+            else self.shard_groups.shard_size
+        )
 
     @property
-    def gathers(self) -> bool:
+    def unshards_params(self) -> bool:
         """Whether weights that rest split are not all on this host, or not where its ranks can read them."""
-        return self.shares > (self.ranks if self.shares_memory else 1)
+        return self.num_shards > (self.num_ranks if self.has_shared_memory else 1)
 
 
-class Holding(NamedTuple):
+class HostMemoryUse(NamedTuple):
     """Bytes on a host, of all its ranks together."""
 
     weights: float
@@ -64,26 +68,26 @@ class Holding(NamedTuple):
         return sum(self)
 
 
-class Element(NamedTuple):
+class BucketBytes(NamedTuple):
     """Bytes that each of a bucket's `num` elements takes; `masters` and what is `kept` (local steps) may be 0."""
 
-    num: int
+    num_elements: int
     weight: int
     gradient: int
     master: int
     state: int
-    kept: int = 0
+    local_sgd_state: int = 0
 
 
-def is_in_place(plan: Plan) -> bool:
+def has_unbucketed_grads(plan: Plan) -> bool:
     """Whether gradients stay where autograd leaves them: nobody sums, encodes, converts or keeps them."""
     numbers = plan.precision == plan.reduce == "keep"
     return plan.mesh.size == 1 and numbers and (plan.sync, plan.codec, plan.offload) == ("step", "none", "none")
 
 
-def elements(
-    buckets: Sequence[Bucket], plan: Plan, *, num_states: Sequence[int], own_bytes: Mapping[str, int]
-) -> list[Element]:
+def bytes_per_element(
+    buckets: Sequence[Bucket], plan: Plan, *, num_states: Sequence[int], original_bytes: Mapping[str, int]
+) -> list[BucketBytes]:
     """What each bucket's elements take.
 
     `num_states`: by group, the tensors an update keeps. `own_bytes`: by parameter, of an element as the user made it.
@@ -92,61 +96,63 @@ def elements(
     for bucket in buckets:
         master = 0
         if has_masters(bucket, plan.precision):
-            master = max(MASTER_BYTES, *(own_bytes[slot.name] for slot in bucket.slots))
+            master = max(MASTER_BYTES, *(original_bytes[slot.name] for slot in bucket.slots))
         state = num_states[bucket.param_group] * (master or bucket.element_bytes)
-        gradient = 0 if is_in_place(plan) else reduced(bucket, plan.reduce).element_bytes
+        gradient = 0 if has_unbucketed_grads(plan) else reduced(bucket, plan.reduce).element_bytes
         kept = (1 + bool(plan.outer_momentum)) * bucket.element_bytes if plan.sync == "local" else 0
-        result.append(Element(bucket.size, bucket.element_bytes, gradient, master, state, kept))
+        result.append(BucketBytes(bucket.size, bucket.element_bytes, gradient, master, state, kept))
     return result
 
 
-def holding(buckets: Sequence[Element], *, zero: int, host: Host) -> Holding:
+def host_memory_use(buckets: Sequence[BucketBytes], *, zero: int, host: HostRanks) -> HostMemoryUse:
     """What the ranks of a host hold, at most: updated in backward, less may be on its way at a time."""
-    rest = RESTING_LAYOUTS[zero if host.places.shard_size > 1 else 0]
-    split, gathers = rest.state == SPLIT, rest.weight == SPLIT and host.gathers
+    rest = RESTING_LAYOUTS[zero if host.shard_groups.shard_size > 1 else 0]
+    split, gathers = rest.state == SPLIT, rest.weight == SPLIT and host.unshards_params
     # Of a host's ranks together, in wholes.
-    states = host.ranks / host.shares if split else host.ranks
-    shards = host.ranks / host.shares if rest.gradient == SPLIT else 0
-    weights = states if gathers else 1 if split and host.shares_memory else host.ranks
-    slots = _slots([b.num * b.gradient for b in buckets], few=rest.gradient == SPLIT)
-    return Holding(
-        weights=sum(b.num * (b.weight * weights + b.kept * host.ranks) for b in buckets),
-        gathered=_gathered(buckets, host) if gathers else 0,
-        masters=sum(b.num * b.master for b in buckets) * states,
-        gradients=slots * host.ranks + sum(b.num * b.gradient for b in buckets) * shards,
-        states=sum(b.num * b.state for b in buckets) * states,
-        staging=_staging(buckets, rest, host) if split and host.gathers else 0,
+    states = host.num_ranks / host.num_shards if split else host.num_ranks
+    shards = host.num_ranks / host.num_shards if rest.gradient == SPLIT else 0
+    weights = states if gathers else 1 if split and host.has_shared_memory else host.num_ranks
+    slots = _grad_buffer_bytes([b.num_elements * b.gradient for b in buckets], is_cyclic=rest.gradient == SPLIT)
+    return HostMemoryUse(
+        weights=sum(b.num_elements * (b.weight * weights + b.local_sgd_state * host.num_ranks) for b in buckets),
+        gathered=_unsharded_bytes(buckets, host) if gathers else 0,
+        masters=sum(b.num_elements * b.master for b in buckets) * states,
+        gradients=slots * host.num_ranks + sum(b.num_elements * b.gradient for b in buckets) * shards,
+        states=sum(b.num_elements * b.state for b in buckets) * states,
+        staging=_staging_bytes(buckets, rest, host) if split and host.unshards_params else 0,
     )
 
 
-def _slots(lengths: Sequence[int], *, few: bool) -> int:
+def _grad_buffer_bytes(lengths: Sequence[int], *, is_cyclic: bool) -> int:
     """Bytes of one rank's gradient slots: those that take turns lie in the room of the largest of them."""
     room: dict[int, int] = {}
-    for turn, length in zip(grad_buffer_indices(len(lengths), is_cyclic=few), lengths, strict=True):
+    for turn, length in zip(grad_buffer_indices(len(lengths), is_cyclic=is_cyclic), lengths, strict=True):
         room[turn] = max(room.get(turn, 0), length)
     return sum(room.values())
 
 
-def _gathered(buckets: Sequence[Element], host: Host) -> int:
+def _unsharded_bytes(buckets: Sequence[BucketBytes], host: HostRanks) -> int:
     """Bytes of a host's room for whole buckets: each rank holds some beside one that comes; stages are there once."""
-    largest = max(b.num * b.weight for b in buckets)
-    return largest * (min(len(buckets), MAX_UNSHARDED + 1) * host.ranks + NUM_STAGING_BUFFERS * host.shares_memory)
+    largest = max(b.num_elements * b.weight for b in buckets)
+    return largest * (
+        min(len(buckets), MAX_UNSHARDED + 1) * host.num_ranks + NUM_STAGING_BUFFERS * host.has_shared_memory
+    )
 
 
-def _staging(buckets: Sequence[Element], rest: RestingLayouts, host: Host) -> float:
+def _staging_bytes(buckets: Sequence[BucketBytes], rest: RestingLayouts, host: HostRanks) -> float:
     """Bytes of what is on its way at a host's ranks: addends of what a rank sums, and copies of its shares of weights.
 
     Where memory is shared each rank sends its slice. Then only addends that take turns in a slot wait for each other.
     """
-    parts, several = (host.ranks, len(buckets)) if host.shares_memory else (1, IN_FLIGHT)
+    parts, several = (host.num_ranks, len(buckets)) if host.has_shared_memory else (1, MAX_REDUCTIONS_IN_FLIGHT)
     turned = min(several, NUM_GRAD_BUFFERS) if rest.gradient == SPLIT else several
-    addends = [b.num * b.gradient / parts for b in buckets]
-    shares = [b.num * b.weight / host.shares for b in buckets]
-    copies = 0 if layout_changes(rest).after_update == Change.NONE else _in_flight(shares, several)
-    return (_in_flight(addends, turned) + copies) * host.ranks
+    addends = [b.num_elements * b.gradient / parts for b in buckets]
+    shares = [b.num_elements * b.weight / host.num_shards for b in buckets]
+    copies = 0 if layout_changes(rest).after_update == Change.NONE else _in_flight_bytes(shares, several)
+    return (_in_flight_bytes(addends, turned) + copies) * host.num_ranks
 
 
-def _in_flight(lengths: Sequence[float], several: int) -> float:
+def _in_flight_bytes(lengths: Sequence[float], num_in_flight: int) -> float:
     """Bytes of so many in a row at a time; room that has been used is used again for what is as long."""
-    windows = [lengths[first : first + several] for first in range(len(lengths))]
+    windows = [lengths[first : first + num_in_flight] for first in range(len(lengths))]
     return sum(length * max(window.count(length) for window in windows) for length in set(lengths))

@@ -32,7 +32,7 @@ from fourfold.plan.data import (
     make_buckets,
 )
 from fourfold.plan.intervals import DRIFT_CHECK, is_due
-from fourfold.plan.memory import is_in_place
+from fourfold.plan.memory import has_unbucketed_grads
 from fourfold.plan.order import Stretch
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import Scale, computed, reduced
@@ -163,7 +163,9 @@ class TrainStep:
         codecs = _codecs(plan, self.buckets, by_bucket)
         layerwise = optim.is_layerwise(self.optimizer)
         allow_unused = plan.unused == "allow"
-        in_place = UnbucketedGrads(trainable, self.buckets, allow_unused=allow_unused) if is_in_place(plan) else None
+        in_place = (
+            UnbucketedGrads(trainable, self.buckets, allow_unused=allow_unused) if has_unbucketed_grads(plan) else None
+        )
         request = _request(plan, self.buckets, rest, num_norms=2 * len(trainable) if layerwise else len(trainable))
         held = None if in_place is None else in_place.local_grads
         self._transport, self.transport = comm.make_transport(

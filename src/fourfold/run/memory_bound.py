@@ -16,7 +16,7 @@ from torch import nn
 from fourfold.feed.draws import fetch_seeded
 from fourfold.parts import data, lowered, optim
 from fourfold.plan.data import RESTING_LAYOUTS, effective_bucket_bytes, make_buckets
-from fourfold.plan.memory import Host, elements, holding
+from fourfold.plan.memory import HostRanks, bytes_per_element, host_memory_use
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import computed
 from fourfold.run.activations import bytes_per_sample
@@ -139,9 +139,11 @@ def _model_bytes(task: Task, plan: Plan, model: nn.Module, place: Place) -> tupl
         num_shards=shares,
     )
     kinds = [optim.num_state_tensors(optimizer, group) for group in range(len(optimizer.param_groups))]
-    of = elements(buckets, plan, num_states=kinds, own_bytes={spec.name: spec.element_bytes for spec in own})
-    held = holding(of, zero=plan.zero, host=_host(plan, place))
-    part = place.num_ranks / _host(plan, place).ranks
+    of = bytes_per_element(
+        buckets, plan, num_states=kinds, original_bytes={spec.name: spec.element_bytes for spec in own}
+    )
+    held = host_memory_use(of, zero=plan.zero, host=_host(plan, place))
+    part = place.num_ranks / _host(plan, place).num_ranks
     # A real model is there already, and gives its memory back when the run's own copy is made.
     weights = part * held.weights if all(p.is_meta for p in trainable.values()) else 0.0
     if plan.unused == "allow":  # what is not used has neither gradient nor state
@@ -150,10 +152,10 @@ def _model_bytes(task: Task, plan: Plan, model: nn.Module, place: Place) -> tupl
     return weights, weights + part * (held.gradients + (0 if offloaded else held.masters + held.states))
 
 
-def _host(plan: Plan, place: Place) -> Host:
+def _host(plan: Plan, place: Place) -> HostRanks:
     """The least a place can hold: ranks of a host share memory where they can."""
     shares_memory = place.is_host and plan.num_sharing > 1 and plan.transport in ("by-host", "shared")
-    return Host(plan.num_sharing if place.is_host else 1, plan.places, shares_memory=shares_memory)
+    return HostRanks(plan.num_sharing if place.is_host else 1, plan.places, has_shared_memory=shares_memory)
 
 
 def _problem(bound: Bound, plan: Plan, place: Place, *, batch_size: int, samples: int, steps: int) -> Problem:

@@ -17,7 +17,14 @@ from fourfold.plan.data import (
     make_buckets,
     step_sent_bytes,
 )
-from fourfold.plan.memory import Element, Holding, Host, elements, holding, is_in_place
+from fourfold.plan.memory import (
+    BucketBytes,
+    HostMemoryUse,
+    HostRanks,
+    bytes_per_element,
+    has_unbucketed_grads,
+    host_memory_use,
+)
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import REDUCE, computed, has_masters, reduced
 from fourfold.run.arguments import refuse_plan
@@ -76,7 +83,9 @@ def show(plan: Plan, task: Task) -> str:
         ]
     tokens = [sequence(plan, task, model)] if plan.sp > 1 else []
     kinds = [optim.num_state_tensors(optimizer, group) for group in range(len(optimizer.param_groups))]
-    of = elements(buckets, plan, num_states=kinds, own_bytes={spec.name: spec.element_bytes for spec in own})
+    of = bytes_per_element(
+        buckets, plan, num_states=kinds, original_bytes={spec.name: spec.element_bytes for spec in own}
+    )
     sections = [_plan(plan), _buckets(buckets, plan), *tokens, *programs, _bytes(buckets, plan, messages)]
     sections.append(_memory(of, plan))
     return "\n\n".join(sections)
@@ -203,21 +212,21 @@ def _bytes(buckets: Sequence[Bucket], plan: Plan, messages: float | None) -> str
     return "bytes\n" + _indent(lines)
 
 
-def _memory(of: Sequence[Element], plan: Plan) -> str:
+def _memory(of: Sequence[BucketBytes], plan: Plan) -> str:
     size = plan.num_sharing
     if size == 1:
-        places = {"one rank": Host(1, plan.places, shares_memory=False)}
+        places = {"one rank": HostRanks(1, plan.places, has_shared_memory=False)}
     else:
         places = {
-            f"a host of {size} ranks": Host(size, plan.places, shares_memory=True),
-            f"a rank on a network of {size}": Host(1, plan.places, shares_memory=False),
+            f"a host of {size} ranks": HostRanks(size, plan.places, has_shared_memory=True),
+            f"a rank on a network of {size}": HostRanks(1, plan.places, has_shared_memory=False),
         }
-    held = {place: holding(of, zero=plan.zero, host=host) for place, host in places.items()}
-    names = [name for name in Holding._fields if any(getattr(each, name) for each in held.values())]
+    held = {place: host_memory_use(of, zero=plan.zero, host=host) for place, host in places.items()}
+    names = [name for name in HostMemoryUse._fields if any(getattr(each, name) for each in held.values())]
     rows = [(*names, "in all", "")]
     rows += [(*(sized(getattr(h, n)) for n in names), sized(h.total), place) for place, h in held.items()]
     lines = [_table(rows, left=len(names) + 1)]
-    if is_in_place(plan):
+    if has_unbucketed_grads(plan):
         lines.append(_indent(["gradients lie where autograd leaves them, each until it has been used"]))
     if plan.codec != "none":
         lines.append(_indent(["and what the codec remembers"]))

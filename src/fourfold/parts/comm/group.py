@@ -20,7 +20,7 @@ from fourfold.parts.comm.ranks import Communicator
 from fourfold.parts.comm.split import AsyncResult, ShardedCollectives, always_done
 from fourfold.parts.comm.transport import BucketSlice, unit_scale
 from fourfold.plan.data import RestingLayouts
-from fourfold.plan.memory import IN_FLIGHT
+from fourfold.plan.memory import MAX_REDUCTIONS_IN_FLIGHT
 from fourfold.words.action import LOSS
 from fourfold.words.layout import SPLIT, WHOLE, Change
 from fourfold.words.layout import sent_bytes as layout_bytes
@@ -133,7 +133,7 @@ class ProcessGroupTransport:
             self._pending_reduces[bucket] = AsyncResult(_make_wait(work), work.is_completed)
             return
         self.sent_bytes += self._sharded.reduced_bytes(self.grad_buffers[bucket])
-        if len(self._pending_reduces) >= IN_FLIGHT:
+        if len(self._pending_reduces) >= MAX_REDUCTIONS_IN_FLIGHT:
             self.wait_reduce(next(iter(self._pending_reduces)))
         with self._communicator.report_dead_peers():
             follow = functools.partial(self.recorder.follow, reduction_index)
@@ -157,7 +157,7 @@ class ProcessGroupTransport:
 
     def can_acquire_buffer(self, bucket: int) -> bool:
         waited_for = [b for b in self._pending_reduces if self.buffer_indices[b] == self.buffer_indices[bucket]]
-        if self._sharded is not None and len(self._pending_reduces) >= IN_FLIGHT:
+        if self._sharded is not None and len(self._pending_reduces) >= MAX_REDUCTIONS_IN_FLIGHT:
             waited_for.append(next(iter(self._pending_reduces)))
         return all(self._pending_reduces[b].is_done() for b in waited_for)
 
@@ -197,7 +197,7 @@ class ProcessGroupTransport:
     def all_gather_weights_async(self, bucket: int, weight: Tensor) -> None:
         assert self._sharded is not None
         self.sent_bytes += self._sharded.gathered_bytes(weight)
-        if len(self._pending_gathers) >= IN_FLIGHT:
+        if len(self._pending_gathers) >= MAX_REDUCTIONS_IN_FLIGHT:
             self.wait_weights(next(iter(self._pending_gathers)))
         with self._communicator.report_dead_peers():
             self._pending_gathers[bucket] = self._sharded.all_gather_inplace_async(weight)
