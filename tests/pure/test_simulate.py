@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.plan.data import RESTING_LAYOUTS, DataStepSpec, lower_step
-from fourfold.plan.needs import Needs, lane
+from fourfold.plan.needs import Dependencies, lane_of
 from fourfold.plan.simulate import makespan, simulate
 from fourfold.words.action import Action, ProgramError, Verb, parse
 from fourfold.words.spans import LANES
@@ -51,7 +51,7 @@ def test_nothing_begins_before_its_needs_or_its_lane_allow(case):
     program, costs, leads = case
     times = simulate(program, lambda *key: costs[key], lead=lambda rank, action: leads.get((rank, action), 0.0))
     at = {(rank, timed.action): timed for rank, each in times.items() for timed in each}
-    needs = Needs(program)
+    needs = Dependencies(program)
     for (rank, action), timed in at.items():
         assert timed.end >= timed.start + costs[rank, action]
         for need in needs.of(rank, action):
@@ -60,7 +60,7 @@ def test_nothing_begins_before_its_needs_or_its_lane_allow(case):
             assert leads.get((rank, action), 0.0) or timed.start >= met.end
     for rank, actions in program.items():
         for name in LANES:
-            queue = [at[rank, action] for action in actions if lane(action) == name]
+            queue = [at[rank, action] for action in actions if lane_of(action) == name]
             assert all(after.start >= before.end for before, after in itertools.pairwise(queue))
 
 
@@ -70,7 +70,7 @@ def test_a_step_takes_at_least_its_longest_lane(case):
     times = simulate(program, lambda *key: costs[key], lead=lambda *key: leads.get(key, 0.0))
     for rank, actions in program.items():
         for name in LANES:
-            assert makespan(times) >= sum(costs[rank, action] for action in actions if lane(action) == name) - 1e-9
+            assert makespan(times) >= sum(costs[rank, action] for action in actions if lane_of(action) == name) - 1e-9
 
 
 @given(case=priced(), longer=SECONDS)
@@ -168,4 +168,4 @@ def test_an_order_that_cannot_end_names_what_is_missing(text, missing):
 def test_each_data_rank_of_a_pipeline_needs_its_own_counterpart():
     program = parse("0: F0.0\n1: F0.0\n2: F1.0\n3: F1.0")
     forward = Action(Verb.FORWARD, 1, 0)
-    assert [Needs(program).of(rank, forward)[0].rank for rank in (2, 3)] == [0, 1]
+    assert [Dependencies(program).of(rank, forward)[0].rank for rank in (2, 3)] == [0, 1]

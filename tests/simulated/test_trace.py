@@ -3,7 +3,7 @@
 import pytest
 
 from fourfold.plan import cost
-from fourfold.plan.needs import lane
+from fourfold.plan.needs import lane_of
 from fourfold.plan.timeline import Trace, decode
 from fourfold.run.trace import FILE, FIRST, KEPT, Recording, Tracing, _tiled, is_sampled
 from fourfold.testing import threads
@@ -72,7 +72,7 @@ def test_a_step_apart_and_a_meeting_are_each_recorded_and_simulated_as_what_they
 )
 def test_every_action_is_recorded_on_the_lane_it_waits_in(fields):
     whole = traced(Case(bucket_bytes=1500, **fields), 2)[0]
-    lanes = {str(action): lane(action) for actions in whole.program.values() for action in actions}
+    lanes = {str(action): lane_of(action) for actions in whole.program.values() for action in actions}
     found = {event.name: event.lane for event in whole.events if event.name in lanes}
     assert found == {name: lanes[name] for name in found}
     assert any(name[0] in "GP" for name in found)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fourfold.plan.needs import Needs
+from fourfold.plan.needs import Dependencies
 from fourfold.plan.simulate import Timed, Timeline, makespan, simulate
 from fourfold.plan.timeline import DATA, STEP, Event, Trace, disjoint, waited
 from fourfold.words.action import Action, Verb
@@ -46,7 +46,7 @@ def measure_costs(trace: Trace) -> ActionCosts:
     """The median cost of every action of every rank."""
     seconds: dict[tuple[int, str], list[float]] = {}
     leads: dict[tuple[int, str], list[float]] = {}
-    needs = Needs(trace.program)
+    needs = Dependencies(trace.program)
     for step in trace.steps:
         by_rank = {rank: trace.of(step=step, rank=rank) for rank in trace.ranks}
         starts = _launch_times(by_rank)
@@ -100,7 +100,7 @@ def _nested_seconds(events: list[Event], within: Event) -> float:
     )
 
 
-def _overlaps(needs: Needs, rank: int, actions: tuple[Action, ...], events: list[Event]) -> dict[str, float]:
+def _overlaps(needs: Dependencies, rank: int, actions: tuple[Action, ...], events: list[Event]) -> dict[str, float]:
     ends = {event.name: event.stop for event in events}
     starts = {event.name: event.start for event in events}
     leads: dict[str, float] = {}

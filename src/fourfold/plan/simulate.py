@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from fourfold.plan.needs import Needs, lane
+from fourfold.plan.needs import Dependencies, lane_of
 from fourfold.words.action import Action, Program, ProgramError
 from fourfold.words.errors import Problem
 from fourfold.words.spans import LANES
@@ -69,9 +69,9 @@ class _State:
 
     def __init__(self, program: Program, price: Price, lead: Price) -> None:
         self._program, self._price, self._lead = program, price, lead
-        self._needs = Needs(program)
+        self._needs = Dependencies(program)
         self._queues = {
-            (rank, name): [action for action in actions if lane(action) == name]
+            (rank, name): [action for action in actions if lane_of(action) == name]
             for rank, actions in program.items()
             for name in LANES
         }
@@ -95,7 +95,7 @@ class _State:
         return moved
 
     def _place(self, rank: int, name: str, action: Action) -> bool:
-        members = self._needs.meeting(rank, action)
+        members = self._needs.participants(rank, action)
         if any(self.head(member, name) != action for member in members):
             return False
         starts = [self._earliest(member, name, action) for member in members]
@@ -140,6 +140,6 @@ class _State:
             if need not in self.times:
                 there = need.action in self._program.get(need.rank, ())
                 missing.append(f"{need.action} of rank {need.rank}" + ("" if there else ", which is in no program"))
-        others = self._needs.meeting(rank, action)
+        others = self._needs.participants(rank, action)
         missing += [f"rank {each} to come to {action} too" for each in others if self.head(each, name) != action]
         return ", ".join(missing[:AROUND]) or "the other ranks of this collective"

@@ -21,7 +21,7 @@ from fourfold.plan.cost import (
     seconds_by_category,
     simulated_timeline,
 )
-from fourfold.plan.needs import lane
+from fourfold.plan.needs import lane_of
 from fourfold.plan.simulate import Timed, Timeline, makespan
 from fourfold.plan.timeline import Trace, disjoint
 from fourfold.report.svg import Bar, Block, Lane, bars, lanes
@@ -116,7 +116,7 @@ def _blocks(actions: Sequence[Timed], name: str) -> list[Block]:
     return [
         Block(str(timed.action), timed.start * 1e3, timed.end * 1e3, STYLES.get(timed.action.verb, "measure"))
         for timed in actions
-        if lane(timed.action) == name
+        if lane_of(timed.action) == name
     ]
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.parts.comm.ranks import host_id
-from fourfold.plan.needs import lane
+from fourfold.plan.needs import lane_of
 from fourfold.plan.timeline import STEP, Event, Trace, bounds, encode
 from fourfold.run.build import TrainStep
 from fourfold.words.action import Action, Verb
@@ -60,7 +60,7 @@ class Recording:
         # A reduction is told of by who does it, where it is done: mostly while backward goes on.
         if action.verb == Verb.REDUCE:
             return contextlib.nullcontext()
-        return _Open(self.spans, str(action), lane(action))
+        return _Open(self.spans, str(action), lane_of(action))
 
     def reducing(self, bucket: int) -> contextlib.AbstractContextManager[Any]:
         return _Open(self.spans, _name(bucket), REDUCE)
