@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fourfold as ff
 from fourfold.feed.source import fetch
-from fourfold.plan.order import share
+from fourfold.plan.order import shard_range
 from fourfold.plan.plan import RULES, read_value
 from fourfold.tasks import lm
 
@@ -158,7 +158,7 @@ class ContenderRun:
         # The same batches for everybody, in one order.
         self._batches = ff.Feed(data.train, ff.Plan(dp=size), batch_size=self._task.batch_size, seed=0).repeat()
         assert data.valid is not None
-        start, stop = share(0, len(data.valid) // (size * VALID_BATCH_SIZE) * size * VALID_BATCH_SIZE, size, rank)
+        start, stop = shard_range(0, len(data.valid) // (size * VALID_BATCH_SIZE) * size * VALID_BATCH_SIZE, size, rank)
         firsts = range(start, stop, VALID_BATCH_SIZE)
         self._valid_batches = [fetch(data.valid, range(first, first + VALID_BATCH_SIZE)) for first in firsts]
         self._step = 0

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.plan.order import share
+from fourfold.plan.order import shard_range
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
 from fourfold.testing import oracle
@@ -28,7 +28,7 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def part(batch: Batch, plan: Plan, index: int) -> Batch:
     """A data rank's share of a batch."""
-    start, stop = share(0, len(batch[1]), plan.dp, index)
+    start, stop = shard_range(0, len(batch[1]), plan.dp, index)
     return batch[0][start:stop], batch[1][start:stop]
 
 

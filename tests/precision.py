@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fourfold.plan.order import share
+from fourfold.plan.order import shard_range
 from fourfold.run.build import TrainStep, parallelize
 from fourfold.testing import threads
 from fourfold.testing.oracle import Trained
@@ -37,7 +37,7 @@ def by_hand(case: Case, size: int = 1) -> Trained:
             inputs, targets = local(batch, size, rank)
             slots.append([])
             for part in range(case.microbatches):
-                some = slice(*share(0, len(targets), case.microbatches, part))
+                some = slice(*shard_range(0, len(targets), case.microbatches, part))
                 values = loss(working(inputs[some].to(NUMBERS[case.precision])).float(), targets[some])
                 (values.sum() / len(batch[1])).backward()
                 total += values.sum().item()

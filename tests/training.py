@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fourfold as ff
-from fourfold.plan.order import share
+from fourfold.plan.order import shard_range
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep, parallelize
 from fourfold.tasks import digits, lm
@@ -185,7 +185,7 @@ def batches(case: Case) -> list[Any]:
 def local(batch: Any, size: int, index: int) -> Any:
     """The part of a global batch that one data index gets."""
     inputs, targets = batch
-    start, stop = share(0, len(targets), size, index)
+    start, stop = shard_range(0, len(targets), size, index)
     some = {k: v[start:stop] for k, v in inputs.items()} if isinstance(inputs, dict) else inputs[start:stop]
     return some, targets[start:stop]
 

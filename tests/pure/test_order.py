@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.order import rows, share
+from fourfold.plan.order import rows, shard_range
 
 COUNTS = st.integers(1, 3000)
 SEEDS = st.integers(0, 2**63)
@@ -25,7 +25,7 @@ def test_any_stretch_can_be_had_alone(count, seed, data):
 
 @given(start=st.integers(0, 1000), length=st.integers(0, 1000), size=st.integers(1, 17))
 def test_shares_tile_a_range_and_differ_by_at_most_one(start, length, size):
-    shares = [share(start, start + length, size, index) for index in range(size)]
+    shares = [shard_range(start, start + length, size, index) for index in range(size)]
     assert shares[0][0] == start
     assert shares[-1][1] == start + length
     assert all(shares[i][1] == shares[i + 1][0] for i in range(size - 1))

@@ -12,7 +12,7 @@ import torch
 from fourfold.feed.feed import Batch
 from fourfold.parts.comm import calls, shared
 from fourfold.parts.comm.slotting import SharedMemoryLayout
-from fourfold.plan.order import Stretch
+from fourfold.plan.order import BatchRange
 from fourfold.run.build import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import DivergenceError
@@ -114,7 +114,7 @@ def test_a_batch_left_out_on_one_rank_is_found_in_that_step():
         for number, batch in enumerate(batches(CASE)):
             if ranks.rank == 1 and number == 1:
                 continue
-            place = Stretch(36, 5, 0, 12 * number, 12 * number + 12, 0, 0)
+            place = BatchRange(36, 5, 0, 12 * number, 12 * number + 12, 0, 0)
             part = Batch.wrap(local(batch, 2, ranks.rank), place)
             if number == 0:
                 step(part)
@@ -133,7 +133,7 @@ def test_sources_of_different_lengths_are_found_in_the_first_step():
 
     def body(ranks):
         step, length = build(CASE, 2, ranks), 40 + 4 * ranks.rank
-        part = Batch.wrap(local(batches(CASE)[0], 2, ranks.rank), Stretch(length, 0, 0, 0, 12, 0, 6))
+        part = Batch.wrap(local(batches(CASE)[0], 2, ranks.rank), BatchRange(length, 0, 0, 0, 12, 0, 6))
         return astray(step, lambda: step(part))
 
     for said in threads.run(2, body):

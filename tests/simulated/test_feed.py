@@ -13,7 +13,7 @@ import torch
 import fourfold as ff
 from fourfold.feed import feed as feed_module
 from fourfold.feed.feed import Position
-from fourfold.plan.order import Stretch
+from fourfold.plan.order import BatchRange
 from fourfold.run.verify import verify
 from fourfold.words.errors import DataError
 from fourfold.words.world import World
@@ -216,7 +216,7 @@ def test_an_error_of_the_source_is_raised_where_its_batch_is_waited_for(number, 
             return super().__getitem__(index)
 
     source = Failing(draws=draws)
-    bad = Stretch(32, 0, 0, 0, 32, 0, 32).ids()[number]
+    bad = BatchRange(32, 0, 0, 0, 32, 0, 32).sample_ids()[number]
     feed, state = ff.Feed(source, batch_size=1), torch.get_rng_state()
     with pytest.raises(KeyError, match="gone"):
         list(feed)

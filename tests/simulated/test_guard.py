@@ -13,7 +13,7 @@ from torch import nn
 import fourfold as ff
 from fourfold.feed.feed import Batch
 from fourfold.feed.source import TensorSource
-from fourfold.plan.order import Stretch, rows, share
+from fourfold.plan.order import BatchRange, rows, shard_range
 from fourfold.plan.plan import Plan
 from fourfold.run.average import Average
 from fourfold.run.build import TrainStep
@@ -89,7 +89,7 @@ def test_the_text_names_step_rank_and_samples_of_the_global_order():
         skipped = None
         for number, batch in enumerate(found[:2]):
             start, stop = 12 * number, 12 * number + 12
-            place = Stretch(40, 3, 2, start, stop, *share(start, stop, 2, ranks.rank))
+            place = BatchRange(40, 3, 2, start, stop, *shard_range(start, stop, 2, ranks.rank))
             skipped = step(Batch.wrap(local(batch, 2, ranks.rank), place)).skipped
         return skipped
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.feed.source import TensorSource
-from fourfold.plan.order import share
+from fourfold.plan.order import shard_range
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
 from fourfold.run.torch_losses import _mean, observing
@@ -151,7 +151,7 @@ REFUSED: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 def part(batch: tuple[Tensor, Tensor], size: int, index: int) -> tuple[Tensor, Tensor]:
-    start, stop = share(0, len(batch[1]), size, index)
+    start, stop = shard_range(0, len(batch[1]), size, index)
     return batch[0][start:stop], batch[1][start:stop]
 
 

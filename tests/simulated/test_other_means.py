@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fourfold.plan.order import share
+from fourfold.plan.order import shard_range
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
 from fourfold.testing import threads
@@ -170,7 +170,7 @@ def test_a_part_without_the_others_means_is_refused_when_it_comes(loss, plan):
     def body(ranks):
         (inputs, targets), *_ = later()
         apart = targets.clone()
-        apart[share(0, len(apart), 2, 1)[0] :] = -100
+        apart[shard_range(0, len(apart), 2, 1)[0] :] = -100
         step = TrainStep(net(), loss, sgd, plan=plan, ranks=ranks, clip=None)
         step(part((inputs, targets), 2, ranks.rank))
         before = {name: weight.clone() for name, weight in step.weights()}

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounter
 
 import fourfold as ff
 from fourfold.feed.feed import Batch
-from fourfold.plan.order import Stretch
+from fourfold.plan.order import BatchRange
 from fourfold.run import same_batches
 from fourfold.run.batch import mapped
 from fourfold.run.build import TrainStep
@@ -197,7 +197,7 @@ def test_the_policy_is_one_of_two_and_the_same_on_every_rank(way):
 
 def test_batches_of_a_feed_are_not_compared(monkeypatch):
     monkeypatch.setattr(same_batches, "digest", None)
-    fed = [Batch.wrap(drawn(n), Stretch(99, 0, 0, 4 * n, 4 * n + 4, 4 * n, 4 * n + 4)) for n in range(5)]
+    fed = [Batch.wrap(drawn(n), BatchRange(99, 0, 0, 4 * n, 4 * n + 4, 4 * n, 4 * n + 4)) for n in range(5)]
     assert trained(Parallel, 2, lambda rank: fed) == [(5, None)] * 2
 
 
@@ -205,7 +205,7 @@ def test_a_feeds_batch_on_one_rank_and_a_loaders_on_another_end_no_rank_in_a_wai
     def body(ranks):
         rank = Parallel(ranks, linear())
         batch = drawn(0)
-        fed = Batch.wrap(batch, Stretch(99, 0, 0, 0, 4, 0, 4))
+        fed = Batch.wrap(batch, BatchRange(99, 0, 0, 0, 4, 0, 4))
         with pytest.raises(FourfoldError, match="step 1, positions 0 to 4"):
             rank.train(fed if ranks.rank else batch)
         return True

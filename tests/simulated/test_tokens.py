@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fourfold.feed.feed import Batch
-from fourfold.plan.order import Stretch
+from fourfold.plan.order import BatchRange
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
 from fourfold.run.refuse import refuse
@@ -291,7 +291,7 @@ def dropped(ranks, plan, sizes):
     for number, whole in enumerate(batches(case)):
         batch = local(whole, plan.dp, step.data_index)
         first = 100 * number + len(whole[1]) * step.data_index // plan.dp
-        place = Stretch(1000, 0, 0, 100 * number, 100 * number + len(whole[1]), first, first + len(batch[1]))
+        place = BatchRange(1000, 0, 0, 100 * number, 100 * number + len(whole[1]), first, first + len(batch[1]))
         step(Batch.wrap(batch, place))
     return {name: p.detach().clone() for name, p in step.model.named_parameters()}
 

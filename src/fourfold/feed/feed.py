@@ -16,7 +16,7 @@ from fourfold.feed.probe import Fingerprint, fingerprint_of, is_same_sample
 from fourfold.feed.samples import source_problem
 from fourfold.feed.source import fetch
 from fourfold.parts import comm
-from fourfold.plan.order import Stretch, share
+from fourfold.plan.order import BatchRange, shard_range
 from fourfold.plan.plan import Plan
 from fourfold.words import arguments
 from fourfold.words.errors import DataError, Problem
@@ -44,11 +44,11 @@ class Batch(tuple):
     probe: of the feed's source, with the first batch of each data rank, where there are several; see `feed.probe`.
     """
 
-    samples: Stretch
+    samples: BatchRange
     probe: Fingerprint | None = None
 
     @classmethod
-    def wrap(cls, values: Any, samples: Stretch) -> Any:
+    def wrap(cls, values: Any, samples: BatchRange) -> Any:
         """A pair or a dict that knows its samples; whatever else a source makes of samples is left as it is."""
         if isinstance(values, Mapping):
             batch = DictBatch(values)
@@ -63,7 +63,7 @@ class Batch(tuple):
 class DictBatch(dict[str, Any]):
     """A dict of inputs that knows which samples it holds."""
 
-    samples: Stretch
+    samples: BatchRange
     probe: Fingerprint | None = None
 
 
@@ -151,8 +151,8 @@ class Feed:
             raise DataError(problem, where="the feed")
         while position < num_samples:
             stop = min(position + self._batch_size, num_samples)
-            first, last = share(position, stop, self._size, self._index)
-            samples = Stretch(num_samples, seed, epoch, position, stop, first, last)
+            first, last = shard_range(position, stop, self._size, self._index)
+            samples = BatchRange(num_samples, seed, epoch, position, stop, first, last)
             batch = Batch.wrap(self._fetch(samples, is_first=position == start.position), samples)
             if self._size > 1 and not self._has_fingerprint and isinstance(batch, Batch | DictBatch):
                 self._has_fingerprint, batch.probe = True, self._source_fingerprint(seed)
@@ -160,12 +160,12 @@ class Feed:
             after = (epoch, position) if position < num_samples else (epoch + 1, 0)
             yield Position(seed, *after, num_samples), batch
 
-    def _fetch(self, samples: Stretch, *, is_first: bool) -> Any:
+    def _fetch(self, samples: BatchRange, *, is_first: bool) -> Any:
         """A batch. Whether its samples draw is found out with the first one: then nobody else draws."""
         if not is_first and not self._uses_rng:
-            return fetch(self._source, samples.ids())
+            return fetch(self._source, samples.sample_ids())
         drawing = {"seed": samples.seed, "epoch": samples.epoch, "draws": self._uses_rng}
-        batch, self._uses_rng = fetch_seeded(self._source, samples.ids(), **drawing)
+        batch, self._uses_rng = fetch_seeded(self._source, samples.sample_ids(), **drawing)
         return batch
 
     def _source_fingerprint(self, seed: int) -> Fingerprint | None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from fourfold.feed.feed import dp_size_and_index
-from fourfold.plan.order import rows, share
+from fourfold.plan.order import rows, shard_range
 from fourfold.plan.plan import Plan
 from fourfold.words import arguments
 from fourfold.words.errors import DataError, Problem
@@ -55,12 +55,14 @@ class ShardSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         epoch, self._epoch = self._epoch, self._epoch + 1
         for start in range(0, self._tail_start, self._batch_size * self._size):
-            yield from self._ids(epoch, *share(start, start + self._batch_size * self._size, self._size, self._index))
+            yield from self._ids(
+                epoch, *shard_range(start, start + self._batch_size * self._size, self._size, self._index)
+            )
         if self._has_tail:
             yield from self._ids(epoch, *self._tail_range())
 
     def _tail_range(self) -> tuple[int, int]:
-        start, stop = share(self._tail_start, self._num_samples, self._size, self._index)
+        start, stop = shard_range(self._tail_start, self._num_samples, self._size, self._index)
         if start < stop:
             return start, stop
         again = self._tail_start + self._index % (self._num_samples - self._tail_start)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 ORDER_VERSION = 1
-ROUNDS = 8
+FEISTEL_ROUNDS = 8
 _MIX = (np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53))
 _SHIFT = np.uint64(33)
 
@@ -33,7 +33,7 @@ def rows(num_samples: int, seed: int, epoch: int, start: int, stop: int) -> np.n
     return ids.astype(np.int64)
 
 
-class Stretch(NamedTuple):
+class BatchRange(NamedTuple):
     """Positions [start, stop) of an epoch's order: a global batch; [first, last) is the part that a rank has."""
 
     num_samples: int
@@ -41,18 +41,18 @@ class Stretch(NamedTuple):
     epoch: int
     start: int
     stop: int
-    first: int
-    last: int
+    local_start: int
+    local_stop: int
 
     def __str__(self) -> str:
         return f"positions {self.start} to {self.stop} of epoch {self.epoch}, seed {self.seed}"
 
-    def ids(self) -> list[int]:
+    def sample_ids(self) -> list[int]:
         """The samples of this rank's part."""
-        return rows(self.num_samples, self.seed, self.epoch, self.first, self.last).tolist()
+        return rows(self.num_samples, self.seed, self.epoch, self.local_start, self.local_stop).tolist()
 
 
-def share(start: int, stop: int, size: int, index: int) -> tuple[int, int]:
+def shard_range(start: int, stop: int, size: int, index: int) -> tuple[int, int]:
     """The part of [start, stop) that `index` of `size` takes; parts tile the range and differ by at most one."""
     length = stop - start
     return start + length * index // size, start + length * (index + 1) // size
@@ -60,7 +60,7 @@ def share(start: int, stop: int, size: int, index: int) -> tuple[int, int]:
 
 def _keys(seed: int, epoch: int) -> np.ndarray:
     # A hash of both, never their sum: else epoch e + 1 of seed s would repeat epoch e of seed s + 1.
-    digest = hashlib.blake2b(f"fourfold order {ORDER_VERSION} {seed} {epoch}".encode(), digest_size=8 * ROUNDS)
+    digest = hashlib.blake2b(f"fourfold order {ORDER_VERSION} {seed} {epoch}".encode(), digest_size=8 * FEISTEL_ROUNDS)
     return np.frombuffer(digest.digest(), dtype="<u8").astype(np.uint64)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fourfold.plan.order import share
+from fourfold.plan.order import shard_range
 from fourfold.words.arguments import shown
 from fourfold.words.errors import Problem, TaskError
 
@@ -44,7 +44,7 @@ def cut(batch: Any, count: int, device: torch.device, *, kept: Tensor | None = N
     parts = []
     kept = None if kept is None else kept.to(device)
     for index in range(count):
-        start, stop = share(0, samples, count, index)
+        start, stop = shard_range(0, samples, count, index)
         own = _slice(inputs, start, stop)
         tokens = num_tokens(own) if kept is None else (stop - start) * len(kept)
         parts.append(Microbatch(own, _slice(targets, start, stop), stop - start, tokens, kept))

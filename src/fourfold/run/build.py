@@ -33,7 +33,7 @@ from fourfold.plan.data import (
 )
 from fourfold.plan.intervals import DRIFT_CHECK, is_due
 from fourfold.plan.memory import has_unbucketed_grads
-from fourfold.plan.order import Stretch
+from fourfold.plan.order import BatchRange
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import Scale, computed, reduced
 from fourfold.plan.rng import seed_of
@@ -698,7 +698,7 @@ class TrainStep:
             raise error from divergence
         raise error
 
-    def _enter(self, call: str, samples: Stretch | None = None) -> None:
+    def _enter(self, call: str, samples: BatchRange | None = None) -> None:
         self._transport.begin_call(_name(f"{call} after step {self.steps}", samples))
 
     def _record(self, order: list[int], count: float) -> None:
@@ -714,7 +714,7 @@ class TrainStep:
         self._recorded = True
 
 
-def _name(call: str, samples: Stretch | None) -> str:
+def _name(call: str, samples: BatchRange | None) -> str:
     """A call, and its part of the feed's order where it is known: ranks may be as many steps on, and a batch apart."""
     return call if samples is None else f"{call}, {samples}, {samples.num_samples} samples"
 

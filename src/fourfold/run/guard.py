@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts.comm import Communicator
-from fourfold.plan.order import Stretch
+from fourfold.plan.order import BatchRange
 from fourfold.run.actions import NO_ELEMENT, Actions
 from fourfold.words.errors import Problem, TrainingError
 
@@ -44,7 +44,7 @@ class Guard:
             if known is None or known[0] is not buffer or known[1] != buffer._version:
                 self._buffers[name] = buffer, buffer._version, buffer.clone()
 
-    def judge(self, actions: Actions, number: int, samples: Stretch | None) -> Skipped | None:
+    def judge(self, actions: Actions, number: int, samples: BatchRange | None) -> Skipped | None:
         """After step `number`: None where it was good. Collective where it was bad.
 
         Raises TrainingError where the step is bad and may not be left out. `samples`: the batch's, where known.
@@ -70,11 +70,11 @@ class Guard:
             if buffer._version != version:
                 buffer.copy_(kept)
 
-    def _describe(self, actions: Actions, number: int, samples: Stretch | None) -> Skipped:
+    def _describe(self, actions: Actions, number: int, samples: BatchRange | None) -> Skipped:
         mine = [list(some) for some in actions.suspects()]
         bad = list(itertools.chain(*mine))
         if samples is not None:
-            ids = samples.ids()
+            ids = samples.sample_ids()
             # Where no rank's loss is to blame, all samples are told: any of them may have had the gradient.
             told: list[Any] = [[ids[index] for index in bad], ids]
         else:

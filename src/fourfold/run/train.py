@@ -21,7 +21,7 @@ from fourfold.feed.feed import Feed
 from fourfold.feed.samples import check_data
 from fourfold.parts.comm.ranks import PROCESS_EXIT_GRACE_SECONDS, world
 from fourfold.plan.intervals import DRIFT_CHECK, is_due
-from fourfold.plan.order import share
+from fourfold.plan.order import shard_range
 from fourfold.plan.plan import Plan
 from fourfold.plan.rates import Rates
 from fourfold.plan.timeline import DATA
@@ -350,13 +350,13 @@ def evaluate(step: TrainStep, task: Task, source: Source, batch_size: int) -> di
     sums: dict[str, list[float]] = {}
     step.flush()
     refuse_other_lengths(step.exchange(len(source)), "validation data")
-    start, stop = share(0, len(source), step.plan.dp, step.data_index)
+    start, stop = shard_range(0, len(source), step.plan.dp, step.data_index)
     each = max(1, batch_size // step.plan.dp)
     draw = functools.partial(fetch_seeded, source, seed=0, epoch=0)
     step.try_out(draw(range(start, min(start + each, stop)))[0])
     with evaluating(step.model):
         # As many times on every rank: all of them bring the weights, where those rest split.
-        longest = max(len(range(*share(0, len(source), step.plan.dp, rank))) for rank in range(step.plan.dp))
+        longest = max(len(range(*shard_range(0, len(source), step.plan.dp, rank))) for rank in range(step.plan.dp))
         for first in range(start, start + longest, each):
             batch = draw(range(first, min(first + each, stop)))[0] if first < stop else None
             with step.read():

@@ -52,7 +52,7 @@ from fourfold.parts.comm.split import AsyncResult, sum_in_order
 from fourfold.parts.comm.staging import HostUnshardStaging, StagingFlags
 from fourfold.parts.comm.transport import BucketSlice, unit_scale
 from fourfold.plan.data import RESTING_LAYOUTS, RestingLayouts
-from fourfold.plan.order import share
+from fourfold.plan.order import shard_range
 from fourfold.words.action import LOSS
 from fourfold.words.errors import PeerError
 from fourfold.words.layout import PARTIAL, SPLIT
@@ -373,7 +373,7 @@ class SharedMemoryTransport:
         """This host's part of a rank's slice."""
         if self._inter_host is None:
             return mine
-        return mine[slice(*share(0, mine.numel(), self._inter_host.size, self._inter_host.index))]
+        return mine[slice(*shard_range(0, mine.numel(), self._inter_host.size, self._inter_host.index))]
 
     def _finish_reduce(self, bucket: int, total: torch.Tensor) -> None:
         if self._grad_shards is not None:
@@ -405,7 +405,7 @@ class SharedMemoryTransport:
     def grad_shard(self, bucket: int) -> BucketSlice:
         start, stop = self._slices[bucket][self.index]
         if self._inter_host is not None:
-            start, stop = share(start, stop, self._inter_host.size, self._inter_host.index)
+            start, stop = shard_range(start, stop, self._inter_host.size, self._inter_host.index)
         flat = self.grad_buffers[bucket][start:stop] if self._grad_shards is None else self._grad_shards.flats[bucket]
         return BucketSlice(start, stop, flat)
 

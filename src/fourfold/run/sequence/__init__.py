@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts import comm, sequence
-from fourfold.plan.order import Stretch
-from fourfold.plan.order import share as between
+from fourfold.plan.order import BatchRange
+from fourfold.plan.order import shard_range as between
 from fourfold.plan.plan import Plan
 from fourfold.plan.sequence import divisor, length_problem
 from fourfold.run.batch import Microbatch, halves, has_tokens, leaves, mapped
@@ -104,10 +104,10 @@ class Tokens:
             refuse_uneven(part, self.shares(length), self._ignored, lengths=lengths)
 
     @contextlib.contextmanager
-    def routing(self, parts: Sequence[Microbatch], step: int, samples: Stretch | None) -> Iterator[None]:
+    def routing(self, parts: Sequence[Microbatch], step: int, samples: BatchRange | None) -> Iterator[None]:
         """Within, attention reaches the tokens of the whole line. `samples`: the batch's place in the feed's order."""
         # Without a place in the order, samples of other data ranks are far away: no two are drawn alike.
-        first = self._place["dp"] << 32 if samples is None else samples.first - samples.start
+        first = self._place["dp"] << 32 if samples is None else samples.local_start - samples.start
         self._drawn.begin(step, first, [part.samples for part in parts if part.samples])
         hook = self._model.register_forward_pre_hook(self._drawn.forward)
         try:
