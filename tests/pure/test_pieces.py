@@ -12,21 +12,21 @@ from hypothesis import strategies as st
 
 from fourfold.plan.pieces import (
     ELEMENT_BYTES,
-    VERSION,
+    MANIFEST_VERSION,
     Box,
-    Entry,
-    Fed,
-    File,
-    Global,
+    DataState,
+    FileEntry,
+    FirstStepRecord,
+    GlobalTensor,
     Manifest,
-    Random,
-    Record,
-    Stretch,
-    file_name,
-    overlap,
-    problems,
-    share_out,
-    within,
+    RngState,
+    StoredBox,
+    TensorEntry,
+    assign_shards,
+    intersection,
+    manifest_problems,
+    relative_slices,
+    shard_file_name,
 )
 from fourfold.words.mesh import Mesh
 
@@ -34,28 +34,28 @@ SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 TENSORS = st.lists(st.tuples(st.sampled_from(sorted(ELEMENT_BYTES)), SHAPES, st.booleans()), min_size=1, max_size=8)
 
 
-def named(rows: list[tuple[str, tuple[int, ...], bool]]) -> list[Global]:
-    return [Global(f"model.{number}", *row) for number, row in enumerate(rows)]
+def named(rows: list[tuple[str, tuple[int, ...], bool]]) -> list[GlobalTensor]:
+    return [GlobalTensor(f"model.{number}", *row) for number, row in enumerate(rows)]
 
 
-def manifest(tensors: list[Global], size: int) -> Manifest:
+def manifest(tensors: list[GlobalTensor], size: int) -> Manifest:
     """A manifest as it is written, of these tensors on `size` ranks."""
-    stretches = share_out(tensors, size)
+    stretches = assign_shards(tensors, size)
     return Manifest(
-        version=VERSION,
+        version=MANIFEST_VERSION,
         step=3,
-        tensors={t.name: Entry(t.dtype, t.shape, stretches[t.name]) for t in tensors},
+        tensors={t.name: TensorEntry(t.dtype, t.shape, stretches[t.name]) for t in tensors},
         aliases={},
         scalars={},
         groups=({"lr": 0.1},),
-        record=Record((0,), 1.0),
-        feed=Fed(0, 0, 4, 2, 10, 1),
-        random=(Random("00"),) * size,
+        record=FirstStepRecord((0,), 1.0),
+        feed=DataState(0, 0, 4, 2, 10, 1),
+        random=(RngState("00"),) * size,
         metrics_bytes=0,
         losses=(1.0,),
         valid={},
         best=None,
-        files={file_name(rank): File(10_000_000, "") for rank in range(size)},
+        files={shard_file_name(rank): FileEntry(10_000_000, "") for rank in range(size)},
     )
 
 
@@ -65,18 +65,18 @@ def test_stretches_tile_every_tensor_and_what_is_written_is_believed(rows, size)
     for tensor in tensors:
         covered = np.zeros(tensor.shape, dtype=int)
         whole = Box((0,) * len(tensor.shape), tensor.shape)
-        for stretch in share_out(tensors, size)[tensor.name]:
-            covered[within(stretch.box, whole)] += 1
+        for stretch in assign_shards(tensors, size)[tensor.name]:
+            covered[relative_slices(stretch.box, whole)] += 1
         assert (covered == 1).all()
-    assert not list(problems(manifest(tensors, size)))
+    assert not list(manifest_problems(manifest(tensors, size)))
 
 
 @given(rows=TENSORS, size=st.integers(1, 7))
 def test_shares_differ_by_no_more_than_the_rows_at_their_ends(rows, size):
     tensors = [tensor._replace(whole=False) for tensor in named(rows)]
-    held = dict.fromkeys(map(file_name, range(size)), 0)
+    held = dict.fromkeys(map(shard_file_name, range(size)), 0)
     for tensor in tensors:
-        for stretch in share_out(tensors, size)[tensor.name]:
+        for stretch in assign_shards(tensors, size)[tensor.name]:
             held[stretch.file] += math.prod(stretch.lengths) * ELEMENT_BYTES[tensor.dtype]
     row = max(t.num_bytes // t.shape[0] if t.shape and t.shape[0] else t.num_bytes for t in tensors)
     assert max(held.values()) - min(held.values()) <= 2 * row + 1
@@ -84,26 +84,28 @@ def test_shares_differ_by_no_more_than_the_rows_at_their_ends(rows, size):
 
 @given(shape=st.lists(st.integers(1, 6), min_size=1, max_size=3), data=st.data())
 def test_a_box_is_put_together_from_the_pieces_of_any_number_of_ranks(shape, data):
-    tensor = Global("model.a", "F32", tuple(shape))
+    tensor = GlobalTensor("model.a", "F32", tuple(shape))
     values = np.arange(math.prod(shape)).reshape(shape)
     offsets = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
     lengths = tuple(data.draw(st.integers(1, n - x)) for n, x in zip(shape, offsets, strict=True))
     wanted, whole = Box(offsets, lengths), Box((0,) * len(shape), tensor.shape)
     result = np.full(lengths, -1)
-    for stretch in share_out([tensor], data.draw(st.integers(1, 5)))["model.a"]:
-        piece = values[within(stretch.box, whole)]
-        common = overlap(stretch.box, wanted)
+    for stretch in assign_shards([tensor], data.draw(st.integers(1, 5)))["model.a"]:
+        piece = values[relative_slices(stretch.box, whole)]
+        common = intersection(stretch.box, wanted)
         if common is not None:
-            result[within(common, wanted)] = piece[within(common, stretch.box)]
-    assert (result == values[within(wanted, whole)]).all()
+            result[relative_slices(common, wanted)] = piece[relative_slices(common, stretch.box)]
+    assert (result == values[relative_slices(wanted, whole)]).all()
 
 
 def changed(**fields: Any) -> Manifest:
-    return msgspec.structs.replace(manifest([Global("model.a", "F32", (4, 2))], 2), **fields)
+    return msgspec.structs.replace(manifest([GlobalTensor("model.a", "F32", (4, 2))], 2), **fields)
 
 
-def entry(*stretches: tuple[str, tuple[int, ...], tuple[int, ...]], shape=(4, 2), dtype="F32") -> dict[str, Entry]:
-    return {"model.a": Entry(dtype, shape, tuple(Stretch(*each) for each in stretches))}
+def entry(
+    *stretches: tuple[str, tuple[int, ...], tuple[int, ...]], shape=(4, 2), dtype="F32"
+) -> dict[str, TensorEntry]:
+    return {"model.a": TensorEntry(dtype, shape, tuple(StoredBox(*each) for each in stretches))}
 
 
 FIRST, SECOND = "rank-000.safetensors", "rank-001.safetensors"
@@ -114,20 +116,20 @@ FIRST, SECOND = "rank-000.safetensors", "rank-001.safetensors"
     [
         ({"version": 99}, "version 99"),
         ({"step": -1}, "step -1"),
-        ({"files": {"../../etc/passwd": File(100, "")}}, "'../../etc/passwd'"),
-        ({"files": {FIRST: File(20, ""), SECOND: File(8, "")}}, "bytes of tensors in a file of 8"),
+        ({"files": {"../../etc/passwd": FileEntry(100, "")}}, "'../../etc/passwd'"),
+        ({"files": {FIRST: FileEntry(20, ""), SECOND: FileEntry(8, "")}}, "bytes of tensors in a file of 8"),
         ({"aliases": {"model.b": "model.c"}}, "model.c, which is not there"),
-        ({"feed": Fed(0, 0, 11, 2, 10, 1)}, "position 11 of 10"),
+        ({"feed": DataState(0, 0, 11, 2, 10, 1)}, "position 11 of 10"),
         (
             {"mesh": Mesh(dp=2, sp=2)},
             "a mesh of pp 1 × dp 2 × sp 2 × tp 1 is 4 ranks, and there are random states of 2",
         ),
         ({"mesh": Mesh(dp=-2, sp=-1)}, "every size must be at least 1"),
         ({"mesh": Mesh(dp=2, sp=0), "random": ()}, "every size must be at least 1"),
-        ({"random": (Random("00"), Random("0"))}, "not written in hexadecimal digits"),
-        ({"random": (Random("00"), Random("zz"))}, "not written in hexadecimal digits"),
-        ({"random": (Random("00"), Random("00", "0g"))}, "not written in hexadecimal digits"),
-        ({"random": (Random("00"), Random(""))}, "not written in hexadecimal digits"),
+        ({"random": (RngState("00"), RngState("0"))}, "not written in hexadecimal digits"),
+        ({"random": (RngState("00"), RngState("zz"))}, "not written in hexadecimal digits"),
+        ({"random": (RngState("00"), RngState("00", "0g"))}, "not written in hexadecimal digits"),
+        ({"random": (RngState("00"), RngState(""))}, "not written in hexadecimal digits"),
         ({"tensors": entry((FIRST, (0, 0), (4, 2)), dtype="F12")}, "dtype 'F12'"),
         ({"tensors": entry((FIRST, (0, 0), (-4, -2)), shape=(-4, -2))}, "shape"),
         ({"tensors": entry((FIRST, (0, 0), (2**60, 2)), shape=(2**60, 2))}, "shape"),
@@ -142,7 +144,7 @@ FIRST, SECOND = "rank-000.safetensors", "rank-001.safetensors"
     ],
 )
 def test_a_manifest_that_cannot_be_true_is_not_believed(fields, said):
-    assert any(said in text for text in problems(changed(**fields)))
+    assert any(said in text for text in manifest_problems(changed(**fields)))
 
 
 @pytest.mark.parametrize(("dtype", "elements", "fits"), [
@@ -150,7 +152,9 @@ def test_a_manifest_that_cannot_be_true_is_not_believed(fields, said):
 ])  # fmt: skip
 def test_the_bound_of_a_tensor_is_in_bytes(dtype, elements, fits):
     tensors = entry((FIRST, (0,), (elements,)), shape=(elements,), dtype=dtype)
-    found = list(problems(changed(tensors=tensors, files={FIRST: File(2**50, ""), SECOND: File(8, "")})))
+    found = list(
+        manifest_problems(changed(tensors=tensors, files={FIRST: FileEntry(2**50, ""), SECOND: FileEntry(8, "")}))
+    )
     assert (not found) == fits
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.pieces import Global, Manifest, Random, problems
+from fourfold.plan.pieces import GlobalTensor, Manifest, RngState, manifest_problems
 from fourfold.plan.rng import saved_state, seed_of
 from fourfold.words.mesh import Mesh
 from tests.pure.test_pieces import manifest
@@ -15,8 +15,8 @@ MESHES = st.builds(Mesh, dp=st.integers(1, 5), sp=st.integers(1, 4), tp=st.integ
 
 def saved_on(mesh: Mesh, *, told: bool = True) -> Manifest:
     """A checkpoint of this mesh: state `0d` belongs to data index d."""
-    states = tuple(Random(f"{mesh.at(rank)['dp']:02x}") for rank in range(mesh.size))
-    made = manifest([Global("model.a", "F32", (4, 2))], mesh.size)
+    states = tuple(RngState(f"{mesh.at(rank)['dp']:02x}") for rank in range(mesh.size))
+    made = manifest([GlobalTensor("model.a", "F32", (4, 2))], mesh.size)
     return msgspec.structs.replace(made, random=states, mesh=mesh if told else None)
 
 
@@ -31,7 +31,7 @@ def by_data_index(mesh: Mesh) -> list[str]:
 
 @given(saved=MESHES, mesh=MESHES)
 def test_every_rank_restores_the_state_of_its_data_index_where_dp_has_the_size_it_had(saved, mesh):
-    assert not list(problems(saved_on(saved)))
+    assert not list(manifest_problems(saved_on(saved)))
     expected = by_data_index(mesh) if saved.dp == mesh.dp else [None] * mesh.size
     assert restored(saved_on(saved), mesh) == expected
 

@@ -16,13 +16,13 @@ import msgspec
 from fourfold.plan.decode import is_too_deep
 from fourfold.words.mesh import AXES, Mesh
 
-VERSION = 1
-MANIFEST = "manifest.json"
+MANIFEST_VERSION = 1
+MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 2**28
 MAX_TENSOR_BYTES = 2**46
 MAX_DIMS = 16
-SCALE = frozenset(("value", "good"))  # what is kept of the scale of an fp16 loss
-FILE_NAME = re.compile(r"rank-[0-9]{3,6}\.safetensors")
+SCALER_KEYS = frozenset(("value", "good"))  # what is kept of the scale of an fp16 loss
+FILE_NAME_PATTERN = re.compile(r"rank-[0-9]{3,6}\.safetensors")
 _BYTES_IN_HEX = re.compile(r"(?:[0-9a-f]{2})*")
 # The dtypes of the safetensors format, by its own names.
 ELEMENT_BYTES = {
@@ -33,7 +33,7 @@ ELEMENT_BYTES = {
 }
 
 
-class Global(NamedTuple):
+class GlobalTensor(NamedTuple):
     """A tensor as the whole run sees it; `whole`: it is not cut (the buffers, which rank 0 speaks for).
 
     `flat`: it is cut as if it had one dim, anywhere in its rows.
@@ -42,8 +42,8 @@ class Global(NamedTuple):
     name: str
     dtype: str
     shape: tuple[int, ...]
-    whole: bool = False
-    flat: bool = False
+    is_unsharded: bool = False
+    is_flat: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -57,7 +57,7 @@ class Box(NamedTuple):
     lengths: tuple[int, ...]
 
 
-class Stretch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StoredBox(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     file: str
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -67,12 +67,12 @@ class Stretch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Box(self.offsets, self.lengths)
 
 
-class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A global tensor, and where its parts lie; `flat`: stretches are of the tensor in one dim, its shape is not."""
 
     dtype: str
     shape: tuple[int, ...]
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[StoredBox, ...]
     flat: bool = False
 
     @property
@@ -81,14 +81,14 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return (math.prod(self.shape),) if self.flat else self.shape
 
 
-class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A piece's size, and its xxh3_128 in hexadecimal digits."""
 
     num_bytes: int
     checksum: str
 
 
-class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FirstStepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the first step taught: see `run.build`; and the scale of the loss, where it has one."""
 
     order: tuple[int, ...]
@@ -96,7 +96,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scale: dict[str, float] | None = None
 
 
-class Fed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DataState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What had been handed out of the data, and in which order."""
 
     seed: int
@@ -107,7 +107,7 @@ class Fed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     order_version: int
 
 
-class Random(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RngState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The state of torch's generators of one rank, in hexadecimal digits; `device` is empty on a CPU."""
 
     cpu: str
@@ -135,82 +135,82 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     version: int
     step: int
-    tensors: dict[str, Entry]
+    tensors: dict[str, TensorEntry]
     aliases: dict[str, str]
     scalars: dict[str, dict[str, Scalar]]
     groups: tuple[dict[str, Any], ...]
-    record: Record
-    feed: Fed
-    random: tuple[Random, ...]
+    record: FirstStepRecord
+    feed: DataState
+    random: tuple[RngState, ...]
     metrics_bytes: int
     losses: tuple[float | None, ...]
     valid: dict[str, float | None]
     best: float | None
-    files: dict[str, File]
+    files: dict[str, FileEntry]
     mesh: Mesh | None = None
     optimizer: str | None = None
 
 
-class Held(NamedTuple):
+class StoredTensor(NamedTuple):
     """What a file holds of a tensor."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
-def held(manifest: Manifest, file: str) -> dict[str, Held]:
+def tensors_in_file(manifest: Manifest, file: str) -> dict[str, StoredTensor]:
     """What the manifest says a file holds, by name of the tensor."""
     return {
-        name: Held(entry.dtype, stretch.lengths)
+        name: StoredTensor(entry.dtype, stretch.lengths)
         for name, entry in manifest.tensors.items()
         for stretch in entry.stretches
         if stretch.file == file
     }
 
 
-def file_name(rank: int) -> str:
+def shard_file_name(rank: int) -> str:
     return f"rank-{rank:03d}.safetensors"
 
 
-def share_out(tensors: Iterable[Global], size: int) -> dict[str, tuple[Stretch, ...]]:
+def assign_shards(tensors: Iterable[GlobalTensor], num_ranks: int) -> dict[str, tuple[StoredBox, ...]]:
     """Who writes what: the stretches of each tensor, one file a rank, equal in bytes to about a row.
 
     Tensors are cut along dim 0 only, and only where one rank's share ends within them.
     """
     every = list(tensors)
-    total = sum(tensor.num_bytes for tensor in every if not tensor.whole)
-    cuts = [total * rank // size for rank in range(size + 1)]
+    total = sum(tensor.num_bytes for tensor in every if not tensor.is_unsharded)
+    cuts = [total * rank // num_ranks for rank in range(num_ranks + 1)]
     result, start = {}, 0
     for tensor in every:
-        if tensor.whole:
-            result[tensor.name] = (_rows(tensor, 0, tensor.shape[0] if tensor.shape else 1, rank=0),)
+        if tensor.is_unsharded:
+            result[tensor.name] = (_stored_rows(tensor, 0, tensor.shape[0] if tensor.shape else 1, rank=0),)
             continue
         stop = start + tensor.num_bytes
         rows = tensor.shape[0] if tensor.shape else 1
         row_bytes = tensor.num_bytes // rows if rows else 0
-        bounds = [0, *(_row(cut - start, row_bytes, rows) for cut in cuts[1:-1]), rows]
+        bounds = [0, *(_nearest_row(cut - start, row_bytes, rows) for cut in cuts[1:-1]), rows]
         stretches = [
-            _rows(tensor, low, high, rank=rank)
+            _stored_rows(tensor, low, high, rank=rank)
             for rank, (low, high) in enumerate(itertools.pairwise(bounds))
             if low < high
         ]
-        result[tensor.name] = tuple(stretches) or (_rows(tensor, 0, rows, rank=0),)
+        result[tensor.name] = tuple(stretches) or (_stored_rows(tensor, 0, rows, rank=0),)
         start = stop
     return result
 
 
-def _row(offset_bytes: int, row_bytes: int, rows: int) -> int:
+def _nearest_row(offset_bytes: int, row_bytes: int, rows: int) -> int:
     """The row nearest to a place in the tensor."""
     return min(max((offset_bytes + row_bytes // 2) // row_bytes, 0), rows) if row_bytes else 0
 
 
-def _rows(tensor: Global, low: int, high: int, *, rank: int) -> Stretch:
+def _stored_rows(tensor: GlobalTensor, low: int, high: int, *, rank: int) -> StoredBox:
     if not tensor.shape:
-        return Stretch(file_name(rank), (), ())
-    return Stretch(file_name(rank), (low, *(0 for _ in tensor.shape[1:])), (high - low, *tensor.shape[1:]))
+        return StoredBox(shard_file_name(rank), (), ())
+    return StoredBox(shard_file_name(rank), (low, *(0 for _ in tensor.shape[1:])), (high - low, *tensor.shape[1:]))
 
 
-def overlap(a: Box, b: Box) -> Box | None:
+def intersection(a: Box, b: Box) -> Box | None:
     """What two boxes of one tensor have in common; None where that is nothing."""
     starts = tuple(map(max, a.offsets, b.offsets))
     ends = (min(x + m, y + n) for x, m, y, n in zip(a.offsets, a.lengths, b.offsets, b.lengths, strict=True))
@@ -218,26 +218,26 @@ def overlap(a: Box, b: Box) -> Box | None:
     return Box(starts, lengths) if all(length > 0 for length in lengths) else None
 
 
-def within(box: Box, outer: Box) -> tuple[slice, ...]:
+def relative_slices(box: Box, outer: Box) -> tuple[slice, ...]:
     """The box as slices of a tensor that holds `outer`."""
     return tuple(slice(x - y, x - y + n) for x, y, n in zip(box.offsets, outer.offsets, box.lengths, strict=True))
 
 
-def problems(manifest: Manifest) -> Iterator[str]:
+def manifest_problems(manifest: Manifest) -> Iterator[str]:
     """Everything that makes a manifest unbelievable. Each name, size and offset is bounded here."""
-    if manifest.version != VERSION:
-        yield f"version {manifest.version}, this fourfold reads version {VERSION}"
+    if manifest.version != MANIFEST_VERSION:
+        yield f"version {manifest.version}, this fourfold reads version {MANIFEST_VERSION}"
     if manifest.step < 0 or manifest.metrics_bytes < 0:
         yield f"step {manifest.step}, log position {manifest.metrics_bytes}"
-    yield from (f"a file called {name!r}" for name in manifest.files if not FILE_NAME.fullmatch(name))
+    yield from (f"a file called {name!r}" for name in manifest.files if not FILE_NAME_PATTERN.fullmatch(name))
     yield from (f"{name}: {f.num_bytes} bytes" for name, f in manifest.files.items() if f.num_bytes < 8)
     yield from (f"{a} is said to be {b}, which is not there" for a, b in manifest.aliases.items()
                 if b not in manifest.tensors)  # fmt: skip
     fed = manifest.feed
     if not 0 <= fed.position <= fed.num_samples or fed.epoch < 0:
         yield f"epoch {fed.epoch}, position {fed.position} of {fed.num_samples} samples"
-    yield from _random_problems(manifest.random, manifest.mesh)
-    yield from _number_problems(manifest)
+    yield from _rng_problems(manifest.random, manifest.mesh)
+    yield from _value_problems(manifest)
     if is_too_deep([*manifest.groups]):
         yield "options of the optimizer nested too deeply"
     held: dict[str, int] = dict.fromkeys(manifest.files, 0)
@@ -251,12 +251,12 @@ def problems(manifest: Manifest) -> Iterator[str]:
             yield f"{name}: {held[name]} bytes of tensors in a file of {file.num_bytes}"
 
 
-def _number_problems(manifest: Manifest) -> Iterator[str]:
+def _value_problems(manifest: Manifest) -> Iterator[str]:
     """Numbers that a step divides by or counts with, and that none of its steps has left."""
     count, scale = manifest.record.nominal_count, manifest.record.scale
     if not 0 < count < math.inf:
         yield f"a nominal count of {count}"
-    if scale is not None and not (scale.keys() >= SCALE and 0 < scale["value"] < math.inf):
+    if scale is not None and not (scale.keys() >= SCALER_KEYS and 0 < scale["value"] < math.inf):
         yield f"a scale of the loss of {scale}"
     for name, values in manifest.scalars.items():
         for key, value in values.items():
@@ -264,7 +264,7 @@ def _number_problems(manifest: Manifest) -> Iterator[str]:
                 yield f"{key} of {name} is {value!r}"
 
 
-def _random_problems(states: Sequence[Random], mesh: Mesh | None) -> Iterator[str]:
+def _rng_problems(states: Sequence[RngState], mesh: Mesh | None) -> Iterator[str]:
     if not all(state.cpu and _BYTES_IN_HEX.fullmatch(state.cpu + state.device) for state in states):
         yield "a random state that is not written in hexadecimal digits"
     if mesh is None:
@@ -276,7 +276,7 @@ def _random_problems(states: Sequence[Random], mesh: Mesh | None) -> Iterator[st
         yield f"a mesh of {sizes} is {mesh.size} ranks, and there are random states of {len(states)}"
 
 
-def _entry_problems(entry: Entry, files: Mapping[str, File]) -> Iterator[str]:
+def _entry_problems(entry: TensorEntry, files: Mapping[str, FileEntry]) -> Iterator[str]:
     if entry.dtype not in ELEMENT_BYTES:
         yield f"dtype {entry.dtype!r}"
         return
@@ -287,25 +287,25 @@ def _entry_problems(entry: Entry, files: Mapping[str, File]) -> Iterator[str]:
     for stretch in entry.stretches:
         if stretch.file not in files:
             yield f"in {stretch.file!r}, which is not among the files"
-        if not _inside(stretch.box, entry.dims):
+        if not _is_inside(stretch.box, entry.dims):
             yield f"offsets {stretch.offsets}, lengths {stretch.lengths} of shape {entry.shape}"
             return
-    if not _tile([stretch.box for stretch in entry.stretches], entry.dims):
+    if not _is_tiling([stretch.box for stretch in entry.stretches], entry.dims):
         yield "its stretches leave a gap, or lie on each other"
     if len({stretch.file for stretch in entry.stretches}) < len(entry.stretches):
         yield "two stretches in one file"
 
 
-def _inside(box: Box, shape: Sequence[int]) -> bool:
+def _is_inside(box: Box, shape: Sequence[int]) -> bool:
     if not len(box.offsets) == len(box.lengths) == len(shape):
         return False
     return all(x >= 0 and n >= 0 and x + n <= size for x, n, size in zip(box.offsets, box.lengths, shape, strict=True))
 
 
-def _tile(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
+def _is_tiling(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
     if not boxes or sum(math.prod(box.lengths) for box in boxes) != math.prod(shape):
         return False
     ordered = sorted(boxes)
     if all(box.lengths[1:] == tuple(shape[1:]) for box in ordered):  # cut along dim 0 only: neighbours suffice
         return all(a.offsets[0] + a.lengths[0] <= b.offsets[0] for a, b in itertools.pairwise(ordered))
-    return not any(overlap(a, b) for number, a in enumerate(boxes) for b in boxes[:number])
+    return not any(intersection(a, b) for number, a in enumerate(boxes) for b in boxes[:number])

@@ -6,7 +6,7 @@ Law: ranks with the same data index have the same state, whatever the mesh; othe
 
 from collections.abc import Sequence
 
-from fourfold.plan.pieces import Manifest, Random
+from fourfold.plan.pieces import Manifest, RngState
 from fourfold.words.mesh import Mesh
 
 # Primes far apart, so that no data index at one step shares a seed with another one at a step nearby.
@@ -18,7 +18,7 @@ def seed_of(seed: int, data_index: int, *, step: int = 0) -> int:
     return (seed + _INDEX_STRIDE * data_index + _STEP_STRIDE * step) % 2**64
 
 
-def saved_state(manifest: Manifest, mesh: Mesh, rank: int) -> Random | None:
+def saved_state(manifest: Manifest, mesh: Mesh, rank: int) -> RngState | None:
     """The saved state that this rank of `mesh` restores; None where it seeds its generators instead.
 
     States are restored where the data axis has the size it had, since only then a data index means the same samples.
@@ -31,7 +31,7 @@ def saved_state(manifest: Manifest, mesh: Mesh, rank: int) -> Random | None:
     return manifest.random[saved.rank({"dp": mesh.at(rank)["dp"]})]
 
 
-def _is_by_data_index(states: Sequence[Random], mesh: Mesh) -> bool:
+def _is_by_data_index(states: Sequence[RngState], mesh: Mesh) -> bool:
     """Whether states saved without their mesh keep the law on this one."""
     if len(states) != mesh.size:
         return False

@@ -19,8 +19,17 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from fourfold.plan.decode import DecodeError, from_json, read_bounded
-from fourfold.plan.pieces import MANIFEST as MANIFEST_NAME
-from fourfold.plan.pieces import VERSION, Entry, File, Global, Manifest, Random, file_name, share_out
+from fourfold.plan.pieces import MANIFEST_FILE as MANIFEST_NAME
+from fourfold.plan.pieces import (
+    MANIFEST_VERSION,
+    FileEntry,
+    GlobalTensor,
+    Manifest,
+    RngState,
+    TensorEntry,
+    assign_shards,
+    shard_file_name,
+)
 from fourfold.run.checkpoint import shelf, state
 from fourfold.run.checkpoint.read import Reader
 from fourfold.run.checkpoint.shelf import Shelf
@@ -66,8 +75,8 @@ class Progress(NamedTuple):
 class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a rank says of its piece."""
 
-    file: File
-    random: Random
+    file: FileEntry
+    random: RngState
 
 
 class Keeper:
@@ -79,7 +88,7 @@ class Keeper:
         self._trained, self._place, self._log, self._seed, self._keep = trained, place, log, seed, keep
         self._rank, self._size = trained.step.rank, trained.step.plan.mesh.size
         self._shelf = Shelf(place.folder)
-        self._globals: list[Global] = []
+        self._globals: list[GlobalTensor] = []
         self._writer: threading.Thread | None = None
         self._given_up = threading.Event()
         self._failures: list[str] = []
@@ -144,8 +153,8 @@ class Keeper:
         tensors = [each.tensor for each in found.living]
         if tensors != self._globals:  # the first save, or a state that grew (a parameter's first use)
             whole = [tensor for tensor in tensors if tensor.name not in found.shares]
-            self._globals, self._stretches = tensors, share_out(whole, self._size) | found.shares
-            self._snapshot = Snapshot(tensors, self._stretches, file_name(self._rank))
+            self._globals, self._stretches = tensors, assign_shards(whole, self._size) | found.shares
+            self._snapshot = Snapshot(tensors, self._stretches, shard_file_name(self._rank))
         self._snapshot.take(found.living)
         random = state.random_state(self._trained.step.device)
         pause = time.perf_counter() - begin
@@ -162,9 +171,9 @@ class Keeper:
     def _manifest(self, progress: Progress, found: state.Tensors) -> Manifest:
         step = self._trained.step
         return Manifest(
-            version=VERSION,
+            version=MANIFEST_VERSION,
             step=progress.step,
-            tensors={t.name: Entry(t.dtype, t.shape, self._stretches[t.name], t.flat) for t in self._globals},
+            tensors={t.name: TensorEntry(t.dtype, t.shape, self._stretches[t.name], t.is_flat) for t in self._globals},
             aliases=found.aliases,
             scalars=found.scalars,
             groups=self._options,
@@ -217,7 +226,7 @@ class Keeper:
             return f"the run ended before rank {rank} had written its piece"
         return ""
 
-    def _write(self, step: int, random: Random, manifest: Manifest | None) -> None:
+    def _write(self, step: int, random: RngState, manifest: Manifest | None) -> None:
         part = self._shelf.part(step, self._place.token)
         unmarked = self._write_piece(part, random, manifest)
         if manifest is None:
@@ -230,12 +239,12 @@ class Keeper:
             self._failures.append(f"the checkpoint of step {step} could not be written: {_reason(error)}")
             shutil.rmtree(part, ignore_errors=True)
 
-    def _write_piece(self, part: Path, random: Random, manifest: Manifest | None) -> str:
+    def _write_piece(self, part: Path, random: RngState, manifest: Manifest | None) -> str:
         """This rank's piece and, last of all, its mark: a rank that has marked writes nothing there any more.
 
         Returns why there is no piece, where not even a mark could say so: a folder that nothing can be written to.
         """
-        piece, mark = part / file_name(self._rank), part / f"rank-{self._rank:03d}"
+        piece, mark = part / shard_file_name(self._rank), part / f"rank-{self._rank:03d}"
         try:
             if manifest is not None:
                 self._log.sync()  # so that a run's folder that was removed is one again, before anything lies in it
@@ -273,7 +282,7 @@ class Keeper:
         if any(problems):
             raise CheckpointError([Problem(text) for text in problems if text])
         marks = [_read_mark(path.with_suffix(".json")) for path in paths]
-        files = {file_name(rank): mark.file for rank, mark in enumerate(marks)}
+        files = {shard_file_name(rank): mark.file for rank, mark in enumerate(marks)}
         whole = msgspec.structs.replace(manifest, files=files, random=tuple(mark.random for mark in marks))
         for path in paths:
             path.with_suffix(".json").unlink()

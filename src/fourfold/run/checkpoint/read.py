@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from fourfold.plan.pieces import Box, Entry, Manifest, overlap, share_out, within
+from fourfold.plan.pieces import Box, Manifest, TensorEntry, assign_shards, intersection, relative_slices
 from fourfold.run.checkpoint.shelf import read_manifest
 from fourfold.run.checkpoint.write import DTYPES, TORCH_DTYPES, Snapshot, living, write_snapshot
 from fourfold.run.fits import tied_problems
@@ -35,17 +35,19 @@ class Reader(contextlib.ExitStack):
             return self._box(name, entry, Box((0,) * len(entry.dims), entry.dims)).view(entry.shape)
         return self._box(name, entry, box)
 
-    def _box(self, name: str, entry: Entry, wanted: Box) -> Tensor:
+    def _box(self, name: str, entry: TensorEntry, wanted: Box) -> Tensor:
         if len(entry.stretches) == 1 and entry.stretches[0].box == wanted:
             return self._slice(name, entry, entry.stretches[0].file, ())  # as it lies, without another copy
         result = torch.empty(wanted.lengths, dtype=TORCH_DTYPES[entry.dtype])
         for stretch in entry.stretches:
-            common = overlap(stretch.box, wanted)
+            common = intersection(stretch.box, wanted)
             if common is not None:
-                result[within(common, wanted)] = self._slice(name, entry, stretch.file, within(common, stretch.box))
+                result[relative_slices(common, wanted)] = self._slice(
+                    name, entry, stretch.file, relative_slices(common, stretch.box)
+                )
         return result
 
-    def _slice(self, name: str, entry: Entry, file: str, place: tuple[slice, ...]) -> Tensor:
+    def _slice(self, name: str, entry: TensorEntry, file: str, place: tuple[slice, ...]) -> Tensor:
         name = self.manifest.aliases.get(name, name)
         (stretch,) = (s for s in entry.stretches if s.file == file)
         try:
@@ -133,7 +135,7 @@ def export(folder: Path, target: Path, *, ema: bool = False) -> int:
             value = value.to(TORCH_DTYPES[reader.manifest.tensors[f"model.{of}"].dtype])
             tensors.append(living(name, [value.reshape(-1)], value.shape))
     globals_ = [each.tensor for each in tensors]
-    stretches = share_out(globals_, 1)
+    stretches = assign_shards(globals_, 1)
     snapshot = Snapshot(globals_, stretches, "rank-000.safetensors")
     snapshot.take(tensors)
     return write_snapshot(target, snapshot).num_bytes

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from fourfold.plan import pieces
 from fourfold.plan.decode import DecodeError, from_json, read_bounded
-from fourfold.plan.pieces import MANIFEST, MAX_MANIFEST_BYTES, VERSION, Held, Manifest
+from fourfold.plan.pieces import MANIFEST_FILE, MANIFEST_VERSION, MAX_MANIFEST_BYTES, Manifest, StoredTensor
 from fourfold.words.errors import CheckpointError, Problem, UnreadableError, reason
 
 FOLDER = "checkpoints"
@@ -123,22 +123,24 @@ def read_manifest(folder: Path) -> Manifest:
 
     An UnreadableError where it may be good, and cannot be read here.
     """
-    path = folder / MANIFEST
+    path = folder / MANIFEST_FILE
     try:
         envelope = from_json(read_bounded(path, max_bytes=MAX_MANIFEST_BYTES), _Envelope)
         if xxhash.xxh3_128_hexdigest(bytes(envelope.manifest)) != envelope.xxh3_128:
             raise CheckpointError(Problem(f"{path}: another checksum than its own", "the file as it was written"))
         version = from_json(bytes(envelope.manifest), _Versioned).version
-        if version > VERSION:
+        if version > MANIFEST_VERSION:
             got = f"{path}: version {version}, of a newer fourfold"
-            raise UnreadableError(Problem(got, f"at most version {VERSION}", "the fourfold that has written it"))
+            raise UnreadableError(
+                Problem(got, f"at most version {MANIFEST_VERSION}", "the fourfold that has written it")
+            )
         manifest = from_json(bytes(envelope.manifest), Manifest)
     except OSError as error:
         _refuse_elsewhere(path, error)
         raise CheckpointError(Problem(f"{path}: {(error.strerror or 'unreadable').lower()}", "a manifest")) from None
     except DecodeError as error:
         raise CheckpointError(Problem(f"{path}: {error}", "a manifest")) from None
-    found = [Problem(f"{path}: {text}") for text in pieces.problems(manifest)]
+    found = [Problem(f"{path}: {text}") for text in pieces.manifest_problems(manifest)]
     named = NAME.fullmatch(folder.name)
     if named and int(named[1]) != manifest.step:
         found.append(Problem(f"{path}: step {manifest.step}, in the folder of step {int(named[1])}"))
@@ -170,7 +172,7 @@ def _file_problems(path: Path, manifest: Manifest) -> list[str]:
             return [f"{path}: {found} bytes, {said.num_bytes} were written"]
         if checksum(path) != said.checksum:
             return [f"{path}: another checksum than when it was written"]
-        return [f"{path}: {text}" for text in _tensor_problems(path, pieces.held(manifest, path.name))]
+        return [f"{path}: {text}" for text in _tensor_problems(path, pieces.tensors_in_file(manifest, path.name))]
     except OSError as error:
         _refuse_elsewhere(path, error)
         return [f"{path}: {(error.strerror or 'unreadable').lower()}"]
@@ -182,13 +184,13 @@ def _refuse_elsewhere(path: Path, error: OSError) -> None:
         raise UnreadableError(Problem(f"{path}: {reason(error)}", "a file that can be read")) from None
 
 
-def _tensor_problems(path: Path, expected: Mapping[str, Held]) -> list[str]:
+def _tensor_problems(path: Path, expected: Mapping[str, StoredTensor]) -> list[str]:
     """Where the tensors of a safetensors file are not those of the manifest, by its header. Raises OSError."""
     try:
         # "np" imports nothing until a tensor is read: the launcher, which has no torch, comes here too.
         with safe_open(path, framework="np") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            found = {name: Held(each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()}
+            found = {name: StoredTensor(each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()}
     except SafetensorError as error:
         return [str(error)]
     problems = [f"no {name}" for name in expected if name not in found]
@@ -199,7 +201,7 @@ def _tensor_problems(path: Path, expected: Mapping[str, Held]) -> list[str]:
     return problems
 
 
-def _described(held: Held) -> str:
+def _described(held: StoredTensor) -> str:
     return f"{held.dtype} {list(held.shape)}"
 
 

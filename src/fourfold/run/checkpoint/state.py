@@ -18,14 +18,14 @@ from fourfold.parts.uses import untracked_access
 from fourfold.plan.order import ORDER_VERSION
 from fourfold.plan.pieces import (
     Box,
-    Fed,
-    Global,
+    DataState,
+    FirstStepRecord,
+    GlobalTensor,
     Manifest,
-    Random,
-    Record,
+    RngState,
     Scalar,
-    Stretch,
-    file_name,
+    StoredBox,
+    shard_file_name,
 )
 from fourfold.plan.rng import saved_state, seed_of
 from fourfold.run.average import Average
@@ -54,7 +54,7 @@ class Tensors(NamedTuple):
     living: list[Living]
     aliases: dict[str, str]
     scalars: dict[str, dict[str, Scalar]]
-    shares: dict[str, tuple[Stretch, ...]]
+    shares: dict[str, tuple[StoredBox, ...]]
 
 
 def tensors(trained: Trained) -> Tensors:
@@ -97,7 +97,7 @@ class _Masters:
     """The update's own weights: `flats` has what this rank has of each parameter. Collective to make."""
 
     def __init__(self, step: TrainStep, flats: Mapping[str, Tensor]) -> None:
-        self.flats, self.shares = flats, dict[str, tuple[Stretch, ...]]()
+        self.flats, self.shares = flats, dict[str, tuple[StoredBox, ...]]()
         self._step, self._shapes = step, {name: p.shape for name, p in step.model.named_parameters()}
         self._by_rank = []
         if step.is_split and flats:
@@ -111,9 +111,9 @@ class _Masters:
             return living(title, [flat], self._shapes[name])
         bounds = [(rank, *shares[name]) for rank, shares in enumerate(self._by_rank) if shares]
         self.shares[title] = tuple(
-            Stretch(file_name(rank), (low,), (high - low,)) for rank, low, high in bounds if low < high
+            StoredBox(shard_file_name(rank), (low,), (high - low,)) for rank, low, high in bounds if low < high
         )
-        tensor = Global(title, DTYPES[flat.dtype], tuple(self._shapes[name]), flat=True)
+        tensor = GlobalTensor(title, DTYPES[flat.dtype], tuple(self._shapes[name]), is_flat=True)
         return Living(tensor, [flat], self._step.shares[name][0])
 
 
@@ -122,15 +122,15 @@ def _remembered(step: TrainStep) -> list[Living]:
     found = []
     for name, state in step.remembered.living.items():
         for key, value in state.items():
-            total = Global(f"codec.{name}.{key}", DTYPES[value.dtype], (value.numel() * step.plan.mesh.size,))
+            total = GlobalTensor(f"codec.{name}.{key}", DTYPES[value.dtype], (value.numel() * step.plan.mesh.size,))
             found.append(Living(total, [value], value.numel() * step.rank))
     return found
 
 
-def _rows(tensor: Global, step: TrainStep) -> tuple[Stretch, ...]:
+def _rows(tensor: GlobalTensor, step: TrainStep) -> tuple[StoredBox, ...]:
     size = step.plan.mesh.size
     (length,) = tensor.shape
-    return tuple(Stretch(file_name(rank), (length // size * rank,), (length // size,)) for rank in range(size))
+    return tuple(StoredBox(shard_file_name(rank), (length // size * rank,), (length // size,)) for rank in range(size))
 
 
 def _whole(states: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> Tensors:
@@ -149,12 +149,12 @@ def _whole(states: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> Tenso
 def _workers(step: TrainStep, own: Tensors) -> Tensors:
     """The optimizer's states where every rank has all of its own: those of all ranks end to end."""
     found: list[Living] = []
-    shares: dict[str, tuple[Stretch, ...]] = {}
+    shares: dict[str, tuple[StoredBox, ...]] = {}
     size = step.plan.mesh.size
     for tensor, parts, _ in own.living:
         title, length = f"worker.{tensor.name.removeprefix('optimizer.')}", math.prod(tensor.shape)
-        found.append(Living(Global(title, tensor.dtype, (size * length,)), parts, step.rank * length))
-        shares[title] = tuple(Stretch(file_name(rank), (rank * length,), (length,)) for rank in range(size))
+        found.append(Living(GlobalTensor(title, tensor.dtype, (size * length,)), parts, step.rank * length))
+        shares[title] = tuple(StoredBox(shard_file_name(rank), (rank * length,), (length,)) for rank in range(size))
     return Tensors(found, {}, own.scalars, shares)
 
 
@@ -176,7 +176,7 @@ def _split(step: TrainStep, states: Mapping[str, Any]) -> Tensors:
     }
     rows: list[dict[str, Any]] = step.exchange({name: [*step.shares[name], told] for name, told in mine.items()})
     found: list[Living] = []
-    shares: dict[str, tuple[Stretch, ...]] = {}
+    shares: dict[str, tuple[StoredBox, ...]] = {}
     scalars: dict[str, dict[str, Scalar]] = {}
     for name, key in dict.fromkeys((name, key) for row in rows for name, (_, _, told) in row.items() for key in told):
         holders = [_Held(rank, *row[name]) for rank, row in enumerate(rows) if name in row]
@@ -187,9 +187,9 @@ def _split(step: TrainStep, states: Mapping[str, Any]) -> Tensors:
         title = f"optimizer.{name}.{key}"
         num_elements = max(holder.stop for holder in holders)
         parts = states[name].get(key, [])
-        held = Living(Global(title, told["dtype"], (num_elements,)), parts, step.shares[name][0])
+        held = Living(GlobalTensor(title, told["dtype"], (num_elements,)), parts, step.shares[name][0])
         found.append(held)
-        shares[title] = tuple(Stretch(file_name(h.rank), (h.start,), (h.stop - h.start,)) for h in holders)
+        shares[title] = tuple(StoredBox(shard_file_name(h.rank), (h.start,), (h.stop - h.start,)) for h in holders)
     return Tensors(found, {}, scalars, shares)
 
 
@@ -210,20 +210,20 @@ def _plain(key: str, value: Any) -> Any:
     raise CheckpointError(Problem(f"the optimizer's option {key} is a {type(value).__name__}", "numbers and texts"))
 
 
-def record(step: TrainStep) -> Record:
+def record(step: TrainStep) -> FirstStepRecord:
     found = step.living_state()["record"]
-    return Record(tuple(found["order"]), found["nominal_count"], found.get("scale"))
+    return FirstStepRecord(tuple(found["order"]), found["nominal_count"], found.get("scale"))
 
 
-def fed(feed: Feed) -> Fed:
+def fed(feed: Feed) -> DataState:
     seed, epoch, position, _ = feed.state
-    return Fed(seed, epoch, position, feed.batch_size, feed.num_samples, ORDER_VERSION)
+    return DataState(seed, epoch, position, feed.batch_size, feed.num_samples, ORDER_VERSION)
 
 
-def random_state(device: torch.device) -> Random:
+def random_state(device: torch.device) -> RngState:
     """The state of this rank's generators."""
     there = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return Random(_hex(torch.get_rng_state()), "" if there is None else _hex(there))
+    return RngState(_hex(torch.get_rng_state()), "" if there is None else _hex(there))
 
 
 def _hex(state: Tensor) -> str:

@@ -17,7 +17,7 @@ import xxhash
 from torch import Tensor
 
 from fourfold.parts import memory
-from fourfold.plan.pieces import ELEMENT_BYTES, File, Global, Stretch
+from fourfold.plan.pieces import ELEMENT_BYTES, FileEntry, GlobalTensor, StoredBox
 from fourfold.words.errors import CheckpointError, Problem
 
 CHUNK_BYTES = 4 * 2**20
@@ -48,7 +48,7 @@ class Living(NamedTuple):
     All of the tensor lies there, or this rank's share of it.
     """
 
-    tensor: Global
+    tensor: GlobalTensor
     parts: Sequence[Tensor]
     first: int = 0
 
@@ -58,13 +58,15 @@ def living(name: str, parts: Sequence[Tensor], shape: Sequence[int], *, whole: b
     dtype = DTYPES.get(parts[0].dtype)
     if dtype is None:
         raise CheckpointError(Problem(f"{name} is of {parts[0].dtype}", "a dtype of the safetensors format"))
-    return Living(Global(name, dtype, tuple(shape), whole), parts)
+    return Living(GlobalTensor(name, dtype, tuple(shape), whole), parts)
 
 
 class Snapshot:
     """This rank's stretches of some tensors, in one buffer."""
 
-    def __init__(self, tensors: Sequence[Global], stretches: Mapping[str, Sequence[Stretch]], file: str) -> None:
+    def __init__(
+        self, tensors: Sequence[GlobalTensor], stretches: Mapping[str, Sequence[StoredBox]], file: str
+    ) -> None:
         mine = [(t, s) for t in tensors for s in stretches[t.name] if s.file == file]
         # Wide elements first: then each lies at a multiple of its size.
         mine.sort(key=lambda pair: -ELEMENT_BYTES[pair[0].dtype])
@@ -73,7 +75,7 @@ class Snapshot:
         for tensor, stretch in mine:
             width = ELEMENT_BYTES[tensor.dtype]
             count = math.prod(stretch.lengths)
-            row = 1 if tensor.flat else math.prod(tensor.shape[1:])
+            row = 1 if tensor.is_flat else math.prod(tensor.shape[1:])
             first = stretch.offsets[0] * row if stretch.offsets else 0
             self._ranges[tensor.name] = first, first + count
             stop = offset + count * width
@@ -114,7 +116,7 @@ def _header(tensors: Mapping[str, object]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write(path: Path, chunks: Sequence[bytes | memoryview]) -> File:
+def write(path: Path, chunks: Sequence[bytes | memoryview]) -> FileEntry:
     """A new file of these bytes, on the disk when this returns. Its room is reserved first. Raises OSError."""
     num_bytes = sum(len(chunk) for chunk in chunks)
     digest = xxhash.xxh3_128()
@@ -132,9 +134,9 @@ def write(path: Path, chunks: Sequence[bytes | memoryview]) -> File:
         os.fsync(handle)
     finally:
         os.close(handle)
-    return File(num_bytes, digest.hexdigest())
+    return FileEntry(num_bytes, digest.hexdigest())
 
 
-def write_snapshot(path: Path, snapshot: Snapshot) -> File:
+def write_snapshot(path: Path, snapshot: Snapshot) -> FileEntry:
     """The piece of a snapshot. Raises OSError."""
     return write(path, [snapshot.header, memoryview(snapshot.buffer.numpy().data)])
