@@ -30,7 +30,7 @@ class Workers:
         self.codecs = [[self._make(bucket) for _ in range(size)] for bucket in self.buckets]
 
     def _make(self, bucket: Bucket) -> Codec:
-        coding = self.case.plan(self.size).coding
+        coding = self.case.plan(self.size).codec_spec
         assert coding is not None
         shapes = [tuple(self.trainable[slot.name].shape) for slot in bucket.slots]
         return codec.make_codec(coding, bucket, shapes, device=torch.device("cpu"))

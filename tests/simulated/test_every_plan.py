@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fourfold.parts import optim
-from fourfold.plan.plan import RULES
+from fourfold.plan.plan import FIELD_RULES
 from fourfold.run.refuse import refuse, refuse_optimizer
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE, Trained
@@ -29,7 +29,7 @@ START = Case(batch_sizes=(16,) * STEPS, bucket_bytes=1500, local_steps=STEPS)
 
 def cases(zero: int, update: str) -> list[Case]:
     """Every combination of the crossed fields, accumulation, clipping, and kinds of optimizers."""
-    choices = {name: RULES[name].choices for name in CROSSED} | {"zero": (zero,), "update": (update,)}
+    choices = {name: FIELD_RULES[name].choices for name in CROSSED} | {"zero": (zero,), "update": (update,)}
     choices |= {"microbatches": (1, 2), "clip": (None, 0.05), "optimizer": ("AdamW", "LAMB")}
     found = [dict(zip(choices, each, strict=True)) for each in itertools.product(*choices.values())]
     # A layer-wise update sees the sums, not how they came: once is enough.
@@ -63,8 +63,8 @@ def wanted(case: Case) -> Trained:
     return expected(dataclasses.replace(case, zero=reduced, update="after", unused="refuse", transport="by-host"))
 
 
-@pytest.mark.parametrize("update", RULES["update"].choices)
-@pytest.mark.parametrize("zero", RULES["zero"].choices)
+@pytest.mark.parametrize("update", FIELD_RULES["update"].choices)
+@pytest.mark.parametrize("zero", FIELD_RULES["zero"].choices)
 def test_every_plan_of_the_data_axis_is_refused_or_trains_as_its_oracle(zero, update):
     legal = [case for case in cases(zero, update) if not is_refused(case)]
     # At zero 3 codecs are refused; in backward clipping, unused parameters and layer-wise updates are too.
@@ -77,7 +77,7 @@ def test_every_plan_of_the_data_axis_is_refused_or_trains_as_its_oracle(zero, up
 
 
 def test_the_combinations_that_mean_nothing_are_refused():
-    refused = [case for update in RULES["update"].choices for case in cases(0, update) if is_refused(case)]
+    refused = [case for update in FIELD_RULES["update"].choices for case in cases(0, update) if is_refused(case)]
     for fields in ({"sync": "local", "codec": "topk"}, {"update": "in_backward", "clip": 0.05}):
         these = [case for case in cases(0, fields.get("update", "after")) if fields.items() <= vars(case).items()]
         assert these

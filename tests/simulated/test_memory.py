@@ -54,7 +54,7 @@ def _compare(plan: Plan, optimizer: str = "AdamW", *, hosts: int = 1) -> None:
         ranks.exchange(None)
         return counted, _formula(step, host)
 
-    host = HostRanks(plan.dp // hosts, plan.places, has_shared_memory=plan.transport != "gloo" and plan.dp > 1)
+    host = HostRanks(plan.dp // hosts, plan.shard_groups, has_shared_memory=plan.transport != "gloo" and plan.dp > 1)
     gc.collect()
     before = memory.memory_use().total_bytes
     for counted, formula in threads.run(plan.dp, body, hosts=hosts):

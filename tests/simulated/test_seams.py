@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from fourfold.plan.plan import RULES
+from fourfold.plan.plan import FIELD_RULES
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
 from tests.training import Case, deviation
@@ -16,13 +16,13 @@ START = Case(model="lm", sp=LINE, length=8, batch_sizes=(1, 3), microbatches=2, 
 
 
 def cases(zero: int) -> list[Case]:
-    choices = {"update": RULES["update"].choices, "clip": (None, 0.05)}
+    choices = {"update": FIELD_RULES["update"].choices, "clip": (None, 0.05)}
     found = [dict(zip(choices, each, strict=True)) for each in itertools.product(*choices.values())]
     legal = [fields for fields in found if fields["update"] != "in_backward" or fields["clip"] is None]
     return [dataclasses.replace(START, zero=zero, **fields) for fields in legal]
 
 
-@pytest.mark.parametrize("zero", RULES["zero"].choices)
+@pytest.mark.parametrize("zero", FIELD_RULES["zero"].choices)
 def test_lines_of_several_hosts_train_as_one_process_though_one_has_no_samples(zero):
     for case in cases(zero):
         found = threads.run(SIZE, lambda ranks, case=case: deviation(case, SIZE, ranks), hosts=HOSTS)

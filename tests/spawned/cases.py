@@ -112,7 +112,7 @@ def _rounds(step: Any) -> list[Any]:
     """By bucket, what its codec says of its messages."""
     shapes = {name: tuple(p.shape) for name, p in step.model.named_parameters()}
     by_bucket = [[shapes[slot.name] for slot in bucket.slots] for bucket in step.buckets]
-    return [codec_rounds(step.plan.coding, b, s) for b, s in zip(step.buckets, by_bucket, strict=True)]
+    return [codec_rounds(step.plan.codec_spec, b, s) for b, s in zip(step.buckets, by_bucket, strict=True)]
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fourfold.plan.plan import RULES
+from fourfold.plan.plan import FIELD_RULES
 from fourfold.testing import hosts
 from fourfold.testing.hosts import Host, Hosts
 from fourfold.testing.oracle import TOLERANCE
@@ -18,7 +18,7 @@ from tests.conftest import ROOT
 pytestmark = pytest.mark.hosts
 CASES = "tests.spawned.cases"
 SECONDS = 30
-REACHES = [*((zero, None) for zero in RULES["zero"].choices), (3, 2)]
+REACHES = [*((zero, None) for zero in FIELD_RULES["zero"].choices), (3, 2)]
 OWNER = """
 import subprocess, sys, time
 from fourfold.testing.hosts import Hosts

@@ -101,7 +101,7 @@ def parse_job(words: Sequence[str], *, num_processes: int | None = None) -> Job:
         rest["rates"] = Rates(**{key.removeprefix(settings.LR_PREFIX): value for key, value in rates.items()})
     # A task that was written for one batch size is still tuned for that one.
     made = dataclasses.replace(made, **over, tuned_for=tuned_for(made))
-    identity = settings_of(made, **rest, training=plan.training).identity()
+    identity = settings_of(made, **rest, training=plan.identity_fields).identity()
     rest.setdefault("name", run_name(rest["label"], identity))
     return Job(task=made, plan=plan, settings=rest, identity=identity, **launching)
 
@@ -150,7 +150,7 @@ def read_plan(file: str | None, values: Mapping[str, object], *, num_processes: 
     with errors.collect():
         plan = Plan() if file is None else Plan.from_toml(_read_plan_text(file), where=file)
     with errors.collect():
-        over = Plan.build(values, where="the command line")
+        over = Plan.from_dict(values, where="the command line")
     errors.raise_collected()
     assert plan is not None
     assert over is not None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fourfold.plan.plan import FIELDS, read_value
+from fourfold.plan.plan import FIELDS, parse_value
 from fourfold.plan.rates import CURVES, SCALES
 from fourfold.words.arguments import MOST_SEED
 from fourfold.words.errors import Problem, SettingError, nearest
@@ -179,7 +179,7 @@ def parse_values(values: Mapping[str, str], arguments: Mapping[str, ValueType] |
     problems = []
     for key, text in values.items():
         if key in FIELDS:
-            found.plan[key] = read_value(key, text)
+            found.plan[key] = parse_value(key, text)
             continue
         kind = own.get(key) or RUN_SETTINGS.get(key)
         if kind is None:

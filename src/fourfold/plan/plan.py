@@ -20,80 +20,82 @@ from fourfold.words.errors import PlanError, Problem, nearest
 from fourfold.words.mesh import Mesh
 
 VERSION = 1
-MOST = 2**20  # ranks or microbatches; beyond any machine, and a plan can still be shown
+MAX_RANKS = 2**20  # ranks or microbatches; beyond any machine, and a plan can still be shown
 
 
 @dataclass(frozen=True)
-class Rule:
+class FieldRule:
     """What one field may hold. `built` narrows it to what this version can do; None = all."""
 
-    kind: type
+    value_type: type
     choices: tuple[Any, ...] = ()
-    least: int = 1
-    built: tuple[Any, ...] | None = None
+    minimum: int = 1
+    supported: tuple[Any, ...] | None = None
     optional: bool = False
-    most: float | None = None
+    float_maximum: float | None = None
     """Of a number that need not be whole: it is above 0, and at most this."""
-    zero: bool = False
+    allows_zero: bool = False
     """Whether such a number may also be 0."""
-    limit: int | None = None
+    int_maximum: int | None = None
     """Of a whole number: at most this. A program has an entry for each rank and microbatch."""
 
-    def need(self) -> str:
+    def requirement(self) -> str:
         if self.choices:
             return "one of " + ", ".join(map(str, self.choices))
-        if self.most is not None:
-            return f"a number {'of at least' if self.zero else 'above'} 0, at most {self.most}"
-        if self.limit is not None:
-            return f"a whole number from {self.least} to {self.limit}" + (", or nothing" if self.optional else "")
-        return f"a whole number of at least {self.least}" + (", or nothing" if self.optional else "")
+        if self.float_maximum is not None:
+            return f"a number {'of at least' if self.allows_zero else 'above'} 0, at most {self.float_maximum}"
+        if self.int_maximum is not None:
+            return f"a whole number from {self.minimum} to {self.int_maximum}" + (
+                ", or nothing" if self.optional else ""
+            )
+        return f"a whole number of at least {self.minimum}" + (", or nothing" if self.optional else "")
 
-    def admits(self, value: object) -> bool:
+    def accepts(self, value: object) -> bool:
         if value is None:
             return self.optional
         # In TOML a whole number has no point.
-        if type(value) is not self.kind and not (self.kind is float and type(value) is int):
+        if type(value) is not self.value_type and not (self.value_type is float and type(value) is int):
             return False
-        if self.most is not None:
-            return (value > 0.0 or (self.zero and value == 0.0)) and value <= self.most  # type: ignore[operator]
+        if self.float_maximum is not None:
+            return (value > 0.0 or (self.allows_zero and value == 0.0)) and value <= self.float_maximum  # type: ignore[operator]
         if self.choices:
             return value in self.choices
-        return value >= self.least and (self.limit is None or value <= self.limit)  # type: ignore[operator]
+        return value >= self.minimum and (self.int_maximum is None or value <= self.int_maximum)  # type: ignore[operator]
 
 
-RULES = {
-    "pp": Rule(int, built=(1,)),
-    "dp": Rule(int, limit=MOST),
-    "sp": Rule(int, limit=MOST),
-    "tp": Rule(int, built=(1,)),
-    "shard": Rule(int, optional=True, limit=MOST),
-    "zero": Rule(int, choices=(0, 1, 2, 3)),
-    "microbatches": Rule(int, limit=MOST),
-    "schedule": Rule(str, choices=("gpipe", "1f1b", "interleaved", "zero-bubble"), built=("1f1b",)),
-    "interleave": Rule(int, built=(1,)),
-    "recompute": Rule(str, choices=("none", "selective", "full"), built=("none",)),
-    "ring": Rule(str, choices=RINGS),
-    "ulysses": Rule(int, limit=MOST),
-    "update": Rule(str, choices=("after", "in_backward", "in_forward")),
-    "sync": Rule(str, choices=("step", "local", "server"), built=("step", "local")),
-    "local_steps": Rule(int),
-    "outer_lr": Rule(float, most=10.0),
-    "outer_momentum": Rule(float, most=0.999, zero=True),
-    "codec": Rule(str, choices=("none", *CODECS)),
-    "codec_rank": Rule(int),
-    "codec_density": Rule(float, most=1.0),
-    "codec_life": Rule(int),
-    "offload": Rule(str, choices=("none", "states")),
-    "precision": Rule(str, choices=("keep", *COMPUTE)),
-    "reduce": Rule(str, choices=("keep", *REDUCE)),
-    "batch_norm": Rule(str, choices=("refuse", "local", "sync"), built=("refuse", "local")),
-    "unused": Rule(str, choices=("refuse", "allow")),
-    "bucket_bytes": Rule(int, least=1),
-    "transport": Rule(str, choices=("by-host", "shared", "gloo", "nccl")),
+FIELD_RULES = {
+    "pp": FieldRule(int, supported=(1,)),
+    "dp": FieldRule(int, int_maximum=MAX_RANKS),
+    "sp": FieldRule(int, int_maximum=MAX_RANKS),
+    "tp": FieldRule(int, supported=(1,)),
+    "shard": FieldRule(int, optional=True, int_maximum=MAX_RANKS),
+    "zero": FieldRule(int, choices=(0, 1, 2, 3)),
+    "microbatches": FieldRule(int, int_maximum=MAX_RANKS),
+    "schedule": FieldRule(str, choices=("gpipe", "1f1b", "interleaved", "zero-bubble"), supported=("1f1b",)),
+    "interleave": FieldRule(int, supported=(1,)),
+    "recompute": FieldRule(str, choices=("none", "selective", "full"), supported=("none",)),
+    "ring": FieldRule(str, choices=RINGS),
+    "ulysses": FieldRule(int, int_maximum=MAX_RANKS),
+    "update": FieldRule(str, choices=("after", "in_backward", "in_forward")),
+    "sync": FieldRule(str, choices=("step", "local", "server"), supported=("step", "local")),
+    "local_steps": FieldRule(int),
+    "outer_lr": FieldRule(float, float_maximum=10.0),
+    "outer_momentum": FieldRule(float, float_maximum=0.999, allows_zero=True),
+    "codec": FieldRule(str, choices=("none", *CODECS)),
+    "codec_rank": FieldRule(int),
+    "codec_density": FieldRule(float, float_maximum=1.0),
+    "codec_life": FieldRule(int),
+    "offload": FieldRule(str, choices=("none", "states")),
+    "precision": FieldRule(str, choices=("keep", *COMPUTE)),
+    "reduce": FieldRule(str, choices=("keep", *REDUCE)),
+    "batch_norm": FieldRule(str, choices=("refuse", "local", "sync"), supported=("refuse", "local")),
+    "unused": FieldRule(str, choices=("refuse", "allow")),
+    "bucket_bytes": FieldRule(int, minimum=1),
+    "transport": FieldRule(str, choices=("by-host", "shared", "gloo", "nccl")),
 }
-FIELDS = tuple(RULES)
+FIELDS = tuple(FIELD_RULES)
 # Fields that nothing reads but in some plans: what a plan needs for that, and whether it has it.
-READ_UNDER: dict[str, tuple[str, Callable[["Plan"], bool]]] = {
+APPLIES_WHEN: dict[str, tuple[str, Callable[["Plan"], bool]]] = {
     "ring": ("sp above ulysses", lambda plan: plan.sp > plan.ulysses),
     "local_steps": ("sync = local", lambda plan: plan.sync == "local"),
     "outer_lr": ("sync = local", lambda plan: plan.sync == "local"),
@@ -142,13 +144,13 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
-            object.__setattr__(self, name, _plain(value))
-        problems = check(dataclasses.asdict(self))
+            object.__setattr__(self, name, _to_builtin(value))
+        problems = plan_problems(dataclasses.asdict(self))
         if problems:
             raise PlanError(problems, where="the plan")
 
     @property
-    def coding(self) -> CodecSpec | None:
+    def codec_spec(self) -> CodecSpec | None:
         """The codec and its parameters, or None."""
         if self.codec == "none":
             return None
@@ -157,17 +159,17 @@ class Plan:
         )
 
     @property
-    def unread(self) -> dict[str, str]:
+    def ineffective_fields(self) -> dict[str, str]:
         """The fields that are not at their defaults, and that nothing reads: what each of them would need."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         return {
             name: need
-            for name, (need, is_read) in READ_UNDER.items()
+            for name, (need, is_read) in APPLIES_WHEN.items()
             if getattr(self, name) != defaults[name] and not is_read(self)
         }
 
     @property
-    def training(self) -> dict[str, object]:
+    def identity_fields(self) -> dict[str, object]:
         """The decisions that make another training of it, and not only another way to the same weights."""
         names = [] if self.codec == "none" else [name for name in FIELDS if name.startswith("codec")]
         names += [name for name in ("precision", "reduce") if getattr(self, name) != "keep"]
@@ -177,34 +179,34 @@ class Plan:
         return {name: getattr(self, name) for name in names}
 
     @property
-    def num_shares(self) -> int:
+    def num_shards(self) -> int:
         """Among how many ranks that which rests split is split; 1: all of it rests whole."""
         return (self.shard or self.dp) * self.sp if self.zero else 1
 
     @property
-    def period(self) -> int:
+    def sync_interval(self) -> int:
         """Weights are the same on all ranks after every so many steps."""
         return self.local_steps if self.sync == "local" else 1
 
     @property
-    def num_sharing(self) -> int:
+    def reduce_group_size(self) -> int:
         """Ranks whose gradients are added up, and that share what rests split: dp · sp."""
         return self.dp * self.sp
 
     @property
-    def places(self) -> ShardGroups:
+    def shard_groups(self) -> ShardGroups:
         """The ranks that share what rests split, and how often there are all shares of it."""
-        shard = self.num_shares if self.zero else self.num_sharing
-        return ShardGroups(shard, self.num_sharing // shard)
+        shard = self.num_shards if self.zero else self.reduce_group_size
+        return ShardGroups(shard, self.reduce_group_size // shard)
 
     @property
     def mesh(self) -> Mesh:
         return Mesh(pp=self.pp, dp=self.dp, sp=self.sp, tp=self.tp)
 
     @classmethod
-    def build(cls, values: Mapping[str, object], *, where: str = "the plan") -> Self:
+    def from_dict(cls, values: Mapping[str, object], *, where: str = "the plan") -> Self:
         """The plan with these values, the rest at their defaults; PlanError tells all problems at once."""
-        problems = check(values)
+        problems = plan_problems(values)
         if problems:
             raise PlanError(problems, where=where)
         return cls(**values)  # type: ignore[arg-type]
@@ -220,8 +222,8 @@ class Plan:
         if type(version) is not int or version != VERSION:
             got = "no version" if version is None else f"version = {version!r}"
             problem = Problem(got, f"version = {VERSION}", f"add a line version = {VERSION}")
-            raise PlanError([problem, *check(values)], where=where)
-        return cls.build(values, where=where)
+            raise PlanError([problem, *plan_problems(values)], where=where)
+        return cls.from_dict(values, where=where)
 
     def to_toml(self, *, defaults: bool = False) -> str:
         """The plan as TOML: what differs from the defaults and the mesh, or everything."""
@@ -233,7 +235,7 @@ class Plan:
         return "\n".join(lines) + "\n"
 
 
-def _plain(value: object) -> object:
+def _to_builtin(value: object) -> object:
     """A value of a field as Python's own: NumPy's numbers and texts are as good."""
     if isinstance(value, bool):
         return value
@@ -244,23 +246,28 @@ def _plain(value: object) -> object:
     return str.__str__(value) if isinstance(value, str) else value
 
 
-def check(values: Mapping[str, object]) -> list[Problem]:
+def plan_problems(values: Mapping[str, object]) -> list[Problem]:
     """Every problem of a mapping of plan fields: unknown names, wrong kinds, what is not built yet."""
-    values, problems = {name: _plain(value) for name, value in values.items()}, []
+    values, problems = {name: _to_builtin(value) for name, value in values.items()}, []
     for name, value in values.items():
-        rule = RULES.get(name)
+        rule = FIELD_RULES.get(name)
         if rule is None:
             close = nearest(name, FIELDS)
             problems.append(Problem(f"{name} = {value!r}", "a field of the plan", close or "fourfold show"))
-        elif not rule.admits(value):
-            choices = [each for each in rule.built or rule.choices if isinstance(each, str)]
+        elif not rule.accepts(value):
+            choices = [each for each in rule.supported or rule.choices if isinstance(each, str)]
             close = nearest(value, choices) if isinstance(value, str) else None
-            problems.append(Problem(f"{name} = {value!r}", rule.need(), f"{name} = {close}" if close else ""))
-        elif rule.built is not None and value not in rule.built:
-            only = " or ".join("nothing" if choice is None else str(choice) for choice in rule.built)
+            problems.append(Problem(f"{name} = {value!r}", rule.requirement(), f"{name} = {close}" if close else ""))
+        elif rule.supported is not None and value not in rule.supported:
+            only = " or ".join("nothing" if choice is None else str(choice) for choice in rule.supported)
             problems.append(Problem(f"{name} = {value}", f"{only} (the rest is not built yet)", f"{name} = {only}"))
     sp, ulysses = values.get("sp", 1), values.get("ulysses", 1)
-    if isinstance(sp, int) and isinstance(ulysses, int) and RULES["ulysses"].admits(ulysses) and RULES["sp"].admits(sp):
+    if (
+        isinstance(sp, int)
+        and isinstance(ulysses, int)
+        and FIELD_RULES["ulysses"].accepts(ulysses)
+        and FIELD_RULES["sp"].accepts(sp)
+    ):
         problem = ulysses_problem(sp, ulysses)
         problems += [] if problem is None else [problem]
     return problems or _too_many_ranks(values) or shard_problems(values)
@@ -268,7 +275,7 @@ def check(values: Mapping[str, object]) -> list[Problem]:
 
 def _too_many_ranks(values: Mapping[str, Any]) -> list[Problem]:
     size = math.prod(values.get(axis, 1) for axis in ("pp", "dp", "sp", "tp"))
-    return [] if size <= MOST else [Problem(f"{size} ranks: pp × dp × sp × tp", f"at most {MOST}")]
+    return [] if size <= MAX_RANKS else [Problem(f"{size} ranks: pp × dp × sp × tp", f"at most {MAX_RANKS}")]
 
 
 def shard_problems(values: Mapping[str, Any]) -> list[Problem]:
@@ -286,19 +293,19 @@ def shard_problems(values: Mapping[str, Any]) -> list[Problem]:
     return problems
 
 
-def read_value(name: str, text: str) -> object:
+def parse_value(name: str, text: str) -> object:
     """The value of a plan field from a command line's `key=value`; a text that is no number stays a text."""
-    rule = RULES[name]
+    rule = FIELD_RULES[name]
     if rule.optional and text == "none":
         return None
-    if rule.kind is not str:
+    if rule.value_type is not str:
         try:
-            return rule.kind(text)
+            return rule.value_type(text)
         except ValueError:
             return text
     return text
 
 
-def mesh_sizes(size: int) -> list[Mesh]:
+def candidate_meshes(size: int) -> list[Mesh]:
     """The meshes of `size` ranks that this version can build, those with more samples at once first."""
     return [Mesh(dp=size // sp, sp=sp) for sp in range(1, size + 1) if size % sp == 0]

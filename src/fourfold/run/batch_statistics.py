@@ -22,7 +22,7 @@ class FrozenStatistics:
     """The batch normalizations of a model that are frozen now, where another mode would be another training."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
-        self._parts = plan.num_sharing * plan.microbatches
+        self._parts = plan.reduce_group_size * plan.microbatches
         matters = plan.batch_norm == "refuse" and self._parts > 1
         modules = model.named_modules() if matters else ()
         self._frozen = [(name, m) for name, m in modules if isinstance(m, _Norm) and not uses_batch(m)]

@@ -155,10 +155,10 @@ class TrainStep:
         compare(ranks, own, shapes, plan=plan, options=options, optimizer=self.optimizer)
         self._options = OptionTracker(self.optimizer)
         # A split over one rank is whole.
-        rest = RESTING_LAYOUTS[plan.zero if plan.num_shares > 1 else 0]
+        rest = RESTING_LAYOUTS[plan.zero if plan.num_shards > 1 else 0]
         split = rest.state == SPLIT
         specs = computed(own, plan.precision, kept=lowered.full_precision_params(model))
-        self.buckets = _buckets(plan, specs, ranks, shares=plan.num_sharing if split else 1)
+        self.buckets = _buckets(plan, specs, ranks, shares=plan.reduce_group_size if split else 1)
         by_bucket = [[trainable[slot.name] for slot in bucket.slots] for bucket in self.buckets]
         codecs = _codecs(plan, self.buckets, by_bucket)
         layerwise = optim.is_layerwise(self.optimizer)
@@ -265,7 +265,7 @@ class TrainStep:
     @property
     def is_whole(self) -> bool:
         """Whether all ranks have the same weights: always, or with local steps when they have just met."""
-        return self.steps % self.plan.period == 0
+        return self.steps % self.plan.sync_interval == 0
 
     @property
     def rank(self) -> int:
@@ -333,7 +333,7 @@ class TrainStep:
         batch, self._actions.unlike = self._compared(batch)
         self._guard.begin()
         loss_scale = None if self._scale is None else self._scale.value
-        program = self.program_apart if (self.steps + 1) % self.plan.period else self.program
+        program = self.program_apart if (self.steps + 1) % self.plan.sync_interval else self.program
         with self._reading(batch, self.plan.microbatches) as microbatches:
             self._runtime.run(program, microbatches)
         if self._actions.is_hooked:
@@ -346,7 +346,7 @@ class TrainStep:
         if self.device.type == "cpu":
             _mind_memory(self._num_calls)
         skipped = self._guard.judge(self._actions, self.steps, samples)
-        if self._drift.is_wanted(self.steps, self.plan.period):
+        if self._drift.is_wanted(self.steps, self.plan.sync_interval):
             self._drift.compare(list(self._held()), f"after step {self.steps}", manner=self._options.implementation())
         if not self._recorded and skipped is None:
             self._record(self._ranks.all_gather_json(self._gradients.completion_order)[0], totals.count / self._sharing)
@@ -605,9 +605,9 @@ class TrainStep:
 
     def _refuse_apart(self) -> None:
         if not self.is_whole:
-            got = f"the state after step {self.steps}, with local_steps = {self.plan.period}"
+            got = f"the state after step {self.steps}, with local_steps = {self.plan.sync_interval}"
             need = "weights that all ranks have alike"
-            after = -(-self.steps // self.plan.period) * self.plan.period
+            after = -(-self.steps // self.plan.sync_interval) * self.plan.sync_interval
             raise TrainingError(Problem(got, need, f"after step {after}"))
 
     @property
@@ -680,7 +680,7 @@ class TrainStep:
             self._refuse(f"{call}, which its model cannot do", TaskError(problems, where="the model"))
         # Loops that write weights in each step are found in their first steps, whatever they write.
         is_early = self._num_calls & (self._num_calls - 1) == 0
-        self._refuse_edits(call, thoroughly=is_early or is_due(self.steps, self._drift.every, self.plan.period))
+        self._refuse_edits(call, thoroughly=is_early or is_due(self.steps, self._drift.every, self.plan.sync_interval))
 
     def _refuse_edits(self, call: str, *, thoroughly: bool = False) -> None:
         """Raise TaskError where somebody has written weights that the next update would not go on from."""
@@ -721,7 +721,7 @@ def _name(call: str, samples: BatchRange | None) -> str:
 
 def _codecs(plan: Plan, buckets: Sequence[Bucket], by_bucket: Sequence[Sequence[nn.Parameter]]) -> list[codec.Codec]:
     """One for each bucket, or none at all."""
-    coding = plan.coding
+    coding = plan.codec_spec
     if coding is None:
         return []
     return [
@@ -752,7 +752,7 @@ def _request(plan: Plan, buckets: Sequence[Bucket], rest: RestingLayouts, *, num
         buffer_indices=grad_buffer_indices(len(buckets), is_cyclic=rest.gradient == SPLIT),
         rest=rest,
         num_scalars=max(8, num_norms),
-        num_shards=plan.num_shares if rest.state == SPLIT else None,
+        num_shards=plan.num_shards if rest.state == SPLIT else None,
         weight_dtypes=tuple(data.bucket_dtype(bucket) for bucket in buckets),
     )
 

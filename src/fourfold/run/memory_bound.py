@@ -132,7 +132,7 @@ def _model_bytes(task: Task, plan: Plan, model: nn.Module, place: Place) -> tupl
     optimizer = optim.build_optimizer(task.optimizer, list(model.parameters()))
     own = data.param_specs(trainable, optim.group_indices(optimizer, trainable))
     specs = computed(own, plan.precision, kept=lowered.full_precision_params(model))
-    shares = plan.num_sharing if RESTING_LAYOUTS[plan.zero].state == SPLIT else 1
+    shares = plan.reduce_group_size if RESTING_LAYOUTS[plan.zero].state == SPLIT else 1
     buckets = make_buckets(
         specs,
         bucket_bytes=effective_bucket_bytes(specs, plan.bucket_bytes, is_inter_host=plan.codec != "none"),
@@ -154,8 +154,8 @@ def _model_bytes(task: Task, plan: Plan, model: nn.Module, place: Place) -> tupl
 
 def _host(plan: Plan, place: Place) -> HostRanks:
     """The least a place can hold: ranks of a host share memory where they can."""
-    shares_memory = place.is_host and plan.num_sharing > 1 and plan.transport in ("by-host", "shared")
-    return HostRanks(plan.num_sharing if place.is_host else 1, plan.places, has_shared_memory=shares_memory)
+    shares_memory = place.is_host and plan.reduce_group_size > 1 and plan.transport in ("by-host", "shared")
+    return HostRanks(plan.reduce_group_size if place.is_host else 1, plan.shard_groups, has_shared_memory=shares_memory)
 
 
 def _problem(bound: Bound, plan: Plan, place: Place, *, batch_size: int, samples: int, steps: int) -> Problem:

@@ -97,7 +97,7 @@ def _problems(optimizer: Optimizer, plan: Plan) -> list[Problem]:
 def _blocking(plan: Plan) -> dict[str, str]:
     """The fields of the plan that step hooks do not go with, and what would."""
     rows = [
-        (plan.zero > 0 and plan.num_shares > 1, f"zero = {plan.zero}", "zero = 0"),
+        (plan.zero > 0 and plan.num_shards > 1, f"zero = {plan.zero}", "zero = 0"),
         (plan.update != "after", f'update = "{plan.update}"', 'update = "after"'),
         (plan.sync != "step", f'sync = "{plan.sync}"', 'sync = "step"'),
         (plan.precision != "keep", f'precision = "{plan.precision}"', 'precision = "keep"'),

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from fourfold.parts import comm, lowered, optim
 from fourfold.parts.options import ABSENT, CLASS_KEY, describe_options
 from fourfold.plan.data import ParamSpec
-from fourfold.plan.plan import Plan, mesh_sizes
+from fourfold.plan.plan import Plan, candidate_meshes
 from fourfold.run.batch_statistics import FREEZE, uses_batch
 from fourfold.words.errors import PlanError, Problem, TaskError
 
@@ -116,7 +116,12 @@ def sync_problems(plan: Plan) -> list[Problem]:
 
 def refuse_optimizer(optimizer: Optimizer, plan: Plan) -> None:
     """Raise PlanError where the plan leaves no time for what this optimizer needs to know."""
-    if plan.update != "in_backward" or plan.zero == 0 or plan.num_sharing == 1 or not optim.is_layerwise(optimizer):
+    if (
+        plan.update != "in_backward"
+        or plan.zero == 0
+        or plan.reduce_group_size == 1
+        or not optim.is_layerwise(optimizer)
+    ):
         return
     got = f'update = "in_backward" with {type(optimizer).__name__} at zero = {plan.zero}'
     need = "the norms of whole parameters, which ranks share, before a bucket is updated"
@@ -130,7 +135,7 @@ def size_problems(plan: Plan, size: int) -> list[Problem]:
         return []
     got = f"pp × dp × sp × tp = {mesh.pp} × {mesh.dp} × {mesh.sp} × {mesh.tp} = {mesh.size}"
     # The same share of sequence ranks where that can be, else data ranks alone.
-    fitting = [choice for choice in mesh_sizes(size) if choice.sp == mesh.sp] or mesh_sizes(size)[:1]
+    fitting = [choice for choice in candidate_meshes(size) if choice.sp == mesh.sp] or candidate_meshes(size)[:1]
     told = f"dp = {fitting[0].dp}" + (f", sp = {fitting[0].sp}" if mesh.sp > 1 else "")
     attempt = f"{told}, or -n {mesh.size}"
     return [Problem(got, f"the number of ranks, {size}", attempt)]
@@ -143,7 +148,7 @@ def model_problems(model: nn.Module, plan: Plan) -> list[Problem]:
         problems.append(Problem("a model without trainable parameters", "at least one with requires_grad"))
     problems += _lazy_problems(model) + _embedding_problems(model, plan) + _rounded_problems(model)
     norms = [name for name, module in model.named_modules() if uses_batch(module)]
-    parts = plan.num_sharing * plan.microbatches
+    parts = plan.reduce_group_size * plan.microbatches
     if norms and plan.batch_norm == "refuse" and parts > 1:
         got = f"batch normalization at {', '.join(norms[:3])}{' …' if len(norms) > 3 else ''}"
         need = f"no statistics over a batch that is cut in {parts}"
@@ -188,14 +193,14 @@ def _rounded_problems(model: nn.Module) -> list[Problem]:
 def _embedding_problems(model: nn.Module, plan: Plan) -> list[Problem]:
     """What an embedding does with all the rows that a batch asks for is not done by the parts of a batch."""
     found = [(n or "the model", m) for n, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    parts, problems = plan.num_sharing * plan.microbatches, []
+    parts, problems = plan.reduce_group_size * plan.microbatches, []
     if parts > 1 and (names := [n for n, m in found if m.scale_grad_by_freq and m.weight.requires_grad]):
         got = f"scale_grad_by_freq at {', '.join(names[:3])}, and a batch that is cut in {parts}"
         need = "gradients that do not depend on how often the whole batch has an index: a part counts its own"
         problems.append(Problem(got, need, "scale_grad_by_freq=False"))
     shortened = [n for n, m in found if m.max_norm is not None]
-    if (names := shortened) and plan.num_sharing > 1:
-        got = f"max_norm at {', '.join(names[:3])}, and samples on {plan.num_sharing} ranks"
+    if (names := shortened) and plan.reduce_group_size > 1:
+        got = f"max_norm at {', '.join(names[:3])}, and samples on {plan.reduce_group_size} ranks"
         need = "weights that forward does not write: each rank would shorten the rows of its own samples only"
         problems.append(Problem(got, need, "max_norm=None, and vectors that are normalized after they are looked up"))
     elif names and plan.precision != "keep":

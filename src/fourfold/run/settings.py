@@ -114,7 +114,7 @@ def _unwritable(settings: Settings) -> list[Problem]:
 
 def refuse_steps(steps: int, plan: Plan) -> None:
     """Raises SettingError where a run would end before its ranks have met."""
-    period = plan.period
+    period = plan.sync_interval
     if steps % period == 0:
         return
     below = steps // period * period
@@ -126,10 +126,10 @@ def refuse_steps(steps: int, plan: Plan) -> None:
 def told_late(settings: Settings, plan: Plan) -> str | None:
     """What is said of a run whose evaluations or checkpoints cannot be just when they were asked for."""
     asked = {"checkpoint_every": settings.checkpoint_every, "evaluate_every": settings.evaluate_every or 0}
-    late = [f"{name} = {every}" for name, every in asked.items() if every % plan.period]
+    late = [f"{name} = {every}" for name, every in asked.items() if every % plan.sync_interval]
     if not late:
         return None
-    return f"{' and '.join(late)}: done at the next multiple of {plan.period}, where ranks have the same weights"
+    return f"{' and '.join(late)}: done at the next multiple of {plan.sync_interval}, where ranks have the same weights"
 
 
 def factors(task: Task, settings: Settings) -> Factors | None:

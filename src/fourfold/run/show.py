@@ -67,9 +67,11 @@ def show(plan: Plan, task: Task) -> str:
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
     own = data.param_specs(trainable, {name: group_of[id(p)] for name, p in trainable.items()})
     specs = computed(own, plan.precision, kept=lowered.full_precision_params(model))
-    rest = RESTING_LAYOUTS[plan.zero if plan.num_shares > 1 else 0]
+    rest = RESTING_LAYOUTS[plan.zero if plan.num_shards > 1 else 0]
     bucket_bytes = effective_bucket_bytes(specs, plan.bucket_bytes, is_inter_host=plan.codec != "none")
-    buckets = make_buckets(specs, bucket_bytes=bucket_bytes, num_shards=plan.num_sharing if rest.state == SPLIT else 1)
+    buckets = make_buckets(
+        specs, bucket_bytes=bucket_bytes, num_shards=plan.reduce_group_size if rest.state == SPLIT else 1
+    )
     trust = optim.is_layerwise(optimizer) and rest.state == SPLIT
     measured = task.clip is not None or plan.precision == "fp16"
     flags = {"clip": measured, "unused": plan.unused == "allow", "update": plan.update, "trust": trust}
@@ -98,7 +100,7 @@ def _all(plan: Plan, step: DataStepSpec) -> action.Program:
 def _plan(plan: Plan) -> str:
     mesh = plan.mesh
     axes = f"pp {mesh.pp} × dp {mesh.dp} × sp {mesh.sp} × tp {mesh.tp}"
-    notes = {name: f"   no effect without {need}" for name, need in plan.unread.items()}
+    notes = {name: f"   no effect without {need}" for name, need in plan.ineffective_fields.items()}
     fields = [line + notes.get(line.split(" = ")[0], "") for line in plan.to_toml().splitlines()[1:]]
     return f"plan   {axes} = {mesh.size} {_plural('rank', mesh.size)}\n" + _indent(fields)
 
@@ -123,9 +125,9 @@ def _buckets(buckets: Sequence[Bucket], plan: Plan) -> str:
         for name, change in layout_changes(rest)._asdict().items()
         if change != Change.NONE
     }
-    replicas = plan.num_sharing // plan.num_shares if plan.zero else 1
+    replicas = plan.reduce_group_size // plan.num_shards if plan.zero else 1
     onward = f", then an all-reduce of the share over {replicas} replicas" if replicas > 1 else ""
-    among = f" over {plan.num_shares} ranks each" if replicas > 1 else ""
+    among = f" over {plan.num_shards} ranks each" if replicas > 1 else ""
     lines = [
         f"weights rest {rest.weight}, gradients {rest.gradient}, optimizer states {rest.state}{among}",
         *(
@@ -165,14 +167,14 @@ def _program(program: action.Program, note: str = "") -> str:
 
 def _messages(buckets: Sequence[Bucket], plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> float | None:
     """Bytes a rank sends in a step as messages of a codec, and as weights; None without a codec. Raises PlanError."""
-    if plan.coding is None:
+    if plan.codec_spec is None:
         return None
     sent = 0.0
     for bucket in buckets:
-        said = codec_rounds(plan.coding, reduced(bucket, plan.reduce), [shapes[slot.name] for slot in bucket.slots])
-        sent += codec_sent_bytes(said, size=plan.num_sharing) * (plan.microbatches if plan.zero == 2 else 1)
+        said = codec_rounds(plan.codec_spec, reduced(bucket, plan.reduce), [shapes[slot.name] for slot in bucket.slots])
+        sent += codec_sent_bytes(said, size=plan.reduce_group_size) * (plan.microbatches if plan.zero == 2 else 1)
         weights = layout_changes(RESTING_LAYOUTS[plan.zero]).after_update
-        sent += layout_bytes(weights, whole_bytes=bucket.num_bytes, size=plan.num_sharing)
+        sent += layout_bytes(weights, whole_bytes=bucket.num_bytes, size=plan.reduce_group_size)
     return sent
 
 
@@ -186,22 +188,26 @@ def _bytes(buckets: Sequence[Bucket], plan: Plan, messages: float | None) -> str
     gradients = [reduced(bucket, plan.reduce) for bucket in buckets]
     total = sum(bucket.num_bytes for bucket in gradients)
     sent = step_sent_bytes(
-        buckets, zero=plan.zero, shard_groups=plan.places, microbatches=plan.microbatches, gradient_buckets=gradients
+        buckets,
+        zero=plan.zero,
+        shard_groups=plan.shard_groups,
+        microbatches=plan.microbatches,
+        gradient_buckets=gradients,
     )
     lines = [f"gradients         {sized(total)} a rank"]
-    if plan.num_sharing > 1 and messages is not None:
+    if plan.reduce_group_size > 1 and messages is not None:
         lines += [
             f"over a network    {sized(messages)} sent by each rank in each step, {_compared(messages, sent)}",
             "in shared memory  nothing is sent, and gradients are coded all the same: training is that of a network",
         ]
-    elif plan.num_sharing > 1 and plan.sync == "local":
+    elif plan.reduce_group_size > 1 and plan.sync == "local":
         lines += [
-            f"over a network    {sized(sent / plan.period)} sent by each rank in each step on average, "
+            f"over a network    {sized(sent / plan.sync_interval)} sent by each rank in each step on average, "
             f"{sized(sent)} in every {_ordinal(plan.local_steps)}",
             "in shared memory  nothing is sent: ranks of one host read each other's weights where they lie",
         ]
-    elif plan.num_sharing > 1:
-        times = sent / (total * (plan.num_sharing - 1) / plan.num_sharing)
+    elif plan.reduce_group_size > 1:
+        times = sent / (total * (plan.reduce_group_size - 1) / plan.reduce_group_size)
         theirs = "gradients and weights" if plan.zero == 3 else "gradients"
         lines += [
             f"over a network    {sized(sent)} sent by each rank in each step, {times:g} (N − 1) / N of the gradients",
@@ -213,13 +219,13 @@ def _bytes(buckets: Sequence[Bucket], plan: Plan, messages: float | None) -> str
 
 
 def _memory(of: Sequence[BucketBytes], plan: Plan) -> str:
-    size = plan.num_sharing
+    size = plan.reduce_group_size
     if size == 1:
-        places = {"one rank": HostRanks(1, plan.places, has_shared_memory=False)}
+        places = {"one rank": HostRanks(1, plan.shard_groups, has_shared_memory=False)}
     else:
         places = {
-            f"a host of {size} ranks": HostRanks(size, plan.places, has_shared_memory=True),
-            f"a rank on a network of {size}": HostRanks(1, plan.places, has_shared_memory=False),
+            f"a host of {size} ranks": HostRanks(size, plan.shard_groups, has_shared_memory=True),
+            f"a rank on a network of {size}": HostRanks(1, plan.shard_groups, has_shared_memory=False),
         }
     held = {place: host_memory_use(of, zero=plan.zero, host=host) for place, host in places.items()}
     names = [name for name in HostMemoryUse._fields if any(getattr(each, name) for each in held.values())]

@@ -96,7 +96,7 @@ class Speaker:
             self._report.start(f"{s.label} · {counted(parameters)} parameters · {mesh} · {step.transport}")
             if rates is not None:
                 self._report.note(rates)
-            for name, need in plan.unread.items():
+            for name, need in plan.ineffective_fields.items():
                 self._report.note(f"{name} = {getattr(plan, name)} has no effect without {need}")
             if plan.offload == "states":
                 self._report.note(told_offload(step.device.type))

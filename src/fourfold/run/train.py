@@ -101,7 +101,7 @@ def train(
     given = {"steps": steps, "batch_size": batch_size, "clip": clip, "seed": seed, "evaluate_every": evaluate_every}
     given |= {"trace_every": trace_every, "name": name, "folder": folder, "label": label, "spec": spec, "extra": extra}
     given |= {"checkpoint_every": checkpoint_every, "ema": ema, "init": init, "skip_nan": skip_nan, "rates": rates}
-    given |= {"training": plan.training, "drift_check": drift_check}
+    given |= {"training": plan.identity_fields, "drift_check": drift_check}
     settings = settings_of(task, **given)
     refuse_steps(settings.steps, plan)
     # Before the seed: a model may draw random numbers while it is made, and the real one must draw the same.
@@ -198,7 +198,7 @@ class Training:
 
     def _steps(self, progress: Progress, asked: Callable[[], int], batches: Iterator[Any]) -> Progress:
         step, _, average = self.trained
-        every, last, period = self.settings.checkpoint_every, self.settings.steps, step.plan.period
+        every, last, period = self.settings.checkpoint_every, self.settings.steps, step.plan.sync_interval
         lateness = Lateness(step, self.speaker)
         factor = factors(self.task, self.settings)
         losses = deque(progress.losses, maxlen=WINDOW)

@@ -30,7 +30,7 @@ class WeightWatch:
         self._weights = weights
         self.fixed = _fixed(plan, weights)
         # On one device rows are shortened before they are used, however many microbatches there are.
-        self.renorms = plan.num_sharing > 1 or self.fixed is not None
+        self.renorms = plan.reduce_group_size > 1 or self.fixed is not None
         """Whether a lookup in an embedding that shortens rows counts as a write."""
         self.begin()
 
@@ -92,7 +92,7 @@ def _fixed(plan: Plan, weights: Weights) -> Fixed | None:
         if plan.precision != "keep":
             return Fixed(f'precision = "{plan.precision}"', why, 'precision = "keep"')
         return Fixed(f'offload = "{plan.offload}"', why, 'offload = "none"')
-    if plan.batch_norm == "local" and plan.num_sharing * plan.microbatches > 1:
+    if plan.batch_norm == "local" and plan.reduce_group_size * plan.microbatches > 1:
         why = "state may then differ from rank to rank, and weights may not"
         return Fixed('batch_norm = "local"', why, 'batch_norm = "refuse"')
     return None
