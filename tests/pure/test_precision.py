@@ -3,7 +3,7 @@
 import pytest
 
 from fourfold.plan.data import ParamSpec, ShardGroups, make_buckets, step_sent_bytes
-from fourfold.plan.precision import Scale, computed, has_masters, reduced
+from fourfold.plan.precision import LossScaler, compute_specs, gradient_bucket, has_master_weights
 
 SPECS = [
     ParamSpec("a", 100, "float32", 4),
@@ -14,32 +14,40 @@ SPECS = [
 
 
 def test_floating_point_weights_are_computed_with_in_two_bytes_and_others_stay():
-    assert computed(SPECS, "keep") == SPECS
-    names = {spec.name: (spec.dtype, spec.element_bytes) for spec in computed(SPECS, "fp16", kept={"norm"})}
+    assert compute_specs(SPECS, "keep") == SPECS
+    names = {spec.name: (spec.dtype, spec.element_bytes) for spec in compute_specs(SPECS, "fp16", excluded={"norm"})}
     assert names == {"a": ("float16", 2), "norm": ("float32", 4), "count": ("int64", 8), "small": ("float16", 2)}
 
 
 def test_only_buckets_in_the_numbers_of_the_computation_have_masters():
-    buckets = make_buckets(computed(SPECS, "bf16", kept={"norm"}), bucket_bytes=1000)
-    assert {b.slots[0].name: has_masters(b, "bf16") for b in buckets} == {"small": True, "norm": False, "count": False}
-    assert not any(has_masters(bucket, "keep") for bucket in buckets)
+    buckets = make_buckets(compute_specs(SPECS, "bf16", excluded={"norm"}), bucket_bytes=1000)
+    assert {b.slots[0].name: has_master_weights(b, "bf16") for b in buckets} == {
+        "small": True,
+        "norm": False,
+        "count": False,
+    }
+    assert not any(has_master_weights(bucket, "keep") for bucket in buckets)
 
 
 @pytest.mark.parametrize(("zero", "reduce", "factor"), [
     (0, "keep", 2 * 2), (0, "fp32", 2 * 4), (1, "keep", 2 + 2), (1, "fp32", 4 + 2), (2, "fp32", 3 * 4 + 2),
 ])  # fmt: skip
 def test_gradients_and_weights_are_sent_in_their_own_numbers(zero, reduce, factor):
-    (bucket,) = make_buckets(computed(SPECS[:1], "bf16"), bucket_bytes=1000)
+    (bucket,) = make_buckets(compute_specs(SPECS[:1], "bf16"), bucket_bytes=1000)
     sent = step_sent_bytes(
-        [bucket], zero=zero, shard_groups=ShardGroups(4), microbatches=3, gradient_buckets=[reduced(bucket, reduce)]
+        [bucket],
+        zero=zero,
+        shard_groups=ShardGroups(4),
+        microbatches=3,
+        gradient_buckets=[gradient_bucket(bucket, reduce)],
     )
     assert sent == pytest.approx(factor * 100 * 3 / 4)
 
 
 def test_a_scale_that_cannot_be_is_not_believed():
-    scale = Scale()
+    scale = LossScaler()
     for state in ({"value": float("nan"), "good": 1}, {"value": 0.0, "good": 1}, {"value": float("inf"), "good": 1}):
-        scale.load(state)
+        scale.load_state(state)
         assert scale.state == {"value": 65536.0, "good": 0}
-    scale.load({"value": 8.0, "good": 5000})
+    scale.load_state({"value": 8.0, "good": 5000})
     assert scale.state == {"value": 8.0, "good": 1000}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fourfold.plan.plan import Plan
-from fourfold.plan.precision import Scale
+from fourfold.plan.precision import LossScaler
 from fourfold.run.build import TrainStep, parallelize
 from fourfold.testing import threads
 from fourfold.words.errors import PlanError, TrainingError
@@ -26,20 +26,20 @@ def test_the_scales_are_those_of_torchs_grad_scaler(overflows, interval):
     scaler = torch.amp.GradScaler("cpu", growth_interval=interval)
     optimizer = torch.optim.SGD([weight], lr=0.0)
     scaler.scale(weight.sum())  # it makes its scale when it is first asked
-    scale = Scale(interval=interval)
+    scale = LossScaler(growth_interval=interval)
     for overflowed in overflows:
         assert scale.value == scaler.get_scale()
-        if scale.value == Scale.LEAST and overflowed:
+        if scale.value == LossScaler.MIN_SCALE and overflowed:
             break  # torch goes below 1
         weight.grad = torch.tensor([float("inf" if overflowed else 1.0)])
         scaler.step(optimizer)
         scaler.update()
-        scale.stepped(overflowed=overflowed)
+        scale.update(overflowed=overflowed)
 
 
 def test_a_scale_grows_no_further_than_float32_does():
-    scale = Scale(initial=2.0**127, interval=1)
-    scale.stepped(overflowed=False)
+    scale = LossScaler(initial=2.0**127, growth_interval=1)
+    scale.update(overflowed=False)
     assert scale.value == 2.0**127
 
 

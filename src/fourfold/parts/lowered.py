@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from fourfold.plan.precision import COMPUTE, is_float
+from fourfold.plan.precision import COMPUTE_FORMATS, is_float
 
 
 def full_precision_params(model: nn.Module) -> set[str]:
@@ -35,7 +35,7 @@ def cast_model(model: nn.Module, precision: str) -> None:
 
     Trainable parameters are the update's: they are moved by `data.rehome`.
     """
-    dtype = getattr(torch, COMPUTE[precision].dtype)
+    dtype = getattr(torch, COMPUTE_FORMATS[precision].dtype)
     stay = full_precision_params(model)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad and name not in stay:

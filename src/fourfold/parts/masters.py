@@ -17,7 +17,7 @@ from torch import Tensor
 from fourfold.parts import memory
 from fourfold.parts.comm import Transport
 from fourfold.plan.data import Bucket
-from fourfold.plan.precision import has_masters
+from fourfold.plan.precision import has_master_weights
 
 
 class MasterShard(NamedTuple):
@@ -60,7 +60,7 @@ class MasterWeights:
         """`parameters` are as the user made them: in their own dtypes, and not in the buckets yet."""
         self.is_sharded, self.by_bucket = policy.is_sharded, list[MasterShard | None]()
         for bucket in buckets:
-            widens = has_masters(bucket, policy.precision)
+            widens = has_master_weights(bucket, policy.precision)
             if not widens and policy.offload_device is None:
                 self.by_bucket.append(None)
                 continue

@@ -22,7 +22,7 @@ from fourfold.plan.data import (
 )
 from fourfold.plan.gathers import MAX_UNSHARDED, NUM_STAGING_BUFFERS
 from fourfold.plan.plan import Plan
-from fourfold.plan.precision import MASTER_BYTES, has_masters, reduced
+from fourfold.plan.precision import MASTER_BYTES, gradient_bucket, has_master_weights
 from fourfold.words.layout import SPLIT, Change
 
 # Of reductions to split layouts: each holds a received copy of its bucket until it has ended.
@@ -95,10 +95,10 @@ def bytes_per_element(
     result = []
     for bucket in buckets:
         master = 0
-        if has_masters(bucket, plan.precision):
+        if has_master_weights(bucket, plan.precision):
             master = max(MASTER_BYTES, *(original_bytes[slot.name] for slot in bucket.slots))
         state = num_states[bucket.param_group] * (master or bucket.element_bytes)
-        gradient = 0 if has_unbucketed_grads(plan) else reduced(bucket, plan.reduce).element_bytes
+        gradient = 0 if has_unbucketed_grads(plan) else gradient_bucket(bucket, plan.reduce).element_bytes
         kept = (1 + bool(plan.outer_momentum)) * bucket.element_bytes if plan.sync == "local" else 0
         result.append(BucketBytes(bucket.size, bucket.element_bytes, gradient, master, state, kept))
     return result

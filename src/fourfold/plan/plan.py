@@ -14,7 +14,7 @@ from typing import Any, Self
 from fourfold.plan.codec import CODECS, CodecSpec
 from fourfold.plan.data import ShardGroups
 from fourfold.plan.decode import DecodeError, from_toml
-from fourfold.plan.precision import COMPUTE, REDUCE
+from fourfold.plan.precision import COMPUTE_FORMATS, REDUCE_FORMATS
 from fourfold.plan.sequence import RINGS, ulysses_problem
 from fourfold.words.errors import PlanError, Problem, nearest
 from fourfold.words.mesh import Mesh
@@ -86,8 +86,8 @@ FIELD_RULES = {
     "codec_density": FieldRule(float, float_maximum=1.0),
     "codec_life": FieldRule(int),
     "offload": FieldRule(str, choices=("none", "states")),
-    "precision": FieldRule(str, choices=("keep", *COMPUTE)),
-    "reduce": FieldRule(str, choices=("keep", *REDUCE)),
+    "precision": FieldRule(str, choices=("keep", *COMPUTE_FORMATS)),
+    "reduce": FieldRule(str, choices=("keep", *REDUCE_FORMATS)),
     "batch_norm": FieldRule(str, choices=("refuse", "local", "sync"), supported=("refuse", "local")),
     "unused": FieldRule(str, choices=("refuse", "allow")),
     "bucket_bytes": FieldRule(int, minimum=1),

@@ -124,7 +124,7 @@ class Actions:
         else:
             self._defer(self.deferred)
         if self._parts.scale is not None and self.bad is None:
-            self._parts.scale.stepped(overflowed=self.overflowed)
+            self._parts.scale.update(overflowed=self.overflowed)
         if self._met and self._parts.local is not None:
             self._parts.local.finish_sync()
         self._parts.edits.refresh_samples()
@@ -312,7 +312,7 @@ class Actions:
         """`norm` is that of what this rank updates with, `told` the same on all ranks."""
         self.grad_norm = told
         if self.bad is None and not math.isfinite(told):
-            self.overflowed = self._parts.scale is not None and self._parts.scale.may_fall
+            self.overflowed = self._parts.scale is not None and self._parts.scale.can_decrease
             if not self.overflowed:
                 self.bad = f"the gradient norm is {told}"
         if self._clip is None:

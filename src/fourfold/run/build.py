@@ -35,7 +35,7 @@ from fourfold.plan.intervals import DRIFT_CHECK, is_due
 from fourfold.plan.memory import has_unbucketed_grads
 from fourfold.plan.order import BatchRange
 from fourfold.plan.plan import Plan
-from fourfold.plan.precision import Scale, computed, reduced
+from fourfold.plan.precision import LossScaler, compute_specs, gradient_bucket
 from fourfold.plan.rng import seed_of
 from fourfold.run import drift, fits
 from fourfold.run.actions import Actions
@@ -157,7 +157,7 @@ class TrainStep:
         # A split over one rank is whole.
         rest = RESTING_LAYOUTS[plan.zero if plan.num_shards > 1 else 0]
         split = rest.state == SPLIT
-        specs = computed(own, plan.precision, kept=lowered.full_precision_params(model))
+        specs = compute_specs(own, plan.precision, excluded=lowered.full_precision_params(model))
         self.buckets = _buckets(plan, specs, ranks, shares=plan.reduce_group_size if split else 1)
         by_bucket = [[trainable[slot.name] for slot in bucket.slots] for bucket in self.buckets]
         codecs = _codecs(plan, self.buckets, by_bucket)
@@ -200,7 +200,7 @@ class TrainStep:
         )
         # What gradients are divided by: of all ranks, or of one, if each learns by itself.
         self._sharing = plan.dp if self._local is not None else 1
-        self._scale = Scale() if plan.precision == "fp16" else None
+        self._scale = LossScaler() if plan.precision == "fp16" else None
         in_grad = in_place is not None
         hooks = StepHooks(self.optimizer, self.buckets, by_bucket, is_unbucketed=in_grad, can_skip_params=by_slot)
         parts = Parts(
@@ -652,7 +652,7 @@ class TrainStep:
             group.update({k: copied(v) for k, v in options.items() if k not in optim.IMPLEMENTATION_OPTIONS})
         record = state["record"]
         if self._scale is not None and record.get("scale"):
-            self._scale.load(record["scale"])
+            self._scale.load_state(record["scale"])
         # The launch order is of use only where the buckets are the same; else this mesh records one of its own.
         if sorted(record["order"]) == list(range(len(self.buckets))):
             self._record(list(record["order"]), record["nominal_count"])
@@ -725,7 +725,9 @@ def _codecs(plan: Plan, buckets: Sequence[Bucket], by_bucket: Sequence[Sequence[
     if coding is None:
         return []
     return [
-        codec.make_codec(coding, reduced(bucket, plan.reduce), [tuple(p.shape) for p in some], device=some[0].device)
+        codec.make_codec(
+            coding, gradient_bucket(bucket, plan.reduce), [tuple(p.shape) for p in some], device=some[0].device
+        )
         for bucket, some in zip(buckets, by_bucket, strict=True)
     ]
 
@@ -748,7 +750,7 @@ def _request(plan: Plan, buckets: Sequence[Bucket], rest: RestingLayouts, *, num
     """What the buckets of a plan need of a transport."""
     return comm.TransportSpec(
         sizes=tuple(bucket.size for bucket in buckets),
-        dtypes=tuple(data.bucket_dtype(reduced(bucket, plan.reduce)) for bucket in buckets),
+        dtypes=tuple(data.bucket_dtype(gradient_bucket(bucket, plan.reduce)) for bucket in buckets),
         buffer_indices=grad_buffer_indices(len(buckets), is_cyclic=rest.gradient == SPLIT),
         rest=rest,
         num_scalars=max(8, num_norms),

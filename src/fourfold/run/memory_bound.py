@@ -18,7 +18,7 @@ from fourfold.parts import data, lowered, optim
 from fourfold.plan.data import RESTING_LAYOUTS, effective_bucket_bytes, make_buckets
 from fourfold.plan.memory import HostRanks, bytes_per_element, host_memory_use
 from fourfold.plan.plan import Plan
-from fourfold.plan.precision import computed
+from fourfold.plan.precision import compute_specs
 from fourfold.run.activations import bytes_per_sample
 from fourfold.run.batch import leaves
 from fourfold.words.errors import FourfoldError, Problem, SettingError
@@ -131,7 +131,7 @@ def _model_bytes(task: Task, plan: Plan, model: nn.Module, place: Place) -> tupl
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = optim.build_optimizer(task.optimizer, list(model.parameters()))
     own = data.param_specs(trainable, optim.group_indices(optimizer, trainable))
-    specs = computed(own, plan.precision, kept=lowered.full_precision_params(model))
+    specs = compute_specs(own, plan.precision, excluded=lowered.full_precision_params(model))
     shares = plan.reduce_group_size if RESTING_LAYOUTS[plan.zero].state == SPLIT else 1
     buckets = make_buckets(
         specs,

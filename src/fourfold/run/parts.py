@@ -20,7 +20,7 @@ from fourfold.parts.local import LocalSGD
 from fourfold.parts.optim import FlatOptimizer
 from fourfold.parts.step_hooks import StepHooks
 from fourfold.plan.data import RestingLayouts
-from fourfold.plan.precision import Scale
+from fourfold.plan.precision import LossScaler
 
 
 class Parts(NamedTuple):
@@ -42,7 +42,7 @@ class Parts(NamedTuple):
     """Where ranks take steps of their own: what brings them together."""
     hooks: StepHooks | None = None
     """The step hooks of the user's optimizer, where they can be called."""
-    scale: Scale | None = None
+    scale: LossScaler | None = None
     """What the loss is multiplied by, where gradients have few numbers near 0."""
 
 

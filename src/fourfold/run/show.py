@@ -26,7 +26,7 @@ from fourfold.plan.memory import (
     host_memory_use,
 )
 from fourfold.plan.plan import Plan
-from fourfold.plan.precision import REDUCE, computed, has_masters, reduced
+from fourfold.plan.precision import REDUCE_FORMATS, compute_specs, gradient_bucket, has_master_weights
 from fourfold.run.arguments import refuse_plan
 from fourfold.run.outline import outline
 from fourfold.run.refuse import refuse_for, refuse_optimizer
@@ -66,7 +66,7 @@ def show(plan: Plan, task: Task) -> str:
     refuse_optimizer(optimizer, plan)
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
     own = data.param_specs(trainable, {name: group_of[id(p)] for name, p in trainable.items()})
-    specs = computed(own, plan.precision, kept=lowered.full_precision_params(model))
+    specs = compute_specs(own, plan.precision, excluded=lowered.full_precision_params(model))
     rest = RESTING_LAYOUTS[plan.zero if plan.num_shards > 1 else 0]
     bucket_bytes = effective_bucket_bytes(specs, plan.bucket_bytes, is_inter_host=plan.codec != "none")
     buckets = make_buckets(
@@ -119,7 +119,7 @@ def _buckets(buckets: Sequence[Bucket], plan: Plan) -> str:
         )
         for bucket in buckets
     ]
-    rest, number = RESTING_LAYOUTS[plan.zero], REDUCE.get(plan.reduce)
+    rest, number = RESTING_LAYOUTS[plan.zero], REDUCE_FORMATS.get(plan.reduce)
     changes = {
         name.replace("_", " "): change
         for name, change in layout_changes(rest)._asdict().items()
@@ -136,7 +136,7 @@ def _buckets(buckets: Sequence[Bucket], plan: Plan) -> str:
             for moment, change in changes.items()
         ),
     ]
-    if any(has_masters(bucket, plan.precision) for bucket in buckets):
+    if any(has_master_weights(bucket, plan.precision) for bucket in buckets):
         lines.append(f"the update has {plan.precision} weights in float32 too, beside its states: {rest.state}")
     if number is not None:
         lines.append(f"gradients are summed in {number.dtype}")
@@ -171,7 +171,9 @@ def _messages(buckets: Sequence[Bucket], plan: Plan, shapes: Mapping[str, tuple[
         return None
     sent = 0.0
     for bucket in buckets:
-        said = codec_rounds(plan.codec_spec, reduced(bucket, plan.reduce), [shapes[slot.name] for slot in bucket.slots])
+        said = codec_rounds(
+            plan.codec_spec, gradient_bucket(bucket, plan.reduce), [shapes[slot.name] for slot in bucket.slots]
+        )
         sent += codec_sent_bytes(said, size=plan.reduce_group_size) * (plan.microbatches if plan.zero == 2 else 1)
         weights = layout_changes(RESTING_LAYOUTS[plan.zero]).after_update
         sent += layout_bytes(weights, whole_bytes=bucket.num_bytes, size=plan.reduce_group_size)
@@ -185,7 +187,7 @@ def _compared(coded: float, plain: float) -> str:
 
 
 def _bytes(buckets: Sequence[Bucket], plan: Plan, messages: float | None) -> str:
-    gradients = [reduced(bucket, plan.reduce) for bucket in buckets]
+    gradients = [gradient_bucket(bucket, plan.reduce) for bucket in buckets]
     total = sum(bucket.num_bytes for bucket in gradients)
     sent = step_sent_bytes(
         buckets,
