@@ -39,17 +39,25 @@ LAMB = functools.partial(ff.optim.LAMB, lr=0.05)
 LARS = functools.partial(ff.optim.LARS, lr=20.0)
 
 # name: optimizer, batch size, rates
-CASES: dict[str, tuple[Any, int, ff.Rates]] = {
-    "Adam, batch 64": (ADAM, digits.TUNED_FOR, ff.Rates(schedule="cosine")),
-    "Adam, batch 512, rate as it is": (ADAM, LARGE_BATCH_SIZE, ff.Rates(schedule="cosine")),
-    "Adam, batch 512, × 8": (ADAM, LARGE_BATCH_SIZE, ff.Rates(schedule="cosine", scale="linear")),
-    "Adam, batch 512, × 8, warm-up": (ADAM, LARGE_BATCH_SIZE, ff.Rates(schedule="cosine", scale="linear", warmup=28)),
-    "Adam, batch 512, × √8": (ADAM, LARGE_BATCH_SIZE, ff.Rates(schedule="cosine", scale="sqrt")),
-    "Adam, batch 512, × √8, warm-up": (ADAM, LARGE_BATCH_SIZE, ff.Rates(schedule="cosine", scale="sqrt", warmup=28)),
-    "LAMB, batch 512": (LAMB, LARGE_BATCH_SIZE, ff.Rates(schedule="cosine")),
-    "LAMB, batch 512, warm-up": (LAMB, LARGE_BATCH_SIZE, ff.Rates(schedule="cosine", warmup=28)),
-    "LARS, batch 512": (LARS, LARGE_BATCH_SIZE, ff.Rates(schedule="cosine")),
-    "LARS, batch 512, warm-up": (LARS, LARGE_BATCH_SIZE, ff.Rates(schedule="cosine", warmup=28)),
+CASES: dict[str, tuple[Any, int, ff.LRSchedule]] = {
+    "Adam, batch 64": (ADAM, digits.TUNED_FOR, ff.LRSchedule(schedule="cosine")),
+    "Adam, batch 512, rate as it is": (ADAM, LARGE_BATCH_SIZE, ff.LRSchedule(schedule="cosine")),
+    "Adam, batch 512, × 8": (ADAM, LARGE_BATCH_SIZE, ff.LRSchedule(schedule="cosine", scale="linear")),
+    "Adam, batch 512, × 8, warm-up": (
+        ADAM,
+        LARGE_BATCH_SIZE,
+        ff.LRSchedule(schedule="cosine", scale="linear", warmup=28),
+    ),
+    "Adam, batch 512, × √8": (ADAM, LARGE_BATCH_SIZE, ff.LRSchedule(schedule="cosine", scale="sqrt")),
+    "Adam, batch 512, × √8, warm-up": (
+        ADAM,
+        LARGE_BATCH_SIZE,
+        ff.LRSchedule(schedule="cosine", scale="sqrt", warmup=28),
+    ),
+    "LAMB, batch 512": (LAMB, LARGE_BATCH_SIZE, ff.LRSchedule(schedule="cosine")),
+    "LAMB, batch 512, warm-up": (LAMB, LARGE_BATCH_SIZE, ff.LRSchedule(schedule="cosine", warmup=28)),
+    "LARS, batch 512": (LARS, LARGE_BATCH_SIZE, ff.LRSchedule(schedule="cosine")),
+    "LARS, batch 512, warm-up": (LARS, LARGE_BATCH_SIZE, ff.LRSchedule(schedule="cosine", warmup=28)),
 }
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fourfold.feed.shard import shard
     from fourfold.parts.comm import world
     from fourfold.plan.plan import Plan
-    from fourfold.plan.rates import Rates
+    from fourfold.plan.rates import LRSchedule
     from fourfold.run.build import TrainStep, parallelize
     from fourfold.run.metrics import Metrics
     from fourfold.run.optimizer import DistributedOptimizer
@@ -31,7 +31,7 @@ __all__ = [
     "Metrics",
     "Plan",
     "PlanError",
-    "Rates",
+    "LRSchedule",
     "Task",
     "TrainStep",
     "optim",

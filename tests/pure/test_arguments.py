@@ -322,4 +322,4 @@ def test_a_state_that_no_feed_gave_is_refused(state: Any) -> None:
 @pytest.mark.parametrize("name", ["schedule", "scale", "warmup", "batch_size", "milestones", "drop", "floor"])
 def test_rates_of_any_type_are_judged(name: str) -> None:
     for value in ([[]], {"a": 1}, "x", object(), NAN, -1.5):
-        refused(lambda value=value: ff.Rates(**{name: value}), name)  # type: ignore[arg-type]
+        refused(lambda value=value: ff.LRSchedule(**{name: value}), name)  # type: ignore[arg-type]

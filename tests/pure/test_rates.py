@@ -8,21 +8,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.cli.settings import LR_PREFIX, RUN_SETTINGS, parse_values
-from fourfold.plan.rates import CURVES, SCALES, Rates
+from fourfold.plan.rates import CURVES, SCALING_RULES, LRSchedule
 from fourfold.words.errors import SettingError
 
 
 @pytest.mark.parametrize(("scale", "multiple"), [("none", 1.0), ("linear", 8.0), ("sqrt", math.sqrt(8))])
 def test_a_larger_batch_multiplies_the_rate(scale: str, multiple: float) -> None:
-    rates = Rates(scale=scale, batch_size=64)
-    assert rates.factors(steps=10, batch_size=512)(5) == pytest.approx(multiple, rel=1e-15)
-    assert Rates(scale=scale).factors(steps=10, batch_size=512, tuned=64)(5) == pytest.approx(multiple, rel=1e-15)
+    rates = LRSchedule(scale=scale, batch_size=64)
+    assert rates.lr_lambda(steps=10, batch_size=512)(5) == pytest.approx(multiple, rel=1e-15)
+    assert LRSchedule(scale=scale).lr_lambda(steps=10, batch_size=512, tuned_batch_size=64)(5) == pytest.approx(
+        multiple, rel=1e-15
+    )
 
 
 @given(multiple=st.integers(2, 64), warmup=st.integers(1, 50))
 def test_warm_up_is_a_line_from_the_tuned_rate_to_the_scaled_one(multiple: int, warmup: int) -> None:
-    rates = Rates(scale="linear", warmup=warmup, batch_size=8)
-    factor = rates.factors(steps=100, batch_size=8 * multiple)
+    rates = LRSchedule(scale="linear", warmup=warmup, batch_size=8)
+    factor = rates.lr_lambda(steps=100, batch_size=8 * multiple)
     values = [factor(step) for step in range(warmup + 3)]
     assert values[0] == pytest.approx(1.0)
     assert values[warmup:] == pytest.approx([multiple] * 3)
@@ -31,23 +33,23 @@ def test_warm_up_is_a_line_from_the_tuned_rate_to_the_scaled_one(multiple: int, 
 
 
 def test_a_rate_that_is_not_scaled_warms_up_from_one_step_above_nothing() -> None:
-    factor = Rates(warmup=4).factors(steps=10)
+    factor = LRSchedule(warmup=4).lr_lambda(steps=10)
     assert [factor(step) for step in range(6)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
 
 
 def test_steps_fall_to_a_tenth_where_goyal_has_them() -> None:
     # 90 epochs of 7 steps, 5 of them warm-up: a tenth at epochs 30, 60 and 80, counted from the first one.
-    factor = Rates(schedule="step", warmup=35).factors(steps=630)
+    factor = LRSchedule(schedule="step", warmup=35).lr_lambda(steps=630)
     assert factor(209) == factor(35) == 1.0
     assert [factor(7 * epoch) for epoch in (30, 60, 80)] == pytest.approx([0.1, 0.01, 0.001])
     assert [factor(7 * epoch - 1) for epoch in (60, 80)] == pytest.approx([0.1, 0.01])
-    halves = Rates(schedule="step", milestones=(0.5,), drop=0.5).factors(steps=10)
+    halves = LRSchedule(schedule="step", milestones=(0.5,), drop=0.5).lr_lambda(steps=10)
     assert [halves(step) for step in range(10)] == [1.0] * 5 + [0.5] * 5
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_a_falling_rate_is_half_way_down_in_the_middle_and_ends_at_its_floor(schedule: str) -> None:
-    factor = Rates(schedule=schedule, warmup=10, floor=0.2).factors(steps=110)
+    factor = LRSchedule(schedule=schedule, warmup=10, floor=0.2).lr_lambda(steps=110)
     assert factor(10) == 1.0
     assert factor(60) == pytest.approx(0.6)
     assert factor(110) == factor(1000) == pytest.approx(0.2)
@@ -59,14 +61,14 @@ def test_a_falling_rate_is_half_way_down_in_the_middle_and_ends_at_its_floor(sch
 
 @given(
     schedule=st.sampled_from(sorted(CURVES)),
-    scale=st.sampled_from(sorted(SCALES)),
+    scale=st.sampled_from(sorted(SCALING_RULES)),
     steps=st.integers(1, 60),
     data=st.data(),
 )
 def test_every_factor_lies_between_nothing_and_the_multiple(schedule: str, scale: str, steps: int, data) -> None:
-    rates = Rates(schedule=schedule, scale=scale, warmup=data.draw(st.integers(0, steps - 1)), batch_size=32)
+    rates = LRSchedule(schedule=schedule, scale=scale, warmup=data.draw(st.integers(0, steps - 1)), batch_size=32)
     batch_size = data.draw(st.integers(1, 256))
-    factor, multiple = rates.factors(steps=steps, batch_size=batch_size), rates.multiple(batch_size)
+    factor, multiple = rates.lr_lambda(steps=steps, batch_size=batch_size), rates.scaling_factor(batch_size)
     assert all(0 < factor(step) <= multiple * (1 + 1e-12) for step in range(steps))
 
 
@@ -74,40 +76,42 @@ def test_a_curve_of_the_tasks_own_is_scaled_and_warmed_up_and_gives_way_to_a_sch
     def own(step: int) -> float:
         return 1.0 - step / 10
 
-    factor = Rates(scale="linear", warmup=2).factors(steps=10, batch_size=4, tuned=2, own=own)
+    factor = LRSchedule(scale="linear", warmup=2).lr_lambda(
+        steps=10, batch_size=4, tuned_batch_size=2, task_schedule=own
+    )
     assert [factor(step) for step in range(4)] == pytest.approx([1.0, 1.5 * 0.9, 2 * 0.8, 2 * 0.7])
-    assert Rates(schedule="constant").factors(steps=10, own=own)(5) == 1.0
+    assert LRSchedule(schedule="constant").lr_lambda(steps=10, task_schedule=own)(5) == 1.0
 
 
 def test_impossible_rates_are_refused_all_at_once() -> None:
     with pytest.raises(SettingError) as caught:
-        Rates(schedule="cosin", scale="square", warmup=-1, batch_size=0, milestones=(0.5, 0.2), drop=0, floor=2)
+        LRSchedule(schedule="cosin", scale="square", warmup=-1, batch_size=0, milestones=(0.5, 0.2), drop=0, floor=2)
     names = [problem.got.split(" = ")[0] for problem in caught.value.problems]
     assert names == ["schedule", "scale", "warmup", "batch_size", "milestones", "drop", "floor"]
 
 
 def test_warm_up_that_does_not_end_and_an_unknown_batch_are_refused() -> None:
     with pytest.raises(SettingError, match="warmup = 10, steps = 10   need warm-up that ends before the run"):
-        Rates(warmup=10).factors(steps=10)
+        LRSchedule(warmup=10).lr_lambda(steps=10)
     for sizes in ((8, None), (None, 8)):
         with pytest.raises(SettingError, match="need the batch size, and the one the rate was tuned for"):
-            Rates(scale="sqrt").multiple(sizes[0], tuned=sizes[1])
+            LRSchedule(scale="sqrt").scaling_factor(sizes[0], tuned_batch_size=sizes[1])
 
 
 @pytest.mark.parametrize(
     ("rates", "own", "text"),
     [
         (
-            Rates(scale="linear", warmup=500, schedule="cosine"),
+            LRSchedule(scale="linear", warmup=500, schedule="cosine"),
             True,
             "rate 0.0003 × 8 (linear, batch 512 of 64), 500 steps of warm-up, then cosine",
         ),
-        (Rates(scale="sqrt"), False, "rate 0.0003 × 2.828 (sqrt, batch 512 of 64), constant"),
-        (Rates(warmup=1), True, "rate 0.0003, 1 step of warm-up, then the task's own schedule"),
+        (LRSchedule(scale="sqrt"), False, "rate 0.0003 × 2.828 (sqrt, batch 512 of 64), constant"),
+        (LRSchedule(warmup=1), True, "rate 0.0003, 1 step of warm-up, then the task's own schedule"),
     ],
 )
-def test_what_was_scaled_is_said(rates: Rates, own: bool, text: str) -> None:
-    assert rates.describe([3e-4, 3e-4], batch_size=512, tuned=64, own=own) == text
+def test_what_was_scaled_is_said(rates: LRSchedule, own: bool, text: str) -> None:
+    assert rates.describe([3e-4, 3e-4], batch_size=512, tuned_batch_size=64, has_task_schedule=own) == text
 
 
 def test_every_setting_of_the_rates_is_a_field_and_read_as_one() -> None:
@@ -116,7 +120,7 @@ def test_every_setting_of_the_rates_is_a_field_and_read_as_one() -> None:
     assert {name for name in RUN_SETTINGS if name.startswith(LR_PREFIX)} == {LR_PREFIX + name for name in words}
     found = parse_values({LR_PREFIX + name: text for name, text in words.items()}, {}).run
     values = {name.removeprefix(LR_PREFIX): value for name, value in found.items()}
-    given = Rates(**values).given()
+    given = LRSchedule(**values).non_default_fields()
     assert given == {
         "schedule": "step",
         "warmup": 5,

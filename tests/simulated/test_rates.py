@@ -66,7 +66,7 @@ def run(folder: Path, task: ff.Task = TASK, **settings: Any) -> tuple[list[float
 
 
 def test_a_run_scales_warms_up_and_says_so(tmp_path: Path) -> None:
-    rates = ff.Rates(scale="linear", warmup=2, schedule="linear", batch_size=8)
+    rates = ff.LRSchedule(scale="linear", warmup=2, schedule="linear", batch_size=8)
     got, said = run(tmp_path, rates=rates, batch_size=32)
     assert got == pytest.approx([1e-3, 2.5e-3, 4e-3, 3e-3, 2e-3, 1e-3])
     assert said[1] == "rate 0.001 × 4 (linear, batch 32 of 8), 2 steps of warm-up, then linear"
@@ -82,7 +82,7 @@ def test_without_rates_the_rate_is_what_the_task_makes_of_it(schedule: Any, expe
 
 
 def test_other_rates_are_another_run() -> None:
-    one, other = (settings_of(TASK, rates=ff.Rates(warmup=warmup)).identity() for warmup in (1, 2))
+    one, other = (settings_of(TASK, rates=ff.LRSchedule(warmup=warmup)).identity() for warmup in (1, 2))
     assert one != other
 
 
@@ -94,18 +94,18 @@ def test_a_task_stays_tuned_for_its_own_batch_when_the_command_gives_another(tmp
         job = parse_job([spec, *words])
         tuned = {"mine.py": 8, "digits": 64}[spec]
         assert (job.task.batch_size, job.task.tuned_for) == (32, tuned)
-        assert job.settings["rates"] == ff.Rates(scale="linear", warmup=2)
+        assert job.settings["rates"] == ff.LRSchedule(scale="linear", warmup=2)
 
 
 def test_warm_up_longer_than_the_run_is_refused_before_anything_is_built() -> None:
     with pytest.raises(SettingError, match="warm-up that ends before the run"):
-        ff.train(TASK, rates=ff.Rates(warmup=6))
+        ff.train(TASK, rates=ff.LRSchedule(warmup=6))
 
 
 def test_torchs_scheduler_takes_the_factors() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    rates = ff.Rates(schedule="step", milestones=(0.5,), scale="sqrt", batch_size=2)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rates.factors(steps=4, batch_size=8))
+    rates = ff.LRSchedule(schedule="step", milestones=(0.5,), scale="sqrt", batch_size=2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rates.lr_lambda(steps=4, batch_size=8))
     got = []
     for _ in range(4):
         got.append(optimizer.param_groups[0]["lr"])

@@ -14,7 +14,7 @@ from fourfold.cli.failure import ErrorCollector, is_file, nearest_file
 from fourfold.engines.machine import default_num_processes
 from fourfold.plan.decode import DecodeError, read_bounded
 from fourfold.plan.plan import Plan
-from fourfold.plan.rates import Rates
+from fourfold.plan.rates import LRSchedule
 from fourfold.run.settings import refuse_steps, run_name, settings_of, tuned_for
 from fourfold.words.errors import PlanError, Problem, SettingError
 from fourfold.words.task import Data, Task
@@ -98,7 +98,7 @@ def parse_job(words: Sequence[str], *, num_processes: int | None = None) -> Job:
     launching = {key: rest.pop(key) for key in ("fresh", "restarts", "hang_seconds") if key in rest}
     rates = {key: rest.pop(key) for key in list(rest) if key.startswith(settings.LR_PREFIX)}
     if rates:
-        rest["rates"] = Rates(**{key.removeprefix(settings.LR_PREFIX): value for key, value in rates.items()})
+        rest["rates"] = LRSchedule(**{key.removeprefix(settings.LR_PREFIX): value for key, value in rates.items()})
     # A task that was written for one batch size is still tuned for that one.
     made = dataclasses.replace(made, **over, tuned_for=tuned_for(made))
     identity = settings_of(made, **rest, training=plan.identity_fields).identity()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fourfold.plan.plan import FIELDS, parse_value
-from fourfold.plan.rates import CURVES, SCALES
+from fourfold.plan.rates import CURVES, SCALING_RULES
 from fourfold.words.arguments import MOST_SEED
 from fourfold.words.errors import Problem, SettingError, nearest
 
@@ -82,7 +82,7 @@ RUN_SETTINGS = {
     "fresh": ValueType(bool),
     "lr_schedule": ValueType(str, choices=tuple(CURVES)),
     "lr_warmup": ValueType(int, min_value=0),
-    "lr_scale": ValueType(str, choices=tuple(SCALES)),
+    "lr_scale": ValueType(str, choices=tuple(SCALING_RULES)),
     "lr_batch_size": ValueType(int, min_value=1),
     "lr_milestones": ValueType(tuple),
     "lr_drop": ValueType(float, greater_than=0),

@@ -16,7 +16,7 @@ import msgspec
 
 from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.plan import Plan
-from fourfold.plan.rates import Factors, Rates
+from fourfold.plan.rates import LRLambda, LRSchedule
 from fourfold.words import arguments
 from fourfold.words.errors import Problem, SettingError
 from fourfold.words.task import Task, check_task
@@ -44,14 +44,14 @@ class Settings:
     init: str | None = None
     skip_nan: int = 0
     drift_check: int = DRIFT_CHECK
-    rates: Rates | None = None
+    rates: LRSchedule | None = None
     training: Mapping[str, Any] = field(default_factory=dict)
     """Of the plan: what makes another training of it."""
 
     def identity(self) -> Identity:
         """What makes a run the same run, as JSON has it."""
         asked = {"steps": self.steps, "batch_size": self.batch_size, "clip": self.clip, "seed": self.seed}
-        over = {"ema": self.ema, "init": self.init, "rates": self.rates and self.rates.given()}
+        over = {"ema": self.ema, "init": self.init, "rates": self.rates and self.rates.non_default_fields()}
         given = {name: value for name, value in over.items() if value is not None} | dict(self.training)
         return {"task": self.spec or self.label, "settings": dict(self.extra or {}), **asked, **given}
 
@@ -96,7 +96,9 @@ def _problems(settings: Settings) -> list[Problem]:
     problems += arguments.text("label", settings.label)
     problems += arguments.text("folder", settings.folder, path=True)
     problems += arguments.text("init", settings.init, path=True, optional=True)
-    problems += arguments.instance("rates", settings.rates, Rates, optional=True, attempt='ff.Rates(schedule="cosine")')
+    problems += arguments.instance(
+        "rates", settings.rates, LRSchedule, optional=True, attempt='ff.Rates(schedule="cosine")'
+    )
     problems += arguments.mapping("extra", settings.extra, optional=True)
     return problems or _unwritable(settings)
 
@@ -132,7 +134,7 @@ def told_late(settings: Settings, plan: Plan) -> str | None:
     return f"{' and '.join(late)}: done at the next multiple of {plan.sync_interval}, where ranks have the same weights"
 
 
-def factors(task: Task, settings: Settings) -> Factors | None:
+def factors(task: Task, settings: Settings) -> LRLambda | None:
     """The factor of the learning rate at each step; None where the rate stays what the optimizer has.
 
     Raises SettingError where the rates do not go with the run.
@@ -140,7 +142,9 @@ def factors(task: Task, settings: Settings) -> Factors | None:
     own = None if task.schedule is None else functools.partial(_own, task, settings.steps)
     if settings.rates is None:
         return own
-    return settings.rates.factors(steps=settings.steps, batch_size=settings.batch_size, tuned=tuned_for(task), own=own)
+    return settings.rates.lr_lambda(
+        steps=settings.steps, batch_size=settings.batch_size, tuned_batch_size=tuned_for(task), task_schedule=own
+    )
 
 
 def _own(task: Task, steps: int, step: int) -> float:

@@ -106,7 +106,7 @@ class Speaker:
         if self._settings.rates is None:
             return None
         sizes = {"batch_size": self._settings.batch_size, "tuned": tuned_for(self._task)}
-        return self._settings.rates.describe(self.rates, **sizes, own=self._task.schedule is not None)
+        return self._settings.rates.describe(self.rates, **sizes, has_task_schedule=self._task.schedule is not None)
 
     def resumed(self, progress: Progress | None) -> Progress:
         """The run goes on from there. None: it begins."""

@@ -23,7 +23,7 @@ from fourfold.parts.comm.ranks import PROCESS_EXIT_GRACE_SECONDS, world
 from fourfold.plan.intervals import DRIFT_CHECK, is_due
 from fourfold.plan.order import shard_range
 from fourfold.plan.plan import Plan
-from fourfold.plan.rates import Rates
+from fourfold.plan.rates import LRSchedule
 from fourfold.plan.timeline import DATA
 from fourfold.run import pulse
 from fourfold.run.arguments import refuse_plan
@@ -69,7 +69,7 @@ def train(
     init: str | None = None,
     skip_nan: int = 0,
     drift_check: int = DRIFT_CHECK,
-    rates: Rates | None = None,
+    rates: LRSchedule | None = None,
     report: Report | None = None,
 ) -> Result:
     """Train `task` as `plan` says; without a plan, all ranks are data ranks. Collective, with the same arguments.
