@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fourfold as ff
-from fourfold.plan.rng import seed_of
+from fourfold.plan.rng import generator_seed
 from fourfold.run.settings import settings_of
 from fourfold.run.show import show
 from fourfold.run.verify import verify
@@ -86,7 +86,7 @@ def test_no_value_makes_a_rule_raise_and_what_a_rule_admits_is_what_it_says(valu
 
 @pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**63, 2**64 - 1])
 def test_every_seed_that_torch_takes_gives_each_data_index_another_seed_that_torch_takes(seed: int) -> None:
-    seeds = [torch.Generator().manual_seed(seed_of(seed, index)).initial_seed() for index in range(8)]
+    seeds = [torch.Generator().manual_seed(generator_seed(seed, index)).initial_seed() for index in range(8)]
     assert len(set(seeds)) == 8
 
 

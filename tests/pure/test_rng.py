@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.plan.pieces import GlobalTensor, Manifest, RngState, manifest_problems
-from fourfold.plan.rng import saved_state, seed_of
+from fourfold.plan.rng import generator_seed, rng_state_to_restore
 from fourfold.words.mesh import Mesh
 from tests.pure.test_pieces import manifest
 
@@ -21,7 +21,7 @@ def saved_on(mesh: Mesh, *, told: bool = True) -> Manifest:
 
 
 def restored(saved: Manifest, mesh: Mesh) -> list[str | None]:
-    states = [saved_state(saved, mesh, rank) for rank in range(mesh.size)]
+    states = [rng_state_to_restore(saved, mesh, rank) for rank in range(mesh.size)]
     return [None if state is None else state.cpu for state in states]
 
 
@@ -55,7 +55,7 @@ def test_the_mesh_is_read_as_it_was_written():
 
 @pytest.mark.parametrize("seed", [0, 2**63, 2**64 - 1, -1, -(2**63)])
 def test_seeds_of_data_indices_and_steps_differ_and_fit_into_64_bits(seed):
-    seeds = {seed_of(seed, index, step=step) for index in range(64) for step in range(0, 64 * 7, 7)}
+    seeds = {generator_seed(seed, index, step=step) for index in range(64) for step in range(0, 64 * 7, 7)}
     assert len(seeds) == 64 * 64
     assert min(seeds) >= 0
     assert max(seeds) < 2**64

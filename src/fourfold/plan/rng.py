@@ -13,25 +13,25 @@ from fourfold.words.mesh import Mesh
 _INDEX_STRIDE, _STEP_STRIDE = 1_000_003, 7_919
 
 
-def seed_of(seed: int, data_index: int, *, step: int = 0) -> int:
+def generator_seed(seed: int, dp_index: int, *, step: int = 0) -> int:
     """The seed of the generators at a data index, for a run that starts after `step` steps."""
-    return (seed + _INDEX_STRIDE * data_index + _STEP_STRIDE * step) % 2**64
+    return (seed + _INDEX_STRIDE * dp_index + _STEP_STRIDE * step) % 2**64
 
 
-def saved_state(manifest: Manifest, mesh: Mesh, rank: int) -> RngState | None:
+def rng_state_to_restore(manifest: Manifest, mesh: Mesh, rank: int) -> RngState | None:
     """The saved state that this rank of `mesh` restores; None where it seeds its generators instead.
 
     States are restored where the data axis has the size it had, since only then a data index means the same samples.
     """
     saved = manifest.mesh
     if saved is None:
-        return manifest.random[rank] if _is_by_data_index(manifest.random, mesh) else None
+        return manifest.random[rank] if _is_by_dp_index(manifest.random, mesh) else None
     if saved.dp != mesh.dp:
         return None
     return manifest.random[saved.rank({"dp": mesh.at(rank)["dp"]})]
 
 
-def _is_by_data_index(states: Sequence[RngState], mesh: Mesh) -> bool:
+def _is_by_dp_index(states: Sequence[RngState], mesh: Mesh) -> bool:
     """Whether states saved without their mesh keep the law on this one."""
     if len(states) != mesh.size:
         return False

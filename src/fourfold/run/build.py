@@ -36,7 +36,7 @@ from fourfold.plan.memory import has_unbucketed_grads
 from fourfold.plan.order import BatchRange
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import LossScaler, compute_specs, gradient_bucket
-from fourfold.plan.rng import seed_of
+from fourfold.plan.rng import generator_seed
 from fourfold.run import drift, fits
 from fourfold.run.actions import Actions
 from fourfold.run.arguments import refuse_arguments
@@ -109,7 +109,7 @@ def parallelize(
     plan = plan or Plan(dp=ranks.size)
     refuse(model, plan, ranks, clip=clip)
     _set_threads(ranks)
-    torch.manual_seed(seed_of(seed, plan.mesh.at(ranks.rank)["dp"]))
+    torch.manual_seed(generator_seed(seed, plan.mesh.at(ranks.rank)["dp"]))
     options = {"clip": clip, "skip_nan": skip_nan, "seed": seed}
     options |= {"same_batches": same_batches, "drift_check": drift_check}
     return TrainStep(model.to(ranks.device), loss, optimizer, plan=plan, ranks=ranks, **options)

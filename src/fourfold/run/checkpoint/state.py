@@ -27,7 +27,7 @@ from fourfold.plan.pieces import (
     StoredBox,
     shard_file_name,
 )
-from fourfold.plan.rng import saved_state, seed_of
+from fourfold.plan.rng import generator_seed, rng_state_to_restore
 from fourfold.run.average import Average
 from fourfold.run.build import TrainStep
 from fourfold.run.checkpoint.read import Reader, dtype_problems, shape_problems
@@ -293,8 +293,8 @@ def _worker(step: TrainStep, reader: Reader, name: str, key: str) -> Tensor:
 
 def _put_back_random(step: TrainStep, manifest: Manifest, *, seed: int) -> None:
     """Restore the state of this rank's generators, or seed those of which no state was saved."""
-    saved = saved_state(manifest, step.plan.mesh, step.rank)
-    new_seed = seed_of(seed, step.data_index, step=manifest.step)
+    saved = rng_state_to_restore(manifest, step.plan.mesh, step.rank)
+    new_seed = generator_seed(seed, step.data_index, step=manifest.step)
     if saved is None:
         torch.manual_seed(new_seed)
         return
