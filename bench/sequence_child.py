@@ -21,7 +21,7 @@ from fourfold.parts import comm
 from fourfold.parts.comm.links import NullRingGroup, RingGroup
 from fourfold.parts.memory import keep_freed_memory
 from fourfold.parts.sequence import SequenceGroup, connect_sequence, sequence_attention
-from fourfold.plan.sequence import positions
+from fourfold.plan.sequence import token_positions
 
 ALONE = "alone"
 
@@ -59,7 +59,7 @@ def measure_attention(ways: Axes, job: dict[str, Any]) -> dict[str, float]:
     axis = ways.axis(job["way"]) if here else ways.single_rank()
     *qkv, grad_out = make_tensors(job)
     if here:
-        mine = torch.tensor(positions(axis.local_token_ranges(job["length"])))
+        mine = torch.tensor(token_positions(axis.local_token_ranges(job["length"])))
         *qkv, grad_out = (tensor[:, :, mine] for tensor in (*qkv, grad_out))
     q, k, v = (tensor.requires_grad_() for tensor in qkv)
     dist.barrier()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fourfold.parts.sequence import AttentionDropout, SequenceGroup, sequence_attention
 from fourfold.parts.sequence.dropout import DropoutMask
-from fourfold.plan.sequence import RINGS, Spans, positions
+from fourfold.plan.sequence import RINGS, TokenRanges, token_positions
 
 TOLERANCE = 1e-12
 BATCH, LOCAL, SIZE = 2, 4, 5
@@ -143,9 +143,9 @@ def _of_all(tensor: Tensor, heads: int) -> Tensor:
     return tensor.repeat_interleave(heads // tensor.shape[1], 1)
 
 
-def local(tensors: Whole, case: Case, spans: Spans) -> dict[str, Any]:
+def local(tensors: Whole, case: Case, spans: TokenRanges) -> dict[str, Any]:
     """This rank's part of the tensors, as `attend` takes it."""
-    mine = torch.tensor(positions(spans))
+    mine = torch.tensor(token_positions(spans))
     q, k, v = (tensor[:, :, mine].clone().requires_grad_() for tensor in tensors[:3])
     mask = tensors.mask
     if mask is not None and case.mask in KEY_MASKS:
@@ -163,16 +163,16 @@ def local(tensors: Whole, case: Case, spans: Spans) -> dict[str, Any]:
 
 def on_axis(case: Case, tensors: Whole, axis: SequenceGroup) -> Found:
     """What this rank of an axis finds."""
-    mine = torch.tensor(positions(axis.local_token_ranges(case.length)))
+    mine = torch.tensor(token_positions(axis.local_token_ranges(case.length)))
     given = local(tensors, case, axis.local_token_ranges(case.length))
     out = sequence_attention(group=axis, **given)
     out.backward(tensors.grad_out[:, :, mine])
     return Found(out.detach(), *(given[name].grad for name in "qkv"))
 
 
-def deviation(found: Found, expected: Found, spans: Spans) -> float:
+def deviation(found: Found, expected: Found, spans: TokenRanges) -> float:
     """The largest |a − b| / max(1, |b|) over the output and the three gradients of a rank's tokens."""
-    mine = torch.tensor(positions(spans))
+    mine = torch.tensor(token_positions(spans))
     pairs = zip(found, (tensor[:, :, mine] for tensor in expected), strict=True)
     worst = [((a.double() - b).abs() / b.abs().clamp(min=1.0)).nan_to_num(INF).max().item() for a, b in pairs]
     return max(worst)

@@ -7,17 +7,17 @@ from hypothesis import strategies as st
 from fourfold.plan.plan import Plan
 from fourfold.plan.sequence import (
     RINGS,
-    Attention,
-    chunks,
-    divisor,
+    AttentionSize,
+    attention_sent_elements,
     heads_problem,
+    length_divisor,
     length_problem,
-    nearest_length,
-    positions,
+    padded_length,
     ring_size,
-    sent_elements,
+    scores_per_index,
     tiles,
-    work,
+    token_positions,
+    token_ranges,
 )
 from fourfold.words.errors import PlanError
 
@@ -28,13 +28,13 @@ def layouts(draw):
     size = draw(st.integers(1, 12))
     ulysses = draw(st.sampled_from([u for u in range(1, size + 1) if size % u == 0]))
     ring = draw(st.sampled_from(RINGS))
-    return draw(st.integers(1, 5)) * divisor(size, ring, ulysses), size, ring, ulysses
+    return draw(st.integers(1, 5)) * length_divisor(size, ring, ulysses), size, ring, ulysses
 
 
 @given(layouts())
 def test_every_token_is_kept_once_and_all_ranks_keep_as_many(layout):
     length, size, _, _ = layout
-    kept = [positions(spans) for spans in chunks(*layout)]
+    kept = [token_positions(spans) for spans in token_ranges(*layout)]
     assert sorted(token for tokens in kept for token in tokens) == list(range(length))
     assert {len(tokens) for tokens in kept} == {length // size}
     assert all(tokens == sorted(tokens) for tokens in kept)
@@ -43,22 +43,22 @@ def test_every_token_is_kept_once_and_all_ranks_keep_as_many(layout):
 @given(layouts())
 def test_neighbours_that_exchange_heads_together_keep_the_tokens_of_one_place(layout):
     length, size, ring, ulysses = layout
-    places = chunks(length, ring_size(size, ulysses), ring)
-    kept = [positions(spans) for spans in chunks(*layout)]
+    places = token_ranges(length, ring_size(size, ulysses), ring)
+    kept = [token_positions(spans) for spans in token_ranges(*layout)]
     for place, spans in enumerate(places):
         together = [token for tokens in kept[place * ulysses : (place + 1) * ulysses] for token in tokens]
-        assert together == positions(spans)
+        assert together == token_positions(spans)
 
 
 @given(layouts(), st.booleans(), st.booleans())
 def test_tiles_cover_every_score_once_and_nothing_that_is_masked_out(layout, causal, gathers):
     length, size, ring, ulysses = layout
-    places = chunks(length, ring_size(size, ulysses), ring)
+    places = token_ranges(length, ring_size(size, ulysses), ring)
     sides = [tuple(sorted(span for spans in places for span in spans))] if gathers else places
     for spans in places:
-        mine, seen = positions(spans), []
+        mine, seen = token_positions(spans), []
         for keys in sides:
-            theirs = positions(keys)
+            theirs = token_positions(keys)
             for tile in tiles(spans, keys, causal=causal):
                 pairs = [
                     (mine[row], theirs[column])
@@ -66,7 +66,7 @@ def test_tiles_cover_every_score_once_and_nothing_that_is_masked_out(layout, cau
                     for column in range(*tile.keys)
                     if not tile.causal or column - tile.keys[0] <= row - tile.queries[0]
                 ]
-                assert len(pairs) == tile.scores
+                assert len(pairs) == tile.num_scores
                 seen += pairs
         expected = [(row, column) for row in mine for column in range(length) if not causal or column <= row]
         assert sorted(seen) == expected
@@ -75,42 +75,42 @@ def test_tiles_cover_every_score_once_and_nothing_that_is_masked_out(layout, cau
 @pytest.mark.parametrize(("size", "ratio"), [(2, 1.5), (4, 1.75), (8, 1.875)])
 def test_zigzag_halves_the_work_of_the_slowest_rank_of_a_causal_ring(size, ratio):
     length = size * 4096
-    plain, zigzag = (work(length, size, ring, causal=True) for ring in ("plain", "zigzag"))
+    plain, zigzag = (scores_per_index(length, size, ring, causal=True) for ring in ("plain", "zigzag"))
     assert sum(plain) == sum(zigzag) == length * (length + 1) // 2
     assert max(plain) / max(zigzag) == pytest.approx(ratio, rel=1e-3)
     assert max(zigzag) == min(zigzag)
 
 
 def test_every_hop_of_zigzag_costs_the_same():
-    places = chunks(64, 4, "zigzag")
+    places = token_ranges(64, 4, "zigzag")
     for mine in places:
-        hops = [sum(tile.scores for tile in tiles(mine, keys, causal=True)) for keys in places]
+        hops = [sum(tile.num_scores for tile in tiles(mine, keys, causal=True)) for keys in places]
         assert sorted(set(hops)) == [128, 136]  # half of 16 · 16, and one's own with the diagonal
 
 
 def test_a_layer_sends_what_the_papers_count():
-    layer = Attention(batch=2, length=1024, heads=8, head_size=64)
+    layer = AttentionSize(batch=2, length=1024, num_heads=8, head_size=64)
     hidden = 8 * 64
-    assert sent_elements(layer, 4) == 6 * 3 * 2 * hidden * 1024 / 4
-    assert sent_elements(layer, 1) == 0
+    assert attention_sent_elements(layer, 4) == 6 * 3 * 2 * hidden * 1024 / 4
+    assert attention_sent_elements(layer, 1) == 0
     # K and V of two of eight heads.
-    assert sent_elements(layer._replace(kv_heads=2), 4) == sent_elements(layer, 4) / 4
+    assert attention_sent_elements(layer._replace(kv_heads=2), 4) == attention_sent_elements(layer, 4) / 4
     # All of Q, K, V, O and their gradients, but for what stays.
-    assert sent_elements(layer, 4, ulysses=4) == 8 * 2 * hidden * 1024 / 4 * 3 / 4
+    assert attention_sent_elements(layer, 4, ulysses=4) == 8 * 2 * hidden * 1024 / 4 * 3 / 4
 
 
 @given(layouts(), st.integers(1, 10_000))
 def test_a_length_that_does_not_divide_is_refused_with_lengths_that_work(layout, length):
     _, size, ring, ulysses = layout
     problem = length_problem(length, size, ring, ulysses)
-    padded = nearest_length(length, size, ring, ulysses)
-    assert 0 <= padded - length < divisor(size, ring, ulysses)
+    padded = padded_length(length, size, ring, ulysses)
+    assert 0 <= padded - length < length_divisor(size, ring, ulysses)
     assert length_problem(padded, size, ring, ulysses) is None
     assert (problem is None) == (padded == length)
     if problem is not None:
         assert f" {padded}" in problem.attempt
         with pytest.raises(PlanError, match=f"sequence length {length}"):
-            chunks(length, size, ring, ulysses)
+            token_ranges(length, size, ring, ulysses)
 
 
 def test_the_other_order_is_offered_where_it_works():

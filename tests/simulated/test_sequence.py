@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fourfold.parts.sequence import kernels
-from fourfold.plan.sequence import RINGS, Attention, sent_elements, work
+from fourfold.plan.sequence import RINGS, AttentionSize, attention_sent_elements, scores_per_index
 from fourfold.run.trace import Recording
 from fourfold.testing import links, threads
 from fourfold.words.spans import RING, SEND
@@ -125,10 +125,10 @@ def test_a_layer_sends_six_times_its_part_of_k_for_every_hop_and_no_more(size, r
         return sum(wire.sent for wire in wires(axis))
 
     queries, keys, value_size = (number * ulysses for number in HEADS[heads])
-    layer = Attention(BATCH, case.length, queries, SIZE, keys, value_size // ulysses)
-    assert set(threads.run(size, body)) == {sent_elements(layer, size, ulysses=ulysses)}
+    layer = AttentionSize(BATCH, case.length, queries, SIZE, keys, value_size // ulysses)
+    assert set(threads.run(size, body)) == {attention_sent_elements(layer, size, ulysses=ulysses)}
     if heads == "all" and ulysses == 1:
-        assert sent_elements(layer, size) == 6 * (size - 1) * BATCH * (queries * SIZE) * case.length / size
+        assert attention_sent_elements(layer, size) == 6 * (size - 1) * BATCH * (queries * SIZE) * case.length / size
 
 
 def test_a_key_mask_travels_in_the_message_of_its_keys():
@@ -173,7 +173,7 @@ def test_the_slowest_rank_of_zigzag_computes_what_the_plan_says(monkeypatch, by)
             attention.on_axis(case, attention.whole(case), links.axis(ranks, case.ring, by=by))
 
         threads.run(4, body)
-        assert done == [2 * scores for scores in work(case.length, 4, ring, causal=True)]
+        assert done == [2 * scores for scores in scores_per_index(case.length, 4, ring, causal=True)]
         slowest[ring] = max(done)
     assert slowest["zigzag"] == slowest["gather"]
     # 1.75 for long sequences; a sequence of 16 has a thick diagonal.

@@ -12,7 +12,7 @@ from fourfold.parts import memory
 from fourfold.parts.comm import neighbours
 from fourfold.parts.sequence import AttentionDropout, kernels, sequence_attention
 from fourfold.parts.sequence.dropout import GOLDEN_GAMMA, DropoutMask, _as_int64, _splitmix64
-from fourfold.plan.sequence import RINGS, positions
+from fourfold.plan.sequence import RINGS, token_positions
 from fourfold.testing import links, threads
 from fourfold.words.errors import DivergenceError, PeerError, PlanError, TrainingError
 from tests import attention
@@ -31,7 +31,7 @@ def both(size, use, ring="zigzag", ulysses=1):
 
     def body(ranks):
         axis = links.axis(ranks, ring, ulysses)
-        mine = torch.tensor(positions(axis.local_token_ranges(tensors.q.shape[-2])))
+        mine = torch.tensor(token_positions(axis.local_token_ranges(tensors.q.shape[-2])))
         q, k, v, grad_out = (tensor[:, :, mine] for tensor in tensors[:4])
         local = attention.Whole(q, k, v, grad_out, None)
         return mine, use(lambda q, k, v, causal=False: sequence_attention(q, k, v, axis, causal=causal), local)

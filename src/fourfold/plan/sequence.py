@@ -18,22 +18,22 @@ from typing import NamedTuple
 from fourfold.words.errors import PlanError, Problem
 
 # ring: order of its tokens. "gather" is no ring: keys and values are brought to all at once.
-ORDERS = {"zigzag": "zigzag", "plain": "plain", "rsa": "plain", "gather": "zigzag"}
-RINGS = tuple(ORDERS)
+TOKEN_ORDERS = {"zigzag": "zigzag", "plain": "plain", "rsa": "plain", "gather": "zigzag"}
+RINGS = tuple(TOKEN_ORDERS)
 
-Span = tuple[int, int]
-Spans = tuple[Span, ...]
+TokenRange = tuple[int, int]
+TokenRanges = tuple[TokenRange, ...]
 
 
 class Tile(NamedTuple):
     """Queries [start, stop) by keys [start, stop), in local order. `causal`: a square on the diagonal."""
 
-    queries: Span
-    keys: Span
+    queries: TokenRange
+    keys: TokenRange
     causal: bool
 
     @property
-    def scores(self) -> int:
+    def num_scores(self) -> int:
         """How many pairs of query and key are looked at."""
         rows, columns = (stop - start for start, stop in (self.queries, self.keys))
         return rows * (rows + 1) // 2 if self.causal else rows * columns
@@ -50,14 +50,14 @@ def ring_size(size: int, ulysses: int) -> int:
     return size // ulysses
 
 
-def divisor(size: int, ring: str = "zigzag", ulysses: int = 1) -> int:
+def length_divisor(size: int, ring: str = "zigzag", ulysses: int = 1) -> int:
     """What the length of a sequence must be divisible by."""
     places = ring_size(size, ulysses)
-    pieces = 2 if ORDERS[ring] == "zigzag" and places > 1 else 1
+    pieces = 2 if TOKEN_ORDERS[ring] == "zigzag" and places > 1 else 1
     return places * math.lcm(pieces, ulysses)
 
 
-def chunks(length: int, size: int, ring: str = "zigzag", ulysses: int = 1) -> tuple[Spans, ...]:
+def token_ranges(length: int, size: int, ring: str = "zigzag", ulysses: int = 1) -> tuple[TokenRanges, ...]:
     """The spans that each of `size` indices on the axis keeps, in its local order.
 
     Raises PlanError where the length does not divide.
@@ -66,7 +66,7 @@ def chunks(length: int, size: int, ring: str = "zigzag", ulysses: int = 1) -> tu
     if problem is not None:
         raise PlanError(problem, where="the plan")
     places = ring_size(size, ulysses)
-    if ORDERS[ring] == "plain" or places == 1:
+    if TOKEN_ORDERS[ring] == "plain" or places == 1:
         kept = [(place,) for place in range(places)]
         width = length // places
     else:
@@ -74,10 +74,10 @@ def chunks(length: int, size: int, ring: str = "zigzag", ulysses: int = 1) -> tu
         width = length // (2 * places)
     around = [tuple((chunk * width, (chunk + 1) * width) for chunk in those) for those in kept]
     local = length // size
-    return tuple(_cut(spans, index * local, (index + 1) * local) for spans in around for index in range(ulysses))
+    return tuple(_sub_ranges(spans, index * local, (index + 1) * local) for spans in around for index in range(ulysses))
 
 
-def _cut(spans: Spans, start: int, stop: int) -> Spans:
+def _sub_ranges(spans: TokenRanges, start: int, stop: int) -> TokenRanges:
     """[start, stop) of the tokens of `spans`, as spans."""
     found, passed = [], 0
     for first, last in spans:
@@ -90,12 +90,12 @@ def _cut(spans: Spans, start: int, stop: int) -> Spans:
 
 def length_problem(length: int, size: int, ring: str = "zigzag", ulysses: int = 1) -> Problem | None:
     """What is wrong with a sequence of this length, if anything, and the nearest lengths that work."""
-    need = divisor(size, ring, ulysses)
+    need = length_divisor(size, ring, ulysses)
     if length > 0 and length % need == 0:
         return None
     below, above = length // need * need, (length // need + 1) * need
     attempt = f"length {above}" if below <= 0 else f"length {below} or {above}"
-    if length > 0 and ORDERS[ring] == "zigzag" and length % divisor(size, "plain", ulysses) == 0:
+    if length > 0 and TOKEN_ORDERS[ring] == "zigzag" and length % length_divisor(size, "plain", ulysses) == 0:
         attempt += ', or ring = "plain"'
     return Problem(f"sp = {size}, sequence length {length}", f"a length divisible by {need} ({ring})", attempt)
 
@@ -124,18 +124,18 @@ def heads_problem(num_heads: int, num_kv_heads: int, ulysses: int) -> Problem | 
 # ---- what is computed ------------------------------------------------------------------------------
 
 
-def tiles(queries: Spans, keys: Spans, *, causal: bool) -> tuple[Tile, ...]:
+def tiles(queries: TokenRanges, keys: TokenRanges, *, causal: bool) -> tuple[Tile, ...]:
     """The tiles of the queries of some spans by the keys of others, both in their local order; none that is masked out.
 
     The spans of one sequence are cut at the same places: two of them are the same or do not meet.
     """
-    whole = _length(queries), _length(keys)
+    whole = _num_tokens(queries), _num_tokens(keys)
     if not causal:
         return (Tile((0, whole[0]), (0, whole[1]), False),)
     if queries == keys:
         return (Tile((0, whole[0]), (0, whole[1]), True),)
     found: list[Tile] = []
-    for span, rows in _places(queries):
+    for span, rows in _local_ranges(queries):
         before = sum(stop - start for start, stop in keys if stop <= span[0])
         if before:
             last = found[-1] if found else None
@@ -143,15 +143,15 @@ def tiles(queries: Spans, keys: Spans, *, causal: bool) -> tuple[Tile, ...]:
                 found[-1] = Tile((last.queries[0], rows[1]), (0, before), False)
             else:
                 found.append(Tile(rows, (0, before), False))
-        found += [Tile(rows, columns, True) for other, columns in _places(keys) if other == span]
+        found += [Tile(rows, columns, True) for other, columns in _local_ranges(keys) if other == span]
     return tuple(found)
 
 
-def _length(spans: Spans) -> int:
+def _num_tokens(spans: TokenRanges) -> int:
     return sum(stop - start for start, stop in spans)
 
 
-def _places(spans: Spans) -> list[tuple[Span, Span]]:
+def _local_ranges(spans: TokenRanges) -> list[tuple[TokenRange, TokenRange]]:
     """Each span, and where it lies in local order."""
     found, passed = [], 0
     for start, stop in spans:
@@ -160,27 +160,27 @@ def _places(spans: Spans) -> list[tuple[Span, Span]]:
     return found
 
 
-def work(length: int, size: int, ring: str = "zigzag", *, causal: bool) -> tuple[int, ...]:
+def scores_per_index(length: int, size: int, ring: str = "zigzag", *, causal: bool) -> tuple[int, ...]:
     """Scores that each place of a ring looks at, in one head of one sequence."""
-    spans = chunks(length, size, ring)
-    return tuple(sum(tile.scores for keys in spans for tile in tiles(mine, keys, causal=causal)) for mine in spans)
+    spans = token_ranges(length, size, ring)
+    return tuple(sum(tile.num_scores for keys in spans for tile in tiles(mine, keys, causal=causal)) for mine in spans)
 
 
 # ---- what is sent ----------------------------------------------------------------------------------
 
 
-class Attention(NamedTuple):
+class AttentionSize(NamedTuple):
     """One layer's attention over a whole sequence. `value_size` is a head's size of V (that of K where None)."""
 
     batch: int
     length: int
-    heads: int
+    num_heads: int
     head_size: int
-    kv_heads: int | None = None
+    num_kv_heads: int | None = None
     value_size: int | None = None
 
 
-def sent_elements(layer: Attention, size: int, *, ulysses: int = 1) -> float:
+def attention_sent_elements(layer: AttentionSize, size: int, *, ulysses: int = 1) -> float:
     """Elements that each rank sends in forward and backward of a layer.
 
     Around a ring of N places K and V travel N−1 hops in forward, and again in backward, with dK and dV as far: with
@@ -188,22 +188,22 @@ def sent_elements(layer: Attention, size: int, *, ulysses: int = 1) -> float:
     the part that stays.
     """
     places = ring_size(size, ulysses)
-    kv_heads = layer.kv_heads or layer.heads
+    kv_heads = layer.num_kv_heads or layer.num_heads
     value_size = layer.value_size or layer.head_size
     tokens = layer.batch * layer.length / size
     pair = tokens * kv_heads * (layer.head_size + value_size)
-    query_and_out = tokens * layer.heads * (layer.head_size + value_size)
+    query_and_out = tokens * layer.num_heads * (layer.head_size + value_size)
     around = 3 * (places - 1) * pair
     exchanged = 2 * (pair + query_and_out) * (ulysses - 1) / ulysses
     return around + exchanged
 
 
-def nearest_length(length: int, size: int, ring: str = "zigzag", ulysses: int = 1) -> int:
+def padded_length(length: int, size: int, ring: str = "zigzag", ulysses: int = 1) -> int:
     """The least length that divides and is not below this one: what a sequence is padded to."""
-    need = divisor(size, ring, ulysses)
+    need = length_divisor(size, ring, ulysses)
     return -(-length // need) * need
 
 
-def positions(spans: Sequence[Span]) -> list[int]:
+def token_positions(spans: Sequence[TokenRange]) -> list[int]:
     """The places in the whole sequence of a rank's tokens, in local order."""
     return [token for start, stop in spans for token in range(start, stop)]

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.plan.plan import Plan
-from fourfold.plan.sequence import Attention, Spans, chunks, nearest_length, ring_size, sent_elements, work
+from fourfold.plan.sequence import (
+    AttentionSize,
+    TokenRanges,
+    attention_sent_elements,
+    padded_length,
+    ring_size,
+    scores_per_index,
+    token_ranges,
+)
 from fourfold.run.batch import POSITION_NAMES, call, evaluating
 from fourfold.run.sequence.route import Call, routed
 from fourfold.words.errors import PlanError, Problem
@@ -37,8 +45,8 @@ class Form(NamedTuple):
     causal: bool
     element_bytes: int
 
-    def layer(self, samples: int, length: int) -> Attention:
-        return Attention(samples, length, self.heads, self.head_size, self.kv_heads, self.value_size)
+    def layer(self, samples: int, length: int) -> AttentionSize:
+        return AttentionSize(samples, length, self.heads, self.head_size, self.kv_heads, self.value_size)
 
     @property
     def token_bytes(self) -> int:
@@ -62,14 +70,14 @@ class Seen(NamedTuple):
 def sequence(plan: Plan, task: Task, model: nn.Module) -> str:
     """The part of `fourfold show` for sp > 1. Raises PlanError where tokens cannot be told from positions."""
     seen = look(task, model)
-    padded = nearest_length(seen.length, plan.sp, plan.ring, plan.ulysses)
-    spans = chunks(padded, plan.sp, plan.ring, plan.ulysses)
+    padded = padded_length(seen.length, plan.sp, plan.ring, plan.ulysses)
+    spans = token_ranges(padded, plan.sp, plan.ring, plan.ulysses)
     causal = any(form.causal for form in seen.calls)
     places = ring_size(plan.sp, plan.ulysses)
     shape = f"a ring of {places}" if plan.ulysses == 1 else f"heads among {plan.ulysses}, a ring of {places}"
     pads = f", padded to {padded:,}" if padded != seen.length else ""
     head = f"sequence  {plan.ring}, {shape}; samples of {seen.length:,} tokens{pads}, {padded // plan.sp:,} a rank"
-    shares = work(padded, places, plan.ring, causal=causal)
+    shares = scores_per_index(padded, places, plan.ring, causal=causal)
     rows = [("index", "work, even = 1", "tokens"), *(_row(i, spans[i], shares, plan.ulysses) for i in range(plan.sp))]
     samples = -(-task.batch_size // plan.dp)
     return "\n".join([head, *_aligned(rows), *_costs(plan, seen, samples, padded)])
@@ -111,7 +119,7 @@ def _like(part: Any, device: torch.device) -> Any:
     return torch.zeros((1, *part.shape), dtype=part.dtype, device=device) if isinstance(part, Tensor) else part
 
 
-def _row(index: int, spans: Spans, shares: Sequence[int], ulysses: int) -> tuple[str, str, str]:
+def _row(index: int, spans: TokenRanges, shares: Sequence[int], ulysses: int) -> tuple[str, str, str]:
     even = sum(shares) / len(shares)
     tokens = " and ".join(f"{start:,} to {stop - 1:,}" for start, stop in spans)
     return str(index), f"{shares[index // ulysses] / even:.2f}", tokens
@@ -140,7 +148,9 @@ def _costs(plan: Plan, seen: Seen, samples: int, padded: int) -> list[str]:
 def sent_bytes(plan: Plan, seen: Seen, samples: int, padded: int) -> float:
     """Keys, values and their gradients that each rank sends in a step."""
     return sum(
-        number * form.element_bytes * sent_elements(form.layer(samples, padded), plan.sp, ulysses=plan.ulysses)
+        number
+        * form.element_bytes
+        * attention_sent_elements(form.layer(samples, padded), plan.sp, ulysses=plan.ulysses)
         for form, number in seen.calls.items()
     )
 

@@ -21,7 +21,7 @@ from fourfold.parts import comm
 from fourfold.parts.comm import Communicator, RingGroup
 from fourfold.parts.sequence import masks, ring, rsa, ulysses
 from fourfold.parts.sequence.dropout import AttentionDropout
-from fourfold.plan.sequence import Spans, chunks, heads_problem, ring_size
+from fourfold.plan.sequence import TokenRanges, heads_problem, ring_size, token_ranges
 from fourfold.words.errors import Problem, TrainingError
 
 __all__ = ["SequenceGroup", "AttentionDropout", "sequence_attention", "connect_sequence"]
@@ -55,11 +55,11 @@ class SequenceGroup:
     def groups(self) -> tuple[RingGroup, RingGroup]:
         return self.ring_group, self.ulysses_group
 
-    def token_ranges_by_index(self, length: int) -> tuple[Spans, ...]:
+    def token_ranges_by_index(self, length: int) -> tuple[TokenRanges, ...]:
         """The spans of a sequence of this length that each index keeps, in its local order. Raises PlanError."""
-        return chunks(length, self.size, self.ring, self.ulysses)
+        return token_ranges(length, self.size, self.ring, self.ulysses)
 
-    def local_token_ranges(self, length: int) -> Spans:
+    def local_token_ranges(self, length: int) -> TokenRanges:
         """Those that this rank keeps."""
         return self.token_ranges_by_index(length)[self.index]
 
@@ -127,7 +127,7 @@ def sequence_attention(
     else:
         call = ring.RingCall(
             group.ring_group,
-            chunks(whole, group.ring_group.size, group.ring),
+            token_ranges(whole, group.ring_group.size, group.ring),
             gathers_kv=group.ring == "gather",
             is_causal=causal,
             scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fourfold.plan.sequence import Span, Spans
+from fourfold.plan.sequence import TokenRange, TokenRanges
 from fourfold.words.errors import Problem, TrainingError
 
 INF = float("inf")
@@ -71,7 +71,7 @@ def to_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -INF).to(dtype)
 
 
-def tile_mask(rows: Tensor, queries: Span, columns: list[Span]) -> Tensor:
+def tile_mask(rows: Tensor, queries: TokenRange, columns: list[TokenRange]) -> Tensor:
     """Of a mask of rows, those of the queries (or all), by the keys of these spans of the whole sequence."""
     if rows.shape[-2] > 1:
         rows = rows[..., queries[0] : queries[1], :]
@@ -79,7 +79,7 @@ def tile_mask(rows: Tensor, queries: Span, columns: list[Span]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-def key_ranges(spans: Spans, keys: Span) -> list[Span]:
+def key_ranges(spans: TokenRanges, keys: TokenRange) -> list[TokenRange]:
     """Where in the whole sequence the keys [start, stop) of a rank with these spans are."""
     found, passed = [], 0
     for start, stop in spans:

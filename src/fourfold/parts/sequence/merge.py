@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts.sequence.kernels import BlockOutput, accumulation_dtype
-from fourfold.plan.sequence import Span
+from fourfold.plan.sequence import TokenRange
 
 INF = float("inf")
 
@@ -20,7 +20,7 @@ class OnlineSoftmax:
         self._shape, self._dtype, self._device = shape, accumulation_dtype(dtype), device
         self._output: BlockOutput | None = None
 
-    def merge(self, part: BlockOutput, queries: Span) -> None:
+    def merge(self, part: BlockOutput, queries: TokenRange) -> None:
         """Take in a block of the queries [start, stop)."""
         start, stop = queries
         part = BlockOutput(part.out.to(self._dtype), part.lse.to(self._dtype))

@@ -24,7 +24,7 @@ from fourfold.parts.sequence import kernels, masks
 from fourfold.parts.sequence.dropout import AttentionDropout, DropoutMask, sample_indices
 from fourfold.parts.sequence.kernels import AttentionBlock, SoftmaxTotals, accumulation_dtype, compute_dtype
 from fourfold.parts.sequence.merge import OnlineSoftmax
-from fourfold.plan.sequence import Span, Spans, Tile, tiles
+from fourfold.plan.sequence import Tile, TokenRange, TokenRanges, tiles
 
 INF = float("inf")
 
@@ -34,7 +34,7 @@ class RingCall:
     """One call of attention around a link. `places`: the spans of the whole sequence that each place keeps."""
 
     group: RingGroup
-    ranges_by_index: tuple[Spans, ...]
+    ranges_by_index: tuple[TokenRanges, ...]
     gathers_kv: bool
     is_causal: bool
     scale: float
@@ -42,10 +42,10 @@ class RingCall:
     first_head: int = 0
 
     @property
-    def local_ranges(self) -> Spans:
+    def local_ranges(self) -> TokenRanges:
         return self.ranges_by_index[self.group.index]
 
-    def token_positions(self, ranges: Spans, device: torch.device) -> Tensor:
+    def token_positions(self, ranges: TokenRanges, device: torch.device) -> Tensor:
         """int64: the places in the whole sequence of the tokens of some spans."""
         return torch.cat([torch.arange(start, stop, device=device) for start, stop in ranges])
 
@@ -66,7 +66,7 @@ class KVBlock(NamedTuple):
     k: Tensor
     v: Tensor
     mask: Tensor | None
-    token_ranges: Spans
+    token_ranges: TokenRanges
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: masks.Mask, call: RingCall) -> Tensor:
@@ -145,7 +145,7 @@ class _GradAccumulator:
         self.queries, self._totals = queries, totals
         self.q = torch.zeros(queries.q.shape, dtype=accumulation_dtype(queries.q.dtype), device=queries.q.device)
 
-    def backward_block(self, side: KVBlock) -> list[tuple[Span, Tensor, Tensor]]:
+    def backward_block(self, side: KVBlock) -> list[tuple[TokenRange, Tensor, Tensor]]:
         """(keys, their dK, their dV) by tile, as this rank's queries give them."""
         found = []
         for tile in tiles(self.queries.call.local_ranges, side.token_ranges, causal=self.queries.call.is_causal):
@@ -172,7 +172,7 @@ def _kv_blocks(k: Tensor, v: Tensor, keys: Tensor | None, call: RingCall) -> Ite
         yield owner, _unpack_kv(block, parts, call.ranges_by_index[owner])
 
 
-def _unpack_kv(block: Tensor, parts: Sequence[Tensor], ranges: Spans) -> KVBlock:
+def _unpack_kv(block: Tensor, parts: Sequence[Tensor], ranges: TokenRanges) -> KVBlock:
     views, start = [], 0
     for part in parts:
         views.append(block[start : start + part.numel()].view(part.shape))
@@ -192,7 +192,7 @@ def _concat_kv(sides: Sequence[KVBlock]) -> KVBlock:
     return KVBlock(k, v, mask, tuple(sorted(span for side in sides for span in side.token_ranges)))
 
 
-def _ranges_in_order(places: Sequence[Spans]) -> list[tuple[int, Span]]:
+def _ranges_in_order(places: Sequence[TokenRanges]) -> list[tuple[int, TokenRange]]:
     """(place, [start, stop) among its tokens) of every span of every place, in the order of the whole sequence."""
     found = []
     for place, spans in enumerate(places):
@@ -207,7 +207,7 @@ def _ring_kv_grads(gradients: _GradAccumulator, k: Tensor, v: Tensor, keys: Tens
     """dK and dV of this rank's keys: sums that go round, each rank adding its part; its own come last."""
     call, dtype = gradients.queries.call, accumulation_dtype(k.dtype)
     carry = call.group.make_accumulator(k.numel() + v.numel(), dtype, k.device)
-    own: list[tuple[Span, Tensor, Tensor]] = []
+    own: list[tuple[TokenRange, Tensor, Tensor]] = []
     for owner, side in _kv_blocks(k, v, keys, call):
         found = gradients.backward_block(side)
         if owner == call.group.index:
@@ -220,7 +220,7 @@ def _ring_kv_grads(gradients: _GradAccumulator, k: Tensor, v: Tensor, keys: Tens
     return total.k, total.v
 
 
-def _add_grads(found: Sequence[tuple[Span, Tensor, Tensor]], total: KVBlock) -> None:
+def _add_grads(found: Sequence[tuple[TokenRange, Tensor, Tensor]], total: KVBlock) -> None:
     for keys, grad_k, grad_v in found:
         total.k[:, :, slice(*keys)] += grad_k
         total.v[:, :, slice(*keys)] += grad_v

@@ -17,7 +17,7 @@ from fourfold.parts import comm, sequence
 from fourfold.plan.order import BatchRange
 from fourfold.plan.order import shard_range as between
 from fourfold.plan.plan import Plan
-from fourfold.plan.sequence import divisor, length_problem
+from fourfold.plan.sequence import length_divisor, length_problem
 from fourfold.run.batch import Microbatch, halves, has_tokens, leaves, mapped
 from fourfold.run.projections import Projection
 from fourfold.run.random_weights import EXACT, Fits, fits
@@ -193,7 +193,7 @@ class Tokens:
 
     def _few(self, length: int, inputs: Any, targets: Any) -> int:
         """How many tokens the model is tried with: such a number as no other dim 1 has."""
-        step = divisor(self._plan.sp, self._plan.ring, self._plan.ulysses)
+        step = length_divisor(self._plan.sp, self._plan.ring, self._plan.ulysses)
         few = -(-min(length, TRIED_TOKENS) // step) * step
         others = [t.shape[1] for t in (*leaves(inputs), *leaves(targets)) if t.dim() > 1 and t.shape[1] != length]
         while few in others:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fourfold.plan.plan import Plan
-from fourfold.plan.sequence import Spans, chunks, nearest_length
+from fourfold.plan.sequence import TokenRanges, padded_length, token_ranges
 from fourfold.run.batch import POSITION_NAMES, has_tokens, leaves, mapped, positions_of
 from fourfold.run.sequence.route import Call
 from fourfold.words.errors import Problem, TaskError
@@ -28,7 +28,7 @@ class Share(NamedTuple):
 
     length: int
     padded: int
-    spans: Spans
+    spans: TokenRanges
 
     @property
     def size(self) -> int:
@@ -56,8 +56,8 @@ class Share(NamedTuple):
 
 def share(plan: Plan, length: int, index: int) -> Share:
     """What the index on the sequence axis keeps of sequences of this length."""
-    padded = nearest_length(length, plan.sp, plan.ring, plan.ulysses)
-    return Share(length, padded, chunks(padded, plan.sp, plan.ring, plan.ulysses)[index])
+    padded = padded_length(length, plan.sp, plan.ring, plan.ulysses)
+    return Share(length, padded, token_ranges(padded, plan.sp, plan.ring, plan.ulysses)[index])
 
 
 def length_of(batch: Any) -> int:
