@@ -49,7 +49,7 @@ def priced(draw):
 @given(case=priced())
 def test_nothing_begins_before_its_needs_or_its_lane_allow(case):
     program, costs, leads = case
-    times = simulate(program, lambda *key: costs[key], lead=lambda rank, action: leads.get((rank, action), 0.0))
+    times = simulate(program, lambda *key: costs[key], overlap=lambda rank, action: leads.get((rank, action), 0.0))
     at = {(rank, timed.action): timed for rank, each in times.items() for timed in each}
     needs = Dependencies(program)
     for (rank, action), timed in at.items():
@@ -67,7 +67,7 @@ def test_nothing_begins_before_its_needs_or_its_lane_allow(case):
 @given(case=priced())
 def test_a_step_takes_at_least_its_longest_lane(case):
     program, costs, leads = case
-    times = simulate(program, lambda *key: costs[key], lead=lambda *key: leads.get(key, 0.0))
+    times = simulate(program, lambda *key: costs[key], overlap=lambda *key: leads.get(key, 0.0))
     for rank, actions in program.items():
         for name in LANES:
             assert makespan(times) >= sum(costs[rank, action] for action in actions if lane_of(action) == name) - 1e-9
@@ -118,7 +118,7 @@ def test_a_reduction_runs_beside_backward_from_when_its_bucket_is_ready():
     program = dict.fromkeys(range(2), lower_step(DataStepSpec(1, 2)))
     leads = {"R0.0": 6.0, "R0.1": 0.0}
     price = {"B0.0": 10.0}
-    times = simulate(program, lambda r, a: price.get(str(a), 1.0), lead=lambda r, a: leads.get(str(a), 0.0))
+    times = simulate(program, lambda r, a: price.get(str(a), 1.0), overlap=lambda r, a: leads.get(str(a), 0.0))
     assert [(str(t.action), t.start) for t in times[1]][3:] == [("R0.0", 6), ("R0.1", 12), ("U0.0", 12), ("U0.1", 13)]
 
 

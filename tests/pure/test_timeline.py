@@ -184,5 +184,5 @@ def test_the_file_is_in_the_format_that_perfetto_reads():
 
 def test_a_program_is_simulated_at_its_prices():
     found = cost.ActionCosts({(0, "F0.0"): 2.0, (1, "F0.0"): 3.0}, {})
-    times = simulate(PROGRAM, found.cost, lead=found.overlap)
+    times = simulate(PROGRAM, found.cost, overlap=found.overlap)
     assert (times[0][0].end, times[1][0].end) == (2.0, 3.0)

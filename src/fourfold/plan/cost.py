@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fourfold.plan.needs import Dependencies
-from fourfold.plan.simulate import Timed, Timeline, makespan, simulate
+from fourfold.plan.simulate import TimedAction, Timeline, makespan, simulate
 from fourfold.plan.timeline import DATA, STEP, Event, Trace, disjoint, waited
 from fourfold.words.action import Action, Verb
 from fourfold.words.spans import READY, RING, SENT, WAIT
@@ -112,16 +112,16 @@ def _overlaps(needs: Dependencies, rank: int, actions: tuple[Action, ...], event
     return leads
 
 
-def measured_timeline(trace: Trace, step: int) -> dict[int, tuple[Timed, ...]]:
+def measured_timeline(trace: Trace, step: int) -> dict[int, tuple[TimedAction, ...]]:
     """A sampled step's timeline, as `simulate` gives one: seconds since its first action."""
-    found: dict[int, list[Timed]] = {}
+    found: dict[int, list[TimedAction]] = {}
     for rank in trace.ranks:
         by_name = {event.name: event for event in trace.of(step=step, rank=rank)}
         here = [(action, by_name[str(action)]) for action in trace.program[rank] if str(action) in by_name]
-        found[rank] = [Timed(action, event.start, event.stop) for action, event in here]
+        found[rank] = [TimedAction(action, event.start, event.stop) for action, event in here]
     begin = min((timed.start for each in found.values() for timed in each), default=0.0)
     return {
-        rank: tuple(Timed(timed.action, timed.start - begin, timed.end - begin) for timed in each)
+        rank: tuple(TimedAction(timed.action, timed.start - begin, timed.end - begin) for timed in each)
         for rank, each in found.items()
     }
 
@@ -132,11 +132,11 @@ def median_step(trace: Trace) -> int:
     return lengths[(len(lengths) - 1) // 2][1]
 
 
-def simulated_timeline(trace: Trace, step: int | None = None) -> dict[int, tuple[Timed, ...]]:
+def simulated_timeline(trace: Trace, step: int | None = None) -> dict[int, tuple[TimedAction, ...]]:
     """One step of the traced program at its measured prices; with `step`, what was run in that one."""
     known = measure_costs(trace)
     program = trace.program if step is None else trace.ran(step)
-    return simulate(program, known.cost, lead=known.overlap)
+    return simulate(program, known.cost, overlap=known.overlap)
 
 
 def compare_timelines(trace: Trace, step: int, timeline: Timeline) -> list[Difference]:

@@ -22,7 +22,7 @@ from fourfold.plan.cost import (
     simulated_timeline,
 )
 from fourfold.plan.needs import lane_of
-from fourfold.plan.simulate import Timed, Timeline, makespan
+from fourfold.plan.simulate import TimedAction, Timeline, makespan
 from fourfold.plan.timeline import Trace, disjoint
 from fourfold.report.svg import Bar, Block, Lane, bars, lanes
 from fourfold.words.action import Verb
@@ -80,7 +80,7 @@ def step_card(trace: Trace) -> str:
     )
 
 
-def _measured_lanes(trace: Trace, step: int, begun: Mapping[int, Sequence[Timed]]) -> list[Lane]:
+def _measured_lanes(trace: Trace, step: int, begun: Mapping[int, Sequence[TimedAction]]) -> list[Lane]:
     # `begun` counts from the step's first action, the trace from its own first event.
     zero = min(event.start for event in trace.events if event.step == step and _is_action(event.name))
     result = []
@@ -112,7 +112,7 @@ def _simulated_lanes(timeline: Timeline) -> list[Lane]:
     ]
 
 
-def _blocks(actions: Sequence[Timed], name: str) -> list[Block]:
+def _blocks(actions: Sequence[TimedAction], name: str) -> list[Block]:
     return [
         Block(str(timed.action), timed.start * 1e3, timed.end * 1e3, STYLES.get(timed.action.verb, "measure"))
         for timed in actions
