@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fourfold.plan.plan import Plan
-from fourfold.plan.timeline import encode
+from fourfold.plan.timeline import encode_trace
 from fourfold.report import page, progress, record, svg, table
 from tests.pure.test_timeline import trace
 
@@ -45,7 +45,7 @@ def make(folder: Path, *, task: str = "lm", loss: float = 3.0, tokens: int | Non
     finished = {"finished": 6, "seconds": 3.25, "rate": 3780.9, "unit": unit, "valid": valid["valid"]}
     rows = [*lines, valid, finished]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "trace.json").write_bytes(encode(trace(late=1.0)))
+    (folder / "trace.json").write_bytes(encode_trace(trace(late=1.0)))
     return folder
 
 

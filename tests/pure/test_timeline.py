@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 from fourfold.plan import cost
 from fourfold.plan.data import RESTING_LAYOUTS, DataStepSpec, lower_step
 from fourfold.plan.simulate import makespan, simulate
-from fourfold.plan.timeline import Event, Trace, TraceError, bounds, decode, disjoint, encode, waited
+from fourfold.plan.timeline import (
+    Event,
+    Trace,
+    TraceError,
+    clock_offset_bounds,
+    decode_trace,
+    encode_trace,
+    merged_waits,
+    waiting_seconds_within,
+)
 from fourfold.words.action import Verb
 from fourfold.words.spans import COMPUTE, REDUCE, WAIT
 
@@ -27,7 +36,7 @@ def events(draw):
 
 @given(found=st.lists(events(), max_size=20))
 def test_reading_a_trace_is_the_inverse_of_writing_it(found):
-    again = decode(encode(Trace(PROGRAM, tuple(found))))
+    again = decode_trace(encode_trace(Trace(PROGRAM, tuple(found))))
     assert again.program == PROGRAM
     for before, after in zip(found, again.events, strict=True):
         assert before[:4] == after[:4]
@@ -147,8 +156,8 @@ def test_waits_within_waits_count_once(spans):
     waits = [Event(0, 3, WAIT, COMPUTE, float(min(span)), float(max(span))) for span in spans]
     within = Event(0, 3, "U0.0", COMPUTE, 10.0, 40.0)
     covered = {second for wait in waits for second in range(int(wait.start), int(wait.stop)) if 10 <= second < 40}
-    assert waited(waits, within) == len(covered)
-    joined = disjoint(waits)
+    assert waiting_seconds_within(waits, within) == len(covered)
+    joined = merged_waits(waits)
     assert sum(each.seconds for each in joined) == len({s for w in waits for s in range(int(w.start), int(w.stop))})
 
 
@@ -162,18 +171,18 @@ def test_the_true_distance_of_two_clocks_lies_within_the_bounds(ahead, delays):
         mine.append(now + first)
         theirs.append(now + second + ahead)
         now += 10**6  # a round ends after both have begun it
-    least, most = bounds(mine, theirs)
+    least, most = clock_offset_bounds(mine, theirs)
     assert least <= ahead <= most
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b'{"traceEvents": [], "otherData": {"program": "0: Q"}}'])
 def test_what_is_no_trace_is_told(data):
     with pytest.raises(TraceError, match=r"no trace of a run"):
-        decode(data)
+        decode_trace(data)
 
 
 def test_the_file_is_in_the_format_that_perfetto_reads():
-    rows = json.loads(encode(trace(late=1.0)))["traceEvents"]
+    rows = json.loads(encode_trace(trace(late=1.0)))["traceEvents"]
     assert {row["ph"] for row in rows} == {"M", "X", "i"}
     assert {row["pid"] for row in rows} == {0, 1}
     names = {row["args"]["name"] for row in rows if row["ph"] == "M"}

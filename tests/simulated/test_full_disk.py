@@ -13,7 +13,7 @@ from torch import nn
 
 import fourfold as ff
 from fourfold.feed.source import TensorSource
-from fourfold.plan.timeline import decode
+from fourfold.plan.timeline import decode_trace
 from fourfold.run.checkpoint import keeper as keeping
 from fourfold.run.checkpoint.shelf import newest_good
 from fourfold.run.folder import Folder
@@ -178,7 +178,7 @@ def test_a_trace_that_a_full_disk_does_not_take_is_told_once_and_comes_with_the_
         told = train(tmp_path, checkpoint_every=0, trace_every=1)
     reason = "trace.json could not be written: no space left on device"
     assert told.notes == [f"warning: {reason}; its steps are kept, training goes on"]
-    assert decode((tmp_path / "run" / "trace.json").read_bytes()).steps == [1, 2, 3, 4, 5, 6]
+    assert decode_trace((tmp_path / "run" / "trace.json").read_bytes()).steps == [1, 2, 3, 4, 5, 6]
     assert not (tmp_path / "run" / "trace.json.part").exists()
 
 

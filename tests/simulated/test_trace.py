@@ -4,7 +4,7 @@ import pytest
 
 from fourfold.plan import cost
 from fourfold.plan.needs import lane_of
-from fourfold.plan.timeline import Trace, decode
+from fourfold.plan.timeline import Trace, decode_trace
 from fourfold.run.trace import FILE, FIRST, KEPT, Recording, Tracing, _tiled, is_sampled
 from fourfold.testing import threads
 from fourfold.words.spans import DONE, READY, REDUCE, SENT, Span
@@ -34,7 +34,7 @@ def test_every_rank_records_every_action_of_the_sampled_steps(size, clip):
     assert whole.ranks == list(range(size))
     for step in whole.steps:
         for rank in whole.ranks:
-            names = {event.name for event in whole.of(step=step, rank=rank)}
+            names = {event.name for event in whole.events_of(step=step, rank=rank)}
             expected = {str(action) for action in whole.program[rank]}
             # A rank alone has nothing to reduce.
             assert expected - names == (set() if size > 1 else {name for name in expected if name[0] == "R"})
@@ -47,7 +47,7 @@ def test_a_bucket_is_ready_then_sent_then_reduced_then_done():
     for whole in traced(Case(bucket_bytes=1500), 2):
         for step in whole.steps:
             for rank in whole.ranks:
-                at = {event.name: event for event in whole.of(step=step, rank=rank)}
+                at = {event.name: event for event in whole.events_of(step=step, rank=rank)}
                 for name in (name for name in at if name[0] == "R" and " " not in name):
                     ready, sent, done = (at[f"{name} {what}"].start for what in (READY, SENT, DONE))
                     assert ready <= sent <= at[name].start <= at[name].stop <= done
@@ -56,9 +56,9 @@ def test_a_bucket_is_ready_then_sent_then_reduced_then_done():
 def test_a_step_apart_and_a_meeting_are_each_recorded_and_simulated_as_what_they_were():
     whole = traced(Case(sync="local", local_steps=2, bucket_bytes=1500, clip=0.5), 2)[0]
     for step in whole.steps:
-        program = whole.ran(step)
+        program = whole.program_of_step(step)
         for rank in whole.ranks:
-            names = {event.name for event in whole.of(step=step, rank=rank)}
+            names = {event.name for event in whole.events_of(step=step, rank=rank)}
             assert {name for name in names if name[1:2] == "0"} == {str(action) for action in program[rank]}
             assert any(name[0] in "PL" for name in names) == (step % 2 == 0)
         assert {rank: len(timed) for rank, timed in cost.simulated_timeline(whole, step).items()} == {
@@ -128,7 +128,7 @@ def test_a_long_run_keeps_its_first_and_its_last_samples(tmp_path):
             with tracing.sample(number):
                 if is_sampled(number, 5):
                     step(batches(case)[0])
-        return decode((tmp_path / FILE).read_bytes()).steps
+        return decode_trace((tmp_path / FILE).read_bytes()).steps
 
     (steps,) = threads.run(1, body)
     assert len(steps) == KEPT

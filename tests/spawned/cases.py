@@ -19,7 +19,7 @@ from torch import nn
 import fourfold as ff
 from fourfold.parts import comm, sequence
 from fourfold.plan.codec import codec_rounds
-from fourfold.plan.timeline import encode
+from fourfold.plan.timeline import encode_trace
 from fourfold.run import late
 from fourfold.run.trace import Tracing
 from fourfold.run.verify import verify
@@ -255,7 +255,7 @@ def trace(transport: str, host: str | None = None, steps: int = 12, ahead_second
         for number in range(1, steps + 1):
             with tracing.sample(number) if number > 2 else contextlib.nullcontext():
                 step(batch)
-    return encode(tracing.trace).decode()
+    return encode_trace(tracing.trace).decode()
 
 
 def wide_steps(steps: int, zero: int, shard: int | None) -> int:

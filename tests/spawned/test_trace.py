@@ -8,7 +8,7 @@ import pytest
 
 from fourfold.plan import cost
 from fourfold.plan.simulate import makespan
-from fourfold.plan.timeline import Trace, decode
+from fourfold.plan.timeline import Trace, decode_trace
 from tests.spawned.test_launch import TASK, end, start
 
 __all__ = ["start"]  # a fixture
@@ -32,7 +32,7 @@ def test_a_run_of_two_ranks_writes_a_trace_of_both_and_a_page(start, tmp_path: P
     ended = end(start(TASK, ["train", "script.py", "name=first", "trace_every=2", "-n", "2"]))
     assert ended.code == 0, ended.err
     folder = tmp_path / "runs" / "first"
-    trace = decode((folder / "trace.json").read_bytes())
+    trace = decode_trace((folder / "trace.json").read_bytes())
     assert trace.steps == [2, 3, 4]
     assert {event.rank for event in trace.events} == {0, 1}
     assert "report   runs/first/report.html" in ended.out
@@ -47,7 +47,7 @@ def test_a_run_that_fails_leaves_its_trace(start, tmp_path: Path):
     ended = end(start(script, ["train", "script.py", "broken=yes", "name=first", "trace_every=2", "-n", "2"]))
     assert ended.code == 1
     assert "the loss of step 6" in ended.err
-    assert decode((tmp_path / "runs" / "first" / "trace.json").read_bytes()).steps == [2, 3, 4]
+    assert decode_trace((tmp_path / "runs" / "first" / "trace.json").read_bytes()).steps == [2, 3, 4]
 
 
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
@@ -62,7 +62,7 @@ def test_a_simulated_step_takes_as_long_as_the_measured(world, transport):
 
 def ratios(text: str) -> Iterator[float]:
     """How long each step of a trace takes, simulated, as a share of the measured."""
-    trace = decode(text.encode())
+    trace = decode_trace(text.encode())
     for step in trace.steps:
         # Each step at its own prices: ranks that take turns in being late make medians over steps another question.
         alone = Trace(trace.program, tuple(event for event in trace.events if event.step == step))
@@ -72,7 +72,7 @@ def ratios(text: str) -> Iterator[float]:
 def test_hosts_are_put_on_one_clock(world):
     # Four ranks told to live on two hosts, the second with a clock that is a thousand seconds ahead.
     texts = world(4).run(f"{CASES}:trace", transport="by-host", host="two", steps=4, ahead_seconds=1000)
-    trace = decode(texts[0].encode())
+    trace = decode_trace(texts[0].encode())
     assert trace.ranks == [0, 1, 2, 3]
     for step in trace.steps:
         events = [event for event in trace.events if event.step == step]

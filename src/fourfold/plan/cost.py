@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from fourfold.plan.needs import Dependencies
 from fourfold.plan.simulate import TimedAction, Timeline, makespan, simulate
-from fourfold.plan.timeline import DATA, STEP, Event, Trace, disjoint, waited
+from fourfold.plan.timeline import DATA_SPAN, STEP_SPAN, Event, Trace, merged_waits, waiting_seconds_within
 from fourfold.words.action import Action, Verb
 from fourfold.words.spans import READY, RING, SENT, WAIT
 
@@ -48,7 +48,7 @@ def measure_costs(trace: Trace) -> ActionCosts:
     leads: dict[tuple[int, str], list[float]] = {}
     needs = Dependencies(trace.program)
     for step in trace.steps:
-        by_rank = {rank: trace.of(step=step, rank=rank) for rank in trace.ranks}
+        by_rank = {rank: trace.events_of(step=step, rank=rank) for rank in trace.ranks}
         starts = _launch_times(by_rank)
         for rank, events in by_rank.items():
             for key, value in _durations(events, starts).items():
@@ -85,7 +85,7 @@ def _durations(events: list[Event], sent: Mapping[str, float]) -> dict[str, floa
             free = max(free, event.stop)
             found[event.name] = max(0.0, event.stop - begin)
         elif " " not in event.name and event.name not in (WAIT, RING):
-            found[event.name] = event.seconds - waited(events, event) - _nested_seconds(events, event)
+            found[event.name] = event.seconds - waiting_seconds_within(events, event) - _nested_seconds(events, event)
     return found
 
 
@@ -94,7 +94,7 @@ def _nested_seconds(events: list[Event], within: Event) -> float:
     if within.name[0] not in (Verb.FORWARD, Verb.BACKWARD):
         return 0.0
     return sum(
-        event.seconds - waited(events, event)
+        event.seconds - waiting_seconds_within(events, event)
         for event in events
         if event.name[0] in (Verb.UPDATE, Verb.GATHER) and within.start <= event.start and event.stop <= within.stop
     )
@@ -116,7 +116,7 @@ def measured_timeline(trace: Trace, step: int) -> dict[int, tuple[TimedAction, .
     """A sampled step's timeline, as `simulate` gives one: seconds since its first action."""
     found: dict[int, list[TimedAction]] = {}
     for rank in trace.ranks:
-        by_name = {event.name: event for event in trace.of(step=step, rank=rank)}
+        by_name = {event.name: event for event in trace.events_of(step=step, rank=rank)}
         here = [(action, by_name[str(action)]) for action in trace.program[rank] if str(action) in by_name]
         found[rank] = [TimedAction(action, event.start, event.stop) for action, event in here]
     begin = min((timed.start for each in found.values() for timed in each), default=0.0)
@@ -135,7 +135,7 @@ def median_step(trace: Trace) -> int:
 def simulated_timeline(trace: Trace, step: int | None = None) -> dict[int, tuple[TimedAction, ...]]:
     """One step of the traced program at its measured prices; with `step`, what was run in that one."""
     known = measure_costs(trace)
-    program = trace.program if step is None else trace.ran(step)
+    program = trace.program if step is None else trace.program_of_step(step)
     return simulate(program, known.cost, overlap=known.overlap)
 
 
@@ -143,7 +143,7 @@ def compare_timelines(trace: Trace, step: int, timeline: Timeline) -> list[Diffe
     """A sampled step, action by action, beside a simulated timeline. Durations are without waits."""
     rows = []
     begun = measured_timeline(trace, step)
-    by_rank = {rank: trace.of(step=step, rank=rank) for rank in trace.ranks}
+    by_rank = {rank: trace.events_of(step=step, rank=rank) for rank in trace.ranks}
     sent = _launch_times(by_rank)
     for rank, events in by_rank.items():
         spent = _durations(events, sent)
@@ -183,9 +183,9 @@ def seconds_by_category(trace: Trace) -> dict[str, float]:
     steps = 0
     for step in trace.steps:
         for rank in trace.ranks:
-            events = trace.of(step=step, rank=rank)
-            whole = [event.seconds for event in events if event.name == STEP]
-            spent = {WAITING_TIME: sum(event.seconds for event in disjoint(events))}
+            events = trace.events_of(step=step, rank=rank)
+            whole = [event.seconds for event in events if event.name == STEP_SPAN]
+            spent = {WAITING_TIME: sum(event.seconds for event in merged_waits(events))}
             for name, seconds in _durations(events, {}).items():
                 kind = _category(name)
                 if kind is not None:
@@ -199,8 +199,8 @@ def seconds_by_category(trace: Trace) -> dict[str, float]:
 
 
 def _category(name: str) -> str | None:
-    if name == DATA:
+    if name == DATA_SPAN:
         return DATA_TIME
-    if name == STEP:
+    if name == STEP_SPAN:
         return None
     return CATEGORIES.get(Verb(name[0]))

@@ -19,9 +19,9 @@ from fourfold.words.action import Program, ProgramError, Verb, parse, show
 from fourfold.words.errors import FourfoldError, Problem
 from fourfold.words.spans import LANES, WAIT
 
-VERSION = 1
-STEP = "step"  # the name of the span that holds a whole step
-DATA = "data"  # the name of the span in which a step waits for its batch
+TRACE_VERSION = 1
+STEP_SPAN = "step"  # the name of the span that holds a whole step
+DATA_SPAN = "data"  # the name of the span in which a step waits for its batch
 
 
 class TraceError(FourfoldError):
@@ -58,7 +58,7 @@ class Trace:
     def steps(self) -> list[int]:
         return sorted({event.step for event in self.events})
 
-    def ran(self, step: int) -> Program:
+    def program_of_step(self, step: int) -> Program:
         """What was run in a sampled step: where ranks keep to themselves, they push and pull in some steps only."""
         names = {event.name for event in self.events if event.step == step}
         return {
@@ -66,11 +66,11 @@ class Trace:
             for rank, actions in self.program.items()
         }
 
-    def of(self, *, step: int, rank: int) -> list[Event]:
+    def events_of(self, *, step: int, rank: int) -> list[Event]:
         return [event for event in self.events if event.step == step and event.rank == rank]
 
 
-def encode(trace: Trace) -> bytes:
+def encode_trace(trace: Trace) -> bytes:
     """The trace as a file."""
     rows: list[dict[str, Any]] = []
     for rank in trace.ranks:
@@ -78,11 +78,16 @@ def encode(trace: Trace) -> bytes:
         for number, lane in enumerate(LANES):
             rows.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": lane}})
     for event in trace.events:
-        place = {"name": event.name, "pid": event.rank, "tid": LANES.index(event.lane), "ts": _micro(event.start)}
+        place = {
+            "name": event.name,
+            "pid": event.rank,
+            "tid": LANES.index(event.lane),
+            "ts": _to_microseconds(event.start),
+        }
         kind = "wait" if event.name == WAIT else event.lane
-        length = {"ph": "X", "dur": _micro(event.seconds)} if " " not in event.name else {"ph": "i", "s": "t"}
+        length = {"ph": "X", "dur": _to_microseconds(event.seconds)} if " " not in event.name else {"ph": "i", "s": "t"}
         rows.append({**place, **length, "cat": kind, "args": {"step": event.step}})
-    other = {"fourfold": VERSION, "program": show(trace.program)}
+    other = {"fourfold": TRACE_VERSION, "program": show(trace.program)}
     return b"{" + b",\n".join([
         b'"displayTimeUnit": "ms"',
         b'"otherData": ' + msgspec.json.encode(other),
@@ -90,11 +95,11 @@ def encode(trace: Trace) -> bytes:
     ]) + b"}\n"  # fmt: skip
 
 
-def _micro(seconds: float) -> float:
+def _to_microseconds(seconds: float) -> float:
     return round(seconds * 1e9) / 1e3
 
 
-def decode(data: bytes, *, where: str = "trace.json") -> Trace:
+def decode_trace(data: bytes, *, where: str = "trace.json") -> Trace:
     """The trace in a file. Raises TraceError where it is none of ours."""
     try:
         whole = from_json(data)
@@ -112,7 +117,7 @@ def _event(row: Mapping[str, Any]) -> Event:
     return Event(row["pid"], row["args"]["step"], row["name"], LANES[row["tid"]], start / 1e9, stop / 1e9)
 
 
-def waited(events: list[Event], within: Event) -> float:
+def waiting_seconds_within(events: list[Event], within: Event) -> float:
     """Seconds that a rank waited within one of its spans; waits may lie in each other."""
     spans = sorted(
         (max(event.start, within.start), min(event.stop, within.stop))
@@ -126,7 +131,7 @@ def waited(events: list[Event], within: Event) -> float:
     return total
 
 
-def disjoint(events: list[Event]) -> list[Event]:
+def merged_waits(events: list[Event]) -> list[Event]:
     """The waits among the events, those that lie in or touch each other joined."""
     joined: list[Event] = []
     for event in sorted((e for e in events if e.name == WAIT), key=lambda e: e.start):
@@ -137,7 +142,7 @@ def disjoint(events: list[Event]) -> list[Event]:
     return joined
 
 
-def bounds(mine: list[int], theirs: list[int]) -> tuple[int, int]:
+def clock_offset_bounds(mine: list[int], theirs: list[int]) -> tuple[int, int]:
     """The least and the most that another host's clock can be ahead of this one's, in nanoseconds.
 
     Both clocks were read in turn: round i + 1 was begun by nobody before everybody had begun round i.

@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 import msgspec
 
 from fourfold.plan.decode import DecodeError, from_json, read_bounded, read_toml
-from fourfold.plan.timeline import Trace, decode
+from fourfold.plan.timeline import Trace, decode_trace
 from fourfold.report import attempts, faults, saved
 from fourfold.words.errors import FourfoldError, Problem, nearest
 
@@ -147,7 +147,7 @@ def read(path: Path) -> Record:
         steps=[steps[number] for number in sorted(steps)],
         valid=[(line["step"], line["valid"]) for line in lines if "step" in line and "valid" in line],
         finished=next((line for line in reversed(lines) if "finished" in line), None),
-        trace=decode(trace.read_bytes(), where=str(trace)) if trace.is_file() else None,
+        trace=decode_trace(trace.read_bytes(), where=str(trace)) if trace.is_file() else None,
         faults=faults.read(path),
         checkpoints=saved.read(path, lines),
         resumed=[line["resumed"] for line in lines if "resumed" in line],

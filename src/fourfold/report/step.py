@@ -23,7 +23,7 @@ from fourfold.plan.cost import (
 )
 from fourfold.plan.needs import lane_of
 from fourfold.plan.simulate import TimedAction, Timeline, makespan
-from fourfold.plan.timeline import Trace, disjoint
+from fourfold.plan.timeline import Trace, merged_waits
 from fourfold.report.svg import Bar, Block, Lane, bars, lanes
 from fourfold.words.action import Verb
 from fourfold.words.spans import COMPUTE, LANES, READY, REDUCE
@@ -85,12 +85,12 @@ def _measured_lanes(trace: Trace, step: int, begun: Mapping[int, Sequence[TimedA
     zero = min(event.start for event in trace.events if event.step == step and _is_action(event.name))
     result = []
     for rank in trace.ranks:
-        events = trace.of(step=step, rank=rank)
+        events = trace.events_of(step=step, rank=rank)
         moments = [event for event in events if event.name.endswith(f" {READY}")]
         for name in LANES:
             blocks = _blocks(begun[rank], name)
             if name == COMPUTE:
-                waits = [event for event in disjoint(events) if event.start >= zero]
+                waits = [event for event in merged_waits(events) if event.start >= zero]
                 blocks += [Block("waiting", (e.start - zero) * 1e3, (e.stop - zero) * 1e3, "wait") for e in waits]
             if name == REDUCE:
                 blocks += [Block(e.name, (e.start - zero) * 1e3, (e.start - zero) * 1e3, "") for e in moments]

@@ -18,7 +18,7 @@ from typing import Any
 
 from fourfold.parts.comm.ranks import host_id
 from fourfold.plan.needs import lane_of
-from fourfold.plan.timeline import STEP, Event, Trace, bounds, encode
+from fourfold.plan.timeline import STEP_SPAN, Event, Trace, clock_offset_bounds, encode_trace
 from fourfold.run.build import TrainStep
 from fourfold.words.action import Action, Verb
 from fourfold.words.errors import reason
@@ -126,7 +126,7 @@ class Tracing:
         recording = Recording()
         self._step.tell(recording)
         try:
-            with recording.span(STEP):
+            with recording.span(STEP_SPAN):
                 yield recording
         finally:
             self._step.tell(SILENT)
@@ -146,7 +146,7 @@ class Tracing:
     def _write(self, folder: Path) -> None:
         draft = folder / f"{FILE}.part"
         try:
-            draft.write_bytes(encode(self.trace))
+            draft.write_bytes(encode_trace(self.trace))
             draft.replace(folder / FILE)
             self._is_late = False
         except OSError as error:
@@ -195,7 +195,7 @@ def offsets(exchange: Callable[[Any], list[Any]]) -> list[int]:
     columns = list(zip(*(exchange(time.monotonic_ns()) for _ in range(ROUNDS)), strict=True))
     found = []
     for host, column in zip(hosts, columns, strict=True):
-        least, most = bounds(list(columns[0]), list(column))
+        least, most = clock_offset_bounds(list(columns[0]), list(column))
         found.append(0 if host == hosts[0] else (least + most) // 2)
     # One figure per host: its first rank's.
     return [found[hosts.index(host)] for host in hosts]

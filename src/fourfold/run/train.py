@@ -24,7 +24,7 @@ from fourfold.plan.intervals import DRIFT_CHECK, is_due
 from fourfold.plan.order import shard_range
 from fourfold.plan.plan import Plan
 from fourfold.plan.rates import LRSchedule
-from fourfold.plan.timeline import DATA
+from fourfold.plan.timeline import DATA_SPAN
 from fourfold.run import pulse
 from fourfold.run.arguments import refuse_plan
 from fourfold.run.asked import asked_to_stop, stop_seconds
@@ -208,7 +208,7 @@ class Training:
                 for group, rate in zip(step.optimizer.param_groups, self.speaker.rates, strict=True):
                     group["lr"] = rate * scale
             with self.tracing.sample(number + 1) as recorder:
-                with recorder.span(DATA), lateness.reading():
+                with recorder.span(DATA_SPAN), lateness.reading():
                     batch = next(batches)
                 step.ask(asked() > 0)
                 metrics = step(batch)
