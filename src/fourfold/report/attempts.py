@@ -11,39 +11,39 @@ from fourfold.report.progress import seconds_of
 from fourfold.report.table import UNKNOWN, cells, many
 from fourfold.words.units import scaled
 
-HEADS = ("steps", "time", "a second", "")
+COLUMNS = ("steps", "time", "a second", "")
 NOTE = "Steps after an attempt's last checkpoint were done again; their first time is not counted."
 
 
-class Attempt(NamedTuple):
+class Segment(NamedTuple):
     """Steps `first` to `last`; `units` are tokens, or samples where there are none."""
 
-    first: int
-    last: int
+    first_step: int
+    last_step: int
     seconds: float
-    units: float
+    num_units: float
 
 
-def read(lines: Iterable[Mapping[str, Any]]) -> list[Attempt]:
+def read_segments(lines: Iterable[Mapping[str, Any]]) -> list[Segment]:
     """The attempts that the lines of a log tell of, at least one."""
-    found, begun = [], _Begun(0)
+    found, begun = [], _SegmentBuilder(0)
     for line in lines:
         if "resumed" in line:
-            found.append(begun.ended())
-            begun = _Begun(line["resumed"])
+            found.append(begun.build())
+            begun = _SegmentBuilder(line["resumed"])
         else:
-            begun.take(line)
-    return [*found, begun.ended()]
+            begun.add_line(line)
+    return [*found, begun.build()]
 
 
-class _Begun:
+class _SegmentBuilder:
     """An attempt, line by line."""
 
     def __init__(self, step: int) -> None:
         self._first = self._last = step
         self._seconds = self._units = 0.0
 
-    def take(self, line: Mapping[str, Any]) -> None:
+    def add_line(self, line: Mapping[str, Any]) -> None:
         if "step" in line and "loss" in line:
             self._last = line["step"]
             self._seconds += line["seconds"]
@@ -54,19 +54,19 @@ class _Begun:
         elif "finished" in line:
             self._seconds = line["seconds"]
 
-    def ended(self) -> Attempt:
-        return Attempt(self._first + 1, self._last, self._seconds, self._units)
+    def build(self) -> Segment:
+        return Segment(self._first + 1, self._last, self._seconds, self._units)
 
 
-def card(attempts: Sequence[Attempt]) -> str:
+def segments_card(attempts: Sequence[Segment]) -> str:
     """The table of attempts; nothing where there was one."""
     if len(attempts) == 1:
         return ""
-    rows = [cells(_row(each)) for each in attempts]
-    return f'<h2>Time by attempt</h2><p class="note">{NOTE}</p>{many(HEADS, rows, style="attempts")}'
+    rows = [cells(_row_cells(each)) for each in attempts]
+    return f'<h2>Time by attempt</h2><p class="note">{NOTE}</p>{many(COLUMNS, rows, style="attempts")}'
 
 
-def _row(attempt: Attempt) -> Sequence[str]:
+def _row_cells(attempt: Segment) -> Sequence[str]:
     first, last, seconds, units = attempt
     steps = UNKNOWN if last < first else f"{first:,} to {last:,}" if last > first else f"{first:,}"
     rate = scaled(units / seconds) if units and seconds > 0 else UNKNOWN

@@ -56,7 +56,7 @@ def page(record: Record) -> str:
 
 
 def _saves_and_attempts(record: Record) -> str:
-    saves, times = _card(saved.card(record.checkpoints)), attempts.card(record.attempts)
+    saves, times = _card(saved.card(record.checkpoints)), attempts.segments_card(record.attempts)
     return f'<div class="stack">{saves}{_card(times)}</div>' if times else saves
 
 

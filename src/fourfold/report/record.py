@@ -66,7 +66,7 @@ class Record:
     faults: faults.Faults
     checkpoints: saved.Checkpoints
     resumed: Sequence[int]
-    attempts: Sequence[attempts.Attempt]
+    attempts: Sequence[attempts.Segment]
 
     @property
     def last(self) -> int:
@@ -151,7 +151,7 @@ def read(path: Path) -> Record:
         faults=faults.read(path),
         checkpoints=saved.read(path, lines),
         resumed=[line["resumed"] for line in lines if "resumed" in line],
-        attempts=attempts.read(lines),
+        attempts=attempts.read_segments(lines),
     )
 
 
