@@ -143,10 +143,10 @@ def test_a_trace_whose_program_is_no_text_is_refused(program):
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_fault_that_is_nested_too_deeply_is_counted(depth, tmp_path):
-    (tmp_path / faults.FILE).write_text(f'{{"time": 1, "kind": "x", "step": 1, "later": {lists(depth)}}}\n')
-    found = faults.read(tmp_path)
-    assert len(found.known) + found.unread == 1
-    assert found.unread == (depth > 1000)
+    (tmp_path / faults.FAULTS_FILE).write_text(f'{{"time": 1, "kind": "x", "step": 1, "later": {lists(depth)}}}\n')
+    found = faults.read_faults(tmp_path)
+    assert len(found.faults) + found.num_unreadable == 1
+    assert found.num_unreadable == (depth > 1000)
 
 
 @pytest.mark.parametrize("depth", DEPTHS)

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fourfold.report import faults, page, record, saved, svg
-from fourfold.report.faults import Fault, Faults
+from fourfold.report.faults import FaultLine, Faults
 from tests.pure.test_report import NASTY, make, parsed, words
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -24,7 +24,7 @@ RESTART = {
 }
 SKIPPED = {"time": 1795260060.0, "kind": "skipped step", "step": 5, "rank": None, "host": None, "text": "NaN"}
 FAULTS = st.builds(
-    Fault,
+    FaultLine,
     time=st.floats(),
     kind=st.text(),
     step=st.integers(),
@@ -42,7 +42,7 @@ def run(tmp_path: Path) -> Path:
 
 def tell(folder: Path, *lines: bytes | dict[str, object]) -> None:
     text = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
-    (folder / faults.FILE).write_bytes(b"\n".join(text))
+    (folder / faults.FAULTS_FILE).write_bytes(b"\n".join(text))
 
 
 def log(folder: Path, *lines: dict[str, object]) -> None:
@@ -93,19 +93,21 @@ def test_a_line_that_cannot_be_read_is_counted_and_hides_no_other(junk, tmp_path
     folder = tmp_path_factory.mktemp("run")
     lines = [line for each in junk for line in each.splitlines() if line.strip()]
     tell(folder, RESTART, *lines, {**SKIPPED, "later": "a field of a later version"})
-    found = faults.read(folder)
-    assert [fault.kind for fault in found.known] == ["restart", "skipped step"]
-    assert found.unread == len(lines)
-    assert ("could not be read" in faults.card(found, [])) == bool(lines)
+    found = faults.read_faults(folder)
+    assert [fault.kind for fault in found.faults] == ["restart", "skipped step"]
+    assert found.num_unreadable == len(lines)
+    assert ("could not be read" in faults.faults_card(found, [])) == bool(lines)
 
 
 @given(known=st.lists(FAULTS, min_size=1, max_size=60), resumed=st.lists(st.integers(0, 10**6), max_size=9))
-@example(known=[Fault(1e300, "\x00" + NASTY, 2**70, text="\x1b[31m")], resumed=[])
+@example(known=[FaultLine(1e300, "\x00" + NASTY, 2**70, text="\x1b[31m")], resumed=[])
 def test_any_fault_is_shown_well_formed(known, resumed):
-    card = faults.card(Faults(known), resumed)
+    card = faults.faults_card(Faults(known), resumed)
     root = ElementTree.fromstring(f"<html>{card}</html>")
     assert len([row for row in root.iter("tr") if row[0].tag == "td"]) == len(known)
-    assert sum(len(series.points) for series in faults.marks(known, last=100)) == sum(0 <= f.step <= 100 for f in known)
+    assert sum(len(series.points) for series in faults.fault_marks(known, last_step=100)) == sum(
+        0 <= f.step <= 100 for f in known
+    )
 
 
 def test_a_step_that_cannot_be_does_not_stretch_the_axis(run):

@@ -20,14 +20,14 @@ from fourfold.report.svg import Series
 from fourfold.report.table import UNKNOWN, cells, many
 from fourfold.words.text import escaped
 
-FILE = "faults.jsonl"
+FAULTS_FILE = "faults.jsonl"
 RESTART, SKIPPED = "restart", "skipped step"
-LONGEST_NAME = 14  # letters of a kind that fit into a drawing's legend
-MOST_NAMED = 5  # steps
-HEADS = ("when, UTC", "what", "step", "where", "back after", "")
+MAX_NAME_LENGTH = 14  # letters of a kind that fit into a drawing's legend
+MAX_NAMED_STEPS = 5  # steps
+COLUMNS = ("when, UTC", "what", "step", "where", "back after", "")
 
 
-class Fault(msgspec.Struct, frozen=True):
+class FaultLine(msgspec.Struct, frozen=True):
     """A line of faults.jsonl.
 
     time     seconds since 1970
@@ -47,40 +47,40 @@ class Fault(msgspec.Struct, frozen=True):
 class Faults(NamedTuple):
     """A run's faults as they came, and how many lines of the file could not be read."""
 
-    known: Sequence[Fault] = ()
-    unread: int = 0
+    faults: Sequence[FaultLine] = ()
+    num_unreadable: int = 0
 
     def count(self, kind: str) -> int:
-        return sum(fault.kind == kind for fault in self.known)
+        return sum(fault.kind == kind for fault in self.faults)
 
 
-def read(folder: Path) -> Faults:
+def read_faults(folder: Path) -> Faults:
     """The faults of the run in `folder`; none where it has no such file. Raises OSError."""
-    path = folder / FILE
+    path = folder / FAULTS_FILE
     if not path.exists():
         return Faults()
     check_not_pipe(path)
     known, unread = [], 0
     for line in path.read_bytes().splitlines():
         try:
-            known.append(from_json(line, Fault))
+            known.append(from_json(line, FaultLine))
         except DecodeError:
             unread += bool(line.strip())
     return Faults(known, unread)
 
 
-def marks(faults: Sequence[Fault], *, last: int) -> list[Series]:
+def fault_marks(faults: Sequence[FaultLine], *, last_step: int) -> list[Series]:
     """Marks for an axis of steps that ends at `last`: restarts as rules, all others as pegs."""
-    placed = [fault for fault in faults if 0 <= fault.step <= last]
+    placed = [fault for fault in faults if 0 <= fault.step <= last_step]
     restarts = [(float(fault.step), 0.0) for fault in placed if fault.kind == RESTART]
     others = [(float(fault.step), 0.0) for fault in placed if fault.kind != RESTART]
     kinds = {fault.kind for fault in placed if fault.kind != RESTART}
     name = escaped(kinds.pop()) if len(kinds) == 1 else "other fault"
-    name = name if len(name) <= LONGEST_NAME else "other fault"
+    name = name if len(name) <= MAX_NAME_LENGTH else "other fault"
     return [Series(RESTART, restarts, 3, "rule"), Series(name, others, 3, "peg")]
 
 
-def card(faults: Faults, resumed: Sequence[int]) -> str:
+def faults_card(faults: Faults, resumed: Sequence[int]) -> str:
     """The table of faults; nothing where there were none."""
     known, unread = faults
     if not known and not unread:
@@ -91,36 +91,36 @@ def card(faults: Faults, resumed: Sequence[int]) -> str:
     if lost:
         said.append(f"{seconds_of(sum(lost))} in all until steps ended again")
     if resumed:
-        said.append(_resumed(resumed))
+        said.append(_resumed_note(resumed))
     if unread:
-        said.append(f"{unread} {'line' if unread == 1 else 'lines'} of {FILE} could not be read")
-    rows = [cells(_row(fault)) for fault in sorted(known, key=lambda fault: fault.time)]
-    table = many(HEADS, rows, style="faults") if rows else ""
+        said.append(f"{unread} {'line' if unread == 1 else 'lines'} of {FAULTS_FILE} could not be read")
+    rows = [cells(_row_cells(fault)) for fault in sorted(known, key=lambda fault: fault.time)]
+    table = many(COLUMNS, rows, style="faults") if rows else ""
     return f'<h2>Faults and restarts</h2><p class="note">{escape(" · ".join(said))}</p>{table}'
 
 
-def quiet(faults: Faults, resumed: Sequence[int]) -> str:
+def no_faults_note(faults: Faults, resumed: Sequence[int]) -> str:
     """What there is to say where there is no table."""
-    if faults.known or faults.unread:
+    if faults.faults or faults.num_unreadable:
         return ""
-    return f"No faults; {_resumed(resumed)}." if resumed else "No faults, no restarts."
+    return f"No faults; {_resumed_note(resumed)}." if resumed else "No faults, no restarts."
 
 
-def _resumed(steps: Sequence[int]) -> str:
-    if len(steps) > MOST_NAMED:
+def _resumed_note(steps: Sequence[int]) -> str:
+    if len(steps) > MAX_NAMED_STEPS:
         return f"gone on from a checkpoint {len(steps):,} times"
     return f"gone on from step {', '.join(f'{step:,}' for step in steps)}"
 
 
-def _row(fault: Fault) -> Sequence[str]:
+def _row_cells(fault: FaultLine) -> Sequence[str]:
     where = [f"rank {fault.rank}"] if fault.rank is not None else []
     where += [fault.host] if fault.host else []
     again = UNKNOWN if fault.seconds is None or not math.isfinite(fault.seconds) else seconds_of(fault.seconds)
     step = f"{fault.step:,}" if fault.step >= 0 else UNKNOWN
-    return _moment(fault.time), fault.kind, step, ", ".join(where) or UNKNOWN, again, fault.text
+    return _format_time(fault.time), fault.kind, step, ", ".join(where) or UNKNOWN, again, fault.text
 
 
-def _moment(time: float) -> str:
+def _format_time(time: float) -> str:
     try:
         return datetime.fromtimestamp(time, UTC).strftime("%-d %b %H:%M:%S")
     except (ValueError, OverflowError, OSError):  # no time of this calendar

@@ -41,7 +41,7 @@ def page(record: Record) -> str:
     trace = record.trace if record.trace is not None and record.trace.events else None
     untraced = "<h2>Time by action</h2><p>No step of this run was traced.</p>"
     cards += [_card(action_card(trace) if trace else untraced), _saves_and_attempts(record)]
-    if troubles := faults.card(record.faults, record.resumed):
+    if troubles := faults.faults_card(record.faults, record.resumed):
         cards.append(_card(troubles, wide=True))
     if trace:
         cards.append(_card(step_card(trace), wide=True))
@@ -121,8 +121,11 @@ def curves(records: Sequence[Record]) -> str:
     marks, note = [], "Dots: validation."
     if len(records) == 1:
         (one,) = records
-        marks = [*faults.marks(one.faults.known, last=one.last), saved.ticks(one.checkpoints, last=one.last)]
-        note = faults.quiet(one.faults, one.resumed)
+        marks = [
+            *faults.fault_marks(one.faults.faults, last_step=one.last),
+            saved.ticks(one.checkpoints, last=one.last),
+        ]
+        note = faults.no_faults_note(one.faults, one.resumed)
     drawing = lines([*marks, *series, *dots], x="step", y="loss", title="Loss")
     note = f'<p class="note">{escape(note)}</p>' if note else ""
     return f"<h2>Loss</h2>{drawing or '<p>No step has ended.</p>'}{note}"

@@ -148,7 +148,7 @@ def read(path: Path) -> Record:
         valid=[(line["step"], line["valid"]) for line in lines if "step" in line and "valid" in line],
         finished=next((line for line in reversed(lines) if "finished" in line), None),
         trace=decode_trace(trace.read_bytes(), where=str(trace)) if trace.is_file() else None,
-        faults=faults.read(path),
+        faults=faults.read_faults(path),
         checkpoints=saved.read(path, lines),
         resumed=[line["resumed"] for line in lines if "resumed" in line],
         attempts=attempts.read_segments(lines),
