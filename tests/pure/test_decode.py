@@ -92,7 +92,7 @@ def test_a_file_of_a_run_that_is_nested_too_deeply_is_named(name, depth, tmp_pat
     text = f"a = {lists(depth)}" if name == "plan.toml" else dicts(depth)
     (run / name).write_text(text + "\n")
     with pytest.raises(FourfoldError, match=r"run of|as they were written|line 1|no trace") as caught:
-        page.write([run])
+        page.write_report([run])
     assert str(run) in str(caught.value)
 
 
@@ -104,7 +104,7 @@ def test_a_line_of_a_log_that_has_another_form_is_named(line, tmp_path):
     run = make(tmp_path / "run")
     (run / "metrics.jsonl").write_bytes(line + b"\n" + (run / "metrics.jsonl").read_bytes())
     with pytest.raises(ReportError, match=r"metrics\.jsonl, line 1"):
-        page.write([run])
+        page.write_report([run])
 
 
 def test_a_line_of_a_log_that_lacks_a_field_is_shown_or_named(tmp_path):
@@ -120,7 +120,7 @@ def test_a_line_of_a_log_that_lacks_a_field_is_shown_or_named(tmp_path):
             without = [*lines[:number], {key: line[key] for key in line if key != name}, *lines[number + 1 :]]
             (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in without))
             try:
-                page.write([run])
+                page.write_report([run])
             except ReportError as error:
                 refused += 1
                 assert f"line {number + 1}" in str(error)  # noqa: PT017 (a page is right, too)
@@ -132,7 +132,7 @@ def test_settings_that_are_no_table_are_refused(text, tmp_path):
     run = make(tmp_path / "run")
     (run / "settings.json").write_text(text)
     with pytest.raises(ReportError, match="the settings and the plan as they were written"):
-        page.write([run])
+        page.write_report([run])
 
 
 @pytest.mark.parametrize("program", ["[]", "{}", "1", "null"])

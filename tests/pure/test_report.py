@@ -50,7 +50,7 @@ def make(folder: Path, *, task: str = "lm", loss: float = 3.0, tokens: int | Non
 
 
 def test_a_page_is_well_formed_and_needs_nothing_else(run):
-    html = page.write([run]).read_text()
+    html = page.write_report([run]).read_text()
     root = parsed(html)
     assert not re.search(r"(src|href)=|url\(|@import|<script", html)
     assert {node.tag.split("}")[-1] for node in root.iter()} >= {"svg", "table", "style", "title"}
@@ -58,7 +58,7 @@ def test_a_page_is_well_formed_and_needs_nothing_else(run):
 
 
 def test_every_key_figure_is_on_the_page(run):
-    said = words(page.write([run]).read_text())
+    said = words(page.write_report([run]).read_text())
     for figure in (
         "2.3457",
         "3.3841",
@@ -76,7 +76,7 @@ def test_every_key_figure_is_on_the_page(run):
 
 
 def test_the_step_is_drawn_measured_and_simulated_with_its_differences(run):
-    html = page.write([run]).read_text()
+    html = page.write_report([run]).read_text()
     said = words(html)
     for name in ("rank 0 compute", "rank 1 reduce", "simulated 0 compute", "simulated 1 reduce"):
         assert name in said
@@ -87,16 +87,16 @@ def test_the_step_is_drawn_measured_and_simulated_with_its_differences(run):
 
 def test_what_comes_from_a_run_is_escaped(tmp_path):
     folder = make(tmp_path / "a&b", task=NASTY)
-    html = page.write([folder]).read_text()
+    html = page.write_report([folder]).read_text()
     assert "<b>&" not in html
     assert NASTY in words(html)
     assert "a&b" in words(html)
-    assert NASTY in words(page.comparison([record.read(folder), record.read(make(tmp_path / "second"))]))
+    assert NASTY in words(page.render_comparison([record.read(folder), record.read(make(tmp_path / "second"))]))
 
 
 def test_several_runs_are_compared(tmp_path):
     folders = [make(tmp_path / "first"), make(tmp_path / "second", loss=2.0, task="digits")]
-    path = page.write(folders)
+    path = page.write_report(folders)
     assert path == tmp_path / "first+second.html"
     html = path.read_text()
     said = words(html)
@@ -109,7 +109,7 @@ def test_a_run_without_a_trace_or_an_end_is_shown_all_the_same(run):
     (run / "trace.json").unlink()
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:4]) + lines[4][:9])
-    said = words(page.write([run]).read_text())
+    said = words(page.write_report([run]).read_text())
     assert "No step of this run was traced." in said
     assert "not finished" in said
     assert "steps" in said
@@ -118,14 +118,14 @@ def test_a_run_without_a_trace_or_an_end_is_shown_all_the_same(run):
 def test_a_loss_that_is_no_number_leaves_a_gap(run):
     lines = (run / "metrics.jsonl").read_text().replace('"loss": 2.8,', '"loss": null,')
     (run / "metrics.jsonl").write_text(lines)
-    assert "NaN" not in page.write([run]).read_text()
+    assert "NaN" not in page.write_report([run]).read_text()
 
 
 def test_missing_files_are_told_all_at_once(run):
     (run / "plan.toml").unlink()
     (run / "settings.json").unlink()
     with pytest.raises(record.ReportError) as caught:
-        page.write([run])
+        page.write_report([run])
     assert "2 problems" in str(caught.value)
     assert "need a file that fourfold train writes" in str(caught.value)
 
@@ -164,13 +164,13 @@ def test_bars_are_as_long_as_their_values():
 @given(values=st.lists(NUMBERS, min_size=1, max_size=2000))
 def test_a_thinned_curve_keeps_its_last_point(values):
     points = [(float(index), value) for index, value in enumerate(values)]
-    thin = page.thinned(page.smooth(points), lambda some: some[0])
-    assert len(thin) <= page.POINTS + 1
+    thin = page.downsample(page.smooth(points), lambda some: some[0])
+    assert len(thin) <= page.MAX_POINTS + 1
     assert thin[-1][0] == points[-1][0]
 
 
 def test_no_field_of_the_plan_is_left_out(run):
-    said = words(page.write([run]).read_text())
+    said = words(page.write_report([run]).read_text())
     assert all(field.name in said for field in dataclasses.fields(Plan) if getattr(Plan(), field.name) is not None)
 
 
@@ -201,7 +201,7 @@ def axes_of(html: str) -> dict[str, str]:
 
 def test_runs_that_count_in_different_units_have_no_axis_of_throughput_in_common(tmp_path):
     folders = [make(tmp_path / "words"), *(make(tmp_path / name, tokens=None) for name in ("images", "pictures"))]
-    axes = axes_of(page.comparison([record.read(folder) for folder in folders]))
+    axes = axes_of(page.render_comparison([record.read(folder) for folder in folders]))
     tokens, samples = axes["thousand tokens a second"], axes["samples a second"]
     assert "words" in tokens
     assert "images" in samples
@@ -211,7 +211,7 @@ def test_runs_that_count_in_different_units_have_no_axis_of_throughput_in_common
 
 
 def test_runs_of_one_unit_share_an_axis_of_throughput(tmp_path):
-    axes = axes_of(page.comparison([record.read(make(tmp_path / name)) for name in ("first", "second")]))
+    axes = axes_of(page.render_comparison([record.read(make(tmp_path / name)) for name in ("first", "second")]))
     (rate,) = (said for name, said in axes.items() if name.endswith("a second"))
     assert "first" in rate
     assert "second" in rate
@@ -220,6 +220,6 @@ def test_runs_of_one_unit_share_an_axis_of_throughput(tmp_path):
 def test_a_measure_that_is_no_number_is_shown(run):
     lines = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(lines + json.dumps({"step": 20, "valid": {"loss": None, "f1": None}}) + "\n")
-    figures = dict(page.key(record.read(run)))
+    figures = dict(page.key_figures(record.read(run)))
     assert figures["validation loss"] == figures["f1"] == "nan"
-    parsed(page.page(record.read(run)))
+    parsed(page.render_run(record.read(run)))

@@ -69,7 +69,7 @@ def rows(html: str, table: str) -> list[list[str]]:
 
 def test_faults_are_listed_and_marked_on_the_curve(run):
     tell(run, SKIPPED, RESTART)
-    html = page.write([run]).read_text()
+    html = page.write_report([run]).read_text()
     head, first, second = rows(html, "faults")
     assert first == ["21 Nov 11:20:00", "restart", "3", "rank 1, alpha", "4.2 s", NASTY]
     assert second[1:5] == ["skipped step", "5", "–", "–"]
@@ -79,12 +79,12 @@ def test_faults_are_listed_and_marked_on_the_curve(run):
 
 
 def test_a_quiet_run_has_one_quiet_line_and_no_table(run):
-    html = page.write([run]).read_text()
+    html = page.write_report([run]).read_text()
     assert "No faults, no restarts." in words(html)
     assert "Faults and restarts" not in words(html)
     assert not rows(html, "faults")
     log(run, {"resumed": 4})
-    assert "No faults; gone on from step 4." in words(page.write([run]).read_text())
+    assert "No faults; gone on from step 4." in words(page.write_report([run]).read_text())
 
 
 @given(junk=st.lists(st.binary().filter(lambda line: line.strip()), max_size=5))
@@ -112,7 +112,7 @@ def test_any_fault_is_shown_well_formed(known, resumed):
 
 def test_a_step_that_cannot_be_does_not_stretch_the_axis(run):
     tell(run, {**RESTART, "step": 10**12}, {**RESTART, "step": -1}, {**RESTART, "step": 0})
-    assert marked(page.write([run]).read_text(), "rule") == ["restart at 0"]
+    assert marked(page.write_report([run]).read_text(), "rule") == ["restart at 0"]
 
 
 def test_checkpoints_are_told_with_sizes_pauses_and_what_became_of_them(run):
@@ -124,7 +124,7 @@ def test_checkpoints_are_told_with_sizes_pauses_and_what_became_of_them(run):
         {"warning": "the checkpoint of step 6 could not be written: no space left on device; training goes on"},
         {"warning": "something else"},
     )
-    html = page.write([run]).read_text()
+    html = page.write_report([run]).read_text()
     assert rows(html, "saved")[1:] == [
         ["2", "–", "–", f"damaged, set aside: rank-000.safetensors: {NASTY}"],
         ["4", "3.00 MiB", "4.00 ms", "kept"],
@@ -135,7 +135,7 @@ def test_checkpoints_are_told_with_sizes_pauses_and_what_became_of_them(run):
 
 
 def test_a_run_without_checkpoints_says_so(run):
-    html = page.write([run]).read_text()
+    html = page.write_report([run]).read_text()
     assert "None was saved." in words(html)
     assert not rows(html, "saved")
     assert saved.read(run, []).there == []
@@ -147,7 +147,7 @@ def test_the_time_of_a_resumed_run_is_that_of_all_its_attempts(run):
     saved_at_4 = {"step": 4, "checkpoint": "step-00000004", "pause_seconds": 0.1, "elapsed_seconds": 2.5}
     between = [json.dumps(line) for line in (saved_at_4, {"resumed": 4})]
     path.write_text("\n".join([*steps[:4], *between, *steps[4:], valid, finished]) + "\n")
-    html = page.write([run]).read_text()
+    html = page.write_report([run]).read_text()
     assert rows(html, "attempts")[1:] == [
         ["1 to 4", "2.5 s", "3.28 k", "begun"],
         ["5 to 6", "3.2 s", "1.26 k", "gone on from step 4"],
@@ -161,7 +161,7 @@ def test_the_time_of_a_resumed_run_is_that_of_all_its_attempts(run):
 def test_a_comparison_counts_restarts_and_skipped_steps(tmp_path):
     folders = [make(tmp_path / "first"), make(tmp_path / "second", loss=2.0)]
     tell(folders[0], RESTART, RESTART, SKIPPED, {**SKIPPED, "kind": "terminated"})
-    said = words(page.comparison([record.read(folder) for folder in folders]))
+    said = words(page.render_comparison([record.read(folder) for folder in folders]))
     assert "restarts / skipped steps2 / 10 / 0" in said.replace("> ", "")
 
 

@@ -63,10 +63,10 @@ def _train(work: job.Job, world: World | None) -> None:
 
 def _write_report(folder: Path) -> str:
     """Write the run's page; what is to be said of it. A run that has ended well is not failed for a drawing."""
-    from fourfold.report.page import write
+    from fourfold.report.page import write_report
 
     try:
-        return f"report   {write([folder])}"
+        return f"report   {write_report([folder])}"
     except (FourfoldError, OSError) as error:
         return f"no report: {error}"
 

@@ -156,12 +156,12 @@ def verify(words: Sequence[str], processes: str | None) -> int:
 
 def report(words: Sequence[str]) -> int:
     """`fourfold report`; returns the exit code."""
-    from fourfold.report.page import write
+    from fourfold.report.page import write_report
     from fourfold.report.record import find
 
     if not words:
         raise SettingError(Problem("no run", "RUN [RUN…]", "fourfold report --help"), where="fourfold report")
-    print(escaped(str(write([find(word, parent=Path("runs")) for word in dict.fromkeys(words)]))))
+    print(escaped(str(write_report([find(word, parent=Path("runs")) for word in dict.fromkeys(words)]))))
     return 0
 
 

@@ -18,71 +18,77 @@ from fourfold.report.svg import Point, Series, lines
 from fourfold.report.table import cells
 from fourfold.words.units import scaled, sized
 
-FILE = "report.html"
-POINTS = 500  # of a curve: more than a drawing has room for
-ENVIRONMENT = ("transport", "versions", "machine", "cores")
+REPORT_FILE = "report.html"
+MAX_POINTS = 500  # of a curve: more than a drawing has room for
+ENVIRONMENT_KEYS = ("transport", "versions", "machine", "cores")
 
 
-def write(paths: Sequence[Path]) -> Path:
+def write_report(paths: Sequence[Path]) -> Path:
     """The report of the runs in these folders: in the folder of one, or beside those of several. Returns its path.
 
     Raises ReportError where a run cannot be read.
     """
     records = [read(path) for path in paths]
     one = len(records) == 1
-    path = records[0].path / FILE if one else records[0].path.parent / f"{'+'.join(r.name for r in records)}.html"
-    path.write_text(page(records[0]) if one else comparison(records), encoding="utf-8")
+    path = (
+        records[0].path / REPORT_FILE if one else records[0].path.parent / f"{'+'.join(r.name for r in records)}.html"
+    )
+    path.write_text(render_run(records[0]) if one else render_comparison(records), encoding="utf-8")
     return path
 
 
-def page(record: Record) -> str:
+def render_run(record: Record) -> str:
     """One run."""
-    cards = [_card(curves([record])), _card(throughput([record]))]
+    cards = [_card(loss_chart([record])), _card(throughput_chart([record]))]
     trace = record.trace if record.trace is not None and record.trace.events else None
     untraced = "<h2>Time by action</h2><p>No step of this run was traced.</p>"
-    cards += [_card(action_card(trace) if trace else untraced), _saves_and_attempts(record)]
+    cards += [_card(action_card(trace) if trace else untraced), _checkpoints_and_segments(record)]
     if troubles := faults.faults_card(record.faults, record.resumed):
         cards.append(_card(troubles, wide=True))
     if trace:
         cards.append(_card(step_card(trace), wide=True))
     # The plan is long, these two are short.
-    beside = f"{_card(_settings(record))}{_card(_words('Environment', _environment(record)))}"
-    cards += [_card(_words("Plan", _plan(record))), f'<div class="stack">{beside}</div>']
+    beside = f"{_card(_settings(record))}{_card(_key_value_table('Environment', _environment(record)))}"
+    cards += [_card(_key_value_table("Plan", _plan_fields(record))), f'<div class="stack">{beside}</div>']
     ended = "" if record.finished else " · not finished"
-    under = f"{record.settings.get('task', 'run')} · {_ranks(record)} · {record.settings.get('transport', '')}{ended}"
-    figures = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in key(record))
+    under = f"{record.settings.get('task', 'run')} · {_describe_ranks(record)} · {record.settings.get('transport', '')}{ended}"
+    figures = "".join(
+        f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in key_figures(record)
+    )
     body = f'<div class="figures">{figures}</div><div class="cards">{"".join(cards)}</div>'
-    return _html(record.name, under, body)
+    return _html_page(record.name, under, body)
 
 
-def _saves_and_attempts(record: Record) -> str:
+def _checkpoints_and_segments(record: Record) -> str:
     saves, times = _card(saved.card(record.checkpoints)), attempts.segments_card(record.attempts)
     return f'<div class="stack">{saves}{_card(times)}</div>' if times else saves
 
 
-def comparison(records: Sequence[Record]) -> str:
+def render_comparison(records: Sequence[Record]) -> str:
     """Several runs."""
-    tables = [{**dict(key(record)), **_troubles(record)} for record in records]
+    tables = [{**dict(key_figures(record)), **_fault_counts(record)} for record in records]
     names = list(dict.fromkeys(name for table in tables for name in table))
     rows = [cells(["", *(record.name for record in records)], "th")]
     rows += [cells([name, *(table.get(name, "–") for table in tables)]) for name in names]
-    settings = [{**_plan(record), **_flat(record.settings)} for record in records]
+    settings = [{**_plan_fields(record), **_flatten(record.settings)} for record in records]
     names = list(dict.fromkeys(name for each in settings for name in each))
     differing = [name for name in names if len({str(each.get(name, "–")) for each in settings}) > 1]
     rows_of_settings = rows[:1]
-    rows_of_settings += [cells([name, *(_text(each.get(name, "–")) for each in settings)]) for name in differing]
+    rows_of_settings += [
+        cells([name, *(_format_value(each.get(name, "–")) for each in settings)]) for name in differing
+    ]
     differ = f"<table>{''.join(rows_of_settings)}</table>" if differing else "<p>Nothing.</p>"
     cards = [
         _card(f'<h2>Key figures</h2><div class="scroll"><table>{"".join(rows)}</table></div>', wide=True),
-        _card(curves(records)),
-        _card(throughput(records)),
+        _card(loss_chart(records)),
+        _card(throughput_chart(records)),
         _card(f'<h2>What differs in plan and settings</h2><div class="scroll">{differ}</div>', wide=True),
     ]
     title = " · ".join(record.name for record in records)
-    return _html(title, f"{len(records)} runs compared", f'<div class="cards">{"".join(cards)}</div>')
+    return _html_page(title, f"{len(records)} runs compared", f'<div class="cards">{"".join(cards)}</div>')
 
 
-def key(record: Record) -> list[tuple[str, str]]:
+def key_figures(record: Record) -> list[tuple[str, str]]:
     """The key figures, by name."""
     figures = []
     if record.valid:
@@ -102,20 +108,20 @@ def key(record: Record) -> list[tuple[str, str]]:
     ]
 
 
-def _troubles(record: Record) -> dict[str, str]:
+def _fault_counts(record: Record) -> dict[str, str]:
     counts = record.faults.count(faults.RESTART), record.faults.count(faults.SKIPPED)
     return {"restarts / skipped steps": f"{counts[0]:,} / {counts[1]:,}"}
 
 
-def curves(records: Sequence[Record]) -> str:
+def loss_chart(records: Sequence[Record]) -> str:
     """The loss of every step, smoothed, and the validation's; of one run its restarts, faults and checkpoints too."""
     series, dots = [], []
     for index, record in enumerate(records):
         losses = [(line["step"], line["loss"]) for line in record.steps if line["loss"] is not None]
         name = "training" if len(records) == 1 else record.name
         if len(records) == 1:
-            series.append(Series("each step", thinned(losses, _first), index, "faint"))
-        series.append(Series(name, thinned(smooth(losses), _first), index))
+            series.append(Series("each step", downsample(losses, _first), index, "faint"))
+        series.append(Series(name, downsample(smooth(losses), _first), index))
         valid = [(step, loss) for step, measures in record.valid if (loss := measures.get("loss")) is not None]
         dots.append(Series("validation" if len(records) == 1 else "", valid, 1 if len(records) == 1 else index, "dots"))
     marks, note = [], "Dots: validation."
@@ -131,27 +137,27 @@ def curves(records: Sequence[Record]) -> str:
     return f"<h2>Loss</h2>{drawing or '<p>No step has ended.</p>'}{note}"
 
 
-def throughput(records: Sequence[Record]) -> str:
+def throughput_chart(records: Sequence[Record]) -> str:
     """Units a second over the time that the steps took. Samples and tokens are not comparable: a drawing per unit."""
     by_unit: dict[str, list[Series]] = {}
     for index, record in enumerate(records):
-        by_unit.setdefault(record.unit, []).append(_rates(record, colour=index))
-    drawings = [_throughput(series, unit, legend=len(records) > 1) for unit, series in by_unit.items()]
+        by_unit.setdefault(record.unit, []).append(_throughput_series(record, colour=index))
+    drawings = [_throughput_drawing(series, unit, legend=len(records) > 1) for unit, series in by_unit.items()]
     return f"<h2>Throughput</h2>{''.join(drawings) or '<p>Too few steps.</p>'}"
 
 
-def _rates(record: Record, *, colour: int) -> Series:
+def _throughput_series(record: Record, *, colour: int) -> Series:
     points, passed = [], 0.0
     for number, line in enumerate(record.steps):
         passed += line["seconds"]
         points.append((passed, record.units(number) / max(line["seconds"], 1e-9)))
     # The first step allocates, and says nothing of the speed.
-    return Series(record.name, thinned(smooth(points[1:]), _mean), colour)
+    return Series(record.name, downsample(smooth(points[1:]), _mean), colour)
 
 
-def _throughput(series: Sequence[Series], unit: str, *, legend: bool) -> str:
+def _throughput_drawing(series: Sequence[Series], unit: str, *, legend: bool) -> str:
     """The drawing of the runs that count in `unit`; "" where none of them has enough steps."""
-    factor, prefix = _prefix(max((y for each in series for _, y in each.points), default=0.0))
+    factor, prefix = _unit_prefix(max((y for each in series for _, y in each.points), default=0.0))
     scaled_down = [each._replace(points=[(x, y / factor) for x, y in each.points]) for each in series]
     title = f"Throughput, {unit}"
     y = f"{prefix}{unit} a second"
@@ -168,10 +174,10 @@ def smooth(points: Sequence[Point]) -> list[Point]:
     return result
 
 
-def thinned(points: Sequence[Point], choose: Callable[[Sequence[Point]], Point]) -> list[Point]:
+def downsample(points: Sequence[Point], pick: Callable[[Sequence[Point]], Point]) -> list[Point]:
     """At most `POINTS` of the points, and always the last."""
-    stride = -(-len(points) // POINTS) or 1
-    some = [choose(points[index : index + stride]) for index in range(0, len(points), stride)]
+    stride = -(-len(points) // MAX_POINTS) or 1
+    some = [pick(points[index : index + stride]) for index in range(0, len(points), stride)]
     return some if not points or some[-1] == points[-1] else [*some, points[-1]]
 
 
@@ -183,31 +189,31 @@ def _mean(points: Sequence[Point]) -> Point:
     return points[-1][0], sum(y for _, y in points) / len(points)
 
 
-def _prefix(most: float) -> tuple[float, str]:
+def _unit_prefix(most: float) -> tuple[float, str]:
     return (1e6, "million ") if most >= 2e6 else (1e3, "thousand ") if most >= 2e3 else (1.0, "")
 
 
-def _ranks(record: Record) -> str:
+def _describe_ranks(record: Record) -> str:
     size = 1
     for axis in ("pp", "dp", "sp", "tp"):
         size *= record.plan.get(axis, 1)
     return "1 process" if size == 1 else f"{size} ranks"
 
 
-def _plan(record: Record) -> dict[str, Any]:
+def _plan_fields(record: Record) -> dict[str, Any]:
     return {name: value for name, value in record.plan.items() if name != "version"}
 
 
 def _settings(record: Record) -> str:
-    chosen = {name: value for name, value in record.settings.items() if name not in ENVIRONMENT}
-    return _words("Settings", chosen)
+    chosen = {name: value for name, value in record.settings.items() if name not in ENVIRONMENT_KEYS}
+    return _key_value_table("Settings", chosen)
 
 
 def _environment(record: Record) -> dict[str, Any]:
-    return _flat({name: record.settings[name] for name in ENVIRONMENT if name in record.settings})
+    return _flatten({name: record.settings[name] for name in ENVIRONMENT_KEYS if name in record.settings})
 
 
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
     """Tables within the values, such as the versions, as entries of their own."""
     found: dict[str, Any] = {}
     for name, value in values.items():
@@ -215,12 +221,14 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _words(title: str, values: Mapping[str, Any]) -> str:
-    rows = (f"<tr><th>{escape(name)}</th><td>{escape(_text(value))}</td></tr>" for name, value in values.items())
+def _key_value_table(title: str, values: Mapping[str, Any]) -> str:
+    rows = (
+        f"<tr><th>{escape(name)}</th><td>{escape(_format_value(value))}</td></tr>" for name, value in values.items()
+    )
     return f'<h2>{title}</h2><table class="words">{"".join(rows)}</table>'
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -228,7 +236,7 @@ def _card(content: str, *, wide: bool = False) -> str:
     return f'<section class="card{" wide" if wide else ""}">{content}</section>'
 
 
-def _html(title: str, under: str, body: str) -> str:
+def _html_page(title: str, under: str, body: str) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
