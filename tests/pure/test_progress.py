@@ -5,7 +5,14 @@ import os
 
 import pytest
 
-from fourfold.report.progress import LOG_SECONDS, Progress, cells, duration, fitted, five_digits
+from fourfold.report.progress import (
+    LOG_INTERVAL_SECONDS,
+    Progress,
+    fit_to_width,
+    format_cells,
+    format_duration,
+    format_loss,
+)
 from fourfold.words.record import Line
 
 
@@ -31,7 +38,7 @@ def logged(*, steps: int, seconds_per_step: float) -> list[str]:
     progress.start("begin")
     for step in range(1, steps + 1):
         clock.now += seconds_per_step
-        progress.step(line(step, steps=steps, seconds_left=(steps - step) * seconds_per_step))
+        progress.show_step(line(step, steps=steps, seconds_left=(steps - step) * seconds_per_step))
     progress.finish("end")
     return file.getvalue().splitlines()
 
@@ -49,7 +56,7 @@ def test_a_log_begins_and_ends_with_a_line_and_has_about_twenty() -> None:
 def test_a_log_is_neither_flooded_nor_silent(seconds_per_step: float) -> None:
     shown = len(logged(steps=300, seconds_per_step=seconds_per_step)) - 2
     total = 300 * seconds_per_step
-    least, most = LOG_SECONDS
+    least, most = LOG_INTERVAL_SECONDS
     assert total / most - 2 <= shown <= total / least + 2
 
 
@@ -58,7 +65,7 @@ def test_the_last_step_is_shown_once() -> None:
 
 
 def test_lines_of_a_run_are_aligned() -> None:
-    texts = ["   ".join(cells(line(step))) for step in (1, 20, 300, 1000)]
+    texts = ["   ".join(format_cells(line(step))) for step in (1, 20, 300, 1000)]
     assert len({len(text) for text in texts}) == 1
     assert texts[0] == "step    1/1000   loss 2.5000    12.3 k tokens/s   waiting  8 %      1:00 left"
 
@@ -67,9 +74,9 @@ def test_a_terminal_sees_one_line_and_notes_above_it() -> None:
     file, clock = Terminal(), Clock()
     progress = Progress(file, clock=clock)
     for step in (1, 2, 3):  # within a quarter of a second: drawn once
-        progress.step(line(step))
+        progress.show_step(line(step))
     assert file.getvalue().count("/1000") == 1
-    progress.note("validation 1.5")
+    progress.print_message("validation 1.5")
     progress.finish("end")
     text = file.getvalue()
     assert "validation 1.5" in text
@@ -79,16 +86,16 @@ def test_a_terminal_sees_one_line_and_notes_above_it() -> None:
 
 @pytest.mark.parametrize("width", range(10, 140, 7))
 def test_a_line_fits_its_terminal(width: int) -> None:
-    parts = fitted(line(500), width)
+    parts = fit_to_width(line(500), width)
     text = "".join(part for part, _ in parts)
     assert text.strip("━ ").startswith("step  500/1000   loss 2.5000")
     assert len(text) < width or width < 35
-    assert ("━" in text) == (width >= len("   ".join(cells(line(500)))) + 14)  # a bar only where all else fits
+    assert ("━" in text) == (width >= len("   ".join(format_cells(line(500)))) + 14)  # a bar only where all else fits
 
 
 def test_what_is_shown_cannot_steer_the_terminal() -> None:
     file = io.StringIO()
-    Progress(file).note("a\x1b[31m [bold]b[/bold]\r\n\tc")
+    Progress(file).print_message("a\x1b[31m [bold]b[/bold]\r\n\tc")
     assert file.getvalue().splitlines() == ["a\\x1b[31m [bold]b[/bold]\\r", "        c"]
 
 
@@ -96,12 +103,12 @@ def test_what_is_shown_cannot_steer_the_terminal() -> None:
     ("seconds", "text"), [(-1, "0:00"), (9.4, "0:09"), (725, "12:05"), (11_220, "3:07:00"), (190_800, "2d 05h")]
 )
 def test_times_are_for_people(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def test_losses_keep_their_width_while_they_fall() -> None:
-    assert [five_digits(value) for value in (123.456, 12.3456, 2.30258)] == ["123.46", "12.346", "2.3026"]
-    assert five_digits(float("nan")) == "nan"
+    assert [format_loss(value) for value in (123.456, 12.3456, 2.30258)] == ["123.46", "12.346", "2.3026"]
+    assert format_loss(float("nan")) == "nan"
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -113,8 +120,8 @@ def test_a_run_goes_on_where_nobody_reads_what_it_shows(terminal: bool, capfd: p
             file.isatty = lambda: True  # type: ignore[method-assign]
         progress = Progress(file)
         progress.start("begin")
-        progress.step(line(1))
-        progress.note("half of it")
+        progress.show_step(line(1))
+        progress.print_message("half of it")
         progress.finish("end")
     assert capfd.readouterr() == (
         "",

@@ -185,7 +185,7 @@ def test_a_long_table_keeps_every_row_and_shows_the_last(num):
 
 def test_short_times_have_their_units():
     times = (0.0017, 0.9996, 4.21, 99.94, 99.96, 725.0)
-    assert [progress.seconds_of(each) for each in times] == ["1.70 ms", "1.0 s", "4.2 s", "99.9 s", "1:40", "12:05"]
+    assert [progress.format_seconds(each) for each in times] == ["1.70 ms", "1.0 s", "4.2 s", "99.9 s", "1:40", "12:05"]
 
 
 def axes_of(html: str) -> dict[str, str]:

@@ -56,7 +56,7 @@ def _train(work: job.Job, world: World | None) -> None:
     try:
         result = run(work.task, work.plan, report=progress, **work.settings)
         if result.folder is not None:
-            progress.note(_write_report(result.folder))
+            progress.print_message(_write_report(result.folder))
     finally:
         progress.close()
 

@@ -7,7 +7,7 @@ Law: attempts tile the run's steps; what was done after an attempt's last checkp
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fourfold.report.progress import seconds_of
+from fourfold.report.progress import format_seconds
 from fourfold.report.table import UNKNOWN, cells, many
 from fourfold.words.units import scaled
 
@@ -70,4 +70,4 @@ def _row_cells(attempt: Segment) -> Sequence[str]:
     first, last, seconds, units = attempt
     steps = UNKNOWN if last < first else f"{first:,} to {last:,}" if last > first else f"{first:,}"
     rate = scaled(units / seconds) if units and seconds > 0 else UNKNOWN
-    return steps, seconds_of(seconds), rate, f"gone on from step {first - 1:,}" if first > 1 else "begun"
+    return steps, format_seconds(seconds), rate, f"gone on from step {first - 1:,}" if first > 1 else "begun"

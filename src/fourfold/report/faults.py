@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from fourfold.plan.decode import DecodeError, check_not_pipe, from_json
-from fourfold.report.progress import seconds_of
+from fourfold.report.progress import format_seconds
 from fourfold.report.svg import Series
 from fourfold.report.table import UNKNOWN, cells, many
 from fourfold.words.text import escaped
@@ -89,7 +89,7 @@ def faults_card(faults: Faults, resumed: Sequence[int]) -> str:
     said = [f"{escaped(kind)} × {count}" if count > 1 else escaped(kind) for kind, count in counts.items()]
     lost = [fault.seconds for fault in known if fault.seconds is not None and math.isfinite(fault.seconds)]
     if lost:
-        said.append(f"{seconds_of(sum(lost))} in all until steps ended again")
+        said.append(f"{format_seconds(sum(lost))} in all until steps ended again")
     if resumed:
         said.append(_resumed_note(resumed))
     if unread:
@@ -115,7 +115,7 @@ def _resumed_note(steps: Sequence[int]) -> str:
 def _row_cells(fault: FaultLine) -> Sequence[str]:
     where = [f"rank {fault.rank}"] if fault.rank is not None else []
     where += [fault.host] if fault.host else []
-    again = UNKNOWN if fault.seconds is None or not math.isfinite(fault.seconds) else seconds_of(fault.seconds)
+    again = UNKNOWN if fault.seconds is None or not math.isfinite(fault.seconds) else format_seconds(fault.seconds)
     step = f"{fault.step:,}" if fault.step >= 0 else UNKNOWN
     return _format_time(fault.time), fault.kind, step, ", ".join(where) or UNKNOWN, again, fault.text
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.report import attempts, faults, saved
-from fourfold.report.progress import duration
+from fourfold.report.progress import format_duration
 from fourfold.report.record import Record, read
 from fourfold.report.step import action_card, step_card
 from fourfold.report.style import CSS
@@ -102,7 +102,10 @@ def key_figures(record: Record) -> list[tuple[str, str]]:
         *figures,
         ("steps", f"{len(record.steps):,}"),
         (f"{record.unit} a second", scaled(record.rate)),
-        ("time" if len(record.attempts) == 1 else f"time, {len(record.attempts)} attempts", duration(record.seconds)),
+        (
+            "time" if len(record.attempts) == 1 else f"time, {len(record.attempts)} attempts",
+            format_duration(record.seconds),
+        ),
         ("of it waiting", f"{100 * record.waiting:.1f} %"),
         ("sent a step by rank 0", sized(record.sent_bytes)),
     ]

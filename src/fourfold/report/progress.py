@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 REDRAW_SECONDS = 0.25
-LOG_LINES = 20
-LOG_SECONDS = (2.0, 60.0)  # the least and the most between two lines of a log
+NUM_LOG_LINES = 20
+LOG_INTERVAL_SECONDS = (2.0, 60.0)  # the least and the most between two lines of a log
 BAR_WIDTHS = (30, 20, 10)  # what is tried, widest first; none where the terminal is narrower
-FEWEST_CELLS = 2  # step and loss
+MIN_CELLS = 2  # step and loss
 
 
 class Progress:
@@ -39,13 +39,13 @@ class Progress:
         self, file: TextIO | None = None, *, live: bool = True, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._file = sys.stdout if file is None else file
-        self._may_live = live
+        self._allows_live = live
         self._clock = clock
         self._shown_at: float | None = None
         self._began_at = clock()
         self._last: Line | None = None
         self._drawn: Line | None = None
-        self._is_read = True
+        self._is_output_open = True
         self._console: Console | None = None
         self._live: Live | None = None
 
@@ -54,7 +54,7 @@ class Progress:
         self._began_at = self._clock()
         self._print(text)
 
-    def step(self, line: Line) -> None:
+    def show_step(self, line: Line) -> None:
         """A step is done. Draws at most every quarter of a second; in a log when a line is due."""
         self._last = line
         now = self._clock()
@@ -63,7 +63,7 @@ class Progress:
         self._shown_at = now
         self._draw(line)
 
-    def note(self, text: str) -> None:
+    def print_message(self, text: str) -> None:
         """A text of its own, above the line."""
         self._print(text)
 
@@ -79,25 +79,25 @@ class Progress:
         if self._live is not None:
             live, self._live = self._live, None
             atexit.unregister(self.close)
-            with self._showing():
+            with self._tolerating_write_errors():
                 live.stop()
 
     def _interval(self, line: Line, now: float) -> float:
         if self._is_live():
             return REDRAW_SECONDS
         total = now - self._began_at + (line.seconds_left or 0.0)
-        least, most = LOG_SECONDS
-        return min(max(total / LOG_LINES, least), most)
+        least, most = LOG_INTERVAL_SECONDS
+        return min(max(total / NUM_LOG_LINES, least), most)
 
     def _draw(self, line: Line) -> None:
         self._drawn = line
-        with self._showing():
+        with self._tolerating_write_errors():
             self._draw_now(line)
 
     def _draw_now(self, line: Line) -> None:
-        console = self._terminal()
+        console = self._get_console()
         if not self._is_live():
-            self._print("   ".join(cells(line)))
+            self._print("   ".join(format_cells(line)))
             return
         if self._live is None:
             from rich.live import Live
@@ -109,22 +109,24 @@ class Progress:
             self._live.start()
         from rich.text import Text
 
-        self._live.update(Text.assemble(*fitted(line, console.width), no_wrap=True, overflow="crop"), refresh=True)
+        self._live.update(
+            Text.assemble(*fit_to_width(line, console.width), no_wrap=True, overflow="crop"), refresh=True
+        )
 
     def _print(self, text: str) -> None:
         from rich.text import Text
 
-        with self._showing():
-            self._terminal().print(Text(escaped(text)), soft_wrap=True)
+        with self._tolerating_write_errors():
+            self._get_console().print(Text(escaped(text)), soft_wrap=True)
 
     @contextlib.contextmanager
-    def _showing(self) -> Iterator[None]:
+    def _tolerating_write_errors(self) -> Iterator[None]:
         """Within: what cannot be written is told once on stderr, and the rest is not shown."""
         try:
             yield
         except OSError as error:
-            if self._is_read:
-                self._is_read = False
+            if self._is_output_open:
+                self._is_output_open = False
                 say(f"fourfold: the output could not be written: {reason(error)}; the run goes on unseen")
             if self._live is not None:
                 atexit.unregister(self.close)
@@ -132,10 +134,10 @@ class Progress:
             discard(self._file)
 
     def _is_live(self) -> bool:
-        console = self._terminal()
-        return self._may_live and console.is_terminal and not console.is_dumb_terminal
+        console = self._get_console()
+        return self._allows_live and console.is_terminal and not console.is_dumb_terminal
 
-    def _terminal(self) -> "Console":
+    def _get_console(self) -> "Console":
         if self._console is None:
             from rich.console import Console
 
@@ -147,25 +149,25 @@ class Progress:
         return self._console
 
 
-def cells(line: Line) -> list[str]:
+def format_cells(line: Line) -> list[str]:
     """The parts of a line, each of a width that does not change during a run."""
     width = len(str(line.steps))
     parts = [
         f"step {line.step:>{width}}/{line.steps}",
-        f"loss {five_digits(line.loss):>6}",
+        f"loss {format_loss(line.loss):>6}",
         f"{scaled(line.rate):>7} {line.unit}/s",
         f"waiting {round(100 * line.waiting):>2} %",
     ]
     if line.seconds_left is not None:
-        parts.append(f"{duration(line.seconds_left):>7} left")
+        parts.append(f"{format_duration(line.seconds_left):>7} left")
     return parts
 
 
-def fitted(line: Line, width: int) -> list[tuple[str, str]]:
+def fit_to_width(line: Line, width: int) -> list[tuple[str, str]]:
     """The line for a terminal of `width` columns, as (text, style): a bar where there is room, else fewer cells."""
-    parts = cells(line)
+    parts = format_cells(line)
     every = len(parts)
-    while len(parts) > FEWEST_CELLS and len("   ".join(parts)) >= width:
+    while len(parts) > MIN_CELLS and len("   ".join(parts)) >= width:
         parts.pop(2 if len(parts) == 3 else 3)  # waiting and time left go first, then the rate
     room = width - len("   ".join(parts)) - 4
     bar = next((length for length in BAR_WIDTHS if length <= room), 0) if len(parts) == every else 0
@@ -176,7 +178,7 @@ def fitted(line: Line, width: int) -> list[tuple[str, str]]:
     return drawn + spaced
 
 
-def five_digits(value: float) -> str:
+def format_loss(value: float) -> str:
     """A loss in about five digits: 2.3026, 12.346, 123.46, 1.23e+04."""
     size = abs(value)
     return (
@@ -190,7 +192,7 @@ def five_digits(value: float) -> str:
     )
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A time for people: 0:09, 12:05, 3:07:00, 2d 05h."""
     whole = max(0, round(seconds))
     if whole >= 86400:
@@ -199,8 +201,8 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
 
 
-def seconds_of(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """A short time with its unit: 1.7 ms, 4.2 s, 12:05."""
     if seconds >= 99.95:
-        return duration(seconds)
+        return format_duration(seconds)
     return f"{seconds:.1f} s" if seconds >= 0.9995 else f"{three(seconds * 1e3)} ms"

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fourfold.report.progress import seconds_of
+from fourfold.report.progress import format_seconds
 from fourfold.report.svg import Series
 from fourfold.report.table import UNKNOWN, cells, many
 from fourfold.run.checkpoint.shelf import Shelf
@@ -87,12 +87,12 @@ def card(checkpoints: Checkpoints) -> str:
     said = [f"{len(checkpoints.written):,} saved, {len(checkpoints.there)} kept"]
     if pauses:
         typical, longest = statistics.median(pauses.values()), max(pauses.values())
-        said.append(f"pause {seconds_of(typical)} in the median, {seconds_of(longest)} at most")
+        said.append(f"pause {format_seconds(typical)} in the median, {format_seconds(longest)} at most")
     table = many(HEADS, [cells(_row(each)) for each in found], style="saved") if found else ""
     return f'<h2>Checkpoints</h2><p class="note">{escape(" · ".join(said))}</p>{table}'
 
 
 def _row(saved: Saved) -> Sequence[str]:
     size = UNKNOWN if saved.num_bytes is None else sized(saved.num_bytes)
-    pause = UNKNOWN if saved.pause_seconds is None else seconds_of(saved.pause_seconds)
+    pause = UNKNOWN if saved.pause_seconds is None else format_seconds(saved.pause_seconds)
     return f"{saved.step:,}", size, pause, f"{saved.state}: {saved.text}" if saved.text else saved.state
