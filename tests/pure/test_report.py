@@ -91,7 +91,7 @@ def test_what_comes_from_a_run_is_escaped(tmp_path):
     assert "<b>&" not in html
     assert NASTY in words(html)
     assert "a&b" in words(html)
-    assert NASTY in words(page.render_comparison([record.read(folder), record.read(make(tmp_path / "second"))]))
+    assert NASTY in words(page.render_comparison([record.read_run(folder), record.read_run(make(tmp_path / "second"))]))
 
 
 def test_several_runs_are_compared(tmp_path):
@@ -132,8 +132,8 @@ def test_missing_files_are_told_all_at_once(run):
 
 def test_a_run_that_is_not_there_is_told_with_the_nearest(run):
     with pytest.raises(record.ReportError, match="try fourfold report first"):
-        record.find("frist", parent=run.parent)
-    assert record.find("first", parent=run.parent) == run
+        record.find_run("frist", parent=run.parent)
+    assert record.find_run("first", parent=run.parent) == run
 
 
 @example(points=[(0.0, 1.0), (1.0, 2.0)], name=NASTY)
@@ -201,7 +201,7 @@ def axes_of(html: str) -> dict[str, str]:
 
 def test_runs_that_count_in_different_units_have_no_axis_of_throughput_in_common(tmp_path):
     folders = [make(tmp_path / "words"), *(make(tmp_path / name, tokens=None) for name in ("images", "pictures"))]
-    axes = axes_of(page.render_comparison([record.read(folder) for folder in folders]))
+    axes = axes_of(page.render_comparison([record.read_run(folder) for folder in folders]))
     tokens, samples = axes["thousand tokens a second"], axes["samples a second"]
     assert "words" in tokens
     assert "images" in samples
@@ -211,7 +211,7 @@ def test_runs_that_count_in_different_units_have_no_axis_of_throughput_in_common
 
 
 def test_runs_of_one_unit_share_an_axis_of_throughput(tmp_path):
-    axes = axes_of(page.render_comparison([record.read(make(tmp_path / name)) for name in ("first", "second")]))
+    axes = axes_of(page.render_comparison([record.read_run(make(tmp_path / name)) for name in ("first", "second")]))
     (rate,) = (said for name, said in axes.items() if name.endswith("a second"))
     assert "first" in rate
     assert "second" in rate
@@ -220,6 +220,6 @@ def test_runs_of_one_unit_share_an_axis_of_throughput(tmp_path):
 def test_a_measure_that_is_no_number_is_shown(run):
     lines = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(lines + json.dumps({"step": 20, "valid": {"loss": None, "f1": None}}) + "\n")
-    figures = dict(page.key_figures(record.read(run)))
+    figures = dict(page.key_figures(record.read_run(run)))
     assert figures["validation loss"] == figures["f1"] == "nan"
-    parsed(page.render_run(record.read(run)))
+    parsed(page.render_run(record.read_run(run)))

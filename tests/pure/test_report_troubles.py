@@ -155,13 +155,13 @@ def test_the_time_of_a_resumed_run_is_that_of_all_its_attempts(run):
     assert "0:06 time, 2 attempts" in words(html).replace("0:06time", "0:06 time")
     assert "2.14 k" in words(html)
     path.write_text("\n".join([*steps[:4], json.dumps({"resumed": 4}), *steps[4:]]) + "\n")  # not ended, an older log
-    assert [attempt.seconds for attempt in record.read(run).attempts] == [2.0, 1.0]
+    assert [attempt.seconds for attempt in record.read_run(run).segments] == [2.0, 1.0]
 
 
 def test_a_comparison_counts_restarts_and_skipped_steps(tmp_path):
     folders = [make(tmp_path / "first"), make(tmp_path / "second", loss=2.0)]
     tell(folders[0], RESTART, RESTART, SKIPPED, {**SKIPPED, "kind": "terminated"})
-    said = words(page.render_comparison([record.read(folder) for folder in folders]))
+    said = words(page.render_comparison([record.read_run(folder) for folder in folders]))
     assert "restarts / skipped steps2 / 10 / 0" in said.replace("> ", "")
 
 

@@ -157,11 +157,11 @@ def verify(words: Sequence[str], processes: str | None) -> int:
 def report(words: Sequence[str]) -> int:
     """`fourfold report`; returns the exit code."""
     from fourfold.report.page import write_report
-    from fourfold.report.record import find
+    from fourfold.report.record import find_run
 
     if not words:
         raise SettingError(Problem("no run", "RUN [RUN…]", "fourfold report --help"), where="fourfold report")
-    print(escaped(str(write_report([find(word, parent=Path("runs")) for word in dict.fromkeys(words)]))))
+    print(escaped(str(write_report([find_run(word, parent=Path("runs")) for word in dict.fromkeys(words)]))))
     return 0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from fourfold.report import attempts, faults, saved
 from fourfold.report.progress import format_duration
-from fourfold.report.record import Record, read
+from fourfold.report.record import RunRecord, read_run
 from fourfold.report.step import action_card, step_card
 from fourfold.report.style import CSS
 from fourfold.report.svg import Point, Series, lines
@@ -28,7 +28,7 @@ def write_report(paths: Sequence[Path]) -> Path:
 
     Raises ReportError where a run cannot be read.
     """
-    records = [read(path) for path in paths]
+    records = [read_run(path) for path in paths]
     one = len(records) == 1
     path = (
         records[0].path / REPORT_FILE if one else records[0].path.parent / f"{'+'.join(r.name for r in records)}.html"
@@ -37,20 +37,20 @@ def write_report(paths: Sequence[Path]) -> Path:
     return path
 
 
-def render_run(record: Record) -> str:
+def render_run(record: RunRecord) -> str:
     """One run."""
     cards = [_card(loss_chart([record])), _card(throughput_chart([record]))]
     trace = record.trace if record.trace is not None and record.trace.events else None
     untraced = "<h2>Time by action</h2><p>No step of this run was traced.</p>"
     cards += [_card(action_card(trace) if trace else untraced), _checkpoints_and_segments(record)]
-    if troubles := faults.faults_card(record.faults, record.resumed):
+    if troubles := faults.faults_card(record.faults, record.resumed_steps):
         cards.append(_card(troubles, wide=True))
     if trace:
         cards.append(_card(step_card(trace), wide=True))
     # The plan is long, these two are short.
     beside = f"{_card(_settings(record))}{_card(_key_value_table('Environment', _environment(record)))}"
     cards += [_card(_key_value_table("Plan", _plan_fields(record))), f'<div class="stack">{beside}</div>']
-    ended = "" if record.finished else " · not finished"
+    ended = "" if record.finish_line else " · not finished"
     under = f"{record.settings.get('task', 'run')} · {_describe_ranks(record)} · {record.settings.get('transport', '')}{ended}"
     figures = "".join(
         f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in key_figures(record)
@@ -59,12 +59,12 @@ def render_run(record: Record) -> str:
     return _html_page(record.name, under, body)
 
 
-def _checkpoints_and_segments(record: Record) -> str:
-    saves, times = _card(saved.card(record.checkpoints)), attempts.segments_card(record.attempts)
+def _checkpoints_and_segments(record: RunRecord) -> str:
+    saves, times = _card(saved.card(record.checkpoints)), attempts.segments_card(record.segments)
     return f'<div class="stack">{saves}{_card(times)}</div>' if times else saves
 
 
-def render_comparison(records: Sequence[Record]) -> str:
+def render_comparison(records: Sequence[RunRecord]) -> str:
     """Several runs."""
     tables = [{**dict(key_figures(record)), **_fault_counts(record)} for record in records]
     names = list(dict.fromkeys(name for table in tables for name in table))
@@ -88,11 +88,11 @@ def render_comparison(records: Sequence[Record]) -> str:
     return _html_page(title, f"{len(records)} runs compared", f'<div class="cards">{"".join(cards)}</div>')
 
 
-def key_figures(record: Record) -> list[tuple[str, str]]:
+def key_figures(record: RunRecord) -> list[tuple[str, str]]:
     """The key figures, by name."""
     figures = []
-    if record.valid:
-        for name, value in record.valid[-1][1].items():
+    if record.evaluations:
+        for name, value in record.evaluations[-1][1].items():
             told = "nan" if value is None else f"{value:.4f}"  # JSON has no word for what is not finite
             figures.append((f"validation {name}" if name == "loss" else name, told))
     losses = [line["loss"] for line in record.steps[-20:] if line["loss"] is not None]
@@ -101,22 +101,22 @@ def key_figures(record: Record) -> list[tuple[str, str]]:
     return [
         *figures,
         ("steps", f"{len(record.steps):,}"),
-        (f"{record.unit} a second", scaled(record.rate)),
+        (f"{record.unit} a second", scaled(record.units_per_second)),
         (
-            "time" if len(record.attempts) == 1 else f"time, {len(record.attempts)} attempts",
-            format_duration(record.seconds),
+            "time" if len(record.segments) == 1 else f"time, {len(record.segments)} attempts",
+            format_duration(record.total_seconds),
         ),
-        ("of it waiting", f"{100 * record.waiting:.1f} %"),
-        ("sent a step by rank 0", sized(record.sent_bytes)),
+        ("of it waiting", f"{100 * record.waiting_fraction:.1f} %"),
+        ("sent a step by rank 0", sized(record.mean_sent_bytes)),
     ]
 
 
-def _fault_counts(record: Record) -> dict[str, str]:
+def _fault_counts(record: RunRecord) -> dict[str, str]:
     counts = record.faults.count(faults.RESTART), record.faults.count(faults.SKIPPED)
     return {"restarts / skipped steps": f"{counts[0]:,} / {counts[1]:,}"}
 
 
-def loss_chart(records: Sequence[Record]) -> str:
+def loss_chart(records: Sequence[RunRecord]) -> str:
     """The loss of every step, smoothed, and the validation's; of one run its restarts, faults and checkpoints too."""
     series, dots = [], []
     for index, record in enumerate(records):
@@ -125,22 +125,22 @@ def loss_chart(records: Sequence[Record]) -> str:
         if len(records) == 1:
             series.append(Series("each step", downsample(losses, _first), index, "faint"))
         series.append(Series(name, downsample(smooth(losses), _first), index))
-        valid = [(step, loss) for step, measures in record.valid if (loss := measures.get("loss")) is not None]
+        valid = [(step, loss) for step, measures in record.evaluations if (loss := measures.get("loss")) is not None]
         dots.append(Series("validation" if len(records) == 1 else "", valid, 1 if len(records) == 1 else index, "dots"))
     marks, note = [], "Dots: validation."
     if len(records) == 1:
         (one,) = records
         marks = [
-            *faults.fault_marks(one.faults.faults, last_step=one.last),
-            saved.ticks(one.checkpoints, last=one.last),
+            *faults.fault_marks(one.faults.faults, last_step=one.last_step),
+            saved.ticks(one.checkpoints, last=one.last_step),
         ]
-        note = faults.no_faults_note(one.faults, one.resumed)
+        note = faults.no_faults_note(one.faults, one.resumed_steps)
     drawing = lines([*marks, *series, *dots], x="step", y="loss", title="Loss")
     note = f'<p class="note">{escape(note)}</p>' if note else ""
     return f"<h2>Loss</h2>{drawing or '<p>No step has ended.</p>'}{note}"
 
 
-def throughput_chart(records: Sequence[Record]) -> str:
+def throughput_chart(records: Sequence[RunRecord]) -> str:
     """Units a second over the time that the steps took. Samples and tokens are not comparable: a drawing per unit."""
     by_unit: dict[str, list[Series]] = {}
     for index, record in enumerate(records):
@@ -149,11 +149,11 @@ def throughput_chart(records: Sequence[Record]) -> str:
     return f"<h2>Throughput</h2>{''.join(drawings) or '<p>Too few steps.</p>'}"
 
 
-def _throughput_series(record: Record, *, colour: int) -> Series:
+def _throughput_series(record: RunRecord, *, colour: int) -> Series:
     points, passed = [], 0.0
     for number, line in enumerate(record.steps):
         passed += line["seconds"]
-        points.append((passed, record.units(number) / max(line["seconds"], 1e-9)))
+        points.append((passed, record.step_units(number) / max(line["seconds"], 1e-9)))
     # The first step allocates, and says nothing of the speed.
     return Series(record.name, downsample(smooth(points[1:]), _mean), colour)
 
@@ -196,23 +196,23 @@ def _unit_prefix(most: float) -> tuple[float, str]:
     return (1e6, "million ") if most >= 2e6 else (1e3, "thousand ") if most >= 2e3 else (1.0, "")
 
 
-def _describe_ranks(record: Record) -> str:
+def _describe_ranks(record: RunRecord) -> str:
     size = 1
     for axis in ("pp", "dp", "sp", "tp"):
         size *= record.plan.get(axis, 1)
     return "1 process" if size == 1 else f"{size} ranks"
 
 
-def _plan_fields(record: Record) -> dict[str, Any]:
+def _plan_fields(record: RunRecord) -> dict[str, Any]:
     return {name: value for name, value in record.plan.items() if name != "version"}
 
 
-def _settings(record: Record) -> str:
+def _settings(record: RunRecord) -> str:
     chosen = {name: value for name, value in record.settings.items() if name not in ENVIRONMENT_KEYS}
     return _key_value_table("Settings", chosen)
 
 
-def _environment(record: Record) -> dict[str, Any]:
+def _environment(record: RunRecord) -> dict[str, Any]:
     return _flatten({name: record.settings[name] for name in ENVIRONMENT_KEYS if name in record.settings})
 
 

@@ -16,10 +16,10 @@ from fourfold.plan.timeline import Trace, decode_trace
 from fourfold.report import attempts, faults, saved
 from fourfold.words.errors import FourfoldError, Problem, nearest
 
-FILES = ("settings.json", "plan.toml", "metrics.jsonl")
+REQUIRED_FILES = ("settings.json", "plan.toml", "metrics.jsonl")
 
 
-class Line(TypedDict, total=False):
+class LogLine(TypedDict, total=False):
     """What the lines of a log have in common: a field that is there has this type."""
 
     step: int
@@ -46,7 +46,7 @@ class ReportError(FourfoldError):
 
 
 @dataclass(frozen=True)
-class Record:
+class RunRecord:
     """One run.
 
     steps    the lines of the log's steps
@@ -60,55 +60,57 @@ class Record:
     settings: Mapping[str, Any]
     plan: Mapping[str, Any]
     steps: Sequence[Mapping[str, Any]]
-    valid: Sequence[tuple[int, Mapping[str, float | None]]]
-    finished: Mapping[str, Any] | None
+    evaluations: Sequence[tuple[int, Mapping[str, float | None]]]
+    finish_line: Mapping[str, Any] | None
     trace: Trace | None
     faults: faults.Faults
     checkpoints: saved.Checkpoints
-    resumed: Sequence[int]
-    attempts: Sequence[attempts.Segment]
+    resumed_steps: Sequence[int]
+    segments: Sequence[attempts.Segment]
 
     @property
-    def last(self) -> int:
+    def last_step(self) -> int:
         """The last step it has reached, or was to reach."""
         asked = self.settings.get("steps")
         return max(asked if isinstance(asked, int) else 0, self.steps[-1]["step"] if self.steps else 0)
 
     @property
     def unit(self) -> str:
-        return (self.finished or {}).get("unit") or ("tokens" if self.units(0) != self.samples(0) else "samples")
+        return (self.finish_line or {}).get("unit") or (
+            "tokens" if self.step_units(0) != self.step_samples(0) else "samples"
+        )
 
-    def samples(self, index: int) -> float:
+    def step_samples(self, index: int) -> float:
         return self.steps[index]["samples"] if self.steps else 0
 
-    def units(self, index: int) -> float:
+    def step_units(self, index: int) -> float:
         """Tokens of a step, or samples where it has none."""
-        return (self.steps[index].get("tokens") or self.samples(index)) if self.steps else 0
+        return (self.steps[index].get("tokens") or self.step_samples(index)) if self.steps else 0
 
     @property
-    def seconds(self) -> float:
+    def total_seconds(self) -> float:
         """The run's time, over all its attempts."""
-        return sum(attempt.seconds for attempt in self.attempts)
+        return sum(attempt.seconds for attempt in self.segments)
 
     @property
-    def rate(self) -> float:
+    def units_per_second(self) -> float:
         """Units a second."""
-        total = sum(self.units(index) for index in range(len(self.steps)))
-        return total / max(self.seconds, 1e-9)
+        total = sum(self.step_units(index) for index in range(len(self.steps)))
+        return total / max(self.total_seconds, 1e-9)
 
     @property
-    def sent_bytes(self) -> float:
+    def mean_sent_bytes(self) -> float:
         """What rank 0 sent in a step, on average; 0 where the run was written before that was."""
         return sum(line.get("sent_bytes", 0.0) for line in self.steps) / max(len(self.steps), 1)
 
     @property
-    def waiting(self) -> float:
+    def waiting_fraction(self) -> float:
         """The share of the steps' time that rank 0 spent reducing and waiting."""
         seconds = sum(line["seconds"] for line in self.steps)
         return sum(line["waiting_seconds"] for line in self.steps) / max(seconds, 1e-9)
 
 
-def find(word: str, *, parent: Path) -> Path:
+def find_run(word: str, *, parent: Path) -> Path:
     """The folder a user means: a path, or the name of a run. Raises ReportError."""
     for path in (Path(word), parent / word):
         with contextlib.suppress(OSError):  # a name that is too long is no run's
@@ -120,9 +122,9 @@ def find(word: str, *, parent: Path) -> Path:
     raise ReportError(Problem(f"no run {word}", "the folder of a run, or its name", attempt), where="fourfold report")
 
 
-def read(path: Path) -> Record:
+def read_run(path: Path) -> RunRecord:
     """The run in a folder. Raises ReportError with all files that are missing or cannot be read."""
-    missing = [name for name in FILES if not (path / name).is_file()]
+    missing = [name for name in REQUIRED_FILES if not (path / name).is_file()]
     if missing:
         problems = [
             Problem(f"no {path / name}", "a file that fourfold train writes", "another run") for name in missing
@@ -136,26 +138,26 @@ def read(path: Path) -> Record:
     except DecodeError as error:
         problem = Problem(f"{path}: {error}", "the settings and the plan as they were written")
         raise ReportError(problem, where="fourfold report") from None
-    lines = _lines(path / "metrics.jsonl")
+    lines = _read_log(path / "metrics.jsonl")
     steps = {line["step"]: line for line in lines if "step" in line and "loss" in line}
     trace = path / "trace.json"
-    return Record(
+    return RunRecord(
         name=path.resolve().name,
         path=path,
         settings=settings,
         plan=plan,
         steps=[steps[number] for number in sorted(steps)],
-        valid=[(line["step"], line["valid"]) for line in lines if "step" in line and "valid" in line],
-        finished=next((line for line in reversed(lines) if "finished" in line), None),
+        evaluations=[(line["step"], line["valid"]) for line in lines if "step" in line and "valid" in line],
+        finish_line=next((line for line in reversed(lines) if "finished" in line), None),
         trace=decode_trace(trace.read_bytes(), where=str(trace)) if trace.is_file() else None,
         faults=faults.read_faults(path),
         checkpoints=saved.read(path, lines),
-        resumed=[line["resumed"] for line in lines if "resumed" in line],
-        attempts=attempts.read_segments(lines),
+        resumed_steps=[line["resumed"] for line in lines if "resumed" in line],
+        segments=attempts.read_segments(lines),
     )
 
 
-def _missing(fields: Mapping[str, Any]) -> list[str]:
+def _missing_fields(fields: Mapping[str, Any]) -> list[str]:
     """What the line of a log lacks. Fields that came with a later version are not missing."""
     if "step" in fields and "loss" in fields:
         needed: tuple[str, ...] = ("samples", "seconds", "waiting_seconds")
@@ -165,7 +167,7 @@ def _missing(fields: Mapping[str, Any]) -> list[str]:
     return [name for name in needed if name not in fields]
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _read_log(path: Path) -> list[dict[str, Any]]:
     raw = path.read_bytes().split(b"\n")
     found = []
     for number, line in enumerate(raw, 1):
@@ -173,8 +175,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
             continue
         try:
             fields = from_json(line, dict[str, Any])
-            msgspec.convert(fields, Line)
-            if missing := _missing(fields):
+            msgspec.convert(fields, LogLine)
+            if missing := _missing_fields(fields):
                 raise DecodeError(f"no {', '.join(missing)}")
             found.append(fields)
         except (DecodeError, msgspec.ValidationError):
