@@ -138,7 +138,7 @@ def test_a_run_without_checkpoints_says_so(run):
     html = page.write_report([run]).read_text()
     assert "None was saved." in words(html)
     assert not rows(html, "saved")
-    assert saved.read(run, []).there == []
+    assert saved.read_checkpoints(run, []).on_disk == []
 
 
 def test_the_time_of_a_resumed_run_is_that_of_all_its_attempts(run):

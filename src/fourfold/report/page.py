@@ -60,7 +60,7 @@ def render_run(record: RunRecord) -> str:
 
 
 def _checkpoints_and_segments(record: RunRecord) -> str:
-    saves, times = _card(saved.card(record.checkpoints)), attempts.segments_card(record.segments)
+    saves, times = _card(saved.checkpoints_card(record.checkpoints)), attempts.segments_card(record.segments)
     return f'<div class="stack">{saves}{_card(times)}</div>' if times else saves
 
 
@@ -132,7 +132,7 @@ def loss_chart(records: Sequence[RunRecord]) -> str:
         (one,) = records
         marks = [
             *faults.fault_marks(one.faults.faults, last_step=one.last_step),
-            saved.ticks(one.checkpoints, last=one.last_step),
+            saved.checkpoint_ticks(one.checkpoints, last_step=one.last_step),
         ]
         note = faults.no_faults_note(one.faults, one.resumed_steps)
     drawing = lines([*marks, *series, *dots], x="step", y="loss", title="Loss")

@@ -64,7 +64,7 @@ class RunRecord:
     finish_line: Mapping[str, Any] | None
     trace: Trace | None
     faults: faults.Faults
-    checkpoints: saved.Checkpoints
+    checkpoints: saved.CheckpointHistory
     resumed_steps: Sequence[int]
     segments: Sequence[attempts.Segment]
 
@@ -151,7 +151,7 @@ def read_run(path: Path) -> RunRecord:
         finish_line=next((line for line in reversed(lines) if "finished" in line), None),
         trace=decode_trace(trace.read_bytes(), where=str(trace)) if trace.is_file() else None,
         faults=faults.read_faults(path),
-        checkpoints=saved.read(path, lines),
+        checkpoints=saved.read_checkpoints(path, lines),
         resumed_steps=[line["resumed"] for line in lines if "resumed" in line],
         segments=attempts.read_segments(lines),
     )

@@ -16,83 +16,83 @@ from fourfold.report.table import UNKNOWN, cells, many
 from fourfold.run.checkpoint.shelf import Shelf
 from fourfold.words.units import sized
 
-FAILED = re.compile(r"the checkpoint of step ([0-9]{1,15}) could not be written: ([^;]*)")
-NAME = re.compile(r"step-([0-9]{8,15})")
+FAILED_WARNING = re.compile(r"the checkpoint of step ([0-9]{1,15}) could not be written: ([^;]*)")
+CHECKPOINT_NAME = re.compile(r"step-([0-9]{8,15})")
 KEPT, BEST, DAMAGED, NOT_WRITTEN = "kept", "kept, the best", "damaged, set aside", "not written"
-HEADS = ("step", "size", "pause", "")
+COLUMNS = ("step", "size", "pause", "")
 
 
-class Saved(NamedTuple):
+class SavedCheckpoint(NamedTuple):
     """A checkpoint that is on the disk, or that was lost. Unknown is None."""
 
     step: int
     num_bytes: int | None
     pause_seconds: float | None
-    state: str
+    status: str
     text: str = ""
 
 
-class Checkpoints(NamedTuple):
+class CheckpointHistory(NamedTuple):
     """Pauses by step of every save that was begun, and the checkpoints there is something to say about, by step."""
 
     pauses: Mapping[int, float]
-    found: Sequence[Saved] = ()
+    checkpoints: Sequence[SavedCheckpoint] = ()
 
     @property
-    def written(self) -> set[int]:
+    def written_steps(self) -> set[int]:
         """The steps of the saves that went well, as the log knows them."""
-        return {*self.pauses} - {each.step for each in self.found if each.state == NOT_WRITTEN}
+        return {*self.pauses} - {each.step for each in self.checkpoints if each.status == NOT_WRITTEN}
 
     @property
-    def there(self) -> list[Saved]:
-        return [each for each in self.found if each.state in (KEPT, BEST)]
+    def on_disk(self) -> list[SavedCheckpoint]:
+        return [each for each in self.checkpoints if each.status in (KEPT, BEST)]
 
 
-def read(folder: Path, lines: Iterable[Mapping[str, Any]]) -> Checkpoints:
+def read_checkpoints(folder: Path, lines: Iterable[Mapping[str, Any]]) -> CheckpointHistory:
     """What the run's folder and the lines of its log say. Raises OSError."""
     pauses: dict[int, float] = {}
-    lost: list[Saved] = []
+    lost: list[SavedCheckpoint] = []
     for line in lines:
         if "pause_seconds" in line:
             pauses[line["step"]] = line["pause_seconds"]
-        elif "damaged" in line and (name := NAME.fullmatch(line["checkpoint"])):
+        elif "damaged" in line and (name := CHECKPOINT_NAME.fullmatch(line["checkpoint"])):
             texts = [text.rpartition(f"{line['checkpoint']}/")[2] for text in line["damaged"]]
-            lost.append(Saved(int(name[1]), None, None, DAMAGED, "; ".join(texts)))
-        elif "warning" in line and (said := FAILED.match(line["warning"])):
-            lost.append(Saved(int(said[1]), None, pauses.get(int(said[1])), NOT_WRITTEN, said[2]))
+            lost.append(SavedCheckpoint(int(name[1]), None, None, DAMAGED, "; ".join(texts)))
+        elif "warning" in line and (said := FAILED_WARNING.match(line["warning"])):
+            lost.append(SavedCheckpoint(int(said[1]), None, pauses.get(int(said[1])), NOT_WRITTEN, said[2]))
     shelf = Shelf(folder)
     best = shelf.best()
     there = [
-        Saved(step, _num_bytes(shelf.at(step)), pauses.get(step), BEST if step == best else KEPT)
+        SavedCheckpoint(step, _num_bytes(shelf.at(step)), pauses.get(step), BEST if step == best else KEPT)
         for step in shelf.steps()
     ]
-    return Checkpoints(pauses, sorted([*lost, *there], key=lambda each: each.step))
+    return CheckpointHistory(pauses, sorted([*lost, *there], key=lambda each: each.step))
 
 
 def _num_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
 
 
-def ticks(checkpoints: Checkpoints, *, last: int) -> Series:
+def checkpoint_ticks(checkpoints: CheckpointHistory, *, last_step: int) -> Series:
     """A tick for every save on an axis of steps that ends at `last`."""
-    steps = checkpoints.written | {each.step for each in checkpoints.there}
-    return Series("checkpoint", [(float(step), 0.0) for step in sorted(steps) if step <= last], 2, "tick")
+    steps = checkpoints.written_steps | {each.step for each in checkpoints.on_disk}
+    return Series("checkpoint", [(float(step), 0.0) for step in sorted(steps) if step <= last_step], 2, "tick")
 
 
-def card(checkpoints: Checkpoints) -> str:
+def checkpoints_card(checkpoints: CheckpointHistory) -> str:
     """What was saved, what it cost, and what is there."""
     pauses, found = checkpoints
     if not pauses and not found:
         return '<h2>Checkpoints</h2><p class="note">None was saved.</p>'
-    said = [f"{len(checkpoints.written):,} saved, {len(checkpoints.there)} kept"]
+    said = [f"{len(checkpoints.written_steps):,} saved, {len(checkpoints.on_disk)} kept"]
     if pauses:
         typical, longest = statistics.median(pauses.values()), max(pauses.values())
         said.append(f"pause {format_seconds(typical)} in the median, {format_seconds(longest)} at most")
-    table = many(HEADS, [cells(_row(each)) for each in found], style="saved") if found else ""
+    table = many(COLUMNS, [cells(_row_cells(each)) for each in found], style="saved") if found else ""
     return f'<h2>Checkpoints</h2><p class="note">{escape(" · ".join(said))}</p>{table}'
 
 
-def _row(saved: Saved) -> Sequence[str]:
+def _row_cells(saved: SavedCheckpoint) -> Sequence[str]:
     size = UNKNOWN if saved.num_bytes is None else sized(saved.num_bytes)
     pause = UNKNOWN if saved.pause_seconds is None else format_seconds(saved.pause_seconds)
-    return f"{saved.step:,}", size, pause, f"{saved.state}: {saved.text}" if saved.text else saved.state
+    return f"{saved.step:,}", size, pause, f"{saved.status}: {saved.text}" if saved.text else saved.status
