@@ -28,7 +28,7 @@ from fourfold.report.svg import Bar, Block, Lane, bars, lanes
 from fourfold.words.action import Verb
 from fourfold.words.spans import COMPUTE, LANES, READY, REDUCE
 
-STYLES = {
+VERB_STYLES = {
     **COMPUTE_CATEGORIES,
     Verb.REDUCE: "reduce",
     Verb.GATHER: "reduce",
@@ -39,7 +39,7 @@ STYLES = {
 }
 BAR_STYLES = {DATA_TIME: "data", WAITING_TIME: "wait", OTHER_TIME: "rest"}
 BAR_STYLES |= dict.fromkeys((REDUCE_TIME, GATHER_TIME, AVERAGE_TIME), "reduce")
-MANY = 24  # rows of a table that are shown at once
+MAX_OPEN_ROWS = 24  # rows of a table that are shown at once
 
 
 def action_card(trace: Trace) -> str:
@@ -76,7 +76,7 @@ def step_card(trace: Trace) -> str:
     rows_of = compare_timelines(trace, step, priced)
     return (
         f"<h2>One step, measured and simulated</h2><p>{escape(text)}</p>"
-        f'<div class="scroll">{drawing}</div><p class="note">{legend} · {mark}</p>{_table(rows_of, begun, priced)}'
+        f'<div class="scroll">{drawing}</div><p class="note">{legend} · {mark}</p>{_difference_table(rows_of, begun, priced)}'
     )
 
 
@@ -114,26 +114,29 @@ def _simulated_lanes(timeline: Timeline) -> list[Lane]:
 
 def _blocks(actions: Sequence[TimedAction], name: str) -> list[Block]:
     return [
-        Block(str(timed.action), timed.start * 1e3, timed.end * 1e3, STYLES.get(timed.action.verb, "measure"))
+        Block(str(timed.action), timed.start * 1e3, timed.end * 1e3, VERB_STYLES.get(timed.action.verb, "measure"))
         for timed in actions
         if lane_of(timed.action) == name
     ]
 
 
-def _table(rows: Sequence[Difference], begun: Timeline, priced: Timeline) -> str:
+def _difference_table(rows: Sequence[Difference], begun: Timeline, priced: Timeline) -> str:
     head = (
         "<tr><th>action</th><th>measured, ms</th><th>simulated, ms</th><th>difference, ms</th>"
         "<th>ends, measured</th><th>ends, simulated</th><th>difference, ms</th></tr>"
     )
-    body = [_row(f"rank {d.rank}   {d.action}", d.measured, d.simulated, d.measured_end, d.simulated_end) for d in rows]
+    body = [
+        _difference_row(f"rank {d.rank}   {d.action}", d.measured, d.simulated, d.measured_end, d.simulated_end)
+        for d in rows
+    ]
     both = makespan(begun), makespan(priced)
-    total = _row("step", *both, *both, style=' class="total"')
+    total = _difference_row("step", *both, *both, style=' class="total"')
     table = f'<div class="scroll"><table>{head}{"".join(body)}{total}</table></div>'
-    shown = ' open=""' if len(rows) <= MANY else ""
+    shown = ' open=""' if len(rows) <= MAX_OPEN_ROWS else ""
     return f"<details{shown}><summary>Difference per action</summary>{table}</details>"
 
 
-def _row(name: str, cost: float, price: float, end: float, simulated_end: float, *, style: str = "") -> str:
+def _difference_row(name: str, cost: float, price: float, end: float, simulated_end: float, *, style: str = "") -> str:
     cells = (cost, price, price - cost, end, simulated_end, simulated_end - end)
     shown = (_signed(cell * 1e3) if index % 3 == 2 else f"{cell * 1e3:.3f}" for index, cell in enumerate(cells))
     return f"<tr{style}><td>{escape(name)}</td>{''.join(f'<td>{text}</td>' for text in shown)}</tr>"
