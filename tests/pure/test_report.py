@@ -141,14 +141,14 @@ def test_a_run_that_is_not_there_is_told_with_the_nearest(run):
 def test_any_curve_is_well_formed(points, name):
     name = "".join(char for char in name if char.isprintable())
     series = [svg.Series(name, points), svg.Series("dots", points, 1, "dots")]
-    drawing = svg.lines(series, x="step", y="loss", title=name)
+    drawing = svg.line_chart(series, x="step", y="loss", title=name)
     assert ElementTree.fromstring(drawing) is not None if points else drawing == ""
     assert "nan" not in drawing.replace(name, "")
 
 
 @given(low=NUMBERS, length=st.floats(1e-6, 1e6))
 def test_ticks_are_few_and_within(low, length):
-    found = svg.ticks(low, low + length)
+    found = svg.axis_ticks(low, low + length)
     margin = 1e-6 * max(abs(low), length)
     assert 1 <= len(found) <= 7
     assert all(low - margin <= tick <= low + length + margin for tick in found)
@@ -156,7 +156,7 @@ def test_ticks_are_few_and_within(low, length):
 
 def test_bars_are_as_long_as_their_values():
     rows = [svg.Bar(NASTY, 1.0, "1 ms", "wait"), svg.Bar("two", 2.0, "2 ms", "wait")]
-    root = ElementTree.fromstring(svg.bars(rows, title="t"))
+    root = ElementTree.fromstring(svg.bar_chart(rows, title="t"))
     widths = [float(node.get("width", 0)) for node in root.iter("{http://www.w3.org/2000/svg}rect")]
     assert widths[1] == pytest.approx(2 * widths[0], abs=0.2)
 

@@ -168,7 +168,7 @@ def test_a_comparison_counts_restarts_and_skipped_steps(tmp_path):
 def test_marks_leave_the_curve_where_it_is():
     curve = svg.Series("loss", [(0.0, 3.0), (10.0, 2.0)])
     marks = [svg.Series("restart", [(5.0, 0.0)], 3, "rule"), svg.Series("checkpoint", [(9.0, 0.0)], 2, "tick")]
-    drawn = [svg.lines(each, x="step", y="loss", title="Loss") for each in ([curve], [*marks, curve])]
+    drawn = [svg.line_chart(each, x="step", y="loss", title="Loss") for each in ([curve], [*marks, curve])]
     paths = [[n.get("d") for n in ElementTree.fromstring(each).iter(f"{SVG}path") if n.get("class") == "line c0"]
              for each in drawn]  # fmt: skip
     assert paths[0] == paths[1]

@@ -14,7 +14,7 @@ from fourfold.report.progress import format_duration
 from fourfold.report.record import RunRecord, read_run
 from fourfold.report.step import action_card, step_card
 from fourfold.report.style import CSS
-from fourfold.report.svg import Point, Series, lines
+from fourfold.report.svg import Point, Series, line_chart
 from fourfold.report.table import cells
 from fourfold.words.units import scaled, sized
 
@@ -135,7 +135,7 @@ def loss_chart(records: Sequence[RunRecord]) -> str:
             saved.checkpoint_ticks(one.checkpoints, last_step=one.last_step),
         ]
         note = faults.no_faults_note(one.faults, one.resumed_steps)
-    drawing = lines([*marks, *series, *dots], x="step", y="loss", title="Loss")
+    drawing = line_chart([*marks, *series, *dots], x="step", y="loss", title="Loss")
     note = f'<p class="note">{escape(note)}</p>' if note else ""
     return f"<h2>Loss</h2>{drawing or '<p>No step has ended.</p>'}{note}"
 
@@ -164,7 +164,7 @@ def _throughput_drawing(series: Sequence[Series], unit: str, *, legend: bool) ->
     scaled_down = [each._replace(points=[(x, y / factor) for x, y in each.points]) for each in series]
     title = f"Throughput, {unit}"
     y = f"{prefix}{unit} a second"
-    return lines(scaled_down, x="time in steps, s", y=y, title=title, from_zero=True, legend=legend)
+    return line_chart(scaled_down, x="time in steps, s", y=y, title=title, from_zero=True, legend=legend)
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:

@@ -24,7 +24,7 @@ from fourfold.plan.cost import (
 from fourfold.plan.needs import lane_of
 from fourfold.plan.simulate import TimedAction, Timeline, makespan
 from fourfold.plan.timeline import Trace, merged_waits
-from fourfold.report.svg import Bar, Block, Lane, bars, lanes
+from fourfold.report.svg import Bar, Block, Lane, bar_chart, lane_chart
 from fourfold.words.action import Verb
 from fourfold.words.spans import COMPUTE, LANES, READY, REDUCE
 
@@ -54,7 +54,7 @@ def action_card(trace: Trace) -> str:
     note = f"Means over {steps} and {len(trace.ranks)} {'rank' if len(trace.ranks) == 1 else 'ranks'}."
     if REDUCE_TIME in spent:
         note += " Reducing goes on beside backward or within it, and is not counted again in the step."
-    return f'<h2>Time by action</h2>{bars(rows, title="Time by action")}<p class="note">{escape(note)}</p>'
+    return f'<h2>Time by action</h2>{bar_chart(rows, title="Time by action")}<p class="note">{escape(note)}</p>'
 
 
 def step_card(trace: Trace) -> str:
@@ -63,7 +63,7 @@ def step_card(trace: Trace) -> str:
     begun, priced = measured_timeline(trace, step), simulated_timeline(trace, step)
     rows = [*_measured_lanes(trace, step, begun), Lane("", ()), *_simulated_lanes(priced)]
     end = max(makespan(begun), makespan(priced)) * 1e3
-    drawing = lanes(rows, end=end, title=f"Step {step}, measured and simulated", x="time, ms")
+    drawing = lane_chart(rows, end=end, title=f"Step {step}, measured and simulated", x="time, ms")
     far = makespan(priced) / (makespan(begun) or 1.0) - 1
     text = (
         f"Step {step}: measured {makespan(begun) * 1e3:.2f} ms, simulated {makespan(priced) * 1e3:.2f} ms "

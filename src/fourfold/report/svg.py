@@ -11,10 +11,10 @@ from html import escape
 from typing import NamedTuple
 
 Point = tuple[float, float]
-LETTER = 6.6  # the width of a letter at the drawings' size, in their units
+LETTER_WIDTH = 6.6  # the width of a letter at the drawings' size, in their units
 NUM_COLOURS = 6
 # Marks of the horizontal axis: from where to where, relative to the frame's bottom; a rule begins at its top.
-MARKS = {"rule": (0.0, 0.0), "peg": (-9.0, 0.0), "tick": (1.0, 7.0)}
+MARK_EXTENTS = {"rule": (0.0, 0.0), "peg": (-9.0, 0.0), "tick": (1.0, 7.0)}
 
 
 class Series(NamedTuple):
@@ -70,7 +70,7 @@ class Lane(NamedTuple):
     blocks: Sequence[Block]
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
+def axis_ticks(low: float, high: float, count: int = 5) -> list[float]:
     """About `count` round values in [low, high]."""
     if not high > low:
         return [low]
@@ -81,17 +81,17 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [round(index * step, 12) for index in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """A tick's label: 1,000, 0.25, 3."""
     return f"{value:,.0f}" if abs(value) >= 1000 or float(value).is_integer() else f"{value:.6g}"
 
 
-def lines(
+def line_chart(
     series: Sequence[Series], *, x: str, y: str, title: str, from_zero: bool = False, legend: bool = False
 ) -> str:
     """Curves in one frame. `x` and `y` name the axes with their units; `legend` names a single curve too."""
     width, height = 560.0, 300.0
-    points = [point for each in series if each.kind not in MARKS for point in each.points]
+    points = [point for each in series if each.kind not in MARK_EXTENTS for point in each.points]
     if not points:
         return ""
     xs, ys = [p[0] for each in series for p in each.points], [p[1] for p in points]
@@ -101,20 +101,22 @@ def lines(
         left=58, right=width - 14, top=30, bottom=height - 42,
         x0=min(xs), x1=max(xs), y0=low if from_zero else low - margin, y1=high + margin,
     )  # fmt: skip
-    drawn = [_marks(frame, each) if each.kind in MARKS else _curve(frame, each) for each in series if each.points]
+    drawn = [
+        _marks(frame, each) if each.kind in MARK_EXTENTS else _curve(frame, each) for each in series if each.points
+    ]
     body = [_axes(frame, x=x, y=y), *drawn]
-    return _drawing(width, height, title, [*body, _legend(series, right=frame.right, least=1 if legend else 2)])
+    return _render_svg(width, height, title, [*body, _legend(series, right=frame.right, least=1 if legend else 2)])
 
 
 def _axes(frame: Frame, *, x: str, y: str) -> str:
     parts = []
-    for value in ticks(frame.y0, frame.y1):
+    for value in axis_ticks(frame.y0, frame.y1):
         at = frame.y(value)
         parts.append(f'<line class="grid" x1="{frame.left}" x2="{frame.right}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(f'<text class="end" x="{frame.left - 8}" y="{at + 4:.1f}">{number(value)}</text>')
-    for value in ticks(frame.x0, frame.x1, 6):
+        parts.append(f'<text class="end" x="{frame.left - 8}" y="{at + 4:.1f}">{format_number(value)}</text>')
+    for value in axis_ticks(frame.x0, frame.x1, 6):
         at = frame.x(value)
-        parts.append(f'<text class="middle" x="{at:.1f}" y="{frame.bottom + 18}">{number(value)}</text>')
+        parts.append(f'<text class="middle" x="{at:.1f}" y="{frame.bottom + 18}">{format_number(value)}</text>')
     parts.append(f'<line class="axis" x1="{frame.left}" x2="{frame.right}" y1="{frame.bottom}" y2="{frame.bottom}"/>')
     parts.append(f'<text class="name" x="0" y="14">{escape(y)}</text>')
     parts.append(f'<text class="name end" x="{frame.right}" y="{frame.bottom + 36}">{escape(x)}</text>')
@@ -127,7 +129,7 @@ def _curve(frame: Frame, series: Series) -> str:
     if series.kind == "dots" or len(places) == 1:
         dots = (
             f'<circle class="dot {colour}" cx="{px:.1f}" cy="{py:.1f}" r="4">'
-            f"<title>{escape(series.name)} {value:.6g} at {number(at)}</title></circle>"
+            f"<title>{escape(series.name)} {value:.6g} at {format_number(at)}</title></circle>"
             for (px, py), (at, value) in zip(places, series.points, strict=True)
         )
         return "".join(dots)
@@ -136,12 +138,12 @@ def _curve(frame: Frame, series: Series) -> str:
 
 
 def _marks(frame: Frame, series: Series) -> str:
-    upper, lower = MARKS[series.kind]
+    upper, lower = MARK_EXTENTS[series.kind]
     top = frame.top if series.kind == "rule" else frame.bottom + upper
     parts = []
     # One mark where several would lie on each other.
     for at, value in {round(frame.x(value)): value for value, _ in series.points}.items():
-        tip = f"<title>{escape(series.name)} at {number(value)}</title>"
+        tip = f"<title>{escape(series.name)} at {format_number(value)}</title>"
         parts.append(
             f'<path class="{series.kind} c{series.colour}" d="M{at} {top}V{frame.bottom + lower}">{tip}</path>'
         )
@@ -150,15 +152,15 @@ def _marks(frame: Frame, series: Series) -> str:
 
 def _legend(series: Sequence[Series], *, right: float, least: int) -> str:
     named = [each for each in series if each.name and each.kind != "faint" and each.points]
-    named.sort(key=lambda each: each.kind in MARKS)
+    named.sort(key=lambda each: each.kind in MARK_EXTENTS)
     parts, at = [], right
     for each in reversed(named):
-        at -= LETTER * len(each.name)
+        at -= LETTER_WIDTH * len(each.name)
         parts.append(f'<text x="{at:.1f}" y="14">{escape(each.name)}</text>')
         colour = f"c{each.colour % NUM_COLOURS}"
         if each.kind == "dots":
             parts.append(f'<circle class="dot {colour}" cx="{at - 10:.1f}" cy="10" r="4"/>')
-        elif each.kind in MARKS:
+        elif each.kind in MARK_EXTENTS:
             top, bottom = (2, 17) if each.kind == "rule" else (5, 14)
             parts.append(f'<path class="{each.kind} {colour}" d="M{at - 9:.1f} {top}V{bottom}"/>')
         else:
@@ -167,7 +169,7 @@ def _legend(series: Sequence[Series], *, right: float, least: int) -> str:
     return "".join(parts) if len(named) >= least else ""
 
 
-def bars(rows: Sequence[Bar], *, title: str) -> str:
+def bar_chart(rows: Sequence[Bar], *, title: str) -> str:
     """A horizontal bar per row, its name to the left, its label behind it."""
     width, each = 560.0, 30.0
     left, right = 130.0, width - 130
@@ -181,10 +183,10 @@ def bars(rows: Sequence[Bar], *, title: str) -> str:
             f'<rect class="{row.style}" x="{left}" y="{top}" width="{max(length, 1):.1f}" height="20" rx="3"/>'
         )
         parts.append(f'<text class="figure" x="{left + length + 8:.1f}" y="{top + 15}">{escape(row.label)}</text>')
-    return _drawing(width, 8 + each * len(rows), title, parts)
+    return _render_svg(width, 8 + each * len(rows), title, parts)
 
 
-def lanes(rows: Sequence[Lane], *, end: float, title: str, x: str) -> str:
+def lane_chart(rows: Sequence[Lane], *, end: float, title: str, x: str) -> str:
     """Rows of blocks over one axis of time from 0 to `end`. A row without a name is a gap, its blocks are left out."""
     width, each = 1120.0, 28.0
     tops, at = [], 8.0
@@ -193,16 +195,16 @@ def lanes(rows: Sequence[Lane], *, end: float, title: str, x: str) -> str:
         at += each if row.name else 14.0
     frame = Frame(left=150, right=width - 16, top=8, bottom=at + 2, x0=0, x1=end, y0=0, y1=1)
     parts = []
-    for value in ticks(0, end, 8):
+    for value in axis_ticks(0, end, 8):
         place = frame.x(value)
         parts.append(f'<line class="grid" x1="{place:.1f}" x2="{place:.1f}" y1="4" y2="{frame.bottom:.1f}"/>')
-        parts.append(f'<text class="middle" x="{place:.1f}" y="{frame.bottom + 16:.1f}">{number(value)}</text>')
+        parts.append(f'<text class="middle" x="{place:.1f}" y="{frame.bottom + 16:.1f}">{format_number(value)}</text>')
     parts.append(f'<text class="name end" x="{frame.right}" y="{frame.bottom + 34:.1f}">{escape(x)}</text>')
     for row, top in zip(rows, tops, strict=True):
         if row.name:
             parts.append(f'<text class="end" x="{frame.left - 10}" y="{top + 15:.1f}">{escape(row.name)}</text>')
             parts += [_block(frame, block, top) for block in row.blocks]
-    return _drawing(width, frame.bottom + 40, title, parts)
+    return _render_svg(width, frame.bottom + 40, title, parts)
 
 
 def _block(frame: Frame, block: Block, top: float) -> str:
@@ -213,13 +215,13 @@ def _block(frame: Frame, block: Block, top: float) -> str:
     tip = f"<title>{escape(block.name)}: {block.stop - block.start:.3f} ms from {block.start:.3f} ms</title>"
     wide = max(right - left, 1.0)
     box = f'<rect class="{block.style}" x="{left:.1f}" y="{top:.1f}" width="{wide:.1f}" height="20" rx="2">{tip}</rect>'
-    if wide < LETTER * len(block.name) + 6:
+    if wide < LETTER_WIDTH * len(block.name) + 6:
         return box
     middle = (left + right) / 2
     text = f'<text class="inside on-{block.style}" x="{middle:.1f}" y="{top + 14.5:.1f}">{escape(block.name)}</text>'
     return box + text
 
 
-def _drawing(width: float, height: float, title: str, parts: Sequence[str]) -> str:
+def _render_svg(width: float, height: float, title: str, parts: Sequence[str]) -> str:
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" role="img">'
     return f"{head}<title>{escape(title)}</title>{''.join(parts)}</svg>"
