@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fourfold.report.progress import format_seconds
-from fourfold.report.table import UNKNOWN, cells, many
+from fourfold.report.table import UNKNOWN, render_row, render_table
 from fourfold.words.units import scaled
 
 COLUMNS = ("steps", "time", "a second", "")
@@ -62,8 +62,8 @@ def segments_card(attempts: Sequence[Segment]) -> str:
     """The table of attempts; nothing where there was one."""
     if len(attempts) == 1:
         return ""
-    rows = [cells(_row_cells(each)) for each in attempts]
-    return f'<h2>Time by attempt</h2><p class="note">{NOTE}</p>{many(COLUMNS, rows, style="attempts")}'
+    rows = [render_row(_row_cells(each)) for each in attempts]
+    return f'<h2>Time by attempt</h2><p class="note">{NOTE}</p>{render_table(COLUMNS, rows, style="attempts")}'
 
 
 def _row_cells(attempt: Segment) -> Sequence[str]:

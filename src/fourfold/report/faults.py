@@ -17,7 +17,7 @@ import msgspec
 from fourfold.plan.decode import DecodeError, check_not_pipe, from_json
 from fourfold.report.progress import format_seconds
 from fourfold.report.svg import Series
-from fourfold.report.table import UNKNOWN, cells, many
+from fourfold.report.table import UNKNOWN, render_row, render_table
 from fourfold.words.text import escaped
 
 FAULTS_FILE = "faults.jsonl"
@@ -94,8 +94,8 @@ def faults_card(faults: Faults, resumed: Sequence[int]) -> str:
         said.append(_resumed_note(resumed))
     if unread:
         said.append(f"{unread} {'line' if unread == 1 else 'lines'} of {FAULTS_FILE} could not be read")
-    rows = [cells(_row_cells(fault)) for fault in sorted(known, key=lambda fault: fault.time)]
-    table = many(COLUMNS, rows, style="faults") if rows else ""
+    rows = [render_row(_row_cells(fault)) for fault in sorted(known, key=lambda fault: fault.time)]
+    table = render_table(COLUMNS, rows, style="faults") if rows else ""
     return f'<h2>Faults and restarts</h2><p class="note">{escape(" · ".join(said))}</p>{table}'
 
 

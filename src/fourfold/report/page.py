@@ -15,7 +15,7 @@ from fourfold.report.record import RunRecord, read_run
 from fourfold.report.step import action_card, step_card
 from fourfold.report.style import CSS
 from fourfold.report.svg import Point, Series, line_chart
-from fourfold.report.table import cells
+from fourfold.report.table import render_row
 from fourfold.words.units import scaled, sized
 
 REPORT_FILE = "report.html"
@@ -68,14 +68,14 @@ def render_comparison(records: Sequence[RunRecord]) -> str:
     """Several runs."""
     tables = [{**dict(key_figures(record)), **_fault_counts(record)} for record in records]
     names = list(dict.fromkeys(name for table in tables for name in table))
-    rows = [cells(["", *(record.name for record in records)], "th")]
-    rows += [cells([name, *(table.get(name, "–") for table in tables)]) for name in names]
+    rows = [render_row(["", *(record.name for record in records)], "th")]
+    rows += [render_row([name, *(table.get(name, "–") for table in tables)]) for name in names]
     settings = [{**_plan_fields(record), **_flatten(record.settings)} for record in records]
     names = list(dict.fromkeys(name for each in settings for name in each))
     differing = [name for name in names if len({str(each.get(name, "–")) for each in settings}) > 1]
     rows_of_settings = rows[:1]
     rows_of_settings += [
-        cells([name, *(_format_value(each.get(name, "–")) for each in settings)]) for name in differing
+        render_row([name, *(_format_value(each.get(name, "–")) for each in settings)]) for name in differing
     ]
     differ = f"<table>{''.join(rows_of_settings)}</table>" if differing else "<p>Nothing.</p>"
     cards = [

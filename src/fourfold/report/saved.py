@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from fourfold.report.progress import format_seconds
 from fourfold.report.svg import Series
-from fourfold.report.table import UNKNOWN, cells, many
+from fourfold.report.table import UNKNOWN, render_row, render_table
 from fourfold.run.checkpoint.shelf import Shelf
 from fourfold.words.units import sized
 
@@ -88,7 +88,7 @@ def checkpoints_card(checkpoints: CheckpointHistory) -> str:
     if pauses:
         typical, longest = statistics.median(pauses.values()), max(pauses.values())
         said.append(f"pause {format_seconds(typical)} in the median, {format_seconds(longest)} at most")
-    table = many(COLUMNS, [cells(_row_cells(each)) for each in found], style="saved") if found else ""
+    table = render_table(COLUMNS, [render_row(_row_cells(each)) for each in found], style="saved") if found else ""
     return f'<h2>Checkpoints</h2><p class="note">{escape(" · ".join(said))}</p>{table}'
 
 
