@@ -316,7 +316,7 @@ def test_a_graph_is_no_use_outside_its_step():
     def body(ranks):
         step = deep(ranks, GLOO)
         x, y = ones()
-        step._actions.begin([])
+        step._actions.begin_step([])
         with gathered_of(step).phase("forward"):
             total = step.model(x).sum()
         with pytest.raises(TrainingError, match="a backward outside a step"):

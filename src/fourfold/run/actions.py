@@ -30,7 +30,7 @@ from fourfold.words.errors import Problem, TaskError
 from fourfold.words.layout import SPLIT, WHOLE, Change
 from fourfold.words.spans import DONE, SILENT
 
-NO_ELEMENT = "a global batch without a loss element: all targets are ignored, or there are no samples"
+NO_ELEMENTS = "a global batch without a loss element: all targets are ignored, or there are no samples"
 
 
 class Actions:
@@ -44,155 +44,170 @@ class Actions:
         *,
         clip: float | None,
         update: str,
-        agree: Callable[[float], float],
-        waits: bool = False,
+        all_reduce_count: Callable[[float], float],
+        blocks_in_backward: bool = False,
     ) -> None:
         """`update` is the plan's: when buckets are updated.
 
         `agree` is the sum of a number over the data ranks, used once, in the first step. `waits`: ranks wait for each
         other in the midst of a backward, for tokens or for weights.
         """
-        self._model, self._objective, self._parts, self._clip, self._agree = model, objective, parts, clip, agree
+        self._model, self._objective, self._context, self._clip, self._all_reduce_count = (
+            model,
+            objective,
+            parts,
+            clip,
+            all_reduce_count,
+        )
         # Gradients are divided by a nominal count during backward, when the step's own is not known yet: an estimate
         # in the first step, its count in all others. The rest of the division is made up for after the reduction,
         # and is 1 where batches are even.
         self.nominal_count: float | None = None
-        self.asked = False
+        self.stop_requested = False
         """Whether this rank has been asked to stop; every rank learns of it within the step."""
-        self.unlike: Problem | None = None
+        self.batch_mismatch: Problem | None = None
         """What is wrong with the batches of the ranks that share this one's sequences; every rank learns of it."""
         self.recorder = SILENT
-        self._every_round, self._after = parts.rest.gradient == SPLIT, update == "after"
-        self._gathers = layout_changes(parts.rest).after_update != Change.NONE
+        self._reduces_every_backward, self._updates_after_backward = parts.rest.gradient == SPLIT, update == "after"
+        self._gathers_weights = layout_changes(parts.rest).after_update != Change.NONE
         self.deferred: Deferred | None = None
         """The updates that wait for the next forward, where they do."""
         if update == "in_forward":
-            self.deferred = Deferred(parts.parameters, parts.transport, self._update_late, gathered=parts.gathered)
+            self.deferred = Deferred(parts.parameters, parts.transport, self._update_deferred, gathered=parts.gathered)
         # Else the factor is part of the update: before it, sums are what they are.
-        self._scales_sums = parts.rest.state == WHOLE and not parts.optimizer.converts_grads
-        if self._scales_sums:
-            parts.transport.grad_scale_fn = self.factor
-        self._waits = waits
+        self._scales_before_update = parts.rest.state == WHOLE and not parts.optimizer.converts_grads
+        if self._scales_before_update:
+            parts.transport.grad_scale_fn = self.compute_grad_scale
+        self._blocks_in_backward = blocks_in_backward
         if update == "in_backward":
-            parts.gradients.on_launch = self._update_ahead
+            parts.gradients.on_launch = self._update_early
         slots = [len(parameters) for parameters in parts.parameters]
         self._offsets = [sum(slots[:bucket]) for bucket in range(len(slots))]
 
-    def begin(self, microbatches: Sequence[Microbatch]) -> None:
+    def begin_step(self, microbatches: Sequence[Microbatch]) -> None:
         """Begin a step; afterwards `totals` and `grad_norm` tell of it."""
         self._microbatches = microbatches
         self._losses: dict[int, Loss] = {}
         self._counts: list[float | Tensor] = []
-        self._learned = False
-        self._known = [0.0, 0.0, 0.0, 0.0, float(self.asked), float(self.unlike is not None), 0.0, 0.0]
+        self._has_added_samples = False
+        self._host_totals = [
+            0.0,
+            0.0,
+            0.0,
+            0.0,
+            float(self.stop_requested),
+            float(self.batch_mismatch is not None),
+            0.0,
+            0.0,
+        ]
         """This rank's totals. What is still being computed on a device is added when they are measured."""
-        self._computed: list[tuple[int, Tensor]] = []
-        self._last = max((index for index, part in enumerate(microbatches) if part.samples), default=-1)
-        rounds = len(microbatches) if self._every_round else 1
-        self._first_of_last_round = (rounds - 1) * len(self._parts.parameters)
-        self._sealed, self._in_last_round, self._num_ahead = False, not self._every_round, 0
-        self._permitted = False
-        self._met = False
-        self.is_hooked = False
+        self._device_totals: list[tuple[int, Tensor]] = []
+        self._last_nonempty = max((index for index, part in enumerate(microbatches) if part.samples), default=-1)
+        rounds = len(microbatches) if self._reduces_every_backward else 1
+        self._first_of_last_round = (rounds - 1) * len(self._context.parameters)
+        self._is_round_finished, self._is_last_round, self._num_done_early = False, not self._reduces_every_backward, 0
+        self._has_waited_for_weights = False
+        self._has_averaged = False
+        self.has_called_hooks = False
         """Whether the step has called hooks of the optimizer."""
-        self.ahead: set[Action] = set()
+        self.done_early: set[Action] = set()
         """What is done while another action runs: the updates in backward, and those in forward."""
         if self.deferred is not None:
-            verbs, buckets = (Verb.UPDATE, Verb.GATHER), range(len(self._parts.parameters))
-            self.ahead = {Action(verb, 0, bucket) for verb in verbs for bucket in buckets}
+            verbs, buckets = (Verb.UPDATE, Verb.GATHER), range(len(self._context.parameters))
+            self.done_early = {Action(verb, 0, bucket) for verb in verbs for bucket in buckets}
             self.deferred.begin()
-        self._used: Sequence[float] | None = None
-        self._squares: Sequence[Tensor] | None = None
-        self._seen: list[tuple[int, Tensor]] = []
-        self.bad: str | None = None
+        self._num_ranks_with_grad: Sequence[float] | None = None
+        self._squared_norms: Sequence[Tensor] | None = None
+        self._loss_totals: list[tuple[int, Tensor]] = []
+        self.bad_reason: str | None = None
         """What is wrong with a step that is bad: the same on every rank."""
         self.overflowed = False
         self.totals: Totals | None = None
         self.grad_norm: float | None = None
-        self._parts.gradients.drop_grads()
-        self._parts.gradients.begin_step()
-        self._parts.gradients.is_enabled = True
-        if self._parts.local is not None:
-            self._parts.local.begin_step()
+        self._context.gradients.drop_grads()
+        self._context.gradients.begin_step()
+        self._context.gradients.is_enabled = True
+        if self._context.local is not None:
+            self._context.local.begin_step()
 
-    def end(self) -> None:
+    def end_step(self) -> None:
         """End a step that went well: the sums may be overwritten, unless updates that wait still need them."""
-        if self.is_hooked and self._parts.hooks is not None:
-            self._parts.hooks.run_post_hooks()
+        if self.has_called_hooks and self._context.hooks is not None:
+            self._context.hooks.run_post_hooks()
         if self.deferred is None:
-            self._parts.transport.end_step()
+            self._context.transport.end_step()
         else:
             self._defer(self.deferred)
-        if self._parts.scale is not None and self.bad is None:
-            self._parts.scale.update(overflowed=self.overflowed)
-        if self._met and self._parts.local is not None:
-            self._parts.local.finish_sync()
-        self._parts.edits.refresh_samples()
+        if self._context.scale is not None and self.bad_reason is None:
+            self._context.scale.update(overflowed=self.overflowed)
+        if self._has_averaged and self._context.local is not None:
+            self._context.local.finish_sync()
+        self._context.edits.refresh_samples()
 
     def _defer(self, deferred: Deferred) -> None:
         """Leave the updates of this step to the next forward, with all that they need to know."""
-        self._count()
-        self._complete_all()
-        if self._is_left_out:
-            self._parts.gradients.drop_grads()
-            self._parts.transport.end_step()
+        self._read_totals()
+        self._wait_all()
+        if self._is_skipped:
+            self._context.gradients.drop_grads()
+            self._context.transport.end_step()
             return
-        self._parts.gradients.detach_grads()
-        self._parts.transport.signal_backward_done()
-        self._terms = Terms(self._factor, self._used, self._squares)
-        self._parts.optimizer.set_options_frozen(frozen=True)
+        self._context.gradients.detach_grads()
+        self._context.transport.signal_backward_done()
+        self._update_args = Terms(self._grad_scale, self._num_ranks_with_grad, self._squared_norms)
+        self._context.optimizer.set_options_frozen(frozen=True)
         # What is complete last in backward is mostly used first.
-        deferred.hold(self._parts.gradients.launch_order[::-1])
+        deferred.hold(self._context.gradients.launch_order[::-1])
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Do the updates that wait for the next forward. Collective."""
         if self.deferred is not None:
             self.deferred.flush()
-            self._parts.optimizer.set_options_frozen(frozen=False)
-            self._parts.edits.refresh_samples()
+            self._context.optimizer.set_options_frozen(frozen=False)
+            self._context.edits.refresh_samples()
 
     @property
-    def waits(self) -> bool:
+    def has_pending_updates(self) -> bool:
         """Whether updates wait for the next forward; this rank's, or those of ranks that share weights with it."""
         return self.deferred is not None and self.deferred.is_waiting
 
-    def _update_late(self, bucket: int) -> None:
+    def _update_deferred(self, bucket: int) -> None:
         """Update a bucket by the gradient of the step before."""
         with self.recorder.action(Action(Verb.UPDATE, 0, bucket)):
-            self._parts.transport.wait_weights_writable()
-            self._parts.gradients.restore_grads(bucket)
-            self._move(bucket, self._terms)
-            self._parts.gradients.free_grads(bucket)
-        if self._gathers:
+            self._context.transport.wait_weights_writable()
+            self._context.gradients.restore_grads(bucket)
+            self._run_optimizer(bucket, self._update_args)
+            self._context.gradients.free_grads(bucket)
+        if self._gathers_weights:
             with self.recorder.action(Action(Verb.GATHER, 0, bucket)):
                 self.gather(bucket)
 
-    def stop(self) -> None:
+    def stop_listening(self) -> None:
         """End a step, however it went: gradients of other backwards are not taken."""
-        self._parts.gradients.is_enabled = False
+        self._context.gradients.is_enabled = False
 
     @property
     def waiting_seconds(self) -> float:
-        return self._parts.transport.waiting_seconds
+        return self._context.transport.waiting_seconds
 
     @property
     def _device(self) -> torch.device:
-        return self._parts.parameters[0][0].device
+        return self._context.parameters[0][0].device
 
-    def _phase(self, kind: str) -> contextlib.AbstractContextManager[None]:
+    def _unsharded(self, kind: str) -> contextlib.AbstractContextManager[None]:
         """Within: weights that rest split are gathered; also on a rank that uses none."""
-        return contextlib.nullcontext() if self._parts.gathered is None else self._parts.gathered.phase(kind)
+        return contextlib.nullcontext() if self._context.gathered is None else self._context.gathered.phase(kind)
 
     def forward(self, index: int) -> None:
         if self.deferred is not None and self.deferred.is_waiting:
             with self.deferred.forward():
-                self._forward_in_phase(index)
-            self._parts.optimizer.set_options_frozen(frozen=False)
+                self._forward_unsharded(index)
+            self._context.optimizer.set_options_frozen(frozen=False)
             return
-        self._forward_in_phase(index)
+        self._forward_unsharded(index)
 
-    def _forward_in_phase(self, index: int) -> None:
-        with self._phase("forward"):
+    def _forward_unsharded(self, index: int) -> None:
+        with self._unsharded("forward"):
             self._forward(index)
 
     def _forward(self, index: int) -> None:
@@ -201,257 +216,262 @@ class Actions:
             loss = self._objective(self._model, part).loss
             self._losses[index] = loss
             self._counts.append(loss.count)
-            self._seen.append((index, loss.total.detach()))
-            self._add(loss, part)
+            self._loss_totals.append((index, loss.total.detach()))
+            self._add_totals(loss, part)
         else:
             self._objective.refresh(self._model)
 
     @property
-    def _is_left_out(self) -> bool:
-        return self.bad is not None or self.overflowed
+    def _is_skipped(self) -> bool:
+        return self.bad_reason is not None or self.overflowed
 
-    def suspects(self) -> list[range]:
+    def nonfinite_microbatches(self) -> list[range]:
         """The samples of this rank's batch, by microbatch, whose loss is not finite."""
         ends = list(itertools.accumulate(part.samples for part in self._microbatches))
-        found = [index for index, total in self._seen if not math.isfinite(total.item())]
+        found = [index for index, total in self._loss_totals if not math.isfinite(total.item())]
         return [range(ends[index] - self._microbatches[index].samples, ends[index]) for index in found]
 
-    def _add(self, loss: Loss, part: Microbatch) -> None:
+    def _add_totals(self, loss: Loss, part: Microbatch) -> None:
         """Add a microbatch to this rank's totals, without a look at what is still being computed."""
         told = [loss.total.detach(), loss.count, part.samples, part.tokens, 0.0, 0.0, loss.other, loss.square]
         waits = self._device.type != "cpu"
         for place, number in enumerate(told):
             if waits and isinstance(number, Tensor):
-                self._computed.append((place, number))
+                self._device_totals.append((place, number))
             else:
-                self._known[place] += float(number)
+                self._host_totals[place] += float(number)
 
-    def _local(self) -> Tensor:
+    def _local_totals(self) -> Tensor:
         """This rank's totals, float64 [8] on its device."""
-        local = torch.tensor(self._known, dtype=torch.float64, device=self._device)
-        for place, number in self._computed:
+        local = torch.tensor(self._host_totals, dtype=torch.float64, device=self._device)
+        for place, number in self._device_totals:
             local[place] += number
         return local
 
     @property
-    def _own_count(self) -> float:
+    def _local_count(self) -> float:
         return float(sum(self._counts))
 
     def backward(self, index: int) -> None:
         if self.nominal_count is None:
             count = float(self._losses[index].count) if index in self._losses else 0.0
-            self.nominal_count = max(1.0, self._agree(count) * len(self._microbatches))
-        if self._every_round and index:
-            assert isinstance(self._parts.gradients, GradBuckets)  # one rank's gradients rest whole
-            self._parts.gradients.begin_round()
-            self._sealed = False
-        self._in_last_round = not self._every_round or index == len(self._microbatches) - 1
-        if self._waits and index == len(self._microbatches) - 1:
+            self.nominal_count = max(1.0, self._all_reduce_count(count) * len(self._microbatches))
+        if self._reduces_every_backward and index:
+            assert isinstance(self._context.gradients, GradBuckets)  # one rank's gradients rest whole
+            self._context.gradients.begin_round()
+            self._is_round_finished = False
+        self._is_last_round = not self._reduces_every_backward or index == len(self._microbatches) - 1
+        if self._blocks_in_backward and index == len(self._microbatches) - 1:
             # Now, when all ranks will come: in backward one of them may ask for the totals, and the others wait for
             # its tokens, or its part in a gather.
-            self._count()
-        with self._phase("backward"):
+            self._read_totals()
+        with self._unsharded("backward"):
             if index in self._losses:
-                if index == self._last or self._every_round:
-                    self._parts.gradients.mark_last_backward()
+                if index == self._last_nonempty or self._reduces_every_backward:
+                    self._context.gradients.mark_last_backward()
                 loss = self._losses.pop(index).total / self.nominal_count
                 if not loss.requires_grad:
-                    raise TaskError(_detached())
-                (loss if self._parts.scale is None else loss * self._parts.scale.value).backward()
+                    raise TaskError(_no_grad_problem())
+                (loss if self._context.scale is None else loss * self._context.scale.value).backward()
                 if self.deferred is not None and index == 0:
-                    self.deferred.refuse_unseen(self._parts.gradients.first_reached)
+                    self.deferred.refuse_unseen(self._context.gradients.first_reached)
 
     def measure(self, kind: int) -> None:
-        transport = self._parts.transport
+        transport = self._context.transport
         if kind == LOSS:
-            transport.all_reduce_scalars_async(LOSS, self._local())
+            transport.all_reduce_scalars_async(LOSS, self._local_totals())
         elif kind == USED:
-            self._seal()
-            transport.all_reduce_scalars_async(USED, torch.tensor(self._parts.gradients.reached, dtype=torch.float64))
-            self._used = transport.wait_scalars(USED)
+            self._finish_round()
+            transport.all_reduce_scalars_async(USED, torch.tensor(self._context.gradients.reached, dtype=torch.float64))
+            self._num_ranks_with_grad = transport.wait_scalars(USED)
         elif kind == NORM:
-            self._seal()
-            self._count()
-            self._complete_all()
-            own = list(itertools.chain(*map(self._parts.gradients.local_grads, range(len(self._parts.parameters)))))
+            self._finish_round()
+            self._read_totals()
+            self._wait_all()
+            own = list(itertools.chain(*map(self._context.gradients.local_grads, range(len(self._context.parameters)))))
             # Two bytes would round each bucket's norm, and in fp16 a norm beyond 65,504 would seem infinite.
             wide = [torch.promote_types(flat.dtype, torch.float32) for flat in own]
             norms = [torch.linalg.vector_norm(flat, dtype=dtype) for flat, dtype in zip(own, wide, strict=True)]
             squares = torch.stack(norms).double().square().sum()
             if transport.replica_index:
                 squares = torch.zeros_like(squares)  # replica 0 has measured the same share
-            if self._parts.local is not None and not self._scales_sums:
-                squares *= self._factor**2
+            if self._context.local is not None and not self._scales_before_update:
+                squares *= self._grad_scale**2
             transport.all_reduce_scalars_async(NORM, squares.reshape(1))
             total = transport.wait_scalars(NORM)[0]
-            if self._parts.local is not None:
-                self._clip_to(squares.item() ** 0.5, told=(total / transport.size) ** 0.5)
+            if self._context.local is not None:
+                self._apply_clip(squares.item() ** 0.5, global_norm=(total / transport.size) ** 0.5)
                 return
-            norm = total**0.5 * (1.0 if self._scales_sums else self._factor)
-            self._clip_to(norm, told=norm)
+            norm = total**0.5 * (1.0 if self._scales_before_update else self._grad_scale)
+            self._apply_clip(norm, global_norm=norm)
         elif kind == TRUST:
-            self._count()
-            self._complete_all()
-            if not self._is_left_out:
-                self._trust()
+            self._read_totals()
+            self._wait_all()
+            if not self._is_skipped:
+                self._measure_trust_ratios()
 
-    def _trust(self) -> None:
+    def _measure_trust_ratios(self) -> None:
         """Begin the updates of all buckets: each needs norms of parameters that are split among ranks."""
-        transport, slots = self._parts.transport, [len(parameters) for parameters in self._parts.parameters]
-        optimizer, buckets = self._parts.optimizer, range(len(slots))
+        transport, slots = self._context.transport, [len(parameters) for parameters in self._context.parameters]
+        optimizer, buckets = self._context.optimizer, range(len(slots))
         here = [
-            optimizer.begin_layerwise_update(b, used=self._used_in(b, self._used), factor=self._factor) for b in buckets
+            optimizer.begin_layerwise_update(
+                b, used=self._used_slots(b, self._num_ranks_with_grad), factor=self._grad_scale
+            )
+            for b in buckets
         ]
         norms = torch.cat(here).flatten()
         # Of the replicas of a share one is measured.
         transport.all_reduce_scalars_async(TRUST, torch.zeros_like(norms) if transport.replica_index else norms)
         total = torch.tensor(transport.wait_scalars(TRUST), dtype=torch.float64, device=self._device)
-        self._squares = total.view(-1, 2).split(slots)
+        self._squared_norms = total.view(-1, 2).split(slots)
 
-    def _clip_to(self, norm: float, *, told: float) -> None:
+    def _apply_clip(self, norm: float, *, global_norm: float) -> None:
         """`norm` is that of what this rank updates with, `told` the same on all ranks."""
-        self.grad_norm = told
-        if self.bad is None and not math.isfinite(told):
-            self.overflowed = self._parts.scale is not None and self._parts.scale.can_decrease
+        self.grad_norm = global_norm
+        if self.bad_reason is None and not math.isfinite(global_norm):
+            self.overflowed = self._context.scale is not None and self._context.scale.can_decrease
             if not self.overflowed:
-                self.bad = f"the gradient norm is {told}"
+                self.bad_reason = f"the gradient norm is {global_norm}"
         if self._clip is None:
             return
         # 1e-6 as in torch.nn.utils.clip_grad_norm_
         # In this order: a norm that is not a number must stay one.
         coefficient = min(self._clip / (norm + 1e-6), 1.0)
-        if not self._scales_sums:
-            self._factor *= coefficient
+        if not self._scales_before_update:
+            self._grad_scale *= coefficient
         elif coefficient != 1.0:
-            self._parts.transport.scale_grads(coefficient)
+            self._context.transport.scale_grads(coefficient)
 
     def reduce(self, index: int) -> None:
         # The hooks have launched what was complete during backward; sealing launches the rest, in program order.
-        self._seal(last=index >= self._first_of_last_round)
+        self._finish_round(last=index >= self._first_of_last_round)
 
-    def _seal(self, *, last: bool = True) -> None:
-        if not self._sealed:
-            if last and self._last >= 0:
-                self._parts.gradients.check_all_reached()
-            self._parts.gradients.finish_round()
-            self._sealed = True
+    def _finish_round(self, *, last: bool = True) -> None:
+        if not self._is_round_finished:
+            if last and self._last_nonempty >= 0:
+                self._context.gradients.check_all_reached()
+            self._context.gradients.finish_round()
+            self._is_round_finished = True
 
-    def _complete_all(self) -> None:
-        for bucket in range(len(self._parts.parameters)):
-            self._complete(bucket)
+    def _wait_all(self) -> None:
+        for bucket in range(len(self._context.parameters)):
+            self._wait_bucket(bucket)
 
-    def _complete(self, bucket: int) -> None:
-        self._parts.transport.wait_reduce(bucket)
-        if self._parts.local is None:
+    def _wait_bucket(self, bucket: int) -> None:
+        self._context.transport.wait_reduce(bucket)
+        if self._context.local is None:
             self.recorder.moment(bucket, DONE)
 
-    def _count(self) -> None:
+    def _read_totals(self) -> None:
         """Learn the totals, and what the sums are to be multiplied by to become the gradient of the mean."""
         if self.totals is not None:
             return
-        self.totals = Totals(*self._parts.transport.wait_scalars(LOSS))
+        self.totals = Totals(*self._context.transport.wait_scalars(LOSS))
         if self.totals.unlike:
-            raise TaskError(self.unlike or unlike(), where="the batch")
+            raise TaskError(self.batch_mismatch or unlike(), where="the batch")
         if is_uneven(self.totals.count, self.totals.other, self.totals.square):
             raise TaskError(uneven(self._objective.names), where="the loss")
         if self.totals.count == 0:
-            self.bad = NO_ELEMENT
+            self.bad_reason = NO_ELEMENTS
         elif not math.isfinite(mean := self.totals.loss / self.totals.count):
-            self.bad = f"the loss is {mean}"
+            self.bad_reason = f"the loss is {mean}"
         assert self.nominal_count is not None
-        count = self.totals.count if self._parts.local is None else self._own_count
+        count = self.totals.count if self._context.local is None else self._local_count
         # A rank or a batch without elements has a gradient of zero: any factor will do.
-        self._factor = self.nominal_count / (count or self.nominal_count)
-        if self._parts.scale is not None:
-            self._factor /= self._parts.scale.value
+        self._grad_scale = self.nominal_count / (count or self.nominal_count)
+        if self._context.scale is not None:
+            self._grad_scale /= self._context.scale.value
 
-    def factor(self) -> float:
+    def compute_grad_scale(self) -> float:
         """What sums are to be multiplied by to become the gradient of the mean."""
-        self._count()
-        return self._factor
+        self._read_totals()
+        return self._grad_scale
 
-    def _update_ahead(self) -> None:
+    def _update_early(self) -> None:
         """In backward, after a launch: update the buckets whose sums are there, in program order."""
-        order, num_launched = self._parts.gradients.launch_order, self._parts.gradients.num_launched
-        if self._in_last_round:
+        order, num_launched = self._context.gradients.launch_order, self._context.gradients.num_launched
+        if self._is_last_round:
             # From now on other ranks may write the bucket's weights, where they exist once per host.
-            self._parts.edits.increment_version(order[num_launched - 1])
-        while self._in_last_round and self._num_ahead < num_launched:
-            bucket = order[self._num_ahead]
-            if not self._parts.transport.is_reduced(bucket):
+            self._context.edits.increment_version(order[num_launched - 1])
+        while self._is_last_round and self._num_done_early < num_launched:
+            bucket = order[self._num_done_early]
+            if not self._context.transport.is_reduced(bucket):
                 return
-            self._num_ahead += 1
-            for verb, do in ((Verb.UPDATE, self.update), (Verb.GATHER, self.gather))[: 2 if self._gathers else 1]:
+            self._num_done_early += 1
+            for verb, do in ((Verb.UPDATE, self.update), (Verb.GATHER, self.gather))[
+                : 2 if self._gathers_weights else 1
+            ]:
                 action = Action(verb, 0, bucket)
                 with self.recorder.action(action):
                     do(bucket)
-                self.ahead.add(action)
+                self.done_early.add(action)
 
-    def update_in_turn(self, bucket: int) -> None:
+    def update_in_order(self, bucket: int) -> None:
         # Where nothing is reduced this ends the backward, and that may have updated buckets of a rank without samples.
-        self._seal()
-        if Action(Verb.UPDATE, 0, bucket) not in self.ahead:
+        self._finish_round()
+        if Action(Verb.UPDATE, 0, bucket) not in self.done_early:
             self.update(bucket)
 
     def update(self, bucket: int) -> None:
-        self._count()
+        self._read_totals()
         # Only this bucket: others may still be on their way.
-        self._complete(bucket)
-        if not self._is_left_out:
-            self._update(bucket)
-        self._parts.gradients.free_grads(bucket)
+        self._wait_bucket(bucket)
+        if not self._is_skipped:
+            self._update_bucket(bucket)
+        self._context.gradients.free_grads(bucket)
 
-    def _update(self, bucket: int) -> None:
+    def _update_bucket(self, bucket: int) -> None:
         """Update a bucket whose sum is there."""
-        if self._after and not self._permitted:
+        if self._updates_after_backward and not self._has_waited_for_weights:
             # A rank's backward may read a weight after its gradient is complete: that of a use without gradient.
-            self._parts.transport.signal_backward_done()
-            self._parts.transport.wait_weights_writable()
-            self._permitted = True
-        if self._parts.local is not None and not self._learned:
+            self._context.transport.signal_backward_done()
+            self._context.transport.wait_weights_writable()
+            self._has_waited_for_weights = True
+        if self._context.local is not None and not self._has_added_samples:
             assert self.totals is not None
-            self._parts.local.add_loss_counts(self._own_count, self.totals.count)
-            self._learned = True
-        if not self.is_hooked and self._parts.hooks is not None and self._parts.hooks.has_any_hook:
-            self._call_pre_hooks(self._parts.hooks)
-        self._move(bucket, Terms(self._factor, self._used, self._squares))
+            self._context.local.add_loss_counts(self._local_count, self.totals.count)
+            self._has_added_samples = True
+        if not self.has_called_hooks and self._context.hooks is not None and self._context.hooks.has_any_hook:
+            self._call_pre_hooks(self._context.hooks)
+        self._run_optimizer(bucket, Terms(self._grad_scale, self._num_ranks_with_grad, self._squared_norms))
 
     def _call_pre_hooks(self, hooks: StepHooks) -> None:
         """Before the first update of a step: the hooks see all gradients as the update will use them."""
-        self._complete_all()
-        factor = 1.0 if self._scales_sums else self._factor
-        self._used = hooks.run_pre_hooks(self._parts.transport, self._used, factor)
-        self.is_hooked = True
+        self._wait_all()
+        factor = 1.0 if self._scales_before_update else self._grad_scale
+        self._num_ranks_with_grad = hooks.run_pre_hooks(self._context.transport, self._num_ranks_with_grad, factor)
+        self.has_called_hooks = True
 
-    def _move(self, bucket: int, terms: Terms) -> None:
+    def _run_optimizer(self, bucket: int, terms: Terms) -> None:
         squares = None if terms.squares is None else terms.squares[bucket]
-        used = self._used_in(bucket, terms.used)
-        gradient = None if self._parts.hooks is None else self._parts.hooks.bucket_grads[bucket]
-        self._parts.optimizer.update(bucket, used=used, factor=terms.factor, squared_norms=squares, gradient=gradient)
+        used = self._used_slots(bucket, terms.used)
+        gradient = None if self._context.hooks is None else self._context.hooks.bucket_grads[bucket]
+        self._context.optimizer.update(bucket, used=used, factor=terms.factor, squared_norms=squares, gradient=gradient)
         # Autograd then refuses activations saved with the old weights, instead of computing with the new ones.
-        self._parts.edits.increment_version(bucket)
+        self._context.edits.increment_version(bucket)
 
     def gather(self, bucket: int) -> None:
-        self._parts.transport.all_gather_weights_async(bucket, self._parts.weights[bucket])
+        self._context.transport.all_gather_weights_async(bucket, self._context.weights[bucket])
 
     def push(self, bucket: int) -> None:
-        assert self._parts.local is not None
-        self._parts.local.push(bucket)
+        assert self._context.local is not None
+        self._context.local.push(bucket)
 
     def pull(self, bucket: int) -> None:
-        assert self._parts.local is not None
-        self._parts.local.pull(bucket)
-        self._met = True
-        self._parts.edits.increment_version(bucket)
+        assert self._context.local is not None
+        self._context.local.pull(bucket)
+        self._has_averaged = True
+        self._context.edits.increment_version(bucket)
 
-    def _used_in(self, bucket: int, counts: Sequence[float] | None) -> Sequence[bool] | None:
+    def _used_slots(self, bucket: int, counts: Sequence[float] | None) -> Sequence[bool] | None:
         """Which slots of the bucket have a gradient on some rank; None: all."""
         if counts is None:
             return None
         first = self._offsets[bucket]
-        return [bool(count) for count in counts[first : first + len(self._parts.parameters[bucket])]]
+        return [bool(count) for count in counts[first : first + len(self._context.parameters[bucket])]]
 
 
-def _detached() -> Problem:
+def _no_grad_problem() -> Problem:
     need = "one that depends on trainable parameters through differentiable operations"
     return Problem("a loss without a gradient", need, "no .detach(), .item(), argmax or torch.no_grad() on its way")

@@ -222,8 +222,8 @@ class TrainStep:
             parts,
             clip=clip,
             update=plan.update,
-            agree=lambda count: sum(ranks.all_gather_json(count)) / self._sharing,
-            waits=plan.sp > 1 or parts.gathered is not None or _may_wait_in_backward(plan, rest),
+            all_reduce_count=lambda count: sum(ranks.all_gather_json(count)) / self._sharing,
+            blocks_in_backward=plan.sp > 1 or parts.gathered is not None or _may_wait_in_backward(plan, rest),
         )
         self._tokens = Tokens(model, loss, plan, ranks, seed=seed) if loss is not None and plan.sp > 1 else None
         self._dry_run = DryRun(
@@ -273,7 +273,7 @@ class TrainStep:
 
     def ask(self, stop: bool) -> None:
         """Whether this rank wants the run to stop: `asked` tells all ranks after the next step."""
-        self._actions.asked = stop
+        self._actions.stop_requested = stop
 
     @property
     def asked(self) -> bool:
@@ -330,13 +330,13 @@ class TrainStep:
         if watches:
             self._compare_data_ranks(batch)
         self.try_out(batch, training=True)
-        batch, self._actions.unlike = self._compared(batch)
+        batch, self._actions.batch_mismatch = self._compared(batch)
         self._guard.begin()
         loss_scale = None if self._scale is None else self._scale.value
         program = self.program_apart if (self.steps + 1) % self.plan.sync_interval else self.program
         with self._reading(batch, self.plan.microbatches) as microbatches:
             self._runtime.run(program, microbatches)
-        if self._actions.is_hooked:
+        if self._actions.has_called_hooks:
             self._weights.check()  # a hook may have given parameters other storage
         totals = self._actions.totals
         assert totals is not None
@@ -370,7 +370,7 @@ class TrainStep:
         """The loss of the global batch without training on it; NaN where it is empty everywhere. Collective."""
         begin, (waited, _) = time.perf_counter(), self._traffic()
         self._enter("evaluate()", getattr(batch, "samples", None))
-        self._actions.settle()
+        self._actions.flush()
         self.try_out(batch)
         batch, problem = self._compared(batch)
         local = torch.zeros(7, dtype=torch.float64)
@@ -483,7 +483,7 @@ class TrainStep:
         """
         self._enter("check_drift()")
         self._transport.check_same_call()
-        self._actions.settle()
+        self._actions.flush()
         self._refuse_apart()
         self._drift.compare(list(self._held()), f"after step {self.steps}", manner=self._options.implementation())
 
@@ -508,7 +508,7 @@ class TrainStep:
         self._refuse_edits("edit()")
         self._enter("edit()")
         self._transport.check_same_call()
-        self._actions.settle()
+        self._actions.flush()
         with self._weights.edited():
             yield self.model
         if self._local is not None:
@@ -524,14 +524,14 @@ class TrainStep:
         NaN in their shapes. Other ranks wait at the end of the block until no rank needs their shares any more.
         """
         self._enter("read()")
-        self._actions.settle()
+        self._actions.flush()
         with torch.no_grad(), self._weights.read("read"):
             yield self.model
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every trainable weight by name, one after the other; read only. Collective: every rank goes to the end."""
         self._enter("weights()")
-        self._actions.settle()
+        self._actions.flush()
         return self._weights.each()
 
     def flush(self) -> None:
@@ -541,7 +541,7 @@ class TrainStep:
         used in another way, all ranks call this; where they do not, TrainingError is raised at the use.
         """
         self._enter("flush()")
-        self._actions.settle()
+        self._actions.flush()
 
     def put(self, values: Mapping[str, Tensor]) -> None:
         """Replace trainable weights, by name; the same values on every rank. Collective.
@@ -552,7 +552,7 @@ class TrainStep:
         self._enter("put()")
         self._transport.check_same_call()  # all are here: nobody reads weights any more
         self._refuse_unfit(fits.weight_problems(values, self._weights.trainable), where="the weights")
-        self._actions.settle()
+        self._actions.flush()
         self._weights.put(values)
         if self._local is not None:
             self._local.update_reference(values)
@@ -571,7 +571,7 @@ class TrainStep:
         self._refuse_edits("replaced()")
         self._enter("replaced()")
         self._transport.check_same_call()
-        self._actions.settle()
+        self._actions.flush()
         with self._weights.replaced(weights):
             yield
             self._enter("the end of replaced()")
@@ -589,7 +589,7 @@ class TrainStep:
         self._refuse_edits("state_dict()", thoroughly=True)
         self._enter("state_dict()")
         self._transport.check_same_call()
-        self._actions.settle()
+        self._actions.flush()
         self._refuse_apart()
         return {**self._decisions(), **self._state.saved()}
 
@@ -600,7 +600,7 @@ class TrainStep:
         steps too: each rank has states of its own. Collective where updates wait for the next forward: see `flush`.
         """
         self._refuse_apart()
-        self._actions.settle()
+        self._actions.flush()
         return {**self._decisions(), **self._state.living()}
 
     def _refuse_apart(self) -> None:
@@ -645,7 +645,7 @@ class TrainStep:
         self._transport.check_same_call()
         found = fits.problems(state, self._weights.own(), self._weights.trainable, self.optimizer)
         self._refuse_unfit(found, where="the state")
-        self._actions.settle()
+        self._actions.flush()
         self._state.load(state)
         for group, options in zip(self.optimizer.param_groups, state["groups"], strict=True):
             # How an update is carried out was chosen when the step was built.
@@ -686,7 +686,9 @@ class TrainStep:
         """Raise TaskError where somebody has written weights that the next update would not go on from."""
         if self._local is not None and self.is_whole:
             self._weights.edits.accept_edits()  # they become the anchor
-        if problems := self._weights.edit_problems(thoroughly=thoroughly, sampled=not self._actions.waits):
+        if problems := self._weights.edit_problems(
+            thoroughly=thoroughly, sampled=not self._actions.has_pending_updates
+        ):
             self._refuse(f"{call}, with weights that were written", TaskError(problems, where="the model"))
 
     def _refuse(self, call: str, error: FourfoldError) -> NoReturn:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fourfold.parts.comm import Communicator
 from fourfold.plan.order import BatchRange
-from fourfold.run.actions import NO_ELEMENT, Actions
+from fourfold.run.actions import NO_ELEMENTS, Actions
 from fourfold.words.errors import Problem, TrainingError
 
 NUM_NAMED = 64  # samples of a rank that a message names
@@ -49,7 +49,7 @@ class Guard:
 
         Raises TrainingError where the step is bad and may not be left out. `samples`: the batch's, where known.
         """
-        if actions.bad is None:
+        if actions.bad_reason is None:
             self._in_a_row = 0
             return None
         self._in_a_row += 1
@@ -71,7 +71,7 @@ class Guard:
                 buffer.copy_(kept)
 
     def _describe(self, actions: Actions, number: int, samples: BatchRange | None) -> Skipped:
-        mine = [list(some) for some in actions.suspects()]
+        mine = [list(some) for some in actions.nonfinite_microbatches()]
         bad = list(itertools.chain(*mine))
         if samples is not None:
             ids = samples.sample_ids()
@@ -86,9 +86,9 @@ class Guard:
             parts = [f"rank {rank}, {of} {_some(everyone[rank][1])}" for rank in guilty]
         else:
             parts = [f"rank {rank}, {of} {_some(ids)}" for rank, (_, _, ids) in enumerate(everyone) if ids]
-            parts = [*(["every rank's own loss is finite"] if actions.bad != NO_ELEMENT else []), *parts]
+            parts = [*(["every rank's own loss is finite"] if actions.bad_reason != NO_ELEMENTS else []), *parts]
         place = "" if samples is None else f" ({samples})"
-        text = f"step {number}: {'; '.join([str(actions.bad), *parts])}{place}"
+        text = f"step {number}: {'; '.join([str(actions.bad_reason), *parts])}{place}"
         return Skipped(text, guilty[0] if len(guilty) == 1 else None)
 
 

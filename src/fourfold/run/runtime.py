@@ -25,7 +25,7 @@ class Runtime:
             Verb.BACKWARD: actions.backward,
             Verb.MEASURE: actions.measure,
             Verb.REDUCE: actions.reduce,
-            Verb.UPDATE: actions.update_in_turn,
+            Verb.UPDATE: actions.update_in_order,
             Verb.GATHER: actions.gather,
             Verb.PUSH: actions.push,
             Verb.PULL: actions.pull,
@@ -44,10 +44,10 @@ class Runtime:
             got = f"a step after one that ended with {type(self._broken).__name__}"
             raise TrainingError(Problem(got, "a new TrainStep")) from self._broken
         try:
-            self._actions.begin(microbatches)
+            self._actions.begin_step(microbatches)
             self.busy_seconds = {}
             for action in program:
-                if action in self._actions.ahead:
+                if action in self._actions.done_early:
                     continue
                 begin, waited = time.perf_counter(), self._actions.waiting_seconds
                 with self.recorder.action(action):
@@ -55,9 +55,9 @@ class Runtime:
                 spent = time.perf_counter() - begin - (self._actions.waiting_seconds - waited)
                 name = NAMES[action.verb]
                 self.busy_seconds[name] = self.busy_seconds.get(name, 0.0) + spent
-            self._actions.end()
+            self._actions.end_step()
         except BaseException as error:
             self._broken = error
             raise
         finally:
-            self._actions.stop()
+            self._actions.stop_listening()
