@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fourfold as ff
 from fourfold.feed.source import fetch
 from fourfold.run import memory_bound
-from fourfold.run.activations import bytes_per_sample
+from fourfold.run.activations import activation_bytes_per_sample
 from fourfold.run.batch import call, leaves, mapped
 from fourfold.run.memory_bound import Place, measure
 from fourfold.run.outline import outline
@@ -204,7 +204,7 @@ def test_activations_are_never_counted_that_a_real_forward_does_not_keep(kind: s
     make, inputs = MODELS[kind]
     samples = 4
     many = mapped(inputs, lambda tensor: tensor.repeat(samples, *[1] * (tensor.dim() - 1)))
-    bound = samples * bytes_per_sample(outline(task(model=make)), inputs, halves=False)
+    bound = samples * activation_bytes_per_sample(outline(task(model=make)), inputs, is_half_precision=False)
     assert bound <= really_kept(make(), many)
     # And it is worth having, but where the model keeps nothing itself.
     least = {"frozen": 4, "checkpointed": 4, "no grad": 4, "autocast": 4 * WIDE}.get(kind, 8 * WIDE)
@@ -216,7 +216,7 @@ def test_a_model_that_needs_values_has_no_bound_of_activations() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x if x.sum() > 0 else -x)
 
-    assert bytes_per_sample(outline(task(model=Asks)), torch.zeros(1, WIDE), halves=False) == 0
+    assert activation_bytes_per_sample(outline(task(model=Asks)), torch.zeros(1, WIDE), is_half_precision=False) == 0
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import Tensor, _tensor, nn
 from fourfold.parts.lost_arguments import DROPPED_ARGUMENTS
 from fourfold.parts.uses import ParamAccess
 from fourfold.plan.plan import Plan
-from fourfold.run.activations import _Layers
+from fourfold.run.activations import _LayerInputMode
 from fourfold.run.build import TrainStep
 from fourfold.run.exact import Exact
 from fourfold.run.outline import _WithoutValues
@@ -31,7 +31,7 @@ MODES = {
     "exact": Exact,
     "routed": lambda: routed(lambda call: call.plain()),
     "weight writes": lambda: WeightWrites(nn.Linear(1, 1)),
-    "layers": _Layers,
+    "layers": _LayerInputMode,
     "without values": _WithoutValues,
 }
 

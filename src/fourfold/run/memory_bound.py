@@ -19,7 +19,7 @@ from fourfold.plan.data import RESTING_LAYOUTS, effective_bucket_bytes, make_buc
 from fourfold.plan.memory import HostRanks, bytes_per_element, host_memory_use
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import compute_specs
-from fourfold.run.activations import bytes_per_sample
+from fourfold.run.activations import activation_bytes_per_sample
 from fourfold.run.batch import leaves
 from fourfold.words.errors import FourfoldError, Problem, SettingError
 from fourfold.words.host_memory import available_bytes
@@ -99,8 +99,8 @@ def measure(task: Task, plan: Plan, source: Source, model: nn.Module, *, samples
     if place.trains:
         weights, held = _model_bytes(task, plan, model, place)
         if samples * batch >= place.available * WORTH_MEASURING:
-            each = bytes_per_sample(
-                model, fetch_seeded(source, [0], seed=0, epoch=0)[0][0], halves=plan.precision != "keep"
+            each = activation_bytes_per_sample(
+                model, fetch_seeded(source, [0], seed=0, epoch=0)[0][0], is_half_precision=plan.precision != "keep"
             )
             activations = each / (plan.dp * plan.sp)
     # This process is there already.
