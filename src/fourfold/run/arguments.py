@@ -13,20 +13,25 @@ from fourfold.words import arguments
 from fourfold.words.errors import PlanError, Problem, SettingError
 
 
-def refuse_arguments(
+def check_arguments(
     *, model: Any, loss: Any, optimizer: Any, plan: Any, clip: Any = None, seed: Any = 0, skip_nan: Any = 0
 ) -> None:
     """Raise SettingError with every argument of `parallelize` that is not what it is meant to be."""
-    problems = model_problems(model) + loss_problems(loss) + arguments.factory(optimizer) + plan_problems(plan)
+    problems = (
+        model_argument_problems(model)
+        + loss_argument_problems(loss)
+        + arguments.factory(optimizer)
+        + plan_argument_problems(plan)
+    )
     problems += arguments.above_zero("clip", clip, optional=True, attempt="clip=1.0")
     problems += arguments.seed(seed) + arguments.whole("skip_nan", skip_nan, least=0)
     if problems:
         raise SettingError(problems, where="the arguments of parallelize")
 
 
-def refuse_wrapped(*, optimizer: Any, model: Any, plan: Any) -> None:
+def check_wrapper_arguments(*, optimizer: Any, model: Any, plan: Any) -> None:
     """Raise SettingError with every argument of `DistributedOptimizer` that is not what it is meant to be."""
-    problems = model_problems(model) + plan_problems(plan)
+    problems = model_argument_problems(model) + plan_argument_problems(plan)
     if not isinstance(optimizer, Optimizer):
         need = "a torch optimizer of the model's parameters"
         attempt = "ff.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-4), model)"
@@ -35,7 +40,7 @@ def refuse_wrapped(*, optimizer: Any, model: Any, plan: Any) -> None:
         raise SettingError(problems, where="the arguments of DistributedOptimizer")
 
 
-def refuse_stateless(states: Any) -> None:
+def check_join_states(states: Any) -> None:
     """Raise SettingError for what `join` is given and cannot bring from one rank to another."""
     need = "a list of objects with state_dict() and load_state_dict(), such as schedulers and a GradScaler"
     if not isinstance(states, list | tuple):
@@ -46,18 +51,18 @@ def refuse_stateless(states: Any) -> None:
         raise SettingError(problems, where="the arguments of join")
 
 
-def refuse_plan(plan: Any) -> None:
+def check_plan_argument(plan: Any) -> None:
     """Raise PlanError for what is neither a Plan nor None."""
-    if problems := plan_problems(plan):
+    if problems := plan_argument_problems(plan):
         raise PlanError(problems)
 
 
-def plan_problems(plan: Any) -> list[Problem]:
+def plan_argument_problems(plan: Any) -> list[Problem]:
     attempts = {dict: "ff.Plan(**plan)", str: "ff.Plan.from_toml(text)"}
     return arguments.instance("plan", plan, Plan, optional=True, attempt=attempts.get(type(plan), "ff.Plan(dp=2)"))
 
 
-def model_problems(model: Any) -> list[Problem]:
+def model_argument_problems(model: Any) -> list[Problem]:
     if isinstance(model, nn.Module):
         meta = [name for name, p in model.named_parameters() if p.is_meta]
         if not meta:
@@ -70,7 +75,7 @@ def model_problems(model: Any) -> list[Problem]:
     return [Problem(arguments.shown("model", model), "a torch.nn.Module", attempt)]
 
 
-def loss_problems(loss: Any) -> list[Problem]:
+def loss_argument_problems(loss: Any) -> list[Problem]:
     need = "a function (outputs, targets) -> loss, or None for the model's own loss"
     if isinstance(loss, type) and issubclass(loss, nn.Module):
         got = arguments.shown("loss", loss)

@@ -39,7 +39,7 @@ from fourfold.plan.precision import LossScaler, compute_specs, gradient_bucket
 from fourfold.plan.rng import generator_seed
 from fourfold.run import drift, fits
 from fourfold.run.actions import Actions
-from fourfold.run.arguments import refuse_arguments
+from fourfold.run.arguments import check_arguments
 from fourfold.run.batch import Microbatch, cut, evaluating, halves, mapped
 from fourfold.run.batch_statistics import FrozenStatistics
 from fourfold.run.dry_run import DryRun
@@ -104,7 +104,7 @@ def parallelize(
 
     Raises PlanError, OptimizerError or TaskError where the plan cannot be carried out.
     """
-    refuse_arguments(model=model, loss=loss, optimizer=optimizer, plan=plan, clip=clip, seed=seed, skip_nan=skip_nan)
+    check_arguments(model=model, loss=loss, optimizer=optimizer, plan=plan, clip=clip, seed=seed, skip_nan=skip_nan)
     ranks = comm.init_communicator()
     plan = plan or Plan(dp=ranks.size)
     refuse(model, plan, ranks, clip=clip)

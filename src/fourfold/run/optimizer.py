@@ -25,7 +25,7 @@ from fourfold.plan.data import effective_bucket_bytes, grad_buffer_indices, make
 from fourfold.plan.intervals import DRIFT_CHECK, is_due
 from fourfold.plan.plan import Plan
 from fourfold.run import drift
-from fourfold.run.arguments import refuse_stateless, refuse_wrapped
+from fourfold.run.arguments import check_join_states, check_wrapper_arguments
 from fourfold.run.batch_statistics import FrozenStatistics
 from fourfold.run.layouts import Layouts, shape_in_memory
 from fourfold.run.refuse import compare, refuse
@@ -80,7 +80,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ranks: comm.Communicator | None = None,
         drift_check: int = DRIFT_CHECK,
     ) -> None:
-        refuse_wrapped(optimizer=optimizer, model=model, plan=plan)
+        check_wrapper_arguments(optimizer=optimizer, model=model, plan=plan)
         if isinstance(optimizer, DistributedOptimizer):
             raise OptimizerError(Problem("a DistributedOptimizer, wrapped again", "the torch optimizer itself, once"))
         check_options(optimizer)
@@ -335,7 +335,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         `no_sync()` and not yet reduced when it leaves is lost. One scalar more travels with each reduction.
         """
         self._refuse_left()
-        refuse_stateless(states)
+        check_join_states(states)
         if self._joining is not None:
             raise TrainingError(Problem("join() within join()", "one around the whole loop"))
         joining = self._joining = _Joining(by_all=divide_by_initial_world_size)

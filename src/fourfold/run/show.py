@@ -27,7 +27,7 @@ from fourfold.plan.memory import (
 )
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import REDUCE_FORMATS, compute_specs, gradient_bucket, has_master_weights
-from fourfold.run.arguments import refuse_plan
+from fourfold.run.arguments import check_plan_argument
 from fourfold.run.outline import outline
 from fourfold.run.refuse import refuse_for, refuse_optimizer
 from fourfold.run.show_sequence import sequence
@@ -58,7 +58,7 @@ MEANINGS = {
 def show(plan: Plan, task: Task) -> str:
     """The text of `fourfold show`. Raises PlanError or OptimizerError for what cannot be carried out."""
     check_task(task)
-    refuse_plan(plan)
+    check_plan_argument(plan)
     model = outline(task)
     refuse_for(model, plan, clip=task.clip)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}

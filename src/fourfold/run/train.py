@@ -26,7 +26,7 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.rates import LRSchedule
 from fourfold.plan.timeline import DATA_SPAN
 from fourfold.run import pulse
-from fourfold.run.arguments import refuse_plan
+from fourfold.run.arguments import check_plan_argument
 from fourfold.run.asked import asked_to_stop, stop_seconds
 from fourfold.run.average import Average
 from fourfold.run.batch import Loss, evaluating
@@ -96,7 +96,7 @@ def train(
     not end within FOURFOLD_STOP_SECONDS (25) of the first. Raises children of FourfoldError; KeyboardInterrupt at a
     second Ctrl-C.
     """
-    refuse_plan(plan)
+    check_plan_argument(plan)
     plan, limit = plan or Plan(dp=world().size), stop_seconds()
     given = {"steps": steps, "batch_size": batch_size, "clip": clip, "seed": seed, "evaluate_every": evaluate_every}
     given |= {"trace_every": trace_every, "name": name, "folder": folder, "label": label, "spec": spec, "extra": extra}

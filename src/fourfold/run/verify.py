@@ -20,7 +20,7 @@ from fourfold.feed.feed import Batch, Feed
 from fourfold.feed.samples import check_data
 from fourfold.parts.comm import world
 from fourfold.plan.plan import Plan
-from fourfold.run.arguments import refuse_plan
+from fourfold.run.arguments import check_plan_argument
 from fourfold.run.batch import call, halves, mapped, measure, num_samples
 from fourfold.run.build import parallelize
 from fourfold.run.exact import Exact
@@ -81,7 +81,7 @@ def verify(task: Task, plan: Plan, *, seed: int = 0) -> Verdict | None:
     Raises PlanError for a plan outside the law, and whatever a training raises.
     """
     check_task(task)
-    refuse_plan(plan)
+    check_plan_argument(plan)
     if problems := arguments.seed(seed):
         raise SettingError(problems, where="the settings")
     refuse_outside(plan)
