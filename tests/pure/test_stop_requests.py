@@ -26,7 +26,7 @@ def pulse() -> Pulse:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_request_is_a_note_and_the_handlers_before_come_back(number: signal.Signals, tmp_path: Path) -> None:
     before = signal.getsignal(number)
-    with asked.asked_to_stop(pulse(), tmp_path, World(), limit=600.0) as request:
+    with asked.handle_stop_signals(pulse(), tmp_path, World(), limit_seconds=600.0) as request:
         assert request() == 0
         os.kill(os.getpid(), number)
         assert request() == number
@@ -41,7 +41,7 @@ def test_handlers_of_the_users_own_are_left_alone_and_so_is_an_event_loop(tmp_pa
     before = [signal.signal(number, lambda got, _: heard.append(got)) for number in (signal.SIGTERM, signal.SIGUSR1)]
     signal.set_wakeup_fd(writing)
     try:
-        with asked.asked_to_stop(pulse(), tmp_path, World(), limit=600.0) as request:
+        with asked.handle_stop_signals(pulse(), tmp_path, World(), limit_seconds=600.0) as request:
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGUSR1)
             assert sorted(os.read(reading, 1) + os.read(reading, 1)) == [signal.SIGUSR1, signal.SIGTERM]
@@ -161,23 +161,23 @@ def test_signals_that_come_together_are_one_request(
     with waiting(tmp_path) as requests:
         for later in (0.0, 0.0, 0.9 * asked.REPEAT_SECONDS[number]):
             now[0] = 100.0 + later
-            requests._hear(number)
+            requests._on_wakeup_byte(number)
         assert not ends
         assert not interrupts
         now[0] = 100.0 + 1.1 * asked.REPEAT_SECONDS[number]
-        requests._hear(number)
+        requests._on_wakeup_byte(number)
     assert [*ends, *interrupts] == [code or signal.SIGINT]
 
 
 @contextlib.contextmanager
-def waiting(folder: Path, beats: Pulse | None = None) -> Iterator[asked.Requests]:
+def waiting(folder: Path, beats: Pulse | None = None) -> Iterator[asked.StopSignalHandler]:
     """Requests of a process that gets no signals."""
-    requests = asked.Requests([signal.SIGTERM, signal.SIGINT], beats or pulse(), folder, World(), 25.0)
+    requests = asked.StopSignalHandler([signal.SIGTERM, signal.SIGINT], beats or pulse(), folder, World(), 25.0)
     try:
         yield requests
     finally:
-        os.close(requests._reading)
-        os.close(requests._writing)
+        os.close(requests._read_fd)
+        os.close(requests._write_fd)
 
 
 FORK = """
@@ -208,7 +208,7 @@ def test_a_step_that_ends_gives_a_process_its_time_again(tmp_path: Path, monkeyp
     beats = pulse()
     with waiting(tmp_path, beats) as requests:
         now[0] = 200.0
-        requests._hear(signal.SIGTERM)
+        requests._on_wakeup_byte(signal.SIGTERM)
         assert requests._deadline() == 225.0
         now[0] = 210.0
         beats.beat(1)
@@ -219,8 +219,8 @@ def test_a_step_that_ends_gives_a_process_its_time_again(tmp_path: Path, monkeyp
 
 
 def test_the_time_to_stop_is_a_number_of_seconds() -> None:
-    assert asked.stop_seconds({}) == asked.stop_seconds({asked.VARIABLE: ""}) == 25.0
-    assert asked.stop_seconds({asked.VARIABLE: "0.5"}) == 0.5
+    assert asked.stop_seconds({}) == asked.stop_seconds({asked.STOP_SECONDS_VARIABLE: ""}) == 25.0
+    assert asked.stop_seconds({asked.STOP_SECONDS_VARIABLE: "0.5"}) == 0.5
     for text in ("0", "-1", "nan", "inf", "1e300", "soon"):
         with pytest.raises(SettingError, match="a number of seconds above 0"):
-            asked.stop_seconds({asked.VARIABLE: text})
+            asked.stop_seconds({asked.STOP_SECONDS_VARIABLE: text})

@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 
 from fourfold.engines import cause, watch
 from fourfold.engines.restart import RestartBudget, SupervisionPolicy
-from fourfold.run.asked import REPEAT_SECONDS, SAVING
+from fourfold.run.asked import REPEAT_SECONDS, SAVING_TEXT
 from fourfold.run.faults import Fault
 from fourfold.run.pulse import DONE, STARTING, Pulses
 from fourfold.words.errors import INTERRUPT_CODE, REQUEUE_CODE
@@ -116,7 +116,7 @@ class Agent(LocalElasticAgent):
         if number is None or number not in REPEAT_SECONDS or not self._is_training():
             return number
         if number == signal.SIGINT:
-            self.policy.notify(f"SIGINT: {SAVING}")
+            self.policy.notify(f"SIGINT: {SAVING_TEXT}")
         self._signal_all(number, self._live_pids())
         self._wait_for_exit(lambda: max(begin, self._last_progress()) + self.policy.save_seconds + STACK_PRINT_SECONDS)
         return signal.SIGKILL

@@ -30,177 +30,186 @@ from fourfold.run.pulse import Pulse
 from fourfold.words.errors import INTERRUPT_CODE, REQUEUE_CODE, Problem, SettingError
 from fourfold.words.world import World
 
-VARIABLE = "FOURFOLD_STOP_SECONDS"
+STOP_SECONDS_VARIABLE = "FOURFOLD_STOP_SECONDS"
 STOP_SECONDS = 25.0  # below the 30 s that Slurm and Kubernetes leave between SIGTERM and SIGKILL
 # One request may come as several signals: `timeout` sends SIGTERM to its child and to its process group, a launcher
 # forwards what its ranks have got too, and a wrapper forwards the Ctrl-C that the terminal has sent already.
 REPEAT_SECONDS = {signal.SIGTERM: 1.0, signal.SIGINT: 0.3}
-CODES = {signal.SIGTERM: REQUEUE_CODE, signal.SIGINT: INTERRUPT_CODE}
+EXIT_CODES = {signal.SIGTERM: REQUEUE_CODE, signal.SIGINT: INTERRUPT_CODE}
 INTERRUPT_SECONDS = 3.0  # for a KeyboardInterrupt to end the training
-SAVING = "saving after this step, then ending; Ctrl-C again ends at once"
-INNERMOST = 6  # frames that are shown
-WAITING = os.path.join("fourfold", "parts", "comm") + os.sep
-END = 0  # no signal has this number: the listening is over
+SAVING_TEXT = "saving after this step, then ending; Ctrl-C again ends at once"
+MAX_FRAMES = 6  # frames that are shown
+COMM_PATH = os.path.join("fourfold", "parts", "comm") + os.sep
+CLOSE_BYTE = 0  # no signal has this number: the listening is over
 
 
 def stop_seconds(environ: Mapping[str, str] = os.environ) -> float:
     """How long a process that was asked to stop may go without a finished step. Raises SettingError."""
-    text = environ.get(VARIABLE, "")
+    text = environ.get(STOP_SECONDS_VARIABLE, "")
     try:
         seconds = float(text or STOP_SECONDS)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < threading.TIMEOUT_MAX:
-        raise SettingError(Problem(f"{VARIABLE} = {text}", "a number of seconds above 0", f"{VARIABLE}=25"))
+        raise SettingError(
+            Problem(f"{STOP_SECONDS_VARIABLE} = {text}", "a number of seconds above 0", f"{STOP_SECONDS_VARIABLE}=25")
+        )
     return seconds
 
 
 @contextlib.contextmanager
-def asked_to_stop(beats: Pulse, folder: Path, world: World, *, limit: float) -> Iterator[Callable[[], int]]:
+def handle_stop_signals(
+    heartbeat: Pulse, run_dir: Path, world: World, *, limit_seconds: float
+) -> Iterator[Callable[[], int]]:
     """Within: SIGTERM and Ctrl-C are requests to stop; the function given returns the one that came, or 0.
 
     A handler of the user's own is left alone, and so is every signal outside the main thread. `beats`: what this rank
     is at; `folder`: the run's; `limit`: `stop_seconds`. Raises KeyboardInterrupt at a second Ctrl-C.
     """
-    mine = _free() if threading.current_thread() is threading.main_thread() else []
+    mine = _unhandled_signals() if threading.current_thread() is threading.main_thread() else []
     if not mine:
         yield lambda: 0
         return
-    requests = Requests(mine, beats, folder, world, limit)
-    requests.listen()
+    requests = StopSignalHandler(mine, heartbeat, run_dir, world, limit_seconds)
+    requests.install()
     try:
-        yield lambda: requests.number
+        yield lambda: requests.signal_number
     finally:
-        requests.close()
+        requests.uninstall()
 
 
-def _free() -> list[signal.Signals]:
+def _unhandled_signals() -> list[signal.Signals]:
     """The signals that nobody handles in a way of their own."""
     default = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
     return [number for number, handler in default.items() if signal.getsignal(number) is handler]
 
 
-class Requests:
+class StopSignalHandler:
     """The requests to this process. `number`: the signal that the first one was; 0 before."""
 
-    def __init__(self, mine: list[signal.Signals], beats: Pulse, folder: Path, world: World, limit: float) -> None:
-        self.number = 0
-        self._limit, self._beats, self._folder, self._world = limit, beats, folder, world
-        self._handlers = {number: signal.getsignal(number) for number in mine}
-        self._reading, self._writing = os.pipe()
-        os.set_blocking(self._writing, False)
-        self._since: float | None = None
+    def __init__(
+        self, signals: list[signal.Signals], heartbeat: Pulse, run_dir: Path, world: World, limit_seconds: float
+    ) -> None:
+        self.signal_number = 0
+        self._limit_seconds, self._heartbeat, self._run_dir, self._world = limit_seconds, heartbeat, run_dir, world
+        self._handlers = {number: signal.getsignal(number) for number in signals}
+        self._read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._write_fd, False)
+        self._requested_at: float | None = None
         """When the request came, on the monotonic clock."""
-        self._wakeup = -1
+        self._previous_wakeup_fd = -1
         """The file that signals were written into before; -1: none."""
-        self._interrupted: float | None = None
+        self._interrupted_at: float | None = None
         """When a second Ctrl-C came."""
         self._thread = threading.Thread(target=self._watch, name="fourfold stop", daemon=True)
 
-    def listen(self) -> None:
+    def install(self) -> None:
         for number in self._handlers:
-            signal.signal(number, self._note)
-        self._wakeup = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
-        _listening.append(self)
+            signal.signal(number, self._on_signal)
+        self._previous_wakeup_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        _active_handlers.append(self)
         self._thread.start()
 
-    def close(self) -> None:
-        _listening.remove(self)
-        self.restore()
-        os.write(self._writing, bytes([END]))
+    def uninstall(self) -> None:
+        _active_handlers.remove(self)
+        self.restore_handlers()
+        os.write(self._write_fd, bytes([CLOSE_BYTE]))
         self._thread.join()
-        os.close(self._reading)
-        os.close(self._writing)
+        os.close(self._read_fd)
+        os.close(self._write_fd)
 
-    def restore(self) -> None:
+    def restore_handlers(self) -> None:
         """The signals are handled as before."""
-        signal.set_wakeup_fd(self._wakeup)
+        signal.set_wakeup_fd(self._previous_wakeup_fd)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """The handler, in the main thread. When a signal came, and so what it means, the other thread knows."""
-        self.number = self.number or number
-        if self._interrupted is not None:
+        self.signal_number = self.signal_number or number
+        if self._interrupted_at is not None:
             raise KeyboardInterrupt
 
     # ---- the thread
 
     def _watch(self) -> None:
         waiting = select.poll()
-        waiting.register(self._reading, select.POLLIN)
+        waiting.register(self._read_fd, select.POLLIN)
         while True:
             left = self._deadline() - time.monotonic()
             if waiting.poll(None if left == math.inf else max(0.0, 1000 * left)):
-                numbers = os.read(self._reading, 4096)
-                if END in numbers:
+                numbers = os.read(self._read_fd, 4096)
+                if CLOSE_BYTE in numbers:
                     return
                 for number in numbers:
-                    self._hear(number)
+                    self._on_wakeup_byte(number)
             if time.monotonic() >= self._deadline():
-                self._overdue()
+                self._exit_overdue()
 
     def _deadline(self) -> float:
         """When this process is ended."""
         # Where a person types, in a notebook, the process is more than this run.
-        if self._since is None or (self.number == signal.SIGINT and hasattr(sys, "ps1")):
+        if self._requested_at is None or (self.signal_number == signal.SIGINT and hasattr(sys, "ps1")):
             return math.inf
-        if self._interrupted is not None:
-            return self._interrupted + INTERRUPT_SECONDS
-        return max(self._since, self._beats.since) + self._limit
+        if self._interrupted_at is not None:
+            return self._interrupted_at + INTERRUPT_SECONDS
+        return max(self._requested_at, self._heartbeat.since) + self._limit_seconds
 
-    def _hear(self, number: int) -> None:
+    def _on_wakeup_byte(self, number: int) -> None:
         if number not in self._handlers:
-            if self._wakeup >= 0:  # an event loop's, which listens in the same way
+            if self._previous_wakeup_fd >= 0:  # an event loop's, which listens in the same way
                 with contextlib.suppress(BlockingIOError):  # it is full, and so it wakes its reader all the same
-                    os.write(self._wakeup, bytes([number]))
+                    os.write(self._previous_wakeup_fd, bytes([number]))
             return
-        if self._since is None:
-            self._since, self.number = time.monotonic(), number
-            if number == signal.SIGINT and not self._beats.is_read and self._world.rank == 0:
-                self._say(f"SIGINT: {SAVING}")
-        elif self._interrupted is None and time.monotonic() - self._since > REPEAT_SECONDS[signal.Signals(number)]:
+        if self._requested_at is None:
+            self._requested_at, self.signal_number = time.monotonic(), number
+            if number == signal.SIGINT and not self._heartbeat.is_read and self._world.rank == 0:
+                self._print(f"SIGINT: {SAVING_TEXT}")
+        elif (
+            self._interrupted_at is None
+            and time.monotonic() - self._requested_at > REPEAT_SECONDS[signal.Signals(number)]
+        ):
             if number == signal.SIGINT:
-                self._interrupted = time.monotonic()
+                self._interrupted_at = time.monotonic()
                 _thread.interrupt_main(signal.SIGINT)
             else:
-                self._end(number, f"stopped at once by {signal.Signals(number).name}, the second request")
+                self._exit(number, f"stopped at once by {signal.Signals(number).name}, the second request")
 
-    def _overdue(self) -> NoReturn:
-        frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])[::-1][:INNERMOST]
-        waits = self._world.size > 1 and any(WAITING in frame.filename for frame in frames)
-        number = self.number if self._interrupted is None else signal.SIGINT
+    def _exit_overdue(self) -> NoReturn:
+        frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])[::-1][:MAX_FRAMES]
+        waits = self._world.size > 1 and any(COMM_PATH in frame.filename for frame in frames)
+        number = self.signal_number if self._interrupted_at is None else signal.SIGINT
         if waits:  # for a rank that tells more
-            self._end(number, "")
+            self._exit(number, "")
         why = f"stopped by {signal.Signals(number).name}: "
-        why += "it did not end by itself" if self._interrupted is not None else self._told_limit()
+        why += "it did not end by itself" if self._interrupted_at is not None else self._limit_text()
         stack = "".join(traceback.format_list(frames)).rstrip()
-        self._end(number, why, f"\nit was here, innermost first\n{stack}")
+        self._exit(number, why, f"\nit was here, innermost first\n{stack}")
 
-    def _told_limit(self) -> str:
-        return f"no step, evaluation or checkpoint ended within {self._limit:g} s ({VARIABLE})"
+    def _limit_text(self) -> str:
+        return f"no step, evaluation or checkpoint ended within {self._limit_seconds:g} s ({STOP_SECONDS_VARIABLE})"
 
-    def _end(self, number: int, text: str, more: str = "") -> NoReturn:
+    def _exit(self, number: int, text: str, more: str = "") -> NoReturn:
         try:
             if text:
-                self._say(f"{text}; {outlook(self._folder)}{more}")
+                self._print(f"{text}; {outlook(self._run_dir)}{more}")
         finally:
-            os._exit(CODES[signal.Signals(number)])
+            os._exit(EXIT_CODES[signal.Signals(number)])
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         who = f"rank {self._world.rank} of {self._world.size}: " if self._world.size > 1 else ""
         # Not through sys.stderr, which a main thread that hangs may have locked.
         with contextlib.suppress(OSError):  # nobody reads it, or its disk is full: the request stands
             os.write(2, f"fourfold: {who}{text}\n".encode(errors="replace"))
 
 
-_listening: list[Requests] = []
+_active_handlers: list[StopSignalHandler] = []
 
 
-def _leave_to_parent() -> None:
+def _restore_after_fork() -> None:
     """In a fork: its signals are its own, and not written into the parent's file."""
-    while _listening:
-        _listening.pop().restore()
+    while _active_handlers:
+        _active_handlers.pop().restore_handlers()
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+os.register_at_fork(after_in_child=_restore_after_fork)

@@ -27,7 +27,7 @@ from fourfold.plan.rates import LRSchedule
 from fourfold.plan.timeline import DATA_SPAN
 from fourfold.run import pulse
 from fourfold.run.arguments import check_plan_argument
-from fourfold.run.asked import asked_to_stop, stop_seconds
+from fourfold.run.asked import handle_stop_signals, stop_seconds
 from fourfold.run.average import Average
 from fourfold.run.batch import Loss, evaluating
 from fourfold.run.build import TrainStep, parallelize
@@ -135,7 +135,7 @@ def train(
             beats.resumed(progress.step)
             run = Training(task, trained, settings, speaker, keeper, tracing, data.valid, beats)
             here = World(rank=step.rank, size=plan.mesh.size)
-            stopping = asked_to_stop(beats, speaker.place, here, limit=limit)
+            stopping = handle_stop_signals(beats, speaker.place, here, limit_seconds=limit)
             with stopping as asked, _telling_when(step, speaker, beats):
                 progress = run.steps(progress, asked)
                 seconds = time.perf_counter() - begin
