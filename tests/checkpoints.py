@@ -10,7 +10,7 @@ import xxhash
 from torch import Tensor
 
 from fourfold.feed.feed import Feed
-from fourfold.run.average import Average
+from fourfold.run.average import EMA
 from fourfold.run.checkpoint.keeper import Keeper, Place, Progress
 from fourfold.run.checkpoint.shelf import Shelf
 from fourfold.run.checkpoint.state import Trained, tensors
@@ -46,7 +46,7 @@ class Run:
     def __init__(self, case: Case, ranks: Any, folder: Path, *, token: str = "a", ema: float | None = None) -> None:
         self.case, self.step = case, build(case, ranks.size, ranks)
         source = [(torch.zeros(1), torch.zeros(1)) for _ in range(40)]
-        self.average = Average(self.step.shares_of_weights, ema) if ema else None
+        self.average = EMA(self.step.shares_of_weights, ema) if ema else None
         self.feed = Feed(source, batch_size=8)
         self.log = Log()
         trained = Trained(self.step, self.feed, self.average)

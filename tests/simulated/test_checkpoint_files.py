@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from fourfold.feed.feed import Feed
 from fourfold.plan.plan import Plan
-from fourfold.run.average import Average
+from fourfold.run.average import EMA
 from fourfold.run.build import TrainStep
 from fourfold.run.checkpoint import keeper as keeping
 from fourfold.run.checkpoint import write
@@ -125,7 +125,7 @@ def test_a_checkpoint_of_complex_weights_is_not_put_into_real_parameters(tmp_pat
 
 def test_an_average_follows_its_definition_and_does_not_disturb(tmp_path):
     weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
-    average, expected = Average({"w": weight}, 0.9), weight.detach().clone()
+    average, expected = EMA({"w": weight}, 0.9), weight.detach().clone()
     for step in range(1, 20):
         with torch.no_grad():
             weight.add_(0.1)

@@ -15,7 +15,7 @@ from fourfold.feed.feed import Batch
 from fourfold.feed.source import TensorSource
 from fourfold.plan.order import BatchRange, rows, shard_range
 from fourfold.plan.plan import Plan
-from fourfold.run.average import Average
+from fourfold.run.average import EMA
 from fourfold.run.build import TrainStep
 from fourfold.run.checkpoint.read import Reader
 from fourfold.run.checkpoint.shelf import newest_good
@@ -277,7 +277,7 @@ def test_a_resumed_run_skips_the_same_steps_and_is_the_undisturbed_one_bit_for_b
 
 def test_an_average_of_the_weights_does_not_move_in_a_skipped_step(tmp_path, monkeypatch):
     moved = []
-    monkeypatch.setattr(Average, "update", lambda self, steps: moved.append(steps))
+    monkeypatch.setattr(EMA, "update", lambda self, steps: moved.append(steps))
     ff.train(task(bad=[3]), folder=str(tmp_path), name="run", steps=8, batch_size=4, ema=0.5, skip_nan=1)
     skipped = [line["step"] for line in lines(tmp_path / "run" / "faults.jsonl")]
     assert len(skipped) == 2

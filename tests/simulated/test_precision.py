@@ -9,7 +9,7 @@ from torch import nn
 
 from fourfold.parts.masters import offload_device
 from fourfold.plan.plan import Plan
-from fourfold.run.average import Average
+from fourfold.run.average import EMA
 from fourfold.run.build import TrainStep
 from fourfold.run.checkpoint.read import export, load_weights
 from fourfold.run.checkpoint.shelf import Shelf
@@ -260,7 +260,7 @@ def test_averages_are_of_the_float32_weights_and_evaluating_with_them_changes_no
 
     def body(ranks):
         step = make(case, 2, ranks)
-        average, expected = Average(step.shares_of_weights, 0.5), None
+        average, expected = EMA(step.shares_of_weights, 0.5), None
         for number, batch in enumerate(batches(case), 1):
             step(own(step, batch))
             average.update(number)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-class Average:
+class EMA:
     """The averages of some weights, by name: of what this rank has of them, as `TrainStep.shares_of_weights` gives."""
 
     def __init__(self, weights: Mapping[str, Tensor], decay: float) -> None:
@@ -25,9 +25,9 @@ class Average:
         }
 
     @torch.no_grad()
-    def update(self, steps: int) -> None:
+    def update(self, num_steps: int) -> None:
         """Take in the weights after `steps` steps."""
-        share = 1.0 - min(self._decay, (1 + steps) / (10 + steps))
+        share = 1.0 - min(self._decay, (1 + num_steps) / (10 + num_steps))
         for name, weight in self._weights.items():
             average = self.values[name]
             average.lerp_(weight.detach().to(average.dtype), share)

@@ -28,7 +28,7 @@ from fourfold.plan.timeline import DATA_SPAN
 from fourfold.run import pulse
 from fourfold.run.arguments import check_plan_argument
 from fourfold.run.asked import handle_stop_signals, stop_seconds
-from fourfold.run.average import Average
+from fourfold.run.average import EMA
 from fourfold.run.batch import Loss, evaluating
 from fourfold.run.build import TrainStep, parallelize
 from fourfold.run.checkpoint.keeper import Keeper, Place, Progress
@@ -119,7 +119,7 @@ def train(
     kept |= {"drift_check": settings.drift_check}
     step = parallelize(model, task.loss, task.optimizer, plan, **kept)
     feed = Feed(data.train, plan, batch_size=settings.batch_size, seed=settings.seed)
-    trained = Trained(step, feed, None if settings.ema is None else Average(step.shares_of_weights, settings.ema))
+    trained = Trained(step, feed, None if settings.ema is None else EMA(step.shares_of_weights, settings.ema))
     beats = pulse.of_environment()
     with _speaker(task, step, plan, settings, report) as speaker:
         if speaker.opened.finished is not None:

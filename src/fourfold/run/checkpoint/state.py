@@ -28,7 +28,7 @@ from fourfold.plan.pieces import (
     shard_file_name,
 )
 from fourfold.plan.rng import generator_seed, rng_state_to_restore
-from fourfold.run.average import Average
+from fourfold.run.average import EMA
 from fourfold.run.build import TrainStep
 from fourfold.run.checkpoint.read import Reader, dtype_problems, shape_problems
 from fourfold.run.checkpoint.write import DTYPES, Living, living
@@ -42,7 +42,7 @@ class Trained(NamedTuple):
 
     step: TrainStep
     feed: Feed
-    average: Average | None = None
+    average: EMA | None = None
 
 
 class Tensors(NamedTuple):
