@@ -10,9 +10,11 @@ from torch import Tensor
 from fourfold.run.batch import leaves
 
 
-def backward(outputs: Any, weights: list[Tensor | None]) -> None:
+def run_backward(outputs: Any, grad_tensors: list[Tensor | None]) -> None:
     """Differentiate the sum of all outputs times their weights; torch function modes stay on, as in forward."""
-    pairs = [(output, weight) for output, weight in zip(leaves(outputs), weights, strict=True) if weight is not None]
+    pairs = [
+        (output, weight) for output, weight in zip(leaves(outputs), grad_tensors, strict=True) if weight is not None
+    ]
     if not pairs:
         return
     roots, gradients = zip(*pairs, strict=True)
@@ -24,14 +26,14 @@ def backward(outputs: Any, weights: list[Tensor | None]) -> None:
 
 
 @contextlib.contextmanager
-def counted(parameters: Mapping[str, Tensor]) -> Iterator[Mapping[str, int]]:
+def count_gradients(parameters: Mapping[str, Tensor]) -> Iterator[Mapping[str, int]]:
     """Within, how many gradients each parameter gets."""
     counts = dict.fromkeys(parameters, 0)
 
-    def count(name: str) -> Callable[[Tensor], None]:
+    def make_hook(name: str) -> Callable[[Tensor], None]:
         return lambda _: counts.__setitem__(name, counts[name] + 1)
 
-    hooks = [p.register_post_accumulate_grad_hook(count(name)) for name, p in parameters.items()]
+    hooks = [p.register_post_accumulate_grad_hook(make_hook(name)) for name, p in parameters.items()]
     try:
         yield counts
     finally:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
-from fourfold.run.backward import backward
+from fourfold.run.backward import run_backward
 from fourfold.run.batch import Microbatch, fresh, halves, leaves, mapped, num_samples
 from fourfold.run.exact import Exact
 from fourfold.run.objective import Measured, Objective
@@ -110,7 +110,7 @@ class LossJudge:
         measured = self._objective(self._model, Microbatch(inputs, targets, samples, 0))
         total = measured.loss.total
         if total.requires_grad and float(measured.loss.count):
-            backward(total, [torch.ones_like(total)])
+            run_backward(total, [torch.ones_like(total)])
         outputs, value = (mapped(tree, Tensor.detach) for tree in (measured.outputs, measured.value))
         loss = dataclasses.replace(measured.loss, total=total.detach())
         return Measured(outputs, value, measured.calls, loss)

@@ -20,7 +20,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from fourfold.parts.data import second_grad_problem
 from fourfold.run import random_weights
-from fourfold.run.backward import backward, counted
+from fourfold.run.backward import count_gradients, run_backward
 from fourfold.run.batch import has_tokens, leaves, mapped
 from fourfold.run.exact import Exact
 from fourfold.run.projections import Projection
@@ -91,8 +91,8 @@ class Judge:
             return None
         parameters = {name: self._state[name] for name, p in self._model.named_parameters() if p.requires_grad}
         weights = self._weights(whole)
-        with self._within(self._record, self._taps), counted(parameters) as counts, _unfit():
-            backward(whole, weights)
+        with self._within(self._record, self._taps), count_gradients(parameters) as counts, _unfit():
+            run_backward(whole, weights)
         if twice := next((name for name, count in counts.items() if count > 1), None):
             raise TaskError(second_grad_problem(twice))
         total = gradient_sums.collected(parameters)
@@ -169,7 +169,7 @@ class Judge:
 
         with self._within(target, taps):
             try:
-                backward(own, parts)
+                run_backward(own, parts)
             except (RuntimeError, IndexError, ValueError) as error:
                 got = f"with {share.size} of {share.length} tokens, in backward: {_said(error)}"
                 raise Differs(got, depends=False, in_backward=True) from error
