@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from fourfold.run.batch import call, measure
+from fourfold.run.batch import call_model, sum_loss
 from fourfold.testing.oracle import Trained
 from tests.training import Case, batches, local, loss, model, optimizer
 
@@ -42,7 +42,7 @@ def _learn(case: Case, worker: torch.nn.Module, inner: torch.optim.Optimizer, ba
     inputs, targets = batch
     total = count = 0.0
     if len(targets):
-        value = measure(loss(case)(call(worker, inputs), targets), len(targets))
+        value = sum_loss(loss(case)(call_model(worker, inputs), targets), len(targets))
         total, count = value.total.item(), float(value.count)
         if count:
             (value.total / count).backward()

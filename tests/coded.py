@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fourfold.parts import codec, data
 from fourfold.parts.codec import Codec
 from fourfold.plan.data import Bucket, make_buckets
-from fourfold.run.batch import Microbatch, call, cut, measure
+from fourfold.run.batch import Microbatch, call_model, split_microbatches, sum_loss
 from fourfold.run.weights import trainable_of
 from fourfold.testing.codecs import exchange
 from fourfold.testing.oracle import Trained
@@ -40,8 +40,8 @@ class Workers:
         self.model.zero_grad()
         said = torch.zeros(2, dtype=torch.float64)
         for part in parts:
-            if part.samples:
-                value = measure(loss(self.case)(call(self.model, part.inputs), part.targets), part.samples)
+            if part.num_samples:
+                value = sum_loss(loss(self.case)(call_model(self.model, part.inputs), part.targets), part.num_samples)
                 (value.total / unit).backward()
                 said += torch.tensor([value.total.item(), value.count], dtype=torch.float64)
         named = self.trainable.items()
@@ -50,7 +50,9 @@ class Workers:
     def step(self, batch, unit: float) -> tuple[float, float | None]:
         """One update; its loss and gradient norm."""
         microbatches = self.case.microbatches
-        parts = [cut(local(batch, self.size, w), microbatches, torch.device("cpu")) for w in range(self.size)]
+        parts = [
+            split_microbatches(local(batch, self.size, w), microbatches, torch.device("cpu")) for w in range(self.size)
+        ]
         # Where gradients rest split, every microbatch is reduced by itself.
         rounds = (
             [[i] for i in range(microbatches)] if self.case.zero == 2 and self.size > 1 else [list(range(microbatches))]

@@ -15,7 +15,7 @@ import fourfold as ff
 from fourfold.feed.source import fetch
 from fourfold.run import memory_bound
 from fourfold.run.activations import activation_bytes_per_sample
-from fourfold.run.batch import call, leaves, mapped
+from fourfold.run.batch import call_model, tree_leaves, tree_map
 from fourfold.run.memory_bound import Place, measure
 from fourfold.run.outline import outline
 from fourfold.tasks import digits, lm
@@ -178,8 +178,8 @@ def really_kept(model: nn.Module, inputs: Any) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        outputs = call(model, inputs)
-    for tensor in leaves(outputs):
+        outputs = call_model(model, inputs)
+    for tensor in tree_leaves(outputs):
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return sum(size for address, size in kept.items() if address not in own)
 
@@ -203,7 +203,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 def test_activations_are_never_counted_that_a_real_forward_does_not_keep(kind: str) -> None:
     make, inputs = MODELS[kind]
     samples = 4
-    many = mapped(inputs, lambda tensor: tensor.repeat(samples, *[1] * (tensor.dim() - 1)))
+    many = tree_map(inputs, lambda tensor: tensor.repeat(samples, *[1] * (tensor.dim() - 1)))
     bound = samples * activation_bytes_per_sample(outline(task(model=make)), inputs, is_half_precision=False)
     assert bound <= really_kept(make(), many)
     # And it is worth having, but where the model keeps nothing itself.

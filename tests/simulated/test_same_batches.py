@@ -14,7 +14,7 @@ import fourfold as ff
 from fourfold.feed.feed import Batch
 from fourfold.plan.order import BatchRange
 from fourfold.run import same_batches
-from fourfold.run.batch import mapped
+from fourfold.run.batch import tree_map
 from fourfold.run.build import TrainStep
 from fourfold.run.optimizer import DistributedOptimizer
 from fourfold.testing import threads
@@ -239,7 +239,7 @@ def test_ranks_that_share_a_sequence_are_one_data_rank():
     def body(ranks):
         step = build_case(case, 4, ranks)
         for batch in global_batches(case):
-            step(mapped(batch, lambda tensor: tensor[: 0 if step.data_index else 4]))
+            step(tree_map(batch, lambda tensor: tensor[: 0 if step.data_index else 4]))
         return step.steps
 
     assert threads.run(4, body) == [4] * 4

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fourfold.plan.plan import Plan
-from fourfold.run.batch import measure
+from fourfold.run.batch import sum_loss
 from fourfold.run.build import TrainStep
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE, deviation
@@ -221,7 +221,7 @@ def test_two_byte_weights_are_updated_as_torch_does(kind):
 
 def test_the_mean_of_many_samples_in_half_precision_is_summed_beyond_its_range():
     weight = torch.ones((), dtype=torch.float16, requires_grad=True)
-    loss = measure(weight * 2, 70_000)
+    loss = sum_loss(weight * 2, 70_000)
     (loss.total / loss.count).backward()
     assert (loss.total.item(), loss.count) == (140_000.0, 70_000.0)
     assert weight.grad is not None

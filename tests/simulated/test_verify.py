@@ -13,7 +13,7 @@ from fourfold.cli import verify as command
 from fourfold.cli.job import Job
 from fourfold.feed.source import TensorSource
 from fourfold.plan.plan import Plan
-from fourfold.run.batch import Loss, measure
+from fourfold.run.batch import Loss, sum_loss
 from fourfold.run.exact import Exact
 from fourfold.run.objective import Objective
 from fourfold.run.verify import TOLERANCE, Verdict, refuse_outside, verify
@@ -112,7 +112,7 @@ def test_the_oracle_compares_imaginary_parts():
 
 
 def wrong(objective, value, calls, samples):
-    loss = measure(value, samples)
+    loss = sum_loss(value, samples)
     return Loss(loss.total * 1.0001, loss.count)
 
 

@@ -102,7 +102,7 @@ class Actions:
         ]
         """This rank's totals. What is still being computed on a device is added when they are measured."""
         self._device_totals: list[tuple[int, Tensor]] = []
-        self._last_nonempty = max((index for index, part in enumerate(microbatches) if part.samples), default=-1)
+        self._last_nonempty = max((index for index, part in enumerate(microbatches) if part.num_samples), default=-1)
         rounds = len(microbatches) if self._reduces_every_backward else 1
         self._first_of_last_round = (rounds - 1) * len(self._context.parameters)
         self._is_round_finished, self._is_last_round, self._num_done_early = False, not self._reduces_every_backward, 0
@@ -212,7 +212,7 @@ class Actions:
 
     def _forward(self, index: int) -> None:
         part = self._microbatches[index]
-        if part.samples:
+        if part.num_samples:
             loss = self._objective(self._model, part).loss
             self._losses[index] = loss
             self._counts.append(loss.count)
@@ -227,13 +227,22 @@ class Actions:
 
     def nonfinite_microbatches(self) -> list[range]:
         """The samples of this rank's batch, by microbatch, whose loss is not finite."""
-        ends = list(itertools.accumulate(part.samples for part in self._microbatches))
+        ends = list(itertools.accumulate(part.num_samples for part in self._microbatches))
         found = [index for index, total in self._loss_totals if not math.isfinite(total.item())]
-        return [range(ends[index] - self._microbatches[index].samples, ends[index]) for index in found]
+        return [range(ends[index] - self._microbatches[index].num_samples, ends[index]) for index in found]
 
     def _add_totals(self, loss: Loss, part: Microbatch) -> None:
         """Add a microbatch to this rank's totals, without a look at what is still being computed."""
-        told = [loss.total.detach(), loss.count, part.samples, part.tokens, 0.0, 0.0, loss.other, loss.square]
+        told = [
+            loss.total.detach(),
+            loss.count,
+            part.num_samples,
+            part.num_tokens,
+            0.0,
+            0.0,
+            loss.other_count,
+            loss.other_square,
+        ]
         waits = self._device.type != "cpu"
         for place, number in enumerate(told):
             if waits and isinstance(number, Tensor):

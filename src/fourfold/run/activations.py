@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fourfold.parts.lost_arguments import restore_arguments
-from fourfold.run.batch import call, leaves, mapped
+from fourfold.run.batch import call_model, tree_leaves, tree_map
 
 LAYER_FUNCTIONS = {F.linear, F.conv1d, F.conv2d, F.conv3d}
 AUTOCAST_DEVICES = ("cpu", "cuda")
@@ -44,17 +44,17 @@ def _saved_bytes(model: nn.Module, inputs: Any, num_samples: int, *, is_half_pre
         saved.add(held)
         return held
 
-    on_meta = mapped(
+    on_meta = tree_map(
         inputs, lambda tensor: torch.empty((num_samples, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
     )
     watch = _LayerInputMode()
     with torch.device("meta"), watch, torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
-        outputs = call(model, on_meta)
+        outputs = call_model(model, on_meta)
     # What is alive now is held by the outputs' graph: a branch that the model has dropped is gone.
     storages = {
         _storage_key(held.tensor): held.tensor for held in saved if _storage_key(held.tensor) in watch.inputs_by_storage
     }
-    storages |= {_storage_key(tensor): tensor for tensor in leaves(outputs)}
+    storages |= {_storage_key(tensor): tensor for tensor in tree_leaves(outputs)}
     most = 2 if is_half_precision or watch.is_autocast else 8
     return float(sum(_storage_bytes(tensor, most) for tensor in storages.values()))
 

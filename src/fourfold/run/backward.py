@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.run.batch import leaves
+from fourfold.run.batch import tree_leaves
 
 
 def run_backward(outputs: Any, grad_tensors: list[Tensor | None]) -> None:
     """Differentiate the sum of all outputs times their weights; torch function modes stay on, as in forward."""
     pairs = [
-        (output, weight) for output, weight in zip(leaves(outputs), grad_tensors, strict=True) if weight is not None
+        (output, weight)
+        for output, weight in zip(tree_leaves(outputs), grad_tensors, strict=True)
+        if weight is not None
     ]
     if not pairs:
         return

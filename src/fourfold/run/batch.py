@@ -17,7 +17,7 @@ from fourfold.plan.order import shard_range
 from fourfold.words.arguments import shown
 from fourfold.words.errors import Problem, TaskError
 
-POSITION_NAMES = ("position_ids", "positions")
+POSITION_KEYS = ("position_ids", "positions")
 
 
 class Microbatch(NamedTuple):
@@ -28,30 +28,32 @@ class Microbatch(NamedTuple):
 
     inputs: Any
     targets: Any
-    samples: int
-    tokens: int
-    kept: Tensor | None = None
+    num_samples: int
+    num_tokens: int
+    real_tokens: Tensor | None = None
 
 
-def cut(batch: Any, count: int, device: torch.device, *, kept: Tensor | None = None) -> list[Microbatch]:
+def split_microbatches(
+    batch: Any, num_microbatches: int, device: torch.device, *, real_tokens: Tensor | None = None
+) -> list[Microbatch]:
     """The batch in `count` microbatches on `device`, sizes as equal as can be, larger ones never first.
 
     kept: int64 [tokens], which tokens of the inputs are no pads; the targets have none. None: all.
     Raises TaskError for what is no batch of tensors or dicts of tensors with one number of samples.
     """
-    inputs, targets = (_to(part, device) for part in halves(batch))
+    inputs, targets = (_to_device(part, device) for part in unpack_batch(batch))
     samples = num_samples((inputs, targets))
     parts = []
-    kept = None if kept is None else kept.to(device)
-    for index in range(count):
-        start, stop = shard_range(0, samples, count, index)
-        own = _slice(inputs, start, stop)
-        tokens = num_tokens(own) if kept is None else (stop - start) * len(kept)
-        parts.append(Microbatch(own, _slice(targets, start, stop), stop - start, tokens, kept))
+    real_tokens = None if real_tokens is None else real_tokens.to(device)
+    for index in range(num_microbatches):
+        start, stop = shard_range(0, samples, num_microbatches, index)
+        own = _slice_tree(inputs, start, stop)
+        tokens = num_tokens(own) if real_tokens is None else (stop - start) * len(real_tokens)
+        parts.append(Microbatch(own, _slice_tree(targets, start, stop), stop - start, tokens, real_tokens))
     return parts
 
 
-def halves(batch: Any) -> tuple[Any, Any]:
+def unpack_batch(batch: Any) -> tuple[Any, Any]:
     """The inputs and targets of a batch. A dict is inputs, the labels among them, and has no targets (None)."""
     if isinstance(batch, Mapping):
         return dict(batch), None
@@ -63,65 +65,65 @@ def halves(batch: Any) -> tuple[Any, Any]:
 
 def num_samples(batch: Any) -> int:
     """The first dim of all tensors of a batch. Raises TaskError where they differ, or are none."""
-    inputs, targets = halves(batch)
-    tensors = [*_tensors(inputs), *([] if targets is None else _tensors(targets))]
+    inputs, targets = unpack_batch(batch)
+    tensors = [*_batch_tensors(inputs), *([] if targets is None else _batch_tensors(targets))]
     if any(tensor.dim() == 0 for tensor in tensors):
         raise TaskError(Problem("a batch with a tensor without dims", "tensors whose first dim counts samples"))
     lengths = {tensor.shape[0] for tensor in tensors}
     if len(lengths) != 1:
-        told = [*_lengths("inputs", inputs), *([] if targets is None else _lengths("targets", targets))]
+        told = [*_first_dims("inputs", inputs), *([] if targets is None else _first_dims("targets", targets))]
         need = "one number of samples, the first dim of each tensor: a batch is cut along it"
         attempt = "samples padded to one length, instead of lists joined end to end with offsets or indices"
         raise TaskError(Problem(f"a batch with {', '.join(told) or 'no tensor'}", need, attempt), where="the batch")
     return lengths.pop()
 
 
-def _lengths(name: str, tree: Any) -> Iterator[str]:
+def _first_dims(name: str, tree: Any) -> Iterator[str]:
     """The first dim of each tensor, by name."""
     if isinstance(tree, dict):
         for key, part in tree.items():
-            yield from _lengths(f"{name}[{key!r}]", part)
+            yield from _first_dims(f"{name}[{key!r}]", part)
     else:
         yield f"{len(tree)} in {name}"
 
 
-def some(batch: Any, start: int, stop: int) -> tuple[Any, Any]:
+def slice_samples(batch: Any, start: int, stop: int) -> tuple[Any, Any]:
     """The samples [start, stop) of a batch."""
-    inputs, targets = halves(batch)
-    return _slice(inputs, start, stop), _slice(targets, start, stop)
+    inputs, targets = unpack_batch(batch)
+    return _slice_tree(inputs, start, stop), _slice_tree(targets, start, stop)
 
 
-def picked(batch: Any, count: int) -> tuple[Any, Any]:
+def subsample(batch: Any, num_picked: int) -> tuple[Any, Any]:
     """So many samples of a batch, from its first to its last at even distances."""
-    places = torch.linspace(0, num_samples(batch) - 1, count).long()
-    return mapped(halves(batch), lambda tensor: tensor[places.to(tensor.device)])
+    places = torch.linspace(0, num_samples(batch) - 1, num_picked).long()
+    return tree_map(unpack_batch(batch), lambda tensor: tensor[places.to(tensor.device)])
 
 
-def fresh(tensor: Tensor) -> Tensor:
+def detached_clone(tensor: Tensor) -> Tensor:
     """A copy that nobody has differentiated by."""
     return tensor.detach().clone()
 
 
-def pieces(batch: Any) -> tuple[Any, list[Any]]:
+def batch_and_parts(batch: Any) -> tuple[Any, list[Any]]:
     """A batch and two parts of it, of different sizes. One sample makes a batch with itself."""
     samples = num_samples(batch)
     if samples == 1:
-        return mapped(batch, lambda tensor: torch.cat([tensor, tensor])), [batch, batch]
+        return tree_map(batch, lambda tensor: torch.cat([tensor, tensor])), [batch, batch]
     first = max(1, samples // 3)
-    return batch, [some(batch, *span) for span in ((0, first), (first, samples))]
+    return batch, [slice_samples(batch, *span) for span in ((0, first), (first, samples))]
 
 
-def call(model: torch.nn.Module, inputs: Any, kept: Tensor | None = None) -> Any:
+def call_model(model: torch.nn.Module, inputs: Any, real_tokens: Tensor | None = None) -> Any:
     """The model's outputs, of the tokens that are `kept` (None: all). A dict of inputs is given as keywords."""
     outputs = model(**inputs) if isinstance(inputs, dict) else model(inputs)
-    if kept is None:
+    if real_tokens is None:
         return outputs
-    length = positions_of(inputs).shape[1]
-    return mapped(outputs, lambda tensor: tensor[:, kept] if has_tokens(tensor, length) else tensor)
+    length = find_positions(inputs).shape[1]
+    return tree_map(outputs, lambda tensor: tensor[:, real_tokens] if has_token_dim(tensor, length) else tensor)
 
 
 @contextlib.contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
+def eval_mode(model: torch.nn.Module) -> Iterator[None]:
     """Evaluation mode inside; afterwards every module is in the mode it was in."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
@@ -134,63 +136,63 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 def num_tokens(inputs: Any) -> int:
     """Elements of the positions, where the inputs are a dict with `position_ids` or `positions`; else 0."""
-    positions = positions_of(inputs)
+    positions = find_positions(inputs)
     return 0 if positions is None else positions.numel()
 
 
-def positions_of(inputs: Any) -> Any:
+def find_positions(inputs: Any) -> Any:
     """The positions, where the inputs are a dict with `position_ids` or `positions`; else None."""
     if not isinstance(inputs, dict):
         return None
-    return next((inputs[name] for name in POSITION_NAMES if name in inputs), None)
+    return next((inputs[name] for name in POSITION_KEYS if name in inputs), None)
 
 
-def has_tokens(tensor: Tensor, length: int) -> bool:
+def has_token_dim(tensor: Tensor, length: int) -> bool:
     """Whether a tensor has something for each of `length` tokens: on dim 1."""
     return tensor.dim() >= 2 and tensor.shape[1] == length
 
 
-def mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def tree_map(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """A tree of dicts, lists and tuples of tensors, each of them changed; what is no tensor stays."""
     if isinstance(tree, Tensor):
-        return change(tree)
+        return function(tree)
     if isinstance(tree, dict):
         # A subclass (as of transformers) keeps its kind: the loss may ask for its attributes.
-        changed = {name: mapped(part, change) for name, part in tree.items()}
+        changed = {name: tree_map(part, function) for name, part in tree.items()}
         return changed if type(tree) is dict else type(tree)(**changed)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(mapped(part, change) for part in tree))
+        return type(tree)(*(tree_map(part, function) for part in tree))
     if isinstance(tree, list | tuple):
-        return type(tree)(mapped(part, change) for part in tree)
+        return type(tree)(tree_map(part, function) for part in tree)
     return tree
 
 
-def leaves(tree: Any) -> Iterator[Tensor]:
+def tree_leaves(tree: Any) -> Iterator[Tensor]:
     """The tensors of a tree, in order."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, dict | list | tuple):
         for part in tree.values() if isinstance(tree, dict) else tree:
-            yield from leaves(part)
+            yield from tree_leaves(part)
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def _batch_tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
-        return [tensor for part in value.values() for tensor in _tensors(part)]
+        return [tensor for part in value.values() for tensor in _batch_tensors(part)]
     raise TaskError(Problem(f"a batch with a {type(value).__name__}", "tensors, or dicts of tensors"))
 
 
-def _to(value: Any, device: torch.device) -> Any:
+def _to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, dict):
-        return {name: _to(part, device) for name, part in value.items()}
+        return {name: _to_device(part, device) for name, part in value.items()}
     return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
 
 
-def _slice(value: Any, start: int, stop: int) -> Any:
+def _slice_tree(value: Any, start: int, stop: int) -> Any:
     if isinstance(value, dict):
-        return {name: _slice(part, start, stop) for name, part in value.items()}
+        return {name: _slice_tree(part, start, stop) for name, part in value.items()}
     return None if value is None else value[start:stop]
 
 
@@ -203,18 +205,18 @@ class Loss:
 
     total: Tensor
     count: float | Tensor
-    other: float | Tensor = 0.0
-    square: float | Tensor = 0.0
+    other_count: float | Tensor = 0.0
+    other_square: float | Tensor = 0.0
 
 
-def measure(value: Any, samples: int) -> Loss:
+def sum_loss(value: Any, num_samples: int) -> Loss:
     """What a loss function returned, as a sum and a count.
 
     Unreduced values count their elements; a pair is (sum, count); a scalar is a mean over the samples. Sums of values
     in half precision are made in float32: a mean of 1.0 over 70,000 samples is beyond what float16 can hold.
     """
     if isinstance(value, tuple | list) and len(value) == 2:
-        return Loss(_total(value[0]), _count(value[1]))
+        return Loss(_checked_sum(value[0]), _checked_count(value[1]))
     if not isinstance(value, Tensor):
         problem = Problem(
             f"a loss of type {type(value).__name__}", "unreduced values, a pair (sum, count), or a scalar"
@@ -224,11 +226,11 @@ def measure(value: Any, samples: int) -> Loss:
         raise TaskError(Problem("a loss of complex numbers", "real numbers", "loss.abs(), or loss.real"))
     dtype = torch.promote_types(value.dtype, torch.float32)
     if value.dim() == 0:
-        return Loss(value.to(dtype) * samples, float(samples))
+        return Loss(value.to(dtype) * num_samples, float(num_samples))
     return Loss(value.sum(dtype=dtype), float(value.numel()))
 
 
-def _total(value: Any) -> Tensor:
+def _checked_sum(value: Any) -> Tensor:
     """The sum of a pair (sum, count)."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         return value.reshape(())
@@ -236,7 +238,7 @@ def _total(value: Any) -> Tensor:
     raise TaskError(Problem(f"a loss (sum, count) with sum {shape}", "one real number as a tensor", "values.sum()"))
 
 
-def _count(value: Any) -> float:
+def _checked_count(value: Any) -> float:
     """The count of a pair (sum, count); NaN makes a bad step, a negative one would turn the gradient around."""
     if isinstance(value, Tensor) and value.requires_grad:
         got = "a loss (sum, count) whose count is trained too, as the second of two losses would be"

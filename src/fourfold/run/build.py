@@ -40,7 +40,7 @@ from fourfold.plan.rng import generator_seed
 from fourfold.run import drift, fits
 from fourfold.run.actions import Actions
 from fourfold.run.arguments import check_arguments
-from fourfold.run.batch import Microbatch, cut, evaluating, halves, mapped
+from fourfold.run.batch import Microbatch, eval_mode, split_microbatches, tree_map, unpack_batch
 from fourfold.run.batch_statistics import FrozenStatistics
 from fourfold.run.dry_run import DryRun
 from fourfold.run.guard import Guard
@@ -374,10 +374,18 @@ class TrainStep:
         self.try_out(batch)
         batch, problem = self._compared(batch)
         local = torch.zeros(7, dtype=torch.float64)
-        with self._weights.read("evaluate"), self._reading(batch) as (part,), evaluating(self.model):
-            if part.samples:
+        with self._weights.read("evaluate"), self._reading(batch) as (part,), eval_mode(self.model):
+            if part.num_samples:
                 loss = self.objective(self.model, part).loss
-                values = [loss.total, loss.count, part.samples, part.tokens, 0.0, loss.other, loss.square]
+                values = [
+                    loss.total,
+                    loss.count,
+                    part.num_samples,
+                    part.num_tokens,
+                    0.0,
+                    loss.other_count,
+                    loss.other_square,
+                ]
                 local = torch.tensor([float(value) for value in values], dtype=torch.float64)
         local[4] = problem is not None
         total, count, samples, tokens, num_unlike, other, square = self._sum(local)
@@ -430,17 +438,17 @@ class TrainStep:
     def _reading(self, batch: Any, count: int = 1) -> Iterator[list[Microbatch]]:
         """The same in microbatches, of a batch that has been compared."""
         if self._tokens is None:
-            yield cut(batch, count, self.device)
+            yield split_microbatches(batch, count, self.device)
             return
         part, kept = self._tokens.cut(batch)
-        parts = cut(part, count, self.device, kept=kept)
+        parts = split_microbatches(part, count, self.device, real_tokens=kept)
         with self._tokens.routing(parts, self.steps, getattr(batch, "samples", None)):
             yield parts
 
     def _compared(self, batch: Any) -> tuple[Any, Problem | None]:
         """The batch; where ranks that share its sequences have other ones none of its samples, and what is wrong."""
         problem = None if self._tokens is None else self._tokens.unlike(batch)
-        return (batch if problem is None else mapped(halves(batch), lambda tensor: tensor[:0])), problem
+        return (batch if problem is None else tree_map(unpack_batch(batch), lambda tensor: tensor[:0])), problem
 
     def _compare_data_ranks(self, batch: Any) -> None:
         """Raise TaskError, on every rank, where all data ranks train on the same batches. Collective."""

@@ -20,17 +20,17 @@ from fourfold.parts.uses import explain_transform_errors
 from fourfold.plan.plan import Plan
 from fourfold.run.batch import (
     Microbatch,
-    call,
-    cut,
-    evaluating,
-    fresh,
-    halves,
-    leaves,
-    mapped,
+    batch_and_parts,
+    call_model,
+    detached_clone,
+    eval_mode,
     num_samples,
-    picked,
-    pieces,
-    some,
+    slice_samples,
+    split_microbatches,
+    subsample,
+    tree_leaves,
+    tree_map,
+    unpack_batch,
 )
 from fourfold.run.forward_state import (
     Changes,
@@ -167,7 +167,7 @@ class DryRun:
 
     def _try(self, batch: Any, samples: int, *, training: bool) -> dict[str, Any]:
         few = min(samples, max(2, -(-samples // self._plan.microbatches)))
-        tried = mapped(some(batch, 0, few), lambda tensor: tensor.to(self._device))
+        tried = tree_map(slice_samples(batch, 0, few), lambda tensor: tensor.to(self._device))
         # Where each part has statistics of its own, these do not make a loss of the whole.
         local = self._plan.batch_norm == "local"
         self._watches = training and not local
@@ -175,7 +175,7 @@ class DryRun:
             self._forward(tried)  # for what it writes into weights, which is refused in any case
             if self._parts == 1:
                 return {}
-        with evaluating(self._model) if local or not training else contextlib.nullcontext():
+        with eval_mode(self._model) if local or not training else contextlib.nullcontext():
             whole = self._forward(tried)
             value = None if whole.measured is None else whole.measured.value
             writes = whole.writes
@@ -195,7 +195,7 @@ class DryRun:
         is_number = whole.measured is not None and self._objective.is_number(whole.measured.value, whole.samples)
         if is_number and self._objective.is_compiled:
             problems.append(_unseen("a compiled loss that is one number", self._parts, "the loss as it was written"))
-        self._sample = cut(mapped(some(tried, 0, 1), torch.clone), 1, self._device)[0]
+        self._sample = split_microbatches(tree_map(slice_samples(tried, 0, 1), torch.clone), 1, self._device)[0]
         told: dict[str, Any] = {"problems": problems, "writes": self._watches and whole.writes}
         told |= {"single": self._objective.is_single, "counted": self._objective.is_counted}
         told["changed"], told["divisors"] = summary(whole.changes), self._objective.divisors.found()
@@ -209,7 +209,7 @@ class DryRun:
 
     def _cut(self, batch: Any, whole: Forward) -> tuple[Forward, list[Forward]]:
         """The forward of the whole, and those of two parts. One sample makes a whole with itself."""
-        together, parts = pieces(batch)
+        together, parts = batch_and_parts(batch)
         if whole.samples > 1:
             try:
                 return whole, [self._forward(part) for part in parts]
@@ -225,16 +225,17 @@ class DryRun:
         """The same for a model that takes no fewer samples: two halves, each of them twice."""
         half = whole.samples // 2
         if whole.samples % 2:
-            batch = some(batch, 0, 2 * half)
+            batch = slice_samples(batch, 0, 2 * half)
             whole = self._forward(batch)
         halves_twice = (
-            mapped(some(batch, start, start + half), lambda tensor: torch.cat([tensor, tensor])) for start in (0, half)
+            tree_map(slice_samples(batch, start, start + half), lambda tensor: torch.cat([tensor, tensor]))
+            for start in (0, half)
         )
         return whole, [self._forward(twice)._replace(samples=half) for twice in halves_twice]
 
     def _forward(self, batch: Any, *, times: int = 1) -> Forward:
         samples = num_samples(batch)
-        part = Microbatch(*halves(batch), samples, 0)
+        part = Microbatch(*unpack_batch(batch), samples, 0)
         modules = self._objective.modules(self._model)
         # With autograd on, as in a step: a model may differentiate within forward.
         watch = self._watch
@@ -252,16 +253,20 @@ class DryRun:
 
     def _measured(self, part: Microbatch) -> Measured | None:
         # Copies: a model may write into its inputs, or differentiate by them.
-        part = part._replace(inputs=mapped(part.inputs, fresh), targets=mapped(part.targets, fresh))
+        part = part._replace(
+            inputs=tree_map(part.inputs, detached_clone), targets=tree_map(part.targets, detached_clone)
+        )
         if self._plan.sp == 1:
             return self._objective.try_out(self._model, part)
-        call(self._model, part.inputs)
+        call_model(self._model, part.inputs)
         return None
 
     def _compared(self, whole: Forward, parts: Sequence[Forward]) -> Compared:
         forwards = (whole, *parts)
         of_whole, *of_parts = [forward.measured for forward in forwards if forward.measured is not None]
-        numbers = [t.detach() for each in (of_whole, *of_parts) for t in leaves(each.outputs) if t.is_floating_point()]
+        numbers = [
+            t.detach() for each in (of_whole, *of_parts) for t in tree_leaves(each.outputs) if t.is_floating_point()
+        ]
         return compared(
             of_whole,
             of_parts,
@@ -293,7 +298,7 @@ class DryRun:
         """Judge the loss of a few samples in float64, and its gradients. Collective."""
         batch, activations, shown = None, 0, self._shown
         if shown is not None:
-            batch = picked(shown.batch, min(num_samples(shown.batch), JUDGED_SAMPLES))
+            batch = subsample(shown.batch, min(num_samples(shown.batch), JUDGED_SAMPLES))
             # Gradients of what autograd keeps, too; one sample is judged as two.
             activations = 2 * shown.made * max(2, num_samples(batch))
         mine = fits(self._model, self._device, num_sharing=self._num_sharing, activations=activations)
@@ -302,8 +307,10 @@ class DryRun:
         with reading("judge"):
             try:
                 if batch is not None:
-                    with evaluating(self._model) if self._plan.batch_norm == "local" else contextlib.nullcontext():
-                        verdict = judged(self._model, self._objective, *pieces(batch), room=room, device=self._device)
+                    with eval_mode(self._model) if self._plan.batch_norm == "local" else contextlib.nullcontext():
+                        verdict = judged(
+                            self._model, self._objective, *batch_and_parts(batch), room=room, device=self._device
+                        )
             except Exception as caught:  # raised below, when the other ranks have heard of it
                 error = caught
         everyone = exchange({"verdict": verdict, "error": None if error is None else first_line(error)})

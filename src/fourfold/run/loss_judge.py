@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
 from fourfold.run.backward import run_backward
-from fourfold.run.batch import Microbatch, fresh, halves, leaves, mapped, num_samples
+from fourfold.run.batch import Microbatch, detached_clone, num_samples, tree_leaves, tree_map, unpack_batch
 from fourfold.run.exact import Exact
 from fourfold.run.objective import Measured, Objective
 from fourfold.run.parts_of_loss import Compared, compared
@@ -106,12 +106,14 @@ class LossJudge:
     def _measured(self, batch: Any) -> Measured:
         """The loss of a batch; its gradients are added to those of the copies."""
         samples = num_samples(batch)
-        inputs, targets = mapped(halves(batch), lambda tensor: cast(fresh(tensor), self._judgement.dtype))
+        inputs, targets = tree_map(
+            unpack_batch(batch), lambda tensor: cast(detached_clone(tensor), self._judgement.dtype)
+        )
         measured = self._objective(self._model, Microbatch(inputs, targets, samples, 0))
         total = measured.loss.total
         if total.requires_grad and float(measured.loss.count):
             run_backward(total, [torch.ones_like(total)])
-        outputs, value = (mapped(tree, Tensor.detach) for tree in (measured.outputs, measured.value))
+        outputs, value = (tree_map(tree, Tensor.detach) for tree in (measured.outputs, measured.value))
         loss = dataclasses.replace(measured.loss, total=total.detach())
         return Measured(outputs, value, measured.calls, loss)
 
@@ -141,7 +143,9 @@ class LossJudge:
 
     def _compared(self, together: Pass, apart: Pass, samples: list[int]) -> Compared:
         (whole,), parts = together.measured, apart.measured
-        numbers = [t for each in (whole, *parts) for t in leaves(each.outputs) if t.is_floating_point() and t.numel()]
+        numbers = [
+            t for each in (whole, *parts) for t in tree_leaves(each.outputs) if t.is_floating_point() and t.numel()
+        ]
         largest = max((float(t.nan_to_num(0.0, 0.0, 0.0).abs().max()) for t in numbers), default=0.0)
         itemsize = min(together.itemsize, apart.itemsize)
         return compared(whole, parts, samples=samples, itemsize=itemsize, largest=largest)

@@ -20,7 +20,7 @@ from fourfold.plan.memory import HostRanks, bytes_per_element, host_memory_use
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import compute_specs
 from fourfold.run.activations import activation_bytes_per_sample
-from fourfold.run.batch import leaves
+from fourfold.run.batch import tree_leaves
 from fourfold.words.errors import FourfoldError, Problem, SettingError
 from fourfold.words.host_memory import available_bytes
 from fourfold.words.layout import SPLIT
@@ -123,7 +123,7 @@ def _sample_bytes(source: Source) -> int:
 
 
 def _tensor_bytes(batch: Any) -> int:
-    return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in leaves(batch))
+    return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tree_leaves(batch))
 
 
 def _model_bytes(task: Task, plan: Plan, model: nn.Module, place: Place) -> tuple[float, float]:

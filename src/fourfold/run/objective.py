@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fourfold.run.batch import Loss, Microbatch, call, leaves, mapped, measure
+from fourfold.run.batch import Loss, Microbatch, call_model, sum_loss, tree_leaves, tree_map
 from fourfold.run.bends import bends
 from fourfold.run.divisors import Divisors, last_steps
 from fourfold.run.origins import Sources, signature
@@ -92,11 +92,11 @@ class Objective:
         """The loss of a microbatch that is not empty. Raises TaskError for what is no loss."""
         if self.watches_forward and not is_compiled(model):
             with observing() as calls:
-                outputs = call(model, part.inputs, part.kept)
+                outputs = call_model(model, part.inputs, part.real_tokens)
                 self._seen_in_forward |= bool(calls)
                 value = self._followed(outputs, part)
         else:
-            outputs = call(model, part.inputs, part.kept)
+            outputs = call_model(model, part.inputs, part.real_tokens)
             with contextlib.nullcontext([]) if self.is_compiled else observing() as calls:
                 value = self._followed(outputs, part)
         return self._measured(outputs, value, calls, part)
@@ -104,29 +104,29 @@ class Objective:
     def try_out(self, model: nn.Module, part: Microbatch) -> Measured:
         """The same in a dry run: no graph is kept; still it is seen which loss functions are trained."""
         with observing() as calls:
-            outputs = call(model, part.inputs, part.kept)
+            outputs = call_model(model, part.inputs, part.real_tokens)
             if is_compiled(model):
                 calls.clear()  # a dry run is not compiled: in a step they will not be seen
             self._seen_in_forward |= bool(calls)
             # As in a step, a loss may differentiate outputs by one another.
             if self._loss is not None and not torch.is_grad_enabled():
-                outputs = mapped(outputs, _followed)
+                outputs = tree_map(outputs, _followed)
             with torch.enable_grad():
                 value = self._value(outputs, part)
-        found = self._bends(outputs, value, calls, part.samples)
+        found = self._bends(outputs, value, calls, part.num_samples)
         slopes = _slopes(value, calls)
-        if self.is_number(value, part.samples):
-            self.divisors.try_out(value, part.samples)
+        if self.is_number(value, part.num_samples):
+            self.divisors.try_out(value, part.num_samples)
         calls = [dataclasses.replace(c, value=c.value.detach(), slope=s) for c, s in zip(calls, slopes, strict=True)]
         slopes = [each.slope for each in self._of_training(calls)]
         self._idle = [slope is None for slope in slopes] if any(slope is not None for slope in slopes) else []
-        outputs, value = (mapped(tree, Tensor.detach) for tree in (outputs, value))  # the graph is not kept
+        outputs, value = (tree_map(tree, Tensor.detach) for tree in (outputs, value))  # the graph is not kept
         return self._measured(outputs, value, calls, part)._replace(bends=found)
 
     def _bends(self, outputs: Any, value: Any, calls: Sequence[Call], samples: int) -> Sequence[str]:
         if not isinstance(value, Tensor) or value.numel() != 1:
             return []
-        rows = [] if self._loss is None else leaves(outputs)
+        rows = [] if self._loss is None else tree_leaves(outputs)
         return bends(value, [each.value for each in calls], [t for t in rows if t.dim() and len(t) == samples])
 
     def uncompiled(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
@@ -138,15 +138,15 @@ class Objective:
     def refresh(self, model: nn.Module) -> None:
         """A forward on a rank without samples: it leaves the buffers as the other ranks' forwards leave theirs."""
         if self.stand_in is not None:
-            with without_randomness(next(leaves(self.stand_in.inputs)).device):
-                call(model, self.stand_in.inputs)
+            with without_randomness(next(tree_leaves(self.stand_in.inputs)).device):
+                call_model(model, self.stand_in.inputs)
 
     def _measured(self, outputs: Any, value: Any, calls: Sequence[Call], part: Microbatch) -> Measured:
         trained = self._of_number(value, self._of_training(calls))
-        sources = list(leaves(outputs)) if trained and self.is_cut and self._loss is not None else []
+        sources = list(tree_leaves(outputs)) if trained and self.is_cut and self._loss is not None else []
         self._sources = Sources(sources)
         try:
-            loss = self.measure(value, trained, part.samples)
+            loss = self.measure(value, trained, part.num_samples)
         finally:
             self._sources = Sources([])  # what autograd has recorded is not kept
         return Measured(outputs, value, trained, loss)
@@ -178,7 +178,7 @@ class Objective:
         if self._loss is None or torch.is_grad_enabled() or not self.divisors.are_expected:
             return self._value(outputs, part)
         with torch.enable_grad():
-            return self._value(mapped(outputs, _followed), part)
+            return self._value(tree_map(outputs, _followed), part)
 
     def _value(self, outputs: Any, part: Microbatch) -> Any:
         if self._loss is None:
@@ -208,7 +208,7 @@ class Objective:
     def measure(self, value: Any, calls: Sequence[Call], samples: int) -> Loss:
         """The loss as a sum and a count. `calls`: of torch's loss functions, while it was made."""
         if not self.is_number(value, samples):
-            return measure(value, samples)
+            return sum_loss(value, samples)
         means = [each for each in calls if each.is_mean]
         counts = [each.count for each in means]
         dtype = torch.promote_types(value.dtype, torch.float32)

@@ -103,7 +103,7 @@ def compared(
         if not by_hand and losses[0][1] and math.isfinite(found.whole):
             return found._replace(is_known=True, adds_up=False)  # what is finite among other samples only
         return found._replace(is_known=by_hand, by_hand=by_hand, adds_up=False)
-    counts = [(each.loss.count, each.loss.other, each.loss.square) for each in parts]
+    counts = [(each.loss.count, each.loss.other_count, each.loss.other_square) for each in parts]
     totals = [sum(map(float, each)) for each in zip(*counts, strict=True)]
     adds_up = abs(found.whole - found.parts) <= bound(means)
     found = found._replace(is_mixed=_is_mixed((whole, *parts), bound(means)))

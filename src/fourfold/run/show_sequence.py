@@ -20,7 +20,7 @@ from fourfold.plan.sequence import (
     scores_per_index,
     token_ranges,
 )
-from fourfold.run.batch import POSITION_NAMES, call, evaluating
+from fourfold.run.batch import POSITION_KEYS, call_model, eval_mode
 from fourfold.run.sequence.route import Call, routed
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.task import Task
@@ -86,9 +86,9 @@ def sequence(plan: Plan, task: Task, model: nn.Module) -> str:
 def look(task: Task, model: nn.Module) -> Seen:
     """One sample through a model that may have no values. Raises PlanError where there is nothing to split."""
     inputs, _ = task.data().train[0]
-    name = next((name for name in POSITION_NAMES if isinstance(inputs, dict) and name in inputs), None)
+    name = next((name for name in POSITION_KEYS if isinstance(inputs, dict) and name in inputs), None)
     if name is None:
-        need = f"inputs that are a dict with {' or '.join(POSITION_NAMES)}"
+        need = f"inputs that are a dict with {' or '.join(POSITION_KEYS)}"
         raise PlanError(Problem(f"sp > 1 and inputs of type {type(inputs).__name__}", need, "sp = 1"), where="the plan")
     try:
         calls = _calls(model, inputs)
@@ -110,8 +110,8 @@ def _calls(model: nn.Module, inputs: Mapping[str, Any]) -> Counter[Form]:
         calls[Form(q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], seen.causal, q.element_size())] += 1
         return q.new_zeros(*q.shape[:-1], v.shape[-1])
 
-    with torch.no_grad(), evaluating(model), routed(note):
-        call(model, {name: _like(part, device) for name, part in inputs.items()})
+    with torch.no_grad(), eval_mode(model), routed(note):
+        call_model(model, {name: _like(part, device) for name, part in inputs.items()})
     return calls
 
 

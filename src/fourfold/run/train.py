@@ -29,7 +29,7 @@ from fourfold.run import pulse
 from fourfold.run.arguments import check_plan_argument
 from fourfold.run.asked import handle_stop_signals, stop_seconds
 from fourfold.run.average import EMA
-from fourfold.run.batch import Loss, evaluating
+from fourfold.run.batch import Loss, eval_mode
 from fourfold.run.build import TrainStep, parallelize
 from fourfold.run.checkpoint.keeper import Keeper, Place, Progress
 from fourfold.run.checkpoint.read import load_weights
@@ -282,7 +282,7 @@ class Training:
         sample = None
         if self.task.sample is not None:
             applied = step.replaced(average.values) if average is not None else contextlib.nullcontext()
-            with applied, evaluating(step.model), step.read():
+            with applied, eval_mode(step.model), step.read():
                 sample = self.task.sample(step.model) if self.speaker.rank == 0 else None
         self.keeper.wait()
         if self.settings.checkpoint_every:
@@ -354,7 +354,7 @@ def evaluate(step: TrainStep, task: Task, source: Source, batch_size: int) -> di
     each = max(1, batch_size // step.plan.dp)
     draw = functools.partial(fetch_seeded, source, seed=0, epoch=0)
     step.try_out(draw(range(start, min(start + each, stop)))[0])
-    with evaluating(step.model):
+    with eval_mode(step.model):
         # As many times on every rank: all of them bring the weights, where those rest split.
         longest = max(len(range(*shard_range(0, len(source), step.plan.dp, rank))) for rank in range(step.plan.dp))
         for first in range(start, start + longest, each):
@@ -362,7 +362,9 @@ def evaluate(step: TrainStep, task: Task, source: Source, batch_size: int) -> di
             with step.read():
                 loss, found = (None, {}) if batch is None else _measures(step, task, batch)
             if loss is not None:
-                uneven_by += torch.tensor(list(map(float, (loss.count, loss.other, loss.square))), dtype=torch.float64)
+                uneven_by += torch.tensor(
+                    list(map(float, (loss.count, loss.other_count, loss.other_square))), dtype=torch.float64
+                )
             for name, (total, count) in found.items():
                 held = sums.setdefault(name, [0.0, 0.0])
                 held[0] += float(total)

@@ -21,7 +21,7 @@ from fourfold.feed.samples import check_data
 from fourfold.parts.comm import world
 from fourfold.plan.plan import Plan
 from fourfold.run.arguments import check_plan_argument
-from fourfold.run.batch import call, halves, mapped, measure, num_samples
+from fourfold.run.batch import call_model, num_samples, sum_loss, tree_map, unpack_batch
 from fourfold.run.build import parallelize
 from fourfold.run.exact import Exact
 from fourfold.run.objective import own_loss
@@ -133,10 +133,10 @@ def _alone(task: Task, model: nn.Module, feed: Feed) -> tuple[dict[str, Tensor],
     optimizer = task.optimizer(list(model.parameters()))
     losses = []
     for batch in _rated(task, optimizer, feed):
-        inputs, targets = halves(batch)
-        outputs = call(model, inputs)
+        inputs, targets = unpack_batch(batch)
+        outputs = call_model(model, inputs)
         value = own_loss(outputs, inputs) if task.loss is None else task.loss(outputs, targets)
-        loss = measure(value, num_samples(batch))
+        loss = sum_loss(value, num_samples(batch))
         mean = loss.total / loss.count
         optimizer.zero_grad()
         mean.backward()
@@ -158,7 +158,7 @@ def _rated(task: Task, optimizer: torch.optim.Optimizer, feed: Feed) -> Iterator
                     group["lr"] = rate * task.schedule(number, task.steps)
             batch = next(batches)
             samples = batch.samples
-            yield Batch.wrap(mapped(dict(batch) if isinstance(batch, dict) else tuple(batch), _wide), samples)
+            yield Batch.wrap(tree_map(dict(batch) if isinstance(batch, dict) else tuple(batch), _wide), samples)
 
 
 def _widened(model: nn.Module) -> nn.Module:

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from fourfold.parts.fingerprint import fingerprints
 from fourfold.parts.lost_arguments import restore_arguments
 from fourfold.parts.uses import untracked_access
-from fourfold.run.batch import leaves
+from fourfold.run.batch import tree_leaves
 
 _AUGMENTED = "add sub mul matmul truediv floordiv mod and or xor lshift rshift pow"
 _OPERATORS = frozenset({"__setitem__", *(f"__i{name}__" for name in _AUGMENTED.split())})
@@ -122,19 +122,19 @@ def values(parameters: Mapping[str, Tensor]) -> dict[str, int]:
 def _targets(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """The tensors that a call writes."""
     if kwargs.get("out") is not None:
-        yield from leaves(kwargs["out"])
+        yield from tree_leaves(kwargs["out"])
     if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         for place, name in _declared(func):
-            yield from leaves(args[place] if place < len(args) else kwargs.get(name))
+            yield from tree_leaves(args[place] if place < len(args) else kwargs.get(name))
         return
     if func in _LOOKUPS:
         if kwargs.get("max_norm") is not None:
-            yield from leaves(args[1] if len(args) > 1 else kwargs.get("weight"))
+            yield from tree_leaves(args[1] if len(args) > 1 else kwargs.get("weight"))
         return
     name = getattr(func, "__name__", "")
     ends = name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES
     if ends or name in _OPERATORS or kwargs.get("inplace") is True or (name == "__set__" and func == _SET_DATA):
-        yield from leaves(args[0] if args else next(iter(kwargs.values()), None))
+        yield from tree_leaves(args[0] if args else next(iter(kwargs.values()), None))
 
 
 def _declared(func: Any) -> list[tuple[int, str]]:

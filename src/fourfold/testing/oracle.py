@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fourfold.run.batch import call, measure
+from fourfold.run.batch import call_model, sum_loss
 from fourfold.run.build import TrainStep
 
 TOLERANCE = 1e-9
@@ -37,7 +37,7 @@ def train(
     losses, norms = [], []
     for inputs, targets in batches:
         samples = len(next(iter(inputs.values())) if isinstance(inputs, dict) else inputs)
-        value = measure(loss(call(model, inputs), targets), samples)
+        value = sum_loss(loss(call_model(model, inputs), targets), samples)
         mean = value.total / value.count
         stepper.zero_grad()
         mean.backward()

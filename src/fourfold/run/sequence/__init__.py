@@ -18,7 +18,7 @@ from fourfold.plan.order import BatchRange
 from fourfold.plan.order import shard_range as between
 from fourfold.plan.plan import Plan
 from fourfold.plan.sequence import length_divisor, length_problem
-from fourfold.run.batch import Microbatch, halves, has_tokens, leaves, mapped
+from fourfold.run.batch import Microbatch, has_token_dim, tree_leaves, tree_map, unpack_batch
 from fourfold.run.projections import Projection
 from fourfold.run.random_weights import EXACT, Fits, fits
 from fourfold.run.sequence import gradient_sums
@@ -85,7 +85,7 @@ class Tokens:
         kept = mine.kept
         parts = cut_tokens(targets, mine)
         if kept is not None:
-            parts = mapped(parts, lambda tensor: tensor[:, kept] if has_tokens(tensor, mine.size) else tensor)
+            parts = tree_map(parts, lambda tensor: tensor[:, kept] if has_token_dim(tensor, mine.size) else tensor)
         return Cut((cut_tokens(inputs, mine), parts), kept)
 
     def unlike(self, batch: Any) -> Problem | None:
@@ -96,11 +96,11 @@ class Tokens:
         assert self._ignored is not None
         problem = length_problem(length, self._plan.sp, self._plan.ring, self._plan.ulysses)
         lengths = "" if problem is None else problem.attempt
-        samples = len(next(leaves(targets)))
+        samples = len(next(tree_leaves(targets)))
         # A mean is taken of each microbatch.
         for index in range(self._plan.microbatches):
             some = slice(*between(0, samples, self._plan.microbatches, index))
-            part = mapped(targets, lambda tensor, some=some: tensor[some])
+            part = tree_map(targets, lambda tensor, some=some: tensor[some])
             refuse_uneven(part, self.shares(length), self._ignored, lengths=lengths)
 
     @contextlib.contextmanager
@@ -108,7 +108,7 @@ class Tokens:
         """Within, attention reaches the tokens of the whole line. `samples`: the batch's place in the feed's order."""
         # Without a place in the order, samples of other data ranks are far away: no two are drawn alike.
         first = self._place["dp"] << 32 if samples is None else samples.local_start - samples.start
-        self._drawn.begin(step, first, [part.samples for part in parts if part.samples])
+        self._drawn.begin(step, first, [part.num_samples for part in parts if part.num_samples])
         hook = self._model.register_forward_pre_hook(self._drawn.forward)
         try:
             with routed(self._attend, instead=self._instead), installed(self._model):
@@ -136,7 +136,7 @@ class Tokens:
         room = self._room()
         # Its end is collective where weights rest split. Nobody may meet within: who has no samples is there at once.
         with reading:
-            tries = any(len(tensor) for tensor in leaves(targets))
+            tries = any(len(tensor) for tensor in tree_leaves(targets))
             if tries:
                 tried, values = self._try(inputs, targets, length, room)
         if tries:
@@ -164,7 +164,7 @@ class Tokens:
         """What a trial finds; without problems also the values of the loss for all tokens, and for this rank's."""
         inputs, targets = self.few((inputs, targets))
         few = length_of((inputs, targets))
-        inputs, targets = (mapped(tree, lambda tensor: tensor.to(self._ranks.device)) for tree in (inputs, targets))
+        inputs, targets = (tree_map(tree, lambda tensor: tensor.to(self._ranks.device)) for tree in (inputs, targets))
         mine = share(self._plan, few, self._place["sp"])
         try:
             tried = Trial(self._model, inputs, mine, ulysses=self._plan.ulysses, fits=room).run()
@@ -177,7 +177,7 @@ class Tokens:
             return Tried([Problem(got, "a model of any number of tokens")]), []
         if tried.problems:
             return tried, []
-        samples = len(next(leaves(targets)))
+        samples = len(next(tree_leaves(targets)))
         with torch.no_grad():
             whole = observed(self._loss, tried.outputs, targets, samples)
             # Of the same outputs: no difference but that of the loss itself.
@@ -195,7 +195,9 @@ class Tokens:
         """How many tokens the model is tried with: such a number as no other dim 1 has."""
         step = length_divisor(self._plan.sp, self._plan.ring, self._plan.ulysses)
         few = -(-min(length, TRIED_TOKENS) // step) * step
-        others = [t.shape[1] for t in (*leaves(inputs), *leaves(targets)) if t.dim() > 1 and t.shape[1] != length]
+        others = [
+            t.shape[1] for t in (*tree_leaves(inputs), *tree_leaves(targets)) if t.dim() > 1 and t.shape[1] != length
+        ]
         while few in others:
             few += step
         return few
@@ -253,7 +255,7 @@ class Tokens:
 
 def pair(batch: Any) -> tuple[Any, Any]:
     """The inputs and targets of a batch. Raises TaskError for anything else."""
-    inputs, targets = halves(batch)
+    inputs, targets = unpack_batch(batch)
     if targets is None:
         got = f"sp > 1, and a batch of {', '.join(map(str, inputs))} without targets"
         raise TaskError(Problem(got, "a pair (inputs, targets)"), where="the batch")

@@ -13,7 +13,7 @@ import xxhash
 from torch import Tensor
 
 from fourfold.parts.comm import RingGroup
-from fourfold.run.batch import leaves
+from fourfold.run.batch import tree_leaves
 from fourfold.words.errors import Problem
 
 DIGEST_BITS = 62  # of an int64, which every transport carries
@@ -22,7 +22,7 @@ DIGEST_BITS = 62  # of an int64, which every transport carries
 def digest(batch: Any) -> int:
     """A hash of all numbers of a batch, of their dtypes and shapes."""
     found = xxhash.xxh3_64()
-    for tensor in leaves(batch):
+    for tensor in tree_leaves(batch):
         found.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
         found.update(_bytes(tensor))
     return found.intdigest() >> (64 - DIGEST_BITS)

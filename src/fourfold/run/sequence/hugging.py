@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fourfold.run.batch import positions_of
+from fourfold.run.batch import find_positions
 from fourfold.run.sequence import route
 from fourfold.words.errors import Problem, TaskError
 
@@ -58,7 +58,7 @@ def installed(model: nn.Module) -> Iterator[None]:
 
 def refuse_packed(inputs: Mapping[str, Any]) -> None:
     """Raise TaskError for documents packed into a sample: positions that begin again, as transformers reads them."""
-    positions = positions_of(inputs)
+    positions = find_positions(inputs)
     if "attention_mask" not in inputs and bool((positions.diff(dim=1) != 1).any()):
         got = "sp > 1 and positions of a transformers model that begin again within a sample (packed documents)"
         need = "one document a sample, or attention_mask for tokens that are none"

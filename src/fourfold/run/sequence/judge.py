@@ -21,7 +21,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from fourfold.parts.data import second_grad_problem
 from fourfold.run import random_weights
 from fourfold.run.backward import count_gradients, run_backward
-from fourfold.run.batch import has_tokens, leaves, mapped
+from fourfold.run.batch import has_token_dim, tree_leaves, tree_map
 from fourfold.run.exact import Exact
 from fourfold.run.projections import Projection
 from fourfold.run.random_weights import Judgement
@@ -67,7 +67,7 @@ class Judge:
         ulysses: int,
     ) -> None:
         self._model, self._share, self._judgement, self._names, self._ulysses = model, share, judgement, names, ulysses
-        self._inputs = mapped(dict(inputs), lambda tensor: random_weights.cast(tensor, judgement.dtype))
+        self._inputs = tree_map(dict(inputs), lambda tensor: random_weights.cast(tensor, judgement.dtype))
         with _unfit():
             self._state = random_weights.made(model, judgement)
         self._calls: list[Recorded] = []
@@ -153,10 +153,10 @@ class Judge:
     def _replay_backward(self, own: Any, whole: Any, weights: list[Tensor | None], taps: Taps) -> None:
         share = self._share
         parts: list[Tensor | None] = []
-        for tensor, weight in zip(leaves(whole), weights, strict=True):
+        for tensor, weight in zip(tree_leaves(whole), weights, strict=True):
             if weight is not None:
                 # Outputs of no token are the same on all ranks, and each has its part of the gradient.
-                is_tokens = has_tokens(tensor, share.length)
+                is_tokens = has_token_dim(tensor, share.length)
                 weight = rows(weight, share, 1) if is_tokens else weight * (share.size / share.padded)
             parts.append(weight)
 
@@ -183,7 +183,7 @@ class Judge:
             random_weights.tile(output.detach(), generator).to(output.dtype)
             if output.requires_grad and output.is_floating_point()
             else None
-            for output in leaves(outputs)
+            for output in tree_leaves(outputs)
         ]
 
     # ---- calls of attention -------------------------------------------------------------------------
@@ -215,16 +215,16 @@ class Judge:
     # ---- comparison ---------------------------------------------------------------------------------
 
     def _compare(self, outputs: Any, own: Any) -> None:
-        theirs, ours = list(leaves(outputs)), list(leaves(own))
+        theirs, ours = list(tree_leaves(outputs)), list(tree_leaves(own))
         if len(theirs) != len(ours):
             raise Differs(f"{len(ours)} outputs, {len(theirs)} with whole sequences", depends=False)
         pairs = [(whole.detach(), mine.detach()) for whole, mine in zip(theirs, ours, strict=True)]
         for whole, mine in pairs:
-            if has_tokens(whole, self._share.length):
+            if has_token_dim(whole, self._share.length):
                 require_rows(whole, mine, self._share, 1, "the outputs")
             elif not is_same(whole, mine):
                 raise Differs(f"an output {list(whole.shape)} that is not each token's own", depends=False)
-        if not any(has_tokens(whole, self._share.length) for whole, _ in pairs):
+        if not any(has_token_dim(whole, self._share.length) for whole, _ in pairs):
             shapes = ", ".join(str(list(whole.shape)) for whole, _ in pairs)
             raise Differs(f"no output for each token, but {shapes}", depends=False)
 
@@ -233,7 +233,9 @@ class Judge:
         exact = Exact(new_tensors=True) if self._judgement.dtype is not None else contextlib.nullcontext()
         with _unfit(), torch.no_grad(), exact, copied_attributes(self._model, self._judgement.dtype):
             theirs = torch.func.functional_call(self._model, self._state, (), self._inputs)
-        if not all(is_close(one, other.detach()) for one, other in zip(leaves(theirs), leaves(outputs), strict=True)):
+        if not all(
+            is_close(one, other.detach()) for one, other in zip(tree_leaves(theirs), tree_leaves(outputs), strict=True)
+        ):
             kind = f"a {type(self._model).__name__} that attends otherwise than its masks and modules say"
             raise TaskError(Problem(f"sp > 1 and {kind}", "plain or causal attention, with a mask of keys"))
 
@@ -273,7 +275,7 @@ class Judge:
     def outputs(self, **changed: Tensor) -> list[Tensor]:
         """The outputs for whole sequences with some inputs changed."""
         with self._within(Call.plain):
-            return list(leaves(self._call({**self._inputs, **changed})))
+            return list(tree_leaves(self._call({**self._inputs, **changed})))
 
     def first_difference(self) -> str | None:
         """The first module whose outputs for this rank's tokens are not those it has among all tokens."""
@@ -299,7 +301,7 @@ class Judge:
 
 def _is_finite(outputs: Any) -> bool:
     """Whether outputs are numbers; minus infinity is the logit of what cannot be."""
-    real = [output.detach() for output in leaves(outputs) if output.is_floating_point()]
+    real = [output.detach() for output in tree_leaves(outputs) if output.is_floating_point()]
     return not any(bool((output.isnan() | output.isposinf()).any()) for output in real)
 
 

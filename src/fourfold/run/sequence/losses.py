@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fourfold.run.batch import has_tokens, leaves, mapped, measure
+from fourfold.run.batch import has_token_dim, sum_loss, tree_leaves, tree_map
 from fourfold.run.sequence.route import Call, routed
 from fourfold.run.sequence.tokens import Share
 from fourfold.run.torch_losses import ignored_by
@@ -62,16 +62,16 @@ def observed(loss: Callable[[Any, Any], Any], outputs: Any, targets: Any, sample
         if (index := ignored_by(func, args, kwargs)) is not None:
             ignored.append(index)
 
-    outputs = mapped(outputs, lambda t: t.detach().requires_grad_() if t.is_floating_point() else t)
+    outputs = tree_map(outputs, lambda t: t.detach().requires_grad_() if t.is_floating_point() else t)
     with torch.enable_grad(), routed(Call.plain, watch=watch):
         value = loss(outputs, targets)
-    half = any(t.is_floating_point() and t.dtype.itemsize < 4 for t in leaves(outputs))
+    half = any(t.is_floating_point() and t.dtype.itemsize < 4 for t in tree_leaves(outputs))
     close = CLOSE_OF_HALF if half else CLOSE
     if isinstance(value, Tensor) and value.dim() == 0:
         elements = _averaged(value)
         odd = None if elements is not None else value.grad_fn.name() if value.grad_fn is not None else "the model"
         return Value(Sum(float(value) * (elements or 0.0), elements or 0.0), True, ignored, odd, close)
-    measured = measure(value, samples)
+    measured = sum_loss(value, samples)
     return Value(Sum(float(measured.total), float(measured.count)), False, ignored, None, close)
 
 
@@ -107,8 +107,8 @@ def refuse_uneven(targets: Any, shares: Sequence[Share], ignored: Sequence[int],
     length = shares[0].length
     counts = [share.size if share.kept is None else len(share.kept) for share in shares]
     what, attempt = f"{length} tokens, which do not divide", f"{VALUES}, or {lengths}"
-    for target in leaves(targets) if len(set(counts)) == 1 else ():
-        if not has_tokens(target, length) or target.is_floating_point():
+    for target in tree_leaves(targets) if len(set(counts)) == 1 else ():
+        if not has_token_dim(target, length) or target.is_floating_point():
             continue
         for index in {-100, *ignored}:
             told = (target != index).sum(0)

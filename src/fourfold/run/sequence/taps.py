@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fourfold.run.batch import has_tokens, mapped
+from fourfold.run.batch import has_token_dim, tree_map
 from fourfold.run.sequence.recorded_attention import OUTPUT, after, in_backward
 from fourfold.run.sequence.tokens import Share
 from fourfold.run.sequence.where import Names
@@ -42,7 +42,7 @@ class Taps:
                 return tensor
             return self._tap(tensor.detach().clone().requires_grad_(torch.is_grad_enabled()), "the inputs")
 
-        return mapped(inputs, tapped)
+        return tree_map(inputs, tapped)
 
     def embedding(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Stands in the place of torch's embedding."""
@@ -57,6 +57,6 @@ class Taps:
 
 def rows_shape(whole: Tensor, share: Share) -> torch.Size | None:
     """The shape that a shard of a token tensor has; None for a tensor without tokens."""
-    if not has_tokens(whole, share.length):
+    if not has_token_dim(whole, share.length):
         return None
     return torch.Size((whole.shape[0], share.size, *whole.shape[2:]))

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from fourfold.plan.plan import Plan
 from fourfold.plan.sequence import TokenRanges, padded_length, token_ranges
-from fourfold.run.batch import POSITION_NAMES, has_tokens, leaves, mapped, positions_of
+from fourfold.run.batch import POSITION_KEYS, find_positions, has_token_dim, tree_leaves, tree_map
 from fourfold.run.sequence.route import Call
 from fourfold.words.errors import Problem, TaskError
 
-POSITIONS = " or ".join(POSITION_NAMES)
+POSITIONS = " or ".join(POSITION_KEYS)
 
 
 class Share(NamedTuple):
@@ -68,14 +68,14 @@ def length_of(batch: Any) -> int:
     if not isinstance(inputs, dict):
         got = f"sp > 1 and inputs that are a {type(inputs).__name__}"
         raise TaskError(Problem(got, need, attempt), where="the batch")
-    positions = positions_of(inputs)
+    positions = find_positions(inputs)
     if positions is None:
         raise TaskError(Problem(f"sp > 1 and inputs {', '.join(inputs)}", need, attempt), where="the batch")
     if positions.dim() != 2:
         raise TaskError(Problem(f"positions {list(positions.shape)}", need, attempt), where="the batch")
     length = positions.shape[1]
-    if not any(has_tokens(tensor, length) for tensor in leaves(targets)):
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in leaves(targets))
+    if not any(has_token_dim(tensor, length) for tensor in tree_leaves(targets)):
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in tree_leaves(targets))
         need = f"a target for each of the {length} tokens: each rank has the outputs of its own tokens only"
         raise TaskError(Problem(f"sp > 1 and targets {shapes}", need, "sp = 1, and dp instead"), where="the batch")
     return length
@@ -83,7 +83,7 @@ def length_of(batch: Any) -> int:
 
 def cut_tokens(tree: Any, share: Share) -> Any:
     """A tree of tensors with each token tensor cut to the share; the others are the samples' own, and whole."""
-    return mapped(tree, lambda tensor: share.of(tensor) if has_tokens(tensor, share.length) else tensor)
+    return tree_map(tree, lambda tensor: share.of(tensor) if has_token_dim(tensor, share.length) else tensor)
 
 
 def without_pads(call: Call, share: Share) -> Tensor | None:

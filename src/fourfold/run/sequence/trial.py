@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.run.batch import POSITION_NAMES, evaluating, has_tokens, mapped
+from fourfold.run.batch import POSITION_KEYS, eval_mode, has_token_dim, tree_map
 from fourfold.run.forward_state import EDIT, told_trained
 from fourfold.run.random_weights import EXACT, JUDGEMENTS, LAST, Fits, Judgement
 from fourfold.run.sequence.closeness import Differs
@@ -68,7 +68,7 @@ class Trial:
 
     def run(self) -> Tried:
         """Try the model out. What the model raises itself on whole inputs is raised."""
-        with evaluating(self._model), self._names, unchanged(self._model):
+        with eval_mode(self._model), self._names, unchanged(self._model):
             try:
                 trained = {name for name, p in self._model.named_parameters() if p.requires_grad}
                 with WeightWrites(self._model, kept=trained) as writes:
@@ -163,7 +163,7 @@ class Trial:
             return self._by_hand()
         if error.in_backward:
             return Problem(f"sp > 1 and {error.got}", ONLY + ", in backward too", "sp = 1, and dp instead")
-        position = next(name for name in self._inputs if name in POSITION_NAMES)
+        position = next(name for name in self._inputs if name in POSITION_KEYS)
         turned = judge.outputs(**{position: self._inputs[position].flip(1)})
         if all(map(torch.equal, turned, judge.outputs())):
             need = "positions that are given: each rank has other tokens than the first"
@@ -183,12 +183,12 @@ def smaller(tree: Any, *, length: int, few: int, samples: int) -> Any:
 
     def first(tensor: Tensor) -> Tensor:
         some = tensor[:samples]
-        if not has_tokens(tensor, length):
+        if not has_token_dim(tensor, length):
             return some
         some = some[:, places.to(tensor.device)]
         return some[:, :, places.to(tensor.device)] if _is_square(tensor) else some
 
-    return mapped(tree, first)
+    return tree_map(tree, first)
 
 
 def _is_square(tensor: Tensor) -> bool:
