@@ -10,22 +10,22 @@ from fourfold.plan.plan import Plan
 from fourfold.words.errors import Problem
 
 _Norm = nn.modules.batchnorm._BatchNorm
-FREEZE = "frozen statistics (norm.eval() after model.train())"
+FREEZE_HINT = "frozen statistics (norm.eval() after model.train())"
 
 
-def uses_batch(norm: nn.Module) -> bool:
+def uses_batch_stats(norm: nn.Module) -> bool:
     """Whether a batch normalization takes its statistics from the batch, in the mode in which it is."""
     return isinstance(norm, _Norm) and (norm.training or norm.running_mean is None)
 
 
-class FrozenStatistics:
+class FrozenBatchNorms:
     """The batch normalizations of a model that are frozen now, where another mode would be another training."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
-        self._parts = plan.reduce_group_size * plan.microbatches
-        matters = plan.batch_norm == "refuse" and self._parts > 1
+        self._num_parts = plan.reduce_group_size * plan.microbatches
+        matters = plan.batch_norm == "refuse" and self._num_parts > 1
         modules = model.named_modules() if matters else ()
-        self._frozen = [(name, m) for name, m in modules if isinstance(m, _Norm) and not uses_batch(m)]
+        self._frozen = [(name, m) for name, m in modules if isinstance(m, _Norm) and not uses_batch_stats(m)]
 
     def problems(self) -> list[Problem]:
         """Which of them are frozen no more."""
@@ -34,6 +34,6 @@ class FrozenStatistics:
             return []
         some = f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}"
         got = f"batch normalization at {some} in training mode, whose statistics were frozen at the build"
-        need = f"no statistics over a batch that is cut in {self._parts}"
+        need = f"no statistics over a batch that is cut in {self._num_parts}"
         attempt = "norm.eval() after each model.train(), or a train() of the model that keeps its norms frozen"
         return [Problem(got, need, attempt)]

@@ -41,7 +41,7 @@ from fourfold.run import drift, fits
 from fourfold.run.actions import Actions
 from fourfold.run.arguments import check_arguments
 from fourfold.run.batch import Microbatch, eval_mode, split_microbatches, tree_map, unpack_batch
-from fourfold.run.batch_statistics import FrozenStatistics
+from fourfold.run.batch_statistics import FrozenBatchNorms
 from fourfold.run.dry_run import DryRun
 from fourfold.run.guard import Guard
 from fourfold.run.metrics import Metrics
@@ -146,7 +146,7 @@ class TrainStep:
         refuse_optimizer(self.optimizer, plan)
         refuse_own(self.optimizer, plan)
         self._unchanged = Unchanged(self.optimizer, plan)
-        self._frozen = FrozenStatistics(model, plan)
+        self._frozen = FrozenBatchNorms(model, plan)
         trainable = trainable_of(model)
         own = data.param_specs(trainable, optim.group_indices(self.optimizer, trainable))
         shapes = {name: list(p.shape) for name, p in trainable.items()}

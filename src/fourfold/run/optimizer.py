@@ -26,7 +26,7 @@ from fourfold.plan.intervals import DRIFT_CHECK, is_due
 from fourfold.plan.plan import Plan
 from fourfold.run import drift
 from fourfold.run.arguments import check_join_states, check_wrapper_arguments
-from fourfold.run.batch_statistics import FrozenStatistics
+from fourfold.run.batch_statistics import FrozenBatchNorms
 from fourfold.run.layouts import Layouts, shape_in_memory
 from fourfold.run.refuse import compare, refuse
 from fourfold.run.same_batches import Inputs, SameBatches
@@ -89,7 +89,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         plan = plan or Plan(dp=self._ranks.size)
         refuse(model, plan, self._ranks)
         _refuse_unused_fields(plan)
-        self._plan, self._frozen = plan, FrozenStatistics(model, plan)
+        self._plan, self._frozen = plan, FrozenBatchNorms(model, plan)
         strangers = {id(p) for group in optimizer.param_groups for p in group["params"]}
         strangers -= {id(p) for p in model.parameters()}
         if strangers:

@@ -17,7 +17,7 @@ from fourfold.parts import comm, lowered, optim
 from fourfold.parts.options import ABSENT, CLASS_KEY, describe_options
 from fourfold.plan.data import ParamSpec
 from fourfold.plan.plan import Plan, candidate_meshes
-from fourfold.run.batch_statistics import FREEZE, uses_batch
+from fourfold.run.batch_statistics import FREEZE_HINT, uses_batch_stats
 from fourfold.words.errors import PlanError, Problem, TaskError
 
 
@@ -147,12 +147,14 @@ def model_problems(model: nn.Module, plan: Plan) -> list[Problem]:
     if not any(p.requires_grad for p in model.parameters()):
         problems.append(Problem("a model without trainable parameters", "at least one with requires_grad"))
     problems += _lazy_problems(model) + _embedding_problems(model, plan) + _rounded_problems(model)
-    norms = [name for name, module in model.named_modules() if uses_batch(module)]
+    norms = [name for name, module in model.named_modules() if uses_batch_stats(module)]
     parts = plan.reduce_group_size * plan.microbatches
     if norms and plan.batch_norm == "refuse" and parts > 1:
         got = f"batch normalization at {', '.join(norms[:3])}{' …' if len(norms) > 3 else ''}"
         need = f"no statistics over a batch that is cut in {parts}"
-        problems.append(Problem(got, need, f'GroupNorm, {FREEZE}, or batch_norm = "local" (not the same training)'))
+        problems.append(
+            Problem(got, need, f'GroupNorm, {FREEZE_HINT}, or batch_norm = "local" (not the same training)')
+        )
     problems += _compiled_problems(model, plan)
     odd = [f"{name} ({p.dtype})" for name, p in model.named_parameters() if p.requires_grad and p.is_complex()]
     if plan.codec != "none" and odd:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from fourfold.parts.comm import Transport
-from fourfold.run.batch_statistics import FrozenStatistics
+from fourfold.run.batch_statistics import FrozenBatchNorms
 from fourfold.run.unreduced import Unreduced
 from fourfold.words.action import LOSS
 from fourfold.words.errors import Problem, TaskError, TrainingError
@@ -28,7 +28,7 @@ class WrappedSteps:
         optimizer: Optimizer,
         model: nn.Module,
         unreduced: Unreduced,
-        frozen: FrozenStatistics,
+        frozen: FrozenBatchNorms,
         transport: Transport,
         *,
         num_ranks: int,
