@@ -15,33 +15,33 @@ from typing import Any
 from torch import Tensor
 
 # Names of autograd's nodes without "Backward0".
-KINKED = frozenset(
+KINKED_OPS = frozenset(
     {"Abs", "Amax", "Amin", "Clamp", "ClampMax", "ClampMin", "Fmax", "Fmin", "Hardtanh", "HuberLoss", "LeakyRelu"}
     | {"Max", "Maximum", "Min", "Minimum", "Relu", "SmoothL1Loss", "Threshold"}
 )
 _Node = Any
 
 
-def bends(value: Tensor, means: Iterable[Tensor], outputs: Iterable[Tensor]) -> Sequence[str]:
+def find_kinks(value: Tensor, means: Iterable[Tensor], outputs: Iterable[Tensor]) -> Sequence[str]:
     """The names of all bends between a number and means over the batch, or outputs with a row for each sample."""
     ends = {tensor.grad_fn for tensor in means} - {None}
     over = ends | {tensor.grad_fn for tensor in outputs} - {None}
     if value.grad_fn is None or not over:
         return []
-    nodes = _ordered(value.grad_fn, over)
+    nodes = _topological_order(value.grad_fn, over)
     reaching, found = set(over), []
     for node in nodes:  # those it was made of come first
         if node in over or not any(before in reaching for before, _ in node.next_functions):
             continue
         reaching.add(node)
-        if _is_floor(node, ends):
+        if _is_nonnegative_clamp(node, ends):
             ends.add(node)
-        elif _is_bend(node):
-            found.append(_name(node))
+        elif _is_kink(node):
+            found.append(_op_name(node))
     return found
 
 
-def _ordered(root: _Node, ends: set[_Node]) -> list[_Node]:
+def _topological_order(root: _Node, ends: set[_Node]) -> list[_Node]:
     """All nodes between a root and the ends; each after those that it was made of."""
     found: list[_Node] = []
     seen: set[_Node] = set()
@@ -58,17 +58,17 @@ def _ordered(root: _Node, ends: set[_Node]) -> list[_Node]:
     return found
 
 
-def _is_bend(node: _Node) -> bool:
-    return _name(node) in KINKED and all(math.prod(each.shape) == 1 for each in node._input_metadata)
+def _is_kink(node: _Node) -> bool:
+    return _op_name(node) in KINKED_OPS and all(math.prod(each.shape) == 1 for each in node._input_metadata)
 
 
-def _is_floor(node: _Node, means: set[_Node]) -> bool:
+def _is_nonnegative_clamp(node: _Node, means: set[_Node]) -> bool:
     """Whether it keeps one of torch's means from being negative, which it is not anyhow."""
-    is_floor = _name(node) == "Relu"
-    if _name(node) in ("Clamp", "ClampMin"):
+    is_floor = _op_name(node) == "Relu"
+    if _op_name(node) in ("Clamp", "ClampMin"):
         is_floor = getattr(node, "_saved_max", None) is None and node._saved_min is not None and node._saved_min <= 0
     return is_floor and node.next_functions[0][0] in means
 
 
-def _name(node: _Node) -> str:
+def _op_name(node: _Node) -> str:
     return node.name().partition("Backward")[0]

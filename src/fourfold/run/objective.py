@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.run.batch import Loss, Microbatch, call_model, sum_loss, tree_leaves, tree_map
-from fourfold.run.bends import bends
+from fourfold.run.bends import find_kinks
 from fourfold.run.divisors import Divisors, last_steps
 from fourfold.run.origins import Sources, signature
 from fourfold.run.torch_losses import Call, Count, observing
@@ -127,7 +127,7 @@ class Objective:
         if not isinstance(value, Tensor) or value.numel() != 1:
             return []
         rows = [] if self._loss is None else tree_leaves(outputs)
-        return bends(value, [each.value for each in calls], [t for t in rows if t.dim() and len(t) == samples])
+        return find_kinks(value, [each.value for each in calls], [t for t in rows if t.dim() and len(t) == samples])
 
     def uncompiled(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Within, what is compiled runs as it was written: a few forwards are not worth a compilation."""
