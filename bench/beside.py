@@ -66,7 +66,7 @@ def build_step(folder: str) -> tuple[TrainStep, Keeper, Callable[[], None]]:
     data = task.data()
     step = parallelize(task.model(), task.loss, task.optimizer, plan, clip=task.clip)
     feed = Feed(data.train, plan, batch_size=task.batch_size)
-    keeper = Keeper(Trained(step, feed), Place(Path(step.exchange(folder)[0]), "bench"), NullLog(), seed=0)
+    keeper = Keeper(Trained(step, feed), Place(Path(step.all_gather_json(folder)[0]), "bench"), NullLog(), seed=0)
     batches = feed.repeat()
     return step, keeper, lambda: step(next(batches)) and None
 
@@ -108,7 +108,7 @@ def main() -> None:
         saves_found = time_in_turns(rounds, saving, block)
         steps_found = time_in_turns(rounds * BLOCK_STEPS, sampled, unsampled)
         keeper.wait()
-        step.exchange(None)
+        step.all_gather_json(None)
     if step.rank == 0:
         print(
             f"{describe_machine()}\nlm, 2 ranks, {rounds} pairs of blocks, {rounds * BLOCK_STEPS} pairs of steps; rank 0's times\n"

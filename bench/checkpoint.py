@@ -114,11 +114,11 @@ class Timings:
 
     def record(self, kind: str, *parts: Callable[[], object], alone: bool = False) -> None:
         """Time the parts, one after the other. `alone`: rank 0 does it, for all."""
-        self._step.exchange(None)
+        self._step.all_gather_json(None)
         begin = time.perf_counter()
         for part in parts if self._step.rank == 0 or not alone else ():
             part()
-        self._step.exchange(None)
+        self._step.all_gather_json(None)
         self.seconds.setdefault(kind, []).append(time.perf_counter() - begin)
 
 
@@ -127,7 +127,7 @@ def measure(run: Trained, *, rounds: int, folder: Path) -> dict[str, list[float]
     keeper = Keeper(run, Place(folder / "run", "bench"), NullLog(), seed=0)
     keeper.save(Progress(1))  # allocates the snapshot
     keeper.wait()
-    num_bytes = sum(run.step.exchange(keeper._snapshot.num_bytes))
+    num_bytes = sum(run.step.all_gather_json(keeper._snapshot.num_bytes))
     data = os.urandom(num_bytes)
     theirs = flat_state(run.step)
     alone = not dist.is_initialized()
@@ -163,9 +163,9 @@ def main() -> None:
         dist.init_process_group("gloo")
     run = make_training_state(arguments.width, arguments.layers)
     with tempfile.TemporaryDirectory(prefix="fourfold-bench-", dir=".") as own:
-        folder = Path(run.step.exchange(own)[0])
+        folder = Path(run.step.all_gather_json(own)[0])
         found = measure(run, rounds=arguments.rounds, folder=folder)
-        run.step.exchange(None)
+        run.step.all_gather_json(None)
     if run.step.rank == 0:
         print_results(found, ranks=run.step.plan.dp, rounds=arguments.rounds)
     if dist.is_initialized():

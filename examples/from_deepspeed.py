@@ -36,7 +36,7 @@ def main() -> None:
             schedule.step()
     assert metrics is not None
     if step.rank == 0:
-        print(f"loss {metrics.loss:.4f} on {plan.dp} ranks, gradients through: {step.transport}")
+        print(f"loss {metrics.loss:.4f} on {plan.dp} ranks, gradients through: {step.transport_name}")
     assert metrics.loss < 0.01
 
 

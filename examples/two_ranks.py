@@ -41,7 +41,7 @@ def main() -> None:
             metrics = step(batch)
     assert metrics is not None
     if step.rank == 0:
-        print(f"loss {metrics.loss:.4f} on {plan.dp} ranks, gradients through: {step.transport}")
+        print(f"loss {metrics.loss:.4f} on {plan.dp} ranks, gradients through: {step.transport_name}")
     assert metrics.loss < 0.1
 
 

@@ -46,7 +46,7 @@ class Run:
     def __init__(self, case: Case, ranks: Any, folder: Path, *, token: str = "a", ema: float | None = None) -> None:
         self.case, self.step = case, build(case, ranks.size, ranks)
         source = [(torch.zeros(1), torch.zeros(1)) for _ in range(40)]
-        self.average = EMA(self.step.shares_of_weights, ema) if ema else None
+        self.average = EMA(self.step.weight_shards, ema) if ema else None
         self.feed = Feed(source, batch_size=8)
         self.log = Log()
         trained = Trained(self.step, self.feed, self.average)
@@ -54,8 +54,8 @@ class Run:
 
     def go(self, start: int, stop: int, *, save_at: Any = (), valid: dict[int, float] | None = None) -> None:
         for number in range(start, stop):
-            self.step(local(batches(self.case)[number], self.step.plan.dp, self.step.data_index))
-            if self.average is not None and self.step.is_whole:
+            self.step(local(batches(self.case)[number], self.step.plan.dp, self.step.dp_index))
+            if self.average is not None and self.step.is_synchronized:
                 self.step.flush()
                 self.average.update(number + 1)
             if number + 1 in save_at:

@@ -33,7 +33,7 @@ def part(batch: Batch, plan: Plan, index: int) -> Batch:
 
 
 def train(ranks: Any, made: nn.Module, plan: Plan, given: list[Batch]) -> oracle.Trained:
-    step = TrainStep(made, loss, sgd, plan=plan, ranks=ranks, clip=None)
-    losses = [step(part(batch, plan, step.data_index)).loss for batch in given]
+    step = TrainStep(made, loss, sgd, plan=plan, communicator=ranks, clip=None)
+    losses = [step(part(batch, plan, step.dp_index)).loss for batch in given]
     step.flush()
     return oracle.snapshot(step, losses, [])

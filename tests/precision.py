@@ -75,11 +75,11 @@ def make(case: Case, size: int, ranks: Any = None) -> Any:
     model, loss, optimizer = training.model(case.model).float(), training.loss(case), training.optimizer(case, **HOW)
     if ranks is None:
         return parallelize(model, loss, optimizer, case.plan(size), clip=case.clip)
-    return TrainStep(model, loss, optimizer, plan=case.plan(size), ranks=ranks, clip=case.clip)
+    return TrainStep(model, loss, optimizer, plan=case.plan(size), communicator=ranks, clip=case.clip)
 
 
 def own(step, batch):
-    inputs, targets = local(batch, step.plan.dp, step.data_index)
+    inputs, targets = local(batch, step.plan.dp, step.dp_index)
     return inputs.double() if step.model.head.weight.dtype == torch.float64 else inputs.float(), targets
 
 

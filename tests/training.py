@@ -196,7 +196,7 @@ def train_oracle(case: Case) -> Trained:
 
 def train_step(case: Case, step: TrainStep, *, skip: int = 0) -> Trained:
     """All steps of a case on this rank, the first `skip` left out."""
-    size, index = step.plan.dp, step.data_index
+    size, index = step.plan.dp, step.dp_index
     metrics = [step(local(batch, size, index)) for batch in batches(case)[skip:]]
     step.flush()
     return oracle.snapshot(step, [m.loss for m in metrics], [m.grad_norm for m in metrics])
@@ -206,7 +206,9 @@ def build(case: Case, size: int, ranks: Any = None) -> TrainStep:
     """The case's step: on the ranks given (threads), or on those that the environment speaks of (processes)."""
     if ranks is None:
         return parallelize(model(case.model), loss(case), optimizer(case), case.plan(size), clip=case.clip)
-    return TrainStep(model(case.model), loss(case), optimizer(case), plan=case.plan(size), ranks=ranks, clip=case.clip)
+    return TrainStep(
+        model(case.model), loss(case), optimizer(case), plan=case.plan(size), communicator=ranks, clip=case.clip
+    )
 
 
 def deviation(case: Case, size: int, ranks: Any = None) -> float:

@@ -48,18 +48,18 @@ def test_other_batches_are_refused_in_later_steps_too(dp, sp, ulysses, kind):
 
     def body(ranks):
         step = build(case, dp * sp, ranks)
-        first, second = (local(batch, dp, step.data_index) for batch in batches(case))
+        first, second = (local(batch, dp, step.dp_index) for batch in batches(case))
         step(first)
         step(second)
         batch = UNLIKE.get(kind, of_other_lines)(*second, ranks, dp)
-        is_unlike = step._compared(batch)[1] is not None
-        with refused() if is_unlike else contextlib.nullcontext(), step.reading(batch):
+        is_unlike = step._compare_sequence_batch(batch)[1] is not None
+        with refused() if is_unlike else contextlib.nullcontext(), step.local_batch(batch):
             pass
-        before = {name: weight.clone() for name, weight in step.weights()}
+        before = {name: weight.clone() for name, weight in step.named_weights()}
         for use in (step.evaluate, step):
             with refused():
                 use(batch)
-        assert all(torch.equal(weight, before[name]) for name, weight in step.weights())
+        assert all(torch.equal(weight, before[name]) for name, weight in step.named_weights())
         return is_unlike
 
     found = threads.run(dp * sp, body)

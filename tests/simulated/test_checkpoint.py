@@ -86,7 +86,7 @@ def test_what_ranks_have_not_sent_is_kept_on_another_number_of_them(size, zero, 
     case = Case(codec=codec, batch_sizes=(12, 11, 12, 12))
 
     def remainders(run):
-        return {name: state["remainder"].clone() for name, state in run.step.remembered.living.items()}
+        return {name: state["remainder"].clone() for name, state in run.step.codec_state.living.items()}
 
     def begin(ranks):
         run = Run(case, ranks, tmp_path)
@@ -228,7 +228,7 @@ def test_a_run_goes_on_with_the_options_that_the_task_has_now_and_says_which_hav
 
 def own_states(run: Run) -> dict[str, Tensor]:
     """The first moments of Adam on this rank."""
-    states = run.step.living_state()["optimizer"]
+    states = run.step.state_refs()["optimizer"]
     return {name: torch.cat([part.clone() for part in state["exp_avg"]]) for name, state in states.items()}
 
 
@@ -239,12 +239,12 @@ def test_states_of_local_steps_are_each_ranks_own_or_on_another_number_of_ranks_
     def begin(ranks):
         run = Run(case, ranks, tmp_path)
         run.go(0, 2, save_at=(2,))
-        return own_states(run), run.step.living_state()["outer"]
+        return own_states(run), run.step.state_refs()["outer"]
 
     def go_on(ranks):
         run = Run(case, ranks, tmp_path)
         assert run.keeper.resume() is not None
-        return own_states(run), run.step.living_state()["outer"]
+        return own_states(run), run.step.state_refs()["outer"]
 
     saved = threads.run(3, begin)
     for rank, (states, outer) in enumerate(threads.run(size, go_on)):

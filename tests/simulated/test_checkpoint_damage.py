@@ -273,7 +273,7 @@ def test_a_folder_that_nothing_can_be_written_to_is_told_without_waiting_for_mar
             shelf = Shelf(tmp_path).path
             shelf.rename(tmp_path / "before")
             shelf.touch()
-        run.step.exchange(None)
+        run.step.all_gather_json(None)
         run.go(1, 3, save_at=(3,))
         return run.log.notes
 
@@ -336,7 +336,7 @@ def test_a_full_disk_is_a_warning_and_the_checkpoints_before_stay(checked, tmp_p
             if run.step.rank == 0:
                 free = shutil.disk_usage(folder).free
                 (tmp_path / "disk" / "other").write_bytes(b"x" * (free - 8192))
-            run.step.exchange(None)
+            run.step.all_gather_json(None)
             run.go(1, 3, save_at=(3,))
             return run.log.notes
 

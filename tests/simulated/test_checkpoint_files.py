@@ -106,7 +106,7 @@ def test_a_checkpoint_of_complex_weights_is_not_put_into_real_parameters(tmp_pat
     def run(ranks, dtype):
         module = torch.nn.Linear(2, 2, dtype=dtype)
         plan, sgd = Plan(dp=1), functools.partial(torch.optim.SGD, lr=0.1)
-        step = TrainStep(module, lambda outputs, targets: outputs.abs(), sgd, plan=plan, ranks=ranks, clip=None)
+        step = TrainStep(module, lambda outputs, targets: outputs.abs(), sgd, plan=plan, communicator=ranks, clip=None)
         step((torch.ones(1, 2, dtype=dtype), torch.zeros(1)))
         feed = Feed([(torch.zeros(1), torch.zeros(1))], batch_size=1)
         return Keeper(Trained(step, feed), Place(tmp_path, "a"), Log(), seed=0)

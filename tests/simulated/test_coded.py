@@ -58,7 +58,7 @@ def test_a_state_dict_holds_what_every_rank_remembers(codec):
     def begin(ranks):
         step = build(case, 3, ranks)
         for batch in batches(case)[:2]:
-            step(local(batch, 3, step.data_index))
+            step(local(batch, 3, step.dp_index))
         state = step.state_dict()
         return state, train_step(case, step, skip=2).weights
 
@@ -79,7 +79,7 @@ def test_over_memory_nothing_is_sent():
 
     def body(ranks):
         step = build(case, 2, ranks)
-        return [step(local(batch, 2, step.data_index)).sent_bytes for batch in batches(case)]
+        return [step(local(batch, 2, step.dp_index)).sent_bytes for batch in batches(case)]
 
     assert threads.run(2, body) == [[0.0] * 3] * 2
 

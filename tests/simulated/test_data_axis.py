@@ -97,7 +97,7 @@ def test_a_state_can_be_taken_to_another_mesh_and_other_buckets(bucket_bytes, ot
         for number, batch in enumerate(batches(case)[:2]):
             if number == 1:
                 step.optimizer.param_groups[0]["lr"] = 0.02
-            step(local(batch, 3, step.data_index))
+            step(local(batch, 3, step.dp_index))
         return step.state_dict()
 
     state = threads.run(3, begin)[0]
@@ -182,7 +182,7 @@ def test_two_gradients_of_a_parameter_in_one_backward_are_refused():
             return self.head(x)
 
     def body(ranks):
-        step = TrainStep(Twice(), LOSSES["values"], torch.optim.SGD, plan=Plan(dp=2), ranks=ranks, clip=None)
+        step = TrainStep(Twice(), LOSSES["values"], torch.optim.SGD, plan=Plan(dp=2), communicator=ranks, clip=None)
         step((torch.ones(2, 16), torch.zeros(2, dtype=torch.int64)))
 
     with pytest.raises(TaskError, match=r"two gradients of layer\.\w+ in one backward"):
@@ -207,7 +207,7 @@ def test_the_norm_of_gradients_of_two_bytes_is_neither_rounded_nor_infinite(zero
 
     def body(ranks):
         plan, sgd = Plan(dp=2, zero=zero, bucket_bytes=1), functools.partial(torch.optim.SGD, lr=0.1)
-        step = TrainStep(Weighed(dtype), lambda out, _: (out, 1), sgd, plan=plan, ranks=ranks, clip=1.0)
+        step = TrainStep(Weighed(dtype), lambda out, _: (out, 1), sgd, plan=plan, communicator=ranks, clip=1.0)
         return step((each.view(1), torch.zeros(1))).grad_norm
 
     assert threads.run(2, body) == [pytest.approx(each.item() * 900**0.5, rel=1e-6)] * 2

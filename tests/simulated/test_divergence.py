@@ -22,7 +22,7 @@ CASE = Case(batch_sizes=(12, 12, 12), bucket_bytes=1500)
 
 
 def train(step: TrainStep, number: int) -> None:
-    step(local(batches(CASE)[number], step.plan.dp, step.data_index))
+    step(local(batches(CASE)[number], step.plan.dp, step.dp_index))
 
 
 def edit(step: TrainStep) -> None:
@@ -31,9 +31,9 @@ def edit(step: TrainStep) -> None:
 
 
 CALLS: dict[str, Callable[[TrainStep], Any]] = {
-    "evaluate()": lambda step: step.evaluate(local(batches(CASE)[0], step.plan.dp, step.data_index)),
-    "sum() of 2 values": lambda step: step.sum(torch.ones(2, dtype=torch.float64)),
-    "exchange()": lambda step: step.exchange("?"),
+    "evaluate()": lambda step: step.evaluate(local(batches(CASE)[0], step.plan.dp, step.dp_index)),
+    "sum() of 2 values": lambda step: step.all_reduce(torch.ones(2, dtype=torch.float64)),
+    "exchange()": lambda step: step.all_gather_json("?"),
     "edit()": edit,
     "state_dict()": lambda step: step.state_dict(),
 }

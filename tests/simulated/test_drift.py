@@ -33,7 +33,7 @@ def build(case: Case, ranks: Any, *, every: int = 2) -> TrainStep:
         loss(case),
         optimizer(case),
         plan=case.plan(ranks.size),
-        ranks=ranks,
+        communicator=ranks,
         clip=case.clip,
         drift_check=every,
     )
@@ -41,13 +41,13 @@ def build(case: Case, ranks: Any, *, every: int = 2) -> TrainStep:
 
 def train(case: Case, step: TrainStep, steps: range) -> None:
     for number in steps:
-        step(local(batches(case)[number], step.plan.dp, step.data_index))
+        step(local(batches(case)[number], step.plan.dp, step.dp_index))
 
 
 @torch.no_grad()
 def disturb(step: TrainStep, name: str) -> None:
     """Change the last bit of the first element that this rank holds of a weight."""
-    weight = step.shares_of_weights[name].reshape(-1)
+    weight = step.weight_shards[name].reshape(-1)
     weight[:1] = torch.nextafter(weight[:1], torch.full_like(weight[:1], 9.0))
 
 
@@ -75,7 +75,7 @@ def test_replicas_that_differ_in_one_bit_are_found_and_named_on_every_rank(how):
         step = build(case, ranks)
         train(case, step, range(2))
         step.flush()
-        name = FIRST if case.model == "mlp" else next(iter(step.shares_of_weights))
+        name = FIRST if case.model == "mlp" else next(iter(step.weight_shards))
         if ranks.rank == stray:
             disturb(step, name)
         with pytest.raises(DivergenceError, match=f"{name}.*({who})"):
@@ -93,13 +93,13 @@ def test_replicas_that_train_alike_are_not_told(how):
 
     def body(ranks):
         step = build(case, ranks, every=1)
-        compared = step._drift.compare
+        compared = step._drift_checker.compare
 
         def counting(*args, **options):
             found.append(ranks.rank)
             return compared(*args, **options)
 
-        step._drift.compare = counting
+        step._drift_checker.compare = counting
         train(case, step, range(4))
         return True
 
@@ -118,9 +118,9 @@ def test_what_differs_from_the_start_is_found_after_the_first_step_that_ranks_ta
             with pytest.raises(DivergenceError, match=f"the weights after step 1\n  {FIRST}"):
                 train(case, step, range(1))
             return []
-        compared = step._drift.compare
+        compared = step._drift_checker.compare
         found: list[str] = []
-        step._drift.compare = lambda held, when, **more: (found.append(when), compared(held, when, **more))[1]
+        step._drift_checker.compare = lambda held, when, **more: (found.append(when), compared(held, when, **more))[1]
         train(case, step, range(5))
         return found
 

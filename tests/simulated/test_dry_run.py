@@ -272,7 +272,7 @@ def test_a_step_is_refused_on_every_rank_before_a_weight_moves(make):
             torch.manual_seed(1)
             model = make()
         descent = functools.partial(torch.optim.SGD, lr=1.0)
-        step = TrainStep(model, loss, descent, plan=Plan(sp=2), ranks=ranks, clip=None)
+        step = TrainStep(model, loss, descent, plan=Plan(sp=2), communicator=ranks, clip=None)
         before = [p.detach().clone() for p in model.parameters()]
         tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % 50
         inputs = {"tokens": tokens, "positions": torch.arange(LENGTH).expand(2, LENGTH)}
@@ -435,7 +435,7 @@ def test_what_has_no_float64_is_judged_in_its_own_dtype_and_this_is_logged(caplo
         with SEEDING, torch.random.fork_rng([]):
             torch.manual_seed(1)
             model = OnlyFloat32()
-        step = TrainStep(model, loss, descent, plan=Plan(sp=2), ranks=ranks, clip=None)
+        step = TrainStep(model, loss, descent, plan=Plan(sp=2), communicator=ranks, clip=None)
         tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % 50
         step(({"tokens": tokens, "positions": torch.arange(LENGTH).expand(2, LENGTH)}, tokens))
 

@@ -51,7 +51,9 @@ EDITS = pytest.mark.parametrize("edit", [load, clamp, clamp_data, halve, head])
 
 def make(case, ranks, **options):
     net = training.model(case.model) if case.precision == "keep" else training.model(case.model).float()
-    return TrainStep(net, loss(case), optimizer(case), plan=case.plan(ranks.size), ranks=ranks, clip=None, **options)
+    return TrainStep(
+        net, loss(case), optimizer(case), plan=case.plan(ranks.size), communicator=ranks, clip=None, **options
+    )
 
 
 def edited(case, edit, *, how=None, options=None):
@@ -138,7 +140,7 @@ def test_one_element_that_no_sample_has_is_found_when_all_weights_are_checked():
 def test_weights_that_are_not_finite_are_no_edit():
     def body(ranks):
         step = make(dataclasses.replace(CASE, precision="bf16"), ranks)
-        step.put({"scale": torch.tensor(float("nan"))})
+        step.load_weights({"scale": torch.tensor(float("nan"))})
         for _ in range(2):
             with pytest.raises(TrainingError, match="the loss is nan"):
                 step(own(step, batches(CASE)[0]))
@@ -180,7 +182,7 @@ def test_weights_that_a_later_forward_writes_are_refused_beside_master_weights()
         make_sgd = functools.partial(torch.optim.SGD, lr=0.1)
         plan = Plan(dp=2, precision="bf16")
         model = Shortens()
-        step = TrainStep(model, lambda out, _: out.square().mean(1), make_sgd, plan=plan, ranks=ranks, clip=None)
+        step = TrainStep(model, lambda out, _: out.square().mean(1), make_sgd, plan=plan, communicator=ranks, clip=None)
         for number in range(3):
             model.shortens = number > 0  # the dry run of the first step sees nothing
             step((torch.full((2, 4), number + 1.0 + ranks.rank), torch.zeros(2)))
@@ -210,7 +212,7 @@ def test_weights_that_rest_split_are_not_copied_nor_written_between_steps():
                 use()
         with pytest.raises(RuntimeError, match="a weight used between steps"):  # torch's own, with ours within
             load(step.model)
-        with step.read() as net:
+        with step.unsharded() as net:
             assert net(batches(CASE)[0][0]).isfinite().all()
         step(own(step, batches(CASE)[1]))
         return all(value.isfinite().all() for value in step.state_dict()["model"].values())
@@ -313,11 +315,11 @@ def test_weights_that_are_put_are_those_of_the_model_or_refused_on_every_rank(fi
         said = []
         for name, value in wrong.items():
             with pytest.raises(TaskError, match=name) as caught:
-                step.put({name: value} if ranks.rank else {"scale": torch.tensor(3.0)})
+                step.load_weights({name: value} if ranks.rank else {"scale": torch.tensor(3.0)})
             said.append(str(caught.value))
         no_dict: Any = torch.ones(3)
         with pytest.raises(TaskError, match="dict of tensors by name"):
-            step.put(no_dict)
+            step.load_weights(no_dict)
         assert all(torch.equal(value, before[name]) for name, value in step.state_dict()["model"].items())
         return said
 

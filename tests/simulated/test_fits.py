@@ -53,7 +53,7 @@ STATES = {
 def loaded(ranks, case, change, *, saved_by=CASE):
     """What of a step's state `change` made of another step's; all ranks get it, or those that `change` knows of."""
     other = build(saved_by, ranks.size, ranks)
-    other(local(batches(saved_by)[0], ranks.size, other.data_index))
+    other(local(batches(saved_by)[0], ranks.size, other.dp_index))
     state = change(other.state_dict())
     step = build(case, ranks.size, ranks)
     before = step.state_dict()

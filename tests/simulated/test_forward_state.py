@@ -127,10 +127,10 @@ def test_state_of_each_ranks_own_can_be_declared(kind):
 @pytest.mark.parametrize("kind", ["moving mean", "replaced", "calls", "made once", "spectral norm"])
 def test_what_a_dry_run_writes_is_put_back(kind):
     def body(ranks):
-        step = TrainStep(model(kind), loss, sgd, plan=Plan(dp=2), ranks=ranks, clip=None)
+        step = TrainStep(model(kind), loss, sgd, plan=Plan(dp=2), communicator=ranks, clip=None)
         before = {name: buffer.clone() for name, buffer in step.model.named_buffers()}
         with contextlib.suppress(TaskError):
-            step.try_out(batches(9)[0], training=True)
+            step.dry_run(batches(9)[0], training=True)
         after = dict(step.model.named_buffers())
         assert before.keys() == after.keys()
         return all(torch.equal(before[name], after[name]) for name in before)
@@ -169,7 +169,7 @@ def test_state_that_depends_on_the_tokens_is_refused_where_ranks_share_sequences
         with SEEDING:
             torch.manual_seed(3)
             attending = Attending(kind).double()
-        step = TrainStep(attending, of_tokens, sgd, plan=Plan(sp=2), ranks=ranks, clip=None)
+        step = TrainStep(attending, of_tokens, sgd, plan=Plan(sp=2), communicator=ranks, clip=None)
         if kind == "moving mean":
             with pytest.raises(TaskError, match="forward writes state, from the samples it is given"):
                 step(batch)

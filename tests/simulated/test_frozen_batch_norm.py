@@ -52,9 +52,9 @@ def test_frozen_statistics_train_as_on_one_device(plan):
     expected = oracle.train(net(stays=True), loss, sgd, given)
 
     def body(ranks):
-        step = TrainStep(net(), loss, sgd, plan=plan, ranks=ranks, clip=None)
-        metrics = [step(part(batch, plan, step.data_index)) for batch in given]
-        step.evaluate(part(given[0], plan, step.data_index))
+        step = TrainStep(net(), loss, sgd, plan=plan, communicator=ranks, clip=None)
+        metrics = [step(part(batch, plan, step.dp_index)) for batch in given]
+        step.evaluate(part(given[0], plan, step.dp_index))
         assert torch.equal(step.model.get_buffer("norm.running_mean"), net().get_buffer("norm.running_mean"))
         return oracle.snapshot(step, [m.loss for m in metrics], [])
 
@@ -79,13 +79,13 @@ def test_statistics_that_are_frozen_no_more_are_refused_before_a_weight_moves(pl
     (batch,) = batches(9)
 
     def body(ranks):
-        step = TrainStep(net(), loss, sgd, plan=plan, ranks=ranks, clip=None)
-        step(part(batch, plan, step.data_index))
+        step = TrainStep(net(), loss, sgd, plan=plan, communicator=ranks, clip=None)
+        step(part(batch, plan, step.dp_index))
         step.model.train()
         with pytest.raises(TaskError, match="batch normalization at norm in training mode"):
-            step(part(batch, plan, step.data_index))
+            step(part(batch, plan, step.dp_index))
         step.model.get_submodule("norm").eval()
-        return step(part(batch, plan, step.data_index)).loss
+        return step(part(batch, plan, step.dp_index)).loss
 
     assert len(set(threads.run(plan.dp, body))) == 1
 
@@ -94,11 +94,11 @@ def test_a_model_whose_train_keeps_statistics_frozen_may_be_set_to_train():
     (batch,), plan = batches(9), Plan(dp=2)
 
     def body(ranks):
-        step = TrainStep(net(stays=True), loss, sgd, plan=plan, ranks=ranks, clip=None)
+        step = TrainStep(net(stays=True), loss, sgd, plan=plan, communicator=ranks, clip=None)
         losses = []
         for _ in range(3):
             step.model.train()
-            losses.append(step(part(batch, plan, step.data_index)).loss)
+            losses.append(step(part(batch, plan, step.dp_index)).loss)
         return oracle.snapshot(step, losses, [])
 
     expected = oracle.train(net(stays=True), loss, sgd, [batch] * 3)
@@ -116,9 +116,9 @@ def test_statistics_that_forward_itself_unfreezes_are_refused(plan):
     def body(ranks):
         model = Thawing().double()
         model.norm.eval()
-        step = TrainStep(model, loss, sgd, plan=plan, ranks=ranks, clip=None)
+        step = TrainStep(model, loss, sgd, plan=plan, communicator=ranks, clip=None)
         with pytest.raises(TaskError, match="forward writes norm"):
-            step(part(batches(24)[0], plan, step.data_index))
+            step(part(batches(24)[0], plan, step.dp_index))
 
     threads.run(plan.dp, body)
 
@@ -127,11 +127,11 @@ def test_one_rank_that_unfreezes_its_statistics_is_named_and_no_other_waits():
     (batch,), plan = batches(9), Plan(dp=2)
 
     def body(ranks):
-        step = TrainStep(net(), loss, sgd, plan=plan, ranks=ranks, clip=None)
-        step(part(batch, plan, step.data_index))
+        step = TrainStep(net(), loss, sgd, plan=plan, communicator=ranks, clip=None)
+        step(part(batch, plan, step.dp_index))
         step.model.train(ranks.rank == 1)
         with pytest.raises((TaskError, DivergenceError), match=r"batch normalization at norm in training mode|step 2"):
-            step(part(batch, plan, step.data_index))
+            step(part(batch, plan, step.dp_index))
 
     threads.run(2, body)
 

@@ -134,10 +134,10 @@ def test_ranks_may_use_their_layers_in_opposite_orders(place):
             module = Turned().double()
         plan = Plan(dp=place.size, zero=zero, transport=place.transport, bucket_bytes=1)
         sgd = functools.partial(torch.optim.SGD, lr=0.1)
-        step = TrainStep(module, F.mse_loss, sgd, plan=plan, ranks=ranks, clip=None)
+        step = TrainStep(module, F.mse_loss, sgd, plan=plan, communicator=ranks, clip=None)
         x, y = ones()
         losses = [step((x if ranks.rank < place.size // 2 else -x, y)).loss for _ in range(3)]
-        return losses, {name: weight.clone() for name, weight in step.weights()}
+        return losses, {name: weight.clone() for name, weight in step.named_weights()}
 
     for (losses, weights), (wanted, others) in zip(
         place.run(functools.partial(body, 3)), place.run(functools.partial(body, 0)), strict=True
@@ -170,7 +170,9 @@ def deep(ranks, place, **fields) -> TrainStep:
         torch.manual_seed(3)
         module = Deep().double()
     plan = Plan(dp=place.size, zero=3, shard=place.shard, transport=place.transport, bucket_bytes=1, **fields)
-    return TrainStep(module, F.mse_loss, functools.partial(torch.optim.SGD, lr=0.1), plan=plan, ranks=ranks, clip=None)
+    return TrainStep(
+        module, F.mse_loss, functools.partial(torch.optim.SGD, lr=0.1), plan=plan, communicator=ranks, clip=None
+    )
 
 
 def gathered_of(step: TrainStep) -> ShardedParams:
@@ -205,7 +207,7 @@ def test_few_buckets_are_whole_at_a_time(place):
 def test_a_rank_sends_what_the_formula_says(place, microbatches):
     def body(ranks):
         step = deep(ranks, place, microbatches=microbatches)
-        step.try_out(ones(6), training=True)  # forwards of its own, once
+        step.dry_run(ones(6), training=True)  # forwards of its own, once
         return [step(ones(6)).sent_bytes for _ in range(3)], step.buckets
 
     size, shard = place.size // place.hosts, (place.shard or place.size) // place.hosts
@@ -239,9 +241,9 @@ def test_a_view_that_is_kept_never_shows_another_bucket():
     def body(ranks):
         step = deep(ranks, GLOO)
         module: Any = step.model
-        step.try_out(ones(), training=True)
+        step.dry_run(ones(), training=True)
         module.keeps = True
-        before = {name: weight.clone() for name, weight in reversed(list(step.weights()))}
+        before = {name: weight.clone() for name, weight in reversed(list(step.named_weights()))}
         step(ones())
         assert all(map(torch.equal, module.kept, before.values()))
         assert gathered_of(step).buffer_pool.num_in_use == 12
@@ -304,7 +306,7 @@ class Careless(nn.Module):
 def test_what_backward_needs_may_not_be_changed():
     def body(ranks):
         plan = Plan(dp=3, zero=3, transport="gloo")
-        step = TrainStep(Careless().double(), F.mse_loss, torch.optim.SGD, plan=plan, ranks=ranks, clip=None)
+        step = TrainStep(Careless().double(), F.mse_loss, torch.optim.SGD, plan=plan, communicator=ranks, clip=None)
         with pytest.raises(TrainingError, match="that backward needs, changed since forward"):
             step(ones())
         return True
@@ -349,16 +351,16 @@ def test_weights_can_be_read_edited_put_and_evaluated(place):
         name = "second.weight"
         with step.edit() as module:
             module.get_parameter(name).fill_(float(ranks.rank + 2))
-        assert dict(step.weights())[name].unique().tolist() == [2.0]
-        step.put({name: torch.full((24, 24), 0.25, dtype=torch.float64)})
-        assert dict(step.weights())[name].unique().tolist() == [0.25]
+        assert dict(step.named_weights())[name].unique().tolist() == [2.0]
+        step.load_weights({name: torch.full((24, 24), 0.25, dtype=torch.float64)})
+        assert dict(step.named_weights())[name].unique().tolist() == [0.25]
         plain = model("mlp")
         plain.load_state_dict(step.state_dict()["model"])
         batch = batches(case)[0]
-        told = step.evaluate(local(batch, place.size, step.data_index)).loss
+        told = step.evaluate(local(batch, place.size, step.dp_index)).loss
         expected = F.cross_entropy(plain(batch[0]), batch[1]).item()
         assert told == pytest.approx(expected, abs=1e-12)
-        with step.read() as module:
+        with step.unsharded() as module:
             for _ in range(2 if ranks.rank == 0 else 0):
                 torch.testing.assert_close(module(batch[0]), plain(batch[0]))
         return train_step(case, step).losses
@@ -404,7 +406,7 @@ def test_a_state_goes_to_other_levels_ranks_and_shares(first, then, then_zero):
     def begin(ranks):
         step = build(case, first.size, ranks)
         for batch in batches(case)[:2]:
-            step(local(batch, first.size, step.data_index))
+            step(local(batch, first.size, step.dp_index))
         return step.state_dict()
 
     (state, *others) = first.run(begin)
@@ -459,8 +461,8 @@ def test_half_precision_weights_are_gathered_and_float32_ones_are_trained(place)
     def body(case, ranks):
         step = build(case, place.size, ranks)
         for batch in batches(case):
-            step(local(batch, place.size, step.data_index))
-        return {name: weight.clone() for name, weight in step.weights()}, step.state_dict()["model"]
+            step(local(batch, place.size, step.dp_index))
+        return {name: weight.clone() for name, weight in step.named_weights()}, step.state_dict()["model"]
 
     split = place.run(functools.partial(body, place.case(**fields)))
     whole = place.run(functools.partial(body, place.case(**(fields | {"zero": 1, "shard": None}))))

@@ -31,7 +31,7 @@ NAN, INF = float("nan"), float("inf")
 def build(case: Case, ranks: Any, *, skip_nan: int) -> TrainStep:
     model, loss, optimizer = training.model(case.model), training.loss(case), training.optimizer(case)
     plan = case.plan(ranks.size)
-    return TrainStep(model, loss, optimizer, plan=plan, ranks=ranks, clip=case.clip, skip_nan=skip_nan)
+    return TrainStep(model, loss, optimizer, plan=plan, communicator=ranks, clip=case.clip, skip_nan=skip_nan)
 
 
 def poisoned(case: Case, number: int, sample: int, value: float = NAN) -> list[Any]:
@@ -85,7 +85,7 @@ def test_the_text_names_step_rank_and_samples_of_the_global_order():
 
     def body(ranks):
         step = build(case, ranks, skip_nan=5)
-        step.steps = 7  # as after a resumption
+        step.num_steps = 7  # as after a resumption
         skipped = None
         for number, batch in enumerate(found[:2]):
             start, stop = 12 * number, 12 * number + 12
@@ -104,7 +104,7 @@ def test_a_norm_that_is_not_finite_is_seen_before_the_update_though_all_losses_a
         model = nn.Linear(2, 2)
         # The root of 0 has an infinite slope, which 0 makes no number.
         loss: Callable[[Any, Any], Any] = lambda outputs, targets: (outputs * targets).abs().sqrt().sum(1)  # noqa: E731
-        step = TrainStep(model, loss, torch.optim.Adam, plan=Plan(dp=2), ranks=ranks, clip=1.0, skip_nan=1)
+        step = TrainStep(model, loss, torch.optim.Adam, plan=Plan(dp=2), communicator=ranks, clip=1.0, skip_nan=1)
         before = copy.deepcopy(model.state_dict())
         metrics = step((torch.ones(2, 2), torch.zeros(2, 2)))
         assert metrics.loss == 0.0
@@ -167,7 +167,7 @@ def test_a_first_step_without_even_a_count_teaches_nothing():
 
     def body(ranks):
         mine, plan = copy.deepcopy(model), case.plan(2)
-        step = TrainStep(mine, lost, optimizer, plan=plan, ranks=ranks, clip=None, skip_nan=1)
+        step = TrainStep(mine, lost, optimizer, plan=plan, communicator=ranks, clip=None, skip_nan=1)
         metrics = [step(local(batch, 2, ranks.rank)) for batch in found]
         return oracle.snapshot(step, [m.loss for m in metrics[1:]], [])
 
@@ -192,7 +192,7 @@ def test_running_statistics_are_as_before_a_skipped_step():
     def body(ranks):
         model = Running()
         loss: Callable[[Any, Any], Any] = lambda outputs, targets: outputs.sum(1)  # noqa: E731
-        step = TrainStep(model, loss, torch.optim.SGD, plan=Plan(dp=2), ranks=ranks, clip=None, skip_nan=1)
+        step = TrainStep(model, loss, torch.optim.SGD, plan=Plan(dp=2), communicator=ranks, clip=None, skip_nan=1)
         seen = []
         for value in (1.0, NAN, 1.0, NAN):
             step((torch.full((2, 2), value), torch.zeros(2)))

@@ -91,7 +91,7 @@ adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
 
 def train(ranks, kind: str, plan: Plan, given: list) -> oracle.Trained:
     with Wide():
-        step = TrainStep(copy.deepcopy(made(kind)), loss, adamw, plan=plan, ranks=ranks, clip=None)
+        step = TrainStep(copy.deepcopy(made(kind)), loss, adamw, plan=plan, communicator=ranks, clip=None)
         metrics = [step(batch) for batch in given]
     return oracle.snapshot(step, [m.loss for m in metrics], [])
 
@@ -121,7 +121,7 @@ def test_lengths_that_do_not_divide_are_padded(kind):
 
 def test_outside_a_step_a_model_attends_as_it_is_configured():
     def body(ranks):
-        step = TrainStep(copy.deepcopy(made("llama")), loss, adamw, plan=Plan(sp=2), ranks=ranks, clip=None)
+        step = TrainStep(copy.deepcopy(made("llama")), loss, adamw, plan=Plan(sp=2), communicator=ranks, clip=None)
         step(batches()[0])
         return getattr(step.model.config, "_attn_implementation")  # noqa: B009
 
@@ -147,7 +147,7 @@ def test_sliding_windows_are_refused():
             **SMALL,
         )
         model = transformers.MistralForCausalLM(config)
-        TrainStep(model, loss, adamw, plan=Plan(sp=2), ranks=ranks, clip=None)(batches()[0])
+        TrainStep(model, loss, adamw, plan=Plan(sp=2), communicator=ranks, clip=None)(batches()[0])
 
     with pytest.raises(TaskError, match=r"a mask by sliding_window_causal_mask_function|a mask by and_masks"):
         threads.run(2, body)
@@ -162,7 +162,7 @@ def test_linear_attention_is_refused_with_the_place():
 
     def body(ranks):
         model = transformers.Qwen3NextForCausalLM(config)
-        TrainStep(model, loss, adamw, plan=Plan(sp=2), ranks=ranks, clip=None)(batches()[0])
+        TrainStep(model, loss, adamw, plan=Plan(sp=2), communicator=ranks, clip=None)(batches()[0])
 
     with pytest.raises(TaskError, match=r"depend on other ranks' tokens, first in model\.layers\.0\.linear_attn"):
         threads.run(2, body)
@@ -196,7 +196,7 @@ def test_a_model_that_counts_positions_itself_is_refused():
             return self.inner(input_ids)
 
     def body(ranks):
-        TrainStep(Blind(), loss, adamw, plan=Plan(sp=2), ranks=ranks, clip=None)(batches()[0])
+        TrainStep(Blind(), loss, adamw, plan=Plan(sp=2), communicator=ranks, clip=None)(batches()[0])
 
     with pytest.raises(TaskError, match=r"does not use position_ids"):
         threads.run(2, body)

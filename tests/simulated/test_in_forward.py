@@ -82,7 +82,7 @@ def test_the_rate_is_that_of_the_step_whose_gradient_it_is(optimizer, zero):
     def body(case, step):
         schedule = torch.optim.lr_scheduler.StepLR(step.optimizer, step_size=1, gamma=0.1)
         for batch in batches(case):
-            step(local(batch, 2, step.data_index))
+            step(local(batch, 2, step.dp_index))
             schedule.step()
         return weights(step)
 
@@ -94,7 +94,7 @@ def test_the_rate_is_that_of_the_step_whose_gradient_it_is(optimizer, zero):
 USES = {
     "evaluate": lambda step, batch: step.evaluate(batch),
     "state_dict": lambda step, batch: step.state_dict(),
-    "living_state": lambda step, batch: step.living_state(),
+    "living_state": lambda step, batch: step.state_refs(),
     "load_state_dict": lambda step, batch: step.load_state_dict(step.state_dict()),
     "put": lambda step, batch: step.put({"scale": torch.tensor(2.0, dtype=torch.float64)}),
     "edit": lambda step, batch: _edit(step),
@@ -113,7 +113,7 @@ def test_who_wants_the_weights_between_steps_finds_them_new(use, zero):
     def body(case, step):
         found = {}
         for number, batch in enumerate(batches(case)):
-            mine = local(batch, 2, step.data_index)
+            mine = local(batch, 2, step.dp_index)
             step(mine)
             told = USES[use](step, mine)
             if use == "evaluate":
@@ -170,7 +170,7 @@ def test_ranks_may_use_buckets_in_different_orders_or_not_at_all(zero):
     def body(ranks, update):
         plan = Plan(dp=3, zero=zero, bucket_bytes=1, unused="allow", update=update)
         model, make = copy.deepcopy(start), functools.partial(torch.optim.AdamW, lr=0.1)
-        step = TrainStep(model, lambda out, _: out.square(), make, plan=plan, ranks=ranks, clip=None)
+        step = TrainStep(model, lambda out, _: out.square(), make, plan=plan, communicator=ranks, clip=None)
         for number, row in enumerate(ways):
             way = row[ranks.rank]
             rows = 0 if way is None else 2
@@ -209,7 +209,7 @@ class Slow(nn.Module):
 def slow_step(ranks, zero):
     plan = Plan(dp=2, zero=zero, update="in_forward", bucket_bytes=1)
     make = functools.partial(torch.optim.SGD, lr=0.1)
-    return TrainStep(Slow().double(), lambda out, _: out.square(), make, plan=plan, ranks=ranks, clip=None)
+    return TrainStep(Slow().double(), lambda out, _: out.square(), make, plan=plan, communicator=ranks, clip=None)
 
 
 def ones():
@@ -264,7 +264,7 @@ def test_no_weight_is_used_before_all_ranks_have_updated_their_shares_of_it(zero
             update(bucket, **terms)
 
         step._actions._parts.optimizer.update = late
-        losses = [step(local(batch, 2, step.data_index)).loss for batch in batches(one)]
+        losses = [step(local(batch, 2, step.dp_index)).loss for batch in batches(one)]
         return weights(step) | {"losses": torch.tensor(losses)}
 
     same(*both(case, 2, body))
@@ -291,7 +291,7 @@ def test_a_use_between_steps_is_told_to_need_the_update_first():
 def test_gradients_that_anybody_sets_to_none_between_steps_are_not_lost(size):
     def body(case, step):
         for batch in batches(case):
-            step(local(batch, size, step.data_index))
+            step(local(batch, size, step.dp_index))
             assert all(p.grad is None for p in step.model.parameters())
             step.model.zero_grad()
         return weights(step)
@@ -314,7 +314,7 @@ def test_a_use_that_nobody_was_told_of_ends_the_training():
     def body(ranks):
         plan = Plan(update="in_forward", bucket_bytes=1)
         make = functools.partial(torch.optim.SGD, lr=0.1)
-        step = TrainStep(Unseen(), lambda out, _: out.square(), make, plan=plan, ranks=ranks, clip=None)
+        step = TrainStep(Unseen(), lambda out, _: out.square(), make, plan=plan, communicator=ranks, clip=None)
         batch = torch.ones(2, 4), torch.zeros(2)
         step(batch)
         with pytest.raises(TrainingError, match="a use of the weights of bias that torch told nobody of"):
@@ -330,7 +330,7 @@ def test_a_flush_after_a_step_whose_first_microbatch_was_empty_leaves_the_next_s
 
     def body(case, step):
         for number, batch in enumerate(batches(case)):
-            step(local(batch, 2, step.data_index))
+            step(local(batch, 2, step.dp_index))
             if number == 1:
                 step.flush()
         return weights(step)
@@ -346,11 +346,11 @@ def test_a_step_after_one_that_was_left_out_trains_as_it_would_after_backward():
         one = dataclasses.replace(case, update=update)
         plan, optimizer = one.plan(2), training.optimizer(one)
         step = TrainStep(
-            training.model("mlp"), training.loss(one), optimizer, plan=plan, ranks=ranks, clip=1.0, skip_nan=1
+            training.model("mlp"), training.loss(one), optimizer, plan=plan, communicator=ranks, clip=1.0, skip_nan=1
         )
         for number, (inputs, targets) in enumerate(batches(case)):
             bad = inputs * float("nan") if number == 1 else inputs
-            step(local((bad, targets), 2, step.data_index))
+            step(local((bad, targets), 2, step.dp_index))
         return weights(step)
 
     same(*[threads.run(2, lambda ranks, u=u: body(ranks, u)) for u in ("in_forward", "after")])
@@ -361,9 +361,9 @@ def test_a_step_after_an_empty_batch_and_an_evaluation_is_not_blamed_for_unseen_
     # The rank without samples uses no weight in the step's forward; the evaluation does the updates of it.
     def body(case, step):
         for number, batch in enumerate(batches(case)):
-            step(local(batch, 2, step.data_index))
+            step(local(batch, 2, step.dp_index))
             if number == 1:
-                step.evaluate(local(batch, 2, step.data_index))
+                step.evaluate(local(batch, 2, step.dp_index))
         return weights(step)
 
     same(*both(dataclasses.replace(CASE, zero=zero, batch_sizes=(8, 1, 8)), 2, body))
@@ -375,7 +375,7 @@ def test_the_trace_shows_updates_within_forward_and_counts_them_once():
         tracing = Tracing(step, every=1)
         for number, batch in enumerate(batches(CASE), 1):
             with tracing.sample(number):
-                step(local(batch, 2, step.data_index))
+                step(local(batch, 2, step.dp_index))
         return tracing.trace
 
     trace = threads.run(2, body)[0]

@@ -25,7 +25,7 @@ def on_one_rank(case, *, skip_nan=0):
     """The case's step, on a rank that has no other."""
     model, loss, optimizer = training.model(case.model), training.loss(case), training.optimizer(case)
     make = functools.partial(TrainStep, plan=case.plan(1), clip=case.clip, skip_nan=skip_nan)
-    return threads.run(1, lambda ranks: make(model, loss, optimizer, ranks=ranks))[0]
+    return threads.run(1, lambda ranks: make(model, loss, optimizer, communicator=ranks))[0]
 
 
 def watched(step):
@@ -105,7 +105,7 @@ class Odd(nn.Module):
 def test_gradients_that_cannot_be_used_are_refused_by_name(kind, error, said, update):
     def body(ranks):
         plan = Plan(update=update, bucket_bytes=1)
-        step = TrainStep(Odd(kind), LOSSES["values"], torch.optim.SGD, plan=plan, ranks=ranks, clip=None)
+        step = TrainStep(Odd(kind), LOSSES["values"], torch.optim.SGD, plan=plan, communicator=ranks, clip=None)
         step(BATCH)
 
     with pytest.raises(error, match=said):

@@ -48,7 +48,7 @@ def body(ranks) -> tuple[Kept, int]:
         return torch.optim.SGD(parameters, lr=0.1)
 
     options = {"plan": Plan(dp=ranks.size), "clip": None, "same_batches": "allow"}  # so that no step compares batches
-    step = TrainStep(Slow(ranks.rank), loss, sgd, ranks=ranks, **options)
+    step = TrainStep(Slow(ranks.rank), loss, sgd, communicator=ranks, **options)
     log, told, exchange = Kept(), [], ranks.all_gather_json
     lateness = Lateness(step, log)
     ranks.all_gather_json = lambda value: told.append(value) or exchange(value)

@@ -89,11 +89,11 @@ def later():
 
 
 def refused_after(step, given, dp, match):
-    step(part(given[0], dp, step.data_index))
-    before = {name: weight.clone() for name, weight in step.weights()}
+    step(part(given[0], dp, step.dp_index))
+    before = {name: weight.clone() for name, weight in step.named_weights()}
     with pytest.raises(TaskError, match=match):
-        step(part(given[1], dp, step.data_index))
-    return all(torch.equal(weight, before[name]) for name, weight in step.weights())
+        step(part(given[1], dp, step.dp_index))
+    return all(torch.equal(weight, before[name]) for name, weight in step.named_weights())
 
 
 @pytest.mark.parametrize("name", LATER)
@@ -102,7 +102,7 @@ def test_what_is_no_mean_of_the_kept_is_refused_once_some_are_ignored(name, cut)
     def body(ranks):
         transport = "gloo" if cut[2] == 3 else "by-host"
         plan = Plan(dp=cut[0], microbatches=cut[1], zero=cut[2], transport=transport)
-        step = TrainStep(net(), LATER[name], sgd, plan=plan, ranks=ranks, clip=None)
+        step = TrainStep(net(), LATER[name], sgd, plan=plan, communicator=ranks, clip=None)
         return refused_after(step, later(), cut[0], "whose counts are not proportional")
 
     assert all(threads.run(cut[0], body))
@@ -126,9 +126,9 @@ def test_losses_that_stay_exact_when_some_are_ignored_are_not_refused(name, cut,
 
 def refused_at_once(loss, match, dp=2, **options):
     def body(ranks):
-        step = TrainStep(net(), loss(), sgd, plan=Plan(dp=dp, **options), ranks=ranks, clip=None)
+        step = TrainStep(net(), loss(), sgd, plan=Plan(dp=dp, **options), communicator=ranks, clip=None)
         with pytest.raises(TaskError, match=match):
-            step(part(batches()[0], dp, step.data_index))
+            step(part(batches()[0], dp, step.dp_index))
 
     threads.run(dp, body)
 
@@ -215,7 +215,7 @@ def test_an_evaluation_of_a_source_refuses_counts_that_part_ways_among_ranks(los
     task = Task(model=net, loss=loss, data=lambda: Data(train=source), optimizer=sgd)
 
     def body(ranks):
-        step = TrainStep(net(), loss, sgd, plan=Plan(dp=2), ranks=ranks, clip=None)
+        step = TrainStep(net(), loss, sgd, plan=Plan(dp=2), communicator=ranks, clip=None)
         with pytest.raises(TaskError, match="whose counts are not proportional"):
             evaluate(step, task, source, 4)
 
@@ -243,8 +243,8 @@ def equation(outputs, targets):
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_loss_may_differentiate_outputs_by_one_another(cut):
     def train(ranks, dp, **options):
-        step = TrainStep(Field(), equation, sgd, plan=Plan(dp=dp, **options), ranks=ranks, clip=None)
-        metrics = [step(part(batch, dp, step.data_index)).loss for batch in batches()]
+        step = TrainStep(Field(), equation, sgd, plan=Plan(dp=dp, **options), communicator=ranks, clip=None)
+        metrics = [step(part(batch, dp, step.dp_index)).loss for batch in batches()]
         return oracle.snapshot(step, metrics, [])
 
     (expected,) = threads.run(1, lambda ranks: train(ranks, 1))

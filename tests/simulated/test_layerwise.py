@@ -192,7 +192,7 @@ def test_a_state_can_be_taken_to_another_mesh(optimizer: str, zero: int, then: i
     def begun(ranks: Any) -> dict[str, Any]:
         step = build(case, 3, ranks)
         for batch in batches(case)[:2]:
-            step(local(batch, 3, step.data_index))
+            step(local(batch, 3, step.dp_index))
         return step.state_dict()
 
     state = threads.run(3, begun)[0]
@@ -226,7 +226,7 @@ def test_an_empty_group_is_refused_by_the_step_too() -> None:
         return ff.optim.LARS([{"params": list(parameters)}, {"params": []}], lr=1.0)
 
     def body(ranks: Any) -> None:
-        TrainStep(model("mlp"), LOSSES["values"], groups, plan=Plan(), ranks=ranks, clip=None)
+        TrainStep(model("mlp"), LOSSES["values"], groups, plan=Plan(), communicator=ranks, clip=None)
 
     with pytest.raises(OptimizerError, match="LARS on an empty group"):
         threads.run(1, body)

@@ -80,9 +80,9 @@ def test_ranks_differ_between_meetings_and_agree_after_them():
         step = build(LOCAL, 2, ranks)
         seen = []
         for batch in batches(LOCAL):
-            metrics = step(local(batch, 2, step.data_index))
+            metrics = step(local(batch, 2, step.dp_index))
             flat = torch.cat([p.detach().reshape(-1) for p in step.model.parameters()])
-            seen.append((metrics.loss, step.is_whole, flat))
+            seen.append((metrics.loss, step.is_synchronized, flat))
         return seen
 
     for (told, whole, mine), (others, _, theirs) in zip(*threads.run(2, body), strict=True):
@@ -94,8 +94,8 @@ def test_gradients_are_never_reduced_and_weights_are_in_meetings_only():
     def body(ranks):
         step = build(LOCAL, 2, ranks)
         for batch in batches(LOCAL):
-            step(local(batch, 2, step.data_index))
-        return step.program, step.program_apart
+            step(local(batch, 2, step.dp_index))
+        return step.program, step.local_program
 
     for meeting, alone in threads.run(2, body):
         assert {a.verb for a in meeting} - {a.verb for a in alone} == {Verb.PUSH, Verb.PULL}
@@ -114,7 +114,7 @@ def test_what_needs_the_same_gradients_everywhere_is_refused(fields):
 def test_a_state_between_meetings_is_refused():
     def body(ranks):
         step = build(LOCAL, 2, ranks)
-        step(local(batches(LOCAL)[0], 2, step.data_index))
+        step(local(batches(LOCAL)[0], 2, step.dp_index))
         with pytest.raises(TrainingError, match=r"after step 1, with local_steps = 3.*try after step 3"):
             step.state_dict()
 
@@ -126,7 +126,7 @@ def test_every_rank_goes_on_from_what_is_put_back():
 
     def body(ranks):
         step, again = build(case, 2, ranks), build(case, 2, ranks)
-        parts = [local(batch, 2, step.data_index) for batch in batches(case)]
+        parts = [local(batch, 2, step.dp_index) for batch in batches(case)]
         for batch in parts[:3]:
             step(batch)
         again.load_state_dict(step.state_dict())
@@ -144,11 +144,11 @@ def test_a_bad_step_is_left_out_by_all_ranks_and_a_meeting_is_held_all_the_same(
 
     def body(ranks):
         step = TrainStep(
-            model(case.model), loss(case), optimizer(case), plan=case.plan(2), ranks=ranks, clip=None, skip_nan=3
+            model(case.model), loss(case), optimizer(case), plan=case.plan(2), communicator=ranks, clip=None, skip_nan=3
         )
         skipped = []
         for number, batch in enumerate(batches(case)):
-            inputs, targets = local(batch, 2, step.data_index)
+            inputs, targets = local(batch, 2, step.dp_index)
             if number == 2 and ranks.rank == 1:
                 inputs = inputs * float("nan")
             skipped.append(step((inputs, targets)).skipped is not None)

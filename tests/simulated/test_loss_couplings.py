@@ -127,8 +127,8 @@ def with_module_hook() -> Net:
 
 
 def tried(ranks: Any, model: nn.Module, plan: Plan, loss: Any = plain, dtype: torch.dtype = torch.float32) -> TrainStep:
-    step = TrainStep(model, functools.partial(loss, model), sgd, plan=plan, ranks=ranks, clip=None)
-    step.try_out(batch(ranks.rank, dtype), training=True)
+    step = TrainStep(model, functools.partial(loss, model), sgd, plan=plan, communicator=ranks, clip=None)
+    step.dry_run(batch(ranks.rank, dtype), training=True)
     return step
 
 

@@ -84,9 +84,9 @@ def states() -> list[bytes]:
 
 def tried(kind: str, loss: Any, plan: Plan | None = None) -> None:
     def body(ranks):
-        step = TrainStep(net(kind), loss, sgd, plan=plan or Plan(microbatches=2), ranks=ranks, clip=None)
+        step = TrainStep(net(kind), loss, sgd, plan=plan or Plan(microbatches=2), communicator=ranks, clip=None)
         before = states()
-        step.try_out(batch(), training=True)
+        step.dry_run(batch(), training=True)
         assert states() == before
 
     threads.run(1, body)
@@ -152,7 +152,7 @@ def test_when_one_rank_fails_on_its_first_batch_all_of_them_raise(plan):
                 raise ZeroDivisionError("no such class")
             return F.cross_entropy(outputs, targets)
 
-        step = TrainStep(net("dropout"), loss, sgd, plan=plan, ranks=ranks, clip=None)
+        step = TrainStep(net("dropout"), loss, sgd, plan=plan, communicator=ranks, clip=None)
         kind = ZeroDivisionError if ranks.rank == 1 else TaskError
         with pytest.raises(kind, match="no such class"):
             step(batch())
@@ -168,7 +168,7 @@ def test_unreduced_values_are_compared_once_and_never_again():
         return F.cross_entropy(outputs, targets, reduction="none")
 
     def body(ranks):
-        step = TrainStep(net("dropout"), loss, sgd, plan=Plan(microbatches=3), ranks=ranks, clip=None)
+        step = TrainStep(net("dropout"), loss, sgd, plan=Plan(microbatches=3), communicator=ranks, clip=None)
         for _ in range(2):
             step(batch())
 
@@ -183,7 +183,9 @@ def test_nothing_is_tried_out_where_nothing_is_cut():
         calls.append(len(targets))
         return F.cross_entropy(outputs, targets)
 
-    threads.run(1, lambda ranks: TrainStep(net("noise"), loss, sgd, plan=Plan(), ranks=ranks, clip=None)(batch()))
+    threads.run(
+        1, lambda ranks: TrainStep(net("noise"), loss, sgd, plan=Plan(), communicator=ranks, clip=None)(batch())
+    )
     assert calls == [9]
 
 
@@ -192,7 +194,7 @@ def test_a_batch_that_is_empty_everywhere_has_shown_nothing():
 
     def body(ranks):
         loss = functools.partial(F.cross_entropy, reduction="sum")
-        step = TrainStep(net("dropout"), loss, sgd, plan=Plan(dp=2), ranks=ranks, clip=None)
+        step = TrainStep(net("dropout"), loss, sgd, plan=Plan(dp=2), communicator=ranks, clip=None)
         step.evaluate((inputs[:0], targets[:0]))
         with pytest.raises(TaskError, match="a loss that is one number"):
             step((inputs[: 3 * ranks.rank], targets[: 3 * ranks.rank]))
@@ -211,7 +213,7 @@ def test_compiled_code_is_trained_by_the_same_means():
             return F.cross_entropy(outputs, targets.where(targets > 0, -100))
 
         compile_: Any = functools.partial(torch.compile, backend="eager") if compiled else lambda code: code
-        step = TrainStep(compile_(model), compile_(loss), sgd, plan=Plan(microbatches=1), ranks=ranks, clip=None)
+        step = TrainStep(compile_(model), compile_(loss), sgd, plan=Plan(microbatches=1), communicator=ranks, clip=None)
         return [step(batch()).loss for _ in range(2)]
 
     ((got,), (expected,)) = (
@@ -231,13 +233,13 @@ def test_a_number_made_by_compiled_code_is_refused_where_a_batch_is_cut():
 
     def with_loss(ranks):
         loss = torch.compile(lambda o, y: F.cross_entropy(o, y), backend="eager")
-        step = TrainStep(net("none"), loss, sgd, plan=Plan(microbatches=2), ranks=ranks, clip=None)
+        step = TrainStep(net("none"), loss, sgd, plan=Plan(microbatches=2), communicator=ranks, clip=None)
         with pytest.raises(TaskError, match="a compiled loss that is one number, and a batch that is cut in 2"):
             step(batch())
 
     def with_model(ranks):
         model: Any = torch.compile(Own(), backend="eager")
-        step = TrainStep(model, None, sgd, plan=Plan(microbatches=2), ranks=ranks, clip=None)
+        step = TrainStep(model, None, sgd, plan=Plan(microbatches=2), communicator=ranks, clip=None)
         inputs, labels = batch()
         with pytest.raises(TaskError, match="loss = None and a compiled model, and a batch that is cut in 2"):
             step({"x": inputs, "labels": labels})
@@ -257,8 +259,8 @@ def test_a_model_that_writes_into_its_inputs_finds_them_as_the_user_gave_them():
 
     def body(ranks):
         given, (inputs, targets) = batch(), batch()
-        step = TrainStep(Writing(), F.cross_entropy, sgd, plan=Plan(microbatches=2), ranks=ranks, clip=None)
-        step.try_out(given, training=True)
+        step = TrainStep(Writing(), F.cross_entropy, sgd, plan=Plan(microbatches=2), communicator=ranks, clip=None)
+        step.dry_run(given, training=True)
         assert torch.equal(given[0], inputs)
         assert not given[0].requires_grad
         step((inputs, targets))

@@ -205,7 +205,7 @@ def batch(rank: int = 0) -> tuple[Tensor, Tensor]:
 
 def trained(ranks: Any, kind: str, plan: Plan, loss: str = "ignoring") -> None:
     model = made(kind)
-    step = TrainStep(model, functools.partial(LOSSES[loss], model), sgd, plan=plan, ranks=ranks, clip=None)
+    step = TrainStep(model, functools.partial(LOSSES[loss], model), sgd, plan=plan, communicator=ranks, clip=None)
     step(batch(ranks.rank))
 
 
@@ -281,7 +281,7 @@ def test_a_judgement_leaves_the_model_its_gradients_and_all_generators_as_they_w
         return F.cross_entropy(*flat(outputs, targets), weight=CLASS_WEIGHTS.to(dtype)) + 0.01 * penalty
 
     def body(ranks: Any) -> None:
-        step = TrainStep(model, loss, sgd, plan=Plan(microbatches=2), ranks=ranks, clip=None)
+        step = TrainStep(model, loss, sgd, plan=Plan(microbatches=2), communicator=ranks, clip=None)
         for p in model.parameters():
             p.grad = torch.ones_like(p) if p.requires_grad else None
         before, generators, mean = kept(model), states(), model.mean.clone()
@@ -313,7 +313,7 @@ def test_without_memory_for_float64_gradients_are_judged_in_the_models_dtype_and
         model.head.register_full_backward_hook(lambda module, given, got: (given[0] / given[0].norm(),))
         nn.init.ones_(model.head.weight)
         step = TrainStep(
-            model, functools.partial(LOSSES["ignoring"], model), sgd, plan=plan_of("gpt"), ranks=ranks, clip=None
+            model, functools.partial(LOSSES["ignoring"], model), sgd, plan=plan_of("gpt"), communicator=ranks, clip=None
         )
         with pytest.raises(TaskError, match=r"gradients of .* that do not add up"):
             step(batch(ranks.rank))
@@ -336,7 +336,7 @@ def test_what_fails_in_float64_is_judged_in_the_models_dtype_and_that_is_logged(
     def body(ranks: Any) -> None:
         model = Kinds(lambda m, x: Narrow.apply(x))  # type: ignore[arg-type, return-value]
         step = TrainStep(
-            model, functools.partial(LOSSES["ignoring"], model), sgd, plan=Plan(dp=2), ranks=ranks, clip=None
+            model, functools.partial(LOSSES["ignoring"], model), sgd, plan=Plan(dp=2), communicator=ranks, clip=None
         )
         step(batch(ranks.rank))
 
@@ -369,7 +369,7 @@ def test_a_model_with_parts_in_torchscript_trains_as_in_one_process():
 
     def body(ranks: Any) -> list[Tensor]:
         model = scripted[ranks.rank]
-        step = TrainStep(model, F.cross_entropy, sgd, plan=Plan(dp=2), ranks=ranks, clip=None)
+        step = TrainStep(model, F.cross_entropy, sgd, plan=Plan(dp=2), communicator=ranks, clip=None)
         for each in given:
             step(tuple(tensor[ranks.rank * 3 :][:3] for tensor in each))
         return [p.detach().clone() for p in model.parameters()]

@@ -63,10 +63,10 @@ def test_weights_that_stay_in_float32_move_by_the_true_gradient_too(size, zero):
         make = lambda parameters: torch.optim.SGD(parameters, lr=1.0)  # noqa: E731
         plan = Plan(dp=size, zero=zero, precision="fp16", batch_norm="local")
         loss = lambda outputs, _: 10 * (outputs - 1).square()  # noqa: E731
-        step = TrainStep(model, loss, make, plan=plan, ranks=ranks, clip=0.01)
+        step = TrainStep(model, loss, make, plan=plan, communicator=ranks, clip=0.01)
         before = step.state_dict()["model"]
         while step((torch.randn(6, 4), torch.zeros(6))).overflowed:
-            assert step.steps < 10
+            assert step.num_steps < 10
         after = step.state_dict()["model"]
         return [(after[name] - before[name]).norm().item() for name, _ in model.named_parameters()]
 
@@ -103,7 +103,7 @@ def loud(ranks: Any, *, zero: int = 0, skip_nan: int = 0, clip: float | None = N
     plan = Plan(dp=ranks.size, **LEVELS[zero], update=update, precision="fp16", bucket_bytes=8)
     make = lambda parameters: torch.optim.Adam(parameters, lr=0.01)  # noqa: E731
     loss = lambda outputs, _: outputs.square()  # noqa: E731
-    return TrainStep(Loud(), loss, make, plan=plan, ranks=ranks, clip=clip, skip_nan=skip_nan)
+    return TrainStep(Loud(), loss, make, plan=plan, communicator=ranks, clip=clip, skip_nan=skip_nan)
 
 
 DATA = torch.ones(2, 4), torch.zeros(2)
@@ -139,7 +139,7 @@ def test_gradients_too_small_for_float16_are_kept_by_the_scale():
     def moved(ranks):
         step = loud(ranks)
         step.model.factor = 1e-7  # of about 1: less than half the least number of float16, 6e-8
-        step._scale.value = ranks.scale
+        step._loss_scaler.value = ranks.scale
         before = step.state_dict()["model"]
         step(DATA)
         return not same(step.state_dict()["model"], before)
@@ -158,13 +158,13 @@ def test_gradients_too_small_for_float16_are_kept_by_the_scale():
 def test_an_overflow_at_the_least_scale_is_a_bad_step():
     def body(ranks, *, skip_nan):
         step = loud(ranks, skip_nan=skip_nan)
-        step._scale.value = 2.0
+        step._loss_scaler.value = 2.0
         step.model.factor = float("inf")
         assert step(DATA).overflowed
         metrics = step(DATA)
         assert not metrics.overflowed
         assert "the gradient norm is" in metrics.skipped.text
-        return step._scale.value
+        return step._loss_scaler.value
 
     assert threads.run(2, lambda ranks: body(ranks, skip_nan=1)) == [1.0, 1.0]
     with pytest.raises(TrainingError, match="the gradient norm is"):
@@ -175,7 +175,7 @@ def test_a_loss_that_is_no_number_is_a_bad_step_at_any_scale():
     def body(ranks):
         step = loud(ranks, skip_nan=1)
         metrics = step((DATA[0] * float("inf"), DATA[1]))
-        return metrics.overflowed, metrics.skipped.text.split(";")[0], step._scale.value
+        return metrics.overflowed, metrics.skipped.text.split(";")[0], step._loss_scaler.value
 
     assert threads.run(2, body) == [(False, "step 1: the loss is nan", 65536.0)] * 2
 
@@ -185,7 +185,7 @@ def test_the_scale_goes_on_where_it_was():
         step = loud(ranks)
         if state is not None:
             step.load_state_dict(state)
-            return step(DATA).loss_scale, step._scale.state
+            return step(DATA).loss_scale, step._loss_scaler.state
         step(DATA)
         step.model.factor = 1e6
         step(DATA)

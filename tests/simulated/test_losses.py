@@ -159,8 +159,8 @@ def trained(ranks: Any, loss: Any, cut: tuple[int, int, int], given: Sequence[An
     dp, microbatches, zero = cut
     model, plan = net(), Plan(dp=dp, microbatches=microbatches, zero=zero, **options)
     loss = functools.partial(loss, model) if loss is with_penalty else loss
-    step = TrainStep(model, loss, sgd, plan=plan, ranks=ranks, clip=None)
-    metrics = [step(part(batch, dp, step.data_index)) for batch in given]
+    step = TrainStep(model, loss, sgd, plan=plan, communicator=ranks, clip=None)
+    metrics = [step(part(batch, dp, step.dp_index)) for batch in given]
     step.flush()
     return oracle.snapshot(step, [m.loss for m in metrics], [])
 
@@ -196,9 +196,9 @@ def test_a_number_that_is_no_mean_is_refused_on_every_rank_before_a_weight_moves
         model = net()
         before = [p.clone() for p in model.parameters()]
         plan = Plan(dp=cut[0], microbatches=cut[1], zero=cut[2])
-        step = TrainStep(model, REFUSED[name], sgd, plan=plan, ranks=ranks, clip=None)
+        step = TrainStep(model, REFUSED[name], sgd, plan=plan, communicator=ranks, clip=None)
         with pytest.raises(TaskError, match="a loss that is one number") as caught:
-            step(part(batches()[0], cut[0], step.data_index))
+            step(part(batches()[0], cut[0], step.dp_index))
         assert "unreduced values, or a pair (sum, count)" in str(caught.value)
         return all(map(torch.equal, before, model.parameters()))
 
@@ -210,7 +210,7 @@ def test_a_loss_that_is_off_by_little_is_told_with_digits_that_differ():
         return F.mse_loss(o, ones(y)) + 1e-6 * o.mean(0).square().sum()
 
     def body(ranks):
-        step = TrainStep(net(), slightly, sgd, plan=Plan(microbatches=2), ranks=ranks, clip=None)
+        step = TrainStep(net(), slightly, sgd, plan=Plan(microbatches=2), communicator=ranks, clip=None)
         with pytest.raises(TaskError) as caught:
             step(batches()[0])
         whole, mean = re.findall(r"(0\.\d+) (?:for|as)", str(caught.value))
@@ -238,8 +238,8 @@ def test_rounding_alone_refuses_no_loss(name, scale, dtype):
         with torch.no_grad():
             model.get_parameter("second.weight").mul_(scale)
         loss = EXACT.get(name) or functools.partial(with_penalty, model)
-        step = TrainStep(model, loss, sgd, plan=Plan(dp=2, microbatches=2), ranks=ranks, clip=None)
-        step.try_out(part(wide(dtype, batches())[0], 2, step.data_index), training=True)
+        step = TrainStep(model, loss, sgd, plan=Plan(dp=2, microbatches=2), communicator=ranks, clip=None)
+        step.dry_run(part(wide(dtype, batches())[0], 2, step.dp_index), training=True)
 
     threads.run(2, body)
 
@@ -249,8 +249,8 @@ def test_a_loss_near_zero_is_not_refused_for_its_rounding():
         return ce(40 * ones(y).flatten(0, 1) + 0 * o.flatten(0, 1), y.clamp(min=0).flatten())
 
     def body(ranks):
-        step = TrainStep(net().float(), certain, sgd, plan=Plan(dp=2), ranks=ranks, clip=None)
-        return step(part(wide(torch.float32, batches())[0], 2, step.data_index)).loss
+        step = TrainStep(net().float(), certain, sgd, plan=Plan(dp=2), communicator=ranks, clip=None)
+        return step(part(wide(torch.float32, batches())[0], 2, step.dp_index)).loss
 
     assert max(threads.run(2, body)) < 1e-6
 
@@ -262,12 +262,12 @@ def test_counts_that_part_ways_in_a_later_batch_are_refused_before_a_weight_move
 
     def body(ranks):
         plan = Plan(dp=cut[0], microbatches=cut[1], zero=cut[2])
-        step = TrainStep(net(), REFUSED["two counts"], sgd, plan=plan, ranks=ranks, clip=None)
-        step(part(given[0], cut[0], step.data_index))
-        before = {name: weight.clone() for name, weight in step.weights()}
+        step = TrainStep(net(), REFUSED["two counts"], sgd, plan=plan, communicator=ranks, clip=None)
+        step(part(given[0], cut[0], step.dp_index))
+        before = {name: weight.clone() for name, weight in step.named_weights()}
         with pytest.raises(TaskError, match=r"means over different elements \(cross_entropy, mse_loss\)"):
-            step(part(given[1], cut[0], step.data_index))
-        return all(torch.equal(weight, before[name]) for name, weight in step.weights())
+            step(part(given[1], cut[0], step.dp_index))
+        return all(torch.equal(weight, before[name]) for name, weight in step.named_weights())
 
     assert all(threads.run(cut[0], body))
 
@@ -278,10 +278,10 @@ def test_what_is_ignored_everywhere_is_no_loss(dp):
     nothing = inputs, torch.full_like(targets, -100)
 
     def body(ranks):
-        step = TrainStep(net(), EXACT["ignoring"], sgd, plan=Plan(dp=dp, microbatches=2), ranks=ranks, clip=None)
+        step = TrainStep(net(), EXACT["ignoring"], sgd, plan=Plan(dp=dp, microbatches=2), communicator=ranks, clip=None)
         match = r"step 1: a global batch without a loss element: all targets are ignored, .* no samples   need"
         with pytest.raises(TrainingError, match=match) as raised:
-            step(part(nothing, dp, step.data_index))
+            step(part(nothing, dp, step.dp_index))
         assert "skip_nan" in str(raised.value)
 
     threads.run(dp, body)
@@ -296,8 +296,8 @@ def test_a_batch_of_which_nothing_counts_can_be_left_out(place, cut, update):
 
     def body(ranks):
         plan = Plan(dp=cut[0], microbatches=cut[1], zero=cut[2], update=update)
-        step = TrainStep(net(), EXACT["ignoring"], sgd, plan=plan, ranks=ranks, clip=None, skip_nan=1)
-        metrics = [step(part(batch, cut[0], step.data_index)) for batch in (*given[:place], empty, *given[place:])]
+        step = TrainStep(net(), EXACT["ignoring"], sgd, plan=plan, communicator=ranks, clip=None, skip_nan=1)
+        metrics = [step(part(batch, cut[0], step.dp_index)) for batch in (*given[:place], empty, *given[place:])]
         left_out = metrics.pop(place)
         assert left_out.skipped is not None
         assert math.isnan(left_out.loss)
@@ -330,8 +330,8 @@ def test_an_evaluation_weights_the_parts_as_a_step_does(name):
         expected = loss(net()(inputs), targets).item()
 
     def body(ranks):
-        step = TrainStep(net(), loss, sgd, plan=Plan(dp=3), ranks=ranks, clip=None)
-        return step.evaluate(part((inputs, targets), 3, step.data_index)).loss
+        step = TrainStep(net(), loss, sgd, plan=Plan(dp=3), communicator=ranks, clip=None)
+        return step.evaluate(part((inputs, targets), 3, step.dp_index)).loss
 
     assert threads.run(3, body) == [pytest.approx(expected, rel=1e-12)] * 3
 
@@ -345,7 +345,7 @@ def test_the_loss_of_a_whole_source_is_that_of_one_batch_of_all(name, dp):
         expected = EXACT[name](net()(source.inputs), source.targets).item()
 
     def body(ranks):
-        step = TrainStep(net(), task.loss, sgd, plan=Plan(dp=dp), ranks=ranks, clip=None)
+        step = TrainStep(net(), task.loss, sgd, plan=Plan(dp=dp), communicator=ranks, clip=None)
         return evaluate(step, task, source, 4)["loss"]
 
     assert threads.run(dp, body) == [pytest.approx(expected, rel=1e-12)] * dp

@@ -101,7 +101,7 @@ def test_a_weighted_mean_trains_with_its_weights_where_ranks_share_sequences():
         with SEEDING:
             torch.manual_seed(3)
             model = Attending().double()
-        step = TrainStep(model, loss, lambda p: torch.optim.SGD(p, lr=0.1), plan=plan, ranks=ranks, clip=None)
+        step = TrainStep(model, loss, lambda p: torch.optim.SGD(p, lr=0.1), plan=plan, communicator=ranks, clip=None)
         return [step(batch).loss for _ in range(3)]
 
     plan = Plan()

@@ -26,7 +26,7 @@ def wrapped(ranks: Any, inner: Any) -> DistributedOptimizer:
 
 
 def stepped(ranks: Any, inner: Any) -> TrainStep:
-    return TrainStep(model("mlp"), loss(CASE), inner, plan=CASE.plan(ranks.size), ranks=ranks, clip=None)
+    return TrainStep(model("mlp"), loss(CASE), inner, plan=CASE.plan(ranks.size), communicator=ranks, clip=None)
 
 
 sgd, adamw = torch.optim.SGD, torch.optim.AdamW
@@ -91,7 +91,9 @@ def test_how_an_update_is_carried_out_may_differ():
 
     def body(ranks):
         how = {"foreach": True} if ranks.rank else {"fused": True}
-        step = TrainStep(model("mlp"), loss(CASE), optimizer(CASE, **how), plan=CASE.plan(2), ranks=ranks, clip=None)
+        step = TrainStep(
+            model("mlp"), loss(CASE), optimizer(CASE, **how), plan=CASE.plan(2), communicator=ranks, clip=None
+        )
         for batch in batches(CASE):
             step(local(batch, 2, ranks.rank))
             step.check_drift()
@@ -103,7 +105,7 @@ def test_how_an_update_is_carried_out_may_differ():
 def test_ranks_that_update_in_one_manner_may_not_differ_in_a_bit():
     def body(ranks):
         made = optimizer(CASE, fused=True)
-        step = TrainStep(model("mlp"), loss(CASE), made, plan=CASE.plan(2), ranks=ranks, clip=None)
+        step = TrainStep(model("mlp"), loss(CASE), made, plan=CASE.plan(2), communicator=ranks, clip=None)
         step.model.get_parameter("first.weight").data[0].mul_(1.0 + 1e-15 * ranks.rank)
         step.check_drift()
 
@@ -148,7 +150,7 @@ def test_tensors_within_a_tuple_are_found_too():
     def body(ranks):
         betas = torch.tensor(0.5), torch.tensor(0.75)
         make = functools.partial(adamw, lr=torch.tensor(0.1), betas=betas, foreach=False, fused=False)
-        step = TrainStep(model("mlp"), loss(CASE), make, plan=CASE.plan(2), ranks=ranks, clip=None)
+        step = TrainStep(model("mlp"), loss(CASE), make, plan=CASE.plan(2), communicator=ranks, clip=None)
         step(local(batches(CASE)[0], 2, ranks.rank))
         step.optimizer.param_groups[0]["betas"] = (torch.tensor(0.5), torch.tensor(0.75))  # other objects, the same
         step(local(batches(CASE)[1], 2, ranks.rank))
@@ -165,7 +167,7 @@ def test_tensors_within_a_tuple_are_found_too():
 def test_a_tensor_that_is_changed_in_place_is_found(hosts):
     def body(ranks):
         make = functools.partial(adamw, lr=torch.tensor(0.1))
-        step = TrainStep(model("mlp"), loss(CASE), make, plan=CASE.plan(4), ranks=ranks, clip=None)
+        step = TrainStep(model("mlp"), loss(CASE), make, plan=CASE.plan(4), communicator=ranks, clip=None)
         step(local(batches(CASE)[0], 4, ranks.rank))
         if ranks.rank == 3 or (ranks.rank == 2 and hosts == 2):
             step.optimizer.param_groups[0]["lr"].fill_(0.25)
@@ -182,7 +184,9 @@ def test_options_beyond_what_a_call_can_show_are_compared_all_the_same():
             return sgd([{"params": [p], "lr": 0.0123456789 / (1 + n)} for n, p in enumerate(parameters)], lr=0.1)
 
         big = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(60))).double()
-        step = TrainStep(big, lambda outputs, targets: outputs.sum(1), make, plan=Plan(dp=2), ranks=ranks, clip=None)
+        step = TrainStep(
+            big, lambda outputs, targets: outputs.sum(1), make, plan=Plan(dp=2), communicator=ranks, clip=None
+        )
         batch = torch.ones(2, 2, dtype=torch.float64), torch.zeros(2)
         step(batch)
         step.optimizer.param_groups[59]["lr"] += 0.5 * ranks.rank

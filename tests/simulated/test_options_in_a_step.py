@@ -179,7 +179,7 @@ def test_ranks_with_many_rates_are_told_the_first_of_them_in_decimals():
         def make(parameters):
             return torch.optim.SGD([{"params": [p], "lr": 0.1 / (1 + n)} for n, p in enumerate(parameters)])
 
-        step = TrainStep(model("mlp"), loss(CASE), make, plan=CASE.plan(2), ranks=ranks, clip=None)
+        step = TrainStep(model("mlp"), loss(CASE), make, plan=CASE.plan(2), communicator=ranks, clip=None)
         step(local(batches(CASE)[0], 2, ranks.rank))
         for group in step.optimizer.param_groups:
             group["lr"] *= 1 + ranks.rank

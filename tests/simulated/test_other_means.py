@@ -89,11 +89,11 @@ def of_task(task, samples=4):
 
 
 def refused(ranks, model, loss, batch, plan):
-    step = TrainStep(model, loss, sgd, plan=plan, ranks=ranks, clip=None)
-    before = {name: weight.clone() for name, weight in step.weights()}
+    step = TrainStep(model, loss, sgd, plan=plan, communicator=ranks, clip=None)
+    before = {name: weight.clone() for name, weight in step.named_weights()}
     with pytest.raises(TaskError, match=APART):
         step(batch)
-    return all(torch.equal(weight, before[name]) for name, weight in step.weights())
+    return all(torch.equal(weight, before[name]) for name, weight in step.named_weights())
 
 
 PLANS = [Plan(dp=2), Plan(dp=2, microbatches=2, zero=1), Plan(dp=2, zero=3, transport="gloo")]
@@ -114,7 +114,7 @@ def test_a_batch_of_one_task_on_each_rank_is_refused(loss, plan):
 @pytest.mark.parametrize("loss", [of_other_functions, on_one_line, of_one_head])
 def test_batches_of_one_task_at_a_time_are_trained(loss):
     def body(ranks):
-        step = TrainStep(heads(), loss, sgd, plan=Plan(dp=2, microbatches=2), ranks=ranks, clip=None)
+        step = TrainStep(heads(), loss, sgd, plan=Plan(dp=2, microbatches=2), communicator=ranks, clip=None)
         return [step(of_task(task)).loss for task in (0, 1)]
 
     first = heads()
@@ -141,7 +141,7 @@ def test_ranks_may_use_other_layers_for_the_same_output():
         with SEEDING:
             torch.manual_seed(1)
             model = Routed().double()
-        step = TrainStep(model, F.cross_entropy, sgd, plan=plan, ranks=ranks, clip=None)
+        step = TrainStep(model, F.cross_entropy, sgd, plan=plan, communicator=ranks, clip=None)
         return step((inputs, torch.arange(4) % 3)).loss
 
     assert len(set(threads.run(2, body))) == 1
@@ -171,12 +171,12 @@ def test_a_part_without_the_others_means_is_refused_when_it_comes(loss, plan):
         (inputs, targets), *_ = later()
         apart = targets.clone()
         apart[shard_range(0, len(apart), 2, 1)[0] :] = -100
-        step = TrainStep(net(), loss, sgd, plan=plan, ranks=ranks, clip=None)
+        step = TrainStep(net(), loss, sgd, plan=plan, communicator=ranks, clip=None)
         step(part((inputs, targets), 2, ranks.rank))
-        before = {name: weight.clone() for name, weight in step.weights()}
+        before = {name: weight.clone() for name, weight in step.named_weights()}
         with pytest.raises(TaskError, match=APART):
             step(part((inputs, apart), 2, ranks.rank))
-        return all(torch.equal(weight, before[name]) for name, weight in step.weights())
+        return all(torch.equal(weight, before[name]) for name, weight in step.named_weights())
 
     assert all(threads.run(2, body))
 
@@ -195,7 +195,7 @@ def test_what_the_first_samples_do_not_show_is_refused_in_the_same_step(name):
 @pytest.mark.parametrize("name", ["a masked mean of at least one", "chunks", "smoothed by hand"])
 def test_an_evaluation_refuses_a_mean_by_hand_whose_parts_do_not_add_up(name):
     def body(ranks):
-        step = TrainStep(net(), LATER[name], sgd, plan=PLANS[0], ranks=ranks, clip=None)
+        step = TrainStep(net(), LATER[name], sgd, plan=PLANS[0], communicator=ranks, clip=None)
         even, uneven, *_ = later()
         assert not torch.isnan(torch.tensor(step.evaluate(part(even, 2, ranks.rank)).loss))
         with pytest.raises(TaskError, match=APART):
@@ -210,7 +210,7 @@ def test_what_is_checkpointed_is_left_alone():
         return checkpoint(masked, outputs, use_reentrant=False)
 
     def body(ranks):
-        step = TrainStep(net(), loss, sgd, plan=PLANS[1], ranks=ranks, clip=None)
+        step = TrainStep(net(), loss, sgd, plan=PLANS[1], communicator=ranks, clip=None)
         return step(part(later()[0], 2, ranks.rank)).loss
 
     even = later()[0]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fourfold.feed.feed import Feed
 from fourfold.feed.source import TensorSource
 from fourfold.plan.plan import Plan
-from fourfold.run.build import TrainStep, check
+from fourfold.run.build import TrainStep, preflight
 from fourfold.run.train import evaluate
 from fourfold.run.verify import verify
 from fourfold.testing import oracle, threads
@@ -69,11 +69,11 @@ def test_a_model_of_transformers_trains_its_own_loss_as_in_one_process(kind, cut
         transport = "gloo" if zero == 3 else "by-host"
         plan = Plan(dp=dp, microbatches=microbatches, zero=zero, unused="allow", transport=transport)
         with Wide():
-            step = TrainStep(copy.deepcopy(model(kind)), None, sgd, plan=plan, ranks=ranks, clip=None)
+            step = TrainStep(copy.deepcopy(model(kind)), None, sgd, plan=plan, communicator=ranks, clip=None)
             metrics = []
             for _ in range(2):
                 batch = whole()
-                mine = slice(SAMPLES * step.data_index // dp, SAMPLES * (step.data_index + 1) // dp)
+                mine = slice(SAMPLES * step.dp_index // dp, SAMPLES * (step.dp_index + 1) // dp)
                 metrics.append(step({name: values[mine] for name, values in batch.items()}))
             step.flush()
             return oracle.snapshot(step, [m.loss for m in metrics], [])
@@ -129,7 +129,7 @@ def task(**fields: Any) -> Task:
 
 
 def build(ranks, how: str = "dict", plan: Plan | None = None) -> TrainStep:
-    return TrainStep(own(how), None, sgd, plan=plan or Plan(dp=ranks.size), ranks=ranks, clip=None)
+    return TrainStep(own(how), None, sgd, plan=plan or Plan(dp=ranks.size), communicator=ranks, clip=None)
 
 
 @pytest.mark.parametrize("how", ["dict", "tuple", "number"])
@@ -204,7 +204,7 @@ def test_a_task_with_a_models_own_loss_is_verified():
 
 def test_a_loss_without_targets_and_targets_without_a_loss_are_refused():
     def with_loss(ranks):
-        step = TrainStep(own(), F.cross_entropy, sgd, plan=Plan(dp=2), ranks=ranks, clip=None)
+        step = TrainStep(own(), F.cross_entropy, sgd, plan=Plan(dp=2), communicator=ranks, clip=None)
         with pytest.raises(TaskError, match="a batch of x, labels without targets") as caught:
             step({"x": torch.zeros(2, 4).double(), "labels": torch.tensor([0, 1])})
         assert "loss=None" in str(caught.value)
@@ -225,7 +225,7 @@ def test_a_loss_without_targets_and_targets_without_a_loss_are_refused():
 
 def test_a_models_own_loss_is_refused_where_ranks_share_sequences():
     with pytest.raises(TaskError, match="sp = 2 and loss = None"):
-        check(task(), Plan(sp=2))
+        preflight(task(), Plan(sp=2))
 
 
 def test_pairs_are_what_they_were():
@@ -238,7 +238,7 @@ def test_pairs_are_what_they_were():
 def test_lists_joined_end_to_end_are_refused_with_the_names_of_what_differs():
     def body(ranks):
         step = TrainStep(
-            nn.EmbeddingBag(9, 3), lambda o, y: o.square().sum(1), sgd, plan=Plan(), ranks=ranks, clip=None
+            nn.EmbeddingBag(9, 3), lambda o, y: o.square().sum(1), sgd, plan=Plan(), communicator=ranks, clip=None
         )
         inputs = {"input": torch.arange(7), "offsets": torch.tensor([0, 2, 5])}
         with pytest.raises(TaskError, match=r"7 in inputs\['input'\], 3 in inputs\['offsets'\], 3 in targets"):

@@ -112,11 +112,11 @@ def drifting(plan, ranks, steps=100):
     if plan.precision == "keep":
         model = model.bfloat16()
     make = lambda parameters: torch.optim.SGD(parameters, lr=1e-4)  # noqa: E731
-    step = TrainStep(model, lambda outputs, _: outputs.float(), make, plan=plan, ranks=ranks, clip=None)
+    step = TrainStep(model, lambda outputs, _: outputs.float(), make, plan=plan, communicator=ranks, clip=None)
     data = torch.ones(2, 1, dtype=torch.float32 if plan.precision != "keep" else torch.bfloat16), torch.zeros(2)
     for _ in range(steps):
         step(data)
-    with step.read() as model:
+    with step.unsharded() as model:
         working = model.get_parameter("weight").item()
     return working, step.state_dict()["model"]["weight"].item()
 
@@ -153,7 +153,7 @@ def test_what_is_in_which_numbers():
     def body(ranks):
         make = lambda parameters: torch.optim.Adam(parameters)  # noqa: E731
         plan = Plan(precision="bf16")
-        step = TrainStep(Watched(), loss, make, plan=plan, ranks=ranks, clip=None)
+        step = TrainStep(Watched(), loss, make, plan=plan, communicator=ranks, clip=None)
         inputs = {"x": torch.randn(6, 4), "places": torch.arange(6)}
         step((inputs, torch.zeros(6, 4)))
         return step
@@ -231,7 +231,7 @@ def test_a_float32_state_goes_through_a_bf16_run_and_back_unchanged(zero):
 def rounded(step):
     """Whether the model computes with the rounded values of what the update has."""
     state = step.state_dict()["model"]
-    with step.read() as model:
+    with step.unsharded() as model:
         return all(torch.equal(p, state[name].to(p.dtype)) for name, p in model.named_parameters())
 
 
@@ -260,7 +260,7 @@ def test_averages_are_of_the_float32_weights_and_evaluating_with_them_changes_no
 
     def body(ranks):
         step = make(case, 2, ranks)
-        average, expected = EMA(step.shares_of_weights, 0.5), None
+        average, expected = EMA(step.weight_shards, 0.5), None
         for number, batch in enumerate(batches(case), 1):
             step(own(step, batch))
             average.update(number)
@@ -269,7 +269,7 @@ def test_averages_are_of_the_float32_weights_and_evaluating_with_them_changes_no
             expected = first | {n: torch.lerp((expected or first)[n], w, share) for n, w in weights.items()}
         before = step.state_dict()["model"]
         loss = step.evaluate(own(step, batches(case)[0])).loss
-        with step.replaced(average.values):
+        with step.swapped_weights(average.values):
             assert same(step.state_dict()["model"], expected)
             assert rounded(step)
             assert step.evaluate(own(step, batches(case)[0])).loss != loss
@@ -289,7 +289,7 @@ def test_checkpoints_hold_the_float32_weights_and_averages_and_are_read_on_any_m
         run: Any = Run(case, ranks, tmp_path, ema=0.9)
         run.go(0, 2, save_at=(2,))
         weights = run.step.state_dict()
-        with run.step.replaced(run.average.values):
+        with run.step.swapped_weights(run.average.values):
             return weights, run.step.state_dict()["model"]
 
     def load(ranks):
@@ -298,7 +298,7 @@ def test_checkpoints_hold_the_float32_weights_and_averages_and_are_read_on_any_m
         state = other.step.state_dict()
         assert same(state["model"], weights["model"])
         assert all(same(keys, weights["optimizer"][name]) for name, keys in state["optimizer"].items())
-        with other.step.replaced(other.average.values):
+        with other.step.swapped_weights(other.average.values):
             assert same(other.step.state_dict()["model"], averages)
 
     weights, averages = threads.run(size, save)[0]
@@ -350,7 +350,7 @@ def test_the_state_of_a_model_in_two_bytes_goes_on_in_float32():
         case = dataclasses.replace(CASE, precision="keep", optimizer="AdamW")
         make_optimizer, loss = training.optimizer(case), training.loss(case)
         model = training.model(case.model).bfloat16()
-        step = TrainStep(model, loss, make_optimizer, plan=case.plan(1), ranks=ranks, clip=None)
+        step = TrainStep(model, loss, make_optimizer, plan=case.plan(1), communicator=ranks, clip=None)
         inputs, targets = batches(case)[0]
         step((inputs.bfloat16(), targets))
         return step.state_dict()

@@ -79,13 +79,13 @@ PLANS = [
 
 
 def step_of(model: nn.Module, ranks, plan: Plan) -> TrainStep:
-    return TrainStep(copy.deepcopy(model), loss, adamw, plan=plan, ranks=ranks, clip=None)
+    return TrainStep(copy.deepcopy(model), loss, adamw, plan=plan, communicator=ranks, clip=None)
 
 
 def part_of(batch: Any, step: TrainStep) -> Any:
     inputs, targets = batch
     each = len(targets) // step.plan.dp
-    mine = slice(each * step.data_index, each * (step.data_index + 1))
+    mine = slice(each * step.dp_index, each * (step.dp_index + 1))
     return {name: tensor[mine] for name, tensor in inputs.items()}, targets[mine]
 
 

@@ -38,7 +38,9 @@ class Parallel:
     def __init__(self, ranks, model, **options):
         sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
         plan = options.pop("plan", None) or ff.Plan(dp=ranks.size)
-        self.step = TrainStep(model, lambda y, t: (y - t).square(), sgd, plan=plan, ranks=ranks, clip=None, **options)
+        self.step = TrainStep(
+            model, lambda y, t: (y - t).square(), sgd, plan=plan, communicator=ranks, clip=None, **options
+        )
 
     def train(self, batch):
         self.step(batch)
@@ -227,7 +229,7 @@ def test_ranks_that_share_sequences_have_the_same_batches_by_right(dp):
             refused = pytest.raises(TaskError, match="all 2 data ranks")
             with refused if dp == 2 else contextlib.nullcontext():
                 step(batch)
-        return step.steps
+        return step.num_steps
 
     assert threads.run(2 * dp, body) == [4 if dp == 1 else 2] * 2 * dp
 
@@ -239,8 +241,8 @@ def test_ranks_that_share_a_sequence_are_one_data_rank():
     def body(ranks):
         step = build_case(case, 4, ranks)
         for batch in global_batches(case):
-            step(tree_map(batch, lambda tensor: tensor[: 0 if step.data_index else 4]))
-        return step.steps
+            step(tree_map(batch, lambda tensor: tensor[: 0 if step.dp_index else 4]))
+        return step.num_steps
 
     assert threads.run(4, body) == [4] * 4
 

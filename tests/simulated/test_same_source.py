@@ -25,7 +25,7 @@ def values(outputs, targets):
 def built(ranks, **plan):
     model = torch.nn.Linear(3, 1).double()
     sgd = functools.partial(torch.optim.SGD, lr=0.01)
-    return TrainStep(model, values, sgd, plan=ff.Plan(dp=ranks.size, **plan), ranks=ranks, clip=None)
+    return TrainStep(model, values, sgd, plan=ff.Plan(dp=ranks.size, **plan), communicator=ranks, clip=None)
 
 
 def trained(size, source, *, hosts=1):

@@ -49,7 +49,7 @@ def hardest(outputs: Tensor, targets: Tensor) -> Tensor:
 def step(ranks, model, plan, loss=values):
     generator = torch.Generator().manual_seed(ranks.rank)
     inputs = torch.randn(8, 4, dtype=torch.float64, generator=generator)
-    TrainStep(model, loss, sgd, plan=plan, ranks=ranks, clip=None)((inputs, torch.arange(8) % 3))
+    TrainStep(model, loss, sgd, plan=plan, communicator=ranks, clip=None)((inputs, torch.arange(8) % 3))
     return [p.detach().clone() for p in model.parameters()]
 
 
@@ -123,7 +123,9 @@ def test_statistics_that_need_two_samples_are_refused_however_few_a_microbatch_h
         model, plan = Net(MIXING["statistics of two at least"]), Plan(dp=2, microbatches=2)
         inputs = torch.randn(2 * samples, 4, dtype=torch.float64)
         with pytest.raises(TaskError, match="samples together"):
-            TrainStep(model, loss, sgd, plan=plan, ranks=ranks, clip=None)((inputs, torch.arange(2 * samples) % 3))
+            TrainStep(model, loss, sgd, plan=plan, communicator=ranks, clip=None)(
+                (inputs, torch.arange(2 * samples) % 3)
+            )
 
     threads.run(2, body)
 

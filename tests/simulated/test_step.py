@@ -24,7 +24,7 @@ def linear(ranks, model=None, **options):
     """A step of a small model in float32, with a plain sum of outputs as loss."""
     model = model or nn.Linear(2, 2)
     options = {"clip": None, "plan": Plan(dp=ranks.size), "optimizer": sgd, **options}
-    return TrainStep(model, lambda outputs, targets: outputs.sum(1), ranks=ranks, **options)
+    return TrainStep(model, lambda outputs, targets: outputs.sum(1), communicator=ranks, **options)
 
 
 BATCH = (torch.ones(2, 2), torch.zeros(2))

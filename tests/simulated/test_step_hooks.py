@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fourfold.run.build import TrainStep
-from fourfold.run.build import check as check_task
+from fourfold.run.build import preflight as check_task
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import DivergenceError, OptimizerError, TaskError
@@ -75,7 +75,7 @@ def hooked(case: Case, before: Any = None, after: Any = None) -> Callable[..., t
 
 def build(case: Case, ranks: Any, make: Any) -> TrainStep:
     plan = case.plan(ranks.size)
-    return TrainStep(model(case.model), loss(case), make, plan=plan, ranks=ranks, clip=case.clip)
+    return TrainStep(model(case.model), loss(case), make, plan=plan, communicator=ranks, clip=case.clip)
 
 
 HOW: dict[str, tuple[int, int, dict[str, Any]]] = {
@@ -177,7 +177,7 @@ def test_a_step_that_is_left_out_calls_no_hook():
 
     def body(ranks):
         made = hooked(CASE, lambda *_: called.append("before"), lambda *_: called.append("after"))
-        step = TrainStep(model("mlp"), loss(CASE), made, plan=CASE.plan(2), ranks=ranks, clip=None, skip_nan=1)
+        step = TrainStep(model("mlp"), loss(CASE), made, plan=CASE.plan(2), communicator=ranks, clip=None, skip_nan=1)
         inputs, targets = local(batches(CASE)[0], 2, ranks.rank)
         assert step((inputs * float("nan"), targets)).skipped is not None
 

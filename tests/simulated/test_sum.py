@@ -16,9 +16,9 @@ SIZE = 3
 def test_any_number_of_values_is_summed(num_values, hosts, transport):
     def body(ranks):
         step = build(Case(transport=transport), SIZE, ranks)
-        before = step.sum(torch.tensor([1.0], dtype=torch.float64))
+        before = step.all_reduce(torch.tensor([1.0], dtype=torch.float64))
         values = torch.arange(num_values, dtype=torch.float64) + 100 * ranks.rank
-        return before, step.sum(values), step.sum(torch.tensor([2.0], dtype=torch.float64))
+        return before, step.all_reduce(values), step.all_reduce(torch.tensor([2.0], dtype=torch.float64))
 
     expected = [SIZE * number + 300.0 for number in range(num_values)]
     assert threads.run(SIZE, body, hosts=hosts) == [([3.0], expected, [6.0])] * SIZE
@@ -28,8 +28,8 @@ def test_any_number_of_values_is_summed(num_values, hosts, transport):
 def test_values_of_any_dtype_and_shape_are_summed_as_float64_in_their_order(num_ranks):
     def body(ranks):
         step = build(Case(), num_ranks, ranks)
-        whole = step.sum(torch.arange(6).view(2, 3).t())
-        with_gradient = step.sum(torch.ones(2, requires_grad=True))
+        whole = step.all_reduce(torch.arange(6).view(2, 3).t())
+        with_gradient = step.all_reduce(torch.ones(2, requires_grad=True))
         return whole, with_gradient, [type(value) for value in whole]
 
     expected = [[num_ranks * value for value in values] for values in ([0, 3, 1, 4, 2, 5], [1, 1])]
@@ -42,7 +42,7 @@ def test_ranks_that_sum_different_numbers_of_values_are_refused(lengths, hosts):
     def body(ranks):
         step = build(Case(), 2, ranks)
         with pytest.raises(DivergenceError, match=rf"sum\(\) of {lengths[0]} values.*sum\(\) of {lengths[1]} values"):
-            step.sum(torch.ones(lengths[ranks.rank]))
+            step.all_reduce(torch.ones(lengths[ranks.rank]))
 
     threads.run(2, body, hosts=hosts)
 
@@ -52,8 +52,8 @@ def test_what_is_no_tensor_of_real_numbers_is_refused_on_every_rank_and_the_next
     def body(ranks):
         step = build(Case(), 2, ranks)
         with pytest.raises(SettingError, match=r"values.*need a tensor of real numbers"):
-            step.sum(values)
-        return step.sum(torch.ones(1))
+            step.all_reduce(values)
+        return step.all_reduce(torch.ones(1))
 
     assert threads.run(2, body) == [[2.0]] * 2
 
@@ -62,7 +62,7 @@ def test_where_one_rank_alone_sums_no_tensor_all_ranks_raise():
     def body(ranks):
         step = build(Case(), 2, ranks)
         with pytest.raises(SettingError if ranks.rank else DivergenceError, match=r"sum\(\)|values"):
-            step.sum("x" if ranks.rank else torch.ones(1))  # pyright: ignore[reportArgumentType]
+            step.all_reduce("x" if ranks.rank else torch.ones(1))  # pyright: ignore[reportArgumentType]
         return True
 
     assert threads.run(2, body) == [True] * 2

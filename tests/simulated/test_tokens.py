@@ -70,8 +70,8 @@ def test_metrics_count_each_sample_and_token_once():
 
     def body(ranks):
         step = build(case, 4, ranks)
-        rows = [step(local(batch, 2, step.data_index)) for batch in batches(case)]
-        rows.append(step.evaluate(local(batches(case)[0], 2, step.data_index)))
+        rows = [step(local(batch, 2, step.dp_index)) for batch in batches(case)]
+        rows.append(step.evaluate(local(batches(case)[0], 2, step.dp_index)))
         return [(m.samples, m.tokens) for m in rows]
 
     assert threads.run(4, body) == [[(5, 65), (3, 39), (5, 65)]] * 4
@@ -213,7 +213,7 @@ def test_a_mean_over_targets_that_are_ignored_is_refused_when_they_are_unequal_i
 
 def built(ranks, plan, loss, model=None):
     plan = dataclasses.replace(plan, dp=1, sp=ranks.size)
-    return TrainStep(model or make("lm"), loss, optimizer(LM), plan=plan, ranks=ranks, clip=None)
+    return TrainStep(model or make("lm"), loss, optimizer(LM), plan=plan, communicator=ranks, clip=None)
 
 
 BATCHES = {
@@ -286,11 +286,11 @@ def dropped(ranks, plan, sizes):
     case = dataclasses.replace(LM, batch_sizes=sizes)
     plan = dataclasses.replace(plan, dp=ranks.size // plan.sp)
     step = TrainStep(
-        bidirectional("keys", 0.5), loss_of(case), optimizer(case), plan=plan, ranks=ranks, clip=None, seed=5
+        bidirectional("keys", 0.5), loss_of(case), optimizer(case), plan=plan, communicator=ranks, clip=None, seed=5
     )
     for number, whole in enumerate(batches(case)):
-        batch = local(whole, plan.dp, step.data_index)
-        first = 100 * number + len(whole[1]) * step.data_index // plan.dp
+        batch = local(whole, plan.dp, step.dp_index)
+        first = 100 * number + len(whole[1]) * step.dp_index // plan.dp
         place = BatchRange(1000, 0, 0, 100 * number, 100 * number + len(whole[1]), first, first + len(batch[1]))
         step(Batch.wrap(batch, place))
     return {name: p.detach().clone() for name, p in step.model.named_parameters()}
@@ -396,7 +396,7 @@ def test_what_rounds_or_leaves_out_trains_nearly_the_same_and_all_ranks_alike(dp
 
     def body(ranks):
         module, how = make("lm").float(), optimizer(case, foreach=True)
-        step = TrainStep(module, loss_of(case), how, plan=case.plan(dp * sp), ranks=ranks, clip=case.clip)
+        step = TrainStep(module, loss_of(case), how, plan=case.plan(dp * sp), communicator=ranks, clip=case.clip)
         return train_step(case, step)
 
     first, *others = threads.run(dp * sp, body, hosts=dp)

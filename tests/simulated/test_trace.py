@@ -19,7 +19,7 @@ def traced(case: Case, size: int, *, every: int = 5, steps: int = 6) -> list[Tra
         tracing = Tracing(step, every=every)
         for number in range(1, steps + 1):
             with tracing.sample(number) as recorder, recorder.span("data"):
-                batch = local(batches(case)[0], size, step.data_index)
+                batch = local(batches(case)[0], size, step.dp_index)
                 step(batch)
         return tracing.trace
 
@@ -145,7 +145,7 @@ def test_recording_changes_no_number():
             tracing = Tracing(step, every=every)
             for number, batch in enumerate(batches(case), 1):
                 with tracing.sample(number):
-                    step(local(batch, 2, step.data_index))
+                    step(local(batch, 2, step.dp_index))
             return {name: weight.tolist() for name, weight in step.model.state_dict().items()}
 
         return threads.run(2, body)[0]

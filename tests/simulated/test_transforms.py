@@ -71,13 +71,13 @@ def trained(way, *, zero, size=2):
         sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.01)  # noqa: E731
         # A pair is believed: some of these models let the samples of a batch meet.
         loss = lambda y, t: ((y - t).square().sum(), y.numel())  # noqa: E731
-        step = TrainStep(Energy(way), loss, sgd, plan=plan, ranks=ranks, clip=None)
+        step = TrainStep(Energy(way), loss, sgd, plan=plan, communicator=ranks, clip=None)
         generator = torch.Generator().manual_seed(ranks.rank)
         # Forward-mode levels are the process's, not a thread's: only one rank may use them.
         samples = 0 if way == "jvp" and ranks.rank else 2
         draw = lambda: torch.randn(samples, 3, generator=generator, dtype=torch.float64)  # noqa: E731
         losses = [step((draw(), draw())).loss for _ in range(3)]
-        return losses, {name: weight.detach().clone() for name, weight in step.weights()}
+        return losses, {name: weight.detach().clone() for name, weight in step.named_weights()}
 
     return threads.run(size, body, hosts=size)
 

@@ -24,7 +24,7 @@ def test_states_without_those_of_unfrozen_parameters_are_taken_or_refused_by_all
     def body(ranks):
         make, plan = functools.partial(torch.optim.Adam, lr=0.1), Plan(dp=2, **how)
         batch = torch.ones(2, 3, dtype=torch.float64) + ranks.rank, torch.zeros(2, 2, dtype=torch.float64)
-        build = functools.partial(TrainStep, loss=_squares, optimizer=make, plan=plan, ranks=ranks, clip=None)
+        build = functools.partial(TrainStep, loss=_squares, optimizer=make, plan=plan, communicator=ranks, clip=None)
         first = build(net(frozen=True))
         first(batch)
         state = first.state_dict()

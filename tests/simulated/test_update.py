@@ -111,7 +111,7 @@ def train_detached(ranks, zero, update, *, ready):
     model = Detached().double()
     make = functools.partial(torch.optim.SGD, lr=0.1)
     plan = Plan(dp=2, zero=zero, update=update, bucket_bytes=1)
-    step = TrainStep(model, lambda out, _: out.square(), make, plan=plan, ranks=ranks, clip=None)
+    step = TrainStep(model, lambda out, _: out.square(), make, plan=plan, communicator=ranks, clip=None)
     before, same = model.last.weight.detach().clone(), []
 
     def at_end():
@@ -122,7 +122,7 @@ def train_detached(ranks, zero, update, *, ready):
         same.append(torch.equal(before, model.last.weight))
 
     batch = torch.ones(3, 16, dtype=torch.float64), torch.zeros(3)
-    step.try_out(batch, training=True)  # its backward is no step's
+    step.dry_run(batch, training=True)  # its backward is no step's
     if ranks.rank == 0:
         model.at_begin = lambda: ready.wait(5)
     else:
@@ -163,7 +163,7 @@ def test_sums_that_others_read_are_not_written_whatever_group_asks_for_it(microb
     case = Case(batch_sizes=(12, 12, 12, 12), bucket_bytes=1500, microbatches=microbatches)
 
     def body(ranks):
-        step = TrainStep(model("mlp"), loss(case), by_turns, plan=case.plan(ranks.size), ranks=ranks, clip=None)
+        step = TrainStep(model("mlp"), loss(case), by_turns, plan=case.plan(ranks.size), communicator=ranks, clip=None)
         return train_step(case, step)
 
     want = oracle.train(model("mlp"), loss(case), by_turns, batches(case))

@@ -59,7 +59,7 @@ def parallel(ranks, module, **fields):
     """A call that trains `module` on this rank's batch, with `parallelize`."""
     plan = ff.Plan(dp=ranks.size, bucket_bytes=8, **fields)
     sgd = lambda parameters: torch.optim.SGD(parameters, lr=RATE)  # noqa: E731
-    step = TrainStep(module, loss, sgd, plan=plan, ranks=ranks, clip=None)
+    step = TrainStep(module, loss, sgd, plan=plan, communicator=ranks, clip=None)
 
     def train():
         step(batch(ranks.rank))

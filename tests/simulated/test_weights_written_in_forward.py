@@ -151,10 +151,10 @@ def test_weights_are_no_state_of_each_ranks_own():
 @pytest.mark.parametrize("kind", [*EACH_TIME, *ONCE])
 def test_what_a_dry_run_writes_into_weights_is_put_back(kind):
     def body(ranks):
-        step = TrainStep(model(kind), loss, sgd, plan=Plan(dp=2), ranks=ranks, clip=None)
-        before = {name: weight.clone() for name, weight in step.weights()}
-        step.try_out(batches(9)[0], training=True)
-        return all(torch.equal(weight, before[name]) for name, weight in step.weights())
+        step = TrainStep(model(kind), loss, sgd, plan=Plan(dp=2), communicator=ranks, clip=None)
+        before = {name: weight.clone() for name, weight in step.named_weights()}
+        step.dry_run(batches(9)[0], training=True)
+        return all(torch.equal(weight, before[name]) for name, weight in step.named_weights())
 
     assert all(threads.run(2, body))
 
@@ -200,8 +200,8 @@ class Centers(nn.Module):
 
 def test_a_loss_that_writes_into_parameters_of_its_own_is_refused():
     def body(ranks, kind):
-        step = TrainStep(model("nothing"), Centers(kind), sgd, plan=Plan(dp=2), ranks=ranks, clip=None)
-        step.try_out(batches(9)[0], training=True)
+        step = TrainStep(model("nothing"), Centers(kind), sgd, plan=Plan(dp=2), communicator=ranks, clip=None)
+        step.dry_run(batches(9)[0], training=True)
 
     def refusing(ranks):
         with pytest.raises(TaskError, match="the loss writes centers of its own"):
@@ -249,7 +249,7 @@ def of_tokens(outputs: Tensor, targets: Tensor) -> Tensor:
 )
 def test_weights_that_forward_writes_are_refused_where_ranks_share_sequences(kind, match):
     def body(ranks):
-        step = TrainStep(attending(kind), of_tokens, sgd, plan=Plan(sp=2), ranks=ranks, clip=None)
+        step = TrainStep(attending(kind), of_tokens, sgd, plan=Plan(sp=2), communicator=ranks, clip=None)
         with pytest.raises(TaskError, match=match):
             step(TEXTS_BATCH)
 
@@ -259,7 +259,7 @@ def test_weights_that_forward_writes_are_refused_where_ranks_share_sequences(kin
 @pytest.mark.parametrize("kind", ["none", "clamp"])
 def test_weights_that_forward_writes_alike_are_trained_where_ranks_share_sequences(kind):
     def body(ranks):
-        step = TrainStep(attending(kind), of_tokens, sgd, plan=Plan(sp=2), ranks=ranks, clip=None)
+        step = TrainStep(attending(kind), of_tokens, sgd, plan=Plan(sp=2), communicator=ranks, clip=None)
         return oracle.snapshot(step, [step(TEXTS_BATCH).loss for _ in range(3)], [])
 
     expected = oracle.train(attending(kind), of_tokens, sgd, [TEXTS_BATCH] * 3)

@@ -38,7 +38,7 @@ def deviation(host: str | None = None, **fields: Any) -> dict[str, Any]:
     with hosts_told(host):
         step = training.build(case, dist.get_world_size())
     trained = training.train_step(case, step)
-    return {"deviation": oracle.deviation(trained, training.train_oracle(case)), "transport": step.transport}
+    return {"deviation": oracle.deviation(trained, training.train_oracle(case)), "transport": step.transport_name}
 
 
 def coded_deviations(cases: list[dict[str, Any]], host: str | None = None) -> list[dict[str, Any]]:
@@ -48,14 +48,14 @@ def coded_deviations(cases: list[dict[str, Any]], host: str | None = None) -> li
         case, size = Case(**fields, batch_sizes=(16, 16)), dist.get_world_size()
         with hosts_told(host):
             step = training.build(case, size)
-        metrics = [step(training.local(batch, size, step.data_index)) for batch in training.batches(case)]
+        metrics = [step(training.local(batch, size, step.dp_index)) for batch in training.batches(case)]
         trained = oracle.snapshot(step, [m.loss for m in metrics], [m.grad_norm for m in metrics])
         expected = coded.train(case, size, unit=16.0)
         lengths = [sum(b.num_bytes for b in rounds) for rounds in _rounds(step)]
         told.append(
             {
                 "deviation": oracle.deviation(trained, expected),
-                "transport": step.transport,
+                "transport": step.transport_name,
                 "sent_bytes": metrics[-1].sent_bytes,
                 "message_bytes": sum(lengths),
             }
@@ -80,7 +80,7 @@ def apart_deviation(fields: dict[str, Any], host: str | None = None) -> dict[str
     case, size = Case(**{**fields, "batch_sizes": tuple(fields["batch_sizes"])}), dist.get_world_size()
     with hosts_told(host):
         step = training.build(case, size)
-    metrics = [step(training.local(batch, size, step.data_index)) for batch in training.batches(case)]
+    metrics = [step(training.local(batch, size, step.dp_index)) for batch in training.batches(case)]
     trained = oracle.snapshot(step, [m.loss for m in metrics], [m.grad_norm for m in metrics])
     return {
         "deviation": oracle.deviation(trained, apart.train(case, size)),
@@ -137,7 +137,7 @@ def start_apart() -> bool:
     model[0].requires_grad_(False)
     step = ff.parallelize(model, nn.functional.mse_loss, sgd, ff.Plan(dp=dist.get_world_size()))
     sums = {name: tensor.double().sum().item() for name, tensor in step.model.state_dict().items()}
-    return all(theirs == sums for theirs in step.exchange(sums)) and sums["offset"] == 0.0
+    return all(theirs == sums for theirs in step.all_gather_json(sums)) and sums["offset"] == 0.0
 
 
 def dies_in_silence() -> None:

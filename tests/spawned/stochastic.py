@@ -59,7 +59,7 @@ def train(folder: str, dp: int, sp: int, *, save: bool = False, resume: bool = F
         first = progress.step
     losses = []
     for number, batch in enumerate(batches(Case(model="lm", batch_sizes=(8,) * STEPS))[first:], first + 1):
-        losses.append(step(local(batch, dp, step.data_index)).loss)
+        losses.append(step(local(batch, dp, step.dp_index)).loss)
         if save and number == SAVE_AT:
             keeper.save(Progress(number))
             keeper.wait()

@@ -111,7 +111,7 @@ def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_r
 
     keeps: whether it is to be a run, with a folder.
     """
-    from fourfold.run.build import check
+    from fourfold.run.build import preflight
     from fourfold.run.folder import check_name
 
     job = parse_job(words, num_processes=num_processes)
@@ -130,7 +130,7 @@ def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_r
         data = task.open_data(job.task, spec=job.task_name)
         check_tokens(data, job.plan)
     with errors.collect():
-        model = check(job.task, job.plan)
+        model = preflight(job.task, job.plan)
     errors.raise_collected()
     assert data is not None
     assert model is not None

@@ -112,10 +112,10 @@ def parallelize(
     torch.manual_seed(generator_seed(seed, plan.mesh.at(ranks.rank)["dp"]))
     options = {"clip": clip, "skip_nan": skip_nan, "seed": seed}
     options |= {"same_batches": same_batches, "drift_check": drift_check}
-    return TrainStep(model.to(ranks.device), loss, optimizer, plan=plan, ranks=ranks, **options)
+    return TrainStep(model.to(ranks.device), loss, optimizer, plan=plan, communicator=ranks, **options)
 
 
-class Traffic(NamedTuple):
+class CommStats(NamedTuple):
     """What a rank has waited for others, and sent to them."""
 
     waiting_seconds: float
@@ -132,7 +132,7 @@ class TrainStep:
         optimizer: optim.OptimizerFactory,
         *,
         plan: Plan,
-        ranks: comm.Communicator,
+        communicator: comm.Communicator,
         clip: float | None,
         skip_nan: int = 0,
         seed: int = 0,
@@ -140,50 +140,52 @@ class TrainStep:
         drift_check: int = DRIFT_CHECK,
     ) -> None:
         refuse_own_loss(loss, plan)
-        self.model, self.plan, self._ranks = model, plan, ranks
+        self.model, self.plan, self._communicator = model, plan, communicator
         self.objective = Objective(loss)
         self.optimizer = optim.build_optimizer(optimizer, list(model.parameters()))
         refuse_optimizer(self.optimizer, plan)
         refuse_own(self.optimizer, plan)
-        self._unchanged = Unchanged(self.optimizer, plan)
-        self._frozen = FrozenBatchNorms(model, plan)
+        self._optimizer_watch = Unchanged(self.optimizer, plan)
+        self._frozen_norms = FrozenBatchNorms(model, plan)
         trainable = trainable_of(model)
         own = data.param_specs(trainable, optim.group_indices(self.optimizer, trainable))
         shapes = {name: list(p.shape) for name, p in trainable.items()}
-        self._same_batches = SameBatches(same_batches, num_data_ranks=plan.dp, speaks=ranks.rank == 0)
+        self._duplicate_batches = SameBatches(same_batches, num_data_ranks=plan.dp, speaks=communicator.rank == 0)
         options = {"clip": clip, "skip_nan": skip_nan, "same_batches": same_batches, "drift_check": drift_check}
-        compare(ranks, own, shapes, plan=plan, options=options, optimizer=self.optimizer)
+        compare(communicator, own, shapes, plan=plan, options=options, optimizer=self.optimizer)
         self._options = OptionTracker(self.optimizer)
         # A split over one rank is whole.
         rest = RESTING_LAYOUTS[plan.zero if plan.num_shards > 1 else 0]
         split = rest.state == SPLIT
         specs = compute_specs(own, plan.precision, excluded=lowered.full_precision_params(model))
-        self.buckets = _buckets(plan, specs, ranks, shares=plan.reduce_group_size if split else 1)
+        self.buckets = _build_buckets(plan, specs, communicator, num_shards=plan.reduce_group_size if split else 1)
         by_bucket = [[trainable[slot.name] for slot in bucket.slots] for bucket in self.buckets]
-        codecs = _codecs(plan, self.buckets, by_bucket)
+        codecs = _build_codecs(plan, self.buckets, by_bucket)
         layerwise = optim.is_layerwise(self.optimizer)
         allow_unused = plan.unused == "allow"
         in_place = (
             UnbucketedGrads(trainable, self.buckets, allow_unused=allow_unused) if has_unbucketed_grads(plan) else None
         )
-        request = _request(plan, self.buckets, rest, num_norms=2 * len(trainable) if layerwise else len(trainable))
+        request = _transport_spec(
+            plan, self.buckets, rest, num_norms=2 * len(trainable) if layerwise else len(trainable)
+        )
         held = None if in_place is None else in_place.local_grads
-        self._transport, self.transport = comm.make_transport(
-            ranks, request, choice=plan.transport, codecs=codecs, unbucketed_grads=held
+        self._transport, self.transport_name = comm.make_transport(
+            communicator, request, choice=plan.transport, codecs=codecs, unbucketed_grads=held
         )
         if rest.weight == SPLIT and not self._transport.unshards_params:
             rest = RESTING_LAYOUTS[2]  # the weights exist once per host: nothing is gathered before use
-        self.remembered = Remembered(codecs, ranks)
+        self.codec_state = Remembered(codecs, communicator)
         apart = comm.LocalSGDTransport(self._transport) if plan.sync == "local" else None
         self._transport = apart or self._transport
-        policy = MasterWeightPolicy(plan.precision, split, offload_device(plan.offload, ranks.device))
+        policy = MasterWeightPolicy(plan.precision, split, offload_device(plan.offload, communicator.device))
         outer = (
             local.OuterOptimizer(plan.outer_lr, plan.outer_momentum) if apart is not None else local.OuterOptimizer()
         )
-        self._weights = Weights(model, self.buckets, self._transport, ranks, policy, is_mean=outer.is_mean)
-        self._local = None
+        self._weights = Weights(model, self.buckets, self._transport, communicator, policy, is_mean=outer.is_mean)
+        self._local_sgd = None
         if apart is not None:
-            self._local = local.LocalSGD(self._weights.flats, self.buckets, apart, outer)
+            self._local_sgd = local.LocalSGD(self._weights.flats, self.buckets, apart, outer)
         by_slot = allow_unused or layerwise
         if in_place is not None:
             self._gradients = in_place
@@ -196,11 +198,18 @@ class TrainStep:
         prepare = self._transport.reduce_range if split else None
         flat = optim.FlatOptimizer(self.optimizer, self.buckets, pieces, prepare_grads=prepare)
         self._state = State(
-            self._weights, self.buckets, flat, self._transport, ranks, self.remembered, self._local, is_split=split
+            self._weights,
+            self.buckets,
+            flat,
+            self._transport,
+            communicator,
+            self.codec_state,
+            self._local_sgd,
+            is_split=split,
         )
         # What gradients are divided by: of all ranks, or of one, if each learns by itself.
-        self._sharing = plan.dp if self._local is not None else 1
-        self._scale = LossScaler() if plan.precision == "fp16" else None
+        self._count_divisor = plan.dp if self._local_sgd is not None else 1
+        self._loss_scaler = LossScaler() if plan.precision == "fp16" else None
         in_grad = in_place is not None
         hooks = StepHooks(self.optimizer, self.buckets, by_bucket, is_unbucketed=in_grad, can_skip_params=by_slot)
         parts = Parts(
@@ -212,9 +221,9 @@ class TrainStep:
             rest,
             self._weights.edits,
             self._weights.gathered,
-            self._local,
+            self._local_sgd,
             hooks,
-            self._scale,
+            self._loss_scaler,
         )
         self._actions = Actions(
             model,
@@ -222,135 +231,142 @@ class TrainStep:
             parts,
             clip=clip,
             update=plan.update,
-            all_reduce_count=lambda count: sum(ranks.all_gather_json(count)) / self._sharing,
-            blocks_in_backward=plan.sp > 1 or parts.gathered is not None or _may_wait_in_backward(plan, rest),
+            all_reduce_count=lambda count: sum(communicator.all_gather_json(count)) / self._count_divisor,
+            blocks_in_backward=plan.sp > 1 or parts.gathered is not None or _may_block_in_backward(plan, rest),
         )
-        self._tokens = Tokens(model, loss, plan, ranks, seed=seed) if loss is not None and plan.sp > 1 else None
+        self._sequence_parallel = (
+            Tokens(model, loss, plan, communicator, seed=seed) if loss is not None and plan.sp > 1 else None
+        )
         self._dry_run = DryRun(
             model,
             self.objective,
             plan,
-            ranks.device,
+            communicator.device,
             self._weights,
-            num_sharing=ranks.world.local_size,
-            speaks=ranks.rank == 0,
+            num_sharing=communicator.world.local_size,
+            speaks=communicator.rank == 0,
         )
-        self._runtime = Runtime(self._actions)
-        self._guard = Guard(ranks, model, limit=skip_nan)
-        self._drift = drift.Drift(ranks, drift_check)
-        self._outline = DataStepSpec(
+        self._executor = Runtime(self._actions)
+        self._nan_guard = Guard(communicator, model, limit=skip_nan)
+        self._drift_checker = drift.Drift(communicator, drift_check)
+        self._step_spec = DataStepSpec(
             plan.microbatches,
             len(self.buckets),
             rest,
-            clip is not None or self._scale is not None,
+            clip is not None or self._loss_scaler is not None,
             allow_unused,
             plan.update,
             has_trust_ratios=layerwise and split,
         )
-        self._lower()
-        self._recorded, self._num_calls = False, 0
+        self._lower_programs()
+        self._has_record, self._num_calls = False, 0
         self.program: tuple[Action, ...]
         """What a step does; with local steps one that ends with a meeting, the others do `program_apart`."""
-        self.steps = 0
+        self.num_steps = 0
         """Steps done, those before a resumption included: errors name them."""
 
-    def _lower(self) -> None:
+    def _lower_programs(self) -> None:
         """Make the programs of what is known of a step."""
-        if self._local is None:
-            self.program = self.program_apart = lower_step(self._outline)
+        if self._local_sgd is None:
+            self.program = self.local_program = lower_step(self._step_spec)
             return
-        self.program = lower_step(self._outline._replace(sync="meet"))
-        self.program_apart = lower_step(self._outline._replace(sync="apart"))
+        self.program = lower_step(self._step_spec._replace(sync="meet"))
+        self.local_program = lower_step(self._step_spec._replace(sync="apart"))
 
     @property
-    def is_whole(self) -> bool:
+    def is_synchronized(self) -> bool:
         """Whether all ranks have the same weights: always, or with local steps when they have just met."""
-        return self.steps % self.plan.sync_interval == 0
+        return self.num_steps % self.plan.sync_interval == 0
 
     @property
     def rank(self) -> int:
-        return self._ranks.rank
+        return self._communicator.rank
 
-    def ask(self, stop: bool) -> None:
+    def request_stop(self, stop: bool) -> None:
         """Whether this rank wants the run to stop: `asked` tells all ranks after the next step."""
         self._actions.stop_requested = stop
 
     @property
-    def asked(self) -> bool:
+    def stop_requested(self) -> bool:
         """Whether some rank wanted the run to stop when the last step ended; the same on every rank."""
         totals = self._actions.totals
         return totals is not None and totals.asked > 0
 
-    def has_died(self, rank: int) -> bool:
+    def peer_is_dead(self, rank: int) -> bool:
         """Whether a rank's process has ended, as far as this host can tell. Not collective: waits ask it."""
-        return self._ranks.is_peer_dead(rank)
+        return self._communicator.is_peer_dead(rank)
 
-    def look(self) -> None:
+    def check_peers(self) -> None:
         """Raise PeerError where another rank of this host has ended. Not collective: waits call it."""
-        self._ranks.check_peers()
+        self._communicator.check_peers()
 
-    def tell(self, recorder: Recorder) -> None:
+    def set_recorder(self, recorder: Recorder) -> None:
         """From now on `recorder` hears of every action, bucket and wait of this rank; `SILENT` ends it."""
-        self._runtime.recorder = self._actions.recorder = recorder
-        for way in (self._transport, *(self._tokens.links if self._tokens is not None else ())):
+        self._executor.recorder = self._actions.recorder = recorder
+        for way in (self._transport, *(self._sequence_parallel.links if self._sequence_parallel is not None else ())):
             way.recorder = recorder
-        if self._local is None:
+        if self._local_sgd is None:
             self._gradients.recorder = recorder  # elsewhere gradients go nowhere
 
     @property
     def busy_seconds(self) -> dict[str, float]:
         """What this rank's last step was spent on, by the verbs' names, waiting left out."""
-        return self._runtime.busy_seconds
+        return self._executor.busy_seconds
 
     @property
-    def data_index(self) -> int:
+    def dp_index(self) -> int:
         """This rank's place on the data axis."""
         return self.plan.mesh.at(self.rank)["dp"]
 
     @property
     def device(self) -> torch.device:
-        return self._ranks.device
+        return self._communicator.device
 
     def __call__(self, batch: Any) -> Metrics:
         """One optimizer update on this rank's batch `(inputs, targets)`. Collective.
 
         Raises DivergenceError where another rank is in another call, or has another part of the feed's order.
         """
-        begin, (waited, sent) = time.perf_counter(), self._traffic()
+        begin, (waited, sent) = time.perf_counter(), self._comm_stats()
         samples = getattr(batch, "samples", None)
-        self._refuse_changes()
-        call = _name(f"step {self.steps + 1}", samples)
+        self._check_unchanged()
+        call = _call_name(f"step {self.num_steps + 1}", samples)
         self._transport.begin_call(comm.with_options(call, self._options.text()))
-        watches = self._same_batches.is_watching and samples is None
+        watches = self._duplicate_batches.is_watching and samples is None
         compares_sources = self._num_calls == 0 and samples is not None
-        if not self._recorded or watches or compares_sources:
+        if not self._has_record or watches or compares_sources:
             self._transport.check_same_call()  # The first step also exchanges what is no sum.
         if compares_sources:
-            refuse_other_sources(self._ranks.all_gather_json(getattr(batch, "probe", None)))
+            refuse_other_sources(self._communicator.all_gather_json(getattr(batch, "probe", None)))
         if watches:
-            self._compare_data_ranks(batch)
-        self.try_out(batch, training=True)
-        batch, self._actions.batch_mismatch = self._compared(batch)
-        self._guard.begin()
-        loss_scale = None if self._scale is None else self._scale.value
-        program = self.program_apart if (self.steps + 1) % self.plan.sync_interval else self.program
-        with self._reading(batch, self.plan.microbatches) as microbatches:
-            self._runtime.run(program, microbatches)
+            self._compare_batches(batch)
+        self.dry_run(batch, training=True)
+        batch, self._actions.batch_mismatch = self._compare_sequence_batch(batch)
+        self._nan_guard.begin()
+        loss_scale = None if self._loss_scaler is None else self._loss_scaler.value
+        program = self.local_program if (self.num_steps + 1) % self.plan.sync_interval else self.program
+        with self._local_microbatches(batch, self.plan.microbatches) as microbatches:
+            self._executor.run(program, microbatches)
         if self._actions.has_called_hooks:
             self._weights.check()  # a hook may have given parameters other storage
         totals = self._actions.totals
         assert totals is not None
         if self._num_calls == 0:
             self.objective.settle()
-        self._num_calls, self.steps = self._num_calls + 1, self.steps + 1
+        self._num_calls, self.num_steps = self._num_calls + 1, self.num_steps + 1
         if self.device.type == "cpu":
-            _mind_memory(self._num_calls)
-        skipped = self._guard.judge(self._actions, self.steps, samples)
-        if self._drift.is_wanted(self.steps, self.plan.sync_interval):
-            self._drift.compare(list(self._held()), f"after step {self.steps}", manner=self._options.implementation())
-        if not self._recorded and skipped is None:
-            self._record(self._ranks.all_gather_json(self._gradients.completion_order)[0], totals.count / self._sharing)
-        if not self._recorded and not totals.count:
+            _tune_freed_memory(self._num_calls)
+        skipped = self._nan_guard.judge(self._actions, self.num_steps, samples)
+        if self._drift_checker.is_wanted(self.num_steps, self.plan.sync_interval):
+            self._drift_checker.compare(
+                list(self._replicated_tensors()), f"after step {self.num_steps}", manner=self._options.implementation()
+            )
+        if not self._has_record and skipped is None:
+            self._set_record(
+                self._communicator.all_gather_json(self._gradients.completion_order)[0],
+                totals.count / self._count_divisor,
+            )
+        if not self._has_record and not totals.count:
             self._actions.nominal_count = None  # what was estimated from no elements is no estimate
         return Metrics(
             loss=totals.loss / totals.count if totals.count else float("nan"),
@@ -358,8 +374,8 @@ class TrainStep:
             tokens=round(totals.tokens) or None,
             grad_norm=self._actions.grad_norm,
             seconds=time.perf_counter() - begin,
-            waiting_seconds=self._traffic().waiting_seconds - waited,
-            sent_bytes=self._traffic().sent_bytes - sent,
+            waiting_seconds=self._comm_stats().waiting_seconds - waited,
+            sent_bytes=self._comm_stats().sent_bytes - sent,
             skipped=skipped,
             loss_scale=loss_scale,
             overflowed=self._actions.overflowed,
@@ -368,13 +384,13 @@ class TrainStep:
     @torch.no_grad()
     def evaluate(self, batch: Any) -> Metrics:
         """The loss of the global batch without training on it; NaN where it is empty everywhere. Collective."""
-        begin, (waited, _) = time.perf_counter(), self._traffic()
-        self._enter("evaluate()", getattr(batch, "samples", None))
+        begin, (waited, _) = time.perf_counter(), self._comm_stats()
+        self._begin_call("evaluate()", getattr(batch, "samples", None))
         self._actions.flush()
-        self.try_out(batch)
-        batch, problem = self._compared(batch)
+        self.dry_run(batch)
+        batch, problem = self._compare_sequence_batch(batch)
         local = torch.zeros(7, dtype=torch.float64)
-        with self._weights.read("evaluate"), self._reading(batch) as (part,), eval_mode(self.model):
+        with self._weights.read("evaluate"), self._local_microbatches(batch) as (part,), eval_mode(self.model):
             if part.num_samples:
                 loss = self.objective(self.model, part).loss
                 values = [
@@ -388,7 +404,7 @@ class TrainStep:
                 ]
                 local = torch.tensor([float(value) for value in values], dtype=torch.float64)
         local[4] = problem is not None
-        total, count, samples, tokens, num_unlike, other, square = self._sum(local)
+        total, count, samples, tokens, num_unlike, other, square = self._all_reduce(local)
         if num_unlike:
             raise TaskError(problem or unlike(), where="the batch")
         if is_uneven(count, other, square):
@@ -399,64 +415,64 @@ class TrainStep:
             tokens=round(tokens) or None,
             grad_norm=None,
             seconds=time.perf_counter() - begin,
-            waiting_seconds=self._traffic().waiting_seconds - waited,
+            waiting_seconds=self._comm_stats().waiting_seconds - waited,
         )
 
-    def try_out(self, batch: Any, *, training: bool = False) -> None:
+    def dry_run(self, batch: Any, *, training: bool = False) -> None:
         """Show by a first batch that the loss and the model can be cut as the plan has it. Collective.
 
         Raises TaskError, on every rank, where they cannot. The first step does it too. `training`: it is a step's.
         """
-        if self._tokens is not None and not self._tokens.is_tried:
+        if self._sequence_parallel is not None and not self._sequence_parallel.is_tried:
             self._transport.check_same_call()
-            self._tokens.try_out(batch, self._weights.read("try out"))
+            self._sequence_parallel.try_out(batch, self._weights.read("try out"))
             self._weights.edits.accept_edits()
         if self._dry_run.is_due(training=training):
             self._transport.check_same_call()
-            few = batch if self._tokens is None else self._tokens.few(batch)
-            self._dry_run.run(few, self._weights.read, self._ranks.all_gather_json, training=training)
+            few = batch if self._sequence_parallel is None else self._sequence_parallel.few(batch)
+            self._dry_run.run(few, self._weights.read, self._communicator.all_gather_json, training=training)
             self._weights.edits.accept_edits()
 
     @contextlib.contextmanager
-    def reading(self, batch: Any) -> Iterator[Microbatch]:
+    def local_batch(self, batch: Any) -> Iterator[Microbatch]:
         """This rank's part of a batch; within, the model's attention reaches all tokens of it.
 
         Collective among the ranks that share sequences. Raises TaskError on them where their batches are not the same.
         """
-        batch, problem = self._compared(batch)
+        batch, problem = self._compare_sequence_batch(batch)
         if problem is not None:
             raise TaskError(problem, where="the batch")
-        with self._reading(batch) as (part,):
+        with self._local_microbatches(batch) as (part,):
             yield part
 
-    def measured(self, batch: Any) -> tuple[Microbatch, Measured]:
+    def run_forward(self, batch: Any) -> tuple[Microbatch, Measured]:
         """What the model makes of this rank's part of a batch that is not empty: see `reading`."""
-        with self.reading(batch) as part:
+        with self.local_batch(batch) as part:
             return part, self.objective(self.model, part)
 
     @contextlib.contextmanager
-    def _reading(self, batch: Any, count: int = 1) -> Iterator[list[Microbatch]]:
+    def _local_microbatches(self, batch: Any, num_microbatches: int = 1) -> Iterator[list[Microbatch]]:
         """The same in microbatches, of a batch that has been compared."""
-        if self._tokens is None:
-            yield split_microbatches(batch, count, self.device)
+        if self._sequence_parallel is None:
+            yield split_microbatches(batch, num_microbatches, self.device)
             return
-        part, kept = self._tokens.cut(batch)
-        parts = split_microbatches(part, count, self.device, real_tokens=kept)
-        with self._tokens.routing(parts, self.steps, getattr(batch, "samples", None)):
+        part, kept = self._sequence_parallel.cut(batch)
+        parts = split_microbatches(part, num_microbatches, self.device, real_tokens=kept)
+        with self._sequence_parallel.routing(parts, self.num_steps, getattr(batch, "samples", None)):
             yield parts
 
-    def _compared(self, batch: Any) -> tuple[Any, Problem | None]:
+    def _compare_sequence_batch(self, batch: Any) -> tuple[Any, Problem | None]:
         """The batch; where ranks that share its sequences have other ones none of its samples, and what is wrong."""
-        problem = None if self._tokens is None else self._tokens.unlike(batch)
+        problem = None if self._sequence_parallel is None else self._sequence_parallel.unlike(batch)
         return (batch if problem is None else tree_map(unpack_batch(batch), lambda tensor: tensor[:0])), problem
 
-    def _compare_data_ranks(self, batch: Any) -> None:
+    def _compare_batches(self, batch: Any) -> None:
         """Raise TaskError, on every rank, where all data ranks train on the same batches. Collective."""
-        everyone = self._ranks.all_gather_json(fingerprint(batch))
-        places = [self.plan.mesh.at(rank) for rank in range(self._ranks.size)]
-        self._same_batches.compare([one for one, place in zip(everyone, places, strict=True) if place["sp"] == 0])
+        everyone = self._communicator.all_gather_json(fingerprint(batch))
+        places = [self.plan.mesh.at(rank) for rank in range(self._communicator.size)]
+        self._duplicate_batches.compare([one for one, place in zip(everyone, places, strict=True) if place["sp"] == 0])
 
-    def sum(self, values: Tensor) -> list[float]:
+    def all_reduce(self, values: Tensor) -> list[float]:
         """The elements of a tensor, flattened and in float64, summed over the data ranks. Collective.
 
         Raises SettingError for what is no tensor of real numbers, and DivergenceError where ranks give different
@@ -465,23 +481,23 @@ class TrainStep:
         if not isinstance(values, Tensor) or values.is_complex():
             got = "values of complex numbers" if isinstance(values, Tensor) else shown("values", values)
             problem = Problem(got, "a tensor of real numbers", "torch.tensor([…]), or torch.view_as_real(…)")
-            call = f"sum() of no tensor of real numbers after step {self.steps}"
-            self._refuse(call, SettingError(problem, where="the arguments of sum()"))
-        self._enter(f"sum() of {values.numel()} values")
-        return self._sum(values.detach().double().flatten())
+            call = f"sum() of no tensor of real numbers after step {self.num_steps}"
+            self._raise_after_mismatch(call, SettingError(problem, where="the arguments of sum()"))
+        self._begin_call(f"sum() of {values.numel()} values")
+        return self._all_reduce(values.detach().double().flatten())
 
-    def _sum(self, values: Tensor) -> list[float]:
+    def _all_reduce(self, values: Tensor) -> list[float]:
         sums: list[float] = []
         for some in values.split(comm.NUM_LOSS_SCALARS):  # no values are one empty part: the ranks meet all the same
             self._transport.all_reduce_scalars_async(LOSS, some)
             sums += self._transport.wait_scalars(LOSS)
         return sums
 
-    def exchange(self, value: Any) -> list[Any]:
+    def all_gather_json(self, value: Any) -> list[Any]:
         """Every rank's JSON value, in rank order. Collective."""
-        self._enter("exchange()")
+        self._begin_call("exchange()")
         self._transport.check_same_call()
-        return self._ranks.all_gather_json(value)
+        return self._communicator.all_gather_json(value)
 
     def check_drift(self) -> None:
         """Compare the weights that several ranks hold now, as `drift_check` does every so many steps. Collective.
@@ -489,13 +505,15 @@ class TrainStep:
         Raises DivergenceError, on every rank, where they differ in a bit, and TrainingError between meetings of local
         steps.
         """
-        self._enter("check_drift()")
+        self._begin_call("check_drift()")
         self._transport.check_same_call()
         self._actions.flush()
-        self._refuse_apart()
-        self._drift.compare(list(self._held()), f"after step {self.steps}", manner=self._options.implementation())
+        self._check_synchronized()
+        self._drift_checker.compare(
+            list(self._replicated_tensors()), f"after step {self.num_steps}", manner=self._options.implementation()
+        )
 
-    def _held(self) -> Iterator[drift.Held]:
+    def _replicated_tensors(self) -> Iterator[drift.Held]:
         """The weights in this rank's own memory."""
         weights, gathered, shares = self._weights, self._weights.gathered is not None, self._state.shares
         for name, parameter in self.model.named_parameters():
@@ -513,32 +531,32 @@ class TrainStep:
     @contextlib.contextmanager
     def edit(self) -> Iterator[nn.Module]:
         """Change weights by hand: inside the block they are yours, after it every rank has rank 0's. Collective."""
-        self._refuse_edits("edit()")
-        self._enter("edit()")
+        self._check_no_edits("edit()")
+        self._begin_call("edit()")
         self._transport.check_same_call()
         self._actions.flush()
         with self._weights.edited():
             yield self.model
-        if self._local is not None:
-            self._local.finish_sync()
+        if self._local_sgd is not None:
+            self._local_sgd.finish_sync()
         torch.autograd.graph.increment_version(list(self.model.parameters()))
         self._weights.edits.accept_edits()
 
     @contextlib.contextmanager
-    def read(self) -> Iterator[nn.Module]:
+    def unsharded(self) -> Iterator[nn.Module]:
         """Call the model by hand: within, on any rank and as often as one likes, without training it. Collective.
 
         Needed only where weights rest split among hosts (zero 3): outside of steps parameters are placeholders there,
         NaN in their shapes. Other ranks wait at the end of the block until no rank needs their shares any more.
         """
-        self._enter("read()")
+        self._begin_call("read()")
         self._actions.flush()
         with torch.no_grad(), self._weights.read("read"):
             yield self.model
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every trainable weight by name, one after the other; read only. Collective: every rank goes to the end."""
-        self._enter("weights()")
+        self._begin_call("weights()")
         self._actions.flush()
         return self._weights.each()
 
@@ -548,25 +566,25 @@ class TrainStep:
         All that is done with a step, such as `evaluate` and `state_dict`, sees to it by itself. Before weights are
         used in another way, all ranks call this; where they do not, TrainingError is raised at the use.
         """
-        self._enter("flush()")
+        self._begin_call("flush()")
         self._actions.flush()
 
-    def put(self, values: Mapping[str, Tensor]) -> None:
+    def load_weights(self, values: Mapping[str, Tensor]) -> None:
         """Replace trainable weights, by name; the same values on every rank. Collective.
 
         Raises TaskError, having changed nothing, where names or shapes are none of the model's.
         """
-        self._refuse_edits("put()")
-        self._enter("put()")
+        self._check_no_edits("put()")
+        self._begin_call("put()")
         self._transport.check_same_call()  # all are here: nobody reads weights any more
-        self._refuse_unfit(fits.weight_problems(values, self._weights.trainable), where="the weights")
+        self._raise_on_all_ranks(fits.weight_problems(values, self._weights.trainable), where="the weights")
         self._actions.flush()
         self._weights.put(values)
-        if self._local is not None:
-            self._local.update_reference(values)
+        if self._local_sgd is not None:
+            self._local_sgd.update_reference(values)
 
     @property
-    def shares_of_weights(self) -> dict[str, Tensor]:
+    def weight_shards(self) -> dict[str, Tensor]:
         """Of each trainable parameter what this rank has of its weights, as training goes on from them: no copies.
 
         The parameter; or, where the update has weights of its own, its flattened elements `shares` of these.
@@ -574,15 +592,15 @@ class TrainStep:
         return {name: self._weights.share(name) for name in self._weights.trainable}
 
     @contextlib.contextmanager
-    def replaced(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    def swapped_weights(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
         """Within, trainable weights are others, given as `shares_of_weights` has them. Collective."""
-        self._refuse_edits("replaced()")
-        self._enter("replaced()")
+        self._check_no_edits("replaced()")
+        self._begin_call("replaced()")
         self._transport.check_same_call()
         self._actions.flush()
         with self._weights.replaced(weights):
             yield
-            self._enter("the end of replaced()")
+            self._begin_call("the end of replaced()")
             self._transport.check_same_call()  # nobody computes with them any more
 
     def state_dict(self) -> dict[str, Any]:
@@ -594,53 +612,53 @@ class TrainStep:
         local steps, the outer momentum by name. Then the optimizer's tensors are means over ranks, and TrainingError is
         raised between meetings.
         """
-        self._refuse_edits("state_dict()", thoroughly=True)
-        self._enter("state_dict()")
+        self._check_no_edits("state_dict()", compare_all=True)
+        self._begin_call("state_dict()")
         self._transport.check_same_call()
         self._actions.flush()
-        self._refuse_apart()
-        return {**self._decisions(), **self._state.saved()}
+        self._check_synchronized()
+        return {**self._groups_and_record(), **self._state.saved()}
 
-    def living_state(self) -> dict[str, Any]:
+    def state_refs(self) -> dict[str, Any]:
         """`state_dict` without a copy: the optimizer's tensors are lists of consecutive flat stretches.
 
         Where optimizer states rest split these are this rank's only: `shares` says which elements they are. With local
         steps too: each rank has states of its own. Collective where updates wait for the next forward: see `flush`.
         """
-        self._refuse_apart()
+        self._check_synchronized()
         self._actions.flush()
-        return {**self._decisions(), **self._state.living()}
+        return {**self._groups_and_record(), **self._state.living()}
 
-    def _refuse_apart(self) -> None:
-        if not self.is_whole:
-            got = f"the state after step {self.steps}, with local_steps = {self.plan.sync_interval}"
+    def _check_synchronized(self) -> None:
+        if not self.is_synchronized:
+            got = f"the state after step {self.num_steps}, with local_steps = {self.plan.sync_interval}"
             need = "weights that all ranks have alike"
-            after = -(-self.steps // self.plan.sync_interval) * self.plan.sync_interval
+            after = -(-self.num_steps // self.plan.sync_interval) * self.plan.sync_interval
             raise TrainingError(Problem(got, need, f"after step {after}"))
 
     @property
-    def shares(self) -> Mapping[str, tuple[int, int]]:
+    def shard_ranges(self) -> Mapping[str, tuple[int, int]]:
         """By parameter: the elements [start, stop) of its flattened form whose optimizer state is this rank's."""
         return self._state.shares
 
     @property
-    def is_replica(self) -> bool:
+    def is_secondary_replica(self) -> bool:
         """Whether other ranks, whose numbers are less, hold the same shares as this one."""
         return self._transport.replica_index > 0
 
     @property
-    def is_split(self) -> bool:
+    def has_sharded_state(self) -> bool:
         """Whether optimizer states rest split over the data ranks."""
         return self._state.is_split
 
-    def _decisions(self) -> dict[str, Any]:
+    def _groups_and_record(self) -> dict[str, Any]:
         record: dict[str, Any] = {
-            "order": list(self._outline.launch_order),
+            "order": list(self._step_spec.launch_order),
             "nominal_count": self._actions.nominal_count,
             "optimizer": type(self.optimizer).__name__,
         }
-        if self._scale is not None:
-            record["scale"] = self._scale.state
+        if self._loss_scaler is not None:
+            record["scale"] = self._loss_scaler.state
         groups = [{k: copied(v) for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         return {"groups": groups, "record": record}
 
@@ -649,57 +667,63 @@ class TrainStep:
 
         Raises TaskError, having changed nothing, where it is not the state of such a model and optimizer.
         """
-        self._enter("load_state_dict()")
+        self._begin_call("load_state_dict()")
         self._transport.check_same_call()
         found = fits.problems(state, self._weights.own(), self._weights.trainable, self.optimizer)
-        self._refuse_unfit(found, where="the state")
+        self._raise_on_all_ranks(found, where="the state")
         self._actions.flush()
         self._state.load(state)
         for group, options in zip(self.optimizer.param_groups, state["groups"], strict=True):
             # How an update is carried out was chosen when the step was built.
             group.update({k: copied(v) for k, v in options.items() if k not in optim.IMPLEMENTATION_OPTIONS})
         record = state["record"]
-        if self._scale is not None and record.get("scale"):
-            self._scale.load_state(record["scale"])
+        if self._loss_scaler is not None and record.get("scale"):
+            self._loss_scaler.load_state(record["scale"])
         # The launch order is of use only where the buckets are the same; else this mesh records one of its own.
         if sorted(record["order"]) == list(range(len(self.buckets))):
-            self._record(list(record["order"]), record["nominal_count"])
+            self._set_record(list(record["order"]), record["nominal_count"])
         else:
             self._actions.nominal_count = record["nominal_count"]
         self._state.remember(state)
 
-    def _refuse_unfit(self, found: Sequence[Problem], *, where: str) -> None:
+    def _raise_on_all_ranks(self, found: Sequence[Problem], *, where: str) -> None:
         """Raise TaskError on every rank where any has found a problem: nobody may wait for it. Collective."""
-        told = dict.fromkeys(tuple(each) for problems in self._ranks.all_gather_json(found) for each in problems)
+        told = dict.fromkeys(tuple(each) for problems in self._communicator.all_gather_json(found) for each in problems)
         if told:
             raise TaskError([Problem(*each) for each in told], where=where)
 
-    def _traffic(self) -> Traffic:
+    def _comm_stats(self) -> CommStats:
         """What this rank has waited and sent so far."""
-        ways = (self._transport, *(self._tokens.links if self._tokens is not None else ()))
-        return Traffic(sum(way.waiting_seconds for way in ways), sum(way.sent_bytes for way in ways))
+        ways = (self._transport, *(self._sequence_parallel.links if self._sequence_parallel is not None else ()))
+        return CommStats(sum(way.waiting_seconds for way in ways), sum(way.sent_bytes for way in ways))
 
-    def _refuse_changes(self) -> None:
+    def _check_unchanged(self) -> None:
         """Raise where the optimizer or the model has since the build what a step would leave out."""
-        call = f"step {self.steps + 1}"
-        if problems := self._unchanged.problems():
-            self._refuse(f"{call}, which its optimizer cannot do", OptimizerError(problems, where="the optimizer"))
-        if problems := [*self._weights.problems(), *self._frozen.problems()]:
-            self._refuse(f"{call}, which its model cannot do", TaskError(problems, where="the model"))
+        call = f"step {self.num_steps + 1}"
+        if problems := self._optimizer_watch.problems():
+            self._raise_after_mismatch(
+                f"{call}, which its optimizer cannot do", OptimizerError(problems, where="the optimizer")
+            )
+        if problems := [*self._weights.problems(), *self._frozen_norms.problems()]:
+            self._raise_after_mismatch(f"{call}, which its model cannot do", TaskError(problems, where="the model"))
         # Loops that write weights in each step are found in their first steps, whatever they write.
         is_early = self._num_calls & (self._num_calls - 1) == 0
-        self._refuse_edits(call, thoroughly=is_early or is_due(self.steps, self._drift.every, self.plan.sync_interval))
+        self._check_no_edits(
+            call, compare_all=is_early or is_due(self.num_steps, self._drift_checker.every, self.plan.sync_interval)
+        )
 
-    def _refuse_edits(self, call: str, *, thoroughly: bool = False) -> None:
+    def _check_no_edits(self, call: str, *, compare_all: bool = False) -> None:
         """Raise TaskError where somebody has written weights that the next update would not go on from."""
-        if self._local is not None and self.is_whole:
+        if self._local_sgd is not None and self.is_synchronized:
             self._weights.edits.accept_edits()  # they become the anchor
         if problems := self._weights.edit_problems(
-            thoroughly=thoroughly, sampled=not self._actions.has_pending_updates
+            thoroughly=compare_all, sampled=not self._actions.has_pending_updates
         ):
-            self._refuse(f"{call}, with weights that were written", TaskError(problems, where="the model"))
+            self._raise_after_mismatch(
+                f"{call}, with weights that were written", TaskError(problems, where="the model")
+            )
 
-    def _refuse(self, call: str, error: FourfoldError) -> NoReturn:
+    def _raise_after_mismatch(self, call: str, error: FourfoldError) -> NoReturn:
         """Raise an error of this rank's; ranks that have no such error raise DivergenceError."""
         self._transport.begin_call(call)
         try:
@@ -708,28 +732,30 @@ class TrainStep:
             raise error from divergence
         raise error
 
-    def _enter(self, call: str, samples: BatchRange | None = None) -> None:
-        self._transport.begin_call(_name(f"{call} after step {self.steps}", samples))
+    def _begin_call(self, call: str, samples: BatchRange | None = None) -> None:
+        self._transport.begin_call(_call_name(f"{call} after step {self.num_steps}", samples))
 
-    def _record(self, order: list[int], count: float) -> None:
+    def _set_record(self, order: list[int], count: float) -> None:
         """Freeze what the first step taught: the same on every rank from now on."""
-        self._outline = self._outline._replace(launch_order=tuple(order))
-        self._lower()
+        self._step_spec = self._step_spec._replace(launch_order=tuple(order))
+        self._lower_programs()
         self._gradients.launch_order = list(order)
         before = self._actions.nominal_count
         if before is not None and before != count and isinstance(self._transport, comm.CompressedTransport):
             # What is remembered was divided by the count of before.
             self._transport.rescale_residuals(before / count)
         self._actions.nominal_count = count
-        self._recorded = True
+        self._has_record = True
 
 
-def _name(call: str, samples: BatchRange | None) -> str:
+def _call_name(call: str, samples: BatchRange | None) -> str:
     """A call, and its part of the feed's order where it is known: ranks may be as many steps on, and a batch apart."""
     return call if samples is None else f"{call}, {samples}, {samples.num_samples} samples"
 
 
-def _codecs(plan: Plan, buckets: Sequence[Bucket], by_bucket: Sequence[Sequence[nn.Parameter]]) -> list[codec.Codec]:
+def _build_codecs(
+    plan: Plan, buckets: Sequence[Bucket], by_bucket: Sequence[Sequence[nn.Parameter]]
+) -> list[codec.Codec]:
     """One for each bucket, or none at all."""
     coding = plan.codec_spec
     if coding is None:
@@ -742,21 +768,27 @@ def _codecs(plan: Plan, buckets: Sequence[Bucket], by_bucket: Sequence[Sequence[
     ]
 
 
-def _buckets(plan: Plan, specs: Sequence[ParamSpec], ranks: comm.Communicator, *, shares: int) -> tuple[Bucket, ...]:
+def _build_buckets(
+    plan: Plan, specs: Sequence[ParamSpec], communicator: comm.Communicator, *, num_shards: int
+) -> tuple[Bucket, ...]:
     # With a codec on one host too: what it keeps depends on the buckets, and the training is to be the same.
-    travels = ranks.num_hosts > 1 or plan.codec != "none"
+    travels = communicator.num_hosts > 1 or plan.codec != "none"
     return make_buckets(
-        specs, bucket_bytes=effective_bucket_bytes(specs, plan.bucket_bytes, is_inter_host=travels), num_shards=shares
+        specs,
+        bucket_bytes=effective_bucket_bytes(specs, plan.bucket_bytes, is_inter_host=travels),
+        num_shards=num_shards,
     )
 
 
-def _may_wait_in_backward(plan: Plan, rest: RestingLayouts) -> bool:
+def _may_block_in_backward(plan: Plan, rest: RestingLayouts) -> bool:
     """Whether a rank may wait for a sum within backward while another waits there for the totals of all hosts."""
     # Split gradients pass through a few slots: backward waits for one to be free. Updates in backward need the totals.
     return plan.update == "in_backward" and rest.gradient == SPLIT
 
 
-def _request(plan: Plan, buckets: Sequence[Bucket], rest: RestingLayouts, *, num_norms: int) -> comm.TransportSpec:
+def _transport_spec(
+    plan: Plan, buckets: Sequence[Bucket], rest: RestingLayouts, *, num_norms: int
+) -> comm.TransportSpec:
     """What the buckets of a plan need of a transport."""
     return comm.TransportSpec(
         sizes=tuple(bucket.size for bucket in buckets),
@@ -769,7 +801,7 @@ def _request(plan: Plan, buckets: Sequence[Bucket], rest: RestingLayouts, *, num
     )
 
 
-def check(task: Task, plan: Plan) -> nn.Module:
+def preflight(task: Task, plan: Plan) -> nn.Module:
     """The outline of a task's model.
 
     Raise TaskError, PlanError, OptimizerError or SettingError for what can be known of a task before processes are
@@ -785,7 +817,7 @@ def check(task: Task, plan: Plan) -> nn.Module:
     return model
 
 
-def _mind_memory(num_steps: int) -> None:
+def _tune_freed_memory(num_steps: int) -> None:
     """After each step of a process on a CPU: what its C library keeps of what is freed."""
     if num_steps == 1:
         # Not before: states are made in the first step, and would lie between gradients that are gone after it.
@@ -794,9 +826,9 @@ def _mind_memory(num_steps: int) -> None:
         memory.trim_freed_memory()
 
 
-def _set_threads(ranks: comm.Communicator) -> None:
+def _set_threads(communicator: comm.Communicator) -> None:
     # torch's own default is the number of physical cores: only another number was somebody's choice.
     defaults = {cores(), psutil.cpu_count(logical=False)}
     chosen = "OMP_NUM_THREADS" in os.environ or torch.get_num_threads() not in defaults
-    if ranks.world.local_size > 1 and not chosen:
-        torch.set_num_threads(max(1, cores() // ranks.world.local_size))
+    if communicator.world.local_size > 1 and not chosen:
+        torch.set_num_threads(max(1, cores() // communicator.world.local_size))

@@ -47,7 +47,7 @@ class Lateness:
         self._count += 1
         if self._count % WINDOW or self._step.plan.mesh.size == 1:
             return
-        told = self._step.exchange([socket.gethostname(), median_step_seconds(self._steps)])
+        told = self._step.all_gather_json([socket.gethostname(), median_step_seconds(self._steps)])
         for found in find_stragglers([busy for _, busy in told]):
             if found.rank not in self._named:
                 self._named.add(found.rank)

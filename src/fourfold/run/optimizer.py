@@ -101,13 +101,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             got = f"parameters on {', '.join(sorted(places))}, ranks on {self._ranks.device.type}"
             raise OptimizerError(Problem(got, "one kind of device", f'model.to("{self._ranks.device.type}") first'))
         shapes = {name: shape_in_memory(p) for name, p in trainable.items()}
-        self._same_batches = SameBatches(same_batches, num_data_ranks=plan.dp, speaks=self._ranks.rank == 0)
+        self._duplicate_batches = SameBatches(same_batches, num_data_ranks=plan.dp, speaks=self._ranks.rank == 0)
         grouped = data.param_specs(trainable, dict.fromkeys(trainable, -1) | group_indices(optimizer, trainable))
         options = {"same_batches": same_batches, "drift_check": drift_check}
         compare(self._ranks, grouped, shapes, plan=plan, options=options, optimizer=optimizer)
-        self._inputs = Inputs(model if self._same_batches.is_watching else None)
+        self._inputs = Inputs(model if self._duplicate_batches.is_watching else None)
         self._options = OptionTracker(optimizer)
-        self._drift = drift.Drift(self._ranks, drift_check, attempt=SAME_STATES)
+        self._drift_checker = drift.Drift(self._ranks, drift_check, attempt=SAME_STATES)
         self._num_compared, self._num_loads = 0, 0
         self._compare_from: float = 1  # steps
         self._broadcast_model(source=0)
@@ -216,12 +216,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _compare_batches(self) -> None:
         """Raise TaskError, on every rank, where all ranks train on the same batches. Collective, after each round."""
-        if not self._same_batches.is_watching:
+        if not self._duplicate_batches.is_watching:
             return
         try:
-            self._same_batches.compare(self._ranks.all_gather_json(self._inputs.taken()))
+            self._duplicate_batches.compare(self._ranks.all_gather_json(self._inputs.taken()))
         finally:
-            if not self._same_batches.is_watching:
+            if not self._duplicate_batches.is_watching:
                 self._inputs.close()
 
     def _begin_round(self, *, has_data: bool) -> None:
@@ -267,8 +267,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         count = self._steps.count
         if self._num_loads != self._steps.num_loads:
             self._num_loads, self._compare_from = self._steps.num_loads, count + 1
-        is_wanted = count >= self._compare_from or is_due(count, self._drift.every, 1)
-        if self._drift.every and count > self._num_compared and is_wanted:
+        is_wanted = count >= self._compare_from or is_due(count, self._drift_checker.every, 1)
+        if self._drift_checker.every and count > self._num_compared and is_wanted:
             self._num_compared, self._compare_from = count, math.inf
             self._compare_weights()
 
@@ -284,7 +284,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _compare_weights(self) -> None:
         held = list(drift.held_of_model(self._model, self._plan))
-        self._drift.compare(held, f"after step {self._steps.count}", manner=self._options.implementation())
+        self._drift_checker.compare(held, f"after step {self._steps.count}", manner=self._options.implementation())
 
     def _reduce(self, active: int) -> list[float]:
         """Slots become the mean over ranks; how many ranks have each gradient."""

@@ -82,18 +82,18 @@ class Speaker:
             self._folder = Folder(Path(s.folder), s.name, label=s.label, identity=s.identity())
             self.opened = Opened(str(self._folder.path), secrets.token_hex(4), self._folder.finished)
             self._existed = self._folder.position() > 0
-        self.opened = Opened(*step.exchange(self.opened)[0])
+        self.opened = Opened(*step.all_gather_json(self.opened)[0])
         self.place = Path(self.opened.path).absolute()
         if self._folder is None or self.opened.finished is not None:
             return
         rates = self._rates()
         asked = {"steps": s.steps, "batch_size": s.batch_size, "clip": s.clip, "seed": s.seed}
         asked |= {} if rates is None else {"rates": rates}
-        self._folder.describe(plan, {"task": s.label, **asked, **(s.extra or {}), "transport": step.transport})
+        self._folder.describe(plan, {"task": s.label, **asked, **(s.extra or {}), "transport": step.transport_name})
         parameters = sum(p.numel() for p in step.model.parameters())
         mesh = f"{plan.mesh.size} ranks" if plan.mesh.size > 1 else "1 process"
         if self._report is not None:
-            self._report.start(f"{s.label} · {counted(parameters)} parameters · {mesh} · {step.transport}")
+            self._report.start(f"{s.label} · {counted(parameters)} parameters · {mesh} · {step.transport_name}")
             if rates is not None:
                 self._report.note(rates)
             for name, need in plan.ineffective_fields.items():

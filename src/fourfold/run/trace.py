@@ -124,17 +124,17 @@ class Tracing:
             yield SILENT
             return
         recording = Recording()
-        self._step.tell(recording)
+        self._step.set_recorder(recording)
         try:
             with recording.span(STEP_SPAN):
                 yield recording
         finally:
-            self._step.tell(SILENT)
-        self._keep(number, self._step.exchange(list(recording.spans)))
+            self._step.set_recorder(SILENT)
+        self._keep(number, self._step.all_gather_json(list(recording.spans)))
 
     def _keep(self, number: int, rows: list[list[list[Any]]]) -> None:
         if self._offsets is None:
-            self._offsets = offsets(self._step.exchange)
+            self._offsets = offsets(self._step.all_gather_json)
         self._program = self._step.program
         self._kept[number] = [[Span(*span) for span in spans] for spans in rows]
         if len(self._kept) > KEPT:

@@ -119,7 +119,7 @@ def train(
     kept |= {"drift_check": settings.drift_check}
     step = parallelize(model, task.loss, task.optimizer, plan, **kept)
     feed = Feed(data.train, plan, batch_size=settings.batch_size, seed=settings.seed)
-    trained = Trained(step, feed, None if settings.ema is None else EMA(step.shares_of_weights, settings.ema))
+    trained = Trained(step, feed, None if settings.ema is None else EMA(step.weight_shards, settings.ema))
     beats = pulse.of_environment()
     with _speaker(task, step, plan, settings, report) as speaker:
         if speaker.opened.finished is not None:
@@ -157,7 +157,7 @@ def _telling_when(step: TrainStep, speaker: Speaker, beats: Pulse) -> Iterator[N
 def _lost(step: TrainStep) -> int | None:
     """The rank of this host that has died, where it is one and no more."""
     deadline = time.monotonic() + PROCESS_EXIT_GRACE_SECONDS
-    while not (dead := [rank for rank in range(step.plan.mesh.size) if step.has_died(rank)]):
+    while not (dead := [rank for rank in range(step.plan.mesh.size) if step.peer_is_dead(rank)]):
         if time.monotonic() > deadline:
             break
         time.sleep(0.01)
@@ -190,7 +190,7 @@ class Training:
     def steps(self, progress: Progress, asked: Callable[[], int]) -> Progress:
         """From where the run is to its last step. Raises StoppedError where a rank is `asked` to stop."""
         feed = self.trained.feed
-        feed.check_peers = self.trained.step.look
+        feed.check_peers = self.trained.step.check_peers
         # The thread that reads ahead ends here, however the steps end: in the interpreter's last moments it would
         # take the process down from within torch.
         with contextlib.closing(feed.repeat()) as batches:
@@ -210,11 +210,11 @@ class Training:
             with self.tracing.sample(number + 1) as recorder:
                 with recorder.span(DATA_SPAN), lateness.reading():
                     batch = next(batches)
-                step.ask(asked() > 0)
+                step.request_stop(asked() > 0)
                 metrics = step(batch)
             if metrics.skipped is None:
                 losses.append(metrics.loss)
-            if average is not None and step.is_whole and (metrics.skipped is None or period > 1):
+            if average is not None and step.is_synchronized and (metrics.skipped is None or period > 1):
                 step.flush()
                 average.update((number + 1) // period)
             lateness.stepped(number + 1)
@@ -222,8 +222,8 @@ class Training:
             self.keeper.tell()
             self.pulse.beat(number + 1)
             progress, best = Progress(number + 1, list(losses), {}, progress.best), progress.best
-            if progress.step < last and step.is_whole:
-                if step.asked:
+            if progress.step < last and step.is_synchronized:
+                if step.stop_requested:
                     self.stop(progress, asked())
                 if is_due(progress.step, self.settings.evaluate_every or 0, period):
                     progress = self.evaluate(progress)
@@ -239,11 +239,11 @@ class Training:
                 self.keeper.save(progress)
             self.keeper.wait()
             # A scheduler's SIGTERM goes before a Ctrl-C: it asks to be started again.
-            name = "SIGTERM" if signal.SIGTERM in self.trained.step.exchange(number) else "SIGINT"
+            name = "SIGTERM" if signal.SIGTERM in self.trained.step.all_gather_json(number) else "SIGINT"
             text = f"stopped by {name} after step {progress.step}{_told_saved(self.keeper.newest(), progress.step)}"
             self.speaker.fault("terminated", progress.step, text)
             # All leave together: a launcher of others ends all ranks when the first has gone.
-            text = self.trained.step.exchange(text)[0]
+            text = self.trained.step.all_gather_json(text)[0]
         error = StoppedError(text)
         if name == "SIGINT":
             error.exit_code = INTERRUPT_CODE
@@ -260,7 +260,7 @@ class Training:
         step, _, average = self.trained
         valid = evaluate(step, self.task, self.valid, self.settings.batch_size)
         if average is not None:
-            with step.replaced(average.values):
+            with step.swapped_weights(average.values):
                 averaged = evaluate(step, self.task, self.valid, self.settings.batch_size)
             valid |= {f"ema {name}": value for name, value in averaged.items()}
         self.speaker.evaluated(progress.step, valid)
@@ -281,8 +281,8 @@ class Training:
             self.keeper.save(progress)
         sample = None
         if self.task.sample is not None:
-            applied = step.replaced(average.values) if average is not None else contextlib.nullcontext()
-            with applied, eval_mode(step.model), step.read():
+            applied = step.swapped_weights(average.values) if average is not None else contextlib.nullcontext()
+            with applied, eval_mode(step.model), step.unsharded():
                 sample = self.task.sample(step.model) if self.speaker.rank == 0 else None
         self.keeper.wait()
         if self.settings.checkpoint_every:
@@ -301,7 +301,7 @@ class Training:
 
         Raises TrainingError, or PeerError where a rank died while it wrote its last piece.
         """
-        newest = self.trained.step.exchange(self.keeper.newest())[0]
+        newest = self.trained.step.all_gather_json(self.keeper.newest())[0]
         if newest == last:
             return
         where = f"goes on from step {newest}" if newest else "begins again"
@@ -349,17 +349,17 @@ def evaluate(step: TrainStep, task: Task, source: Source, batch_size: int) -> di
     uneven_by = torch.zeros(3, dtype=torch.float64)
     sums: dict[str, list[float]] = {}
     step.flush()
-    refuse_other_lengths(step.exchange(len(source)), "validation data")
-    start, stop = shard_range(0, len(source), step.plan.dp, step.data_index)
+    refuse_other_lengths(step.all_gather_json(len(source)), "validation data")
+    start, stop = shard_range(0, len(source), step.plan.dp, step.dp_index)
     each = max(1, batch_size // step.plan.dp)
     draw = functools.partial(fetch_seeded, source, seed=0, epoch=0)
-    step.try_out(draw(range(start, min(start + each, stop)))[0])
+    step.dry_run(draw(range(start, min(start + each, stop)))[0])
     with eval_mode(step.model):
         # As many times on every rank: all of them bring the weights, where those rest split.
         longest = max(len(range(*shard_range(0, len(source), step.plan.dp, rank))) for rank in range(step.plan.dp))
         for first in range(start, start + longest, each):
             batch = draw(range(first, min(first + each, stop)))[0] if first < stop else None
-            with step.read():
+            with step.unsharded():
                 loss, found = (None, {}) if batch is None else _measures(step, task, batch)
             if loss is not None:
                 uneven_by += torch.tensor(
@@ -369,10 +369,10 @@ def evaluate(step: TrainStep, task: Task, source: Source, batch_size: int) -> di
                 held = sums.setdefault(name, [0.0, 0.0])
                 held[0] += float(total)
                 held[1] += float(count)
-    if step.plan.dp > 1 and is_uneven(*step.sum(uneven_by)):
+    if step.plan.dp > 1 and is_uneven(*step.all_reduce(uneven_by)):
         raise TaskError(uneven(step.objective.names), where="the validation loss")
     everyone: dict[str, list[float]] = {}
-    for theirs in step.exchange(sums):
+    for theirs in step.all_gather_json(sums):
         for name, (total, count) in theirs.items():
             held = everyone.setdefault(name, [0.0, 0.0])
             held[0] += total
@@ -381,7 +381,7 @@ def evaluate(step: TrainStep, task: Task, source: Source, batch_size: int) -> di
 
 
 def _measures(step: TrainStep, task: Task, batch: Any) -> tuple[Loss, dict[str, Sequence[Any]]]:
-    part, measured = step.measured(batch)
+    part, measured = step.run_forward(batch)
     # Of a model with a loss of its own the labels are among the inputs.
     targets = part.inputs if part.targets is None else part.targets
     extra = task.evaluate(measured.outputs, targets) if task.evaluate is not None else {}

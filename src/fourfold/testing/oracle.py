@@ -68,6 +68,6 @@ def _far(a: Any, b: Any) -> float:
 
 def snapshot(step: TrainStep, losses: Sequence[float], norms: Sequence[float | None]) -> Trained:
     """What a training with Fourfold left, in the oracle's form. Collective."""
-    weights = dict(step.model.named_parameters()) | dict(step.weights())
+    weights = dict(step.model.named_parameters()) | dict(step.named_weights())
     kept = [norm for norm in norms if norm is not None]
     return Trained(list(losses), kept, {name: p.detach().clone() for name, p in weights.items()})

@@ -99,7 +99,7 @@ class Keeper:
 
     def resume(self) -> Progress | None:
         """Put the run where its newest good checkpoint is; None where there is none. Collective."""
-        exchange = self._trained.step.exchange
+        exchange = self._trained.step.all_gather_json
         progress, damaged = None, []
         if self._rank == 0:
             self._shelf.sweep()
@@ -220,7 +220,7 @@ class Keeper:
         mine = part / f"rank-{self._rank:03d}"
         if not any(mine.with_suffix(suffix).exists() for suffix in (".json", ".failed")):
             return "its folder was removed while it was written"  # and with it the marks of others
-        if self._trained.step.has_died(rank):
+        if self._trained.step.peer_is_dead(rank):
             return f"rank {rank} died before it had written its piece"
         if self._given_up.wait(POLL_SECONDS):
             return f"the run ended before rank {rank} had written its piece"

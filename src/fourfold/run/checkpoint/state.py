@@ -59,7 +59,7 @@ class Tensors(NamedTuple):
 
 def tensors(trained: Trained) -> Tensors:
     """Every tensor there is to save. Collective. Raises CheckpointError for what cannot be saved."""
-    state = trained.step.living_state()
+    state = trained.step.state_refs()
     found, aliases, owners = [], {}, {}
     parameters = dict(trained.step.model.named_parameters())
     held = {id(p): name for name, p in parameters.items()}
@@ -76,7 +76,7 @@ def tensors(trained: Trained) -> Tensors:
             continue
         flat = [value.detach().reshape(-1)]
         found.append(living(f"model.{name}", flat, value.shape, whole=id(value) not in held))
-    split = trained.step.is_split
+    split = trained.step.has_sharded_state
     states = _split(trained.step, state["optimizer"]) if split else _whole(state["optimizer"], parameters)
     if trained.step.plan.sync == "local":
         states = _workers(trained.step, states)
@@ -100,10 +100,10 @@ class _Masters:
         self.flats, self.shares = flats, dict[str, tuple[StoredBox, ...]]()
         self._step, self._shapes = step, {name: p.shape for name, p in step.model.named_parameters()}
         self._by_rank = []
-        if step.is_split and flats:
+        if step.has_sharded_state and flats:
             # Of the replicas of a share one is written.
-            mine = {} if step.is_replica else {name: step.shares[name] for name in flats}
-            self._by_rank = step.exchange(mine)
+            mine = {} if step.is_secondary_replica else {name: step.shard_ranges[name] for name in flats}
+            self._by_rank = step.all_gather_json(mine)
 
     def living(self, title: str, name: str, flat: Tensor) -> Living:
         """A tensor that lies as these weights do."""
@@ -114,13 +114,13 @@ class _Masters:
             StoredBox(shard_file_name(rank), (low,), (high - low,)) for rank, low, high in bounds if low < high
         )
         tensor = GlobalTensor(title, DTYPES[flat.dtype], tuple(self._shapes[name]), is_flat=True)
-        return Living(tensor, [flat], self._step.shares[name][0])
+        return Living(tensor, [flat], self._step.shard_ranges[name][0])
 
 
 def _remembered(step: TrainStep) -> list[Living]:
     """What the codecs remember: a row for each rank, end to end, and each rank's row is its own."""
     found = []
-    for name, state in step.remembered.living.items():
+    for name, state in step.codec_state.living.items():
         for key, value in state.items():
             total = GlobalTensor(f"codec.{name}.{key}", DTYPES[value.dtype], (value.numel() * step.plan.mesh.size,))
             found.append(Living(total, [value], value.numel() * step.rank))
@@ -174,7 +174,9 @@ def _split(step: TrainStep, states: Mapping[str, Any]) -> Tensors:
         for name, values in states.items()
         if values
     }
-    rows: list[dict[str, Any]] = step.exchange({name: [*step.shares[name], told] for name, told in mine.items()})
+    rows: list[dict[str, Any]] = step.all_gather_json(
+        {name: [*step.shard_ranges[name], told] for name, told in mine.items()}
+    )
     found: list[Living] = []
     shares: dict[str, tuple[StoredBox, ...]] = {}
     scalars: dict[str, dict[str, Scalar]] = {}
@@ -187,7 +189,7 @@ def _split(step: TrainStep, states: Mapping[str, Any]) -> Tensors:
         title = f"optimizer.{name}.{key}"
         num_elements = max(holder.stop for holder in holders)
         parts = states[name].get(key, [])
-        held = Living(GlobalTensor(title, told["dtype"], (num_elements,)), parts, step.shares[name][0])
+        held = Living(GlobalTensor(title, told["dtype"], (num_elements,)), parts, step.shard_ranges[name][0])
         found.append(held)
         shares[title] = tuple(StoredBox(shard_file_name(h.rank), (h.start,), (h.stop - h.start,)) for h in holders)
     return Tensors(found, {}, scalars, shares)
@@ -195,7 +197,7 @@ def _split(step: TrainStep, states: Mapping[str, Any]) -> Tensors:
 
 def groups(step: TrainStep) -> tuple[dict[str, Any], ...]:
     """The optimizer's options as JSON has them."""
-    return tuple({k: _plain(k, v) for k, v in group.items()} for group in step.living_state()["groups"])
+    return tuple({k: _plain(k, v) for k, v in group.items()} for group in step.state_refs()["groups"])
 
 
 def _plain(key: str, value: Any) -> Any:
@@ -211,7 +213,7 @@ def _plain(key: str, value: Any) -> Any:
 
 
 def record(step: TrainStep) -> FirstStepRecord:
-    found = step.living_state()["record"]
+    found = step.state_refs()["record"]
     return FirstStepRecord(tuple(found["order"]), found["nominal_count"], found.get("scale"))
 
 
@@ -257,9 +259,9 @@ def put_back(trained: Trained, reader: Reader, *, seed: int) -> None:
         if parameter.requires_grad:
             state["optimizer"].setdefault(name, {})
     step.load_state_dict(state)
-    for name in step.remembered.living:
-        step.remembered.put(name, _saved_rows(reader, name))
-    step.steps = manifest.step
+    for name in step.codec_state.living:
+        step.codec_state.put(name, _saved_rows(reader, name))
+    step.num_steps = manifest.step
     if trained.average is not None:
         averages = trained.average.values.items()
         trained.average.load({n: _share(step, n, reader.tensor(f"ema.{n}"), like=v) for n, v in averages})
@@ -270,7 +272,7 @@ def put_back(trained: Trained, reader: Reader, *, seed: int) -> None:
 
 def _share(step: TrainStep, name: str, whole: Tensor, *, like: Tensor) -> Tensor:
     """What this rank has of a parameter's average."""
-    return whole if like.shape == whole.shape else whole.reshape(-1)[slice(*step.shares[name])]
+    return whole if like.shape == whole.shape else whole.reshape(-1)[slice(*step.shard_ranges[name])]
 
 
 def _saved_rows(reader: Reader, name: str) -> dict[str, Tensor]:
@@ -294,7 +296,7 @@ def _worker(step: TrainStep, reader: Reader, name: str, key: str) -> Tensor:
 def _put_back_random(step: TrainStep, manifest: Manifest, *, seed: int) -> None:
     """Restore the state of this rank's generators, or seed those of which no state was saved."""
     saved = rng_state_to_restore(manifest, step.plan.mesh, step.rank)
-    new_seed = generator_seed(seed, step.data_index, step=manifest.step)
+    new_seed = generator_seed(seed, step.dp_index, step=manifest.step)
     if saved is None:
         torch.manual_seed(new_seed)
         return
@@ -384,7 +386,7 @@ def _problems(trained: Trained, manifest: Manifest) -> Iterator[Problem]:
         shape = shapes[f"optimizer.{name}.{key}"]
         if name not in parameters or shape not in (parameters[name], (math.prod(parameters[name]),)):
             yield Problem(f"{key} of {name}, shape {list(shape)}", "the state of a parameter")
-    if not step.remembered.living and any(name.startswith("codec.") for name in shapes):
+    if not step.codec_state.living and any(name.startswith("codec.") for name in shapes):
         got = f"what a codec has not sent yet, and codec = {step.plan.codec!r}, which cannot send it"
         yield Problem(got, "a codec that remembers", "the codec it was saved with, or init= with its weights")
     if len(manifest.groups) != len(step.optimizer.param_groups):
