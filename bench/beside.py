@@ -20,7 +20,7 @@ from bench.measure import describe_machine, format_table
 from fourfold.feed.feed import Feed
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep, parallelize
-from fourfold.run.checkpoint.keeper import Keeper, Place, Progress
+from fourfold.run.checkpoint.keeper import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.run.checkpoint.state import Trained
 from fourfold.run.trace import EVERY, Tracing
 from fourfold.tasks import lm
@@ -61,12 +61,14 @@ def format_row(name: str, twins: Sequence[tuple[float, float]], steps: int, ever
     return name, f"{step * 1e3:.1f}", more, f"{middle:+.2%}", f"{low:+.2%} to {high:+.2%}"
 
 
-def build_step(folder: str) -> tuple[TrainStep, Keeper, Callable[[], None]]:
+def build_step(folder: str) -> tuple[TrainStep, CheckpointManager, Callable[[], None]]:
     task, plan = lm.task(), Plan(dp=2)
     data = task.data()
     step = parallelize(task.model(), task.loss, task.optimizer, plan, clip=task.clip)
     feed = Feed(data.train, plan, batch_size=task.batch_size)
-    keeper = Keeper(Trained(step, feed), Place(Path(step.all_gather_json(folder)[0]), "bench"), NullLog(), seed=0)
+    keeper = CheckpointManager(
+        Trained(step, feed), AttemptDir(Path(step.all_gather_json(folder)[0]), "bench"), NullLog(), seed=0
+    )
     batches = feed.repeat()
     return step, keeper, lambda: step(next(batches)) and None
 
@@ -87,9 +89,9 @@ def main() -> None:
         def saving() -> None:
             nonlocal late, saves
             saves += 1
-            keeper.save(Progress(saves))
+            keeper.save(TrainingProgress(saves))
             block()
-            late += keeper._writer is not None and keeper._writer.is_alive()
+            late += keeper._writer_thread is not None and keeper._writer_thread.is_alive()
 
         def sampled() -> None:
             nonlocal samples

@@ -29,7 +29,7 @@ from bench.measure import describe_machine, format_table
 from fourfold.feed.feed import Feed
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep, parallelize
-from fourfold.run.checkpoint.keeper import KEEP, Keeper, Place, Progress
+from fourfold.run.checkpoint.keeper import NUM_KEPT, AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.run.checkpoint.state import Trained
 from fourfold.tasks import lm
 from fourfold.words.world import from_environment
@@ -124,8 +124,8 @@ class Timings:
 
 def measure(run: Trained, *, rounds: int, folder: Path) -> dict[str, list[float]]:
     """Seconds by kind, and the number of bytes."""
-    keeper = Keeper(run, Place(folder / "run", "bench"), NullLog(), seed=0)
-    keeper.save(Progress(1))  # allocates the snapshot
+    keeper = CheckpointManager(run, AttemptDir(folder / "run", "bench"), NullLog(), seed=0)
+    keeper.save(TrainingProgress(1))  # allocates the snapshot
     keeper.wait()
     num_bytes = sum(run.step.all_gather_json(keeper._snapshot.num_bytes))
     data = os.urandom(num_bytes)
@@ -137,9 +137,9 @@ def measure(run: Trained, *, rounds: int, folder: Path) -> dict[str, list[float]
             timing.seconds.clear()
         plain, target = (folder / f"{kind}-{number}" for kind in ("plain", "dcp"))
         if run.step.rank == 0:
-            remove_files(folder, number - KEEP)
+            remove_files(folder, number - NUM_KEPT)
         timing.record("disk: write", lambda at=plain: write_file(at, data), alone=True)
-        timing.record("fourfold: save", lambda at=number: keeper.save(Progress(WARM_UP + at + 2)), keeper.wait)
+        timing.record("fourfold: save", lambda at=number: keeper.save(TrainingProgress(WARM_UP + at + 2)), keeper.wait)
         timing.record("torch DCP: save", lambda at=target: save(theirs, checkpoint_id=str(at), no_dist=alone))
         timing.record("", lambda: drop_page_cache(folder), alone=True)
         for kind in ("cold", "warm"):

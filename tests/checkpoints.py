@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fourfold.feed.feed import Feed
 from fourfold.run.average import EMA
-from fourfold.run.checkpoint.keeper import Keeper, Place, Progress
+from fourfold.run.checkpoint.keeper import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.run.checkpoint.shelf import Shelf
 from fourfold.run.checkpoint.state import Trained, tensors
 from fourfold.testing import threads
@@ -50,7 +50,7 @@ class Run:
         self.feed = Feed(source, batch_size=8)
         self.log = Log()
         trained = Trained(self.step, self.feed, self.average)
-        self.keeper = Keeper(trained, Place(folder, token), self.log, seed=0)
+        self.keeper = CheckpointManager(trained, AttemptDir(folder, token), self.log, seed=0)
 
     def go(self, start: int, stop: int, *, save_at: Any = (), valid: dict[int, float] | None = None) -> None:
         for number in range(start, stop):
@@ -60,7 +60,7 @@ class Run:
                 self.average.update(number + 1)
             if number + 1 in save_at:
                 loss = (valid or {}).get(number + 1)
-                self.keeper.save(Progress(number + 1, [1.0], {} if loss is None else {"loss": loss}))
+                self.keeper.save(TrainingProgress(number + 1, [1.0], {} if loss is None else {"loss": loss}))
         self.keeper.wait()
 
     def tensors(self) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from fourfold.cli import checkpoint as checkpoints
 from fourfold.plan.plan import Plan
 from fourfold.run.checkpoint import keeper as keeping
 from fourfold.run.checkpoint import write
-from fourfold.run.checkpoint.keeper import Keeper
+from fourfold.run.checkpoint.keeper import CheckpointManager
 from fourfold.run.checkpoint.shelf import Shelf, newest_good, verify
 from fourfold.run.folder import check_name, finished, read_identity, told_finished
 from fourfold.testing import threads
@@ -150,10 +150,10 @@ def test_a_checkpoint_that_was_copied_to_the_name_of_another_step_is_damaged(tmp
 
 
 def test_a_mark_that_is_damaged_is_told_and_the_checkpoints_before_stay(tmp_path, monkeypatch):
-    def broken(path, suffix, text, real=keeping._mark):
+    def broken(path, suffix, text, real=keeping._write_marker):
         real(path, suffix, b'{"file":' * 100_000 if "step-00000003" in str(path) else text)
 
-    monkeypatch.setattr(keeping, "_mark", broken)
+    monkeypatch.setattr(keeping, "_write_marker", broken)
 
     def body(ranks):
         run = Run(Case(), ranks, tmp_path)
@@ -264,7 +264,7 @@ def test_a_piece_that_cannot_be_written_leaves_the_checkpoints_before(tmp_path, 
 
 
 def test_a_folder_that_nothing_can_be_written_to_is_told_without_waiting_for_marks(tmp_path, monkeypatch):
-    monkeypatch.setattr(keeping, "WAIT_SECONDS", 10.0)
+    monkeypatch.setattr(keeping, "MARKER_TIMEOUT_SECONDS", 10.0)
 
     def body(ranks):
         run = Run(Case(), ranks, tmp_path)
@@ -284,8 +284,8 @@ def test_a_folder_that_nothing_can_be_written_to_is_told_without_waiting_for_mar
 
 
 def test_a_folder_that_is_removed_while_it_is_written_is_told_without_waiting_for_marks(tmp_path, monkeypatch):
-    monkeypatch.setattr(keeping, "WAIT_SECONDS", 10.0)
-    marked, first = keeping._mark, threading.Event()
+    monkeypatch.setattr(keeping, "MARKER_TIMEOUT_SECONDS", 10.0)
+    marked, first = keeping._write_marker, threading.Event()
 
     def mark(path, suffix, text):
         if "step-00000003" in str(path) and path.name == "rank-001":
@@ -296,7 +296,7 @@ def test_a_folder_that_is_removed_while_it_is_written_is_told_without_waiting_fo
         if "step-00000003" in str(path):
             first.set()
 
-    monkeypatch.setattr(keeping, "_mark", mark)
+    monkeypatch.setattr(keeping, "_write_marker", mark)
 
     def body(ranks):
         run = Run(Case(), ranks, tmp_path)
@@ -325,7 +325,7 @@ def small_disk(path: Path) -> Iterator[None]:
 @pytest.mark.parametrize("checked", [True, False], ids=["room is looked for first", "room ends while writing"])
 def test_a_full_disk_is_a_warning_and_the_checkpoints_before_stay(checked, tmp_path, monkeypatch):
     if not checked:
-        monkeypatch.setattr(Keeper, "_check_room", lambda *_: None)
+        monkeypatch.setattr(CheckpointManager, "_check_disk_space", lambda *_: None)
     monkeypatch.setattr(keeping, "SPARE_BYTES", 0)
     with small_disk(tmp_path / "disk"):
         folder = tmp_path / "disk" / "run"

@@ -13,7 +13,7 @@ from fourfold.run.average import EMA
 from fourfold.run.build import TrainStep
 from fourfold.run.checkpoint import keeper as keeping
 from fourfold.run.checkpoint import write
-from fourfold.run.checkpoint.keeper import Keeper, Place, Progress
+from fourfold.run.checkpoint.keeper import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.run.checkpoint.read import Reader, check_weights, export, load_weights
 from fourfold.run.checkpoint.shelf import Shelf, read_manifest
 from fourfold.run.checkpoint.state import Trained
@@ -51,7 +51,7 @@ def test_a_snapshot_is_what_the_weights_were_when_it_was_taken(tmp_path, monkeyp
         run = Run(Case(), ranks, tmp_path)
         run.step(batches(Case())[0])
         then = run.tensors()
-        run.keeper.save(Progress(1))
+        run.keeper.save(TrainingProgress(1))
         assert entered.wait(30)
         run.step(batches(Case())[1])  # training goes on while nothing has been written yet
         go.set()
@@ -109,11 +109,11 @@ def test_a_checkpoint_of_complex_weights_is_not_put_into_real_parameters(tmp_pat
         step = TrainStep(module, lambda outputs, targets: outputs.abs(), sgd, plan=plan, communicator=ranks, clip=None)
         step((torch.ones(1, 2, dtype=dtype), torch.zeros(1)))
         feed = Feed([(torch.zeros(1), torch.zeros(1))], batch_size=1)
-        return Keeper(Trained(step, feed), Place(tmp_path, "a"), Log(), seed=0)
+        return CheckpointManager(Trained(step, feed), AttemptDir(tmp_path, "a"), Log(), seed=0)
 
     def save(ranks):
         keeper = run(ranks, torch.complex64)
-        keeper.save(Progress(1))
+        keeper.save(TrainingProgress(1))
         keeper.wait()
 
     threads.run(1, save)

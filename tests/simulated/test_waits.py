@@ -91,7 +91,7 @@ def test_the_writer_does_not_wait_for_the_piece_of_a_dead_rank(tmp_path, monkeyp
         run = Run(Case(), ranks, tmp_path)
         run.go(0, 2, save_at=(1,))
         if ranks.rank == 1:  # as if it had been killed while it wrote
-            monkeypatch.setattr(run.keeper, "_write_piece", lambda *_: None)
+            monkeypatch.setattr(run.keeper, "_write_rank_file", lambda *_: None)
         monkeypatch.setattr(run.step, "peer_is_dead", lambda rank: rank == 1)
         begin = time.monotonic()
         run.go(2, 3, save_at=(3,))

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from fourfold.plan.plan import Plan
 from fourfold.run import faults
 from fourfold.run.build import TrainStep
-from fourfold.run.checkpoint.keeper import Progress
+from fourfold.run.checkpoint.keeper import TrainingProgress
 from fourfold.run.faults import Fault
 from fourfold.run.folder import Folder, Opened, told_finished
 from fourfold.run.guard import Skipped
@@ -108,14 +108,14 @@ class Speaker:
         sizes = {"batch_size": self._settings.batch_size, "tuned": tuned_for(self._task)}
         return self._settings.rates.describe(self.rates, **sizes, has_task_schedule=self._task.schedule is not None)
 
-    def resumed(self, progress: Progress | None) -> Progress:
+    def resumed(self, progress: TrainingProgress | None) -> TrainingProgress:
         """The run goes on from there. None: it begins."""
         self._begin = time.perf_counter()
         self._ends = deque([self._begin], maxlen=WINDOW + 1)
         if progress is None:
             if self._folder is not None and self._existed:
                 self.note(f"{self._folder.path} has no good checkpoint: it begins again")
-            return Progress()
+            return TrainingProgress()
         self._first = progress.step
         if self._folder is not None:
             self.line({"resumed": progress.step})

@@ -31,7 +31,7 @@ from fourfold.run.asked import handle_stop_signals, stop_seconds
 from fourfold.run.average import EMA
 from fourfold.run.batch import Loss, eval_mode
 from fourfold.run.build import TrainStep, parallelize
-from fourfold.run.checkpoint.keeper import Keeper, Place, Progress
+from fourfold.run.checkpoint.keeper import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.run.checkpoint.read import load_weights
 from fourfold.run.checkpoint.state import Trained
 from fourfold.run.late import Lateness
@@ -165,12 +165,12 @@ def _lost(step: TrainStep) -> int | None:
 
 
 @contextlib.contextmanager
-def _keeper(trained: Trained, settings: Settings, speaker: Speaker) -> Iterator[Keeper]:
-    keeper = Keeper(trained, Place(speaker.place, speaker.opened.token), speaker, seed=settings.seed)
+def _keeper(trained: Trained, settings: Settings, speaker: Speaker) -> Iterator[CheckpointManager]:
+    keeper = CheckpointManager(trained, AttemptDir(speaker.place, speaker.opened.token), speaker, seed=settings.seed)
     try:
         yield keeper
     except BaseException:
-        keeper.leave()
+        keeper.abort()
         raise
 
 
@@ -182,12 +182,12 @@ class Training:
     trained: Trained
     settings: Settings
     speaker: Speaker
-    keeper: Keeper
+    keeper: CheckpointManager
     tracing: Tracing
     valid: Source | None
     pulse: Pulse
 
-    def steps(self, progress: Progress, asked: Callable[[], int]) -> Progress:
+    def steps(self, progress: TrainingProgress, asked: Callable[[], int]) -> TrainingProgress:
         """From where the run is to its last step. Raises StoppedError where a rank is `asked` to stop."""
         feed = self.trained.feed
         feed.check_peers = self.trained.step.check_peers
@@ -196,7 +196,7 @@ class Training:
         with contextlib.closing(feed.repeat()) as batches:
             return self._steps(progress, asked, batches)
 
-    def _steps(self, progress: Progress, asked: Callable[[], int], batches: Iterator[Any]) -> Progress:
+    def _steps(self, progress: TrainingProgress, asked: Callable[[], int], batches: Iterator[Any]) -> TrainingProgress:
         step, _, average = self.trained
         every, last, period = self.settings.checkpoint_every, self.settings.steps, step.plan.sync_interval
         lateness = Lateness(step, self.speaker)
@@ -219,9 +219,9 @@ class Training:
                 average.update((number + 1) // period)
             lateness.stepped(number + 1)
             self.speaker.stepped(number + 1, metrics, lr=step.optimizer.param_groups[0]["lr"])
-            self.keeper.tell()
+            self.keeper.report_failures()
             self.pulse.beat(number + 1)
-            progress, best = Progress(number + 1, list(losses), {}, progress.best), progress.best
+            progress, best = TrainingProgress(number + 1, list(losses), {}, progress.best), progress.best
             if progress.step < last and step.is_synchronized:
                 if step.stop_requested:
                     self.stop(progress, asked())
@@ -232,7 +232,7 @@ class Training:
                         self.keeper.save(progress)
         return progress
 
-    def stop(self, progress: Progress, number: int) -> NoReturn:
+    def stop(self, progress: TrainingProgress, number: int) -> NoReturn:
         """Save, and end the run before its time. Collective. `number`: the signal this rank has got, or 0."""
         with self.pulse.pause():
             if self.settings.checkpoint_every and self.keeper.saved_step != progress.step:
@@ -240,7 +240,9 @@ class Training:
             self.keeper.wait()
             # A scheduler's SIGTERM goes before a Ctrl-C: it asks to be started again.
             name = "SIGTERM" if signal.SIGTERM in self.trained.step.all_gather_json(number) else "SIGINT"
-            text = f"stopped by {name} after step {progress.step}{_told_saved(self.keeper.newest(), progress.step)}"
+            text = (
+                f"stopped by {name} after step {progress.step}{_told_saved(self.keeper.newest_step(), progress.step)}"
+            )
             self.speaker.fault("terminated", progress.step, text)
             # All leave together: a launcher of others ends all ranks when the first has gone.
             text = self.trained.step.all_gather_json(text)[0]
@@ -249,12 +251,12 @@ class Training:
             error.exit_code = INTERRUPT_CODE
         raise error
 
-    def evaluate(self, progress: Progress) -> Progress:
+    def evaluate(self, progress: TrainingProgress) -> TrainingProgress:
         """What the run has reached, with what the validation data say of it."""
         with self.pulse.pause():
             return self._evaluate(progress)
 
-    def _evaluate(self, progress: Progress) -> Progress:
+    def _evaluate(self, progress: TrainingProgress) -> TrainingProgress:
         if self.valid is None:
             return progress
         step, _, average = self.trained
@@ -269,7 +271,7 @@ class Training:
         is_best = loss is not None and loss == loss and (progress.best is None or loss < progress.best)
         return progress._replace(valid=valid, best=loss if is_best else progress.best)
 
-    def end(self, progress: Progress, seconds: float) -> Result:
+    def end(self, progress: TrainingProgress, seconds: float) -> Result:
         """The last evaluation, the last checkpoint, and what is told of the run."""
         step, _, average = self.trained
         step.flush()
@@ -301,7 +303,7 @@ class Training:
 
         Raises TrainingError, or PeerError where a rank died while it wrote its last piece.
         """
-        newest = self.trained.step.all_gather_json(self.keeper.newest())[0]
+        newest = self.trained.step.all_gather_json(self.keeper.newest_step())[0]
         if newest == last:
             return
         where = f"goes on from step {newest}" if newest else "begins again"

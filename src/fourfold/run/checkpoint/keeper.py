@@ -38,32 +38,32 @@ from fourfold.run.checkpoint.write import Snapshot, write, write_snapshot
 from fourfold.words.errors import CheckpointError, Problem, UnreadableError
 from fourfold.words.units import sized
 
-KEEP = 2
+NUM_KEPT = 2
 SPARE_BYTES = 2**20
-WAIT_SECONDS = 60.0  # for the other ranks' pieces, and besides that the time of a very slow disk:
+MARKER_TIMEOUT_SECONDS = 60.0  # for the other ranks' pieces, and besides that the time of a very slow disk:
 SLOWEST_BYTES_PER_SECOND = 10e6
 POLL_SECONDS = 0.01
-LEAVE_SECONDS = 5.0
+ABORT_SECONDS = 5.0
 
 
-class Log(Protocol):
+class CheckpointLog(Protocol):
     """Where the keeper writes and speaks; on other ranks than 0 it does nothing."""
 
-    def line(self, record: Mapping[str, Any]) -> None: ...
-    def note(self, text: str) -> None: ...
-    def position(self) -> int: ...
-    def cut(self, position: int) -> None: ...
+    def write_record(self, record: Mapping[str, Any]) -> None: ...
+    def log_message(self, text: str) -> None: ...
+    def log_bytes(self) -> int: ...
+    def truncate_log(self, num_bytes: int) -> None: ...
     def sync(self) -> None: ...
 
 
-class Place(NamedTuple):
+class AttemptDir(NamedTuple):
     """The run's folder, and a word that tells this attempt's files from those of an attempt that was killed."""
 
-    folder: Path
+    run_dir: Path
     token: str
 
 
-class Progress(NamedTuple):
+class TrainingProgress(NamedTuple):
     """How far a run has come."""
 
     step: int = 0
@@ -72,116 +72,140 @@ class Progress(NamedTuple):
     best: float | None = None
 
 
-class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DoneMarker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a rank says of its piece."""
 
     file: FileEntry
     random: RngState
 
 
-class Keeper:
+class CheckpointManager:
     """One rank's part in the checkpoints of a run. `save` and `resume` are collective."""
 
-    def __init__(self, trained: Trained, place: Place, log: Log, *, seed: int, keep: int = KEEP) -> None:
-        self._options = state.groups(trained.step)  # What cannot be saved is told now, not in a hundred steps.
-        state.tensors(trained)
-        self._trained, self._place, self._log, self._seed, self._keep = trained, place, log, seed, keep
-        self._rank, self._size = trained.step.rank, trained.step.plan.mesh.size
-        self._shelf = Shelf(place.folder)
-        self._globals: list[GlobalTensor] = []
-        self._writer: threading.Thread | None = None
-        self._given_up = threading.Event()
+    def __init__(
+        self,
+        training_state: Trained,
+        attempt_dir: AttemptDir,
+        log: CheckpointLog,
+        *,
+        seed: int,
+        num_kept: int = NUM_KEPT,
+    ) -> None:
+        self._group_options = state.groups(
+            training_state.step
+        )  # What cannot be saved is told now, not in a hundred steps.
+        state.tensors(training_state)
+        self._training_state, self._attempt_dir, self._log, self._seed, self._num_kept = (
+            training_state,
+            attempt_dir,
+            log,
+            seed,
+            num_kept,
+        )
+        self._rank, self._size = training_state.step.rank, training_state.step.plan.mesh.size
+        self._store = Shelf(attempt_dir.run_dir)
+        self._global_tensors: list[GlobalTensor] = []
+        self._writer_thread: threading.Thread | None = None
+        self._aborted = threading.Event()
         self._failures: list[str] = []
         self.saved_step: int | None = None
-        self._begin = time.perf_counter()
+        self._start_time = time.perf_counter()
 
     # ---- going on
 
-    def resume(self) -> Progress | None:
+    def resume(self) -> TrainingProgress | None:
         """Put the run where its newest good checkpoint is; None where there is none. Collective."""
-        exchange = self._trained.step.all_gather_json
+        exchange = self._training_state.step.all_gather_json
         progress, damaged = None, []
         if self._rank == 0:
-            self._shelf.sweep()
-        for number in reversed(exchange(self._shelf.steps() if self._rank == 0 else [])[0]):
-            judged = exchange(self._judge(_from_here(self._shelf.at(number))))
+            self._store.sweep()
+        for number in reversed(exchange(self._store.steps() if self._rank == 0 else [])[0]):
+            judged = exchange(self._verify_files(_relative_to_cwd(self._store.at(number))))
             if unreadable := list(dict.fromkeys(tuple(each) for texts, _ in judged for each in texts)):
                 # An older one would do, but what has been trained since would be lost without need.
                 raise UnreadableError([Problem(*each) for each in unreadable], where="the newest checkpoint")
             problems = list(dict.fromkeys(text for _, texts in judged for text in texts))
             if not problems:
-                progress = self._put_back(self._shelf.at(number))
+                progress = self._restore(self._store.at(number))
                 break
             damaged.append((number, problems))
             if self._rank == 0:
-                self._shelf.set_aside(number)
+                self._store.set_aside(number)
         if progress is None:
-            self._log.cut(0)
+            self._log.truncate_log(0)
         for number, problems in damaged:
-            self._log.note(f"warning: a damaged checkpoint was set aside: {'; '.join(problems[:3])}")
-            self._log.line({"checkpoint": self._shelf.at(number).name, "damaged": problems})
-        self._begin = time.perf_counter()
+            self._log.log_message(f"warning: a damaged checkpoint was set aside: {'; '.join(problems[:3])}")
+            self._log.write_record({"checkpoint": self._store.at(number).name, "damaged": problems})
+        self._start_time = time.perf_counter()
         return progress
 
-    def _judge(self, folder: Path) -> tuple[list[Problem], list[str]]:
+    def _verify_files(self, folder: Path) -> tuple[list[Problem], list[str]]:
         """Why this rank's share of a checkpoint cannot be read here; and what is damaged of it."""
         try:
             return [], shelf.verify(folder, index=self._rank, size=self._size)
         except UnreadableError as error:
             return list(error.problems), []
 
-    def _put_back(self, folder: Path) -> Progress:
+    def _restore(self, folder: Path) -> TrainingProgress:
         with Reader(folder) as reader:
-            state.put_back(self._trained, reader, seed=self._seed)
+            state.put_back(self._training_state, reader, seed=self._seed)
             manifest = reader.manifest
-        if changed := state.changed_options(manifest, self._options):
-            self._log.note(f"the task's optimizer has {', '.join(changed)}: the run goes on with it")
-            self._log.line({"step": manifest.step, "options": changed})
-        self._log.cut(manifest.metrics_bytes)
+        if changed := state.changed_options(manifest, self._group_options):
+            self._log.log_message(f"the task's optimizer has {', '.join(changed)}: the run goes on with it")
+            self._log.write_record({"step": manifest.step, "options": changed})
+        self._log.truncate_log(manifest.metrics_bytes)
         self.saved_step = manifest.step
         losses = [float("nan") if loss is None else loss for loss in manifest.losses]
         valid = {name: float("nan") if value is None else value for name, value in manifest.valid.items()}
-        return Progress(manifest.step, losses, valid, manifest.best)
+        return TrainingProgress(manifest.step, losses, valid, manifest.best)
 
     # ---- saving
 
-    def save(self, progress: Progress) -> None:
+    def save(self, progress: TrainingProgress) -> None:
         """Take a snapshot and have it written. Returns when training may go on. Collective."""
         begin = time.perf_counter()
         self.wait()
-        found = state.tensors(self._trained)
+        found = state.tensors(self._training_state)
         tensors = [each.tensor for each in found.living]
-        if tensors != self._globals:  # the first save, or a state that grew (a parameter's first use)
+        if tensors != self._global_tensors:  # the first save, or a state that grew (a parameter's first use)
             whole = [tensor for tensor in tensors if tensor.name not in found.shares]
-            self._globals, self._stretches = tensors, assign_shards(whole, self._size) | found.shares
-            self._snapshot = Snapshot(tensors, self._stretches, shard_file_name(self._rank))
+            self._global_tensors, self._stored_boxes = tensors, assign_shards(whole, self._size) | found.shares
+            self._snapshot = Snapshot(tensors, self._stored_boxes, shard_file_name(self._rank))
         self._snapshot.take(found.living)
-        random = state.random_state(self._trained.step.device)
+        random = state.random_state(self._training_state.step.device)
         pause = time.perf_counter() - begin
-        name = self._shelf.at(progress.step).name
-        elapsed = time.perf_counter() - self._begin
-        self._log.line({"step": progress.step, "checkpoint": name, "pause_seconds": pause, "elapsed_seconds": elapsed})
+        name = self._store.at(progress.step).name
+        elapsed = time.perf_counter() - self._start_time
+        self._log.write_record(
+            {"step": progress.step, "checkpoint": name, "pause_seconds": pause, "elapsed_seconds": elapsed}
+        )
         manifest = self._manifest(progress, found) if self._rank == 0 else None
         self.saved_step = progress.step
-        self._writer = threading.Thread(
-            target=self._write, args=(progress.step, random, manifest), name="fourfold checkpoint", daemon=True
+        self._writer_thread = threading.Thread(
+            target=self._write_checkpoint,
+            args=(progress.step, random, manifest),
+            name="fourfold checkpoint",
+            daemon=True,
         )
-        self._writer.start()
+        self._writer_thread.start()
 
-    def _manifest(self, progress: Progress, found: state.Tensors) -> Manifest:
-        step = self._trained.step
+    def _manifest(self, progress: TrainingProgress, found: state.Tensors) -> Manifest:
+        step = self._training_state.step
         return Manifest(
             version=MANIFEST_VERSION,
             step=progress.step,
-            tensors={t.name: TensorEntry(t.dtype, t.shape, self._stretches[t.name], t.is_flat) for t in self._globals},
+            tensors={
+                t.name: TensorEntry(t.dtype, t.shape, self._stored_boxes[t.name], t.is_flat)
+                for t in self._global_tensors
+            },
             aliases=found.aliases,
             scalars=found.scalars,
-            groups=self._options,
+            groups=self._group_options,
             optimizer=type(step.optimizer).__name__,
             record=state.record(step),
-            feed=state.fed(self._trained.feed),
+            feed=state.fed(self._training_state.feed),
             random=(),
-            metrics_bytes=self._log.position(),
+            metrics_bytes=self._log.log_bytes(),
             losses=tuple(progress.losses),
             valid=dict(progress.valid),
             best=progress.best,
@@ -189,57 +213,57 @@ class Keeper:
             mesh=step.plan.mesh,
         )
 
-    def tell(self) -> None:
+    def report_failures(self) -> None:
         """Say what went wrong in writing, since this was last asked. Not collective."""
         while self._failures:
             text = self._failures.pop(0)
-            self._log.note(f"warning: {text}; training goes on, the checkpoints before are kept")
-            self._log.line({"warning": text})
+            self._log.log_message(f"warning: {text}; training goes on, the checkpoints before are kept")
+            self._log.write_record({"warning": text})
 
     def wait(self) -> None:
         """Until nothing is being written any more."""
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
-        self.tell()
+        if self._writer_thread is not None:
+            self._writer_thread.join()
+            self._writer_thread = None
+        self.report_failures()
 
-    def newest(self) -> int | None:
+    def newest_step(self) -> int | None:
         """The step of the newest checkpoint that has its name."""
-        return max(self._shelf.steps(), default=None)
+        return max(self._store.steps(), default=None)
 
-    def leave(self) -> None:
+    def abort(self) -> None:
         """After an error: finish what can be finished at once, without waiting for ranks that may be dead."""
-        self._given_up.set()
-        if self._writer is not None:
-            self._writer.join(LEAVE_SECONDS)
+        self._aborted.set()
+        if self._writer_thread is not None:
+            self._writer_thread.join(ABORT_SECONDS)
 
     # ---- in the writer's thread
 
-    def _lost(self, part: Path, rank: int) -> str:
+    def _missing_reason(self, part: Path, rank: int) -> str:
         """Why a rank's piece will not come, "" where it may."""
         mine = part / f"rank-{self._rank:03d}"
         if not any(mine.with_suffix(suffix).exists() for suffix in (".json", ".failed")):
             return "its folder was removed while it was written"  # and with it the marks of others
-        if self._trained.step.peer_is_dead(rank):
+        if self._training_state.step.peer_is_dead(rank):
             return f"rank {rank} died before it had written its piece"
-        if self._given_up.wait(POLL_SECONDS):
+        if self._aborted.wait(POLL_SECONDS):
             return f"the run ended before rank {rank} had written its piece"
         return ""
 
-    def _write(self, step: int, random: RngState, manifest: Manifest | None) -> None:
-        part = self._shelf.part(step, self._place.token)
-        unmarked = self._write_piece(part, random, manifest)
+    def _write_checkpoint(self, step: int, random: RngState, manifest: Manifest | None) -> None:
+        part = self._store.part(step, self._attempt_dir.token)
+        unmarked = self._write_rank_file(part, random, manifest)
         if manifest is None:
             return
         try:
             if unmarked:
                 raise CheckpointError(Problem(f"rank {self._rank}: {unmarked}"))
-            self._publish(part, manifest)
+            self._commit(part, manifest)
         except (OSError, CheckpointError) as error:
-            self._failures.append(f"the checkpoint of step {step} could not be written: {_reason(error)}")
+            self._failures.append(f"the checkpoint of step {step} could not be written: {_error_text(error)}")
             shutil.rmtree(part, ignore_errors=True)
 
-    def _write_piece(self, part: Path, random: RngState, manifest: Manifest | None) -> str:
+    def _write_rank_file(self, part: Path, random: RngState, manifest: Manifest | None) -> str:
         """This rank's piece and, last of all, its mark: a rank that has marked writes nothing there any more.
 
         Returns why there is no piece, where not even a mark could say so: a folder that nothing can be written to.
@@ -249,51 +273,51 @@ class Keeper:
             if manifest is not None:
                 self._log.sync()  # so that a run's folder that was removed is one again, before anything lies in it
             part.mkdir(parents=True, exist_ok=True)
-            self._check_room(manifest)
+            self._check_disk_space(manifest)
             file = write_snapshot(piece, self._snapshot)
-            _mark(mark, ".json", msgspec.json.encode(Mark(file, random)))
+            _write_marker(mark, ".json", msgspec.json.encode(DoneMarker(file, random)))
         except OSError as error:
             with contextlib.suppress(OSError):
                 piece.unlink(missing_ok=True)
             try:
-                _mark(mark, ".failed", _reason(error).encode())
+                _write_marker(mark, ".failed", _error_text(error).encode())
             except OSError:  # a disk without room even for the reason
                 try:
                     mark.with_suffix(".failed").touch()
                 except OSError:
-                    return _reason(error)
+                    return _error_text(error)
         return ""
 
-    def _check_room(self, manifest: Manifest | None) -> None:
-        total = sum(tensor.num_bytes for tensor in self._globals)
+    def _check_disk_space(self, manifest: Manifest | None) -> None:
+        total = sum(tensor.num_bytes for tensor in self._global_tensors)
         need = (total if manifest is not None else self._snapshot.num_bytes) + SPARE_BYTES
-        free = shutil.disk_usage(self._shelf.path).free
+        free = shutil.disk_usage(self._store.path).free
         if free < need:
             raise OSError(f"{sized(free)} free on the disk, {sized(need)} needed")
 
-    def _publish(self, part: Path, manifest: Manifest) -> None:
+    def _commit(self, part: Path, manifest: Manifest) -> None:
         """Rank 0: wait for all pieces, write the table of contents, give the folder its name."""
-        total = sum(tensor.num_bytes for tensor in self._globals)
-        deadline = time.monotonic() + WAIT_SECONDS + total / SLOWEST_BYTES_PER_SECOND
+        total = sum(tensor.num_bytes for tensor in self._global_tensors)
+        deadline = time.monotonic() + MARKER_TIMEOUT_SECONDS + total / SLOWEST_BYTES_PER_SECOND
         paths = [part / f"rank-{rank:03d}" for rank in range(self._size)]
         # All are waited for before one that failed is told: who may still write must not be swept away under.
-        lost = functools.partial(self._lost, part)
-        problems = [_await(path, rank, lost, deadline) for rank, path in enumerate(paths)]
+        lost = functools.partial(self._missing_reason, part)
+        problems = [_wait_for_marker(path, rank, lost, deadline) for rank, path in enumerate(paths)]
         if any(problems):
             raise CheckpointError([Problem(text) for text in problems if text])
-        marks = [_read_mark(path.with_suffix(".json")) for path in paths]
+        marks = [_read_marker(path.with_suffix(".json")) for path in paths]
         files = {shard_file_name(rank): mark.file for rank, mark in enumerate(marks)}
         whole = msgspec.structs.replace(manifest, files=files, random=tuple(mark.random for mark in marks))
         for path in paths:
             path.with_suffix(".json").unlink()
         write(part / MANIFEST_NAME, [shelf.encode(whole)])
         self._log.sync()
-        self._shelf.publish(part, manifest.step)
+        self._store.publish(part, manifest.step)
         with contextlib.suppress(OSError):  # what cannot be taken away now is there to be taken away at the next save
-            self._shelf.prune(keep=self._keep)
+            self._store.prune(keep=self._num_kept)
 
 
-def _mark(path: Path, suffix: str, text: bytes) -> None:
+def _write_marker(path: Path, suffix: str, text: bytes) -> None:
     """Raises OSError."""
     partial = path.with_suffix(".partial")
     partial.unlink(missing_ok=True)
@@ -301,15 +325,15 @@ def _mark(path: Path, suffix: str, text: bytes) -> None:
     os.rename(partial, path.with_suffix(suffix))
 
 
-def _read_mark(path: Path) -> Mark:
+def _read_marker(path: Path) -> DoneMarker:
     """Raises OSError, and CheckpointError where a mark is damaged."""
     try:
-        return from_json(read_bounded(path), Mark)
+        return from_json(read_bounded(path), DoneMarker)
     except DecodeError as error:
         raise CheckpointError(Problem(f"{path.name}: {error}", "a rank's mark")) from None
 
 
-def _await(path: Path, rank: int, lost: Callable[[int], str], deadline: float) -> str:
+def _wait_for_marker(path: Path, rank: int, missing_reason: Callable[[int], str], deadline: float) -> str:
     """Until a rank's mark is there: what went wrong with its piece, "" where nothing did."""
     reason = ""
     while not path.with_suffix(".json").exists():
@@ -321,11 +345,11 @@ def _await(path: Path, rank: int, lost: Callable[[int], str], deadline: float) -
         # Told one look at the mark later: a checkpoint of which all pieces are there is not thrown away.
         if reason:
             return reason
-        reason = lost(rank)
+        reason = missing_reason(rank)
     return ""
 
 
-def _reason(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     if isinstance(error, CheckpointError):
         return error.problems[0].got
     if isinstance(error, OSError) and error.errno is not None:
@@ -333,7 +357,7 @@ def _reason(error: Exception) -> str:
     return str(error)
 
 
-def _from_here(path: Path) -> Path:
+def _relative_to_cwd(path: Path) -> Path:
     """The path relative to the working directory, where it lies below it: messages name it so."""
     try:
         here = Path.cwd()
