@@ -14,7 +14,7 @@ from fourfold.run.build import TrainStep
 from fourfold.run.checkpoint import keeper as keeping
 from fourfold.run.checkpoint import write
 from fourfold.run.checkpoint.keeper import AttemptDir, CheckpointManager, TrainingProgress
-from fourfold.run.checkpoint.read import Reader, check_weights, export, load_weights
+from fourfold.run.checkpoint.read import CheckpointReader, check_weights_file, export_weights, load_weights_file
 from fourfold.run.checkpoint.shelf import Shelf, read_manifest
 from fourfold.run.checkpoint.state import Trained
 from fourfold.run.train import train
@@ -59,9 +59,9 @@ def test_a_snapshot_is_what_the_weights_were_when_it_was_taken(tmp_path, monkeyp
         return then, run.tensors()
 
     ((then, now),) = threads.run(1, body)
-    with Reader(Shelf(tmp_path).at(1)) as reader:
+    with CheckpointReader(Shelf(tmp_path).at(1)) as reader:
         for name, value in then.items():
-            assert torch.equal(reader.tensor(name).reshape(-1), value)
+            assert torch.equal(reader.read_tensor(name).reshape(-1), value)
     assert any(not torch.equal(now[name], value) for name, value in then.items())
 
 
@@ -75,8 +75,8 @@ def test_weights_are_exported_under_the_models_names_and_loaded_again(tmp_path):
         return run.step.model.state_dict(), {name: value.clone() for name, value in run.average.values.items()}
 
     model, averages = threads.run(2, body)[0]
-    export(Shelf(tmp_path).at(3), tmp_path / "weights.safetensors")
-    export(Shelf(tmp_path).at(3), tmp_path / "ema.safetensors", ema=True)
+    export_weights(Shelf(tmp_path).at(3), tmp_path / "weights.safetensors")
+    export_weights(Shelf(tmp_path).at(3), tmp_path / "ema.safetensors", ema=True)
     exported = load_file(tmp_path / "weights.safetensors")
     assert exported.keys() == model.keys()
     assert all(torch.equal(exported[name], value) for name, value in model.items())
@@ -84,12 +84,12 @@ def test_weights_are_exported_under_the_models_names_and_loaded_again(tmp_path):
     assert all(torch.equal(averaged[name], value) for name, value in averages.items())
 
     fresh = training.model("tied")
-    load_weights(fresh, tmp_path / "weights.safetensors")
+    load_weights_file(fresh, tmp_path / "weights.safetensors")
     assert all(torch.equal(value, model[name]) for name, value in fresh.state_dict().items())
     with pytest.raises(CheckpointError, match=r"no spare\.bias"):
-        check_weights(training.model("unused"), tmp_path / "weights.safetensors")
+        check_weights_file(training.model("unused"), tmp_path / "weights.safetensors")
     with pytest.raises(CheckpointError, match="a safetensors file"):
-        check_weights(fresh, tmp_path / "missing.safetensors")
+        check_weights_file(fresh, tmp_path / "missing.safetensors")
 
 
 def test_complex_weights_are_not_put_into_real_parameters(tmp_path):
@@ -97,7 +97,7 @@ def test_complex_weights_are_not_put_into_real_parameters(tmp_path):
     fresh = training.model("mlp")
     weights = {name: value.to(torch.complex64) for name, value in fresh.state_dict().items()}
     save_file(weights, tmp_path / "weights.safetensors")
-    for load in (load_weights, check_weights):
+    for load in (load_weights_file, check_weights_file):
         with pytest.raises(CheckpointError, match=r"first\.weight of complex64\s+need numbers that fit into float64"):
             load(fresh, tmp_path / "weights.safetensors")
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from fourfold.feed.feed import Feed
-from fourfold.run.checkpoint.read import load_weights
+from fourfold.run.checkpoint.read import load_weights_file
 from fourfold.run.checkpoint.shelf import Shelf
 from fourfold.testing import threads
 from fourfold.words.errors import CheckpointError, TaskError
@@ -91,7 +91,7 @@ def test_two_values_of_a_tied_weight_are_refused(tmp_path):
     save_file(weights, tmp_path / "weights.safetensors")
     said = r"second\.weight and third\.weight with other values"
     with pytest.raises(CheckpointError, match=said):
-        load_weights(training.model("tied"), tmp_path / "weights.safetensors")
+        load_weights_file(training.model("tied"), tmp_path / "weights.safetensors")
     untied = dataclasses.replace(CASE, optimizer="descent")
     threads.run(1, lambda ranks: Run(untied, ranks, tmp_path).go(0, 1, save_at=(1,)))
     tied = dataclasses.replace(untied, model="tied")

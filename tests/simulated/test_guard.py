@@ -17,7 +17,7 @@ from fourfold.plan.order import BatchRange, rows, shard_range
 from fourfold.plan.plan import Plan
 from fourfold.run.average import EMA
 from fourfold.run.build import TrainStep
-from fourfold.run.checkpoint.read import Reader
+from fourfold.run.checkpoint.read import CheckpointReader
 from fourfold.run.checkpoint.shelf import newest_good
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
@@ -239,8 +239,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def saved(folder: Path) -> dict[str, torch.Tensor]:
     newest = newest_good(folder)
     assert newest is not None
-    with Reader(newest) as reader:
-        return {name: reader.tensor(name) for name in reader.manifest.tensors}
+    with CheckpointReader(newest) as reader:
+        return {name: reader.read_tensor(name) for name in reader.manifest.tensors}
 
 
 def test_a_resumed_run_skips_the_same_steps_and_is_the_undisturbed_one_bit_for_bit(tmp_path):

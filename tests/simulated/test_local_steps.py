@@ -15,7 +15,7 @@ import fourfold as ff
 from fourfold.plan.intervals import is_due
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
-from fourfold.run.checkpoint.read import Reader
+from fourfold.run.checkpoint.read import CheckpointReader
 from fourfold.run.checkpoint.shelf import Shelf, newest_good
 from fourfold.run.refuse import sync_problems
 from fourfold.run.show import show
@@ -197,8 +197,8 @@ def small(stop_at: int | None = None) -> ff.Task:
 def saved(folder: Path) -> dict[str, torch.Tensor]:
     newest = newest_good(folder)
     assert newest is not None
-    with Reader(newest) as reader:
-        return {name: reader.tensor(name) for name in reader.manifest.tensors}
+    with CheckpointReader(newest) as reader:
+        return {name: reader.read_tensor(name) for name in reader.manifest.tensors}
 
 
 RUN: dict[str, Any] = {"batch_size": 4, "trace_every": 0, "ema": 0.5}

@@ -11,7 +11,7 @@ from fourfold.parts.masters import offload_device
 from fourfold.plan.plan import Plan
 from fourfold.run.average import EMA
 from fourfold.run.build import TrainStep
-from fourfold.run.checkpoint.read import export, load_weights
+from fourfold.run.checkpoint.read import export_weights, load_weights_file
 from fourfold.run.checkpoint.shelf import Shelf
 from fourfold.run.speaker import told_offload
 from fourfold.testing import oracle, threads
@@ -303,9 +303,9 @@ def test_checkpoints_hold_the_float32_weights_and_averages_and_are_read_on_any_m
 
     weights, averages = threads.run(size, save)[0]
     threads.run(then[1], load)
-    export(Shelf(tmp_path).at(2), tmp_path / "weights.safetensors")
+    export_weights(Shelf(tmp_path).at(2), tmp_path / "weights.safetensors")
     fresh = training.model(case.model)
-    load_weights(fresh, tmp_path / "weights.safetensors")
+    load_weights_file(fresh, tmp_path / "weights.safetensors")
     assert same(dict(fresh.state_dict()), weights["model"])
 
 

@@ -65,7 +65,7 @@ def verify_checkpoints(run: str) -> int:
 
 def export_checkpoint(run: str, file: str | None, *, step: int | None, ema: bool) -> int:
     """`fourfold checkpoint export`; returns the exit code."""
-    from fourfold.run.checkpoint.read import export as write
+    from fourfold.run.checkpoint.read import export_weights as write
     from fourfold.run.checkpoint.shelf import Shelf, newest_good
 
     folder = _find_run(run)

@@ -196,7 +196,7 @@ def check_memory(job: Job, data: Data, model: Any) -> None:
 
 def check_init(job: Job) -> None:
     """Raises SettingError or CheckpointError where the weights to begin with are not there, or are another model's."""
-    from fourfold.run.checkpoint.read import check_weights
+    from fourfold.run.checkpoint.read import check_weights_file
     from fourfold.run.outline import outline
 
     init = job.settings.get("init")
@@ -206,7 +206,7 @@ def check_init(job: Job) -> None:
     if not is_file(path):
         got = f"init = {init} (no such file)"
         raise SettingError(Problem(got, "a safetensors file of weights", nearest_file(path, "*.safetensors")))
-    check_weights(outline(job.task), path)
+    check_weights_file(outline(job.task), path)
 
 
 def _read_plan_text(file: str) -> str:

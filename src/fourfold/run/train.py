@@ -32,7 +32,7 @@ from fourfold.run.average import EMA
 from fourfold.run.batch import Loss, eval_mode
 from fourfold.run.build import TrainStep, parallelize
 from fourfold.run.checkpoint.keeper import AttemptDir, CheckpointManager, TrainingProgress
-from fourfold.run.checkpoint.read import load_weights
+from fourfold.run.checkpoint.read import load_weights_file
 from fourfold.run.checkpoint.state import Trained
 from fourfold.run.late import Lateness
 from fourfold.run.memory_bound import refuse_memory
@@ -114,7 +114,7 @@ def train(
         refuse_memory(task, plan, data.train, outlined, **sizes, num_ranks=1)
     model = task.model()
     if settings.init is not None:
-        load_weights(model, Path(settings.init))
+        load_weights_file(model, Path(settings.init))
     kept = {"clip": settings.clip, "seed": settings.seed, "skip_nan": settings.skip_nan}
     kept |= {"drift_check": settings.drift_check}
     step = parallelize(model, task.loss, task.optimizer, plan, **kept)

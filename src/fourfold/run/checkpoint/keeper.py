@@ -31,7 +31,7 @@ from fourfold.plan.pieces import (
     shard_file_name,
 )
 from fourfold.run.checkpoint import shelf, state
-from fourfold.run.checkpoint.read import Reader
+from fourfold.run.checkpoint.read import CheckpointReader
 from fourfold.run.checkpoint.shelf import Shelf
 from fourfold.run.checkpoint.state import Trained
 from fourfold.run.checkpoint.write import Snapshot, write, write_snapshot
@@ -147,7 +147,7 @@ class CheckpointManager:
             return list(error.problems), []
 
     def _restore(self, folder: Path) -> TrainingProgress:
-        with Reader(folder) as reader:
+        with CheckpointReader(folder) as reader:
             state.put_back(self._training_state, reader, seed=self._seed)
             manifest = reader.manifest
         if changed := state.changed_options(manifest, self._group_options):

@@ -19,53 +19,53 @@ from fourfold.run.fits import tied_problems
 from fourfold.words.errors import CheckpointError, Problem
 
 
-class Reader(contextlib.ExitStack):
+class CheckpointReader(contextlib.ExitStack):
     """A verified checkpoint, open for reading."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.manifest: Manifest = read_manifest(folder)
         self._folder = folder
-        self._open: dict[str, Any] = {}
+        self._open_files: dict[str, Any] = {}
 
-    def tensor(self, name: str, box: Box | None = None) -> Tensor:
+    def read_tensor(self, name: str, box: Box | None = None) -> Tensor:
         """A global tensor, or a box of it: a copy. Raises CheckpointError where a piece is not as the manifest says."""
         entry = self.manifest.tensors[self.manifest.aliases.get(name, name)]
         if box is None:
-            return self._box(name, entry, Box((0,) * len(entry.dims), entry.dims)).view(entry.shape)
-        return self._box(name, entry, box)
+            return self._read_box(name, entry, Box((0,) * len(entry.dims), entry.dims)).view(entry.shape)
+        return self._read_box(name, entry, box)
 
-    def _box(self, name: str, entry: TensorEntry, wanted: Box) -> Tensor:
+    def _read_box(self, name: str, entry: TensorEntry, wanted: Box) -> Tensor:
         if len(entry.stretches) == 1 and entry.stretches[0].box == wanted:
-            return self._slice(name, entry, entry.stretches[0].file, ())  # as it lies, without another copy
+            return self._read_slice(name, entry, entry.stretches[0].file, ())  # as it lies, without another copy
         result = torch.empty(wanted.lengths, dtype=TORCH_DTYPES[entry.dtype])
         for stretch in entry.stretches:
             common = intersection(stretch.box, wanted)
             if common is not None:
-                result[relative_slices(common, wanted)] = self._slice(
+                result[relative_slices(common, wanted)] = self._read_slice(
                     name, entry, stretch.file, relative_slices(common, stretch.box)
                 )
         return result
 
-    def _slice(self, name: str, entry: TensorEntry, file: str, place: tuple[slice, ...]) -> Tensor:
+    def _read_slice(self, name: str, entry: TensorEntry, file: str, place: tuple[slice, ...]) -> Tensor:
         name = self.manifest.aliases.get(name, name)
         (stretch,) = (s for s in entry.stretches if s.file == file)
         try:
-            if file not in self._open:
-                self._open[file] = self.enter_context(safe_open(self._folder / file, framework="pt"))
-            view = self._open[file].get_slice(name)
+            if file not in self._open_files:
+                self._open_files[file] = self.enter_context(safe_open(self._folder / file, framework="pt"))
+            view = self._open_files[file].get_slice(name)
             if tuple(view.get_shape()) != stretch.lengths or view.get_dtype() != entry.dtype:
                 got = f"{self._folder / file}: {name} is {view.get_dtype()} {view.get_shape()}"
                 raise CheckpointError(Problem(got, f"{entry.dtype} {list(stretch.lengths)}, as the manifest says"))
-            return view[place] if place else self._open[file].get_tensor(name)
+            return view[place] if place else self._open_files[file].get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(Problem(f"{self._folder / file}: {error}", "a safetensors file")) from None
 
 
-def load_weights(model: nn.Module, path: Path) -> None:
+def load_weights_file(model: nn.Module, path: Path) -> None:
     """Put the weights of a plain safetensors file into a model. Raises CheckpointError with all that does not fit."""
-    with _plain(path) as file:
-        check_weights(model, path)
+    with _open_weights_file(path) as file:
+        check_weights_file(model, path)
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     own = model.state_dict(keep_vars=True)
     if problems := tied_problems(own, tensors):
@@ -75,9 +75,9 @@ def load_weights(model: nn.Module, path: Path) -> None:
             value.copy_(tensors[name])
 
 
-def check_weights(model: nn.Module, path: Path) -> None:
+def check_weights_file(model: nn.Module, path: Path) -> None:
     """Raise CheckpointError unless a plain safetensors file holds this model's weights; they are not read."""
-    with _plain(path) as file:
+    with _open_weights_file(path) as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         theirs = {name: tuple(each.get_shape()) for name, each in slices.items()}
         dtypes = {name: each.get_dtype() for name, each in slices.items()}
@@ -110,7 +110,7 @@ def dtype_problems(ours: Mapping[str, torch.dtype], theirs: Mapping[str, str]) -
 
 
 @contextlib.contextmanager
-def _plain(path: Path):
+def _open_weights_file(path: Path):
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -118,12 +118,12 @@ def _plain(path: Path):
         raise CheckpointError(Problem(f"{path}: {error}", "a safetensors file of weights")) from None
 
 
-def export(folder: Path, target: Path, *, ema: bool = False) -> int:
+def export_weights(folder: Path, target: Path, *, ema: bool = False) -> int:
     """Write a checkpoint's weights into one plain safetensors file; returns its size. Raises CheckpointError.
 
     Names are the model's own, so the file loads with any library. `ema`: the averages, with the model's buffers.
     """
-    with Reader(folder) as reader:
+    with CheckpointReader(folder) as reader:
         every = [*reader.manifest.tensors, *reader.manifest.aliases]
         averaged = {name.removeprefix("ema.") for name in every if name.startswith("ema.")}
         if ema and not averaged:
@@ -131,7 +131,7 @@ def export(folder: Path, target: Path, *, ema: bool = False) -> int:
         tensors = []
         for name in sorted(name.removeprefix("model.") for name in every if name.startswith("model.")):
             of = reader.manifest.aliases.get(f"model.{name}", f"model.{name}").removeprefix("model.")
-            value = reader.tensor(f"ema.{of}" if ema and of in averaged else f"model.{of}")
+            value = reader.read_tensor(f"ema.{of}" if ema and of in averaged else f"model.{of}")
             value = value.to(TORCH_DTYPES[reader.manifest.tensors[f"model.{of}"].dtype])
             tensors.append(living(name, [value.reshape(-1)], value.shape))
     globals_ = [each.tensor for each in tensors]
@@ -141,4 +141,12 @@ def export(folder: Path, target: Path, *, ema: bool = False) -> int:
     return write_snapshot(target, snapshot).num_bytes
 
 
-__all__ = ["DTYPES", "Reader", "check_weights", "dtype_problems", "export", "load_weights", "shape_problems"]
+__all__ = [
+    "DTYPES",
+    "CheckpointReader",
+    "check_weights_file",
+    "dtype_problems",
+    "export_weights",
+    "load_weights_file",
+    "shape_problems",
+]

@@ -30,7 +30,7 @@ from fourfold.plan.pieces import (
 from fourfold.plan.rng import generator_seed, rng_state_to_restore
 from fourfold.run.average import EMA
 from fourfold.run.build import TrainStep
-from fourfold.run.checkpoint.read import Reader, dtype_problems, shape_problems
+from fourfold.run.checkpoint.read import CheckpointReader, dtype_problems, shape_problems
 from fourfold.run.checkpoint.write import DTYPES, Living, living
 from fourfold.run.fits import optimizer_problems
 from fourfold.run.weights import trainable_of
@@ -232,7 +232,7 @@ def _hex(state: Tensor) -> str:
     return bytes(state.tolist()).hex()
 
 
-def put_back(trained: Trained, reader: Reader, *, seed: int) -> None:
+def put_back(trained: Trained, reader: CheckpointReader, *, seed: int) -> None:
     """Everything a checkpoint holds. Collective. Raises CheckpointError, having changed nothing, where it does not fit.
 
     On a data axis of another size than it was saved with, random numbers start anew, from the seed, the step and the
@@ -244,15 +244,15 @@ def put_back(trained: Trained, reader: Reader, *, seed: int) -> None:
         raise CheckpointError(problems, where=f"the checkpoint of step {manifest.step}")
     names = [*manifest.tensors, *manifest.aliases]
     state = {
-        "model": {n.removeprefix("model."): reader.tensor(n) for n in names if n.startswith("model.")},
+        "model": {n.removeprefix("model."): reader.read_tensor(n) for n in names if n.startswith("model.")},
         "optimizer": {name: dict(values) for name, values in manifest.scalars.items()},
         # The task's own: what it says now is what it trains with, as all other code of it.
         "groups": [{k: v for k, v in g.items() if k != "params"} for g in step.optimizer.param_groups],
         "record": msgspec.structs.asdict(manifest.record),
     }
-    state["outer"] = {n.removeprefix("outer."): reader.tensor(n) for n in names if n.startswith("outer.")}
+    state["outer"] = {n.removeprefix("outer."): reader.read_tensor(n) for n in names if n.startswith("outer.")}
     for name, key in _names(manifest, "optimizer."):
-        state["optimizer"].setdefault(name, {})[key] = reader.tensor(f"optimizer.{name}.{key}")
+        state["optimizer"].setdefault(name, {})[key] = reader.read_tensor(f"optimizer.{name}.{key}")
     for name, key in _names(manifest, "worker."):
         state["optimizer"].setdefault(name, {})[key] = _worker(step, reader, name, key)
     for name, parameter in step.model.named_parameters():
@@ -264,7 +264,7 @@ def put_back(trained: Trained, reader: Reader, *, seed: int) -> None:
     step.num_steps = manifest.step
     if trained.average is not None:
         averages = trained.average.values.items()
-        trained.average.load({n: _share(step, n, reader.tensor(f"ema.{n}"), like=v) for n, v in averages})
+        trained.average.load({n: _share(step, n, reader.read_tensor(f"ema.{n}"), like=v) for n, v in averages})
     fed = manifest.feed
     trained.feed.load_state(Position(fed.seed, fed.epoch, fed.position, fed.num_samples))
     _put_back_random(step, manifest, seed=seed)
@@ -275,21 +275,21 @@ def _share(step: TrainStep, name: str, whole: Tensor, *, like: Tensor) -> Tensor
     return whole if like.shape == whole.shape else whole.reshape(-1)[slice(*step.shard_ranges[name])]
 
 
-def _saved_rows(reader: Reader, name: str) -> dict[str, Tensor]:
+def _saved_rows(reader: CheckpointReader, name: str) -> dict[str, Tensor]:
     """What the codecs of all ranks remembered of a parameter: [ranks, elements] by key."""
     titles = [title for title in reader.manifest.tensors if title.rpartition(".")[0] == f"codec.{name}"]
     ranks = len(reader.manifest.random)
-    return {title.rpartition(".")[2]: reader.tensor(title).view(ranks, -1) for title in titles}
+    return {title.rpartition(".")[2]: reader.read_tensor(title).view(ranks, -1) for title in titles}
 
 
-def _worker(step: TrainStep, reader: Reader, name: str, key: str) -> Tensor:
+def _worker(step: TrainStep, reader: CheckpointReader, name: str, key: str) -> Tensor:
     """A rank's own state of a parameter; or the mean of all, where there are no such ranks."""
     title = f"worker.{name}.{key}"
     (total,) = reader.manifest.tensors[title].shape
     length = dict(step.model.named_parameters())[name].numel()
     if step.plan.sync == "local" and total == step.plan.mesh.size * length:
-        return reader.tensor(title, Box((step.rank * length,), (length,)))
-    rows = reader.tensor(title).view(-1, length)
+        return reader.read_tensor(title, Box((step.rank * length,), (length,)))
+    rows = reader.read_tensor(title).view(-1, length)
     return rows.mean(0) if rows.is_floating_point() or rows.is_complex() else rows[0].clone()
 
 
