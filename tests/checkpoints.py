@@ -12,7 +12,7 @@ from torch import Tensor
 from fourfold.feed.feed import Feed
 from fourfold.run.average import EMA
 from fourfold.run.checkpoint.keeper import AttemptDir, CheckpointManager, TrainingProgress
-from fourfold.run.checkpoint.shelf import Shelf
+from fourfold.run.checkpoint.shelf import CheckpointStore
 from fourfold.run.checkpoint.state import Trained, tensors
 from fourfold.testing import threads
 from tests.training import Case, batches, build, local
@@ -69,9 +69,9 @@ class Run:
         return {t.tensor.name: torch.cat([p.detach().clone() for p in t.parts]) for t in found.living if t.parts}
 
 
-def saved_twice(folder: Path, size: int = 2) -> Shelf:
+def saved_twice(folder: Path, size: int = 2) -> CheckpointStore:
     threads.run(size, lambda ranks: Run(Case(), ranks, folder).go(0, 3, save_at=(1, 3)))
-    shelf = Shelf(folder)
+    shelf = CheckpointStore(folder)
     assert shelf.steps() == [1, 3]
     return shelf
 

@@ -15,7 +15,7 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.timeline import decode_trace as decode_trace
 from fourfold.report import faults, page
 from fourfold.report.record import ReportError
-from fourfold.run.checkpoint.shelf import read_manifest, verify
+from fourfold.run.checkpoint.shelf import read_manifest, verify_checkpoint
 from fourfold.words.errors import CheckpointError, FourfoldError, PlanError
 from tests.pure.test_report import make
 
@@ -166,4 +166,4 @@ def test_a_manifest_that_is_nested_too_deeply_is_damaged(text, tmp_path):
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / "manifest.json"))):
         read_manifest(tmp_path)
-    assert len(verify(tmp_path)) == 1
+    assert len(verify_checkpoint(tmp_path)) == 1

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fourfold as ff
 from fourfold.feed.source import TensorSource
 from fourfold.report import attempts
-from fourfold.run.checkpoint.shelf import Shelf
+from fourfold.run.checkpoint.shelf import CheckpointStore
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import CheckpointError
@@ -138,7 +138,7 @@ def test_a_checkpoint_written_before_the_mesh_was_recorded_restores_random_numbe
         return torch.rand(4)
 
     (first,) = threads.run(1, functools.partial(drawn, again=False))
-    rewrite(Shelf(tmp_path).at(2), lambda manifest: manifest.pop("mesh"))
+    rewrite(CheckpointStore(tmp_path).step_dir(2), lambda manifest: manifest.pop("mesh"))
     (second,) = threads.run(1, functools.partial(drawn, again=True))
     assert torch.equal(first, second)
 
@@ -146,7 +146,9 @@ def test_a_checkpoint_written_before_the_mesh_was_recorded_restores_random_numbe
 @pytest.mark.parametrize("state", ["00", "00" * 5056], ids=["of another size", "of the same size"])
 def test_a_random_state_that_torch_does_not_take_is_refused_before_anything_changes(state, tmp_path):
     saved_twice(tmp_path, 1)
-    rewrite(Shelf(tmp_path).at(3), lambda manifest: manifest.update(random=[{"cpu": state, "device": ""}]))
+    rewrite(
+        CheckpointStore(tmp_path).step_dir(3), lambda manifest: manifest.update(random=[{"cpu": state, "device": ""}])
+    )
 
     def resume(ranks):
         run = Run(Case(), ranks, tmp_path)
@@ -197,7 +199,7 @@ def test_states_of_another_optimizer_are_refused_before_anything_changes(
 
 def test_states_saved_before_the_optimizer_was_recorded_are_refused_where_they_lack_some(tmp_path):
     threads.run(1, lambda ranks: Run(Case(optimizer="SGD"), ranks, tmp_path).go(0, 2, save_at=(2,)))
-    rewrite(Shelf(tmp_path).at(2), lambda manifest: manifest.pop("optimizer"))
+    rewrite(CheckpointStore(tmp_path).step_dir(2), lambda manifest: manifest.pop("optimizer"))
     with pytest.raises(CheckpointError, match="without exp_avg, exp_avg_sq, step"):
         threads.run(1, lambda ranks: Run(Case(), ranks, tmp_path).keeper.resume())
 

@@ -18,7 +18,7 @@ from fourfold.plan.plan import Plan
 from fourfold.run.checkpoint import keeper as keeping
 from fourfold.run.checkpoint import write
 from fourfold.run.checkpoint.keeper import CheckpointManager
-from fourfold.run.checkpoint.shelf import Shelf, newest_good, verify
+from fourfold.run.checkpoint.shelf import CheckpointStore, newest_valid, verify_checkpoint
 from fourfold.run.folder import check_name, finished, read_identity, told_finished
 from fourfold.testing import threads
 from fourfold.words.errors import CheckpointError, SettingError, UnreadableError
@@ -81,9 +81,9 @@ DAMAGE = {
 def test_what_is_damaged_is_found_named_and_the_one_before_is_used(damage, tmp_path, capsys):
     name, break_it = DAMAGE[damage]
     shelf = saved_twice(tmp_path)
-    break_it(shelf.at(3) / name)
-    assert any(name in text for text in verify(shelf.at(3)))
-    assert newest_good(tmp_path) == shelf.at(1)
+    break_it(shelf.step_dir(3) / name)
+    assert any(name in text for text in verify_checkpoint(shelf.step_dir(3)))
+    assert newest_valid(tmp_path) == shelf.step_dir(1)
     checkpoints.export_checkpoint(str(tmp_path), str(tmp_path / "weights"), step=None, ema=False)
     assert "a newer checkpoint is damaged" in capsys.readouterr().err
 
@@ -97,8 +97,8 @@ def test_what_is_damaged_is_found_named_and_the_one_before_is_used(damage, tmp_p
     (step, notes), (other, _) = threads.run(2, go_on)
     assert (step, other) == (1, 1)
     assert name in notes[0]
-    assert Shelf(tmp_path).steps() == [1, 3]
-    assert not verify(shelf.at(3))
+    assert CheckpointStore(tmp_path).steps() == [1, 3]
+    assert not verify_checkpoint(shelf.step_dir(3))
     assert (shelf.path / "damaged-step-00000003").is_dir()
 
 
@@ -131,22 +131,22 @@ DIFFERENCES = {
 def test_a_file_whose_tensors_are_not_those_of_the_manifest_is_damaged(difference, tmp_path, capsys):
     change, said = DIFFERENCES[difference]
     shelf = saved_twice(tmp_path, 1)
-    rewrite(shelf.at(3), change)
-    assert any(said in text for text in verify(shelf.at(3)))
-    assert newest_good(tmp_path) == shelf.at(1)
+    rewrite(shelf.step_dir(3), change)
+    assert any(said in text for text in verify_checkpoint(shelf.step_dir(3)))
+    assert newest_valid(tmp_path) == shelf.step_dir(1)
     assert checkpoints.verify_checkpoints(str(tmp_path)) == 1
     out = capsys.readouterr().out
-    assert f"{shelf.at(3)}   damaged" in out
+    assert f"{shelf.step_dir(3)}   damaged" in out
     assert f"rank-000.safetensors: {said}" in out
-    assert f"{shelf.at(1)}   good" in out
+    assert f"{shelf.step_dir(1)}   good" in out
 
 
 def test_a_checkpoint_that_was_copied_to_the_name_of_another_step_is_damaged(tmp_path, capsys):
     shelf = saved_twice(tmp_path, 1)
-    shutil.copytree(shelf.at(1), shelf.at(5))
+    shutil.copytree(shelf.step_dir(1), shelf.step_dir(5))
     assert checkpoints.verify_checkpoints(str(tmp_path)) == 1
     assert "step 1, in the folder of step 5" in capsys.readouterr().out
-    assert newest_good(tmp_path) == shelf.at(3)
+    assert newest_valid(tmp_path) == shelf.step_dir(3)
 
 
 def test_a_mark_that_is_damaged_is_told_and_the_checkpoints_before_stay(tmp_path, monkeypatch):
@@ -162,7 +162,7 @@ def test_a_mark_that_is_damaged_is_told_and_the_checkpoints_before_stay(tmp_path
 
     (notes,) = threads.run(1, body)
     assert "step 3 could not be written: rank-000.json: " in notes[0]
-    assert Shelf(tmp_path).steps() == [1]
+    assert CheckpointStore(tmp_path).steps() == [1]
 
 
 DEEP = "[" * 900 + "]" * 900
@@ -185,12 +185,12 @@ def test_settings_that_cannot_be_read_say_nothing_of_the_run(text, tmp_path):
 def test_every_flipped_bit_of_a_file_is_found(tmp_path):
     shelf = saved_twice(tmp_path, 1)
     generator = torch.Generator().manual_seed(0)
-    for path in shelf.at(3).iterdir():
+    for path in shelf.step_dir(3).iterdir():
         for place in torch.randint(path.stat().st_size - 1, (40,), generator=generator).tolist():
             flip(path, place)
-            assert verify(shelf.at(3)), (path, place)
+            assert verify_checkpoint(shelf.step_dir(3)), (path, place)
             flip(path, place)
-    assert not verify(shelf.at(3))
+    assert not verify_checkpoint(shelf.step_dir(3))
 
 
 NEWER = {
@@ -204,7 +204,7 @@ NEWER = {
 def test_a_checkpoint_of_a_newer_version_is_no_damage_and_the_run_does_not_begin_again(change, tmp_path, capsys):
     shelf = saved_twice(tmp_path)
     for step in shelf.steps():
-        rewrite(shelf.at(step), change)
+        rewrite(shelf.step_dir(step), change)
     with pytest.raises(UnreadableError, match=r"version 2, of a newer fourfold .* at most version 1"):
         threads.run(2, lambda ranks: Run(Case(), ranks, tmp_path).keeper.resume())
     assert shelf.steps() == [1, 3]
@@ -236,11 +236,11 @@ def test_a_file_that_may_not_be_opened_is_no_damage(name, number, tmp_path, monk
 def test_without_a_good_checkpoint_nothing_is_put_back(tmp_path):
     shelf = saved_twice(tmp_path, 1)
     for step in (1, 3):
-        flip(shelf.at(step) / "rank-000.safetensors", -1)
+        flip(shelf.step_dir(step) / "rank-000.safetensors", -1)
     (progress,) = threads.run(1, lambda ranks: Run(Case(), ranks, tmp_path).keeper.resume())
     assert progress is None
     with pytest.raises(CheckpointError, match="no checkpoint"):
-        newest_good(tmp_path)
+        newest_valid(tmp_path)
 
 
 def test_a_piece_that_cannot_be_written_leaves_the_checkpoints_before(tmp_path, monkeypatch):
@@ -259,8 +259,8 @@ def test_a_piece_that_cannot_be_written_leaves_the_checkpoints_before(tmp_path, 
     (notes, others) = threads.run(2, body)
     assert "step 3 could not be written: rank 1: no space left on device" in notes[0]
     assert not others
-    assert [path.name for path in Shelf(tmp_path).path.iterdir()] == ["step-00000001"]
-    assert not verify(Shelf(tmp_path).at(1))
+    assert [path.name for path in CheckpointStore(tmp_path).path.iterdir()] == ["step-00000001"]
+    assert not verify_checkpoint(CheckpointStore(tmp_path).step_dir(1))
 
 
 def test_a_folder_that_nothing_can_be_written_to_is_told_without_waiting_for_marks(tmp_path, monkeypatch):
@@ -270,7 +270,7 @@ def test_a_folder_that_nothing_can_be_written_to_is_told_without_waiting_for_mar
         run = Run(Case(), ranks, tmp_path)
         run.go(0, 1, save_at=(1,))
         if run.step.rank == 0:
-            shelf = Shelf(tmp_path).path
+            shelf = CheckpointStore(tmp_path).path
             shelf.rename(tmp_path / "before")
             shelf.touch()
         run.step.all_gather_json(None)
@@ -305,7 +305,7 @@ def test_a_folder_that_is_removed_while_it_is_written_is_told_without_waiting_fo
 
     (notes, _) = threads.run(2, body)
     assert "step 3 could not be written: its folder was removed while it was written" in notes[0]
-    assert [path.name for path in Shelf(tmp_path).path.iterdir()] == ["step-00000001"]
+    assert [path.name for path in CheckpointStore(tmp_path).path.iterdir()] == ["step-00000001"]
 
 
 @contextlib.contextmanager
@@ -343,8 +343,8 @@ def test_a_full_disk_is_a_warning_and_the_checkpoints_before_stay(checked, tmp_p
         notes, _ = threads.run(2, body)
         assert "could not be written" in notes[0]
         assert ("KiB needed" if checked else "no space left") in notes[0]
-        assert [path.name for path in Shelf(folder).path.iterdir()] == ["step-00000001"]
-        assert not verify(Shelf(folder).at(1))
+        assert [path.name for path in CheckpointStore(folder).path.iterdir()] == ["step-00000001"]
+        assert not verify_checkpoint(CheckpointStore(folder).step_dir(1))
 
 
 def test_weights_are_exported_into_a_folder_that_is_made_or_the_reason_is_told(tmp_path, capsys):

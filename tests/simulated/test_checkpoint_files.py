@@ -15,7 +15,7 @@ from fourfold.run.checkpoint import keeper as keeping
 from fourfold.run.checkpoint import write
 from fourfold.run.checkpoint.keeper import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.run.checkpoint.read import CheckpointReader, check_weights_file, export_weights, load_weights_file
-from fourfold.run.checkpoint.shelf import Shelf, read_manifest
+from fourfold.run.checkpoint.shelf import CheckpointStore, read_manifest
 from fourfold.run.checkpoint.state import Trained
 from fourfold.run.train import train
 from fourfold.testing import threads
@@ -31,10 +31,10 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path):
     valid = {1: 3.0, 2: 1.0, 3: 2.0, 4: 2.0, 5: 2.0}
     every = tuple(range(1, 7))
     threads.run(2, lambda ranks: Run(case, ranks, tmp_path).go(0, 6, save_at=every, valid=valid))
-    shelf = Shelf(tmp_path)
+    shelf = CheckpointStore(tmp_path)
     assert shelf.steps() == [2, 5, 6]
-    assert shelf.best() == 2
-    assert sorted(path.name for path in shelf.path.iterdir()) == [shelf.at(step).name for step in (2, 5, 6)]
+    assert shelf.best_step() == 2
+    assert sorted(path.name for path in shelf.path.iterdir()) == [shelf.step_dir(step).name for step in (2, 5, 6)]
 
 
 def test_a_snapshot_is_what_the_weights_were_when_it_was_taken(tmp_path, monkeypatch):
@@ -59,7 +59,7 @@ def test_a_snapshot_is_what_the_weights_were_when_it_was_taken(tmp_path, monkeyp
         return then, run.tensors()
 
     ((then, now),) = threads.run(1, body)
-    with CheckpointReader(Shelf(tmp_path).at(1)) as reader:
+    with CheckpointReader(CheckpointStore(tmp_path).step_dir(1)) as reader:
         for name, value in then.items():
             assert torch.equal(reader.read_tensor(name).reshape(-1), value)
     assert any(not torch.equal(now[name], value) for name, value in then.items())
@@ -75,8 +75,8 @@ def test_weights_are_exported_under_the_models_names_and_loaded_again(tmp_path):
         return run.step.model.state_dict(), {name: value.clone() for name, value in run.average.values.items()}
 
     model, averages = threads.run(2, body)[0]
-    export_weights(Shelf(tmp_path).at(3), tmp_path / "weights.safetensors")
-    export_weights(Shelf(tmp_path).at(3), tmp_path / "ema.safetensors", ema=True)
+    export_weights(CheckpointStore(tmp_path).step_dir(3), tmp_path / "weights.safetensors")
+    export_weights(CheckpointStore(tmp_path).step_dir(3), tmp_path / "ema.safetensors", ema=True)
     exported = load_file(tmp_path / "weights.safetensors")
     assert exported.keys() == model.keys()
     assert all(torch.equal(exported[name], value) for name, value in model.items())
@@ -137,7 +137,7 @@ def test_an_average_follows_its_definition_and_does_not_disturb(tmp_path):
 
 def test_pieces_are_balanced_in_bytes(tmp_path):
     shelf = saved_twice(tmp_path, 4)
-    sizes = [file.num_bytes for file in read_manifest(shelf.at(3)).files.values()]
+    sizes = [file.num_bytes for file in read_manifest(shelf.step_dir(3)).files.values()]
     assert len(sizes) == 4
     assert max(sizes) < 1.2 * min(sizes)
 
@@ -160,5 +160,5 @@ def test_a_task_that_changes_its_working_directory_leaves_its_run_where_it_is(tm
     )
     result = train(task, Plan(), name="moved", checkpoint_every=2)
     assert result.folder == tmp_path / "runs" / "moved"
-    assert Shelf(tmp_path / "runs" / "moved").steps() == [2, 4]
+    assert CheckpointStore(tmp_path / "runs" / "moved").steps() == [2, 4]
     assert not list((tmp_path / "elsewhere").iterdir())

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from fourfold.feed.feed import Feed
 from fourfold.run.checkpoint.read import load_weights_file
-from fourfold.run.checkpoint.shelf import Shelf
+from fourfold.run.checkpoint.shelf import CheckpointStore
 from fourfold.testing import threads
 from fourfold.words.errors import CheckpointError, TaskError
 from tests import odd, training
@@ -138,10 +138,10 @@ def test_names_beside_the_checkpoints_that_are_none_of_ours_do_no_harm(tmp_path)
     (shelf.path / "step-000000009").mkdir()
     (shelf.path / ".part-of-mine").touch()
     assert shelf.steps() == [1, 3]
-    shelf.prune(keep=1)
+    shelf.prune(num_kept=1)
     assert sorted(path.name for path in shelf.path.iterdir()) == [".part-of-mine", "step-000000009", "step-00000003"]
     assert threads.run(1, lambda ranks: Run(Case(), ranks, tmp_path).keeper.resume())[0].step == 3
-    assert Shelf(tmp_path).steps() == [3]
+    assert CheckpointStore(tmp_path).steps() == [3]
 
 
 @pytest.mark.parametrize("number", [2, 3], ids=["amid the epoch", "after its last batch"])

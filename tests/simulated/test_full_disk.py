@@ -15,7 +15,7 @@ import fourfold as ff
 from fourfold.feed.source import TensorSource
 from fourfold.plan.timeline import decode_trace
 from fourfold.run.checkpoint import keeper as keeping
-from fourfold.run.checkpoint.shelf import newest_good
+from fourfold.run.checkpoint.shelf import newest_valid
 from fourfold.run.folder import Folder
 from fourfold.words.errors import SettingError, TrainingError
 
@@ -195,7 +195,7 @@ def test_a_run_is_finished_only_with_its_last_step_on_the_disk(tmp_path, monkeyp
     told = train(tmp_path, checkpoint_every=4)
     assert told.notes == [f"{tmp_path / 'run'} goes on from step 4 of 6"]
     assert "for 2 steps" in told.ending
-    assert newest_good(tmp_path / "run").name == "step-00000006"
+    assert newest_valid(tmp_path / "run").name == "step-00000006"
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["begins", "goes on"])

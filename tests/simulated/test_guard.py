@@ -18,7 +18,7 @@ from fourfold.plan.plan import Plan
 from fourfold.run.average import EMA
 from fourfold.run.build import TrainStep
 from fourfold.run.checkpoint.read import CheckpointReader
-from fourfold.run.checkpoint.shelf import newest_good
+from fourfold.run.checkpoint.shelf import newest_valid
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import PlanError, TrainingError
@@ -237,7 +237,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def saved(folder: Path) -> dict[str, torch.Tensor]:
-    newest = newest_good(folder)
+    newest = newest_valid(folder)
     assert newest is not None
     with CheckpointReader(newest) as reader:
         return {name: reader.read_tensor(name) for name in reader.manifest.tensors}

@@ -16,7 +16,7 @@ from fourfold.plan.intervals import is_due
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
 from fourfold.run.checkpoint.read import CheckpointReader
-from fourfold.run.checkpoint.shelf import Shelf, newest_good
+from fourfold.run.checkpoint.shelf import CheckpointStore, newest_valid
 from fourfold.run.refuse import sync_problems
 from fourfold.run.show import show
 from fourfold.tasks import lm
@@ -195,7 +195,7 @@ def small(stop_at: int | None = None) -> ff.Task:
 
 
 def saved(folder: Path) -> dict[str, torch.Tensor]:
-    newest = newest_good(folder)
+    newest = newest_valid(folder)
     assert newest is not None
     with CheckpointReader(newest) as reader:
         return {name: reader.read_tensor(name) for name in reader.manifest.tensors}
@@ -215,7 +215,7 @@ def test_a_run_saves_and_evaluates_at_the_next_meeting_and_goes_on_bit_for_bit(t
     ff.train(small(), plan, name="whole", **options)
     with pytest.raises(Interrupted):
         ff.train(small(stop_at=8), plan, name="broken", **options)
-    assert newest_good(tmp_path / "broken") == Shelf(tmp_path / "broken").at(6)
+    assert newest_valid(tmp_path / "broken") == CheckpointStore(tmp_path / "broken").step_dir(6)
     ff.train(small(), plan, name="broken", **options)
     log = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in log if "checkpoint" in line] == [3, 6, 9]

@@ -12,7 +12,7 @@ from fourfold.plan.plan import Plan
 from fourfold.run.average import EMA
 from fourfold.run.build import TrainStep
 from fourfold.run.checkpoint.read import export_weights, load_weights_file
-from fourfold.run.checkpoint.shelf import Shelf
+from fourfold.run.checkpoint.shelf import CheckpointStore
 from fourfold.run.speaker import told_offload
 from fourfold.testing import oracle, threads
 from tests import training
@@ -303,7 +303,7 @@ def test_checkpoints_hold_the_float32_weights_and_averages_and_are_read_on_any_m
 
     weights, averages = threads.run(size, save)[0]
     threads.run(then[1], load)
-    export_weights(Shelf(tmp_path).at(2), tmp_path / "weights.safetensors")
+    export_weights(CheckpointStore(tmp_path).step_dir(2), tmp_path / "weights.safetensors")
     fresh = training.model(case.model)
     load_weights_file(fresh, tmp_path / "weights.safetensors")
     assert same(dict(fresh.state_dict()), weights["model"])

@@ -13,7 +13,7 @@ import torch
 from fourfold.feed.feed import Feed
 from fourfold.parts.comm import Communicator, meeting
 from fourfold.parts.comm.ranks import _RankProcess, host_id
-from fourfold.run.checkpoint.shelf import Shelf
+from fourfold.run.checkpoint.shelf import CheckpointStore
 from fourfold.testing import threads
 from fourfold.words.errors import PeerError
 from fourfold.words.world import World
@@ -100,4 +100,4 @@ def test_the_writer_does_not_wait_for_the_piece_of_a_dead_rank(tmp_path, monkeyp
     notes, seconds = threads.run(2, body)[0]
     assert seconds < SECONDS
     assert "rank 1 died before it had written its piece" in notes[0]
-    assert Shelf(tmp_path).steps() == [1]
+    assert CheckpointStore(tmp_path).steps() == [1]

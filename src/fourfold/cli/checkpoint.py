@@ -19,13 +19,13 @@ AGE_UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 def list_checkpoints(run: str) -> int:
     """`fourfold checkpoint list`; returns the exit code."""
-    from fourfold.run.checkpoint.shelf import Shelf, read_manifest
+    from fourfold.run.checkpoint.shelf import CheckpointStore, read_manifest
 
-    shelf = Shelf(_find_run(run))
+    shelf = CheckpointStore(_find_run(run))
     rows = [("step", "size", "age", "ranks", "validation loss", "")]
-    best = shelf.best()
+    best = shelf.best_step()
     for step in shelf.steps():
-        path = shelf.at(step)
+        path = shelf.step_dir(step)
         try:
             manifest = read_manifest(path)
         except CheckpointError as error:
@@ -43,18 +43,18 @@ def list_checkpoints(run: str) -> int:
 
 def verify_checkpoints(run: str) -> int:
     """`fourfold checkpoint verify`; returns the exit code: 1 where something is damaged."""
-    from fourfold.run.checkpoint.shelf import Shelf
-    from fourfold.run.checkpoint.shelf import verify as problems_of
+    from fourfold.run.checkpoint.shelf import CheckpointStore
+    from fourfold.run.checkpoint.shelf import verify_checkpoint as problems_of
 
-    shelf = Shelf(_find_run(run))
+    shelf = CheckpointStore(_find_run(run))
     steps, code = shelf.steps(), 0
     for step in steps:
         try:
-            problems = problems_of(shelf.at(step))
+            problems = problems_of(shelf.step_dir(step))
             word = "damaged" if problems else "good"
         except UnreadableError as error:
             problems, word = [problem.got for problem in error.problems], "cannot be read here"
-        print(escaped(f"{shelf.at(step)}   {word}"))
+        print(escaped(f"{shelf.step_dir(step)}   {word}"))
         for text in problems:
             print(escaped(f"  {text}"))
         code = 1 if problems else code
@@ -66,15 +66,15 @@ def verify_checkpoints(run: str) -> int:
 def export_checkpoint(run: str, file: str | None, *, step: int | None, ema: bool) -> int:
     """`fourfold checkpoint export`; returns the exit code."""
     from fourfold.run.checkpoint.read import export_weights as write
-    from fourfold.run.checkpoint.shelf import Shelf, newest_good
+    from fourfold.run.checkpoint.shelf import CheckpointStore, newest_valid
 
     folder = _find_run(run)
-    steps = Shelf(folder).steps()
+    steps = CheckpointStore(folder).steps()
     if step is not None and step not in steps:
         need = f"one of {', '.join(map(str, steps))}" if steps else "a run with checkpoints"
         raise SettingError(Problem(f"--step {step}", need), where=str(folder))
-    source = newest_good(folder, step=step)
-    if step is None and source != Shelf(folder).at(steps[-1]):
+    source = newest_valid(folder, step=step)
+    if step is None and source != CheckpointStore(folder).step_dir(steps[-1]):
         say(escaped(f"warning: a newer checkpoint is damaged: fourfold checkpoint verify {run}"))
     target = Path(file or f"{folder.name}-{source.name.removeprefix('step-')}{'-ema' if ema else ''}.safetensors")
     if target.exists():

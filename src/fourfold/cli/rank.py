@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fourfold.cli import job
 from fourfold.engines import cause
-from fourfold.engines.restart import outlook
+from fourfold.engines.restart import resume_hint
 from fourfold.words.errors import FourfoldError, TrainingError
 from fourfold.words.launchers import OPEN_MPI, present
 from fourfold.words.world import World, from_environment
@@ -41,7 +41,7 @@ def train(work: job.Job, world: World | None) -> None:
         raise error from None
     except KeyboardInterrupt:
         speaks = world is None or world.rank == 0
-        raise KeyboardInterrupt(f"stopped by SIGINT; {outlook(work.run_dir)}" if speaks else "") from None
+        raise KeyboardInterrupt(f"stopped by SIGINT; {resume_hint(work.run_dir)}" if speaks else "") from None
 
 
 def _train(work: job.Job, world: World | None) -> None:

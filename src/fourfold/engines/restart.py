@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fourfold.engines.cause import Cause
-from fourfold.run.checkpoint.shelf import outlook
+from fourfold.run.checkpoint.shelf import resume_hint
 from fourfold.run.faults import FILE, Fault
 from fourfold.run.pulse import Beat
 
@@ -46,7 +46,7 @@ class SupervisionPolicy:
 
     def resume_hint(self) -> str:
         """What the same command will do; "" where nobody knows."""
-        return "" if self.run_dir is None else outlook(self.run_dir)
+        return "" if self.run_dir is None else resume_hint(self.run_dir)
 
 
 class RestartBudget:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from fourfold.report.progress import format_seconds
 from fourfold.report.svg import Series
 from fourfold.report.table import UNKNOWN, render_row, render_table
-from fourfold.run.checkpoint.shelf import Shelf
+from fourfold.run.checkpoint.shelf import CheckpointStore
 from fourfold.words.units import sized
 
 FAILED_WARNING = re.compile(r"the checkpoint of step ([0-9]{1,15}) could not be written: ([^;]*)")
@@ -60,10 +60,10 @@ def read_checkpoints(folder: Path, lines: Iterable[Mapping[str, Any]]) -> Checkp
             lost.append(SavedCheckpoint(int(name[1]), None, None, DAMAGED, "; ".join(texts)))
         elif "warning" in line and (said := FAILED_WARNING.match(line["warning"])):
             lost.append(SavedCheckpoint(int(said[1]), None, pauses.get(int(said[1])), NOT_WRITTEN, said[2]))
-    shelf = Shelf(folder)
-    best = shelf.best()
+    shelf = CheckpointStore(folder)
+    best = shelf.best_step()
     there = [
-        SavedCheckpoint(step, _num_bytes(shelf.at(step)), pauses.get(step), BEST if step == best else KEPT)
+        SavedCheckpoint(step, _num_bytes(shelf.step_dir(step)), pauses.get(step), BEST if step == best else KEPT)
         for step in shelf.steps()
     ]
     return CheckpointHistory(pauses, sorted([*lost, *there], key=lambda each: each.step))

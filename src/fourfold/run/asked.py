@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from fourfold.run.checkpoint.shelf import outlook
+from fourfold.run.checkpoint.shelf import resume_hint
 from fourfold.run.pulse import Pulse
 from fourfold.words.errors import INTERRUPT_CODE, REQUEUE_CODE, Problem, SettingError
 from fourfold.words.world import World
@@ -192,7 +192,7 @@ class StopSignalHandler:
     def _exit(self, number: int, text: str, more: str = "") -> NoReturn:
         try:
             if text:
-                self._print(f"{text}; {outlook(self._run_dir)}{more}")
+                self._print(f"{text}; {resume_hint(self._run_dir)}{more}")
         finally:
             os._exit(EXIT_CODES[signal.Signals(number)])
 

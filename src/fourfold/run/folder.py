@@ -26,7 +26,7 @@ import torch
 
 from fourfold.plan.decode import DecodeError, check_not_pipe, from_json, read_bounded
 from fourfold.plan.plan import FIELDS, Plan
-from fourfold.run.checkpoint.shelf import FOLDER as CHECKPOINTS
+from fourfold.run.checkpoint.shelf import CHECKPOINTS_DIR as CHECKPOINTS
 from fourfold.run.settings import Identity, canonical
 from fourfold.words.errors import PlanError, Problem, SettingError, TrainingError, reason
 from fourfold.words.version import VERSION

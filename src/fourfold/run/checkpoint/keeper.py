@@ -32,7 +32,7 @@ from fourfold.plan.pieces import (
 )
 from fourfold.run.checkpoint import shelf, state
 from fourfold.run.checkpoint.read import CheckpointReader
-from fourfold.run.checkpoint.shelf import Shelf
+from fourfold.run.checkpoint.shelf import CheckpointStore
 from fourfold.run.checkpoint.state import Trained
 from fourfold.run.checkpoint.write import Snapshot, write, write_snapshot
 from fourfold.words.errors import CheckpointError, Problem, UnreadableError
@@ -103,7 +103,7 @@ class CheckpointManager:
             num_kept,
         )
         self._rank, self._size = training_state.step.rank, training_state.step.plan.mesh.size
-        self._store = Shelf(attempt_dir.run_dir)
+        self._store = CheckpointStore(attempt_dir.run_dir)
         self._global_tensors: list[GlobalTensor] = []
         self._writer_thread: threading.Thread | None = None
         self._aborted = threading.Event()
@@ -118,31 +118,31 @@ class CheckpointManager:
         exchange = self._training_state.step.all_gather_json
         progress, damaged = None, []
         if self._rank == 0:
-            self._store.sweep()
+            self._store.remove_partial()
         for number in reversed(exchange(self._store.steps() if self._rank == 0 else [])[0]):
-            judged = exchange(self._verify_files(_relative_to_cwd(self._store.at(number))))
+            judged = exchange(self._verify_files(_relative_to_cwd(self._store.step_dir(number))))
             if unreadable := list(dict.fromkeys(tuple(each) for texts, _ in judged for each in texts)):
                 # An older one would do, but what has been trained since would be lost without need.
                 raise UnreadableError([Problem(*each) for each in unreadable], where="the newest checkpoint")
             problems = list(dict.fromkeys(text for _, texts in judged for text in texts))
             if not problems:
-                progress = self._restore(self._store.at(number))
+                progress = self._restore(self._store.step_dir(number))
                 break
             damaged.append((number, problems))
             if self._rank == 0:
-                self._store.set_aside(number)
+                self._store.quarantine(number)
         if progress is None:
             self._log.truncate_log(0)
         for number, problems in damaged:
             self._log.log_message(f"warning: a damaged checkpoint was set aside: {'; '.join(problems[:3])}")
-            self._log.write_record({"checkpoint": self._store.at(number).name, "damaged": problems})
+            self._log.write_record({"checkpoint": self._store.step_dir(number).name, "damaged": problems})
         self._start_time = time.perf_counter()
         return progress
 
     def _verify_files(self, folder: Path) -> tuple[list[Problem], list[str]]:
         """Why this rank's share of a checkpoint cannot be read here; and what is damaged of it."""
         try:
-            return [], shelf.verify(folder, index=self._rank, size=self._size)
+            return [], shelf.verify_checkpoint(folder, index=self._rank, size=self._size)
         except UnreadableError as error:
             return list(error.problems), []
 
@@ -174,7 +174,7 @@ class CheckpointManager:
         self._snapshot.take(found.living)
         random = state.random_state(self._training_state.step.device)
         pause = time.perf_counter() - begin
-        name = self._store.at(progress.step).name
+        name = self._store.step_dir(progress.step).name
         elapsed = time.perf_counter() - self._start_time
         self._log.write_record(
             {"step": progress.step, "checkpoint": name, "pause_seconds": pause, "elapsed_seconds": elapsed}
@@ -251,7 +251,7 @@ class CheckpointManager:
         return ""
 
     def _write_checkpoint(self, step: int, random: RngState, manifest: Manifest | None) -> None:
-        part = self._store.part(step, self._attempt_dir.token)
+        part = self._store.staging_dir(step, self._attempt_dir.token)
         unmarked = self._write_rank_file(part, random, manifest)
         if manifest is None:
             return
@@ -310,11 +310,11 @@ class CheckpointManager:
         whole = msgspec.structs.replace(manifest, files=files, random=tuple(mark.random for mark in marks))
         for path in paths:
             path.with_suffix(".json").unlink()
-        write(part / MANIFEST_NAME, [shelf.encode(whole)])
+        write(part / MANIFEST_NAME, [shelf.encode_manifest(whole)])
         self._log.sync()
-        self._store.publish(part, manifest.step)
+        self._store.commit(part, manifest.step)
         with contextlib.suppress(OSError):  # what cannot be taken away now is there to be taken away at the next save
-            self._store.prune(keep=self._num_kept)
+            self._store.prune(num_kept=self._num_kept)
 
 
 def _write_marker(path: Path, suffix: str, text: bytes) -> None:
