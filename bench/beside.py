@@ -21,7 +21,7 @@ from fourfold.feed.feed import Feed
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep, parallelize
 from fourfold.run.checkpoint.keeper import AttemptDir, CheckpointManager, TrainingProgress
-from fourfold.run.checkpoint.state import Trained
+from fourfold.run.checkpoint.state import TrainingState
 from fourfold.run.trace import EVERY, Tracing
 from fourfold.tasks import lm
 
@@ -67,7 +67,7 @@ def build_step(folder: str) -> tuple[TrainStep, CheckpointManager, Callable[[], 
     step = parallelize(task.model(), task.loss, task.optimizer, plan, clip=task.clip)
     feed = Feed(data.train, plan, batch_size=task.batch_size)
     keeper = CheckpointManager(
-        Trained(step, feed), AttemptDir(Path(step.all_gather_json(folder)[0]), "bench"), NullLog(), seed=0
+        TrainingState(step, feed), AttemptDir(Path(step.all_gather_json(folder)[0]), "bench"), NullLog(), seed=0
     )
     batches = feed.repeat()
     return step, keeper, lambda: step(next(batches)) and None

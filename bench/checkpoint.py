@@ -30,7 +30,7 @@ from fourfold.feed.feed import Feed
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep, parallelize
 from fourfold.run.checkpoint.keeper import NUM_KEPT, AttemptDir, CheckpointManager, TrainingProgress
-from fourfold.run.checkpoint.state import Trained
+from fourfold.run.checkpoint.state import TrainingState
 from fourfold.tasks import lm
 from fourfold.words.world import from_environment
 
@@ -54,7 +54,7 @@ class NullLog:
     def sync(self) -> None: ...
 
 
-def make_training_state(width: int, layers: int) -> Trained:
+def make_training_state(width: int, layers: int) -> TrainingState:
     """A language model after one step, so that the optimizer has its state."""
     task = lm.task(width=width, layers=layers, length=LENGTH)
     plan = Plan(dp=dist.get_world_size() if dist.is_initialized() else 1)
@@ -62,7 +62,7 @@ def make_training_state(width: int, layers: int) -> Trained:
     tokens = torch.randint(0, 256, (BATCH_SIZE, LENGTH))
     positions = torch.arange(LENGTH).expand(BATCH_SIZE, LENGTH)
     step(({"tokens": tokens, "positions": positions}, tokens))
-    return Trained(step, Feed([(tokens, tokens)] * plan.dp, plan, batch_size=plan.dp))
+    return TrainingState(step, Feed([(tokens, tokens)] * plan.dp, plan, batch_size=plan.dp))
 
 
 def drop_page_cache(folder: Path) -> None:
@@ -122,7 +122,7 @@ class Timings:
         self.seconds.setdefault(kind, []).append(time.perf_counter() - begin)
 
 
-def measure(run: Trained, *, rounds: int, folder: Path) -> dict[str, list[float]]:
+def measure(run: TrainingState, *, rounds: int, folder: Path) -> dict[str, list[float]]:
     """Seconds by kind, and the number of bytes."""
     keeper = CheckpointManager(run, AttemptDir(folder / "run", "bench"), NullLog(), seed=0)
     keeper.save(TrainingProgress(1))  # allocates the snapshot

@@ -13,7 +13,7 @@ from fourfold.feed.feed import Feed
 from fourfold.run.average import EMA
 from fourfold.run.checkpoint.keeper import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.run.checkpoint.shelf import CheckpointStore
-from fourfold.run.checkpoint.state import Trained, tensors
+from fourfold.run.checkpoint.state import TrainingState, collect_tensors
 from fourfold.testing import threads
 from tests.training import Case, batches, build, local
 
@@ -49,7 +49,7 @@ class Run:
         self.average = EMA(self.step.weight_shards, ema) if ema else None
         self.feed = Feed(source, batch_size=8)
         self.log = Log()
-        trained = Trained(self.step, self.feed, self.average)
+        trained = TrainingState(self.step, self.feed, self.average)
         self.keeper = CheckpointManager(trained, AttemptDir(folder, token), self.log, seed=0)
 
     def go(self, start: int, stop: int, *, save_at: Any = (), valid: dict[int, float] | None = None) -> None:
@@ -65,8 +65,8 @@ class Run:
 
     def tensors(self) -> dict[str, Tensor]:
         """Copies of everything that is saved."""
-        found = tensors(Trained(self.step, self.feed, self.average))
-        return {t.tensor.name: torch.cat([p.detach().clone() for p in t.parts]) for t in found.living if t.parts}
+        found = collect_tensors(TrainingState(self.step, self.feed, self.average))
+        return {t.tensor.name: torch.cat([p.detach().clone() for p in t.parts]) for t in found.live_tensors if t.parts}
 
 
 def saved_twice(folder: Path, size: int = 2) -> CheckpointStore:

@@ -16,7 +16,7 @@ from fourfold.run.checkpoint import write
 from fourfold.run.checkpoint.keeper import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.run.checkpoint.read import CheckpointReader, check_weights_file, export_weights, load_weights_file
 from fourfold.run.checkpoint.shelf import CheckpointStore, read_manifest
-from fourfold.run.checkpoint.state import Trained
+from fourfold.run.checkpoint.state import TrainingState
 from fourfold.run.train import train
 from fourfold.testing import threads
 from fourfold.words.errors import CheckpointError
@@ -109,7 +109,7 @@ def test_a_checkpoint_of_complex_weights_is_not_put_into_real_parameters(tmp_pat
         step = TrainStep(module, lambda outputs, targets: outputs.abs(), sgd, plan=plan, communicator=ranks, clip=None)
         step((torch.ones(1, 2, dtype=dtype), torch.zeros(1)))
         feed = Feed([(torch.zeros(1), torch.zeros(1))], batch_size=1)
-        return CheckpointManager(Trained(step, feed), AttemptDir(tmp_path, "a"), Log(), seed=0)
+        return CheckpointManager(TrainingState(step, feed), AttemptDir(tmp_path, "a"), Log(), seed=0)
 
     def save(ranks):
         keeper = run(ranks, torch.complex64)

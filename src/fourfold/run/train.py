@@ -33,7 +33,7 @@ from fourfold.run.batch import Loss, eval_mode
 from fourfold.run.build import TrainStep, parallelize
 from fourfold.run.checkpoint.keeper import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.run.checkpoint.read import load_weights_file
-from fourfold.run.checkpoint.state import Trained
+from fourfold.run.checkpoint.state import TrainingState
 from fourfold.run.late import Lateness
 from fourfold.run.memory_bound import refuse_memory
 from fourfold.run.objective import is_uneven, uneven
@@ -119,7 +119,7 @@ def train(
     kept |= {"drift_check": settings.drift_check}
     step = parallelize(model, task.loss, task.optimizer, plan, **kept)
     feed = Feed(data.train, plan, batch_size=settings.batch_size, seed=settings.seed)
-    trained = Trained(step, feed, None if settings.ema is None else EMA(step.weight_shards, settings.ema))
+    trained = TrainingState(step, feed, None if settings.ema is None else EMA(step.weight_shards, settings.ema))
     beats = pulse.of_environment()
     with _speaker(task, step, plan, settings, report) as speaker:
         if speaker.opened.finished is not None:
@@ -165,7 +165,7 @@ def _lost(step: TrainStep) -> int | None:
 
 
 @contextlib.contextmanager
-def _keeper(trained: Trained, settings: Settings, speaker: Speaker) -> Iterator[CheckpointManager]:
+def _keeper(trained: TrainingState, settings: Settings, speaker: Speaker) -> Iterator[CheckpointManager]:
     keeper = CheckpointManager(trained, AttemptDir(speaker.place, speaker.opened.token), speaker, seed=settings.seed)
     try:
         yield keeper
@@ -179,7 +179,7 @@ class Training:
     """The steps of a run, and its end."""
 
     task: Task
-    trained: Trained
+    trained: TrainingState
     settings: Settings
     speaker: Speaker
     keeper: CheckpointManager

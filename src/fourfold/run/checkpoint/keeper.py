@@ -33,7 +33,7 @@ from fourfold.plan.pieces import (
 from fourfold.run.checkpoint import shelf, state
 from fourfold.run.checkpoint.read import CheckpointReader
 from fourfold.run.checkpoint.shelf import CheckpointStore
-from fourfold.run.checkpoint.state import Trained
+from fourfold.run.checkpoint.state import TrainingState
 from fourfold.run.checkpoint.write import Snapshot, write, write_snapshot
 from fourfold.words.errors import CheckpointError, Problem, UnreadableError
 from fourfold.words.units import sized
@@ -84,17 +84,17 @@ class CheckpointManager:
 
     def __init__(
         self,
-        training_state: Trained,
+        training_state: TrainingState,
         attempt_dir: AttemptDir,
         log: CheckpointLog,
         *,
         seed: int,
         num_kept: int = NUM_KEPT,
     ) -> None:
-        self._group_options = state.groups(
+        self._group_options = state.group_options(
             training_state.step
         )  # What cannot be saved is told now, not in a hundred steps.
-        state.tensors(training_state)
+        state.collect_tensors(training_state)
         self._training_state, self._attempt_dir, self._log, self._seed, self._num_kept = (
             training_state,
             attempt_dir,
@@ -148,7 +148,7 @@ class CheckpointManager:
 
     def _restore(self, folder: Path) -> TrainingProgress:
         with CheckpointReader(folder) as reader:
-            state.put_back(self._training_state, reader, seed=self._seed)
+            state.restore(self._training_state, reader, seed=self._seed)
             manifest = reader.manifest
         if changed := state.changed_options(manifest, self._group_options):
             self._log.log_message(f"the task's optimizer has {', '.join(changed)}: the run goes on with it")
@@ -165,14 +165,14 @@ class CheckpointManager:
         """Take a snapshot and have it written. Returns when training may go on. Collective."""
         begin = time.perf_counter()
         self.wait()
-        found = state.tensors(self._training_state)
-        tensors = [each.tensor for each in found.living]
+        found = state.collect_tensors(self._training_state)
+        tensors = [each.tensor for each in found.live_tensors]
         if tensors != self._global_tensors:  # the first save, or a state that grew (a parameter's first use)
-            whole = [tensor for tensor in tensors if tensor.name not in found.shares]
-            self._global_tensors, self._stored_boxes = tensors, assign_shards(whole, self._size) | found.shares
+            whole = [tensor for tensor in tensors if tensor.name not in found.stored_boxes]
+            self._global_tensors, self._stored_boxes = tensors, assign_shards(whole, self._size) | found.stored_boxes
             self._snapshot = Snapshot(tensors, self._stored_boxes, shard_file_name(self._rank))
-        self._snapshot.take(found.living)
-        random = state.random_state(self._training_state.step.device)
+        self._snapshot.take(found.live_tensors)
+        random = state.rng_state(self._training_state.step.device)
         pause = time.perf_counter() - begin
         name = self._store.step_dir(progress.step).name
         elapsed = time.perf_counter() - self._start_time
@@ -189,7 +189,7 @@ class CheckpointManager:
         )
         self._writer_thread.start()
 
-    def _manifest(self, progress: TrainingProgress, found: state.Tensors) -> Manifest:
+    def _manifest(self, progress: TrainingProgress, found: state.SavedTensors) -> Manifest:
         step = self._training_state.step
         return Manifest(
             version=MANIFEST_VERSION,
@@ -202,8 +202,8 @@ class CheckpointManager:
             scalars=found.scalars,
             groups=self._group_options,
             optimizer=type(step.optimizer).__name__,
-            record=state.record(step),
-            feed=state.fed(self._training_state.feed),
+            record=state.first_step_record(step),
+            feed=state.data_state(self._training_state.feed),
             random=(),
             metrics_bytes=self._log.log_bytes(),
             losses=tuple(progress.losses),
