@@ -66,7 +66,9 @@ class Run:
     def tensors(self) -> dict[str, Tensor]:
         """Copies of everything that is saved."""
         found = collect_tensors(TrainingState(self.step, self.feed, self.average))
-        return {t.tensor.name: torch.cat([p.detach().clone() for p in t.parts]) for t in found.live_tensors if t.parts}
+        return {
+            t.tensor.name: torch.cat([p.detach().clone() for p in t.segments]) for t in found.live_tensors if t.segments
+        }
 
 
 def saved_twice(folder: Path, size: int = 2) -> CheckpointStore:

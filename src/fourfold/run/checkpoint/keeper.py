@@ -34,7 +34,7 @@ from fourfold.run.checkpoint import shelf, state
 from fourfold.run.checkpoint.read import CheckpointReader
 from fourfold.run.checkpoint.shelf import CheckpointStore
 from fourfold.run.checkpoint.state import TrainingState
-from fourfold.run.checkpoint.write import Snapshot, write, write_snapshot
+from fourfold.run.checkpoint.write import Snapshot, write_file, write_snapshot
 from fourfold.words.errors import CheckpointError, Problem, UnreadableError
 from fourfold.words.units import sized
 
@@ -171,7 +171,7 @@ class CheckpointManager:
             whole = [tensor for tensor in tensors if tensor.name not in found.stored_boxes]
             self._global_tensors, self._stored_boxes = tensors, assign_shards(whole, self._size) | found.stored_boxes
             self._snapshot = Snapshot(tensors, self._stored_boxes, shard_file_name(self._rank))
-        self._snapshot.take(found.live_tensors)
+        self._snapshot.capture(found.live_tensors)
         random = state.rng_state(self._training_state.step.device)
         pause = time.perf_counter() - begin
         name = self._store.step_dir(progress.step).name
@@ -310,7 +310,7 @@ class CheckpointManager:
         whole = msgspec.structs.replace(manifest, files=files, random=tuple(mark.random for mark in marks))
         for path in paths:
             path.with_suffix(".json").unlink()
-        write(part / MANIFEST_NAME, [shelf.encode_manifest(whole)])
+        write_file(part / MANIFEST_NAME, [shelf.encode_manifest(whole)])
         self._log.sync()
         self._store.commit(part, manifest.step)
         with contextlib.suppress(OSError):  # what cannot be taken away now is there to be taken away at the next save
@@ -321,7 +321,7 @@ def _write_marker(path: Path, suffix: str, text: bytes) -> None:
     """Raises OSError."""
     partial = path.with_suffix(".partial")
     partial.unlink(missing_ok=True)
-    write(partial, [text])
+    write_file(partial, [text])
     os.rename(partial, path.with_suffix(suffix))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fourfold.plan.pieces import Box, Manifest, TensorEntry, assign_shards, intersection, relative_slices
 from fourfold.run.checkpoint.shelf import read_manifest
-from fourfold.run.checkpoint.write import DTYPES, TORCH_DTYPES, Snapshot, living, write_snapshot
+from fourfold.run.checkpoint.write import SAFETENSORS_DTYPES, TORCH_DTYPES, Snapshot, make_live_tensor, write_snapshot
 from fourfold.run.fits import tied_problems
 from fourfold.words.errors import CheckpointError, Problem
 
@@ -133,16 +133,16 @@ def export_weights(folder: Path, target: Path, *, ema: bool = False) -> int:
             of = reader.manifest.aliases.get(f"model.{name}", f"model.{name}").removeprefix("model.")
             value = reader.read_tensor(f"ema.{of}" if ema and of in averaged else f"model.{of}")
             value = value.to(TORCH_DTYPES[reader.manifest.tensors[f"model.{of}"].dtype])
-            tensors.append(living(name, [value.reshape(-1)], value.shape))
+            tensors.append(make_live_tensor(name, [value.reshape(-1)], value.shape))
     globals_ = [each.tensor for each in tensors]
     stretches = assign_shards(globals_, 1)
     snapshot = Snapshot(globals_, stretches, "rank-000.safetensors")
-    snapshot.take(tensors)
+    snapshot.capture(tensors)
     return write_snapshot(target, snapshot).num_bytes
 
 
 __all__ = [
-    "DTYPES",
+    "SAFETENSORS_DTYPES",
     "CheckpointReader",
     "check_weights_file",
     "dtype_problems",

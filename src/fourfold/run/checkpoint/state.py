@@ -31,7 +31,7 @@ from fourfold.plan.rng import generator_seed, rng_state_to_restore
 from fourfold.run.average import EMA
 from fourfold.run.build import TrainStep
 from fourfold.run.checkpoint.read import CheckpointReader, dtype_problems, shape_problems
-from fourfold.run.checkpoint.write import DTYPES, Living, living
+from fourfold.run.checkpoint.write import SAFETENSORS_DTYPES, LiveTensor, make_live_tensor
 from fourfold.run.fits import optimizer_problems
 from fourfold.run.weights import trainable_of
 from fourfold.words.errors import CheckpointError, Problem
@@ -51,7 +51,7 @@ class SavedTensors(NamedTuple):
     `shares` has the stretches of those that lie split over the ranks: who has a share is who writes it.
     """
 
-    live_tensors: list[Living]
+    live_tensors: list[LiveTensor]
     aliases: dict[str, str]
     scalars: dict[str, dict[str, Scalar]]
     stored_boxes: dict[str, tuple[StoredBox, ...]]
@@ -75,7 +75,7 @@ def collect_tensors(trained: TrainingState) -> SavedTensors:
             found.append(masters.live_tensor(f"model.{name}", held[id(value)], masters.shards[held[id(value)]]))
             continue
         flat = [value.detach().reshape(-1)]
-        found.append(living(f"model.{name}", flat, value.shape, whole=id(value) not in held))
+        found.append(make_live_tensor(f"model.{name}", flat, value.shape, whole=id(value) not in held))
     split = trained.step.has_sharded_state
     states = (
         _sharded_states(trained.step, state["optimizer"])
@@ -87,11 +87,13 @@ def collect_tensors(trained: TrainingState) -> SavedTensors:
     found += states.live_tensors
     remembered = _codec_tensors(trained.step)
     found += remembered
-    found += [living(f"outer.{n}", [v], parameters[n].shape) for n, v in state["outer"].items()]
+    found += [make_live_tensor(f"outer.{n}", [v], parameters[n].shape) for n, v in state["outer"].items()]
     if trained.ema is not None:
         averages = trained.ema.values.items()
         found += [masters.live_tensor(f"ema.{n}", n, v) for n, v in averages if n in masters.shards]
-        found += [living(f"ema.{n}", [v.reshape(-1)], v.shape) for n, v in averages if n not in masters.shards]
+        found += [
+            make_live_tensor(f"ema.{n}", [v.reshape(-1)], v.shape) for n, v in averages if n not in masters.shards
+        ]
     shares = {each.tensor.name: _rank_rows(each.tensor, trained.step) for each in remembered}
     shares |= states.stored_boxes | masters.stored_boxes
     return states._replace(live_tensors=found, aliases=aliases, stored_boxes=shares)
@@ -109,25 +111,27 @@ class _MasterWeights:
             mine = {} if step.is_secondary_replica else {name: step.shard_ranges[name] for name in flats}
             self._by_rank = step.all_gather_json(mine)
 
-    def live_tensor(self, title: str, name: str, flat: Tensor) -> Living:
+    def live_tensor(self, title: str, name: str, flat: Tensor) -> LiveTensor:
         """A tensor that lies as these weights do."""
         if not self._by_rank:
-            return living(title, [flat], self._shapes[name])
+            return make_live_tensor(title, [flat], self._shapes[name])
         bounds = [(rank, *shares[name]) for rank, shares in enumerate(self._by_rank) if shares]
         self.stored_boxes[title] = tuple(
             StoredBox(shard_file_name(rank), (low,), (high - low,)) for rank, low, high in bounds if low < high
         )
-        tensor = GlobalTensor(title, DTYPES[flat.dtype], tuple(self._shapes[name]), is_flat=True)
-        return Living(tensor, [flat], self._step.shard_ranges[name][0])
+        tensor = GlobalTensor(title, SAFETENSORS_DTYPES[flat.dtype], tuple(self._shapes[name]), is_flat=True)
+        return LiveTensor(tensor, [flat], self._step.shard_ranges[name][0])
 
 
-def _codec_tensors(step: TrainStep) -> list[Living]:
+def _codec_tensors(step: TrainStep) -> list[LiveTensor]:
     """What the codecs remember: a row for each rank, end to end, and each rank's row is its own."""
     found = []
     for name, state in step.codec_state.living.items():
         for key, value in state.items():
-            total = GlobalTensor(f"codec.{name}.{key}", DTYPES[value.dtype], (value.numel() * step.plan.mesh.size,))
-            found.append(Living(total, [value], value.numel() * step.rank))
+            total = GlobalTensor(
+                f"codec.{name}.{key}", SAFETENSORS_DTYPES[value.dtype], (value.numel() * step.plan.mesh.size,)
+            )
+            found.append(LiveTensor(total, [value], value.numel() * step.rank))
     return found
 
 
@@ -139,12 +143,12 @@ def _rank_rows(tensor: GlobalTensor, step: TrainStep) -> tuple[StoredBox, ...]:
 
 def _replicated_states(states: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> SavedTensors:
     """The optimizer's state where every rank has all of it."""
-    found: list[Living] = []
+    found: list[LiveTensor] = []
     scalars: dict[str, dict[str, Scalar]] = {}
     for name, values in states.items():
         for key, value in values.items():
             if isinstance(value, list):
-                found.append(living(f"optimizer.{name}.{key}", value, parameters[name].shape))
+                found.append(make_live_tensor(f"optimizer.{name}.{key}", value, parameters[name].shape))
             else:
                 scalars.setdefault(name, {})[key] = value
     return SavedTensors(found, {}, scalars, {})
@@ -152,12 +156,12 @@ def _replicated_states(states: Mapping[str, Any], parameters: Mapping[str, Tenso
 
 def _local_sgd_states(step: TrainStep, own: SavedTensors) -> SavedTensors:
     """The optimizer's states where every rank has all of its own: those of all ranks end to end."""
-    found: list[Living] = []
+    found: list[LiveTensor] = []
     shares: dict[str, tuple[StoredBox, ...]] = {}
     size = step.plan.mesh.size
     for tensor, parts, _ in own.live_tensors:
         title, length = f"worker.{tensor.name.removeprefix('optimizer.')}", math.prod(tensor.shape)
-        found.append(Living(GlobalTensor(title, tensor.dtype, (size * length,)), parts, step.rank * length))
+        found.append(LiveTensor(GlobalTensor(title, tensor.dtype, (size * length,)), parts, step.rank * length))
         shares[title] = tuple(StoredBox(shard_file_name(rank), (rank * length,), (length,)) for rank in range(size))
     return SavedTensors(found, {}, own.scalars, shares)
 
@@ -174,14 +178,17 @@ class _StateShard(NamedTuple):
 def _sharded_states(step: TrainStep, states: Mapping[str, Any]) -> SavedTensors:
     """The optimizer's state where every rank has a share: tensors of one dim, since a share may end within a row."""
     mine = {
-        name: {key: {"dtype": DTYPES.get(v[0].dtype)} if isinstance(v, list) else v for key, v in values.items()}
+        name: {
+            key: {"dtype": SAFETENSORS_DTYPES.get(v[0].dtype)} if isinstance(v, list) else v
+            for key, v in values.items()
+        }
         for name, values in states.items()
         if values
     }
     rows: list[dict[str, Any]] = step.all_gather_json(
         {name: [*step.shard_ranges[name], told] for name, told in mine.items()}
     )
-    found: list[Living] = []
+    found: list[LiveTensor] = []
     shares: dict[str, tuple[StoredBox, ...]] = {}
     scalars: dict[str, dict[str, Scalar]] = {}
     for name, key in dict.fromkeys((name, key) for row in rows for name, (_, _, told) in row.items() for key in told):
@@ -193,7 +200,7 @@ def _sharded_states(step: TrainStep, states: Mapping[str, Any]) -> SavedTensors:
         title = f"optimizer.{name}.{key}"
         num_elements = max(holder.stop for holder in holders)
         parts = states[name].get(key, [])
-        held = Living(GlobalTensor(title, told["dtype"], (num_elements,)), parts, step.shard_ranges[name][0])
+        held = LiveTensor(GlobalTensor(title, told["dtype"], (num_elements,)), parts, step.shard_ranges[name][0])
         found.append(held)
         shares[title] = tuple(StoredBox(shard_file_name(h.rank), (h.start,), (h.stop - h.start,)) for h in holders)
     return SavedTensors(found, {}, scalars, shares)

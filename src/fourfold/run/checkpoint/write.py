@@ -21,7 +21,7 @@ from fourfold.plan.pieces import ELEMENT_BYTES, FileEntry, GlobalTensor, StoredB
 from fourfold.words.errors import CheckpointError, Problem
 
 CHUNK_BYTES = 4 * 2**20
-DTYPES = {
+SAFETENSORS_DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -39,26 +39,26 @@ DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
-class Living(NamedTuple):
+class LiveTensor(NamedTuple):
     """A global tensor, and the flat stretches in which it lies in memory, in order; `first` is their first element.
 
     All of the tensor lies there, or this rank's share of it.
     """
 
     tensor: GlobalTensor
-    parts: Sequence[Tensor]
-    first: int = 0
+    segments: Sequence[Tensor]
+    offset: int = 0
 
 
-def living(name: str, parts: Sequence[Tensor], shape: Sequence[int], *, whole: bool = False) -> Living:
+def make_live_tensor(name: str, segments: Sequence[Tensor], shape: Sequence[int], *, whole: bool = False) -> LiveTensor:
     """Raises CheckpointError for a dtype that safetensors does not know."""
-    dtype = DTYPES.get(parts[0].dtype)
+    dtype = SAFETENSORS_DTYPES.get(segments[0].dtype)
     if dtype is None:
-        raise CheckpointError(Problem(f"{name} is of {parts[0].dtype}", "a dtype of the safetensors format"))
-    return Living(GlobalTensor(name, dtype, tuple(shape), whole), parts)
+        raise CheckpointError(Problem(f"{name} is of {segments[0].dtype}", "a dtype of the safetensors format"))
+    return LiveTensor(GlobalTensor(name, dtype, tuple(shape), whole), segments)
 
 
 class Snapshot:
@@ -84,7 +84,7 @@ class Snapshot:
             offset = stop
         self.buffer = memory.allocate_private(offset, torch.uint8, torch.device("cpu"))
         self._views = {t.name: self.buffer[a:b].view(TORCH_DTYPES[t.dtype]) for t, a, b in views}
-        self.header = _header(header)
+        self.header = _safetensors_header(header)
 
     @property
     def num_bytes(self) -> int:
@@ -92,15 +92,15 @@ class Snapshot:
         return len(self.header) + self.buffer.numel()
 
     @torch.no_grad()
-    def take(self, tensors: Sequence[Living]) -> None:
+    def capture(self, tensors: Sequence[LiveTensor]) -> None:
         """Copy what this rank writes."""
         for tensor, parts, first in tensors:
             if tensor.name in self._ranges:
                 start, stop = self._ranges[tensor.name]
-                _copy(parts, start - first, stop - first, out=self._views[tensor.name])
+                _copy_range(parts, start - first, stop - first, out=self._views[tensor.name])
 
 
-def _copy(parts: Sequence[Tensor], start: int, stop: int, *, out: Tensor) -> None:
+def _copy_range(parts: Sequence[Tensor], start: int, stop: int, *, out: Tensor) -> None:
     """Elements [start, stop) of consecutive flat parts."""
     place = 0
     for part in parts:
@@ -110,13 +110,13 @@ def _copy(parts: Sequence[Tensor], start: int, stop: int, *, out: Tensor) -> Non
         place += part.numel()
 
 
-def _header(tensors: Mapping[str, object]) -> bytes:
+def _safetensors_header(tensors: Mapping[str, object]) -> bytes:
     text = json.dumps(tensors, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def write(path: Path, chunks: Sequence[bytes | memoryview]) -> FileEntry:
+def write_file(path: Path, chunks: Sequence[bytes | memoryview]) -> FileEntry:
     """A new file of these bytes, on the disk when this returns. Its room is reserved first. Raises OSError."""
     num_bytes = sum(len(chunk) for chunk in chunks)
     digest = xxhash.xxh3_128()
@@ -139,4 +139,4 @@ def write(path: Path, chunks: Sequence[bytes | memoryview]) -> FileEntry:
 
 def write_snapshot(path: Path, snapshot: Snapshot) -> FileEntry:
     """The piece of a snapshot. Raises OSError."""
-    return write(path, [snapshot.header, memoryview(snapshot.buffer.numpy().data)])
+    return write_file(path, [snapshot.header, memoryview(snapshot.buffer.numpy().data)])
