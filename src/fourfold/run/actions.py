@@ -21,7 +21,7 @@ from fourfold.parts.data import GradBuckets
 from fourfold.parts.step_hooks import StepHooks
 from fourfold.plan.data import layout_changes
 from fourfold.run.batch import Loss, Microbatch
-from fourfold.run.deferred import Deferred
+from fourfold.run.deferred import DeferredUpdates
 from fourfold.run.objective import Objective, is_uneven, uneven
 from fourfold.run.parts import Parts, Terms, Totals
 from fourfold.run.sequence.alike import unlike
@@ -70,10 +70,12 @@ class Actions:
         self.recorder = SILENT
         self._reduces_every_backward, self._updates_after_backward = parts.rest.gradient == SPLIT, update == "after"
         self._gathers_weights = layout_changes(parts.rest).after_update != Change.NONE
-        self.deferred: Deferred | None = None
+        self.deferred: DeferredUpdates | None = None
         """The updates that wait for the next forward, where they do."""
         if update == "in_forward":
-            self.deferred = Deferred(parts.parameters, parts.transport, self._update_deferred, gathered=parts.gathered)
+            self.deferred = DeferredUpdates(
+                parts.parameters, parts.transport, self._update_deferred, sharded_params=parts.gathered
+            )
         # Else the factor is part of the update: before it, sums are what they are.
         self._scales_before_update = parts.rest.state == WHOLE and not parts.optimizer.converts_grads
         if self._scales_before_update:
@@ -115,7 +117,7 @@ class Actions:
         if self.deferred is not None:
             verbs, buckets = (Verb.UPDATE, Verb.GATHER), range(len(self._context.parameters))
             self.done_early = {Action(verb, 0, bucket) for verb in verbs for bucket in buckets}
-            self.deferred.begin()
+            self.deferred.begin_step()
         self._num_ranks_with_grad: Sequence[float] | None = None
         self._squared_norms: Sequence[Tensor] | None = None
         self._loss_totals: list[tuple[int, Tensor]] = []
@@ -144,7 +146,7 @@ class Actions:
             self._context.local.finish_sync()
         self._context.edits.refresh_samples()
 
-    def _defer(self, deferred: Deferred) -> None:
+    def _defer(self, deferred: DeferredUpdates) -> None:
         """Leave the updates of this step to the next forward, with all that they need to know."""
         self._read_totals()
         self._wait_all()
@@ -157,7 +159,7 @@ class Actions:
         self._update_args = Terms(self._grad_scale, self._num_ranks_with_grad, self._squared_norms)
         self._context.optimizer.set_options_frozen(frozen=True)
         # What is complete last in backward is mostly used first.
-        deferred.hold(self._context.gradients.launch_order[::-1])
+        deferred.defer(self._context.gradients.launch_order[::-1])
 
     def flush(self) -> None:
         """Do the updates that wait for the next forward. Collective."""
@@ -169,7 +171,7 @@ class Actions:
     @property
     def has_pending_updates(self) -> bool:
         """Whether updates wait for the next forward; this rank's, or those of ranks that share weights with it."""
-        return self.deferred is not None and self.deferred.is_waiting
+        return self.deferred is not None and self.deferred.has_pending
 
     def _update_deferred(self, bucket: int) -> None:
         """Update a bucket by the gradient of the step before."""
@@ -199,8 +201,8 @@ class Actions:
         return contextlib.nullcontext() if self._context.gathered is None else self._context.gathered.phase(kind)
 
     def forward(self, index: int) -> None:
-        if self.deferred is not None and self.deferred.is_waiting:
-            with self.deferred.forward():
+        if self.deferred is not None and self.deferred.has_pending:
+            with self.deferred.in_forward():
                 self._forward_unsharded(index)
             self._context.optimizer.set_options_frozen(frozen=False)
             return
@@ -283,7 +285,7 @@ class Actions:
                     raise TaskError(_no_grad_problem())
                 (loss if self._context.scale is None else loss * self._context.scale.value).backward()
                 if self.deferred is not None and index == 0:
-                    self.deferred.refuse_unseen(self._context.gradients.first_reached)
+                    self.deferred.check_missed_accesses(self._context.gradients.first_reached)
 
     def measure(self, kind: int) -> None:
         transport = self._context.transport

@@ -22,7 +22,7 @@ from fourfold.parts.uses import ParamAccess, outside_transforms
 from fourfold.words.errors import Problem, TrainingError
 
 
-class Deferred:
+class DeferredUpdates:
     """The updates of one step, until the forward of the next one, or until somebody wants the weights."""
 
     def __init__(
@@ -31,7 +31,7 @@ class Deferred:
         transport: Transport,
         update: Callable[[int], None],
         *,
-        gathered: ShardedParams | None = None,
+        sharded_params: ShardedParams | None = None,
     ) -> None:
         """`parameters` are by bucket; `update(bucket)` updates a bucket, or this rank's share of it.
 
@@ -39,36 +39,36 @@ class Deferred:
         """
         self._parameters, self._transport, self._update = parameters, transport, update
         self._param_access = None
-        if gathered is None:
-            self._param_access = ParamAccess(parameters, self._before_use)
+        if sharded_params is None:
+            self._param_access = ParamAccess(parameters, self._before_access)
         else:
-            gathered.before_unshard = self._before_gather
+            sharded_params.before_unshard = self._before_unshard
         self._device_type = parameters[0][0].device.type
         self._order: Sequence[int] = ()
-        self._place: dict[int, int] = {}
-        self._num_updated, self._num_arrived = 0, 0
-        self._in_forward, self._told = False, [True] * len(parameters)
+        self._position: dict[int, int] = {}
+        self._num_updated, self._num_ready = 0, 0
+        self._in_forward, self._was_accessed = False, [True] * len(parameters)
 
     @property
-    def is_waiting(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether there are updates to be done."""
         return len(self._order) > 0
 
-    def hold(self, order: Sequence[int]) -> None:
+    def defer(self, order: Sequence[int]) -> None:
         """All buckets are waiting from now on. They are updated in this order, which is the same on every rank."""
         self._order = list(order)
-        self._place = {bucket: place for place, bucket in enumerate(order)}
-        self._num_updated, self._num_arrived = 0, 0
-        self._listen(True)
+        self._position = {bucket: place for place, bucket in enumerate(order)}
+        self._num_updated, self._num_ready = 0, 0
+        self._set_listening(True)
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Begin a step: where no update waits, a use that was not reported is harmless."""
-        self._told = [True] * len(self._parameters)
+        self._was_accessed = [True] * len(self._parameters)
 
     @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
+    def in_forward(self) -> Iterator[None]:
         """Within, uses are due; at the end nothing is waiting any more."""
-        self._told = [not self.is_waiting or self._param_access is None] * len(self._parameters)
+        self._was_accessed = [not self.has_pending or self._param_access is None] * len(self._parameters)
         self._in_forward = True
         try:
             yield
@@ -78,28 +78,30 @@ class Deferred:
 
     def flush(self) -> None:
         """Update what is waiting. Where weights are shared, returns when all ranks have."""
-        if not self.is_waiting:
+        if not self.has_pending:
             return
         self._update_up_to(len(self._order) - 1)
         self._order = ()
-        self._listen(False)
+        self._set_listening(False)
         self._transport.end_step()
 
-    def refuse_unseen(self, reached: Callable[[int], str | None]) -> None:
+    def check_missed_accesses(self, first_reached: Callable[[int], str | None]) -> None:
         """Raise TrainingError where a bucket was not told of in `forward`, and `reached` by its backward.
 
         `reached(bucket)` names a parameter of the bucket that has a gradient, or none.
         """
-        unseen = [name for bucket, told in enumerate(self._told) if not told and (name := reached(bucket))]
+        unseen = [
+            name for bucket, told in enumerate(self._was_accessed) if not told and (name := first_reached(bucket))
+        ]
         if unseen:
             got = f"a use of the weights of {unseen[0]} that torch told nobody of, with their old values"
             need = "no torch.func transform of a parameter itself, and operations registered with torch.library"
             raise TrainingError(Problem(got, need, 'update = "after"'))
 
-    def _before_use(self, bucket: int) -> None:
-        self._told[bucket] = True
-        place = self._place[bucket]
-        if place < self._num_arrived:
+    def _before_access(self, bucket: int) -> None:
+        self._was_accessed[bucket] = True
+        place = self._position[bucket]
+        if place < self._num_ready:
             return
         if not self._in_forward:
             got = "a weight used between steps, while its update waits for the next forward"
@@ -107,16 +109,16 @@ class Deferred:
         with outside_transforms(self._device_type):
             self._update_up_to(place)
             self._transport.wait_weights(bucket)
-        self._num_arrived = place + 1
+        self._num_ready = place + 1
 
-    def _listen(self, listening: bool) -> None:
+    def _set_listening(self, listening: bool) -> None:
         if self._param_access is not None:
             self._param_access.is_enabled = listening
 
-    def _before_gather(self, bucket: int) -> None:
-        if self.is_waiting:
+    def _before_unshard(self, bucket: int) -> None:
+        if self.has_pending:
             with outside_transforms(self._device_type):
-                self._update_up_to(self._place[bucket])
+                self._update_up_to(self._position[bucket])
 
     def _update_up_to(self, place: int) -> None:
         while self._num_updated <= place:
