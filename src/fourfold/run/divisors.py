@@ -17,11 +17,11 @@ from torch import Tensor
 from fourfold.parts.gathered import SavedTensor
 from fourfold.run.torch_losses import Count
 
-STEPS = 32  # that are read at most: reading them takes time in each forward
-DIVISION = "DivBackward0"
-MEANS = {"MeanBackward0", "MeanBackward1"}
+MAX_NODES = 32  # that are read at most: reading them takes time in each forward
+DIV_NODE = "DivBackward0"
+MEAN_NODES = {"MeanBackward0", "MeanBackward1"}
 # Behind these stands the same loss, or a sum of several.
-BEHIND = {
+TRANSPARENT_NODES = {
     f"{name}Backward{number}"
     for name in (
         *("Add", "Sub", "Mul", "Neg", "Sum", "NanToNum", "Where", "MaskedFill"),
@@ -32,29 +32,29 @@ BEHIND = {
 }
 
 
-class Divisors:
+class LossDivisors:
     """The divisors of a number. Which of them are fixed is learned from a dry run."""
 
     def __init__(self) -> None:
-        self._tried: list[tuple[int, list[float]]] = []
+        self._observed: list[tuple[int, list[float]]] = []
         self._scales: list[tuple[bool, float]] | None = None
         """Of each divisor: whether it is fixed; and itself, or what it is for one sample. None: not known."""
 
     @property
-    def are_expected(self) -> bool:
+    def has_divisors(self) -> bool:
         return bool(self._scales)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Forget what was noted: another dry run begins."""
-        self._tried = []
+        self._observed = []
 
-    def try_out(self, value: Tensor, samples: int) -> None:
+    def record(self, value: Tensor, num_samples: int) -> None:
         """Note those of a number that was made of so many samples."""
-        self._tried.append((samples, [float(each) for each in divisors(value)]))
+        self._observed.append((num_samples, [float(each) for each in find_divisors(value)]))
 
-    def found(self) -> list[tuple[bool, float]] | None:
+    def summarize(self) -> list[tuple[bool, float]] | None:
         """What was noted on this rank, in JSON; None: nothing that can be told."""
-        tried = self._tried
+        tried = self._observed
         if not tried or len({len(each) for _, each in tried}) > 1:
             return None
         several = len({samples for samples, _ in tried}) > 1
@@ -62,9 +62,9 @@ class Divisors:
         fixed = [several and len(set(column)) == 1 for column in zip(*(each for _, each in tried), strict=True)]
         return [(is_fixed, d if is_fixed else d / samples) for is_fixed, d in zip(fixed, most, strict=True)]
 
-    def learn(self, everyone: Sequence[Sequence[tuple[bool, float]] | None]) -> None:
+    def merge_ranks(self, by_rank: Sequence[Sequence[tuple[bool, float]] | None]) -> None:
         """Take over what all ranks have found: fixed is what is so on each of them."""
-        known = [found for found in everyone if found is not None]
+        known = [found for found in by_rank if found is not None]
         if not known:
             return
         self._scales = None
@@ -74,48 +74,50 @@ class Divisors:
                 (bool(f), float(scale)) for f, scale in (min(column) for column in zip(*known, strict=True))
             ]
 
-    def others(self, value: Tensor, count: Count) -> list[Count]:
+    def proportional_counts(self, value: Tensor, count: Count) -> list[Count]:
         """What must be in proportion to `count`, the weight of this part, for each divisor of the number."""
-        found, scales = divisors(value), self._scales
+        found, scales = find_divisors(value), self._scales
         if scales is None or len(scales) != len(found):
             return found
         scaled = [(d / scale if scale else d, is_fixed) for d, (is_fixed, scale) in zip(found, scales, strict=True)]
         return [divisor * count if is_fixed else divisor for divisor, is_fixed in scaled]
 
 
-def divisors(value: Tensor) -> list[Count]:
+def find_divisors(value: Tensor) -> list[Count]:
     """What a number was divided by, in an order that is the same for the same steps."""
     found: list[Count] = []
-    for node, name in _named_steps(value.grad_fn):
-        if name == DIVISION:
-            found += _number(node)
+    for node, name in _walk_final_nodes(value.grad_fn):
+        if name == DIV_NODE:
+            found += _scalar_divisor(node)
         # Of a tensor with one sample the mean over its other dims is one number too: what counts is the dims.
-        elif name == "MeanBackward0" or (name in MEANS and len(node._saved_dim) == len(node._saved_self_sym_sizes)):
+        elif name == "MeanBackward0" or (
+            name in MEAN_NODES and len(node._saved_dim) == len(node._saved_self_sym_sizes)
+        ):
             found.append(float(node._saved_self_sym_numel))
     return found
 
 
-def last_steps(node: Any) -> list[Any]:
+def final_nodes(node: Any) -> list[Any]:
     """The last steps of autograd up to this one: those that made one number of others, and those before them."""
-    return [step for step, _ in _named_steps(node)]
+    return [step for step, _ in _walk_final_nodes(node)]
 
 
-def _named_steps(node: Any) -> list[tuple[Any, str]]:
+def _walk_final_nodes(node: Any) -> list[tuple[Any, str]]:
     found, ahead = [], [node]
-    while ahead and len(found) < STEPS:
+    while ahead and len(found) < MAX_NODES:
         node = ahead.pop()
         if node is None:
             continue
         name = node.name()
         found.append((node, name))
-        if name in BEHIND:
+        if name in TRANSPARENT_NODES:
             ahead += [behind for behind, _ in reversed(node.next_functions)]
-        elif name == DIVISION or name in MEANS:
+        elif name == DIV_NODE or name in MEAN_NODES:
             ahead.append(node.next_functions[0][0])
     return found
 
 
-def _number(node: Any) -> list[Count]:
+def _scalar_divisor(node: Any) -> list[Count]:
     """The divisor of a division, where it is one number that is at hand: unpacking it may compute it anew."""
     if node.next_functions[1][0] is not None:  # it is trained too
         return []

@@ -151,7 +151,7 @@ class DryRun:
 
     def _show(self, batch: Any, *, training: bool) -> dict[str, Any]:
         """What a batch shows on this rank."""
-        self._objective.divisors.forget()
+        self._objective.divisors.reset()
         samples = num_samples(batch)
         told: dict[str, Any] = {"empty": samples == 0}
         self._watch.begin()
@@ -198,7 +198,7 @@ class DryRun:
         self._sample = split_microbatches(tree_map(slice_samples(tried, 0, 1), torch.clone), 1, self._device)[0]
         told: dict[str, Any] = {"problems": problems, "writes": self._watches and whole.writes}
         told |= {"single": self._objective.is_single, "counted": self._objective.is_counted}
-        told["changed"], told["divisors"] = summary(whole.changes), self._objective.divisors.found()
+        told["changed"], told["divisors"] = summary(whole.changes), self._objective.divisors.summarize()
         if not is_compared:
             return told
         loss = self._compared(whole, parts)
@@ -340,7 +340,7 @@ class DryRun:
         divisors = [loss.divided_by for loss in known]
         is_divided = bool(known) and all(divisor is not None for divisor in divisors)
         self._objective.divided_by = 1.0 if self._objective.by_hand else divisors[0] if is_divided else None
-        self._objective.divisors.learn([told["divisors"] for told in everyone])
+        self._objective.divisors.merge_ranks([told["divisors"] for told in everyone])
         self._objective.is_single = any(told["single"] for told in everyone)
         self._objective.is_counted = any(told["counted"] for told in everyone)
         problems = [] if self._objective.by_hand else [loss.problem for loss in known]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fourfold.run.batch import Loss, Microbatch, call_model, sum_loss, tree_leaves, tree_map
 from fourfold.run.bends import find_kinks
-from fourfold.run.divisors import Divisors, last_steps
+from fourfold.run.divisors import LossDivisors, final_nodes
 from fourfold.run.origins import Sources, signature
 from fourfold.run.torch_losses import Call, Count, observing
 from fourfold.run.without_randomness import without_randomness
@@ -54,7 +54,7 @@ class Objective:
         self.watches_forward = True
         """Whether loss functions are observed in the model's forward too."""
         self._seen_in_forward = False
-        self.divisors = Divisors()
+        self.divisors = LossDivisors()
         self._sources = Sources([])
         self._idle: list[bool] = []
         """Which calls do not change the number, as figures for people do not; empty: not known."""
@@ -116,7 +116,7 @@ class Objective:
         found = self._bends(outputs, value, calls, part.num_samples)
         slopes = _slopes(value, calls)
         if self.is_number(value, part.num_samples):
-            self.divisors.try_out(value, part.num_samples)
+            self.divisors.record(value, part.num_samples)
         calls = [dataclasses.replace(c, value=c.value.detach(), slope=s) for c, s in zip(calls, slopes, strict=True)]
         slopes = [each.slope for each in self._of_training(calls)]
         self._idle = [slope is None for slope in slopes] if any(slope is not None for slope in slopes) else []
@@ -166,7 +166,7 @@ class Objective:
         """The calls without those that did not change the number in the dry run, unless they do now."""
         if len(self._idle) != len(calls) or not any(self._idle):
             return calls
-        now = last_steps(value.grad_fn) if isinstance(value, Tensor) else []
+        now = final_nodes(value.grad_fn) if isinstance(value, Tensor) else []
         return [each for each, idle in zip(calls, self._idle, strict=True) if not idle or each.value.grad_fn in now]
 
     def settle(self) -> None:
@@ -175,7 +175,7 @@ class Objective:
 
     def _followed(self, outputs: Any, part: Microbatch) -> Any:
         """The loss, with the steps of autograd that made it where its divisors are asked for in an evaluation too."""
-        if self._loss is None or torch.is_grad_enabled() or not self.divisors.are_expected:
+        if self._loss is None or torch.is_grad_enabled() or not self.divisors.has_divisors:
             return self._value(outputs, part)
         with torch.enable_grad():
             return self._value(tree_map(outputs, _followed), part)
@@ -242,7 +242,7 @@ class Objective:
 
     def _alike(self, value: Tensor, means: Sequence[Call], count: Count) -> list[Count]:
         """What is in proportion to `count` only where all parts are divided, and made of means, alike."""
-        others = self.divisors.others(value, count)
+        others = self.divisors.proportional_counts(value, count)
         if means:
             others.append(signature(*[(each.name, each.place, self._sources.of(each.value)) for each in means]) * count)
         return others
