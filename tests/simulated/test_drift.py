@@ -120,7 +120,10 @@ def test_what_differs_from_the_start_is_found_after_the_first_step_that_ranks_ta
             return []
         compared = step._drift_checker.compare
         found: list[str] = []
-        step._drift_checker.compare = lambda held, when, **more: (found.append(when), compared(held, when, **more))[1]
+        step._drift_checker.compare = lambda tensors, when, **more: (
+            found.append(when),
+            compared(tensors, when, **more),
+        )[1]
         train(case, step, range(5))
         return found
 
@@ -217,7 +220,7 @@ def test_no_check_is_made_where_none_is_asked_for(monkeypatch):
 
 
 def test_unlike_machines_warn_with_the_size_and_again_when_it_has_grown_tenfold(monkeypatch):
-    monkeypatch.setattr(drift, "machine", lambda ranks: f"machine {ranks.rank}")
+    monkeypatch.setattr(drift, "machine_fingerprint", lambda ranks: f"machine {ranks.rank}")
     told: list[str] = []
     monkeypatch.setattr(warnings, "warn", lambda text, *_, **__: told.append(str(text)))
 
@@ -241,7 +244,7 @@ def test_unlike_machines_warn_with_the_size_and_again_when_it_has_grown_tenfold(
 
 
 def test_a_difference_between_like_machines_is_an_error_among_unlike_ones_too(monkeypatch):
-    monkeypatch.setattr(drift, "machine", lambda ranks: "old" if ranks.rank == 0 else "new")
+    monkeypatch.setattr(drift, "machine_fingerprint", lambda ranks: "old" if ranks.rank == 0 else "new")
 
     def body(ranks):
         step = build(CASE, ranks)

@@ -248,7 +248,7 @@ class TrainStep:
         )
         self._executor = Runtime(self._actions)
         self._nan_guard = Guard(communicator, model, limit=skip_nan)
-        self._drift_checker = drift.Drift(communicator, drift_check)
+        self._drift_checker = drift.DriftChecker(communicator, drift_check)
         self._step_spec = DataStepSpec(
             plan.microbatches,
             len(self.buckets),
@@ -357,9 +357,11 @@ class TrainStep:
         if self.device.type == "cpu":
             _tune_freed_memory(self._num_calls)
         skipped = self._nan_guard.judge(self._actions, self.num_steps, samples)
-        if self._drift_checker.is_wanted(self.num_steps, self.plan.sync_interval):
+        if self._drift_checker.is_due(self.num_steps, self.plan.sync_interval):
             self._drift_checker.compare(
-                list(self._replicated_tensors()), f"after step {self.num_steps}", manner=self._options.implementation()
+                list(self._replicated_tensors()),
+                f"after step {self.num_steps}",
+                update_kind=self._options.implementation(),
             )
         if not self._has_record and skipped is None:
             self._set_record(
@@ -510,23 +512,23 @@ class TrainStep:
         self._actions.flush()
         self._check_synchronized()
         self._drift_checker.compare(
-            list(self._replicated_tensors()), f"after step {self.num_steps}", manner=self._options.implementation()
+            list(self._replicated_tensors()), f"after step {self.num_steps}", update_kind=self._options.implementation()
         )
 
-    def _replicated_tensors(self) -> Iterator[drift.Held]:
+    def _replicated_tensors(self) -> Iterator[drift.ReplicatedTensor]:
         """The weights in this rank's own memory."""
         weights, gathered, shares = self._weights, self._weights.gathered is not None, self._state.shares
         for name, parameter in self.model.named_parameters():
             if name not in weights.trainable:
-                if drift.holds_frozen(self.plan):
-                    yield drift.Held(drift.FROZEN, name, 0, parameter)
+                if drift.compares_frozen(self.plan):
+                    yield drift.ReplicatedTensor(drift.FROZEN, name, 0, parameter)
             elif gathered:
-                yield drift.Held(drift.WEIGHTS, name, shares[name][0], weights.home(name))
+                yield drift.ReplicatedTensor(drift.WEIGHTS, name, shares[name][0], weights.home(name))
             elif self._transport.shared_weights is None or self._transport.is_writer:
-                yield drift.Held(drift.WEIGHTS, name, 0, parameter)
+                yield drift.ReplicatedTensor(drift.WEIGHTS, name, 0, parameter)
             if name in weights.masters.param_names:
                 start = shares[name][0] if weights.masters.is_sharded else 0
-                yield drift.Held(drift.MASTERS, name, start, weights.masters.local_shard(name))
+                yield drift.ReplicatedTensor(drift.MASTER_WEIGHTS, name, start, weights.masters.local_shard(name))
 
     @contextlib.contextmanager
     def edit(self) -> Iterator[nn.Module]:

@@ -107,7 +107,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         compare(self._ranks, grouped, shapes, plan=plan, options=options, optimizer=optimizer)
         self._inputs = Inputs(model if self._duplicate_batches.is_watching else None)
         self._options = OptionTracker(optimizer)
-        self._drift_checker = drift.Drift(self._ranks, drift_check, attempt=SAME_STATES)
+        self._drift_checker = drift.DriftChecker(self._ranks, drift_check, attempt=SAME_STATES)
         self._num_compared, self._num_loads = 0, 0
         self._compare_from: float = 1  # steps
         self._broadcast_model(source=0)
@@ -283,8 +283,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._compare_weights()
 
     def _compare_weights(self) -> None:
-        held = list(drift.held_of_model(self._model, self._plan))
-        self._drift_checker.compare(held, f"after step {self._steps.count}", manner=self._options.implementation())
+        held = list(drift.replicated_tensors(self._model, self._plan))
+        self._drift_checker.compare(held, f"after step {self._steps.count}", update_kind=self._options.implementation())
 
     def _reduce(self, active: int) -> list[float]:
         """Slots become the mean over ranks; how many ranks have each gradient."""
