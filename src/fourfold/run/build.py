@@ -243,8 +243,8 @@ class TrainStep:
             plan,
             communicator.device,
             self._weights,
-            num_sharing=communicator.world.local_size,
-            speaks=communicator.rank == 0,
+            num_local_ranks=communicator.world.local_size,
+            is_log_rank=communicator.rank == 0,
         )
         self._executor = Runtime(self._actions)
         self._nan_guard = Guard(communicator, model, limit=skip_nan)
@@ -429,7 +429,7 @@ class TrainStep:
             self._transport.check_same_call()
             self._sequence_parallel.try_out(batch, self._weights.read("try out"))
             self._weights.edits.accept_edits()
-        if self._dry_run.is_due(training=training):
+        if self._dry_run.is_needed(training=training):
             self._transport.check_same_call()
             few = batch if self._sequence_parallel is None else self._sequence_parallel.few(batch)
             self._dry_run.run(few, self._weights.read, self._communicator.all_gather_json, training=training)

@@ -36,7 +36,7 @@ class SameBatches:
             need = " or ".join(f'"{each}"' for each in POLICIES)
             raise SettingError(Problem(f'same_batches = "{policy}"', need))
         self.is_watching = policy == "refuse" and num_data_ranks > 1
-        self._num_data_ranks, self._speaks, self._left = num_data_ranks, speaks, WATCHED
+        self._num_data_ranks, self._is_log_rank, self._left = num_data_ranks, speaks, WATCHED
         self._seen: list[int] = []
 
     def compare(self, fingerprints: Sequence[int | None]) -> None:
@@ -59,8 +59,8 @@ class SameBatches:
             raise TaskError(self._problem(), where="the batches")
 
     def _warn(self) -> None:
-        if self._speaks:
-            self._speaks = False
+        if self._is_log_rank:
+            self._is_log_rank = False
             got = f"all {self._num_data_ranks} data ranks train on the same batch again and again, and do the same work"
             warnings.warn(f'{got}; same_batches="allow" ends this warning', stacklevel=5)
 
