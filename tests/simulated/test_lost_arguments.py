@@ -16,7 +16,7 @@ from fourfold.parts.uses import ParamAccess
 from fourfold.plan.plan import Plan
 from fourfold.run.activations import _LayerInputMode
 from fourfold.run.build import TrainStep
-from fourfold.run.exact import Exact
+from fourfold.run.exact import Float64Mode
 from fourfold.run.outline import _WithoutValues
 from fourfold.run.sequence.route import routed
 from fourfold.run.torch_losses import observing
@@ -28,7 +28,7 @@ from tests.training import SEEDING
 MODES = {
     "without randomness": lambda: without_randomness(torch.device("cpu")),
     "observing": observing,
-    "exact": Exact,
+    "exact": Float64Mode,
     "routed": lambda: routed(lambda call: call.plain()),
     "weight writes": lambda: WeightWrites(nn.Linear(1, 1)),
     "layers": _LayerInputMode,

@@ -14,7 +14,7 @@ from fourfold.cli.job import Job
 from fourfold.feed.source import TensorSource
 from fourfold.plan.plan import Plan
 from fourfold.run.batch import Loss, sum_loss
-from fourfold.run.exact import Exact
+from fourfold.run.exact import Float64Mode
 from fourfold.run.objective import Objective
 from fourfold.run.verify import TOLERANCE, Verdict, refuse_outside, verify
 from fourfold.testing import oracle
@@ -170,7 +170,7 @@ def test_plans_of_another_training_are_refused_with_the_reason(plan):
 
 def test_what_asks_for_float32_gets_float64():
     x = torch.ones(2, dtype=torch.float64)
-    with Exact():
+    with Float64Mode():
         made = [x.float(), x.to(torch.float32), x.to(dtype=torch.bfloat16), torch.zeros(2, dtype=torch.float16)]
         assert {tensor.dtype for tensor in (*made, x.softmax(0, dtype=torch.float32))} == {torch.float64}
 
@@ -191,7 +191,7 @@ def test_grouped_products_in_float64_are_those_of_torch_in_float32(kind):
     # torch wants strides in multiples of 16 bytes.
     a, b = torch.randn(first), torch.randn(second).transpose(-2, -1).contiguous().transpose(-2, -1)
     expected = F.grouped_mm(a, b, offs=offsets)
-    with Exact():
+    with Float64Mode():
         product = F.grouped_mm(a.double(), b.double(), offs=offsets)
     assert product.dtype == torch.float64
     computed = {"rows": (slice(0, 7),), "columns": (slice(None), slice(0, 7))}.get(kind, ())
@@ -222,7 +222,7 @@ def test_a_mixture_of_experts_of_transformers_is_verified():
 
 def test_what_asks_for_complex64_gets_complex128():
     x = torch.ones(2, dtype=torch.float64)
-    with Exact():
+    with Float64Mode():
         made = [getattr(x, name)() for name in ("cfloat", "chalf")]
         made += [x.to(torch.complex64), torch.zeros(2, dtype=torch.complex32)]
         assert {tensor.dtype for tensor in made} == {torch.complex128}

@@ -14,19 +14,19 @@ from torch.overrides import TorchFunctionMode
 
 from fourfold.parts.lost_arguments import restore_arguments
 
-WIDE = {
+WIDER_DTYPE = {
     **dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64),
     **dict.fromkeys((torch.complex64, torch.complex32), torch.complex128),
 }
-_CASTS = {"float": "double", "half": "double", "bfloat16": "double", "cfloat": "cdouble", "chalf": "cdouble"}
-CASTS = {getattr(Tensor, narrow): getattr(Tensor, wide) for narrow, wide in _CASTS.items()}
+_WIDER_CAST_NAMES = {"float": "double", "half": "double", "bfloat16": "double", "cfloat": "cdouble", "chalf": "cdouble"}
+WIDER_CAST = {getattr(Tensor, narrow): getattr(Tensor, wide) for narrow, wide in _WIDER_CAST_NAMES.items()}
 FACTORIES = frozenset({torch.zeros, torch.ones, torch.empty, torch.rand, torch.randn, torch.eye, torch.linspace})
-GROUPED = frozenset(
+GROUPED_MM_OPS = frozenset(
     getattr(module, name) for module, name in ((torch, "_grouped_mm"), (F, "grouped_mm")) if hasattr(module, name)
 )
 
 
-class Exact(TorchFunctionMode):
+class Float64Mode(TorchFunctionMode):
     """`new_tensors`: tensors made without a dtype, as by `torch.zeros(4)`, are float64 too."""
 
     def __init__(self, *, new_tensors: bool = False) -> None:
@@ -36,19 +36,19 @@ class Exact(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        args = tuple(_wider(arg) for arg in args)
-        named = {name: _wider(value) for name, value in restore_arguments(func, args, dict(kwargs or {})).items()}
-        if func in CASTS:
-            func = CASTS[func]
-        elif func in GROUPED and args[0].dtype == torch.float64:
+        args = tuple(_widen_dtype(arg) for arg in args)
+        named = {name: _widen_dtype(value) for name, value in restore_arguments(func, args, dict(kwargs or {})).items()}
+        if func in WIDER_CAST:
+            func = WIDER_CAST[func]
+        elif func in GROUPED_MM_OPS and args[0].dtype == torch.float64:
             func = grouped_mm
         elif self._new_tensors and func in FACTORIES:
             named.setdefault("dtype", torch.float64)
         return func(*args, **named)
 
 
-def _wider(value: Any) -> Any:
-    return WIDE.get(value, value) if isinstance(value, torch.dtype) else value
+def _widen_dtype(value: Any) -> Any:
+    return WIDER_DTYPE.get(value, value) if isinstance(value, torch.dtype) else value
 
 
 def grouped_mm(

@@ -22,7 +22,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from fourfold.run.backward import run_backward
 from fourfold.run.batch import Microbatch, detached_clone, num_samples, tree_leaves, tree_map, unpack_batch
-from fourfold.run.exact import Exact
+from fourfold.run.exact import Float64Mode
 from fourfold.run.objective import Measured, Objective
 from fourfold.run.parts_of_loss import Compared, compared
 from fourfold.run.projections import Projection, collected
@@ -133,7 +133,7 @@ class LossJudge:
                 stack.enter_context(writes)
             stack.enter_context(self._objective.uncompiled(self._model))
             if dtype is not None:
-                stack.enter_context(Exact(new_tensors=True))
+                stack.enter_context(Float64Mode(new_tensors=True))
             stack.enter_context(widened)
             watched = stack.enter_context(without_randomness(self._device))
             yield widened

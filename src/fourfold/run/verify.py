@@ -23,7 +23,7 @@ from fourfold.plan.plan import Plan
 from fourfold.run.arguments import check_plan_argument
 from fourfold.run.batch import call_model, num_samples, sum_loss, tree_map, unpack_batch
 from fourfold.run.build import parallelize
-from fourfold.run.exact import Exact
+from fourfold.run.exact import Float64Mode
 from fourfold.run.objective import own_loss
 from fourfold.words import arguments
 from fourfold.words.errors import PlanError, Problem, SettingError
@@ -94,7 +94,7 @@ def verify(task: Task, plan: Plan, *, seed: int = 0) -> Verdict | None:
     # Each of the trainings begins with these weights; rank 0's, for it is rank 0 that compares.
     first = {name: p.detach().clone() for name, p in model.named_parameters()}
     how = {"batch_size": task.batch_size, "seed": seed}
-    with Exact():
+    with Float64Mode():
         probed, _ = _on_mesh(_probe(task), copy.deepcopy(model), plan, Feed(source, plan, **how), seed=seed)
         trained, losses = _on_mesh(task, copy.deepcopy(model), plan, Feed(source, plan, **how), seed=seed)
         if world().rank:

@@ -22,7 +22,7 @@ from fourfold.parts.data import second_grad_problem
 from fourfold.run import random_weights
 from fourfold.run.backward import count_gradients, run_backward
 from fourfold.run.batch import has_token_dim, tree_leaves, tree_map
-from fourfold.run.exact import Exact
+from fourfold.run.exact import Float64Mode
 from fourfold.run.projections import Projection
 from fourfold.run.random_weights import Judgement
 from fourfold.run.sequence import gradient_sums
@@ -107,7 +107,7 @@ class Judge:
 
     @contextlib.contextmanager
     def _within(self, target: Target, taps: Taps | None = None) -> Iterator[None]:
-        exact = Exact(new_tensors=True) if self._judgement.dtype is not None else contextlib.nullcontext()
+        exact = Float64Mode(new_tensors=True) if self._judgement.dtype is not None else contextlib.nullcontext()
         instead = {} if taps is None else {F.embedding: taps.embedding}
         grad = torch.set_grad_enabled(self._judgement.gradients and taps is not None)
         # Not `torch.func.functional_call`: a checkpoint's second forward needs these weights in backward, too.
@@ -230,7 +230,7 @@ class Judge:
 
     def _compare_with_its_own(self, outputs: Any) -> None:
         """A transformers model must be the same with our attention and masks as with those it is configured for."""
-        exact = Exact(new_tensors=True) if self._judgement.dtype is not None else contextlib.nullcontext()
+        exact = Float64Mode(new_tensors=True) if self._judgement.dtype is not None else contextlib.nullcontext()
         with _unfit(), torch.no_grad(), exact, copied_attributes(self._model, self._judgement.dtype):
             theirs = torch.func.functional_call(self._model, self._state, (), self._inputs)
         if not all(
