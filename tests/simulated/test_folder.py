@@ -47,7 +47,7 @@ def test_a_pipe_in_the_place_of_a_log_is_told_and_not_waited_for(tmp_path):
         assert "metrics.jsonl could not be written: is a pipe" in str(error)
     os.mkfifo(run / "faults.jsonl")
     fault = faults.Fault(time=0.0, kind="restart", step=1, rank=0, host="a", text="")
-    for body in (lambda: faults.append(run, fault), lambda: reported.read_faults(run)):
+    for body in (lambda: faults.append_fault(run, fault), lambda: reported.read_faults(run)):
         error = within_limit(body)
         assert isinstance(error, OSError)
         assert "is a pipe" in str(error)

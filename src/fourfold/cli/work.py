@@ -50,9 +50,9 @@ def _supervision_policy(ready: "Job") -> "SupervisionPolicy":
         if fault.step < 0 and not folder.exists():
             return  # Ranks that ended before there was a run; the launcher tells of it on stderr.
         try:
-            faults.append(folder, fault)
+            faults.append_fault(folder, fault)
         except OSError as error:  # a full disk, say
-            _print_error(f"{faults.FILE} could not be written: {reason(error)}")
+            _print_error(f"{faults.FAULTS_FILE} could not be written: {reason(error)}")
 
     return SupervisionPolicy(
         max_restarts=ready.restarts,

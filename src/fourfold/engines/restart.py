@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fourfold.engines.cause import Cause
 from fourfold.run.checkpoint.shelf import resume_hint
-from fourfold.run.faults import FILE, Fault
+from fourfold.run.faults import FAULTS_FILE, Fault
 from fourfold.run.pulse import Beat
 
 SHUTDOWN_SECONDS = 3
@@ -78,7 +78,7 @@ class RestartBudget:
             return gave_up
         return (
             f"{gave_up} in a row that came no further than step {max(self._last_step, 0)}\n"
-            f"  look at   the error above; those before it are in {self._policy.run_dir / FILE}\n"
+            f"  look at   the error above; those before it are in {self._policy.run_dir / FAULTS_FILE}\n"
             f"  try       to mend its cause, or restarts={10 * self._policy.max_restarts} where the machine is to blame\n"
             f"  then      {self._policy.resume_hint()}"
         )

@@ -9,7 +9,7 @@ import msgspec
 
 from fourfold.plan.decode import check_not_pipe
 
-FILE = "faults.jsonl"
+FAULTS_FILE = "faults.jsonl"
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,8 +30,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float | None = None
 
 
-def append(folder: Path, fault: Fault) -> None:
+def append_fault(folder: Path, fault: Fault) -> None:
     """Write down a fault, in the run's folder. Raises OSError."""
-    check_not_pipe(folder / FILE)
-    with (folder / FILE).open("ab", buffering=0) as file:
+    check_not_pipe(folder / FAULTS_FILE)
+    with (folder / FAULTS_FILE).open("ab", buffering=0) as file:
         file.write(msgspec.json.encode(fault) + b"\n")

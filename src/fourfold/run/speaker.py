@@ -153,9 +153,9 @@ class Speaker:
         try:
             host = None if rank is None else platform.node()
             fault = Fault(time=time.time(), kind=kind, step=step, rank=rank, host=host, text=text)
-            faults.append(self.place, fault)
+            faults.append_fault(self.place, fault)
         except OSError as error:
-            self.note(f"warning: {faults.FILE} could not be written: {reason(error)}")
+            self.note(f"warning: {faults.FAULTS_FILE} could not be written: {reason(error)}")
 
     def position(self) -> int:
         return self._folder.position() if self._folder is not None else 0
@@ -199,9 +199,9 @@ class Speaker:
             fault = Fault(
                 time=time.time(), kind="skipped step", step=number, rank=skipped.rank, host=None, text=skipped.text
             )
-            faults.append(self.place, fault)
+            faults.append_fault(self.place, fault)
         except OSError as error:  # A run is worth more than the list of its faults.
-            self.note(f"warning: {faults.FILE} could not be written: {reason(error)}")
+            self.note(f"warning: {faults.FAULTS_FILE} could not be written: {reason(error)}")
         self.note(f"skipped {skipped.text}")
 
     def _line(self, number: int) -> Line:
