@@ -671,7 +671,7 @@ class TrainStep:
         """
         self._begin_call("load_state_dict()")
         self._transport.check_same_call()
-        found = fits.problems(state, self._weights.own(), self._weights.trainable, self.optimizer)
+        found = fits.state_problems(state, self._weights.own(), self._weights.trainable, self.optimizer)
         self._raise_on_all_ranks(found, where="the state")
         self._actions.flush()
         self._state.load(state)

@@ -12,22 +12,22 @@ from torch import Tensor
 from fourfold.parts import optim
 from fourfold.words.errors import Problem, nearest
 
-PARTS = ("model", "optimizer", "groups", "record")
+STATE_KEYS = ("model", "optimizer", "groups", "record")
 
 
-def problems(
-    state: Any, own: Mapping[str, Any], trainable: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+def state_problems(
+    state: Any, model_state: Mapping[str, Any], trainable: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
 ) -> list[Problem]:
     """Why `state` is none that `TrainStep.state_dict` gives of such a model and optimizer.
 
     `own` is the model's state_dict, `trainable` its trainable parameters by name.
     """
-    if not isinstance(state, Mapping) or any(part not in state for part in PARTS):
+    if not isinstance(state, Mapping) or any(part not in state for part in STATE_KEYS):
         got = f"a {type(state).__name__}"
         if isinstance(state, Mapping):
-            got = f"a state without {', '.join(part for part in PARTS if part not in state)}"
+            got = f"a state without {', '.join(part for part in STATE_KEYS if part not in state)}"
         return [Problem(got, "what step.state_dict() gives", "init= or step.put(…) for weights alone")]
-    return [*_model_problems(state["model"], own), *_optimizer_problems(state, trainable, optimizer)]
+    return [*_model_problems(state["model"], model_state), *_optimizer_problems(state, trainable, optimizer)]
 
 
 def weight_problems(values: Any, trainable: Mapping[str, Tensor]) -> list[Problem]:
@@ -51,10 +51,10 @@ def weight_problems(values: Any, trainable: Mapping[str, Tensor]) -> list[Proble
     return problems
 
 
-def tied_problems(own: Mapping[str, Any], values: Mapping[str, Any]) -> list[Problem]:
+def tied_problems(model_state: Mapping[str, Any], values: Mapping[str, Any]) -> list[Problem]:
     """Names of one tensor of a model's `state_dict` under which `values` has different ones: the last would win."""
     problems, first = [], {}
-    for name, tensor in own.items():
+    for name, tensor in model_state.items():
         other = first.setdefault(id(tensor), name)
         if other != name and not torch.equal(values[name], values[other]):
             problems.append(Problem(f"{other} and {name} with other values", "the same: the model ties them"))
