@@ -19,7 +19,7 @@ from fourfold.run.checkpoint import keeper as keeping
 from fourfold.run.checkpoint import write
 from fourfold.run.checkpoint.keeper import CheckpointManager
 from fourfold.run.checkpoint.shelf import CheckpointStore, newest_valid, verify_checkpoint
-from fourfold.run.folder import check_name, finished, read_identity, told_finished
+from fourfold.run.folder import check_run_name, format_finished, read_finished_record, read_identity
 from fourfold.testing import threads
 from fourfold.words.errors import CheckpointError, SettingError, UnreadableError
 from tests.checkpoints import Run, rewrite, saved_twice
@@ -176,10 +176,10 @@ def test_settings_that_cannot_be_read_say_nothing_of_the_run(text, tmp_path):
     (tmp_path / "plan.toml").write_text("a = " + "[" * 100_000)
     (tmp_path / "metrics.jsonl").write_text('{"finished": 3}\n' + text + "\n")
     assert read_identity(tmp_path) is None
-    assert finished(tmp_path) is None
+    assert read_finished_record(tmp_path) is None
     with pytest.raises(SettingError, match="is there already"):
-        check_name(tmp_path.parent, tmp_path.name, {"task": "a"})
-    assert "is finished (3 steps)" in told_finished(tmp_path, {"finished": 3}, Plan())
+        check_run_name(tmp_path.parent, tmp_path.name, {"task": "a"})
+    assert "is finished (3 steps)" in format_finished(tmp_path, {"finished": 3}, Plan())
 
 
 def test_every_flipped_bit_of_a_file_is_found(tmp_path):

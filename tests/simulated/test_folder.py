@@ -7,7 +7,7 @@ import pytest
 
 from fourfold.report import faults as reported
 from fourfold.run import faults
-from fourfold.run.folder import Folder, finished, set_aside
+from fourfold.run.folder import RunDir, archive_run, read_finished_record
 from fourfold.words.errors import SettingError, TrainingError
 
 LIMIT_SECONDS = 20
@@ -32,7 +32,7 @@ def within_limit(body):
 
 
 def opened(parent):
-    return Folder(parent, "run", label="run", identity={})
+    return RunDir(parent, "run", label="run", identity={})
 
 
 def test_a_pipe_in_the_place_of_a_log_is_told_and_not_waited_for(tmp_path):
@@ -40,8 +40,8 @@ def test_a_pipe_in_the_place_of_a_log_is_told_and_not_waited_for(tmp_path):
     run = tmp_path / "run"
     (run / "metrics.jsonl").unlink()
     os.mkfifo(run / "metrics.jsonl")
-    assert within_limit(lambda: finished(run)) is None
-    for body in (lambda: opened(tmp_path), lambda: set_aside(run)):
+    assert within_limit(lambda: read_finished_record(run)) is None
+    for body in (lambda: opened(tmp_path), lambda: archive_run(run)):
         error = within_limit(body)
         assert isinstance(error, TrainingError)
         assert "metrics.jsonl could not be written: is a pipe" in str(error)

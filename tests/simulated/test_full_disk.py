@@ -16,7 +16,7 @@ from fourfold.feed.source import TensorSource
 from fourfold.plan.timeline import decode_trace
 from fourfold.run.checkpoint import keeper as keeping
 from fourfold.run.checkpoint.shelf import newest_valid
-from fourfold.run.folder import Folder
+from fourfold.run.folder import RunDir
 from fourfold.words.errors import SettingError, TrainingError
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -78,72 +78,72 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("room", [0, 1, 13, 14, 20])
 def test_lines_that_a_full_disk_does_not_take_come_with_the_next_that_it_takes(room, tmp_path):
-    folder = Folder(tmp_path, "run", label="run", identity={})
+    folder = RunDir(tmp_path, "run", label="run", identity={})
     disk = folder._log = Disk(folder._log, room)  # type: ignore[assignment]
-    late = [folder.line({"number": number}) is not None for number in range(3)]
+    late = [folder.append_record({"number": number}) is not None for number in range(3)]
     assert late == [room < 13 * (number + 1) for number in range(3)]
-    position = folder.position()
-    folder.line({"number": 3})
+    position = folder.log_bytes()
+    folder.append_record({"number": 3})
     disk.room = 10**6
     folder.sync()
     assert [line["number"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2, 3]
-    folder.cut(position)
+    folder.truncate_log(position)
     assert [line["number"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]
     folder.close()
 
 
 def test_a_folder_that_was_removed_comes_back_with_the_next_checkpoint(tmp_path):
-    folder = Folder(tmp_path, "run", label="run", identity={"task": "a"})
-    folder.describe(ff.Plan(dp=2), {"steps": 3})
+    folder = RunDir(tmp_path, "run", label="run", identity={"task": "a"})
+    folder.write_plan_and_settings(ff.Plan(dp=2), {"steps": 3})
     before = {name: (tmp_path / "run" / name).read_bytes() for name in ("settings.json", "plan.toml")}
-    folder.line({"number": 0})
+    folder.append_record({"number": 0})
     shutil.rmtree(tmp_path / "run")
-    folder.line({"number": 1})
+    folder.append_record({"number": 1})
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     folder.sync()
-    folder.line({"number": 2})
+    folder.append_record({"number": 2})
     assert [line["number"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]
     assert {name: (tmp_path / "run" / name).read_bytes() for name in before} == before
     with pytest.raises(SettingError, match="is being trained by another process"):
-        Folder(tmp_path, "run", label="run", identity={"task": "a"})
+        RunDir(tmp_path, "run", label="run", identity={"task": "a"})
     folder.close()
-    Folder(tmp_path, "run", label="run", identity={"task": "a"}).close()
+    RunDir(tmp_path, "run", label="run", identity={"task": "a"}).close()
 
 
 def test_a_folder_that_another_process_trains_in_meanwhile_is_left_to_it(tmp_path):
-    folder = Folder(tmp_path, "run", label="run", identity={"task": "a"})
-    folder.describe(ff.Plan(), {})
+    folder = RunDir(tmp_path, "run", label="run", identity={"task": "a"})
+    folder.write_plan_and_settings(ff.Plan(), {})
     shutil.rmtree(tmp_path / "run")
-    theirs = Folder(tmp_path, "run", label="run", identity={"task": "b"})
+    theirs = RunDir(tmp_path, "run", label="run", identity={"task": "b"})
     with pytest.raises(OSError, match="run is another run's now"):
         folder.sync()
-    theirs.line({"number": 7})
+    theirs.append_record({"number": 7})
     theirs.close()
     assert [line["number"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [7]
     folder.close()
 
 
 def test_a_log_that_an_editor_has_replaced_is_no_other_run(tmp_path):
-    folder = Folder(tmp_path, "run", label="run", identity={})
-    folder.line({"number": 0})
+    folder = RunDir(tmp_path, "run", label="run", identity={})
+    folder.append_record({"number": 0})
     path = tmp_path / "run" / "metrics.jsonl"
     (tmp_path / "edited").write_bytes(path.read_bytes())
     (tmp_path / "edited").rename(path)
     folder.sync()
-    folder.line({"number": 1})
+    folder.append_record({"number": 1})
     assert [line["number"] for line in lines(path)] == [0]  # as before: the lines go where they went
     folder.close()
 
 
 def test_what_is_late_is_forgotten_with_the_steps_that_are_done_again(tmp_path):
-    folder = Folder(tmp_path, "run", label="run", identity={})
+    folder = RunDir(tmp_path, "run", label="run", identity={})
     disk = folder._log = Disk(folder._log, 13)  # type: ignore[assignment]
-    folder.line({"number": 0})
-    position = folder.position()
-    folder.line({"number": 1})
-    folder.cut(position)
+    folder.append_record({"number": 0})
+    position = folder.log_bytes()
+    folder.append_record({"number": 1})
+    folder.truncate_log(position)
     disk.room = 10**6
-    folder.line({"number": 2})
+    folder.append_record({"number": 2})
     assert [line["number"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [0, 2]
     folder.close()
 
@@ -151,12 +151,12 @@ def test_what_is_late_is_forgotten_with_the_steps_that_are_done_again(tmp_path):
 def test_training_goes_on_when_the_log_cannot_be_written(tmp_path, monkeypatch):
     calls = iter(range(1000))
 
-    def write(folder: Folder, real=Folder._write) -> None:
+    def write(folder: RunDir, real=RunDir._flush) -> None:
         if 1 <= next(calls) < 4:
             raise FULL
         real(folder)
 
-    monkeypatch.setattr(Folder, "_write", write)
+    monkeypatch.setattr(RunDir, "_flush", write)
     told = train(tmp_path, checkpoint_every=0)
     assert told.beginning == "run · 10 parameters · 1 process · one rank, nothing to exchange"
     assert [note.partition(":")[0] for note in told.notes] == ["warning"]

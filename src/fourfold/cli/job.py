@@ -112,13 +112,13 @@ def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_r
     keeps: whether it is to be a run, with a folder.
     """
     from fourfold.run.build import preflight
-    from fourfold.run.folder import check_name
+    from fourfold.run.folder import check_run_name
 
     job = parse_job(words, num_processes=num_processes)
     errors = ErrorCollector()
     with errors.collect():
         if has_run_dir:
-            check_name(RUNS_DIR, job.settings["name"], job.identity)
+            check_run_name(RUNS_DIR, job.settings["name"], job.identity)
     with errors.collect():
         check_init(job)
     with errors.collect():

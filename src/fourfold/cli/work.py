@@ -67,17 +67,17 @@ def _supervision_policy(ready: "Job") -> "SupervisionPolicy":
 
 def _check_finished(ready: "Job", *, speaks: bool) -> bool:
     """Whether the run has ended already; one that is to start over is set aside here, by one process."""
-    from fourfold.run.folder import finished, set_aside, told_finished
+    from fourfold.run.folder import archive_run, format_finished, read_finished_record
 
     if ready.fresh:
         # A launcher that starts its ranks again does not mean to start over again.
-        aside = set_aside(ready.run_dir) if speaks and os.environ.get(RESTART_COUNT_VARIABLE, "0") == "0" else None
+        aside = archive_run(ready.run_dir) if speaks and os.environ.get(RESTART_COUNT_VARIABLE, "0") == "0" else None
         if aside is not None:
             print(escaped(f"{ready.run_dir} starts over; what was there is now {aside}"), flush=True)
         return False
-    line = finished(ready.run_dir)
+    line = read_finished_record(ready.run_dir)
     if line is not None and speaks:
-        print(escaped(told_finished(ready.run_dir, line, ready.plan)), flush=True)
+        print(escaped(format_finished(ready.run_dir, line, ready.plan)), flush=True)
     return line is not None
 
 

@@ -31,19 +31,19 @@ from fourfold.run.settings import Identity, canonical
 from fourfold.words.errors import PlanError, Problem, SettingError, TrainingError, reason
 from fourfold.words.version import VERSION
 
-MOST_NAME_BYTES = 200  # file systems allow 255, and a run that starts over gets a longer name
-LOG, SETTINGS, PLAN = "metrics.jsonl", "settings.json", "plan.toml"
+MAX_NAME_BYTES = 200  # file systems allow 255, and a run that starts over gets a longer name
+LOG_FILE, SETTINGS_FILE, PLAN_FILE = "metrics.jsonl", "settings.json", "plan.toml"
 
 
-class Opened(NamedTuple):
+class RunInfo(NamedTuple):
     """What a folder told when it was opened: JSON. `finished`: the log's last line, where the run has ended."""
 
     path: str
     token: str
-    finished: dict[str, Any] | None
+    finished_record: dict[str, Any] | None
 
 
-class Folder:
+class RunDir:
     """The files of one run. `line` appends to the log; what a full disk does not take is kept, and comes before the
     next line. The log may be used by two threads."""
 
@@ -52,23 +52,23 @@ class Folder:
 
         Raises TrainingError, here and in `describe`, where the disk does not take it.
         """
-        check_name(parent, name, identity)
+        check_run_name(parent, name, identity)
         self._encoder = msgspec.json.Encoder()
         self._identity = identity
-        self.path = _make(parent, name, label=label, identity=identity)
-        self.finished = finished(self.path)
-        _refuse_no_folder(self.path / CHECKPOINTS)
-        with _written(self.path / LOG):
-            check_not_pipe(self.path / LOG)
-            self._log = (self.path / LOG).open("a+b", buffering=0)
-        self._described: dict[Path, bytes] = {}
+        self.path = _create(parent, name, label=label, identity=identity)
+        self.finished_record = read_finished_record(self.path)
+        _check_is_dir(self.path / CHECKPOINTS)
+        with _wrap_write_errors(self.path / LOG_FILE):
+            check_not_pipe(self.path / LOG_FILE)
+            self._log = (self.path / LOG_FILE).open("a+b", buffering=0)
+        self._description_files: dict[Path, bytes] = {}
         """What `describe` has written, by its file; whole paths, for a task may change the working directory."""
-        self._home = self.path.absolute()
-        self._late = b""
-        self._using = threading.Lock()
-        _lock(self._log, self.path)
+        self._absolute_path = self.path.absolute()
+        self._unwritten = b""
+        self._log_lock = threading.Lock()
+        _lock_run(self._log, self.path)
 
-    def describe(self, plan: Plan, settings: Mapping[str, Any]) -> None:
+    def write_plan_and_settings(self, plan: Plan, settings: Mapping[str, Any]) -> None:
         """Write down what was asked for, and where it runs."""
         versions = {
             "fourfold": VERSION,
@@ -76,132 +76,132 @@ class Folder:
             "python": platform.python_version(),
         }
         record = {**settings, "versions": versions, "machine": platform.machine(), "cores": os.cpu_count()}
-        settings_text = _settings_text({**record, "identity": self._identity})
-        self._described = {
-            self._home / PLAN: plan.to_toml(defaults=True).encode(),
-            self._home / SETTINGS: settings_text,
+        settings_text = _encode_settings({**record, "identity": self._identity})
+        self._description_files = {
+            self._absolute_path / PLAN_FILE: plan.to_toml(defaults=True).encode(),
+            self._absolute_path / SETTINGS_FILE: settings_text,
         }
-        for path, text in self._described.items():
-            _replace(path, text)
+        for path, text in self._description_files.items():
+            _write_file(path, text)
 
-    def line(self, record: Mapping[str, Any]) -> OSError | None:
+    def append_record(self, record: Mapping[str, Any]) -> OSError | None:
         """Append one line to the log. Returns why it is not there yet; a run is worth more than its log."""
-        with self._using:
-            self._late += self._encoder.encode(record) + b"\n"
+        with self._log_lock:
+            self._unwritten += self._encoder.encode(record) + b"\n"
             try:
-                self._write()
+                self._flush()
             except OSError as error:
                 return error
         return None
 
-    def _write(self) -> None:
+    def _flush(self) -> None:
         """Write what is late, in order. Raises OSError; what has been written by then is not written again."""
-        while self._late:
-            self._late = self._late[self._log.write(self._late) :]
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._log.write(self._unwritten) :]
 
-    def position(self) -> int:
+    def log_bytes(self) -> int:
         """The log's size in bytes, with what is late."""
-        with self._using:
-            return self._size() + len(self._late)
+        with self._log_lock:
+            return self._file_bytes() + len(self._unwritten)
 
-    def _size(self) -> int:
+    def _file_bytes(self) -> int:
         return os.fstat(self._log.fileno()).st_size
 
-    def cut(self, position: int) -> None:
+    def truncate_log(self, num_bytes: int) -> None:
         """Forget what the log says after `position`: it is about steps that will be done again."""
-        with self._using:
-            self._late = self._late[: max(0, position - self._size())]
-            self._log.truncate(min(position, self._size()))
+        with self._log_lock:
+            self._unwritten = self._unwritten[: max(0, num_bytes - self._file_bytes())]
+            self._log.truncate(min(num_bytes, self._file_bytes()))
 
     def sync(self) -> None:
         """Have the log on the disk, in a folder that the same command goes on in. Raises OSError.
 
         A folder that was removed in mid-run is made again. One that another process trains in since is left to it.
         """
-        with self._using:
-            self._keep()
-            self._write()
+        with self._log_lock:
+            self._check_owned()
+            self._flush()
         os.fsync(self._log.fileno())
 
-    def _keep(self) -> None:
+    def _check_owned(self) -> None:
         try:
-            found = (self._home / LOG).stat()
+            found = (self._absolute_path / LOG_FILE).stat()
         except FileNotFoundError:
-            self._make_again()
+            self._recreate()
             return
         ours = os.fstat(self._log.fileno())
         if (found.st_dev, found.st_ino) != (ours.st_dev, ours.st_ino):
-            with (self._home / LOG).open("ab") as log:
-                if not _holds(log):  # no editor has replaced it, but a run
+            with (self._absolute_path / LOG_FILE).open("ab") as log:
+                if not _try_lock(log):  # no editor has replaced it, but a run
                     raise OSError(f"{self.path} is another run's now")
 
-    def _make_again(self) -> None:
-        text = os.pread(self._log.fileno(), self._size(), 0)  # it is gone, and can be read
-        self._home.mkdir(parents=True, exist_ok=True)
-        for path, content in self._described.items():
-            _put(path, content)
-        log = (self._home / LOG).open("a+b", buffering=0)
-        _holds(log)
+    def _recreate(self) -> None:
+        text = os.pread(self._log.fileno(), self._file_bytes(), 0)  # it is gone, and can be read
+        self._absolute_path.mkdir(parents=True, exist_ok=True)
+        for path, content in self._description_files.items():
+            _write_atomically(path, content)
+        log = (self._absolute_path / LOG_FILE).open("a+b", buffering=0)
+        _try_lock(log)
         self._log.close()
-        self._log, self._late = log, text + self._late
+        self._log, self._unwritten = log, text + self._unwritten
 
     def close(self) -> None:
         self._log.close()
 
 
-def check_name(parent: Path, name: str | None, identity: Identity | None = None) -> None:
+def check_run_name(parent: Path, name: str | None, identity: Identity | None = None) -> None:
     """Raise SettingError for a name that another run has, or that is no name of a folder."""
     if name is None:
         return
     if not name or Path(name).name != name or name in (".", "..") or not name.isprintable():
         need = "the name of a folder, without a path or control characters"
         raise SettingError(Problem(f"name = {name!r}", need, "name=first-try"))
-    if len(os.fsencode(name)) > MOST_NAME_BYTES:
-        raise SettingError(Problem(f"name = {name[:20]}… of {len(name)} letters", f"at most {MOST_NAME_BYTES} bytes"))
+    if len(os.fsencode(name)) > MAX_NAME_BYTES:
+        raise SettingError(Problem(f"name = {name[:20]}… of {len(name)} letters", f"at most {MAX_NAME_BYTES} bytes"))
     path = parent / name
     if not path.exists():
         return
     theirs = read_identity(path)
     if identity is None or theirs is None or canonical(theirs) != canonical(identity):
-        got = f"{path} is there already{_difference(theirs, identity)}"
+        got = f"{path} is there already{_format_identity_difference(theirs, identity)}"
         raise SettingError(Problem(got, "a name of its own for every run", f"name={name}-2"))
 
 
 def read_identity(path: Path) -> dict[str, Any] | None:
     """What makes the run in this folder the same run; None where it does not say."""
     try:
-        found = from_json(read_bounded(path / SETTINGS), dict[str, Any]).get("identity")
+        found = from_json(read_bounded(path / SETTINGS_FILE), dict[str, Any]).get("identity")
     except (OSError, DecodeError):
         return None
     return found if isinstance(found, dict) else None
 
 
-def _difference(theirs: Identity | None, ours: Identity | None) -> str:
+def _format_identity_difference(theirs: Identity | None, ours: Identity | None) -> str:
     if theirs is None or ours is None:
         return ""
     now = msgspec.json.decode(canonical(ours), type=dict[str, Any])
-    return f", with another {', '.join(_differing(theirs, now))}"
+    return f", with another {', '.join(_differing_fields(theirs, now))}"
 
 
-def _differing(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[str]:
+def _differing_fields(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[str]:
     """The names under which two identities differ, with what is there and what is wanted."""
     for name in {**theirs, **ours}:
         there, here = theirs.get(name), ours.get(name)
         if isinstance(there, dict) and isinstance(here, dict):
-            yield from _differing(there, here)
+            yield from _differing_fields(there, here)
         elif there != here:
-            yield f"{name} ({_told(there)} there, {_told(here)} here)"
+            yield f"{name} ({_format_value(there)} there, {_format_value(here)} here)"
 
 
-def _told(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "none" if value is None else json.dumps(value)
 
 
-def finished(path: Path) -> dict[str, Any] | None:
+def read_finished_record(path: Path) -> dict[str, Any] | None:
     """The last line of the log of a run that has ended well; None for any other."""
     with contextlib.suppress(OSError, DecodeError):
-        check_not_pipe(path / LOG)
-        with (path / LOG).open("rb") as log:
+        check_not_pipe(path / LOG_FILE)
+        with (path / LOG_FILE).open("rb") as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - 2**16))
             last = log.read().splitlines()[-1:]
         line = from_json(last[0], dict[str, Any]) if last else {}
@@ -209,33 +209,35 @@ def finished(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def told_finished(path: Path, line: Mapping[str, Any], plan: Plan) -> str:
+def format_finished(path: Path, record: Mapping[str, Any], plan: Plan) -> str:
     """What is said of a run that has ended already, with the last line of its log, to who asks for `plan`."""
-    theirs = _other_fields(path, plan)
+    theirs = _differing_plan_fields(path, plan)
     had = f"; it had {', '.join(theirs)}, the same training" if theirs else ""
-    ended = f"{path} is finished ({line['finished']} steps{had})"
+    ended = f"{path} is finished ({record['finished']} steps{had})"
     return f"{ended}: fourfold train … name=another for a new run, or fresh=true to start over"
 
 
-def _other_fields(path: Path, plan: Plan) -> list[str]:
+def _differing_plan_fields(path: Path, plan: Plan) -> list[str]:
     """The fields that the run in this folder has otherwise, as it has them; none where it does not say."""
     try:
-        theirs = Plan.from_toml(read_bounded(path / PLAN).decode())
+        theirs = Plan.from_toml(read_bounded(path / PLAN_FILE).decode())
     except (OSError, UnicodeDecodeError, DecodeError, PlanError):
         return []
     return [
-        f"{name} = {_told(getattr(theirs, name))}" for name in FIELDS if getattr(theirs, name) != getattr(plan, name)
+        f"{name} = {_format_value(getattr(theirs, name))}"
+        for name in FIELDS
+        if getattr(theirs, name) != getattr(plan, name)
     ]
 
 
-def set_aside(path: Path) -> Path | None:
+def archive_run(path: Path) -> Path | None:
     """Give a run's folder another name, so that the run can start over; None where there is no folder."""
     if not path.exists():
         return None
-    with _written(path / LOG):
-        check_not_pipe(path / LOG)
-    with (path / LOG).open("ab") as log:
-        _lock(log, path)
+    with _wrap_write_errors(path / LOG_FILE):
+        check_not_pipe(path / LOG_FILE)
+    with (path / LOG_FILE).open("ab") as log:
+        _lock_run(log, path)
     number = 1
     while (target := path.with_name(f"{path.name}-before-{number}")).exists():
         number += 1
@@ -243,12 +245,12 @@ def set_aside(path: Path) -> Path | None:
     return target
 
 
-def _make(parent: Path, name: str | None, *, label: str, identity: Identity) -> Path:
+def _create(parent: Path, name: str | None, *, label: str, identity: Identity) -> Path:
     """The folder, with its identity in it from the first moment."""
     if name is not None and (parent / name).exists():
         return parent / name
     staging = parent / f".new-{secrets.token_hex(8)}"
-    with _written(staging):
+    with _wrap_write_errors(staging):
         staging.mkdir(parents=True)
     try:
         _write_settings(staging, {"identity": identity})
@@ -262,12 +264,12 @@ def _make(parent: Path, name: str | None, *, label: str, identity: Identity) -> 
             return path
         if name is not None:
             break
-    (staging / SETTINGS).unlink()
+    (staging / SETTINGS_FILE).unlink()
     staging.rmdir()
     raise SettingError(Problem(f"{parent / (name or label)}-… cannot be made", "a folder", "name=another"))
 
 
-def _refuse_no_folder(path: Path) -> None:
+def _check_is_dir(path: Path) -> None:
     """Raise SettingError where something else has the place of a folder: nothing could be saved there."""
     if os.path.lexists(path) and not path.is_dir():
         got = f"{path} is {'a link to nothing' if path.is_symlink() else 'no folder'}"
@@ -275,19 +277,19 @@ def _refuse_no_folder(path: Path) -> None:
 
 
 def _write_settings(path: Path, record: Mapping[str, Any]) -> None:
-    _replace(path / SETTINGS, _settings_text(record))
+    _write_file(path / SETTINGS_FILE, _encode_settings(record))
 
 
-def _settings_text(record: Mapping[str, Any]) -> bytes:
+def _encode_settings(record: Mapping[str, Any]) -> bytes:
     return msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n"
 
 
-def _replace(path: Path, text: bytes) -> None:
-    with _written(path):
-        _put(path, text)
+def _write_file(path: Path, text: bytes) -> None:
+    with _wrap_write_errors(path):
+        _write_atomically(path, text)
 
 
-def _put(path: Path, text: bytes) -> None:
+def _write_atomically(path: Path, text: bytes) -> None:
     """A file's new content: whole, or not at all. Raises OSError."""
     partial = path.with_name(f".{path.name}")
     try:
@@ -299,7 +301,7 @@ def _put(path: Path, text: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _written(path: Path) -> Iterator[None]:
+def _wrap_write_errors(path: Path) -> Iterator[None]:
     """Within: what the disk does not take is told with its name, which an error of `write` has not."""
     try:
         yield
@@ -310,13 +312,13 @@ def _written(path: Path) -> Iterator[None]:
         raise TrainingError(Problem(f"{path} could not be written: {reason(error)}", need, attempt)) from None
 
 
-def _lock(file: Any, path: Path) -> None:
+def _lock_run(file: Any, path: Path) -> None:
     """Hold the run until this process ends. Raises SettingError where another one does."""
-    if not _holds(file):
+    if not _try_lock(file):
         raise SettingError(Problem(f"{path} is being trained by another process", "one at a time", "name=another"))
 
 
-def _holds(file: Any) -> bool:
+def _try_lock(file: Any) -> bool:
     """Whether no other process holds this file, which this one holds from now on."""
     with contextlib.suppress(OSError):  # a file system without locks
         try:

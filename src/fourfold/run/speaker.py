@@ -17,7 +17,7 @@ from fourfold.run import faults
 from fourfold.run.build import TrainStep
 from fourfold.run.checkpoint.keeper import TrainingProgress
 from fourfold.run.faults import Fault
-from fourfold.run.folder import Folder, Opened, told_finished
+from fourfold.run.folder import RunDir, RunInfo, format_finished
 from fourfold.run.guard import Skipped
 from fourfold.run.metrics import Metrics
 from fourfold.run.settings import Settings, tuned_for
@@ -56,10 +56,10 @@ class Speaker:
 
     def __init__(self, task: Task, settings: Settings, *, rank: int, report: Report | None) -> None:
         self.rank, self._task, self._settings, self._report = rank, task, settings, report
-        self._folder: Folder | None = None
+        self._folder: RunDir | None = None
         self._existed = False
         self._is_late = False
-        self.opened = Opened("", "", None)
+        self.opened = RunInfo("", "", None)
         self.place = Path()
         """The run's folder, wherever the program's working directory is later; on every rank."""
         self.rates: list[float] = []
@@ -79,17 +79,19 @@ class Speaker:
         s = self._settings
         self.rates = [group["lr"] for group in step.optimizer.param_groups]
         if self.rank == 0:
-            self._folder = Folder(Path(s.folder), s.name, label=s.label, identity=s.identity())
-            self.opened = Opened(str(self._folder.path), secrets.token_hex(4), self._folder.finished)
-            self._existed = self._folder.position() > 0
-        self.opened = Opened(*step.all_gather_json(self.opened)[0])
+            self._folder = RunDir(Path(s.folder), s.name, label=s.label, identity=s.identity())
+            self.opened = RunInfo(str(self._folder.path), secrets.token_hex(4), self._folder.finished_record)
+            self._existed = self._folder.log_bytes() > 0
+        self.opened = RunInfo(*step.all_gather_json(self.opened)[0])
         self.place = Path(self.opened.path).absolute()
-        if self._folder is None or self.opened.finished is not None:
+        if self._folder is None or self.opened.finished_record is not None:
             return
         rates = self._rates()
         asked = {"steps": s.steps, "batch_size": s.batch_size, "clip": s.clip, "seed": s.seed}
         asked |= {} if rates is None else {"rates": rates}
-        self._folder.describe(plan, {"task": s.label, **asked, **(s.extra or {}), "transport": step.transport_name})
+        self._folder.write_plan_and_settings(
+            plan, {"task": s.label, **asked, **(s.extra or {}), "transport": step.transport_name}
+        )
         parameters = sum(p.numel() for p in step.model.parameters())
         mesh = f"{plan.mesh.size} ranks" if plan.mesh.size > 1 else "1 process"
         if self._report is not None:
@@ -124,10 +126,10 @@ class Speaker:
 
     def ended_before(self, plan: Plan) -> Result:
         """What a run that has ended already told at its end."""
-        line = self.opened.finished or {}
+        line = self.opened.finished_record or {}
         path = Path(self.opened.path)
         if self._report is not None:
-            self._report.finish(told_finished(path, line, plan))
+            self._report.finish(format_finished(path, line, plan))
         loss = line.get("loss")
         numbers = {name: float("nan") if value is None else value for name, value in line.get("valid", {}).items()}
         loss = float("nan") if loss is None else loss
@@ -136,7 +138,7 @@ class Speaker:
     def line(self, record: Mapping[str, Any]) -> None:
         if self._folder is None:
             return
-        error = self._folder.line(record)
+        error = self._folder.append_record(record)
         if error is not None and not self._is_late:
             said = f"metrics.jsonl could not be written: {reason(error)}"
             self.note(f"warning: {said}; its lines are kept, training goes on")
@@ -158,11 +160,11 @@ class Speaker:
             self.note(f"warning: {faults.FAULTS_FILE} could not be written: {reason(error)}")
 
     def position(self) -> int:
-        return self._folder.position() if self._folder is not None else 0
+        return self._folder.log_bytes() if self._folder is not None else 0
 
     def cut(self, position: int) -> None:
         if self._folder is not None:
-            self._folder.cut(position)
+            self._folder.truncate_log(position)
 
     def sync(self) -> None:
         if self._folder is not None:

@@ -122,7 +122,7 @@ def train(
     trained = TrainingState(step, feed, None if settings.ema is None else EMA(step.weight_shards, settings.ema))
     beats = pulse.of_environment()
     with _speaker(task, step, plan, settings, report) as speaker:
-        if speaker.opened.finished is not None:
+        if speaker.opened.finished_record is not None:
             beats.done()
             return speaker.ended_before(plan)
         with _keeper(trained, settings, speaker) as keeper:
