@@ -33,14 +33,14 @@ from fourfold.run.batch import (
     unpack_batch,
 )
 from fourfold.run.forward_state import (
-    Changes,
-    counting,
-    dependent,
-    differing,
-    differing_summaries,
-    kept,
-    of_loss,
-    summary,
+    StateChanges,
+    differing_across_forwards,
+    differing_across_ranks,
+    forward_count_problems,
+    loss_state_problem,
+    preserve_state,
+    sample_dependence_problems,
+    summarize_changes,
 )
 from fourfold.run.gradient_hooks import hook_problems
 from fourfold.run.loss_judge import EXACT, Verdict, first_line, judged
@@ -62,8 +62,8 @@ class DryRunForward(NamedTuple):
     measured: Measured | None
     """None where the loss is not asked for."""
     num_samples: int
-    state_changes: Changes
-    loss_state_changes: Changes
+    state_changes: StateChanges
+    loss_state_changes: StateChanges
     """What it left in the buffers and parameters of the loss's modules."""
     has_writes: bool
     """Whether it has written state, or parameters, be it without a change."""
@@ -200,7 +200,7 @@ class DryRun:
         self._sample = split_microbatches(tree_map(slice_samples(tried, 0, 1), torch.clone), 1, self._device)[0]
         told: dict[str, Any] = {"problems": problems, "writes": self._compares_state and whole.has_writes}
         told |= {"single": self._objective.is_single, "counted": self._objective.is_counted}
-        told["changed"], told["divisors"] = summary(whole.state_changes), self._objective.divisors.summarize()
+        told["changed"], told["divisors"] = summarize_changes(whole.state_changes), self._objective.divisors.summarize()
         if not is_compared:
             return told
         loss = self._compare_losses(whole, parts)
@@ -241,12 +241,15 @@ class DryRun:
         modules = self._objective.modules(self._model)
         # With autograd on, as in a step: a model may differentiate within forward.
         watch = self._weight_check
-        with kept(modules) as loss_state, kept(self._model, kept=watch.not_copied, renorms=watch.renorms) as state:
+        with (
+            preserve_state(modules) as loss_state,
+            preserve_state(self._model, kept=watch.not_copied, renorms=watch.renorms) as state,
+        ):
             with self._objective.uncompiled(self._model), without_randomness(self._device) as watched:
                 measured = [self._forward_loss(part) for _ in range(num_forwards)]
-            watch.look(state.writes)
+            watch.look(state.write_tracker)
             changes = state.changes()
-            writes = bool(changes or state.writes.written)
+            writes = bool(changes or state.write_tracker.written)
             if not self._compares_state:
                 changes = {name: value for name, value in changes.items() if name in watch.trained}
             loss_changes = loss_state.changes() if self._compares_state else {}
@@ -279,18 +282,20 @@ class DryRun:
 
     def _state_problems(self, batch: Any, forwards: Sequence[DryRunForward]) -> list[Problem]:
         """What is wrong with the buffers that these forwards have changed."""
-        if names := differing([forward.state_changes for forward in forwards]):
-            return dependent(names, self._num_parts, self._weight_check.trained)
+        if names := differing_across_forwards([forward.state_changes for forward in forwards]):
+            return sample_dependence_problems(names, self._num_parts, self._weight_check.trained)
         if self._plan.microbatches == 1:
             return []
-        names = differing([forwards[-1].state_changes, self._forward(batch, num_forwards=2).state_changes])
-        return counting(names, self._plan.microbatches, self._weight_check.trained)
+        names = differing_across_forwards(
+            [forwards[-1].state_changes, self._forward(batch, num_forwards=2).state_changes]
+        )
+        return forward_count_problems(names, self._plan.microbatches, self._weight_check.trained)
 
     def _loss_state_problems(self, batch: Any, forwards: Sequence[DryRunForward]) -> list[Problem]:
         """What is wrong with the buffers that the loss has changed; ranks without samples do not call it."""
         several = self._forward(batch, num_forwards=2).loss_state_changes
-        names = differing([*(forward.loss_state_changes for forward in forwards), several])
-        return [of_loss(names, self._num_parts)] if names else []
+        names = differing_across_forwards([*(forward.loss_state_changes for forward in forwards), several])
+        return [loss_state_problem(names, self._num_parts)] if names else []
 
     def _check_in_float64(
         self,
@@ -331,8 +336,8 @@ class DryRun:
         _raise_first_error(reports, error)
         problems = [Problem(*problem) for told in reports for problem in told["problems"]]
         changed = [told["changed"] for told in reports if not told["empty"]]
-        if not problems and (names := differing_summaries(changed)):
-            problems = dependent(names, self._num_parts, self._weight_check.trained)
+        if not problems and (names := differing_across_ranks(changed)):
+            problems = sample_dependence_problems(names, self._num_parts, self._weight_check.trained)
         if problems:
             raise TaskError(list(dict.fromkeys(problems)), where="the model")
         losses = [Compared(*told["loss"]) for told in reports if told["loss"] is not None]

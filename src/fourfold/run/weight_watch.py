@@ -9,7 +9,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from fourfold.plan.plan import Plan
-from fourfold.run.forward_state import EDIT, told_trained
+from fourfold.run.forward_state import EDIT_ADVICE, describe_trained
 from fourfold.run.weight_writes import WeightWrites, values
 from fourfold.run.weights import Weights
 from fourfold.words.errors import Problem
@@ -65,16 +65,16 @@ class WeightWatch:
         changed = {name for name, value in after.items() if value != self._before[name]}
         if (names := self._some(self._written)) and self.fixed is not None:
             setting, why, attempt = self.fixed
-            got = f"forward writes {told_trained(names)}, with {setting}"
+            got = f"forward writes {describe_trained(names)}, with {setting}"
             need = f"weights that only the update writes: {why}"
-            problems.append(Problem(got, need, f"{attempt}, or {EDIT}"))
+            problems.append(Problem(got, need, f"{attempt}, or {EDIT_ADVICE}"))
         if names := self._some(self._replaced - self._written):
             need = "weights that are changed in place"
             attempt = "p.copy_(…), or another function that ends in _"
-            problems.append(Problem(f"forward gives {told_trained(names)}, another storage", need, attempt))
+            problems.append(Problem(f"forward gives {describe_trained(names)}, another storage", need, attempt))
         if names := self._some((self._unseen | changed) - self._replaced - self._written):
-            got = f"forward writes {told_trained(names)}, by other means than torch's functions"
-            problems.append(Problem(got, "writes that can be watched, or none", EDIT))
+            got = f"forward writes {describe_trained(names)}, by other means than torch's functions"
+            problems.append(Problem(got, "writes that can be watched, or none", EDIT_ADVICE))
         return problems
 
     def _some(self, names: Collection[str]) -> list[str]:

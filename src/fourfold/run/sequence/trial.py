@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.run.batch import POSITION_KEYS, eval_mode, has_token_dim, tree_map
-from fourfold.run.forward_state import EDIT, told_trained
+from fourfold.run.forward_state import EDIT_ADVICE, describe_trained
 from fourfold.run.random_weights import EXACT, JUDGEMENTS, LAST, Fits, Judgement
 from fourfold.run.sequence.closeness import Differs
 from fourfold.run.sequence.gradient_sums import Gradients
@@ -74,8 +74,8 @@ class Trial:
                 with WeightWrites(self._model, kept=trained) as writes:
                     outputs = self._as_it_is()
                 if names := sorted(trained & writes.written):
-                    got = f"sp > 1 and a forward that writes {told_trained(names)}"
-                    return Tried([Problem(got, "weights that only the update writes", EDIT)])
+                    got = f"sp > 1 and a forward that writes {describe_trained(names)}"
+                    return Tried([Problem(got, "weights that only the update writes", EDIT_ADVICE)])
                 if not self._num_calls:
                     return Tried([self._without_attention()])
                 return self._judged(outputs)
