@@ -144,7 +144,7 @@ def test_copies_of_a_wrapper_are_refused(copied):
         _, optimizer = wrapped(ranks)
         with pytest.raises(OptimizerError, match=r"a copy or a pickle .*state_dict"):
             copied(optimizer)
-        return hasattr(DistributedOptimizer.step, "hooked")
+        return hasattr(DistributedOptimizer.step, "apply_hooks")
 
     assert threads.run(2, body) == [False, False]
 

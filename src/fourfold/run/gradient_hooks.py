@@ -13,19 +13,19 @@ from fourfold.run.without_randomness import without_randomness
 from fourfold.words.errors import Problem
 
 # Lengths of the gradients that hooks are tried with: a bound or a threshold lies between two of them.
-SIZES = (1e-6, 1e-4, 1e-2, 1.0, 1e2)
+GRADIENT_SCALES = (1e-6, 1e-4, 1e-2, 1.0, 1e2)
 # Of the largest number in the result, by the size in bytes of a real number.
-CLOSE = {8: 1e-9, 4: 1e-4, 2: 5e-2, 1: 2e-1}
+TOLERANCE = {8: 1e-9, 4: 1e-4, 2: 5e-2, 1: 2e-1}
 SEED = 13
 
 
-def hook_problems(model: nn.Module, parts: int) -> list[Problem]:
+def hook_problems(model: nn.Module, num_parts: int) -> list[Problem]:
     """What is wrong with the hooks of the trained parameters, where a batch is cut in so many parts."""
     names = [name for name, p in model.named_parameters() if p.requires_grad and not _is_additive(p)]
     if not names:
         return []
     got = f"a hook of {', '.join(names[:3])}{' …' if len(names) > 3 else ''} that does not treat a sum of gradients"
-    got += f" as the sum of what it makes of each, and a batch that is cut in {parts}"
+    got += f" as the sum of what it makes of each, and a batch that is cut in {num_parts}"
     need = "hooks that scale or mask: each part's gradient goes through them before all are added up"
     attempt = "clip=… for the norm, or optimizer.register_step_pre_hook(…), which sees the whole gradient"
     return [Problem(got, need, attempt)]
@@ -37,26 +37,26 @@ def _is_additive(parameter: nn.Parameter) -> bool:
     if not hooks or not parameter.numel():
         return True
 
-    def hooked(gradient: Tensor) -> Tensor:
+    def apply_hooks(gradient: Tensor) -> Tensor:
         gradient = gradient.clone()
         for hook in hooks:
             result = hook(gradient)
             gradient = gradient if result is None else result
         return gradient
 
-    for a, b in _gradients(parameter):
+    for a, b in _random_gradients(parameter):
         with without_randomness(parameter.device):
-            whole, parts = hooked(a + b), hooked(a) + hooked(b)
+            whole, parts = apply_hooks(a + b), apply_hooks(a) + apply_hooks(b)
         if not _is_close(whole, parts):
             return False
     return True
 
 
-def _gradients(parameter: nn.Parameter) -> Iterator[tuple[Tensor, Tensor]]:
+def _random_gradients(parameter: nn.Parameter) -> Iterator[tuple[Tensor, Tensor]]:
     """Pairs of random gradients of a parameter."""
     generator = torch.Generator().manual_seed(SEED)
     dtype = torch.complex64 if parameter.is_complex() else torch.float32
-    for size in SIZES * max(1, min(16, 1024 // parameter.numel())):
+    for size in GRADIENT_SCALES * max(1, min(16, 1024 // parameter.numel())):
         a, b = (torch.randn(parameter.shape, dtype=dtype, generator=generator) * size for _ in range(2))
         yield a.to(parameter), b.to(parameter)
 
@@ -67,4 +67,4 @@ def _is_close(a: Tensor, b: Tensor) -> bool:
     width = a.element_size() // (2 if a.is_complex() else 1)
     largest = max(float(a.abs().max()), float(b.abs().max()))
     smallest = torch.finfo(a.dtype).tiny * torch.finfo(a.dtype).eps
-    return float((a - b).abs().max()) <= CLOSE[width] * largest + 4 * smallest
+    return float((a - b).abs().max()) <= TOLERANCE[width] * largest + 4 * smallest
