@@ -43,7 +43,7 @@ from fourfold.run.arguments import check_arguments
 from fourfold.run.batch import Microbatch, eval_mode, split_microbatches, tree_map, unpack_batch
 from fourfold.run.batch_statistics import FrozenBatchNorms
 from fourfold.run.dry_run import DryRun
-from fourfold.run.guard import Guard
+from fourfold.run.guard import NanGuard
 from fourfold.run.metrics import Metrics
 from fourfold.run.objective import Measured, Objective, is_uneven, uneven
 from fourfold.run.outline import outline
@@ -247,7 +247,7 @@ class TrainStep:
             is_log_rank=communicator.rank == 0,
         )
         self._executor = Runtime(self._actions)
-        self._nan_guard = Guard(communicator, model, limit=skip_nan)
+        self._nan_guard = NanGuard(communicator, model, limit=skip_nan)
         self._drift_checker = drift.DriftChecker(communicator, drift_check)
         self._step_spec = DataStepSpec(
             plan.microbatches,
@@ -342,7 +342,7 @@ class TrainStep:
             self._compare_batches(batch)
         self.dry_run(batch, training=True)
         batch, self._actions.batch_mismatch = self._compare_sequence_batch(batch)
-        self._nan_guard.begin()
+        self._nan_guard.save_buffers()
         loss_scale = None if self._loss_scaler is None else self._loss_scaler.value
         program = self.local_program if (self.num_steps + 1) % self.plan.sync_interval else self.program
         with self._local_microbatches(batch, self.plan.microbatches) as microbatches:
@@ -356,7 +356,7 @@ class TrainStep:
         self._num_calls, self.num_steps = self._num_calls + 1, self.num_steps + 1
         if self.device.type == "cpu":
             _tune_freed_memory(self._num_calls)
-        skipped = self._nan_guard.judge(self._actions, self.num_steps, samples)
+        skipped = self._nan_guard.check(self._actions, self.num_steps, samples)
         if self._drift_checker.is_due(self.num_steps, self.plan.sync_interval):
             self._drift_checker.compare(
                 list(self._replicated_tensors()),

@@ -16,7 +16,7 @@ from fourfold.plan.order import BatchRange
 from fourfold.run.actions import NO_ELEMENTS, Actions
 from fourfold.words.errors import Problem, TrainingError
 
-NUM_NAMED = 64  # samples of a rank that a message names
+MAX_NAMED_SAMPLES = 64  # samples of a rank that a message names
 
 
 class Skipped(NamedTuple):
@@ -26,16 +26,16 @@ class Skipped(NamedTuple):
     rank: int | None
 
 
-class Guard:
+class NanGuard:
     """Judges each step of one rank; `limit` is how many in a row may be left out."""
 
-    def __init__(self, ranks: Communicator, model: nn.Module, *, limit: int) -> None:
-        self._ranks, self._model, self._limit = ranks, model, limit
-        self._in_a_row = 0
+    def __init__(self, communicator: Communicator, model: nn.Module, *, limit: int) -> None:
+        self._communicator, self._model, self._limit = communicator, model, limit
+        self._num_in_a_row = 0
         self._buffers: dict[str, tuple[Tensor, int, Tensor]] = {}
 
     @torch.no_grad()
-    def begin(self) -> None:
+    def save_buffers(self) -> None:
         """Before a step: remember the buffers, which forward may change (running statistics)."""
         if self._limit == 0:
             return
@@ -44,18 +44,18 @@ class Guard:
             if known is None or known[0] is not buffer or known[1] != buffer._version:
                 self._buffers[name] = buffer, buffer._version, buffer.clone()
 
-    def judge(self, actions: Actions, number: int, samples: BatchRange | None) -> Skipped | None:
+    def check(self, actions: Actions, step: int, samples: BatchRange | None) -> Skipped | None:
         """After step `number`: None where it was good. Collective where it was bad.
 
         Raises TrainingError where the step is bad and may not be left out. `samples`: the batch's, where known.
         """
         if actions.bad_reason is None:
-            self._in_a_row = 0
+            self._num_in_a_row = 0
             return None
-        self._in_a_row += 1
+        self._num_in_a_row += 1
         self._restore()
-        skipped = self._describe(actions, number, samples)
-        if self._in_a_row <= self._limit:
+        skipped = self._describe(actions, step, samples)
+        if self._num_in_a_row <= self._limit:
             return skipped
         if self._limit == 0:
             problem = Problem(skipped.text, "a finite loss and gradient", "skip_nan=10 to leave such steps out")
@@ -79,19 +79,19 @@ class Guard:
             told: list[Any] = [[ids[index] for index in bad], ids]
         else:
             told = [bad, []]
-        everyone = self._ranks.all_gather_json([len(bad) > 0, *told])
+        everyone = self._communicator.all_gather_json([len(bad) > 0, *told])
         guilty = [rank for rank, (is_bad, _, _) in enumerate(everyone) if is_bad]
         of = "samples" if samples is not None else "samples of its batch"
         if guilty:
-            parts = [f"rank {rank}, {of} {_some(everyone[rank][1])}" for rank in guilty]
+            parts = [f"rank {rank}, {of} {_sample_list(everyone[rank][1])}" for rank in guilty]
         else:
-            parts = [f"rank {rank}, {of} {_some(ids)}" for rank, (_, _, ids) in enumerate(everyone) if ids]
+            parts = [f"rank {rank}, {of} {_sample_list(ids)}" for rank, (_, _, ids) in enumerate(everyone) if ids]
             parts = [*(["every rank's own loss is finite"] if actions.bad_reason != NO_ELEMENTS else []), *parts]
         place = "" if samples is None else f" ({samples})"
         text = f"step {number}: {'; '.join([str(actions.bad_reason), *parts])}{place}"
         return Skipped(text, guilty[0] if len(guilty) == 1 else None)
 
 
-def _some(numbers: list[int]) -> str:
-    more = f" and {len(numbers) - NUM_NAMED} more" if len(numbers) > NUM_NAMED else ""
-    return ", ".join(map(str, numbers[:NUM_NAMED])) + more
+def _sample_list(numbers: list[int]) -> str:
+    more = f" and {len(numbers) - MAX_NAMED_SAMPLES} more" if len(numbers) > MAX_NAMED_SAMPLES else ""
+    return ", ".join(map(str, numbers[:MAX_NAMED_SAMPLES])) + more
