@@ -7,7 +7,7 @@ from torch import nn
 
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
-from fourfold.run.late import WINDOW, Lateness
+from fourfold.run.late import WINDOW_STEPS, StragglerDetector
 from fourfold.testing import threads
 
 SECONDS = 0.05
@@ -50,13 +50,13 @@ def body(ranks) -> tuple[Kept, int]:
     options = {"plan": Plan(dp=ranks.size), "clip": None, "same_batches": "allow"}  # so that no step compares batches
     step = TrainStep(Slow(ranks.rank), loss, sgd, communicator=ranks, **options)
     log, told, exchange = Kept(), [], ranks.all_gather_json
-    lateness = Lateness(step, log)
+    lateness = StragglerDetector(step, log)
     ranks.all_gather_json = lambda value: told.append(value) or exchange(value)
-    for number in range(1, 2 * WINDOW + 1):
-        with lateness.reading():
+    for number in range(1, 2 * WINDOW_STEPS + 1):
+        with lateness.data_wait():
             pass
         step(BATCH)
-        lateness.stepped(number)
+        lateness.step_done(number)
     return log, len(told)
 
 
@@ -64,7 +64,7 @@ def test_a_slow_rank_is_named_once_with_what_it_is_in():
     for log, _ in threads.run(3, body):
         (note,) = log.notes
         assert note.startswith("rank 1 on ")
-        assert note.endswith(f" ms (steps 1 to {WINDOW})")
+        assert note.endswith(f" ms (steps 1 to {WINDOW_STEPS})")
         (line,) = log.lines
         assert line["late"]["place"] == "forward"
         assert line["late"]["place_seconds"] >= SECONDS

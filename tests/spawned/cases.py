@@ -287,7 +287,9 @@ def late_in_data(folder: str) -> list[Any]:
         return nn.Linear(4, 2)
 
     task = ff.Task(model=model, loss=nn.functional.mse_loss, data=data, optimizer=sgd, batch_size=8)
-    ff.train(task, ff.Plan(dp=2), steps=late.WINDOW + 1, checkpoint_every=0, trace_every=0, folder=folder, name="late")
+    ff.train(
+        task, ff.Plan(dp=2), steps=late.WINDOW_STEPS + 1, checkpoint_every=0, trace_every=0, folder=folder, name="late"
+    )
     lines = (Path(folder) / "late" / "metrics.jsonl").read_text().splitlines()
     return [line["late"] for line in map(json.loads, lines) if "late" in line]
 

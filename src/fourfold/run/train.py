@@ -34,7 +34,7 @@ from fourfold.run.build import TrainStep, parallelize
 from fourfold.run.checkpoint.keeper import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.run.checkpoint.read import load_weights_file
 from fourfold.run.checkpoint.state import TrainingState
-from fourfold.run.late import Lateness
+from fourfold.run.late import StragglerDetector
 from fourfold.run.memory_bound import refuse_memory
 from fourfold.run.objective import is_uneven, uneven
 from fourfold.run.outline import meta_model
@@ -199,7 +199,7 @@ class Training:
     def _steps(self, progress: TrainingProgress, asked: Callable[[], int], batches: Iterator[Any]) -> TrainingProgress:
         step, _, average = self.trained
         every, last, period = self.settings.checkpoint_every, self.settings.steps, step.plan.sync_interval
-        lateness = Lateness(step, self.speaker)
+        lateness = StragglerDetector(step, self.speaker)
         factor = factors(self.task, self.settings)
         losses = deque(progress.losses, maxlen=WINDOW)
         for number in range(progress.step, last):
@@ -208,7 +208,7 @@ class Training:
                 for group, rate in zip(step.optimizer.param_groups, self.speaker.rates, strict=True):
                     group["lr"] = rate * scale
             with self.tracing.sample(number + 1) as recorder:
-                with recorder.span(DATA_SPAN), lateness.reading():
+                with recorder.span(DATA_SPAN), lateness.data_wait():
                     batch = next(batches)
                 step.request_stop(asked() > 0)
                 metrics = step(batch)
@@ -217,7 +217,7 @@ class Training:
             if average is not None and step.is_synchronized and (metrics.skipped is None or period > 1):
                 step.flush()
                 average.update((number + 1) // period)
-            lateness.stepped(number + 1)
+            lateness.step_done(number + 1)
             self.speaker.stepped(number + 1, metrics, lr=step.optimizer.param_groups[0]["lr"])
             self.keeper.report_failures()
             self.pulse.beat(number + 1)
