@@ -27,7 +27,7 @@ from fourfold.plan.plan import Plan
 from fourfold.run import drift
 from fourfold.run.arguments import check_join_states, check_wrapper_arguments
 from fourfold.run.batch_statistics import FrozenBatchNorms
-from fourfold.run.layouts import Layouts, shape_in_memory
+from fourfold.run.layouts import MemoryFormats, shape_and_strides
 from fourfold.run.refuse import compare, refuse
 from fourfold.run.same_batches import Inputs, SameBatches
 from fourfold.run.spread import spread
@@ -100,7 +100,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if places != {self._ranks.device.type}:
             got = f"parameters on {', '.join(sorted(places))}, ranks on {self._ranks.device.type}"
             raise OptimizerError(Problem(got, "one kind of device", f'model.to("{self._ranks.device.type}") first'))
-        shapes = {name: shape_in_memory(p) for name, p in trainable.items()}
+        shapes = {name: shape_and_strides(p) for name, p in trainable.items()}
         self._duplicate_batches = SameBatches(same_batches, num_data_ranks=plan.dp, speaks=self._ranks.rank == 0)
         grouped = data.param_specs(trainable, dict.fromkeys(trainable, -1) | group_indices(optimizer, trainable))
         options = {"same_batches": same_batches, "drift_check": drift_check}
@@ -159,7 +159,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._parameters = [trainable[name] for name, _ in slots]
         self._num_buckets = len(buckets)
         reduced = [Reduced(name, trainable[name], slot) for name, slot in slots]
-        self._layouts = Layouts(trainable, self._optimizer)
+        self._layouts = MemoryFormats(trainable, self._optimizer)
         self._unreduced = Unreduced(reduced, self._gradients.views, self._optimizer)
         self._steps = WrappedSteps(
             self._optimizer, self._model, self._unreduced, self._frozen, self._transport, num_ranks=self._ranks.size
@@ -205,13 +205,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _show(self, used: Sequence[float]) -> None:
         """Each `.grad` is its slot; None where no rank has a gradient."""
-        if self._layouts.matter:
-            self._layouts.refuse_changes()
+        if self._layouts.uses_memory_order:
+            self._layouts.check_unchanged()
         try:
             for parameter, view, count in zip(self._parameters, self._gradients.views, used, strict=True):
                 parameter.grad = view if count else None
         except RuntimeError:  # torch refuses a `.grad` of another dtype or device
-            self._layouts.refuse_changes()
+            self._layouts.check_unchanged()
             raise
 
     def _compare_batches(self) -> None:
