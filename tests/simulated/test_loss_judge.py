@@ -287,9 +287,9 @@ def test_a_judgement_leaves_the_model_its_gradients_and_all_generators_as_they_w
         before, generators, mean = kept(model), states(), model.mean.clone()
         objective = step.objective
         whole, parts = (batch(), [tuple(t[:2] for t in batch()), tuple(t[2:] for t in batch())])
-        verdict = loss_judge.judged(model, objective, whole, parts, room=room, device=torch.device("cpu"))
+        verdict = loss_judge.check_loss(model, objective, whole, parts, memory_fit=room, device=torch.device("cpu"))
         assert verdict.problem is None
-        assert verdict.judgement == str(loss_judge.EXACT if room.exact else loss_judge.JUDGEMENTS[-1])
+        assert verdict.config == str(loss_judge.STRICTEST_CHECK if room.exact else loss_judge.CHECK_CONFIGS[-1])
         assert kept(model) == before
         assert states() == generators
         assert torch.equal(model.mean, mean)
@@ -351,10 +351,10 @@ def test_torchscript_is_not_judged_and_left_as_it_is():
     before = [p.clone() for p in model.parameters()]
     given = torch.ones(3, 4), torch.zeros(3, dtype=torch.int64)
     options = {"room": Fits(), "device": torch.device("cpu")}
-    verdict = loss_judge.judged(model, Objective(F.cross_entropy), given, [given, given], **options)
+    verdict = loss_judge.check_loss(model, Objective(F.cross_entropy), given, [given, given], **options)
     assert verdict.problem is None
-    assert verdict.judgement is None
-    assert "TorchScript" in verdict.fell_back
+    assert verdict.config is None
+    assert "TorchScript" in verdict.fallback_reason
     assert all(map(torch.equal, model.parameters(), before))
 
 

@@ -43,7 +43,7 @@ from fourfold.run.forward_state import (
     summarize_changes,
 )
 from fourfold.run.gradient_hooks import hook_problems
-from fourfold.run.loss_judge import EXACT, Verdict, first_line, judged
+from fourfold.run.loss_judge import STRICTEST_CHECK, CheckResult, check_loss, summarize_error
 from fourfold.run.objective import Measured, Objective, is_compiled
 from fourfold.run.parts_of_loss import Compared, compared
 from fourfold.run.random_weights import Fits, fits
@@ -134,7 +134,7 @@ class DryRun:
                 with explain_transform_errors():
                     told |= self._inspect_batch(batch, training=training)
             except Exception as caught:  # raised below, when the other ranks have heard of it
-                error, told["error"] = caught, first_line(caught)
+                error, told["error"] = caught, summarize_error(caught)
         everyone = all_gather_json(told)
         self._apply_reports(everyone, error)
         losses = [Compared(*told["loss"]) for told in everyone if told["loss"] is not None]
@@ -310,27 +310,27 @@ class DryRun:
             activations = 2 * shown.elements_per_sample * max(2, num_samples(batch))
         mine = fits(self._model, self._device, num_sharing=self._num_local_ranks, activations=activations)
         room = Fits(*map(all, zip(*all_gather_json(mine), strict=True)))
-        verdict, error = Verdict(), None
+        verdict, error = CheckResult(), None
         with unsharded("judge"):
             try:
                 if batch is not None:
                     with eval_mode(self._model) if self._plan.batch_norm == "local" else contextlib.nullcontext():
-                        verdict = judged(
-                            self._model, self._objective, *batch_and_parts(batch), room=room, device=self._device
+                        verdict = check_loss(
+                            self._model, self._objective, *batch_and_parts(batch), memory_fit=room, device=self._device
                         )
             except Exception as caught:  # raised below, when the other ranks have heard of it
                 error = caught
-        everyone = all_gather_json({"verdict": verdict, "error": None if error is None else first_line(error)})
+        everyone = all_gather_json({"verdict": verdict, "error": None if error is None else summarize_error(error)})
         _raise_first_error(everyone, error)
-        verdicts = [Verdict(*told["verdict"]) for told in everyone]
+        verdicts = [CheckResult(*told["verdict"]) for told in everyone]
         if (problem := next((v.problem for v in verdicts if v.problem is not None), None)) is not None:
             raise TaskError(Problem(*problem), where="the loss")
-        weaker = next((v for v in verdicts if v.fell_back), None)
+        weaker = next((v for v in verdicts if v.fallback_reason), None)
         if weaker is not None and self._is_log_rank:
             how = "compared no gradients"
-            if weaker.judgement is not None:
-                how = f"computed {weaker.judgement} instead of {EXACT}"
-            log.warning("the dry run of the loss %s: %s", how, weaker.fell_back)
+            if weaker.config is not None:
+                how = f"computed {weaker.config} instead of {STRICTEST_CHECK}"
+            log.warning("the dry run of the loss %s: %s", how, weaker.fallback_reason)
 
     def _apply_reports(self, reports: list[dict[str, Any]], error: Exception | None) -> None:
         _raise_first_error(reports, error)

@@ -33,82 +33,82 @@ from fourfold.run.widened import Widened
 from fourfold.run.without_randomness import without_randomness
 from fourfold.words.errors import FourfoldError, Problem
 
-EXACT = Judgement(torch.float64, "near", True)
-JUDGEMENTS = (EXACT, Judgement(torch.float64, "own", True), Judgement(None, "own", True))
+STRICTEST_CHECK = Judgement(torch.float64, "near", True)
+CHECK_CONFIGS = (STRICTEST_CHECK, Judgement(torch.float64, "own", True), Judgement(None, "own", True))
 # Of the largest of a parameter's gradients, by the size in bytes of the least precise number in a forward.
-CLOSE = {8: 1e-8, 4: 1e-2, 2: 2e-1, 1: 5e-1}
+GRADIENT_TOLERANCE = {8: 1e-8, 4: 1e-2, 2: 2e-1, 1: 5e-1}
 # Of the largest gradient of the model: a gradient that is 0 in theory is rounding noise in practice.
-NOISE = 1e-3
+NOISE_FLOOR = 1e-3
 
 
-class Unfit(Exception):
+class CheckUnavailable(Exception):
     """The loss cannot be judged in this way; it may be in another."""
 
 
-class Verdict(NamedTuple):
+class CheckResult(NamedTuple):
     """What a judgement has found; `judgement` says how it was made, None: not at all."""
 
     problem: Problem | None = None
-    judgement: str | None = None
-    fell_back: str = ""
+    config: str | None = None
+    fallback_reason: str = ""
     """Why the best judgement could not be had; empty where it was."""
 
 
-class Pass(NamedTuple):
+class PassResult(NamedTuple):
     """The losses of one or more batches, and the projections of their summed gradients divided by their counts."""
 
     measured: list[Measured]
-    gradients: list[Projection]
-    itemsize: int
+    projections: list[Projection]
+    min_itemsize: int
 
 
-class LossJudge:
+class LossCheck:
     """One judgement of a loss that has been compared before, in the model's own dtype."""
 
-    def __init__(self, model: nn.Module, objective: Objective, judgement: Judgement, device: torch.device) -> None:
-        self._model, self._objective, self._judgement, self._device = model, objective, judgement, device
-        self._parameters = copied_parameters(model, judgement)
-        instead = {id(p): self._parameters[name] for name, p in model.named_parameters()}
-        self._modules = objective.modules(model)
+    def __init__(self, model: nn.Module, objective: Objective, config: Judgement, device: torch.device) -> None:
+        self._model, self._objective, self._config, self._device = model, objective, config, device
+        self._param_copies = copied_parameters(model, config)
+        instead = {id(p): self._param_copies[name] for name, p in model.named_parameters()}
+        self._loss_modules = objective.modules(model)
         # A loss that holds the model has the same copies. What it has beside them is not trained.
-        self._of_loss = copied_parameters(self._modules, judgement._replace(weights="own"), instead)
-        self._instead = instead | {id(p): self._of_loss[name] for name, p in self._modules.named_parameters()}
-        self._trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
+        self._loss_param_copies = copied_parameters(self._loss_modules, config._replace(weights="own"), instead)
+        self._copy_by_id = instead | {
+            id(p): self._loss_param_copies[name] for name, p in self._loss_modules.named_parameters()
+        }
+        self._trained = {name: p for name, p in self._param_copies.items() if p.requires_grad}
 
     def run(self, whole: Any, parts: Sequence[Any]) -> Problem | None:
         """What is wrong with the loss; None: nothing. Raises Unfit where it cannot be judged so."""
-        together, apart = self._pass([whole]), self._pass(parts)
-        if self._judgement.dtype is not None:  # else it has been compared
-            problem = self._compared(together, apart, [num_samples(part) for part in parts]).problem
+        together, apart = self._run_pass([whole]), self._run_pass(parts)
+        if self._config.dtype is not None:  # else it has been compared
+            problem = self._compare_losses(together, apart, [num_samples(part) for part in parts]).problem
             if problem is not None:
                 return problem
-        return self._of_gradients(together, apart)
+        return self._compare_gradients(together, apart)
 
     # ---- forward and backward -----------------------------------------------------------------------
 
-    def _pass(self, batches: Sequence[Any]) -> Pass:
+    def _run_pass(self, batches: Sequence[Any]) -> PassResult:
         measured, itemsize, count = [], 8, 0.0
         for batch in batches:
-            with self._within() as modes:
-                each = self._measured(batch)
+            with self._patched_model() as modes:
+                each = self._forward_backward(batch)
             itemsize = min(itemsize, modes.itemsize)
             measured.append(each)
             count += float(each.loss.count)
         if not count:
-            raise Unfit("a loss of no elements")
+            raise CheckUnavailable("a loss of no elements")
         found = collected(self._trained)
         gradients = [Projection(one.value / count, one.norm / count) for one in found]
         numbers = [*(float(each.loss.total) for each in measured), *(one.norm for one in gradients)]
         if not all(map(math.isfinite, numbers)):
-            raise Unfit("a loss or a gradient that is not finite")
-        return Pass(measured, gradients, itemsize)
+            raise CheckUnavailable("a loss or a gradient that is not finite")
+        return PassResult(measured, gradients, itemsize)
 
-    def _measured(self, batch: Any) -> Measured:
+    def _forward_backward(self, batch: Any) -> Measured:
         """The loss of a batch; its gradients are added to those of the copies."""
         samples = num_samples(batch)
-        inputs, targets = tree_map(
-            unpack_batch(batch), lambda tensor: cast(detached_clone(tensor), self._judgement.dtype)
-        )
+        inputs, targets = tree_map(unpack_batch(batch), lambda tensor: cast(detached_clone(tensor), self._config.dtype))
         measured = self._objective(self._model, Microbatch(inputs, targets, samples, 0))
         total = measured.loss.total
         if total.requires_grad and float(measured.loss.count):
@@ -118,12 +118,15 @@ class LossJudge:
         return Measured(outputs, value, measured.calls, loss)
 
     @contextlib.contextmanager
-    def _within(self) -> Iterator[Widened]:
+    def _patched_model(self) -> Iterator[Widened]:
         """Within, the model is its copies, in the judgement's dtype; what a forward writes and keeps is dropped."""
-        dtype = self._judgement.dtype
-        widened = Widened(self._instead, dtype)
+        dtype = self._config.dtype
+        widened = Widened(self._copy_by_id, dtype)
         with contextlib.ExitStack() as stack:
-            for module, parameters in ((self._model, self._parameters), (self._modules, self._of_loss)):
+            for module, parameters in (
+                (self._model, self._param_copies),
+                (self._loss_modules, self._loss_param_copies),
+            ):
                 # Not `torch.func.functional_call`: a checkpoint's second forward needs these weights in backward, too.
                 state: dict[str, Tensor] = {**parameters, **copied_buffers(module, dtype)}
                 stack.enter_context(_reparametrize_module(module, state, tie_weights=True))
@@ -141,68 +144,68 @@ class LossJudge:
 
     # ---- comparison ---------------------------------------------------------------------------------
 
-    def _compared(self, together: Pass, apart: Pass, samples: list[int]) -> Compared:
-        (whole,), parts = together.measured, apart.measured
+    def _compare_losses(self, whole_pass: PassResult, parts_pass: PassResult, samples: list[int]) -> Compared:
+        (whole,), parts = whole_pass.measured, parts_pass.measured
         numbers = [
             t for each in (whole, *parts) for t in tree_leaves(each.outputs) if t.is_floating_point() and t.numel()
         ]
         largest = max((float(t.nan_to_num(0.0, 0.0, 0.0).abs().max()) for t in numbers), default=0.0)
-        itemsize = min(together.itemsize, apart.itemsize)
+        itemsize = min(whole_pass.min_itemsize, parts_pass.min_itemsize)
         return compared(whole, parts, samples=samples, itemsize=itemsize, largest=largest)
 
-    def _of_gradients(self, together: Pass, apart: Pass) -> Problem | None:
-        close = CLOSE[min(together.itemsize, apart.itemsize)]
-        largest = max((one.norm for one in together.gradients), default=0.0)
+    def _compare_gradients(self, whole_pass: PassResult, parts_pass: PassResult) -> Problem | None:
+        close = GRADIENT_TOLERANCE[min(whole_pass.min_itemsize, parts_pass.min_itemsize)]
+        largest = max((one.norm for one in whole_pass.projections), default=0.0)
         off = []
-        for name, whole, parts in zip(self._trained, together.gradients, apart.gradients, strict=True):
-            scale = max(whole.norm, parts.norm, max(NOISE, close) * largest)
+        for name, whole, parts in zip(self._trained, whole_pass.projections, parts_pass.projections, strict=True):
+            scale = max(whole.norm, parts.norm, max(NOISE_FLOOR, close) * largest)
             if abs(whole.value - parts.value) > close * scale:
                 off.append(name)
-        return _meeting(off) if off else None
+        return _gradient_problem(off) if off else None
 
 
-def judged(
-    model: nn.Module, objective: Objective, whole: Any, parts: Sequence[Any], *, room: Fits, device: torch.device
-) -> Verdict:
+def check_loss(
+    model: nn.Module, objective: Objective, whole: Any, parts: Sequence[Any], *, memory_fit: Fits, device: torch.device
+) -> CheckResult:
     """The verdict of the first judgement that can be had. `room`: what of it fits into memory."""
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        return Verdict(None, None, "the weights of TorchScript modules cannot be exchanged for copies")
+        return CheckResult(None, None, "the weights of TorchScript modules cannot be exchanged for copies")
     reasons: list[str] = []
-    if not room.exact:
+    if not memory_fit.exact:
         reasons.append("weights, gradients and activations do not fit into memory in float64")
-    if not room.own:
-        return Verdict(None, None, "a second copy of weights and gradients does not fit into memory")
-    for judgement in JUDGEMENTS if room.exact else JUDGEMENTS[-1:]:
+    if not memory_fit.own:
+        return CheckResult(None, None, "a second copy of weights and gradients does not fit into memory")
+    for judgement in CHECK_CONFIGS if memory_fit.exact else CHECK_CONFIGS[-1:]:
         try:
             with unchanged(model), unchanged(objective.modules(model)):
-                problem = _problem(model, objective, judgement, whole, parts, device)
-            return Verdict(problem, str(judgement), "; ".join(reasons))
-        except Unfit as error:
+                problem = _run_check(model, objective, judgement, whole, parts, device)
+            return CheckResult(problem, str(judgement), "; ".join(reasons))
+        except CheckUnavailable as error:
             reasons.append(f"{judgement}: {error}")
-    return Verdict(None, None, "; ".join(reasons))
+    return CheckResult(None, None, "; ".join(reasons))
 
 
-def _problem(
+def _run_check(
     model: nn.Module,
     objective: Objective,
-    judgement: Judgement,
+    config: Judgement,
     whole: Any,
     parts: Sequence[Any],
     device: torch.device,
 ) -> Problem | None:
     try:
-        judge = LossJudge(model, objective, judgement, device)
+        judge = LossCheck(model, objective, config, device)
     except torch.OutOfMemoryError as error:  # all else is no matter of the model: weights may be gathered meanwhile
-        raise Unfit(first_line(error)) from error
+        raise CheckUnavailable(summarize_error(error)) from error
     try:
         return judge.run(whole, parts)
-    except Unfit:
+    except CheckUnavailable:
         raise
     except Exception as error:  # the model's or the loss's, which do well in their own dtype
-        raise Unfit(first_line(error)) from error
+        raise CheckUnavailable(summarize_error(error)) from error
 
 
-def _meeting(names: Sequence[str]) -> Problem:
+def _gradient_problem(names: Sequence[str]) -> Problem:
     """What is wrong where gradients of the parts do not add up."""
     some = f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}"
     got = f"gradients of {some} that do not add up: those of a few samples together are not those of two parts of them"
@@ -211,7 +214,7 @@ def _meeting(names: Sequence[str]) -> Problem:
     return Problem(got, need, attempt)
 
 
-def first_line(error: Exception) -> str:
+def summarize_error(error: Exception) -> str:
     lines = str(error).splitlines()
     if isinstance(error, FourfoldError):  # its first line says how many problems there are
         return "; ".join(line.strip() for line in lines[1:])

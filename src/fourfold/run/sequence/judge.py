@@ -66,7 +66,7 @@ class Judge:
         names: Names,
         ulysses: int,
     ) -> None:
-        self._model, self._share, self._judgement, self._names, self._ulysses = model, share, judgement, names, ulysses
+        self._model, self._share, self._config, self._names, self._ulysses = model, share, judgement, names, ulysses
         self._inputs = tree_map(dict(inputs), lambda tensor: random_weights.cast(tensor, judgement.dtype))
         with _unfit():
             self._state = random_weights.made(model, judgement)
@@ -78,20 +78,20 @@ class Judge:
 
     def run(self) -> Gradients | None:
         """Compare the passes. Raises Differs or TaskError where tokens mix, Unfit where the model cannot be run so."""
-        with self._within(self._record, self._taps), _unfit():
+        with self._patched_model(self._record, self._taps), _unfit():
             whole = self._call(self._taps.inputs(self._inputs))
-        if self._judgement.weights != "own" and not _is_finite(whole):
+        if self._config.weights != "own" and not _is_finite(whole):
             raise Unfit("outputs that are not finite")
         if is_hugging(self._model):
             self._compare_with_its_own(whole)
         taps = Taps(self._names, self._share)
         own = self._replay(taps)
         self._compare(whole, own)
-        if not self._judgement.gradients:
+        if not self._config.gradients:
             return None
         parameters = {name: self._state[name] for name, p in self._model.named_parameters() if p.requires_grad}
         weights = self._weights(whole)
-        with self._within(self._record, self._taps), count_gradients(parameters) as counts, _unfit():
+        with self._patched_model(self._record, self._taps), count_gradients(parameters) as counts, _unfit():
             run_backward(whole, weights)
         if twice := next((name for name, count in counts.items() if count > 1), None):
             raise TaskError(second_grad_problem(twice))
@@ -106,13 +106,13 @@ class Judge:
         return len(self._calls)
 
     @contextlib.contextmanager
-    def _within(self, target: Target, taps: Taps | None = None) -> Iterator[None]:
-        exact = Float64Mode(new_tensors=True) if self._judgement.dtype is not None else contextlib.nullcontext()
+    def _patched_model(self, target: Target, taps: Taps | None = None) -> Iterator[None]:
+        exact = Float64Mode(new_tensors=True) if self._config.dtype is not None else contextlib.nullcontext()
         instead = {} if taps is None else {F.embedding: taps.embedding}
-        grad = torch.set_grad_enabled(self._judgement.gradients and taps is not None)
+        grad = torch.set_grad_enabled(self._config.gradients and taps is not None)
         # Not `torch.func.functional_call`: a checkpoint's second forward needs these weights in backward, too.
         weights = _reparametrize_module(self._model, self._state, tie_weights=True)
-        constants = copied_attributes(self._model, self._judgement.dtype)
+        constants = copied_attributes(self._model, self._config.dtype)
         with grad, exact, weights, constants, routed(target, instead=instead), installed(self._model):
             yield
 
@@ -139,7 +139,7 @@ class Judge:
             compare_call(self._calls[number - 1].call, call, self._share, self._name(number), ulysses=self._ulysses)
             return self._play(number, call)
 
-        with self._within(target, taps):
+        with self._patched_model(target, taps):
             try:
                 inputs = cut_tokens(dict(self._inputs), share)
                 own = self._call(inputs if taps is None else taps.inputs(inputs))
@@ -167,7 +167,7 @@ class Judge:
                 raise TaskError(Problem(got, "the same both times", "use_reentrant=False, which torch checks"))
             return self._play(number, call)
 
-        with self._within(target, taps):
+        with self._patched_model(target, taps):
             try:
                 run_backward(own, parts)
             except (RuntimeError, IndexError, ValueError) as error:
@@ -230,8 +230,8 @@ class Judge:
 
     def _compare_with_its_own(self, outputs: Any) -> None:
         """A transformers model must be the same with our attention and masks as with those it is configured for."""
-        exact = Float64Mode(new_tensors=True) if self._judgement.dtype is not None else contextlib.nullcontext()
-        with _unfit(), torch.no_grad(), exact, copied_attributes(self._model, self._judgement.dtype):
+        exact = Float64Mode(new_tensors=True) if self._config.dtype is not None else contextlib.nullcontext()
+        with _unfit(), torch.no_grad(), exact, copied_attributes(self._model, self._config.dtype):
             theirs = torch.func.functional_call(self._model, self._state, (), self._inputs)
         if not all(
             is_close(one, other.detach()) for one, other in zip(tree_leaves(theirs), tree_leaves(outputs), strict=True)
@@ -274,7 +274,7 @@ class Judge:
 
     def outputs(self, **changed: Tensor) -> list[Tensor]:
         """The outputs for whole sequences with some inputs changed."""
-        with self._within(Call.plain):
+        with self._patched_model(Call.plain):
             return list(tree_leaves(self._call({**self._inputs, **changed})))
 
     def first_difference(self) -> str | None:
