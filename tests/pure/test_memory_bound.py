@@ -16,7 +16,7 @@ from fourfold.feed.source import fetch
 from fourfold.run import memory_bound
 from fourfold.run.activations import activation_bytes_per_sample
 from fourfold.run.batch import call_model, tree_leaves, tree_map
-from fourfold.run.memory_bound import Place, measure
+from fourfold.run.memory_bound import MemoryPool, measure_bound
 from fourfold.run.outline import outline
 from fourfold.tasks import digits, lm
 from fourfold.words import host_memory
@@ -225,15 +225,15 @@ def test_a_model_that_needs_values_has_no_bound_of_activations() -> None:
 def test_a_ranks_own_part_is_the_hosts_over_its_ranks(plan: ff.Plan) -> None:
     made = task()
     parts = [
-        measure(made, plan, Rows(), outline(made), samples=2**30, place=Place("", 24 * GIB, num_ranks))
+        measure_bound(made, plan, Rows(), outline(made), num_samples=2**30, pool=MemoryPool("", 24 * GIB, num_ranks))
         for num_ranks in (1, plan.mesh.size)
     ]
-    assert parts[0].model * plan.mesh.size == pytest.approx(parts[1].model)
-    assert parts[0].batch * plan.mesh.size == pytest.approx(parts[1].batch)
+    assert parts[0].model_bytes * plan.mesh.size == pytest.approx(parts[1].model_bytes)
+    assert parts[0].batch_bytes_per_sample * plan.mesh.size == pytest.approx(parts[1].batch_bytes_per_sample)
     weights = sum(p.nbytes for p in Net().parameters())
     # One rank alone keeps gradients where autograd leaves them; four ranks have whole ones, or one set between them.
     whole = {(1, 0): 3, (4, 0): 4 * 4, (4, 1): 1 + 4 + 2, (4, 3): 1 + 4 + 1 + 2}[plan.dp, plan.zero]
-    assert parts[1].model == pytest.approx(whole * weights, rel=0.05)
+    assert parts[1].model_bytes == pytest.approx(whole * weights, rel=0.05)
 
 
 # ---- refusals
@@ -289,9 +289,9 @@ def test_the_least_memory_that_is_not_refused_is_the_bound(
 ) -> None:
     made, samples = task(batch_size=4096), 4096
     monkeypatch.setattr(Rows, "__len__", lambda self: samples)
-    bound = measure(made, plan, Rows(), outline(made), samples=samples, place=Place("", 2**20, 1))
-    total = bound.total(samples, plan.microbatches, made.steps)
-    assert total > samples * bound.batch + samples // plan.microbatches * 4 * 5 * WIDE
+    bound = measure_bound(made, plan, Rows(), outline(made), num_samples=samples, pool=MemoryPool("", 2**20, 1))
+    total = bound.total_bytes(samples, plan.microbatches, made.steps)
+    assert total > samples * bound.batch_bytes_per_sample + samples // plan.microbatches * 4 * 5 * WIDE
     available(monkeypatch, int(total) + 1)
     assert train(tmp_path, made, plan) is None
     available(monkeypatch, int(total) - 1)
@@ -336,8 +336,8 @@ def test_samples_of_several_sizes_are_counted_as_the_least_that_was_seen() -> No
             return torch.zeros(len(indices), 100 if 0 in indices else 10), torch.zeros(len(indices), 1)
 
     made = task(data=lambda: ff.Data(train=Ragged()))
-    bound = measure(made, ff.Plan(), Ragged(), outline(made), samples=8, place=Place("", 24 * GIB, 1))
-    assert bound.batch == 4 * 11
+    bound = measure_bound(made, ff.Plan(), Ragged(), outline(made), num_samples=8, pool=MemoryPool("", 24 * GIB, 1))
+    assert bound.batch_bytes_per_sample == 4 * 11
     assert fetch(Ragged(), [0])[0].nbytes == 400
 
 
@@ -347,8 +347,8 @@ def test_a_source_that_fails_is_not_judged_here_and_its_error_comes_from_trainin
             raise OSError("the disk of this host")
 
     failing = task(data=lambda: ff.Data(train=Failing()))
-    place = Place("available on this host", 2**40, 1)
-    memory_bound.measure(failing, ff.Plan(), failing.data().train, outline(failing), samples=8, place=place)
+    place = MemoryPool("available on this host", 2**40, 1)
+    memory_bound.measure_bound(failing, ff.Plan(), failing.data().train, outline(failing), num_samples=8, pool=place)
     with pytest.raises(OSError, match="the disk of this host"):
         ff.train(failing, folder=str(tmp_path))
     assert list(tmp_path.iterdir())  # the run had begun: its folder says what happened

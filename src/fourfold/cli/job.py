@@ -186,12 +186,12 @@ def check_tokens(data: Data, plan: Plan) -> None:
 
 def check_memory(job: Job, data: Data, model: Any) -> None:
     """Raises SettingError where the run cannot fit into the memory of this host. `model` is an outline."""
-    from fourfold.run.memory_bound import refuse_memory
+    from fourfold.run.memory_bound import check_memory
 
     # A launcher's ranks check themselves, each its own part.
     num_ranks = job.num_processes if from_environment() is None else 1
     sizes = {"batch_size": job.task.batch_size, "steps": job.task.steps}
-    refuse_memory(job.task, job.plan, data.train, model, **sizes, num_ranks=num_ranks)
+    check_memory(job.task, job.plan, data.train, model, **sizes, num_ranks=num_ranks)
 
 
 def check_init(job: Job) -> None:

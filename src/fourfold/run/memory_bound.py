@@ -30,42 +30,46 @@ from fourfold.words.units import sized
 # Private memory of a rank that has imported torch and does nothing: 130 MB on Linux, of which half is counted.
 PROCESS_BYTES = 64 * 2**20
 # Activations are measured where the batch alone is at least this part of the memory: else they are not worth the time.
-WORTH_MEASURING = 2**-17
+MIN_BATCH_FRACTION = 2**-17
 
 
-class Bound(NamedTuple):
+class MemoryBound(NamedTuple):
     """Bytes in a memory. `batch` and `activations` are of one sample, of the ranks that hold it.
 
     num_batches  how many batches there are between two steps: the old one and the next
     """
 
-    processes: float
-    weights: float
-    model: float
-    batch: float
-    activations: float
+    process_bytes: float
+    weight_bytes: float
+    model_bytes: float
+    batch_bytes_per_sample: float
+    activation_bytes_per_sample: float
     num_batches: int = 2
 
-    def total(self, samples: int, microbatches: int, steps: int) -> float:
+    def total_bytes(self, num_samples: int, num_microbatches: int, num_steps: int) -> float:
         """For global batches of so many samples."""
-        held = samples * self.batch
-        between = self.model + held * min(self.num_batches, max(1, steps))
-        within = (self.model if steps > 1 else self.weights) + held + samples // microbatches * self.activations
-        return self.processes + max(between, within)
+        held = num_samples * self.batch_bytes_per_sample
+        between = self.model_bytes + held * min(self.num_batches, max(1, num_steps))
+        within = (
+            (self.model_bytes if num_steps > 1 else self.weight_bytes)
+            + held
+            + num_samples // num_microbatches * self.activation_bytes_per_sample
+        )
+        return self.process_bytes + max(between, within)
 
 
-class Place(NamedTuple):
+class MemoryPool(NamedTuple):
     """A memory, and the ranks that use it. `trains`: whether models and activations are there, or batches alone."""
 
     name: str
-    available: int
+    num_bytes: int
     num_ranks: int
-    trains: bool = True
+    has_model: bool = True
     is_host: bool = True
 
 
-def refuse_memory(
-    task: Task, plan: Plan, source: Source, model: nn.Module, *, batch_size: int, steps: int, num_ranks: int
+def check_memory(
+    task: Task, plan: Plan, source: Source, model: nn.Module, *, batch_size: int, num_steps: int, num_ranks: int
 ) -> None:
     """Raise SettingError where `num_ranks` ranks of this run cannot fit into the memory of this host, or of a GPU.
 
@@ -73,39 +77,45 @@ def refuse_memory(
     already run count themselves alone: what the others hold is no longer available.
     """
     samples, problems = min(batch_size, len(source)), []
-    for place in _places(num_ranks):
-        bound = measure(task, plan, source, model, samples=samples, place=place)
-        if bound.total(samples, plan.microbatches, steps) > place.available:
-            problems.append(_problem(bound, plan, place, batch_size=batch_size, samples=samples, steps=steps))
+    for place in _memory_pools(num_ranks):
+        bound = measure_bound(task, plan, source, model, num_samples=samples, pool=place)
+        if bound.total_bytes(samples, plan.microbatches, num_steps) > place.num_bytes:
+            problems.append(
+                _memory_problem(bound, plan, place, batch_size=batch_size, num_samples=samples, num_steps=num_steps)
+            )
     if problems:
         raise SettingError(problems, where="what the run holds in memory")
 
 
-def _places(num_ranks: int) -> list[Place]:
+def _memory_pools(num_ranks: int) -> list[MemoryPool]:
     has_gpus, on_host = torch.cuda.is_available(), available_bytes()
-    places = [] if on_host is None else [Place("available on this host", on_host, num_ranks, trains=not has_gpus)]
+    places = (
+        [] if on_host is None else [MemoryPool("available on this host", on_host, num_ranks, has_model=not has_gpus)]
+    )
     if has_gpus:
         # Of the smallest of them, all of it: what others use now may be free when the run begins.
         devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
         least = min(device.total_memory for device in devices)
-        places.append(Place("the memory of a GPU", least, 1, is_host=False))
+        places.append(MemoryPool("the memory of a GPU", least, 1, is_host=False))
     return places
 
 
-def measure(task: Task, plan: Plan, source: Source, model: nn.Module, *, samples: int, place: Place) -> Bound:
+def measure_bound(
+    task: Task, plan: Plan, source: Source, model: nn.Module, *, num_samples: int, pool: MemoryPool
+) -> MemoryBound:
     """What a run holds in a memory."""
     weights = held = activations = 0.0
     batch = _sample_bytes(source) / plan.dp
-    if place.trains:
-        weights, held = _model_bytes(task, plan, model, place)
-        if samples * batch >= place.available * WORTH_MEASURING:
+    if pool.has_model:
+        weights, held = _model_bytes(task, plan, model, pool)
+        if num_samples * batch >= pool.num_bytes * MIN_BATCH_FRACTION:
             each = activation_bytes_per_sample(
                 model, fetch_seeded(source, [0], seed=0, epoch=0)[0][0], is_half_precision=plan.precision != "keep"
             )
             activations = each / (plan.dp * plan.sp)
     # This process is there already.
-    processes = PROCESS_BYTES * (place.num_ranks - 1) if place.is_host else 0
-    return Bound(processes, weights, held, batch * place.num_ranks, activations, 2 if place.is_host else 1)
+    processes = PROCESS_BYTES * (pool.num_ranks - 1) if pool.is_host else 0
+    return MemoryBound(processes, weights, held, batch * pool.num_ranks, activations, 2 if pool.is_host else 1)
 
 
 def _sample_bytes(source: Source) -> int:
@@ -126,7 +136,7 @@ def _tensor_bytes(batch: Any) -> int:
     return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tree_leaves(batch))
 
 
-def _model_bytes(task: Task, plan: Plan, model: nn.Module, place: Place) -> tuple[float, float]:
+def _model_bytes(task: Task, plan: Plan, model: nn.Module, pool: MemoryPool) -> tuple[float, float]:
     """Weights alone, and all that lasts from step to step, of a place's ranks."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = optim.build_optimizer(task.optimizer, list(model.parameters()))
@@ -142,63 +152,65 @@ def _model_bytes(task: Task, plan: Plan, model: nn.Module, place: Place) -> tupl
     of = bytes_per_element(
         buckets, plan, num_states=kinds, original_bytes={spec.name: spec.element_bytes for spec in own}
     )
-    held = host_memory_use(of, zero=plan.zero, host=_host(plan, place))
-    part = place.num_ranks / _host(plan, place).num_ranks
+    held = host_memory_use(of, zero=plan.zero, host=_min_host(plan, pool))
+    part = pool.num_ranks / _min_host(plan, pool).num_ranks
     # A real model is there already, and gives its memory back when the run's own copy is made.
     weights = part * held.weights if all(p.is_meta for p in trainable.values()) else 0.0
     if plan.unused == "allow":  # what is not used has neither gradient nor state
         return weights, weights
-    offloaded = plan.offload == "states" and not place.is_host
+    offloaded = plan.offload == "states" and not pool.is_host
     return weights, weights + part * (held.gradients + (0 if offloaded else held.masters + held.states))
 
 
-def _host(plan: Plan, place: Place) -> HostRanks:
+def _min_host(plan: Plan, pool: MemoryPool) -> HostRanks:
     """The least a place can hold: ranks of a host share memory where they can."""
-    shares_memory = place.is_host and plan.reduce_group_size > 1 and plan.transport in ("by-host", "shared")
-    return HostRanks(plan.reduce_group_size if place.is_host else 1, plan.shard_groups, has_shared_memory=shares_memory)
+    shares_memory = pool.is_host and plan.reduce_group_size > 1 and plan.transport in ("by-host", "shared")
+    return HostRanks(plan.reduce_group_size if pool.is_host else 1, plan.shard_groups, has_shared_memory=shares_memory)
 
 
-def _problem(bound: Bound, plan: Plan, place: Place, *, batch_size: int, samples: int, steps: int) -> Problem:
-    need = f"at most {sized(place.available)}, {place.name}"
-    if bound.total(plan.dp, 1, steps) > place.available:
-        return Problem(_too_large(bound, plan), need, "smaller ones, or fewer ranks on this host")
+def _memory_problem(
+    bound: MemoryBound, plan: Plan, pool: MemoryPool, *, batch_size: int, num_samples: int, num_steps: int
+) -> Problem:
+    need = f"at most {sized(pool.num_bytes)}, {pool.name}"
+    if bound.total_bytes(plan.dp, 1, num_steps) > pool.num_bytes:
+        return Problem(_describe_largest_part(bound, plan), need, "smaller ones, or fewer ranks on this host")
     parts = {
-        "batches": samples * bound.batch,
-        "activations": samples // plan.microbatches * bound.activations,
-        "model": bound.model,
+        "batches": num_samples * bound.batch_bytes_per_sample,
+        "activations": num_samples // plan.microbatches * bound.activation_bytes_per_sample,
+        "model": bound.model_bytes,
     }
     told = ", ".join(f"{name} {sized(value)}" for name, value in parts.items() if value)
-    of = f", of which an epoch has {samples}," if samples < batch_size else ""
-    got = (
-        f"batch_size = {batch_size}{of} takes at least {sized(bound.total(samples, plan.microbatches, steps))} ({told})"
+    of = f", of which an epoch has {num_samples}," if num_samples < batch_size else ""
+    got = f"batch_size = {batch_size}{of} takes at least {sized(bound.total_bytes(num_samples, plan.microbatches, num_steps))} ({told})"
+    return Problem(
+        got, need, " or ".join(_suggestions(bound, plan, num_samples, num_steps=num_steps, num_bytes=pool.num_bytes))
     )
-    return Problem(got, need, " or ".join(_attempts(bound, plan, samples, steps=steps, available=place.available)))
 
 
-def _too_large(bound: Bound, plan: Plan) -> str:
+def _describe_largest_part(bound: MemoryBound, plan: Plan) -> str:
     """What does not fit even with the smallest batch: the largest part."""
     parts = {
-        f"{plan.mesh.size} processes that take": bound.processes,
-        "samples that take": plan.dp * bound.batch,
-        "activations of one sample that take": plan.dp * bound.activations,
-        "weights, gradients and optimizer states that take": bound.model,
+        f"{plan.mesh.size} processes that take": bound.process_bytes,
+        "samples that take": plan.dp * bound.batch_bytes_per_sample,
+        "activations of one sample that take": plan.dp * bound.activation_bytes_per_sample,
+        "weights, gradients and optimizer states that take": bound.model_bytes,
     }
     words = max(parts, key=lambda name: parts[name])
     return f"{words} at least {sized(parts[words])}"
 
 
-def _attempts(bound: Bound, plan: Plan, samples: int, *, steps: int, available: int) -> list[str]:
+def _suggestions(bound: MemoryBound, plan: Plan, num_samples: int, *, num_steps: int, num_bytes: int) -> list[str]:
     """The batch beyond which the bound does not fit, and the fewest microbatches with which it does."""
     unit = plan.dp * plan.microbatches
-    low, high = 0, samples // unit
+    low, high = 0, num_samples // unit
     while low < high:  # the most units that fit
         middle = (low + high + 1) // 2
-        fits = bound.total(middle * unit, plan.microbatches, steps) <= available
+        fits = bound.total_bytes(middle * unit, plan.microbatches, num_steps) <= num_bytes
         low, high = (middle, high) if fits else (low, middle - 1)
     attempts = [f"a batch_size well below {(low + 1) * unit}"]
     pieces = plan.microbatches
-    while pieces < samples and bound.total(samples, pieces, steps) > available:
+    while pieces < num_samples and bound.total_bytes(num_samples, pieces, num_steps) > num_bytes:
         pieces *= 2
-    if bound.total(samples, pieces, steps) <= available:
+    if bound.total_bytes(num_samples, pieces, num_steps) <= num_bytes:
         attempts.append(f"microbatches above {pieces}")
     return attempts

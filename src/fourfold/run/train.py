@@ -35,7 +35,7 @@ from fourfold.run.checkpoint.keeper import AttemptDir, CheckpointManager, Traini
 from fourfold.run.checkpoint.read import load_weights_file
 from fourfold.run.checkpoint.state import TrainingState
 from fourfold.run.late import StragglerDetector
-from fourfold.run.memory_bound import refuse_memory
+from fourfold.run.memory_bound import check_memory
 from fourfold.run.objective import is_uneven, uneven
 from fourfold.run.outline import meta_model
 from fourfold.run.pulse import Pulse
@@ -111,7 +111,7 @@ def train(
     check_data(data, where="the task's data")
     if outlined is not None:
         sizes = {"batch_size": settings.batch_size, "steps": settings.steps}
-        refuse_memory(task, plan, data.train, outlined, **sizes, num_ranks=1)
+        check_memory(task, plan, data.train, outlined, **sizes, num_ranks=1)
     model = task.model()
     if settings.init is not None:
         load_weights_file(model, Path(settings.init))
