@@ -100,7 +100,7 @@ def test_complex_parameters_are_compared_in_complex128(plan):
 
 
 def test_an_imaginary_part_that_is_wrong_is_found():
-    with mock.patch.object(Objective, "measure", wrong):
+    with mock.patch.object(Objective, "sum_loss", wrong):
         verdict = verify(task(model=Complex), Plan())
     assert verdict is not None
     assert verdict.gradients["phase"] > 1e-7
@@ -117,7 +117,7 @@ def wrong(objective, value, calls, samples):
 
 
 def test_a_wrong_gradient_is_found_in_every_number():
-    with mock.patch.object(Objective, "measure", wrong):
+    with mock.patch.object(Objective, "sum_loss", wrong):
         verdict = verify(task(), Plan())
     assert verdict is not None
     assert min(verdict.losses) > 1e-6

@@ -22,7 +22,7 @@ from fourfold.parts.step_hooks import StepHooks
 from fourfold.plan.data import layout_changes
 from fourfold.run.batch import Loss, Microbatch
 from fourfold.run.deferred import DeferredUpdates
-from fourfold.run.objective import Objective, is_uneven, uneven
+from fourfold.run.objective import Objective, is_uneven, uneven_problem
 from fourfold.run.parts import Parts, Terms, Totals
 from fourfold.run.sequence.alike import unlike
 from fourfold.words.action import LOSS, NORM, TRUST, USED, Action, Verb
@@ -221,7 +221,7 @@ class Actions:
             self._loss_totals.append((index, loss.total.detach()))
             self._add_totals(loss, part)
         else:
-            self._objective.refresh(self._model)
+            self._objective.dummy_forward(self._model)
 
     @property
     def _is_skipped(self) -> bool:
@@ -382,7 +382,7 @@ class Actions:
         if self.totals.unlike:
             raise TaskError(self.batch_mismatch or unlike(), where="the batch")
         if is_uneven(self.totals.count, self.totals.other, self.totals.square):
-            raise TaskError(uneven(self._objective.names), where="the loss")
+            raise TaskError(uneven_problem(self._objective.loss_names), where="the loss")
         if self.totals.count == 0:
             self.bad_reason = NO_ELEMENTS
         elif not math.isfinite(mean := self.totals.loss / self.totals.count):

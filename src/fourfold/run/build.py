@@ -45,7 +45,7 @@ from fourfold.run.batch_statistics import FrozenBatchNorms
 from fourfold.run.dry_run import DryRun
 from fourfold.run.guard import NanGuard
 from fourfold.run.metrics import Metrics
-from fourfold.run.objective import Measured, Objective, is_uneven, uneven
+from fourfold.run.objective import ForwardResult, Objective, is_uneven, uneven_problem
 from fourfold.run.outline import outline
 from fourfold.run.own_optimizer import Unchanged, refuse_own
 from fourfold.run.parts import Parts
@@ -352,7 +352,7 @@ class TrainStep:
         totals = self._actions.totals
         assert totals is not None
         if self._num_calls == 0:
-            self.objective.settle()
+            self.objective.finish_first_step()
         self._num_calls, self.num_steps = self._num_calls + 1, self.num_steps + 1
         if self.device.type == "cpu":
             _tune_freed_memory(self._num_calls)
@@ -410,7 +410,7 @@ class TrainStep:
         if num_unlike:
             raise TaskError(problem or unlike(), where="the batch")
         if is_uneven(count, other, square):
-            raise TaskError(uneven(self.objective.names), where="the loss")
+            raise TaskError(uneven_problem(self.objective.loss_names), where="the loss")
         return Metrics(
             loss=total / count if count else float("nan"),
             samples=round(samples / self.plan.sp),
@@ -447,7 +447,7 @@ class TrainStep:
         with self._local_microbatches(batch) as (part,):
             yield part
 
-    def run_forward(self, batch: Any) -> tuple[Microbatch, Measured]:
+    def run_forward(self, batch: Any) -> tuple[Microbatch, ForwardResult]:
         """What the model makes of this rank's part of a batch that is not empty: see `reading`."""
         with self.local_batch(batch) as part:
             return part, self.objective(self.model, part)

@@ -44,7 +44,7 @@ from fourfold.run.forward_state import (
 )
 from fourfold.run.gradient_hooks import hook_problems
 from fourfold.run.loss_judge import STRICTEST_CHECK, CheckResult, check_loss, summarize_error
-from fourfold.run.objective import Measured, Objective, is_compiled
+from fourfold.run.objective import ForwardResult, Objective, is_compiled
 from fourfold.run.parts_of_loss import Compared, compared
 from fourfold.run.random_weights import Fits, fits
 from fourfold.run.weight_watch import WeightWatch
@@ -59,7 +59,7 @@ log = logging.getLogger("fourfold")
 class DryRunForward(NamedTuple):
     """One forward, and what it left."""
 
-    measured: Measured | None
+    measured: ForwardResult | None
     """None where the loss is not asked for."""
     num_samples: int
     state_changes: StateChanges
@@ -98,7 +98,7 @@ class DryRun:
         self._model, self._objective, self._plan, self._device = model, objective, plan, device
         self._num_local_ranks, self._is_log_rank = num_local_ranks, is_log_rank
         self._num_parts = plan.dp * plan.sp * plan.microbatches
-        objective.is_cut = self._num_parts > 1
+        objective.is_batch_split = self._num_parts > 1
         self._weight_check = WeightWatch(plan, weights)
         self._compares_state = True
         """Whether what forwards write is compared, be it trained or not; what is trained is in any case."""
@@ -147,7 +147,7 @@ class DryRun:
         if empty < len(everyone) and (is_known or all(loss.is_unreduced for loss in losses)):
             self._finished_modes.add(training)
             writes = any(told["writes"] for told in everyone)
-            self._objective.stand_in = self._sample if writes else self._objective.stand_in
+            self._objective.dummy_batch = self._sample if writes else self._objective.dummy_batch
 
     def _inspect_batch(self, batch: Any, *, training: bool) -> dict[str, Any]:
         """What a batch shows on this rank."""
@@ -157,7 +157,7 @@ class DryRun:
         self._weight_check.begin()
         if training and (problems := hook_problems(self._model, self._num_parts)):
             told["problems"] = problems
-        elif samples and self._objective.is_models_own and is_compiled(self._model):
+        elif samples and self._objective.is_model_loss and is_compiled(self._model):
             attempt = "its parts compiled: model.model = torch.compile(model.model)"
             told["problems"] = [_compiled_problem("loss = None and a compiled model", self._num_parts, attempt)]
         elif samples:
@@ -177,7 +177,7 @@ class DryRun:
                 return {}
         with eval_mode(self._model) if local or not training else contextlib.nullcontext():
             whole = self._forward(tried)
-            value = None if whole.measured is None else whole.measured.value
+            value = None if whole.measured is None else whole.measured.raw_loss
             writes = whole.has_writes
             # Pairs are believed: with them a loss says that that of a part is what it wants.
             is_compared = isinstance(value, Tensor) and (training or value.numel() == 1)
@@ -192,14 +192,14 @@ class DryRun:
             problems = self._state_problems(tried, [*parts, whole]) if whole.state_changes else []
             if whole.loss_state_changes:
                 problems += self._loss_state_problems(tried, [*parts, whole])
-        is_number = whole.measured is not None and self._objective.is_number(whole.measured.value, whole.num_samples)
+        is_number = whole.measured is not None and self._objective.is_scalar(whole.measured.raw_loss, whole.num_samples)
         if is_number and self._objective.is_compiled:
             problems.append(
                 _compiled_problem("a compiled loss that is one number", self._num_parts, "the loss as it was written")
             )
         self._sample = split_microbatches(tree_map(slice_samples(tried, 0, 1), torch.clone), 1, self._device)[0]
         told: dict[str, Any] = {"problems": problems, "writes": self._compares_state and whole.has_writes}
-        told |= {"single": self._objective.is_single, "counted": self._objective.is_counted}
+        told |= {"single": self._objective.is_shape_1_scalar, "counted": self._objective.uses_counts}
         told["changed"], told["divisors"] = summarize_changes(whole.state_changes), self._objective.divisors.summarize()
         if not is_compared:
             return told
@@ -238,14 +238,14 @@ class DryRun:
     def _forward(self, batch: Any, *, num_forwards: int = 1) -> DryRunForward:
         samples = num_samples(batch)
         part = Microbatch(*unpack_batch(batch), samples, 0)
-        modules = self._objective.modules(self._model)
+        modules = self._objective.loss_modules(self._model)
         # With autograd on, as in a step: a model may differentiate within forward.
         watch = self._weight_check
         with (
             preserve_state(modules) as loss_state,
             preserve_state(self._model, kept=watch.not_copied, renorms=watch.renorms) as state,
         ):
-            with self._objective.uncompiled(self._model), without_randomness(self._device) as watched:
+            with self._objective.force_eager(self._model), without_randomness(self._device) as watched:
                 measured = [self._forward_loss(part) for _ in range(num_forwards)]
             watch.look(state.write_tracker)
             changes = state.changes()
@@ -256,13 +256,13 @@ class DryRun:
             seen = watched.has_drawn, watched.itemsize, watched.made
             return DryRunForward(measured[-1], samples, changes, loss_changes, writes or bool(loss_changes), *seen)
 
-    def _forward_loss(self, part: Microbatch) -> Measured | None:
+    def _forward_loss(self, part: Microbatch) -> ForwardResult | None:
         # Copies: a model may write into its inputs, or differentiate by them.
         part = part._replace(
             inputs=tree_map(part.inputs, detached_clone), targets=tree_map(part.targets, detached_clone)
         )
         if self._plan.sp == 1:
-            return self._objective.try_out(self._model, part)
+            return self._objective.dry_run(self._model, part)
         call_model(self._model, part.inputs)
         return None
 
@@ -278,7 +278,9 @@ class DryRun:
             samples=[forward.num_samples for forward in parts],
             itemsize=min(forward.min_itemsize for forward in forwards),
             largest=max(map(_max_finite, numbers), default=0.0),
-        )._replace(has_randomness=any(forward.has_randomness for forward in forwards), loss_names=self._objective.names)
+        )._replace(
+            has_randomness=any(forward.has_randomness for forward in forwards), loss_names=self._objective.loss_names
+        )
 
     def _state_problems(self, batch: Any, forwards: Sequence[DryRunForward]) -> list[Problem]:
         """What is wrong with the buffers that these forwards have changed."""
@@ -342,15 +344,15 @@ class DryRun:
             raise TaskError(list(dict.fromkeys(problems)), where="the model")
         losses = [Compared(*told["loss"]) for told in reports if told["loss"] is not None]
         known = [loss for loss in losses if loss.is_known]
-        self._objective.by_hand = bool(known) and all(loss.by_hand for loss in known)
+        self._objective.is_manual_mean = bool(known) and all(loss.by_hand for loss in known)
         self._objective.is_mixed = any(loss.is_mixed for loss in known)
         divisors = [loss.divided_by for loss in known]
         is_divided = bool(known) and all(divisor is not None for divisor in divisors)
-        self._objective.divided_by = 1.0 if self._objective.by_hand else divisors[0] if is_divided else None
+        self._objective.divided_by = 1.0 if self._objective.is_manual_mean else divisors[0] if is_divided else None
         self._objective.divisors.merge_ranks([told["divisors"] for told in reports])
-        self._objective.is_single = any(told["single"] for told in reports)
-        self._objective.is_counted = any(told["counted"] for told in reports)
-        problems = [] if self._objective.by_hand else [loss.problem for loss in known]
+        self._objective.is_shape_1_scalar = any(told["single"] for told in reports)
+        self._objective.uses_counts = any(told["counted"] for told in reports)
+        problems = [] if self._objective.is_manual_mean else [loss.problem for loss in known]
         problem = next((each for each in (*problems, *(loss.bent for loss in known)) if each is not None), None)
         if problem is not None:
             raise TaskError(problem, where="the loss")

@@ -23,7 +23,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from fourfold.run.backward import run_backward
 from fourfold.run.batch import Microbatch, detached_clone, num_samples, tree_leaves, tree_map, unpack_batch
 from fourfold.run.exact import Float64Mode
-from fourfold.run.objective import Measured, Objective
+from fourfold.run.objective import ForwardResult, Objective
 from fourfold.run.parts_of_loss import Compared, compared
 from fourfold.run.projections import Projection, collected
 from fourfold.run.random_weights import Fits, Judgement, cast, copied_buffers, copied_parameters
@@ -57,7 +57,7 @@ class CheckResult(NamedTuple):
 class PassResult(NamedTuple):
     """The losses of one or more batches, and the projections of their summed gradients divided by their counts."""
 
-    measured: list[Measured]
+    measured: list[ForwardResult]
     projections: list[Projection]
     min_itemsize: int
 
@@ -69,7 +69,7 @@ class LossCheck:
         self._model, self._objective, self._config, self._device = model, objective, config, device
         self._param_copies = copied_parameters(model, config)
         instead = {id(p): self._param_copies[name] for name, p in model.named_parameters()}
-        self._loss_modules = objective.modules(model)
+        self._loss_modules = objective.loss_modules(model)
         # A loss that holds the model has the same copies. What it has beside them is not trained.
         self._loss_param_copies = copied_parameters(self._loss_modules, config._replace(weights="own"), instead)
         self._copy_by_id = instead | {
@@ -105,7 +105,7 @@ class LossCheck:
             raise CheckUnavailable("a loss or a gradient that is not finite")
         return PassResult(measured, gradients, itemsize)
 
-    def _forward_backward(self, batch: Any) -> Measured:
+    def _forward_backward(self, batch: Any) -> ForwardResult:
         """The loss of a batch; its gradients are added to those of the copies."""
         samples = num_samples(batch)
         inputs, targets = tree_map(unpack_batch(batch), lambda tensor: cast(detached_clone(tensor), self._config.dtype))
@@ -113,9 +113,9 @@ class LossCheck:
         total = measured.loss.total
         if total.requires_grad and float(measured.loss.count):
             run_backward(total, [torch.ones_like(total)])
-        outputs, value = (tree_map(tree, Tensor.detach) for tree in (measured.outputs, measured.value))
+        outputs, value = (tree_map(tree, Tensor.detach) for tree in (measured.outputs, measured.raw_loss))
         loss = dataclasses.replace(measured.loss, total=total.detach())
-        return Measured(outputs, value, measured.calls, loss)
+        return ForwardResult(outputs, value, measured.calls, loss)
 
     @contextlib.contextmanager
     def _patched_model(self) -> Iterator[Widened]:
@@ -134,7 +134,7 @@ class LossCheck:
                 writes = WeightWrites(module)
                 stack.callback(writes.restore)
                 stack.enter_context(writes)
-            stack.enter_context(self._objective.uncompiled(self._model))
+            stack.enter_context(self._objective.force_eager(self._model))
             if dtype is not None:
                 stack.enter_context(Float64Mode(new_tensors=True))
             stack.enter_context(widened)
@@ -177,7 +177,7 @@ def check_loss(
         return CheckResult(None, None, "a second copy of weights and gradients does not fit into memory")
     for judgement in CHECK_CONFIGS if memory_fit.exact else CHECK_CONFIGS[-1:]:
         try:
-            with unchanged(model), unchanged(objective.modules(model)):
+            with unchanged(model), unchanged(objective.loss_modules(model)):
                 problem = _run_check(model, objective, judgement, whole, parts, device)
             return CheckResult(problem, str(judgement), "; ".join(reasons))
         except CheckUnavailable as error:

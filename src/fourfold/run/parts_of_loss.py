@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fourfold.run.objective import Measured, is_uneven, uneven
+from fourfold.run.objective import ForwardResult, is_uneven, uneven_problem
 from fourfold.words.errors import Problem
 
 # Of the largest of the losses, by the size in bytes of the least precise number in a forward.
@@ -61,7 +61,7 @@ class Compared(NamedTuple):
     def problem(self) -> Problem | None:
         """What is wrong with the number, unless it was divided by hand."""
         if self.is_uneven:
-            return uneven(self.names)
+            return uneven_problem(self.names)
         if self.adds_up or self.has_drawn:
             return None
         parts = " and ".join(map(str, self.samples))
@@ -80,15 +80,15 @@ class Compared(NamedTuple):
 
 
 def compared(
-    whole: Measured, parts: Sequence[Measured], *, samples: list[int], itemsize: int, largest: float
+    whole: ForwardResult, parts: Sequence[ForwardResult], *, samples: list[int], itemsize: int, largest: float
 ) -> Compared:
     """Compare. `itemsize`: of the least precise number in the forwards; `largest`: of all numbers that went out."""
     losses = [(float(each.loss.total.detach()), float(each.loss.count)) for each in (whole, *parts)]
     sums = [_by_hand(each) for each in (whole, *parts)]
-    found = Compared(_mean(losses[:1]), _mean(losses[1:]), samples, is_unreduced=whole.value.numel() != 1)
+    found = Compared(_mean(losses[:1]), _mean(losses[1:]), samples, is_unreduced=whole.raw_loss.numel() != 1)
     # A bend for each sample, as in a loop over them, is not one of a mean: the whole has as many as the parts together.
-    if len({len(each.bends) for each in (whole, *parts)}) == 1 and sum(samples) > 1:
-        found = found._replace(bends=whole.bends)
+    if len({len(each.kinks) for each in (whole, *parts)}) == 1 and sum(samples) > 1:
+        found = found._replace(bends=whole.kinks)
 
     def bound(means: Sequence[float]) -> float:
         return CLOSE[itemsize] * (max(map(abs, means)) + BESIDE * largest)
@@ -125,7 +125,7 @@ def _mean(losses: Sequence[tuple[float, float]]) -> float:
     return sum(total for total, count in losses if count) / count if count else 0.0
 
 
-def _is_mixed(forwards: Sequence[Measured], bound: float) -> bool:
+def _is_mixed(forwards: Sequence[ForwardResult], bound: float) -> bool:
     """Whether what torch's means leave of a number is not the same, as a penalty is, for the whole and the parts."""
     forwards = [each for each in forwards if float(each.loss.count)]  # a mean of nothing shows nothing
     means = [[call for call in each.calls if call.is_mean] for each in forwards]
@@ -139,7 +139,7 @@ def _is_mixed(forwards: Sequence[Measured], bound: float) -> bool:
     return max(_spread(rests), *off) > bound
 
 
-def _divided_by(forwards: Sequence[Measured], samples: Sequence[int], bound: float) -> float | None:
+def _divided_by(forwards: Sequence[ForwardResult], samples: Sequence[int], bound: float) -> float | None:
     calls = [each.calls for each in forwards]
     if any(len(some) != 1 or some[0].is_mean or not some[0].slope for some in calls):
         return None
@@ -148,20 +148,20 @@ def _divided_by(forwards: Sequence[Measured], samples: Sequence[int], bound: flo
     return ratios[0] if is_all and _spread(ratios) <= 2e-2 * abs(ratios[0]) else None
 
 
-def _rest(measured: Measured) -> float:
+def _rest(measured: ForwardResult) -> float:
     """What torch's loss functions leave of a number."""
     calls = measured.calls
-    return float(measured.value.detach()) - sum((call.slope or 0.0) * float(call.value) for call in calls)
+    return float(measured.raw_loss.detach()) - sum((call.slope or 0.0) * float(call.value) for call in calls)
 
 
 def _spread(numbers: Sequence[float]) -> float:
     return max(numbers) - min(numbers)
 
 
-def _by_hand(measured: Measured) -> Any:
+def _by_hand(measured: ForwardResult) -> Any:
     """Of a number: itself times the count of a sum of torch's, and that sum; each with the count. None: no sum."""
     calls = measured.calls
-    if measured.value.numel() != 1 or not calls or any(call.is_mean for call in calls):
+    if measured.raw_loss.numel() != 1 or not calls or any(call.is_mean for call in calls):
         return None
-    count, value = float(calls[0].count), float(measured.value.detach())
+    count, value = float(calls[0].count), float(measured.raw_loss.detach())
     return (value * count if count else 0.0, count), (float(calls[0].value.detach()), count)

@@ -36,7 +36,7 @@ from fourfold.run.checkpoint.read import load_weights_file
 from fourfold.run.checkpoint.state import TrainingState
 from fourfold.run.late import StragglerDetector
 from fourfold.run.memory_bound import check_memory
-from fourfold.run.objective import is_uneven, uneven
+from fourfold.run.objective import is_uneven, uneven_problem
 from fourfold.run.outline import meta_model
 from fourfold.run.pulse import Pulse
 from fourfold.run.same_source import refuse_other_lengths
@@ -372,7 +372,7 @@ def evaluate(step: TrainStep, task: Task, source: Source, batch_size: int) -> di
                 held[0] += float(total)
                 held[1] += float(count)
     if step.plan.dp > 1 and is_uneven(*step.all_reduce(uneven_by)):
-        raise TaskError(uneven(step.objective.names), where="the validation loss")
+        raise TaskError(uneven_problem(step.objective.loss_names), where="the validation loss")
     everyone: dict[str, list[float]] = {}
     for theirs in step.all_gather_json(sums):
         for name, (total, count) in theirs.items():

@@ -24,7 +24,7 @@ from fourfold.run.arguments import check_plan_argument
 from fourfold.run.batch import call_model, num_samples, sum_loss, tree_map, unpack_batch
 from fourfold.run.build import parallelize
 from fourfold.run.exact import Float64Mode
-from fourfold.run.objective import own_loss
+from fourfold.run.objective import model_loss
 from fourfold.words import arguments
 from fourfold.words.errors import PlanError, Problem, SettingError
 from fourfold.words.task import Task, check_task
@@ -135,7 +135,7 @@ def _alone(task: Task, model: nn.Module, feed: Feed) -> tuple[dict[str, Tensor],
     for batch in _rated(task, optimizer, feed):
         inputs, targets = unpack_batch(batch)
         outputs = call_model(model, inputs)
-        value = own_loss(outputs, inputs) if task.loss is None else task.loss(outputs, targets)
+        value = model_loss(outputs, inputs) if task.loss is None else task.loss(outputs, targets)
         loss = sum_loss(value, num_samples(batch))
         mean = loss.total / loss.count
         optimizer.zero_grad()
