@@ -39,7 +39,7 @@ def main() -> None:
                     optimizer.zero_grad()
     loss = F.mse_loss(model(data.tensors[0]), data.tensors[1]).item()
     if world.rank == 0:
-        print(f"loss {loss:.4f} on {world.size} ranks, gradients through: {optimizer.transport}")
+        print(f"loss {loss:.4f} on {world.size} ranks, gradients through: {optimizer.transport_name}")
     assert loss < 0.01
 
 

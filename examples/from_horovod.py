@@ -24,7 +24,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     optimizer = ff.DistributedOptimizer(optimizer, model)  # rank 0's weights, everywhere
     # Where rank 0 alone has read a checkpoint, this brings it to all: weights, optimizer state, the epoch.
-    begin = optimizer.broadcast(0)
+    begin = optimizer.broadcast_state(0)
     for _ in range(begin, 10):
         for x, y in feed:
             optimizer.zero_grad()
@@ -33,7 +33,7 @@ def main() -> None:
             optimizer.step()
     loss = F.mse_loss(model(data.tensors[0]), data.tensors[1]).item()
     if world.rank == 0:
-        print(f"loss {loss:.4f} on {world.size} ranks, gradients through: {optimizer.transport}")
+        print(f"loss {loss:.4f} on {world.size} ranks, gradients through: {optimizer.transport_name}")
     assert loss < 0.01
 
 

@@ -31,7 +31,7 @@ def main() -> None:
         optimizer.step()
         scheduler.step()
     if world.rank == 0:
-        print(f"loss {loss.item():.4f} on {world.size} ranks, gradients through: {optimizer.transport}")
+        print(f"loss {loss.item():.4f} on {world.size} ranks, gradients through: {optimizer.transport_name}")
     assert loss.item() < 0.01
 
 

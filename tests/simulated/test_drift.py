@@ -166,7 +166,7 @@ def test_frozen_weights_of_small_integers_are_compared():
         mine = nn.Linear(3, 2)
         mine.codes = nn.Parameter(torch.tensor([3, 200, 7], dtype=torch.uint8), requires_grad=False)
         inner = torch.optim.SGD(mine.parameters(), lr=0.1)
-        optimizer = DistributedOptimizer(inner, mine, Plan(dp=2), ranks=ranks, drift_check=1)
+        optimizer = DistributedOptimizer(inner, mine, Plan(dp=2), communicator=ranks, drift_check=1)
         mine.codes.data[1] = 100 * (1 + ranks.rank)
         mine(torch.ones(1, 3)).sum().backward()
         optimizer.step()
@@ -261,7 +261,7 @@ def test_the_wrapped_optimizer_checks_in_the_backward_after_every_so_many_steps(
     def body(ranks):
         made = nn.Linear(3, 2).double()
         inner = torch.optim.SGD(made.parameters(), lr=0.1)
-        optimizer = DistributedOptimizer(inner, made, Plan(dp=2), ranks=ranks, drift_check=3)
+        optimizer = DistributedOptimizer(inner, made, Plan(dp=2), communicator=ranks, drift_check=3)
         inputs = torch.ones(1, 3, dtype=torch.float64)
         for number in range(3):
             made(inputs).sum().backward()

@@ -141,7 +141,7 @@ def test_a_distributed_optimizer_trains_frozen_statistics_and_refuses_others():
 
     def body(ranks):
         model = net()
-        optimizer = DistributedOptimizer(sgd(model.parameters()), model, plan, ranks=ranks)
+        optimizer = DistributedOptimizer(sgd(model.parameters()), model, plan, communicator=ranks)
         inputs, targets = part(batch, plan, ranks.rank)
 
         def backward():

@@ -57,7 +57,7 @@ def test_ranks_with_unequal_data_train_as_one_process_does(counts, by_all):
     def body(ranks):
         mine = model()
         plan = ff.Plan(dp=len(counts), bucket_bytes=200)
-        optimizer = DistributedOptimizer(sgd(mine.parameters()), mine, plan, ranks=ranks)
+        optimizer = DistributedOptimizer(sgd(mine.parameters()), mine, plan, communicator=ranks)
         with optimizer.join(divide_by_initial_world_size=by_all):
             for number in range(counts[ranks.rank]):
                 optimizer.zero_grad()
@@ -81,7 +81,7 @@ def test_unequal_data_go_with_accumulation():
 
     def body(ranks):
         mine = model()
-        optimizer = DistributedOptimizer(sgd(mine.parameters()), mine, ranks=ranks)
+        optimizer = DistributedOptimizer(sgd(mine.parameters()), mine, communicator=ranks)
         with optimizer.join():
             for number in range(0, counts[ranks.rank], 2):
                 optimizer.zero_grad()
@@ -98,7 +98,7 @@ def test_ranks_out_of_data_count_for_no_parameter():
     def body(ranks):
         layers = nn.ModuleDict({name: nn.Linear(1, 1) for name in ("always", "never")})
         plan = ff.Plan(dp=2, unused="allow")
-        optimizer = DistributedOptimizer(sgd(layers.parameters()), layers, plan, ranks=ranks)
+        optimizer = DistributedOptimizer(sgd(layers.parameters()), layers, plan, communicator=ranks)
         found = None
         with optimizer.join():
             for _ in range(1 + ranks.rank):
@@ -114,7 +114,7 @@ def test_ranks_out_of_data_count_for_no_parameter():
 def test_the_optimizer_goes_on_as_usual_after_join():
     def body(ranks):
         mine = model()
-        optimizer = DistributedOptimizer(sgd(mine.parameters()), mine, ranks=ranks)
+        optimizer = DistributedOptimizer(sgd(mine.parameters()), mine, communicator=ranks)
         with optimizer.join(), pytest.raises(TrainingError, match="within join"), optimizer.join():
             pass
         with optimizer.join():
@@ -136,7 +136,7 @@ def test_what_one_rank_has_loaded_all_ranks_get():
         mine, value = model(), None
         mine.register_buffer("seen", torch.zeros(2, dtype=torch.bool))
         adam = torch.optim.AdamW(mine.parameters(), lr=RATE)
-        optimizer = DistributedOptimizer(adam, mine, ranks=ranks)
+        optimizer = DistributedOptimizer(adam, mine, communicator=ranks)
         if ranks.rank == 1:  # as if a checkpoint had been read here, and here alone
             for group in adam.param_groups:
                 group |= {"lr": 0.5, "betas": (0.5, 0.6)}
@@ -146,7 +146,7 @@ def test_what_one_rank_has_loaded_all_ranks_get():
                 adam.state[p] = {"step": torch.tensor(7.0), "exp_avg": p.data * 2, "exp_avg_sq": p.data**2}
             mine.get_buffer("seen").fill_(True)
             value = {"epoch": 3, "best": (0.25, None), "mask": torch.tensor([True, False])}
-        value = optimizer.broadcast(value, source=1)
+        value = optimizer.broadcast_state(value, src=1)
         states = [{k: v.tolist() for k, v in adam.state[p].items()} for p in mine.parameters()]
         group = {k: v for k, v in adam.param_groups[0].items() if k != "params"}
         weights = {name: tensor.tolist() for name, tensor in mine.state_dict().items()}
@@ -172,7 +172,9 @@ def test_what_a_wrapped_optimizer_does_not_do_is_refused_all_at_once():
     def body(ranks):
         mine = model()
         with pytest.raises(PlanError) as caught:
-            DistributedOptimizer(sgd(mine.parameters()), mine, ff.Plan(dp=2, zero=1, microbatches=3), ranks=ranks)
+            DistributedOptimizer(
+                sgd(mine.parameters()), mine, ff.Plan(dp=2, zero=1, microbatches=3), communicator=ranks
+            )
         assert [problem.got for problem in caught.value.problems] == ["zero = 1", "microbatches = 3"]
         assert [problem.attempt for problem in caught.value.problems] == ["ff.parallelize", "no_sync()"]
 

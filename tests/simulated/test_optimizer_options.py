@@ -22,7 +22,7 @@ CASE = Case(batch_sizes=(12, 12, 12), bucket_bytes=1500)
 
 def wrapped(ranks: Any, inner: Any) -> DistributedOptimizer:
     made = nn.Linear(3, 2).double()
-    return DistributedOptimizer(inner(made.parameters()), made, Plan(dp=ranks.size), ranks=ranks)
+    return DistributedOptimizer(inner(made.parameters()), made, Plan(dp=ranks.size), communicator=ranks)
 
 
 def stepped(ranks: Any, inner: Any) -> TrainStep:
@@ -79,7 +79,7 @@ def test_a_parameter_in_another_group_of_the_wrapped_optimizer_is_refused():
             first, second = second, first
         inner = sgd([{"params": [first]}, {"params": [second]}], lr=0.1)
         with pytest.raises(PlanError, match=r"weight .*group 0, rank 1 has weight .*group 1"):
-            DistributedOptimizer(inner, made, Plan(dp=2), ranks=ranks)
+            DistributedOptimizer(inner, made, Plan(dp=2), communicator=ranks)
         return True
 
     assert threads.run(2, body) == [True, True]

@@ -52,7 +52,7 @@ class Wrapped:
     def __init__(self, ranks, model, **options):
         self.model = model
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        self.optimizer = DistributedOptimizer(inner, model, options.pop("plan", None), ranks=ranks, **options)
+        self.optimizer = DistributedOptimizer(inner, model, options.pop("plan", None), communicator=ranks, **options)
 
     def train(self, batch):
         inputs, targets = batch
@@ -250,7 +250,7 @@ def test_ranks_that_share_a_sequence_are_one_data_rank():
 def test_several_forwards_before_a_backward_are_one_batch():
     def body(ranks):
         model = linear()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, ranks=ranks)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=ranks)
         for step in range(3):
             with optimizer.no_sync():
                 model(drawn(2 * step)[0]).sum().backward()
@@ -276,7 +276,7 @@ def test_only_what_is_trained_on_is_compared():
 
     def body(ranks):
         model = Scheduled()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, ranks=ranks)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=ranks)
         for step in range(6):
             model.eval()
             model(drawn(step)[0], step=step, scale=torch.tensor(2.0))
@@ -295,7 +295,7 @@ def test_only_what_is_trained_on_is_compared():
 def test_uneven_data_within_join_are_compared_among_those_that_have_some():
     def body(ranks):
         model = linear()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, ranks=ranks)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=ranks)
 
         def train():
             with optimizer.join():
@@ -313,7 +313,7 @@ def test_uneven_data_within_join_are_compared_among_those_that_have_some():
 def test_a_watched_model_is_copied_and_saved_and_its_copy_is_not_watched():
     def body(ranks):
         model = linear()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, ranks=ranks)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=ranks)
         copies = [copy.deepcopy(model)]
         file = io.BytesIO()
         torch.save(model, file)

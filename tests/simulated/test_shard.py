@@ -259,7 +259,7 @@ def test_a_sharded_loader_trains_where_the_loader_itself_is_refused():
 
     def body(ranks):
         model = torch.nn.Linear(2, 1)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-5), model, ranks=ranks)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-5), model, communicator=ranks)
         for (x,) in loaders[ranks.rank]:
             optimizer.zero_grad()
             model(x).sum().backward()

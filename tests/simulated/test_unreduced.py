@@ -34,7 +34,7 @@ class Loop:
         self.model, self.rank = model or Two(), ranks.rank
         plan = ff.Plan(dp=ranks.size, **fields)
         self.inner = kind([p for p in self.model.parameters() if p.requires_grad], lr=0.1)
-        self.optimizer = DistributedOptimizer(self.inner, self.model, plan, ranks=ranks)
+        self.optimizer = DistributedOptimizer(self.inner, self.model, plan, communicator=ranks)
         self.parameters = list(self.model.parameters())
 
     def loss(self, **how):
@@ -325,7 +325,7 @@ def test_a_parameter_that_was_frozen_at_the_start_cannot_be_trained_later():
     def body(ranks):
         model = Two()
         model.first.requires_grad_(False)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, ranks=ranks)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=ranks)
         x = torch.full((1, 2), ranks.rank + 1.0)
         model(x).sum().backward()
         optimizer.step()

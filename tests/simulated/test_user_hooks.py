@@ -71,7 +71,7 @@ def parallel(ranks, module, **fields):
 def wrapped(ranks, module, **fields):
     """The same with `DistributedOptimizer`."""
     plan = ff.Plan(dp=ranks.size, bucket_bytes=8, **fields)
-    optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=RATE), module, plan, ranks=ranks)
+    optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=RATE), module, plan, communicator=ranks)
 
     def train():
         x, y = batch(ranks.rank)

@@ -53,7 +53,7 @@ def plainly(mine, optimizer, rank, *, first=0, steps=STEPS):
 def wrapped(ranks, kind: Any = torch.optim.SGD, mine=None, *, plan=None, drift_check=1000, **options):
     mine = mine or model()
     inner = kind(mine.parameters(), **{"lr": 0.1, **options})
-    return mine, DistributedOptimizer(inner, mine, plan, ranks=ranks, drift_check=drift_check)
+    return mine, DistributedOptimizer(inner, mine, plan, communicator=ranks, drift_check=drift_check)
 
 
 def apart(mine, theirs) -> float:
@@ -65,7 +65,7 @@ def agrees(make, train, *, start=model) -> bool:
 
     def body(ranks):
         mine = start()
-        optimizer = DistributedOptimizer(make(mine.parameters()), mine, ranks=ranks)
+        optimizer = DistributedOptimizer(make(mine.parameters()), mine, communicator=ranks)
         train(mine, optimizer, ranks.rank)
         return [p.detach().clone() for p in mine.parameters()]
 
@@ -291,7 +291,7 @@ def test_a_wrapper_is_not_wrapped():
     def body(ranks):
         mine, optimizer = wrapped(ranks)
         with pytest.raises(OptimizerError, match="wrapped again"):
-            DistributedOptimizer(optimizer, mine, ranks=ranks)
+            DistributedOptimizer(optimizer, mine, communicator=ranks)
         return True
 
     assert threads.run(2, body) == [True, True]
@@ -346,7 +346,7 @@ def test_a_state_that_one_rank_has_loaded_and_broadcast_is_everyones():
         plainly(mine, optimizer, ranks.rank)
         for _ in range(2 * ranks.rank):  # the others load it once, from the broadcast
             loaded(optimizer, optimizer.state_dict(), factor=0.5)
-        optimizer.broadcast(source=1)
+        optimizer.broadcast_state(src=1)
         plainly(mine, optimizer, ranks.rank, first=4)
         return [p.tolist() for p in mine.parameters()]
 

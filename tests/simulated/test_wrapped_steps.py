@@ -60,7 +60,7 @@ def compared(make, train, **how) -> list[str]:
 
     def body(ranks):
         mine = model()
-        optimizer = DistributedOptimizer(make(mine.parameters()), mine, ranks=ranks, **how)
+        optimizer = DistributedOptimizer(make(mine.parameters()), mine, communicator=ranks, **how)
         train(mine, optimizer, ranks.rank)
         return [p.detach().clone() for p in mine.parameters()]
 
@@ -170,7 +170,7 @@ def test_a_mean_loss_keeps_its_graph():
 def test_torchs_optimizers_hand_on_the_loss_of_a_closure_as_it_is():
     def body(ranks):
         mine = model()
-        optimizer = DistributedOptimizer(torch.optim.Adam(mine.parameters()), mine, ranks=ranks)
+        optimizer = DistributedOptimizer(torch.optim.Adam(mine.parameters()), mine, communicator=ranks)
         loss = of(mine, 0, ranks.rank).item()
 
         def closure():
@@ -188,7 +188,7 @@ def test_torchs_optimizers_hand_on_the_loss_of_a_closure_as_it_is():
 def test_a_loss_that_has_no_mean_is_refused_where_an_optimizer_may_step_by_it(value):
     def body(ranks):
         mine = model()
-        optimizer = DistributedOptimizer(Polyak(mine.parameters(), lr=0.5), mine, ranks=ranks)
+        optimizer = DistributedOptimizer(Polyak(mine.parameters(), lr=0.5), mine, communicator=ranks)
         with pytest.raises(TrainingError, match=r"a closure that returns .* need one number, .* Polyak may step by"):
             by_closure(mine, optimizer, ranks.rank, value=value)
         return True
@@ -199,7 +199,7 @@ def test_a_loss_that_has_no_mean_is_refused_where_an_optimizer_may_step_by_it(va
 def test_a_loss_that_steps_are_taken_by_is_refused_within_join():
     def body(ranks):
         mine = model()
-        optimizer = DistributedOptimizer(wolfe(mine.parameters()), mine, ranks=ranks)
+        optimizer = DistributedOptimizer(wolfe(mine.parameters()), mine, communicator=ranks)
         with pytest.raises(TrainingError, match=r"LBFGS with a closure, within join\(\)"), optimizer.join():
             by_closure(mine, optimizer, ranks.rank, steps=1)
         return True
@@ -232,7 +232,7 @@ def test_a_gradient_of_one_ranks_own_is_refused_past_the_wrapper_too(how, kind):
     def body(ranks):
         mine = model()
         inner = kind(mine.parameters(), lr=0.1)
-        optimizer = DistributedOptimizer(inner, mine, ranks=ranks)
+        optimizer = DistributedOptimizer(inner, mine, communicator=ranks)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
 
         def local():
@@ -267,7 +267,7 @@ def test_a_step_past_the_wrapper_counts_once():
     def body(ranks):
         mine = model()
         inner = Plain(mine.parameters(), lr=0.1)
-        optimizer = DistributedOptimizer(inner, mine, ranks=ranks)
+        optimizer = DistributedOptimizer(inner, mine, communicator=ranks)
         for _ in range(1 + ranks.rank):
             inner.step()
         with pytest.raises(DivergenceError, match=r"rank 0 is at backward 1 after 1 steps.*after 2 steps"):
@@ -291,8 +291,8 @@ def test_an_optimizer_that_a_newer_wrapper_has_is_not_checked_by_the_older_one()
     def body(ranks):
         mine = model()
         inner = torch.optim.SGD(mine.parameters(), lr=0.1)
-        DistributedOptimizer(inner, mine, ranks=ranks)
-        optimizer = DistributedOptimizer(inner, mine, ranks=ranks)
+        DistributedOptimizer(inner, mine, communicator=ranks)
+        optimizer = DistributedOptimizer(inner, mine, communicator=ranks)
         plainly(mine, optimizer, ranks.rank)
         return [p.tolist() for p in mine.parameters()]
 

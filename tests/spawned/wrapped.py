@@ -46,7 +46,7 @@ def trains(accumulate: int, host: str | None = None, transport: str = "by-host",
         scheduler.step()
     pairs = zip(model.parameters(), theirs.parameters(), strict=True)
     far = max(far, *(float((a - b).abs().max()) for a, b in pairs))
-    return {"deviation": far, "transport": optimizer.transport}
+    return {"deviation": far, "transport": optimizer.transport_name}
 
 
 def uneven(transport: str = "by-host", host: str | None = None) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def uneven(transport: str = "by-host", host: str | None = None) -> dict[str, Any
     pairs = zip(mine.parameters(), theirs.parameters(), strict=True)
     placed = (ff.world().rank, ff.world().size) == (rank, size)
     far = max(float((a - b).abs().max()) for a, b in pairs)
-    return {"deviation": far, "transport": optimizer.transport, "placed": placed}
+    return {"deviation": far, "transport": optimizer.transport_name, "placed": placed}
 
 
 def adds_up() -> float:

@@ -37,24 +37,24 @@ from fourfold.run.wrapped_steps import WrappedSteps
 from fourfold.words.action import LOSS, USED
 from fourfold.words.errors import OptimizerError, PlanError, Problem, TrainingError
 
-FIELDS = ("dp", "bucket_bytes", "unused", "batch_norm", "transport")  # of the plan, what is used here
-NO_BACKWARD = -1
-SAME_STATES = (
+PLAN_FIELDS = ("dp", "bucket_bytes", "unused", "batch_norm", "transport")  # of the plan, what is used here
+NO_BACKWARD_ID = -1
+WRAPPER_HINT = (
     "the same seeds, hooks, edits and loaded state on every rank; optimizer.broadcast() brings one rank's to all"
 )
 # The kind of scalar that counts the ranks with data. Losses are the loop's own here, and who reads this sum knows
 # that all ranks are in the same call.
-ACTIVE = LOSS
+ACTIVE_RANKS = LOSS
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """By parameter: a weak reference to the DistributedOptimizer that reduces its gradient."""
 
 
 @dataclasses.dataclass
-class _Joining:
+class _JoinState:
     """A loop with unequal numbers of batches: what gradients are divided by, and the rounds this rank had data in."""
 
-    by_all: bool
-    rounds: int = 0
+    divides_by_world_size: bool
+    num_rounds: int = 0
     has_data: bool = True
 
 
@@ -77,7 +77,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         plan: Plan | None = None,
         *,
         same_batches: str = "refuse",
-        ranks: comm.Communicator | None = None,
+        communicator: comm.Communicator | None = None,
         drift_check: int = DRIFT_CHECK,
     ) -> None:
         check_wrapper_arguments(optimizer=optimizer, model=model, plan=plan)
@@ -85,11 +85,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise OptimizerError(Problem("a DistributedOptimizer, wrapped again", "the torch optimizer itself, once"))
         check_options(optimizer)
         # The state, the groups and the hooks are the wrapped optimizer's: see __getattr__.
-        self._optimizer, self._model, self._ranks = optimizer, model, ranks or comm.init_communicator()
-        plan = plan or Plan(dp=self._ranks.size)
-        refuse(model, plan, self._ranks)
-        _refuse_unused_fields(plan)
-        self._plan, self._frozen = plan, FrozenBatchNorms(model, plan)
+        self._optimizer, self._model, self._communicator = optimizer, model, communicator or comm.init_communicator()
+        plan = plan or Plan(dp=self._communicator.size)
+        refuse(model, plan, self._communicator)
+        _check_plan_fields(plan)
+        self._plan, self._frozen_norms = plan, FrozenBatchNorms(model, plan)
         strangers = {id(p) for group in optimizer.param_groups for p in group["params"]}
         strangers -= {id(p) for p in model.parameters()}
         if strangers:
@@ -97,52 +97,56 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise OptimizerError(Problem(got, "an optimizer of model.parameters()"))
         trainable = trainable_of(model)
         places = {p.device.type for p in trainable.values()}
-        if places != {self._ranks.device.type}:
-            got = f"parameters on {', '.join(sorted(places))}, ranks on {self._ranks.device.type}"
-            raise OptimizerError(Problem(got, "one kind of device", f'model.to("{self._ranks.device.type}") first'))
+        if places != {self._communicator.device.type}:
+            got = f"parameters on {', '.join(sorted(places))}, ranks on {self._communicator.device.type}"
+            raise OptimizerError(
+                Problem(got, "one kind of device", f'model.to("{self._communicator.device.type}") first')
+            )
         shapes = {name: shape_and_strides(p) for name, p in trainable.items()}
-        self._duplicate_batches = SameBatches(same_batches, num_data_ranks=plan.dp, speaks=self._ranks.rank == 0)
+        self._duplicate_batches = SameBatches(same_batches, num_data_ranks=plan.dp, speaks=self._communicator.rank == 0)
         grouped = data.param_specs(trainable, dict.fromkeys(trainable, -1) | group_indices(optimizer, trainable))
         options = {"same_batches": same_batches, "drift_check": drift_check}
-        compare(self._ranks, grouped, shapes, plan=plan, options=options, optimizer=optimizer)
-        self._inputs = Inputs(model if self._duplicate_batches.is_watching else None)
+        compare(self._communicator, grouped, shapes, plan=plan, options=options, optimizer=optimizer)
+        self._input_fingerprints = Inputs(model if self._duplicate_batches.is_watching else None)
         self._options = OptionTracker(optimizer)
-        self._drift_checker = drift.DriftChecker(self._ranks, drift_check, attempt=SAME_STATES)
-        self._num_compared, self._num_loads = 0, 0
-        self._compare_from: float = 1  # steps
-        self._broadcast_model(source=0)
-        self._syncing, self._backward = True, NO_BACKWARD
+        self._drift_checker = drift.DriftChecker(self._communicator, drift_check, attempt=WRAPPER_HINT)
+        self._last_compared_step, self._num_loads_seen = 0, 0
+        self._next_compare_step: float = 1  # steps
+        self._broadcast_model(src=0)
+        self._is_sync_enabled, self._backward_id = True, NO_BACKWARD_ID
         self._num_backwards = 0
-        self._joining: _Joining | None = None
-        self._has_left = False
+        self._join_state: _JoinState | None = None
+        self._is_replaced = False
         # Before those that take gradients: a round begins before its first gradient is taken. Hooks of tensors would
         # be called by torch.autograd.grad too, which leaves nothing to reduce.
         for parameter in trainable.values():
-            register_last_hook(parameter, self._at_the_beginning)
+            register_last_hook(parameter, self._on_backward_begin)
         self._connect(trainable, plan)
-        self._take_over(trainable)
+        self._claim_parameters(trainable)
         self._is_built = True
 
-    def _take_over(self, trainable: dict[str, nn.Parameter]) -> None:
+    def _claim_parameters(self, trainable: dict[str, nn.Parameter]) -> None:
         """A parameter belongs to its last DistributedOptimizer alone: earlier ones would take its gradient first."""
         for parameter in trainable.values():
             owner = _owners.get(parameter)
             earlier = None if owner is None else owner()
             if earlier is not None:
-                earlier._leave()
+                earlier._mark_replaced()
             _owners[parameter] = weakref.ref(self)
 
-    def _leave(self) -> None:
+    def _mark_replaced(self) -> None:
         """Another one has taken over."""
-        self._has_left, self._gradients.is_enabled = True, False
+        self._is_replaced, self._gradients.is_enabled = True, False
         self._steps.close()
-        self._inputs.close()
+        self._input_fingerprints.close()
 
     def _connect(self, trainable: dict[str, nn.Parameter], plan: Plan) -> None:
         specs = data.param_specs(trainable, {})
         buckets = make_buckets(
             specs,
-            bucket_bytes=effective_bucket_bytes(specs, plan.bucket_bytes, is_inter_host=self._ranks.num_hosts > 1),
+            bucket_bytes=effective_bucket_bytes(
+                specs, plan.bucket_bytes, is_inter_host=self._communicator.num_hosts > 1
+            ),
         )
         request = comm.TransportSpec(
             sizes=tuple(bucket.size for bucket in buckets),
@@ -151,7 +155,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             num_scalars=max(8, len(trainable)),
         )
         self._allow_unused = plan.unused == "allow"
-        self._transport, self.transport = comm.make_transport(self._ranks, request, choice=plan.transport)
+        self._transport, self.transport_name = comm.make_transport(self._communicator, request, choice=plan.transport)
         self._gradients = data.GradBuckets(trainable, buckets, self._transport, allow_unused=self._allow_unused)
         self._gradients.mark_last_backward()
         self._gradients.is_enabled = True
@@ -159,59 +163,64 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._parameters = [trainable[name] for name, _ in slots]
         self._num_buckets = len(buckets)
         reduced = [Reduced(name, trainable[name], slot) for name, slot in slots]
-        self._layouts = MemoryFormats(trainable, self._optimizer)
+        self._memory_formats = MemoryFormats(trainable, self._optimizer)
         self._unreduced = Unreduced(reduced, self._gradients.views, self._optimizer)
         self._steps = WrappedSteps(
-            self._optimizer, self._model, self._unreduced, self._frozen, self._transport, num_ranks=self._ranks.size
+            self._optimizer,
+            self._model,
+            self._unreduced,
+            self._frozen_norms,
+            self._transport,
+            num_ranks=self._communicator.size,
         )
 
-    def _at_the_beginning(self, _: Tensor) -> None:
+    def _on_backward_begin(self, _: Tensor) -> None:
         """Ask autograd, once a backward, to call `_finish` when it has ended."""
-        if self._has_left:
+        if self._is_replaced:
             return
-        if not self._syncing:
+        if not self._is_sync_enabled:
             self._unreduced.touched()
             self._steps.begin_round()
             return
         backward = torch._C._current_graph_task_id()
-        if backward == self._backward:
+        if backward == self._backward_id:
             return
-        if self._backward != NO_BACKWARD:
+        if self._backward_id != NO_BACKWARD_ID:
             got = "a backward after one that ended with an error, or within another one"
             raise TrainingError(Problem(got, "ranks that agree on what has been summed", "a new DistributedOptimizer"))
-        self._backward = backward
+        self._backward_id = backward
         self._begin_round(has_data=True)
         self._gradients.copy_referenced_views()
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)  # type: ignore[attr-defined]
 
     @torch.no_grad()
-    def _finish(self) -> None:
+    def _on_backward_end(self) -> None:
         """Every `.grad` becomes the mean over ranks; it lies in this rank's slot."""
         try:
             self._gradients.store_leftover_grads()
             self._gradients.check_all_reached()
             self._gradients.finish_round()
-            used = self._reduce(self._active())
-            self._show(used)
+            used = self._reduce(self._count_active_ranks())
+            self._assign_grads(used)
             self._unreduced.reduced(used)
             self._end_round()
-            self._backward = NO_BACKWARD
+            self._backward_id = NO_BACKWARD_ID
         finally:
             self._gradients.begin_step()
             self._gradients.mark_last_backward()
-        if self._joining is not None:
-            self._joining.rounds += 1
+        if self._join_state is not None:
+            self._join_state.num_rounds += 1
         self._compare_batches()
 
-    def _show(self, used: Sequence[float]) -> None:
+    def _assign_grads(self, used: Sequence[float]) -> None:
         """Each `.grad` is its slot; None where no rank has a gradient."""
-        if self._layouts.uses_memory_order:
-            self._layouts.check_unchanged()
+        if self._memory_formats.uses_memory_order:
+            self._memory_formats.check_unchanged()
         try:
             for parameter, view, count in zip(self._parameters, self._gradients.views, used, strict=True):
                 parameter.grad = view if count else None
         except RuntimeError:  # torch refuses a `.grad` of another dtype or device
-            self._layouts.check_unchanged()
+            self._memory_formats.check_unchanged()
             raise
 
     def _compare_batches(self) -> None:
@@ -219,15 +228,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not self._duplicate_batches.is_watching:
             return
         try:
-            self._duplicate_batches.compare(self._ranks.all_gather_json(self._inputs.taken()))
+            self._duplicate_batches.compare(self._communicator.all_gather_json(self._input_fingerprints.taken()))
         finally:
             if not self._duplicate_batches.is_watching:
-                self._inputs.close()
+                self._input_fingerprints.close()
 
     def _begin_round(self, *, has_data: bool) -> None:
         self._num_backwards += 1
         self._steps.begin_round()
-        if self._joining is None:
+        if self._join_state is None:
             loads = f" and {self._steps.num_loads} × load_state_dict" if self._steps.num_loads else ""
             call = f"backward {self._num_backwards} after {self._steps.count} steps of the optimizer{loads}"
             self._transport.begin_call(comm.with_options(call, self._options.text()))
@@ -235,25 +244,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._transport.begin_call(f"backward {self._num_backwards}, within join()")
             mark = float(self._options.short_digest())
             values = [1.0, mark, mark * mark] if has_data else [0.0] * 3
-            self._joining.has_data = has_data
-            self._transport.all_reduce_scalars_async(ACTIVE, torch.tensor(values, dtype=torch.float64))
+            self._join_state.has_data = has_data
+            self._transport.all_reduce_scalars_async(ACTIVE_RANKS, torch.tensor(values, dtype=torch.float64))
 
-    def _active(self) -> int:
+    def _count_active_ranks(self) -> int:
         """How many ranks have data in this round. Raises DivergenceError where ranks are not in the same one."""
-        if self._joining is None:
+        if self._join_state is None:
             self._transport.check_same_call()
             self._check_drift()
-            return self._ranks.size
-        active, marks, squares = map(round, self._transport.wait_scalars(ACTIVE))
+            return self._communicator.size
+        active, marks, squares = map(round, self._transport.wait_scalars(ACTIVE_RANKS))
         if active * squares != marks * marks:  # by Cauchy and Schwarz, they are the same exactly where all marks are
-            self._refuse_other_options(self._joining)
+            self._raise_options_differ(self._join_state)
         return active
 
-    def _refuse_other_options(self, joining: _Joining) -> NoReturn:
+    def _raise_options_differ(self, joining: _JoinState) -> NoReturn:
         """Name the options that differ between ranks with data. Collective."""
         call, everyone = (
             f"backward {self._num_backwards}, within join()",
-            self._ranks.all_gather_json(self._options.text() if joining.has_data else None),
+            self._communicator.all_gather_json(self._options.text() if joining.has_data else None),
         )
         calls = {rank: comm.with_options(call, text) for rank, text in enumerate(everyone) if text is not None}
         raise comm.divergence_error(calls, attempt="join(states=[scheduler]), after which all ranks have the same")
@@ -265,11 +274,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         draws for itself, is found before it has cost a run.
         """
         count = self._steps.count
-        if self._num_loads != self._steps.num_loads:
-            self._num_loads, self._compare_from = self._steps.num_loads, count + 1
-        is_wanted = count >= self._compare_from or is_due(count, self._drift_checker.every, 1)
-        if self._drift_checker.every and count > self._num_compared and is_wanted:
-            self._num_compared, self._compare_from = count, math.inf
+        if self._num_loads_seen != self._steps.num_loads:
+            self._num_loads_seen, self._next_compare_step = self._steps.num_loads, count + 1
+        is_wanted = count >= self._next_compare_step or is_due(count, self._drift_checker.every, 1)
+        if self._drift_checker.every and count > self._last_compared_step and is_wanted:
+            self._last_compared_step, self._next_compare_step = count, math.inf
             self._compare_weights()
 
     def check_drift(self) -> None:
@@ -277,7 +286,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Nothing else does after the last step. Raises DivergenceError, on every rank, where they differ in a bit.
         """
-        self._refuse_left()
+        self._check_not_replaced()
         self._transport.begin_call(f"check_drift() after {self._steps.count} steps of the optimizer")
         self._transport.check_same_call()
         self._compare_weights()
@@ -288,11 +297,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _reduce(self, active: int) -> list[float]:
         """Slots become the mean over ranks; how many ranks have each gradient."""
-        used = self._used()
+        used = self._count_used()
         for bucket in range(self._num_buckets):
             self._transport.wait_reduce(bucket)
-        by_all = self._joining is None or self._joining.by_all
-        self._transport.scale_grads(1.0 / (self._ranks.size if by_all else active))
+        by_all = self._join_state is None or self._join_state.divides_by_world_size
+        self._transport.scale_grads(1.0 / (self._communicator.size if by_all else active))
         for bucket in range(self._num_buckets):
             self._transport.all_gather_grads(bucket)
         return used
@@ -303,7 +312,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for bucket in range(self._num_buckets):
             self._transport.acquire_buffer(bucket)
 
-    def _used(self) -> list[float]:
+    def _count_used(self) -> list[float]:
         if not self._allow_unused:
             return [1.0] * len(self._parameters)
         self._transport.all_reduce_scalars_async(USED, torch.tensor(self._gradients.reached, dtype=torch.float64))
@@ -312,13 +321,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, gradients add up on this rank alone; the next backward outside sums what all have gathered."""
-        self._refuse_left()
-        self._syncing = self._gradients.is_enabled = False
+        self._check_not_replaced()
+        self._is_sync_enabled = self._gradients.is_enabled = False
         try:
             yield
         finally:
-            self._syncing = True
-            self._gradients.is_enabled = not self._has_left
+            self._is_sync_enabled = True
+            self._gradients.is_enabled = not self._is_replaced
 
     @contextlib.contextmanager
     def join(self, *, divide_by_initial_world_size: bool = True, states: Sequence[Any] = ()) -> Iterator[None]:
@@ -334,35 +343,35 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Inside, ranks may not meet in other ways: those that have left do not come. What a rank has gathered under
         `no_sync()` and not yet reduced when it leaves is lost. One scalar more travels with each reduction.
         """
-        self._refuse_left()
+        self._check_not_replaced()
         check_join_states(states)
-        if self._joining is not None:
+        if self._join_state is not None:
             raise TrainingError(Problem("join() within join()", "one around the whole loop"))
-        joining = self._joining = _Joining(by_all=divide_by_initial_world_size)
+        joining = self._join_state = _JoinState(divides_by_world_size=divide_by_initial_world_size)
         self._steps.is_joining = True
         try:
             yield
             with torch.no_grad():
-                while self._answer():
+                while self._shadow_round():
                     pass
         finally:
-            self._joining = None
+            self._join_state = None
             self._steps.is_joining = False
-        rounds, steps = zip(*self._ranks.all_gather_json([joining.rounds, self._steps.count]), strict=True)
+        rounds, steps = zip(*self._communicator.all_gather_json([joining.num_rounds, self._steps.count]), strict=True)
         self._steps.count = max(steps)
         for parameter in self._parameters:
             parameter.grad = None
         if len(set(rounds)) > 1:
             source = rounds.index(max(rounds))
-            told = self.broadcast([each.state_dict() for each in states], source=source)
-            if self._ranks.rank != source:
+            told = self.broadcast_state([each.state_dict() for each in states], src=source)
+            if self._communicator.rank != source:
                 for each, state in zip(states, told, strict=True):
                     each.load_state_dict(state)
 
-    def _answer(self) -> bool:
+    def _shadow_round(self) -> bool:
         """Add nothing to a round of the others; False where nobody has data left."""
         self._begin_round(has_data=False)
-        active = self._active()
+        active = self._count_active_ranks()
         if not active:
             return False
         self._gradients.finish_round()
@@ -373,22 +382,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._compare_batches()
         return True
 
-    def broadcast(self, value: Any = None, *, source: int = 0) -> Any:
+    def broadcast_state(self, value: Any = None, *, src: int = 0) -> Any:
         """Rank `source`'s weights, buffers and optimizer state on every rank; returns its `value`. Collective.
 
         So a checkpoint need be read by one rank only. `value` is whatever else all should know, such as the epoch:
         dicts, lists, tuples, numbers, texts, None and tensors. Raises TrainingError for anything else.
         """
-        self._broadcast_model(source=source)
-        told = spread(self._ranks, [self._optimizer.state_dict(), value], source=source)
-        if self._ranks.rank != source:
+        self._broadcast_model(src=src)
+        told = spread(self._communicator, [self._optimizer.state_dict(), value], source=src)
+        if self._communicator.rank != src:
             self._optimizer.load_state_dict(told[0])
-        self._steps.num_loads = self._num_loads = 0
+        self._steps.num_loads = self._num_loads_seen = 0
         return told[1]
 
-    def _broadcast_model(self, *, source: int) -> None:
+    def _broadcast_model(self, *, src: int) -> None:
         for tensor in (*self._model.parameters(), *self._model.buffers()):
-            self._ranks.broadcast(tensor.data, source)
+            self._communicator.broadcast(tensor.data, src)
         torch.autograd.graph.increment_version(list(self._model.parameters()))
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -421,11 +430,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         were in evaluation mode when this was made, and are not now. `step()` of the wrapped optimizer itself does the
         same.
         """
-        self._refuse_left()
+        self._check_not_replaced()
         return self._steps.take(closure, args, kwargs)
 
-    def _refuse_left(self) -> None:
-        if self._has_left:
+    def _check_not_replaced(self) -> None:
+        if self._is_replaced:
             got = "a DistributedOptimizer some of whose parameters a newer one has taken over"
             attempt = "the newest, or one torch optimizer that calls several, wrapped once"
             raise TrainingError(Problem(got, "one DistributedOptimizer for a parameter", attempt))
@@ -448,18 +457,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """What is not the wrapper's own, such as the scale that a GradScaler gives, is the wrapped optimizer's."""
-        if self._is_own(name):
+        if self._is_wrapper_attribute(name):
             super().__setattr__(name, value)
         else:
             setattr(self._optimizer, name, value)
 
     def __delattr__(self, name: str) -> None:
-        if self._is_own(name):
+        if self._is_wrapper_attribute(name):
             super().__delattr__(name)
         else:
             delattr(self._optimizer, name)
 
-    def _is_own(self, name: str) -> bool:
+    def _is_wrapper_attribute(self, name: str) -> bool:
         own = self.__dict__
         return name in own or "_is_built" not in own or hasattr(type(self), name)
 
@@ -470,11 +479,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         raise OptimizerError(Problem("a copy or a pickle of a DistributedOptimizer", need, attempt))
 
 
-def _refuse_unused_fields(plan: Plan) -> None:
+def _check_plan_fields(plan: Plan) -> None:
     """Raise PlanError for all that a plan asks for and a wrapped optimizer does not do."""
     given = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
-    asked = {name: value for name, value in given.items() if name not in FIELDS and value != getattr(Plan(), name)}
-    need = f"with DistributedOptimizer nothing but {', '.join(FIELDS)}"
+    asked = {name: value for name, value in given.items() if name not in PLAN_FIELDS and value != getattr(Plan(), name)}
+    need = f"with DistributedOptimizer nothing but {', '.join(PLAN_FIELDS)}"
     attempts = {"microbatches": "no_sync()"}
     problems = [Problem(f"{n} = {v}", need, attempts.get(n, "ff.parallelize")) for n, v in asked.items()]
     if problems:
