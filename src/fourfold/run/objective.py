@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fourfold.run.batch import Loss, Microbatch, call_model, sum_loss, tree_leaves, tree_map
 from fourfold.run.bends import find_kinks
 from fourfold.run.divisors import LossDivisors, final_nodes
-from fourfold.run.origins import Sources, signature
+from fourfold.run.origins import OutputIndex, signature
 from fourfold.run.torch_losses import Call, Count, observing
 from fourfold.run.without_randomness import without_randomness
 from fourfold.words.errors import Problem, TaskError
@@ -55,7 +55,7 @@ class Objective:
         """Whether loss functions are observed in the model's forward too."""
         self._has_calls_in_forward = False
         self.divisors = LossDivisors()
-        self._output_index = Sources([])
+        self._output_index = OutputIndex([])
         self._is_unused_call: list[bool] = []
         """Which calls do not change the number, as figures for people do not; empty: not known."""
         self._is_trained_call: list[bool] = []
@@ -146,11 +146,11 @@ class Objective:
     def _make_result(self, outputs: Any, value: Any, calls: Sequence[Call], part: Microbatch) -> ForwardResult:
         trained = self._contributing_calls(value, self._trained_calls(calls))
         sources = list(tree_leaves(outputs)) if trained and self.is_batch_split and self._loss is not None else []
-        self._output_index = Sources(sources)
+        self._output_index = OutputIndex(sources)
         try:
             loss = self.sum_loss(value, trained, part.num_samples)
         finally:
-            self._output_index = Sources([])  # what autograd has recorded is not kept
+            self._output_index = OutputIndex([])  # what autograd has recorded is not kept
         return ForwardResult(outputs, value, trained, loss)
 
     def _trained_calls(self, calls: Sequence[Call]) -> Sequence[Call]:
@@ -251,7 +251,7 @@ class Objective:
         others = self.divisors.proportional_counts(value, count)
         if means:
             others.append(
-                signature(*[(each.name, each.place, self._output_index.of(each.value)) for each in means]) * count
+                signature(*[(each.name, each.place, self._output_index.index_of(each.value)) for each in means]) * count
             )
         return others
 

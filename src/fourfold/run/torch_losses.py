@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fourfold.parts.lost_arguments import DROPPED_ARGUMENTS, restore_arguments
-from fourfold.run.origins import place
+from fourfold.run.origins import call_site
 
 IGNORED = -100  # torch's default
 Options = dict[str, Any]
@@ -149,7 +149,7 @@ class observing(TorchFunctionMode):
         count = COUNTS[func](func, given)
         value = _mean(func, given, count) if reduction != "sum" else _called(func, given)
         is_trained = value.requires_grad if torch.is_grad_enabled() else None
-        self._calls.append(Call(func.__name__, count, reduction != "sum", value, is_trained, place=place()))
+        self._calls.append(Call(func.__name__, count, reduction != "sum", value, is_trained, place=call_site()))
         return value
 
 
