@@ -17,7 +17,7 @@ from fourfold.run import memory_bound
 from fourfold.run.activations import activation_bytes_per_sample
 from fourfold.run.batch import call_model, tree_leaves, tree_map
 from fourfold.run.memory_bound import MemoryPool, measure_bound
-from fourfold.run.outline import outline
+from fourfold.run.outline import build_meta_model
 from fourfold.tasks import digits, lm
 from fourfold.words import host_memory
 from fourfold.words.errors import FourfoldError, SettingError
@@ -204,7 +204,7 @@ def test_activations_are_never_counted_that_a_real_forward_does_not_keep(kind: s
     make, inputs = MODELS[kind]
     samples = 4
     many = tree_map(inputs, lambda tensor: tensor.repeat(samples, *[1] * (tensor.dim() - 1)))
-    bound = samples * activation_bytes_per_sample(outline(task(model=make)), inputs, is_half_precision=False)
+    bound = samples * activation_bytes_per_sample(build_meta_model(task(model=make)), inputs, is_half_precision=False)
     assert bound <= really_kept(make(), many)
     # And it is worth having, but where the model keeps nothing itself.
     least = {"frozen": 4, "checkpointed": 4, "no grad": 4, "autocast": 4 * WIDE}.get(kind, 8 * WIDE)
@@ -216,7 +216,10 @@ def test_a_model_that_needs_values_has_no_bound_of_activations() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x if x.sum() > 0 else -x)
 
-    assert activation_bytes_per_sample(outline(task(model=Asks)), torch.zeros(1, WIDE), is_half_precision=False) == 0
+    assert (
+        activation_bytes_per_sample(build_meta_model(task(model=Asks)), torch.zeros(1, WIDE), is_half_precision=False)
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -225,7 +228,9 @@ def test_a_model_that_needs_values_has_no_bound_of_activations() -> None:
 def test_a_ranks_own_part_is_the_hosts_over_its_ranks(plan: ff.Plan) -> None:
     made = task()
     parts = [
-        measure_bound(made, plan, Rows(), outline(made), num_samples=2**30, pool=MemoryPool("", 24 * GIB, num_ranks))
+        measure_bound(
+            made, plan, Rows(), build_meta_model(made), num_samples=2**30, pool=MemoryPool("", 24 * GIB, num_ranks)
+        )
         for num_ranks in (1, plan.mesh.size)
     ]
     assert parts[0].model_bytes * plan.mesh.size == pytest.approx(parts[1].model_bytes)
@@ -289,7 +294,9 @@ def test_the_least_memory_that_is_not_refused_is_the_bound(
 ) -> None:
     made, samples = task(batch_size=4096), 4096
     monkeypatch.setattr(Rows, "__len__", lambda self: samples)
-    bound = measure_bound(made, plan, Rows(), outline(made), num_samples=samples, pool=MemoryPool("", 2**20, 1))
+    bound = measure_bound(
+        made, plan, Rows(), build_meta_model(made), num_samples=samples, pool=MemoryPool("", 2**20, 1)
+    )
     total = bound.total_bytes(samples, plan.microbatches, made.steps)
     assert total > samples * bound.batch_bytes_per_sample + samples // plan.microbatches * 4 * 5 * WIDE
     available(monkeypatch, int(total) + 1)
@@ -336,7 +343,9 @@ def test_samples_of_several_sizes_are_counted_as_the_least_that_was_seen() -> No
             return torch.zeros(len(indices), 100 if 0 in indices else 10), torch.zeros(len(indices), 1)
 
     made = task(data=lambda: ff.Data(train=Ragged()))
-    bound = measure_bound(made, ff.Plan(), Ragged(), outline(made), num_samples=8, pool=MemoryPool("", 24 * GIB, 1))
+    bound = measure_bound(
+        made, ff.Plan(), Ragged(), build_meta_model(made), num_samples=8, pool=MemoryPool("", 24 * GIB, 1)
+    )
     assert bound.batch_bytes_per_sample == 4 * 11
     assert fetch(Ragged(), [0])[0].nbytes == 400
 
@@ -348,7 +357,9 @@ def test_a_source_that_fails_is_not_judged_here_and_its_error_comes_from_trainin
 
     failing = task(data=lambda: ff.Data(train=Failing()))
     place = MemoryPool("available on this host", 2**40, 1)
-    memory_bound.measure_bound(failing, ff.Plan(), failing.data().train, outline(failing), num_samples=8, pool=place)
+    memory_bound.measure_bound(
+        failing, ff.Plan(), failing.data().train, build_meta_model(failing), num_samples=8, pool=place
+    )
     with pytest.raises(OSError, match="the disk of this host"):
         ff.train(failing, folder=str(tmp_path))
     assert list(tmp_path.iterdir())  # the run had begun: its folder says what happened

@@ -17,7 +17,7 @@ from fourfold.plan.plan import Plan
 from fourfold.run.activations import _LayerInputMode
 from fourfold.run.build import TrainStep
 from fourfold.run.exact import Float64Mode
-from fourfold.run.outline import _WithoutValues
+from fourfold.run.outline import _SkipRandomInit
 from fourfold.run.sequence.route import routed
 from fourfold.run.torch_losses import observing
 from fourfold.run.weight_writes import WeightWrites
@@ -32,7 +32,7 @@ MODES = {
     "routed": lambda: routed(lambda call: call.plain()),
     "weight writes": lambda: WeightWrites(nn.Linear(1, 1)),
     "layers": _LayerInputMode,
-    "without values": _WithoutValues,
+    "without values": _SkipRandomInit,
 }
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import fourfold as ff
 from fourfold.feed.source import TensorSource
-from fourfold.run.outline import outline
+from fourfold.run.outline import build_meta_model
 from fourfold.words.errors import TaskError
 
 PLAIN_PLAN = ff.Plan(dp=2, zero=1, outer_lr=0.5, transport="gloo")
@@ -55,7 +55,7 @@ def _checked(error: Callable[[str], Exception]) -> nn.Module:
 
 @pytest.mark.parametrize("error", [ValueError, AssertionError, KeyError])
 def test_a_model_that_objects_to_the_meta_device_is_made_with_values(error: Callable[[str], Exception]):
-    assert not outline(dataclasses.replace(TASK, model=lambda: _checked(error))).weight.is_meta
+    assert not build_meta_model(dataclasses.replace(TASK, model=lambda: _checked(error))).weight.is_meta
 
 
 @pytest.mark.parametrize("keep", [functools.cache, functools.lru_cache(maxsize=1)])
@@ -64,7 +64,7 @@ def test_a_model_function_that_keeps_what_it_made_is_trained(keep: Callable[...,
     before = ff.train(dataclasses.replace(TASK, model=kept), folder=str(tmp_path)).steps
     assert before == 1
     assert not kept().weight.is_meta
-    assert not outline(dataclasses.replace(TASK, model=keep(lambda: _checked(ValueError)))).weight.is_meta
+    assert not build_meta_model(dataclasses.replace(TASK, model=keep(lambda: _checked(ValueError)))).weight.is_meta
 
 
 def test_whole_numbers_of_numpy_are_taken_in_plans():

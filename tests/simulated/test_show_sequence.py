@@ -8,7 +8,7 @@ from fourfold.cli import work
 from fourfold.parts.comm.links import NullRingGroup, RingOverP2P
 from fourfold.parts.sequence import SequenceGroup, sequence_attention
 from fourfold.plan.plan import Plan
-from fourfold.run.outline import outline
+from fourfold.run.outline import build_meta_model
 from fourfold.run.show import show
 from fourfold.run.show_sequence import kept_bytes, look, sent_bytes
 from fourfold.tasks import digits, lm
@@ -27,7 +27,7 @@ TASK = lm.task(length=96, heads=4, kv_heads=2, layers=3, width=64, batch_size=6)
     ids=str,
 )
 def test_what_is_said_to_be_sent_is_what_a_rank_sends(plan: Plan) -> None:
-    seen = look(TASK, outline(TASK))
+    seen = look(TASK, build_meta_model(TASK))
     (form,) = seen.calls
     samples = TASK.batch_size // plan.dp
     around, heads = NullChannel(plan.sp // plan.ulysses), NullChannel(plan.ulysses)

@@ -197,7 +197,7 @@ def check_memory(job: Job, data: Data, model: Any) -> None:
 def check_init(job: Job) -> None:
     """Raises SettingError or CheckpointError where the weights to begin with are not there, or are another model's."""
     from fourfold.run.checkpoint.read import check_weights_file
-    from fourfold.run.outline import outline
+    from fourfold.run.outline import build_meta_model
 
     init = job.settings.get("init")
     if init is None:
@@ -206,7 +206,7 @@ def check_init(job: Job) -> None:
     if not is_file(path):
         got = f"init = {init} (no such file)"
         raise SettingError(Problem(got, "a safetensors file of weights", nearest_file(path, "*.safetensors")))
-    check_weights_file(outline(job.task), path)
+    check_weights_file(build_meta_model(job.task), path)
 
 
 def _read_plan_text(file: str) -> str:

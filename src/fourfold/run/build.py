@@ -46,7 +46,7 @@ from fourfold.run.dry_run import DryRun
 from fourfold.run.guard import NanGuard
 from fourfold.run.metrics import Metrics
 from fourfold.run.objective import ForwardResult, Objective, is_uneven, uneven_problem
-from fourfold.run.outline import outline
+from fourfold.run.outline import build_meta_model
 from fourfold.run.own_optimizer import Unchanged, refuse_own
 from fourfold.run.parts import Parts
 from fourfold.run.refuse import compare, refuse, refuse_for, refuse_optimizer, refuse_own_loss
@@ -809,7 +809,7 @@ def preflight(task: Task, plan: Plan) -> nn.Module:
     Raise TaskError, PlanError, OptimizerError or SettingError for what can be known of a task before processes are
     started.
     """
-    model = outline(task, most_bytes=available_bytes())
+    model = build_meta_model(task, max_bytes=available_bytes())
     refuse_for(model, plan, clip=task.clip)
     refuse_own_loss(task.loss, plan)
     comm.check_transport_device(plan.transport, "cuda" if torch.cuda.is_available() else "cpu")

@@ -22,42 +22,42 @@ from fourfold.words.task import Task
 from fourfold.words.units import sized
 
 # What torch says of a tensor that is too large for 64 bits, or for the memory.
-TOO_LARGE = ("overflow", "can't allocate memory", "not enough memory", "out of memory")
+TOO_LARGE_MESSAGES = ("overflow", "can't allocate memory", "not enough memory", "out of memory")
 
 
-def outline(task: Task, *, most_bytes: int | None = None) -> nn.Module:
+def build_meta_model(task: Task, *, max_bytes: int | None = None) -> nn.Module:
     """The task's model on the meta device, or a real one where it cannot do without memory.
 
     Raises SettingError as soon as its parameters take more than `most_bytes`, or where a size is beyond 64 bits.
     """
     # Some models compute with values while they are made; an error of the task's own comes again in `_real`.
-    found = meta_model(task, most_bytes=most_bytes)
-    found = _real(task) if found is None else found
-    if problem := no_model(found):
+    found = try_meta_model(task, max_bytes=max_bytes)
+    found = _real_model(task) if found is None else found
+    if problem := model_problem(found):
         raise TaskError(problem, where="the task")
     return found
 
 
-def no_model(found: Any) -> Problem | None:
+def model_problem(model: Any) -> Problem | None:
     """What is wrong with what a task's `model` function returned; None where it is a module that can be trained."""
-    if not isinstance(found, nn.Module):
-        return Problem(shown("model()", found), "a torch.nn.Module", "model=lambda: Net()")
-    lazy = [name for name, p in found.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if not isinstance(model, nn.Module):
+        return Problem(shown("model()", model), "a torch.nn.Module", "model=lambda: Net()")
+    lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
     if not lazy:
         return None
     got = f"a lazy model: {lazy[0]} has no shape yet"
     return Problem(got, "parameters with shapes", "one forward with a sample before model() returns it, or nn.Linear")
 
 
-def meta_model(task: Task, *, most_bytes: int | None = None) -> nn.Module | None:
+def try_meta_model(task: Task, *, max_bytes: int | None = None) -> nn.Module | None:
     """The task's model on the meta device; None where it cannot do without memory. Raises as `outline` does."""
     try:
-        with torch.device("meta"), _WithoutValues(), _at_most(most_bytes):
+        with torch.device("meta"), _SkipRandomInit(), _limit_parameter_bytes(max_bytes):
             return _uncached(task.model)()
     except FourfoldError:
         raise
     except Exception as error:  # a model may look at its values and object to them
-        _refuse_too_large(error)
+        _raise_if_too_large(error)
         return None
 
 
@@ -68,24 +68,24 @@ def _uncached(function: Callable[[], Any]) -> Callable[[], Any]:
     return function
 
 
-def _real(task: Task) -> nn.Module:
+def _real_model(task: Task) -> nn.Module:
     try:
         return task.model()
     except (RuntimeError, TypeError) as error:
-        _refuse_too_large(error)
+        _raise_if_too_large(error)
         raise
 
 
-def _refuse_too_large(error: Exception) -> None:
+def _raise_if_too_large(error: Exception) -> None:
     """Raise SettingError where torch could not make a tensor because of its size."""
-    if not any(words in str(error).lower() for words in TOO_LARGE):
+    if not any(words in str(error).lower() for words in TOO_LARGE_MESSAGES):
         return
     got = f"a tensor of the model cannot be made: {str(error).splitlines()[0][:120]}"
     raise SettingError(Problem(got, "sizes that fit into memory", "a smaller model"), where="the model") from None
 
 
 @contextlib.contextmanager
-def _at_most(most_bytes: int | None) -> Iterator[None]:
+def _limit_parameter_bytes(max_bytes: int | None) -> Iterator[None]:
     """Within: the parameters that this thread gives to modules may take so many bytes. Raises SettingError beyond."""
     thread, sizes, total = threading.get_ident(), dict[int, int](), [0]
 
@@ -99,12 +99,12 @@ def _at_most(most_bytes: int | None) -> Iterator[None]:
         total[0] += parameter.nbytes
         # One that is replaced, as tied weights are, is gone and does not count.
         weakref.finalize(parameter, forget, id(parameter)).atexit = False
-        if most_bytes is not None and total[0] > most_bytes:
+        if max_bytes is not None and total[0] > max_bytes:
             got = f"a model whose first {len(sizes)} parameters take {sized(total[0])}"
-            need = f"at most {sized(most_bytes)}, which is available on this host"
+            need = f"at most {sized(max_bytes)}, which is available on this host"
             raise SettingError(Problem(got, need, "a smaller model"), where="the memory of this host")
 
-    if most_bytes is None:
+    if max_bytes is None:
         yield
         return
     handle = register_module_parameter_registration_hook(register)
@@ -114,7 +114,7 @@ def _at_most(most_bytes: int | None) -> Iterator[None]:
         handle.remove()
 
 
-class _WithoutValues(TorchFunctionMode):
+class _SkipRandomInit(TorchFunctionMode):
     """Leaves tensors as they are where they would be filled with random numbers.
 
     On the meta device these run through torch's reference implementations, which import torch._dynamo (1.25 s).
@@ -124,14 +124,14 @@ class _WithoutValues(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = restore_arguments(func, args, kwargs or {})
-        if getattr(func, "__name__", "") in _FILLING:
+        if getattr(func, "__name__", "") in _INIT_FUNCTIONS:
             tensor = args[0] if args else kwargs["tensor"]
             if isinstance(tensor, Tensor) and tensor.is_meta:
                 return tensor
         return func(*args, **kwargs)
 
 
-_FILLING = {
+_INIT_FUNCTIONS = {
     *(name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")),
     *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"),
 }

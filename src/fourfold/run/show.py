@@ -28,7 +28,7 @@ from fourfold.plan.memory import (
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import REDUCE_FORMATS, compute_specs, gradient_bucket, has_master_weights
 from fourfold.run.arguments import check_plan_argument
-from fourfold.run.outline import outline
+from fourfold.run.outline import build_meta_model
 from fourfold.run.refuse import refuse_for, refuse_optimizer
 from fourfold.run.show_sequence import sequence
 from fourfold.words import action
@@ -59,7 +59,7 @@ def show(plan: Plan, task: Task) -> str:
     """The text of `fourfold show`. Raises PlanError or OptimizerError for what cannot be carried out."""
     check_task(task)
     check_plan_argument(plan)
-    model = outline(task)
+    model = build_meta_model(task)
     refuse_for(model, plan, clip=task.clip)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = optim.build_optimizer(task.optimizer, list(model.parameters()))

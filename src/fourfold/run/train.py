@@ -37,7 +37,7 @@ from fourfold.run.checkpoint.state import TrainingState
 from fourfold.run.late import StragglerDetector
 from fourfold.run.memory_bound import check_memory
 from fourfold.run.objective import is_uneven, uneven_problem
-from fourfold.run.outline import meta_model
+from fourfold.run.outline import try_meta_model
 from fourfold.run.pulse import Pulse
 from fourfold.run.same_source import refuse_other_lengths
 from fourfold.run.settings import Settings, factors, refuse_steps, settings_of, told_late
@@ -105,7 +105,7 @@ def train(
     settings = settings_of(task, **given)
     refuse_steps(settings.steps, plan)
     # Before the seed: a model may draw random numbers while it is made, and the real one must draw the same.
-    outlined = meta_model(task, most_bytes=available_bytes())
+    outlined = try_meta_model(task, max_bytes=available_bytes())
     torch.manual_seed(settings.seed)
     data = task.data()
     check_data(data, where="the task's data")
