@@ -47,7 +47,7 @@ from fourfold.run.guard import NanGuard
 from fourfold.run.metrics import Metrics
 from fourfold.run.objective import ForwardResult, Objective, is_uneven, uneven_problem
 from fourfold.run.outline import build_meta_model
-from fourfold.run.own_optimizer import Unchanged, refuse_own
+from fourfold.run.own_optimizer import OptimizerWatch, check_user_optimizer
 from fourfold.run.parts import Parts
 from fourfold.run.refuse import compare, refuse, refuse_for, refuse_optimizer, refuse_own_loss
 from fourfold.run.remembered import Remembered
@@ -144,8 +144,8 @@ class TrainStep:
         self.objective = Objective(loss)
         self.optimizer = optim.build_optimizer(optimizer, list(model.parameters()))
         refuse_optimizer(self.optimizer, plan)
-        refuse_own(self.optimizer, plan)
-        self._optimizer_watch = Unchanged(self.optimizer, plan)
+        check_user_optimizer(self.optimizer, plan)
+        self._optimizer_watch = OptimizerWatch(self.optimizer, plan)
         self._frozen_norms = FrozenBatchNorms(model, plan)
         trainable = trainable_of(model)
         own = data.param_specs(trainable, optim.group_indices(self.optimizer, trainable))
@@ -815,7 +815,7 @@ def preflight(task: Task, plan: Plan) -> nn.Module:
     comm.check_transport_device(plan.transport, "cuda" if torch.cuda.is_available() else "cpu")
     optimizer = optim.build_optimizer(task.optimizer, list(model.parameters()))
     refuse_optimizer(optimizer, plan)
-    refuse_own(optimizer, plan)
+    check_user_optimizer(optimizer, plan)
     return model
 
 

@@ -13,10 +13,10 @@ from fourfold.parts import step_hooks
 from fourfold.plan.plan import Plan
 from fourfold.words.errors import OptimizerError, Problem
 
-INSTEAD = "ff.DistributedOptimizer, which calls step() as it is"
+USE_WRAPPER = "ff.DistributedOptimizer, which calls step() as it is"
 
 
-def refuse_own(optimizer: Optimizer, plan: Plan) -> None:
+def check_user_optimizer(optimizer: Optimizer, plan: Plan) -> None:
     """Raise OptimizerError for what an optimizer as it was made has that a flat update would leave out."""
     problems = _problems(optimizer, plan)
     if optimizer.state and not _is_fresh(optimizer):
@@ -32,69 +32,69 @@ def _is_fresh(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, Adagrad) and not any(step is None or (not step.is_meta and step) for step in steps)
 
 
-class Unchanged:
+class OptimizerWatch:
     """Watches an optimizer after the build."""
 
     def __init__(self, optimizer: Optimizer, plan: Plan) -> None:
         self._optimizer, self._plan = optimizer, plan
-        self._members = [list(group["params"]) for group in optimizer.param_groups]
-        self._built, self._judged = self._seen(), self._steps()
+        self._initial_params = [list(group["params"]) for group in optimizer.param_groups]
+        self._initial_state_id, self._checked_step_functions = self._state_id(), self._step_functions()
 
-    def _seen(self) -> tuple[object, ...]:
+    def _state_id(self) -> tuple[object, ...]:
         """What may not change; compared in every step, so few and cheap."""
         return id(self._optimizer.state), len(self._optimizer.state)
 
-    def _has_members(self) -> bool:
+    def _has_initial_params(self) -> bool:
         """Whether every group has the parameters that it had."""
         groups = self._optimizer.param_groups
-        if len(groups) != len(self._members):
+        if len(groups) != len(self._initial_params):
             return False
         # By identity: to compare tensors would read them.
-        pairs = [(group["params"], built) for group, built in zip(groups, self._members, strict=True)]
+        pairs = [(group["params"], built) for group, built in zip(groups, self._initial_params, strict=True)]
         return all(len(now) == len(built) and all(map(operator.is_, now, built)) for now, built in pairs)
 
-    def _steps(self) -> tuple[object, object]:
+    def _step_functions(self) -> tuple[object, object]:
         """The functions called by `optimizer.step()`."""
         return self._optimizer.__dict__.get("step"), type(self._optimizer).step
 
     def problems(self) -> list[Problem]:
         """What has been done to the optimizer since the build that an update would leave out."""
-        problems, steps = [], self._steps()
-        if steps != self._judged or step_hooks.has_any_hook(self._optimizer):
+        problems, steps = [], self._step_functions()
+        if steps != self._checked_step_functions or step_hooks.has_any_hook(self._optimizer):
             problems = _problems(self._optimizer, self._plan)
-            self._judged = self._judged if problems else steps
-        if not self._has_members():
+            self._checked_step_functions = self._checked_step_functions if problems else steps
+        if not self._has_initial_params():
             got = "other parameters in the optimizer than at the build, or in other groups"
             problems.append(Problem(got, "the groups as they were", "a new TrainStep"))
-        if self._seen() != self._built:
+        if self._state_id() != self._initial_state_id:
             problems.append(_state_problem())
         return problems
 
 
 def _state_problem() -> Problem:
     need = "states that training goes on from: an update keeps its own, in flat buffers"
-    return Problem("state in the optimizer itself", need, f"step.load_state_dict(…), or {INSTEAD}")
+    return Problem("state in the optimizer itself", need, f"step.load_state_dict(…), or {USE_WRAPPER}")
 
 
 def _problems(optimizer: Optimizer, plan: Plan) -> list[Problem]:
     problems = []
     before, after = step_hooks.step_pre_hooks(optimizer), step_hooks.step_post_hooks(optimizer)
-    if (before or after) and (blocking := _blocking(plan)):
+    if (before or after) and (blocking := _conflicting_fields(plan)):
         kinds = " and ".join([*(["a step pre-hook"] if before else []), *(["a step post-hook"] if after else [])])
         kinds += "" if step_hooks.has_step_hooks(optimizer) else " of all optimizers"
         need = "all gradients and weights on every rank when the hook is called"
-        attempt = f"{', '.join(blocking.values())}, or {INSTEAD}"
+        attempt = f"{', '.join(blocking.values())}, or {USE_WRAPPER}"
         problems.append(Problem(f"{kinds} with {', '.join(blocking)}", need, attempt))
     if step_hooks.has_custom_step(optimizer):
         got = f"{type(optimizer).__name__} with a step of its own"
-        problems.append(Problem(got, "the step of the class: updates run on flat buffers", INSTEAD))
+        problems.append(Problem(got, "the step of the class: updates run on flat buffers", USE_WRAPPER))
     if step_hooks.state_dict_hooks(optimizer):
         need = "none: step.state_dict() and checkpoints have a form of their own"
         problems.append(Problem("a state_dict hook of the optimizer", need, "a change of what step.state_dict() gives"))
     return problems
 
 
-def _blocking(plan: Plan) -> dict[str, str]:
+def _conflicting_fields(plan: Plan) -> dict[str, str]:
     """The fields of the plan that step hooks do not go with, and what would."""
     rows = [
         (plan.zero > 0 and plan.num_shards > 1, f"zero = {plan.zero}", "zero = 0"),
