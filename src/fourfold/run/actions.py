@@ -23,7 +23,7 @@ from fourfold.plan.data import layout_changes
 from fourfold.run.batch import Loss, Microbatch
 from fourfold.run.deferred import DeferredUpdates
 from fourfold.run.objective import Objective, is_uneven, uneven_problem
-from fourfold.run.parts import Parts, Terms, Totals
+from fourfold.run.parts import StepContext, StepTotals, UpdateArgs
 from fourfold.run.sequence.alike import unlike
 from fourfold.words.action import LOSS, NORM, TRUST, USED, Action, Verb
 from fourfold.words.errors import Problem, TaskError
@@ -40,7 +40,7 @@ class Actions:
         self,
         model: nn.Module,
         objective: Objective,
-        parts: Parts,
+        parts: StepContext,
         *,
         clip: float | None,
         update: str,
@@ -68,16 +68,19 @@ class Actions:
         self.batch_mismatch: Problem | None = None
         """What is wrong with the batches of the ranks that share this one's sequences; every rank learns of it."""
         self.recorder = SILENT
-        self._reduces_every_backward, self._updates_after_backward = parts.rest.gradient == SPLIT, update == "after"
-        self._gathers_weights = layout_changes(parts.rest).after_update != Change.NONE
+        self._reduces_every_backward, self._updates_after_backward = (
+            parts.resting_layouts.gradient == SPLIT,
+            update == "after",
+        )
+        self._gathers_weights = layout_changes(parts.resting_layouts).after_update != Change.NONE
         self.deferred: DeferredUpdates | None = None
         """The updates that wait for the next forward, where they do."""
         if update == "in_forward":
             self.deferred = DeferredUpdates(
-                parts.parameters, parts.transport, self._update_deferred, sharded_params=parts.gathered
+                parts.parameters, parts.transport, self._update_deferred, sharded_params=parts.sharded_params
             )
         # Else the factor is part of the update: before it, sums are what they are.
-        self._scales_before_update = parts.rest.state == WHOLE and not parts.optimizer.converts_grads
+        self._scales_before_update = parts.resting_layouts.state == WHOLE and not parts.optimizer.converts_grads
         if self._scales_before_update:
             parts.transport.grad_scale_fn = self.compute_grad_scale
         self._blocks_in_backward = blocks_in_backward
@@ -124,26 +127,26 @@ class Actions:
         self.bad_reason: str | None = None
         """What is wrong with a step that is bad: the same on every rank."""
         self.overflowed = False
-        self.totals: Totals | None = None
+        self.totals: StepTotals | None = None
         self.grad_norm: float | None = None
         self._context.gradients.drop_grads()
         self._context.gradients.begin_step()
         self._context.gradients.is_enabled = True
-        if self._context.local is not None:
-            self._context.local.begin_step()
+        if self._context.local_sgd is not None:
+            self._context.local_sgd.begin_step()
 
     def end_step(self) -> None:
         """End a step that went well: the sums may be overwritten, unless updates that wait still need them."""
-        if self.has_called_hooks and self._context.hooks is not None:
-            self._context.hooks.run_post_hooks()
+        if self.has_called_hooks and self._context.step_hooks is not None:
+            self._context.step_hooks.run_post_hooks()
         if self.deferred is None:
             self._context.transport.end_step()
         else:
             self._defer(self.deferred)
-        if self._context.scale is not None and self.bad_reason is None:
-            self._context.scale.update(overflowed=self.overflowed)
-        if self._has_averaged and self._context.local is not None:
-            self._context.local.finish_sync()
+        if self._context.loss_scaler is not None and self.bad_reason is None:
+            self._context.loss_scaler.update(overflowed=self.overflowed)
+        if self._has_averaged and self._context.local_sgd is not None:
+            self._context.local_sgd.finish_sync()
         self._context.edits.refresh_samples()
 
     def _defer(self, deferred: DeferredUpdates) -> None:
@@ -156,7 +159,7 @@ class Actions:
             return
         self._context.gradients.detach_grads()
         self._context.transport.signal_backward_done()
-        self._update_args = Terms(self._grad_scale, self._num_ranks_with_grad, self._squared_norms)
+        self._update_args = UpdateArgs(self._grad_scale, self._num_ranks_with_grad, self._squared_norms)
         self._context.optimizer.set_options_frozen(frozen=True)
         # What is complete last in backward is mostly used first.
         deferred.defer(self._context.gradients.launch_order[::-1])
@@ -198,7 +201,11 @@ class Actions:
 
     def _unsharded(self, kind: str) -> contextlib.AbstractContextManager[None]:
         """Within: weights that rest split are gathered; also on a rank that uses none."""
-        return contextlib.nullcontext() if self._context.gathered is None else self._context.gathered.phase(kind)
+        return (
+            contextlib.nullcontext()
+            if self._context.sharded_params is None
+            else self._context.sharded_params.phase(kind)
+        )
 
     def forward(self, index: int) -> None:
         if self.deferred is not None and self.deferred.has_pending:
@@ -283,7 +290,7 @@ class Actions:
                 loss = self._losses.pop(index).total / self.nominal_count
                 if not loss.requires_grad:
                     raise TaskError(_no_grad_problem())
-                (loss if self._context.scale is None else loss * self._context.scale.value).backward()
+                (loss if self._context.loss_scaler is None else loss * self._context.loss_scaler.value).backward()
                 if self.deferred is not None and index == 0:
                     self.deferred.check_missed_accesses(self._context.gradients.first_reached)
 
@@ -306,11 +313,11 @@ class Actions:
             squares = torch.stack(norms).double().square().sum()
             if transport.replica_index:
                 squares = torch.zeros_like(squares)  # replica 0 has measured the same share
-            if self._context.local is not None and not self._scales_before_update:
+            if self._context.local_sgd is not None and not self._scales_before_update:
                 squares *= self._grad_scale**2
             transport.all_reduce_scalars_async(NORM, squares.reshape(1))
             total = transport.wait_scalars(NORM)[0]
-            if self._context.local is not None:
+            if self._context.local_sgd is not None:
                 self._apply_clip(squares.item() ** 0.5, global_norm=(total / transport.size) ** 0.5)
                 return
             norm = total**0.5 * (1.0 if self._scales_before_update else self._grad_scale)
@@ -341,7 +348,7 @@ class Actions:
         """`norm` is that of what this rank updates with, `told` the same on all ranks."""
         self.grad_norm = global_norm
         if self.bad_reason is None and not math.isfinite(global_norm):
-            self.overflowed = self._context.scale is not None and self._context.scale.can_decrease
+            self.overflowed = self._context.loss_scaler is not None and self._context.loss_scaler.can_decrease
             if not self.overflowed:
                 self.bad_reason = f"the gradient norm is {global_norm}"
         if self._clip is None:
@@ -371,28 +378,28 @@ class Actions:
 
     def _wait_bucket(self, bucket: int) -> None:
         self._context.transport.wait_reduce(bucket)
-        if self._context.local is None:
+        if self._context.local_sgd is None:
             self.recorder.moment(bucket, DONE)
 
     def _read_totals(self) -> None:
         """Learn the totals, and what the sums are to be multiplied by to become the gradient of the mean."""
         if self.totals is not None:
             return
-        self.totals = Totals(*self._context.transport.wait_scalars(LOSS))
-        if self.totals.unlike:
+        self.totals = StepTotals(*self._context.transport.wait_scalars(LOSS))
+        if self.totals.num_mismatches:
             raise TaskError(self.batch_mismatch or unlike(), where="the batch")
-        if is_uneven(self.totals.count, self.totals.other, self.totals.square):
+        if is_uneven(self.totals.count, self.totals.other_count, self.totals.other_square):
             raise TaskError(uneven_problem(self._objective.loss_names), where="the loss")
         if self.totals.count == 0:
             self.bad_reason = NO_ELEMENTS
         elif not math.isfinite(mean := self.totals.loss / self.totals.count):
             self.bad_reason = f"the loss is {mean}"
         assert self.nominal_count is not None
-        count = self.totals.count if self._context.local is None else self._local_count
+        count = self.totals.count if self._context.local_sgd is None else self._local_count
         # A rank or a batch without elements has a gradient of zero: any factor will do.
         self._grad_scale = self.nominal_count / (count or self.nominal_count)
-        if self._context.scale is not None:
-            self._grad_scale /= self._context.scale.value
+        if self._context.loss_scaler is not None:
+            self._grad_scale /= self._context.loss_scaler.value
 
     def compute_grad_scale(self) -> float:
         """What sums are to be multiplied by to become the gradient of the mean."""
@@ -439,13 +446,13 @@ class Actions:
             self._context.transport.signal_backward_done()
             self._context.transport.wait_weights_writable()
             self._has_waited_for_weights = True
-        if self._context.local is not None and not self._has_added_samples:
+        if self._context.local_sgd is not None and not self._has_added_samples:
             assert self.totals is not None
-            self._context.local.add_loss_counts(self._local_count, self.totals.count)
+            self._context.local_sgd.add_loss_counts(self._local_count, self.totals.count)
             self._has_added_samples = True
-        if not self.has_called_hooks and self._context.hooks is not None and self._context.hooks.has_any_hook:
-            self._call_pre_hooks(self._context.hooks)
-        self._run_optimizer(bucket, Terms(self._grad_scale, self._num_ranks_with_grad, self._squared_norms))
+        if not self.has_called_hooks and self._context.step_hooks is not None and self._context.step_hooks.has_any_hook:
+            self._call_pre_hooks(self._context.step_hooks)
+        self._run_optimizer(bucket, UpdateArgs(self._grad_scale, self._num_ranks_with_grad, self._squared_norms))
 
     def _call_pre_hooks(self, hooks: StepHooks) -> None:
         """Before the first update of a step: the hooks see all gradients as the update will use them."""
@@ -454,11 +461,13 @@ class Actions:
         self._num_ranks_with_grad = hooks.run_pre_hooks(self._context.transport, self._num_ranks_with_grad, factor)
         self.has_called_hooks = True
 
-    def _run_optimizer(self, bucket: int, terms: Terms) -> None:
-        squares = None if terms.squares is None else terms.squares[bucket]
-        used = self._used_slots(bucket, terms.used)
-        gradient = None if self._context.hooks is None else self._context.hooks.bucket_grads[bucket]
-        self._context.optimizer.update(bucket, used=used, factor=terms.factor, squared_norms=squares, gradient=gradient)
+    def _run_optimizer(self, bucket: int, terms: UpdateArgs) -> None:
+        squares = None if terms.squared_norms is None else terms.squared_norms[bucket]
+        used = self._used_slots(bucket, terms.num_ranks_with_grad)
+        gradient = None if self._context.step_hooks is None else self._context.step_hooks.bucket_grads[bucket]
+        self._context.optimizer.update(
+            bucket, used=used, factor=terms.grad_scale, squared_norms=squares, gradient=gradient
+        )
         # Autograd then refuses activations saved with the old weights, instead of computing with the new ones.
         self._context.edits.increment_version(bucket)
 
@@ -466,12 +475,12 @@ class Actions:
         self._context.transport.all_gather_weights_async(bucket, self._context.weights[bucket])
 
     def push(self, bucket: int) -> None:
-        assert self._context.local is not None
-        self._context.local.push(bucket)
+        assert self._context.local_sgd is not None
+        self._context.local_sgd.push(bucket)
 
     def pull(self, bucket: int) -> None:
-        assert self._context.local is not None
-        self._context.local.pull(bucket)
+        assert self._context.local_sgd is not None
+        self._context.local_sgd.pull(bucket)
         self._has_averaged = True
         self._context.edits.increment_version(bucket)
 

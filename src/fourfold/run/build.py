@@ -48,7 +48,7 @@ from fourfold.run.metrics import Metrics
 from fourfold.run.objective import ForwardResult, Objective, is_uneven, uneven_problem
 from fourfold.run.outline import build_meta_model
 from fourfold.run.own_optimizer import OptimizerWatch, check_user_optimizer
-from fourfold.run.parts import Parts
+from fourfold.run.parts import StepContext
 from fourfold.run.refuse import compare, refuse, refuse_for, refuse_optimizer, refuse_own_loss
 from fourfold.run.remembered import Remembered
 from fourfold.run.runtime import Runtime
@@ -212,7 +212,7 @@ class TrainStep:
         self._loss_scaler = LossScaler() if plan.precision == "fp16" else None
         in_grad = in_place is not None
         hooks = StepHooks(self.optimizer, self.buckets, by_bucket, is_unbucketed=in_grad, can_skip_params=by_slot)
-        parts = Parts(
+        parts = StepContext(
             self._gradients,
             self._transport,
             flat,
@@ -232,7 +232,7 @@ class TrainStep:
             clip=clip,
             update=plan.update,
             all_reduce_count=lambda count: sum(communicator.all_gather_json(count)) / self._count_divisor,
-            blocks_in_backward=plan.sp > 1 or parts.gathered is not None or _may_block_in_backward(plan, rest),
+            blocks_in_backward=plan.sp > 1 or parts.sharded_params is not None or _may_block_in_backward(plan, rest),
         )
         self._sequence_parallel = (
             Tokens(model, loss, plan, communicator, seed=seed) if loss is not None and plan.sp > 1 else None
@@ -290,7 +290,7 @@ class TrainStep:
     def stop_requested(self) -> bool:
         """Whether some rank wanted the run to stop when the last step ended; the same on every rank."""
         totals = self._actions.totals
-        return totals is not None and totals.asked > 0
+        return totals is not None and totals.num_stop_requests > 0
 
     def peer_is_dead(self, rank: int) -> bool:
         """Whether a rank's process has ended, as far as this host can tell. Not collective: waits ask it."""
@@ -372,8 +372,8 @@ class TrainStep:
             self._actions.nominal_count = None  # what was estimated from no elements is no estimate
         return Metrics(
             loss=totals.loss / totals.count if totals.count else float("nan"),
-            samples=round(totals.samples / self.plan.sp),
-            tokens=round(totals.tokens) or None,
+            samples=round(totals.num_samples / self.plan.sp),
+            tokens=round(totals.num_tokens) or None,
             grad_norm=self._actions.grad_norm,
             seconds=time.perf_counter() - begin,
             waiting_seconds=self._comm_stats().waiting_seconds - waited,

@@ -23,7 +23,7 @@ from fourfold.plan.data import RestingLayouts
 from fourfold.plan.precision import LossScaler
 
 
-class Parts(NamedTuple):
+class StepContext(NamedTuple):
     """What the verbs work with: the gradients of all buckets, their transport, their update."""
 
     gradients: GradBuckets | UnbucketedGrads
@@ -33,41 +33,41 @@ class Parts(NamedTuple):
     """By bucket and slot."""
     weights: Sequence[Tensor]
     """By bucket."""
-    rest: RestingLayouts
+    resting_layouts: RestingLayouts
     edits: WeightEdits
     """What tells Fourfold's own writes of weights from others."""
-    gathered: ShardedParams | None = None
+    sharded_params: ShardedParams | None = None
     """Where weights rest split among ranks that do not share memory."""
-    local: LocalSGD | None = None
+    local_sgd: LocalSGD | None = None
     """Where ranks take steps of their own: what brings them together."""
-    hooks: StepHooks | None = None
+    step_hooks: StepHooks | None = None
     """The step hooks of the user's optimizer, where they can be called."""
-    scale: LossScaler | None = None
+    loss_scaler: LossScaler | None = None
     """What the loss is multiplied by, where gradients have few numbers near 0."""
 
 
 @dataclass(frozen=True)
-class Totals:
+class StepTotals:
     """Sums over all ranks and microbatches of a step."""
 
     loss: float
     count: float
-    samples: float
-    tokens: float
-    asked: float
+    num_samples: float
+    num_tokens: float
+    num_stop_requests: float
     """How many ranks have been asked to stop."""
-    unlike: float = 0.0
+    num_mismatches: float = 0.0
     """How many ranks are of lines that have other batches: see `run.sequence.alike`."""
-    other: float = 0.0
-    square: float = 0.0
+    other_count: float = 0.0
+    other_square: float = 0.0
     """Of losses that are made of several means: see `run.objective.is_uneven`."""
 
 
-class Terms(NamedTuple):
+class UpdateArgs(NamedTuple):
     """What the updates of a step must know: see `FlatOptimizer.update`."""
 
-    factor: float
-    used: Sequence[float] | None
+    grad_scale: float
+    num_ranks_with_grad: Sequence[float] | None
     """By slot, on how many ranks it has a gradient."""
-    squares: Sequence[Tensor] | None
+    squared_norms: Sequence[Tensor] | None
     """By bucket."""
