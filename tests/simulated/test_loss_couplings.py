@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
-from fourfold.run.parts_of_loss import Compared
+from fourfold.run.parts_of_loss import LossComparison
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError
 from tests.training import SEEDING
@@ -75,7 +75,7 @@ LOSSES = {"a balancing loss": balanced, "a contrastive loss": contrastive, "unre
 
 
 def test_the_message_shows_a_small_difference():
-    found = Compared(1.25, 1.2500000125, [1, 2], is_known=True, adds_up=False)
+    found = LossComparison(1.25, 1.2500000125, [1, 2], is_comparable=True, is_additive=False)
     for each in (found, found._replace(is_unreduced=True)):
         assert each.problem is not None
         assert "1.25 for" in each.problem.got

@@ -45,7 +45,7 @@ from fourfold.run.forward_state import (
 from fourfold.run.gradient_hooks import hook_problems
 from fourfold.run.loss_judge import STRICTEST_CHECK, CheckResult, check_loss, summarize_error
 from fourfold.run.objective import ForwardResult, Objective, is_compiled
-from fourfold.run.parts_of_loss import Compared, compared
+from fourfold.run.parts_of_loss import LossComparison, compare_losses
 from fourfold.run.random_weights import Fits, fits
 from fourfold.run.weight_watch import WeightWatch
 from fourfold.run.weights import Weights
@@ -137,8 +137,8 @@ class DryRun:
                 error, told["error"] = caught, summarize_error(caught)
         everyone = all_gather_json(told)
         self._apply_reports(everyone, error)
-        losses = [Compared(*told["loss"]) for told in everyone if told["loss"] is not None]
-        is_known = any(loss.is_known for loss in losses)
+        losses = [LossComparison(*told["loss"]) for told in everyone if told["loss"] is not None]
+        is_known = any(loss.is_comparable for loss in losses)
         if training and is_known:
             self._check_in_float64(unsharded, all_gather_json)
         self._compared_batch = None
@@ -205,7 +205,7 @@ class DryRun:
             return told
         loss = self._compare_losses(whole, parts)
         # With one part the model takes one sample at a time.
-        if loss.is_known and not loss.has_drawn and len(parts) > 1:
+        if loss.is_comparable and not loss.has_randomness and len(parts) > 1:
             self._compared_batch = _ComparedBatch(tried, -(-whole.num_elements // whole.num_samples))
         return told | {"loss": loss}
 
@@ -266,18 +266,18 @@ class DryRun:
         call_model(self._model, part.inputs)
         return None
 
-    def _compare_losses(self, whole: DryRunForward, parts: Sequence[DryRunForward]) -> Compared:
+    def _compare_losses(self, whole: DryRunForward, parts: Sequence[DryRunForward]) -> LossComparison:
         forwards = (whole, *parts)
         of_whole, *of_parts = [forward.measured for forward in forwards if forward.measured is not None]
         numbers = [
             t.detach() for each in (of_whole, *of_parts) for t in tree_leaves(each.outputs) if t.is_floating_point()
         ]
-        return compared(
+        return compare_losses(
             of_whole,
             of_parts,
-            samples=[forward.num_samples for forward in parts],
-            itemsize=min(forward.min_itemsize for forward in forwards),
-            largest=max(map(_max_finite, numbers), default=0.0),
+            part_sizes=[forward.num_samples for forward in parts],
+            min_itemsize=min(forward.min_itemsize for forward in forwards),
+            max_output=max(map(_max_finite, numbers), default=0.0),
         )._replace(
             has_randomness=any(forward.has_randomness for forward in forwards), loss_names=self._objective.loss_names
         )
@@ -342,9 +342,9 @@ class DryRun:
             problems = sample_dependence_problems(names, self._num_parts, self._weight_check.trained)
         if problems:
             raise TaskError(list(dict.fromkeys(problems)), where="the model")
-        losses = [Compared(*told["loss"]) for told in reports if told["loss"] is not None]
-        known = [loss for loss in losses if loss.is_known]
-        self._objective.is_manual_mean = bool(known) and all(loss.by_hand for loss in known)
+        losses = [LossComparison(*told["loss"]) for told in reports if told["loss"] is not None]
+        known = [loss for loss in losses if loss.is_comparable]
+        self._objective.is_manual_mean = bool(known) and all(loss.is_manual_mean for loss in known)
         self._objective.is_mixed = any(loss.is_mixed for loss in known)
         divisors = [loss.divided_by for loss in known]
         is_divided = bool(known) and all(divisor is not None for divisor in divisors)
@@ -353,7 +353,7 @@ class DryRun:
         self._objective.is_shape_1_scalar = any(told["single"] for told in reports)
         self._objective.uses_counts = any(told["counted"] for told in reports)
         problems = [] if self._objective.is_manual_mean else [loss.problem for loss in known]
-        problem = next((each for each in (*problems, *(loss.bent for loss in known)) if each is not None), None)
+        problem = next((each for each in (*problems, *(loss.kink_problem for loss in known)) if each is not None), None)
         if problem is not None:
             raise TaskError(problem, where="the loss")
         writes = any(told["writes"] for told in reports)

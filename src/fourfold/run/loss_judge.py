@@ -24,7 +24,7 @@ from fourfold.run.backward import run_backward
 from fourfold.run.batch import Microbatch, detached_clone, num_samples, tree_leaves, tree_map, unpack_batch
 from fourfold.run.exact import Float64Mode
 from fourfold.run.objective import ForwardResult, Objective
-from fourfold.run.parts_of_loss import Compared, compared
+from fourfold.run.parts_of_loss import LossComparison, compare_losses
 from fourfold.run.projections import Projection, collected
 from fourfold.run.random_weights import Fits, Judgement, cast, copied_buffers, copied_parameters
 from fourfold.run.unchanged import copied_attributes, unchanged
@@ -144,14 +144,14 @@ class LossCheck:
 
     # ---- comparison ---------------------------------------------------------------------------------
 
-    def _compare_losses(self, whole_pass: PassResult, parts_pass: PassResult, samples: list[int]) -> Compared:
+    def _compare_losses(self, whole_pass: PassResult, parts_pass: PassResult, samples: list[int]) -> LossComparison:
         (whole,), parts = whole_pass.measured, parts_pass.measured
         numbers = [
             t for each in (whole, *parts) for t in tree_leaves(each.outputs) if t.is_floating_point() and t.numel()
         ]
         largest = max((float(t.nan_to_num(0.0, 0.0, 0.0).abs().max()) for t in numbers), default=0.0)
         itemsize = min(whole_pass.min_itemsize, parts_pass.min_itemsize)
-        return compared(whole, parts, samples=samples, itemsize=itemsize, largest=largest)
+        return compare_losses(whole, parts, part_sizes=samples, min_itemsize=itemsize, max_output=largest)
 
     def _compare_gradients(self, whole_pass: PassResult, parts_pass: PassResult) -> Problem | None:
         close = GRADIENT_TOLERANCE[min(whole_pass.min_itemsize, parts_pass.min_itemsize)]
