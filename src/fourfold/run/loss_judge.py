@@ -25,7 +25,7 @@ from fourfold.run.batch import Microbatch, detached_clone, num_samples, tree_lea
 from fourfold.run.exact import Float64Mode
 from fourfold.run.objective import ForwardResult, Objective
 from fourfold.run.parts_of_loss import LossComparison, compare_losses
-from fourfold.run.projections import Projection, collected
+from fourfold.run.projections import Projection, project_gradients
 from fourfold.run.random_weights import Fits, Judgement, cast, copied_buffers, copied_parameters
 from fourfold.run.unchanged import copied_attributes, unchanged
 from fourfold.run.weight_writes import WeightWrites
@@ -98,7 +98,7 @@ class LossCheck:
             count += float(each.loss.count)
         if not count:
             raise CheckUnavailable("a loss of no elements")
-        found = collected(self._trained)
+        found = project_gradients(self._trained)
         gradients = [Projection(one.value / count, one.norm / count) for one in found]
         numbers = [*(float(each.loss.total) for each in measured), *(one.norm for one in gradients)]
         if not all(map(math.isfinite, numbers)):

@@ -24,7 +24,7 @@ class Projection(NamedTuple):
     norm: float
 
 
-def collected(parameters: Mapping[str, Tensor], *, limit: int | None = None) -> list[Projection]:
+def project_gradients(parameters: Mapping[str, Tensor], *, max_groups: int | None = None) -> list[Projection]:
     """The projections of the parameters' gradients, in at most `limit` groups; None: one each. Gradients are freed."""
     count = min(PERIOD, max((2 * p.numel() for p in parameters.values()), default=0))  # of complex ones both parts
     numbers = torch.randn(count, generator=torch.Generator().manual_seed(SEED)).double()
@@ -35,22 +35,22 @@ def collected(parameters: Mapping[str, Tensor], *, limit: int | None = None) -> 
             gradient = torch.zeros((), device=parameter.device)
         flat = (torch.view_as_real(gradient) if gradient.is_complex() else gradient).to_dense().double().flatten()
         numbers = numbers.to(flat.device)
-        values.append(_projected(flat, numbers))
+        values.append(_project(flat, numbers))
         norms.append(torch.linalg.vector_norm(flat))
     if not values:
         return []
     table = torch.stack([torch.stack(values), torch.stack(norms)]).T.tolist()
-    each = group_size(len(table), limit)
+    each = group_size(len(table), max_groups)
     groups = [table[start : start + each] for start in range(0, len(table), each)]
     return [Projection(sum(value for value, _ in group), max(norm for _, norm in group)) for group in groups]
 
 
-def group_size(count: int, limit: int | None) -> int:
+def group_size(num_params: int, max_groups: int | None) -> int:
     """How many of `count` parameters make a group, so that there are at most `limit` groups."""
-    return 1 if limit is None else max(1, math.ceil(count / limit))
+    return 1 if max_groups is None else max(1, math.ceil(num_params / max_groups))
 
 
-def _projected(flat: Tensor, numbers: Tensor) -> Tensor:
+def _project(flat: Tensor, numbers: Tensor) -> Tensor:
     full = flat.numel() // PERIOD
     if not full:
         return flat @ numbers[: flat.numel()]

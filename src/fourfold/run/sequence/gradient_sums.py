@@ -28,7 +28,7 @@ class Gradients(NamedTuple):
 
 def collected(parameters: Mapping[str, Tensor]) -> list[Projection]:
     """The projections of the parameters' gradients, by group. The gradients are freed."""
-    return projections.collected(parameters, limit=LIMIT)
+    return projections.project_gradients(parameters, max_groups=LIMIT)
 
 
 def problem(names: Sequence[str], ranks: Sequence[Gradients]) -> Problem | None:
