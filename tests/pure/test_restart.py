@@ -8,15 +8,15 @@ import pytest
 from fourfold.engines import cause, watch
 from fourfold.engines.cause import Cause
 from fourfold.engines.restart import RestartBudget, SupervisionPolicy
-from fourfold.run.pulse import DONE, PAUSING, STARTING, STEPPING, Beat, Pulse, Pulses
+from fourfold.run.pulse import DONE, PAUSED, STARTING, STEPPING, Heartbeat, HeartbeatFile, HeartbeatRecord
 from fourfold.words.errors import CheckpointError, PeerError, StoppedError, TrainingError
 
 KILLED = Cause("rank 1 of 2 was killed", 1, 1, signal=9)
 FAILED = Cause("rank 1 of 2 failed", 1, 1)
 
 
-def at(step: int, resumed: int = 0) -> list[Beat]:
-    return [Beat(step, resumed, STEPPING, 0.0, 0.1)] * 2
+def at(step: int, resumed: int = 0) -> list[HeartbeatRecord]:
+    return [HeartbeatRecord(step, resumed, STEPPING, 0.0, 0.1)] * 2
 
 
 def judged(deaths: list[tuple[int, int]], *, restarts: int = 3, of: Cause = KILLED) -> list[bool]:
@@ -65,31 +65,35 @@ def test_a_job_that_was_asked_to_stop_says_so_and_not_that_a_rank_failed() -> No
 
 
 def test_a_limit_is_learned_from_the_steps_and_never_below_the_least() -> None:
-    assert Beat(9, 0, STEPPING, 0.0, 0.1).limit(10.0) == 10.0
-    assert Beat(9, 0, STEPPING, 0.0, 60.0).limit(10.0) == 300.0
-    assert Beat(9, 0, PAUSING, 0.0, 1.0).limit(10.0) == 120.0
-    assert Beat(9, 0, PAUSING, 0.0, 0.0).limit(10.0) == 600.0  # the first of its kind
-    assert Beat(-1, 0, STARTING, 0.0, 0.0).limit(10.0) == 600.0
-    assert Beat(9, 0, DONE, 0.0, 0.0).limit(10.0) == math.inf  # a sample, a page
+    assert HeartbeatRecord(9, 0, STEPPING, 0.0, 0.1).limit_seconds(10.0) == 10.0
+    assert HeartbeatRecord(9, 0, STEPPING, 0.0, 60.0).limit_seconds(10.0) == 300.0
+    assert HeartbeatRecord(9, 0, PAUSED, 0.0, 1.0).limit_seconds(10.0) == 120.0
+    assert HeartbeatRecord(9, 0, PAUSED, 0.0, 0.0).limit_seconds(10.0) == 600.0  # the first of its kind
+    assert HeartbeatRecord(-1, 0, STARTING, 0.0, 0.0).limit_seconds(10.0) == 600.0
+    assert HeartbeatRecord(9, 0, DONE, 0.0, 0.0).limit_seconds(10.0) == math.inf  # a sample, a page
 
 
 def test_only_ranks_beyond_their_limit_are_late() -> None:
-    beats = [Beat(9, 0, STEPPING, 100.0, 0.1), Beat(9, 0, PAUSING, 50.0, 20.0), Beat(9, 0, STEPPING, 89.0, 0.1)]
+    beats = [
+        HeartbeatRecord(9, 0, STEPPING, 100.0, 0.1),
+        HeartbeatRecord(9, 0, PAUSED, 50.0, 20.0),
+        HeartbeatRecord(9, 0, STEPPING, 89.0, 0.1),
+    ]
     assert watch.overdue_ranks(beats, min_seconds=10.0, now=100.0) == [2]
 
 
 def test_a_launcher_reads_what_its_ranks_have_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 5.0, 6.0, 7.0, 8.0, 9.0])
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
-    pulses = Pulses(tmp_path, 2)
-    pulses.begin()
-    mine = Pulse(pulses._words, 1)
-    mine.resumed(4)
+    pulses = HeartbeatFile(tmp_path, 2)
+    pulses.reset()
+    mine = Heartbeat(pulses._words, 1)
+    mine.set_resumed_step(4)
     mine.beat(5)
-    assert pulses.read()[1] == Beat(5, 4, STEPPING, 5.0, 5.0)
+    assert pulses.read()[1] == HeartbeatRecord(5, 4, STEPPING, 5.0, 5.0)
     mine.beat(6)
     mine.beat(7)
     with mine.pause():
-        assert pulses.read()[1] == Beat(7, 4, PAUSING, 8.0, 0.0)
-    assert pulses.read()[1] == Beat(7, 4, STEPPING, 9.0, 1.0)
+        assert pulses.read()[1] == HeartbeatRecord(7, 4, PAUSED, 8.0, 0.0)
+    assert pulses.read()[1] == HeartbeatRecord(7, 4, STEPPING, 9.0, 1.0)
     assert pulses.read()[0].step == -1

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from fourfold.run import asked
-from fourfold.run.pulse import WORDS, Pulse
+from fourfold.run.pulse import RECORD_WORDS, Heartbeat
 from fourfold.words.errors import SettingError
 from fourfold.words.world import World
 
 SECONDS = 60.0  # a command takes half a second on an idle machine
 
 
-def pulse() -> Pulse:
-    return Pulse(memoryview(bytearray(8 * WORDS)).cast("q"))
+def pulse() -> Heartbeat:
+    return Heartbeat(memoryview(bytearray(8 * RECORD_WORDS)).cast("q"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -170,7 +170,7 @@ def test_signals_that_come_together_are_one_request(
 
 
 @contextlib.contextmanager
-def waiting(folder: Path, beats: Pulse | None = None) -> Iterator[asked.StopSignalHandler]:
+def waiting(folder: Path, beats: Heartbeat | None = None) -> Iterator[asked.StopSignalHandler]:
     """Requests of a process that gets no signals."""
     requests = asked.StopSignalHandler([signal.SIGTERM, signal.SIGINT], beats or pulse(), folder, World(), 25.0)
     try:

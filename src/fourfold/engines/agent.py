@@ -25,7 +25,7 @@ from fourfold.engines import cause, watch
 from fourfold.engines.restart import RestartBudget, SupervisionPolicy
 from fourfold.run.asked import REPEAT_SECONDS, SAVING_TEXT
 from fourfold.run.faults import Fault
-from fourfold.run.pulse import DONE, STARTING, Pulses
+from fourfold.run.pulse import DONE, STARTING, HeartbeatFile
 from fourfold.words.errors import INTERRUPT_CODE, REQUEUE_CODE
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -44,7 +44,7 @@ class Agent(LocalElasticAgent):
     cause  why they did; None where all went well
     """
 
-    def __init__(self, spec: WorkerSpec, *, folder: Path, heartbeats: Pulses, policy: SupervisionPolicy) -> None:
+    def __init__(self, spec: WorkerSpec, *, folder: Path, heartbeats: HeartbeatFile, policy: SupervisionPolicy) -> None:
         super().__init__(spec, logs_specs=DefaultLogsSpecs(log_dir=str(folder)))
         self.num_ranks, self.policy = spec.local_world_size, policy
         self.cause: cause.Cause | None = None
@@ -69,7 +69,7 @@ class Agent(LocalElasticAgent):
         self._raise_late_signal()
         self._kill_orphans()
         self._early_exit_codes, self._hang, self._first_exit_at = {}, None, None
-        self._heartbeats.begin()
+        self._heartbeats.reset()
         started: Any = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
         context: Any = self._pcontext
         close = context.close
@@ -174,16 +174,16 @@ class Agent(LocalElasticAgent):
             self._early_exit_codes = {rank: code for rank, code in self.exit_codes().items() if code is not None}
 
     def _is_starting(self) -> bool:
-        return self.policy.has_heartbeat and all(beat.resumed < 0 for beat in self._heartbeats.read())
+        return self.policy.has_heartbeat and all(beat.resumed_step < 0 for beat in self._heartbeats.read())
 
     def _is_training(self) -> bool:
         """Whether ranks are in `train`, where a request to stop is answered with a checkpoint."""
-        return any(beat.resumed >= 0 and beat.phase != DONE for beat in self._heartbeats.read())
+        return any(beat.resumed_step >= 0 and beat.phase != DONE for beat in self._heartbeats.read())
 
     def _last_progress(self) -> float:
         """When a rank that is still there last began or ended something, on the monotonic clock."""
         beats = self._heartbeats.read()
-        return max((beats[rank].since for rank in self._live_pids()), default=0.0)
+        return max((beats[rank].phase_start for rank in self._live_pids()), default=0.0)
 
     # ---- after a fault
 
@@ -215,7 +215,7 @@ class Agent(LocalElasticAgent):
         beats = self._heartbeats.read()
         if all(beat.phase == STARTING for beat in beats):
             return
-        first = min(beat.since for beat in beats if beat.phase != STARTING)
+        first = min(beat.phase_start for beat in beats if beat.phase != STARTING)
         self._record_faults(first)
 
     def _record_faults(self, until: float | None) -> None:
@@ -244,7 +244,7 @@ class Agent(LocalElasticAgent):
             text = f"{found.text}: stopped; {self.policy.resume_hint()}"
             return cause.Cause(text, REQUEUE_CODE, found.rank, is_final=True, is_stopped=True)
         # What it has written down says why it ended, but not that a person asked for it.
-        trains = found.rank is not None and self._heartbeats.read()[found.rank].resumed >= 0
+        trains = found.rank is not None and self._heartbeats.read()[found.rank].resumed_step >= 0
         written = records.get(found.rank)
         if trains and found.exit_code in STOP_TEXTS and (written is None or written.kind == cause.INTERRUPTED):
             text = f"{found.text}: {STOP_TEXTS[found.exit_code]}; {self.policy.resume_hint()}".removesuffix("; ")

@@ -54,7 +54,7 @@ def launch(command: Sequence[str], *, num_processes: int, policy: SupervisionPol
         _restore_signal_handlers(),
     ):
         folder, run = Path(name), uuid.uuid4().hex
-        pulses = pulse.Pulses(folder, num_processes)
+        pulses = pulse.HeartbeatFile(folder, num_processes)
         spec = WorkerSpec(
             role="rank",
             local_world_size=num_processes,
@@ -68,7 +68,7 @@ def launch(command: Sequence[str], *, num_processes: int, policy: SupervisionPol
         listening = {watch.STACKS_VARIABLE: name} if policy.hang_seconds is not None else {}
         listening[TORCH_SIGNALS_VARIABLE] = ",".join(number.name for number in handled_signals())
         with _extended_environment(
-            {pulse.VARIABLE: str(pulses.path), STORE: str(folder / f"store-{run}"), **listening}
+            {pulse.HEARTBEAT_VARIABLE: str(pulses.path), STORE: str(folder / f"store-{run}"), **listening}
         ):
             return _run_agent(Agent(spec, folder=folder, heartbeats=pulses, policy=policy))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from fourfold.engines.cause import Cause
 from fourfold.run.checkpoint.shelf import resume_hint
 from fourfold.run.faults import FAULTS_FILE, Fault
-from fourfold.run.pulse import Beat
+from fourfold.run.pulse import HeartbeatRecord
 
 SHUTDOWN_SECONDS = 3
 
@@ -57,9 +57,9 @@ class RestartBudget:
         self.num_used = 0
         self._last_step = self._resumed_step = -1
 
-    def allows_restart(self, cause: Cause, heartbeats: Sequence[Beat]) -> bool:
+    def allows_restart(self, cause: Cause, heartbeats: Sequence[HeartbeatRecord]) -> bool:
         """Whether the job is started again after this attempt."""
-        step, resumed = max(beat.step for beat in heartbeats), max(beat.resumed for beat in heartbeats)
+        step, resumed = max(beat.step for beat in heartbeats), max(beat.resumed_step for beat in heartbeats)
         if step > self._last_step or resumed > self._resumed_step >= 0:
             self.num_used = 0
         self._last_step, self._resumed_step = max(step, self._last_step), max(resumed, self._resumed_step)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fourfold.run.pulse import STARTING, Beat
+from fourfold.run.pulse import STARTING, HeartbeatRecord
 
 STACKS_VARIABLE = "FOURFOLD_STACKS"
 DUMP_SIGNAL = signal.SIGUSR2
@@ -35,14 +35,16 @@ class Hang:
     stack: str
 
 
-def overdue_ranks(heartbeats: Sequence[Beat], *, min_seconds: float, now: float) -> list[int]:
+def overdue_ranks(heartbeats: Sequence[HeartbeatRecord], *, min_seconds: float, now: float) -> list[int]:
     """The ranks that have been at the same thing for too long."""
-    return [rank for rank, beat in enumerate(heartbeats) if now - beat.since > beat.limit(min_seconds)]
+    return [rank for rank, beat in enumerate(heartbeats) if now - beat.phase_start > beat.limit_seconds(min_seconds)]
 
 
-def kill_culprits(ranks: Sequence[int], heartbeats: Sequence[Beat], pids: Mapping[int, int], folder: Path) -> Hang:
+def kill_culprits(
+    ranks: Sequence[int], heartbeats: Sequence[HeartbeatRecord], pids: Mapping[int, int], folder: Path
+) -> Hang:
     """Kill those who hold the others up, of which `ranks` are known to be late; afterwards, what there is to say."""
-    seconds = max(time.monotonic() - heartbeats[rank].since for rank in ranks)
+    seconds = max(time.monotonic() - heartbeats[rank].phase_start for rank in ranks)
     stopped = [rank for rank, pid in pids.items() if process_state(pid) == "T"]
     # Before its first step a rank may not listen yet, and the signal would end it.
     listening = [rank for rank in stopped or pids if heartbeats[rank].phase != STARTING]

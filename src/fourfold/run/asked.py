@@ -26,7 +26,7 @@ from types import FrameType
 from typing import NoReturn
 
 from fourfold.run.checkpoint.shelf import resume_hint
-from fourfold.run.pulse import Pulse
+from fourfold.run.pulse import Heartbeat
 from fourfold.words.errors import INTERRUPT_CODE, REQUEUE_CODE, Problem, SettingError
 from fourfold.words.world import World
 
@@ -59,7 +59,7 @@ def stop_seconds(environ: Mapping[str, str] = os.environ) -> float:
 
 @contextlib.contextmanager
 def handle_stop_signals(
-    heartbeat: Pulse, run_dir: Path, world: World, *, limit_seconds: float
+    heartbeat: Heartbeat, run_dir: Path, world: World, *, limit_seconds: float
 ) -> Iterator[Callable[[], int]]:
     """Within: SIGTERM and Ctrl-C are requests to stop; the function given returns the one that came, or 0.
 
@@ -88,7 +88,7 @@ class StopSignalHandler:
     """The requests to this process. `number`: the signal that the first one was; 0 before."""
 
     def __init__(
-        self, signals: list[signal.Signals], heartbeat: Pulse, run_dir: Path, world: World, limit_seconds: float
+        self, signals: list[signal.Signals], heartbeat: Heartbeat, run_dir: Path, world: World, limit_seconds: float
     ) -> None:
         self.signal_number = 0
         self._limit_seconds, self._heartbeat, self._run_dir, self._world = limit_seconds, heartbeat, run_dir, world
@@ -153,7 +153,7 @@ class StopSignalHandler:
             return math.inf
         if self._interrupted_at is not None:
             return self._interrupted_at + INTERRUPT_SECONDS
-        return max(self._requested_at, self._heartbeat.since) + self._limit_seconds
+        return max(self._requested_at, self._heartbeat.phase_start) + self._limit_seconds
 
     def _on_wakeup_byte(self, number: int) -> None:
         if number not in self._handlers:
@@ -163,7 +163,7 @@ class StopSignalHandler:
             return
         if self._requested_at is None:
             self._requested_at, self.signal_number = time.monotonic(), number
-            if number == signal.SIGINT and not self._heartbeat.is_read and self._world.rank == 0:
+            if number == signal.SIGINT and not self._heartbeat.has_reader and self._world.rank == 0:
                 self._print(f"SIGINT: {SAVING_TEXT}")
         elif (
             self._interrupted_at is None

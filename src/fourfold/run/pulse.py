@@ -18,115 +18,122 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-VARIABLE = "FOURFOLD_PULSE"
-WORDS = 8  # int64s of a record: a cache line
-STEP, RESUMED, PHASE, SINCE, TYPICAL = range(5)
-STARTING, STEPPING, PAUSING, DONE = range(4)
-REMEMBERED = 31  # steps of which the median is taken
-FACTOR = 5
+HEARTBEAT_VARIABLE = "FOURFOLD_PULSE"
+RECORD_WORDS = 8  # int64s of a record: a cache line
+STEP, RESUMED_STEP, PHASE, PHASE_START, TYPICAL_SECONDS = range(5)
+STARTING, STEPPING, PAUSED, DONE = range(4)
+MAX_SAMPLES = 31  # steps of which the median is taken
+LIMIT_FACTOR = 5
 # What has not been seen yet may take long: imports, a compiler in the first step, a first evaluation.
 FIRST_SECONDS = 600.0
 # A pause is an evaluation or a checkpoint, whose length depends on the data and the disk.
 PAUSE_SECONDS = 120.0
 
 
-class Beat(NamedTuple):
+class HeartbeatRecord(NamedTuple):
     """One rank's record. `step` is the last finished one and -1 before the first; times are in seconds."""
 
     step: int
-    resumed: int
+    resumed_step: int
     phase: int
-    since: float
-    typical: float
+    phase_start: float
+    typical_seconds: float
 
-    def limit(self, least: float) -> float:
+    def limit_seconds(self, min_seconds: float) -> float:
         """Seconds that the present phase may last."""
         if self.phase == STEPPING:
-            return max(least, FACTOR * self.typical)
-        if self.phase == PAUSING and self.typical:
-            return max(least, PAUSE_SECONDS, FACTOR * self.typical)
-        return math.inf if self.phase == DONE else max(least, FIRST_SECONDS)
+            return max(min_seconds, LIMIT_FACTOR * self.typical_seconds)
+        if self.phase == PAUSED and self.typical_seconds:
+            return max(min_seconds, PAUSE_SECONDS, LIMIT_FACTOR * self.typical_seconds)
+        return math.inf if self.phase == DONE else max(min_seconds, FIRST_SECONDS)
 
 
-class Pulse:
+class Heartbeat:
     """This rank's record."""
 
-    def __init__(self, words: memoryview, index: int = 0, *, is_read: bool = False) -> None:
-        self._words, self._first, self.is_read = words, index * WORDS, is_read
+    def __init__(self, words: memoryview, index: int = 0, *, has_reader: bool = False) -> None:
+        self._words, self._offset, self.has_reader = words, index * RECORD_WORDS, has_reader
         self.step = -1
-        self._steps: deque[float] = deque(maxlen=REMEMBERED)
-        self._pauses: deque[float] = deque(maxlen=REMEMBERED)
-        self._since = time.monotonic()
+        self._step_seconds: deque[float] = deque(maxlen=MAX_SAMPLES)
+        self._pause_seconds: deque[float] = deque(maxlen=MAX_SAMPLES)
+        self._phase_start = time.monotonic()
 
     @property
-    def since(self) -> float:
+    def phase_start(self) -> float:
         """When the last step, evaluation or checkpoint began or ended, on the monotonic clock."""
-        return self._since
+        return self._phase_start
 
-    def resumed(self, step: int) -> None:
+    def set_resumed_step(self, step: int) -> None:
         """Training goes on after `step`; the first step of this process is next."""
-        self._words[self._first + RESUMED] = step
+        self._words[self._offset + RESUMED_STEP] = step
 
     def beat(self, step: int) -> None:
         """A step has been finished."""
         now = time.monotonic()
-        self._steps.append(now - self._since)
-        self._enter(STEPPING, now, statistics.median(self._steps))
-        self._words[self._first + STEP] = self.step = step
+        self._step_seconds.append(now - self._phase_start)
+        self._set_phase(STEPPING, now, statistics.median(self._step_seconds))
+        self._words[self._offset + STEP] = self.step = step
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """Within: something that is no step. Before the first step it belongs to the start."""
-        before = self._words[self._first + PHASE]
+        before = self._words[self._offset + PHASE]
         if before != STEPPING:
             yield
             return
         begin = time.monotonic()
-        self._enter(PAUSING, begin, max(self._pauses, default=0.0))
+        self._set_phase(PAUSED, begin, max(self._pause_seconds, default=0.0))
         yield
         now = time.monotonic()
-        self._pauses.append(now - begin)
-        self._enter(STEPPING, now, statistics.median(self._steps))
+        self._pause_seconds.append(now - begin)
+        self._set_phase(STEPPING, now, statistics.median(self._step_seconds))
 
-    def done(self) -> None:
+    def mark_done(self) -> None:
         """Nothing is limited any more."""
-        self._enter(DONE, time.monotonic(), 0.0)
+        self._set_phase(DONE, time.monotonic(), 0.0)
 
-    def _enter(self, phase: int, now: float, typical: float) -> None:
+    def _set_phase(self, phase: int, now: float, typical: float) -> None:
         # The phase last: a reader in between sees a young one, not an old one with a short limit.
-        self._since = now
-        self._words[self._first + SINCE] = int(now * 1e9)
-        self._words[self._first + TYPICAL] = int(typical * 1e9)
-        self._words[self._first + PHASE] = phase
+        self._phase_start = now
+        self._words[self._offset + PHASE_START] = int(now * 1e9)
+        self._words[self._offset + TYPICAL_SECONDS] = int(typical * 1e9)
+        self._words[self._offset + PHASE] = phase
 
 
-def of_environment(environ: Mapping[str, str] = os.environ) -> Pulse:
+def from_environment(environ: Mapping[str, str] = os.environ) -> Heartbeat:
     """The pulse that this rank's launcher reads; one that nobody reads where it has made none."""
-    path = environ.get(VARIABLE)
+    path = environ.get(HEARTBEAT_VARIABLE)
     if path is None:
-        return Pulse(memoryview(bytearray(8 * WORDS)).cast("q"))
+        return Heartbeat(memoryview(bytearray(8 * RECORD_WORDS)).cast("q"))
     with Path(path).open("r+b") as file:
-        return Pulse(memoryview(mmap.mmap(file.fileno(), 0)).cast("q"), int(environ["LOCAL_RANK"]), is_read=True)
+        return Heartbeat(memoryview(mmap.mmap(file.fileno(), 0)).cast("q"), int(environ["LOCAL_RANK"]), has_reader=True)
 
 
-class Pulses:
+class HeartbeatFile:
     """The launcher's side: a file in `folder`, with a record for each of `size` ranks."""
 
-    def __init__(self, folder: Path, size: int) -> None:
-        self.path, self._size = folder / "pulse", size
-        self.path.write_bytes(bytes(8 * WORDS * size))
+    def __init__(self, folder: Path, num_ranks: int) -> None:
+        self.path, self._num_ranks = folder / "pulse", num_ranks
+        self.path.write_bytes(bytes(8 * RECORD_WORDS * num_ranks))
         with self.path.open("r+b") as file:
             self._words = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """An attempt begins: no rank has done anything."""
-        fresh = [0] * WORDS
-        fresh[STEP] = fresh[RESUMED] = -1
-        fresh[SINCE] = time.monotonic_ns()
-        for place, word in enumerate(fresh * self._size):
+        fresh = [0] * RECORD_WORDS
+        fresh[STEP] = fresh[RESUMED_STEP] = -1
+        fresh[PHASE_START] = time.monotonic_ns()
+        for place, word in enumerate(fresh * self._num_ranks):
             self._words[place] = word
 
-    def read(self) -> list[Beat]:
+    def read(self) -> list[HeartbeatRecord]:
         """Every rank's record."""
-        rows = [self._words[WORDS * index : WORDS * (index + 1)].tolist() for index in range(self._size)]
-        return [Beat(row[STEP], row[RESUMED], row[PHASE], row[SINCE] / 1e9, row[TYPICAL] / 1e9) for row in rows]
+        rows = [
+            self._words[RECORD_WORDS * index : RECORD_WORDS * (index + 1)].tolist() for index in range(self._num_ranks)
+        ]
+        return [
+            HeartbeatRecord(
+                row[STEP], row[RESUMED_STEP], row[PHASE], row[PHASE_START] / 1e9, row[TYPICAL_SECONDS] / 1e9
+            )
+            for row in rows
+        ]

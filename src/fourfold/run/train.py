@@ -38,7 +38,7 @@ from fourfold.run.late import StragglerDetector
 from fourfold.run.memory_bound import check_memory
 from fourfold.run.objective import is_uneven, uneven_problem
 from fourfold.run.outline import try_meta_model
-from fourfold.run.pulse import Pulse
+from fourfold.run.pulse import Heartbeat
 from fourfold.run.same_source import refuse_other_lengths
 from fourfold.run.settings import Settings, factors, refuse_steps, settings_of, told_late
 from fourfold.run.speaker import WINDOW, Report, Result, Speaker
@@ -120,10 +120,10 @@ def train(
     step = parallelize(model, task.loss, task.optimizer, plan, **kept)
     feed = Feed(data.train, plan, batch_size=settings.batch_size, seed=settings.seed)
     trained = TrainingState(step, feed, None if settings.ema is None else EMA(step.weight_shards, settings.ema))
-    beats = pulse.of_environment()
+    beats = pulse.from_environment()
     with _speaker(task, step, plan, settings, report) as speaker:
         if speaker.opened.finished_record is not None:
-            beats.done()
+            beats.mark_done()
             return speaker.ended_before(plan)
         with _keeper(trained, settings, speaker) as keeper:
             progress = speaker.resumed(keeper.resume())
@@ -132,7 +132,7 @@ def train(
             begin = time.perf_counter()
             traces = None if speaker.path is None else speaker.place
             tracing = Tracing(step, every=settings.trace_every, folder=traces, note=speaker.note)
-            beats.resumed(progress.step)
+            beats.set_resumed_step(progress.step)
             run = Training(task, trained, settings, speaker, keeper, tracing, data.valid, beats)
             here = World(rank=step.rank, size=plan.mesh.size)
             stopping = handle_stop_signals(beats, speaker.place, here, limit_seconds=limit)
@@ -143,13 +143,13 @@ def train(
 
 
 @contextlib.contextmanager
-def _telling_when(step: TrainStep, speaker: Speaker, beats: Pulse) -> Iterator[None]:
+def _telling_when(step: TrainStep, speaker: Speaker, beats: Heartbeat) -> Iterator[None]:
     """Within: a PeerError says after which step. Where no launcher of ours does, it is written down here."""
     try:
         yield
     except PeerError as error:
         text = f"{error} (after step {beats.step})" if beats.step >= 0 else f"{error} (before the first step)"
-        if not beats.is_read:
+        if not beats.has_reader:
             speaker.fault("lost rank", beats.step, text, rank=_lost(step))
         raise PeerError(text) from error
 
@@ -185,7 +185,7 @@ class Training:
     keeper: CheckpointManager
     tracing: Tracing
     valid: Source | None
-    pulse: Pulse
+    pulse: Heartbeat
 
     def steps(self, progress: TrainingProgress, asked: Callable[[], int]) -> TrainingProgress:
         """From where the run is to its last step. Raises StoppedError where a rank is `asked` to stop."""
@@ -278,7 +278,7 @@ class Training:
         if self.settings.drift_check:
             step.check_drift()
         progress = self.evaluate(progress)
-        self.pulse.done()
+        self.pulse.mark_done()
         if self.settings.checkpoint_every and self.keeper.saved_step != progress.step:
             self.keeper.save(progress)
         sample = None
