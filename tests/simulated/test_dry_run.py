@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
-from fourfold.run.random_weights import EXACT, JUDGEMENTS, LAST, Fits
+from fourfold.run.random_weights import CHECK_CONFIGS, STRICTEST_CHECK, WEAKEST_CHECK, MemoryFit
 from fourfold.run.sequence import gradient_sums
 from fourfold.run.sequence.tokens import share
 from fourfold.run.sequence.trial import Trial, Tried
@@ -111,7 +111,7 @@ WEIGHTS = {
 }
 
 
-def tried(model: nn.Module, *, sp: int = 2, ring: str = "zigzag", fits: Fits = Fits()) -> list[Tried]:  # noqa: B008
+def tried(model: nn.Module, *, sp: int = 2, ring: str = "zigzag", fits: MemoryFit = MemoryFit()) -> list[Tried]:  # noqa: B008
     """What each rank's trial finds."""
     torch.manual_seed(0)
     inputs = {"tokens": torch.randint(0, 50, (2, LENGTH)), "positions": torch.arange(LENGTH).expand(2, LENGTH)}
@@ -132,7 +132,7 @@ def test_mixing_behind_a_small_weight_or_a_closed_gate_is_refused(kind):
     for each in tried(make().to(dtype)):
         (problem,) = each.problems
         assert "depend on other ranks' tokens" in problem.got
-        assert each.judgement == EXACT
+        assert each.judgement == STRICTEST_CHECK
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -142,7 +142,7 @@ def test_a_model_without_mixing_passes_in_float64_whatever_its_dtype(sp, dtype):
     model = Body().to(dtype)
     ranks = tried(model, sp=sp)
     assert [(each.problems, each.num_calls, each.judgement, each.fell_back) for each in ranks] == [
-        ([], 1, EXACT, "")
+        ([], 1, STRICTEST_CHECK, "")
     ] * sp
     assert {each.outputs.dtype for each in ranks} == {dtype}
     assert sums_problem(model, ranks) is None
@@ -391,7 +391,7 @@ def test_models_without_mixing_pass(kind):
     torch.manual_seed(1)
     model = PASSING[kind]()
     ranks = tried(model)
-    assert [(each.problems, each.judgement, each.fell_back) for each in ranks] == [([], EXACT, "")] * 2
+    assert [(each.problems, each.judgement, each.fell_back) for each in ranks] == [([], STRICTEST_CHECK, "")] * 2
     assert sums_problem(model, ranks) is None
 
 
@@ -401,19 +401,21 @@ def test_models_without_mixing_pass(kind):
 def test_weights_that_cannot_be_of_order_1_are_near_the_models_own():
     torch.manual_seed(1)
     ranks = tried(Logarithmic(near=True))
-    assert {(each.judgement, tuple(each.problems)) for each in ranks} == {(JUDGEMENTS[1], ())}
+    assert {(each.judgement, tuple(each.problems)) for each in ranks} == {(CHECK_CONFIGS[1], ())}
     assert "not finite" in ranks[0].fell_back
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("fits", "judgement"), [(Fits(exact=False), JUDGEMENTS[2]), (Fits(False, False), LAST)])
+@pytest.mark.parametrize(
+    ("fits", "judgement"), [(MemoryFit(fits_float64=False), CHECK_CONFIGS[2]), (MemoryFit(False, False), WEAKEST_CHECK)]
+)
 def test_where_memory_does_not_do_the_models_dtype_is_used_and_told(fits, judgement, dtype):
     torch.manual_seed(1)
     model = Body().to(dtype)
     ranks = tried(model, fits=fits)
     assert [(each.problems, each.judgement) for each in ranks] == [([], judgement)] * 2
     assert all("do not fit into memory" in each.fell_back for each in ranks)
-    refused = tried(SmallScale(0.5 if judgement == LAST else 0.0).to(dtype), fits=fits)
+    refused = tried(SmallScale(0.5 if judgement == WEAKEST_CHECK else 0.0).to(dtype), fits=fits)
     assert all(each.problems for each in refused)
 
 

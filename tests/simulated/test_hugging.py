@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
-from fourfold.run.random_weights import EXACT
+from fourfold.run.random_weights import STRICTEST_CHECK
 from fourfold.run.sequence.hugging import NAME
 from fourfold.run.sequence.tokens import share
 from fourfold.run.sequence.trial import Trial
@@ -183,7 +183,7 @@ def test_a_mixture_of_experts_passes_the_dry_run_in_float64():
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **options, **SMALL))
     for index in range(2):
         tried = Trial(model, batches()[0][0], share(Plan(sp=2), LENGTH, index)).run()
-        assert (tried.problems, tried.judgement) == ([], EXACT)
+        assert (tried.problems, tried.judgement) == ([], STRICTEST_CHECK)
 
 
 def test_a_model_that_counts_positions_itself_is_refused():

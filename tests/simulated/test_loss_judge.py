@@ -17,7 +17,7 @@ from fourfold.plan.plan import Plan
 from fourfold.run import dry_run, loss_judge
 from fourfold.run.build import TrainStep
 from fourfold.run.objective import Objective
-from fourfold.run.random_weights import Fits
+from fourfold.run.random_weights import MemoryFit
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError
 from tests.training import SEEDING
@@ -263,7 +263,7 @@ class Remembering(Gpt):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("room", [Fits(), Fits(exact=False)])
+@pytest.mark.parametrize("room", [MemoryFit(), MemoryFit(fits_float64=False)])
 def test_a_judgement_leaves_the_model_its_gradients_and_all_generators_as_they_were(dtype, room):
     with SEEDING:
         torch.manual_seed(1)
@@ -289,7 +289,7 @@ def test_a_judgement_leaves_the_model_its_gradients_and_all_generators_as_they_w
         whole, parts = (batch(), [tuple(t[:2] for t in batch()), tuple(t[2:] for t in batch())])
         verdict = loss_judge.check_loss(model, objective, whole, parts, memory_fit=room, device=torch.device("cpu"))
         assert verdict.problem is None
-        assert verdict.config == str(loss_judge.STRICTEST_CHECK if room.exact else loss_judge.CHECK_CONFIGS[-1])
+        assert verdict.config == str(loss_judge.STRICTEST_CHECK if room.fits_float64 else loss_judge.CHECK_CONFIGS[-1])
         assert kept(model) == before
         assert states() == generators
         assert torch.equal(model.mean, mean)
@@ -301,7 +301,7 @@ def test_a_judgement_leaves_the_model_its_gradients_and_all_generators_as_they_w
 
 
 def test_without_memory_for_float64_gradients_are_judged_in_the_models_dtype_and_that_is_logged(monkeypatch, caplog):
-    monkeypatch.setattr(dry_run, "fits", lambda *args, **options: Fits(exact=False))
+    monkeypatch.setattr(dry_run, "find_memory_fit", lambda *args, **options: MemoryFit(fits_float64=False))
     caplog.set_level(logging.WARNING)
     threads.run(2, lambda ranks: trained(ranks, "gpt", plan_of("gpt")))
     (record,) = caplog.records
@@ -350,7 +350,7 @@ def test_torchscript_is_not_judged_and_left_as_it_is():
     model = nn.Sequential(torch.jit.script(nn.Linear(4, CLASSES)))
     before = [p.clone() for p in model.parameters()]
     given = torch.ones(3, 4), torch.zeros(3, dtype=torch.int64)
-    options = {"room": Fits(), "device": torch.device("cpu")}
+    options = {"room": MemoryFit(), "device": torch.device("cpu")}
     verdict = loss_judge.check_loss(model, Objective(F.cross_entropy), given, [given, given], **options)
     assert verdict.problem is None
     assert verdict.config is None

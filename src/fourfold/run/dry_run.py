@@ -46,7 +46,7 @@ from fourfold.run.gradient_hooks import hook_problems
 from fourfold.run.loss_judge import STRICTEST_CHECK, CheckResult, check_loss, summarize_error
 from fourfold.run.objective import ForwardResult, Objective, is_compiled
 from fourfold.run.parts_of_loss import LossComparison, compare_losses
-from fourfold.run.random_weights import Fits, fits
+from fourfold.run.random_weights import MemoryFit, find_memory_fit
 from fourfold.run.weight_watch import WeightWatch
 from fourfold.run.weights import Weights
 from fourfold.run.without_randomness import without_randomness
@@ -310,8 +310,10 @@ class DryRun:
             batch = subsample(shown.batch, min(num_samples(shown.batch), NUM_CHECKED_SAMPLES))
             # Gradients of what autograd keeps, too; one sample is judged as two.
             activations = 2 * shown.elements_per_sample * max(2, num_samples(batch))
-        mine = fits(self._model, self._device, num_sharing=self._num_local_ranks, activations=activations)
-        room = Fits(*map(all, zip(*all_gather_json(mine), strict=True)))
+        mine = find_memory_fit(
+            self._model, self._device, num_local_ranks=self._num_local_ranks, num_activations=activations
+        )
+        room = MemoryFit(*map(all, zip(*all_gather_json(mine), strict=True)))
         verdict, error = CheckResult(), None
         with unsharded("judge"):
             try:

@@ -26,15 +26,15 @@ from fourfold.run.exact import Float64Mode
 from fourfold.run.objective import ForwardResult, Objective
 from fourfold.run.parts_of_loss import LossComparison, compare_losses
 from fourfold.run.projections import Projection, project_gradients
-from fourfold.run.random_weights import Fits, Judgement, cast, copied_buffers, copied_parameters
+from fourfold.run.random_weights import CheckConfig, MemoryFit, cast_real, copy_buffers, copy_parameters
 from fourfold.run.unchanged import copied_attributes, unchanged
 from fourfold.run.weight_writes import WeightWrites
 from fourfold.run.widened import Widened
 from fourfold.run.without_randomness import without_randomness
 from fourfold.words.errors import FourfoldError, Problem
 
-STRICTEST_CHECK = Judgement(torch.float64, "near", True)
-CHECK_CONFIGS = (STRICTEST_CHECK, Judgement(torch.float64, "own", True), Judgement(None, "own", True))
+STRICTEST_CHECK = CheckConfig(torch.float64, "near", True)
+CHECK_CONFIGS = (STRICTEST_CHECK, CheckConfig(torch.float64, "own", True), CheckConfig(None, "own", True))
 # Of the largest of a parameter's gradients, by the size in bytes of the least precise number in a forward.
 GRADIENT_TOLERANCE = {8: 1e-8, 4: 1e-2, 2: 2e-1, 1: 5e-1}
 # Of the largest gradient of the model: a gradient that is 0 in theory is rounding noise in practice.
@@ -65,13 +65,13 @@ class PassResult(NamedTuple):
 class LossCheck:
     """One judgement of a loss that has been compared before, in the model's own dtype."""
 
-    def __init__(self, model: nn.Module, objective: Objective, config: Judgement, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, objective: Objective, config: CheckConfig, device: torch.device) -> None:
         self._model, self._objective, self._config, self._device = model, objective, config, device
-        self._param_copies = copied_parameters(model, config)
+        self._param_copies = copy_parameters(model, config)
         instead = {id(p): self._param_copies[name] for name, p in model.named_parameters()}
         self._loss_modules = objective.loss_modules(model)
         # A loss that holds the model has the same copies. What it has beside them is not trained.
-        self._loss_param_copies = copied_parameters(self._loss_modules, config._replace(weights="own"), instead)
+        self._loss_param_copies = copy_parameters(self._loss_modules, config._replace(weights="own"), instead)
         self._copy_by_id = instead | {
             id(p): self._loss_param_copies[name] for name, p in self._loss_modules.named_parameters()
         }
@@ -108,7 +108,9 @@ class LossCheck:
     def _forward_backward(self, batch: Any) -> ForwardResult:
         """The loss of a batch; its gradients are added to those of the copies."""
         samples = num_samples(batch)
-        inputs, targets = tree_map(unpack_batch(batch), lambda tensor: cast(detached_clone(tensor), self._config.dtype))
+        inputs, targets = tree_map(
+            unpack_batch(batch), lambda tensor: cast_real(detached_clone(tensor), self._config.dtype)
+        )
         measured = self._objective(self._model, Microbatch(inputs, targets, samples, 0))
         total = measured.loss.total
         if total.requires_grad and float(measured.loss.count):
@@ -128,7 +130,7 @@ class LossCheck:
                 (self._loss_modules, self._loss_param_copies),
             ):
                 # Not `torch.func.functional_call`: a checkpoint's second forward needs these weights in backward, too.
-                state: dict[str, Tensor] = {**parameters, **copied_buffers(module, dtype)}
+                state: dict[str, Tensor] = {**parameters, **copy_buffers(module, dtype)}
                 stack.enter_context(_reparametrize_module(module, state, tie_weights=True))
                 stack.enter_context(copied_attributes(module, dtype))
                 writes = WeightWrites(module)
@@ -165,17 +167,23 @@ class LossCheck:
 
 
 def check_loss(
-    model: nn.Module, objective: Objective, whole: Any, parts: Sequence[Any], *, memory_fit: Fits, device: torch.device
+    model: nn.Module,
+    objective: Objective,
+    whole: Any,
+    parts: Sequence[Any],
+    *,
+    memory_fit: MemoryFit,
+    device: torch.device,
 ) -> CheckResult:
     """The verdict of the first judgement that can be had. `room`: what of it fits into memory."""
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         return CheckResult(None, None, "the weights of TorchScript modules cannot be exchanged for copies")
     reasons: list[str] = []
-    if not memory_fit.exact:
+    if not memory_fit.fits_float64:
         reasons.append("weights, gradients and activations do not fit into memory in float64")
-    if not memory_fit.own:
+    if not memory_fit.fits_model_dtype:
         return CheckResult(None, None, "a second copy of weights and gradients does not fit into memory")
-    for judgement in CHECK_CONFIGS if memory_fit.exact else CHECK_CONFIGS[-1:]:
+    for judgement in CHECK_CONFIGS if memory_fit.fits_float64 else CHECK_CONFIGS[-1:]:
         try:
             with unchanged(model), unchanged(objective.loss_modules(model)):
                 problem = _run_check(model, objective, judgement, whole, parts, device)
@@ -188,7 +196,7 @@ def check_loss(
 def _run_check(
     model: nn.Module,
     objective: Objective,
-    config: Judgement,
+    config: CheckConfig,
     whole: Any,
     parts: Sequence[Any],
     device: torch.device,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fourfold.run.random_weights import PERIOD
+from fourfold.run.random_weights import TILE_SIZE
 
 SEED = 7
 
@@ -26,7 +26,7 @@ class Projection(NamedTuple):
 
 def project_gradients(parameters: Mapping[str, Tensor], *, max_groups: int | None = None) -> list[Projection]:
     """The projections of the parameters' gradients, in at most `limit` groups; None: one each. Gradients are freed."""
-    count = min(PERIOD, max((2 * p.numel() for p in parameters.values()), default=0))  # of complex ones both parts
+    count = min(TILE_SIZE, max((2 * p.numel() for p in parameters.values()), default=0))  # of complex ones both parts
     numbers = torch.randn(count, generator=torch.Generator().manual_seed(SEED)).double()
     values, norms = [], []
     for parameter in parameters.values():
@@ -51,10 +51,10 @@ def group_size(num_params: int, max_groups: int | None) -> int:
 
 
 def _project(flat: Tensor, numbers: Tensor) -> Tensor:
-    full = flat.numel() // PERIOD
+    full = flat.numel() // TILE_SIZE
     if not full:
         return flat @ numbers[: flat.numel()]
-    rows = flat[: full * PERIOD].view(full, PERIOD)
-    weights = numbers.repeat(math.ceil(full / PERIOD))[:full]
-    rest = flat[full * PERIOD :]
+    rows = flat[: full * TILE_SIZE].view(full, TILE_SIZE)
+    weights = numbers.repeat(math.ceil(full / TILE_SIZE))[:full]
+    rest = flat[full * TILE_SIZE :]
     return (rows @ numbers) @ weights + rest @ numbers[: rest.numel()]

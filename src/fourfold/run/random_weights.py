@@ -15,37 +15,39 @@ import torch
 from torch import Tensor, nn
 
 # A prime: no dim of a weight is a multiple of it, so no two rows of a weight are equal.
-PERIOD = 65_521
+TILE_SIZE = 65_521
 SEED = 20_240_601
 
 
-class Judgement(NamedTuple):
+class CheckConfig(NamedTuple):
     """How the dry run computes: in which dtype (None: the model's), with which weights, with or without gradients."""
 
     dtype: torch.dtype | None
     weights: str
-    gradients: bool
+    has_gradients: bool
 
     def __str__(self) -> str:
         dtype = "the model's own dtype" if self.dtype is None else str(self.dtype).removeprefix("torch.")
         weights = {"free": "random weights", "near": "weights near the model's own", "own": "the model's own weights"}
-        return f"in {dtype}, with {weights[self.weights]}{'' if self.gradients else ', without gradients'}"
+        return f"in {dtype}, with {weights[self.weights]}{'' if self.has_gradients else ', without gradients'}"
 
 
-EXACT = Judgement(torch.float64, "free", True)
+STRICTEST_CHECK = CheckConfig(torch.float64, "free", True)
 """What proves most. The dry run falls back on the others, in this order, where it cannot be had."""
-JUDGEMENTS = (EXACT, Judgement(torch.float64, "near", True), Judgement(None, "free", True))
-LAST = Judgement(None, "own", False)
+CHECK_CONFIGS = (STRICTEST_CHECK, CheckConfig(torch.float64, "near", True), CheckConfig(None, "free", True))
+WEAKEST_CHECK = CheckConfig(None, "own", False)
 
 
-class Fits(NamedTuple):
+class MemoryFit(NamedTuple):
     """Whether weights and gradients of the dry run fit into memory: in float64, and in the model's dtype."""
 
-    exact: bool = True
-    own: bool = True
+    fits_float64: bool = True
+    fits_model_dtype: bool = True
 
 
-def fits(model: nn.Module, device: torch.device, *, num_sharing: int, activations: int = 0) -> Fits:
+def find_memory_fit(
+    model: nn.Module, device: torch.device, *, num_local_ranks: int, num_activations: int = 0
+) -> MemoryFit:
     """Whether a dry run fits into the free memory of this device, which `num_sharing` ranks use.
 
     activations: how many numbers autograd keeps of a forward.
@@ -55,36 +57,36 @@ def fits(model: nn.Module, device: torch.device, *, num_sharing: int, activation
     elif device.type == "cpu":
         free = psutil.virtual_memory().available
     else:
-        return Fits()
+        return MemoryFit()
     elements = sum(p.numel() for p in model.parameters())
     own = sum(p.numel() * p.element_size() for p in model.parameters())
     # The weights and their gradients.
-    exact = 2 * 8 * elements + 8 * activations
-    return Fits(exact=exact * num_sharing <= free, own=2 * own * num_sharing <= free)
+    exact = 2 * 8 * elements + 8 * num_activations
+    return MemoryFit(fits_float64=exact * num_local_ranks <= free, fits_model_dtype=2 * own * num_local_ranks <= free)
 
 
 @torch.no_grad()
-def made(model: nn.Module, judgement: Judgement) -> dict[str, Tensor]:
+def make_state(model: nn.Module, config: CheckConfig) -> dict[str, Tensor]:
     """Parameters and buffers for `torch.func.functional_call`. Buffers are copies: what forward writes is dropped."""
     generator = torch.Generator().manual_seed(SEED)
-    state = copied_buffers(model, judgement.dtype)
+    state = copy_buffers(model, config.dtype)
     for name, p in model.named_parameters():
         if not (p.is_floating_point() or p.is_complex()):
             continue
-        if judgement.weights == "own":
-            filled = _filled(p, generator)
+        if config.weights == "own":
+            filled = _fill_zeros(p, generator)
             if filled is not None:
                 state[name] = filled
             continue
-        drawn = _near(p, generator) if judgement.weights == "near" else _free(p, generator)
-        drawn = cast(drawn, judgement.dtype) if judgement.dtype is not None else drawn.to(p.dtype)
+        drawn = _perturbed_weight(p, generator) if config.weights == "near" else _random_weight(p, generator)
+        drawn = cast_real(drawn, config.dtype) if config.dtype is not None else drawn.to(p.dtype)
         state[name] = nn.Parameter(drawn, requires_grad=p.requires_grad)
     return state
 
 
 @torch.no_grad()
-def copied_parameters(
-    model: nn.Module, judgement: Judgement, known: Mapping[int, nn.Parameter] | None = None
+def copy_parameters(
+    model: nn.Module, config: CheckConfig, existing: Mapping[int, nn.Parameter] | None = None
 ) -> dict[str, nn.Parameter]:
     """Copies of all parameters: trained ones with the weights of the judgement, frozen ones as they are.
 
@@ -93,59 +95,63 @@ def copied_parameters(
     generator = torch.Generator().manual_seed(SEED)
     copies: dict[str, nn.Parameter] = {}
     for name, p in model.named_parameters():
-        if known and id(p) in known:
-            copies[name] = known[id(p)]
+        if existing and id(p) in existing:
+            copies[name] = existing[id(p)]
             continue
-        is_near = judgement.weights == "near" and p.requires_grad
-        drawn = _near(p, generator) if is_near else p.detach().clone()
-        drawn = drawn.to(p.dtype) if judgement.dtype is None else cast(drawn, judgement.dtype)
+        is_near = config.weights == "near" and p.requires_grad
+        drawn = _perturbed_weight(p, generator) if is_near else p.detach().clone()
+        drawn = drawn.to(p.dtype) if config.dtype is None else cast_real(drawn, config.dtype)
         copies[name] = nn.Parameter(drawn, requires_grad=p.requires_grad)
     return copies
 
 
-def copied_buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
+def copy_buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Copies of all buffers: what a forward writes there is dropped."""
-    return {name: cast(buffer.detach().clone(), dtype) for name, buffer in model.named_buffers()}
+    return {name: cast_real(buffer.detach().clone(), dtype) for name, buffer in model.named_buffers()}
 
 
-def tile(like: Tensor, generator: torch.Generator, *, uniform: bool = False) -> Tensor:
+def random_tiled(like: Tensor, generator: torch.Generator, *, is_uniform: bool = False) -> Tensor:
     """Random numbers in the shape and on the device of a tensor: normal, or uniform from -1 to 1; float64."""
-    count = min(like.numel(), PERIOD)
+    count = min(like.numel(), TILE_SIZE)
     # In float32 they are drawn four times as fast.
-    numbers = torch.rand(count, generator=generator) * 2 - 1 if uniform else torch.randn(count, generator=generator)
+    numbers = torch.rand(count, generator=generator) * 2 - 1 if is_uniform else torch.randn(count, generator=generator)
     times = math.ceil(like.numel() / max(count, 1))
     return numbers.to(like.device).double().repeat(times)[: like.numel()].view(like.shape)
 
 
-def _free(p: Tensor, generator: torch.Generator) -> Tensor:
+def _random_weight(p: Tensor, generator: torch.Generator) -> Tensor:
     """A weight of order 1. It keeps its sign: a model may take its logarithm or its root."""
     if p.is_complex():
-        return torch.view_as_complex(_free(torch.view_as_real(p.detach().resolve_conj()).contiguous(), generator))
+        return torch.view_as_complex(
+            _random_weight(torch.view_as_real(p.detach().resolve_conj()).contiguous(), generator)
+        )
     if sum(size > 1 for size in p.shape) <= 1:  # a gate, a bias, the scale of a norm
-        numbers = tile(p, generator, uniform=True)
+        numbers = random_tiled(p, generator, is_uniform=True)
         numbers += 0.5 * numbers.sign()
     else:
-        numbers = tile(p, generator) / math.sqrt(max(1, math.prod(p.shape[1:])))
+        numbers = random_tiled(p, generator) / math.sqrt(max(1, math.prod(p.shape[1:])))
     signs = p.detach().double().sign()
     return torch.where(signs == 0, numbers, signs * numbers.abs())
 
 
-def _near(p: Tensor, generator: torch.Generator) -> Tensor:
+def _perturbed_weight(p: Tensor, generator: torch.Generator) -> Tensor:
     if p.is_complex():
-        return torch.view_as_complex(_near(torch.view_as_real(p.detach().resolve_conj()).contiguous(), generator))
-    own, numbers = p.detach().double(), tile(p, generator, uniform=True)
+        return torch.view_as_complex(
+            _perturbed_weight(torch.view_as_real(p.detach().resolve_conj()).contiguous(), generator)
+        )
+    own, numbers = p.detach().double(), random_tiled(p, generator, is_uniform=True)
     return torch.where(own == 0, 0.1 * numbers, own * (1.0 + 0.5 * numbers))
 
 
-def _filled(p: Tensor, generator: torch.Generator) -> Tensor | None:
+def _fill_zeros(p: Tensor, generator: torch.Generator) -> Tensor | None:
     """A copy of a weight with small numbers for its zeros; None where it has none."""
     zeros = p == 0
     if p.is_complex() or not bool(zeros.any()):
         return None
-    return torch.where(zeros, 0.1 * tile(p, generator).to(p.dtype), p.detach())
+    return torch.where(zeros, 0.1 * random_tiled(p, generator).to(p.dtype), p.detach())
 
 
-def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+def cast_real(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """A tensor of real or complex numbers in the dtype of a judgement; others stay."""
     if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor

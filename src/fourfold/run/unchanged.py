@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fourfold.run.random_weights import cast
+from fourfold.run.random_weights import cast_real
 
 
 @contextlib.contextmanager
@@ -47,7 +47,7 @@ def copied_attributes(model: nn.Module, dtype: torch.dtype | None) -> Iterator[N
         for name, value in list(attributes.items()):
             if isinstance(value, Tensor):
                 changed.append((attributes, name, value))
-                attributes[name] = cast(value.detach().clone(), dtype)
+                attributes[name] = cast_real(value.detach().clone(), dtype)
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fourfold.parts.uses import METADATA_FUNCTIONS
-from fourfold.run.random_weights import cast
+from fourfold.run.random_weights import cast_real
 
 
 class Widened(TorchFunctionMode):
@@ -40,7 +40,7 @@ class Widened(TorchFunctionMode):
 
     def _given(self, value: Any, dtype: torch.dtype | None) -> Any:
         if isinstance(value, Tensor):
-            return cast(self._instead.get(id(value), value), dtype)
+            return cast_real(self._instead.get(id(value), value), dtype)
         if type(value) in (list, tuple):
             changed = [self._given(each, dtype) for each in value]
             is_same = all(new is old for new, old in zip(changed, value, strict=True))
@@ -52,7 +52,7 @@ class Widened(TorchFunctionMode):
             return type(result)(self._made(each, given) for each in result)
         if not isinstance(result, Tensor) or not (result.is_floating_point() or result.is_complex()):
             return result
-        wide = cast(result, self._dtype)
+        wide = cast_real(result, self._dtype)
         if wide is not result and any(isinstance(each, Tensor) and each.is_floating_point() for each in given):
             self.itemsize = min(self.itemsize, result.dtype.to_real().itemsize)
         return wide

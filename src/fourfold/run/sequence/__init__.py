@@ -20,7 +20,7 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.sequence import length_divisor, length_problem
 from fourfold.run.batch import Microbatch, has_token_dim, tree_leaves, tree_map, unpack_batch
 from fourfold.run.projections import Projection
-from fourfold.run.random_weights import EXACT, Fits, fits
+from fourfold.run.random_weights import STRICTEST_CHECK, MemoryFit, find_memory_fit
 from fourfold.run.sequence import gradient_sums
 from fourfold.run.sequence.alike import digest, same, unlike
 from fourfold.run.sequence.dropout import Drawn, apart
@@ -155,12 +155,12 @@ class Tokens:
         # A batch that is empty everywhere has shown nothing.
         self.is_tried = any("values" in told for told in everyone)
 
-    def _room(self) -> Fits:
+    def _room(self) -> MemoryFit:
         """What of the dry run fits into memory on every rank. Collective."""
-        mine = fits(self._model, self._ranks.device, num_sharing=self._ranks.world.local_size)
-        return Fits(*(all(each) for each in zip(*self._ranks.all_gather_json(mine), strict=True)))
+        mine = find_memory_fit(self._model, self._ranks.device, num_local_ranks=self._ranks.world.local_size)
+        return MemoryFit(*(all(each) for each in zip(*self._ranks.all_gather_json(mine), strict=True)))
 
-    def _try(self, inputs: Mapping[str, Any], targets: Any, length: int, room: Fits) -> tuple[Tried, list[Value]]:
+    def _try(self, inputs: Mapping[str, Any], targets: Any, length: int, room: MemoryFit) -> tuple[Tried, list[Value]]:
         """What a trial finds; without problems also the values of the loss for all tokens, and for this rank's."""
         inputs, targets = self.few((inputs, targets))
         few = length_of((inputs, targets))
@@ -242,13 +242,13 @@ class Tokens:
             problem = gradient_sums.problem(names, parts)
             if problem is not None:
                 raise TaskError(problem, where="the model")
-        weaker = next((told for told in tried if told["judgement"] != str(EXACT)), None)
+        weaker = next((told for told in tried if told["judgement"] != str(STRICTEST_CHECK)), None)
         if weaker is not None and self._ranks.rank == 0:
             log.warning(
                 "the dry run of sp = %d computed %s instead of %s: %s",
                 self._plan.sp,
                 weaker["judgement"],
-                EXACT,
+                STRICTEST_CHECK,
                 weaker["fell_back"],
             )
 

@@ -24,7 +24,7 @@ from fourfold.run.backward import count_gradients, run_backward
 from fourfold.run.batch import has_token_dim, tree_leaves, tree_map
 from fourfold.run.exact import Float64Mode
 from fourfold.run.projections import Projection
-from fourfold.run.random_weights import Judgement
+from fourfold.run.random_weights import CheckConfig
 from fourfold.run.sequence import gradient_sums
 from fourfold.run.sequence.closeness import Differs, gradient_bound_of, is_close, is_same, require_rows, rows
 from fourfold.run.sequence.gradient_sums import NOISE, Gradients
@@ -61,15 +61,15 @@ class Judge:
         model: nn.Module,
         inputs: Mapping[str, Any],
         share: Share,
-        judgement: Judgement,
+        judgement: CheckConfig,
         *,
         names: Names,
         ulysses: int,
     ) -> None:
         self._model, self._share, self._config, self._names, self._ulysses = model, share, judgement, names, ulysses
-        self._inputs = tree_map(dict(inputs), lambda tensor: random_weights.cast(tensor, judgement.dtype))
+        self._inputs = tree_map(dict(inputs), lambda tensor: random_weights.cast_real(tensor, judgement.dtype))
         with _unfit():
-            self._state = random_weights.made(model, judgement)
+            self._state = random_weights.make_state(model, judgement)
         self._calls: list[Recorded] = []
         self._taps = Taps(names, share)
         self._wrong: list[str] = []
@@ -87,7 +87,7 @@ class Judge:
         taps = Taps(self._names, self._share)
         own = self._replay(taps)
         self._compare(whole, own)
-        if not self._config.gradients:
+        if not self._config.has_gradients:
             return None
         parameters = {name: self._state[name] for name, p in self._model.named_parameters() if p.requires_grad}
         weights = self._weights(whole)
@@ -109,7 +109,7 @@ class Judge:
     def _patched_model(self, target: Target, taps: Taps | None = None) -> Iterator[None]:
         exact = Float64Mode(new_tensors=True) if self._config.dtype is not None else contextlib.nullcontext()
         instead = {} if taps is None else {F.embedding: taps.embedding}
-        grad = torch.set_grad_enabled(self._config.gradients and taps is not None)
+        grad = torch.set_grad_enabled(self._config.has_gradients and taps is not None)
         # Not `torch.func.functional_call`: a checkpoint's second forward needs these weights in backward, too.
         weights = _reparametrize_module(self._model, self._state, tie_weights=True)
         constants = copied_attributes(self._model, self._config.dtype)
@@ -180,7 +180,7 @@ class Judge:
         """The random weights of each output that can be differentiated."""
         generator = torch.Generator().manual_seed(SEED)
         return [
-            random_weights.tile(output.detach(), generator).to(output.dtype)
+            random_weights.random_tiled(output.detach(), generator).to(output.dtype)
             if output.requires_grad and output.is_floating_point()
             else None
             for output in tree_leaves(outputs)

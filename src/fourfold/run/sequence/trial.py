@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fourfold.run.batch import POSITION_KEYS, eval_mode, has_token_dim, tree_map
 from fourfold.run.forward_state import EDIT_ADVICE, describe_trained
-from fourfold.run.random_weights import EXACT, JUDGEMENTS, LAST, Fits, Judgement
+from fourfold.run.random_weights import CHECK_CONFIGS, STRICTEST_CHECK, WEAKEST_CHECK, CheckConfig, MemoryFit
 from fourfold.run.sequence.closeness import Differs
 from fourfold.run.sequence.gradient_sums import Gradients
 from fourfold.run.sequence.hugging import installed, is_hugging
@@ -44,7 +44,7 @@ class Tried(NamedTuple):
     num_calls: int = 0
     outputs: Any = None
     gradients: Gradients | None = None
-    judgement: Judgement = EXACT
+    judgement: CheckConfig = STRICTEST_CHECK
     fell_back: str = ""
     """Why the best judgement could not be had; empty where it was."""
 
@@ -59,7 +59,7 @@ class Trial:
         share: Share,
         *,
         ulysses: int = 1,
-        fits: Fits = Fits(),  # noqa: B008
+        fits: MemoryFit = MemoryFit(),  # noqa: B008
     ) -> None:
         self._model, self._inputs, self._share, self._ulysses, self._fits = model, inputs, share, ulysses, fits
         self._names = Names(model)
@@ -110,12 +110,12 @@ class Trial:
     def _judged(self, outputs: Any) -> Tried:
         """The verdict of the first judgement that can be had."""
         reasons: dict[torch.dtype | None, str] = {}
-        if not self._fits.exact:
+        if not self._fits.fits_float64:
             reasons[torch.float64] = "weights and gradients do not fit into memory in float64"
-        if not self._fits.own:
+        if not self._fits.fits_model_dtype:
             reasons[None] = "weights and gradients do not fit into memory"
         given_up = dict(reasons)
-        for judgement in JUDGEMENTS:
+        for judgement in CHECK_CONFIGS:
             if judgement.dtype in given_up:
                 continue
             try:
@@ -123,11 +123,11 @@ class Trial:
             except Unfit as error:
                 reasons[judgement.dtype] = f"{judgement}: {error}"
         try:
-            return self._verdict(outputs, LAST, "; ".join(reasons.values()))
+            return self._verdict(outputs, WEAKEST_CHECK, "; ".join(reasons.values()))
         except Unfit as error:
             raise error.__cause__ or error from None
 
-    def _verdict(self, outputs: Any, judgement: Judgement, fell_back: str) -> Tried:
+    def _verdict(self, outputs: Any, judgement: CheckConfig, fell_back: str) -> Tried:
         options = {"names": self._names, "ulysses": self._ulysses}
         judge = Judge(self._model, self._inputs, self._share, judgement, **options)
         try:
