@@ -10,7 +10,7 @@ from torch import nn
 
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
-from fourfold.run.refuse import refuse, refuse_for
+from fourfold.run.refuse import check_plan_for_model, check_plan_on_ranks
 from fourfold.testing import threads
 from fourfold.words.errors import DivergenceError, PlanError, TaskError, TrainingError
 from tests import training
@@ -197,9 +197,9 @@ def test_an_embedding_that_forward_shortens_is_refused_with_weights_that_are_rou
             super().__init__()
             self.words = nn.Embedding(4, 4, max_norm=1.0)
 
-    refuse_for(Words(), Plan(), clip=None)
+    check_plan_for_model(Words(), Plan(), clip=None)
     with pytest.raises(PlanError, match=r"max_norm at words"):
-        refuse_for(Words(), Plan(precision="bf16"), clip=None)
+        check_plan_for_model(Words(), Plan(precision="bf16"), clip=None)
 
 
 def test_weights_that_rest_split_are_not_copied_nor_written_between_steps():
@@ -291,10 +291,10 @@ def test_a_model_that_an_earlier_step_has_rounded_is_refused(precision):
         with pytest.raises(
             PlanError, match=r"an earlier TrainStep has rounded.*try a new model, with model\.load_state"
         ):
-            refuse(inner, plan, ranks)
+            check_plan_on_ranks(inner, plan, ranks)
         fresh = training.model("mlp").float()
         fresh.load_state_dict(step.state_dict()["model"])
-        refuse(fresh, plan, ranks)
+        check_plan_on_ranks(fresh, plan, ranks)
 
     threads.run(2, body)
 

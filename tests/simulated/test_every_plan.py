@@ -14,7 +14,7 @@ import torch
 
 from fourfold.parts import optim
 from fourfold.plan.plan import FIELD_RULES
-from fourfold.run.refuse import refuse, refuse_optimizer
+from fourfold.run.refuse import check_plan_on_ranks, check_update_timing
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE, Trained
 from fourfold.words.errors import PlanError
@@ -42,8 +42,8 @@ def is_refused(case: Case) -> bool:
     ranks = cast(Any, SimpleNamespace(size=SIZE, device=torch.device("cpu")))
     try:
         plan, model = case.plan(SIZE), training.model(case.model)
-        refuse(model, plan, ranks, clip=case.clip)
-        refuse_optimizer(optim.build_optimizer(training.optimizer(case), list(model.parameters())), plan)
+        check_plan_on_ranks(model, plan, ranks, clip=case.clip)
+        check_update_timing(optim.build_optimizer(training.optimizer(case), list(model.parameters())), plan)
     except PlanError:
         return True
     return False

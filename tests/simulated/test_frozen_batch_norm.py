@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
 from fourfold.run.optimizer import DistributedOptimizer
-from fourfold.run.refuse import refuse_for
+from fourfold.run.refuse import check_plan_for_model
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import DivergenceError, PlanError, TaskError
@@ -58,7 +58,7 @@ def test_frozen_statistics_train_as_on_one_device(plan):
         assert torch.equal(step.model.get_buffer("norm.running_mean"), net().get_buffer("norm.running_mean"))
         return oracle.snapshot(step, [m.loss for m in metrics], [])
 
-    refuse_for(net(), plan, clip=None)
+    check_plan_for_model(net(), plan, clip=None)
     assert max(oracle.deviation(got, expected) for got in threads.run(plan.dp, body)) <= TOLERANCE
 
 
@@ -69,9 +69,9 @@ def test_statistics_of_each_batch_are_refused(plan):
     untracked.norm = nn.BatchNorm1d(8, track_running_stats=False).double().eval()
     for model in (trains, untracked):
         with pytest.raises(PlanError, match="batch normalization at norm"):
-            refuse_for(model, plan, clip=None)
+            check_plan_for_model(model, plan, clip=None)
     for model in (trains, untracked):
-        refuse_for(model, Plan(), clip=None)
+        check_plan_for_model(model, Plan(), clip=None)
 
 
 @pytest.mark.parametrize("plan", PLANS)

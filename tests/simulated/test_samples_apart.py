@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
 from fourfold.run.gradient_hooks import hook_problems
-from fourfold.run.refuse import refuse_for
+from fourfold.run.refuse import check_plan_for_model
 from fourfold.testing import threads
 from fourfold.words.errors import PlanError, TaskError
 
@@ -174,13 +174,13 @@ def test_embeddings_that_look_at_a_whole_batch_are_refused_where_it_is_cut(kind)
     by_count, by_length = kind(5, 3, scale_grad_by_freq=True), kind(5, 3, max_norm=1.0)
     for plan in PLANS:
         with pytest.raises(PlanError, match="scale_grad_by_freq at the model"):
-            refuse_for(by_count, plan, clip=None)
+            check_plan_for_model(by_count, plan, clip=None)
     with pytest.raises(PlanError, match="max_norm at the model"):
-        refuse_for(by_length, PLANS[0], clip=None)
-    refuse_for(by_length, PLANS[2], clip=None)
-    refuse_for(by_count, Plan(), clip=None)
+        check_plan_for_model(by_length, PLANS[0], clip=None)
+    check_plan_for_model(by_length, PLANS[2], clip=None)
+    check_plan_for_model(by_count, Plan(), clip=None)
 
 
 def test_modules_without_shapes_are_refused_by_name():
     with pytest.raises(PlanError, match=r"lazy modules .* 0\.weight, 0\.bias"):
-        refuse_for(nn.Sequential(nn.LazyLinear(3)), Plan(), clip=None)
+        check_plan_for_model(nn.Sequential(nn.LazyLinear(3)), Plan(), clip=None)

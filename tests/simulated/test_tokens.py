@@ -16,7 +16,7 @@ from fourfold.feed.feed import Batch
 from fourfold.plan.order import BatchRange
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
-from fourfold.run.refuse import refuse
+from fourfold.run.refuse import check_plan_on_ranks
 from fourfold.run.sequence.dropout import apart
 from fourfold.run.sequence.route import Call, routed
 from fourfold.testing import oracle, threads
@@ -235,7 +235,7 @@ def test_a_batch_whose_tokens_cannot_be_cut_is_refused(kind):
 
 def test_local_steps_are_refused():
     def body(ranks):
-        refuse(nn.Linear(2, 2), Plan(sp=2, sync="local"), ranks)
+        check_plan_on_ranks(nn.Linear(2, 2), Plan(sp=2, sync="local"), ranks)
 
     with pytest.raises(PlanError, match=r'sync = "local" with sp = 2'):
         threads.run(2, body)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
-from fourfold.run.refuse import refuse_for
+from fourfold.run.refuse import check_plan_for_model
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import PlanError, TaskError
@@ -298,6 +298,6 @@ def test_an_embedding_with_a_largest_norm_trains_in_microbatches(by_function):
 
 def test_an_embedding_with_a_largest_norm_is_refused_where_its_write_is_lost():
     with pytest.raises(PlanError, match='max_norm at table, and precision = "bf16"'):
-        refuse_for(renormed().float(), Plan(precision="bf16"), clip=None)
+        check_plan_for_model(renormed().float(), Plan(precision="bf16"), clip=None)
     match = r"forward writes table\.weight, which is trained, from the samples it is given"
     refused(functools.partial(renormed, by_function=True), Plan(dp=2), match, TOKENS)

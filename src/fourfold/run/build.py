@@ -49,7 +49,13 @@ from fourfold.run.objective import ForwardResult, Objective, is_uneven, uneven_p
 from fourfold.run.outline import build_meta_model
 from fourfold.run.own_optimizer import OptimizerWatch, check_user_optimizer
 from fourfold.run.parts import StepContext
-from fourfold.run.refuse import compare, refuse, refuse_for, refuse_optimizer, refuse_own_loss
+from fourfold.run.refuse import (
+    check_model_loss,
+    check_plan_for_model,
+    check_plan_on_ranks,
+    check_same_on_ranks,
+    check_update_timing,
+)
 from fourfold.run.remembered import Remembered
 from fourfold.run.runtime import Runtime
 from fourfold.run.same_batches import SameBatches, fingerprint
@@ -107,7 +113,7 @@ def parallelize(
     check_arguments(model=model, loss=loss, optimizer=optimizer, plan=plan, clip=clip, seed=seed, skip_nan=skip_nan)
     ranks = comm.init_communicator()
     plan = plan or Plan(dp=ranks.size)
-    refuse(model, plan, ranks, clip=clip)
+    check_plan_on_ranks(model, plan, ranks, clip=clip)
     _set_threads(ranks)
     torch.manual_seed(generator_seed(seed, plan.mesh.at(ranks.rank)["dp"]))
     options = {"clip": clip, "skip_nan": skip_nan, "seed": seed}
@@ -139,11 +145,11 @@ class TrainStep:
         same_batches: str = "refuse",
         drift_check: int = DRIFT_CHECK,
     ) -> None:
-        refuse_own_loss(loss, plan)
+        check_model_loss(loss, plan)
         self.model, self.plan, self._communicator = model, plan, communicator
         self.objective = Objective(loss)
         self.optimizer = optim.build_optimizer(optimizer, list(model.parameters()))
-        refuse_optimizer(self.optimizer, plan)
+        check_update_timing(self.optimizer, plan)
         check_user_optimizer(self.optimizer, plan)
         self._optimizer_watch = OptimizerWatch(self.optimizer, plan)
         self._frozen_norms = FrozenBatchNorms(model, plan)
@@ -152,7 +158,7 @@ class TrainStep:
         shapes = {name: list(p.shape) for name, p in trainable.items()}
         self._duplicate_batches = SameBatches(same_batches, num_data_ranks=plan.dp, speaks=communicator.rank == 0)
         options = {"clip": clip, "skip_nan": skip_nan, "same_batches": same_batches, "drift_check": drift_check}
-        compare(communicator, own, shapes, plan=plan, options=options, optimizer=self.optimizer)
+        check_same_on_ranks(communicator, own, shapes, plan=plan, options=options, optimizer=self.optimizer)
         self._options = OptionTracker(self.optimizer)
         # A split over one rank is whole.
         rest = RESTING_LAYOUTS[plan.zero if plan.num_shards > 1 else 0]
@@ -810,11 +816,11 @@ def preflight(task: Task, plan: Plan) -> nn.Module:
     started.
     """
     model = build_meta_model(task, max_bytes=available_bytes())
-    refuse_for(model, plan, clip=task.clip)
-    refuse_own_loss(task.loss, plan)
+    check_plan_for_model(model, plan, clip=task.clip)
+    check_model_loss(task.loss, plan)
     comm.check_transport_device(plan.transport, "cuda" if torch.cuda.is_available() else "cpu")
     optimizer = optim.build_optimizer(task.optimizer, list(model.parameters()))
-    refuse_optimizer(optimizer, plan)
+    check_update_timing(optimizer, plan)
     check_user_optimizer(optimizer, plan)
     return model
 

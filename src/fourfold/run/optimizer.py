@@ -28,7 +28,7 @@ from fourfold.run import drift
 from fourfold.run.arguments import check_join_states, check_wrapper_arguments
 from fourfold.run.batch_statistics import FrozenBatchNorms
 from fourfold.run.layouts import MemoryFormats, shape_and_strides
-from fourfold.run.refuse import compare, refuse
+from fourfold.run.refuse import check_plan_on_ranks, check_same_on_ranks
 from fourfold.run.same_batches import Inputs, SameBatches
 from fourfold.run.spread import spread
 from fourfold.run.unreduced import Reduced, Unreduced
@@ -87,7 +87,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # The state, the groups and the hooks are the wrapped optimizer's: see __getattr__.
         self._optimizer, self._model, self._communicator = optimizer, model, communicator or comm.init_communicator()
         plan = plan or Plan(dp=self._communicator.size)
-        refuse(model, plan, self._communicator)
+        check_plan_on_ranks(model, plan, self._communicator)
         _check_plan_fields(plan)
         self._plan, self._frozen_norms = plan, FrozenBatchNorms(model, plan)
         strangers = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -106,7 +106,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._duplicate_batches = SameBatches(same_batches, num_data_ranks=plan.dp, speaks=self._communicator.rank == 0)
         grouped = data.param_specs(trainable, dict.fromkeys(trainable, -1) | group_indices(optimizer, trainable))
         options = {"same_batches": same_batches, "drift_check": drift_check}
-        compare(self._communicator, grouped, shapes, plan=plan, options=options, optimizer=optimizer)
+        check_same_on_ranks(self._communicator, grouped, shapes, plan=plan, options=options, optimizer=optimizer)
         self._input_fingerprints = Inputs(model if self._duplicate_batches.is_watching else None)
         self._options = OptionTracker(optimizer)
         self._drift_checker = drift.DriftChecker(self._communicator, drift_check, attempt=WRAPPER_HINT)

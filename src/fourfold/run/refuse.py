@@ -21,22 +21,24 @@ from fourfold.run.batch_statistics import FREEZE_HINT, uses_batch_stats
 from fourfold.words.errors import PlanError, Problem, TaskError
 
 
-def refuse(model: nn.Module, plan: Plan, ranks: comm.Communicator, *, clip: float | None = None) -> None:
+def check_plan_on_ranks(
+    model: nn.Module, plan: Plan, communicator: comm.Communicator, *, clip: float | None = None
+) -> None:
     """Raise PlanError with every reason why this plan cannot be carried out with this model on these ranks."""
-    problems = size_problems(plan, ranks.size) + plan_problems(model, plan, clip=clip)
+    problems = size_problems(plan, communicator.size) + model_plan_problems(model, plan, clip=clip)
     if problems:
         raise PlanError(problems, where="the plan")
-    comm.check_transport_device(plan.transport, ranks.device.type)
+    comm.check_transport_device(plan.transport, communicator.device.type)
 
 
-def refuse_for(model: nn.Module, plan: Plan, *, clip: float | None) -> None:
+def check_plan_for_model(model: nn.Module, plan: Plan, *, clip: float | None) -> None:
     """Raise PlanError with every reason why this plan cannot be carried out with this model, on whatever ranks."""
-    problems = plan_problems(model, plan, clip=clip)
+    problems = model_plan_problems(model, plan, clip=clip)
     if problems:
         raise PlanError(problems, where="the plan")
 
 
-def refuse_own_loss(loss: Callable[[Any, Any], Any] | None, plan: Plan) -> None:
+def check_model_loss(loss: Callable[[Any, Any], Any] | None, plan: Plan) -> None:
     """Raise TaskError for a model's own loss where ranks have some of a sample's tokens only."""
     if loss is not None or plan.sp == 1:
         return
@@ -46,7 +48,7 @@ def refuse_own_loss(loss: Callable[[Any, Any], Any] | None, plan: Plan) -> None:
     raise TaskError(Problem(got, need, attempt), where="the loss")
 
 
-def plan_problems(model: nn.Module, plan: Plan, *, clip: float | None) -> list[Problem]:
+def model_plan_problems(model: nn.Module, plan: Plan, *, clip: float | None) -> list[Problem]:
     """All that does not go together."""
     return model_problems(model, plan) + update_problems(plan, clip) + sync_problems(plan) + precision_problems(plan)
 
@@ -114,7 +116,7 @@ def sync_problems(plan: Plan) -> list[Problem]:
     return problems
 
 
-def refuse_optimizer(optimizer: Optimizer, plan: Plan) -> None:
+def check_update_timing(optimizer: Optimizer, plan: Plan) -> None:
     """Raise PlanError where the plan leaves no time for what this optimizer needs to know."""
     if (
         plan.update != "in_backward"
@@ -146,7 +148,7 @@ def model_problems(model: nn.Module, plan: Plan) -> list[Problem]:
     problems = []
     if not any(p.requires_grad for p in model.parameters()):
         problems.append(Problem("a model without trainable parameters", "at least one with requires_grad"))
-    problems += _lazy_problems(model) + _embedding_problems(model, plan) + _rounded_problems(model)
+    problems += _lazy_problems(model) + _embedding_problems(model, plan) + _lowered_problems(model)
     norms = [name for name, module in model.named_modules() if uses_batch_stats(module)]
     parts = plan.reduce_group_size * plan.microbatches
     if norms and plan.batch_norm == "refuse" and parts > 1:
@@ -182,7 +184,7 @@ def _lazy_problems(model: nn.Module) -> list[Problem]:
     return [Problem(got, "parameters that have their shapes", "one forward of a sample before the model is given")]
 
 
-def _rounded_problems(model: nn.Module) -> list[Problem]:
+def _lowered_problems(model: nn.Module) -> list[Problem]:
     """A model that an earlier TrainStep has lowered computes in two bytes still; that step has its float32 weights."""
     name = lowered.find_cast_module(model)
     if name is None:
@@ -227,8 +229,8 @@ def _compiled_problems(model: nn.Module, plan: Plan) -> list[Problem]:
     return [Problem(f"{got} and {where}", need, attempt) for holds, got, need, attempt in reasons if holds]
 
 
-def compare(
-    ranks: comm.Communicator,
+def check_same_on_ranks(
+    communicator: comm.Communicator,
     specs: Sequence[ParamSpec],
     shapes: Mapping[str, list[int] | str],
     *,
@@ -242,9 +244,9 @@ def compare(
     mine += plan.to_toml(defaults=True).splitlines()
     told = describe_options(optimizer)
     digest = hashlib.blake2b(json.dumps([mine, told]).encode(), digest_size=16).hexdigest()
-    if len(set(ranks.all_gather_json(digest))) == 1:
+    if len(set(communicator.all_gather_json(digest))) == 1:
         return
-    everyone, optimizers = ranks.all_gather_json(mine), ranks.all_gather_json(told)
+    everyone, optimizers = communicator.all_gather_json(mine), communicator.all_gather_json(told)
     for rank, theirs in enumerate(everyone):
         for first, other in itertools.zip_longest(everyone[0], theirs, fillvalue="nothing"):
             if first != other:

@@ -29,7 +29,7 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.precision import REDUCE_FORMATS, compute_specs, gradient_bucket, has_master_weights
 from fourfold.run.arguments import check_plan_argument
 from fourfold.run.outline import build_meta_model
-from fourfold.run.refuse import refuse_for, refuse_optimizer
+from fourfold.run.refuse import check_plan_for_model, check_update_timing
 from fourfold.run.show_sequence import sequence
 from fourfold.words import action
 from fourfold.words.action import LOSS, NORM, TRUST, USED, Verb
@@ -60,10 +60,10 @@ def show(plan: Plan, task: Task) -> str:
     check_task(task)
     check_plan_argument(plan)
     model = build_meta_model(task)
-    refuse_for(model, plan, clip=task.clip)
+    check_plan_for_model(model, plan, clip=task.clip)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = optim.build_optimizer(task.optimizer, list(model.parameters()))
-    refuse_optimizer(optimizer, plan)
+    check_update_timing(optimizer, plan)
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
     own = data.param_specs(trainable, {name: group_of[id(p)] for name, p in trainable.items()})
     specs = compute_specs(own, plan.precision, excluded=lowered.full_precision_params(model))
