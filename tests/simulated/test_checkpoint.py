@@ -86,7 +86,7 @@ def test_what_ranks_have_not_sent_is_kept_on_another_number_of_them(size, zero, 
     case = Case(codec=codec, batch_sizes=(12, 11, 12, 12))
 
     def remainders(run):
-        return {name: state["remainder"].clone() for name, state in run.step.codec_state.living.items()}
+        return {name: state["remainder"].clone() for name, state in run.step.codec_state.tensors.items()}
 
     def begin(ranks):
         run = Run(case, ranks, tmp_path)

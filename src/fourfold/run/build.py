@@ -56,7 +56,7 @@ from fourfold.run.refuse import (
     check_same_on_ranks,
     check_update_timing,
 )
-from fourfold.run.remembered import Remembered
+from fourfold.run.remembered import CodecState
 from fourfold.run.runtime import Runtime
 from fourfold.run.same_batches import SameBatches, fingerprint
 from fourfold.run.same_source import refuse_other_sources
@@ -181,7 +181,7 @@ class TrainStep:
         )
         if rest.weight == SPLIT and not self._transport.unshards_params:
             rest = RESTING_LAYOUTS[2]  # the weights exist once per host: nothing is gathered before use
-        self.codec_state = Remembered(codecs, communicator)
+        self.codec_state = CodecState(codecs, communicator)
         apart = comm.LocalSGDTransport(self._transport) if plan.sync == "local" else None
         self._transport = apart or self._transport
         policy = MasterWeightPolicy(plan.precision, split, offload_device(plan.offload, communicator.device))

@@ -14,43 +14,50 @@ from torch import Tensor
 from fourfold.parts.codec import Codec
 from fourfold.parts.comm import Communicator
 
-States = Mapping[str, Mapping[str, Tensor]]
+CodecTensors = Mapping[str, Mapping[str, Tensor]]
 
 
-class Remembered:
+class CodecState:
     """What this rank's codecs remember, and what it may know of the others'."""
 
-    def __init__(self, codecs: Sequence[Codec], ranks: Communicator) -> None:
-        self._ranks = ranks
-        self.living: dict[str, dict[str, Tensor]] = {}
+    def __init__(self, codecs: Sequence[Codec], communicator: Communicator) -> None:
+        self._communicator = communicator
+        self.tensors: dict[str, dict[str, Tensor]] = {}
         """By parameter and key, flat: the living tensors of this rank."""
         for codec in codecs:
-            self.living |= codec.state_tensors()
+            self.tensors |= codec.state_tensors()
 
-    def saved(self) -> dict[str, dict[str, Tensor]]:
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """By parameter and key: copies [ranks, elements] of what all ranks remember. Collective."""
-        return {name: {key: self._rows(value) for key, value in state.items()} for name, state in self.living.items()}
+        return {
+            name: {key: self._gather_rows(value) for key, value in state.items()}
+            for name, state in self.tensors.items()
+        }
 
-    def _rows(self, mine: Tensor) -> Tensor:
-        rows = torch.zeros(self._ranks.size, mine.numel(), dtype=mine.dtype, device=self._ranks.device)
-        rows[self._ranks.rank] = mine
-        self._ranks.all_reduce(rows)
+    def _gather_rows(self, mine: Tensor) -> Tensor:
+        rows = torch.zeros(self._communicator.size, mine.numel(), dtype=mine.dtype, device=self._communicator.device)
+        rows[self._communicator.rank] = mine
+        self._communicator.all_reduce(rows)
         return rows
 
     @torch.no_grad()
-    def put(self, name: str, saved: Mapping[str, Tensor]) -> None:
+    def load_parameter(self, name: str, saved: Mapping[str, Tensor]) -> None:
         """Have a parameter's codec remember what was saved of it: tensors [ranks, elements] by key, or nothing."""
-        for key, value in self.living[name].items():
+        for key, value in self.tensors[name].items():
             rows: Any = saved.get(key)
             if key == "remainder":
-                value.zero_() if rows is None else value.copy_(self._share(rows))
-            elif rows is not None and rows.shape == (self._ranks.size, value.numel()):
-                value.copy_(rows[self._ranks.rank])
+                value.zero_() if rows is None else value.copy_(self._own_residual(rows))
+            elif rows is not None and rows.shape == (self._communicator.size, value.numel()):
+                value.copy_(rows[self._communicator.rank])
             elif key == "age":
                 value.zero_()  # a threshold is found before it is used
             elif rows is not None and key == "warm" and rows.shape[1] == value.numel():
                 value.copy_(rows[0])  # the same on every rank
 
-    def _share(self, rows: Tensor) -> Tensor:
+    def _own_residual(self, rows: Tensor) -> Tensor:
         """This rank's part of the remainders of other ranks."""
-        return rows[self._ranks.rank] if len(rows) == self._ranks.size else rows.sum(0) / self._ranks.size
+        return (
+            rows[self._communicator.rank]
+            if len(rows) == self._communicator.size
+            else rows.sum(0) / self._communicator.size
+        )

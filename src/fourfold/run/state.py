@@ -17,7 +17,7 @@ from torch import Tensor
 from fourfold.parts import comm, optim
 from fourfold.parts.local import LocalSGD
 from fourfold.plan.data import Bucket
-from fourfold.run.remembered import Remembered
+from fourfold.run.remembered import CodecState
 from fourfold.run.weights import Weights
 from fourfold.words.errors import OptimizerError, Problem
 
@@ -31,7 +31,7 @@ class State:
     optimizer: optim.FlatOptimizer
     transport: comm.Transport
     ranks: comm.Communicator
-    remembered: Remembered
+    remembered: CodecState
     local: LocalSGD | None
     is_split: bool
 
@@ -67,7 +67,7 @@ class State:
             for name, value in living["model"].items()
         }
         outer = {name: value.clone() for name, value in living["outer"].items()}
-        return {"model": model, "optimizer": states, "outer": outer, "codec": self.remembered.saved()}
+        return {"model": model, "optimizer": states, "outer": outer, "codec": self.remembered.state_dict()}
 
     def _whole(self, name: str, parts: Sequence[Tensor], dtype: str) -> Tensor:
         """A tensor of the optimizer's state in its parameter's shape, from the shares of all ranks."""
@@ -122,8 +122,8 @@ class State:
 
     def remember(self, state: Mapping[str, Any]) -> None:
         """Have the codecs remember what `saved` gave of them. Last: a new nominal count would scale it again."""
-        for name in self.remembered.living:
-            self.remembered.put(name, state.get("codec", {}).get(name, {}))
+        for name in self.remembered.tensors:
+            self.remembered.load_parameter(name, state.get("codec", {}).get(name, {}))
 
 
 def copied(value: Any) -> Any:

@@ -126,7 +126,7 @@ class _MasterWeights:
 def _codec_tensors(step: TrainStep) -> list[LiveTensor]:
     """What the codecs remember: a row for each rank, end to end, and each rank's row is its own."""
     found = []
-    for name, state in step.codec_state.living.items():
+    for name, state in step.codec_state.tensors.items():
         for key, value in state.items():
             total = GlobalTensor(
                 f"codec.{name}.{key}", SAFETENSORS_DTYPES[value.dtype], (value.numel() * step.plan.mesh.size,)
@@ -270,8 +270,8 @@ def restore(trained: TrainingState, reader: CheckpointReader, *, seed: int) -> N
         if parameter.requires_grad:
             state["optimizer"].setdefault(name, {})
     step.load_state_dict(state)
-    for name in step.codec_state.living:
-        step.codec_state.put(name, _saved_codec_rows(reader, name))
+    for name in step.codec_state.tensors:
+        step.codec_state.load_parameter(name, _saved_codec_rows(reader, name))
     step.num_steps = manifest.step
     if trained.ema is not None:
         averages = trained.ema.values.items()
@@ -397,7 +397,7 @@ def _restore_problems(trained: TrainingState, manifest: Manifest) -> Iterator[Pr
         shape = shapes[f"optimizer.{name}.{key}"]
         if name not in parameters or shape not in (parameters[name], (math.prod(parameters[name]),)):
             yield Problem(f"{key} of {name}, shape {list(shape)}", "the state of a parameter")
-    if not step.codec_state.living and any(name.startswith("codec.") for name in shapes):
+    if not step.codec_state.tensors and any(name.startswith("codec.") for name in shapes):
         got = f"what a codec has not sent yet, and codec = {step.plan.codec!r}, which cannot send it"
         yield Problem(got, "a codec that remembers", "the codec it was saved with, or init= with its weights")
     if len(manifest.groups) != len(step.optimizer.param_groups):
