@@ -57,7 +57,7 @@ from fourfold.run.refuse import (
     check_update_timing,
 )
 from fourfold.run.remembered import CodecState
-from fourfold.run.runtime import Runtime
+from fourfold.run.runtime import Executor
 from fourfold.run.same_batches import SameBatches, fingerprint
 from fourfold.run.same_source import refuse_other_sources
 from fourfold.run.sequence import Tokens
@@ -252,7 +252,7 @@ class TrainStep:
             num_local_ranks=communicator.world.local_size,
             is_log_rank=communicator.rank == 0,
         )
-        self._executor = Runtime(self._actions)
+        self._executor = Executor(self._actions)
         self._nan_guard = NanGuard(communicator, model, limit=skip_nan)
         self._drift_checker = drift.DriftChecker(communicator, drift_check)
         self._step_spec = DataStepSpec(

@@ -12,15 +12,15 @@ from fourfold.words.action import Action, Verb
 from fourfold.words.errors import Problem, TrainingError
 from fourfold.words.spans import SILENT
 
-NAMES = {verb: verb.name.lower().replace("_", "-") for verb in Verb}
+VERB_NAMES = {verb: verb.name.lower().replace("_", "-") for verb in Verb}
 
 
-class Runtime:
+class Executor:
     """Verbs, and what does them."""
 
     def __init__(self, actions: Actions) -> None:
         self._actions = actions
-        self._verbs = {
+        self._handlers = {
             Verb.FORWARD: actions.forward,
             Verb.BACKWARD: actions.backward,
             Verb.MEASURE: actions.measure,
@@ -30,7 +30,7 @@ class Runtime:
             Verb.PUSH: actions.push,
             Verb.PULL: actions.pull,
         }
-        self._broken: BaseException | None = None
+        self._error: BaseException | None = None
         self.recorder = SILENT
         self.busy_seconds: dict[str, float] = {}
         """Of the last program, by the verb's name: the time of its actions, waits left out."""
@@ -40,9 +40,9 @@ class Runtime:
 
         After an error in mid-step the ranks no longer agree on what has been summed: later calls raise TrainingError.
         """
-        if self._broken is not None:
-            got = f"a step after one that ended with {type(self._broken).__name__}"
-            raise TrainingError(Problem(got, "a new TrainStep")) from self._broken
+        if self._error is not None:
+            got = f"a step after one that ended with {type(self._error).__name__}"
+            raise TrainingError(Problem(got, "a new TrainStep")) from self._error
         try:
             self._actions.begin_step(microbatches)
             self.busy_seconds = {}
@@ -51,13 +51,13 @@ class Runtime:
                     continue
                 begin, waited = time.perf_counter(), self._actions.waiting_seconds
                 with self.recorder.action(action):
-                    self._verbs[action.verb](action.index)
+                    self._handlers[action.verb](action.index)
                 spent = time.perf_counter() - begin - (self._actions.waiting_seconds - waited)
-                name = NAMES[action.verb]
+                name = VERB_NAMES[action.verb]
                 self.busy_seconds[name] = self.busy_seconds.get(name, 0.0) + spent
             self._actions.end_step()
         except BaseException as error:
-            self._broken = error
+            self._error = error
             raise
         finally:
             self._actions.stop_listening()
