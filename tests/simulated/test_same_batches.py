@@ -175,7 +175,7 @@ def test_empty_batches_say_nothing(way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_watching_ends_after_a_number_of_batches(way, monkeypatch):
-    monkeypatch.setattr(same_batches, "WATCHED", 4)
+    monkeypatch.setattr(same_batches, "MAX_COMPARED", 4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = trained(way, 2, lambda rank: [drawn(0)] * 4 + [drawn(n) for n in range(1, 6)])
@@ -356,11 +356,11 @@ def test_fingerprints_differ_where_batches_do():
 
 def test_a_compiled_model_is_not_compiled_again_when_nobody_listens_any_more():
     counter, model = CompileCounter(), linear()
-    inputs = same_batches.Inputs(model)
+    inputs = same_batches.InputFingerprints(model)
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     for number in range(4):
         compiled(drawn(number)[0]).sum().backward()
         if number == 1:
-            assert inputs.taken() is None
-            inputs.close()
+            assert inputs.pop() is None
+            inputs.remove_hook()
     assert counter.frame_count == 1

@@ -58,7 +58,7 @@ from fourfold.run.refuse import (
 )
 from fourfold.run.remembered import CodecState
 from fourfold.run.runtime import Executor
-from fourfold.run.same_batches import SameBatches, fingerprint
+from fourfold.run.same_batches import DuplicateBatches, fingerprint
 from fourfold.run.same_source import refuse_other_sources
 from fourfold.run.sequence import Tokens
 from fourfold.run.sequence.alike import unlike
@@ -156,7 +156,9 @@ class TrainStep:
         trainable = trainable_of(model)
         own = data.param_specs(trainable, optim.group_indices(self.optimizer, trainable))
         shapes = {name: list(p.shape) for name, p in trainable.items()}
-        self._duplicate_batches = SameBatches(same_batches, num_data_ranks=plan.dp, speaks=communicator.rank == 0)
+        self._duplicate_batches = DuplicateBatches(
+            same_batches, num_data_ranks=plan.dp, is_log_rank=communicator.rank == 0
+        )
         options = {"clip": clip, "skip_nan": skip_nan, "same_batches": same_batches, "drift_check": drift_check}
         check_same_on_ranks(communicator, own, shapes, plan=plan, options=options, optimizer=self.optimizer)
         self._options = OptionTracker(self.optimizer)
@@ -338,7 +340,7 @@ class TrainStep:
         self._check_unchanged()
         call = _call_name(f"step {self.num_steps + 1}", samples)
         self._transport.begin_call(comm.with_options(call, self._options.text()))
-        watches = self._duplicate_batches.is_watching and samples is None
+        watches = self._duplicate_batches.is_active and samples is None
         compares_sources = self._num_calls == 0 and samples is not None
         if not self._has_record or watches or compares_sources:
             self._transport.check_same_call()  # The first step also exchanges what is no sum.

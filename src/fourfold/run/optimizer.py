@@ -29,7 +29,7 @@ from fourfold.run.arguments import check_join_states, check_wrapper_arguments
 from fourfold.run.batch_statistics import FrozenBatchNorms
 from fourfold.run.layouts import MemoryFormats, shape_and_strides
 from fourfold.run.refuse import check_plan_on_ranks, check_same_on_ranks
-from fourfold.run.same_batches import Inputs, SameBatches
+from fourfold.run.same_batches import DuplicateBatches, InputFingerprints
 from fourfold.run.spread import spread
 from fourfold.run.unreduced import Reduced, Unreduced
 from fourfold.run.weights import trainable_of
@@ -103,11 +103,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 Problem(got, "one kind of device", f'model.to("{self._communicator.device.type}") first')
             )
         shapes = {name: shape_and_strides(p) for name, p in trainable.items()}
-        self._duplicate_batches = SameBatches(same_batches, num_data_ranks=plan.dp, speaks=self._communicator.rank == 0)
+        self._duplicate_batches = DuplicateBatches(
+            same_batches, num_data_ranks=plan.dp, is_log_rank=self._communicator.rank == 0
+        )
         grouped = data.param_specs(trainable, dict.fromkeys(trainable, -1) | group_indices(optimizer, trainable))
         options = {"same_batches": same_batches, "drift_check": drift_check}
         check_same_on_ranks(self._communicator, grouped, shapes, plan=plan, options=options, optimizer=optimizer)
-        self._input_fingerprints = Inputs(model if self._duplicate_batches.is_watching else None)
+        self._input_fingerprints = InputFingerprints(model if self._duplicate_batches.is_active else None)
         self._options = OptionTracker(optimizer)
         self._drift_checker = drift.DriftChecker(self._communicator, drift_check, attempt=WRAPPER_HINT)
         self._last_compared_step, self._num_loads_seen = 0, 0
@@ -138,7 +140,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Another one has taken over."""
         self._is_replaced, self._gradients.is_enabled = True, False
         self._steps.close()
-        self._input_fingerprints.close()
+        self._input_fingerprints.remove_hook()
 
     def _connect(self, trainable: dict[str, nn.Parameter], plan: Plan) -> None:
         specs = data.param_specs(trainable, {})
@@ -225,13 +227,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _compare_batches(self) -> None:
         """Raise TaskError, on every rank, where all ranks train on the same batches. Collective, after each round."""
-        if not self._duplicate_batches.is_watching:
+        if not self._duplicate_batches.is_active:
             return
         try:
-            self._duplicate_batches.compare(self._communicator.all_gather_json(self._input_fingerprints.taken()))
+            self._duplicate_batches.compare(self._communicator.all_gather_json(self._input_fingerprints.pop()))
         finally:
-            if not self._duplicate_batches.is_watching:
-                self._input_fingerprints.close()
+            if not self._duplicate_batches.is_active:
+                self._input_fingerprints.remove_hook()
 
     def _begin_round(self, *, has_data: bool) -> None:
         self._num_backwards += 1

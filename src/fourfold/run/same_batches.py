@@ -23,20 +23,22 @@ from fourfold.run.sequence.alike import DIGEST_BITS, digest
 from fourfold.words.errors import Problem, SettingError, TaskError
 
 POLICIES = ("refuse", "allow")
-DIFFERENT = 3  # so many different batches, each the same on all ranks, are no accident
-WATCHED = 100  # batches that are compared at most, where ranks never differ: one batch repeated, or nothing to compare
+MAX_SAME_BATCHES = 3  # so many different batches, each the same on all ranks, are no accident
+MAX_COMPARED = (
+    100  # batches that are compared at most, where ranks never differ: one batch repeated, or nothing to compare
+)
 
 
-class SameBatches:
+class DuplicateBatches:
     """Compares the batches of the data ranks, until they differ. All ranks compare the same batches."""
 
-    def __init__(self, policy: str, *, num_data_ranks: int, speaks: bool) -> None:
+    def __init__(self, policy: str, *, num_data_ranks: int, is_log_rank: bool) -> None:
         """Raises SettingError for an unknown policy. `speaks`: this rank prints the warning."""
         if policy not in POLICIES:
             need = " or ".join(f'"{each}"' for each in POLICIES)
             raise SettingError(Problem(f'same_batches = "{policy}"', need))
-        self.is_watching = policy == "refuse" and num_data_ranks > 1
-        self._num_data_ranks, self._is_log_rank, self._left = num_data_ranks, speaks, WATCHED
+        self.is_active = policy == "refuse" and num_data_ranks > 1
+        self._num_data_ranks, self._is_log_rank, self._num_left = num_data_ranks, is_log_rank, MAX_COMPARED
         self._seen: list[int] = []
 
     def compare(self, fingerprints: Sequence[int | None]) -> None:
@@ -44,18 +46,18 @@ class SameBatches:
 
         Raises TaskError, on all ranks alike, for the third different batch that all of them have.
         """
-        self._left -= 1
+        self._num_left -= 1
         held = {each for each in fingerprints if each is not None}
-        if len(held) > 1 or self._left == 0:
-            self.is_watching = False
+        if len(held) > 1 or self._num_left == 0:
+            self.is_active = False
         if len(held) != 1 or sum(each is not None for each in fingerprints) == 1:
             return
         (fingerprint,) = held
-        if fingerprint not in self._seen[:DIFFERENT]:
+        if fingerprint not in self._seen[:MAX_SAME_BATCHES]:
             self._seen.append(fingerprint)
-        elif len(self._seen) < DIFFERENT:
+        elif len(self._seen) < MAX_SAME_BATCHES:
             self._warn()
-        if len(self._seen) >= DIFFERENT:
+        if len(self._seen) >= MAX_SAME_BATCHES:
             raise TaskError(self._problem(), where="the batches")
 
     def _warn(self) -> None:
@@ -65,7 +67,7 @@ class SameBatches:
             warnings.warn(f'{got}; same_batches="allow" ends this warning', stacklevel=5)
 
     def _problem(self) -> Problem:
-        got = f"the same batches on all {self._num_data_ranks} data ranks, {DIFFERENT} different ones in a row"
+        got = f"the same batches on all {self._num_data_ranks} data ranks, {MAX_SAME_BATCHES} different ones in a row"
         attempt = 'ff.Feed(dataset, batch_size=…), ff.shard(loader), or same_batches="allow"'
         return Problem(got, "samples of its own for each data rank", attempt)
 
@@ -82,7 +84,7 @@ def fingerprint(tree: Any) -> int | None:
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
             leaf = torch.from_numpy(leaf)
         if isinstance(leaf, Tensor):
-            if not _is_plain(leaf):
+            if not _is_readable(leaf):
                 return None
             if leaf.dim() == 0:
                 continue
@@ -115,7 +117,7 @@ def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from _leaves(part, f"{path}/{name}")
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _is_readable(tensor: Tensor) -> bool:
     """Whether its numbers can be read here and now."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_quantized:
         return False
@@ -124,7 +126,7 @@ def _is_plain(tensor: Tensor) -> bool:
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-class Inputs:
+class InputFingerprints:
     """What a model has been called with for training, since it was asked last: a forward pre-hook of the model."""
 
     def __init__(self, model: nn.Module | None) -> None:
@@ -141,17 +143,17 @@ class Inputs:
         if self._model is not None and self._model() is module and module.training and torch.is_grad_enabled():
             self._fingerprints.append(fingerprint((args, kwargs)))
 
-    def __reduce__(self) -> tuple[type["Inputs"], tuple[None]]:
-        return Inputs, (None,)  # in a copy of the model, and in a file of it, the hook does nothing
+    def __reduce__(self) -> tuple[type["InputFingerprints"], tuple[None]]:
+        return InputFingerprints, (None,)  # in a copy of the model, and in a file of it, the hook does nothing
 
-    def taken(self) -> int | None:
+    def pop(self) -> int | None:
         """One fingerprint of all calls; None where there was none, or one that has none."""
         found, self._fingerprints = self._fingerprints, []
         if not found or None in found:
             return None
         return found[0] if len(found) == 1 else fingerprint([str(each) for each in found])
 
-    def close(self) -> None:
+    def remove_hook(self) -> None:
         """Listen no more."""
         self._model = None
         # Code that was compiled with the hook in it does nothing there, but would be compiled again without it.
