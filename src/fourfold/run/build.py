@@ -59,7 +59,7 @@ from fourfold.run.refuse import (
 from fourfold.run.remembered import CodecState
 from fourfold.run.runtime import Executor
 from fourfold.run.same_batches import DuplicateBatches, fingerprint
-from fourfold.run.same_source import refuse_other_sources
+from fourfold.run.same_source import check_same_source
 from fourfold.run.sequence import Tokens
 from fourfold.run.sequence.alike import unlike
 from fourfold.run.state import State, copied
@@ -345,7 +345,7 @@ class TrainStep:
         if not self._has_record or watches or compares_sources:
             self._transport.check_same_call()  # The first step also exchanges what is no sum.
         if compares_sources:
-            refuse_other_sources(self._communicator.all_gather_json(getattr(batch, "probe", None)))
+            check_same_source(self._communicator.all_gather_json(getattr(batch, "probe", None)))
         if watches:
             self._compare_batches(batch)
         self.dry_run(batch, training=True)

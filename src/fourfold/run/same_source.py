@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from fourfold.feed.probe import Fingerprint, is_same_sample
 from fourfold.words.errors import Problem, TaskError
 
-NEED = "the same source on every rank: each takes its share of it"
+SAME_SOURCE = "the same source on every rank: each takes its share of it"
 
 
-def refuse_other_sources(probes: Sequence[Fingerprint | None]) -> None:
+def check_same_source(probes: Sequence[Fingerprint | None]) -> None:
     """Raise TaskError where ranks have other samples under one number. `probes`: by rank; None where one has none."""
     known = [(rank, probe) for rank, probe in enumerate(probes) if probe is not None]
     for rank, probe in known[1:]:
@@ -23,11 +23,11 @@ def refuse_other_sources(probes: Sequence[Fingerprint | None]) -> None:
         if not is_same_sample(theirs, probe):
             got = f"another source on rank {rank} than on rank {first}: the middle sample differs"
             attempt = "the whole source, not a rank's own part of it; samples made at random with a fixed seed"
-            raise TaskError(Problem(got, NEED, attempt), where="the source")
+            raise TaskError(Problem(got, SAME_SOURCE, attempt), where="the source")
 
 
-def refuse_other_lengths(lengths: Sequence[int], name: str) -> None:
+def check_same_length(lengths: Sequence[int], name: str) -> None:
     """Raise TaskError where ranks have sources of other lengths."""
     if len(set(lengths)) > 1:
         told = ", ".join(f"{length} on rank {rank}" for rank, length in enumerate(lengths))
-        raise TaskError(Problem(f"{name} of {told} samples", NEED, "the whole source"), where="the source")
+        raise TaskError(Problem(f"{name} of {told} samples", SAME_SOURCE, "the whole source"), where="the source")

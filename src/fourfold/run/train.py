@@ -39,7 +39,7 @@ from fourfold.run.memory_bound import check_memory
 from fourfold.run.objective import is_uneven, uneven_problem
 from fourfold.run.outline import try_meta_model
 from fourfold.run.pulse import Heartbeat
-from fourfold.run.same_source import refuse_other_lengths
+from fourfold.run.same_source import check_same_length
 from fourfold.run.settings import Settings, factors, refuse_steps, settings_of, told_late
 from fourfold.run.speaker import WINDOW, Report, Result, Speaker
 from fourfold.run.trace import EVERY, Tracing
@@ -351,7 +351,7 @@ def evaluate(step: TrainStep, task: Task, source: Source, batch_size: int) -> di
     uneven_by = torch.zeros(3, dtype=torch.float64)
     sums: dict[str, list[float]] = {}
     step.flush()
-    refuse_other_lengths(step.all_gather_json(len(source)), "validation data")
+    check_same_length(step.all_gather_json(len(source)), "validation data")
     start, stop = shard_range(0, len(source), step.plan.dp, step.dp_index)
     each = max(1, batch_size // step.plan.dp)
     draw = functools.partial(fetch_seeded, source, seed=0, epoch=0)
