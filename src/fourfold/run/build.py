@@ -60,7 +60,7 @@ from fourfold.run.remembered import CodecState
 from fourfold.run.runtime import Executor
 from fourfold.run.same_batches import DuplicateBatches, fingerprint
 from fourfold.run.same_source import check_same_source
-from fourfold.run.sequence import Tokens
+from fourfold.run.sequence import SequenceParallel
 from fourfold.run.sequence.alike import unlike
 from fourfold.run.state import State, copied
 from fourfold.run.weights import Weights, trainable_of
@@ -243,7 +243,7 @@ class TrainStep:
             blocks_in_backward=plan.sp > 1 or parts.sharded_params is not None or _may_block_in_backward(plan, rest),
         )
         self._sequence_parallel = (
-            Tokens(model, loss, plan, communicator, seed=seed) if loss is not None and plan.sp > 1 else None
+            SequenceParallel(model, loss, plan, communicator, seed=seed) if loss is not None and plan.sp > 1 else None
         )
         self._dry_run = DryRun(
             model,
@@ -311,7 +311,10 @@ class TrainStep:
     def set_recorder(self, recorder: Recorder) -> None:
         """From now on `recorder` hears of every action, bucket and wait of this rank; `SILENT` ends it."""
         self._executor.recorder = self._actions.recorder = recorder
-        for way in (self._transport, *(self._sequence_parallel.links if self._sequence_parallel is not None else ())):
+        for way in (
+            self._transport,
+            *(self._sequence_parallel.ring_groups if self._sequence_parallel is not None else ()),
+        ):
             way.recorder = recorder
         if self._local_sgd is None:
             self._gradients.recorder = recorder  # elsewhere gradients go nowhere
@@ -433,13 +436,13 @@ class TrainStep:
 
         Raises TaskError, on every rank, where they cannot. The first step does it too. `training`: it is a step's.
         """
-        if self._sequence_parallel is not None and not self._sequence_parallel.is_tried:
+        if self._sequence_parallel is not None and not self._sequence_parallel.has_dry_run:
             self._transport.check_same_call()
-            self._sequence_parallel.try_out(batch, self._weights.read("try out"))
+            self._sequence_parallel.dry_run(batch, self._weights.read("try out"))
             self._weights.edits.accept_edits()
         if self._dry_run.is_needed(training=training):
             self._transport.check_same_call()
-            few = batch if self._sequence_parallel is None else self._sequence_parallel.few(batch)
+            few = batch if self._sequence_parallel is None else self._sequence_parallel.dry_run_batch(batch)
             self._dry_run.run(few, self._weights.read, self._communicator.all_gather_json, training=training)
             self._weights.edits.accept_edits()
 
@@ -466,14 +469,14 @@ class TrainStep:
         if self._sequence_parallel is None:
             yield split_microbatches(batch, num_microbatches, self.device)
             return
-        part, kept = self._sequence_parallel.cut(batch)
+        part, kept = self._sequence_parallel.shard_batch(batch)
         parts = split_microbatches(part, num_microbatches, self.device, real_tokens=kept)
-        with self._sequence_parallel.routing(parts, self.num_steps, getattr(batch, "samples", None)):
+        with self._sequence_parallel.distribute_attention(parts, self.num_steps, getattr(batch, "samples", None)):
             yield parts
 
     def _compare_sequence_batch(self, batch: Any) -> tuple[Any, Problem | None]:
         """The batch; where ranks that share its sequences have other ones none of its samples, and what is wrong."""
-        problem = None if self._sequence_parallel is None else self._sequence_parallel.unlike(batch)
+        problem = None if self._sequence_parallel is None else self._sequence_parallel.batch_mismatch(batch)
         return (batch if problem is None else tree_map(unpack_batch(batch), lambda tensor: tensor[:0])), problem
 
     def _compare_batches(self, batch: Any) -> None:
@@ -704,7 +707,7 @@ class TrainStep:
 
     def _comm_stats(self) -> CommStats:
         """What this rank has waited and sent so far."""
-        ways = (self._transport, *(self._sequence_parallel.links if self._sequence_parallel is not None else ()))
+        ways = (self._transport, *(self._sequence_parallel.ring_groups if self._sequence_parallel is not None else ()))
         return CommStats(sum(way.waiting_seconds for way in ways), sum(way.sent_bytes for way in ways))
 
     def _check_unchanged(self) -> None:

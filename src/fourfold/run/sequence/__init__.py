@@ -32,68 +32,68 @@ from fourfold.run.sequence.tokens import Share, cut_tokens, length_of, share, wi
 from fourfold.run.sequence.trial import Trial, Tried, smaller
 from fourfold.words.errors import Problem, TaskError
 
-TRIED_TOKENS = 256
-TRIED_SAMPLES = 2
+DRY_RUN_TOKENS = 256
+DRY_RUN_SAMPLES = 2
 log = logging.getLogger("fourfold")
 
 
-class Cut(NamedTuple):
+class LocalBatch(NamedTuple):
     """This rank's part of a batch; `kept`: which of its tokens are no pads, None: all."""
 
     batch: tuple[Any, Any]
-    kept: Tensor | None
+    real_tokens: Tensor | None
 
 
-class Tokens:
+class SequenceParallel:
     """The sequence axis of a step. Collective to build. `seed` is that of dropout in attention: one for all ranks."""
 
     def __init__(
         self, model: nn.Module, loss: Callable[[Any, Any], Any], plan: Plan, ranks: comm.Communicator, *, seed: int = 0
     ) -> None:
         self._model, self._loss, self._plan, self._ranks = model, loss, plan, ranks
-        self._place = plan.mesh.at(ranks.rank)
+        self._coords = plan.mesh.at(ranks.rank)
         lines = plan.mesh.groups("sp")
-        self._line = next(line for line in lines if ranks.rank in line)
+        self._sp_ranks = next(line for line in lines if ranks.rank in line)
         self._axis = sequence.connect_sequence(
             ranks, lines, ring=plan.ring, ulysses=plan.ulysses, transport=plan.transport
         )
-        self._instead = apart(self._place["sp"])
-        self._drawn = Drawn(seed)
-        self._share: Share | None = None
-        self._ignored: list[int] | None = None
-        self.is_tried = False
+        self._dropout_overrides = apart(self._coords["sp"])
+        self._dropout_counter = Drawn(seed)
+        self._shard: Share | None = None
+        self._ignored_indices: list[int] | None = None
+        self.has_dry_run = False
 
     @property
-    def links(self) -> Sequence[comm.RingGroup]:
+    def ring_groups(self) -> Sequence[comm.RingGroup]:
         """What attention travels over."""
         return self._axis.groups
 
-    def shares(self, length: int) -> list[Share]:
+    def token_shards(self, length: int) -> list[Share]:
         """What each rank of the line keeps of sequences of this length."""
         return [share(self._plan, length, index) for index in range(self._plan.sp)]
 
-    def cut(self, batch: Any) -> Cut:
+    def shard_batch(self, batch: Any) -> LocalBatch:
         """This rank's tokens of a batch. Raises TaskError where a batch has none that can be cut."""
-        inputs, targets = pair(batch)
+        inputs, targets = inputs_and_targets(batch)
         length = length_of((inputs, targets))
         if is_hugging(self._model):
             refuse_packed(inputs)
-        shares = self.shares(length)
-        if self._ignored is not None:
-            self._refuse_uneven(targets, length)
-        mine = self._share = shares[self._place["sp"]]
+        shares = self.token_shards(length)
+        if self._ignored_indices is not None:
+            self._check_even_targets(targets, length)
+        mine = self._shard = shares[self._coords["sp"]]
         kept = mine.kept
         parts = cut_tokens(targets, mine)
         if kept is not None:
             parts = tree_map(parts, lambda tensor: tensor[:, kept] if has_token_dim(tensor, mine.size) else tensor)
-        return Cut((cut_tokens(inputs, mine), parts), kept)
+        return LocalBatch((cut_tokens(inputs, mine), parts), kept)
 
-    def unlike(self, batch: Any) -> Problem | None:
+    def batch_mismatch(self, batch: Any) -> Problem | None:
         """What is wrong where the ranks of this line have other batches. Collective among them."""
-        return None if same(digest(batch), self.links, self._ranks.device) else unlike(self._line)
+        return None if same(digest(batch), self.ring_groups, self._ranks.device) else unlike(self._sp_ranks)
 
-    def _refuse_uneven(self, targets: Any, length: int) -> None:
-        assert self._ignored is not None
+    def _check_even_targets(self, targets: Any, length: int) -> None:
+        assert self._ignored_indices is not None
         problem = length_problem(length, self._plan.sp, self._plan.ring, self._plan.ulysses)
         lengths = "" if problem is None else problem.attempt
         samples = len(next(tree_leaves(targets)))
@@ -101,44 +101,46 @@ class Tokens:
         for index in range(self._plan.microbatches):
             some = slice(*between(0, samples, self._plan.microbatches, index))
             part = tree_map(targets, lambda tensor, some=some: tensor[some])
-            refuse_uneven(part, self.shares(length), self._ignored, lengths=lengths)
+            refuse_uneven(part, self.token_shards(length), self._ignored_indices, lengths=lengths)
 
     @contextlib.contextmanager
-    def routing(self, parts: Sequence[Microbatch], step: int, samples: BatchRange | None) -> Iterator[None]:
+    def distribute_attention(
+        self, microbatches: Sequence[Microbatch], step: int, sample_range: BatchRange | None
+    ) -> Iterator[None]:
         """Within, attention reaches the tokens of the whole line. `samples`: the batch's place in the feed's order."""
         # Without a place in the order, samples of other data ranks are far away: no two are drawn alike.
-        first = self._place["dp"] << 32 if samples is None else samples.local_start - samples.start
-        self._drawn.begin(step, first, [part.num_samples for part in parts if part.num_samples])
-        hook = self._model.register_forward_pre_hook(self._drawn.forward)
+        first = self._coords["dp"] << 32 if sample_range is None else sample_range.local_start - sample_range.start
+        self._dropout_counter.begin(step, first, [part.num_samples for part in microbatches if part.num_samples])
+        hook = self._model.register_forward_pre_hook(self._dropout_counter.forward)
         try:
-            with routed(self._attend, instead=self._instead), installed(self._model):
+            with routed(self._attend, instead=self._dropout_overrides), installed(self._model):
                 yield
         finally:
             hook.remove()
 
     def _attend(self, call: Call) -> Tensor:
-        assert self._share is not None
-        mask = without_pads(call, self._share)
-        dropout = self._drawn.dropout(call.dropout) if call.dropout else None
+        assert self._shard is not None
+        mask = without_pads(call, self._shard)
+        dropout = self._dropout_counter.dropout(call.dropout) if call.dropout else None
         options = {"causal": call.causal, "scale": call.scale, "grouped": call.grouped}
         return sequence.sequence_attention(call.q, call.k, call.v, self._axis, mask=mask, dropout=dropout, **options)
 
-    def try_out(self, batch: Any, reading: contextlib.AbstractContextManager[None]) -> None:
+    def dry_run(self, batch: Any, unsharded: contextlib.AbstractContextManager[None]) -> None:
         """Show that the model can be cut, by the first tokens of this batch. Collective.
 
         `reading`: within, the model may be called. Raises TaskError, on every rank, where it cannot be cut.
         """
-        inputs, targets = pair(batch)
+        inputs, targets = inputs_and_targets(batch)
         length = length_of((inputs, targets))
-        told: dict[str, Any] = {"line": self._place["dp"], "problems": [], "digest": digest(batch)}
+        told: dict[str, Any] = {"line": self._coords["dp"], "problems": [], "digest": digest(batch)}
         values: list[Value] = []
         tried = Tried([])
-        room = self._room()
+        room = self._find_memory_fit()
         # Its end is collective where weights rest split. Nobody may meet within: who has no samples is there at once.
-        with reading:
+        with unsharded:
             tries = any(len(tensor) for tensor in tree_leaves(targets))
             if tries:
-                tried, values = self._try(inputs, targets, length, room)
+                tried, values = self._run_dry_run(inputs, targets, length, room)
         if tries:
             told["problems"] = tried.problems
             told["gradients"] = tried.gradients
@@ -149,25 +151,27 @@ class Tokens:
             told["close"] = max((value.close for value in values), default=0.0)
             told["ignored"] = sorted({index for value in values for index in value.ignored})
         everyone = self._ranks.all_gather_json(told)
-        self._judge(everyone)
-        if self._ignored is not None:
-            self._refuse_uneven(targets, length)
+        self._apply_reports(everyone)
+        if self._ignored_indices is not None:
+            self._check_even_targets(targets, length)
         # A batch that is empty everywhere has shown nothing.
-        self.is_tried = any("values" in told for told in everyone)
+        self.has_dry_run = any("values" in told for told in everyone)
 
-    def _room(self) -> MemoryFit:
+    def _find_memory_fit(self) -> MemoryFit:
         """What of the dry run fits into memory on every rank. Collective."""
         mine = find_memory_fit(self._model, self._ranks.device, num_local_ranks=self._ranks.world.local_size)
         return MemoryFit(*(all(each) for each in zip(*self._ranks.all_gather_json(mine), strict=True)))
 
-    def _try(self, inputs: Mapping[str, Any], targets: Any, length: int, room: MemoryFit) -> tuple[Tried, list[Value]]:
+    def _run_dry_run(
+        self, inputs: Mapping[str, Any], targets: Any, length: int, memory_fit: MemoryFit
+    ) -> tuple[Tried, list[Value]]:
         """What a trial finds; without problems also the values of the loss for all tokens, and for this rank's."""
-        inputs, targets = self.few((inputs, targets))
+        inputs, targets = self.dry_run_batch((inputs, targets))
         few = length_of((inputs, targets))
         inputs, targets = (tree_map(tree, lambda tensor: tensor.to(self._ranks.device)) for tree in (inputs, targets))
-        mine = share(self._plan, few, self._place["sp"])
+        mine = share(self._plan, few, self._coords["sp"])
         try:
-            tried = Trial(self._model, inputs, mine, ulysses=self._plan.ulysses, fits=room).run()
+            tried = Trial(self._model, inputs, mine, ulysses=self._plan.ulysses, fits=memory_fit).run()
         except (RuntimeError, ValueError, IndexError, AssertionError) as error:
             said = str(error).splitlines()[0] if str(error) else type(error).__name__
             if few == length:
@@ -184,17 +188,17 @@ class Tokens:
             part = cut_tokens(tried.outputs, mine)
             return tried, [whole, observed(self._loss, part, cut_tokens(targets, mine), samples)]
 
-    def few(self, batch: Any) -> tuple[Any, Any]:
+    def dry_run_batch(self, batch: Any) -> tuple[Any, Any]:
         """The first samples and tokens of a batch, as many as the model is tried with."""
-        inputs, targets = pair(batch)
+        inputs, targets = inputs_and_targets(batch)
         length = length_of((inputs, targets))
-        options = {"length": length, "few": self._few(length, inputs, targets), "samples": TRIED_SAMPLES}
+        options = {"length": length, "few": self._dry_run_length(length, inputs, targets), "samples": DRY_RUN_SAMPLES}
         return smaller(inputs, **options), smaller(targets, **options)
 
-    def _few(self, length: int, inputs: Any, targets: Any) -> int:
+    def _dry_run_length(self, length: int, inputs: Any, targets: Any) -> int:
         """How many tokens the model is tried with: such a number as no other dim 1 has."""
         step = length_divisor(self._plan.sp, self._plan.ring, self._plan.ulysses)
-        few = -(-min(length, TRIED_TOKENS) // step) * step
+        few = -(-min(length, DRY_RUN_TOKENS) // step) * step
         others = [
             t.shape[1] for t in (*tree_leaves(inputs), *tree_leaves(targets)) if t.dim() > 1 and t.shape[1] != length
         ]
@@ -202,19 +206,19 @@ class Tokens:
             few += step
         return few
 
-    def _judge(self, everyone: list[dict[str, Any]]) -> None:
+    def _apply_reports(self, reports: list[dict[str, Any]]) -> None:
         """Raise TaskError for what any rank has found; learn whether the loss is a mean."""
-        for line in {told["line"] for told in everyone}:
-            those = [rank for rank, told in enumerate(everyone) if told["line"] == line]
-            if len({everyone[rank]["digest"] for rank in those}) > 1:
+        for line in {told["line"] for told in reports}:
+            those = [rank for rank, told in enumerate(reports) if told["line"] == line]
+            if len({reports[rank]["digest"] for rank in those}) > 1:
                 raise TaskError(unlike(those), where="the batch")
-        problems = [Problem(*problem) for told in everyone for problem in told["problems"]]
+        problems = [Problem(*problem) for told in reports for problem in told["problems"]]
         if problems:
             raise TaskError(list(dict.fromkeys(problems)), where="the model")
-        tried = [told for told in everyone if "values" in told]
-        self._judge_gradients(tried)
+        tried = [told for told in reports if "values" in told]
+        self._check_gradients(tried)
         if any(told["means"] for told in tried):
-            self._ignored = sorted({index for told in tried for index in told["ignored"]})
+            self._ignored_indices = sorted({index for told in tried for index in told["ignored"]})
         for line in {told["line"] for told in tried}:
             those = [told for told in tried if told["line"] == line]
             parts = [Sum(*told["values"][1]) for told in those]
@@ -224,12 +228,12 @@ class Tokens:
             if problem is not None:
                 raise TaskError(problem, where="the loss")
 
-    def _judge_gradients(self, tried: list[dict[str, Any]]) -> None:
+    def _check_gradients(self, reports: list[dict[str, Any]]) -> None:
         """Raise TaskError where the parameter gradients of the ranks' tokens do not add up; log what was not judged."""
         names = [name for name, p in self._model.named_parameters() if p.requires_grad]
-        for line in {told["line"] for told in tried}:
-            those = [told["gradients"] for told in tried if told["line"] == line]
-            judgements = {told["judgement"] for told in tried if told["line"] == line}
+        for line in {told["line"] for told in reports}:
+            those = [told["gradients"] for told in reports if told["line"] == line]
+            judgements = {told["judgement"] for told in reports if told["line"] == line}
             if len(judgements) > 1:
                 got = f"a model whose dry run is {' on one rank, and '.join(sorted(judgements))} on another"
                 raise TaskError(Problem(got, "ranks that can compute the same"), where="the model")
@@ -242,7 +246,7 @@ class Tokens:
             problem = gradient_sums.problem(names, parts)
             if problem is not None:
                 raise TaskError(problem, where="the model")
-        weaker = next((told for told in tried if told["judgement"] != str(STRICTEST_CHECK)), None)
+        weaker = next((told for told in reports if told["judgement"] != str(STRICTEST_CHECK)), None)
         if weaker is not None and self._ranks.rank == 0:
             log.warning(
                 "the dry run of sp = %d computed %s instead of %s: %s",
@@ -253,7 +257,7 @@ class Tokens:
             )
 
 
-def pair(batch: Any) -> tuple[Any, Any]:
+def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
     """The inputs and targets of a batch. Raises TaskError for anything else."""
     inputs, targets = unpack_batch(batch)
     if targets is None:
