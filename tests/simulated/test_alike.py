@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from fourfold.run.sequence.alike import digest
+from fourfold.run.sequence.alike import batch_digest
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError
 from tests.training import Case, batches, build, local
@@ -79,6 +79,8 @@ def test_other_batches_are_refused_in_later_steps_too(dp, sp, ulysses, kind):
     torch.ones(0, 5),
 ])  # fmt: skip
 def test_a_digest_is_of_the_numbers_however_they_lie(tensor):
-    assert digest({"x": tensor}) == digest({"x": tensor.clone(memory_format=torch.contiguous_format)})
-    assert digest({"x": tensor}) != digest({"x": tensor.unsqueeze(0)})
-    assert not tensor.numel() or digest({"x": tensor}) != digest({"x": tensor.logical_not().to(tensor.dtype)})
+    assert batch_digest({"x": tensor}) == batch_digest({"x": tensor.clone(memory_format=torch.contiguous_format)})
+    assert batch_digest({"x": tensor}) != batch_digest({"x": tensor.unsqueeze(0)})
+    assert not tensor.numel() or batch_digest({"x": tensor}) != batch_digest(
+        {"x": tensor.logical_not().to(tensor.dtype)}
+    )

@@ -139,8 +139,8 @@ def test_one_batch_again_and_again_is_told_once_and_trained(way):
 @pytest.mark.parametrize("last", [0, 1, 2])
 def test_ranks_that_have_differed_once_are_watched_no_more(way, last, monkeypatch):
     """In the first batch, or later, also on one of three ranks alone."""
-    hashed, hash_ = [], same_batches.digest
-    monkeypatch.setattr(same_batches, "digest", lambda tensors: hashed.append(1) or hash_(tensors))
+    hashed, hash_ = [], same_batches.batch_digest
+    monkeypatch.setattr(same_batches, "batch_digest", lambda tensors: hashed.append(1) or hash_(tensors))
 
     def batches(rank):
         return [drawn(0)] * last + [drawn(1 if rank < 2 else 2)] + [drawn(n) for n in range(3, 9)]
@@ -153,13 +153,13 @@ def test_ranks_that_have_differed_once_are_watched_no_more(way, last, monkeypatc
 
 @pytest.mark.parametrize("way", WAYS)
 def test_same_batches_are_permitted_by_an_argument_and_then_nothing_is_hashed(way, monkeypatch):
-    monkeypatch.setattr(same_batches, "digest", None)
+    monkeypatch.setattr(same_batches, "batch_digest", None)
     assert trained(way, 2, lambda rank: map(drawn, range(5)), same_batches="allow") == [(5, None)] * 2
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_one_rank_has_nobody_to_be_compared_with(way, monkeypatch):
-    monkeypatch.setattr(same_batches, "digest", None)
+    monkeypatch.setattr(same_batches, "batch_digest", None)
     assert trained(way, 1, lambda rank: map(drawn, range(5))) == [(5, None)]
 
 
@@ -198,7 +198,7 @@ def test_the_policy_is_one_of_two_and_the_same_on_every_rank(way):
 
 
 def test_batches_of_a_feed_are_not_compared(monkeypatch):
-    monkeypatch.setattr(same_batches, "digest", None)
+    monkeypatch.setattr(same_batches, "batch_digest", None)
     fed = [Batch.wrap(drawn(n), BatchRange(99, 0, 0, 4 * n, 4 * n + 4, 4 * n, 4 * n + 4)) for n in range(5)]
     assert trained(Parallel, 2, lambda rank: fed) == [(5, None)] * 2
 

@@ -24,7 +24,7 @@ from fourfold.run.batch import Loss, Microbatch
 from fourfold.run.deferred import DeferredUpdates
 from fourfold.run.objective import Objective, is_uneven, uneven_problem
 from fourfold.run.parts import StepContext, StepTotals, UpdateArgs
-from fourfold.run.sequence.alike import unlike
+from fourfold.run.sequence.alike import batch_mismatch_problem
 from fourfold.words.action import LOSS, NORM, TRUST, USED, Action, Verb
 from fourfold.words.errors import Problem, TaskError
 from fourfold.words.layout import SPLIT, WHOLE, Change
@@ -387,7 +387,7 @@ class Actions:
             return
         self.totals = StepTotals(*self._context.transport.wait_scalars(LOSS))
         if self.totals.num_mismatches:
-            raise TaskError(self.batch_mismatch or unlike(), where="the batch")
+            raise TaskError(self.batch_mismatch or batch_mismatch_problem(), where="the batch")
         if is_uneven(self.totals.count, self.totals.other_count, self.totals.other_square):
             raise TaskError(uneven_problem(self._objective.loss_names), where="the loss")
         if self.totals.count == 0:

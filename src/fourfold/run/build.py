@@ -61,7 +61,7 @@ from fourfold.run.runtime import Executor
 from fourfold.run.same_batches import DuplicateBatches, fingerprint
 from fourfold.run.same_source import check_same_source
 from fourfold.run.sequence import SequenceParallel
-from fourfold.run.sequence.alike import unlike
+from fourfold.run.sequence.alike import batch_mismatch_problem
 from fourfold.run.state import State, copied
 from fourfold.run.weights import Weights, trainable_of
 from fourfold.words.action import LOSS, Action
@@ -419,7 +419,7 @@ class TrainStep:
         local[4] = problem is not None
         total, count, samples, tokens, num_unlike, other, square = self._all_reduce(local)
         if num_unlike:
-            raise TaskError(problem or unlike(), where="the batch")
+            raise TaskError(problem or batch_mismatch_problem(), where="the batch")
         if is_uneven(count, other, square):
             raise TaskError(uneven_problem(self.objective.loss_names), where="the loss")
         return Metrics(

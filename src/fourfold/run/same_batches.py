@@ -19,7 +19,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from fourfold.run.sequence.alike import DIGEST_BITS, digest
+from fourfold.run.sequence.alike import DIGEST_BITS, batch_digest
 from fourfold.words.errors import Problem, SettingError, TaskError
 
 POLICIES = ("refuse", "allow")
@@ -98,7 +98,7 @@ def fingerprint(tree: Any) -> int | None:
         others.update(path.encode())
     if is_empty:
         return None
-    others.update(str(digest(tensors)).encode())
+    others.update(str(batch_digest(tensors)).encode())
     return others.intdigest() >> (64 - DIGEST_BITS)
 
 

@@ -22,7 +22,7 @@ from fourfold.run.batch import Microbatch, has_token_dim, tree_leaves, tree_map,
 from fourfold.run.projections import Projection
 from fourfold.run.random_weights import STRICTEST_CHECK, MemoryFit, find_memory_fit
 from fourfold.run.sequence import gradient_sums
-from fourfold.run.sequence.alike import digest, same, unlike
+from fourfold.run.sequence.alike import batch_digest, batch_mismatch_problem, is_equal_across_ranks
 from fourfold.run.sequence.dropout import Drawn, apart
 from fourfold.run.sequence.gradient_sums import Gradients
 from fourfold.run.sequence.hugging import installed, is_hugging, refuse_packed
@@ -90,7 +90,11 @@ class SequenceParallel:
 
     def batch_mismatch(self, batch: Any) -> Problem | None:
         """What is wrong where the ranks of this line have other batches. Collective among them."""
-        return None if same(digest(batch), self.ring_groups, self._ranks.device) else unlike(self._sp_ranks)
+        return (
+            None
+            if is_equal_across_ranks(batch_digest(batch), self.ring_groups, self._ranks.device)
+            else batch_mismatch_problem(self._sp_ranks)
+        )
 
     def _check_even_targets(self, targets: Any, length: int) -> None:
         assert self._ignored_indices is not None
@@ -132,7 +136,7 @@ class SequenceParallel:
         """
         inputs, targets = inputs_and_targets(batch)
         length = length_of((inputs, targets))
-        told: dict[str, Any] = {"line": self._coords["dp"], "problems": [], "digest": digest(batch)}
+        told: dict[str, Any] = {"line": self._coords["dp"], "problems": [], "digest": batch_digest(batch)}
         values: list[Value] = []
         tried = Tried([])
         room = self._find_memory_fit()
@@ -211,7 +215,7 @@ class SequenceParallel:
         for line in {told["line"] for told in reports}:
             those = [rank for rank, told in enumerate(reports) if told["line"] == line]
             if len({reports[rank]["digest"] for rank in those}) > 1:
-                raise TaskError(unlike(those), where="the batch")
+                raise TaskError(batch_mismatch_problem(those), where="the batch")
         problems = [Problem(*problem) for told in reports for problem in told["problems"]]
         if problems:
             raise TaskError(list(dict.fromkeys(problems)), where="the model")

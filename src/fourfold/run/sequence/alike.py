@@ -19,32 +19,32 @@ from fourfold.words.errors import Problem
 DIGEST_BITS = 62  # of an int64, which every transport carries
 
 
-def digest(batch: Any) -> int:
+def batch_digest(batch: Any) -> int:
     """A hash of all numbers of a batch, of their dtypes and shapes."""
     found = xxhash.xxh3_64()
     for tensor in tree_leaves(batch):
         found.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
-        found.update(_bytes(tensor))
+        found.update(_tensor_bytes(tensor))
     return found.intdigest() >> (64 - DIGEST_BITS)
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def _tensor_bytes(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().reshape(-1)
     if flat.stride(0) != 1:
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8).numpy().data
 
 
-def same(number: int, links: Sequence[RingGroup], device: torch.device) -> bool:
+def is_equal_across_ranks(number: int, ring_groups: Sequence[RingGroup], device: torch.device) -> bool:
     """Whether all ranks of a line have this number. Collective among them: `links` lead to all of them by turns."""
     differs = 0
-    for link in links:
+    for link in ring_groups:
         rows = [row.tolist() for row in link.all_gather([torch.tensor([number, differs], device=device)])]
         differs = int(any(row != [number, 0] for row in rows))
     return not differs
 
 
-def unlike(ranks: Sequence[int] = ()) -> Problem:
+def batch_mismatch_problem(ranks: Sequence[int] = ()) -> Problem:
     """What is wrong where a line's ranks, if they are known, have other batches."""
     those = f"ranks {', '.join(map(str, ranks))}, which" if ranks else "the ranks that"
     got = f"sp > 1, and other batches on some of {those} share sequences"
