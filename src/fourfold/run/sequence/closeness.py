@@ -12,35 +12,35 @@ from torch import Tensor
 from fourfold.run.sequence.tokens import Share
 
 # In float64 29 model types of transformers differ by 2e-14 at most, gradients too.
-CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3}
-CLOSE_OF_HALF = 5e-2
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+HALF_TOLERANCE = 5e-2
 # Gradients add up more rounding: in bfloat16 the sums of these models' gradients differ by up to 3e-2.
-CLOSE_GRADIENTS = {torch.float64: 1e-9, torch.float32: 1e-2}
-CLOSE_GRADIENTS_OF_HALF = 0.2
+GRADIENT_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-2}
+HALF_GRADIENT_TOLERANCE = 0.2
 # An output of no token is computed by all ranks alike; a mean over tokens is not the same, but may be near.
-SAME = {torch.float64: 1e-9}
-SAME_OF_OTHERS = 1e-6
+REPLICATED_TOLERANCE = {torch.float64: 1e-9}
+DEFAULT_REPLICATED_TOLERANCE = 1e-6
 
 
-class Differs(Exception):
+class ShardMismatch(Exception):
     """The replay is not the whole; `got` says where, and whether other ranks' tokens are seen to matter."""
 
-    def __init__(self, what: str, *, depends: bool = True, in_backward: bool = False) -> None:
-        self.got = f"{what} depend on other ranks' tokens" if depends else what
-        self.in_backward = in_backward
+    def __init__(self, what: str, *, depends_on_others: bool = True, is_in_backward: bool = False) -> None:
+        self.got = f"{what} depend on other ranks' tokens" if depends_on_others else what
+        self.is_in_backward = is_in_backward
         super().__init__(self.got)
 
 
-def bound_of(dtype: torch.dtype) -> float:
-    return CLOSE.get(dtype.to_real(), CLOSE_OF_HALF)
+def tolerance_of(dtype: torch.dtype) -> float:
+    return TOLERANCE.get(dtype.to_real(), HALF_TOLERANCE)
 
 
-def gradient_bound_of(dtype: torch.dtype) -> float:
-    return CLOSE_GRADIENTS.get(dtype.to_real(), CLOSE_GRADIENTS_OF_HALF)
+def gradient_tolerance_of(dtype: torch.dtype) -> float:
+    return GRADIENT_TOLERANCE.get(dtype.to_real(), HALF_GRADIENT_TOLERANCE)
 
 
 @torch.no_grad()  # a checkpoint counts what autograd saves in it
-def is_close(whole: Tensor, own: Tensor, bound: float | None = None, *, floor: float = 0.0) -> bool:
+def is_close(whole: Tensor, own: Tensor, tolerance: float | None = None, *, floor: float = 0.0) -> bool:
     if whole.is_complex():
         whole, own = (torch.view_as_real(tensor.resolve_conj()) for tensor in (whole, own))
     if not whole.is_floating_point():
@@ -49,31 +49,33 @@ def is_close(whole: Tensor, own: Tensor, bound: float | None = None, *, floor: f
         return False
     if not whole.numel():
         return True
-    bound = bound_of(whole.dtype) if bound is None else bound
+    tolerance = tolerance_of(whole.dtype) if tolerance is None else tolerance
     whole, own = (torch.nan_to_num(tensor, posinf=0.0, neginf=0.0).double() for tensor in (whole, own))
-    return (whole - own).abs().max().item() <= bound * max(whole.abs().max().item(), floor, 1e-30)
+    return (whole - own).abs().max().item() <= tolerance * max(whole.abs().max().item(), floor, 1e-30)
 
 
-def is_same(whole: Tensor, own: Tensor) -> bool:
+def is_replicated(whole: Tensor, own: Tensor) -> bool:
     """Whether an output that is of no token is the same on all ranks."""
-    return whole.shape == own.shape and is_close(whole, own, SAME.get(whole.dtype, SAME_OF_OTHERS))
+    return whole.shape == own.shape and is_close(
+        whole, own, REPLICATED_TOLERANCE.get(whole.dtype, DEFAULT_REPLICATED_TOLERANCE)
+    )
 
 
-def rows(tensor: Tensor, share: Share, dim: int) -> Tensor:
+def shard_rows(tensor: Tensor, shard: Share, dim: int) -> Tensor:
     """A shard's rows of a tensor that has a row for each token."""
-    return tensor.index_select(dim, _places(share, tensor.device))
+    return tensor.index_select(dim, _shard_positions(shard, tensor.device))
 
 
 @functools.lru_cache(8)
-def _places(share: Share, device: torch.device) -> Tensor:
-    return share.places.to(device)
+def _shard_positions(shard: Share, device: torch.device) -> Tensor:
+    return shard.places.to(device)
 
 
-def require_rows(whole: Tensor, own: Tensor, share: Share, dim: int, what: str) -> None:
+def check_shard_rows(whole: Tensor, own: Tensor, shard: Share, dim: int, what: str) -> None:
     """Raise Differs unless `own` is this shard's rows of `whole`."""
-    if whole.shape[dim] != share.length or own.shape[dim] != share.size:
-        lengths = f"{whole.shape[dim]} long with {share.length} tokens, {own.shape[dim]} with {share.size}"
-        raise Differs(f"{what}: {lengths}", depends=False)
-    mine = rows(whole, share, dim)
+    if whole.shape[dim] != shard.length or own.shape[dim] != shard.size:
+        lengths = f"{whole.shape[dim]} long with {shard.length} tokens, {own.shape[dim]} with {shard.size}"
+        raise ShardMismatch(f"{what}: {lengths}", depends_on_others=False)
+    mine = shard_rows(whole, shard, dim)
     if mine.shape != own.shape or not is_close(mine, own):
-        raise Differs(what)
+        raise ShardMismatch(what)

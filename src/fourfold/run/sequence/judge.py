@@ -26,7 +26,14 @@ from fourfold.run.exact import Float64Mode
 from fourfold.run.projections import Projection
 from fourfold.run.random_weights import CheckConfig
 from fourfold.run.sequence import gradient_sums
-from fourfold.run.sequence.closeness import Differs, gradient_bound_of, is_close, is_same, require_rows, rows
+from fourfold.run.sequence.closeness import (
+    ShardMismatch,
+    check_shard_rows,
+    gradient_tolerance_of,
+    is_close,
+    is_replicated,
+    shard_rows,
+)
 from fourfold.run.sequence.gradient_sums import NOISE, Gradients
 from fourfold.run.sequence.hugging import installed, is_hugging
 from fourfold.run.sequence.recorded_attention import (
@@ -134,7 +141,9 @@ class Judge:
         def target(call: Call) -> Tensor:
             nonlocal number
             if number == len(self._calls):
-                raise Differs(f"{number + 1} calls of attention, {number} with whole sequences", depends=False)
+                raise ShardMismatch(
+                    f"{number + 1} calls of attention, {number} with whole sequences", depends_on_others=False
+                )
             number += 1
             compare_call(self._calls[number - 1].call, call, self._share, self._name(number), ulysses=self._ulysses)
             return self._play(number, call)
@@ -145,9 +154,11 @@ class Judge:
                 own = self._call(inputs if taps is None else taps.inputs(inputs))
             except (RuntimeError, IndexError, ValueError) as error:
                 got = f"with {share.size} of {share.length} tokens: {_said(error)}"
-                raise Differs(got, depends=False) from error
+                raise ShardMismatch(got, depends_on_others=False) from error
         if number < len(self._calls):
-            raise Differs(f"{number} calls of attention, {len(self._calls)} with whole sequences", depends=False)
+            raise ShardMismatch(
+                f"{number} calls of attention, {len(self._calls)} with whole sequences", depends_on_others=False
+            )
         return own
 
     def _replay_backward(self, own: Any, whole: Any, weights: list[Tensor | None], taps: Taps) -> None:
@@ -157,7 +168,7 @@ class Judge:
             if weight is not None:
                 # Outputs of no token are the same on all ranks, and each has its part of the gradient.
                 is_tokens = has_token_dim(tensor, share.length)
-                weight = rows(weight, share, 1) if is_tokens else weight * (share.size / share.padded)
+                weight = shard_rows(weight, share, 1) if is_tokens else weight * (share.size / share.padded)
             parts.append(weight)
 
         def target(call: Call) -> Tensor:
@@ -172,9 +183,9 @@ class Judge:
                 run_backward(own, parts)
             except (RuntimeError, IndexError, ValueError) as error:
                 got = f"with {share.size} of {share.length} tokens, in backward: {_said(error)}"
-                raise Differs(got, depends=False, in_backward=True) from error
+                raise ShardMismatch(got, depends_on_others=False, is_in_backward=True) from error
         if self._wrong:
-            raise Differs(self._wrong[0], in_backward=True)
+            raise ShardMismatch(self._wrong[0], is_in_backward=True)
 
     def _weights(self, outputs: Any) -> list[Tensor | None]:
         """The random weights of each output that can be differentiated."""
@@ -197,36 +208,38 @@ class Judge:
             known = self._calls[number - 1].call
             pairs = [(getattr(known, name), getattr(call, name)) for name in INPUTS]
             if not whole:
-                pairs = [(rows(one, self._share, 2), other) for one, other in pairs]
+                pairs = [(shard_rows(one, self._share, 2), other) for one, other in pairs]
             if all(one.shape == other.shape and is_close(one, other.detach()) for one, other in pairs):
                 return number
         return None
 
     def _play(self, number: int, call: Call) -> Tensor:
-        output = rows(self._calls[number - 1].output, self._share, 2)
+        output = shard_rows(self._calls[number - 1].output, self._share, 2)
         return Playback(output, lambda gradient: self._play_backward(number, gradient))(call)
 
     def _play_backward(self, number: int, gradient: Tensor) -> tuple[Tensor | None, ...]:
         known = self._calls[number - 1]
         self._expect(known.gradients.get(OUTPUT), gradient, 2, f"gradients of the output of {self._name(number)}")
         recorded = [known.gradients.get(name) for name in INPUTS]
-        return tuple(None if one is None else rows(one, self._share, 2) for one in recorded)
+        return tuple(None if one is None else shard_rows(one, self._share, 2) for one in recorded)
 
     # ---- comparison ---------------------------------------------------------------------------------
 
     def _compare(self, outputs: Any, own: Any) -> None:
         theirs, ours = list(tree_leaves(outputs)), list(tree_leaves(own))
         if len(theirs) != len(ours):
-            raise Differs(f"{len(ours)} outputs, {len(theirs)} with whole sequences", depends=False)
+            raise ShardMismatch(f"{len(ours)} outputs, {len(theirs)} with whole sequences", depends_on_others=False)
         pairs = [(whole.detach(), mine.detach()) for whole, mine in zip(theirs, ours, strict=True)]
         for whole, mine in pairs:
             if has_token_dim(whole, self._share.length):
-                require_rows(whole, mine, self._share, 1, "the outputs")
-            elif not is_same(whole, mine):
-                raise Differs(f"an output {list(whole.shape)} that is not each token's own", depends=False)
+                check_shard_rows(whole, mine, self._share, 1, "the outputs")
+            elif not is_replicated(whole, mine):
+                raise ShardMismatch(
+                    f"an output {list(whole.shape)} that is not each token's own", depends_on_others=False
+                )
         if not any(has_token_dim(whole, self._share.length) for whole, _ in pairs):
             shapes = ", ".join(str(list(whole.shape)) for whole, _ in pairs)
-            raise Differs(f"no output for each token, but {shapes}", depends=False)
+            raise ShardMismatch(f"no output for each token, but {shapes}", depends_on_others=False)
 
     def _compare_with_its_own(self, outputs: Any) -> None:
         """A transformers model must be the same with our attention and masks as with those it is configured for."""
@@ -246,12 +259,12 @@ class Judge:
                 gradient = torch.zeros_like(own.output) if gradient is None else gradient
                 self._expect(whole.gradients.get(OUTPUT), gradient, 1, f"gradients of the output of {whole.where}")
         if self._wrong:
-            raise Differs(self._wrong[0], in_backward=True)
+            raise ShardMismatch(self._wrong[0], is_in_backward=True)
 
     def _expect(self, whole: Tensor | None, own: Tensor, dim: int, what: str) -> None:
         """Note what is wrong unless a gradient is this rank's rows of the whole's (None: zeros)."""
-        expected = torch.zeros_like(own) if whole is None else rows(whole, self._share, dim)
-        bound, floor = gradient_bound_of(own.dtype), NOISE * self._largest
+        expected = torch.zeros_like(own) if whole is None else shard_rows(whole, self._share, dim)
+        bound, floor = gradient_tolerance_of(own.dtype), NOISE * self._largest
         if expected.shape != own.shape or not is_close(expected, own, bound, floor=floor):
             self._wrong.append(what)
 
@@ -264,7 +277,7 @@ class Judge:
     @property
     def _close(self) -> float:
         dtypes = {tensor.dtype for tensor in self._state.values() if tensor.requires_grad}
-        return max(map(gradient_bound_of, dtypes), default=0.0)
+        return max(map(gradient_tolerance_of, dtypes), default=0.0)
 
     def _refuse_infinite(self, total: list[Projection]) -> None:
         if not all(torch.isfinite(torch.tensor([one.norm for one in total], dtype=torch.float64))):
@@ -282,7 +295,7 @@ class Judge:
         with self._names.recording() as whole:
             self.outputs()
         # It ends as it did before; what was recorded until then tells where.
-        with self._names.recording() as own, contextlib.suppress(Differs):
+        with self._names.recording() as own, contextlib.suppress(ShardMismatch):
             self._replay(None)
         for (name, kind, result), (_, _, mine) in zip(whole, own, strict=False):
             if not self._is_part(result, mine):
@@ -293,7 +306,7 @@ class Judge:
         share = self._share
         for dim in range(whole.dim()):
             if whole.shape[dim] == share.length and own.dim() == whole.dim() and own.shape[dim] == share.size:
-                part = rows(whole, share, dim)
+                part = shard_rows(whole, share, dim)
                 if part.shape == own.shape:
                     return is_close(part, own)
         return whole.shape == own.shape and is_close(whole, own)
@@ -310,7 +323,7 @@ def _unfit() -> Iterator[None]:
     """Within, what the model raises for whole sequences is raised as Unfit."""
     try:
         yield
-    except (FourfoldError, Differs, Unfit):
+    except (FourfoldError, ShardMismatch, Unfit):
         raise
     except Exception as error:
         raise Unfit(_said(error)) from error

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fourfold.plan.sequence import heads_problem
-from fourfold.run.sequence.closeness import Differs, require_rows, rows
+from fourfold.run.sequence.closeness import ShardMismatch, check_shard_rows, shard_rows
 from fourfold.run.sequence.recorded_attention import INPUTS
 from fourfold.run.sequence.route import Call
 from fourfold.run.sequence.tokens import Share
@@ -20,12 +20,12 @@ def compare_call(whole: Call, own: Call, share: Share, name: str, *, ulysses: in
         got = f"sp > 1 and cross-attention at {name}: {whole.q.shape[2]} queries, {whole.k.shape[2]} keys"
         raise TaskError(Problem(got, "attention among one sequence's own tokens", "sp = 1, and dp instead"))
     for what in INPUTS:
-        require_rows(getattr(whole, what), getattr(own, what), share, 2, f"{what} of {name}")
+        check_shard_rows(getattr(whole, what), getattr(own, what), share, 2, f"{what} of {name}")
     if problem := heads_problem(own.q.shape[1], own.k.shape[1], ulysses):
         raise TaskError(problem)
     options = [(one.causal, one.scale, one.dropout, one.grouped) for one in (whole, own)]
     if options[0] != options[1]:
-        raise Differs(f"{name} with other options", depends=False)
+        raise ShardMismatch(f"{name} with other options", depends_on_others=False)
     _compare_masks(whole.mask, own.mask, share, name)
 
 
@@ -36,16 +36,16 @@ def _compare_masks(whole: Tensor | None, own: Tensor | None, share: Share, name:
         got = f"sp > 1 and a mask {list(own.shape)} at {name} that wants a gradient"
         raise TaskError(Problem(got, "one that does not", "mask.detach()"))
     if whole is None or own is None:
-        raise Differs(f"a mask of {name} that is not always there", depends=False)
+        raise ShardMismatch(f"a mask of {name} that is not always there", depends_on_others=False)
     if own.shape[-1] == share.size and (own.dim() < 2 or own.shape[-2] == 1):
-        require_rows(whole, own, share, own.dim() - 1, f"masks of {name}")
+        check_shard_rows(whole, own, share, own.dim() - 1, f"masks of {name}")
         return
     is_row = whole.dim() < 2 or whole.shape[-2] == 1
-    expected = whole if is_row else rows(whole, share, whole.dim() - 2)
+    expected = whole if is_row else shard_rows(whole, share, whole.dim() - 2)
     if own.shape != expected.shape:
         raise TaskError(mask_problem(own, share, name))
     if not torch.equal(own, expected):
-        raise Differs(f"masks of {name}")
+        raise ShardMismatch(f"masks of {name}")
 
 
 def mask_problem(mask: Tensor, share: Share, name: str) -> Problem:

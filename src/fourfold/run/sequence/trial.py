@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fourfold.run.batch import POSITION_KEYS, eval_mode, has_token_dim, tree_map
 from fourfold.run.forward_state import EDIT_ADVICE, describe_trained
 from fourfold.run.random_weights import CHECK_CONFIGS, STRICTEST_CHECK, WEAKEST_CHECK, CheckConfig, MemoryFit
-from fourfold.run.sequence.closeness import Differs
+from fourfold.run.sequence.closeness import ShardMismatch
 from fourfold.run.sequence.gradient_sums import Gradients
 from fourfold.run.sequence.hugging import installed, is_hugging
 from fourfold.run.sequence.judge import Judge, Unfit
@@ -132,7 +132,7 @@ class Trial:
         judge = Judge(self._model, self._inputs, self._share, judgement, **options)
         try:
             gradients = judge.run()
-        except Differs as error:
+        except ShardMismatch as error:
             return Tried([self._explained(judge, error)], judgement=judgement, fell_back=fell_back)
         return Tried([], self._num_calls, outputs, gradients, judgement, fell_back)
 
@@ -157,11 +157,11 @@ class Trial:
             attempt = "need_weights=False"
         return Problem(f"sp > 1 and attention made by hand at {self._manual[0]}", ONLY, attempt)
 
-    def _explained(self, judge: Judge, error: Differs) -> Problem:
+    def _explained(self, judge: Judge, error: ShardMismatch) -> Problem:
         """Why the replay is not the whole, as far as can be found out by looking closer."""
         if self._manual:
             return self._by_hand()
-        if error.in_backward:
+        if error.is_in_backward:
             return Problem(f"sp > 1 and {error.got}", ONLY + ", in backward too", "sp = 1, and dp instead")
         position = next(name for name in self._inputs if name in POSITION_KEYS)
         turned = judge.outputs(**{position: self._inputs[position].flip(1)})
