@@ -23,7 +23,7 @@ from fourfold.run.projections import Projection
 from fourfold.run.random_weights import STRICTEST_CHECK, MemoryFit, find_memory_fit
 from fourfold.run.sequence import gradient_sums
 from fourfold.run.sequence.alike import batch_digest, batch_mismatch_problem, is_equal_across_ranks
-from fourfold.run.sequence.dropout import Drawn, apart
+from fourfold.run.sequence.dropout import AttentionDropoutCounter, per_rank_dropouts
 from fourfold.run.sequence.gradient_sums import Gradients
 from fourfold.run.sequence.hugging import installed, is_hugging, refuse_packed
 from fourfold.run.sequence.losses import Sum, Value, adding_up, no_mean, observed, refuse_uneven
@@ -57,8 +57,8 @@ class SequenceParallel:
         self._axis = sequence.connect_sequence(
             ranks, lines, ring=plan.ring, ulysses=plan.ulysses, transport=plan.transport
         )
-        self._dropout_overrides = apart(self._coords["sp"])
-        self._dropout_counter = Drawn(seed)
+        self._dropout_overrides = per_rank_dropouts(self._coords["sp"])
+        self._dropout_counter = AttentionDropoutCounter(seed)
         self._shard: Share | None = None
         self._ignored_indices: list[int] | None = None
         self.has_dry_run = False
@@ -114,8 +114,8 @@ class SequenceParallel:
         """Within, attention reaches the tokens of the whole line. `samples`: the batch's place in the feed's order."""
         # Without a place in the order, samples of other data ranks are far away: no two are drawn alike.
         first = self._coords["dp"] << 32 if sample_range is None else sample_range.local_start - sample_range.start
-        self._dropout_counter.begin(step, first, [part.num_samples for part in microbatches if part.num_samples])
-        hook = self._model.register_forward_pre_hook(self._dropout_counter.forward)
+        self._dropout_counter.begin_step(step, first, [part.num_samples for part in microbatches if part.num_samples])
+        hook = self._model.register_forward_pre_hook(self._dropout_counter.next_microbatch)
         try:
             with routed(self._attend, instead=self._dropout_overrides), installed(self._model):
                 yield
@@ -125,7 +125,7 @@ class SequenceParallel:
     def _attend(self, call: Call) -> Tensor:
         assert self._shard is not None
         mask = without_pads(call, self._shard)
-        dropout = self._dropout_counter.dropout(call.dropout) if call.dropout else None
+        dropout = self._dropout_counter.next_dropout(call.dropout) if call.dropout else None
         options = {"causal": call.causal, "scale": call.scale, "grouped": call.grouped}
         return sequence.sequence_attention(call.q, call.k, call.v, self._axis, mask=mask, dropout=dropout, **options)
 
