@@ -122,7 +122,7 @@ def sums_problem(model: nn.Module, ranks: list[Tried]):
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     gradients = [each.gradients for each in ranks if each.gradients is not None]
     assert len(gradients) == len(ranks)
-    return gradient_sums.problem(names, gradients)
+    return gradient_sums.gradient_sum_problem(names, gradients)
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)

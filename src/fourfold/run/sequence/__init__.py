@@ -24,7 +24,7 @@ from fourfold.run.random_weights import STRICTEST_CHECK, MemoryFit, find_memory_
 from fourfold.run.sequence import gradient_sums
 from fourfold.run.sequence.alike import batch_digest, batch_mismatch_problem, is_equal_across_ranks
 from fourfold.run.sequence.dropout import AttentionDropoutCounter, per_rank_dropouts
-from fourfold.run.sequence.gradient_sums import Gradients
+from fourfold.run.sequence.gradient_sums import GradProjections
 from fourfold.run.sequence.hugging import installed, is_hugging, refuse_packed
 from fourfold.run.sequence.losses import Sum, Value, adding_up, no_mean, observed, refuse_uneven
 from fourfold.run.sequence.route import Call, routed
@@ -244,10 +244,10 @@ class SequenceParallel:
             if None in those:
                 continue
             parts = [
-                Gradients([Projection(*each) for each in whole], [Projection(*each) for each in part], close)
+                GradProjections([Projection(*each) for each in whole], [Projection(*each) for each in part], close)
                 for whole, part, close in those
             ]
-            problem = gradient_sums.problem(names, parts)
+            problem = gradient_sums.gradient_sum_problem(names, parts)
             if problem is not None:
                 raise TaskError(problem, where="the model")
         weaker = next((told for told in reports if told["judgement"] != str(STRICTEST_CHECK)), None)

@@ -13,33 +13,33 @@ from fourfold.run import projections
 from fourfold.run.projections import Projection, group_size
 from fourfold.words.errors import Problem
 
-LIMIT = 512
+MAX_GROUPS = 512
 # Of the largest gradient of the model: a gradient that is 0 in theory is rounding noise in practice.
-NOISE = 1e-3
+NOISE_FLOOR = 1e-3
 
 
-class Gradients(NamedTuple):
+class GradProjections(NamedTuple):
     """The projections of whole sequences' gradients and of one shard's, by group; `close`: how near sums must be."""
 
     whole: list[Projection]
-    part: list[Projection]
-    close: float
+    shard: list[Projection]
+    tolerance: float
 
 
-def collected(parameters: Mapping[str, Tensor]) -> list[Projection]:
+def project_grouped_gradients(parameters: Mapping[str, Tensor]) -> list[Projection]:
     """The projections of the parameters' gradients, by group. The gradients are freed."""
-    return projections.project_gradients(parameters, max_groups=LIMIT)
+    return projections.project_gradients(parameters, max_groups=MAX_GROUPS)
 
 
-def problem(names: Sequence[str], ranks: Sequence[Gradients]) -> Problem | None:
+def gradient_sum_problem(names: Sequence[str], ranks: Sequence[GradProjections]) -> Problem | None:
     """What is wrong where the gradients of the shards do not add up; `names` are the parameters of `collected`."""
-    each = group_size(len(names), LIMIT)
+    each = group_size(len(names), MAX_GROUPS)
     whole = ranks[0].whole
-    close = max(rank.close for rank in ranks)
+    close = max(rank.tolerance for rank in ranks)
     largest = max((projection.norm for projection in whole), default=0.0)
     for group, expected in enumerate(whole):
-        parts = [rank.part[group] for rank in ranks]
-        scale = max(expected.norm, *(part.norm for part in parts), NOISE * largest)
+        parts = [rank.shard[group] for rank in ranks]
+        scale = max(expected.norm, *(part.norm for part in parts), NOISE_FLOOR * largest)
         if not abs(sum(part.value for part in parts) - expected.value) <= close * scale:
             some = names[group * each : (group + 1) * each]
             name = some[0] if len(some) == 1 else f"{some[0]} … {some[-1]}"

@@ -34,7 +34,7 @@ from fourfold.run.sequence.closeness import (
     is_replicated,
     shard_rows,
 )
-from fourfold.run.sequence.gradient_sums import NOISE, Gradients
+from fourfold.run.sequence.gradient_sums import NOISE_FLOOR, GradProjections
 from fourfold.run.sequence.hugging import installed, is_hugging
 from fourfold.run.sequence.recorded_attention import (
     INPUTS,
@@ -83,7 +83,7 @@ class Judge:
 
     # ---- both passes --------------------------------------------------------------------------------
 
-    def run(self) -> Gradients | None:
+    def run(self) -> GradProjections | None:
         """Compare the passes. Raises Differs or TaskError where tokens mix, Unfit where the model cannot be run so."""
         with self._patched_model(self._record, self._taps), _unfit():
             whole = self._call(self._taps.inputs(self._inputs))
@@ -102,11 +102,11 @@ class Judge:
             run_backward(whole, weights)
         if twice := next((name for name, count in counts.items() if count > 1), None):
             raise TaskError(second_grad_problem(twice))
-        total = gradient_sums.collected(parameters)
+        total = gradient_sums.project_grouped_gradients(parameters)
         self._refuse_infinite(total)
         self._replay_backward(own, whole, weights, taps)
         self._compare_taps(taps)
-        return Gradients(total, gradient_sums.collected(parameters), self._close)
+        return GradProjections(total, gradient_sums.project_grouped_gradients(parameters), self._close)
 
     @property
     def num_calls(self) -> int:
@@ -264,7 +264,7 @@ class Judge:
     def _expect(self, whole: Tensor | None, own: Tensor, dim: int, what: str) -> None:
         """Note what is wrong unless a gradient is this rank's rows of the whole's (None: zeros)."""
         expected = torch.zeros_like(own) if whole is None else shard_rows(whole, self._share, dim)
-        bound, floor = gradient_tolerance_of(own.dtype), NOISE * self._largest
+        bound, floor = gradient_tolerance_of(own.dtype), NOISE_FLOOR * self._largest
         if expected.shape != own.shape or not is_close(expected, own, bound, floor=floor):
             self._wrong.append(what)
 

@@ -18,7 +18,7 @@ from fourfold.run.batch import POSITION_KEYS, eval_mode, has_token_dim, tree_map
 from fourfold.run.forward_state import EDIT_ADVICE, describe_trained
 from fourfold.run.random_weights import CHECK_CONFIGS, STRICTEST_CHECK, WEAKEST_CHECK, CheckConfig, MemoryFit
 from fourfold.run.sequence.closeness import ShardMismatch
-from fourfold.run.sequence.gradient_sums import Gradients
+from fourfold.run.sequence.gradient_sums import GradProjections
 from fourfold.run.sequence.hugging import installed, is_hugging
 from fourfold.run.sequence.judge import Judge, Unfit
 from fourfold.run.sequence.route import Call, routed
@@ -43,7 +43,7 @@ class Tried(NamedTuple):
     problems: list[Problem]
     num_calls: int = 0
     outputs: Any = None
-    gradients: Gradients | None = None
+    gradients: GradProjections | None = None
     judgement: CheckConfig = STRICTEST_CHECK
     fell_back: str = ""
     """Why the best judgement could not be had; empty where it was."""
