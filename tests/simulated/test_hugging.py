@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
 from fourfold.run.random_weights import STRICTEST_CHECK
-from fourfold.run.sequence.hugging import NAME
+from fourfold.run.sequence.hugging import ATTENTION_NAME
 from fourfold.run.sequence.tokens import share
 from fourfold.run.sequence.trial import Trial
 from fourfold.testing import oracle, threads
@@ -204,4 +204,4 @@ def test_a_model_that_counts_positions_itself_is_refused():
 
 def test_the_name_is_known_to_transformers_when_it_has_been_used():
     threads.run(2, lambda ranks: train(ranks, "llama", Plan(sp=2), batches()[:1]))
-    assert NAME in transformers.AttentionInterface()
+    assert ATTENTION_NAME in transformers.AttentionInterface()

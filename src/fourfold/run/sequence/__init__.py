@@ -25,7 +25,7 @@ from fourfold.run.sequence import gradient_sums
 from fourfold.run.sequence.alike import batch_digest, batch_mismatch_problem, is_equal_across_ranks
 from fourfold.run.sequence.dropout import AttentionDropoutCounter, per_rank_dropouts
 from fourfold.run.sequence.gradient_sums import GradProjections
-from fourfold.run.sequence.hugging import installed, is_hugging, refuse_packed
+from fourfold.run.sequence.hugging import check_not_packed, has_transformers_model, install_attention
 from fourfold.run.sequence.losses import Sum, Value, adding_up, no_mean, observed, refuse_uneven
 from fourfold.run.sequence.route import Call, routed
 from fourfold.run.sequence.tokens import Share, cut_tokens, length_of, share, without_pads
@@ -76,8 +76,8 @@ class SequenceParallel:
         """This rank's tokens of a batch. Raises TaskError where a batch has none that can be cut."""
         inputs, targets = inputs_and_targets(batch)
         length = length_of((inputs, targets))
-        if is_hugging(self._model):
-            refuse_packed(inputs)
+        if has_transformers_model(self._model):
+            check_not_packed(inputs)
         shares = self.token_shards(length)
         if self._ignored_indices is not None:
             self._check_even_targets(targets, length)
@@ -117,7 +117,7 @@ class SequenceParallel:
         self._dropout_counter.begin_step(step, first, [part.num_samples for part in microbatches if part.num_samples])
         hook = self._model.register_forward_pre_hook(self._dropout_counter.next_microbatch)
         try:
-            with routed(self._attend, instead=self._dropout_overrides), installed(self._model):
+            with routed(self._attend, instead=self._dropout_overrides), install_attention(self._model):
                 yield
         finally:
             hook.remove()

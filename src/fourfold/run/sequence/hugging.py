@@ -18,45 +18,45 @@ from fourfold.run.batch import find_positions
 from fourfold.run.sequence import route
 from fourfold.words.errors import Problem, TaskError
 
-NAME = "fourfold"
+ATTENTION_NAME = "fourfold"
 # What else an attention module may ask of the function; each changes who attends to whom, or how much.
-UNKNOWN = ("softcap", "s_aux", "sliding_window", "position_bias", "head_mask", "cache")
+UNSUPPORTED_OPTIONS = ("softcap", "s_aux", "sliding_window", "position_bias", "head_mask", "cache")
 
 
-class _Inside(threading.local):
-    open = 0
+class _InstallState(threading.local):
+    depth = 0
 
 
-_inside = _Inside()
-_registering = threading.Lock()
+_install_state = _InstallState()
+_register_lock = threading.Lock()
 
 
-def is_hugging(model: nn.Module) -> bool:
+def has_transformers_model(model: nn.Module) -> bool:
     """Whether some of the model is one of transformers'. It is not imported for this."""
     models = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
     return models is not None and any(isinstance(module, models) for module in model.modules())
 
 
 @contextlib.contextmanager
-def installed(model: nn.Module) -> Iterator[None]:
+def install_attention(model: nn.Module) -> Iterator[None]:
     """Within, the transformers models in this one attend through `route.attention`."""
-    if not is_hugging(model):
+    if not has_transformers_model(model):
         yield
         return
-    _register()
+    _register_attention()
     before = {id(config): (config, config._attn_implementation) for config in _configs(model)}
     for config, _ in before.values():
-        config._attn_implementation_internal = NAME
-    _inside.open += 1
+        config._attn_implementation_internal = ATTENTION_NAME
+    _install_state.depth += 1
     try:
         yield
     finally:
-        _inside.open -= 1
+        _install_state.depth -= 1
         for config, implementation in before.values():
             config._attn_implementation_internal = implementation
 
 
-def refuse_packed(inputs: Mapping[str, Any]) -> None:
+def check_not_packed(inputs: Mapping[str, Any]) -> None:
     """Raise TaskError for documents packed into a sample: positions that begin again, as transformers reads them."""
     positions = find_positions(inputs)
     if "attention_mask" not in inputs and bool((positions.diff(dim=1) != 1).any()):
@@ -72,19 +72,19 @@ def _configs(model: nn.Module) -> Iterator[Any]:
             yield config
 
 
-def _register() -> None:
+def _register_attention() -> None:
     """Make the name known to transformers, once."""
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
-    with _registering:
-        if NAME in AttentionInterface():
+    with _register_lock:
+        if ATTENTION_NAME in AttentionInterface():
             return
-        AttentionInterface.register(NAME, _attention)
-        AttentionMaskInterface.register(NAME, _mask)
+        AttentionInterface.register(ATTENTION_NAME, _attention)
+        AttentionMaskInterface.register(ATTENTION_NAME, _key_mask)
         found = masking_utils.find_packed_sequence_indices
 
         def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
-            return None if _inside.open else found(position_ids)
+            return None if _install_state.depth else found(position_ids)
 
         masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
 
@@ -101,7 +101,7 @@ def _attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """See transformers' `AttentionInterface`: [B, H, l, D] -> [B, l, H, D]."""
-    asked = [name for name in UNKNOWN if options.get(name) is not None]
+    asked = [name for name in UNSUPPORTED_OPTIONS if options.get(name) is not None]
     if asked:
         got = f"sp > 1 and attention with {' and '.join(asked)} ({type(module).__name__})"
         raise TaskError(Problem(got, "plain or causal attention, with a mask of keys", "sp = 1, and dp instead"))
@@ -111,7 +111,7 @@ def _attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _mask(
+def _key_mask(
     *, mask_function: Any, attention_mask: Tensor | None = None, use_vmap: bool = False, **_: Any
 ) -> Tensor | None:
     """See transformers' `AttentionMaskInterface`: a mask of keys, bool [B, 1, 1, l], or None."""

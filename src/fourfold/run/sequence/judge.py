@@ -35,7 +35,7 @@ from fourfold.run.sequence.closeness import (
     shard_rows,
 )
 from fourfold.run.sequence.gradient_sums import NOISE_FLOOR, GradProjections
-from fourfold.run.sequence.hugging import installed, is_hugging
+from fourfold.run.sequence.hugging import has_transformers_model, install_attention
 from fourfold.run.sequence.recorded_attention import (
     INPUTS,
     OUTPUT,
@@ -89,7 +89,7 @@ class Judge:
             whole = self._call(self._taps.inputs(self._inputs))
         if self._config.weights != "own" and not _is_finite(whole):
             raise Unfit("outputs that are not finite")
-        if is_hugging(self._model):
+        if has_transformers_model(self._model):
             self._compare_with_its_own(whole)
         taps = Taps(self._names, self._share)
         own = self._replay(taps)
@@ -120,7 +120,7 @@ class Judge:
         # Not `torch.func.functional_call`: a checkpoint's second forward needs these weights in backward, too.
         weights = _reparametrize_module(self._model, self._state, tie_weights=True)
         constants = copied_attributes(self._model, self._config.dtype)
-        with grad, exact, weights, constants, routed(target, instead=instead), installed(self._model):
+        with grad, exact, weights, constants, routed(target, instead=instead), install_attention(self._model):
             yield
 
     def _call(self, inputs: Mapping[str, Any]) -> Any:

@@ -19,7 +19,7 @@ from fourfold.run.forward_state import EDIT_ADVICE, describe_trained
 from fourfold.run.random_weights import CHECK_CONFIGS, STRICTEST_CHECK, WEAKEST_CHECK, CheckConfig, MemoryFit
 from fourfold.run.sequence.closeness import ShardMismatch
 from fourfold.run.sequence.gradient_sums import GradProjections
-from fourfold.run.sequence.hugging import installed, is_hugging
+from fourfold.run.sequence.hugging import has_transformers_model, install_attention
 from fourfold.run.sequence.judge import Judge, Unfit
 from fourfold.run.sequence.route import Call, routed
 from fourfold.run.sequence.tokens import Share
@@ -95,12 +95,12 @@ class Trial:
             return torch.func.functional_call(self._model, buffers, (), dict(self._inputs))
 
         try:
-            with routed(target, watch=self._watch), installed(self._model):
+            with routed(target, watch=self._watch), install_attention(self._model):
                 return call()
         except TaskError:
             raise
         except Exception as error:
-            if not is_hugging(self._model):
+            if not has_transformers_model(self._model):
                 raise
             call()  # what it raises as it is configured is its own
             got = f"sp > 1 and a {type(self._model).__name__} that fails with another attention function: {error}"
