@@ -56,138 +56,145 @@ from fourfold.words.errors import FourfoldError, Problem, TaskError
 SEED = 11
 
 
-class Unfit(Exception):
+class CheckUnavailable(Exception):
     """The model cannot be judged in this way; it may be in another."""
 
 
-class Judge:
+class ShardComparison:
     """One judgement of a model on whole inputs (a dict), of which `share` is this rank's; `ulysses` is the plan's."""
 
     def __init__(
         self,
         model: nn.Module,
         inputs: Mapping[str, Any],
-        share: Share,
-        judgement: CheckConfig,
+        shard: Share,
+        config: CheckConfig,
         *,
-        names: Names,
+        tracker: Names,
         ulysses: int,
     ) -> None:
-        self._model, self._share, self._config, self._names, self._ulysses = model, share, judgement, names, ulysses
-        self._inputs = tree_map(dict(inputs), lambda tensor: random_weights.cast_real(tensor, judgement.dtype))
-        with _unfit():
-            self._state = random_weights.make_state(model, judgement)
-        self._calls: list[Recorded] = []
-        self._taps = Taps(names, share)
-        self._wrong: list[str] = []
+        self._model, self._shard, self._config, self._tracker, self._ulysses = model, shard, config, tracker, ulysses
+        self._inputs = tree_map(dict(inputs), lambda tensor: random_weights.cast_real(tensor, config.dtype))
+        with _raise_unavailable():
+            self._state = random_weights.make_state(model, config)
+        self._recorded_calls: list[Recorded] = []
+        self._taps = Taps(tracker, shard)
+        self._mismatches: list[str] = []
 
     # ---- both passes --------------------------------------------------------------------------------
 
     def run(self) -> GradProjections | None:
         """Compare the passes. Raises Differs or TaskError where tokens mix, Unfit where the model cannot be run so."""
-        with self._patched_model(self._record, self._taps), _unfit():
-            whole = self._call(self._taps.inputs(self._inputs))
+        with self._patched_model(self._record_attention, self._taps), _raise_unavailable():
+            whole = self._call_model(self._taps.inputs(self._inputs))
         if self._config.weights != "own" and not _is_finite(whole):
-            raise Unfit("outputs that are not finite")
+            raise CheckUnavailable("outputs that are not finite")
         if has_transformers_model(self._model):
-            self._compare_with_its_own(whole)
-        taps = Taps(self._names, self._share)
-        own = self._replay(taps)
-        self._compare(whole, own)
+            self._compare_with_own_attention(whole)
+        taps = Taps(self._tracker, self._shard)
+        own = self._replay_forward(taps)
+        self._compare_outputs(whole, own)
         if not self._config.has_gradients:
             return None
         parameters = {name: self._state[name] for name, p in self._model.named_parameters() if p.requires_grad}
-        weights = self._weights(whole)
-        with self._patched_model(self._record, self._taps), count_gradients(parameters) as counts, _unfit():
+        weights = self._random_grad_tensors(whole)
+        with (
+            self._patched_model(self._record_attention, self._taps),
+            count_gradients(parameters) as counts,
+            _raise_unavailable(),
+        ):
             run_backward(whole, weights)
         if twice := next((name for name, count in counts.items() if count > 1), None):
             raise TaskError(second_grad_problem(twice))
         total = gradient_sums.project_grouped_gradients(parameters)
-        self._refuse_infinite(total)
+        self._check_finite(total)
         self._replay_backward(own, whole, weights, taps)
         self._compare_taps(taps)
-        return GradProjections(total, gradient_sums.project_grouped_gradients(parameters), self._close)
+        return GradProjections(total, gradient_sums.project_grouped_gradients(parameters), self._gradient_tolerance)
 
     @property
     def num_calls(self) -> int:
-        return len(self._calls)
+        return len(self._recorded_calls)
 
     @contextlib.contextmanager
-    def _patched_model(self, target: Target, taps: Taps | None = None) -> Iterator[None]:
+    def _patched_model(self, handler: Target, taps: Taps | None = None) -> Iterator[None]:
         exact = Float64Mode(new_tensors=True) if self._config.dtype is not None else contextlib.nullcontext()
         instead = {} if taps is None else {F.embedding: taps.embedding}
         grad = torch.set_grad_enabled(self._config.has_gradients and taps is not None)
         # Not `torch.func.functional_call`: a checkpoint's second forward needs these weights in backward, too.
         weights = _reparametrize_module(self._model, self._state, tie_weights=True)
         constants = copied_attributes(self._model, self._config.dtype)
-        with grad, exact, weights, constants, routed(target, instead=instead), install_attention(self._model):
+        with grad, exact, weights, constants, routed(handler, instead=instead), install_attention(self._model):
             yield
 
-    def _call(self, inputs: Mapping[str, Any]) -> Any:
+    def _call_model(self, inputs: Mapping[str, Any]) -> Any:
         return self._model(**inputs)
 
-    def _record(self, call: Call) -> Tensor:
+    def _record_attention(self, call: Call) -> Tensor:
         if in_backward():
-            number = self._number_of(call, whole=True)
-            return again(call, None if number is None else self._calls[number - 1])
-        one, output = recorded(call, self._names.here)
-        self._calls.append(one)
+            number = self._find_recomputed_call(call, is_whole=True)
+            return again(call, None if number is None else self._recorded_calls[number - 1])
+        one, output = recorded(call, self._tracker.here)
+        self._recorded_calls.append(one)
         return output
 
-    def _replay(self, taps: Taps | None) -> Any:
+    def _replay_forward(self, taps: Taps | None) -> Any:
         """The model's outputs for this rank's tokens alone."""
-        number, share = 0, self._share
+        number, share = 0, self._shard
 
-        def target(call: Call) -> Tensor:
+        def play_next(call: Call) -> Tensor:
             nonlocal number
-            if number == len(self._calls):
+            if number == len(self._recorded_calls):
                 raise ShardMismatch(
                     f"{number + 1} calls of attention, {number} with whole sequences", depends_on_others=False
                 )
             number += 1
-            compare_call(self._calls[number - 1].call, call, self._share, self._name(number), ulysses=self._ulysses)
-            return self._play(number, call)
+            compare_call(
+                self._recorded_calls[number - 1].call, call, self._shard, self._call_name(number), ulysses=self._ulysses
+            )
+            return self._play_back(number, call)
 
-        with self._patched_model(target, taps):
+        with self._patched_model(play_next, taps):
             try:
                 inputs = cut_tokens(dict(self._inputs), share)
-                own = self._call(inputs if taps is None else taps.inputs(inputs))
+                own = self._call_model(inputs if taps is None else taps.inputs(inputs))
             except (RuntimeError, IndexError, ValueError) as error:
-                got = f"with {share.size} of {share.length} tokens: {_said(error)}"
+                got = f"with {share.size} of {share.length} tokens: {_first_line(error)}"
                 raise ShardMismatch(got, depends_on_others=False) from error
-        if number < len(self._calls):
+        if number < len(self._recorded_calls):
             raise ShardMismatch(
-                f"{number} calls of attention, {len(self._calls)} with whole sequences", depends_on_others=False
+                f"{number} calls of attention, {len(self._recorded_calls)} with whole sequences",
+                depends_on_others=False,
             )
         return own
 
-    def _replay_backward(self, own: Any, whole: Any, weights: list[Tensor | None], taps: Taps) -> None:
-        share = self._share
+    def _replay_backward(self, own: Any, whole: Any, grad_tensors: list[Tensor | None], taps: Taps) -> None:
+        share = self._shard
         parts: list[Tensor | None] = []
-        for tensor, weight in zip(tree_leaves(whole), weights, strict=True):
+        for tensor, weight in zip(tree_leaves(whole), grad_tensors, strict=True):
             if weight is not None:
                 # Outputs of no token are the same on all ranks, and each has its part of the gradient.
                 is_tokens = has_token_dim(tensor, share.length)
                 weight = shard_rows(weight, share, 1) if is_tokens else weight * (share.size / share.padded)
             parts.append(weight)
 
-        def target(call: Call) -> Tensor:
-            number = self._number_of(call, whole=False)
+        def play_recomputed(call: Call) -> Tensor:
+            number = self._find_recomputed_call(call, is_whole=False)
             if number is None:
                 got = "sp > 1 and a checkpoint whose second forward computes something else than its first"
                 raise TaskError(Problem(got, "the same both times", "use_reentrant=False, which torch checks"))
-            return self._play(number, call)
+            return self._play_back(number, call)
 
-        with self._patched_model(target, taps):
+        with self._patched_model(play_recomputed, taps):
             try:
                 run_backward(own, parts)
             except (RuntimeError, IndexError, ValueError) as error:
-                got = f"with {share.size} of {share.length} tokens, in backward: {_said(error)}"
+                got = f"with {share.size} of {share.length} tokens, in backward: {_first_line(error)}"
                 raise ShardMismatch(got, depends_on_others=False, is_in_backward=True) from error
-        if self._wrong:
-            raise ShardMismatch(self._wrong[0], is_in_backward=True)
+        if self._mismatches:
+            raise ShardMismatch(self._mismatches[0], is_in_backward=True)
 
-    def _weights(self, outputs: Any) -> list[Tensor | None]:
+    def _random_grad_tensors(self, outputs: Any) -> list[Tensor | None]:
         """The random weights of each output that can be differentiated."""
         generator = torch.Generator().manual_seed(SEED)
         return [
@@ -199,52 +206,54 @@ class Judge:
 
     # ---- calls of attention -------------------------------------------------------------------------
 
-    def _name(self, number: int) -> str:
-        return f"attention call {number} ({self._calls[number - 1].where})"
+    def _call_name(self, call_number: int) -> str:
+        return f"attention call {call_number} ({self._recorded_calls[call_number - 1].where})"
 
-    def _number_of(self, call: Call, *, whole: bool) -> int | None:
+    def _find_recomputed_call(self, call: Call, *, is_whole: bool) -> int | None:
         """Which call a checkpoint makes again."""
-        for number in range(len(self._calls), 0, -1):
-            known = self._calls[number - 1].call
+        for number in range(len(self._recorded_calls), 0, -1):
+            known = self._recorded_calls[number - 1].call
             pairs = [(getattr(known, name), getattr(call, name)) for name in INPUTS]
-            if not whole:
-                pairs = [(shard_rows(one, self._share, 2), other) for one, other in pairs]
+            if not is_whole:
+                pairs = [(shard_rows(one, self._shard, 2), other) for one, other in pairs]
             if all(one.shape == other.shape and is_close(one, other.detach()) for one, other in pairs):
                 return number
         return None
 
-    def _play(self, number: int, call: Call) -> Tensor:
-        output = shard_rows(self._calls[number - 1].output, self._share, 2)
-        return Playback(output, lambda gradient: self._play_backward(number, gradient))(call)
+    def _play_back(self, number: int, call: Call) -> Tensor:
+        output = shard_rows(self._recorded_calls[number - 1].output, self._shard, 2)
+        return Playback(output, lambda gradient: self._play_back_gradients(number, gradient))(call)
 
-    def _play_backward(self, number: int, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        known = self._calls[number - 1]
-        self._expect(known.gradients.get(OUTPUT), gradient, 2, f"gradients of the output of {self._name(number)}")
+    def _play_back_gradients(self, number: int, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        known = self._recorded_calls[number - 1]
+        self._check_gradient_rows(
+            known.gradients.get(OUTPUT), gradient, 2, f"gradients of the output of {self._call_name(number)}"
+        )
         recorded = [known.gradients.get(name) for name in INPUTS]
-        return tuple(None if one is None else shard_rows(one, self._share, 2) for one in recorded)
+        return tuple(None if one is None else shard_rows(one, self._shard, 2) for one in recorded)
 
     # ---- comparison ---------------------------------------------------------------------------------
 
-    def _compare(self, outputs: Any, own: Any) -> None:
+    def _compare_outputs(self, outputs: Any, own: Any) -> None:
         theirs, ours = list(tree_leaves(outputs)), list(tree_leaves(own))
         if len(theirs) != len(ours):
             raise ShardMismatch(f"{len(ours)} outputs, {len(theirs)} with whole sequences", depends_on_others=False)
         pairs = [(whole.detach(), mine.detach()) for whole, mine in zip(theirs, ours, strict=True)]
         for whole, mine in pairs:
-            if has_token_dim(whole, self._share.length):
-                check_shard_rows(whole, mine, self._share, 1, "the outputs")
+            if has_token_dim(whole, self._shard.length):
+                check_shard_rows(whole, mine, self._shard, 1, "the outputs")
             elif not is_replicated(whole, mine):
                 raise ShardMismatch(
                     f"an output {list(whole.shape)} that is not each token's own", depends_on_others=False
                 )
-        if not any(has_token_dim(whole, self._share.length) for whole, _ in pairs):
+        if not any(has_token_dim(whole, self._shard.length) for whole, _ in pairs):
             shapes = ", ".join(str(list(whole.shape)) for whole, _ in pairs)
             raise ShardMismatch(f"no output for each token, but {shapes}", depends_on_others=False)
 
-    def _compare_with_its_own(self, outputs: Any) -> None:
+    def _compare_with_own_attention(self, outputs: Any) -> None:
         """A transformers model must be the same with our attention and masks as with those it is configured for."""
         exact = Float64Mode(new_tensors=True) if self._config.dtype is not None else contextlib.nullcontext()
-        with _unfit(), torch.no_grad(), exact, copied_attributes(self._model, self._config.dtype):
+        with _raise_unavailable(), torch.no_grad(), exact, copied_attributes(self._model, self._config.dtype):
             theirs = torch.func.functional_call(self._model, self._state, (), self._inputs)
         if not all(
             is_close(one, other.detach()) for one, other in zip(tree_leaves(theirs), tree_leaves(outputs), strict=True)
@@ -254,56 +263,58 @@ class Judge:
 
     def _compare_taps(self, taps: Taps) -> None:
         for whole, own in zip(self._taps.found, taps.found, strict=False):
-            if whole.output.dim() >= 2 and own.output.shape == rows_shape(whole.output, self._share):
+            if whole.output.dim() >= 2 and own.output.shape == rows_shape(whole.output, self._shard):
                 gradient = own.gradients.get(OUTPUT)
                 gradient = torch.zeros_like(own.output) if gradient is None else gradient
-                self._expect(whole.gradients.get(OUTPUT), gradient, 1, f"gradients of the output of {whole.where}")
-        if self._wrong:
-            raise ShardMismatch(self._wrong[0], is_in_backward=True)
+                self._check_gradient_rows(
+                    whole.gradients.get(OUTPUT), gradient, 1, f"gradients of the output of {whole.where}"
+                )
+        if self._mismatches:
+            raise ShardMismatch(self._mismatches[0], is_in_backward=True)
 
-    def _expect(self, whole: Tensor | None, own: Tensor, dim: int, what: str) -> None:
+    def _check_gradient_rows(self, whole: Tensor | None, own: Tensor, dim: int, what: str) -> None:
         """Note what is wrong unless a gradient is this rank's rows of the whole's (None: zeros)."""
-        expected = torch.zeros_like(own) if whole is None else shard_rows(whole, self._share, dim)
-        bound, floor = gradient_tolerance_of(own.dtype), NOISE_FLOOR * self._largest
+        expected = torch.zeros_like(own) if whole is None else shard_rows(whole, self._shard, dim)
+        bound, floor = gradient_tolerance_of(own.dtype), NOISE_FLOOR * self._max_gradient
         if expected.shape != own.shape or not is_close(expected, own, bound, floor=floor):
-            self._wrong.append(what)
+            self._mismatches.append(what)
 
     @functools.cached_property
-    def _largest(self) -> float:
+    def _max_gradient(self) -> float:
         """The largest number among all gradients that were recorded for whole sequences."""
-        found = [*(call.gradients for call in self._calls), *(tap.gradients for tap in self._taps.found)]
+        found = [*(call.gradients for call in self._recorded_calls), *(tap.gradients for tap in self._taps.found)]
         return max((g.abs().max().item() for each in found for g in each.values() if g.numel()), default=0.0)
 
     @property
-    def _close(self) -> float:
+    def _gradient_tolerance(self) -> float:
         dtypes = {tensor.dtype for tensor in self._state.values() if tensor.requires_grad}
         return max(map(gradient_tolerance_of, dtypes), default=0.0)
 
-    def _refuse_infinite(self, total: list[Projection]) -> None:
+    def _check_finite(self, total: list[Projection]) -> None:
         if not all(torch.isfinite(torch.tensor([one.norm for one in total], dtype=torch.float64))):
-            raise Unfit("gradients that are not finite")
+            raise CheckUnavailable("gradients that are not finite")
 
     # ---- to explain a difference --------------------------------------------------------------------
 
-    def outputs(self, **changed: Tensor) -> list[Tensor]:
+    def whole_outputs(self, **changed_inputs: Tensor) -> list[Tensor]:
         """The outputs for whole sequences with some inputs changed."""
         with self._patched_model(Call.plain):
-            return list(tree_leaves(self._call({**self._inputs, **changed})))
+            return list(tree_leaves(self._call_model({**self._inputs, **changed_inputs})))
 
-    def first_difference(self) -> str | None:
+    def find_first_difference(self) -> str | None:
         """The first module whose outputs for this rank's tokens are not those it has among all tokens."""
-        with self._names.recording() as whole:
-            self.outputs()
+        with self._tracker.recording() as whole:
+            self.whole_outputs()
         # It ends as it did before; what was recorded until then tells where.
-        with self._names.recording() as own, contextlib.suppress(ShardMismatch):
-            self._replay(None)
+        with self._tracker.recording() as own, contextlib.suppress(ShardMismatch):
+            self._replay_forward(None)
         for (name, kind, result), (_, _, mine) in zip(whole, own, strict=False):
-            if not self._is_part(result, mine):
+            if not self._is_shard_of(result, mine):
                 return f"{name} ({kind})"
         return None
 
-    def _is_part(self, whole: Tensor, own: Tensor) -> bool:
-        share = self._share
+    def _is_shard_of(self, whole: Tensor, own: Tensor) -> bool:
+        share = self._shard
         for dim in range(whole.dim()):
             if whole.shape[dim] == share.length and own.dim() == whole.dim() and own.shape[dim] == share.size:
                 part = shard_rows(whole, share, dim)
@@ -319,15 +330,15 @@ def _is_finite(outputs: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _unfit() -> Iterator[None]:
+def _raise_unavailable() -> Iterator[None]:
     """Within, what the model raises for whole sequences is raised as Unfit."""
     try:
         yield
-    except (FourfoldError, ShardMismatch, Unfit):
+    except (FourfoldError, ShardMismatch, CheckUnavailable):
         raise
     except Exception as error:
-        raise Unfit(_said(error)) from error
+        raise CheckUnavailable(_first_line(error)) from error
 
 
-def _said(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__

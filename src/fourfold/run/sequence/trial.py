@@ -20,7 +20,7 @@ from fourfold.run.random_weights import CHECK_CONFIGS, STRICTEST_CHECK, WEAKEST_
 from fourfold.run.sequence.closeness import ShardMismatch
 from fourfold.run.sequence.gradient_sums import GradProjections
 from fourfold.run.sequence.hugging import has_transformers_model, install_attention
-from fourfold.run.sequence.judge import Judge, Unfit
+from fourfold.run.sequence.judge import CheckUnavailable, ShardComparison
 from fourfold.run.sequence.route import Call, routed
 from fourfold.run.sequence.tokens import Share
 from fourfold.run.sequence.where import Names
@@ -120,16 +120,16 @@ class Trial:
                 continue
             try:
                 return self._verdict(outputs, judgement, "; ".join(reasons.values()))
-            except Unfit as error:
+            except CheckUnavailable as error:
                 reasons[judgement.dtype] = f"{judgement}: {error}"
         try:
             return self._verdict(outputs, WEAKEST_CHECK, "; ".join(reasons.values()))
-        except Unfit as error:
+        except CheckUnavailable as error:
             raise error.__cause__ or error from None
 
     def _verdict(self, outputs: Any, judgement: CheckConfig, fell_back: str) -> Tried:
         options = {"names": self._names, "ulysses": self._ulysses}
-        judge = Judge(self._model, self._inputs, self._share, judgement, **options)
+        judge = ShardComparison(self._model, self._inputs, self._share, judgement, **options)
         try:
             gradients = judge.run()
         except ShardMismatch as error:
@@ -157,19 +157,19 @@ class Trial:
             attempt = "need_weights=False"
         return Problem(f"sp > 1 and attention made by hand at {self._manual[0]}", ONLY, attempt)
 
-    def _explained(self, judge: Judge, error: ShardMismatch) -> Problem:
+    def _explained(self, judge: ShardComparison, error: ShardMismatch) -> Problem:
         """Why the replay is not the whole, as far as can be found out by looking closer."""
         if self._manual:
             return self._by_hand()
         if error.is_in_backward:
             return Problem(f"sp > 1 and {error.got}", ONLY + ", in backward too", "sp = 1, and dp instead")
         position = next(name for name in self._inputs if name in POSITION_KEYS)
-        turned = judge.outputs(**{position: self._inputs[position].flip(1)})
-        if all(map(torch.equal, turned, judge.outputs())):
+        turned = judge.whole_outputs(**{position: self._inputs[position].flip(1)})
+        if all(map(torch.equal, turned, judge.whole_outputs())):
             need = "positions that are given: each rank has other tokens than the first"
             attempt = f"{position} [samples, tokens] where the model counts places itself, as by torch.arange"
             return Problem(f"sp > 1 and a model that does not use {position}", need, attempt)
-        first = judge.first_difference()
+        first = judge.find_first_difference()
         at = f", first in {first}" if first else ""
         return Problem(f"sp > 1 and {error.got}{at}", ONLY, "sp = 1, and dp instead")
 
