@@ -26,7 +26,14 @@ from fourfold.run.sequence.alike import batch_digest, batch_mismatch_problem, is
 from fourfold.run.sequence.dropout import AttentionDropoutCounter, per_rank_dropouts
 from fourfold.run.sequence.gradient_sums import GradProjections
 from fourfold.run.sequence.hugging import check_not_packed, has_transformers_model, install_attention
-from fourfold.run.sequence.losses import Sum, Value, adding_up, no_mean, observed, refuse_uneven
+from fourfold.run.sequence.losses import (
+    LossSum,
+    ObservedLoss,
+    check_even_targets,
+    loss_sum_problem,
+    non_mean_problem,
+    observe_loss,
+)
 from fourfold.run.sequence.route import Call, routed
 from fourfold.run.sequence.tokens import Share, cut_tokens, length_of, share, without_pads
 from fourfold.run.sequence.trial import Trial, Tried, smaller
@@ -105,7 +112,7 @@ class SequenceParallel:
         for index in range(self._plan.microbatches):
             some = slice(*between(0, samples, self._plan.microbatches, index))
             part = tree_map(targets, lambda tensor, some=some: tensor[some])
-            refuse_uneven(part, self.token_shards(length), self._ignored_indices, lengths=lengths)
+            check_even_targets(part, self.token_shards(length), self._ignored_indices, lengths=lengths)
 
     @contextlib.contextmanager
     def distribute_attention(
@@ -137,7 +144,7 @@ class SequenceParallel:
         inputs, targets = inputs_and_targets(batch)
         length = length_of((inputs, targets))
         told: dict[str, Any] = {"line": self._coords["dp"], "problems": [], "digest": batch_digest(batch)}
-        values: list[Value] = []
+        values: list[ObservedLoss] = []
         tried = Tried([])
         room = self._find_memory_fit()
         # Its end is collective where weights rest split. Nobody may meet within: who has no samples is there at once.
@@ -149,11 +156,11 @@ class SequenceParallel:
             told["problems"] = tried.problems
             told["gradients"] = tried.gradients
             told["judgement"], told["fell_back"] = str(tried.judgement), tried.fell_back
-            told["values"] = [value.sum for value in values]
+            told["values"] = [value.loss_sum for value in values]
             told["means"] = any(value.is_mean for value in values)
-            told["odd"] = next((value.odd for value in values if value.odd is not None), None)
-            told["close"] = max((value.close for value in values), default=0.0)
-            told["ignored"] = sorted({index for value in values for index in value.ignored})
+            told["odd"] = next((value.non_mean_op for value in values if value.non_mean_op is not None), None)
+            told["close"] = max((value.tolerance for value in values), default=0.0)
+            told["ignored"] = sorted({index for value in values for index in value.ignored_indices})
         everyone = self._ranks.all_gather_json(told)
         self._apply_reports(everyone)
         if self._ignored_indices is not None:
@@ -168,7 +175,7 @@ class SequenceParallel:
 
     def _run_dry_run(
         self, inputs: Mapping[str, Any], targets: Any, length: int, memory_fit: MemoryFit
-    ) -> tuple[Tried, list[Value]]:
+    ) -> tuple[Tried, list[ObservedLoss]]:
         """What a trial finds; without problems also the values of the loss for all tokens, and for this rank's."""
         inputs, targets = self.dry_run_batch((inputs, targets))
         few = length_of((inputs, targets))
@@ -187,10 +194,10 @@ class SequenceParallel:
             return tried, []
         samples = len(next(tree_leaves(targets)))
         with torch.no_grad():
-            whole = observed(self._loss, tried.outputs, targets, samples)
+            whole = observe_loss(self._loss, tried.outputs, targets, samples)
             # Of the same outputs: no difference but that of the loss itself.
             part = cut_tokens(tried.outputs, mine)
-            return tried, [whole, observed(self._loss, part, cut_tokens(targets, mine), samples)]
+            return tried, [whole, observe_loss(self._loss, part, cut_tokens(targets, mine), samples)]
 
     def dry_run_batch(self, batch: Any) -> tuple[Any, Any]:
         """The first samples and tokens of a batch, as many as the model is tried with."""
@@ -225,10 +232,10 @@ class SequenceParallel:
             self._ignored_indices = sorted({index for told in tried for index in told["ignored"]})
         for line in {told["line"] for told in tried}:
             those = [told for told in tried if told["line"] == line]
-            parts = [Sum(*told["values"][1]) for told in those]
-            problem = adding_up(Sum(*those[0]["values"][0]), parts, close=those[0]["close"])
+            parts = [LossSum(*told["values"][1]) for told in those]
+            problem = loss_sum_problem(LossSum(*those[0]["values"][0]), parts, tolerance=those[0]["close"])
             odd = those[0]["odd"]
-            problem = problem if odd is None else no_mean(odd, len(parts))
+            problem = problem if odd is None else non_mean_problem(odd, len(parts))
             if problem is not None:
                 raise TaskError(problem, where="the loss")
 

@@ -18,43 +18,43 @@ from fourfold.run.sequence.tokens import Share
 from fourfold.run.torch_losses import ignored_by
 from fourfold.words.errors import Problem, TaskError
 
-VALUES = 'unreduced values (reduction="none"), or a pair (sum, count)'
+UNREDUCED_ADVICE = 'unreduced values (reduction="none"), or a pair (sum, count)'
 # Both sides are made of the same numbers, and differ by the rounding of their sums only.
-CLOSE, CLOSE_OF_HALF = 1e-5, 1e-2
+TOLERANCE, HALF_TOLERANCE = 1e-5, 1e-2
 # The steps of autograd that make a mean of elements, and what may stand behind one.
-COUNTING = {"NllLossBackward0", "NllLoss2DBackward0"}
-MEANS = {"MeanBackward0", "MeanBackward1"}
-REDUCING = {
+NLL_NODES = {"NllLossBackward0", "NllLoss2DBackward0"}
+MEAN_NODES = {"MeanBackward0", "MeanBackward1"}
+REDUCED_LOSS_NODES = {
     f"{name}Backward0"
     for name in ("MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits")
 }
-BEHIND = {f"{name}Backward0" for name in ("ToCopy", "View", "Squeeze", "Unsqueeze", "Alias", "Clone")}
+TRANSPARENT_NODES = {f"{name}Backward0" for name in ("ToCopy", "View", "Squeeze", "Unsqueeze", "Alias", "Clone")}
 # These may take other elements in another batch.
-PICKING = {"IndexBackward0", "MaskedSelectBackward0", "TakeBackward0"}
+INDEXING_NODES = {"IndexBackward0", "MaskedSelectBackward0", "TakeBackward0"}
 
 
-class Sum(NamedTuple):
+class LossSum(NamedTuple):
     """A loss, as a sum over elements."""
 
     total: float
-    elements: float
+    num_elements: float
 
     @property
     def mean(self) -> float:
-        return self.total / self.elements if self.elements else 0.0
+        return self.total / self.num_elements if self.num_elements else 0.0
 
 
-class Value(NamedTuple):
+class ObservedLoss(NamedTuple):
     """A loss; whether it was given as one number, and if so by what, where that is no mean; the targets left out."""
 
-    sum: Sum
+    loss_sum: LossSum
     is_mean: bool
-    ignored: list[int]
-    odd: str | None
-    close: float
+    ignored_indices: list[int]
+    non_mean_op: str | None
+    tolerance: float
 
 
-def observed(loss: Callable[[Any, Any], Any], outputs: Any, targets: Any, samples: int) -> Value:
+def observe_loss(loss: Callable[[Any, Any], Any], outputs: Any, targets: Any, num_samples: int) -> ObservedLoss:
     """The value of a loss, and how it was come by."""
     ignored = []
 
@@ -66,30 +66,30 @@ def observed(loss: Callable[[Any, Any], Any], outputs: Any, targets: Any, sample
     with torch.enable_grad(), routed(Call.plain, watch=watch):
         value = loss(outputs, targets)
     half = any(t.is_floating_point() and t.dtype.itemsize < 4 for t in tree_leaves(outputs))
-    close = CLOSE_OF_HALF if half else CLOSE
+    close = HALF_TOLERANCE if half else TOLERANCE
     if isinstance(value, Tensor) and value.dim() == 0:
-        elements = _averaged(value)
+        elements = _num_averaged(value)
         odd = None if elements is not None else value.grad_fn.name() if value.grad_fn is not None else "the model"
-        return Value(Sum(float(value) * (elements or 0.0), elements or 0.0), True, ignored, odd, close)
-    measured = sum_loss(value, samples)
-    return Value(Sum(float(measured.total), float(measured.count)), False, ignored, None, close)
+        return ObservedLoss(LossSum(float(value) * (elements or 0.0), elements or 0.0), True, ignored, odd, close)
+    measured = sum_loss(value, num_samples)
+    return ObservedLoss(LossSum(float(measured.total), float(measured.count)), False, ignored, None, close)
 
 
-def _averaged(value: Tensor) -> float | None:
+def _num_averaged(value: Tensor) -> float | None:
     """How many elements a scalar is the plain mean of, in this batch and in any other; None where that is not known."""
     node: Any = value.grad_fn
-    while node is not None and node.name() in BEHIND:
+    while node is not None and node.name() in TRANSPARENT_NODES:
         node = node.next_functions[0][0]
-    if node is None or any(name in PICKING for name in _names(node)):
+    if node is None or any(name in INDEXING_NODES for name in _node_names(node)):
         return None
-    if node.name() in COUNTING and node._saved_reduction == 1 and node._saved_weight is None:
+    if node.name() in NLL_NODES and node._saved_reduction == 1 and node._saved_weight is None:
         return float(node._saved_total_weight)
-    if node.name() in REDUCING and node._saved_reduction == 1:
+    if node.name() in REDUCED_LOSS_NODES and node._saved_reduction == 1:
         return float(node._saved_self.numel())
-    return float(node._saved_self_sym_numel) if node.name() in MEANS else None
+    return float(node._saved_self_sym_numel) if node.name() in MEAN_NODES else None
 
 
-def _names(node: Any) -> set[str]:
+def _node_names(node: Any) -> set[str]:
     """The names of all that autograd has recorded up to this node."""
     seen, ahead = {node}, [node]
     while ahead:
@@ -99,43 +99,45 @@ def _names(node: Any) -> set[str]:
     return {each.name() for each in seen}
 
 
-def refuse_uneven(targets: Any, shares: Sequence[Share], ignored: Sequence[int], *, lengths: str) -> None:
+def check_even_targets(targets: Any, shards: Sequence[Share], ignored_indices: Sequence[int], *, lengths: str) -> None:
     """Raise TaskError where the means of parts are no mean: some part has fewer targets. On all ranks alike.
 
     lengths: those that divide, in words.
     """
-    length = shares[0].length
-    counts = [share.size if share.kept is None else len(share.kept) for share in shares]
-    what, attempt = f"{length} tokens, which do not divide", f"{VALUES}, or {lengths}"
+    length = shards[0].length
+    counts = [share.size if share.kept is None else len(share.kept) for share in shards]
+    what, attempt = f"{length} tokens, which do not divide", f"{UNREDUCED_ADVICE}, or {lengths}"
     for target in tree_leaves(targets) if len(set(counts)) == 1 else ():
         if not has_token_dim(target, length) or target.is_floating_point():
             continue
-        for index in {-100, *ignored}:
+        for index in {-100, *ignored_indices}:
             told = (target != index).sum(0)
-            counts = [int(sum(int(told[start:stop].sum()) for start, stop in share.spans)) for share in shares]
-            what, attempt = f"targets with {index}, which is ignored", VALUES
+            counts = [int(sum(int(told[start:stop].sum()) for start, stop in share.spans)) for share in shards]
+            what, attempt = f"targets with {index}, which is ignored", UNREDUCED_ADVICE
             if len(set(counts)) > 1:
                 break
     if len(set(counts)) > 1:
-        got = f"sp = {len(shares)}, a loss that is a mean, and {what}: {counts} targets by rank"
+        got = f"sp = {len(shards)}, a loss that is a mean, and {what}: {counts} targets by rank"
         raise TaskError(
             Problem(got, "as many on every rank, or a loss that can be added up", attempt), where="the loss"
         )
 
 
-def no_mean(odd: str, size: int) -> Problem:
+def non_mean_problem(non_mean_op: str, sp_size: int) -> Problem:
     """What is wrong with a loss that is one number, made by `odd`."""
-    got = f"sp = {size}, and a loss that is one number, made by {odd}"
+    got = f"sp = {sp_size}, and a loss that is one number, made by {non_mean_op}"
     need = "to know how many elements it is the mean of: torch's own mean of all of them, without weights"
-    return Problem(got, need, VALUES)
+    return Problem(got, need, UNREDUCED_ADVICE)
 
 
-def adding_up(whole: Sum, parts: Sequence[Sum], *, close: float) -> Problem | None:
+def loss_sum_problem(whole: LossSum, parts: Sequence[LossSum], *, tolerance: float) -> Problem | None:
     """What is wrong with a loss whose parts are not the whole's. `close`: what rounding makes of the mean."""
-    added = Sum(sum(part.total for part in parts), sum(part.elements for part in parts))
-    if added.elements == whole.elements and abs(added.mean - whole.mean) <= close * max(abs(whole.mean), 1e-6):
+    added = LossSum(sum(part.total for part in parts), sum(part.num_elements for part in parts))
+    if added.num_elements == whole.num_elements and abs(added.mean - whole.mean) <= tolerance * max(
+        abs(whole.mean), 1e-6
+    ):
         return None
-    got = f"sp = {len(parts)}, a loss of {whole.mean:.8g} over {whole.elements:g} elements for all tokens"
-    got += f", and {added.mean:.8g} over {added.elements:g} for the ranks' parts"
+    got = f"sp = {len(parts)}, a loss of {whole.mean:.8g} over {whole.num_elements:g} elements for all tokens"
+    got += f", and {added.mean:.8g} over {added.num_elements:g} for the ranks' parts"
     need = "a loss of each token's output and its own target"
-    return Problem(got, need, "targets that the data has shifted, and " + VALUES)
+    return Problem(got, need, "targets that the data has shifted, and " + UNREDUCED_ADVICE)
