@@ -37,13 +37,13 @@ from fourfold.run.sequence.closeness import (
 from fourfold.run.sequence.gradient_sums import NOISE_FLOOR, GradProjections
 from fourfold.run.sequence.hugging import has_transformers_model, install_attention
 from fourfold.run.sequence.recorded_attention import (
-    INPUTS,
     OUTPUT,
+    QKV,
     Playback,
-    Recorded,
-    again,
-    in_backward,
-    recorded,
+    RecordedCall,
+    is_in_backward,
+    recompute_call,
+    record_call,
 )
 from fourfold.run.sequence.route import Call, Target, routed
 from fourfold.run.sequence.same_call import compare_call
@@ -77,7 +77,7 @@ class ShardComparison:
         self._inputs = tree_map(dict(inputs), lambda tensor: random_weights.cast_real(tensor, config.dtype))
         with _raise_unavailable():
             self._state = random_weights.make_state(model, config)
-        self._recorded_calls: list[Recorded] = []
+        self._recorded_calls: list[RecordedCall] = []
         self._taps = Taps(tracker, shard)
         self._mismatches: list[str] = []
 
@@ -131,10 +131,10 @@ class ShardComparison:
         return self._model(**inputs)
 
     def _record_attention(self, call: Call) -> Tensor:
-        if in_backward():
+        if is_in_backward():
             number = self._find_recomputed_call(call, is_whole=True)
-            return again(call, None if number is None else self._recorded_calls[number - 1])
-        one, output = recorded(call, self._tracker.here)
+            return recompute_call(call, None if number is None else self._recorded_calls[number - 1])
+        one, output = record_call(call, self._tracker.here)
         self._recorded_calls.append(one)
         return output
 
@@ -207,13 +207,13 @@ class ShardComparison:
     # ---- calls of attention -------------------------------------------------------------------------
 
     def _call_name(self, call_number: int) -> str:
-        return f"attention call {call_number} ({self._recorded_calls[call_number - 1].where})"
+        return f"attention call {call_number} ({self._recorded_calls[call_number - 1].module_name})"
 
     def _find_recomputed_call(self, call: Call, *, is_whole: bool) -> int | None:
         """Which call a checkpoint makes again."""
         for number in range(len(self._recorded_calls), 0, -1):
             known = self._recorded_calls[number - 1].call
-            pairs = [(getattr(known, name), getattr(call, name)) for name in INPUTS]
+            pairs = [(getattr(known, name), getattr(call, name)) for name in QKV]
             if not is_whole:
                 pairs = [(shard_rows(one, self._shard, 2), other) for one, other in pairs]
             if all(one.shape == other.shape and is_close(one, other.detach()) for one, other in pairs):
@@ -229,7 +229,7 @@ class ShardComparison:
         self._check_gradient_rows(
             known.gradients.get(OUTPUT), gradient, 2, f"gradients of the output of {self._call_name(number)}"
         )
-        recorded = [known.gradients.get(name) for name in INPUTS]
+        recorded = [known.gradients.get(name) for name in QKV]
         return tuple(None if one is None else shard_rows(one, self._shard, 2) for one in recorded)
 
     # ---- comparison ---------------------------------------------------------------------------------

@@ -15,25 +15,25 @@ from torch import Tensor
 
 from fourfold.run.sequence.route import Call
 
-INPUTS = ("q", "k", "v")
+QKV = ("q", "k", "v")
 OUTPUT = "output"
 
 
-class Recorded(NamedTuple):
+class RecordedCall(NamedTuple):
     """One call for whole sequences, the module it was made in, and what backward has found: gradients by name."""
 
     call: Call
-    where: str
+    module_name: str
     output: Tensor
     gradients: dict[str, Tensor]
 
 
-def in_backward() -> bool:
+def is_in_backward() -> bool:
     """Whether this thread runs a backward: a forward made here is a checkpoint's second one."""
     return torch._C._current_graph_task_id() != -1
 
 
-def before(tensor: Tensor, found: dict[str, Tensor], name: str) -> Tensor:
+def tap_input(tensor: Tensor, found: dict[str, Tensor], name: str) -> Tensor:
     """A copy of an operation's input; backward leaves in `found` what the operation itself gives it as gradient."""
     copy = tensor.clone()
     if copy.requires_grad:
@@ -41,30 +41,30 @@ def before(tensor: Tensor, found: dict[str, Tensor], name: str) -> Tensor:
     return copy
 
 
-def after(tensor: Tensor, found: dict[str, Tensor], name: str) -> Tensor:
+def tap_output(tensor: Tensor, found: dict[str, Tensor], name: str) -> Tensor:
     """A copy of an operation's output; backward leaves its gradient in `found`, as hooks on the copy have made it."""
     if tensor.requires_grad:
         tensor.register_hook(lambda gradient: found.__setitem__(name, gradient.detach()))
     return tensor.clone()
 
 
-def recorded(call: Call, where: str) -> tuple[Recorded, Tensor]:
+def record_call(call: Call, module_name: str) -> tuple[RecordedCall, Tensor]:
     """Make a call for whole sequences; what is recorded of it, and its output."""
     found: dict[str, Tensor] = {}
-    raw, output = _computed(call, found)
+    raw, output = _compute_tapped(call, found)
     plain = call._replace(q=call.q.detach(), k=call.k.detach(), v=call.v.detach())
-    return Recorded(plain, where, raw.detach(), found), output
+    return RecordedCall(plain, module_name, raw.detach(), found), output
 
 
-def again(call: Call, known: Recorded | None) -> Tensor:
+def recompute_call(call: Call, known: RecordedCall | None) -> Tensor:
     """Make a call once more, for a checkpoint, as autograd expects it; a reentrant one has its gradients now."""
-    return _computed(call, {} if known is None else known.gradients)[1]
+    return _compute_tapped(call, {} if known is None else known.gradients)[1]
 
 
-def _computed(call: Call, found: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    q, k, v = (before(tensor, found, name) for tensor, name in zip((call.q, call.k, call.v), INPUTS, strict=True))
+def _compute_tapped(call: Call, found: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    q, k, v = (tap_input(tensor, found, name) for tensor, name in zip((call.q, call.k, call.v), QKV, strict=True))
     raw = call._replace(q=q, k=k, v=v).plain()
-    return raw, after(raw, found, OUTPUT)
+    return raw, tap_output(raw, found, OUTPUT)
 
 
 class Playback(NamedTuple):
@@ -74,10 +74,10 @@ class Playback(NamedTuple):
     backward: Callable[[Tensor], tuple[Tensor | None, ...]]
 
     def __call__(self, call: Call) -> Tensor:
-        return _Played.apply(call.q, call.k, call.v, self)  # pyright: ignore[reportReturnType]
+        return _PlaybackFunction.apply(call.q, call.k, call.v, self)  # pyright: ignore[reportReturnType]
 
 
-class _Played(torch.autograd.Function):
+class _PlaybackFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, playback: Playback) -> Tensor:
         ctx.backward_of = playback.backward

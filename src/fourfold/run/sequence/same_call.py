@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fourfold.plan.sequence import heads_problem
 from fourfold.run.sequence.closeness import ShardMismatch, check_shard_rows, shard_rows
-from fourfold.run.sequence.recorded_attention import INPUTS
+from fourfold.run.sequence.recorded_attention import QKV
 from fourfold.run.sequence.route import Call
 from fourfold.run.sequence.tokens import Share
 from fourfold.words.errors import Problem, TaskError
@@ -19,7 +19,7 @@ def compare_call(whole: Call, own: Call, share: Share, name: str, *, ulysses: in
     if whole.q.shape[2] != whole.k.shape[2]:
         got = f"sp > 1 and cross-attention at {name}: {whole.q.shape[2]} queries, {whole.k.shape[2]} keys"
         raise TaskError(Problem(got, "attention among one sequence's own tokens", "sp = 1, and dp instead"))
-    for what in INPUTS:
+    for what in QKV:
         check_shard_rows(getattr(whole, what), getattr(own, what), share, 2, f"{what} of {name}")
     if problem := heads_problem(own.q.shape[1], own.k.shape[1], ulysses):
         raise TaskError(problem)

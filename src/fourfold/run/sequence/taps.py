@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fourfold.run.batch import has_token_dim, tree_map
-from fourfold.run.sequence.recorded_attention import OUTPUT, after, in_backward
+from fourfold.run.sequence.recorded_attention import OUTPUT, is_in_backward, tap_output
 from fourfold.run.sequence.tokens import Share
 from fourfold.run.sequence.where import Names
 
@@ -48,11 +48,11 @@ class Taps:
         """Stands in the place of torch's embedding."""
         output = func(*args, **kwargs)
         # What a checkpoint computes again is not counted again.
-        return output.clone() if in_backward() else self._tap(output, self._names.here)
+        return output.clone() if is_in_backward() else self._tap(output, self._names.here)
 
     def _tap(self, tensor: Tensor, where: str) -> Tensor:
         self.found.append(Tap(where, tensor.detach(), {}))
-        return after(tensor, self.found[-1].gradients, OUTPUT)
+        return tap_output(tensor, self.found[-1].gradients, OUTPUT)
 
 
 def rows_shape(whole: Tensor, share: Share) -> torch.Size | None:
