@@ -18,7 +18,7 @@ from fourfold.run.activations import _LayerInputMode
 from fourfold.run.build import TrainStep
 from fourfold.run.exact import Float64Mode
 from fourfold.run.outline import _SkipRandomInit
-from fourfold.run.sequence.route import routed
+from fourfold.run.sequence.route import intercept_attention
 from fourfold.run.torch_losses import observing
 from fourfold.run.weight_writes import WeightWrites
 from fourfold.run.without_randomness import without_randomness
@@ -29,7 +29,7 @@ MODES = {
     "without randomness": lambda: without_randomness(torch.device("cpu")),
     "observing": observing,
     "exact": Float64Mode,
-    "routed": lambda: routed(lambda call: call.plain()),
+    "routed": lambda: intercept_attention(lambda call: call.run_sdpa()),
     "weight writes": lambda: WeightWrites(nn.Linear(1, 1)),
     "layers": _LayerInputMode,
     "without values": _SkipRandomInit,

@@ -18,7 +18,7 @@ from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
 from fourfold.run.refuse import check_plan_on_ranks
 from fourfold.run.sequence.dropout import per_rank_dropouts
-from fourfold.run.sequence.route import Call, routed
+from fourfold.run.sequence.route import AttentionCall, intercept_attention
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import PlanError, TaskError
@@ -312,7 +312,7 @@ def test_tokens_are_dropped_apart_and_what_else_is_drawn_is_the_same():
     for index in (0, 1, 0):
         with torch.random.fork_rng([]):
             torch.manual_seed(0)
-            with routed(Call.plain, instead=per_rank_dropouts(index)):
+            with intercept_attention(AttentionCall.run_sdpa, overrides=per_rank_dropouts(index)):
                 dropped = [F.dropout(x, 0.5), nn.Dropout(0.5)(x), torch.dropout(x, 0.5, True)]
                 kept = F.dropout(x, 0.5, training=False)
             found.append((dropped, torch.rand(3)))

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold.plan.plan import Plan
 from fourfold.run.refuse import model_problems
-from fourfold.run.sequence.route import Call, routed
+from fourfold.run.sequence.route import AttentionCall, intercept_attention
 from fourfold.run.sequence.tokens import share
 from fourfold.run.sequence.trial import Trial
 from tests.training import Case, batches
@@ -178,13 +178,13 @@ def test_a_call_has_the_dtypes_that_autocast_gives_it():
     q, k, v = torch.randn(3, 1, 2, 4, 8).unbind(0)
     mask, taken = torch.zeros(4, 4), []
 
-    def target(call: Call) -> Tensor:
+    def target(call: AttentionCall) -> Tensor:
         taken.extend(tensor.dtype for tensor in (call.q, call.k, call.v, call.mask) if tensor is not None)
-        return call.plain()
+        return call.run_sdpa()
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = F.scaled_dot_product_attention(q, k, v.bfloat16(), mask)
-        with routed(target):
+        with intercept_attention(target):
             assert torch.equal(F.scaled_dot_product_attention(q, k, v.bfloat16(), mask), expected)
     assert taken == [torch.bfloat16] * 4
 
@@ -214,12 +214,12 @@ def test_calls_are_routed_once_each_and_only_within():
     tokens = torch.randn(1, 4, 16)
     taken = []
 
-    def target(call: Call) -> Tensor:
+    def target(call: AttentionCall) -> Tensor:
         taken.append(call)
         return F.scaled_dot_product_attention(call.q, call.k, call.v)  # a target's own calls are torch's
 
     original = F.scaled_dot_product_attention
-    with routed(target):
+    with intercept_attention(target):
         F.scaled_dot_product_attention(x, x, x)
         imported(x, x, x)
         torch.ops.aten.scaled_dot_product_attention.default(x, x, x)
@@ -238,7 +238,7 @@ def test_a_dropout_in_a_checkpoint_is_done_instead_in_both_forwards():
         return func(*args, **kwargs)
 
     original = F.dropout
-    with routed(Call.plain, instead={original: instead}):
+    with intercept_attention(AttentionCall.run_sdpa, overrides={original: instead}):
         checkpoint(lambda t: F.dropout(t, 0.5).sin(), x, use_reentrant=False).sum().backward()
     assert taken == [original, original]
     assert F.dropout is original
@@ -249,11 +249,11 @@ def test_a_checkpoint_is_routed_again_in_its_backward(name):
     functions = {"module": lambda t: F.scaled_dot_product_attention(t, t, t), "imported": lambda t: imported(t, t, t)}
     x, taken = torch.randn(1, 2, 4, 8, requires_grad=True), []
 
-    def target(call: Call) -> Tensor:
+    def target(call: AttentionCall) -> Tensor:
         taken.append(call)
-        return call.plain()
+        return call.run_sdpa()
 
-    with routed(target):
+    with intercept_attention(target):
         checkpoint(functions[name], x, use_reentrant=False).sum().backward()
     assert len(taken) == 2
 

@@ -21,7 +21,7 @@ from fourfold.plan.sequence import (
     token_ranges,
 )
 from fourfold.run.batch import POSITION_KEYS, call_model, eval_mode
-from fourfold.run.sequence.route import Call, routed
+from fourfold.run.sequence.route import AttentionCall, intercept_attention
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.task import Task
 from fourfold.words.units import sized
@@ -105,12 +105,12 @@ def _calls(model: nn.Module, inputs: Mapping[str, Any]) -> Counter[Form]:
     device = next(model.parameters()).device
     calls: Counter[Form] = Counter()
 
-    def note(seen: Call) -> Tensor:
+    def note(seen: AttentionCall) -> Tensor:
         q, k, v = seen.q, seen.k, seen.v
-        calls[Form(q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], seen.causal, q.element_size())] += 1
+        calls[Form(q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], seen.is_causal, q.element_size())] += 1
         return q.new_zeros(*q.shape[:-1], v.shape[-1])
 
-    with torch.no_grad(), eval_mode(model), routed(note):
+    with torch.no_grad(), eval_mode(model), intercept_attention(note):
         call_model(model, {name: _like(part, device) for name, part in inputs.items()})
     return calls
 

@@ -34,7 +34,7 @@ from fourfold.run.sequence.losses import (
     non_mean_problem,
     observe_loss,
 )
-from fourfold.run.sequence.route import Call, routed
+from fourfold.run.sequence.route import AttentionCall, intercept_attention
 from fourfold.run.sequence.tokens import Share, cut_tokens, length_of, share, without_pads
 from fourfold.run.sequence.trial import Trial, Tried, smaller
 from fourfold.words.errors import Problem, TaskError
@@ -124,16 +124,16 @@ class SequenceParallel:
         self._dropout_counter.begin_step(step, first, [part.num_samples for part in microbatches if part.num_samples])
         hook = self._model.register_forward_pre_hook(self._dropout_counter.next_microbatch)
         try:
-            with routed(self._attend, instead=self._dropout_overrides), install_attention(self._model):
+            with intercept_attention(self._attend, overrides=self._dropout_overrides), install_attention(self._model):
                 yield
         finally:
             hook.remove()
 
-    def _attend(self, call: Call) -> Tensor:
+    def _attend(self, call: AttentionCall) -> Tensor:
         assert self._shard is not None
         mask = without_pads(call, self._shard)
-        dropout = self._dropout_counter.next_dropout(call.dropout) if call.dropout else None
-        options = {"causal": call.causal, "scale": call.scale, "grouped": call.grouped}
+        dropout = self._dropout_counter.next_dropout(call.dropout_p) if call.dropout_p else None
+        options = {"causal": call.is_causal, "scale": call.scale, "grouped": call.enable_gqa}
         return sequence.sequence_attention(call.q, call.k, call.v, self._axis, mask=mask, dropout=dropout, **options)
 
     def dry_run(self, batch: Any, unsharded: contextlib.AbstractContextManager[None]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts.sequence import AttentionDropout
-from fourfold.run.sequence.route import DROPOUTS
+from fourfold.run.sequence.route import DROPOUT_FUNCTIONS
 from fourfold.words.errors import Problem, TaskError
 
 _MAX_TAG = 2**62
@@ -34,7 +34,7 @@ def per_rank_dropouts(index: int) -> dict[Any, Callable[..., Tensor]]:
             torch.manual_seed(seed % 2**63)
             return func(x, p, training, *rest, **more)
 
-    return dict.fromkeys(DROPOUTS, dropout_per_rank)
+    return dict.fromkeys(DROPOUT_FUNCTIONS, dropout_per_rank)
 
 
 class AttentionDropoutCounter:

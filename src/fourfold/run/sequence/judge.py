@@ -45,7 +45,7 @@ from fourfold.run.sequence.recorded_attention import (
     recompute_call,
     record_call,
 )
-from fourfold.run.sequence.route import Call, Target, routed
+from fourfold.run.sequence.route import AttentionCall, AttentionHandler, intercept_attention
 from fourfold.run.sequence.same_call import compare_call
 from fourfold.run.sequence.taps import Taps, rows_shape
 from fourfold.run.sequence.tokens import Share, cut_tokens
@@ -117,20 +117,27 @@ class ShardComparison:
         return len(self._recorded_calls)
 
     @contextlib.contextmanager
-    def _patched_model(self, handler: Target, taps: Taps | None = None) -> Iterator[None]:
+    def _patched_model(self, handler: AttentionHandler, taps: Taps | None = None) -> Iterator[None]:
         exact = Float64Mode(new_tensors=True) if self._config.dtype is not None else contextlib.nullcontext()
         instead = {} if taps is None else {F.embedding: taps.embedding}
         grad = torch.set_grad_enabled(self._config.has_gradients and taps is not None)
         # Not `torch.func.functional_call`: a checkpoint's second forward needs these weights in backward, too.
         weights = _reparametrize_module(self._model, self._state, tie_weights=True)
         constants = copied_attributes(self._model, self._config.dtype)
-        with grad, exact, weights, constants, routed(handler, instead=instead), install_attention(self._model):
+        with (
+            grad,
+            exact,
+            weights,
+            constants,
+            intercept_attention(handler, overrides=instead),
+            install_attention(self._model),
+        ):
             yield
 
     def _call_model(self, inputs: Mapping[str, Any]) -> Any:
         return self._model(**inputs)
 
-    def _record_attention(self, call: Call) -> Tensor:
+    def _record_attention(self, call: AttentionCall) -> Tensor:
         if is_in_backward():
             number = self._find_recomputed_call(call, is_whole=True)
             return recompute_call(call, None if number is None else self._recorded_calls[number - 1])
@@ -142,7 +149,7 @@ class ShardComparison:
         """The model's outputs for this rank's tokens alone."""
         number, share = 0, self._shard
 
-        def play_next(call: Call) -> Tensor:
+        def play_next(call: AttentionCall) -> Tensor:
             nonlocal number
             if number == len(self._recorded_calls):
                 raise ShardMismatch(
@@ -178,7 +185,7 @@ class ShardComparison:
                 weight = shard_rows(weight, share, 1) if is_tokens else weight * (share.size / share.padded)
             parts.append(weight)
 
-        def play_recomputed(call: Call) -> Tensor:
+        def play_recomputed(call: AttentionCall) -> Tensor:
             number = self._find_recomputed_call(call, is_whole=False)
             if number is None:
                 got = "sp > 1 and a checkpoint whose second forward computes something else than its first"
@@ -209,7 +216,7 @@ class ShardComparison:
     def _call_name(self, call_number: int) -> str:
         return f"attention call {call_number} ({self._recorded_calls[call_number - 1].module_name})"
 
-    def _find_recomputed_call(self, call: Call, *, is_whole: bool) -> int | None:
+    def _find_recomputed_call(self, call: AttentionCall, *, is_whole: bool) -> int | None:
         """Which call a checkpoint makes again."""
         for number in range(len(self._recorded_calls), 0, -1):
             known = self._recorded_calls[number - 1].call
@@ -220,7 +227,7 @@ class ShardComparison:
                 return number
         return None
 
-    def _play_back(self, number: int, call: Call) -> Tensor:
+    def _play_back(self, number: int, call: AttentionCall) -> Tensor:
         output = shard_rows(self._recorded_calls[number - 1].output, self._shard, 2)
         return Playback(output, lambda gradient: self._play_back_gradients(number, gradient))(call)
 
@@ -298,7 +305,7 @@ class ShardComparison:
 
     def whole_outputs(self, **changed_inputs: Tensor) -> list[Tensor]:
         """The outputs for whole sequences with some inputs changed."""
-        with self._patched_model(Call.plain):
+        with self._patched_model(AttentionCall.run_sdpa):
             return list(tree_leaves(self._call_model({**self._inputs, **changed_inputs})))
 
     def find_first_difference(self) -> str | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fourfold.run.batch import has_token_dim, sum_loss, tree_leaves, tree_map
-from fourfold.run.sequence.route import Call, routed
+from fourfold.run.sequence.route import AttentionCall, intercept_attention
 from fourfold.run.sequence.tokens import Share
 from fourfold.run.torch_losses import ignored_by
 from fourfold.words.errors import Problem, TaskError
@@ -63,7 +63,7 @@ def observe_loss(loss: Callable[[Any, Any], Any], outputs: Any, targets: Any, nu
             ignored.append(index)
 
     outputs = tree_map(outputs, lambda t: t.detach().requires_grad_() if t.is_floating_point() else t)
-    with torch.enable_grad(), routed(Call.plain, watch=watch):
+    with torch.enable_grad(), intercept_attention(AttentionCall.run_sdpa, observer=watch):
         value = loss(outputs, targets)
     half = any(t.is_floating_point() and t.dtype.itemsize < 4 for t in tree_leaves(outputs))
     close = HALF_TOLERANCE if half else TOLERANCE

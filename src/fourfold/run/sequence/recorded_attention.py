@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fourfold.run.sequence.route import Call
+from fourfold.run.sequence.route import AttentionCall
 
 QKV = ("q", "k", "v")
 OUTPUT = "output"
@@ -22,7 +22,7 @@ OUTPUT = "output"
 class RecordedCall(NamedTuple):
     """One call for whole sequences, the module it was made in, and what backward has found: gradients by name."""
 
-    call: Call
+    call: AttentionCall
     module_name: str
     output: Tensor
     gradients: dict[str, Tensor]
@@ -48,7 +48,7 @@ def tap_output(tensor: Tensor, found: dict[str, Tensor], name: str) -> Tensor:
     return tensor.clone()
 
 
-def record_call(call: Call, module_name: str) -> tuple[RecordedCall, Tensor]:
+def record_call(call: AttentionCall, module_name: str) -> tuple[RecordedCall, Tensor]:
     """Make a call for whole sequences; what is recorded of it, and its output."""
     found: dict[str, Tensor] = {}
     raw, output = _compute_tapped(call, found)
@@ -56,14 +56,14 @@ def record_call(call: Call, module_name: str) -> tuple[RecordedCall, Tensor]:
     return RecordedCall(plain, module_name, raw.detach(), found), output
 
 
-def recompute_call(call: Call, known: RecordedCall | None) -> Tensor:
+def recompute_call(call: AttentionCall, known: RecordedCall | None) -> Tensor:
     """Make a call once more, for a checkpoint, as autograd expects it; a reentrant one has its gradients now."""
     return _compute_tapped(call, {} if known is None else known.gradients)[1]
 
 
-def _compute_tapped(call: Call, found: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def _compute_tapped(call: AttentionCall, found: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     q, k, v = (tap_input(tensor, found, name) for tensor, name in zip((call.q, call.k, call.v), QKV, strict=True))
-    raw = call._replace(q=q, k=k, v=v).plain()
+    raw = call._replace(q=q, k=k, v=v).run_sdpa()
     return raw, tap_output(raw, found, OUTPUT)
 
 
@@ -73,7 +73,7 @@ class Playback(NamedTuple):
     output: Tensor
     backward: Callable[[Tensor], tuple[Tensor | None, ...]]
 
-    def __call__(self, call: Call) -> Tensor:
+    def __call__(self, call: AttentionCall) -> Tensor:
         return _PlaybackFunction.apply(call.q, call.k, call.v, self)  # pyright: ignore[reportReturnType]
 
 

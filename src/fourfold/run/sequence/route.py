@@ -23,118 +23,124 @@ from torch.overrides import TorchFunctionMode
 from fourfold.parts.lost_arguments import DROPPED_ARGUMENTS, restore_arguments
 from fourfold.words.errors import Problem, TaskError
 
-KERNEL = F.scaled_dot_product_attention
-DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)
-ROUTED = {KERNEL, torch.ops.aten.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default}
+SDPA = F.scaled_dot_product_attention
+DROPOUT_FUNCTIONS = (F.dropout, torch.dropout, torch.dropout_)
+SDPA_FUNCTIONS = {
+    SDPA,
+    torch.ops.aten.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention.default,
+}
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """q [B, H, l, D], k [B, G, l, D] and v [B, G, l, Dv], with the options of scaled_dot_product_attention."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     mask: Tensor | None = None
-    dropout: float = 0.0
-    causal: bool = False
+    dropout_p: float = 0.0
+    is_causal: bool = False
     scale: float | None = None
-    grouped: bool = False
+    enable_gqa: bool = False
 
-    def plain(self) -> Tensor:
+    def run_sdpa(self) -> Tensor:
         """What torch makes of it: [B, H, l, Dv]. A mask may come with `causal`, which torch does not take."""
-        mask, causal = self.mask, self.causal
+        mask, causal = self.mask, self.is_causal
         if mask is not None and causal:
             mask, causal = (
-                both(mask, torch.ones(self.q.shape[2], self.k.shape[2], device=mask.device).tril() > 0),
+                combine_masks(mask, torch.ones(self.q.shape[2], self.k.shape[2], device=mask.device).tril() > 0),
                 False,
             )
-        return KERNEL(self.q, self.k, self.v, mask, self.dropout, causal, scale=self.scale, enable_gqa=self.grouped)
+        return SDPA(self.q, self.k, self.v, mask, self.dropout_p, causal, scale=self.scale, enable_gqa=self.enable_gqa)
 
 
-def both(mask: Tensor, other: Tensor) -> Tensor:
+def combine_masks(mask: Tensor, other: Tensor) -> Tensor:
     """A mask, and a boolean one beside it."""
     return mask & other if mask.dtype == torch.bool else mask.masked_fill(~other, float("-inf"))
 
 
-Target = Callable[[Call], Tensor]
+AttentionHandler = Callable[[AttentionCall], Tensor]
 
 
-Watch = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
-Instead = Mapping[Any, Callable[..., Any]]
+FunctionObserver = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
+FunctionOverrides = Mapping[Any, Callable[..., Any]]
 
 
-class _Here(threading.local):
+class _ThreadRoutes(threading.local):
     """The routes that are open in a thread, the innermost last; None: closed while a target works."""
 
     def __init__(self) -> None:
-        self.targets: list[Target | None] = []
-        self.instead: list[Instead] = []
+        self.handlers: list[AttentionHandler | None] = []
+        self.overrides: list[FunctionOverrides] = []
 
 
-class _Everywhere:
+class _ProcessRoutes:
     """The routes that are open in any thread."""
 
     def __init__(self) -> None:
-        self.targets: list[Target] = []
-        self.instead: list[Instead] = []
+        self.handlers: list[AttentionHandler] = []
+        self.overrides: list[FunctionOverrides] = []
 
 
-_here = _Here()
+_thread_routes = _ThreadRoutes()
 _lock = threading.Lock()
-_everywhere = _Everywhere()
+_process_routes = _ProcessRoutes()
 _patched: list[tuple[Any, str, Any]] = []
 
 
 @contextlib.contextmanager
-def routed(target: Target, *, watch: Watch | None = None, instead: Instead | None = None) -> Iterator[None]:
+def intercept_attention(
+    handler: AttentionHandler, *, observer: FunctionObserver | None = None, overrides: FunctionOverrides | None = None
+) -> Iterator[None]:
     """Within, each call of this thread, and of the threads of its backward, is `target`'s.
 
     `watch(func, args, kwargs)` hears of every other torch function that the thread calls; what is in `instead` is
     called as `instead[func](func, *args, **kwargs)`; in a checkpoint's second forward if it is of DROPOUTS.
     """
-    instead = instead or {}
-    _here.targets.append(target)
-    _here.instead.append(instead)
+    overrides = overrides or {}
+    _thread_routes.handlers.append(handler)
+    _thread_routes.overrides.append(overrides)
     with _lock:
-        _everywhere.targets.append(target)
-        _everywhere.instead.append(instead)
+        _process_routes.handlers.append(handler)
+        _process_routes.overrides.append(overrides)
         if not _patched:
-            _patched.extend(_bindings(len(sys.modules)))
+            _patched.extend(_find_bindings(len(sys.modules)))
             for module, name, own in _patched:
-                setattr(module, name, _stands[id(own)])
+                setattr(module, name, _wrappers_by_id[id(own)])
     try:
-        with _Mode(watch, instead):
+        with _InterceptMode(observer, overrides):
             yield
     finally:
-        _here.targets.pop()
-        _here.instead.pop()
+        _thread_routes.handlers.pop()
+        _thread_routes.overrides.pop()
         with _lock:
-            index = _everywhere.targets.index(target)
-            del _everywhere.targets[index], _everywhere.instead[index]
-            if not _everywhere.targets:
+            index = _process_routes.handlers.index(handler)
+            del _process_routes.handlers[index], _process_routes.overrides[index]
+            if not _process_routes.handlers:
                 for module, name, own in _patched:
                     setattr(module, name, own)
                 _patched.clear()
 
 
 @functools.lru_cache(1)
-def _bindings(num_modules: int) -> list[tuple[Any, str, Any]]:
+def _find_bindings(num_modules: int) -> list[tuple[Any, str, Any]]:
     """The modules that have one of torch's functions, its name there, and it; looked for again with more modules."""
     found = []
     for module in list(sys.modules.values()):
         members = getattr(module, "__dict__", None)
         # No lookup by name: some modules make what they are asked for.
         if type(members) is dict and module.__name__ != __name__:
-            found += [(module, name, value) for name, value in list(members.items()) if id(value) in _stands]
+            found += [(module, name, value) for name, value in list(members.items()) if id(value) in _wrappers_by_id]
     return found
 
 
-def _standing(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _make_dropout_wrapper(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """What stands in the place of a dropout: in backward it does what the mode does in forward."""
 
     @functools.wraps(own)
     def stand_in(*args: Any, **kwargs: Any) -> Tensor:
-        routes = _here.instead or (_everywhere.instead if len(_everywhere.instead) == 1 else [])
+        routes = _thread_routes.overrides or (_process_routes.overrides if len(_process_routes.overrides) == 1 else [])
         if routes and own in routes[-1] and torch._C._current_graph_task_id() != -1:
             return routes[-1][own](own, *args, **kwargs)
         return own(*args, **kwargs)
@@ -142,7 +148,7 @@ def _standing(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return stand_in
 
 
-def attention(
+def intercepted_sdpa(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -153,20 +159,20 @@ def attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Stands in the place of torch's scaled_dot_product_attention."""
-    call = _cast(Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
-    target = _target()
+    call = _autocast(AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
+    target = _current_handler()
     if target is None:
-        return call.plain()
+        return call.run_sdpa()
     if query.dim() != 4:
-        return _of_heads(target, call)
-    _here.targets.append(None)
+        return _attend_3d(target, call)
+    _thread_routes.handlers.append(None)
     try:
         return target(call)
     finally:
-        _here.targets.pop()
+        _thread_routes.handlers.pop()
 
 
-def _cast(call: Call) -> Call:
+def _autocast(call: AttentionCall) -> AttentionCall:
     """A call as autocast has it: what torch casts for its kernel, all of the four that are in float32 or less."""
     device = call.q.device.type
     if not torch.is_autocast_enabled(device):
@@ -180,33 +186,35 @@ def _cast(call: Call) -> Call:
     return call._replace(q=cast(call.q), k=cast(call.k), v=cast(call.v), mask=mask)
 
 
-def _of_heads(target: Target, call: Call) -> Tensor:
+def _attend_3d(handler: AttentionHandler, call: AttentionCall) -> Tensor:
     """A call whose tensors are [N, l, D]: each of the N is a sample of one head."""
     if call.q.dim() != 3:
         got = f"sp > 1 and scaled_dot_product_attention of {list(call.q.shape)}"
         raise TaskError(Problem(got, "q, k and v of [samples, heads, tokens, head size]", "q.flatten(0, -4)"))
     mask = call.mask if call.mask is None or call.mask.dim() < 3 else call.mask.unsqueeze(1)
     q, k, v = (tensor.unsqueeze(1) for tensor in (call.q, call.k, call.v))
-    return attention(q, k, v, mask, call.dropout, call.causal, call.scale, call.grouped).squeeze(1)
+    return intercepted_sdpa(q, k, v, mask, call.dropout_p, call.is_causal, call.scale, call.enable_gqa).squeeze(1)
 
 
-def _target() -> Target | None:
-    if _here.targets:
-        return _here.targets[-1]
+def _current_handler() -> AttentionHandler | None:
+    if _thread_routes.handlers:
+        return _thread_routes.handlers[-1]
     # A thread of autograd's, in the second forward of a checkpoint: it has no routes of its own.
-    if torch._C._current_graph_task_id() != -1 and len(_everywhere.targets) == 1:
-        return _everywhere.targets[0]
+    if torch._C._current_graph_task_id() != -1 and len(_process_routes.handlers) == 1:
+        return _process_routes.handlers[0]
     return None
 
 
-_owns = {_standing(own): own for own in DROPOUTS}
-_stands: dict[int, Callable[..., Tensor]] = {id(own): stand for stand, own in _owns.items()} | {id(KERNEL): attention}
+_original_functions = {_make_dropout_wrapper(own): own for own in DROPOUT_FUNCTIONS}
+_wrappers_by_id: dict[int, Callable[..., Tensor]] = {id(own): stand for stand, own in _original_functions.items()} | {
+    id(SDPA): intercepted_sdpa
+}
 
 
-class _Mode(TorchFunctionMode):
-    def __init__(self, watch: Watch | None, instead: Instead) -> None:
+class _InterceptMode(TorchFunctionMode):
+    def __init__(self, observer: FunctionObserver | None, overrides: FunctionOverrides) -> None:
         super().__init__()
-        self._watch, self._instead = watch, instead
+        self._observer, self._overrides = observer, overrides
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -215,11 +223,11 @@ class _Mode(TorchFunctionMode):
         if func in DROPPED_ARGUMENTS:
             kwargs = restore_arguments(func, args, kwargs)
         # torch's own dropout names itself by its module, where now something stands in its place.
-        func = _owns.get(func, func)
-        if func in ROUTED:
-            return attention(*args, **kwargs)
-        if self._watch is not None:
-            self._watch(func, args, kwargs)
-        if func in self._instead:
-            return self._instead[func](func, *args, **kwargs)
+        func = _original_functions.get(func, func)
+        if func in SDPA_FUNCTIONS:
+            return intercepted_sdpa(*args, **kwargs)
+        if self._observer is not None:
+            self._observer(func, args, kwargs)
+        if func in self._overrides:
+            return self._overrides[func](func, *args, **kwargs)
         return func(*args, **kwargs)

@@ -9,12 +9,12 @@ from torch import Tensor
 from fourfold.plan.sequence import heads_problem
 from fourfold.run.sequence.closeness import ShardMismatch, check_shard_rows, shard_rows
 from fourfold.run.sequence.recorded_attention import QKV
-from fourfold.run.sequence.route import Call
+from fourfold.run.sequence.route import AttentionCall
 from fourfold.run.sequence.tokens import Share
 from fourfold.words.errors import Problem, TaskError
 
 
-def compare_call(whole: Call, own: Call, share: Share, name: str, *, ulysses: int) -> None:
+def compare_call(whole: AttentionCall, own: AttentionCall, share: Share, name: str, *, ulysses: int) -> None:
     """Raise Differs unless a call has this rank's rows of the whole's; TaskError where it cannot be cut at all."""
     if whole.q.shape[2] != whole.k.shape[2]:
         got = f"sp > 1 and cross-attention at {name}: {whole.q.shape[2]} queries, {whole.k.shape[2]} keys"
@@ -23,7 +23,7 @@ def compare_call(whole: Call, own: Call, share: Share, name: str, *, ulysses: in
         check_shard_rows(getattr(whole, what), getattr(own, what), share, 2, f"{what} of {name}")
     if problem := heads_problem(own.q.shape[1], own.k.shape[1], ulysses):
         raise TaskError(problem)
-    options = [(one.causal, one.scale, one.dropout, one.grouped) for one in (whole, own)]
+    options = [(one.is_causal, one.scale, one.dropout_p, one.enable_gqa) for one in (whole, own)]
     if options[0] != options[1]:
         raise ShardMismatch(f"{name} with other options", depends_on_others=False)
     _compare_masks(whole.mask, own.mask, share, name)

@@ -17,7 +17,7 @@ from torch import Tensor
 from fourfold.plan.plan import Plan
 from fourfold.plan.sequence import TokenRanges, padded_length, token_ranges
 from fourfold.run.batch import POSITION_KEYS, find_positions, has_token_dim, tree_leaves, tree_map
-from fourfold.run.sequence.route import Call
+from fourfold.run.sequence.route import AttentionCall
 from fourfold.words.errors import Problem, TaskError
 
 POSITIONS = " or ".join(POSITION_KEYS)
@@ -86,10 +86,10 @@ def cut_tokens(tree: Any, share: Share) -> Any:
     return tree_map(tree, lambda tensor: share.of(tensor) if has_token_dim(tensor, share.length) else tensor)
 
 
-def without_pads(call: Call, share: Share) -> Tensor | None:
+def without_pads(call: AttentionCall, share: Share) -> Tensor | None:
     """The mask of a call, with pads as keys for nobody. A causal one needs none: pads come last."""
     mask, missing = call.mask, share.padded - share.length
-    if not missing or (mask is None and call.causal):
+    if not missing or (mask is None and call.is_causal):
         return mask
     real = (share.places < share.length).to(call.k.device)
     if mask is None:

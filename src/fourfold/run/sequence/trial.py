@@ -21,7 +21,7 @@ from fourfold.run.sequence.closeness import ShardMismatch
 from fourfold.run.sequence.gradient_sums import GradProjections
 from fourfold.run.sequence.hugging import has_transformers_model, install_attention
 from fourfold.run.sequence.judge import CheckUnavailable, ShardComparison
-from fourfold.run.sequence.route import Call, routed
+from fourfold.run.sequence.route import AttentionCall, intercept_attention
 from fourfold.run.sequence.tokens import Share
 from fourfold.run.sequence.where import Names
 from fourfold.run.unchanged import unchanged
@@ -86,16 +86,16 @@ class Trial:
     def _as_it_is(self) -> Any:
         """What the model, with its own weights and in its own dtype, gives for whole sequences."""
 
-        def target(call: Call) -> Tensor:
+        def target(call: AttentionCall) -> Tensor:
             self._num_calls += 1
-            return call.plain()
+            return call.run_sdpa()
 
         def call() -> Any:
             buffers = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
             return torch.func.functional_call(self._model, buffers, (), dict(self._inputs))
 
         try:
-            with routed(target, watch=self._watch), install_attention(self._model):
+            with intercept_attention(target, observer=self._watch), install_attention(self._model):
                 return call()
         except TaskError:
             raise
