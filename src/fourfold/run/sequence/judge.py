@@ -46,7 +46,7 @@ from fourfold.run.sequence.recorded_attention import (
     record_call,
 )
 from fourfold.run.sequence.route import AttentionCall, AttentionHandler, intercept_attention
-from fourfold.run.sequence.same_call import compare_call
+from fourfold.run.sequence.same_call import compare_attention_calls
 from fourfold.run.sequence.taps import Taps, rows_shape
 from fourfold.run.sequence.tokens import Share, cut_tokens
 from fourfold.run.sequence.where import Names
@@ -156,7 +156,7 @@ class ShardComparison:
                     f"{number + 1} calls of attention, {number} with whole sequences", depends_on_others=False
                 )
             number += 1
-            compare_call(
+            compare_attention_calls(
                 self._recorded_calls[number - 1].call, call, self._shard, self._call_name(number), ulysses=self._ulysses
             )
             return self._play_back(number, call)
