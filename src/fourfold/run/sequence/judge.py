@@ -47,7 +47,7 @@ from fourfold.run.sequence.recorded_attention import (
 )
 from fourfold.run.sequence.route import AttentionCall, AttentionHandler, intercept_attention
 from fourfold.run.sequence.same_call import compare_attention_calls
-from fourfold.run.sequence.taps import Taps, rows_shape
+from fourfold.run.sequence.taps import GradTaps, shard_shape
 from fourfold.run.sequence.tokens import Share, cut_tokens
 from fourfold.run.sequence.where import Names
 from fourfold.run.unchanged import copied_attributes
@@ -78,7 +78,7 @@ class ShardComparison:
         with _raise_unavailable():
             self._state = random_weights.make_state(model, config)
         self._recorded_calls: list[RecordedCall] = []
-        self._taps = Taps(tracker, shard)
+        self._taps = GradTaps(tracker, shard)
         self._mismatches: list[str] = []
 
     # ---- both passes --------------------------------------------------------------------------------
@@ -86,12 +86,12 @@ class ShardComparison:
     def run(self) -> GradProjections | None:
         """Compare the passes. Raises Differs or TaskError where tokens mix, Unfit where the model cannot be run so."""
         with self._patched_model(self._record_attention, self._taps), _raise_unavailable():
-            whole = self._call_model(self._taps.inputs(self._inputs))
+            whole = self._call_model(self._taps.tap_inputs(self._inputs))
         if self._config.weights != "own" and not _is_finite(whole):
             raise CheckUnavailable("outputs that are not finite")
         if has_transformers_model(self._model):
             self._compare_with_own_attention(whole)
-        taps = Taps(self._tracker, self._shard)
+        taps = GradTaps(self._tracker, self._shard)
         own = self._replay_forward(taps)
         self._compare_outputs(whole, own)
         if not self._config.has_gradients:
@@ -117,9 +117,9 @@ class ShardComparison:
         return len(self._recorded_calls)
 
     @contextlib.contextmanager
-    def _patched_model(self, handler: AttentionHandler, taps: Taps | None = None) -> Iterator[None]:
+    def _patched_model(self, handler: AttentionHandler, taps: GradTaps | None = None) -> Iterator[None]:
         exact = Float64Mode(new_tensors=True) if self._config.dtype is not None else contextlib.nullcontext()
-        instead = {} if taps is None else {F.embedding: taps.embedding}
+        instead = {} if taps is None else {F.embedding: taps.tap_embedding}
         grad = torch.set_grad_enabled(self._config.has_gradients and taps is not None)
         # Not `torch.func.functional_call`: a checkpoint's second forward needs these weights in backward, too.
         weights = _reparametrize_module(self._model, self._state, tie_weights=True)
@@ -145,7 +145,7 @@ class ShardComparison:
         self._recorded_calls.append(one)
         return output
 
-    def _replay_forward(self, taps: Taps | None) -> Any:
+    def _replay_forward(self, taps: GradTaps | None) -> Any:
         """The model's outputs for this rank's tokens alone."""
         number, share = 0, self._shard
 
@@ -164,7 +164,7 @@ class ShardComparison:
         with self._patched_model(play_next, taps):
             try:
                 inputs = cut_tokens(dict(self._inputs), share)
-                own = self._call_model(inputs if taps is None else taps.inputs(inputs))
+                own = self._call_model(inputs if taps is None else taps.tap_inputs(inputs))
             except (RuntimeError, IndexError, ValueError) as error:
                 got = f"with {share.size} of {share.length} tokens: {_first_line(error)}"
                 raise ShardMismatch(got, depends_on_others=False) from error
@@ -175,7 +175,7 @@ class ShardComparison:
             )
         return own
 
-    def _replay_backward(self, own: Any, whole: Any, grad_tensors: list[Tensor | None], taps: Taps) -> None:
+    def _replay_backward(self, own: Any, whole: Any, grad_tensors: list[Tensor | None], taps: GradTaps) -> None:
         share = self._shard
         parts: list[Tensor | None] = []
         for tensor, weight in zip(tree_leaves(whole), grad_tensors, strict=True):
@@ -268,13 +268,13 @@ class ShardComparison:
             kind = f"a {type(self._model).__name__} that attends otherwise than its masks and modules say"
             raise TaskError(Problem(f"sp > 1 and {kind}", "plain or causal attention, with a mask of keys"))
 
-    def _compare_taps(self, taps: Taps) -> None:
-        for whole, own in zip(self._taps.found, taps.found, strict=False):
-            if whole.output.dim() >= 2 and own.output.shape == rows_shape(whole.output, self._shard):
+    def _compare_taps(self, taps: GradTaps) -> None:
+        for whole, own in zip(self._taps.taps, taps.taps, strict=False):
+            if whole.output.dim() >= 2 and own.output.shape == shard_shape(whole.output, self._shard):
                 gradient = own.gradients.get(OUTPUT)
                 gradient = torch.zeros_like(own.output) if gradient is None else gradient
                 self._check_gradient_rows(
-                    whole.gradients.get(OUTPUT), gradient, 1, f"gradients of the output of {whole.where}"
+                    whole.gradients.get(OUTPUT), gradient, 1, f"gradients of the output of {whole.module_name}"
                 )
         if self._mismatches:
             raise ShardMismatch(self._mismatches[0], is_in_backward=True)
@@ -289,7 +289,7 @@ class ShardComparison:
     @functools.cached_property
     def _max_gradient(self) -> float:
         """The largest number among all gradients that were recorded for whole sequences."""
-        found = [*(call.gradients for call in self._recorded_calls), *(tap.gradients for tap in self._taps.found)]
+        found = [*(call.gradients for call in self._recorded_calls), *(tap.gradients for tap in self._taps.taps)]
         return max((g.abs().max().item() for each in found for g in each.values() if g.numel()), default=0.0)
 
     @property

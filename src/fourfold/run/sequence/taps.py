@@ -17,46 +17,46 @@ from fourfold.run.sequence.tokens import Share
 from fourfold.run.sequence.where import Names
 
 
-class Tap(NamedTuple):
+class GradTap(NamedTuple):
     """One tensor, where it was made, and what backward has found."""
 
-    where: str
+    module_name: str
     output: Tensor
     gradients: dict[str, Tensor]
 
 
-class Taps:
+class GradTaps:
     """The taps of one pass, in the order of forward."""
 
-    def __init__(self, names: Names, share: Share) -> None:
-        self._names, self._share = names, share
-        self.found: list[Tap] = []
+    def __init__(self, tracker: Names, shard: Share) -> None:
+        self._tracker, self._shard = tracker, shard
+        self.taps: list[GradTap] = []
 
-    def inputs(self, inputs: Mapping[str, Any]) -> Any:
+    def tap_inputs(self, inputs: Mapping[str, Any]) -> Any:
         """The model's inputs, those that hold the features of each token with a gradient of their own."""
 
         def tapped(tensor: Tensor) -> Tensor:
-            is_tokens = tensor.dim() == 3 and tensor.shape[1] in (self._share.length, self._share.size)
+            is_tokens = tensor.dim() == 3 and tensor.shape[1] in (self._shard.length, self._shard.size)
             # A square one may be a mask, whose gradient is of no token.
-            if not is_tokens or not tensor.is_floating_point() or tensor.shape[2] == self._share.length:
+            if not is_tokens or not tensor.is_floating_point() or tensor.shape[2] == self._shard.length:
                 return tensor
             return self._tap(tensor.detach().clone().requires_grad_(torch.is_grad_enabled()), "the inputs")
 
         return tree_map(inputs, tapped)
 
-    def embedding(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    def tap_embedding(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Stands in the place of torch's embedding."""
         output = func(*args, **kwargs)
         # What a checkpoint computes again is not counted again.
-        return output.clone() if is_in_backward() else self._tap(output, self._names.here)
+        return output.clone() if is_in_backward() else self._tap(output, self._tracker.here)
 
-    def _tap(self, tensor: Tensor, where: str) -> Tensor:
-        self.found.append(Tap(where, tensor.detach(), {}))
-        return tap_output(tensor, self.found[-1].gradients, OUTPUT)
+    def _tap(self, tensor: Tensor, module_name: str) -> Tensor:
+        self.taps.append(GradTap(module_name, tensor.detach(), {}))
+        return tap_output(tensor, self.taps[-1].gradients, OUTPUT)
 
 
-def rows_shape(whole: Tensor, share: Share) -> torch.Size | None:
+def shard_shape(whole: Tensor, shard: Share) -> torch.Size | None:
     """The shape that a shard of a token tensor has; None for a tensor without tokens."""
-    if not has_token_dim(whole, share.length):
+    if not has_token_dim(whole, shard.length):
         return None
-    return torch.Size((whole.shape[0], share.size, *whole.shape[2:]))
+    return torch.Size((whole.shape[0], shard.size, *whole.shape[2:]))
