@@ -14,7 +14,7 @@ from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
 from fourfold.run.random_weights import CHECK_CONFIGS, STRICTEST_CHECK, WEAKEST_CHECK, MemoryFit
 from fourfold.run.sequence import gradient_sums
-from fourfold.run.sequence.tokens import share
+from fourfold.run.sequence.tokens import token_shard
 from fourfold.run.sequence.trial import Trial, Tried
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError
@@ -115,7 +115,7 @@ def tried(model: nn.Module, *, sp: int = 2, ring: str = "zigzag", fits: MemoryFi
     """What each rank's trial finds."""
     torch.manual_seed(0)
     inputs = {"tokens": torch.randint(0, 50, (2, LENGTH)), "positions": torch.arange(LENGTH).expand(2, LENGTH)}
-    return [Trial(model, inputs, share(Plan(sp=sp, ring=ring), LENGTH, i), fits=fits).run() for i in range(sp)]
+    return [Trial(model, inputs, token_shard(Plan(sp=sp, ring=ring), LENGTH, i), fits=fits).run() for i in range(sp)]
 
 
 def sums_problem(model: nn.Module, ranks: list[Tried]):
@@ -479,7 +479,7 @@ def test_gradients_of_inputs_that_hold_features_are_compared(mixes):
     model = Features(mixes=mixes)
     inputs = {"features": torch.randn(2, LENGTH, WIDTH), "positions": torch.arange(LENGTH).expand(2, LENGTH)}
     for index in range(2):
-        problems = Trial(model, inputs, share(Plan(sp=2), LENGTH, index)).run().problems
+        problems = Trial(model, inputs, token_shard(Plan(sp=2), LENGTH, index)).run().problems
         assert ["gradients of the output of the inputs" in problem.got for problem in problems] == [True] * mixes
 
 
@@ -515,7 +515,7 @@ def test_a_dry_run_leaves_gradients_buffers_and_the_generator_as_they_were():
     expected = torch.rand(3)
     torch.manual_seed(2)
     inputs = {"tokens": torch.randint(0, 50, (2, LENGTH)), "positions": torch.arange(LENGTH).expand(2, LENGTH)}
-    Trial(model, inputs, share(Plan(sp=2), LENGTH, 0)).run()
+    Trial(model, inputs, token_shard(Plan(sp=2), LENGTH, 0)).run()
     assert torch.equal(torch.rand(3), expected)
     assert {name for name, p in model.named_parameters() if p.grad is not None} == {"head.weight"}
     assert torch.equal(model.head.weight.grad, torch.ones_like(model.head.weight))

@@ -179,9 +179,9 @@ def check_tokens(data: Data, plan: Plan) -> None:
     """Raises TaskError where a sample's tokens are to be cut, and cannot be."""
     if plan.sp > 1:
         from fourfold.feed.source import fetch
-        from fourfold.run.sequence.tokens import length_of
+        from fourfold.run.sequence.tokens import sequence_length
 
-        length_of(fetch(data.train, [0]))
+        sequence_length(fetch(data.train, [0]))
 
 
 def check_memory(job: Job, data: Data, model: Any) -> None:

@@ -35,7 +35,7 @@ from fourfold.run.sequence.losses import (
     observe_loss,
 )
 from fourfold.run.sequence.route import AttentionCall, intercept_attention
-from fourfold.run.sequence.tokens import Share, cut_tokens, length_of, share, without_pads
+from fourfold.run.sequence.tokens import TokenShard, mask_padding, sequence_length, shard_tokens, token_shard
 from fourfold.run.sequence.trial import Trial, Tried, smaller
 from fourfold.words.errors import Problem, TaskError
 
@@ -66,7 +66,7 @@ class SequenceParallel:
         )
         self._dropout_overrides = per_rank_dropouts(self._coords["sp"])
         self._dropout_counter = AttentionDropoutCounter(seed)
-        self._shard: Share | None = None
+        self._shard: TokenShard | None = None
         self._ignored_indices: list[int] | None = None
         self.has_dry_run = False
 
@@ -75,25 +75,25 @@ class SequenceParallel:
         """What attention travels over."""
         return self._axis.groups
 
-    def token_shards(self, length: int) -> list[Share]:
+    def token_shards(self, length: int) -> list[TokenShard]:
         """What each rank of the line keeps of sequences of this length."""
-        return [share(self._plan, length, index) for index in range(self._plan.sp)]
+        return [token_shard(self._plan, length, index) for index in range(self._plan.sp)]
 
     def shard_batch(self, batch: Any) -> LocalBatch:
         """This rank's tokens of a batch. Raises TaskError where a batch has none that can be cut."""
         inputs, targets = inputs_and_targets(batch)
-        length = length_of((inputs, targets))
+        length = sequence_length((inputs, targets))
         if has_transformers_model(self._model):
             check_not_packed(inputs)
         shares = self.token_shards(length)
         if self._ignored_indices is not None:
             self._check_even_targets(targets, length)
         mine = self._shard = shares[self._coords["sp"]]
-        kept = mine.kept
-        parts = cut_tokens(targets, mine)
+        kept = mine.real_tokens
+        parts = shard_tokens(targets, mine)
         if kept is not None:
             parts = tree_map(parts, lambda tensor: tensor[:, kept] if has_token_dim(tensor, mine.size) else tensor)
-        return LocalBatch((cut_tokens(inputs, mine), parts), kept)
+        return LocalBatch((shard_tokens(inputs, mine), parts), kept)
 
     def batch_mismatch(self, batch: Any) -> Problem | None:
         """What is wrong where the ranks of this line have other batches. Collective among them."""
@@ -131,7 +131,7 @@ class SequenceParallel:
 
     def _attend(self, call: AttentionCall) -> Tensor:
         assert self._shard is not None
-        mask = without_pads(call, self._shard)
+        mask = mask_padding(call, self._shard)
         dropout = self._dropout_counter.next_dropout(call.dropout_p) if call.dropout_p else None
         options = {"causal": call.is_causal, "scale": call.scale, "grouped": call.enable_gqa}
         return sequence.sequence_attention(call.q, call.k, call.v, self._axis, mask=mask, dropout=dropout, **options)
@@ -142,7 +142,7 @@ class SequenceParallel:
         `reading`: within, the model may be called. Raises TaskError, on every rank, where it cannot be cut.
         """
         inputs, targets = inputs_and_targets(batch)
-        length = length_of((inputs, targets))
+        length = sequence_length((inputs, targets))
         told: dict[str, Any] = {"line": self._coords["dp"], "problems": [], "digest": batch_digest(batch)}
         values: list[ObservedLoss] = []
         tried = Tried([])
@@ -178,9 +178,9 @@ class SequenceParallel:
     ) -> tuple[Tried, list[ObservedLoss]]:
         """What a trial finds; without problems also the values of the loss for all tokens, and for this rank's."""
         inputs, targets = self.dry_run_batch((inputs, targets))
-        few = length_of((inputs, targets))
+        few = sequence_length((inputs, targets))
         inputs, targets = (tree_map(tree, lambda tensor: tensor.to(self._ranks.device)) for tree in (inputs, targets))
-        mine = share(self._plan, few, self._coords["sp"])
+        mine = token_shard(self._plan, few, self._coords["sp"])
         try:
             tried = Trial(self._model, inputs, mine, ulysses=self._plan.ulysses, fits=memory_fit).run()
         except (RuntimeError, ValueError, IndexError, AssertionError) as error:
@@ -196,13 +196,13 @@ class SequenceParallel:
         with torch.no_grad():
             whole = observe_loss(self._loss, tried.outputs, targets, samples)
             # Of the same outputs: no difference but that of the loss itself.
-            part = cut_tokens(tried.outputs, mine)
-            return tried, [whole, observe_loss(self._loss, part, cut_tokens(targets, mine), samples)]
+            part = shard_tokens(tried.outputs, mine)
+            return tried, [whole, observe_loss(self._loss, part, shard_tokens(targets, mine), samples)]
 
     def dry_run_batch(self, batch: Any) -> tuple[Any, Any]:
         """The first samples and tokens of a batch, as many as the model is tried with."""
         inputs, targets = inputs_and_targets(batch)
-        length = length_of((inputs, targets))
+        length = sequence_length((inputs, targets))
         options = {"length": length, "few": self._dry_run_length(length, inputs, targets), "samples": DRY_RUN_SAMPLES}
         return smaller(inputs, **options), smaller(targets, **options)
 

@@ -9,7 +9,7 @@ import functools
 import torch
 from torch import Tensor
 
-from fourfold.run.sequence.tokens import Share
+from fourfold.run.sequence.tokens import TokenShard
 
 # In float64 29 model types of transformers differ by 2e-14 at most, gradients too.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -61,17 +61,17 @@ def is_replicated(whole: Tensor, own: Tensor) -> bool:
     )
 
 
-def shard_rows(tensor: Tensor, shard: Share, dim: int) -> Tensor:
+def shard_rows(tensor: Tensor, shard: TokenShard, dim: int) -> Tensor:
     """A shard's rows of a tensor that has a row for each token."""
     return tensor.index_select(dim, _shard_positions(shard, tensor.device))
 
 
 @functools.lru_cache(8)
-def _shard_positions(shard: Share, device: torch.device) -> Tensor:
-    return shard.places.to(device)
+def _shard_positions(shard: TokenShard, device: torch.device) -> Tensor:
+    return shard.positions.to(device)
 
 
-def check_shard_rows(whole: Tensor, own: Tensor, shard: Share, dim: int, what: str) -> None:
+def check_shard_rows(whole: Tensor, own: Tensor, shard: TokenShard, dim: int, what: str) -> None:
     """Raise Differs unless `own` is this shard's rows of `whole`."""
     if whole.shape[dim] != shard.length or own.shape[dim] != shard.size:
         lengths = f"{whole.shape[dim]} long with {shard.length} tokens, {own.shape[dim]} with {shard.size}"

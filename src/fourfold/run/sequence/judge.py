@@ -48,7 +48,7 @@ from fourfold.run.sequence.recorded_attention import (
 from fourfold.run.sequence.route import AttentionCall, AttentionHandler, intercept_attention
 from fourfold.run.sequence.same_call import compare_attention_calls
 from fourfold.run.sequence.taps import GradTaps, shard_shape
-from fourfold.run.sequence.tokens import Share, cut_tokens
+from fourfold.run.sequence.tokens import TokenShard, shard_tokens
 from fourfold.run.sequence.where import Names
 from fourfold.run.unchanged import copied_attributes
 from fourfold.words.errors import FourfoldError, Problem, TaskError
@@ -67,7 +67,7 @@ class ShardComparison:
         self,
         model: nn.Module,
         inputs: Mapping[str, Any],
-        shard: Share,
+        shard: TokenShard,
         config: CheckConfig,
         *,
         tracker: Names,
@@ -163,7 +163,7 @@ class ShardComparison:
 
         with self._patched_model(play_next, taps):
             try:
-                inputs = cut_tokens(dict(self._inputs), share)
+                inputs = shard_tokens(dict(self._inputs), share)
                 own = self._call_model(inputs if taps is None else taps.tap_inputs(inputs))
             except (RuntimeError, IndexError, ValueError) as error:
                 got = f"with {share.size} of {share.length} tokens: {_first_line(error)}"
@@ -182,7 +182,7 @@ class ShardComparison:
             if weight is not None:
                 # Outputs of no token are the same on all ranks, and each has its part of the gradient.
                 is_tokens = has_token_dim(tensor, share.length)
-                weight = shard_rows(weight, share, 1) if is_tokens else weight * (share.size / share.padded)
+                weight = shard_rows(weight, share, 1) if is_tokens else weight * (share.size / share.padded_length)
             parts.append(weight)
 
         def play_recomputed(call: AttentionCall) -> Tensor:

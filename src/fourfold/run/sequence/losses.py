@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fourfold.run.batch import has_token_dim, sum_loss, tree_leaves, tree_map
 from fourfold.run.sequence.route import AttentionCall, intercept_attention
-from fourfold.run.sequence.tokens import Share
+from fourfold.run.sequence.tokens import TokenShard
 from fourfold.run.torch_losses import ignored_by
 from fourfold.words.errors import Problem, TaskError
 
@@ -99,20 +99,22 @@ def _node_names(node: Any) -> set[str]:
     return {each.name() for each in seen}
 
 
-def check_even_targets(targets: Any, shards: Sequence[Share], ignored_indices: Sequence[int], *, lengths: str) -> None:
+def check_even_targets(
+    targets: Any, shards: Sequence[TokenShard], ignored_indices: Sequence[int], *, lengths: str
+) -> None:
     """Raise TaskError where the means of parts are no mean: some part has fewer targets. On all ranks alike.
 
     lengths: those that divide, in words.
     """
     length = shards[0].length
-    counts = [share.size if share.kept is None else len(share.kept) for share in shards]
+    counts = [share.size if share.real_tokens is None else len(share.real_tokens) for share in shards]
     what, attempt = f"{length} tokens, which do not divide", f"{UNREDUCED_ADVICE}, or {lengths}"
     for target in tree_leaves(targets) if len(set(counts)) == 1 else ():
         if not has_token_dim(target, length) or target.is_floating_point():
             continue
         for index in {-100, *ignored_indices}:
             told = (target != index).sum(0)
-            counts = [int(sum(int(told[start:stop].sum()) for start, stop in share.spans)) for share in shards]
+            counts = [int(sum(int(told[start:stop].sum()) for start, stop in share.ranges)) for share in shards]
             what, attempt = f"targets with {index}, which is ignored", UNREDUCED_ADVICE
             if len(set(counts)) > 1:
                 break

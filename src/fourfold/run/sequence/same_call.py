@@ -10,11 +10,13 @@ from fourfold.plan.sequence import heads_problem
 from fourfold.run.sequence.closeness import ShardMismatch, check_shard_rows, shard_rows
 from fourfold.run.sequence.recorded_attention import QKV
 from fourfold.run.sequence.route import AttentionCall
-from fourfold.run.sequence.tokens import Share
+from fourfold.run.sequence.tokens import TokenShard
 from fourfold.words.errors import Problem, TaskError
 
 
-def compare_attention_calls(whole: AttentionCall, own: AttentionCall, shard: Share, name: str, *, ulysses: int) -> None:
+def compare_attention_calls(
+    whole: AttentionCall, own: AttentionCall, shard: TokenShard, name: str, *, ulysses: int
+) -> None:
     """Raise Differs unless a call has this rank's rows of the whole's; TaskError where it cannot be cut at all."""
     if whole.q.shape[2] != whole.k.shape[2]:
         got = f"sp > 1 and cross-attention at {name}: {whole.q.shape[2]} queries, {whole.k.shape[2]} keys"
@@ -29,7 +31,7 @@ def compare_attention_calls(whole: AttentionCall, own: AttentionCall, shard: Sha
     _compare_masks(whole.mask, own.mask, shard, name)
 
 
-def _compare_masks(whole: Tensor | None, own: Tensor | None, shard: Share, name: str) -> None:
+def _compare_masks(whole: Tensor | None, own: Tensor | None, shard: TokenShard, name: str) -> None:
     if whole is None and own is None:
         return
     if own is not None and own.requires_grad:
@@ -48,7 +50,7 @@ def _compare_masks(whole: Tensor | None, own: Tensor | None, shard: Share, name:
         raise ShardMismatch(f"masks of {name}")
 
 
-def mask_problem(mask: Tensor, shard: Share, name: str) -> Problem:
+def mask_problem(mask: Tensor, shard: TokenShard, name: str) -> Problem:
     """What is wrong with a mask that is no part of the whole sequence's."""
     got = f"sp > 1 and a mask {list(mask.shape)} at {name}, made of this rank's {shard.size} tokens"
     need = "is_causal=True, or a mask of keys [B, 1, 1, l], or of this rank's rows by all columns [B, 1, l, L]"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fourfold.run.batch import has_token_dim, tree_map
 from fourfold.run.sequence.recorded_attention import OUTPUT, is_in_backward, tap_output
-from fourfold.run.sequence.tokens import Share
+from fourfold.run.sequence.tokens import TokenShard
 from fourfold.run.sequence.where import Names
 
 
@@ -28,7 +28,7 @@ class GradTap(NamedTuple):
 class GradTaps:
     """The taps of one pass, in the order of forward."""
 
-    def __init__(self, tracker: Names, shard: Share) -> None:
+    def __init__(self, tracker: Names, shard: TokenShard) -> None:
         self._tracker, self._shard = tracker, shard
         self.taps: list[GradTap] = []
 
@@ -55,7 +55,7 @@ class GradTaps:
         return tap_output(tensor, self.taps[-1].gradients, OUTPUT)
 
 
-def shard_shape(whole: Tensor, shard: Share) -> torch.Size | None:
+def shard_shape(whole: Tensor, shard: TokenShard) -> torch.Size | None:
     """The shape that a shard of a token tensor has; None for a tensor without tokens."""
     if not has_token_dim(whole, shard.length):
         return None

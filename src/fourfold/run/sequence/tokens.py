@@ -20,49 +20,49 @@ from fourfold.run.batch import POSITION_KEYS, find_positions, has_token_dim, tre
 from fourfold.run.sequence.route import AttentionCall
 from fourfold.words.errors import Problem, TaskError
 
-POSITIONS = " or ".join(POSITION_KEYS)
+POSITION_HELP = " or ".join(POSITION_KEYS)
 
 
-class Share(NamedTuple):
+class TokenShard(NamedTuple):
     """The tokens of one rank, of sequences of `length` tokens, padded to `padded`."""
 
     length: int
-    padded: int
-    spans: TokenRanges
+    padded_length: int
+    ranges: TokenRanges
 
     @property
     def size(self) -> int:
         """l: tokens, pads among them."""
-        return sum(stop - start for start, stop in self.spans)
+        return sum(stop - start for start, stop in self.ranges)
 
     @property
-    def places(self) -> Tensor:
+    def positions(self) -> Tensor:
         """Where each token is in the whole sequence: int64 [l]; from `length` on they are pads."""
-        return torch.cat([torch.arange(start, stop) for start, stop in self.spans])
+        return torch.cat([torch.arange(start, stop) for start, stop in self.ranges])
 
     @property
-    def kept(self) -> Tensor | None:
+    def real_tokens(self) -> Tensor | None:
         """Which local tokens are no pads: int64; None: all."""
-        if all(stop <= self.length for _, stop in self.spans):
+        if all(stop <= self.length for _, stop in self.ranges):
             return None
-        return (self.places < self.length).nonzero().flatten()
+        return (self.positions < self.length).nonzero().flatten()
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def shard_tensor(self, tensor: Tensor) -> Tensor:
         """The part of a token tensor [B, L, …] that is this share's: [B, l, …]."""
-        if self.padded == self.length:
-            return torch.cat([tensor[:, start:stop] for start, stop in self.spans], dim=1)
-        return tensor[:, self.places.clamp(max=self.length - 1).to(tensor.device)]
+        if self.padded_length == self.length:
+            return torch.cat([tensor[:, start:stop] for start, stop in self.ranges], dim=1)
+        return tensor[:, self.positions.clamp(max=self.length - 1).to(tensor.device)]
 
 
-def share(plan: Plan, length: int, index: int) -> Share:
+def token_shard(plan: Plan, length: int, sp_index: int) -> TokenShard:
     """What the index on the sequence axis keeps of sequences of this length."""
     padded = padded_length(length, plan.sp, plan.ring, plan.ulysses)
-    return Share(length, padded, token_ranges(padded, plan.sp, plan.ring, plan.ulysses)[index])
+    return TokenShard(length, padded, token_ranges(padded, plan.sp, plan.ring, plan.ulysses)[sp_index])
 
 
-def length_of(batch: Any) -> int:
+def sequence_length(batch: Any) -> int:
     """Tokens of each sample. Raises TaskError where they cannot be cut."""
-    need = f"a dict with {POSITIONS}, int64 [samples, tokens]"
+    need = f"a dict with {POSITION_HELP}, int64 [samples, tokens]"
     attempt = "{'tokens': …, 'positions': torch.arange(length).expand(samples, length)}, which the model must use"
     inputs, targets = batch
     if not isinstance(inputs, dict):
@@ -81,22 +81,22 @@ def length_of(batch: Any) -> int:
     return length
 
 
-def cut_tokens(tree: Any, share: Share) -> Any:
+def shard_tokens(tree: Any, shard: TokenShard) -> Any:
     """A tree of tensors with each token tensor cut to the share; the others are the samples' own, and whole."""
-    return tree_map(tree, lambda tensor: share.of(tensor) if has_token_dim(tensor, share.length) else tensor)
+    return tree_map(tree, lambda tensor: shard.shard_tensor(tensor) if has_token_dim(tensor, shard.length) else tensor)
 
 
-def without_pads(call: AttentionCall, share: Share) -> Tensor | None:
+def mask_padding(call: AttentionCall, shard: TokenShard) -> Tensor | None:
     """The mask of a call, with pads as keys for nobody. A causal one needs none: pads come last."""
-    mask, missing = call.mask, share.padded - share.length
+    mask, missing = call.mask, shard.padded_length - shard.length
     if not missing or (mask is None and call.is_causal):
         return mask
-    real = (share.places < share.length).to(call.k.device)
+    real = (shard.positions < shard.length).to(call.k.device)
     if mask is None:
         return real.view(1, 1, 1, -1)
-    if mask.shape[-1] == share.length:
+    if mask.shape[-1] == shard.length:
         hidden = False if mask.dtype == torch.bool else float("-inf")
         return F.pad(mask, (0, missing), value=hidden)
-    if mask.shape[-1] == share.size:
+    if mask.shape[-1] == shard.size:
         return mask & real if mask.dtype == torch.bool else mask.masked_fill(~real, float("-inf"))
     return mask

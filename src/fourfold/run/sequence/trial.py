@@ -22,7 +22,7 @@ from fourfold.run.sequence.gradient_sums import GradProjections
 from fourfold.run.sequence.hugging import has_transformers_model, install_attention
 from fourfold.run.sequence.judge import CheckUnavailable, ShardComparison
 from fourfold.run.sequence.route import AttentionCall, intercept_attention
-from fourfold.run.sequence.tokens import Share
+from fourfold.run.sequence.tokens import TokenShard
 from fourfold.run.sequence.where import Names
 from fourfold.run.unchanged import unchanged
 from fourfold.run.weight_writes import WeightWrites
@@ -56,7 +56,7 @@ class Trial:
         self,
         model: nn.Module,
         inputs: Mapping[str, Any],
-        share: Share,
+        share: TokenShard,
         *,
         ulysses: int = 1,
         fits: MemoryFit = MemoryFit(),  # noqa: B008
