@@ -15,7 +15,7 @@ from fourfold.run.build import TrainStep
 from fourfold.run.random_weights import CHECK_CONFIGS, STRICTEST_CHECK, WEAKEST_CHECK, MemoryFit
 from fourfold.run.sequence import gradient_sums
 from fourfold.run.sequence.tokens import token_shard
-from fourfold.run.sequence.trial import Trial, Tried
+from fourfold.run.sequence.trial import DryRunResult, SequenceDryRun
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError
 
@@ -111,16 +111,19 @@ WEIGHTS = {
 }
 
 
-def tried(model: nn.Module, *, sp: int = 2, ring: str = "zigzag", fits: MemoryFit = MemoryFit()) -> list[Tried]:  # noqa: B008
+def tried(model: nn.Module, *, sp: int = 2, ring: str = "zigzag", fits: MemoryFit = MemoryFit()) -> list[DryRunResult]:  # noqa: B008
     """What each rank's trial finds."""
     torch.manual_seed(0)
     inputs = {"tokens": torch.randint(0, 50, (2, LENGTH)), "positions": torch.arange(LENGTH).expand(2, LENGTH)}
-    return [Trial(model, inputs, token_shard(Plan(sp=sp, ring=ring), LENGTH, i), fits=fits).run() for i in range(sp)]
+    return [
+        SequenceDryRun(model, inputs, token_shard(Plan(sp=sp, ring=ring), LENGTH, i), memory_fit=fits).run()
+        for i in range(sp)
+    ]
 
 
-def sums_problem(model: nn.Module, ranks: list[Tried]):
+def sums_problem(model: nn.Module, ranks: list[DryRunResult]):
     names = [name for name, p in model.named_parameters() if p.requires_grad]
-    gradients = [each.gradients for each in ranks if each.gradients is not None]
+    gradients = [each.grad_projections for each in ranks if each.grad_projections is not None]
     assert len(gradients) == len(ranks)
     return gradient_sums.gradient_sum_problem(names, gradients)
 
@@ -132,7 +135,7 @@ def test_mixing_behind_a_small_weight_or_a_closed_gate_is_refused(kind):
     for each in tried(make().to(dtype)):
         (problem,) = each.problems
         assert "depend on other ranks' tokens" in problem.got
-        assert each.judgement == STRICTEST_CHECK
+        assert each.config == STRICTEST_CHECK
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -141,7 +144,7 @@ def test_a_model_without_mixing_passes_in_float64_whatever_its_dtype(sp, dtype):
     torch.manual_seed(1)
     model = Body().to(dtype)
     ranks = tried(model, sp=sp)
-    assert [(each.problems, each.num_calls, each.judgement, each.fell_back) for each in ranks] == [
+    assert [(each.problems, each.num_calls, each.config, each.fallback_reason) for each in ranks] == [
         ([], 1, STRICTEST_CHECK, "")
     ] * sp
     assert {each.outputs.dtype for each in ranks} == {dtype}
@@ -391,7 +394,7 @@ def test_models_without_mixing_pass(kind):
     torch.manual_seed(1)
     model = PASSING[kind]()
     ranks = tried(model)
-    assert [(each.problems, each.judgement, each.fell_back) for each in ranks] == [([], STRICTEST_CHECK, "")] * 2
+    assert [(each.problems, each.config, each.fallback_reason) for each in ranks] == [([], STRICTEST_CHECK, "")] * 2
     assert sums_problem(model, ranks) is None
 
 
@@ -401,8 +404,8 @@ def test_models_without_mixing_pass(kind):
 def test_weights_that_cannot_be_of_order_1_are_near_the_models_own():
     torch.manual_seed(1)
     ranks = tried(Logarithmic(near=True))
-    assert {(each.judgement, tuple(each.problems)) for each in ranks} == {(CHECK_CONFIGS[1], ())}
-    assert "not finite" in ranks[0].fell_back
+    assert {(each.config, tuple(each.problems)) for each in ranks} == {(CHECK_CONFIGS[1], ())}
+    assert "not finite" in ranks[0].fallback_reason
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -413,8 +416,8 @@ def test_where_memory_does_not_do_the_models_dtype_is_used_and_told(fits, judgem
     torch.manual_seed(1)
     model = Body().to(dtype)
     ranks = tried(model, fits=fits)
-    assert [(each.problems, each.judgement) for each in ranks] == [([], judgement)] * 2
-    assert all("do not fit into memory" in each.fell_back for each in ranks)
+    assert [(each.problems, each.config) for each in ranks] == [([], judgement)] * 2
+    assert all("do not fit into memory" in each.fallback_reason for each in ranks)
     refused = tried(SmallScale(0.5 if judgement == WEAKEST_CHECK else 0.0).to(dtype), fits=fits)
     assert all(each.problems for each in refused)
 
@@ -479,7 +482,7 @@ def test_gradients_of_inputs_that_hold_features_are_compared(mixes):
     model = Features(mixes=mixes)
     inputs = {"features": torch.randn(2, LENGTH, WIDTH), "positions": torch.arange(LENGTH).expand(2, LENGTH)}
     for index in range(2):
-        problems = Trial(model, inputs, token_shard(Plan(sp=2), LENGTH, index)).run().problems
+        problems = SequenceDryRun(model, inputs, token_shard(Plan(sp=2), LENGTH, index)).run().problems
         assert ["gradients of the output of the inputs" in problem.got for problem in problems] == [True] * mixes
 
 
@@ -515,7 +518,7 @@ def test_a_dry_run_leaves_gradients_buffers_and_the_generator_as_they_were():
     expected = torch.rand(3)
     torch.manual_seed(2)
     inputs = {"tokens": torch.randint(0, 50, (2, LENGTH)), "positions": torch.arange(LENGTH).expand(2, LENGTH)}
-    Trial(model, inputs, token_shard(Plan(sp=2), LENGTH, 0)).run()
+    SequenceDryRun(model, inputs, token_shard(Plan(sp=2), LENGTH, 0)).run()
     assert torch.equal(torch.rand(3), expected)
     assert {name for name, p in model.named_parameters() if p.grad is not None} == {"head.weight"}
     assert torch.equal(model.head.weight.grad, torch.ones_like(model.head.weight))

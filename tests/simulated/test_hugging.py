@@ -14,7 +14,7 @@ from fourfold.run.build import TrainStep
 from fourfold.run.random_weights import STRICTEST_CHECK
 from fourfold.run.sequence.hugging import ATTENTION_NAME
 from fourfold.run.sequence.tokens import token_shard
-from fourfold.run.sequence.trial import Trial
+from fourfold.run.sequence.trial import SequenceDryRun
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import TaskError
@@ -172,7 +172,7 @@ def test_a_model_that_knows_no_other_attention_is_refused():
     torch.manual_seed(3)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = transformers.FalconForCausalLM(transformers.FalconConfig(**sizes, **SMALL))
-    (problem,) = Trial(model, batches()[0][0], token_shard(Plan(sp=2), LENGTH, 0)).run().problems
+    (problem,) = SequenceDryRun(model, batches()[0][0], token_shard(Plan(sp=2), LENGTH, 0)).run().problems
     assert "a FalconForCausalLM that fails with another attention function" in problem.got
 
 
@@ -182,8 +182,8 @@ def test_a_mixture_of_experts_passes_the_dry_run_in_float64():
     torch.manual_seed(3)
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **options, **SMALL))
     for index in range(2):
-        tried = Trial(model, batches()[0][0], token_shard(Plan(sp=2), LENGTH, index)).run()
-        assert (tried.problems, tried.judgement) == ([], STRICTEST_CHECK)
+        tried = SequenceDryRun(model, batches()[0][0], token_shard(Plan(sp=2), LENGTH, index)).run()
+        assert (tried.problems, tried.config) == ([], STRICTEST_CHECK)
 
 
 def test_a_model_that_counts_positions_itself_is_refused():

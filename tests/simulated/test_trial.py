@@ -14,7 +14,7 @@ from fourfold.plan.plan import Plan
 from fourfold.run.refuse import model_problems
 from fourfold.run.sequence.route import AttentionCall, intercept_attention
 from fourfold.run.sequence.tokens import token_shard
-from fourfold.run.sequence.trial import Trial
+from fourfold.run.sequence.trial import SequenceDryRun
 from tests.training import Case, batches
 from tests.training import model as built_in
 
@@ -109,7 +109,7 @@ class Torchs(nn.Module):
 def problems(model: nn.Module, *, sp: int = 2, index: int = 1, ring: str = "zigzag") -> list:
     torch.manual_seed(0)
     inputs = {"tokens": torch.randint(0, 50, (2, LENGTH)), "positions": torch.arange(LENGTH).expand(2, LENGTH)}
-    return Trial(model, inputs, token_shard(Plan(sp=sp, ring=ring), LENGTH, index)).run().problems
+    return SequenceDryRun(model, inputs, token_shard(Plan(sp=sp, ring=ring), LENGTH, index)).run().problems
 
 
 FINE = {
@@ -133,7 +133,7 @@ def test_the_built_in_model_can_be_cut():
     model = built_in("lm")
     inputs, _ = batches(Case(model="lm", batch_sizes=(2,)))[0]
     for index in range(4):
-        tried = Trial(model, inputs, token_shard(Plan(sp=4), 16, index)).run()
+        tried = SequenceDryRun(model, inputs, token_shard(Plan(sp=4), 16, index)).run()
         assert (tried.problems, tried.num_calls) == ([], 2)
 
 

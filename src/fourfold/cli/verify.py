@@ -47,7 +47,7 @@ def verify(work: job.Job, world: World | None) -> None:
 
 def format_result(work: job.Job, verdict: "Verdict") -> list[str]:
     """The lines of the table, and what is to be known about it."""
-    from fourfold.run.sequence.trial import OUTSIDE
+    from fourfold.run.sequence.trial import NOT_CHECKED
     from fourfold.run.verify import TOLERANCE
 
     mesh = work.plan.mesh
@@ -71,7 +71,7 @@ def format_result(work: job.Job, verdict: "Verdict") -> list[str]:
     if verdict.draws:
         lines.append("the model draws random numbers while it trains: each mesh has other ones, and may differ by them")
     if mesh.axis_size("sp") > 1:
-        lines.append(f"the dry run of sp = {mesh.axis_size('sp')} does not see {OUTSIDE}")
+        lines.append(f"the dry run of sp = {mesh.axis_size('sp')} does not see {NOT_CHECKED}")
     if verdict.worst <= TOLERANCE:
         lines.append("the plan gives the training of one device")
     return lines

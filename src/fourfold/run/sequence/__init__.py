@@ -36,7 +36,7 @@ from fourfold.run.sequence.losses import (
 )
 from fourfold.run.sequence.route import AttentionCall, intercept_attention
 from fourfold.run.sequence.tokens import TokenShard, mask_padding, sequence_length, shard_tokens, token_shard
-from fourfold.run.sequence.trial import Trial, Tried, smaller
+from fourfold.run.sequence.trial import DryRunResult, SequenceDryRun, truncate_batch
 from fourfold.words.errors import Problem, TaskError
 
 DRY_RUN_TOKENS = 256
@@ -145,7 +145,7 @@ class SequenceParallel:
         length = sequence_length((inputs, targets))
         told: dict[str, Any] = {"line": self._coords["dp"], "problems": [], "digest": batch_digest(batch)}
         values: list[ObservedLoss] = []
-        tried = Tried([])
+        tried = DryRunResult([])
         room = self._find_memory_fit()
         # Its end is collective where weights rest split. Nobody may meet within: who has no samples is there at once.
         with unsharded:
@@ -154,8 +154,8 @@ class SequenceParallel:
                 tried, values = self._run_dry_run(inputs, targets, length, room)
         if tries:
             told["problems"] = tried.problems
-            told["gradients"] = tried.gradients
-            told["judgement"], told["fell_back"] = str(tried.judgement), tried.fell_back
+            told["gradients"] = tried.grad_projections
+            told["judgement"], told["fell_back"] = str(tried.config), tried.fallback_reason
             told["values"] = [value.loss_sum for value in values]
             told["means"] = any(value.is_mean for value in values)
             told["odd"] = next((value.non_mean_op for value in values if value.non_mean_op is not None), None)
@@ -175,21 +175,21 @@ class SequenceParallel:
 
     def _run_dry_run(
         self, inputs: Mapping[str, Any], targets: Any, length: int, memory_fit: MemoryFit
-    ) -> tuple[Tried, list[ObservedLoss]]:
+    ) -> tuple[DryRunResult, list[ObservedLoss]]:
         """What a trial finds; without problems also the values of the loss for all tokens, and for this rank's."""
         inputs, targets = self.dry_run_batch((inputs, targets))
         few = sequence_length((inputs, targets))
         inputs, targets = (tree_map(tree, lambda tensor: tensor.to(self._ranks.device)) for tree in (inputs, targets))
         mine = token_shard(self._plan, few, self._coords["sp"])
         try:
-            tried = Trial(self._model, inputs, mine, ulysses=self._plan.ulysses, fits=memory_fit).run()
+            tried = SequenceDryRun(self._model, inputs, mine, ulysses=self._plan.ulysses, memory_fit=memory_fit).run()
         except (RuntimeError, ValueError, IndexError, AssertionError) as error:
             said = str(error).splitlines()[0] if str(error) else type(error).__name__
             if few == length:
                 problem = Problem(f"a model that fails on a sample of {length} tokens: {said}", "one that does not")
-                return Tried([problem]), []
+                return DryRunResult([problem]), []
             got = f"sp > 1 and a model that fails with {few} tokens, where a sample has {length}: {said}"
-            return Tried([Problem(got, "a model of any number of tokens")]), []
+            return DryRunResult([Problem(got, "a model of any number of tokens")]), []
         if tried.problems:
             return tried, []
         samples = len(next(tree_leaves(targets)))
@@ -204,7 +204,7 @@ class SequenceParallel:
         inputs, targets = inputs_and_targets(batch)
         length = sequence_length((inputs, targets))
         options = {"length": length, "few": self._dry_run_length(length, inputs, targets), "samples": DRY_RUN_SAMPLES}
-        return smaller(inputs, **options), smaller(targets, **options)
+        return truncate_batch(inputs, **options), truncate_batch(targets, **options)
 
     def _dry_run_length(self, length: int, inputs: Any, targets: Any) -> int:
         """How many tokens the model is tried with: such a number as no other dim 1 has."""

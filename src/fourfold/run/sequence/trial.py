@@ -28,65 +28,71 @@ from fourfold.run.unchanged import unchanged
 from fourfold.run.weight_writes import WeightWrites
 from fourfold.words.errors import Problem, TaskError
 
-ONLY = "tokens that meet in torch.nn.functional.scaled_dot_product_attention only"
-OUTSIDE = (
+ATTENTION_ONLY = "tokens that meet in torch.nn.functional.scaled_dot_product_attention only"
+NOT_CHECKED = (
     "tokens that mix in training mode only, in branches that the first batch does not take, or through state that is "
     "neither a parameter nor a buffer"
 )
 """What a dry run does not see."""
-SOFTMAXES = {torch.softmax, torch.Tensor.softmax, F.softmax}
+SOFTMAX_FUNCTIONS = {torch.softmax, torch.Tensor.softmax, F.softmax}
 
 
-class Tried(NamedTuple):
+class DryRunResult(NamedTuple):
     """What a trial has found: problems; else how many calls of attention there are, and what the loss gives."""
 
     problems: list[Problem]
     num_calls: int = 0
     outputs: Any = None
-    gradients: GradProjections | None = None
-    judgement: CheckConfig = STRICTEST_CHECK
-    fell_back: str = ""
+    grad_projections: GradProjections | None = None
+    config: CheckConfig = STRICTEST_CHECK
+    fallback_reason: str = ""
     """Why the best judgement could not be had; empty where it was."""
 
 
-class Trial:
+class SequenceDryRun:
     """The trial of a model on whole inputs (a dict), of which `share` is this rank's; `ulysses` is the plan's."""
 
     def __init__(
         self,
         model: nn.Module,
         inputs: Mapping[str, Any],
-        share: TokenShard,
+        shard: TokenShard,
         *,
         ulysses: int = 1,
-        fits: MemoryFit = MemoryFit(),  # noqa: B008
+        memory_fit: MemoryFit = MemoryFit(),  # noqa: B008
     ) -> None:
-        self._model, self._inputs, self._share, self._ulysses, self._fits = model, inputs, share, ulysses, fits
-        self._names = Names(model)
-        self._manual: list[str] = []
+        self._model, self._inputs, self._shard, self._ulysses, self._memory_fit = (
+            model,
+            inputs,
+            shard,
+            ulysses,
+            memory_fit,
+        )
+        self._tracker = Names(model)
+        self._manual_attention: list[str] = []
         self._num_calls = 0
 
-    def run(self) -> Tried:
+    def run(self) -> DryRunResult:
         """Try the model out. What the model raises itself on whole inputs is raised."""
-        with eval_mode(self._model), self._names, unchanged(self._model):
+        with eval_mode(self._model), self._tracker, unchanged(self._model):
             try:
                 trained = {name for name, p in self._model.named_parameters() if p.requires_grad}
                 with WeightWrites(self._model, kept=trained) as writes:
-                    outputs = self._as_it_is()
+                    outputs = self._run_unchanged()
                 if names := sorted(trained & writes.written):
                     got = f"sp > 1 and a forward that writes {describe_trained(names)}"
-                    return Tried([Problem(got, "weights that only the update writes", EDIT_ADVICE)])
+                    return DryRunResult([Problem(got, "weights that only the update writes", EDIT_ADVICE)])
                 if not self._num_calls:
-                    return Tried([self._without_attention()])
-                return self._judged(outputs)
+                    return DryRunResult([self._no_attention_problem()])
+                return self._compare_shards(outputs)
             except TaskError as error:
-                return Tried(list(error.problems))
+                return DryRunResult(list(error.problems))
 
     @torch.no_grad()
-    def _as_it_is(self) -> Any:
+    def _run_unchanged(self) -> Any:
         """What the model, with its own weights and in its own dtype, gives for whole sequences."""
 
-        def target(call: AttentionCall) -> Tensor:
+        def count_call(call: AttentionCall) -> Tensor:
             self._num_calls += 1
             return call.run_sdpa()
 
@@ -95,7 +101,10 @@ class Trial:
             return torch.func.functional_call(self._model, buffers, (), dict(self._inputs))
 
         try:
-            with intercept_attention(target, observer=self._watch), install_attention(self._model):
+            with (
+                intercept_attention(count_call, observer=self._notice_manual_attention),
+                install_attention(self._model),
+            ):
                 return call()
         except TaskError:
             raise
@@ -107,62 +116,62 @@ class Trial:
             need = "a model of transformers that attends through its AttentionInterface"
             raise TaskError(Problem(got, need, "sp = 1, and dp instead")) from error
 
-    def _judged(self, outputs: Any) -> Tried:
+    def _compare_shards(self, outputs: Any) -> DryRunResult:
         """The verdict of the first judgement that can be had."""
         reasons: dict[torch.dtype | None, str] = {}
-        if not self._fits.fits_float64:
+        if not self._memory_fit.fits_float64:
             reasons[torch.float64] = "weights and gradients do not fit into memory in float64"
-        if not self._fits.fits_model_dtype:
+        if not self._memory_fit.fits_model_dtype:
             reasons[None] = "weights and gradients do not fit into memory"
         given_up = dict(reasons)
         for judgement in CHECK_CONFIGS:
             if judgement.dtype in given_up:
                 continue
             try:
-                return self._verdict(outputs, judgement, "; ".join(reasons.values()))
+                return self._run_config(outputs, judgement, "; ".join(reasons.values()))
             except CheckUnavailable as error:
                 reasons[judgement.dtype] = f"{judgement}: {error}"
         try:
-            return self._verdict(outputs, WEAKEST_CHECK, "; ".join(reasons.values()))
+            return self._run_config(outputs, WEAKEST_CHECK, "; ".join(reasons.values()))
         except CheckUnavailable as error:
             raise error.__cause__ or error from None
 
-    def _verdict(self, outputs: Any, judgement: CheckConfig, fell_back: str) -> Tried:
-        options = {"names": self._names, "ulysses": self._ulysses}
-        judge = ShardComparison(self._model, self._inputs, self._share, judgement, **options)
+    def _run_config(self, outputs: Any, config: CheckConfig, fallback_reason: str) -> DryRunResult:
+        options = {"names": self._tracker, "ulysses": self._ulysses}
+        judge = ShardComparison(self._model, self._inputs, self._shard, config, **options)
         try:
             gradients = judge.run()
         except ShardMismatch as error:
-            return Tried([self._explained(judge, error)], judgement=judgement, fell_back=fell_back)
-        return Tried([], self._num_calls, outputs, gradients, judgement, fell_back)
+            return DryRunResult([self._explain_mismatch(judge, error)], config=config, fallback_reason=fallback_reason)
+        return DryRunResult([], self._num_calls, outputs, gradients, config, fallback_reason)
 
-    def _watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _notice_manual_attention(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Notice attention that is made by hand: it is what a message should speak of."""
         if func is F.multi_head_attention_forward and kwargs.get("need_weights", True):
-            self._manual.append(f"{self._names.here} (nn.MultiheadAttention with need_weights=True)")
-        elif func in SOFTMAXES and args and isinstance(args[0], Tensor):
+            self._manual_attention.append(f"{self._tracker.here} (nn.MultiheadAttention with need_weights=True)")
+        elif func in SOFTMAX_FUNCTIONS and args and isinstance(args[0], Tensor):
             scores = args[0]
-            if scores.dim() >= 3 and scores.shape[-1] == scores.shape[-2] == self._share.length:
-                self._manual.append(f"{self._names.here} (softmax over {list(scores.shape)})")
+            if scores.dim() >= 3 and scores.shape[-1] == scores.shape[-2] == self._shard.length:
+                self._manual_attention.append(f"{self._tracker.here} (softmax over {list(scores.shape)})")
 
-    def _without_attention(self) -> Problem:
-        if self._manual:
-            return self._by_hand()
+    def _no_attention_problem(self) -> Problem:
+        if self._manual_attention:
+            return self._manual_attention_problem()
         got = f"a model that never calls scaled_dot_product_attention ({type(self._model).__name__})"
-        return Problem(f"sp > 1 and {got}", ONLY, "sp = 1, and dp instead")
+        return Problem(f"sp > 1 and {got}", ATTENTION_ONLY, "sp = 1, and dp instead")
 
-    def _by_hand(self) -> Problem:
+    def _manual_attention_problem(self) -> Problem:
         attempt = "scaled_dot_product_attention(q, k, v, is_causal=…)"
-        if any("need_weights" in manual for manual in self._manual):
+        if any("need_weights" in manual for manual in self._manual_attention):
             attempt = "need_weights=False"
-        return Problem(f"sp > 1 and attention made by hand at {self._manual[0]}", ONLY, attempt)
+        return Problem(f"sp > 1 and attention made by hand at {self._manual_attention[0]}", ATTENTION_ONLY, attempt)
 
-    def _explained(self, judge: ShardComparison, error: ShardMismatch) -> Problem:
+    def _explain_mismatch(self, judge: ShardComparison, error: ShardMismatch) -> Problem:
         """Why the replay is not the whole, as far as can be found out by looking closer."""
-        if self._manual:
-            return self._by_hand()
+        if self._manual_attention:
+            return self._manual_attention_problem()
         if error.is_in_backward:
-            return Problem(f"sp > 1 and {error.got}", ONLY + ", in backward too", "sp = 1, and dp instead")
+            return Problem(f"sp > 1 and {error.got}", ATTENTION_ONLY + ", in backward too", "sp = 1, and dp instead")
         position = next(name for name in self._inputs if name in POSITION_KEYS)
         turned = judge.whole_outputs(**{position: self._inputs[position].flip(1)})
         if all(map(torch.equal, turned, judge.whole_outputs())):
@@ -171,27 +180,27 @@ class Trial:
             return Problem(f"sp > 1 and a model that does not use {position}", need, attempt)
         first = judge.find_first_difference()
         at = f", first in {first}" if first else ""
-        return Problem(f"sp > 1 and {error.got}{at}", ONLY, "sp = 1, and dp instead")
+        return Problem(f"sp > 1 and {error.got}{at}", ATTENTION_ONLY, "sp = 1, and dp instead")
 
 
-def smaller(tree: Any, *, length: int, few: int, samples: int) -> Any:
+def truncate_batch(tree: Any, *, length: int, num_tokens: int, num_samples: int) -> Any:
     """The first `few` tokens of the first samples, the last token again where there are not so many.
 
     Of a mask [B, L, L] they are rows and columns.
     """
-    places = torch.arange(few).clamp(max=length - 1)
+    places = torch.arange(num_tokens).clamp(max=length - 1)
 
     def first(tensor: Tensor) -> Tensor:
-        some = tensor[:samples]
+        some = tensor[:num_samples]
         if not has_token_dim(tensor, length):
             return some
         some = some[:, places.to(tensor.device)]
-        return some[:, :, places.to(tensor.device)] if _is_square(tensor) else some
+        return some[:, :, places.to(tensor.device)] if _is_square_mask(tensor) else some
 
     return tree_map(tree, first)
 
 
-def _is_square(tensor: Tensor) -> bool:
+def _is_square_mask(tensor: Tensor) -> bool:
     """Whether a token tensor is a mask of all tokens by all, [B, L, L]. Features may be as many: but no mask adds."""
     if tensor.dim() != 3 or tensor.shape[1] != tensor.shape[2]:
         return False
