@@ -49,7 +49,7 @@ from fourfold.run.sequence.route import AttentionCall, AttentionHandler, interce
 from fourfold.run.sequence.same_call import compare_attention_calls
 from fourfold.run.sequence.taps import GradTaps, shard_shape
 from fourfold.run.sequence.tokens import TokenShard, shard_tokens
-from fourfold.run.sequence.where import Names
+from fourfold.run.sequence.where import ModuleTracker
 from fourfold.run.unchanged import copied_attributes
 from fourfold.words.errors import FourfoldError, Problem, TaskError
 
@@ -70,7 +70,7 @@ class ShardComparison:
         shard: TokenShard,
         config: CheckConfig,
         *,
-        tracker: Names,
+        tracker: ModuleTracker,
         ulysses: int,
     ) -> None:
         self._model, self._shard, self._config, self._tracker, self._ulysses = model, shard, config, tracker, ulysses
@@ -141,7 +141,7 @@ class ShardComparison:
         if is_in_backward():
             number = self._find_recomputed_call(call, is_whole=True)
             return recompute_call(call, None if number is None else self._recorded_calls[number - 1])
-        one, output = record_call(call, self._tracker.here)
+        one, output = record_call(call, self._tracker.current_module_name)
         self._recorded_calls.append(one)
         return output
 
@@ -310,10 +310,10 @@ class ShardComparison:
 
     def find_first_difference(self) -> str | None:
         """The first module whose outputs for this rank's tokens are not those it has among all tokens."""
-        with self._tracker.recording() as whole:
+        with self._tracker.record_outputs() as whole:
             self.whole_outputs()
         # It ends as it did before; what was recorded until then tells where.
-        with self._tracker.recording() as own, contextlib.suppress(ShardMismatch):
+        with self._tracker.record_outputs() as own, contextlib.suppress(ShardMismatch):
             self._replay_forward(None)
         for (name, kind, result), (_, _, mine) in zip(whole, own, strict=False):
             if not self._is_shard_of(result, mine):

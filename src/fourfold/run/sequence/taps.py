@@ -14,7 +14,7 @@ from torch import Tensor
 from fourfold.run.batch import has_token_dim, tree_map
 from fourfold.run.sequence.recorded_attention import OUTPUT, is_in_backward, tap_output
 from fourfold.run.sequence.tokens import TokenShard
-from fourfold.run.sequence.where import Names
+from fourfold.run.sequence.where import ModuleTracker
 
 
 class GradTap(NamedTuple):
@@ -28,7 +28,7 @@ class GradTap(NamedTuple):
 class GradTaps:
     """The taps of one pass, in the order of forward."""
 
-    def __init__(self, tracker: Names, shard: TokenShard) -> None:
+    def __init__(self, tracker: ModuleTracker, shard: TokenShard) -> None:
         self._tracker, self._shard = tracker, shard
         self.taps: list[GradTap] = []
 
@@ -48,7 +48,7 @@ class GradTaps:
         """Stands in the place of torch's embedding."""
         output = func(*args, **kwargs)
         # What a checkpoint computes again is not counted again.
-        return output.clone() if is_in_backward() else self._tap(output, self._tracker.here)
+        return output.clone() if is_in_backward() else self._tap(output, self._tracker.current_module_name)
 
     def _tap(self, tensor: Tensor, module_name: str) -> Tensor:
         self.taps.append(GradTap(module_name, tensor.detach(), {}))

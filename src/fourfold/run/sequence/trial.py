@@ -23,7 +23,7 @@ from fourfold.run.sequence.hugging import has_transformers_model, install_attent
 from fourfold.run.sequence.judge import CheckUnavailable, ShardComparison
 from fourfold.run.sequence.route import AttentionCall, intercept_attention
 from fourfold.run.sequence.tokens import TokenShard
-from fourfold.run.sequence.where import Names
+from fourfold.run.sequence.where import ModuleTracker
 from fourfold.run.unchanged import unchanged
 from fourfold.run.weight_writes import WeightWrites
 from fourfold.words.errors import Problem, TaskError
@@ -68,7 +68,7 @@ class SequenceDryRun:
             ulysses,
             memory_fit,
         )
-        self._tracker = Names(model)
+        self._tracker = ModuleTracker(model)
         self._manual_attention: list[str] = []
         self._num_calls = 0
 
@@ -148,11 +148,15 @@ class SequenceDryRun:
     def _notice_manual_attention(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Notice attention that is made by hand: it is what a message should speak of."""
         if func is F.multi_head_attention_forward and kwargs.get("need_weights", True):
-            self._manual_attention.append(f"{self._tracker.here} (nn.MultiheadAttention with need_weights=True)")
+            self._manual_attention.append(
+                f"{self._tracker.current_module_name} (nn.MultiheadAttention with need_weights=True)"
+            )
         elif func in SOFTMAX_FUNCTIONS and args and isinstance(args[0], Tensor):
             scores = args[0]
             if scores.dim() >= 3 and scores.shape[-1] == scores.shape[-2] == self._shard.length:
-                self._manual_attention.append(f"{self._tracker.here} (softmax over {list(scores.shape)})")
+                self._manual_attention.append(
+                    f"{self._tracker.current_module_name} (softmax over {list(scores.shape)})"
+                )
 
     def _no_attention_problem(self) -> Problem:
         if self._manual_attention:
