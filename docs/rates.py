@@ -24,7 +24,7 @@ def draw() -> str:
     series = []
     for colour, (name, schedule, scale) in enumerate([*rows, ("cosine, √", "cosine", "sqrt")]):
         rates = ff.LRSchedule(schedule=schedule, scale=scale, warmup=WARMUP, batch_size=TUNED)
-        factor = rates.factors(steps=STEPS, batch_size=BATCH)
+        factor = rates.lr_factors(steps=STEPS, batch_size=BATCH)
         series.append(Series(name, [(step, factor(step)) for step in range(0, STEPS + 1, 3)], colour))
     title = f"Schedules after {WARMUP} steps of warm-up, batch {BATCH} of {TUNED}"
     drawing = lines(series, x="step", y="rate / tuned rate", title=title, from_zero=True)

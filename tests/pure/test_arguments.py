@@ -15,7 +15,7 @@ from torch import nn
 
 import fourfold as ff
 from fourfold.plan.rng import generator_seed
-from fourfold.run.settings import settings_of
+from fourfold.run.settings import make_settings
 from fourfold.run.show import show
 from fourfold.run.verify import verify
 from fourfold.words import arguments
@@ -135,9 +135,9 @@ def test_all_settings_that_are_wrong_are_told_at_once(tmp_path: Any) -> None:
 
 
 def test_numbers_of_numpy_are_numbers_and_pythons_own_keep_their_identity() -> None:
-    theirs = settings_of(task(), batch_size=np.int64(4), clip=np.float32(2), seed=np.uint8(3)).identity()
-    assert theirs == settings_of(task(), batch_size=4, clip=2.0, seed=3).identity()
-    assert type(settings_of(task(), clip=1).clip) is int
+    theirs = make_settings(task(), batch_size=np.int64(4), clip=np.float32(2), seed=np.uint8(3)).identity()
+    assert theirs == make_settings(task(), batch_size=4, clip=2.0, seed=3).identity()
+    assert type(make_settings(task(), clip=1).clip) is int
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from fourfold.engines.machine import default_num_processes
 from fourfold.plan.decode import DecodeError, read_bounded
 from fourfold.plan.plan import Plan
 from fourfold.plan.rates import LRSchedule
-from fourfold.run.settings import refuse_steps, run_name, settings_of, tuned_for
+from fourfold.run.settings import check_steps, default_run_name, make_settings, tuned_batch_size
 from fourfold.words.errors import PlanError, Problem, SettingError
 from fourfold.words.task import Data, Task
 from fourfold.words.world import from_environment
@@ -100,9 +100,9 @@ def parse_job(words: Sequence[str], *, num_processes: int | None = None) -> Job:
     if rates:
         rest["rates"] = LRSchedule(**{key.removeprefix(settings.LR_PREFIX): value for key, value in rates.items()})
     # A task that was written for one batch size is still tuned for that one.
-    made = dataclasses.replace(made, **over, tuned_for=tuned_for(made))
-    identity = settings_of(made, **rest, training=plan.identity_fields).identity()
-    rest.setdefault("name", run_name(rest["label"], identity))
+    made = dataclasses.replace(made, **over, tuned_for=tuned_batch_size(made))
+    identity = make_settings(made, **rest, training=plan.identity_fields).identity()
+    rest.setdefault("name", default_run_name(rest["label"], identity))
     return Job(task=made, plan=plan, settings=rest, identity=identity, **launching)
 
 
@@ -124,7 +124,7 @@ def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_r
     with errors.collect():
         check_batch_size(job.task.batch_size, job.plan)
     with errors.collect():
-        refuse_steps(job.task.steps, job.plan)
+        check_steps(job.task.steps, job.plan)
     data = model = None
     with errors.collect():
         data = task.open_data(job.task, spec=job.task_name)

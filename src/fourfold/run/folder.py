@@ -27,7 +27,7 @@ import torch
 from fourfold.plan.decode import DecodeError, check_not_pipe, from_json, read_bounded
 from fourfold.plan.plan import FIELDS, Plan
 from fourfold.run.checkpoint.shelf import CHECKPOINTS_DIR as CHECKPOINTS
-from fourfold.run.settings import Identity, canonical
+from fourfold.run.settings import Identity, canonical_json
 from fourfold.words.errors import PlanError, Problem, SettingError, TrainingError, reason
 from fourfold.words.version import VERSION
 
@@ -162,7 +162,7 @@ def check_run_name(parent: Path, name: str | None, identity: Identity | None = N
     if not path.exists():
         return
     theirs = read_identity(path)
-    if identity is None or theirs is None or canonical(theirs) != canonical(identity):
+    if identity is None or theirs is None or canonical_json(theirs) != canonical_json(identity):
         got = f"{path} is there already{_format_identity_difference(theirs, identity)}"
         raise SettingError(Problem(got, "a name of its own for every run", f"name={name}-2"))
 
@@ -179,7 +179,7 @@ def read_identity(path: Path) -> dict[str, Any] | None:
 def _format_identity_difference(theirs: Identity | None, ours: Identity | None) -> str:
     if theirs is None or ours is None:
         return ""
-    now = msgspec.json.decode(canonical(ours), type=dict[str, Any])
+    now = msgspec.json.decode(canonical_json(ours), type=dict[str, Any])
     return f", with another {', '.join(_differing_fields(theirs, now))}"
 
 

@@ -56,19 +56,19 @@ class Settings:
         return {"task": self.spec or self.label, "settings": dict(self.extra or {}), **asked, **given}
 
 
-def settings_of(task: Task, **given: Any) -> Settings:
+def make_settings(task: Task, **given: Any) -> Settings:
     """The settings of a run: what was given, the task's own for the rest. Raises SettingError."""
     check_task(task)
     own = {name: getattr(task, name) for name in ("steps", "batch_size", "clip") if given.get(name) is None}
     settings = Settings(**{**given, **own})
-    if problems := _problems(settings):
+    if problems := _setting_problems(settings):
         raise SettingError(problems, where="the settings")
-    settings = _plain(settings)
-    factors(task, settings)
+    settings = _to_builtin_types(settings)
+    lr_factors(task, settings)
     return settings
 
 
-def _plain(settings: Settings) -> Settings:
+def _to_builtin_types(settings: Settings) -> Settings:
     """NumPy's numbers and paths become Python's own, which JSON can hold."""
     whole = ("steps", "batch_size", "seed", "skip_nan", "trace_every", "evaluate_every")
     whole += ("checkpoint_every", "drift_check")
@@ -80,7 +80,7 @@ def _plain(settings: Settings) -> Settings:
     return dataclasses.replace(settings, **{name: kinds[name](value) for name, value in others.items()})
 
 
-def _problems(settings: Settings) -> list[Problem]:
+def _setting_problems(settings: Settings) -> list[Problem]:
     """Every setting that has an impossible value."""
     problems = arguments.whole("steps", settings.steps, least=0)
     problems += arguments.whole("batch_size", settings.batch_size, least=1)
@@ -100,10 +100,10 @@ def _problems(settings: Settings) -> list[Problem]:
         "rates", settings.rates, LRSchedule, optional=True, attempt='ff.Rates(schedule="cosine")'
     )
     problems += arguments.mapping("extra", settings.extra, optional=True)
-    return problems or _unwritable(settings)
+    return problems or _json_problems(settings)
 
 
-def _unwritable(settings: Settings) -> list[Problem]:
+def _json_problems(settings: Settings) -> list[Problem]:
     """What of `extra` cannot stand in settings.json."""
     problems = []
     for name, value in (settings.extra or {}).items():
@@ -114,7 +114,7 @@ def _unwritable(settings: Settings) -> list[Problem]:
     return problems
 
 
-def refuse_steps(steps: int, plan: Plan) -> None:
+def check_steps(steps: int, plan: Plan) -> None:
     """Raises SettingError where a run would end before its ranks have met."""
     period = plan.sync_interval
     if steps % period == 0:
@@ -125,7 +125,7 @@ def refuse_steps(steps: int, plan: Plan) -> None:
     raise SettingError(Problem(got, need, fitting), where="the settings")
 
 
-def told_late(settings: Settings, plan: Plan) -> str | None:
+def format_delayed(settings: Settings, plan: Plan) -> str | None:
     """What is said of a run whose evaluations or checkpoints cannot be just when they were asked for."""
     asked = {"checkpoint_every": settings.checkpoint_every, "evaluate_every": settings.evaluate_every or 0}
     late = [f"{name} = {every}" for name, every in asked.items() if every % plan.sync_interval]
@@ -134,34 +134,34 @@ def told_late(settings: Settings, plan: Plan) -> str | None:
     return f"{' and '.join(late)}: done at the next multiple of {plan.sync_interval}, where ranks have the same weights"
 
 
-def factors(task: Task, settings: Settings) -> LRLambda | None:
+def lr_factors(task: Task, settings: Settings) -> LRLambda | None:
     """The factor of the learning rate at each step; None where the rate stays what the optimizer has.
 
     Raises SettingError where the rates do not go with the run.
     """
-    own = None if task.schedule is None else functools.partial(_own, task, settings.steps)
+    own = None if task.schedule is None else functools.partial(_task_lr_factor, task, settings.steps)
     if settings.rates is None:
         return own
     return settings.rates.lr_lambda(
-        steps=settings.steps, batch_size=settings.batch_size, tuned_batch_size=tuned_for(task), task_schedule=own
+        steps=settings.steps, batch_size=settings.batch_size, tuned_batch_size=tuned_batch_size(task), task_schedule=own
     )
 
 
-def _own(task: Task, steps: int, step: int) -> float:
+def _task_lr_factor(task: Task, steps: int, step: int) -> float:
     assert task.schedule is not None
     return task.schedule(step, steps)
 
 
-def tuned_for(task: Task) -> int:
+def tuned_batch_size(task: Task) -> int:
     """The global batch size that the task's rate was tuned for."""
     return task.batch_size if task.tuned_for is None else task.tuned_for
 
 
-def run_name(label: str, identity: Identity) -> str:
+def default_run_name(label: str, identity: Identity) -> str:
     """The name of a run that was given none: the same for the same command."""
-    return f"{label}-{hashlib.blake2b(canonical(identity), digest_size=3).hexdigest()}"
+    return f"{label}-{hashlib.blake2b(canonical_json(identity), digest_size=3).hexdigest()}"
 
 
-def canonical(identity: Identity) -> bytes:
+def canonical_json(identity: Identity) -> bytes:
     """The same text for the same identity."""
     return msgspec.json.encode(identity, order="sorted")

@@ -20,7 +20,7 @@ from fourfold.run.faults import Fault
 from fourfold.run.folder import RunDir, RunInfo, format_finished
 from fourfold.run.guard import Skipped
 from fourfold.run.metrics import Metrics
-from fourfold.run.settings import Settings, tuned_for
+from fourfold.run.settings import Settings, tuned_batch_size
 from fourfold.words.errors import reason
 from fourfold.words.record import Line
 from fourfold.words.task import Task
@@ -107,7 +107,7 @@ class Speaker:
         """What the run makes of the optimizer's rates, where it was asked to make something of them."""
         if self._settings.rates is None:
             return None
-        sizes = {"batch_size": self._settings.batch_size, "tuned": tuned_for(self._task)}
+        sizes = {"batch_size": self._settings.batch_size, "tuned": tuned_batch_size(self._task)}
         return self._settings.rates.describe(self.rates, **sizes, has_task_schedule=self._task.schedule is not None)
 
     def resumed(self, progress: TrainingProgress | None) -> TrainingProgress:

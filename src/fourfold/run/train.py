@@ -40,7 +40,7 @@ from fourfold.run.objective import is_uneven, uneven_problem
 from fourfold.run.outline import try_meta_model
 from fourfold.run.pulse import Heartbeat
 from fourfold.run.same_source import check_same_length
-from fourfold.run.settings import Settings, factors, refuse_steps, settings_of, told_late
+from fourfold.run.settings import Settings, check_steps, format_delayed, lr_factors, make_settings
 from fourfold.run.speaker import WINDOW, Report, Result, Speaker
 from fourfold.run.trace import EVERY, Tracing
 from fourfold.words.errors import INTERRUPT_CODE, PeerError, Problem, StoppedError, TaskError, TrainingError
@@ -102,8 +102,8 @@ def train(
     given |= {"trace_every": trace_every, "name": name, "folder": folder, "label": label, "spec": spec, "extra": extra}
     given |= {"checkpoint_every": checkpoint_every, "ema": ema, "init": init, "skip_nan": skip_nan, "rates": rates}
     given |= {"training": plan.identity_fields, "drift_check": drift_check}
-    settings = settings_of(task, **given)
-    refuse_steps(settings.steps, plan)
+    settings = make_settings(task, **given)
+    check_steps(settings.steps, plan)
     # Before the seed: a model may draw random numbers while it is made, and the real one must draw the same.
     outlined = try_meta_model(task, max_bytes=available_bytes())
     torch.manual_seed(settings.seed)
@@ -127,7 +127,7 @@ def train(
             return speaker.ended_before(plan)
         with _keeper(trained, settings, speaker) as keeper:
             progress = speaker.resumed(keeper.resume())
-            if late := told_late(settings, plan):
+            if late := format_delayed(settings, plan):
                 speaker.note(late)
             begin = time.perf_counter()
             traces = None if speaker.path is None else speaker.place
@@ -200,7 +200,7 @@ class Training:
         step, _, average = self.trained
         every, last, period = self.settings.checkpoint_every, self.settings.steps, step.plan.sync_interval
         lateness = StragglerDetector(step, self.speaker)
-        factor = factors(self.task, self.settings)
+        factor = lr_factors(self.task, self.settings)
         losses = deque(progress.losses, maxlen=WINDOW)
         for number in range(progress.step, last):
             if factor is not None:
