@@ -38,13 +38,13 @@ from fourfold.words.layout import sent_bytes as layout_bytes
 from fourfold.words.task import Task, check_task
 from fourfold.words.units import sized
 
-MEASURES = {
+MEASURE_TEXTS = {
     LOSS: "sum the loss and the counts over the data ranks",
     NORM: "sum the gradient norm over the data ranks",
     TRUST: "sum the norms of every parameter's weight and direction over the data ranks",
     USED: "learn which parameters got a gradient on any data rank",
 }
-MEANINGS = {
+VERB_TEXTS = {
     Verb.FORWARD: "forward of a microbatch",
     Verb.BACKWARD: "backward of a microbatch",
     Verb.REDUCE: "sum a bucket's gradient over the data ranks; begun while backward runs, in this order",
@@ -76,28 +76,39 @@ def show(plan: Plan, task: Task) -> str:
     measured = task.clip is not None or plan.precision == "fp16"
     flags = {"clip": measured, "unused": plan.unused == "allow", "update": plan.update, "trust": trust}
     outlined = DataStepSpec(plan.microbatches, len(buckets), rest, **flags)
-    messages = _messages(buckets, plan, {name: tuple(p.shape) for name, p in trainable.items()})
-    programs = [_program(_all(plan, outlined))]
+    messages = _codec_sent_bytes(buckets, plan, {name: tuple(p.shape) for name, p in trainable.items()})
+    programs = [_format_program(_program_by_rank(plan, outlined))]
     if plan.sync == "local":
         programs = [
-            _program(_all(plan, outlined._replace(sync="apart")), "no rank hears of another one's gradients"),
-            _program(_all(plan, outlined._replace(sync="meet")), f"in every {_ordinal(plan.local_steps)} step"),
+            _format_program(
+                _program_by_rank(plan, outlined._replace(sync="apart")), "no rank hears of another one's gradients"
+            ),
+            _format_program(
+                _program_by_rank(plan, outlined._replace(sync="meet")),
+                f"in every {_format_ordinal(plan.local_steps)} step",
+            ),
         ]
     tokens = [sequence(plan, task, model)] if plan.sp > 1 else []
     kinds = [optim.num_state_tensors(optimizer, group) for group in range(len(optimizer.param_groups))]
     of = bytes_per_element(
         buckets, plan, num_states=kinds, original_bytes={spec.name: spec.element_bytes for spec in own}
     )
-    sections = [_plan(plan), _buckets(buckets, plan), *tokens, *programs, _bytes(buckets, plan, messages)]
-    sections.append(_memory(of, plan))
+    sections = [
+        _format_plan(plan),
+        _format_buckets(buckets, plan),
+        *tokens,
+        *programs,
+        _format_bytes(buckets, plan, messages),
+    ]
+    sections.append(_format_memory(of, plan))
     return "\n\n".join(sections)
 
 
-def _all(plan: Plan, step: DataStepSpec) -> action.Program:
+def _program_by_rank(plan: Plan, step: DataStepSpec) -> action.Program:
     return dict.fromkeys(range(plan.mesh.size), lower_step(step))
 
 
-def _plan(plan: Plan) -> str:
+def _format_plan(plan: Plan) -> str:
     mesh = plan.mesh
     axes = f"pp {mesh.pp} × dp {mesh.dp} × sp {mesh.sp} × tp {mesh.tp}"
     notes = {name: f"   no effect without {need}" for name, need in plan.ineffective_fields.items()}
@@ -105,7 +116,7 @@ def _plan(plan: Plan) -> str:
     return f"plan   {axes} = {mesh.size} {_plural('rank', mesh.size)}\n" + _indent(fields)
 
 
-def _buckets(buckets: Sequence[Bucket], plan: Plan) -> str:
+def _format_buckets(buckets: Sequence[Bucket], plan: Plan) -> str:
     rows = [("bucket", "parameters", "elements", "size", "dtype", "first", "last")]
     rows += [
         (
@@ -141,12 +152,12 @@ def _buckets(buckets: Sequence[Bucket], plan: Plan) -> str:
     if number is not None:
         lines.append(f"gradients are summed in {number.dtype}")
     if plan.sync == "local":
-        often = f"all-reduce of the weights in every {_ordinal(plan.local_steps)} step"
+        often = f"all-reduce of the weights in every {_format_ordinal(plan.local_steps)} step"
         lines = [f"weights, gradients and optimizer states rest whole, each rank's own; {often}"]
-    return "buckets   filled in reverse order of definition\n" + _table(rows, left=4) + "\n" + _indent(lines)
+    return "buckets   filled in reverse order of definition\n" + _format_table(rows, left=4) + "\n" + _indent(lines)
 
 
-def _program(program: action.Program, note: str = "") -> str:
+def _format_program(program: action.Program, note: str = "") -> str:
     ranks = sorted(program)
     same = [rank for rank in ranks if program[rank] == program[ranks[0]]]
     head = f"program   {_plural('rank', len(ranks))} {ranks[0]}" + (
@@ -157,7 +168,7 @@ def _program(program: action.Program, note: str = "") -> str:
     legend = []
     for verb, index in dict.fromkeys((a.verb, a.index if a.verb == Verb.MEASURE else None) for a in program[ranks[0]]):
         word = f"M0.{index}" if verb == Verb.MEASURE else f"{verb.value}0.k"
-        legend.append((word, MEANINGS.get(verb) or MEASURES[index or 0]))
+        legend.append((word, VERB_TEXTS.get(verb) or MEASURE_TEXTS[index or 0]))
     num_buckets = sum(a.verb == Verb.UPDATE for a in program[ranks[0]])
     if any(a.verb == Verb.REDUCE and a.index >= num_buckets for a in program[ranks[0]]):
         legend.append(("", f"reductions are numbered by microbatch × {num_buckets} + bucket"))
@@ -165,7 +176,7 @@ def _program(program: action.Program, note: str = "") -> str:
     return "\n".join([head, _indent(lines), *("  " + f"{word:<5}  {text}" for word, text in legend)])
 
 
-def _messages(buckets: Sequence[Bucket], plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> float | None:
+def _codec_sent_bytes(buckets: Sequence[Bucket], plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> float | None:
     """Bytes a rank sends in a step as messages of a codec, and as weights; None without a codec. Raises PlanError."""
     if plan.codec_spec is None:
         return None
@@ -180,13 +191,13 @@ def _messages(buckets: Sequence[Bucket], plan: Plan, shapes: Mapping[str, tuple[
     return sent
 
 
-def _compared(coded: float, plain: float) -> str:
+def _format_ratio(coded: float, plain: float) -> str:
     if coded <= plain:
         return f"{plain / coded:.3g} times less than without the codec"
     return f"{coded / plain:.3g} times as much as without the codec"
 
 
-def _bytes(buckets: Sequence[Bucket], plan: Plan, messages: float | None) -> str:
+def _format_bytes(buckets: Sequence[Bucket], plan: Plan, messages: float | None) -> str:
     gradients = [gradient_bucket(bucket, plan.reduce) for bucket in buckets]
     total = sum(bucket.num_bytes for bucket in gradients)
     sent = step_sent_bytes(
@@ -199,13 +210,13 @@ def _bytes(buckets: Sequence[Bucket], plan: Plan, messages: float | None) -> str
     lines = [f"gradients         {sized(total)} a rank"]
     if plan.reduce_group_size > 1 and messages is not None:
         lines += [
-            f"over a network    {sized(messages)} sent by each rank in each step, {_compared(messages, sent)}",
+            f"over a network    {sized(messages)} sent by each rank in each step, {_format_ratio(messages, sent)}",
             "in shared memory  nothing is sent, and gradients are coded all the same: training is that of a network",
         ]
     elif plan.reduce_group_size > 1 and plan.sync == "local":
         lines += [
             f"over a network    {sized(sent / plan.sync_interval)} sent by each rank in each step on average, "
-            f"{sized(sent)} in every {_ordinal(plan.local_steps)}",
+            f"{sized(sent)} in every {_format_ordinal(plan.local_steps)}",
             "in shared memory  nothing is sent: ranks of one host read each other's weights where they lie",
         ]
     elif plan.reduce_group_size > 1:
@@ -220,7 +231,7 @@ def _bytes(buckets: Sequence[Bucket], plan: Plan, messages: float | None) -> str
     return "bytes\n" + _indent(lines)
 
 
-def _memory(of: Sequence[BucketBytes], plan: Plan) -> str:
+def _format_memory(of: Sequence[BucketBytes], plan: Plan) -> str:
     size = plan.reduce_group_size
     if size == 1:
         places = {"one rank": HostRanks(1, plan.shard_groups, has_shared_memory=False)}
@@ -233,7 +244,7 @@ def _memory(of: Sequence[BucketBytes], plan: Plan) -> str:
     names = [name for name in HostMemoryUse._fields if any(getattr(each, name) for each in held.values())]
     rows = [(*names, "in all", "")]
     rows += [(*(sized(getattr(h, n)) for n in names), sized(h.total), place) for place, h in held.items()]
-    lines = [_table(rows, left=len(names) + 1)]
+    lines = [_format_table(rows, left=len(names) + 1)]
     if has_unbucketed_grads(plan):
         lines.append(_indent(["gradients lie where autograd leaves them, each until it has been used"]))
     if plan.codec != "none":
@@ -241,7 +252,7 @@ def _memory(of: Sequence[BucketBytes], plan: Plan) -> str:
     return "\n".join(["memory   what is there from step to step; activations are not", *lines])
 
 
-def _ordinal(number: int) -> str:
+def _format_ordinal(number: int) -> str:
     ending = "th" if number // 10 % 10 == 1 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{ending}"
 
@@ -264,7 +275,7 @@ def _wrap(words: Sequence[str], width: int = 100) -> list[str]:
     return [*lines, line]
 
 
-def _table(rows: Sequence[tuple[str, ...]], *, left: int) -> str:
+def _format_table(rows: Sequence[tuple[str, ...]], *, left: int) -> str:
     """Columns from `left` on are set to the left, those before to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
