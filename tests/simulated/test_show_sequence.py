@@ -10,7 +10,7 @@ from fourfold.parts.sequence import SequenceGroup, sequence_attention
 from fourfold.plan.plan import Plan
 from fourfold.run.outline import build_meta_model
 from fourfold.run.show import show
-from fourfold.run.show_sequence import kept_bytes, look, sent_bytes
+from fourfold.run.show_sequence import saved_bytes, sent_bytes, trace_model
 from fourfold.tasks import digits, lm
 from fourfold.words.errors import PlanError
 
@@ -27,8 +27,8 @@ TASK = lm.task(length=96, heads=4, kv_heads=2, layers=3, width=64, batch_size=6)
     ids=str,
 )
 def test_what_is_said_to_be_sent_is_what_a_rank_sends(plan: Plan) -> None:
-    seen = look(TASK, build_meta_model(TASK))
-    (form,) = seen.calls
+    seen = trace_model(TASK, build_meta_model(TASK))
+    (form,) = seen.attention_calls
     samples = TASK.batch_size // plan.dp
     around, heads = NullChannel(plan.sp // plan.ulysses), NullChannel(plan.ulysses)
     axis = SequenceGroup(RingOverP2P(around), RingOverP2P(heads) if heads.size > 1 else NullRingGroup(), plan.ring)
@@ -46,7 +46,7 @@ def test_what_is_said_to_be_sent_is_what_a_rank_sends(plan: Plan) -> None:
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         out = sequence_attention(q, k, v, axis, causal=True, grouped=True)
     if plan.ring != "rsa":
-        assert kept_bytes(plan, seen, samples, seen.length) == 3 * sum(kept.values())
+        assert saved_bytes(plan, seen, samples, seen.length) == 3 * sum(kept.values())
     out.sum().backward()
     assert sent_bytes(plan, seen, samples, seen.length) == 3 * (around.sent_bytes + heads.sent_bytes)
 

@@ -30,7 +30,7 @@ from fourfold.plan.precision import REDUCE_FORMATS, compute_specs, gradient_buck
 from fourfold.run.arguments import check_plan_argument
 from fourfold.run.outline import build_meta_model
 from fourfold.run.refuse import check_plan_for_model, check_update_timing
-from fourfold.run.show_sequence import sequence
+from fourfold.run.show_sequence import format_sequence
 from fourfold.words import action
 from fourfold.words.action import LOSS, NORM, TRUST, USED, Verb
 from fourfold.words.layout import SPLIT, Change
@@ -88,7 +88,7 @@ def show(plan: Plan, task: Task) -> str:
                 f"in every {_format_ordinal(plan.local_steps)} step",
             ),
         ]
-    tokens = [sequence(plan, task, model)] if plan.sp > 1 else []
+    tokens = [format_sequence(plan, task, model)] if plan.sp > 1 else []
     kinds = [optim.num_state_tensors(optimizer, group) for group in range(len(optimizer.param_groups))]
     of = bytes_per_element(
         buckets, plan, num_states=kinds, original_bytes={spec.name: spec.element_bytes for spec in own}
