@@ -13,7 +13,7 @@ from fourfold.run.average import EMA
 from fourfold.run.build import TrainStep
 from fourfold.run.checkpoint.read import export_weights, load_weights_file
 from fourfold.run.checkpoint.shelf import CheckpointStore
-from fourfold.run.speaker import told_offload
+from fourfold.run.speaker import format_offload
 from fourfold.testing import oracle, threads
 from tests import training
 from tests.checkpoints import Run
@@ -341,8 +341,8 @@ def test_on_cpu_ranks_states_are_in_host_memory_already():
     (step,) = threads.run(1, lambda ranks: training.build(Case(offload="states"), 1, ranks))
     assert not step._weights.masters.names
     assert offload_device("states", torch.device("cuda")) == torch.device("cpu")
-    assert "already" in told_offload("cpu")
-    assert "where the update runs" in told_offload("cuda")
+    assert "already" in format_offload("cpu")
+    assert "where the update runs" in format_offload("cuda")
 
 
 def test_the_state_of_a_model_in_two_bytes_goes_on_in_float32():

@@ -26,70 +26,70 @@ from fourfold.words.record import Line
 from fourfold.words.task import Task
 from fourfold.words.units import counted
 
-WINDOW = 20  # steps over which the progress line averages
+AVERAGED_STEPS = 20  # steps over which the progress line averages
 
 
-class Report(Protocol):
+class ProgressDisplay(Protocol):
     """Who tells people how the run goes."""
 
     def start(self, text: str) -> None: ...
-    def step(self, line: Line) -> None: ...
-    def note(self, text: str) -> None: ...
+    def show_step(self, line: Line) -> None: ...
+    def print_message(self, text: str) -> None: ...
     def finish(self, text: str) -> None: ...
 
 
 @dataclass(frozen=True)
-class Result:
+class RunResult:
     """How a run ended. `valid` holds "loss" and the task's own measures; `rate` is units per second over the run."""
 
     folder: Path | None
     steps: int
     loss: float
     valid: Mapping[str, float]
-    rate: float
+    units_per_second: float
     seconds: float
     sample: str | None
 
 
-class Speaker:
+class RunLogger:
     """Rank 0's log and progress line; on other ranks it only counts."""
 
-    def __init__(self, task: Task, settings: Settings, *, rank: int, report: Report | None) -> None:
+    def __init__(self, task: Task, settings: Settings, *, rank: int, report: ProgressDisplay | None) -> None:
         self.rank, self._task, self._settings, self._report = rank, task, settings, report
-        self._folder: RunDir | None = None
-        self._existed = False
-        self._is_late = False
-        self.opened = RunInfo("", "", None)
-        self.place = Path()
+        self._run_dir: RunDir | None = None
+        self._has_old_log = False
+        self._has_write_error = False
+        self.run_info = RunInfo("", "", None)
+        self.run_path = Path()
         """The run's folder, wherever the program's working directory is later; on every rank."""
-        self.rates: list[float] = []
+        self.base_lrs: list[float] = []
         """The learning rates by group, which the task's schedule multiplies."""
-        self.units, self._first = 0, 0
-        self._recent: deque[tuple[int, Metrics]] = deque(maxlen=WINDOW)
-        self._begin = time.perf_counter()
+        self.num_units, self._first_step = 0, 0
+        self._recent_metrics: deque[tuple[int, Metrics]] = deque(maxlen=AVERAGED_STEPS)
+        self._start_time = time.perf_counter()
         # When each of the recent steps ended, and the step before them: reading data is part of the time.
-        self._ends = deque([self._begin], maxlen=WINDOW + 1)
+        self._step_end_times = deque([self._start_time], maxlen=AVERAGED_STEPS + 1)
 
     @property
     def path(self) -> Path | None:
-        return self._folder.path if self._folder else None
+        return self._run_dir.path if self._run_dir else None
 
-    def start(self, step: TrainStep, plan: Plan) -> None:
+    def open_run_dir(self, step: TrainStep, plan: Plan) -> None:
         """Open the run's folder, and tell every rank of it. Collective."""
         s = self._settings
-        self.rates = [group["lr"] for group in step.optimizer.param_groups]
+        self.base_lrs = [group["lr"] for group in step.optimizer.param_groups]
         if self.rank == 0:
-            self._folder = RunDir(Path(s.folder), s.name, label=s.label, identity=s.identity())
-            self.opened = RunInfo(str(self._folder.path), secrets.token_hex(4), self._folder.finished_record)
-            self._existed = self._folder.log_bytes() > 0
-        self.opened = RunInfo(*step.all_gather_json(self.opened)[0])
-        self.place = Path(self.opened.path).absolute()
-        if self._folder is None or self.opened.finished_record is not None:
+            self._run_dir = RunDir(Path(s.folder), s.name, label=s.label, identity=s.identity())
+            self.run_info = RunInfo(str(self._run_dir.path), secrets.token_hex(4), self._run_dir.finished_record)
+            self._has_old_log = self._run_dir.log_bytes() > 0
+        self.run_info = RunInfo(*step.all_gather_json(self.run_info)[0])
+        self.run_path = Path(self.run_info.path).absolute()
+        if self._run_dir is None or self.run_info.finished_record is not None:
             return
-        rates = self._rates()
+        rates = self._describe_lr()
         asked = {"steps": s.steps, "batch_size": s.batch_size, "clip": s.clip, "seed": s.seed}
         asked |= {} if rates is None else {"rates": rates}
-        self._folder.write_plan_and_settings(
+        self._run_dir.write_plan_and_settings(
             plan, {"task": s.label, **asked, **(s.extra or {}), "transport": step.transport_name}
         )
         parameters = sum(p.numel() for p in step.model.parameters())
@@ -97,85 +97,85 @@ class Speaker:
         if self._report is not None:
             self._report.start(f"{s.label} · {counted(parameters)} parameters · {mesh} · {step.transport_name}")
             if rates is not None:
-                self._report.note(rates)
+                self._report.print_message(rates)
             for name, need in plan.ineffective_fields.items():
-                self._report.note(f"{name} = {getattr(plan, name)} has no effect without {need}")
+                self._report.print_message(f"{name} = {getattr(plan, name)} has no effect without {need}")
             if plan.offload == "states":
-                self._report.note(told_offload(step.device.type))
+                self._report.print_message(format_offload(step.device.type))
 
-    def _rates(self) -> str | None:
+    def _describe_lr(self) -> str | None:
         """What the run makes of the optimizer's rates, where it was asked to make something of them."""
         if self._settings.rates is None:
             return None
         sizes = {"batch_size": self._settings.batch_size, "tuned": tuned_batch_size(self._task)}
-        return self._settings.rates.describe(self.rates, **sizes, has_task_schedule=self._task.schedule is not None)
+        return self._settings.rates.describe(self.base_lrs, **sizes, has_task_schedule=self._task.schedule is not None)
 
-    def resumed(self, progress: TrainingProgress | None) -> TrainingProgress:
+    def log_resumed(self, progress: TrainingProgress | None) -> TrainingProgress:
         """The run goes on from there. None: it begins."""
-        self._begin = time.perf_counter()
-        self._ends = deque([self._begin], maxlen=WINDOW + 1)
+        self._start_time = time.perf_counter()
+        self._step_end_times = deque([self._start_time], maxlen=AVERAGED_STEPS + 1)
         if progress is None:
-            if self._folder is not None and self._existed:
-                self.note(f"{self._folder.path} has no good checkpoint: it begins again")
+            if self._run_dir is not None and self._has_old_log:
+                self.log_message(f"{self._run_dir.path} has no good checkpoint: it begins again")
             return TrainingProgress()
-        self._first = progress.step
-        if self._folder is not None:
-            self.line({"resumed": progress.step})
-            self.note(f"{self._folder.path} goes on from step {progress.step} of {self._settings.steps}")
+        self._first_step = progress.step
+        if self._run_dir is not None:
+            self.write_record({"resumed": progress.step})
+            self.log_message(f"{self._run_dir.path} goes on from step {progress.step} of {self._settings.steps}")
         return progress
 
-    def ended_before(self, plan: Plan) -> Result:
+    def finished_result(self, plan: Plan) -> RunResult:
         """What a run that has ended already told at its end."""
-        line = self.opened.finished_record or {}
-        path = Path(self.opened.path)
+        line = self.run_info.finished_record or {}
+        path = Path(self.run_info.path)
         if self._report is not None:
             self._report.finish(format_finished(path, line, plan))
         loss = line.get("loss")
         numbers = {name: float("nan") if value is None else value for name, value in line.get("valid", {}).items()}
         loss = float("nan") if loss is None else loss
-        return Result(path, line["finished"], loss, numbers, line.get("rate", 0.0), line.get("seconds", 0.0), None)
+        return RunResult(path, line["finished"], loss, numbers, line.get("rate", 0.0), line.get("seconds", 0.0), None)
 
-    def line(self, record: Mapping[str, Any]) -> None:
-        if self._folder is None:
+    def write_record(self, record: Mapping[str, Any]) -> None:
+        if self._run_dir is None:
             return
-        error = self._folder.append_record(record)
-        if error is not None and not self._is_late:
+        error = self._run_dir.append_record(record)
+        if error is not None and not self._has_write_error:
             said = f"metrics.jsonl could not be written: {reason(error)}"
-            self.note(f"warning: {said}; its lines are kept, training goes on")
-        self._is_late = error is not None
+            self.log_message(f"warning: {said}; its lines are kept, training goes on")
+        self._has_write_error = error is not None
 
-    def note(self, text: str) -> None:
-        if self._folder is not None and self._report is not None:
-            self._report.note(text)
+    def log_message(self, text: str) -> None:
+        if self._run_dir is not None and self._report is not None:
+            self._report.print_message(text)
 
-    def fault(self, kind: str, step: int, text: str, *, rank: int | None = None) -> None:
+    def record_fault(self, kind: str, step: int, text: str, *, rank: int | None = None) -> None:
         """Write down a fault that this rank has noticed; `rank` is one of this host's."""
-        if self._folder is None:
+        if self._run_dir is None:
             return
         try:
             host = None if rank is None else platform.node()
             fault = Fault(time=time.time(), kind=kind, step=step, rank=rank, host=host, text=text)
-            faults.append_fault(self.place, fault)
+            faults.append_fault(self.run_path, fault)
         except OSError as error:
-            self.note(f"warning: {faults.FAULTS_FILE} could not be written: {reason(error)}")
+            self.log_message(f"warning: {faults.FAULTS_FILE} could not be written: {reason(error)}")
 
-    def position(self) -> int:
-        return self._folder.log_bytes() if self._folder is not None else 0
+    def log_bytes(self) -> int:
+        return self._run_dir.log_bytes() if self._run_dir is not None else 0
 
-    def cut(self, position: int) -> None:
-        if self._folder is not None:
-            self._folder.truncate_log(position)
+    def truncate_log(self, num_bytes: int) -> None:
+        if self._run_dir is not None:
+            self._run_dir.truncate_log(num_bytes)
 
     def sync(self) -> None:
-        if self._folder is not None:
-            self._folder.sync()
+        if self._run_dir is not None:
+            self._run_dir.sync()
 
-    def stepped(self, number: int, metrics: Metrics, *, lr: float) -> None:
+    def log_step(self, step_number: int, metrics: Metrics, *, lr: float) -> None:
         units = metrics.tokens or metrics.samples
-        self.units += units
-        if self._folder is None:
+        self.num_units += units
+        if self._run_dir is None:
             return
-        record = {"step": number, "loss": metrics.loss, "samples": metrics.samples, "tokens": metrics.tokens}
+        record = {"step": step_number, "loss": metrics.loss, "samples": metrics.samples, "tokens": metrics.tokens}
         times = {
             "seconds": metrics.seconds,
             "waiting_seconds": metrics.waiting_seconds,
@@ -187,76 +187,81 @@ class Speaker:
         if metrics.overflowed:
             record["overflowed"] = True
         if metrics.skipped is not None:
-            self._skipped(number, metrics.skipped)
+            self._log_skipped(step_number, metrics.skipped)
             record["skipped"] = True
-        self.line(record)
-        self._recent.append((units, metrics))
-        self._ends.append(time.perf_counter())
+        self.write_record(record)
+        self._recent_metrics.append((units, metrics))
+        self._step_end_times.append(time.perf_counter())
         if self._report is not None:
-            self._report.step(self._line(number))
+            self._report.show_step(self._progress_line(step_number))
 
-    def _skipped(self, number: int, skipped: Skipped) -> None:
-        assert self._folder is not None
+    def _log_skipped(self, number: int, skipped: Skipped) -> None:
+        assert self._run_dir is not None
         try:
             fault = Fault(
                 time=time.time(), kind="skipped step", step=number, rank=skipped.rank, host=None, text=skipped.text
             )
-            faults.append_fault(self.place, fault)
+            faults.append_fault(self.run_path, fault)
         except OSError as error:  # A run is worth more than the list of its faults.
-            self.note(f"warning: {faults.FAULTS_FILE} could not be written: {reason(error)}")
-        self.note(f"skipped {skipped.text}")
+            self.log_message(f"warning: {faults.FAULTS_FILE} could not be written: {reason(error)}")
+        self.log_message(f"skipped {skipped.text}")
 
-    def _line(self, number: int) -> Line:
-        seconds = max(self._ends[-1] - self._ends[0], 1e-9)
-        elapsed = self._ends[-1] - self._begin
-        losses = [m.loss for _, m in self._recent if m.skipped is None]
+    def _progress_line(self, number: int) -> Line:
+        seconds = max(self._step_end_times[-1] - self._step_end_times[0], 1e-9)
+        elapsed = self._step_end_times[-1] - self._start_time
+        losses = [m.loss for _, m in self._recent_metrics if m.skipped is None]
         return Line(
             step=number,
             steps=self._settings.steps,
             loss=sum(losses) / len(losses) if losses else float("nan"),
-            rate=sum(units for units, _ in self._recent) / seconds,
+            rate=sum(units for units, _ in self._recent_metrics) / seconds,
             unit=self._task.unit,
-            waiting=sum(m.waiting_seconds for _, m in self._recent) / seconds,
-            seconds_left=elapsed / (number - self._first) * (self._settings.steps - number),
+            waiting=sum(m.waiting_seconds for _, m in self._recent_metrics) / seconds,
+            seconds_left=elapsed / (number - self._first_step) * (self._settings.steps - number),
         )
 
-    def evaluated(self, number: int, valid: Mapping[str, float]) -> None:
-        if self._folder is None or not valid:
+    def log_validation(self, step_number: int, valid: Mapping[str, float]) -> None:
+        if self._run_dir is None or not valid:
             return
-        self.line({"step": number, "valid": dict(valid)})
-        if self._report is not None and number < self._settings.steps:
-            self._report.note(f"step {number}   validation {describe(valid)}")
+        self.write_record({"step": step_number, "valid": dict(valid)})
+        if self._report is not None and step_number < self._settings.steps:
+            self._report.print_message(f"step {step_number}   validation {format_metrics(valid)}")
 
-    def finish(self, result: Result) -> None:
-        if self._folder is None:
+    def finish(self, result: RunResult) -> None:
+        if self._run_dir is None:
             return
-        ending = {"seconds": result.seconds, "rate": result.rate, "unit": self._task.unit, "valid": dict(result.valid)}
+        ending = {
+            "seconds": result.seconds,
+            "rate": result.units_per_second,
+            "unit": self._task.unit,
+            "valid": dict(result.valid),
+        }
         ending["loss"] = result.loss
-        self.line({"finished": result.steps, **ending})
+        self.write_record({"finished": result.steps, **ending})
         if self._report is not None:
-            self._report.finish(summary(result, self._task.unit, steps=result.steps - self._first))
+            self._report.finish(format_summary(result, self._task.unit, steps=result.steps - self._first_step))
 
     def close(self) -> None:
-        if self._folder is not None:
-            self._folder.close()
+        if self._run_dir is not None:
+            self._run_dir.close()
 
 
-def told_offload(device: str) -> str:
+def format_offload(device: str) -> str:
     """What is said of states that are to rest in host memory."""
     if device == "cpu":
         return 'offload = "states": optimizer states are in host memory already, as all is on CPU ranks'
     return 'offload = "states": optimizer states and weights to be updated are in host memory, where the update runs'
 
 
-def describe(valid: Mapping[str, float]) -> str:
+def format_metrics(valid: Mapping[str, float]) -> str:
     """Measures in one line: `loss 2.031   bits per byte 2.930`."""
     return "   ".join(f"{name} {value:.4f}" for name, value in valid.items())
 
 
-def summary(result: Result, unit: str, *, steps: int) -> str:
+def format_summary(result: RunResult, unit: str, *, steps: int) -> str:
     """What is said at the end of a run, whose last `steps` steps took its time."""
     rows = [(f"validation {name}" if name == "loss" else name, f"{value:.4f}") for name, value in result.valid.items()]
-    rows += [("training loss", f"{result.loss:.4f}"), (f"{unit} per second", f"{result.rate:,.0f}")]
+    rows += [("training loss", f"{result.loss:.4f}"), (f"{unit} per second", f"{result.units_per_second:,.0f}")]
     rows += [("time", f"{result.seconds:.1f} s for {steps} steps"), ("folder", str(result.folder))]
     width = max(len(name) for name, _ in rows)
     text = "\n".join(f"{name:<{width}}   {value}" for name, value in rows)

@@ -112,7 +112,7 @@ class Tracing:
         note: Callable[[str], None] = warnings.warn,
     ) -> None:
         self._step, self._every, self._folder, self._note = step, every, folder, note
-        self._is_late = False
+        self._has_write_error = False
         self._offsets: list[int] | None = None
         self._program = step.program
         self._kept: dict[int, list[list[Span]]] = {}
@@ -148,15 +148,15 @@ class Tracing:
         try:
             draft.write_bytes(encode_trace(self.trace))
             draft.replace(folder / FILE)
-            self._is_late = False
+            self._has_write_error = False
         except OSError as error:
             # A run is worth more than its trace, and the next sampled step writes all of it again.
             with contextlib.suppress(OSError):
                 draft.unlink(missing_ok=True)
-            if not self._is_late:
+            if not self._has_write_error:
                 said = f"{FILE} could not be written: {reason(error)}"
                 self._note(f"warning: {said}; its steps are kept, training goes on")
-            self._is_late = True
+            self._has_write_error = True
 
     @property
     def trace(self) -> Trace:

@@ -41,7 +41,7 @@ from fourfold.run.outline import try_meta_model
 from fourfold.run.pulse import Heartbeat
 from fourfold.run.same_source import check_same_length
 from fourfold.run.settings import Settings, check_steps, format_delayed, lr_factors, make_settings
-from fourfold.run.speaker import WINDOW, Report, Result, Speaker
+from fourfold.run.speaker import AVERAGED_STEPS, ProgressDisplay, RunLogger, RunResult
 from fourfold.run.trace import EVERY, Tracing
 from fourfold.words.errors import INTERRUPT_CODE, PeerError, Problem, StoppedError, TaskError, TrainingError
 from fourfold.words.host_memory import available_bytes
@@ -70,8 +70,8 @@ def train(
     skip_nan: int = 0,
     drift_check: int = DRIFT_CHECK,
     rates: LRSchedule | None = None,
-    report: Report | None = None,
-) -> Result:
+    report: ProgressDisplay | None = None,
+) -> RunResult:
     """Train `task` as `plan` says; without a plan, all ranks are data ranks. Collective, with the same arguments.
 
     steps, batch_size (global) and clip default to the task's. `evaluate_every` counts steps; None evaluates at the
@@ -122,20 +122,20 @@ def train(
     trained = TrainingState(step, feed, None if settings.ema is None else EMA(step.weight_shards, settings.ema))
     beats = pulse.from_environment()
     with _speaker(task, step, plan, settings, report) as speaker:
-        if speaker.opened.finished_record is not None:
+        if speaker.run_info.finished_record is not None:
             beats.mark_done()
-            return speaker.ended_before(plan)
+            return speaker.finished_result(plan)
         with _keeper(trained, settings, speaker) as keeper:
-            progress = speaker.resumed(keeper.resume())
+            progress = speaker.log_resumed(keeper.resume())
             if late := format_delayed(settings, plan):
-                speaker.note(late)
+                speaker.log_message(late)
             begin = time.perf_counter()
-            traces = None if speaker.path is None else speaker.place
-            tracing = Tracing(step, every=settings.trace_every, folder=traces, note=speaker.note)
+            traces = None if speaker.path is None else speaker.run_path
+            tracing = Tracing(step, every=settings.trace_every, folder=traces, note=speaker.log_message)
             beats.set_resumed_step(progress.step)
             run = Training(task, trained, settings, speaker, keeper, tracing, data.valid, beats)
             here = World(rank=step.rank, size=plan.mesh.size)
-            stopping = handle_stop_signals(beats, speaker.place, here, limit_seconds=limit)
+            stopping = handle_stop_signals(beats, speaker.run_path, here, limit_seconds=limit)
             with stopping as asked, _telling_when(step, speaker, beats):
                 progress = run.steps(progress, asked)
                 seconds = time.perf_counter() - begin
@@ -143,14 +143,14 @@ def train(
 
 
 @contextlib.contextmanager
-def _telling_when(step: TrainStep, speaker: Speaker, beats: Heartbeat) -> Iterator[None]:
+def _telling_when(step: TrainStep, speaker: RunLogger, beats: Heartbeat) -> Iterator[None]:
     """Within: a PeerError says after which step. Where no launcher of ours does, it is written down here."""
     try:
         yield
     except PeerError as error:
         text = f"{error} (after step {beats.step})" if beats.step >= 0 else f"{error} (before the first step)"
         if not beats.has_reader:
-            speaker.fault("lost rank", beats.step, text, rank=_lost(step))
+            speaker.record_fault("lost rank", beats.step, text, rank=_lost(step))
         raise PeerError(text) from error
 
 
@@ -165,8 +165,10 @@ def _lost(step: TrainStep) -> int | None:
 
 
 @contextlib.contextmanager
-def _keeper(trained: TrainingState, settings: Settings, speaker: Speaker) -> Iterator[CheckpointManager]:
-    keeper = CheckpointManager(trained, AttemptDir(speaker.place, speaker.opened.token), speaker, seed=settings.seed)
+def _keeper(trained: TrainingState, settings: Settings, speaker: RunLogger) -> Iterator[CheckpointManager]:
+    keeper = CheckpointManager(
+        trained, AttemptDir(speaker.run_path, speaker.run_info.token), speaker, seed=settings.seed
+    )
     try:
         yield keeper
     except BaseException:
@@ -181,7 +183,7 @@ class Training:
     task: Task
     trained: TrainingState
     settings: Settings
-    speaker: Speaker
+    speaker: RunLogger
     keeper: CheckpointManager
     tracing: Tracing
     valid: Source | None
@@ -201,11 +203,11 @@ class Training:
         every, last, period = self.settings.checkpoint_every, self.settings.steps, step.plan.sync_interval
         lateness = StragglerDetector(step, self.speaker)
         factor = lr_factors(self.task, self.settings)
-        losses = deque(progress.losses, maxlen=WINDOW)
+        losses = deque(progress.losses, maxlen=AVERAGED_STEPS)
         for number in range(progress.step, last):
             if factor is not None:
                 scale = _finite(factor(number), number)
-                for group, rate in zip(step.optimizer.param_groups, self.speaker.rates, strict=True):
+                for group, rate in zip(step.optimizer.param_groups, self.speaker.base_lrs, strict=True):
                     group["lr"] = rate * scale
             with self.tracing.sample(number + 1) as recorder:
                 with recorder.span(DATA_SPAN), lateness.data_wait():
@@ -218,7 +220,7 @@ class Training:
                 step.flush()
                 average.update((number + 1) // period)
             lateness.step_done(number + 1)
-            self.speaker.stepped(number + 1, metrics, lr=step.optimizer.param_groups[0]["lr"])
+            self.speaker.log_step(number + 1, metrics, lr=step.optimizer.param_groups[0]["lr"])
             self.keeper.report_failures()
             self.pulse.beat(number + 1)
             progress, best = TrainingProgress(number + 1, list(losses), {}, progress.best), progress.best
@@ -243,7 +245,7 @@ class Training:
             text = (
                 f"stopped by {name} after step {progress.step}{_told_saved(self.keeper.newest_step(), progress.step)}"
             )
-            self.speaker.fault("terminated", progress.step, text)
+            self.speaker.record_fault("terminated", progress.step, text)
             # All leave together: a launcher of others ends all ranks when the first has gone.
             text = self.trained.step.all_gather_json(text)[0]
         error = StoppedError(text)
@@ -265,13 +267,13 @@ class Training:
             with step.swapped_weights(average.values):
                 averaged = evaluate(step, self.task, self.valid, self.settings.batch_size)
             valid |= {f"ema {name}": value for name, value in averaged.items()}
-        self.speaker.evaluated(progress.step, valid)
+        self.speaker.log_validation(progress.step, valid)
         loss = valid.get("loss")
         # A loss that is not a number is not equal to itself, and never the best.
         is_best = loss is not None and loss == loss and (progress.best is None or loss < progress.best)
         return progress._replace(valid=valid, best=loss if is_best else progress.best)
 
-    def end(self, progress: TrainingProgress, seconds: float) -> Result:
+    def end(self, progress: TrainingProgress, seconds: float) -> RunResult:
         """The last evaluation, the last checkpoint, and what is told of the run."""
         step, _, average = self.trained
         step.flush()
@@ -291,10 +293,10 @@ class Training:
             self._check_saved(progress.step)
         losses = progress.losses
         loss = sum(losses) / len(losses) if losses else float("nan")
-        path, rate = self.speaker.path, self.speaker.units / max(seconds, 1e-9)
-        if path is not None and path.absolute() != self.speaker.place:  # The task has changed the working directory.
-            path = self.speaker.place
-        result = Result(path, self.settings.steps, loss, progress.valid, rate, seconds, sample)
+        path, rate = self.speaker.path, self.speaker.num_units / max(seconds, 1e-9)
+        if path is not None and path.absolute() != self.speaker.run_path:  # The task has changed the working directory.
+            path = self.speaker.run_path
+        result = RunResult(path, self.settings.steps, loss, progress.valid, rate, seconds, sample)
         self.speaker.finish(result)
         return result
 
@@ -394,10 +396,12 @@ def _measures(step: TrainStep, task: Task, batch: Any) -> tuple[Loss, dict[str, 
 
 
 @contextlib.contextmanager
-def _speaker(task: Task, step: TrainStep, plan: Plan, settings: Settings, report: Report | None) -> Iterator[Speaker]:
-    speaker = Speaker(task, settings, rank=step.rank, report=report)
+def _speaker(
+    task: Task, step: TrainStep, plan: Plan, settings: Settings, report: ProgressDisplay | None
+) -> Iterator[RunLogger]:
+    speaker = RunLogger(task, settings, rank=step.rank, report=report)
     try:
-        speaker.start(step, plan)
+        speaker.open_run_dir(step, plan)
         yield speaker
     finally:
         speaker.close()
