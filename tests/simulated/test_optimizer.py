@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import fourfold as ff
 from fourfold.run.optimizer import DistributedOptimizer
-from fourfold.run.spread import spread
+from fourfold.run.spread import broadcast_tree
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import PlanError, TrainingError
@@ -162,7 +162,7 @@ def test_what_one_rank_has_loaded_all_ranks_get():
 def test_what_cannot_be_told_is_refused_on_every_rank():
     def body(ranks):
         with pytest.raises(TrainingError, match=r"what rank 1 holds\n  a set"):
-            spread(ranks, {"seen": {1, 2}} if ranks.rank == 1 else None, source=1)
+            broadcast_tree(ranks, {"seen": {1, 2}} if ranks.rank == 1 else None, src=1)
         return True
 
     assert threads.run(2, body) == [True, True]

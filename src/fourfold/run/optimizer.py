@@ -30,7 +30,7 @@ from fourfold.run.batch_statistics import FrozenBatchNorms
 from fourfold.run.layouts import MemoryFormats, shape_and_strides
 from fourfold.run.refuse import check_plan_on_ranks, check_same_on_ranks
 from fourfold.run.same_batches import DuplicateBatches, InputFingerprints
-from fourfold.run.spread import spread
+from fourfold.run.spread import broadcast_tree
 from fourfold.run.unreduced import Reduced, Unreduced
 from fourfold.run.weights import trainable_of
 from fourfold.run.wrapped_steps import WrappedSteps
@@ -391,7 +391,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         dicts, lists, tuples, numbers, texts, None and tensors. Raises TrainingError for anything else.
         """
         self._broadcast_model(src=src)
-        told = spread(self._communicator, [self._optimizer.state_dict(), value], source=src)
+        told = broadcast_tree(self._communicator, [self._optimizer.state_dict(), value], src=src)
         if self._communicator.rank != src:
             self._optimizer.load_state_dict(told[0])
         self._steps.num_loads = self._num_loads_seen = 0
