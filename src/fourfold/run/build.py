@@ -62,7 +62,7 @@ from fourfold.run.same_batches import DuplicateBatches, fingerprint
 from fourfold.run.same_source import check_same_source
 from fourfold.run.sequence import SequenceParallel
 from fourfold.run.sequence.alike import batch_mismatch_problem
-from fourfold.run.state import State, copied
+from fourfold.run.state import PersistentState, cloned
 from fourfold.run.weights import Weights, trainable_of
 from fourfold.words.action import LOSS, Action
 from fourfold.words.arguments import shown
@@ -205,7 +205,7 @@ class TrainStep:
             )
         prepare = self._transport.reduce_range if split else None
         flat = optim.FlatOptimizer(self.optimizer, self.buckets, pieces, prepare_grads=prepare)
-        self._state = State(
+        self._state = PersistentState(
             self._weights,
             self.buckets,
             flat,
@@ -213,7 +213,7 @@ class TrainStep:
             communicator,
             self.codec_state,
             self._local_sgd,
-            is_split=split,
+            is_sharded=split,
         )
         # What gradients are divided by: of all ranks, or of one, if each learns by itself.
         self._count_divisor = plan.dp if self._local_sgd is not None else 1
@@ -528,7 +528,7 @@ class TrainStep:
 
     def _replicated_tensors(self) -> Iterator[drift.ReplicatedTensor]:
         """The weights in this rank's own memory."""
-        weights, gathered, shares = self._weights, self._weights.gathered is not None, self._state.shares
+        weights, gathered, shares = self._weights, self._weights.gathered is not None, self._state.shard_ranges
         for name, parameter in self.model.named_parameters():
             if name not in weights.trainable:
                 if drift.compares_frozen(self.plan):
@@ -630,7 +630,7 @@ class TrainStep:
         self._transport.check_same_call()
         self._actions.flush()
         self._check_synchronized()
-        return {**self._groups_and_record(), **self._state.saved()}
+        return {**self._groups_and_record(), **self._state.state_dict()}
 
     def state_refs(self) -> dict[str, Any]:
         """`state_dict` without a copy: the optimizer's tensors are lists of consecutive flat stretches.
@@ -640,7 +640,7 @@ class TrainStep:
         """
         self._check_synchronized()
         self._actions.flush()
-        return {**self._groups_and_record(), **self._state.living()}
+        return {**self._groups_and_record(), **self._state.state_refs()}
 
     def _check_synchronized(self) -> None:
         if not self.is_synchronized:
@@ -652,7 +652,7 @@ class TrainStep:
     @property
     def shard_ranges(self) -> Mapping[str, tuple[int, int]]:
         """By parameter: the elements [start, stop) of its flattened form whose optimizer state is this rank's."""
-        return self._state.shares
+        return self._state.shard_ranges
 
     @property
     def is_secondary_replica(self) -> bool:
@@ -662,7 +662,7 @@ class TrainStep:
     @property
     def has_sharded_state(self) -> bool:
         """Whether optimizer states rest split over the data ranks."""
-        return self._state.is_split
+        return self._state.is_sharded
 
     def _groups_and_record(self) -> dict[str, Any]:
         record: dict[str, Any] = {
@@ -672,7 +672,7 @@ class TrainStep:
         }
         if self._loss_scaler is not None:
             record["scale"] = self._loss_scaler.state
-        groups = [{k: copied(v) for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        groups = [{k: cloned(v) for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         return {"groups": groups, "record": record}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -685,10 +685,10 @@ class TrainStep:
         found = fits.state_problems(state, self._weights.own(), self._weights.trainable, self.optimizer)
         self._raise_on_all_ranks(found, where="the state")
         self._actions.flush()
-        self._state.load(state)
+        self._state.load_state_dict(state)
         for group, options in zip(self.optimizer.param_groups, state["groups"], strict=True):
             # How an update is carried out was chosen when the step was built.
-            group.update({k: copied(v) for k, v in options.items() if k not in optim.IMPLEMENTATION_OPTIONS})
+            group.update({k: cloned(v) for k, v in options.items() if k not in optim.IMPLEMENTATION_OPTIONS})
         record = state["record"]
         if self._loss_scaler is not None and record.get("scale"):
             self._loss_scaler.load_state(record["scale"])
@@ -697,7 +697,7 @@ class TrainStep:
             self._set_record(list(record["order"]), record["nominal_count"])
         else:
             self._actions.nominal_count = record["nominal_count"]
-        self._state.remember(state)
+        self._state.load_codec_state(state)
 
     def _raise_on_all_ranks(self, found: Sequence[Problem], *, where: str) -> None:
         """Raise TaskError on every rank where any has found a problem: nobody may wait for it. Collective."""
