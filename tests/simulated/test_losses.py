@@ -15,7 +15,7 @@ from fourfold.feed.source import TensorSource
 from fourfold.plan.order import shard_range
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
-from fourfold.run.torch_losses import _mean, observing
+from fourfold.run.torch_losses import _safe_mean, observing
 from fourfold.run.train import evaluate
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE, Trained
@@ -360,7 +360,7 @@ def test_the_mean_that_does_not_wait_for_a_device_is_torchs_own():
         with observing() as calls:
             expected = ce(theirs, targets, **options)  # type: ignore[arg-type]
         given = {"input": ours, "target": targets, "reduction": "mean", **options}
-        got = _mean(F.cross_entropy, given, torch.tensor(calls[0].count, dtype=WIDE))
+        got = _safe_mean(F.cross_entropy, given, torch.tensor(calls[0].count, dtype=WIDE))
         for value in (got, expected):
             value.backward()
         assert torch.allclose(got, expected, rtol=1e-12)
@@ -368,5 +368,5 @@ def test_the_mean_that_does_not_wait_for_a_device_is_torchs_own():
         assert theirs.grad is not None
         assert torch.allclose(ours.grad, theirs.grad, rtol=1e-12)
         given["target"] = torch.full_like(targets, -100)
-        (gradient,) = torch.autograd.grad(_mean(F.cross_entropy, given, torch.tensor(0.0, dtype=WIDE)), ours)
+        (gradient,) = torch.autograd.grad(_safe_mean(F.cross_entropy, given, torch.tensor(0.0, dtype=WIDE)), ours)
         assert not gradient.any()

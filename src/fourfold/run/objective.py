@@ -19,7 +19,7 @@ from fourfold.run.batch import Loss, Microbatch, call_model, sum_loss, tree_leav
 from fourfold.run.bends import find_kinks
 from fourfold.run.divisors import LossDivisors, final_nodes
 from fourfold.run.origins import OutputIndex, signature
-from fourfold.run.torch_losses import Call, Count, observing
+from fourfold.run.torch_losses import Count, LossCall, observing
 from fourfold.run.without_randomness import without_randomness
 from fourfold.words.errors import Problem, TaskError
 
@@ -30,7 +30,7 @@ class ForwardResult(NamedTuple):
     outputs: Any
     raw_loss: Any
     """As the loss function returned it."""
-    calls: Sequence[Call]
+    calls: Sequence[LossCall]
     loss: Loss
     kinks: Sequence[str] = ()
     """Of a dry run: the functions with a kink that a mean over the batch goes through."""
@@ -119,13 +119,15 @@ class Objective:
         slopes = _derivatives(value, calls)
         if self.is_scalar(value, part.num_samples):
             self.divisors.record(value, part.num_samples)
-        calls = [dataclasses.replace(c, value=c.value.detach(), slope=s) for c, s in zip(calls, slopes, strict=True)]
-        slopes = [each.slope for each in self._trained_calls(calls)]
+        calls = [
+            dataclasses.replace(c, value=c.value.detach(), derivative=s) for c, s in zip(calls, slopes, strict=True)
+        ]
+        slopes = [each.derivative for each in self._trained_calls(calls)]
         self._is_unused_call = [slope is None for slope in slopes] if any(slope is not None for slope in slopes) else []
         outputs, value = (tree_map(tree, Tensor.detach) for tree in (outputs, value))  # the graph is not kept
         return self._make_result(outputs, value, calls, part)._replace(kinks=found)
 
-    def _find_kinks(self, outputs: Any, value: Any, calls: Sequence[Call], samples: int) -> Sequence[str]:
+    def _find_kinks(self, outputs: Any, value: Any, calls: Sequence[LossCall], samples: int) -> Sequence[str]:
         if not isinstance(value, Tensor) or value.numel() != 1:
             return []
         rows = [] if self._loss is None else tree_leaves(outputs)
@@ -143,7 +145,7 @@ class Objective:
             with without_randomness(next(tree_leaves(self.dummy_batch.inputs)).device):
                 call_model(model, self.dummy_batch.inputs)
 
-    def _make_result(self, outputs: Any, value: Any, calls: Sequence[Call], part: Microbatch) -> ForwardResult:
+    def _make_result(self, outputs: Any, value: Any, calls: Sequence[LossCall], part: Microbatch) -> ForwardResult:
         trained = self._contributing_calls(value, self._trained_calls(calls))
         sources = list(tree_leaves(outputs)) if trained and self.is_batch_split and self._loss is not None else []
         self._output_index = OutputIndex(sources)
@@ -153,7 +155,7 @@ class Objective:
             self._output_index = OutputIndex([])  # what autograd has recorded is not kept
         return ForwardResult(outputs, value, trained, loss)
 
-    def _trained_calls(self, calls: Sequence[Call]) -> Sequence[Call]:
+    def _trained_calls(self, calls: Sequence[LossCall]) -> Sequence[LossCall]:
         """The calls that are trained; where autograd is off, those which were the last time that it was on."""
         told = [each.is_trained for each in calls]
         if any(flag is not None for flag in told):  # beside these, what is called within no_grad is a figure too
@@ -164,7 +166,7 @@ class Objective:
             calls = [each for each, flag in zip(calls, told, strict=True) if flag is not False]
         return calls
 
-    def _contributing_calls(self, value: Any, calls: Sequence[Call]) -> Sequence[Call]:
+    def _contributing_calls(self, value: Any, calls: Sequence[LossCall]) -> Sequence[LossCall]:
         """The calls without those that did not change the number in the dry run, unless they do now."""
         if len(self._is_unused_call) != len(calls) or not any(self._is_unused_call):
             return calls
@@ -211,7 +213,7 @@ class Objective:
             self.is_shape_1_scalar = True
         return bool(self.is_shape_1_scalar)
 
-    def sum_loss(self, value: Any, calls: Sequence[Call], num_samples: int) -> Loss:
+    def sum_loss(self, value: Any, calls: Sequence[LossCall], num_samples: int) -> Loss:
         """The loss as a sum and a count. `calls`: of torch's loss functions, while it was made."""
         if not self.is_scalar(value, num_samples):
             return sum_loss(value, num_samples)
@@ -246,12 +248,13 @@ class Objective:
         other = sum(math.sqrt(2 + index) * each for index, each in enumerate(others))
         return Loss(total, count, other, _squared_ratio(other, count))
 
-    def _consistency_counts(self, value: Tensor, means: Sequence[Call], count: Count) -> list[Count]:
+    def _consistency_counts(self, value: Tensor, means: Sequence[LossCall], count: Count) -> list[Count]:
         """What is in proportion to `count` only where all parts are divided, and made of means, alike."""
         others = self.divisors.proportional_counts(value, count)
         if means:
             others.append(
-                signature(*[(each.name, each.place, self._output_index.index_of(each.value)) for each in means]) * count
+                signature(*[(each.name, each.call_site, self._output_index.index_of(each.value)) for each in means])
+                * count
             )
         return others
 
@@ -316,7 +319,7 @@ def is_uneven(count: float, other_count: float, other_square: float) -> bool:
     )
 
 
-def _derivatives(value: Any, calls: Sequence[Call]) -> list[float | None]:
+def _derivatives(value: Any, calls: Sequence[LossCall]) -> list[float | None]:
     """How much a number changes with each of the calls that it was made of; None: it does not, or nobody knows."""
     followed = [each.value for each in calls if each.value.requires_grad]
     if not (isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad and followed):

@@ -139,7 +139,7 @@ def _is_mixed(forwards: Sequence[ForwardResult], tolerance: float) -> bool:
     """Whether what torch's means leave of a number is not the same, as a penalty is, for the whole and the parts."""
     forwards = [each for each in forwards if float(each.loss.count)]  # a mean of nothing shows nothing
     means = [[call for call in each.calls if call.is_mean] for each in forwards]
-    if not means or not all(any(call.slope is not None for call in calls) for calls in means):
+    if not means or not all(any(call.derivative is not None for call in calls) for calls in means):
         return False
     if len({len(calls) for calls in means}) > 1:  # a mean for each sample: the number is a mean of these
         return True
@@ -153,9 +153,9 @@ def _is_mixed(forwards: Sequence[ForwardResult], tolerance: float) -> bool:
 
 def _divided_by(forwards: Sequence[ForwardResult], sample_counts: Sequence[int], tolerance: float) -> float | None:
     calls = [each.calls for each in forwards]
-    if any(len(some) != 1 or some[0].is_mean or not some[0].slope for some in calls):
+    if any(len(some) != 1 or some[0].is_mean or not some[0].derivative for some in calls):
         return None
-    ratios = [1.0 / (some[0].slope or 1.0) / count for some, count in zip(calls, sample_counts, strict=True)]
+    ratios = [1.0 / (some[0].derivative or 1.0) / count for some, count in zip(calls, sample_counts, strict=True)]
     is_all = max(abs(_unexplained_loss(each)) for each in forwards) <= tolerance
     return ratios[0] if is_all and _peak_to_peak(ratios) <= 2e-2 * abs(ratios[0]) else None
 
@@ -163,7 +163,7 @@ def _divided_by(forwards: Sequence[ForwardResult], sample_counts: Sequence[int],
 def _unexplained_loss(measured: ForwardResult) -> float:
     """What torch's loss functions leave of a number."""
     calls = measured.calls
-    return float(measured.raw_loss.detach()) - sum((call.slope or 0.0) * float(call.value) for call in calls)
+    return float(measured.raw_loss.detach()) - sum((call.derivative or 0.0) * float(call.value) for call in calls)
 
 
 def _peak_to_peak(numbers: Sequence[float]) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fourfold.run.batch import has_token_dim, sum_loss, tree_leaves, tree_map
 from fourfold.run.sequence.route import AttentionCall, intercept_attention
 from fourfold.run.sequence.tokens import TokenShard
-from fourfold.run.torch_losses import ignored_by
+from fourfold.run.torch_losses import ignore_index_of
 from fourfold.words.errors import Problem, TaskError
 
 UNREDUCED_ADVICE = 'unreduced values (reduction="none"), or a pair (sum, count)'
@@ -59,7 +59,7 @@ def observe_loss(loss: Callable[[Any, Any], Any], outputs: Any, targets: Any, nu
     ignored = []
 
     def watch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (index := ignored_by(func, args, kwargs)) is not None:
+        if (index := ignore_index_of(func, args, kwargs)) is not None:
             ignored.append(index)
 
     outputs = tree_map(outputs, lambda t: t.detach().requires_grad_() if t.is_floating_point() else t)
