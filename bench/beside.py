@@ -22,7 +22,7 @@ from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep, parallelize
 from fourfold.run.checkpoint.keeper import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.run.checkpoint.state import TrainingState
-from fourfold.run.trace import EVERY, Tracing
+from fourfold.run.trace import SAMPLE_EVERY, Tracer
 from fourfold.tasks import lm
 
 BLOCK_STEPS = 10
@@ -79,7 +79,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory(prefix="fourfold-bench-", dir=".") as folder:
         step, keeper, one = build_step(folder)
-        tracing = Tracing(step, folder=Path(folder) if step.rank == 0 else None)
+        tracing = Tracer(step, folder=Path(folder) if step.rank == 0 else None)
         late = saves = samples = 0
 
         def block() -> None:
@@ -96,7 +96,7 @@ def main() -> None:
         def sampled() -> None:
             nonlocal samples
             samples += 1
-            with tracing.sample(EVERY * samples):
+            with tracing.sample(SAMPLE_EVERY * samples):
                 one()
 
         def unsampled() -> None:
@@ -117,12 +117,12 @@ def main() -> None:
         )
         heads = ("", "step, ms", "more, ms", "of the steps", "middle half")
         saved = f"one save in {SAVE_EVERY} steps"
-        traced = f"one sampled step in {EVERY}"
+        traced = f"one sampled step in {SAMPLE_EVERY}"
         rows = [heads, format_row(saved, saves_found.wall_seconds, BLOCK_STEPS, SAVE_EVERY)]
         rows += [format_row(f"{saved}, processor", saves_found.cpu_seconds, BLOCK_STEPS, SAVE_EVERY)]
         rows += [
-            format_row(traced, steps_found.wall_seconds, 1, EVERY),
-            format_row(f"{traced}, processor", steps_found.cpu_seconds, 1, EVERY),
+            format_row(traced, steps_found.wall_seconds, 1, SAMPLE_EVERY),
+            format_row(f"{traced}, processor", steps_found.cpu_seconds, 1, SAMPLE_EVERY),
         ]
         print(format_table(rows))
         print(f"\n{late} of {saves} saves were still being written when their block ended")

@@ -19,7 +19,7 @@ from fourfold.feed.source import TensorSource
 from fourfold.plan import cost
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep, parallelize
-from fourfold.run.trace import Tracing
+from fourfold.run.trace import Tracer
 from fourfold.testing import threads
 from fourfold.words.action import Verb
 from fourfold.words.errors import PlanError, TrainingError
@@ -372,7 +372,7 @@ def test_a_step_after_an_empty_batch_and_an_evaluation_is_not_blamed_for_unseen_
 def test_the_trace_shows_updates_within_forward_and_counts_them_once():
     def body(ranks):
         step = build(CASE, 2, ranks)
-        tracing = Tracing(step, every=1)
+        tracing = Tracer(step, every=1)
         for number, batch in enumerate(batches(CASE), 1):
             with tracing.sample(number):
                 step(local(batch, 2, step.dp_index))

@@ -9,7 +9,7 @@ import torch
 
 from fourfold.parts.sequence import kernels
 from fourfold.plan.sequence import RINGS, AttentionSize, attention_sent_elements, scores_per_index
-from fourfold.run.trace import Recording
+from fourfold.run.trace import SpanRecorder
 from fourfold.testing import links, threads
 from fourfold.words.spans import RING, SEND
 from tests import attention
@@ -197,7 +197,7 @@ def test_the_trace_shows_that_messages_travel_while_a_rank_computes(monkeypatch)
     case = Case(4, causal=True)
 
     def body(ranks):
-        axis, recording = links.axis(ranks), Recording()
+        axis, recording = links.axis(ranks), SpanRecorder()
         axis.ring_group.recorder = recording
         attention.on_axis(case, attention.whole(case), axis)
         return threading.get_ident(), recording.spans

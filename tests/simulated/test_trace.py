@@ -5,7 +5,15 @@ import pytest
 from fourfold.plan import cost
 from fourfold.plan.needs import lane_of
 from fourfold.plan.timeline import Trace, decode_trace
-from fourfold.run.trace import FILE, FIRST, KEPT, Recording, Tracing, _tiled, is_sampled
+from fourfold.run.trace import (
+    FIRST_SAMPLED,
+    MAX_KEPT_STEPS,
+    TRACE_FILE,
+    SpanRecorder,
+    Tracer,
+    _without_overlap,
+    is_sampled,
+)
 from fourfold.testing import threads
 from fourfold.words.spans import DONE, READY, REDUCE, SENT, Span
 from tests.training import Case, batches, build, local
@@ -16,7 +24,7 @@ def traced(case: Case, size: int, *, every: int = 5, steps: int = 6) -> list[Tra
 
     def body(ranks):
         step = build(case, size, ranks)
-        tracing = Tracing(step, every=every)
+        tracing = Tracer(step, every=every)
         for number in range(1, steps + 1):
             with tracing.sample(number) as recorder, recorder.span("data"):
                 batch = local(batches(case)[0], size, step.dp_index)
@@ -80,7 +88,7 @@ def test_every_action_is_recorded_on_the_lane_it_waits_in(fields):
 
 def test_gathers_beside_reductions_keep_their_time():
     spans = [Span("R0.0", REDUCE, 10, 20), Span("G0.0", REDUCE, 12, 14), Span("R0.1", REDUCE, 15, 30)]
-    assert _tiled(spans) == [*spans[:2], Span("R0.1", REDUCE, 20, 30)]
+    assert _without_overlap(spans) == [*spans[:2], Span("R0.1", REDUCE, 20, 30)]
 
 
 def test_every_rank_holds_the_same_trace():
@@ -96,7 +104,7 @@ def test_a_trace_can_be_priced_and_simulated():
 
 
 def test_only_sampled_steps_are_recorded_and_none_when_off():
-    assert [number for number in range(1, 301) if is_sampled(number, 100)] == [*FIRST, 100, 200, 300]
+    assert [number for number in range(1, 301) if is_sampled(number, 100)] == [*FIRST_SAMPLED, 100, 200, 300]
     assert not any(is_sampled(number, 0) for number in range(1, 301))
     assert traced(Case(), 1, every=0)[0].events == ()
 
@@ -106,10 +114,10 @@ def test_a_recorder_hears_nothing_after_its_step():
 
     def body(ranks):
         step = build(case, 1, ranks)
-        tracing = Tracing(step, every=1)
+        tracing = Tracer(step, every=1)
         with tracing.sample(1) as recorder:
             step(batches(case)[0])
-        assert isinstance(recorder, Recording)
+        assert isinstance(recorder, SpanRecorder)
         before = len(recorder.spans)
         step(batches(case)[0])
         return before, len(recorder.spans)
@@ -123,16 +131,16 @@ def test_a_long_run_keeps_its_first_and_its_last_samples(tmp_path):
 
     def body(ranks):
         step = build(case, 1, ranks)
-        tracing = Tracing(step, every=5, folder=tmp_path)
+        tracing = Tracer(step, every=5, folder=tmp_path)
         for number in range(1, 131):
             with tracing.sample(number):
                 if is_sampled(number, 5):
                     step(batches(case)[0])
-        return decode_trace((tmp_path / FILE).read_bytes()).steps
+        return decode_trace((tmp_path / TRACE_FILE).read_bytes()).steps
 
     (steps,) = threads.run(1, body)
-    assert len(steps) == KEPT
-    assert steps[:2] == list(FIRST)
+    assert len(steps) == MAX_KEPT_STEPS
+    assert steps[:2] == list(FIRST_SAMPLED)
     assert steps[2:] == list(range(45, 131, 5))
 
 
@@ -142,7 +150,7 @@ def test_recording_changes_no_number():
     def weights(every):
         def body(ranks):
             step = build(case, 2, ranks)
-            tracing = Tracing(step, every=every)
+            tracing = Tracer(step, every=every)
             for number, batch in enumerate(batches(case), 1):
                 with tracing.sample(number):
                     step(local(batch, 2, step.dp_index))

@@ -21,7 +21,7 @@ from fourfold.parts import comm, sequence
 from fourfold.plan.codec import codec_rounds
 from fourfold.plan.timeline import encode_trace
 from fourfold.run import late
-from fourfold.run.trace import Tracing
+from fourfold.run.trace import Tracer
 from fourfold.run.verify import verify
 from fourfold.tasks import lm
 from fourfold.testing import oracle
@@ -249,7 +249,7 @@ def trace(transport: str, host: str | None = None, steps: int = 12, ahead_second
     torch.manual_seed(1)
     with hosts_told(host), mock.patch.object(time, "monotonic_ns", side_effect=lambda: true_clock() + ahead):
         step = ff.parallelize(task.model(), task.loss, task.optimizer, plan, clip=1.0)
-        tracing = Tracing(step, every=1)
+        tracing = Tracer(step, every=1)
         tokens = torch.randint(0, 256, (4, 128))
         batch = {"tokens": tokens, "positions": torch.arange(128).expand(4, 128)}, tokens
         for number in range(1, steps + 1):

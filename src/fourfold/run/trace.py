@@ -24,80 +24,83 @@ from fourfold.words.action import Action, Verb
 from fourfold.words.errors import reason
 from fourfold.words.spans import COMPUTE, REDUCE, SEND, SILENT, WAIT, Recorder, Span
 
-FILE = "trace.json"
-EVERY = 100
-FIRST = (3, 4)  # the launch order is frozen after the first step, and memory has found its place after the second
-KEPT = 20
-ROUNDS = 8  # of reading all clocks, to tell how far they are apart
+TRACE_FILE = "trace.json"
+SAMPLE_EVERY = 100
+FIRST_SAMPLED = (
+    3,
+    4,
+)  # the launch order is frozen after the first step, and memory has found its place after the second
+MAX_KEPT_STEPS = 20
+NUM_CLOCK_READINGS = 8  # of reading all clocks, to tell how far they are apart
 
 
-class _Open:
+class _OpenSpan:
     """A span that has begun. Not a generator: this is a third of its cost."""
 
-    __slots__ = ("_name", "_place", "_spans", "_start")
+    __slots__ = ("_name", "_lane", "_spans", "_start")
 
     def __init__(self, spans: list[Span], name: str, place: str) -> None:
-        self._spans, self._name, self._place = spans, name, place
+        self._spans, self._name, self._lane = spans, name, place
 
     def __enter__(self) -> None:
         self._start = time.monotonic_ns()
 
     def __exit__(self, *error: object) -> None:
-        self._spans.append(Span(self._name, self._place, self._start, time.monotonic_ns()))
+        self._spans.append(Span(self._name, self._lane, self._start, time.monotonic_ns()))
 
 
-class Recording:
+class SpanRecorder:
     """A recorder that keeps what it is told: one step of one rank."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
-        self._told: set[tuple[int, str]] = set()
+        self._seen: set[tuple[int, str]] = set()
 
     def span(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        return _Open(self.spans, name, COMPUTE)
+        return _OpenSpan(self.spans, name, COMPUTE)
 
     def action(self, action: Action) -> contextlib.AbstractContextManager[Any]:
         # A reduction is told of by who does it, where it is done: mostly while backward goes on.
         if action.verb == Verb.REDUCE:
             return contextlib.nullcontext()
-        return _Open(self.spans, str(action), lane_of(action))
+        return _OpenSpan(self.spans, str(action), lane_of(action))
 
     def reducing(self, bucket: int) -> contextlib.AbstractContextManager[Any]:
-        return _Open(self.spans, _name(bucket), REDUCE)
+        return _OpenSpan(self.spans, _reduce_name(bucket), REDUCE)
 
     def waiting(self) -> contextlib.AbstractContextManager[Any]:
-        return _Open(self.spans, WAIT, COMPUTE)
+        return _OpenSpan(self.spans, WAIT, COMPUTE)
 
     def sending(self, name: str) -> Callable[[], None]:
         start = time.monotonic_ns()
         return lambda: self.spans.append(Span(name, SEND, start, time.monotonic_ns()))
 
-    def moment(self, bucket: int, what: str) -> None:
+    def instant(self, bucket: int, what: str) -> None:
         now = time.monotonic_ns()
-        if (bucket, what) not in self._told:
-            self._told.add((bucket, what))
-            self.spans.append(Span(f"{_name(bucket)} {what}", REDUCE, now, now))
+        if (bucket, what) not in self._seen:
+            self._seen.add((bucket, what))
+            self.spans.append(Span(f"{_reduce_name(bucket)} {what}", REDUCE, now, now))
 
-    def follow(self, bucket: int, future: Callable[[], Any]) -> None:
+    def record_async_reduction(self, bucket: int, future: Callable[[], Any]) -> None:
         start = time.monotonic_ns()
 
         def done(_: Any) -> None:
-            self.spans.append(Span(_name(bucket), REDUCE, start, time.monotonic_ns()))
+            self.spans.append(Span(_reduce_name(bucket), REDUCE, start, time.monotonic_ns()))
 
         future().add_done_callback(done)
 
 
 @functools.cache
-def _name(bucket: int) -> str:
+def _reduce_name(bucket: int) -> str:
     return str(Action(Verb.REDUCE, 0, bucket))
 
 
 def is_sampled(number: int, every: int) -> bool:
     """Whether step `number`, the first being 1, is recorded."""
-    return every > 0 and (number in FIRST or number % every == 0)
+    return every > 0 and (number in FIRST_SAMPLED or number % every == 0)
 
 
-class Tracing:
+class Tracer:
     """The sampled steps of a run, in `folder`/trace.json; only rank 0 is given a folder.
 
     `note` hears of a disk that does not take the file: once, until it does again.
@@ -107,15 +110,15 @@ class Tracing:
         self,
         step: TrainStep,
         *,
-        every: int = EVERY,
+        every: int = SAMPLE_EVERY,
         folder: Path | None = None,
-        note: Callable[[str], None] = warnings.warn,
+        log_message: Callable[[str], None] = warnings.warn,
     ) -> None:
-        self._step, self._every, self._folder, self._note = step, every, folder, note
+        self._step, self._every, self._folder, self._log_message = step, every, folder, log_message
         self._has_write_error = False
-        self._offsets: list[int] | None = None
+        self._clock_offsets: list[int] | None = None
         self._program = step.program
-        self._kept: dict[int, list[list[Span]]] = {}
+        self._steps: dict[int, list[list[Span]]] = {}
 
     @contextlib.contextmanager
     def sample(self, number: int) -> Iterator[Recorder]:
@@ -123,50 +126,50 @@ class Tracing:
         if not is_sampled(number, self._every):
             yield SILENT
             return
-        recording = Recording()
+        recording = SpanRecorder()
         self._step.set_recorder(recording)
         try:
             with recording.span(STEP_SPAN):
                 yield recording
         finally:
             self._step.set_recorder(SILENT)
-        self._keep(number, self._step.all_gather_json(list(recording.spans)))
+        self._add_step(number, self._step.all_gather_json(list(recording.spans)))
 
-    def _keep(self, number: int, rows: list[list[list[Any]]]) -> None:
-        if self._offsets is None:
-            self._offsets = offsets(self._step.all_gather_json)
+    def _add_step(self, number: int, rows: list[list[list[Any]]]) -> None:
+        if self._clock_offsets is None:
+            self._clock_offsets = clock_offsets(self._step.all_gather_json)
         self._program = self._step.program
-        self._kept[number] = [[Span(*span) for span in spans] for spans in rows]
-        if len(self._kept) > KEPT:
+        self._steps[number] = [[Span(*span) for span in spans] for spans in rows]
+        if len(self._steps) > MAX_KEPT_STEPS:
             # The first ones show how it was, the last ones how it ended.
-            del self._kept[list(self._kept)[len(FIRST)]]
+            del self._steps[list(self._steps)[len(FIRST_SAMPLED)]]
         if self._folder is not None:
             self._write(self._folder)
 
     def _write(self, folder: Path) -> None:
-        draft = folder / f"{FILE}.part"
+        draft = folder / f"{TRACE_FILE}.part"
         try:
             draft.write_bytes(encode_trace(self.trace))
-            draft.replace(folder / FILE)
+            draft.replace(folder / TRACE_FILE)
             self._has_write_error = False
         except OSError as error:
             # A run is worth more than its trace, and the next sampled step writes all of it again.
             with contextlib.suppress(OSError):
                 draft.unlink(missing_ok=True)
             if not self._has_write_error:
-                said = f"{FILE} could not be written: {reason(error)}"
-                self._note(f"warning: {said}; its steps are kept, training goes on")
+                said = f"{TRACE_FILE} could not be written: {reason(error)}"
+                self._log_message(f"warning: {said}; its steps are kept, training goes on")
             self._has_write_error = True
 
     @property
     def trace(self) -> Trace:
         """All that is kept: the same on every rank."""
-        ahead = self._offsets or []
+        ahead = self._clock_offsets or []
         rows = [
             (rank, number, span._replace(start=span.start - ahead[rank], stop=span.stop - ahead[rank]))
-            for number, by_rank in self._kept.items()
+            for number, by_rank in self._steps.items()
             for rank, spans in enumerate(by_rank)
-            for span in _tiled(spans)
+            for span in _without_overlap(spans)
         ]
         begin = min((span.start for _, _, span in rows), default=0)
         events = tuple(
@@ -176,7 +179,7 @@ class Tracing:
         return Trace(dict.fromkeys(range(len(ahead)), self._program), events)
 
 
-def _tiled(spans: list[Span]) -> list[Span]:
+def _without_overlap(spans: list[Span]) -> list[Span]:
     """Reductions in the background may overlap; on their lane each begins when the one before has ended."""
     tiled, free = [], 0
     for span in sorted(spans, key=lambda span: (span.start, -span.stop)):
@@ -187,12 +190,12 @@ def _tiled(spans: list[Span]) -> list[Span]:
     return tiled
 
 
-def offsets(exchange: Callable[[Any], list[Any]]) -> list[int]:
+def clock_offsets(exchange: Callable[[Any], list[Any]]) -> list[int]:
     """How far each rank's clock is ahead of rank 0's, in nanoseconds; ranks of one host have one clock. Collective."""
     hosts = exchange(host_id())
     if len(set(hosts)) == 1:
         return [0] * len(hosts)
-    columns = list(zip(*(exchange(time.monotonic_ns()) for _ in range(ROUNDS)), strict=True))
+    columns = list(zip(*(exchange(time.monotonic_ns()) for _ in range(NUM_CLOCK_READINGS)), strict=True))
     found = []
     for host, column in zip(hosts, columns, strict=True):
         least, most = clock_offset_bounds(list(columns[0]), list(column))

@@ -42,7 +42,7 @@ from fourfold.run.pulse import Heartbeat
 from fourfold.run.same_source import check_same_length
 from fourfold.run.settings import Settings, check_steps, format_delayed, lr_factors, make_settings
 from fourfold.run.speaker import AVERAGED_STEPS, ProgressDisplay, RunLogger, RunResult
-from fourfold.run.trace import EVERY, Tracing
+from fourfold.run.trace import SAMPLE_EVERY, Tracer
 from fourfold.words.errors import INTERRUPT_CODE, PeerError, Problem, StoppedError, TaskError, TrainingError
 from fourfold.words.host_memory import available_bytes
 from fourfold.words.task import Source, Task
@@ -58,7 +58,7 @@ def train(
     clip: float | None = None,
     seed: int = 0,
     evaluate_every: int | None = None,
-    trace_every: int = EVERY,
+    trace_every: int = SAMPLE_EVERY,
     name: str | None = None,
     folder: str = "runs",
     label: str = "run",
@@ -131,7 +131,7 @@ def train(
                 speaker.log_message(late)
             begin = time.perf_counter()
             traces = None if speaker.path is None else speaker.run_path
-            tracing = Tracing(step, every=settings.trace_every, folder=traces, note=speaker.log_message)
+            tracing = Tracer(step, every=settings.trace_every, folder=traces, log_message=speaker.log_message)
             beats.set_resumed_step(progress.step)
             run = Training(task, trained, settings, speaker, keeper, tracing, data.valid, beats)
             here = World(rank=step.rank, size=plan.mesh.size)
@@ -185,7 +185,7 @@ class Training:
     settings: Settings
     speaker: RunLogger
     keeper: CheckpointManager
-    tracing: Tracing
+    tracing: Tracer
     valid: Source | None
     pulse: Heartbeat
 
