@@ -294,7 +294,7 @@ def test_checkpoints_hold_the_float32_weights_and_averages_and_are_read_on_any_m
 
     def load(ranks):
         other: Any = Run(dataclasses.replace(case, **LEVELS[then[0]]), ranks, tmp_path, token="b", ema=0.9)
-        assert other.keeper.resume().step == 2
+        assert other.checkpoints.resume().step == 2
         state = other.step.state_dict()
         assert same(state["model"], weights["model"])
         assert all(same(keys, weights["optimizer"][name]) for name, keys in state["optimizer"].items())

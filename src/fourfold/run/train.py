@@ -121,11 +121,11 @@ def train(
     feed = Feed(data.train, plan, batch_size=settings.batch_size, seed=settings.seed)
     trained = TrainingState(step, feed, None if settings.ema is None else EMA(step.weight_shards, settings.ema))
     beats = pulse.from_environment()
-    with _speaker(task, step, plan, settings, report) as speaker:
+    with _run_logger(task, step, plan, settings, report) as speaker:
         if speaker.run_info.finished_record is not None:
             beats.mark_done()
             return speaker.finished_result(plan)
-        with _keeper(trained, settings, speaker) as keeper:
+        with _checkpoint_manager(trained, settings, speaker) as keeper:
             progress = speaker.log_resumed(keeper.resume())
             if late := format_delayed(settings, plan):
                 speaker.log_message(late)
@@ -133,28 +133,28 @@ def train(
             traces = None if speaker.path is None else speaker.run_path
             tracing = Tracer(step, every=settings.trace_every, folder=traces, log_message=speaker.log_message)
             beats.set_resumed_step(progress.step)
-            run = Training(task, trained, settings, speaker, keeper, tracing, data.valid, beats)
+            run = TrainingLoop(task, trained, settings, speaker, keeper, tracing, data.valid, beats)
             here = World(rank=step.rank, size=plan.mesh.size)
             stopping = handle_stop_signals(beats, speaker.run_path, here, limit_seconds=limit)
-            with stopping as asked, _telling_when(step, speaker, beats):
-                progress = run.steps(progress, asked)
+            with stopping as asked, _add_step_to_peer_error(step, speaker, beats):
+                progress = run.run_steps(progress, asked)
                 seconds = time.perf_counter() - begin
-                return run.end(progress, seconds)
+                return run.finish(progress, seconds)
 
 
 @contextlib.contextmanager
-def _telling_when(step: TrainStep, speaker: RunLogger, beats: Heartbeat) -> Iterator[None]:
+def _add_step_to_peer_error(step: TrainStep, speaker: RunLogger, beats: Heartbeat) -> Iterator[None]:
     """Within: a PeerError says after which step. Where no launcher of ours does, it is written down here."""
     try:
         yield
     except PeerError as error:
         text = f"{error} (after step {beats.step})" if beats.step >= 0 else f"{error} (before the first step)"
         if not beats.has_reader:
-            speaker.record_fault("lost rank", beats.step, text, rank=_lost(step))
+            speaker.record_fault("lost rank", beats.step, text, rank=_dead_rank(step))
         raise PeerError(text) from error
 
 
-def _lost(step: TrainStep) -> int | None:
+def _dead_rank(step: TrainStep) -> int | None:
     """The rank of this host that has died, where it is one and no more."""
     deadline = time.monotonic() + PROCESS_EXIT_GRACE_SECONDS
     while not (dead := [rank for rank in range(step.plan.mesh.size) if step.peer_is_dead(rank)]):
@@ -165,7 +165,7 @@ def _lost(step: TrainStep) -> int | None:
 
 
 @contextlib.contextmanager
-def _keeper(trained: TrainingState, settings: Settings, speaker: RunLogger) -> Iterator[CheckpointManager]:
+def _checkpoint_manager(trained: TrainingState, settings: Settings, speaker: RunLogger) -> Iterator[CheckpointManager]:
     keeper = CheckpointManager(
         trained, AttemptDir(speaker.run_path, speaker.run_info.token), speaker, seed=settings.seed
     )
@@ -177,39 +177,41 @@ def _keeper(trained: TrainingState, settings: Settings, speaker: RunLogger) -> I
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingLoop:
     """The steps of a run, and its end."""
 
     task: Task
-    trained: TrainingState
+    state: TrainingState
     settings: Settings
-    speaker: RunLogger
-    keeper: CheckpointManager
-    tracing: Tracer
-    valid: Source | None
-    pulse: Heartbeat
+    logger: RunLogger
+    checkpoints: CheckpointManager
+    tracer: Tracer
+    valid_source: Source | None
+    heartbeat: Heartbeat
 
-    def steps(self, progress: TrainingProgress, asked: Callable[[], int]) -> TrainingProgress:
+    def run_steps(self, progress: TrainingProgress, stop_signal: Callable[[], int]) -> TrainingProgress:
         """From where the run is to its last step. Raises StoppedError where a rank is `asked` to stop."""
-        feed = self.trained.feed
-        feed.check_peers = self.trained.step.check_peers
+        feed = self.state.feed
+        feed.check_peers = self.state.step.check_peers
         # The thread that reads ahead ends here, however the steps end: in the interpreter's last moments it would
         # take the process down from within torch.
         with contextlib.closing(feed.repeat()) as batches:
-            return self._steps(progress, asked, batches)
+            return self._run_steps(progress, stop_signal, batches)
 
-    def _steps(self, progress: TrainingProgress, asked: Callable[[], int], batches: Iterator[Any]) -> TrainingProgress:
-        step, _, average = self.trained
+    def _run_steps(
+        self, progress: TrainingProgress, asked: Callable[[], int], batches: Iterator[Any]
+    ) -> TrainingProgress:
+        step, _, average = self.state
         every, last, period = self.settings.checkpoint_every, self.settings.steps, step.plan.sync_interval
-        lateness = StragglerDetector(step, self.speaker)
+        lateness = StragglerDetector(step, self.logger)
         factor = lr_factors(self.task, self.settings)
         losses = deque(progress.losses, maxlen=AVERAGED_STEPS)
         for number in range(progress.step, last):
             if factor is not None:
-                scale = _finite(factor(number), number)
-                for group, rate in zip(step.optimizer.param_groups, self.speaker.base_lrs, strict=True):
+                scale = _check_lr_factor(factor(number), number)
+                for group, rate in zip(step.optimizer.param_groups, self.logger.base_lrs, strict=True):
                     group["lr"] = rate * scale
-            with self.tracing.sample(number + 1) as recorder:
+            with self.tracer.sample(number + 1) as recorder:
                 with recorder.span(DATA_SPAN), lateness.data_wait():
                     batch = next(batches)
                 step.request_stop(asked() > 0)
@@ -220,34 +222,32 @@ class Training:
                 step.flush()
                 average.update((number + 1) // period)
             lateness.step_done(number + 1)
-            self.speaker.log_step(number + 1, metrics, lr=step.optimizer.param_groups[0]["lr"])
-            self.keeper.report_failures()
-            self.pulse.beat(number + 1)
+            self.logger.log_step(number + 1, metrics, lr=step.optimizer.param_groups[0]["lr"])
+            self.checkpoints.report_failures()
+            self.heartbeat.beat(number + 1)
             progress, best = TrainingProgress(number + 1, list(losses), {}, progress.best), progress.best
             if progress.step < last and step.is_synchronized:
                 if step.stop_requested:
-                    self.stop(progress, asked())
+                    self.save_and_stop(progress, asked())
                 if is_due(progress.step, self.settings.evaluate_every or 0, period):
                     progress = self.evaluate(progress)
                 if every and (is_due(progress.step, every, period) or progress.best != best):
-                    with self.pulse.pause():
-                        self.keeper.save(progress)
+                    with self.heartbeat.pause():
+                        self.checkpoints.save(progress)
         return progress
 
-    def stop(self, progress: TrainingProgress, number: int) -> NoReturn:
+    def save_and_stop(self, progress: TrainingProgress, number: int) -> NoReturn:
         """Save, and end the run before its time. Collective. `number`: the signal this rank has got, or 0."""
-        with self.pulse.pause():
-            if self.settings.checkpoint_every and self.keeper.saved_step != progress.step:
-                self.keeper.save(progress)
-            self.keeper.wait()
+        with self.heartbeat.pause():
+            if self.settings.checkpoint_every and self.checkpoints.saved_step != progress.step:
+                self.checkpoints.save(progress)
+            self.checkpoints.wait()
             # A scheduler's SIGTERM goes before a Ctrl-C: it asks to be started again.
-            name = "SIGTERM" if signal.SIGTERM in self.trained.step.all_gather_json(number) else "SIGINT"
-            text = (
-                f"stopped by {name} after step {progress.step}{_told_saved(self.keeper.newest_step(), progress.step)}"
-            )
-            self.speaker.record_fault("terminated", progress.step, text)
+            name = "SIGTERM" if signal.SIGTERM in self.state.step.all_gather_json(number) else "SIGINT"
+            text = f"stopped by {name} after step {progress.step}{_format_saved(self.checkpoints.newest_step(), progress.step)}"
+            self.logger.record_fault("terminated", progress.step, text)
             # All leave together: a launcher of others ends all ranks when the first has gone.
-            text = self.trained.step.all_gather_json(text)[0]
+            text = self.state.step.all_gather_json(text)[0]
         error = StoppedError(text)
         if name == "SIGINT":
             error.exit_code = INTERRUPT_CODE
@@ -255,57 +255,57 @@ class Training:
 
     def evaluate(self, progress: TrainingProgress) -> TrainingProgress:
         """What the run has reached, with what the validation data say of it."""
-        with self.pulse.pause():
+        with self.heartbeat.pause():
             return self._evaluate(progress)
 
     def _evaluate(self, progress: TrainingProgress) -> TrainingProgress:
-        if self.valid is None:
+        if self.valid_source is None:
             return progress
-        step, _, average = self.trained
-        valid = evaluate(step, self.task, self.valid, self.settings.batch_size)
+        step, _, average = self.state
+        valid = evaluate(step, self.task, self.valid_source, self.settings.batch_size)
         if average is not None:
             with step.swapped_weights(average.values):
-                averaged = evaluate(step, self.task, self.valid, self.settings.batch_size)
+                averaged = evaluate(step, self.task, self.valid_source, self.settings.batch_size)
             valid |= {f"ema {name}": value for name, value in averaged.items()}
-        self.speaker.log_validation(progress.step, valid)
+        self.logger.log_validation(progress.step, valid)
         loss = valid.get("loss")
         # A loss that is not a number is not equal to itself, and never the best.
         is_best = loss is not None and loss == loss and (progress.best is None or loss < progress.best)
         return progress._replace(valid=valid, best=loss if is_best else progress.best)
 
-    def end(self, progress: TrainingProgress, seconds: float) -> RunResult:
+    def finish(self, progress: TrainingProgress, seconds: float) -> RunResult:
         """The last evaluation, the last checkpoint, and what is told of the run."""
-        step, _, average = self.trained
+        step, _, average = self.state
         step.flush()
         if self.settings.drift_check:
             step.check_drift()
         progress = self.evaluate(progress)
-        self.pulse.mark_done()
-        if self.settings.checkpoint_every and self.keeper.saved_step != progress.step:
-            self.keeper.save(progress)
+        self.heartbeat.mark_done()
+        if self.settings.checkpoint_every and self.checkpoints.saved_step != progress.step:
+            self.checkpoints.save(progress)
         sample = None
         if self.task.sample is not None:
             applied = step.swapped_weights(average.values) if average is not None else contextlib.nullcontext()
             with applied, eval_mode(step.model), step.unsharded():
-                sample = self.task.sample(step.model) if self.speaker.rank == 0 else None
-        self.keeper.wait()
+                sample = self.task.sample(step.model) if self.logger.rank == 0 else None
+        self.checkpoints.wait()
         if self.settings.checkpoint_every:
-            self._check_saved(progress.step)
+            self._check_last_step_saved(progress.step)
         losses = progress.losses
         loss = sum(losses) / len(losses) if losses else float("nan")
-        path, rate = self.speaker.path, self.speaker.num_units / max(seconds, 1e-9)
-        if path is not None and path.absolute() != self.speaker.run_path:  # The task has changed the working directory.
-            path = self.speaker.run_path
+        path, rate = self.logger.path, self.logger.num_units / max(seconds, 1e-9)
+        if path is not None and path.absolute() != self.logger.run_path:  # The task has changed the working directory.
+            path = self.logger.run_path
         result = RunResult(path, self.settings.steps, loss, progress.valid, rate, seconds, sample)
-        self.speaker.finish(result)
+        self.logger.finish(result)
         return result
 
-    def _check_saved(self, last: int) -> None:
+    def _check_last_step_saved(self, last: int) -> None:
         """A run whose last step is on no disk has not ended well. Collective.
 
         Raises TrainingError, or PeerError where a rank died while it wrote its last piece.
         """
-        newest = self.trained.step.all_gather_json(self.keeper.newest_step())[0]
+        newest = self.state.step.all_gather_json(self.checkpoints.newest_step())[0]
         if newest == last:
             return
         where = f"goes on from step {newest}" if newest else "begins again"
@@ -313,7 +313,7 @@ class Training:
         raise TrainingError(Problem(got, "it on the disk", f"the same command: it {where}"), where="training")
 
 
-def _told_saved(newest: int | None, step: int) -> str:
+def _format_saved(newest: int | None, step: int) -> str:
     """What is on the disk, of a run that is at `step`, and what the same command will do."""
     if newest == step:
         return ", which is saved; the same command goes on there"
@@ -322,11 +322,11 @@ def _told_saved(newest: int | None, step: int) -> str:
     return "; nothing is saved, and the same command begins again"
 
 
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, tuple | list) and len(value) == 2 and all(map(_is_one, value))
+def _is_number_pair(value: Any) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2 and all(map(_is_number, value))
 
 
-def _is_one(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     """Whether it is one number, of whatever library."""
     with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
         float(value)
@@ -334,7 +334,7 @@ def _is_one(value: Any) -> bool:
     return False
 
 
-def _finite(factor: Any, step: int) -> float:
+def _check_lr_factor(factor: Any, step: int) -> float:
     """A factor of the learning rate. Raises TaskError where a schedule gives what no rate can be multiplied by."""
     # A tensor of one element is a number too.
     with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
@@ -364,7 +364,7 @@ def evaluate(step: TrainStep, task: Task, source: Source, batch_size: int) -> di
         for first in range(start, start + longest, each):
             batch = draw(range(first, min(first + each, stop)))[0] if first < stop else None
             with step.unsharded():
-                loss, found = (None, {}) if batch is None else _measures(step, task, batch)
+                loss, found = (None, {}) if batch is None else _batch_metrics(step, task, batch)
             if loss is not None:
                 uneven_by += torch.tensor(
                     list(map(float, (loss.count, loss.other_count, loss.other_square))), dtype=torch.float64
@@ -384,19 +384,19 @@ def evaluate(step: TrainStep, task: Task, source: Source, batch_size: int) -> di
     return {name: total / count for name, (total, count) in everyone.items() if count}
 
 
-def _measures(step: TrainStep, task: Task, batch: Any) -> tuple[Loss, dict[str, Sequence[Any]]]:
+def _batch_metrics(step: TrainStep, task: Task, batch: Any) -> tuple[Loss, dict[str, Sequence[Any]]]:
     part, measured = step.run_forward(batch)
     # Of a model with a loss of its own the labels are among the inputs.
     targets = part.inputs if part.targets is None else part.targets
     extra = task.evaluate(measured.outputs, targets) if task.evaluate is not None else {}
-    if not isinstance(extra, dict) or not all(isinstance(k, str) and _is_pair(v) for k, v in extra.items()):
+    if not isinstance(extra, dict) or not all(isinstance(k, str) and _is_number_pair(v) for k, v in extra.items()):
         need = "a dict from names to pairs (sum, count)"
         raise TaskError(Problem("what the task's evaluate returned", need, '{"accuracy": (num_right, num_samples)}'))
     return measured.loss, {"loss": (measured.loss.total, measured.loss.count), **extra}
 
 
 @contextlib.contextmanager
-def _speaker(
+def _run_logger(
     task: Task, step: TrainStep, plan: Plan, settings: Settings, report: ProgressDisplay | None
 ) -> Iterator[RunLogger]:
     speaker = RunLogger(task, settings, rank=step.rank, report=report)
