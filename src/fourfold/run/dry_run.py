@@ -243,7 +243,7 @@ class DryRun:
         watch = self._weight_check
         with (
             preserve_state(modules) as loss_state,
-            preserve_state(self._model, kept=watch.not_copied, renorms=watch.renorms) as state,
+            preserve_state(self._model, not_restored=watch.not_copied, counts_renorms=watch.renorms) as state,
         ):
             with self._objective.force_eager(self._model), without_randomness(self._device) as watched:
                 measured = [self._forward_loss(part) for _ in range(num_forwards)]

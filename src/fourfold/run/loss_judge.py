@@ -27,7 +27,7 @@ from fourfold.run.objective import ForwardResult, Objective
 from fourfold.run.parts_of_loss import LossComparison, compare_losses
 from fourfold.run.projections import Projection, project_gradients
 from fourfold.run.random_weights import CheckConfig, MemoryFit, cast_real, copy_buffers, copy_parameters
-from fourfold.run.unchanged import copied_attributes, unchanged
+from fourfold.run.unchanged import copy_tensor_attributes, preserve_module
 from fourfold.run.weight_writes import WeightWrites
 from fourfold.run.widened import Widened
 from fourfold.run.without_randomness import without_randomness
@@ -132,7 +132,7 @@ class LossCheck:
                 # Not `torch.func.functional_call`: a checkpoint's second forward needs these weights in backward, too.
                 state: dict[str, Tensor] = {**parameters, **copy_buffers(module, dtype)}
                 stack.enter_context(_reparametrize_module(module, state, tie_weights=True))
-                stack.enter_context(copied_attributes(module, dtype))
+                stack.enter_context(copy_tensor_attributes(module, dtype))
                 writes = WeightWrites(module)
                 stack.callback(writes.restore)
                 stack.enter_context(writes)
@@ -185,7 +185,7 @@ def check_loss(
         return CheckResult(None, None, "a second copy of weights and gradients does not fit into memory")
     for judgement in CHECK_CONFIGS if memory_fit.fits_float64 else CHECK_CONFIGS[-1:]:
         try:
-            with unchanged(model), unchanged(objective.loss_modules(model)):
+            with preserve_module(model), preserve_module(objective.loss_modules(model)):
                 problem = _run_check(model, objective, judgement, whole, parts, device)
             return CheckResult(problem, str(judgement), "; ".join(reasons))
         except CheckUnavailable as error:

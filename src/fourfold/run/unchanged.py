@@ -15,7 +15,7 @@ from fourfold.run.random_weights import cast_real
 
 
 @contextlib.contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
+def preserve_module(model: nn.Module) -> Iterator[None]:
     """Within, forwards and backwards of the model leave no trace. Its gradients are not there."""
     modules = list(model.modules())
     attributes = [dict(vars(module)) for module in modules]
@@ -37,7 +37,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def copied_attributes(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+def copy_tensor_attributes(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     """Within, tensors that modules hold as plain attributes are copies, in another dtype as parameters and buffers are.
 
     dtype: None leaves them in their own.

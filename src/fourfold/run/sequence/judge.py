@@ -50,7 +50,7 @@ from fourfold.run.sequence.same_call import compare_attention_calls
 from fourfold.run.sequence.taps import GradTaps, shard_shape
 from fourfold.run.sequence.tokens import TokenShard, shard_tokens
 from fourfold.run.sequence.where import ModuleTracker
-from fourfold.run.unchanged import copied_attributes
+from fourfold.run.unchanged import copy_tensor_attributes
 from fourfold.words.errors import FourfoldError, Problem, TaskError
 
 SEED = 11
@@ -123,7 +123,7 @@ class ShardComparison:
         grad = torch.set_grad_enabled(self._config.has_gradients and taps is not None)
         # Not `torch.func.functional_call`: a checkpoint's second forward needs these weights in backward, too.
         weights = _reparametrize_module(self._model, self._state, tie_weights=True)
-        constants = copied_attributes(self._model, self._config.dtype)
+        constants = copy_tensor_attributes(self._model, self._config.dtype)
         with (
             grad,
             exact,
@@ -260,7 +260,7 @@ class ShardComparison:
     def _compare_with_own_attention(self, outputs: Any) -> None:
         """A transformers model must be the same with our attention and masks as with those it is configured for."""
         exact = Float64Mode(new_tensors=True) if self._config.dtype is not None else contextlib.nullcontext()
-        with _raise_unavailable(), torch.no_grad(), exact, copied_attributes(self._model, self._config.dtype):
+        with _raise_unavailable(), torch.no_grad(), exact, copy_tensor_attributes(self._model, self._config.dtype):
             theirs = torch.func.functional_call(self._model, self._state, (), self._inputs)
         if not all(
             is_close(one, other.detach()) for one, other in zip(tree_leaves(theirs), tree_leaves(outputs), strict=True)

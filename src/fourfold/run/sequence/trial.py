@@ -24,7 +24,7 @@ from fourfold.run.sequence.judge import CheckUnavailable, ShardComparison
 from fourfold.run.sequence.route import AttentionCall, intercept_attention
 from fourfold.run.sequence.tokens import TokenShard
 from fourfold.run.sequence.where import ModuleTracker
-from fourfold.run.unchanged import unchanged
+from fourfold.run.unchanged import preserve_module
 from fourfold.run.weight_writes import WeightWrites
 from fourfold.words.errors import Problem, TaskError
 
@@ -74,7 +74,7 @@ class SequenceDryRun:
 
     def run(self) -> DryRunResult:
         """Try the model out. What the model raises itself on whole inputs is raised."""
-        with eval_mode(self._model), self._tracker, unchanged(self._model):
+        with eval_mode(self._model), self._tracker, preserve_module(self._model):
             try:
                 trained = {name for name, p in self._model.named_parameters() if p.requires_grad}
                 with WeightWrites(self._model, kept=trained) as writes:
