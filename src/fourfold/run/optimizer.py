@@ -31,7 +31,7 @@ from fourfold.run.layouts import MemoryFormats, shape_and_strides
 from fourfold.run.refuse import check_plan_on_ranks, check_same_on_ranks
 from fourfold.run.same_batches import DuplicateBatches, InputFingerprints
 from fourfold.run.spread import broadcast_tree
-from fourfold.run.unreduced import Reduced, Unreduced
+from fourfold.run.unreduced import ReducedGrad, UnreducedGrads
 from fourfold.run.weights import trainable_of
 from fourfold.run.wrapped_steps import WrappedSteps
 from fourfold.words.action import LOSS, USED
@@ -164,9 +164,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         slots = [(slot.name, self._transport.grad_buffers[bucket.index]) for bucket in buckets for slot in bucket.slots]
         self._parameters = [trainable[name] for name, _ in slots]
         self._num_buckets = len(buckets)
-        reduced = [Reduced(name, trainable[name], slot) for name, slot in slots]
+        reduced = [ReducedGrad(name, trainable[name], slot) for name, slot in slots]
         self._memory_formats = MemoryFormats(trainable, self._optimizer)
-        self._unreduced = Unreduced(reduced, self._gradients.views, self._optimizer)
+        self._unreduced = UnreducedGrads(reduced, self._gradients.views, self._optimizer)
         self._steps = WrappedSteps(
             self._optimizer,
             self._model,
@@ -181,7 +181,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._is_replaced:
             return
         if not self._is_sync_enabled:
-            self._unreduced.touched()
+            self._unreduced.mark_touched()
             self._steps.begin_round()
             return
         backward = torch._C._current_graph_task_id()
@@ -204,7 +204,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._gradients.finish_round()
             used = self._reduce(self._count_active_ranks())
             self._assign_grads(used)
-            self._unreduced.reduced(used)
+            self._unreduced.mark_reduced(used)
             self._end_round()
             self._backward_id = NO_BACKWARD_ID
         finally:

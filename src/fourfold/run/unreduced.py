@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from fourfold.words.errors import Problem, TrainingError
 
-SHOWN = 3  # names in a message
+MAX_NAMES = 3  # names in a message
 
 
-class Reduced(NamedTuple):
+class ReducedGrad(NamedTuple):
     """A parameter whose gradient is reduced: its name, and the slot that then holds it."""
 
     name: str
@@ -26,67 +26,67 @@ class Reduced(NamedTuple):
     slot: Tensor
 
 
-class Unreduced:
+class UnreducedGrads:
     """Knows which gradients of a rank no reduction has seen since the last step."""
 
-    def __init__(self, reduced: Sequence[Reduced], views: Sequence[Tensor], optimizer: Optimizer) -> None:
+    def __init__(self, reduced: Sequence[ReducedGrad], views: Sequence[Tensor], optimizer: Optimizer) -> None:
         """`views`: the `.grad` of each parameter after a reduction. The list may get others."""
         self._reduced, self._views, self._optimizer = reduced, views, optimizer
-        self._known = {id(each.parameter) for each in reduced}
+        self._known_ids = {id(each.parameter) for each in reduced}
         self._slots = list({id(each.slot): each.slot for each in reduced}.values())
         self._all = range(len(reduced))
-        self._unseen: Sequence[int] = self._all
+        self._maybe_unreduced: Sequence[int] = self._all
         # Autograd and the user may write into what the last step has used: then the version of the slot is another.
         self._versions: dict[int, int] = {}
 
-    def touched(self) -> None:
+    def mark_touched(self) -> None:
         """A backward without reduction has added to gradients."""
-        self._unseen, self._versions = self._all, {}
+        self._maybe_unreduced, self._versions = self._all, {}
 
-    def reduced(self, used: Sequence[float]) -> None:
+    def mark_reduced(self, used: Sequence[float]) -> None:
         """A reduction has ended; on how many ranks each parameter has a gradient in it."""
-        self._unseen = [] if all(used) else [number for number in self._unseen if not used[number]]
+        self._maybe_unreduced = [] if all(used) else [number for number in self._maybe_unreduced if not used[number]]
 
-    def stepped(self) -> None:
+    def mark_stepped(self) -> None:
         """The optimizer has used what was in `.grad`."""
-        self._unseen = self._all
+        self._maybe_unreduced = self._all
         self._versions = {id(slot): slot._version for slot in self._slots}
 
-    def refuse(self, model: nn.Module) -> None:
+    def check(self, model: nn.Module) -> None:
         """Raise TrainingError naming the parameters with a gradient that no reduction has seen."""
         not_averaged = "has not been averaged over the ranks since the last step"
         need = "the mean gradient: with gradients of their own the ranks' weights would drift apart"
         problems = []
-        unseen = [self._reduced[number].name for number in self._unseen if self._is_unseen(number)]
+        unseen = [self._reduced[number].name for number in self._maybe_unreduced if self._is_unreduced(number)]
         if unseen:
             attempt = "loss.backward() outside no_sync(), and edits of .grad only after it"
-            problems.append(Problem(f".grad of {_shown(unseen)} {not_averaged}", need, attempt))
+            problems.append(Problem(f".grad of {_name_list(unseen)} {not_averaged}", need, attempt))
         # The groups as they are now: parameters may have come since the build.
         groups = self._optimizer.param_groups
-        late = [p for group in groups for p in group["params"] if id(p) not in self._known and _holds(p.grad)]
+        late = [p for group in groups for p in group["params"] if id(p) not in self._known_ids and _is_nonzero(p.grad)]
         if late:
             names = {id(parameter): name for name, parameter in model.named_parameters()}
-            shown = _shown([names.get(id(p), "a parameter without a name") for p in late])
+            shown = _name_list([names.get(id(p), "a parameter without a name") for p in late])
             got = f".grad of {shown}, frozen when DistributedOptimizer was built, or not the model's, {not_averaged}"
             attempt = "requires_grad_(True) before DistributedOptimizer(…), or a new one around a new optimizer"
             problems.append(Problem(got, need, attempt))
         if problems:
             raise TrainingError(problems, where="step()")
 
-    def _is_unseen(self, number: int) -> bool:
+    def _is_unreduced(self, number: int) -> bool:
         each = self._reduced[number]
         gradient = each.parameter.grad
         # What the last step has used, as it was: a second step with it is the same on all ranks.
         is_last = gradient is self._views[number] and self._versions.get(id(each.slot)) == each.slot._version
-        return not is_last and _holds(gradient)
+        return not is_last and _is_nonzero(gradient)
 
 
 @torch.no_grad()
-def _holds(gradient: Tensor | None) -> bool:
+def _is_nonzero(gradient: Tensor | None) -> bool:
     """Whether there is a gradient, other than zeros, which every rank may have."""
     return gradient is not None and (gradient.layout is not torch.strided or bool(gradient.any()))
 
 
-def _shown(names: Sequence[str]) -> str:
-    rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + rest
+def _name_list(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + rest

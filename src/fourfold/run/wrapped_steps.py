@@ -15,7 +15,7 @@ from torch.optim import LBFGS, Optimizer
 
 from fourfold.parts.comm import Transport
 from fourfold.run.batch_statistics import FrozenBatchNorms
-from fourfold.run.unreduced import Unreduced
+from fourfold.run.unreduced import UnreducedGrads
 from fourfold.words.action import LOSS
 from fourfold.words.errors import Problem, TaskError, TrainingError
 
@@ -27,7 +27,7 @@ class WrappedSteps:
         self,
         optimizer: Optimizer,
         model: nn.Module,
-        unreduced: Unreduced,
+        unreduced: UnreducedGrads,
         frozen: FrozenBatchNorms,
         transport: Transport,
         *,
@@ -101,7 +101,7 @@ class WrappedSteps:
         self.num_loads += 1
 
     def _done(self) -> None:
-        self._unreduced.stepped()
+        self._unreduced.mark_stepped()
         self.count += 1
 
     def _checked(self, closure: Any) -> Any:
@@ -122,7 +122,7 @@ class WrappedSteps:
 
     def _refuse(self) -> None:
         if self._num_ranks > 1:
-            self._unreduced.refuse(self._model)
+            self._unreduced.check(self._model)
         if problems := self._frozen.problems():
             raise TaskError(problems, where="the model")
 
