@@ -269,5 +269,5 @@ def test_verify_compares_samples_that_draw():
     )
     verdict = verify(task, ff.Plan(microbatches=5))
     assert verdict is not None
-    assert verdict.worst < 1e-12
-    assert not verdict.draws
+    assert verdict.max_deviation < 1e-12
+    assert not verdict.has_randomness

@@ -199,7 +199,7 @@ def test_an_evaluation_of_a_models_own_loss_sees_the_inputs(dp):
 def test_a_task_with_a_models_own_loss_is_verified():
     verdict = verify(task(batch_size=7), Plan())
     assert verdict is not None
-    assert verdict.worst <= 1e-9
+    assert verdict.max_deviation <= 1e-9
 
 
 def test_a_loss_without_targets_and_targets_without_a_loss_are_refused():

@@ -16,7 +16,7 @@ from fourfold.plan.plan import Plan
 from fourfold.run.batch import Loss, sum_loss
 from fourfold.run.exact import Float64Mode
 from fourfold.run.objective import Objective
-from fourfold.run.verify import TOLERANCE, Verdict, refuse_outside, verify
+from fourfold.run.verify import TOLERANCE, VerifyResult, check_verifiable, verify
 from fourfold.testing import oracle
 from fourfold.words.errors import PlanError
 from fourfold.words.task import Data, Task
@@ -77,11 +77,15 @@ PLANS = [Plan(), Plan(microbatches=3), Plan(bucket_bytes=100), Plan(update="in_b
 def test_what_is_right_passes(kind, plan):
     verdict = verify(task(kind, clip=0.5 if plan.update == "after" else None), plan)
     assert verdict is not None
-    assert verdict.worst <= TOLERANCE
-    assert verdict.weights.keys() == verdict.gradients.keys() == {n for n, _ in Net(kind).named_parameters()}
-    assert len(verdict.losses) == 3
+    assert verdict.max_deviation <= TOLERANCE
+    assert (
+        verdict.weight_deviations.keys()
+        == verdict.grad_deviations.keys()
+        == {n for n, _ in Net(kind).named_parameters()}
+    )
+    assert len(verdict.loss_deviations) == 3
     assert verdict.num_dropouts == (kind in ("module", "number"))
-    assert not verdict.draws
+    assert not verdict.has_randomness
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -95,7 +99,7 @@ def test_complex_parameters_are_compared_in_complex128(plan):
 
     verdict = verify(task(model=Watched, clip=0.5 if plan.update == "after" else None), plan)
     assert verdict is not None
-    assert verdict.worst <= TOLERANCE
+    assert verdict.max_deviation <= TOLERANCE
     assert seen == {torch.float64, torch.complex128}
 
 
@@ -103,7 +107,7 @@ def test_an_imaginary_part_that_is_wrong_is_found():
     with mock.patch.object(Objective, "sum_loss", wrong):
         verdict = verify(task(model=Complex), Plan())
     assert verdict is not None
-    assert verdict.gradients["phase"] > 1e-7
+    assert verdict.grad_deviations["phase"] > 1e-7
 
 
 def test_the_oracle_compares_imaginary_parts():
@@ -120,24 +124,24 @@ def test_a_wrong_gradient_is_found_in_every_number():
     with mock.patch.object(Objective, "sum_loss", wrong):
         verdict = verify(task(), Plan())
     assert verdict is not None
-    assert min(verdict.losses) > 1e-6
-    assert min(verdict.gradients.values()) > 1e-7
-    assert not verdict.worst <= TOLERANCE
+    assert min(verdict.loss_deviations) > 1e-6
+    assert min(verdict.grad_deviations.values()) > 1e-7
+    assert not verdict.max_deviation <= TOLERANCE
 
 
 def test_a_model_that_draws_is_told():
     verdict = verify(task("draws"), Plan())
     assert verdict is not None
-    assert verdict.draws
+    assert verdict.has_randomness
 
 
-def told(verdict: Verdict) -> str:
+def told(verdict: VerifyResult) -> str:
     plan = dataclasses.replace(Plan(), dp=2, sp=2)
     return "\n".join(command.format_result(Job(task=task(), plan=plan, settings={"spec": "lm"}, identity={}), verdict))
 
 
 def test_the_table_says_what_was_compared_and_what_was_left_out():
-    verdict = Verdict([1e-12], {"a": 2e-13, "bc": 0.0}, {"a": 1e-5, "bc": float("nan")}, 2, True)
+    verdict = VerifyResult([1e-12], {"a": 2e-13, "bc": 0.0}, {"a": 1e-5, "bc": float("nan")}, 2, True)
     lines = told(verdict)
     assert lines.startswith("lm on dp 2 × sp 2, beside one device: 3 steps in float64")
     assert "  a        2.0e-13   1.0e-05" in lines
@@ -146,11 +150,11 @@ def test_the_table_says_what_was_compared_and_what_was_left_out():
     assert "draws random numbers" in lines
     assert "gives the training of one device" not in lines
     assert "the dry run of sp = 2 does not see tokens that mix in training mode only, in branches" in lines
-    assert "gives the training of one device" in told(Verdict([0.0], {"a": 0.0}, {"a": 1e-10}, 0, False))
+    assert "gives the training of one device" in told(VerifyResult([0.0], {"a": 0.0}, {"a": 1e-10}, 0, False))
 
 
 def test_what_is_off_is_named_and_ends_with_exit_code_1():
-    verdict = Verdict([1e-12, 1e-3], {"a": 2e-13, "bc": 0.0}, {"a": 1e-5, "bc": float("nan")}, 0, False)
+    verdict = VerifyResult([1e-12, 1e-3], {"a": 2e-13, "bc": 0.0}, {"a": 1e-5, "bc": float("nan")}, 0, False)
     job = Job(task=task(), plan=Plan(), settings={"spec": "lm"}, identity={})
     with mock.patch("fourfold.run.verify.verify", return_value=verdict), pytest.raises(command.VerifyError) as caught:
         command.verify(job, None)
@@ -165,7 +169,7 @@ def test_what_is_off_is_named_and_ends_with_exit_code_1():
 )
 def test_plans_of_another_training_are_refused_with_the_reason(plan):
     with pytest.raises(PlanError, match="another training than one device's"):
-        refuse_outside(plan)
+        check_verifiable(plan)
 
 
 def test_what_asks_for_float32_gets_float64():
@@ -217,7 +221,7 @@ def test_a_mixture_of_experts_of_transformers_is_verified():
     )
     verdict = verify(mixture, Plan(microbatches=2))
     assert verdict is not None
-    assert verdict.worst <= TOLERANCE
+    assert verdict.max_deviation <= TOLERANCE
 
 
 def test_what_asks_for_complex64_gets_complex128():

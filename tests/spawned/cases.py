@@ -298,4 +298,4 @@ def verdict(**fields: Any) -> dict[str, Any] | None:
     """What `fourfold verify` finds of a plan with these fields; on rank 0."""
     task = lm.task(width=32, layers=1, length=32, steps=2, batch_size=4, clip=None)
     found = verify(task, ff.Plan(**fields))
-    return None if found is None else {"worst": found.worst, "tensors": len(found.weights)}
+    return None if found is None else {"worst": found.max_deviation, "tensors": len(found.weight_deviations)}

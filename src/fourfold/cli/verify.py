@@ -15,7 +15,7 @@ from fourfold.words.text import escaped
 from fourfold.words.world import World, from_environment
 
 if TYPE_CHECKING:
-    from fourfold.run.verify import Verdict
+    from fourfold.run.verify import VerifyResult
 
 MAX_SHOWN = 40  # tensors; of more, the furthest
 
@@ -41,11 +41,11 @@ def verify(work: job.Job, world: World | None) -> None:
     if verdict is None:
         return
     print(escaped("\n".join(format_result(work, verdict))), flush=True)
-    if not verdict.worst <= TOLERANCE:
+    if not verdict.max_deviation <= TOLERANCE:
         raise VerifyError(_problems(verdict, TOLERANCE), where="what was compared")
 
 
-def format_result(work: job.Job, verdict: "Verdict") -> list[str]:
+def format_result(work: job.Job, verdict: "VerifyResult") -> list[str]:
     """The lines of the table, and what is to be known about it."""
     from fourfold.run.sequence.trial import NOT_CHECKED
     from fourfold.run.verify import TOLERANCE
@@ -54,25 +54,29 @@ def format_result(work: job.Job, verdict: "Verdict") -> list[str]:
     axes = " × ".join(f"{axis} {mesh.axis_size(axis)}" for axis in ("pp", "dp", "sp", "tp") if mesh.axis_size(axis) > 1)
     steps = f"{work.task.steps} step{'s' if work.task.steps > 1 else ''}"
     lines = [f"{work.task_name} on {axes or 'one rank'}, beside one device: {steps} in float64", ""]
-    names = sorted(verdict.weights, key=lambda name: -max(verdict.weights[name], verdict.gradients[name]))
-    names = [name for name in verdict.weights if name in names[:MAX_SHOWN]]
+    names = sorted(
+        verdict.weight_deviations, key=lambda name: -max(verdict.weight_deviations[name], verdict.grad_deviations[name])
+    )
+    names = [name for name in verdict.weight_deviations if name in names[:MAX_SHOWN]]
     width = max(len(name) for name in (*names, "tensor"))
     lines.append(f"  {'tensor'.ljust(width)}  gradient   weight")
     for name in names:
         lines.append(
-            f"  {name.ljust(width)}  {_format_deviation(verdict.gradients[name])}  {_format_deviation(verdict.weights[name])}"
+            f"  {name.ljust(width)}  {_format_deviation(verdict.grad_deviations[name])}  {_format_deviation(verdict.weight_deviations[name])}"
         )
-    if len(names) < len(verdict.weights):
-        lines.append(f"  and {len(verdict.weights) - len(names)} more, none of them further off")
-    lines += ["", f"  loss, by step  {'  '.join(map(_format_deviation, verdict.losses))}", ""]
-    lines.append(f"largest deviation {verdict.worst:.1e}, of |a − b| / max(1, |b|); the tolerance is {TOLERANCE:.0e}")
+    if len(names) < len(verdict.weight_deviations):
+        lines.append(f"  and {len(verdict.weight_deviations) - len(names)} more, none of them further off")
+    lines += ["", f"  loss, by step  {'  '.join(map(_format_deviation, verdict.loss_deviations))}", ""]
+    lines.append(
+        f"largest deviation {verdict.max_deviation:.1e}, of |a − b| / max(1, |b|); the tolerance is {TOLERANCE:.0e}"
+    )
     if verdict.num_dropouts:
         lines.append("dropout is left out: what is dropped is drawn by each rank")
-    if verdict.draws:
+    if verdict.has_randomness:
         lines.append("the model draws random numbers while it trains: each mesh has other ones, and may differ by them")
     if mesh.axis_size("sp") > 1:
         lines.append(f"the dry run of sp = {mesh.axis_size('sp')} does not see {NOT_CHECKED}")
-    if verdict.worst <= TOLERANCE:
+    if verdict.max_deviation <= TOLERANCE:
         lines.append("the plan gives the training of one device")
     return lines
 
@@ -81,11 +85,11 @@ def _format_deviation(far: float) -> str:
     return f"{far:8.1e}"
 
 
-def _problems(verdict: "Verdict", tolerance: float) -> list[Problem]:
+def _problems(verdict: "VerifyResult", tolerance: float) -> list[Problem]:
     kinds: Mapping[str, Mapping[str, float]] = {
-        "gradient": verdict.gradients,
-        "weight": verdict.weights,
-        "loss": {f"step {number}": far for number, far in enumerate(verdict.losses, 1)},
+        "gradient": verdict.grad_deviations,
+        "weight": verdict.weight_deviations,
+        "loss": {f"step {number}": far for number, far in enumerate(verdict.loss_deviations, 1)},
     }
     problems = []
     for kind, each in kinds.items():

@@ -133,16 +133,16 @@ def verify(words: Sequence[str], processes: str | None) -> int:
     from fourfold.cli.settings import FIELDS, parse_args
     from fourfold.engines.machine import check_num_processes
     from fourfold.engines.restart import SupervisionPolicy
-    from fourfold.run.verify import STEPS, refuse_outside
+    from fourfold.run.verify import DEFAULT_STEPS, check_verifiable
 
     given = parse_args(words)
-    words = [*words] if "steps" in given.values else [*words, f"steps={STEPS}"]
+    words = [*words] if "steps" in given.values else [*words, f"steps={DEFAULT_STEPS}"]
     world = from_environment()
     plan = job.parse_job(words, num_processes=check_num_processes(processes, world)).plan
     if given.plan_file is None and not set(given.values) & set(FIELDS):
         problem = Problem("no plan", "a file PLAN.toml, or fields of a plan", "fourfold verify lm dp=2 zero=1")
         raise SettingError(problem, where="fourfold verify")
-    refuse_outside(plan)
+    check_verifiable(plan)
     ready = job.prepare_job(words, num_processes=check_num_processes(processes, world), has_run_dir=False)
     if world is not None or ready.num_processes == 1:
         verify.verify(ready, world)

@@ -30,27 +30,27 @@ from fourfold.words.errors import PlanError, Problem, SettingError
 from fourfold.words.task import Task, check_task
 
 TOLERANCE = 1e-9
-STEPS = 3
+DEFAULT_STEPS = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class VerifyResult:
     """How far the plan's training is from one device's: losses by step, gradients and weights by name."""
 
-    losses: list[float]
-    gradients: dict[str, float]
-    weights: dict[str, float]
+    loss_deviations: list[float]
+    grad_deviations: dict[str, float]
+    weight_deviations: dict[str, float]
     num_dropouts: int
-    draws: bool
+    has_randomness: bool
     """Whether the model drew random numbers all the same: then each mesh has other ones."""
 
     @property
-    def worst(self) -> float:
-        every = (*self.losses, *self.gradients.values(), *self.weights.values())
+    def max_deviation(self) -> float:
+        every = (*self.loss_deviations, *self.grad_deviations.values(), *self.weight_deviations.values())
         return float("inf") if any(far != far for far in every) else max(every)
 
 
-def refuse_outside(plan: Plan) -> None:
+def check_verifiable(plan: Plan) -> None:
     """Raise PlanError for a plan whose training is not meant to be one device's."""
     apart = "ranks that have the same weights after every step"
     reasons = {
@@ -75,7 +75,7 @@ def refuse_outside(plan: Plan) -> None:
         raise PlanError(problems, where="what is to be verified")
 
 
-def verify(task: Task, plan: Plan, *, seed: int = 0) -> Verdict | None:
+def verify(task: Task, plan: Plan, *, seed: int = 0) -> VerifyResult | None:
     """Train `task.steps` steps on the plan's mesh, and on rank 0 alone as well; what is found, there. Collective.
 
     Raises PlanError for a plan outside the law, and whatever a training raises.
@@ -84,55 +84,57 @@ def verify(task: Task, plan: Plan, *, seed: int = 0) -> Verdict | None:
     check_plan_argument(plan)
     if problems := arguments.seed(seed):
         raise SettingError(problems, where="the settings")
-    refuse_outside(plan)
+    check_verifiable(plan)
     torch.manual_seed(seed)
     data = task.data()
     check_data(data, where="the task's data")
     source = data.train
-    model = _widened(task.model())
-    num_dropouts = _without_dropout(model)
+    model = _to_float64_model(task.model())
+    num_dropouts = _disable_dropout(model)
     # Each of the trainings begins with these weights; rank 0's, for it is rank 0 that compares.
     first = {name: p.detach().clone() for name, p in model.named_parameters()}
     how = {"batch_size": task.batch_size, "seed": seed}
     with Float64Mode():
-        probed, _ = _on_mesh(_probe(task), copy.deepcopy(model), plan, Feed(source, plan, **how), seed=seed)
-        trained, losses = _on_mesh(task, copy.deepcopy(model), plan, Feed(source, plan, **how), seed=seed)
+        probed, _ = _train_on_mesh(
+            _gradient_task(task), copy.deepcopy(model), plan, Feed(source, plan, **how), seed=seed
+        )
+        trained, losses = _train_on_mesh(task, copy.deepcopy(model), plan, Feed(source, plan, **how), seed=seed)
         if world().rank:
             return None
         state = torch.get_rng_state()
-        alone, _ = _alone(_probe(task), copy.deepcopy(model), Feed.single_rank(source, **how))
-        expected, their_losses = _alone(task, model, Feed.single_rank(source, **how))
+        alone, _ = _train_on_one_device(_gradient_task(task), copy.deepcopy(model), Feed.single_rank(source, **how))
+        expected, their_losses = _train_on_one_device(task, model, Feed.single_rank(source, **how))
         draws = not torch.equal(state, torch.get_rng_state())
-    return Verdict(
-        losses=[abs(a - b) / max(1.0, abs(b)) for a, b in zip(losses, their_losses, strict=True)],
-        gradients={name: _far(first[name] - probed[name], first[name] - alone[name]) for name in first},
-        weights={name: _far(trained[name], expected[name]) for name in first},
+    return VerifyResult(
+        loss_deviations=[abs(a - b) / max(1.0, abs(b)) for a, b in zip(losses, their_losses, strict=True)],
+        grad_deviations={name: _max_deviation(first[name] - probed[name], first[name] - alone[name]) for name in first},
+        weight_deviations={name: _max_deviation(trained[name], expected[name]) for name in first},
         num_dropouts=num_dropouts,
-        draws=draws,
+        has_randomness=draws,
     )
 
 
-def _probe(task: Task) -> Task:
+def _gradient_task(task: Task) -> Task:
     """The task with one step, that of the gradient itself."""
     descent = functools.partial(torch.optim.SGD, lr=1.0)
     return dataclasses.replace(task, steps=1, clip=None, optimizer=descent, schedule=None)
 
 
-def _on_mesh(
+def _train_on_mesh(
     task: Task, model: nn.Module, plan: Plan, feed: Feed, *, seed: int
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Weights and losses of a training as the plan has it."""
     step = parallelize(model, task.loss, task.optimizer, plan, clip=task.clip, seed=seed)
-    losses = [step(batch).loss for batch in _rated(task, step.optimizer, feed)]
+    losses = [step(batch).loss for batch in _batches_with_lr(task, step.optimizer, feed)]
     state = step.state_dict()["model"]
     return {name: state[name].cpu() for name, _ in step.model.named_parameters()}, losses
 
 
-def _alone(task: Task, model: nn.Module, feed: Feed) -> tuple[dict[str, Tensor], list[float]]:
+def _train_on_one_device(task: Task, model: nn.Module, feed: Feed) -> tuple[dict[str, Tensor], list[float]]:
     """Weights and losses of a training in this process, in plain torch."""
     optimizer = task.optimizer(list(model.parameters()))
     losses = []
-    for batch in _rated(task, optimizer, feed):
+    for batch in _batches_with_lr(task, optimizer, feed):
         inputs, targets = unpack_batch(batch)
         outputs = call_model(model, inputs)
         value = model_loss(outputs, inputs) if task.loss is None else task.loss(outputs, targets)
@@ -147,7 +149,7 @@ def _alone(task: Task, model: nn.Module, feed: Feed) -> tuple[dict[str, Tensor],
     return {name: p.detach() for name, p in model.named_parameters()}, losses
 
 
-def _rated(task: Task, optimizer: torch.optim.Optimizer, feed: Feed) -> Iterator[Any]:
+def _batches_with_lr(task: Task, optimizer: torch.optim.Optimizer, feed: Feed) -> Iterator[Any]:
     """The batches of all steps, in float64; before each one the rate is the schedule's."""
     rates = [group["lr"] for group in optimizer.param_groups]
     batches: Any = feed.repeat()
@@ -158,10 +160,10 @@ def _rated(task: Task, optimizer: torch.optim.Optimizer, feed: Feed) -> Iterator
                     group["lr"] = rate * task.schedule(number, task.steps)
             batch = next(batches)
             samples = batch.samples
-            yield Batch.wrap(tree_map(dict(batch) if isinstance(batch, dict) else tuple(batch), _wide), samples)
+            yield Batch.wrap(tree_map(dict(batch) if isinstance(batch, dict) else tuple(batch), _to_float64), samples)
 
 
-def _widened(model: nn.Module) -> nn.Module:
+def _to_float64_model(model: nn.Module) -> nn.Module:
     """The model in float64 and complex128."""
     model.double()
     for tensor in (*model.parameters(), *model.buffers()):
@@ -170,19 +172,19 @@ def _widened(model: nn.Module) -> nn.Module:
     return model
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def _to_float64(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         return tensor.to(torch.complex128)
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def _far(a: Tensor, b: Tensor) -> float:
+def _max_deviation(a: Tensor, b: Tensor) -> float:
     """The largest |a − b| / max(1, |b|): moduli where numbers are complex."""
-    a, b = _wide(a), _wide(b)
+    a, b = _to_float64(a), _to_float64(b)
     return ((a - b).abs() / b.abs().clamp(min=1.0)).max().item() if a.numel() else 0.0
 
 
-def _without_dropout(model: nn.Module) -> int:
+def _disable_dropout(model: nn.Module) -> int:
     """Set every probability of dropout in a model to 0; how many there were."""
     found = 0
     for module in model.modules():
