@@ -47,7 +47,7 @@ from fourfold.run.loss_judge import STRICTEST_CHECK, CheckResult, check_loss, su
 from fourfold.run.objective import ForwardResult, Objective, is_compiled
 from fourfold.run.parts_of_loss import LossComparison, compare_losses
 from fourfold.run.random_weights import MemoryFit, find_memory_fit
-from fourfold.run.weight_watch import WeightWatch
+from fourfold.run.weight_watch import WeightWriteCheck
 from fourfold.run.weights import Weights
 from fourfold.run.without_randomness import without_randomness
 from fourfold.words.errors import Problem, TaskError
@@ -99,7 +99,7 @@ class DryRun:
         self._num_local_ranks, self._is_log_rank = num_local_ranks, is_log_rank
         self._num_parts = plan.dp * plan.sp * plan.microbatches
         objective.is_batch_split = self._num_parts > 1
-        self._weight_check = WeightWatch(plan, weights)
+        self._weight_check = WeightWriteCheck(plan, weights)
         self._compares_state = True
         """Whether what forwards write is compared, be it trained or not; what is trained is in any case."""
         self._finished_modes: set[bool] = set()
@@ -109,7 +109,7 @@ class DryRun:
     def is_needed(self, *, training: bool) -> bool:
         """Whether a batch must be tried out before it is used."""
         # With sp > 1 the loss has a dry run of its own: `run.sequence`.
-        is_asked = self._num_parts > 1 or (training and self._weight_check.fixed is not None)
+        is_asked = self._num_parts > 1 or (training and self._weight_check.read_only_reason is not None)
         return is_asked and (training or self._plan.sp == 1) and not {training, True} & self._finished_modes
 
     def run(
@@ -154,7 +154,7 @@ class DryRun:
         self._objective.divisors.reset()
         samples = num_samples(batch)
         told: dict[str, Any] = {"empty": samples == 0}
-        self._weight_check.begin()
+        self._weight_check.reset()
         if training and (problems := hook_problems(self._model, self._num_parts)):
             told["problems"] = problems
         elif samples and self._objective.is_model_loss and is_compiled(self._model):
@@ -243,15 +243,15 @@ class DryRun:
         watch = self._weight_check
         with (
             preserve_state(modules) as loss_state,
-            preserve_state(self._model, not_restored=watch.not_copied, counts_renorms=watch.renorms) as state,
+            preserve_state(self._model, not_restored=watch.not_restored, counts_renorms=watch.counts_renorms) as state,
         ):
             with self._objective.force_eager(self._model), without_randomness(self._device) as watched:
                 measured = [self._forward_loss(part) for _ in range(num_forwards)]
-            watch.look(state.write_tracker)
+            watch.observe(state.write_tracker)
             changes = state.changes()
             writes = bool(changes or state.write_tracker.written)
             if not self._compares_state:
-                changes = {name: value for name, value in changes.items() if name in watch.trained}
+                changes = {name: value for name, value in changes.items() if name in watch.trained_names}
             loss_changes = loss_state.changes() if self._compares_state else {}
             seen = watched.has_drawn, watched.itemsize, watched.made
             return DryRunForward(measured[-1], samples, changes, loss_changes, writes or bool(loss_changes), *seen)
@@ -285,13 +285,13 @@ class DryRun:
     def _state_problems(self, batch: Any, forwards: Sequence[DryRunForward]) -> list[Problem]:
         """What is wrong with the buffers that these forwards have changed."""
         if names := differing_across_forwards([forward.state_changes for forward in forwards]):
-            return sample_dependence_problems(names, self._num_parts, self._weight_check.trained)
+            return sample_dependence_problems(names, self._num_parts, self._weight_check.trained_names)
         if self._plan.microbatches == 1:
             return []
         names = differing_across_forwards(
             [forwards[-1].state_changes, self._forward(batch, num_forwards=2).state_changes]
         )
-        return forward_count_problems(names, self._plan.microbatches, self._weight_check.trained)
+        return forward_count_problems(names, self._plan.microbatches, self._weight_check.trained_names)
 
     def _loss_state_problems(self, batch: Any, forwards: Sequence[DryRunForward]) -> list[Problem]:
         """What is wrong with the buffers that the loss has changed; ranks without samples do not call it."""
@@ -341,7 +341,7 @@ class DryRun:
         problems = [Problem(*problem) for told in reports for problem in told["problems"]]
         changed = [told["changed"] for told in reports if not told["empty"]]
         if not problems and (names := differing_across_ranks(changed)):
-            problems = sample_dependence_problems(names, self._num_parts, self._weight_check.trained)
+            problems = sample_dependence_problems(names, self._num_parts, self._weight_check.trained_names)
         if problems:
             raise TaskError(list(dict.fromkeys(problems)), where="the model")
         losses = [LossComparison(*told["loss"]) for told in reports if told["loss"] is not None]

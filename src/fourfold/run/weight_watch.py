@@ -15,84 +15,86 @@ from fourfold.run.weights import Weights
 from fourfold.words.errors import Problem
 
 
-class Fixed(NamedTuple):
+class ReadOnlyReason(NamedTuple):
     """Why forward may not write weights: the setting of the plan, what happens to the write, and another setting."""
 
     setting: str
-    why: str
+    reason: str
     attempt: str
 
 
-class WeightWatch:
+class WeightWriteCheck:
     """Watches the weights of one rank."""
 
     def __init__(self, plan: Plan, weights: Weights) -> None:
         self._weights = weights
-        self.fixed = _fixed(plan, weights)
+        self.read_only_reason = _find_read_only_reason(plan, weights)
         # On one device rows are shortened before they are used, however many microbatches there are.
-        self.renorms = plan.reduce_group_size > 1 or self.fixed is not None
+        self.counts_renorms = plan.reduce_group_size > 1 or self.read_only_reason is not None
         """Whether a lookup in an embedding that shortens rows counts as a write."""
-        self.begin()
+        self.reset()
 
     @property
-    def trained(self) -> Collection[str]:
+    def trained_names(self) -> Collection[str]:
         return self._weights.trainable
 
     @property
-    def not_copied(self) -> Collection[str]:
+    def not_restored(self) -> Collection[str]:
         """The weights that need not be put back after a forward: where it writes them it is refused."""
-        return self.trained if self.fixed is not None else ()
+        return self.trained_names if self.read_only_reason is not None else ()
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Begin a dry run."""
-        self._written, self._replaced, self._unseen = set[str](), set[str](), set[str]()
-        self._before = self._values()
+        self._written, self._replaced, self._untracked = set[str](), set[str](), set[str]()
+        self._fingerprints_before = self._fingerprints()
 
-    def _values(self) -> dict[str, int]:
+    def _fingerprints(self) -> dict[str, int]:
         # Weights that rest split are placeholders between uses.
         return {} if self._weights.gathered is not None else values(self._weights.trainable)
 
-    def look(self, writes: WeightWrites) -> None:
+    def observe(self, writes: WeightWrites) -> None:
         """After a forward, before what it wrote is put back."""
-        if self.fixed is not None:
+        if self.read_only_reason is not None:
             self._written |= writes.written
         self._replaced |= set(writes.replaced())
-        self._unseen |= set(writes.unseen())
+        self._untracked |= set(writes.unseen())
 
     def problems(self) -> list[Problem]:
         """After a dry run, and when all that can be put back is put back."""
-        after, problems = self._values(), []
-        changed = {name for name, value in after.items() if value != self._before[name]}
-        if (names := self._some(self._written)) and self.fixed is not None:
-            setting, why, attempt = self.fixed
+        after, problems = self._fingerprints(), []
+        changed = {name for name, value in after.items() if value != self._fingerprints_before[name]}
+        if (names := self._sorted_names(self._written)) and self.read_only_reason is not None:
+            setting, why, attempt = self.read_only_reason
             got = f"forward writes {describe_trained(names)}, with {setting}"
             need = f"weights that only the update writes: {why}"
             problems.append(Problem(got, need, f"{attempt}, or {EDIT_ADVICE}"))
-        if names := self._some(self._replaced - self._written):
+        if names := self._sorted_names(self._replaced - self._written):
             need = "weights that are changed in place"
             attempt = "p.copy_(…), or another function that ends in _"
             problems.append(Problem(f"forward gives {describe_trained(names)}, another storage", need, attempt))
-        if names := self._some((self._unseen | changed) - self._replaced - self._written):
+        if names := self._sorted_names((self._untracked | changed) - self._replaced - self._written):
             got = f"forward writes {describe_trained(names)}, by other means than torch's functions"
             problems.append(Problem(got, "writes that can be watched, or none", EDIT_ADVICE))
         return problems
 
-    def _some(self, names: Collection[str]) -> list[str]:
-        return [name for name in self.trained if name in names]
+    def _sorted_names(self, names: Collection[str]) -> list[str]:
+        return [name for name in self.trained_names if name in names]
 
 
-def _fixed(plan: Plan, weights: Weights) -> Fixed | None:
+def _find_read_only_reason(plan: Plan, weights: Weights) -> ReadOnlyReason | None:
     if weights.gathered is not None:
         why = "they are gathered for each use, and what is written into them is lost"
-        return Fixed(f"zero = {plan.zero}", why, "zero = 0")
+        return ReadOnlyReason(f"zero = {plan.zero}", why, "zero = 0")
     if weights.is_shared:
-        return Fixed(f"zero = {plan.zero}", "the ranks of a host share one copy, and each would write it", "zero = 0")
+        return ReadOnlyReason(
+            f"zero = {plan.zero}", "the ranks of a host share one copy, and each would write it", "zero = 0"
+        )
     if weights.masters.param_names:
         why = "the model has copies of what the update goes on from, rounded or not, and what is written there is lost"
         if plan.precision != "keep":
-            return Fixed(f'precision = "{plan.precision}"', why, 'precision = "keep"')
-        return Fixed(f'offload = "{plan.offload}"', why, 'offload = "none"')
+            return ReadOnlyReason(f'precision = "{plan.precision}"', why, 'precision = "keep"')
+        return ReadOnlyReason(f'offload = "{plan.offload}"', why, 'offload = "none"')
     if plan.batch_norm == "local" and plan.reduce_group_size * plan.microbatches > 1:
         why = "state may then differ from rank to rank, and weights may not"
-        return Fixed('batch_norm = "local"', why, 'batch_norm = "refuse"')
+        return ReadOnlyReason('batch_norm = "local"', why, 'batch_norm = "refuse"')
     return None
