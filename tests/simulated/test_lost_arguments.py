@@ -20,7 +20,7 @@ from fourfold.run.exact import Float64Mode
 from fourfold.run.outline import _SkipRandomInit
 from fourfold.run.sequence.route import intercept_attention
 from fourfold.run.torch_losses import observing
-from fourfold.run.weight_writes import WeightWrites
+from fourfold.run.weight_writes import WeightWriteTracker
 from fourfold.run.without_randomness import without_randomness
 from fourfold.testing import threads
 from tests.training import SEEDING
@@ -30,7 +30,7 @@ MODES = {
     "observing": observing,
     "exact": Float64Mode,
     "routed": lambda: intercept_attention(lambda call: call.run_sdpa()),
-    "weight writes": lambda: WeightWrites(nn.Linear(1, 1)),
+    "weight writes": lambda: WeightWriteTracker(nn.Linear(1, 1)),
     "layers": _LayerInputMode,
     "without values": _SkipRandomInit,
 }

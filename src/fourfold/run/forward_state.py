@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts.fingerprint import fingerprints
-from fourfold.run.weight_writes import WeightWrites, same
+from fourfold.run.weight_writes import WeightWriteTracker, is_identical
 from fourfold.words.errors import Problem
 
 StateChanges = Mapping[str, Tensor]
@@ -32,12 +32,14 @@ class StateSnapshot:
         modules = [module for module in model.modules() if isinstance(module._buffers, dict)]
         self._buffers = [(module, dict(module._buffers)) for module in modules]
         self._values = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
-        self.write_tracker = WeightWrites(model, kept=not_restored, renorms=counts_renorms)
+        self.write_tracker = WeightWriteTracker(model, not_restored=not_restored, counts_renorms=counts_renorms)
 
     def changes(self) -> StateChanges:
         """What has other values than before, by name: copies of buffers, fingerprints of parameters."""
         now = dict(self._model.named_buffers())
-        changed = {n: b.clone() for n, b in now.items() if n not in self._values or not same(b, self._values[n][1])}
+        changed = {
+            n: b.clone() for n, b in now.items() if n not in self._values or not is_identical(b, self._values[n][1])
+        }
         return {**changed, **self.write_tracker.changes()}
 
     def restore(self) -> None:
@@ -46,7 +48,7 @@ class StateSnapshot:
             module._buffers.clear()
             module._buffers.update(buffers)
         for buffer, value in self._values.values():
-            if not same(buffer, value):
+            if not is_identical(buffer, value):
                 buffer.copy_(value)
         self.write_tracker.restore()
 
@@ -70,7 +72,7 @@ def differing_across_forwards(runs: Sequence[StateChanges]) -> list[str]:
     """The names whose values, after forwards of different samples, are not the same."""
     names = sorted({name for changes in runs for name in changes})
     first, *others = runs
-    return [n for n in names if any(n not in c or n not in first or not same(c[n], first[n]) for c in others)]
+    return [n for n in names if any(n not in c or n not in first or not is_identical(c[n], first[n]) for c in others)]
 
 
 def summarize_changes(changes: StateChanges) -> dict[str, list[str]]:

@@ -28,7 +28,7 @@ from fourfold.run.parts_of_loss import LossComparison, compare_losses
 from fourfold.run.projections import Projection, project_gradients
 from fourfold.run.random_weights import CheckConfig, MemoryFit, cast_real, copy_buffers, copy_parameters
 from fourfold.run.unchanged import copy_tensor_attributes, preserve_module
-from fourfold.run.weight_writes import WeightWrites
+from fourfold.run.weight_writes import WeightWriteTracker
 from fourfold.run.widened import Widened
 from fourfold.run.without_randomness import without_randomness
 from fourfold.words.errors import FourfoldError, Problem
@@ -133,7 +133,7 @@ class LossCheck:
                 state: dict[str, Tensor] = {**parameters, **copy_buffers(module, dtype)}
                 stack.enter_context(_reparametrize_module(module, state, tie_weights=True))
                 stack.enter_context(copy_tensor_attributes(module, dtype))
-                writes = WeightWrites(module)
+                writes = WeightWriteTracker(module)
                 stack.callback(writes.restore)
                 stack.enter_context(writes)
             stack.enter_context(self._objective.force_eager(self._model))

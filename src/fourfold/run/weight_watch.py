@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from fourfold.plan.plan import Plan
 from fourfold.run.forward_state import EDIT_ADVICE, describe_trained
-from fourfold.run.weight_writes import WeightWrites, values
+from fourfold.run.weight_writes import WeightWriteTracker, fingerprint_params
 from fourfold.run.weights import Weights
 from fourfold.words.errors import Problem
 
@@ -50,14 +50,14 @@ class WeightWriteCheck:
 
     def _fingerprints(self) -> dict[str, int]:
         # Weights that rest split are placeholders between uses.
-        return {} if self._weights.gathered is not None else values(self._weights.trainable)
+        return {} if self._weights.gathered is not None else fingerprint_params(self._weights.trainable)
 
-    def observe(self, writes: WeightWrites) -> None:
+    def observe(self, writes: WeightWriteTracker) -> None:
         """After a forward, before what it wrote is put back."""
         if self.read_only_reason is not None:
             self._written |= writes.written
-        self._replaced |= set(writes.replaced())
-        self._untracked |= set(writes.unseen())
+        self._replaced |= set(writes.replaced_storage())
+        self._untracked |= set(writes.untracked_writes())
 
     def problems(self) -> list[Problem]:
         """After a dry run, and when all that can be put back is put back."""

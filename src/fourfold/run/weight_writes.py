@@ -24,27 +24,27 @@ from fourfold.parts.uses import untracked_access
 from fourfold.run.batch import tree_leaves
 
 _AUGMENTED = "add sub mul matmul truediv floordiv mod and or xor lshift rshift pow"
-_OPERATORS = frozenset({"__setitem__", *(f"__i{name}__" for name in _AUGMENTED.split())})
+_INPLACE_OPERATORS = frozenset({"__setitem__", *(f"__i{name}__" for name in _AUGMENTED.split())})
 # Their names end as those of functions that write.
-_NO_WRITES = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_"})
-_LOOKUPS = (F.embedding, F.embedding_bag)
+_NON_WRITING = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_"})
+_EMBEDDING_FUNCTIONS = (F.embedding, F.embedding_bag)
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-class _Copied(NamedTuple):
+class _SavedParam(NamedTuple):
     data: Tensor
     """What the parameter showed: restoring gives it the same memory again."""
     value: Tensor
 
 
-class WeightWrites(TorchFunctionMode):
+class WeightWriteTracker(TorchFunctionMode):
     """Sees the writes of this thread into a model's parameters."""
 
-    def __init__(self, model: nn.Module, *, kept: Collection[str] = (), renorms: bool = True) -> None:
+    def __init__(self, model: nn.Module, *, not_restored: Collection[str] = (), counts_renorms: bool = True) -> None:
         """Parameters that are `kept` are not copied, and `restore` leaves them. `renorms`: whether these are writes."""
         super().__init__()
-        self._kept, self._renorms = kept, renorms
-        self._copied: dict[str, _Copied] = {}
+        self._not_restored, self._counts_renorms = not_restored, counts_renorms
+        self._saved: dict[str, _SavedParam] = {}
         self.written: set[str] = set()
         """The parameters that were written, by name."""
         with untracked_access():
@@ -57,49 +57,49 @@ class WeightWrites(TorchFunctionMode):
         kwargs = restore_arguments(func, args, kwargs or {})
         # The compiler follows a mode into here, and what it finds would not compile.
         if not torch.compiler.is_compiling():
-            for target in filter(_may_be_of_a_leaf, _targets(func, args, kwargs)):
-                self._note(target, is_renorm=func in _LOOKUPS)
+            for target in filter(_may_alias_param, _write_targets(func, args, kwargs)):
+                self._record_write(target, is_renorm=func in _EMBEDDING_FUNCTIONS)
         return func(*args, **kwargs)
 
     @torch.no_grad()
-    def _note(self, target: Tensor, *, is_renorm: bool) -> None:
+    def _record_write(self, target: Tensor, *, is_renorm: bool) -> None:
         with untracked_access():
-            for name in self._shown(target):
-                if not is_renorm or self._renorms:
+            for name in self._overlapping_params(target):
+                if not is_renorm or self._counts_renorms:
                     self.written.add(name)
-                if name not in self._copied and name not in self._kept:
+                if name not in self._saved and name not in self._not_restored:
                     data = self._parameters[name].data
-                    self._copied[name] = _Copied(data, data.clone())
+                    self._saved[name] = _SavedParam(data, data.clone())
 
-    def _shown(self, target: Tensor) -> list[str]:
+    def _overlapping_params(self, target: Tensor) -> list[str]:
         """The parameters that have elements in common with a tensor."""
         same = [name for name, p in self._parameters.items() if p is target]
         # Not of a transform of torch.func: these have no memory of their own.
-        if same or not _has_memory(target):
+        if same or not _has_storage(target):
             return same
-        return [name for name, p in self._parameters.items() if _has_memory(p) and _overlap(p, target)]
+        return [name for name, p in self._parameters.items() if _has_storage(p) and _overlap(p, target)]
 
     @torch.no_grad()
     def changes(self) -> Mapping[str, Tensor]:
         """What was written and has other elements than before: a fingerprint, by name."""
         with untracked_access():
-            now = {name: self._parameters[name].data for name in self.written & self._copied.keys()}
-            changed = {name: p for name, p in now.items() if not same(p, self._copied[name].value)}
+            now = {name: self._parameters[name].data for name in self.written & self._saved.keys()}
+            changed = {name: p for name, p in now.items() if not is_identical(p, self._saved[name].value)}
             found = fingerprints(list(changed.values()))
         # In two parts: a fingerprint may be beyond what an int64 holds.
         halves = [[number >> 32, number & 0xFFFFFFFF] for number in found]
         return {name: torch.tensor(half) for name, half in zip(changed, halves, strict=True)}
 
-    def replaced(self) -> list[str]:
+    def replaced_storage(self) -> list[str]:
         """The parameters that have another storage than before."""
         with untracked_access():
-            pairs = [(name, self._parameters[name].data, copied.data) for name, copied in self._copied.items()]
+            pairs = [(name, self._parameters[name].data, copied.data) for name, copied in self._saved.items()]
         return [name for name, now, before in pairs if now.data_ptr() != before.data_ptr()]
 
-    def unseen(self) -> list[str]:
+    def untracked_writes(self) -> list[str]:
         """The parameters that were written, as their versions tell, by what is not seen here."""
         with untracked_access():
-            noted = self.written | self._copied.keys()
+            noted = self.written | self._saved.keys()
             now = {name: p._version for name, p in self._parameters.items() if name not in noted}
         return [name for name, version in now.items() if version != self._versions[name]]
 
@@ -107,37 +107,37 @@ class WeightWrites(TorchFunctionMode):
     def restore(self) -> None:
         """Put back what was copied."""
         with untracked_access():
-            for name, (data, value) in self._copied.items():
+            for name, (data, value) in self._saved.items():
                 self._parameters[name].data = data
-                if not same(data, value):
+                if not is_identical(data, value):
                     data.copy_(value)
 
 
-def values(parameters: Mapping[str, Tensor]) -> dict[str, int]:
+def fingerprint_params(parameters: Mapping[str, Tensor]) -> dict[str, int]:
     """A fingerprint of each parameter, by name."""
     with untracked_access():
         return dict(zip(parameters, fingerprints(list(parameters.values())), strict=True))
 
 
-def _targets(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+def _write_targets(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """The tensors that a call writes."""
     if kwargs.get("out") is not None:
         yield from tree_leaves(kwargs["out"])
     if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        for place, name in _declared(func):
+        for place, name in _mutated_arguments(func):
             yield from tree_leaves(args[place] if place < len(args) else kwargs.get(name))
         return
-    if func in _LOOKUPS:
+    if func in _EMBEDDING_FUNCTIONS:
         if kwargs.get("max_norm") is not None:
             yield from tree_leaves(args[1] if len(args) > 1 else kwargs.get("weight"))
         return
     name = getattr(func, "__name__", "")
-    ends = name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES
-    if ends or name in _OPERATORS or kwargs.get("inplace") is True or (name == "__set__" and func == _SET_DATA):
+    ends = name.endswith("_") and not name.endswith("__") and name not in _NON_WRITING
+    if ends or name in _INPLACE_OPERATORS or kwargs.get("inplace") is True or (name == "__set__" and func == _SET_DATA):
         yield from tree_leaves(args[0] if args else next(iter(kwargs.values()), None))
 
 
-def _declared(func: Any) -> list[tuple[int, str]]:
+def _mutated_arguments(func: Any) -> list[tuple[int, str]]:
     """The arguments that an operator is declared to write, by place and name; of any overload where none is chosen."""
     is_one = isinstance(func, torch._ops.OpOverload)
     overloads = [func] if is_one else [getattr(func, name) for name in func.overloads()]
@@ -152,23 +152,23 @@ def _declared(func: Any) -> list[tuple[int, str]]:
     )
 
 
-def _may_be_of_a_leaf(tensor: Tensor) -> bool:
+def _may_alias_param(tensor: Tensor) -> bool:
     """Whether a tensor may have elements of a parameter: what autograd has computed has not, unless it is a view."""
     return tensor.grad_fn is None or tensor._is_view()
 
 
-def _has_memory(tensor: Tensor) -> bool:
+def _has_storage(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not _functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
     if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
         return False
-    (first, last), (start, end) = _span(a), _span(b)
+    (first, last), (start, end) = _address_range(a), _address_range(b)
     return first < end and start < last
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
+def _address_range(tensor: Tensor) -> tuple[int, int]:
     """From the address of its first byte to that after its last one."""
     if not tensor.numel():
         return 0, 0
@@ -176,7 +176,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
 
 
-def same(a: Tensor, b: Tensor) -> bool:
+def is_identical(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors have the same elements; NaN is the same as NaN."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False

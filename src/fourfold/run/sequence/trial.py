@@ -25,7 +25,7 @@ from fourfold.run.sequence.route import AttentionCall, intercept_attention
 from fourfold.run.sequence.tokens import TokenShard
 from fourfold.run.sequence.where import ModuleTracker
 from fourfold.run.unchanged import preserve_module
-from fourfold.run.weight_writes import WeightWrites
+from fourfold.run.weight_writes import WeightWriteTracker
 from fourfold.words.errors import Problem, TaskError
 
 ATTENTION_ONLY = "tokens that meet in torch.nn.functional.scaled_dot_product_attention only"
@@ -77,7 +77,7 @@ class SequenceDryRun:
         with eval_mode(self._model), self._tracker, preserve_module(self._model):
             try:
                 trained = {name for name, p in self._model.named_parameters() if p.requires_grad}
-                with WeightWrites(self._model, kept=trained) as writes:
+                with WeightWriteTracker(self._model, not_restored=trained) as writes:
                     outputs = self._run_unchanged()
                 if names := sorted(trained & writes.written):
                     got = f"sp > 1 and a forward that writes {describe_trained(names)}"
