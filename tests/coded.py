@@ -11,7 +11,7 @@ from fourfold.parts import codec, data
 from fourfold.parts.codec import Codec
 from fourfold.plan.data import Bucket, make_buckets
 from fourfold.run.batch import Microbatch, call_model, split_microbatches, sum_loss
-from fourfold.run.weights import trainable_of
+from fourfold.run.weights import trainable_parameters
 from fourfold.testing.codecs import exchange
 from fourfold.testing.oracle import Trained
 from tests.training import Case, batches, local, loss, model, optimizer
@@ -24,7 +24,7 @@ class Workers:
         self.case, self.size, self.model = case, size, model(case.model)
         self.optimizer = optimizer(case)(self.model.parameters())
         group_of = {id(p): g for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
-        self.trainable = trainable_of(self.model)
+        self.trainable = trainable_parameters(self.model)
         specs = data.param_specs(self.trainable, {name: group_of[id(p)] for name, p in self.trainable.items()})
         self.buckets = make_buckets(specs, bucket_bytes=case.bucket_bytes)
         self.codecs = [[self._make(bucket) for _ in range(size)] for bucket in self.buckets]

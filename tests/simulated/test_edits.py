@@ -250,7 +250,7 @@ def test_what_is_put_between_meetings_is_no_step_of_the_outer_optimizer():
     value = torch.tensor(0.25, dtype=torch.float64)
 
     def put(step):
-        step.put({n: value if n == "scale" else p.detach().clone() for n, p in step.model.named_parameters()})
+        step.load_weights({n: value if n == "scale" else p.detach().clone() for n, p in step.model.named_parameters()})
 
     def edit(step):
         with step.edit() as net:

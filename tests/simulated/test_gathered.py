@@ -176,7 +176,7 @@ def deep(ranks, place, **fields) -> TrainStep:
 
 
 def gathered_of(step: TrainStep) -> ShardedParams:
-    gathered = step._weights.gathered
+    gathered = step._weights.sharded_params
     assert gathered is not None
     return gathered
 

@@ -96,7 +96,7 @@ USES = {
     "state_dict": lambda step, batch: step.state_dict(),
     "living_state": lambda step, batch: step.state_refs(),
     "load_state_dict": lambda step, batch: step.load_state_dict(step.state_dict()),
-    "put": lambda step, batch: step.put({"scale": torch.tensor(2.0, dtype=torch.float64)}),
+    "put": lambda step, batch: step.load_weights({"scale": torch.tensor(2.0, dtype=torch.float64)}),
     "edit": lambda step, batch: _edit(step),
     "flush": lambda step, batch: step.flush(),
 }

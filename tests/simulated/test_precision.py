@@ -319,7 +319,7 @@ def test_states_that_rest_elsewhere_train_as_those_that_rest_beside_the_weights(
 
     def body(ranks):
         step = training.build(dataclasses.replace(case, offload="states"), 2, ranks)
-        own = step._weights.masters
+        own = step._weights.master_weights
         assert set(own.param_names) == set(step._weights.trainable)
         got = training.train_step(case, step)
         state = step.state_dict()

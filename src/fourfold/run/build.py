@@ -63,7 +63,7 @@ from fourfold.run.same_source import check_same_source
 from fourfold.run.sequence import SequenceParallel
 from fourfold.run.sequence.alike import batch_mismatch_problem
 from fourfold.run.state import PersistentState, cloned
-from fourfold.run.weights import Weights, trainable_of
+from fourfold.run.weights import Weights, trainable_parameters
 from fourfold.words.action import LOSS, Action
 from fourfold.words.arguments import shown
 from fourfold.words.errors import (
@@ -153,7 +153,7 @@ class TrainStep:
         check_user_optimizer(self.optimizer, plan)
         self._optimizer_watch = OptimizerWatch(self.optimizer, plan)
         self._frozen_norms = FrozenBatchNorms(model, plan)
-        trainable = trainable_of(model)
+        trainable = trainable_parameters(model)
         own = data.param_specs(trainable, optim.group_indices(self.optimizer, trainable))
         shapes = {name: list(p.shape) for name, p in trainable.items()}
         self._duplicate_batches = DuplicateBatches(
@@ -228,7 +228,7 @@ class TrainStep:
             self._weights.flats,
             rest,
             self._weights.edits,
-            self._weights.gathered,
+            self._weights.sharded_params,
             self._local_sgd,
             hooks,
             self._loss_scaler,
@@ -359,7 +359,7 @@ class TrainStep:
         with self._local_microbatches(batch, self.plan.microbatches) as microbatches:
             self._executor.run(program, microbatches)
         if self._actions.has_called_hooks:
-            self._weights.check()  # a hook may have given parameters other storage
+            self._weights.check_storage()  # a hook may have given parameters other storage
         totals = self._actions.totals
         assert totals is not None
         if self._num_calls == 0:
@@ -403,7 +403,7 @@ class TrainStep:
         self.dry_run(batch)
         batch, problem = self._compare_sequence_batch(batch)
         local = torch.zeros(7, dtype=torch.float64)
-        with self._weights.read("evaluate"), self._local_microbatches(batch) as (part,), eval_mode(self.model):
+        with self._weights.unsharded("evaluate"), self._local_microbatches(batch) as (part,), eval_mode(self.model):
             if part.num_samples:
                 loss = self.objective(self.model, part).loss
                 values = [
@@ -438,12 +438,12 @@ class TrainStep:
         """
         if self._sequence_parallel is not None and not self._sequence_parallel.has_dry_run:
             self._transport.check_same_call()
-            self._sequence_parallel.dry_run(batch, self._weights.read("try out"))
+            self._sequence_parallel.dry_run(batch, self._weights.unsharded("try out"))
             self._weights.edits.accept_edits()
         if self._dry_run.is_needed(training=training):
             self._transport.check_same_call()
             few = batch if self._sequence_parallel is None else self._sequence_parallel.dry_run_batch(batch)
-            self._dry_run.run(few, self._weights.read, self._communicator.all_gather_json, training=training)
+            self._dry_run.run(few, self._weights.unsharded, self._communicator.all_gather_json, training=training)
             self._weights.edits.accept_edits()
 
     @contextlib.contextmanager
@@ -528,18 +528,20 @@ class TrainStep:
 
     def _replicated_tensors(self) -> Iterator[drift.ReplicatedTensor]:
         """The weights in this rank's own memory."""
-        weights, gathered, shares = self._weights, self._weights.gathered is not None, self._state.shard_ranges
+        weights, gathered, shares = self._weights, self._weights.sharded_params is not None, self._state.shard_ranges
         for name, parameter in self.model.named_parameters():
             if name not in weights.trainable:
                 if drift.compares_frozen(self.plan):
                     yield drift.ReplicatedTensor(drift.FROZEN, name, 0, parameter)
             elif gathered:
-                yield drift.ReplicatedTensor(drift.WEIGHTS, name, shares[name][0], weights.home(name))
+                yield drift.ReplicatedTensor(drift.WEIGHTS, name, shares[name][0], weights.model_shard(name))
             elif self._transport.shared_weights is None or self._transport.is_writer:
                 yield drift.ReplicatedTensor(drift.WEIGHTS, name, 0, parameter)
-            if name in weights.masters.param_names:
-                start = shares[name][0] if weights.masters.is_sharded else 0
-                yield drift.ReplicatedTensor(drift.MASTER_WEIGHTS, name, start, weights.masters.local_shard(name))
+            if name in weights.master_weights.param_names:
+                start = shares[name][0] if weights.master_weights.is_sharded else 0
+                yield drift.ReplicatedTensor(
+                    drift.MASTER_WEIGHTS, name, start, weights.master_weights.local_shard(name)
+                )
 
     @contextlib.contextmanager
     def edit(self) -> Iterator[nn.Module]:
@@ -548,7 +550,7 @@ class TrainStep:
         self._begin_call("edit()")
         self._transport.check_same_call()
         self._actions.flush()
-        with self._weights.edited():
+        with self._weights.edit():
             yield self.model
         if self._local_sgd is not None:
             self._local_sgd.finish_sync()
@@ -564,14 +566,14 @@ class TrainStep:
         """
         self._begin_call("read()")
         self._actions.flush()
-        with torch.no_grad(), self._weights.read("read"):
+        with torch.no_grad(), self._weights.unsharded("read"):
             yield self.model
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every trainable weight by name, one after the other; read only. Collective: every rank goes to the end."""
         self._begin_call("weights()")
         self._actions.flush()
-        return self._weights.each()
+        return self._weights.named_weights()
 
     def flush(self) -> None:
         """Have the weights as they are after the last step: `update = "in_forward"` leaves it to the next. Collective.
@@ -592,7 +594,7 @@ class TrainStep:
         self._transport.check_same_call()  # all are here: nobody reads weights any more
         self._raise_on_all_ranks(fits.weight_problems(values, self._weights.trainable), where="the weights")
         self._actions.flush()
-        self._weights.put(values)
+        self._weights.load_weights(values)
         if self._local_sgd is not None:
             self._local_sgd.update_reference(values)
 
@@ -602,7 +604,7 @@ class TrainStep:
 
         The parameter; or, where the update has weights of its own, its flattened elements `shares` of these.
         """
-        return {name: self._weights.share(name) for name in self._weights.trainable}
+        return {name: self._weights.weight_shard(name) for name in self._weights.trainable}
 
     @contextlib.contextmanager
     def swapped_weights(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
@@ -611,7 +613,7 @@ class TrainStep:
         self._begin_call("replaced()")
         self._transport.check_same_call()
         self._actions.flush()
-        with self._weights.replaced(weights):
+        with self._weights.swapped_weights(weights):
             yield
             self._begin_call("the end of replaced()")
             self._transport.check_same_call()  # nobody computes with them any more
@@ -682,7 +684,7 @@ class TrainStep:
         """
         self._begin_call("load_state_dict()")
         self._transport.check_same_call()
-        found = fits.state_problems(state, self._weights.own(), self._weights.trainable, self.optimizer)
+        found = fits.state_problems(state, self._weights.model_state_dict(), self._weights.trainable, self.optimizer)
         self._raise_on_all_ranks(found, where="the state")
         self._actions.flush()
         self._state.load_state_dict(state)
@@ -730,7 +732,7 @@ class TrainStep:
         if self._local_sgd is not None and self.is_synchronized:
             self._weights.edits.accept_edits()  # they become the anchor
         if problems := self._weights.edit_problems(
-            thoroughly=compare_all, sampled=not self._actions.has_pending_updates
+            compare_all=compare_all, sampled=not self._actions.has_pending_updates
         ):
             self._raise_after_mismatch(
                 f"{call}, with weights that were written", TaskError(problems, where="the model")

@@ -32,7 +32,7 @@ from fourfold.run.refuse import check_plan_on_ranks, check_same_on_ranks
 from fourfold.run.same_batches import DuplicateBatches, InputFingerprints
 from fourfold.run.spread import broadcast_tree
 from fourfold.run.unreduced import ReducedGrad, UnreducedGrads
-from fourfold.run.weights import trainable_of
+from fourfold.run.weights import trainable_parameters
 from fourfold.run.wrapped_steps import WrappedSteps
 from fourfold.words.action import LOSS, USED
 from fourfold.words.errors import OptimizerError, PlanError, Problem, TrainingError
@@ -95,7 +95,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if strangers:
             got = f"{len(strangers)} parameters that are not the model's"
             raise OptimizerError(Problem(got, "an optimizer of model.parameters()"))
-        trainable = trainable_of(model)
+        trainable = trainable_parameters(model)
         places = {p.device.type for p in trainable.values()}
         if places != {self._communicator.device.type}:
             got = f"parameters on {', '.join(sorted(places))}, ranks on {self._communicator.device.type}"

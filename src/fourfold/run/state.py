@@ -46,8 +46,8 @@ class PersistentState:
             for slot in bucket.slots
         }
         outer = {} if self.local_sgd is None else self.local_sgd.momenta
-        masters = {name: self.weights.share(name) for name in self.weights.apart}
-        model = self.weights.own()
+        masters = {name: self.weights.weight_shard(name) for name in self.weights.flat_names}
+        model = self.weights.model_state_dict()
         return {"model": model, "masters": masters, "optimizer": states, "outer": outer}
 
     def state_dict(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class PersistentState:
                     told if not isinstance(told, dict) else self._full_tensor(name, parts, told["dtype"])
                 )
         names = {id(p): name for name, p in self.weights.trainable.items()}
-        weights = {name: weight.clone() for name, weight in self.weights.each()}
+        weights = {name: weight.clone() for name, weight in self.weights.named_weights()}
         model = {
             name: weights[names[id(value)]] if id(value) in names else cloned(value)
             for name, value in living["model"].items()
@@ -120,7 +120,7 @@ class PersistentState:
             got = "parameters of one bucket, some with a state and some without (trained only now?)"
             attempt = 'unused = "allow", which updates each by itself'
             raise OptimizerError(Problem(got, "a state of each, or of none", attempt), where="the state")
-        self.weights.load(state["model"])
+        self.weights.load_state_dict(state["model"])
         for index, slots in enumerate(by_bucket):
             self.optimizer.load_state(index, slots)
         if self.local_sgd is not None:

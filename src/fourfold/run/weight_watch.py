@@ -50,7 +50,7 @@ class WeightWriteCheck:
 
     def _fingerprints(self) -> dict[str, int]:
         # Weights that rest split are placeholders between uses.
-        return {} if self._weights.gathered is not None else fingerprint_params(self._weights.trainable)
+        return {} if self._weights.sharded_params is not None else fingerprint_params(self._weights.trainable)
 
     def observe(self, writes: WeightWriteTracker) -> None:
         """After a forward, before what it wrote is put back."""
@@ -82,14 +82,14 @@ class WeightWriteCheck:
 
 
 def _find_read_only_reason(plan: Plan, weights: Weights) -> ReadOnlyReason | None:
-    if weights.gathered is not None:
+    if weights.sharded_params is not None:
         why = "they are gathered for each use, and what is written into them is lost"
         return ReadOnlyReason(f"zero = {plan.zero}", why, "zero = 0")
-    if weights.is_shared:
+    if weights.is_host_shared:
         return ReadOnlyReason(
             f"zero = {plan.zero}", "the ranks of a host share one copy, and each would write it", "zero = 0"
         )
-    if weights.masters.param_names:
+    if weights.master_weights.param_names:
         why = "the model has copies of what the update goes on from, rounded or not, and what is written there is lost"
         if plan.precision != "keep":
             return ReadOnlyReason(f'precision = "{plan.precision}"', why, 'precision = "keep"')

@@ -23,7 +23,7 @@ from fourfold.plan.data import Bucket
 from fourfold.words.errors import Problem, TaskError
 
 
-def trainable_of(model: nn.Module) -> dict[str, nn.Parameter]:
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters to be trained, by name, in order of definition; those of no elements have nothing to learn."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel() > 0}
 
@@ -36,75 +36,79 @@ class Weights:
         model: nn.Module,
         buckets: Sequence[Bucket],
         transport: comm.Transport,
-        ranks: comm.Communicator,
+        communicator: comm.Communicator,
         policy: MasterWeightPolicy,
         *,
         is_mean: bool = True,
     ) -> None:
         """`is_mean`: with local steps, weights become the mean of all ranks'; no outer step starts from an anchor."""
-        self.model, self.trainable = model, trainable_of(model)
-        self._transport, self._ranks = transport, ranks
-        self.masters = MasterWeights(self.trainable, buckets, transport, policy)
-        for name in self.masters.param_names:
+        self.model, self.trainable = model, trainable_parameters(model)
+        self._transport, self._communicator = transport, communicator
+        self.master_weights = MasterWeights(self.trainable, buckets, transport, policy)
+        for name in self.master_weights.param_names:
             # Before the homes: there they are rounded.
-            ranks.broadcast(self.trainable[name].data)
-            self.masters.load_parameter(name, self.trainable[name].data)
+            communicator.broadcast(self.trainable[name].data)
+            self.master_weights.load_parameter(name, self.trainable[name].data)
         if policy.precision != "keep":
             lowered.cast_model(model, policy.precision)
-        self.gathered: ShardedParams | None = None
+        self.sharded_params: ShardedParams | None = None
         self.flats: Sequence[Tensor]
         if transport.unshards_params:
             by_bucket = [[self.trainable[slot.name] for slot in bucket.slots] for bucket in buckets]
-            self.gathered = ShardedParams(by_bucket, buckets, transport)
-            self.homes: Sequence[comm.BucketSlice] = self.gathered.shards
-            self.flats = [home.flat for home in self.homes]
+            self.sharded_params = ShardedParams(by_bucket, buckets, transport)
+            self.shards: Sequence[comm.BucketSlice] = self.sharded_params.shards
+            self.flats = [home.flat for home in self.shards]
         else:
             self.flats = data.flatten_params(self.trainable, buckets, transport)
-            self.homes = [comm.BucketSlice(0, flat.numel(), flat) for flat in self.flats]
-        self._trained = {id(p) for p in self.trainable.values()}
+            self.shards = [comm.BucketSlice(0, flat.numel(), flat) for flat in self.flats]
+        self._trained_ids = {id(p) for p in self.trainable.values()}
         self._modules = list(model.modules())
-        self._children = self._child_ids()
+        self._initial_child_ids = self._child_ids()
         self.broadcast()
-        self._places = self._where()
-        self._loses = self._why_lost() or ("" if is_mean else "what is written between meetings is no step")
-        self.edits = WeightEdits(self.trainable, buckets, self.flats if self._loses and self.gathered is None else ())
-        if self.gathered is None:
-            self.edits.add_master_weights(buckets, self.homes, self.masters)
+        self._initial_data_ptrs = self._data_ptrs()
+        self._edit_loss_reason = self._find_edit_loss_reason() or (
+            "" if is_mean else "what is written between meetings is no step"
+        )
+        self.edits = WeightEdits(
+            self.trainable, buckets, self.flats if self._edit_loss_reason and self.sharded_params is None else ()
+        )
+        if self.sharded_params is None:
+            self.edits.add_master_weights(buckets, self.shards, self.master_weights)
 
     @property
-    def is_shared(self) -> bool:
+    def is_host_shared(self) -> bool:
         """Whether the ranks of a host have one copy of the weights."""
         return self._transport.shared_weights is not None
 
-    def _where(self) -> dict[str, int]:
+    def _data_ptrs(self) -> dict[str, int]:
         with untracked_access():
             return {name: p.data_ptr() for name, p in self.trainable.items()}
 
-    def _why_lost(self) -> str:
+    def _find_edit_loss_reason(self) -> str:
         """Why training does not go on from weights that are written in place; empty where it does."""
-        if self.gathered is not None:
+        if self.sharded_params is not None:
             return "between steps these are placeholders, and the weights rest split"
-        if self.masters.param_names:
+        if self.master_weights.param_names:
             return "the update works on its own copy of the weights, and would overwrite these"
         if self._transport.shared_weights is not None and self._transport.size > 1:
             return "the ranks of a host share these weights, and each would write them"
         return ""
 
-    def edit_problems(self, *, thoroughly: bool, sampled: bool = True) -> list[Problem]:
+    def edit_problems(self, *, compare_all: bool, sampled: bool = True) -> list[Problem]:
         """What has been written past `edit` and its like, and would be lost. `thoroughly` reads all weights."""
-        if not self._loses:
+        if not self._edit_loss_reason:
             return []
         names = list(
             dict.fromkeys(
-                self.edits.edited_params(sampled=sampled) + (self.edits.mismatched_params() if thoroughly else [])
+                self.edits.edited_params(sampled=sampled) + (self.edits.mismatched_params() if compare_all else [])
             )
         )
         if not names:
             return []
         got = f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}, written outside of step.edit()"
-        return [Problem(got, f"step.edit() or step.put(…): {self._loses}", "with step.edit() as model: …")]
+        return [Problem(got, f"step.edit() or step.put(…): {self._edit_loss_reason}", "with step.edit() as model: …")]
 
-    def check(self) -> None:
+    def check_storage(self) -> None:
         """Raise TaskError where parameters are no longer what the buckets were made of."""
         problems = self.problems()
         if problems:
@@ -117,62 +121,62 @@ class Weights:
 
     def _problems(self) -> list[Problem]:
         problems = []
-        moved = [name for name, place in self._where().items() if place != self._places[name]]
+        moved = [name for name, place in self._data_ptrs().items() if place != self._initial_data_ptrs[name]]
         if moved:
             got = (
                 f"{moved[0]}{f' and {len(moved) - 1} more' if len(moved) > 1 else ''} with another storage than before"
             )
             need = "weights changed in place, and one TrainStep a model"
             problems.append(Problem(got, need, "p.copy_(…) inside step.edit(), or a new TrainStep"))
-        if not self._trains_the_same():
+        if not self._has_initial_trainable():
             got = "other parameters to train than when the step was built: frozen, tied, parametrized or replaced since"
             problems.append(Problem(got, "the parameters that it was built with", "a new TrainStep"))
         return problems
 
-    def _trains_the_same(self) -> bool:
+    def _has_initial_trainable(self) -> bool:
         """Whether the model's trainable parameters are still those it had."""
         # Asked in every step: over the modules of then, since to walk through the model by name takes 0.5 ms.
         parameters = [p for module in self._modules for p in module._parameters.values() if p is not None]
         now = {id(p) for p in parameters if p.requires_grad and p.numel() > 0}
-        return self._child_ids() == self._children and now == self._trained
+        return self._child_ids() == self._initial_child_ids and now == self._trained_ids
 
     def _child_ids(self) -> list[int]:
         return [id(child) for module in self._modules for child in module._modules.values()]
 
     def broadcast(self) -> None:
         """Bring rank 0's weights and buffers to every rank. Collective."""
-        if self.gathered is not None:
-            self.gathered.shard_params(self._ranks.broadcast)
+        if self.sharded_params is not None:
+            self.sharded_params.shard_params(self._communicator.broadcast)
         elif self._transport.shared_weights is not None:
             self._transport.broadcast_weights()
         else:
             for flat in self.flats:
-                self._ranks.broadcast(flat)
-        others = [p.data for p in self.model.parameters() if id(p) not in self._trained]
+                self._communicator.broadcast(flat)
+        others = [p.data for p in self.model.parameters() if id(p) not in self._trained_ids]
         for tensor in (*others, *self.model.buffers()):
-            self._ranks.broadcast(tensor)
+            self._communicator.broadcast(tensor)
         if self._transport.shared_weights is not None:
-            self._ranks.all_gather_json(None)  # the hosts' first ranks have written: all may read
+            self._communicator.all_gather_json(None)  # the hosts' first ranks have written: all may read
 
     @contextlib.contextmanager
-    def edited(self) -> Iterator[None]:
+    def edit(self) -> Iterator[None]:
         """Within, weights may be written on any rank; afterwards all have rank 0's. Collective."""
-        with torch.no_grad(), self._copies(), self._unrounded() as edited:
+        with torch.no_grad(), self._private_copies(), self._master_weights_shown() as edited:
             yield
-        if self.gathered is None:
-            self.check()
+        if self.sharded_params is None:
+            self.check_storage()
             self.broadcast()
         for value in edited.values():
-            self._ranks.broadcast(value)
-        self.put(edited)
+            self._communicator.broadcast(value)
+        self.load_weights(edited)
 
     @contextlib.contextmanager
-    def _unrounded(self) -> Iterator[dict[str, Tensor]]:
+    def _master_weights_shown(self) -> Iterator[dict[str, Tensor]]:
         """Within: parameters with master weights are these, whole, on every rank; afterwards they are in the dict."""
-        views = {name: self.trainable[name].data for name in self.masters.param_names}
+        views = {name: self.trainable[name].data for name in self.master_weights.param_names}
         edited: dict[str, Tensor] = {}
         for name in views:
-            self.trainable[name].data = self.precise(name)
+            self.trainable[name].data = self.full_weight(name)
         try:
             yield edited
         finally:
@@ -181,105 +185,107 @@ class Weights:
                 self.trainable[name].data = view
 
     @torch.no_grad()
-    def precise(self, name: str, share: Tensor | None = None) -> Tensor:
+    def full_weight(self, name: str, shard: Tensor | None = None) -> Tensor:
         """A copy of a trainable parameter's precise weights, or of what else lies as they do. Collective."""
         parameter = self.trainable[name]
-        here = self.share(name) if share is None else share
-        holder = self.masters if name in self.masters.param_names else self.gathered
+        here = self.weight_shard(name) if shard is None else shard
+        holder = self.master_weights if name in self.master_weights.param_names else self.sharded_params
         if holder is None:
             return here.clone()
         whole = holder.pad_to_full(name, here, parameter)
         if self._transport.replica_index:
             whole.zero_()  # replica 0 has the same
-        if self.gathered is not None or self.masters.is_sharded:
-            self._ranks.all_reduce(whole)
+        if self.sharded_params is not None or self.master_weights.is_sharded:
+            self._communicator.all_reduce(whole)
         return whole.view(parameter.shape)
 
     @contextlib.contextmanager
-    def replaced(self, shares: Mapping[str, Tensor]) -> Iterator[None]:
+    def swapped_weights(self, shards: Mapping[str, Tensor]) -> Iterator[None]:
         """Within, trainable weights are others, given as `share` gives them. Collective."""
-        before = {name: self.precise(name) for name in shares}
-        self.put({name: self.precise(name, value) for name, value in shares.items()})
+        before = {name: self.full_weight(name) for name in shards}
+        self.load_weights({name: self.full_weight(name, value) for name, value in shards.items()})
         try:
             yield
         finally:
-            self.put(before)
+            self.load_weights(before)
 
-    def share(self, name: str) -> Tensor:
+    def weight_shard(self, name: str) -> Tensor:
         """What this rank has of a trainable parameter's precise weights, as it lies: flat, or the parameter."""
-        if name in self.masters.param_names:
-            return self.masters.local_shard(name)
-        return self.home(name)
+        if name in self.master_weights.param_names:
+            return self.master_weights.local_shard(name)
+        return self.model_shard(name)
 
-    def home(self, name: str) -> Tensor:
+    def model_shard(self, name: str) -> Tensor:
         """What the model computes with of a trainable parameter, as it rests here: flat, or the parameter."""
-        return self.trainable[name].detach() if self.gathered is None else self.gathered.local_shard(name)
+        return self.trainable[name].detach() if self.sharded_params is None else self.sharded_params.local_shard(name)
 
     @property
-    def apart(self) -> Collection[str]:
+    def flat_names(self) -> Collection[str]:
         """The parameters whose precise weights are flat, and this rank's share of them."""
-        return self.masters.param_names if self.gathered is None else self.trainable.keys()
+        return self.master_weights.param_names if self.sharded_params is None else self.trainable.keys()
 
     @contextlib.contextmanager
-    def _copies(self) -> Iterator[None]:
+    def _private_copies(self) -> Iterator[None]:
         """Within: where weights exist once per host, all ranks but rank 0 have copies of their own.
 
         Where they rest split all ranks have, and rank 0's come home.
         """
-        if self.gathered is not None:
-            with self.gathered.all_unsharded():
-                self._places, resting = self._where(), self._places
+        if self.sharded_params is not None:
+            with self.sharded_params.all_unsharded():
+                self._initial_data_ptrs, resting = self._data_ptrs(), self._initial_data_ptrs
                 yield
-                self.check()
-                self._places = resting
+                self.check_storage()
+                self._initial_data_ptrs = resting
                 self.broadcast()
             return
         if self._transport.shared_weights is None:
             yield
             return
         views = {name: p.data for name, p in self.trainable.items()}
-        if self._ranks.rank:
+        if self._communicator.rank:
             for p in self.trainable.values():
                 p.data = p.data.clone()
-        self._ranks.all_gather_json(None)  # all copies are made: rank 0 may write
+        self._communicator.all_gather_json(None)  # all copies are made: rank 0 may write
         try:
             yield
         finally:
-            if self._ranks.rank:
+            if self._communicator.rank:
                 for name, p in self.trainable.items():
                     p.data = views[name]
 
     @torch.no_grad()
-    def put(self, values: Mapping[str, Tensor]) -> None:
+    def load_weights(self, values: Mapping[str, Tensor]) -> None:
         """Replace trainable weights, by name; nobody may be reading them. Collective."""
-        if self.gathered is not None:
-            self.gathered.load_weights(values)
+        if self.sharded_params is not None:
+            self.sharded_params.load_weights(values)
         elif self._transport.is_writer:
             for name, value in values.items():
                 self.trainable[name].copy_(value)
-        for name in values.keys() & self.masters.param_names:
-            self.masters.load_parameter(name, values[name])
+        for name in values.keys() & self.master_weights.param_names:
+            self.master_weights.load_parameter(name, values[name])
         if self._transport.shared_weights is not None:
-            self._ranks.all_gather_json(None)
+            self._communicator.all_gather_json(None)
         torch.autograd.graph.increment_version(list(self.trainable.values()))
         self.edits.accept_edits()
 
     @torch.no_grad()
-    def load(self, values: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
         """Put back the model's `state_dict`, which fits; nobody may be reading it. Collective."""
-        own = self.own()
+        own = self.model_state_dict()
         trained = {id(p): name for name, p in self.trainable.items()}
         # What is trained may exist once per host, and then one rank writes it, or rest split.
-        self.model.load_state_dict({n: v for n, v in values.items() if id(own[n]) not in self._trained}, strict=False)
-        self.put({trained[id(p)]: values[name] for name, p in own.items() if id(p) in trained})
+        self.model.load_state_dict(
+            {n: v for n, v in values.items() if id(own[n]) not in self._trained_ids}, strict=False
+        )
+        self.load_weights({trained[id(p)]: values[name] for name, p in own.items() if id(p) in trained})
 
-    def own(self) -> dict[str, Any]:
+    def model_state_dict(self) -> dict[str, Any]:
         """The model's `state_dict`, without copies. Raises TaskError where it does not have the trained weights."""
         with untracked_access():  # a copy of a placeholder is refused here, as any copy
             own = self.model.state_dict(keep_vars=True)
         missing = [name for name in self.trainable if name not in own]
         # The precise weights of these are put in place of the model's: a copy is not recognized.
-        missing += [name for name in self.apart if name in own and own[name] is not self.trainable[name]]
+        missing += [name for name in self.flat_names if name in own and own[name] is not self.trainable[name]]
         if missing:
             got = f"a state_dict() without {missing[0]} itself{f' and {len(missing) - 1} more' if missing[1:] else ''}"
             need = "every trainable parameter under its own name, no copy of it"
@@ -287,18 +293,18 @@ class Weights:
         return own
 
     @contextlib.contextmanager
-    def read(self, kind: str) -> Iterator[None]:
+    def unsharded(self, kind: str) -> Iterator[None]:
         """Within: the model may be called. Collective, if weights rest split."""
-        with contextlib.nullcontext() if self.gathered is None else self.gathered.phase(kind):
+        with contextlib.nullcontext() if self.sharded_params is None else self.sharded_params.phase(kind):
             yield
 
-    def each(self) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every trainable weight by name, one after the other; read only. Collective: every rank goes to the end."""
-        if self.gathered is None:
+        if self.sharded_params is None:
             for name, p in self.trainable.items():
-                yield name, self.precise(name) if name in self.masters.param_names else p.detach()
+                yield name, self.full_weight(name) if name in self.master_weights.param_names else p.detach()
             return
-        for bucket, flat in self.gathered.unsharded_buckets():
+        for bucket, flat in self.sharded_params.unsharded_buckets():
             for name, start, stop in bucket.slots:
                 rounded = flat[start:stop].view(self.trainable[name].shape)
-                yield name, self.precise(name) if name in self.masters.param_names else rounded
+                yield name, self.full_weight(name) if name in self.master_weights.param_names else rounded

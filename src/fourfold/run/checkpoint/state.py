@@ -33,7 +33,7 @@ from fourfold.run.build import TrainStep
 from fourfold.run.checkpoint.read import CheckpointReader, dtype_problems, shape_problems
 from fourfold.run.checkpoint.write import SAFETENSORS_DTYPES, LiveTensor, make_live_tensor
 from fourfold.run.fits import optimizer_problems
-from fourfold.run.weights import trainable_of
+from fourfold.run.weights import trainable_parameters
 from fourfold.words.errors import CheckpointError, Problem
 
 
@@ -368,7 +368,7 @@ def _optimizer_problems(trained: TrainingState, manifest: Manifest) -> Sequence[
     for parameter, values in manifest.scalars.items():
         keys.setdefault(parameter, set()).update(values)
     step = trained.step
-    return optimizer_problems(step.optimizer, trainable_of(step.model), keys, saved=manifest.optimizer)
+    return optimizer_problems(step.optimizer, trainable_parameters(step.model), keys, saved=manifest.optimizer)
 
 
 def _restore_problems(trained: TrainingState, manifest: Manifest) -> Iterator[Problem]:
