@@ -29,7 +29,7 @@ from fourfold.run.projections import Projection, project_gradients
 from fourfold.run.random_weights import CheckConfig, MemoryFit, cast_real, copy_buffers, copy_parameters
 from fourfold.run.unchanged import copy_tensor_attributes, preserve_module
 from fourfold.run.weight_writes import WeightWriteTracker
-from fourfold.run.widened import Widened
+from fourfold.run.widened import WidenOperandsMode
 from fourfold.run.without_randomness import without_randomness
 from fourfold.words.errors import FourfoldError, Problem
 
@@ -93,7 +93,7 @@ class LossCheck:
         for batch in batches:
             with self._patched_model() as modes:
                 each = self._forward_backward(batch)
-            itemsize = min(itemsize, modes.itemsize)
+            itemsize = min(itemsize, modes.min_itemsize)
             measured.append(each)
             count += float(each.loss.count)
         if not count:
@@ -120,10 +120,10 @@ class LossCheck:
         return ForwardResult(outputs, value, measured.calls, loss)
 
     @contextlib.contextmanager
-    def _patched_model(self) -> Iterator[Widened]:
+    def _patched_model(self) -> Iterator[WidenOperandsMode]:
         """Within, the model is its copies, in the judgement's dtype; what a forward writes and keeps is dropped."""
         dtype = self._config.dtype
-        widened = Widened(self._copy_by_id, dtype)
+        widened = WidenOperandsMode(self._copy_by_id, dtype)
         with contextlib.ExitStack() as stack:
             for module, parameters in (
                 (self._model, self._param_copies),
@@ -142,7 +142,7 @@ class LossCheck:
             stack.enter_context(widened)
             watched = stack.enter_context(without_randomness(self._device))
             yield widened
-            widened.itemsize = min(widened.itemsize, watched.itemsize)
+            widened.min_itemsize = min(widened.min_itemsize, watched.itemsize)
 
     # ---- comparison ---------------------------------------------------------------------------------
 

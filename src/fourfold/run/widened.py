@@ -19,13 +19,13 @@ from fourfold.parts.uses import METADATA_FUNCTIONS
 from fourfold.run.random_weights import cast_real
 
 
-class Widened(TorchFunctionMode):
+class WidenOperandsMode(TorchFunctionMode):
     """`instead`: by the id of a parameter, its stand-in. `dtype`: float64, or None to widen nothing."""
 
-    def __init__(self, instead: Mapping[int, Tensor], dtype: torch.dtype | None) -> None:
+    def __init__(self, stand_ins: Mapping[int, Tensor], dtype: torch.dtype | None) -> None:
         super().__init__()
-        self._instead, self._dtype = instead, dtype
-        self.itemsize = 8
+        self._stand_ins, self._dtype = stand_ins, dtype
+        self.min_itemsize = 8
         """Of the least precise numbers that an operation has made of wide ones all the same."""
 
     def __torch_function__(
@@ -33,26 +33,26 @@ class Widened(TorchFunctionMode):
     ) -> Any:
         is_look = func in METADATA_FUNCTIONS
         dtype = None if is_look else self._dtype
-        args = tuple(self._given(arg, dtype) for arg in args)
-        named = {name: self._given(value, dtype) for name, value in (kwargs or {}).items()}
+        args = tuple(self._convert_operand(arg, dtype) for arg in args)
+        named = {name: self._convert_operand(value, dtype) for name, value in (kwargs or {}).items()}
         result = func(*args, **named)
-        return result if dtype is None else self._made(result, (*args, *named.values()))
+        return result if dtype is None else self._convert_result(result, (*args, *named.values()))
 
-    def _given(self, value: Any, dtype: torch.dtype | None) -> Any:
+    def _convert_operand(self, value: Any, dtype: torch.dtype | None) -> Any:
         if isinstance(value, Tensor):
-            return cast_real(self._instead.get(id(value), value), dtype)
+            return cast_real(self._stand_ins.get(id(value), value), dtype)
         if type(value) in (list, tuple):
-            changed = [self._given(each, dtype) for each in value]
+            changed = [self._convert_operand(each, dtype) for each in value]
             is_same = all(new is old for new, old in zip(changed, value, strict=True))
             return value if is_same else type(value)(changed)
         return value
 
-    def _made(self, result: Any, given: tuple[Any, ...]) -> Any:
+    def _convert_result(self, result: Any, given: tuple[Any, ...]) -> Any:
         if type(result) in (list, tuple):
-            return type(result)(self._made(each, given) for each in result)
+            return type(result)(self._convert_result(each, given) for each in result)
         if not isinstance(result, Tensor) or not (result.is_floating_point() or result.is_complex()):
             return result
         wide = cast_real(result, self._dtype)
         if wide is not result and any(isinstance(each, Tensor) and each.is_floating_point() for each in given):
-            self.itemsize = min(self.itemsize, result.dtype.to_real().itemsize)
+            self.min_itemsize = min(self.min_itemsize, result.dtype.to_real().itemsize)
         return wide
