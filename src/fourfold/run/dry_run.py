@@ -253,7 +253,7 @@ class DryRun:
             if not self._compares_state:
                 changes = {name: value for name, value in changes.items() if name in watch.trained_names}
             loss_changes = loss_state.changes() if self._compares_state else {}
-            seen = watched.has_drawn, watched.itemsize, watched.made
+            seen = watched.has_randomness, watched.min_itemsize, watched.num_elements
             return DryRunForward(measured[-1], samples, changes, loss_changes, writes or bool(loss_changes), *seen)
 
     def _forward_loss(self, part: Microbatch) -> ForwardResult | None:

@@ -142,7 +142,7 @@ class LossCheck:
             stack.enter_context(widened)
             watched = stack.enter_context(without_randomness(self._device))
             yield widened
-            widened.min_itemsize = min(widened.min_itemsize, watched.itemsize)
+            widened.min_itemsize = min(widened.min_itemsize, watched.min_itemsize)
 
     # ---- comparison ---------------------------------------------------------------------------------
 
