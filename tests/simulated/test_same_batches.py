@@ -305,7 +305,7 @@ def test_uneven_data_within_join_are_compared_among_those_that_have_some():
 
         with pytest.raises(TaskError, match="the same batches"):
             train()
-        return optimizer._steps.count
+        return optimizer._steps.num_steps
 
     assert threads.run(3, body) == [2, 2, 0]
 

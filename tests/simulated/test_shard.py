@@ -264,7 +264,7 @@ def test_a_sharded_loader_trains_where_the_loader_itself_is_refused():
             optimizer.zero_grad()
             model(x).sum().backward()
             optimizer.step()
-        return optimizer._steps.count
+        return optimizer._steps.num_steps
 
     unsharded = data.DataLoader(samples, 4, generator=torch.Generator())
     loaders = [unsharded, unsharded]

@@ -264,7 +264,7 @@ def test_updates_that_differ_from_the_start_are_found_after_the_first_step(prepa
             DivergenceError, match=r"the weights after step 1\n.*loaded state.*optimizer\.broadcast\(\)"
         ):
             plainly(mine, optimizer, ranks.rank, steps=2)
-        return optimizer._steps.count
+        return optimizer._steps.num_steps
 
     assert threads.run(2, body) == [1, 1]
 

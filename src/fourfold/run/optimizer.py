@@ -33,7 +33,7 @@ from fourfold.run.same_batches import DuplicateBatches, InputFingerprints
 from fourfold.run.spread import broadcast_tree
 from fourfold.run.unreduced import ReducedGrad, UnreducedGrads
 from fourfold.run.weights import trainable_parameters
-from fourfold.run.wrapped_steps import WrappedSteps
+from fourfold.run.wrapped_steps import OptimizerSteps
 from fourfold.words.action import LOSS, USED
 from fourfold.words.errors import OptimizerError, PlanError, Problem, TrainingError
 
@@ -139,7 +139,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _mark_replaced(self) -> None:
         """Another one has taken over."""
         self._is_replaced, self._gradients.is_enabled = True, False
-        self._steps.close()
+        self._steps.remove_hooks()
         self._input_fingerprints.remove_hook()
 
     def _connect(self, trainable: dict[str, nn.Parameter], plan: Plan) -> None:
@@ -167,7 +167,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         reduced = [ReducedGrad(name, trainable[name], slot) for name, slot in slots]
         self._memory_formats = MemoryFormats(trainable, self._optimizer)
         self._unreduced = UnreducedGrads(reduced, self._gradients.views, self._optimizer)
-        self._steps = WrappedSteps(
+        self._steps = OptimizerSteps(
             self._optimizer,
             self._model,
             self._unreduced,
@@ -240,7 +240,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._steps.begin_round()
         if self._join_state is None:
             loads = f" and {self._steps.num_loads} × load_state_dict" if self._steps.num_loads else ""
-            call = f"backward {self._num_backwards} after {self._steps.count} steps of the optimizer{loads}"
+            call = f"backward {self._num_backwards} after {self._steps.num_steps} steps of the optimizer{loads}"
             self._transport.begin_call(comm.with_options(call, self._options.text()))
         else:
             self._transport.begin_call(f"backward {self._num_backwards}, within join()")
@@ -275,7 +275,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Then all ranks are known to have done as many steps. What is wrong from the start, such as noise that each rank
         draws for itself, is found before it has cost a run.
         """
-        count = self._steps.count
+        count = self._steps.num_steps
         if self._num_loads_seen != self._steps.num_loads:
             self._num_loads_seen, self._next_compare_step = self._steps.num_loads, count + 1
         is_wanted = count >= self._next_compare_step or is_due(count, self._drift_checker.every, 1)
@@ -289,13 +289,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Nothing else does after the last step. Raises DivergenceError, on every rank, where they differ in a bit.
         """
         self._check_not_replaced()
-        self._transport.begin_call(f"check_drift() after {self._steps.count} steps of the optimizer")
+        self._transport.begin_call(f"check_drift() after {self._steps.num_steps} steps of the optimizer")
         self._transport.check_same_call()
         self._compare_weights()
 
     def _compare_weights(self) -> None:
         held = list(drift.replicated_tensors(self._model, self._plan))
-        self._drift_checker.compare(held, f"after step {self._steps.count}", update_kind=self._options.implementation())
+        self._drift_checker.compare(
+            held, f"after step {self._steps.num_steps}", update_kind=self._options.implementation()
+        )
 
     def _reduce(self, active: int) -> list[float]:
         """Slots become the mean over ranks; how many ranks have each gradient."""
@@ -350,7 +352,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._join_state is not None:
             raise TrainingError(Problem("join() within join()", "one around the whole loop"))
         joining = self._join_state = _JoinState(divides_by_world_size=divide_by_initial_world_size)
-        self._steps.is_joining = True
+        self._steps.is_in_join = True
         try:
             yield
             with torch.no_grad():
@@ -358,9 +360,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     pass
         finally:
             self._join_state = None
-            self._steps.is_joining = False
-        rounds, steps = zip(*self._communicator.all_gather_json([joining.num_rounds, self._steps.count]), strict=True)
-        self._steps.count = max(steps)
+            self._steps.is_in_join = False
+        rounds, steps = zip(
+            *self._communicator.all_gather_json([joining.num_rounds, self._steps.num_steps]), strict=True
+        )
+        self._steps.num_steps = max(steps)
         for parameter in self._parameters:
             parameter.grad = None
         if len(set(rounds)) > 1:
@@ -433,7 +437,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         same.
         """
         self._check_not_replaced()
-        return self._steps.take(closure, args, kwargs)
+        return self._steps.step(closure, args, kwargs)
 
     def _check_not_replaced(self) -> None:
         if self._is_replaced:
