@@ -22,7 +22,7 @@ import fourfold as ff
 from fourfold.tasks import digits
 
 NUM_SAMPLES = 84 * 512
-LARGE_BATCH_SIZE = 8 * digits.TUNED_FOR
+LARGE_BATCH_SIZE = 8 * digits.TUNED_BATCH_SIZE
 
 
 class Deep(nn.Sequential):
@@ -40,7 +40,7 @@ LARS = functools.partial(ff.optim.LARS, lr=20.0)
 
 # name: optimizer, batch size, rates
 CASES: dict[str, tuple[Any, int, ff.LRSchedule]] = {
-    "Adam, batch 64": (ADAM, digits.TUNED_FOR, ff.LRSchedule(schedule="cosine")),
+    "Adam, batch 64": (ADAM, digits.TUNED_BATCH_SIZE, ff.LRSchedule(schedule="cosine")),
     "Adam, batch 512, rate as it is": (ADAM, LARGE_BATCH_SIZE, ff.LRSchedule(schedule="cosine")),
     "Adam, batch 512, × 8": (ADAM, LARGE_BATCH_SIZE, ff.LRSchedule(schedule="cosine", scale="linear")),
     "Adam, batch 512, × 8, warm-up": (

@@ -20,27 +20,27 @@ from fourfold.words.task import Data, Task
 
 NUM_CLASSES = 10
 SIDE = 8  # pixels
-LARGEST_VALUE = 16.0  # of a pixel
-GROUP = 8  # channels normalized together
-TUNED_FOR = 64  # samples of a batch, at which the default learning rate was found
+MAX_PIXEL_VALUE = 16.0  # of a pixel
+GROUP_CHANNELS = 8  # channels normalized together
+TUNED_BATCH_SIZE = 64  # samples of a batch, at which the default learning rate was found
 
 
 def task(
     *,
     channels: int = 32,
     steps: int = 400,
-    batch_size: int = TUNED_FOR,
+    batch_size: int = TUNED_BATCH_SIZE,
     lr: float = 3e-3,
     weight_decay: float = 0.01,
 ) -> Task:
     """The task, from its settings. Raises SettingError, or TaskError where scikit-learn is missing."""
-    if channels < 1 or channels % GROUP:
-        fitting = max(channels // GROUP, 1) * GROUP
+    if channels < 1 or channels % GROUP_CHANNELS:
+        fitting = max(channels // GROUP_CHANNELS, 1) * GROUP_CHANNELS
         raise SettingError(
-            Problem(f"channels = {channels}", f"a multiple of {GROUP}", f"channels={fitting}"),
+            Problem(f"channels = {channels}", f"a multiple of {GROUP_CHANNELS}", f"channels={fitting}"),
             where="the settings of digits",
         )
-    need_images()
+    check_sklearn()
     return Task(
         model=functools.partial(Network, channels=channels),
         loss=loss,
@@ -50,7 +50,7 @@ def task(
         schedule=schedule,
         steps=steps,
         batch_size=batch_size,
-        tuned_for=TUNED_FOR,
+        tuned_for=TUNED_BATCH_SIZE,
     )
 
 
@@ -60,10 +60,10 @@ class Network(nn.Module):
     def __init__(self, *, channels: int) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            *_convolution(1, channels),
-            *_convolution(channels, channels),
+            *_conv_norm_relu(1, channels),
+            *_conv_norm_relu(channels, channels),
             nn.MaxPool2d(2),
-            *_convolution(channels, 2 * channels),
+            *_conv_norm_relu(channels, 2 * channels),
             nn.Flatten(),
             nn.Linear(2 * channels * (SIDE // 2) ** 2, NUM_CLASSES),
         )
@@ -72,10 +72,10 @@ class Network(nn.Module):
         return self.layers(images)
 
 
-def _convolution(inputs: int, outputs: int) -> tuple[nn.Module, ...]:
+def _conv_norm_relu(inputs: int, outputs: int) -> tuple[nn.Module, ...]:
     return (
         nn.Conv2d(inputs, outputs, kernel_size=3, padding=1, bias=False),
-        nn.GroupNorm(outputs // GROUP, outputs),
+        nn.GroupNorm(outputs // GROUP_CHANNELS, outputs),
         nn.ReLU(),
     )
 
@@ -92,11 +92,11 @@ def evaluate(logits: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, int]]:
 
 def open_data() -> Data:
     """All images in memory, every fifth held out. Raises TaskError where scikit-learn is missing."""
-    need_images()
+    check_sklearn()
     from sklearn.datasets import load_digits  # here, because it is an extra and takes a second
 
     digits: Any = load_digits()
-    images = torch.from_numpy(digits.images).float().unsqueeze(1) / LARGEST_VALUE
+    images = torch.from_numpy(digits.images).float().unsqueeze(1) / MAX_PIXEL_VALUE
     classes = torch.from_numpy(digits.target).long()
     held_out = torch.arange(len(classes)) % 5 == 4
     return Data(
@@ -105,7 +105,7 @@ def open_data() -> Data:
     )
 
 
-def need_images() -> None:
+def check_sklearn() -> None:
     """Raises TaskError where scikit-learn, which brings the images, is missing."""
     if importlib.util.find_spec("sklearn") is None:
         raise TaskError(
