@@ -59,7 +59,9 @@ def test_only_differences_of_positions_matter(kv_heads: int):
 
 def test_far_positions_keep_their_digits_in_half_precision():
     positions = torch.tensor([[100_000, 100_001]])
-    for mine, exact in zip(*(lm.rotary(positions, 8, dtype=d) for d in (torch.bfloat16, torch.float64)), strict=True):
+    for mine, exact in zip(
+        *(lm.rotary_cos_sin(positions, 8, dtype=d) for d in (torch.bfloat16, torch.float64)), strict=True
+    ):
         torch.testing.assert_close(mine.double(), exact, rtol=0, atol=0.02)
 
 
@@ -70,7 +72,7 @@ def test_shared_keys_and_values_equal_repeated_ones():
     weight = torch.cat([q, k.repeat_interleave(2, 0), v.repeat_interleave(2, 0)]).flatten(0, 1)
     full.load_state_dict({"qkv.weight": weight, "out.weight": shared.out.weight})
     x = torch.randn(2, 16, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    angles = lm.rotary(torch.arange(16).expand(2, -1), 8, dtype=torch.float64)
+    angles = lm.rotary_cos_sin(torch.arange(16).expand(2, -1), 8, dtype=torch.float64)
     torch.testing.assert_close(shared(x, *angles), full(x, *angles), rtol=0, atol=1e-12)
 
 
@@ -99,7 +101,7 @@ def test_the_rate_grows_in_a_line_and_falls_as_a_cosine():
     rates = [lm.schedule(step, 100, warmup=0.1) for step in range(100)]
     assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
     assert rates[10] == 1.0
-    assert rates[55] == pytest.approx((1 + lm.SMALLEST_FACTOR) / 2)
+    assert rates[55] == pytest.approx((1 + lm.MIN_LR_FACTOR) / 2)
     assert all(a >= b for a, b in itertools.pairwise(rates[9:]))
     assert 0 < rates[-1] < 0.03
     for steps in (1, 2, 3):

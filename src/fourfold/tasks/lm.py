@@ -21,10 +21,10 @@ from fourfold.words.errors import DataError, Problem, SettingError
 from fourfold.words.task import Data, Task
 
 NUM_BYTES = 256
-MOST_LAYERS = 100_000
+MAX_LAYERS = 100_000
 ROTARY_BASE = 10_000.0
-SMALLEST_FACTOR = 0.02  # of the learning rate, at the last step
-TUNED_FOR = 16  # samples of a batch, at which the default learning rate was found
+MIN_LR_FACTOR = 0.02  # of the learning rate, at the last step
+TUNED_BATCH_SIZE = 16  # samples of a batch, at which the default learning rate was found
 
 
 def task(
@@ -36,7 +36,7 @@ def task(
     kv_heads: int | None = None,
     length: int = 128,
     steps: int = 800,
-    batch_size: int = TUNED_FOR,
+    batch_size: int = TUNED_BATCH_SIZE,
     lr: float = 4e-3,
     warmup: float = 0.05,
     weight_decay: float = 0.1,
@@ -57,9 +57,9 @@ def task(
     kv_heads = heads if kv_heads is None else kv_heads
     counts = {"length": length, "steps": steps, "batch_size": batch_size, "valid_bytes": valid_bytes}
     problems = [
-        *_shapes(width=width, layers=layers, heads=heads, kv_heads=kv_heads),
+        *_shape_problems(width=width, layers=layers, heads=heads, kv_heads=kv_heads),
         *(Problem(f"{name} = {count}", "1 or more") for name, count in counts.items() if count < 1),
-        *_rates(lr=lr, warmup=warmup, weight_decay=weight_decay, clip=clip, temperature=temperature),
+        *_rate_problems(lr=lr, warmup=warmup, weight_decay=weight_decay, clip=clip, temperature=temperature),
     ]
     if problems:
         raise SettingError(problems, where="the settings of lm")
@@ -77,15 +77,15 @@ def task(
         steps=steps,
         batch_size=batch_size,
         clip=clip,
-        tuned_for=TUNED_FOR,
+        tuned_for=TUNED_BATCH_SIZE,
     )
 
 
-def _shapes(*, width: int, layers: int, heads: int, kv_heads: int) -> Iterable[Problem]:
+def _shape_problems(*, width: int, layers: int, heads: int, kv_heads: int) -> Iterable[Problem]:
     sizes = {"width": width, "layers": layers, "heads": heads, "kv_heads": kv_heads}
     too_small = [Problem(f"{name} = {size}", "1 or more") for name, size in sizes.items() if size < 1]
-    if layers > MOST_LAYERS:  # Python would be busy with its modules for minutes before anybody could say so.
-        yield Problem(f"layers = {layers}", f"at most {MOST_LAYERS}")
+    if layers > MAX_LAYERS:  # Python would be busy with its modules for minutes before anybody could say so.
+        yield Problem(f"layers = {layers}", f"at most {MAX_LAYERS}")
     yield from too_small
     if too_small:
         return
@@ -99,7 +99,7 @@ def _shapes(*, width: int, layers: int, heads: int, kv_heads: int) -> Iterable[P
         )
 
 
-def _rates(*, clip: float | None, **rates: float) -> Iterable[Problem]:
+def _rate_problems(*, clip: float | None, **rates: float) -> Iterable[Problem]:
     positive = {"lr": rates["lr"], "temperature": rates["temperature"], "clip": 1.0 if clip is None else clip}
     yield from (Problem(f"{name} = {rate}", "more than 0") for name, rate in positive.items() if not rate > 0)
     # A clip may be infinite: it then measures the norm, and clips nothing.
@@ -124,7 +124,7 @@ class Attention(nn.Module):
         heads, kv_heads = self.heads, self.kv_heads
         qkv = self.qkv(x_BLD).unflatten(-1, (heads + 2 * kv_heads, self.head_size))
         qk, v = qkv.split((heads + kv_heads, kv_heads), dim=2)
-        q, k = rotate(qk, cos_BL1K, sin_BL1K).split((heads, kv_heads), dim=2)
+        q, k = apply_rotary(qk, cos_BL1K, sin_BL1K).split((heads, kv_heads), dim=2)
         out_BHLK = F.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=heads != kv_heads
         )
@@ -183,13 +183,13 @@ class LanguageModel(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x_BLD = self.embedding(tokens)
-        cos, sin = rotary(positions, self.head_size, dtype=x_BLD.dtype)
+        cos, sin = rotary_cos_sin(positions, self.head_size, dtype=x_BLD.dtype)
         for block in self.blocks:
             x_BLD = block(x_BLD, cos, sin)
         return self.head(self.norm(x_BLD))
 
 
-def rotary(positions_BL: Tensor, head_size: int, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary_cos_sin(positions_BL: Tensor, head_size: int, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and signed sines of the rotary angles (RoFormer, arXiv 2104.09864): each [B, L, 1, K]."""
     # Angles of far positions need more digits than a half-precision model has.
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -199,7 +199,7 @@ def rotary(positions_BL: Tensor, head_size: int, *, dtype: torch.dtype) -> tuple
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
-def rotate(x_BLHK: Tensor, cos_BL1K: Tensor, sin_BL1K: Tensor) -> Tensor:
+def apply_rotary(x_BLHK: Tensor, cos_BL1K: Tensor, sin_BL1K: Tensor) -> Tensor:
     """Each pair (x[k], x[k + K/2]) turned by its angle."""
     # Full rows, not half rows: two thirds of the time on a CPU, and the same bits.
     return x_BLHK * cos_BL1K + x_BLHK.roll(x_BLHK.shape[-1] // 2, dims=-1) * sin_BL1K
@@ -247,7 +247,7 @@ def schedule(step: int, steps: int, *, warmup: float) -> float:
     if step < num_warm:
         return (step + 1) / num_warm
     done = (step - num_warm) / max(1, steps - num_warm)
-    return SMALLEST_FACTOR + (1 - SMALLEST_FACTOR) * 0.5 * (1 + math.cos(math.pi * done))
+    return MIN_LR_FACTOR + (1 - MIN_LR_FACTOR) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 @torch.no_grad()
