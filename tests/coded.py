@@ -12,7 +12,7 @@ from fourfold.parts.codec import Codec
 from fourfold.plan.data import Bucket, make_buckets
 from fourfold.run.batch import Microbatch, call_model, split_microbatches, sum_loss
 from fourfold.run.weights import trainable_parameters
-from fourfold.testing.codecs import exchange
+from fourfold.testing.codecs import simulate_reduce
 from fourfold.testing.oracle import Trained
 from tests.training import Case, batches, local, loss, model, optimizer
 
@@ -64,7 +64,7 @@ class Workers:
             said += sum(each for _, each in found)
             for bucket, codecs, total in zip(self.buckets, self.codecs, totals, strict=True):
                 flats = [torch.cat([g[slot.name].flatten() for slot in bucket.slots]) for g, _ in found]
-                exchange(codecs, flats)
+                simulate_reduce(codecs, flats)
                 total += flats[0]
         for bucket, total in zip(self.buckets, totals, strict=True):
             for slot in bucket.slots:

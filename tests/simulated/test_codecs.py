@@ -14,7 +14,7 @@ from fourfold.parts.codec.int8 import Int8
 from fourfold.parts.codec.powersgd import PowerSGD
 from fourfold.parts.codec.topk import TopK
 from fourfold.plan.codec import CODECS, INDEX_BLOCK, SCALE_BLOCK, CodecSpec, codec_rounds, num_sent
-from fourfold.testing.codecs import exchange
+from fourfold.testing.codecs import simulate_reduce
 from tests.pure.test_codec import bucket_of
 
 REMEMBERING = [kind for kind in CODECS if kind not in ("bf16", "fp16")]
@@ -63,7 +63,7 @@ def test_what_was_sent_and_what_remains_is_the_gradient(kind, size, steps, shape
     for step in range(steps):
         flats = gradients(shapes, size=size, seed=10 * seed + step)
         gradient = gradient + sum(flats)
-        exchange(codecs, flats)
+        simulate_reduce(codecs, flats)
         assert all(torch.equal(flat, flats[0]) for flat in flats)
         sent = sent + flats[0]
     remainder = sum(map(remainder_of, codecs))
@@ -76,7 +76,7 @@ def test_at_density_one_a_sparse_codec_is_no_codec_bit_for_bit(kind):
     for step in range(3):
         flats = gradients(SHAPES, size=3, seed=step, dtype=torch.float32)
         dense = (flats[0] + flats[1]) + flats[2]
-        exchange(codecs, flats)
+        simulate_reduce(codecs, flats)
         assert torch.equal(flats[0], dense)
 
 
@@ -85,7 +85,7 @@ def test_at_density_one_a_sparse_codec_is_no_codec_bit_for_bit(kind):
 def test_a_message_is_as_long_as_was_said(kind, dtype):
     shapes = [*SHAPES, (300, 257)]  # more than one block of places
     codecs = make(kind, shapes, size=2, dtype=dtype, density=0.03, rank=2)
-    said = exchange(codecs, gradients(shapes, size=2, dtype=getattr(torch, dtype)))
+    said = simulate_reduce(codecs, gradients(shapes, size=2, dtype=getattr(torch, dtype)))
     expected = codec_rounds(
         CodecSpec(kind, density=0.03, matrix_rank=2), bucket_of(shapes, dtype, codecs_width(dtype)), shapes
     )
@@ -105,7 +105,7 @@ def test_what_two_bytes_cannot_hold_waits_in_four(kind, dtype):
     for _ in range(20):
         flat = torch.full((1000,), thousandth, dtype=getattr(torch, dtype))
         flat[7] = 1.0
-        exchange([each], [flat])
+        simulate_reduce([each], [flat])
         assert flat.nonzero().tolist() == [[7]]
     remainder = remainder_of(each)
     assert remainder.dtype == torch.float32
@@ -117,15 +117,15 @@ def test_a_codec_goes_on_from_its_state_bit_for_bit(kind):
     options = {"size": 2, "dtype": "float32", "density": 0.1, "rank": 2, "life": 3}
     codecs, others = make(kind, SHAPES, **options), make(kind, SHAPES, **options)
     for step in range(4):
-        exchange(codecs, gradients(SHAPES, size=2, seed=step, dtype=torch.float32))
+        simulate_reduce(codecs, gradients(SHAPES, size=2, seed=step, dtype=torch.float32))
     for one, other in zip(codecs, others, strict=True):
         for name, tensors in one.state_tensors().items():
             for key, tensor in tensors.items():
                 other.state_tensors()[name][key].copy_(tensor)
     for step in range(4, 8):
         ours, theirs = (gradients(SHAPES, size=2, seed=step, dtype=torch.float32) for _ in range(2))
-        exchange(codecs, ours)
-        exchange(others, theirs)
+        simulate_reduce(codecs, ours)
+        simulate_reduce(others, theirs)
         assert torch.equal(ours[0], theirs[0])
 
 
@@ -140,8 +140,8 @@ def test_a_change_of_unit_changes_what_is_remembered(kind):
             codecs[0].scale_residual(8.0)
         if step >= 4:
             ours[0] *= 8.0
-        exchange(codecs, ours)
-        exchange(others, theirs)
+        simulate_reduce(codecs, ours)
+        simulate_reduce(others, theirs)
         torch.testing.assert_close(ours[0], theirs[0] * (8.0 if step >= 4 else 1.0), rtol=1e-5, atol=1e-5)
 
 
@@ -153,7 +153,7 @@ def test_a_gradient_that_is_not_finite_is_seen_by_all_and_not_remembered(kind, b
         flats = gradients([(64, 64)], size=2, seed=step, dtype=torch.float32)
         if step == 1:
             flats[1][100:200] = bad
-        exchange(codecs, flats)
+        simulate_reduce(codecs, flats)
         assert torch.isfinite(flats[0]).all() == (step != 1)
         assert all(torch.isfinite(remainder_of(each)).all() for each in codecs)
 
@@ -164,7 +164,7 @@ def test_a_gradient_that_is_not_finite_is_seen_by_all_and_not_remembered(kind, b
 def test_beyond_its_range_fp16_is_infinite_on_every_rank():
     codecs = make("fp16", [(3,)], size=2, dtype="float32")
     flats = [torch.tensor([40000.0, 1.0, 70000.0]), torch.tensor([40000.0, 1.0, 0.0])]
-    exchange(codecs, flats)
+    simulate_reduce(codecs, flats)
     for flat in flats:
         assert flat.tolist() == [float("inf"), 2.0, float("inf")]
 
@@ -173,7 +173,7 @@ def test_beyond_its_range_fp16_is_infinite_on_every_rank():
 def test_a_cast_errs_by_half_a_unit_in_the_last_place(kind, error):
     (flat,) = gradients(SHAPES, size=1, dtype=torch.float32)
     before = flat.clone()
-    exchange(make(kind, SHAPES, dtype="float32"), [flat])
+    simulate_reduce(make(kind, SHAPES, dtype="float32"), [flat])
     assert 0 < ((flat - before).abs() / before.abs().clamp(min=1e-3)).max() <= error
 
 
@@ -185,7 +185,7 @@ def test_int8_errs_by_half_a_step_of_its_block(length, seed, exponent):
     (each,) = make("int8", [(length,)], dtype="float32")
     (flat,) = gradients([(length,)], size=1, seed=seed, dtype=torch.float32)
     before = flat.mul_(10.0**exponent).clone()
-    exchange([each], [flat])
+    simulate_reduce([each], [flat])
     for start in range(0, length, SCALE_BLOCK):
         block = slice(start, start + SCALE_BLOCK)
         step = before[block].abs().max() / 127
@@ -196,7 +196,7 @@ def test_int8_of_denormal_numbers_waits():
     (each,) = make("int8", [(10,)], dtype="float32")
     assert isinstance(each, Int8)
     flat = torch.full((10,), 1e-42)
-    exchange([each], [flat])
+    simulate_reduce([each], [flat])
     assert torch.equal(flat, torch.zeros(10))
     assert torch.equal(each.residual, torch.full((10,), 1e-42))
 
@@ -233,7 +233,7 @@ def test_topk_sends_the_largest_of_the_bucket(shapes, percent):
     before = flat.clone()
     (each,) = make("topk", shapes, density=percent / 100)
     assert isinstance(each, TopK)
-    exchange([each], [flat])
+    simulate_reduce([each], [flat])
     largest = before.abs() > size - num_sent(size, percent / 100)
     assert torch.equal(flat, before * largest)
 
@@ -241,7 +241,7 @@ def test_topk_sends_the_largest_of_the_bucket(shapes, percent):
 def test_topk_takes_the_first_of_the_ties():
     flat = torch.ones(1000)
     flat[500] = 2.0
-    exchange(make("topk", [(1000,)], dtype="float32", density=0.01), [flat])
+    simulate_reduce(make("topk", [(1000,)], dtype="float32", density=0.01), [flat])
     assert flat.nonzero().squeeze(1).tolist() == [*range(9), 500]
 
 
@@ -252,7 +252,7 @@ def test_places_reach_over_many_blocks():
     flat[places] = torch.arange(1.0, 8.0)
     for kind in ("topk", "dct"):
         sent = flat.clone()
-        exchange(make(kind, [(length,)], dtype="float32", density=0.001), [sent])
+        simulate_reduce(make(kind, [(length,)], dtype="float32", density=0.001), [sent])
         assert torch.equal(sent, flat)
 
 
@@ -260,7 +260,7 @@ def test_places_reach_over_many_blocks():
 def test_at_a_refresh_without_ties_as_many_are_kept_as_the_sparsity_leaves(length, percent, seed):
     generator = torch.Generator().manual_seed(seed)
     flat = torch.randperm(length, generator=generator).add_(1).to(torch.float64)
-    exchange(make("dct", [(length,)], density=percent / 100), [flat])
+    simulate_reduce(make("dct", [(length,)], density=percent / 100), [flat])
     assert flat.count_nonzero() == length - length * (100 - percent) // 100
 
 
@@ -271,7 +271,7 @@ def test_zeros_are_never_sent():
     for _ in range(4):
         flat = torch.zeros(1000, dtype=torch.float64)
         flat[:30] = 1.0
-        exchange([each], [flat])
+        simulate_reduce([each], [flat])
         assert torch.equal(flat.nonzero().squeeze(1), torch.arange(30))
         assert not each.residual.any()
     assert each.num_early_refreshes == 0
@@ -283,7 +283,7 @@ def test_a_threshold_is_kept_for_its_life():
     for step in range(9):
         flat = torch.linspace(-1.0, 1.0, 4000, dtype=torch.float64) * (1.0 + 0.001 * step)
         each.residual.zero_()
-        exchange([each], [flat])
+        simulate_reduce([each], [flat])
         seen.append(each.thresholds.item())
     assert [a == b for a, b in itertools.pairwise(seen)] == [True, True, False] * 2 + [True, True]
 
@@ -293,7 +293,7 @@ def test_drift_never_takes_density_out_of_its_band(seed, growth):
     each = dct([(5000,)], density=0.05, life=1000)
     for step in range(12):
         (flat,) = gradients([(5000,)], size=1, seed=100 * seed + step)
-        exchange([each], [flat.mul_(growth**step)])
+        simulate_reduce([each], [flat.mul_(growth**step)])
         assert 125 <= flat.count_nonzero() <= 313  # 250, from half of it to a quarter more
     assert each.num_early_refreshes > 0
 
@@ -304,7 +304,7 @@ def test_the_first_threshold_is_too_low_and_does_not_stay():
     counts = []
     for step in range(30):
         flat = torch.randn(20000, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-        exchange([each], [flat])
+        simulate_reduce([each], [flat])
         counts.append(int(flat.count_nonzero()))
     assert max(counts) <= 250
     assert each.num_early_refreshes >= 1
@@ -329,7 +329,7 @@ def test_a_gradient_of_low_rank_is_sent_exactly(rows, columns, rank, size, seed)
     ]
     total = sum(flats)
     codecs = make("powersgd", [(rows, columns)], size=size, rank=rank)
-    exchange(codecs, flats)
+    simulate_reduce(codecs, flats)
     torch.testing.assert_close(flats[0], total, rtol=0, atol=1e-10)
 
 
@@ -346,7 +346,7 @@ def test_a_warm_start_finds_the_best_approximation():
     for _ in range(20):
         each.residual.zero_()
         flat = matrix.flatten().clone()
-        exchange([each], [flat])
+        simulate_reduce([each], [flat])
         errors.append((flat.view(60, 50) - matrix).norm() / best)
     assert errors[0] > 1.1
     assert errors[-1] == pytest.approx(1.0, abs=1e-9)
@@ -356,13 +356,13 @@ def test_a_matrix_without_gradient_is_learned_when_it_has_one():
     (each,) = make("powersgd", [(30, 30)], rank=2)
     for _ in range(3):
         flat = torch.zeros(900, dtype=torch.float64)
-        exchange([each], [flat])
+        simulate_reduce([each], [flat])
         assert not flat.any()
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(2, 30, generator=generator, dtype=torch.float64) for _ in range(2))
     for _ in range(3):
         flat = (left.T @ right).flatten()
-        exchange([each], [flat])
+        simulate_reduce([each], [flat])
     torch.testing.assert_close(each.residual, torch.zeros(900, dtype=torch.float64), rtol=0, atol=1e-10)
 
 
@@ -374,6 +374,6 @@ def test_ranks_remember_their_own_part_only():
     for _ in range(60):
         left, right = (torch.randn(2, 40, generator=generator, dtype=torch.float64) for _ in range(2))
         low, noise = (left.T @ right).flatten(), torch.randn(1600, generator=generator, dtype=torch.float64)
-        exchange(codecs, [low + noise, low - noise])
+        simulate_reduce(codecs, [low + noise, low - noise])
         norms.append(max(remainder_of(each).norm().item() for each in codecs))
     assert norms[-1] < 60**0.5 * 40

@@ -11,7 +11,7 @@ from fourfold.parts.codec import Codec, Message
 from fourfold.plan.codec import Combine
 
 
-def exchange(codecs: Sequence[Codec], flats: Sequence[Tensor]) -> list[Message]:
+def simulate_reduce(codecs: Sequence[Codec], flats: Sequence[Tensor]) -> list[Message]:
     """Reduce the ranks' addends [length] of one bucket in place; returns what rank 0 has said, round by round.
 
     Sums are taken in rank order.
