@@ -108,8 +108,8 @@ class World(AbstractContextManager["World"]):
         place = {name: str(number) for name, number in numbers.items()}
         command = [*self._command, f"file://{self._folder.name}/rendezvous"]
         if self._hosts is not None:
-            place = self._hosts.variables(rank, self._ranks)
-            command = self._hosts.place(rank, self._ranks).command(command)
+            place = self._hosts.rank_environ(rank, self._ranks)
+            command = self._hosts.host_of(rank, self._ranks).command(command)
         # Ours as `fourfold run` starts them, peers as torchrun does.
         heap = malloc_variables() if self._command[3].startswith("fourfold") else {}
         environment = {

@@ -63,4 +63,4 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(reason)
 
 
-_why_no_hosts = functools.cache(hosts.missing)
+_why_no_hosts = functools.cache(hosts.unavailable_reason)

@@ -27,8 +27,8 @@ from fourfold.words.errors import LaunchError, Problem
 PREFIX = "fourfold"
 INTERFACE = "e0"
 BRIDGE = "br0"
-COMMAND_SECONDS = 20
-_numbers = itertools.count()
+COMMAND_TIMEOUT_SECONDS = 20
+_counter = itertools.count()
 
 
 class HostsUnavailable(LaunchError):
@@ -59,15 +59,15 @@ class Hosts(AbstractContextManager["Hosts"]):
     """
 
     def __init__(self, count: int, *, rate: str | None = "100mbit") -> None:
-        base = f"{PREFIX}-{os.getpid()}-{_began(os.getpid())}-{next(_numbers)}"
+        base = f"{PREFIX}-{os.getpid()}-{_start_ticks(os.getpid())}-{next(_counter)}"
         self.hosts = tuple(Host(f"{base}-{index}", f"10.93.0.{10 + index}") for index in range(count))
         self.rate, self._bridge = rate, f"{base}-bridge"
 
     def __enter__(self) -> Self:
-        _look_for_tools()
+        _check_tools()
         remove_stale()
         try:
-            self._make()
+            self._create()
         except BaseException:
             self.__exit__()
             raise
@@ -79,15 +79,15 @@ class Hosts(AbstractContextManager["Hosts"]):
             if name in there:
                 _remove(name)
 
-    def place(self, rank: int, size: int) -> Host:
+    def host_of(self, rank: int, size: int) -> Host:
         """The host of a rank: consecutive ranks live together, the same number on each host."""
         if size % len(self.hosts):
             raise LaunchError(Problem(f"{size} ranks on {len(self.hosts)} hosts", "as many ranks on each host"))
         return self.hosts[rank * len(self.hosts) // size]
 
-    def variables(self, rank: int, size: int) -> dict[str, str]:
+    def rank_environ(self, rank: int, size: int) -> dict[str, str]:
         """What a launcher would tell this rank, and the interface that gloo is to use."""
-        self.place(rank, size)
+        self.host_of(rank, size)
         each = size // len(self.hosts)
         place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % each, "LOCAL_WORLD_SIZE": each}
         told = {name: str(value) for name, value in place.items()}
@@ -96,7 +96,7 @@ class Hosts(AbstractContextManager["Hosts"]):
     def sent_bytes(self) -> list[int]:
         return [host.sent_bytes() for host in self.hosts]
 
-    def _make(self) -> None:
+    def _create(self) -> None:
         _ip("netns", "add", self._bridge)
         _ip("-n", self._bridge, "link", "add", BRIDGE, "type", "bridge")
         _ip("-n", self._bridge, "link", "set", BRIDGE, "up")
@@ -110,11 +110,11 @@ class Hosts(AbstractContextManager["Hosts"]):
             _ip("-n", host.name, "link", "set", INTERFACE, "up")
             _ip("-n", host.name, "link", "set", "lo", "up")
             if self.rate is not None:
-                _limit(host.name, INTERFACE, self.rate)
-                _limit(self._bridge, port, self.rate)
+                _limit_rate(host.name, INTERFACE, self.rate)
+                _limit_rate(self._bridge, port, self.rate)
 
 
-def missing() -> str | None:
+def unavailable_reason() -> str | None:
     """Why hosts cannot be had here, found out by making one; None where they can."""
     try:
         with Hosts(1):
@@ -127,11 +127,11 @@ def remove_stale() -> None:
     """Remove what owners that have died have left: their namespaces, and the processes in them."""
     for name in _namespaces():
         match = re.fullmatch(rf"{PREFIX}-(\d+)-(\d+)-\d+-\w+", name)
-        if match and _began(int(match[1])) != int(match[2]):
+        if match and _start_ticks(int(match[1])) != int(match[2]):
             _remove(name)
 
 
-def _limit(name: str, device: str, rate: str) -> None:
+def _limit_rate(name: str, device: str, rate: str) -> None:
     filtered = ["tbf", "rate", rate, "burst", "128kb", "latency", "100ms"]
     _run(["tc", "-n", name, "qdisc", "add", "dev", device, "root", *filtered])
 
@@ -142,14 +142,14 @@ def _namespaces() -> list[str]:
 
 def _remove(name: str) -> None:
     try:
-        _end_processes(name)
+        _kill_processes(name)
         _ip("netns", "del", name)
     except HostsUnavailable:
         if name in _namespaces():  # else another process has come upon the same one, and was faster
             raise
 
 
-def _end_processes(name: str) -> None:
+def _kill_processes(name: str) -> None:
     for pid in map(int, _ip("netns", "pids", name).split()):
         with suppress(ProcessLookupError):  # It has ended by itself.
             # Through a handle: a number may have become another process's by now.
@@ -161,7 +161,7 @@ def _end_processes(name: str) -> None:
                 os.close(handle)
 
 
-def _began(pid: int) -> int:
+def _start_ticks(pid: int) -> int:
     """When a process began, in ticks since the boot; -1 where there is none. A later one of its number began later."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
@@ -169,7 +169,7 @@ def _began(pid: int) -> int:
         return -1
 
 
-def _look_for_tools() -> None:
+def _check_tools() -> None:
     absent = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     problems = [Problem(f"no {tool}", "iproute2", "apt-get install iproute2") for tool in absent]
     if os.geteuid() != 0:
@@ -183,7 +183,7 @@ def _ip(*arguments: str) -> str:
 
 
 def _run(command: Sequence[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_SECONDS)
     if done.returncode:
         got = f"{' '.join(command)}: {done.stderr.strip() or done.returncode}"
         problem = Problem(got, "CAP_SYS_ADMIN, CAP_NET_ADMIN and the kernel's sch_tbf", "a machine of your own")

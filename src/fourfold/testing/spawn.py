@@ -73,8 +73,8 @@ class World:
             variables = {name: str(place) for name, place in places.items()}
             command = [sys.executable, "-m", "fourfold.testing.spawn", f"{self._folder.name}/rendezvous"]
             if self._hosts is not None:
-                variables = self._hosts.variables(rank, self.size)
-                command = self._hosts.place(rank, self.size).command(command)
+                variables = self._hosts.rank_environ(rank, self.size)
+                command = self._hosts.host_of(rank, self.size).command(command)
             # Names that torch is about to take away are not to be told to users first.
             given = [os.environ["PYTHONWARNINGS"]] if os.environ.get("PYTHONWARNINGS") else []
             warn = ",".join([*given, "error:`torch.distributed:FutureWarning"])
