@@ -26,7 +26,7 @@ def worst(cases, by="messages", factor=1.0):
     expected = [(case, *_expected(case, factor)) for case in cases]
 
     def body(ranks):
-        axis = links.axis(ranks, cases[0].ring, cases[0].ulysses, by=by)
+        axis = links.make_axis(ranks, cases[0].ring, cases[0].ulysses, transport=by)
         found = []
         for case, tensors, oracle in expected:
             mine = attention.on_axis(case, tensors, axis)
@@ -97,7 +97,7 @@ def test_queries_that_may_attend_to_nothing_give_zero_as_in_torch_and_no_gradien
     assert not any(tensor[0].any() for tensor in expected)
 
     def body(ranks):
-        axis = links.axis(ranks)
+        axis = links.make_axis(ranks)
         found = [attention.on_axis(case, tensors._replace(mask=mask), axis) for mask in (tensors.mask, lowest)]
         return max(attention.deviation(each, expected, axis.local_token_ranges(case.length)) for each in found)
 
@@ -107,7 +107,7 @@ def test_queries_that_may_attend_to_nothing_give_zero_as_in_torch_and_no_gradien
 # ---- what is sent and computed ---------------------------------------------------------------------
 
 
-def wires(axis) -> list[links.ThreadWire]:
+def wires(axis) -> list[links.ThreadChannel]:
     return [link._channel for link in axis.ring_groups if link.size > 1]
 
 
@@ -120,9 +120,9 @@ def test_a_layer_sends_six_times_its_part_of_k_for_every_hop_and_no_more(size, r
     tensors = attention.whole(case)
 
     def body(ranks):
-        axis = links.axis(ranks, ring, ulysses)
+        axis = links.make_axis(ranks, ring, ulysses)
         attention.on_axis(case, tensors, axis)
-        return sum(wire.sent for wire in wires(axis))
+        return sum(wire.num_sent_elements for wire in wires(axis))
 
     queries, keys, value_size = (number * ulysses for number in HEADS[heads])
     layer = AttentionSize(BATCH, case.length, queries, SIZE, keys, value_size // ulysses)
@@ -135,10 +135,10 @@ def test_a_key_mask_travels_in_the_message_of_its_keys():
     case = Case(4, mask="padding")
 
     def body(ranks):
-        axis = links.axis(ranks)
+        axis = links.make_axis(ranks)
         (wire,), messages = wires(axis), []
-        shift = wire.shift
-        wire.shift = lambda flat, tag: (messages.append(flat.numel()), shift(flat, tag))[1]
+        shift = wire.send_right_recv_left
+        wire.send_right_recv_left = lambda flat, tag: (messages.append(flat.numel()), shift(flat, tag))[1]
         attention.on_axis(case, attention.whole(case), axis)
         return messages
 
@@ -170,7 +170,7 @@ def test_the_slowest_rank_of_zigzag_computes_what_the_plan_says(monkeypatch, by)
 
         def body(ranks, case=case):
             index[threading.get_ident()] = ranks.rank
-            attention.on_axis(case, attention.whole(case), links.axis(ranks, case.ring, by=by))
+            attention.on_axis(case, attention.whole(case), links.make_axis(ranks, case.ring, transport=by))
 
         threads.run(4, body)
         assert done == [2 * scores for scores in scores_per_index(case.length, 4, ring, causal=True)]
@@ -197,7 +197,7 @@ def test_the_trace_shows_that_messages_travel_while_a_rank_computes(monkeypatch)
     case = Case(4, causal=True)
 
     def body(ranks):
-        axis, recording = links.axis(ranks), SpanRecorder()
+        axis, recording = links.make_axis(ranks), SpanRecorder()
         axis.ring_group.recorder = recording
         attention.on_axis(case, attention.whole(case), axis)
         return threading.get_ident(), recording.spans
@@ -216,7 +216,9 @@ def test_messages_and_shared_memory_give_the_same_bits(ring):
     case = Case(4, ring, causal=True, heads="grouped", dtype=torch.float32)
     tensors = attention.whole(case)
     by_way = [
-        threads.run(4, lambda ranks, by=by: attention.on_axis(case, tensors, links.axis(ranks, ring, by=by)))
+        threads.run(
+            4, lambda ranks, by=by: attention.on_axis(case, tensors, links.make_axis(ranks, ring, transport=by))
+        )
         for by in ("messages", "shared")
     ]
     for one, other in zip(*by_way, strict=True):
