@@ -5,11 +5,11 @@ import copy
 import torch
 
 from fourfold.run.batch import call_model, sum_loss
-from fourfold.testing.oracle import Trained
+from fourfold.testing.oracle import TrainingResult
 from tests.training import Case, batches, local, loss, model, optimizer
 
 
-def train(case: Case, size: int) -> Trained:
+def train(case: Case, size: int) -> TrainingResult:
     """What a training with local steps must leave after a meeting."""
     together = model(case.model)
     momentum = {"momentum": case.outer_momentum, "nesterov": True} if case.outer_momentum else {}
@@ -31,7 +31,7 @@ def train(case: Case, size: int) -> Trained:
             for worker in workers:
                 worker.load_state_dict(together.state_dict())
             counts = [0.0] * size
-    return Trained(losses, norms, {name: p.detach().clone() for name, p in together.named_parameters()})
+    return TrainingResult(losses, norms, {name: p.detach().clone() for name, p in together.named_parameters()})
 
 
 def _learn(case: Case, worker: torch.nn.Module, inner: torch.optim.Optimizer, batch) -> tuple[float, float, float]:

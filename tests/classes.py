@@ -32,7 +32,7 @@ def part(batch: Batch, plan: Plan, index: int) -> Batch:
     return batch[0][start:stop], batch[1][start:stop]
 
 
-def train(ranks: Any, made: nn.Module, plan: Plan, given: list[Batch]) -> oracle.Trained:
+def train(ranks: Any, made: nn.Module, plan: Plan, given: list[Batch]) -> oracle.TrainingResult:
     step = TrainStep(made, loss, sgd, plan=plan, communicator=ranks, clip=None)
     losses = [step(part(batch, plan, step.dp_index)).loss for batch in given]
     step.flush()

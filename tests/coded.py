@@ -13,7 +13,7 @@ from fourfold.plan.data import Bucket, make_buckets
 from fourfold.run.batch import Microbatch, call_model, split_microbatches, sum_loss
 from fourfold.run.weights import trainable_parameters
 from fourfold.testing.codecs import simulate_reduce
-from fourfold.testing.oracle import Trained
+from fourfold.testing.oracle import TrainingResult
 from tests.training import Case, batches, local, loss, model, optimizer
 
 
@@ -77,9 +77,9 @@ class Workers:
         return float(said[0] / said[1]), norm
 
 
-def train(case: Case, size: int, *, unit: float = 1.0) -> Trained:
+def train(case: Case, size: int, *, unit: float = 1.0) -> TrainingResult:
     """The case with `size` workers. Gradients are coded as sums over elements, divided by `unit`."""
     workers = Workers(case, size)
     told = [workers.step(batch, unit) for batch in batches(case)]
     weights = {name: p.detach().clone() for name, p in workers.model.named_parameters()}
-    return Trained([value for value, _ in told], [norm for _, norm in told if norm is not None], weights)
+    return TrainingResult([value for value, _ in told], [norm for _, norm in told if norm is not None], weights)

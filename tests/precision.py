@@ -8,7 +8,7 @@ from torch import nn
 from fourfold.plan.order import shard_range
 from fourfold.run.build import TrainStep, parallelize
 from fourfold.testing import threads
-from fourfold.testing.oracle import Trained
+from fourfold.testing.oracle import TrainingResult
 from tests import training
 from tests.training import Case, batches, local
 
@@ -23,7 +23,7 @@ LEVELS: dict[int, dict[str, Any]] = {
 NUMBERS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def by_hand(case: Case, size: int = 1) -> Trained:
+def by_hand(case: Case, size: int = 1) -> TrainingResult:
     """What `size` ranks ought to do, in one process: rounded copies compute, torch.optim updates float32 weights."""
     masters, working = training.model(case.model).float(), training.model(case.model).to(NUMBERS[case.precision])
     optimizer, loss = training.optimizer(case, **HOW)(masters.parameters()), training.loss(case)
@@ -50,7 +50,7 @@ def by_hand(case: Case, size: int = 1) -> Trained:
             norms.append(nn.utils.clip_grad_norm_(masters.parameters(), case.clip).item())
         optimizer.step()
         losses.append(total / len(batch[1]))
-    return Trained(losses, norms, {name: p.detach().clone() for name, p in masters.named_parameters()})
+    return TrainingResult(losses, norms, {name: p.detach().clone() for name, p in masters.named_parameters()})
 
 
 def summed(case, slots):
@@ -86,7 +86,7 @@ def own(step, batch):
 def go(step, case, first=0):
     metrics = [step(own(step, batch)) for batch in batches(case)[first:]]
     norms = [m.grad_norm for m in metrics if m.grad_norm is not None]
-    return Trained([m.loss for m in metrics], norms, step.state_dict()["model"])
+    return TrainingResult([m.loss for m in metrics], norms, step.state_dict()["model"])
 
 
 def run(case, size):

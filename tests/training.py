@@ -16,7 +16,7 @@ from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep, parallelize
 from fourfold.tasks import digits, lm
 from fourfold.testing import oracle
-from fourfold.testing.oracle import Trained
+from fourfold.testing.oracle import TrainingResult
 from tests.odd import ODD
 
 
@@ -190,11 +190,11 @@ def local(batch: Any, size: int, index: int) -> Any:
     return some, targets[start:stop]
 
 
-def train_oracle(case: Case) -> Trained:
+def train_oracle(case: Case) -> TrainingResult:
     return oracle.train(model(case.model), loss(case), optimizer(case), batches(case), clip=case.clip)
 
 
-def train_step(case: Case, step: TrainStep, *, skip: int = 0) -> Trained:
+def train_step(case: Case, step: TrainStep, *, skip: int = 0) -> TrainingResult:
     """All steps of a case on this rank, the first `skip` left out."""
     size, index = step.plan.dp, step.dp_index
     metrics = [step(local(batch, size, index)) for batch in batches(case)[skip:]]

@@ -16,7 +16,7 @@ from fourfold.parts import optim
 from fourfold.plan.plan import FIELD_RULES
 from fourfold.run.refuse import check_plan_on_ranks, check_update_timing
 from fourfold.testing import oracle, threads
-from fourfold.testing.oracle import TOLERANCE, Trained
+from fourfold.testing.oracle import TOLERANCE, TrainingResult
 from fourfold.words.errors import PlanError
 from tests import apart, coded, training
 from tests.training import Case, build, train_oracle, train_step
@@ -50,14 +50,14 @@ def is_refused(case: Case) -> bool:
 
 
 @functools.cache
-def expected(case: Case) -> Trained:
+def expected(case: Case) -> TrainingResult:
     """What one process makes of it, in plain torch."""
     if case.sync == "local":
         return apart.train(case, SIZE)
     return train_oracle(case) if case.codec == "none" else coded.train(case, SIZE, unit=float(case.batch_sizes[0]))
 
 
-def wanted(case: Case) -> Trained:
+def wanted(case: Case) -> TrainingResult:
     # Where gradients are coded, the number of reductions matters to the oracle; all else it does not know.
     reduced = case.zero if case.codec != "none" and case.zero > 1 and case.microbatches > 1 else 0
     return expected(dataclasses.replace(case, zero=reduced, update="after", unused="refuse", transport="by-host"))

@@ -63,11 +63,11 @@ def model(kind: str) -> nn.Module:
         return Writing(kind).double()
 
 
-def train(ranks, kind: str, plan: Plan, given: list) -> oracle.Trained:
+def train(ranks, kind: str, plan: Plan, given: list) -> oracle.TrainingResult:
     return classes.train(ranks, model(kind), plan, given)
 
 
-def expected(kind: str, given: list) -> oracle.Trained:
+def expected(kind: str, given: list) -> oracle.TrainingResult:
     return oracle.train(model(kind), loss, sgd, given)
 
 

@@ -89,14 +89,14 @@ def loss(outputs, targets: Tensor) -> Tensor:
 adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
 
 
-def train(ranks, kind: str, plan: Plan, given: list) -> oracle.Trained:
+def train(ranks, kind: str, plan: Plan, given: list) -> oracle.TrainingResult:
     with Wide():
         step = TrainStep(copy.deepcopy(made(kind)), loss, adamw, plan=plan, communicator=ranks, clip=None)
         metrics = [step(batch) for batch in given]
     return oracle.snapshot(step, [m.loss for m in metrics], [])
 
 
-def expected(kind: str, given: list) -> oracle.Trained:
+def expected(kind: str, given: list) -> oracle.TrainingResult:
     with Wide():
         return oracle.train(copy.deepcopy(made(kind)), loss, adamw, given)
 

@@ -18,7 +18,7 @@ from fourfold.run.build import TrainStep
 from fourfold.run.torch_losses import _safe_mean, observing
 from fourfold.run.train import evaluate
 from fourfold.testing import oracle, threads
-from fourfold.testing.oracle import TOLERANCE, Trained
+from fourfold.testing.oracle import TOLERANCE, TrainingResult
 from fourfold.words.errors import TaskError, TrainingError
 from fourfold.words.task import Data, Task
 from tests.training import SEEDING
@@ -155,7 +155,7 @@ def part(batch: tuple[Tensor, Tensor], size: int, index: int) -> tuple[Tensor, T
     return batch[0][start:stop], batch[1][start:stop]
 
 
-def trained(ranks: Any, loss: Any, cut: tuple[int, int, int], given: Sequence[Any], **options: Any) -> Trained:
+def trained(ranks: Any, loss: Any, cut: tuple[int, int, int], given: Sequence[Any], **options: Any) -> TrainingResult:
     dp, microbatches, zero = cut
     model, plan = net(), Plan(dp=dp, microbatches=microbatches, zero=zero, **options)
     loss = functools.partial(loss, model) if loss is with_penalty else loss
@@ -165,7 +165,7 @@ def trained(ranks: Any, loss: Any, cut: tuple[int, int, int], given: Sequence[An
     return oracle.snapshot(step, [m.loss for m in metrics], [])
 
 
-def alone(loss: Any, given: Sequence[Any]) -> Trained:
+def alone(loss: Any, given: Sequence[Any]) -> TrainingResult:
     """In plain torch: the loss of the whole batch, as the user's function has it."""
     model = net()
     loss = functools.partial(loss, model) if loss is with_penalty else loss
@@ -176,7 +176,7 @@ def alone(loss: Any, given: Sequence[Any]) -> Trained:
         value.backward()
         optimizer.step()
         losses.append(value.item())
-    return Trained(losses, [], {name: p.detach() for name, p in model.named_parameters()})
+    return TrainingResult(losses, [], {name: p.detach() for name, p in model.named_parameters()})
 
 
 @pytest.mark.parametrize("name", [*EXACT, "with a penalty"])

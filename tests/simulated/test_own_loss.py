@@ -87,7 +87,7 @@ def test_a_model_of_transformers_trains_its_own_loss_as_in_one_process(kind, cut
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-    expected = oracle.Trained(losses, [], {name: p.detach() for name, p in alone.named_parameters()})
+    expected = oracle.TrainingResult(losses, [], {name: p.detach() for name, p in alone.named_parameters()})
     got = threads.run(dp, body)
     assert max(oracle.deviation(each, expected) for each in got) <= TOLERANCE
 

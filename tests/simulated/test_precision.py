@@ -79,7 +79,7 @@ def test_the_clipped_norm_is_that_of_the_sums_and_clipping_does_not_round_them(z
     case = dataclasses.replace(CASE, **LEVELS[zero], clip=0.1, batch_sizes=(12, 12))
     expected = by_hand(case, 2)
     for got in run(case, 2):
-        assert got.norms == pytest.approx(expected.norms, rel=1e-5)
+        assert got.grad_norms == pytest.approx(expected.grad_norms, rel=1e-5)
         for name, weight in expected.weights.items():
             torch.testing.assert_close(got.weights[name], weight, rtol=1e-6, atol=1e-7)
 

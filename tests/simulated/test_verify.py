@@ -111,7 +111,7 @@ def test_an_imaginary_part_that_is_wrong_is_found():
 
 
 def test_the_oracle_compares_imaginary_parts():
-    a, b = (oracle.Trained([], [], {"w": torch.tensor([1.0 + part * 1j])}) for part in (1.0, 1.5))
+    a, b = (oracle.TrainingResult([], [], {"w": torch.tensor([1.0 + part * 1j])}) for part in (1.0, 1.5))
     assert oracle.deviation(a, b) == pytest.approx(0.5 / abs(1.0 + 1.5j))
 
 

@@ -15,11 +15,11 @@ from fourfold.run.build import TrainStep
 TOLERANCE = 1e-9
 
 
-class Trained(NamedTuple):
+class TrainingResult(NamedTuple):
     """What a training left: a loss and a gradient norm per step, and the weights by name."""
 
     losses: list[float]
-    norms: list[float]
+    grad_norms: list[float]
     weights: dict[str, Tensor]
 
 
@@ -30,7 +30,7 @@ def train(
     batches: Sequence[Any],
     *,
     clip: float | None = None,
-) -> Trained:
+) -> TrainingResult:
     """One update per global batch: the mean over all its elements, clipped by the global norm."""
     model.train()
     stepper = optimizer(model.parameters())
@@ -45,19 +45,19 @@ def train(
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
         stepper.step()
         losses.append(mean.item())
-    return Trained(losses, norms, {name: p.detach().clone() for name, p in model.named_parameters()})
+    return TrainingResult(losses, norms, {name: p.detach().clone() for name, p in model.named_parameters()})
 
 
-def deviation(got: Trained, oracle: Trained) -> float:
+def deviation(got: TrainingResult, oracle: TrainingResult) -> float:
     """The largest |a − b| / max(1, |b|) over losses, norms and weights; infinite where something is missing."""
     if got.weights.keys() != oracle.weights.keys() or len(got.losses) != len(oracle.losses):
         return float("inf")
-    pairs: list[tuple[Any, Any]] = [(got.losses, oracle.losses), (got.norms, oracle.norms)]
+    pairs: list[tuple[Any, Any]] = [(got.losses, oracle.losses), (got.grad_norms, oracle.grad_norms)]
     pairs += [(got.weights[name], weight) for name, weight in oracle.weights.items()]
-    return max(_far(a, b) for a, b in pairs)
+    return max(_relative_error(a, b) for a, b in pairs)
 
 
-def _far(a: Any, b: Any) -> float:
+def _relative_error(a: Any, b: Any) -> float:
     a, b = (torch.as_tensor(value) for value in (a, b))
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     a, b = a.to(wide), b.to(wide)
@@ -66,8 +66,8 @@ def _far(a: Any, b: Any) -> float:
     return ((a - b).abs() / b.abs().clamp(min=1.0)).max().item() if a.numel() else 0.0
 
 
-def snapshot(step: TrainStep, losses: Sequence[float], norms: Sequence[float | None]) -> Trained:
+def snapshot(step: TrainStep, losses: Sequence[float], grad_norms: Sequence[float | None]) -> TrainingResult:
     """What a training with Fourfold left, in the oracle's form. Collective."""
     weights = dict(step.model.named_parameters()) | dict(step.named_weights())
-    kept = [norm for norm in norms if norm is not None]
-    return Trained(list(losses), kept, {name: p.detach().clone() for name, p in weights.items()})
+    kept = [norm for norm in grad_norms if norm is not None]
+    return TrainingResult(list(losses), kept, {name: p.detach().clone() for name, p in weights.items()})
