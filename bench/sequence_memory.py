@@ -32,7 +32,7 @@ from fourfold.parts.data import GradBuckets, flatten_params, param_specs
 from fourfold.parts.sequence import AttentionDropout, SequenceGroup, sequence_attention
 from fourfold.plan.data import RESTING_LAYOUTS, grad_buffer_indices, make_buckets
 from fourfold.plan.plan import Plan
-from fourfold.testing.peak import Peak
+from fourfold.testing.peak import PeakMemory
 from fourfold.words.layout import SPLIT
 from fourfold.words.spans import SILENT
 
@@ -155,14 +155,14 @@ def zero_buckets(model: nn.Module, *, size: int, zero: int) -> StepMemory:
     return StepMemory({GRADIENTS: [*held.values(), *own], STATES: states}, gradients)
 
 
-def peak_memory(job: Layout, shape: bert.Shape, *, batch: int, length: int) -> Peak:
+def peak_memory(job: Layout, shape: bert.Shape, *, batch: int, length: int) -> PeakMemory:
     """One forward and backward of one rank; the update holds less. With real tensors, or inside a mode of others."""
     model = job.build(shape._replace(positions=max(shape.positions, length)))
     resting = job.step_memory(model)
     ids_BL = torch.zeros(batch, -(-length // job.num_shards), dtype=torch.long)
-    found = Peak()
+    found = PeakMemory()
     for kind, tensors in {WEIGHTS: [*model.parameters()], INPUTS: [ids_BL], **resting.tensors_by_kind}.items():
-        found.hold(kind, tensors)
+        found.track(kind, tensors)
     with found:
         logits_BLV = model(ids_BL, ids_BL)
         losses = job.losses(logits_BLV, ids_BL.new_zeros(logits_BLV.shape[:2]))
@@ -175,7 +175,7 @@ def peak_bytes(job: Layout, *, batch: int, length: int, layers: int = LAYERS) ->
     """Bytes of BERT-base at a step's fullest moment."""
     # The meta device has the sizes of fake tensors (`tests/simulated/test_peak.py`) at a fifth of their time.
     with torch.device("meta"):
-        return peak_memory(job, bert.Shape(layers=layers), batch=batch, length=length).bytes
+        return peak_memory(job, bert.Shape(layers=layers), batch=batch, length=length).peak_bytes
 
 
 def extrapolate_bytes(job: Layout, *, batch: int, length: int) -> int:
@@ -312,7 +312,7 @@ def verify_result(question: Question, found: int) -> str:
     at = question.at(found // question.unit)
     few = peak_bytes(sequence_parallel(64, "plain", few_hops=True), **at)
     with FakeTensorMode():
-        every = peak_memory(sequence_parallel(64, "plain"), bert.Shape(), **at).bytes
+        every = peak_memory(sequence_parallel(64, "plain"), bert.Shape(), **at).peak_bytes
     assert few == every <= USABLE_BYTES, (few, every)
     return f"64 ranks, {found}, every hop of every layer, fake tensors: {every / 1e9:.3f} GB"
 

@@ -18,7 +18,7 @@ from bench.sequence_memory import (
     sequence_parallel,
     tensor_parallel,
 )
-from fourfold.testing.peak import Peak
+from fourfold.testing.peak import PeakMemory
 
 SHAPE = bert.Shape(width=48, heads=4, layers=2, vocabulary=96, positions=16)
 JOBS = {
@@ -38,16 +38,16 @@ def test_a_fake_step_holds_what_a_real_one_does_to_the_byte(name: str) -> None:
     for without_memory in (FakeTensorMode(), torch.device("meta")):
         with without_memory:
             fake = peak_memory(JOBS[name], SHAPE, batch=3, length=16)
-        assert (fake.bytes, fake.kinds) == (real.bytes, real.kinds)
-    assert sum(real.kinds.values()) == real.bytes
+        assert (fake.peak_bytes, fake.bytes_by_kind) == (real.peak_bytes, real.bytes_by_kind)
+    assert sum(real.bytes_by_kind.values()) == real.peak_bytes
 
 
 def test_a_step_holds_what_the_allocator_has_given_out() -> None:
     job = JOBS["tensor"]
     model, ids = job.build(SHAPE), torch.zeros(3, 16, dtype=torch.long)
-    counted = Peak()
-    counted.hold("there already", [*model.parameters(), ids])
-    there = counted.bytes
+    counted = PeakMemory()
+    counted.track("there already", [*model.parameters(), ids])
+    there = counted.peak_bytes
     with counted:
         job.losses(model(ids, ids), ids).sum().backward()
     model.zero_grad()
@@ -60,13 +60,13 @@ def test_a_step_holds_what_the_allocator_has_given_out() -> None:
         now += event.nbytes()
         most = max(most, now)
     # Scalars that torch makes inside operations.
-    assert counted.bytes - there == pytest.approx(most, abs=64)
+    assert counted.peak_bytes - there == pytest.approx(most, abs=64)
 
 
 def test_what_a_step_holds_is_a_line_in_the_number_of_layers() -> None:
     def held(job: Layout, layers: int) -> int:
         with torch.device("meta"):
-            return peak_memory(job, SHAPE._replace(layers=layers), batch=3, length=16).bytes
+            return peak_memory(job, SHAPE._replace(layers=layers), batch=3, length=16).peak_bytes
 
     for name in ("tensor", "plain"):
         two, three, five = (held(JOBS[name], layers) for layers in (2, 3, 5))
@@ -80,7 +80,7 @@ def test_the_first_hop_holds_what_all_do(ring: str) -> None:
             peak_memory(sequence_parallel(8, ring, few_hops=hasty), SHAPE, batch=3, length=32)
             for hasty in (True, False)
         )
-    assert few.kinds == all_of_them.kinds
+    assert few.bytes_by_kind == all_of_them.bytes_by_kind
 
 
 def test_merged_blocks_hold_far_more_samples_than_the_most_careful_tensor_parallelism() -> None:

@@ -22,21 +22,21 @@ from torch.utils.weak import WeakIdKeyDictionary
 ACTIVATION, TEMPORARY = "activations", "temporaries"
 
 
-class Peak(TorchDispatchMode):
+class PeakMemory(TorchDispatchMode):
     """Within: every operation's results are counted. `bytes` and `kinds` tell of the fullest moment."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes, self.kinds = 0, dict[str, int]()
-        self._now: dict[str, int] = {ACTIVATION: 0, TEMPORARY: 0}
-        self._total = 0
-        self._seen = WeakIdKeyDictionary()
+        self.peak_bytes, self.bytes_by_kind = 0, dict[str, int]()
+        self._current_by_kind: dict[str, int] = {ACTIVATION: 0, TEMPORARY: 0}
+        self._current_bytes = 0
+        self._seen_storages = WeakIdKeyDictionary()
 
-    def hold(self, kind: str, tensors: Iterable[Tensor]) -> None:
+    def track(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Count tensors that are there already."""
         for tensor in tensors:
             self._count(tensor, kind)
-        self._look()
+        self._update_peak()
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -47,22 +47,22 @@ class Peak(TorchDispatchMode):
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._count(leaf, kind)
-        self._look()
+        self._update_peak()
         return result
 
     def _count(self, tensor: Tensor, kind: str) -> None:
         storage = tensor.untyped_storage()
-        if storage in self._seen:
+        if storage in self._seen_storages:
             return
         size = storage.nbytes()
-        self._seen[storage] = None
+        self._seen_storages[storage] = None
         self._add(kind, size)
         weakref.finalize(storage, self._add, kind, -size)
 
     def _add(self, kind: str, size: int) -> None:
-        self._now[kind] = self._now.get(kind, 0) + size
-        self._total += size
+        self._current_by_kind[kind] = self._current_by_kind.get(kind, 0) + size
+        self._current_bytes += size
 
-    def _look(self) -> None:
-        if self._total > self.bytes:
-            self.bytes, self.kinds = self._total, dict(self._now)
+    def _update_peak(self) -> None:
+        if self._current_bytes > self.peak_bytes:
+            self.peak_bytes, self.bytes_by_kind = self._current_bytes, dict(self._current_by_kind)
