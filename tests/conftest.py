@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 
 from fourfold.testing import hosts
-from fourfold.testing.spawn import World
+from fourfold.testing.spawn import SpawnedWorld
 
 # Machines are shared: how long an example takes says nothing. The same examples in every run: a submission is not to
 # fail by an example that it has not changed. HYPOTHESIS_PROFILE=search looks for new ones.
@@ -23,16 +23,16 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="session")
-def world() -> Iterator[Callable[[int], World]]:
+def world() -> Iterator[Callable[[int], SpawnedWorld]]:
     """`world(4).run("tests.spawned.cases:name", …)`"""
-    worlds: dict[int, World] = {}
+    worlds: dict[int, SpawnedWorld] = {}
 
-    def of_size(size: int) -> World:
-        return worlds.setdefault(size, World(size, root=ROOT))
+    def of_size(size: int) -> SpawnedWorld:
+        return worlds.setdefault(size, SpawnedWorld(size, root=ROOT))
 
     yield of_size
     for each in worlds.values():
-        each.end()
+        each.kill()
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from fourfold.testing.oracle import TOLERANCE
-from fourfold.testing.spawn import CaseFailed, World
+from fourfold.testing.spawn import CaseFailed, SpawnedWorld
 
 CASES = "tests.spawned.cases"
 WRAPPED = "tests.spawned.wrapped"
@@ -183,7 +183,7 @@ def test_a_wrapped_optimizer_keeps_what_earlier_backwards_left(world):
 
 
 def test_the_death_of_a_rank_is_noticed_and_named(world):
-    broken = World(3, root=world(2)._root)
+    broken = SpawnedWorld(3, root=world(2)._root)
     with pytest.raises(CaseFailed) as caught:
         broken.run(f"{CASES}:dies_in_silence")
     assert len(re.findall(r"noticed in \d s: rank 1 \(host .*\) died", str(caught.value))) == 2
@@ -232,7 +232,7 @@ def test_every_sample_is_fed_once_in_one_order(world):
 
 def test_a_rank_that_raises_does_not_leave_the_others_waiting(world):
     # A world of its own: this one ends.
-    broken = World(2, root=world(2)._root)
+    broken = SpawnedWorld(2, root=world(2)._root)
     with pytest.raises(CaseFailed, match="this rank gives up"):
         broken.run(f"{CASES}:dies", rank=1)
-    broken.end()
+    broken.kill()

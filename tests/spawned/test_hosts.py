@@ -12,7 +12,7 @@ from fourfold.plan.plan import FIELD_RULES
 from fourfold.testing import hosts
 from fourfold.testing.hosts import Host, Hosts
 from fourfold.testing.oracle import TOLERANCE
-from fourfold.testing.spawn import World
+from fourfold.testing.spawn import SpawnedWorld
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.hosts
@@ -36,10 +36,10 @@ def two() -> Iterator[Hosts]:
 
 
 @pytest.fixture(scope="module")
-def four_ranks(two) -> Iterator[World]:
-    world = World(4, root=ROOT, hosts=two)
+def four_ranks(two) -> Iterator[SpawnedWorld]:
+    world = SpawnedWorld(4, root=ROOT, hosts=two)
     yield world
-    world.end()
+    world.kill()
 
 
 @pytest.mark.parametrize(("zero", "shard"), REACHES)

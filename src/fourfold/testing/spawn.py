@@ -22,15 +22,15 @@ from typing import Any
 from fourfold.testing.hosts import Hosts
 
 TIME_LIMIT_SECONDS = 300.0
-START_SECONDS = 300.0
-CASES_UNSWEPT = 16
+START_TIMEOUT_SECONDS = 300.0
+CASES_PER_GC = 16
 
 
 class CaseFailed(AssertionError):
     """At least one rank raised, died or did not answer; the message holds every rank's traceback."""
 
 
-class World:
+class SpawnedWorld:
     """`size` processes, started when first used; with `hosts`, shared among them."""
 
     def __init__(self, size: int, *, root: Path, hosts: Hosts | None = None) -> None:
@@ -46,13 +46,13 @@ class World:
             assert process.stdin is not None
             process.stdin.write(json.dumps({"case": case, "arguments": arguments}) + "\n")
             process.stdin.flush()
-        answers = self._answers(time.monotonic() + time_limit_seconds)
+        answers = self._read_answers(time.monotonic() + time_limit_seconds)
         if all(answer is not None and "result" in answer for answer in answers):
             return [answer["result"] for answer in answers if answer is not None]
-        self.end()
-        raise CaseFailed(f"{case} on {self.size} ranks\n" + "\n".join(map(_describe, range(self.size), answers)))
+        self.kill()
+        raise CaseFailed(f"{case} on {self.size} ranks\n" + "\n".join(map(_format_answer, range(self.size), answers)))
 
-    def end(self) -> None:
+    def kill(self) -> None:
         """End the processes of this world, by id."""
         for process in self._processes:
             process.kill()
@@ -89,11 +89,11 @@ class World:
                     stdout=subprocess.PIPE,
                 )
             )
-        if not all(self._answers(time.monotonic() + START_SECONDS)):
-            self.end()
+        if not all(self._read_answers(time.monotonic() + START_TIMEOUT_SECONDS)):
+            self.kill()
             raise CaseFailed(f"a world of {self.size} ranks did not start")
 
-    def _answers(self, deadline: float) -> list[dict[str, Any] | None]:
+    def _read_answers(self, deadline: float) -> list[dict[str, Any] | None]:
         """One line of JSON from each rank, or None from those that ended or did not come in time."""
         answers: list[dict[str, Any] | None] = [None] * self.size
         left = {process.stdout: rank for rank, process in enumerate(self._processes) if process.stdout is not None}
@@ -114,7 +114,7 @@ class World:
         return answers
 
 
-def _describe(rank: int, answer: dict[str, Any] | None) -> str:
+def _format_answer(rank: int, answer: dict[str, Any] | None) -> str:
     if answer is None:
         return f"---- rank {rank}: no answer (it died, or hung past the time limit)"
     return f"---- rank {rank}: " + ("ok" if "result" in answer else str(answer["error"]))
@@ -129,30 +129,30 @@ def _serve(rendezvous: str) -> None:
     size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
     gc.freeze()  # so that it is quick to find what a case has left behind
-    _say(answers, {"started": True})
+    _write_answer(answers, {"started": True})
     for number, line in enumerate(sys.stdin):
-        if number % CASES_UNSWEPT == CASES_UNSWEPT - 1:
+        if number % CASES_PER_GC == CASES_PER_GC - 1:
             gc.collect()  # what is left of a case is garbage, which may still hold groups
         job = json.loads(line)
         try:
             module, name = job["case"].split(":")
             result = getattr(importlib.import_module(module), name)(**job["arguments"])
             dist.barrier()
-            _end_groups(dist)
-            _say(answers, {"result": result})
+            _destroy_groups(dist)
+            _write_answer(answers, {"result": result})
         except BaseException:
-            _say(answers, {"error": traceback.format_exc()})
+            _write_answer(answers, {"error": traceback.format_exc()})
     # Without the group's own shutdown: another rank may be gone already.
     os._exit(0)
 
 
-def _end_groups(dist: Any) -> None:
+def _destroy_groups(dist: Any) -> None:
     """End all groups but the world's: each has threads that poll, and hundreds of cases make thousands."""
     for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)
 
 
-def _say(answers: Any, value: dict[str, Any]) -> None:
+def _write_answer(answers: Any, value: dict[str, Any]) -> None:
     answers.write(json.dumps(value) + "\n")
     answers.flush()
 
