@@ -132,7 +132,7 @@ def test_between_hosts_and_with_a_codec_gradients_travel_in_more_buckets(monkeyp
     monkeypatch.setattr("fourfold.plan.data.MIN_INTER_HOST_BUCKET_BYTES", 1)
     here, coded = num_buckets(), num_buckets(codec="int8")
     assert threads.run(1, wrapped) == [1]
-    monkeypatch.setattr(threads.ThreadRanks, "num_hosts", 2)
+    monkeypatch.setattr(threads.ThreadCommunicator, "num_hosts", 2)
     assert here < coded == num_buckets() == num_buckets(codec="int8")
     assert threads.run(1, wrapped) == [8]
 

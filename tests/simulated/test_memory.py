@@ -14,7 +14,7 @@ from fourfold.plan.memory import HostRanks, bytes_per_element, host_memory_use
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
 from fourfold.testing import threads
-from fourfold.testing.threads import ThreadRanks
+from fourfold.testing.threads import ThreadCommunicator
 
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": torch.optim.AdamW,
@@ -26,7 +26,7 @@ OPTIMIZERS: dict[str, Any] = {
 WITHIN = 0.05
 
 
-def _step(plan: Plan, ranks: ThreadRanks, optimizer: str = "AdamW") -> TrainStep:
+def _step(plan: Plan, ranks: ThreadCommunicator, optimizer: str = "AdamW") -> TrainStep:
     """A step of 330,000 parameters that has been taken twice."""
     model = nn.Sequential(*[layer for _ in range(5) for layer in (nn.Linear(256, 256), nn.Tanh())])
     options: dict[str, Any] = {"plan": plan, "ranks": ranks, "clip": None}
@@ -47,11 +47,11 @@ def _formula(step: TrainStep, host: HostRanks) -> float:
 
 
 def _compare(plan: Plan, optimizer: str = "AdamW", *, hosts: int = 1) -> None:
-    def body(ranks: ThreadRanks) -> tuple[int, float]:
+    def body(ranks: ThreadCommunicator) -> tuple[int, float]:
         step = _step(plan, ranks, optimizer)
-        ranks.exchange(None)
+        ranks.all_gather_json(None)
         counted = memory.memory_use().total_bytes - before
-        ranks.exchange(None)
+        ranks.all_gather_json(None)
         return counted, _formula(step, host)
 
     host = HostRanks(plan.dp // hosts, plan.shard_groups, has_shared_memory=plan.transport != "gloo" and plan.dp > 1)
@@ -97,7 +97,7 @@ def test_the_anchors_of_local_steps_are_counted(momentum: float) -> None:
 
 
 def test_what_is_gone_is_counted_no_more() -> None:
-    def body(ranks: ThreadRanks) -> None:
+    def body(ranks: ThreadCommunicator) -> None:
         _step(Plan(dp=2, zero=2, bucket_bytes=2**18), ranks)
 
     gc.collect()

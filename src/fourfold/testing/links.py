@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fourfold.parts.comm.links import NullRingGroup, PendingRecv, RingGroup, RingOverP2P
 from fourfold.parts.sequence import SequenceGroup, connect_sequence
-from fourfold.testing.threads import TIME_LIMIT_SECONDS, ThreadRanks
+from fourfold.testing.threads import TIME_LIMIT_SECONDS, ThreadCommunicator
 from fourfold.words.spans import SILENT
 
 GATHER_TAG, ALL_TO_ALL_TAG = "gather", "swap"
@@ -20,7 +20,9 @@ class ThreadChannel:
 
     name = "threads"
 
-    def __init__(self, ranks: ThreadRanks, members: Sequence[int], queues: dict[Any, queue.Queue[Tensor]]) -> None:
+    def __init__(
+        self, ranks: ThreadCommunicator, members: Sequence[int], queues: dict[Any, queue.Queue[Tensor]]
+    ) -> None:
         self.size, self.index, self._members, self._queues = len(members), members.index(ranks.rank), members, queues
         self.sent_bytes, self.waiting_seconds, self.recorder = 0.0, 0.0, SILENT
         self.num_sent_elements = 0
@@ -54,15 +56,15 @@ class ThreadChannel:
         return self._queues.setdefault((self._members[source], self._members[target], tag), queue.Queue())
 
 
-def make_p2p_ring(ranks: ThreadRanks, groups: Sequence[Sequence[int]]) -> RingGroup:
+def make_p2p_ring(ranks: ThreadCommunicator, groups: Sequence[Sequence[int]]) -> RingGroup:
     """The link of a thread's group, by messages. Collective."""
-    boxes = ranks.swap({})[0]
+    boxes = ranks.all_gather_object({})[0]
     mine = next(group for group in groups if ranks.rank in group)
     return RingOverP2P(ThreadChannel(ranks, mine, boxes)) if len(mine) > 1 else NullRingGroup()
 
 
 def make_axis(
-    ranks: ThreadRanks, ring: str = "zigzag", ulysses: int = 1, *, transport: str = "messages"
+    ranks: ThreadCommunicator, ring: str = "zigzag", ulysses: int = 1, *, transport: str = "messages"
 ) -> SequenceGroup:
     """The axis of a thread; all threads keep tokens of one sequence. `by`: messages, or shared memory. Collective."""
     everyone = range(ranks.size)

@@ -19,11 +19,11 @@ from fourfold.words.world import World
 TIME_LIMIT_SECONDS = 120.0
 
 
-class _Meeting:
+class _Rendezvous:
     """Where the threads of a world meet: a row of values, and a barrier before and after reading it."""
 
     def __init__(self, size: int) -> None:
-        self.row: list[Any] = [None] * size
+        self.values: list[Any] = [None] * size
         self.barrier = threading.Barrier(size, timeout=TIME_LIMIT_SECONDS)
         self.lock = threading.Lock()
         self.collectives: dict[tuple[Any, ...], _Collective] = {}
@@ -33,17 +33,17 @@ class _Collective:
     """What the members of a group do together; the last one to begin does it for all. See `groups.Work`."""
 
     def __init__(self, size: int, barrier: threading.Barrier) -> None:
-        self._given: list[tuple[str, torch.Tensor, torch.Tensor] | None] = [None] * size
-        self._left, self._done, self._barrier = size, threading.Event(), barrier
+        self._inputs: list[tuple[str, torch.Tensor, torch.Tensor] | None] = [None] * size
+        self._num_missing, self._done, self._barrier = size, threading.Event(), barrier
 
-    def give(self, index: int, kind: str, out: torch.Tensor, given: torch.Tensor) -> None:
-        self._given[index] = kind, out, given
-        self._left -= 1
-        if self._left == 0:
-            told = [each for each in self._given if each is not None]
+    def contribute(self, index: int, kind: str, out: torch.Tensor, given: torch.Tensor) -> None:
+        self._inputs[index] = kind, out, given
+        self._num_missing -= 1
+        if self._num_missing == 0:
+            told = [each for each in self._inputs if each is not None]
             assert len({(kind, out.numel(), given.numel()) for kind, out, given in told}) == 1, "other collectives"
             with torch.no_grad():
-                KINDS[kind]([out for _, out, _ in told], [given for _, _, given in told])
+                COLLECTIVES[kind]([out for _, out, _ in told], [given for _, _, given in told])
             self._done.set()
 
     def wait(self) -> None:
@@ -76,40 +76,40 @@ def _all_gather(outs: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
         out.copy_(everyone)
 
 
-KINDS = {"all_reduce": _all_reduce, "all_to_all": _all_to_all, "all_gather": _all_gather}
+COLLECTIVES = {"all_reduce": _all_reduce, "all_to_all": _all_to_all, "all_gather": _all_gather}
 
 
 class ThreadGroup:
     """One thread's view of a group of threads; see `groups.Group`."""
 
-    def __init__(self, meeting: _Meeting, key: tuple[str, tuple[int, ...]], rank: int) -> None:
-        self._meeting, self._key, self._rank = meeting, key, rank
-        self._begun = 0
+    def __init__(self, rendezvous: _Rendezvous, key: tuple[str, tuple[int, ...]], rank: int) -> None:
+        self._rendezvous, self._key, self._rank = rendezvous, key, rank
+        self._num_started = 0
 
-    def _begin(self, kind: str, out: torch.Tensor, given: torch.Tensor) -> _Collective:
+    def _start(self, kind: str, out: torch.Tensor, given: torch.Tensor) -> _Collective:
         members = self._key[1]
-        self._begun += 1
-        with self._meeting.lock:
-            name = (*self._key, self._begun)
-            work = self._meeting.collectives.get(name)
+        self._num_started += 1
+        with self._rendezvous.lock:
+            name = (*self._key, self._num_started)
+            work = self._rendezvous.collectives.get(name)
             if work is None:
-                work = self._meeting.collectives[name] = _Collective(len(members), self._meeting.barrier)
-            work.give(members.index(self._rank), kind, out, given)
+                work = self._rendezvous.collectives[name] = _Collective(len(members), self._rendezvous.barrier)
+            work.contribute(members.index(self._rank), kind, out, given)
             if work.is_completed():
-                del self._meeting.collectives[name]
+                del self._rendezvous.collectives[name]
         return work
 
     def all_reduce(self, flat: torch.Tensor) -> _Collective:
-        return self._begin("all_reduce", flat, flat)
+        return self._start("all_reduce", flat, flat)
 
-    def reduce_scatter(self, part: torch.Tensor, flat: torch.Tensor) -> _Collective:
+    def reduce_scatter(self, out: torch.Tensor, flat: torch.Tensor) -> _Collective:
         raise NotImplementedError("of GPUs only")
 
-    def all_to_all(self, received: torch.Tensor, flat: torch.Tensor) -> _Collective:
-        return self._begin("all_to_all", received, flat)
+    def all_to_all(self, out: torch.Tensor, flat: torch.Tensor) -> _Collective:
+        return self._start("all_to_all", out, flat)
 
-    def all_gather(self, everyone: torch.Tensor, part: torch.Tensor) -> _Collective:
-        return self._begin("all_gather", everyone, part)
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> _Collective:
+        return self._start("all_gather", out, shard)
 
     def broadcast(self, flat: torch.Tensor, source: int) -> None:
         everyone = flat.new_empty(len(self._key[1]) * flat.numel())
@@ -117,58 +117,58 @@ class ThreadGroup:
         flat.copy_(everyone.view(len(self._key[1]), -1)[self._key[1].index(source)])
 
 
-class ThreadRanks(Communicator):
+class ThreadCommunicator(Communicator):
     """One thread's view of a world of threads."""
 
-    def __init__(self, rank: int, size: int, meeting: _Meeting, *, hosts: int = 1) -> None:
+    def __init__(self, rank: int, size: int, rendezvous: _Rendezvous, *, hosts: int = 1) -> None:
         super().__init__(World(rank=rank, size=size, local_rank=rank, local_size=size), torch.device("cpu"))
-        self._meeting, self._host = meeting, f"host {rank * hosts // size}"
+        self._rendezvous, self._host = rendezvous, f"host {rank * hosts // size}"
         self._thread_groups: dict[tuple[str, tuple[int, ...]], ThreadGroup] = {}
 
     @property
     def host(self) -> str:
         return self._host
 
-    def group(self, ranks: Sequence[int], purpose: str) -> ThreadGroup:
+    def get_group(self, ranks: Sequence[int], purpose: str) -> ThreadGroup:
         key = purpose, tuple(ranks)
-        return self._thread_groups.setdefault(key, ThreadGroup(self._meeting, key, self.rank))
+        return self._thread_groups.setdefault(key, ThreadGroup(self._rendezvous, key, self.rank))
 
-    def swap(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Every thread's value itself, in rank order. Collective."""
-        self._meeting.row[self.rank] = value
-        self._meeting.barrier.wait()
-        row = list(self._meeting.row)
-        self._meeting.barrier.wait()
+        self._rendezvous.values[self.rank] = value
+        self._rendezvous.barrier.wait()
+        row = list(self._rendezvous.values)
+        self._rendezvous.barrier.wait()
         return row
 
-    def exchange(self, value: Any) -> list[Any]:
-        return [json.loads(text) for text in self.swap(json.dumps(value))]
+    def all_gather_json(self, value: Any) -> list[Any]:
+        return [json.loads(text) for text in self.all_gather_object(json.dumps(value))]
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         if self.size > 1:
-            values = self.swap(tensor)[source]
+            values = self.all_gather_object(tensor)[source]
             if self.rank != source:
                 tensor.copy_(values)
-            self._meeting.barrier.wait()
+            self._rendezvous.barrier.wait()
 
-    def sum(self, tensor: torch.Tensor) -> None:
+    def all_reduce(self, tensor: torch.Tensor) -> None:
         if self.size > 1:
-            total = torch.stack(self.swap(tensor.clone())).sum(0)
+            total = torch.stack(self.all_gather_object(tensor.clone())).sum(0)
             tensor.copy_(total)
 
 
-def run(size: int, body: Callable[[ThreadRanks], Any], *, hosts: int = 1) -> list[Any]:
+def run(size: int, body: Callable[[ThreadCommunicator], Any], *, hosts: int = 1) -> list[Any]:
     """`body(ranks)` on `size` threads, of so many hosts; their results in rank order.
 
     The first error of any thread is raised.
     """
-    meeting = _Meeting(size)
+    meeting = _Rendezvous(size)
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
 
     def work(rank: int) -> None:
         try:
-            results[rank] = body(ThreadRanks(rank, size, meeting, hosts=hosts))
+            results[rank] = body(ThreadCommunicator(rank, size, meeting, hosts=hosts))
         except BaseException as error:  # raised in the caller's thread, below
             errors.append(error)
             meeting.barrier.abort()
