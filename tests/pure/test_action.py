@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.words.action import Action, ProgramError, Verb, parse, show
+from fourfold.words.action import Action, ProgramError, Verb, format_program, parse_program
 
 ACTIONS = st.builds(Action, st.sampled_from(Verb), st.integers(0, 99), st.integers(0, 999))
 PROGRAMS = st.dictionaries(st.integers(0, 64), st.lists(ACTIONS, max_size=20).map(tuple), min_size=1)
@@ -12,7 +12,7 @@ PROGRAMS = st.dictionaries(st.integers(0, 64), st.lists(ACTIONS, max_size=20).ma
 
 @given(program=PROGRAMS)
 def test_reading_a_program_is_the_inverse_of_showing_it(program):
-    assert parse(show(program)) == program
+    assert parse_program(format_program(program)) == program
 
 
 def test_verbs_have_one_letter_each():
@@ -22,7 +22,7 @@ def test_verbs_have_one_letter_each():
 
 def test_every_bad_word_is_told():
     with pytest.raises(ProgramError) as caught:
-        parse("0: F0.0 F0\nsecond\n1: Y1.2")
+        parse_program("0: F0.0 F0\nsecond\n1: Y1.2")
     said = str(caught.value)
     assert "3 problems in program" in said
     for word in ("'F0'", "'second'", "'Y1.2'"):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fourfold.plan.data import RESTING_LAYOUTS, DataStepSpec, lower_step
 from fourfold.plan.needs import Dependencies, lane_of
 from fourfold.plan.simulate import makespan, simulate
-from fourfold.words.action import Action, ProgramError, Verb, parse
+from fourfold.words.action import Action, ProgramError, Verb, parse_program
 from fourfold.words.spans import LANES
 
 
@@ -123,7 +123,7 @@ def test_a_reduction_runs_beside_backward_from_when_its_bucket_is_ready():
 
 
 def test_reductions_in_another_order_are_a_deadlock_that_says_where_ranks_stand():
-    program = parse("0: F0.0 M0.0 B0.0 R0.0 R0.1 U0.0 U0.1\n1: F0.0 M0.0 B0.0 R0.1 R0.0 U0.0 U0.1")
+    program = parse_program("0: F0.0 M0.0 B0.0 R0.0 R0.1 U0.0 U0.1\n1: F0.0 M0.0 B0.0 R0.1 R0.0 U0.0 U0.1")
     with pytest.raises(ProgramError) as caught:
         simulate(program, lambda rank, action: 1.0)
     said = str(caught.value)
@@ -144,7 +144,7 @@ def test_any_swap_of_two_reductions_on_one_rank_is_found(step, data):
 
 
 def test_a_pipeline_goes_through_the_same_rule():
-    program = parse("0: F0.0 F0.1 B0.0 B0.1\n1: F1.0 B1.0 F1.1 B1.1")
+    program = parse_program("0: F0.0 F0.1 B0.0 B0.1\n1: F1.0 B1.0 F1.1 B1.1")
     times = simulate(program, lambda rank, action: 1.0)
     assert [(str(t.action), t.start) for t in times[0]] == [("F0.0", 0), ("F0.1", 1), ("B0.0", 3), ("B0.1", 5)]
     assert [(str(t.action), t.start) for t in times[1]] == [("F1.0", 1), ("B1.0", 2), ("F1.1", 3), ("B1.1", 4)]
@@ -161,11 +161,11 @@ def test_a_pipeline_goes_through_the_same_rule():
 )
 def test_an_order_that_cannot_end_names_what_is_missing(text, missing):
     with pytest.raises(ProgramError) as caught:
-        simulate(parse(text), lambda rank, action: 1.0)
+        simulate(parse_program(text), lambda rank, action: 1.0)
     assert missing in str(caught.value)
 
 
 def test_each_data_rank_of_a_pipeline_needs_its_own_counterpart():
-    program = parse("0: F0.0\n1: F0.0\n2: F1.0\n3: F1.0")
+    program = parse_program("0: F0.0\n1: F0.0\n2: F1.0\n3: F1.0")
     forward = Action(Verb.FORWARD, 1, 0)
     assert [Dependencies(program).of(rank, forward)[0].rank for rank in (2, 3)] == [0, 1]

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fourfold.words.action import LOSS, NORM, TRUST, USED, Action, Verb
+from fourfold.words.action import GRAD_NORM, LOSS, TRUST_NORMS, USED_PARAMS, Action, Verb
 from fourfold.words.layout import PARTIAL, SPLIT, WHOLE, Change, Layout, change, sent_bytes
 
 # A share begins and ends with a cache line, so that no line has two writers.
@@ -259,11 +259,11 @@ def lower_step(step: DataStepSpec) -> tuple[Action, ...]:
                 if last and step.update == "in_backward":
                     actions += update[bucket]
     if step.allows_unused:
-        actions.append(Action(Verb.MEASURE, 0, USED))
+        actions.append(Action(Verb.MEASURE, 0, USED_PARAMS))
     if step.has_clip:
-        actions.append(Action(Verb.MEASURE, 0, NORM))
+        actions.append(Action(Verb.MEASURE, 0, GRAD_NORM))
     if step.has_trust_ratios:
-        actions.append(Action(Verb.MEASURE, 0, TRUST))
+        actions.append(Action(Verb.MEASURE, 0, TRUST_NORMS))
     if step.update == "after":
         actions += [action for bucket in launch for action in update[bucket] + push[bucket]]
     else:

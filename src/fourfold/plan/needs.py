@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from fourfold.words.action import LOSS, NORM, TRUST, USED, Action, Program, Verb
+from fourfold.words.action import GRAD_NORM, LOSS, TRUST_NORMS, USED_PARAMS, Action, Program, Verb
 from fourfold.words.spans import COMPUTE, REDUCE, SEND
 
 LANE_BY_VERB = {
@@ -155,12 +155,12 @@ def _backward_weight(needs: Dependencies, rank: int, action: Action) -> list[Dep
 def _measure(needs: Dependencies, rank: int, action: Action) -> list[Dependency]:
     if action.index == LOSS:
         return needs.present(rank, needs.last_action(rank, action.stage, Verb.FORWARD))
-    if action.index == USED:
+    if action.index == USED_PARAMS:
         return needs.present(rank, needs.last_action(rank, action.stage, Verb.BACKWARD_WEIGHT, Verb.BACKWARD))
     reduced = needs.all_in_stage(rank, Verb.REDUCE, action.stage)
-    if action.index == NORM:
+    if action.index == GRAD_NORM:
         return reduced
-    assert action.index == TRUST
+    assert action.index == TRUST_NORMS
     # Directions are made of gradients that have been scaled and clipped, so of every rank's other measures.
     others = [own for own in needs.all_in_stage(rank, Verb.MEASURE, action.stage) if own.action != action]
     return reduced + [need for own in others for need in needs.on_all_ranks(own.action)]

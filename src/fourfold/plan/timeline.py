@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from fourfold.plan.decode import DecodeError, from_json
-from fourfold.words.action import Program, ProgramError, Verb, parse, show
+from fourfold.words.action import Program, ProgramError, Verb, format_program, parse_program
 from fourfold.words.errors import FourfoldError, Problem
 from fourfold.words.spans import LANES, WAIT
 
@@ -87,7 +87,7 @@ def encode_trace(trace: Trace) -> bytes:
         kind = "wait" if event.name == WAIT else event.lane
         length = {"ph": "X", "dur": _to_microseconds(event.seconds)} if " " not in event.name else {"ph": "i", "s": "t"}
         rows.append({**place, **length, "cat": kind, "args": {"step": event.step}})
-    other = {"fourfold": TRACE_VERSION, "program": show(trace.program)}
+    other = {"fourfold": TRACE_VERSION, "program": format_program(trace.program)}
     return b"{" + b",\n".join([
         b'"displayTimeUnit": "ms"',
         b'"otherData": ' + msgspec.json.encode(other),
@@ -103,7 +103,7 @@ def decode_trace(data: bytes, *, where: str = "trace.json") -> Trace:
     """The trace in a file. Raises TraceError where it is none of ours."""
     try:
         whole = from_json(data)
-        program = parse(whole["otherData"]["program"])
+        program = parse_program(whole["otherData"]["program"])
         rows = [row for row in whole["traceEvents"] if row["ph"] in "Xi"]
         return Trace(program, tuple(map(_event, rows)))
     except (DecodeError, KeyError, TypeError, AttributeError, IndexError, ProgramError) as error:

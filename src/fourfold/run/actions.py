@@ -25,7 +25,7 @@ from fourfold.run.deferred import DeferredUpdates
 from fourfold.run.objective import Objective, is_uneven, uneven_problem
 from fourfold.run.parts import StepContext, StepTotals, UpdateArgs
 from fourfold.run.sequence.alike import batch_mismatch_problem
-from fourfold.words.action import LOSS, NORM, TRUST, USED, Action, Verb
+from fourfold.words.action import GRAD_NORM, LOSS, TRUST_NORMS, USED_PARAMS, Action, Verb
 from fourfold.words.errors import Problem, TaskError
 from fourfold.words.layout import SPLIT, WHOLE, Change
 from fourfold.words.spans import DONE, SILENT
@@ -298,11 +298,13 @@ class Actions:
         transport = self._context.transport
         if kind == LOSS:
             transport.all_reduce_scalars_async(LOSS, self._local_totals())
-        elif kind == USED:
+        elif kind == USED_PARAMS:
             self._finish_round()
-            transport.all_reduce_scalars_async(USED, torch.tensor(self._context.gradients.reached, dtype=torch.float64))
-            self._num_ranks_with_grad = transport.wait_scalars(USED)
-        elif kind == NORM:
+            transport.all_reduce_scalars_async(
+                USED_PARAMS, torch.tensor(self._context.gradients.reached, dtype=torch.float64)
+            )
+            self._num_ranks_with_grad = transport.wait_scalars(USED_PARAMS)
+        elif kind == GRAD_NORM:
             self._finish_round()
             self._read_totals()
             self._wait_all()
@@ -315,14 +317,14 @@ class Actions:
                 squares = torch.zeros_like(squares)  # replica 0 has measured the same share
             if self._context.local_sgd is not None and not self._scales_before_update:
                 squares *= self._grad_scale**2
-            transport.all_reduce_scalars_async(NORM, squares.reshape(1))
-            total = transport.wait_scalars(NORM)[0]
+            transport.all_reduce_scalars_async(GRAD_NORM, squares.reshape(1))
+            total = transport.wait_scalars(GRAD_NORM)[0]
             if self._context.local_sgd is not None:
                 self._apply_clip(squares.item() ** 0.5, global_norm=(total / transport.size) ** 0.5)
                 return
             norm = total**0.5 * (1.0 if self._scales_before_update else self._grad_scale)
             self._apply_clip(norm, global_norm=norm)
-        elif kind == TRUST:
+        elif kind == TRUST_NORMS:
             self._read_totals()
             self._wait_all()
             if not self._is_skipped:
@@ -340,8 +342,8 @@ class Actions:
         ]
         norms = torch.cat(here).flatten()
         # Of the replicas of a share one is measured.
-        transport.all_reduce_scalars_async(TRUST, torch.zeros_like(norms) if transport.replica_index else norms)
-        total = torch.tensor(transport.wait_scalars(TRUST), dtype=torch.float64, device=self._device)
+        transport.all_reduce_scalars_async(TRUST_NORMS, torch.zeros_like(norms) if transport.replica_index else norms)
+        total = torch.tensor(transport.wait_scalars(TRUST_NORMS), dtype=torch.float64, device=self._device)
         self._squared_norms = total.view(-1, 2).split(slots)
 
     def _apply_clip(self, norm: float, *, global_norm: float) -> None:

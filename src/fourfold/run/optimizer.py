@@ -34,7 +34,7 @@ from fourfold.run.spread import broadcast_tree
 from fourfold.run.unreduced import ReducedGrad, UnreducedGrads
 from fourfold.run.weights import trainable_parameters
 from fourfold.run.wrapped_steps import OptimizerSteps
-from fourfold.words.action import LOSS, USED
+from fourfold.words.action import LOSS, USED_PARAMS
 from fourfold.words.errors import OptimizerError, PlanError, Problem, TrainingError
 
 PLAN_FIELDS = ("dp", "bucket_bytes", "unused", "batch_norm", "transport")  # of the plan, what is used here
@@ -319,8 +319,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _count_used(self) -> list[float]:
         if not self._allow_unused:
             return [1.0] * len(self._parameters)
-        self._transport.all_reduce_scalars_async(USED, torch.tensor(self._gradients.reached, dtype=torch.float64))
-        return self._transport.wait_scalars(USED)
+        self._transport.all_reduce_scalars_async(
+            USED_PARAMS, torch.tensor(self._gradients.reached, dtype=torch.float64)
+        )
+        return self._transport.wait_scalars(USED_PARAMS)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

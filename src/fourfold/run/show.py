@@ -32,7 +32,7 @@ from fourfold.run.outline import build_meta_model
 from fourfold.run.refuse import check_plan_for_model, check_update_timing
 from fourfold.run.show_sequence import format_sequence
 from fourfold.words import action
-from fourfold.words.action import LOSS, NORM, TRUST, USED, Verb
+from fourfold.words.action import GRAD_NORM, LOSS, TRUST_NORMS, USED_PARAMS, Verb
 from fourfold.words.layout import SPLIT, Change
 from fourfold.words.layout import sent_bytes as layout_bytes
 from fourfold.words.task import Task, check_task
@@ -40,9 +40,9 @@ from fourfold.words.units import sized
 
 MEASURE_TEXTS = {
     LOSS: "sum the loss and the counts over the data ranks",
-    NORM: "sum the gradient norm over the data ranks",
-    TRUST: "sum the norms of every parameter's weight and direction over the data ranks",
-    USED: "learn which parameters got a gradient on any data rank",
+    GRAD_NORM: "sum the gradient norm over the data ranks",
+    TRUST_NORMS: "sum the norms of every parameter's weight and direction over the data ranks",
+    USED_PARAMS: "learn which parameters got a gradient on any data rank",
 }
 VERB_TEXTS = {
     Verb.FORWARD: "forward of a microbatch",

@@ -34,7 +34,7 @@ class Verb(StrEnum):
 
 # The index of a MEASURE says which scalars: the loss and the counts, the squared gradient norm, which
 # parameters got a gradient anywhere, the squared norms that trust ratios are made of.
-LOSS, NORM, USED, TRUST = 0, 1, 2, 3
+LOSS, GRAD_NORM, USED_PARAMS, TRUST_NORMS = 0, 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,12 @@ class ProgramError(FourfoldError):
     """A program that cannot be read or cannot end."""
 
 
-def show(program: Program) -> str:
+def format_program(program: Program) -> str:
     """One line per rank: `0: F0.0 M0.0 B0.0 R0.0 U0.0`."""
     return "\n".join(f"{rank}: {' '.join(map(str, actions))}" for rank, actions in sorted(program.items()))
 
 
-def parse(text: str) -> dict[int, tuple[Action, ...]]:
+def parse_program(text: str) -> dict[int, tuple[Action, ...]]:
     """The program in a text as `show` writes it. Raises ProgramError with every word that is not an action."""
     program: dict[int, tuple[Action, ...]] = {}
     problems: list[Problem] = []

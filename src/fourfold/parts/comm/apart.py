@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fourfold.parts.comm.transport import BucketSlice, SingleRankTransport, Transport
-from fourfold.words.action import LOSS, NORM
+from fourfold.words.action import GRAD_NORM, LOSS
 from fourfold.words.spans import OnlyWaits, Recorder
 
-GLOBAL_SCALARS = (LOSS, NORM)  # the scalars that are summed over all ranks, in every step
+GLOBAL_SCALARS = (LOSS, GRAD_NORM)  # the scalars that are summed over all ranks, in every step
 
 
 class LocalSGDTransport:
