@@ -77,10 +77,14 @@ def refused(run: Callable[[], Any], *words: str) -> None:
 
 @given(st.one_of(st.integers(), st.floats(), st.text(max_size=3), st.none(), st.booleans(), st.sampled_from(ODD)))
 def test_no_value_makes_a_rule_raise_and_what_a_rule_admits_is_what_it_says(value: Any) -> None:
-    assert bool(arguments.whole("n", value, least=1)) != (type(value) is int and value >= 1)
-    for problems in (arguments.seed(value), arguments.above_zero("x", value), arguments.text("t", value)):
+    assert bool(arguments.int_problems("n", value, minimum=1)) != (type(value) is int and value >= 1)
+    for problems in (
+        arguments.seed_problems(value),
+        arguments.positive_problems("x", value),
+        arguments.str_problems("t", value),
+    ):
         assert all(problem.got and problem.need for problem in problems)
-    if not arguments.seed(value):
+    if not arguments.seed_problems(value):
         torch.Generator().manual_seed(value)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from fourfold.plan.plan import FIELDS, parse_value
 from fourfold.plan.rates import CURVES, SCALING_RULES
-from fourfold.words.arguments import MOST_SEED
+from fourfold.words.arguments import MAX_SEED
 from fourfold.words.errors import Problem, SettingError, nearest
 
 DEFAULT_TASK = "lm"
@@ -69,7 +69,7 @@ class ValueType:
 RUN_SETTINGS = {
     "steps": ValueType(int, min_value=1),
     "batch_size": ValueType(int, min_value=1),
-    "seed": ValueType(int, min_value=0, max_value=MOST_SEED),
+    "seed": ValueType(int, min_value=0, max_value=MAX_SEED),
     "clip": ValueType(float, is_optional=True, greater_than=0),
     "evaluate_every": ValueType(int, min_value=1),
     "trace_every": ValueType(int, min_value=0),

@@ -78,8 +78,8 @@ class Feed:
     def __init__(self, source: Source, plan: Plan | None = None, *, batch_size: int, seed: int = 0) -> None:
         found = source_problem(source, "source")
         problems = [] if found is None else [found]
-        problems += arguments.whole("batch_size", batch_size, least=1) + arguments.seed(seed)
-        problems += arguments.instance("plan", plan, Plan, optional=True, attempt="ff.Plan(dp=2)")
+        problems += arguments.int_problems("batch_size", batch_size, minimum=1) + arguments.seed_problems(seed)
+        problems += arguments.instance_problems("plan", plan, Plan, optional=True, attempt="ff.Plan(dp=2)")
         if problems:
             raise DataError(problems, where="the feed")
         self._source, self._batch_size = source, int(batch_size)
@@ -187,11 +187,11 @@ def _state_problems(state: Any, num_samples: int) -> list[Problem]:
     numbers = list(state) if isinstance(state, tuple | list) else []
     if len(numbers) == 4 and numbers[3] is None:
         numbers = numbers[:3]
-    if len(numbers) not in (3, 4) or not all(map(arguments.is_whole, numbers)):
+    if len(numbers) not in (3, 4) or not all(map(arguments.is_int, numbers)):
         got = f"a state {state!r}"
         return [Problem(got, "(seed, epoch, position, num_samples), as another feed's `state` is")]
     position = Position(*numbers)
-    problems = arguments.seed(position.seed) + arguments.whole("epoch", position.epoch, least=0)
+    problems = arguments.seed_problems(position.seed) + arguments.int_problems("epoch", position.epoch, minimum=0)
     if other := _length_mismatch(position, num_samples):
         problems.append(other)
     elif not 0 <= position.position < num_samples:

@@ -24,7 +24,7 @@ Handler = Callable[..., Any]
 
 def source_problem(source: Any, name: str) -> Problem | None:
     """What is wrong with a source; None where its samples can be counted and asked for by number."""
-    got = arguments.shown(name, source)
+    got = arguments.format_argument(name, source)
     if isinstance(source, torch.utils.data.DataLoader):
         return Problem(got, INDEXABLE_NEED, "its dataset: loader.dataset")
     if isinstance(source, Mapping | str | bytes):
@@ -44,7 +44,9 @@ def check_data(data: Any, *, where: str) -> None:
     """Raise DataError with all that is wrong with what a task's `data` function returned."""
     if not isinstance(data, Data):
         raise DataError(
-            Problem(arguments.shown("data()", data), "the task's data() to return a Data", "ff.Data(train=source)"),
+            Problem(
+                arguments.format_argument("data()", data), "the task's data() to return a Data", "ff.Data(train=source)"
+            ),
             where=where,
         )
     sources = {"train": data.train} | ({} if data.valid is None else {"valid": data.valid})

@@ -45,7 +45,7 @@ class ShardSampler(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is this epoch, the one after it the next. Raises DataError for what is no whole number."""
-        if problems := arguments.whole("epoch", epoch, least=0):
+        if problems := arguments.int_problems("epoch", epoch, minimum=0):
             raise DataError(problems, where="set_epoch")
         self._epoch = int(epoch)
 
@@ -90,7 +90,9 @@ def shard(loader: DataLoader[Sample], plan: Plan | None = None, *, seed: int = 0
     Raises DataError for an IterableDataset, a batch sampler, a sampler of another kind than `shuffle` makes, and fewer
     samples than the ranks need.
     """
-    problems = arguments.seed(seed) + arguments.instance("plan", plan, Plan, optional=True, attempt="ff.Plan(dp=2)")
+    problems = arguments.seed_problems(seed) + arguments.instance_problems(
+        "plan", plan, Plan, optional=True, attempt="ff.Plan(dp=2)"
+    )
     if not isinstance(loader, DataLoader):
         got = f"a {type(loader).__name__}"
         problems.append(Problem(got, "a torch DataLoader", "ff.Feed(dataset, batch_size=…)"))

@@ -20,11 +20,11 @@ def check_arguments(
     problems = (
         model_argument_problems(model)
         + loss_argument_problems(loss)
-        + arguments.factory(optimizer)
+        + arguments.optimizer_factory_problems(optimizer)
         + plan_argument_problems(plan)
     )
-    problems += arguments.above_zero("clip", clip, optional=True, attempt="clip=1.0")
-    problems += arguments.seed(seed) + arguments.whole("skip_nan", skip_nan, least=0)
+    problems += arguments.positive_problems("clip", clip, optional=True, attempt="clip=1.0")
+    problems += arguments.seed_problems(seed) + arguments.int_problems("skip_nan", skip_nan, minimum=0)
     if problems:
         raise SettingError(problems, where="the arguments of parallelize")
 
@@ -35,7 +35,7 @@ def check_wrapper_arguments(*, optimizer: Any, model: Any, plan: Any) -> None:
     if not isinstance(optimizer, Optimizer):
         need = "a torch optimizer of the model's parameters"
         attempt = "ff.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-4), model)"
-        problems.insert(0, Problem(arguments.shown("optimizer", optimizer), need, attempt))
+        problems.insert(0, Problem(arguments.format_argument("optimizer", optimizer), need, attempt))
     if problems:
         raise SettingError(problems, where="the arguments of DistributedOptimizer")
 
@@ -44,7 +44,7 @@ def check_join_states(states: Any) -> None:
     """Raise SettingError for what `join` is given and cannot bring from one rank to another."""
     need = "a list of objects with state_dict() and load_state_dict(), such as schedulers and a GradScaler"
     if not isinstance(states, list | tuple):
-        raise SettingError(Problem(arguments.shown("states", states), need, "states=[scheduler]"))
+        raise SettingError(Problem(arguments.format_argument("states", states), need, "states=[scheduler]"))
     lacking = [each for each in states if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict"))]
     if lacking:
         problems = [Problem(f"a {type(each).__name__} in states", need) for each in lacking]
@@ -59,7 +59,9 @@ def check_plan_argument(plan: Any) -> None:
 
 def plan_argument_problems(plan: Any) -> list[Problem]:
     attempts = {dict: "ff.Plan(**plan)", str: "ff.Plan.from_toml(text)"}
-    return arguments.instance("plan", plan, Plan, optional=True, attempt=attempts.get(type(plan), "ff.Plan(dp=2)"))
+    return arguments.instance_problems(
+        "plan", plan, Plan, optional=True, attempt=attempts.get(type(plan), "ff.Plan(dp=2)")
+    )
 
 
 def model_argument_problems(model: Any) -> list[Problem]:
@@ -72,14 +74,14 @@ def model_argument_problems(model: Any) -> list[Problem]:
         attempt = 'a model() that makes a new model each time; or model.to_empty(device="cpu"), then initialize it'
         return [Problem(got, "parameters with values", attempt)]
     attempt = "its result: model()" if callable(model) else ""
-    return [Problem(arguments.shown("model", model), "a torch.nn.Module", attempt)]
+    return [Problem(arguments.format_argument("model", model), "a torch.nn.Module", attempt)]
 
 
 def loss_argument_problems(loss: Any) -> list[Problem]:
     need = "a function (outputs, targets) -> loss, or None for the model's own loss"
     if isinstance(loss, type) and issubclass(loss, nn.Module):
-        got = arguments.shown("loss", loss)
+        got = arguments.format_argument("loss", loss)
         return [Problem(got, need, f'an instance: {loss.__name__}(reduction="none")')]
     if loss is None:
         return []
-    return arguments.function("loss", loss, need=need, attempt='torch.nn.MSELoss(reduction="none")')
+    return arguments.callable_problems("loss", loss, need=need, attempt='torch.nn.MSELoss(reduction="none")')

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fourfold.plan.order import shard_range
-from fourfold.words.arguments import shown
+from fourfold.words.arguments import format_argument
 from fourfold.words.errors import Problem, TaskError
 
 POSITION_KEYS = ("position_ids", "positions")
@@ -251,5 +251,5 @@ def _checked_count(value: Any) -> float:
     if not count < 0 and count != math.inf:
         return count
     is_short = isinstance(value, int | float) or value is None
-    got = f"a loss (sum, count) with {shown('count', value) if is_short else f'count = a {type(value).__name__}'}"
+    got = f"a loss (sum, count) with {format_argument('count', value) if is_short else f'count = a {type(value).__name__}'}"
     raise TaskError(Problem(got, "how many elements were summed, 0 or more"))

@@ -65,7 +65,7 @@ from fourfold.run.sequence.alike import batch_mismatch_problem
 from fourfold.run.state import PersistentState, cloned
 from fourfold.run.weights import Weights, trainable_parameters
 from fourfold.words.action import LOSS, Action
-from fourfold.words.arguments import shown
+from fourfold.words.arguments import format_argument
 from fourfold.words.errors import (
     DivergenceError,
     FourfoldError,
@@ -492,7 +492,7 @@ class TrainStep:
         numbers of elements.
         """
         if not isinstance(values, Tensor) or values.is_complex():
-            got = "values of complex numbers" if isinstance(values, Tensor) else shown("values", values)
+            got = "values of complex numbers" if isinstance(values, Tensor) else format_argument("values", values)
             problem = Problem(got, "a tensor of real numbers", "torch.tensor([…]), or torch.view_as_real(…)")
             call = f"sum() of no tensor of real numbers after step {self.num_steps}"
             self._raise_after_mismatch(call, SettingError(problem, where="the arguments of sum()"))

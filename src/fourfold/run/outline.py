@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from fourfold.parts.lost_arguments import restore_arguments
-from fourfold.words.arguments import shown
+from fourfold.words.arguments import format_argument
 from fourfold.words.errors import FourfoldError, Problem, SettingError, TaskError
 from fourfold.words.task import Task
 from fourfold.words.units import sized
@@ -41,7 +41,7 @@ def build_meta_model(task: Task, *, max_bytes: int | None = None) -> nn.Module:
 def model_problem(model: Any) -> Problem | None:
     """What is wrong with what a task's `model` function returned; None where it is a module that can be trained."""
     if not isinstance(model, nn.Module):
-        return Problem(shown("model()", model), "a torch.nn.Module", "model=lambda: Net()")
+        return Problem(format_argument("model()", model), "a torch.nn.Module", "model=lambda: Net()")
     lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
     if not lazy:
         return None

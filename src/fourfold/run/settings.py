@@ -82,24 +82,24 @@ def _to_builtin_types(settings: Settings) -> Settings:
 
 def _setting_problems(settings: Settings) -> list[Problem]:
     """Every setting that has an impossible value."""
-    problems = arguments.whole("steps", settings.steps, least=0)
-    problems += arguments.whole("batch_size", settings.batch_size, least=1)
-    problems += arguments.above_zero("clip", settings.clip, optional=True, attempt="clip=1.0")
-    problems += arguments.seed(settings.seed)
+    problems = arguments.int_problems("steps", settings.steps, minimum=0)
+    problems += arguments.int_problems("batch_size", settings.batch_size, minimum=1)
+    problems += arguments.positive_problems("clip", settings.clip, optional=True, attempt="clip=1.0")
+    problems += arguments.seed_problems(settings.seed)
     for name in ("trace_every", "checkpoint_every", "skip_nan", "drift_check"):
-        problems += arguments.whole(name, getattr(settings, name), least=0)
-    problems += arguments.whole("evaluate_every", settings.evaluate_every, least=0, optional=True)
-    if settings.ema is not None and not (arguments.is_number(settings.ema) and 0 < settings.ema < 1):
+        problems += arguments.int_problems(name, getattr(settings, name), minimum=0)
+    problems += arguments.int_problems("evaluate_every", settings.evaluate_every, minimum=0, optional=True)
+    if settings.ema is not None and not (arguments.is_real(settings.ema) and 0 < settings.ema < 1):
         problems.append(Problem(f"ema = {settings.ema!r}", "more than 0, less than 1", "ema=0.999"))
     for name in ("name", "spec"):
-        problems += arguments.text(name, getattr(settings, name), optional=True)
-    problems += arguments.text("label", settings.label)
-    problems += arguments.text("folder", settings.folder, path=True)
-    problems += arguments.text("init", settings.init, path=True, optional=True)
-    problems += arguments.instance(
+        problems += arguments.str_problems(name, getattr(settings, name), optional=True)
+    problems += arguments.str_problems("label", settings.label)
+    problems += arguments.str_problems("folder", settings.folder, path=True)
+    problems += arguments.str_problems("init", settings.init, path=True, optional=True)
+    problems += arguments.instance_problems(
         "rates", settings.rates, LRSchedule, optional=True, attempt='ff.Rates(schedule="cosine")'
     )
-    problems += arguments.mapping("extra", settings.extra, optional=True)
+    problems += arguments.mapping_problems("extra", settings.extra, optional=True)
     return problems or _json_problems(settings)
 
 

@@ -82,7 +82,7 @@ def verify(task: Task, plan: Plan, *, seed: int = 0) -> VerifyResult | None:
     """
     check_task(task)
     check_plan_argument(plan)
-    if problems := arguments.seed(seed):
+    if problems := arguments.seed_problems(seed):
         raise SettingError(problems, where="the settings")
     check_verifiable(plan)
     torch.manual_seed(seed)

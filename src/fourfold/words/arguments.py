@@ -12,82 +12,82 @@ from fourfold.words.errors import Problem
 
 OPTIMIZER_NEED = "a function from parameters to a torch optimizer"
 OPTIMIZER_ATTEMPT = "functools.partial(torch.optim.AdamW, lr=3e-4)"
-LEAST_SEED, MOST_SEED = -(2**63), 2**64 - 1  # what torch.manual_seed takes
+MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1  # what torch.manual_seed takes
 
 
-def whole(name: str, value: Any, *, least: int, optional: bool = False, attempt: str = "") -> list[Problem]:
+def int_problems(name: str, value: Any, *, minimum: int, optional: bool = False, attempt: str = "") -> list[Problem]:
     """A whole number of at least `least`; `optional`: or None."""
     if value is None and optional:
         return []
-    if is_whole(value) and value >= least:
+    if is_int(value) and value >= minimum:
         return []
-    return [Problem(shown(name, value), f"a whole number of at least {least}{_or_none(optional)}", attempt)]
+    return [Problem(format_argument(name, value), f"a whole number of at least {minimum}{_or_none(optional)}", attempt)]
 
 
-def above_zero(name: str, value: Any, *, optional: bool = False, attempt: str = "") -> list[Problem]:
+def positive_problems(name: str, value: Any, *, optional: bool = False, attempt: str = "") -> list[Problem]:
     """A number above 0, which may be infinite; `optional`: or None."""
     if value is None and optional:
         return []
-    if is_number(value) and value > 0:
+    if is_real(value) and value > 0:
         return []
-    return [Problem(shown(name, value), f"a number above 0{_or_none(optional)}", attempt)]
+    return [Problem(format_argument(name, value), f"a number above 0{_or_none(optional)}", attempt)]
 
 
-def seed(value: Any, name: str = "seed") -> list[Problem]:
+def seed_problems(value: Any, name: str = "seed") -> list[Problem]:
     """A seed of torch's generators."""
-    if is_whole(value) and LEAST_SEED <= value <= MOST_SEED:
+    if is_int(value) and MIN_SEED <= value <= MAX_SEED:
         return []
-    return [Problem(shown(name, value), "a whole number from -2**63 to 2**64 - 1", f"{name}=0")]
+    return [Problem(format_argument(name, value), "a whole number from -2**63 to 2**64 - 1", f"{name}=0")]
 
 
-def text(name: str, value: Any, *, optional: bool = False, path: bool = False) -> list[Problem]:
+def str_problems(name: str, value: Any, *, optional: bool = False, path: bool = False) -> list[Problem]:
     """A text; `path`: or an object such as pathlib.Path."""
     if isinstance(value, str) or (value is None and optional) or (path and isinstance(value, os.PathLike)):
         return []
-    return [Problem(shown(name, value), f"a {'path' if path else 'text'}{_or_none(optional)}")]
+    return [Problem(format_argument(name, value), f"a {'path' if path else 'text'}{_or_none(optional)}")]
 
 
-def function(name: str, value: Any, *, need: str, optional: bool = False, attempt: str = "") -> list[Problem]:
+def callable_problems(name: str, value: Any, *, need: str, optional: bool = False, attempt: str = "") -> list[Problem]:
     """Something that can be called."""
     if callable(value) or (value is None and optional):
         return []
-    return [Problem(shown(name, value), need + _or_none(optional), attempt)]
+    return [Problem(format_argument(name, value), need + _or_none(optional), attempt)]
 
 
-def factory(value: Any) -> list[Problem]:
+def optimizer_factory_problems(value: Any) -> list[Problem]:
     """A function that makes an optimizer; one that is made already is told how to become such a function."""
     groups = getattr(value, "param_groups", None)
     if groups and not isinstance(value, type):
         name, rate = type(value).__name__, groups[0].get("lr", 1e-3)
         attempt = f"functools.partial(torch.optim.{name}, lr={float(rate):g})"
         return [Problem(f"optimizer = an instance of {name}", OPTIMIZER_NEED, attempt)]
-    return function("optimizer", value, need=OPTIMIZER_NEED, attempt=OPTIMIZER_ATTEMPT)
+    return callable_problems("optimizer", value, need=OPTIMIZER_NEED, attempt=OPTIMIZER_ATTEMPT)
 
 
-def instance(name: str, value: Any, kind: type, *, optional: bool = False, attempt: str = "") -> list[Problem]:
+def instance_problems(name: str, value: Any, kind: type, *, optional: bool = False, attempt: str = "") -> list[Problem]:
     """An object of a class."""
     if isinstance(value, kind) or (value is None and optional):
         return []
-    return [Problem(shown(name, value), f"a {kind.__name__}{_or_none(optional)}", attempt)]
+    return [Problem(format_argument(name, value), f"a {kind.__name__}{_or_none(optional)}", attempt)]
 
 
-def mapping(name: str, value: Any, *, optional: bool = False) -> list[Problem]:
+def mapping_problems(name: str, value: Any, *, optional: bool = False) -> list[Problem]:
     if isinstance(value, Mapping) or (value is None and optional):
         return []
-    return [Problem(shown(name, value), f"a dict{_or_none(optional)}")]
+    return [Problem(format_argument(name, value), f"a dict{_or_none(optional)}")]
 
 
-def is_whole(value: Any) -> TypeGuard[int]:
+def is_int(value: Any) -> TypeGuard[int]:
     """Python's and NumPy's integers; True and False are none."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def is_number(value: Any) -> TypeGuard[float]:
+def is_real(value: Any) -> TypeGuard[float]:
     """A real number that is not NaN; infinity is one."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and value == value
 
 
-def shown(name: str, value: Any) -> str:
+def format_argument(name: str, value: Any) -> str:
     """The argument as an error names it: its value where that is short, else its type."""
     if value is None or isinstance(value, str | numbers.Number):
         written = repr(value)
