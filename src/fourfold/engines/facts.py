@@ -84,7 +84,7 @@ def _read_number(path: Path) -> int | None:
 
 def _memory_limit() -> tuple[int | None, int | None]:
     """The container's limit and what is left of it."""
-    for folder in cgroup.folders("memory"):
+    for folder in cgroup.cgroup_dirs("memory"):
         for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             limit = _read_number(folder / most)
             if limit is not None and limit < UNLIMITED_BYTES:

@@ -7,15 +7,15 @@ Law: a limit holds for everything below it, so the smallest of this process's gr
 import contextlib
 from pathlib import Path
 
-ROOT = Path("/sys/fs/cgroup")
-OWN = Path("/proc/self/cgroup")
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+PROC_CGROUP = Path("/proc/self/cgroup")
 
 
-def folders(controller: str, *, root: Path = ROOT, own: Path = OWN) -> list[Path]:
+def cgroup_dirs(controller: str, *, root: Path = CGROUP_ROOT, proc_cgroup: Path = PROC_CGROUP) -> list[Path]:
     """Where this process's limits are written: its own group first, then the groups above it."""
     found: list[Path] = []
     with contextlib.suppress(OSError):
-        for line in own.read_text().splitlines():
+        for line in proc_cgroup.read_text().splitlines():
             _, names, path = line.split(":", 2)
             if not names or controller in names.split(","):
                 top = root / controller if names else root
@@ -24,14 +24,14 @@ def folders(controller: str, *, root: Path = ROOT, own: Path = OWN) -> list[Path
     return list(dict.fromkeys([*found, root, root / controller]))
 
 
-def cpu_quota(*, root: Path = ROOT, own: Path = OWN) -> float | None:
+def cpu_quota(*, root: Path = CGROUP_ROOT, proc_cgroup: Path = PROC_CGROUP) -> float | None:
     """How many processors' time this process may use; None where there is no limit."""
-    quotas = (_quota_in(folder) for folder in folders("cpu", root=root, own=own))
+    quotas = (_quota_in(folder) for folder in cgroup_dirs("cpu", root=root, proc_cgroup=proc_cgroup))
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def _quota_in(folder: Path) -> float | None:
-    for read in (_version_2, _version_1):
+    for read in (_read_v2, _read_v1):
         with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
             quota, period = read(folder)
             if quota > 0 and period > 0:
@@ -39,10 +39,10 @@ def _quota_in(folder: Path) -> float | None:
     return None
 
 
-def _version_2(folder: Path) -> tuple[int, int]:
+def _read_v2(folder: Path) -> tuple[int, int]:
     quota, period = (folder / "cpu.max").read_text().split()
     return int(quota), int(period)
 
 
-def _version_1(folder: Path) -> tuple[int, int]:
+def _read_v1(folder: Path) -> tuple[int, int]:
     return int((folder / "cpu.cfs_quota_us").read_text()), int((folder / "cpu.cfs_period_us").read_text())
