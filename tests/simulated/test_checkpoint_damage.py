@@ -21,7 +21,7 @@ from fourfold.run.checkpoint.keeper import CheckpointManager
 from fourfold.run.checkpoint.shelf import CheckpointStore, newest_valid, verify_checkpoint
 from fourfold.run.folder import check_run_name, format_finished, read_finished_record, read_identity
 from fourfold.testing import threads
-from fourfold.words.errors import CheckpointError, SettingError, UnreadableError
+from fourfold.words.errors import CheckpointError, SettingError, UnreadableCheckpointError
 from tests.checkpoints import Run, rewrite, saved_twice
 from tests.training import Case
 
@@ -205,7 +205,7 @@ def test_a_checkpoint_of_a_newer_version_is_no_damage_and_the_run_does_not_begin
     shelf = saved_twice(tmp_path)
     for step in shelf.steps():
         rewrite(shelf.step_dir(step), change)
-    with pytest.raises(UnreadableError, match=r"version 2, of a newer fourfold .* at most version 1"):
+    with pytest.raises(UnreadableCheckpointError, match=r"version 2, of a newer fourfold .* at most version 1"):
         threads.run(2, lambda ranks: Run(Case(), ranks, tmp_path).keeper.resume())
     assert shelf.steps() == [1, 3]
     assert checkpoints.verify_checkpoints(str(tmp_path)) == 1
@@ -213,7 +213,7 @@ def test_a_checkpoint_of_a_newer_version_is_no_damage_and_the_run_does_not_begin
     told = capsys.readouterr().out
     assert "damaged" not in told
     assert told.count("cannot be read here") == 4
-    with pytest.raises(UnreadableError, match="newer fourfold"):
+    with pytest.raises(UnreadableCheckpointError, match="newer fourfold"):
         checkpoints.export_checkpoint(str(tmp_path), str(tmp_path / "weights.safetensors"), step=None, ema=False)
 
 
@@ -228,7 +228,7 @@ def test_a_file_that_may_not_be_opened_is_no_damage(name, number, tmp_path, monk
         return real(path, *rest, **how)
 
     monkeypatch.setattr(Path, "open", refused)
-    with pytest.raises(UnreadableError, match=rf"{name}: {os.strerror(number).lower()}"):
+    with pytest.raises(UnreadableCheckpointError, match=rf"{name}: {os.strerror(number).lower()}"):
         threads.run(2, lambda ranks: Run(Case(), ranks, tmp_path).keeper.resume())
     assert shelf.steps() == [1, 3]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from fourfold.cli import interrupt
-from fourfold.words.errors import reason
+from fourfold.words.errors import os_error_text
 from fourfold.words.streams import discard, say
 from fourfold.words.text import escaped
 
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except OSError as error:
         # The reader has gone (`fourfold show plan.toml | head`), which is no fault; or the disk is full.
         if not isinstance(error, BrokenPipeError):
-            say(f"fourfold: the output could not be written: {reason(error)}")
+            say(f"fourfold: the output could not be written: {os_error_text(error)}")
         discard(sys.stdout)
         code = 1
     finally:
@@ -87,9 +87,9 @@ def _run_command(arguments: list[str]) -> int:
             raise
         from fourfold.cli.failure import report_error
         from fourfold.engines.worker import exit_fast
-        from fourfold.words.errors import INTERRUPT_CODE, REQUEUE_CODE
+        from fourfold.words.errors import INTERRUPT_EXIT_CODE, REQUEUE_EXIT_CODE
 
         code = report_error(error)
-        if code in (REQUEUE_CODE, INTERRUPT_CODE):
+        if code in (REQUEUE_EXIT_CODE, INTERRUPT_EXIT_CODE):
             exit_fast(code)
         return code

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from fourfold.cli.failure import nearest_file
-from fourfold.words.errors import CheckpointError, Problem, SettingError, UnreadableError, reason
+from fourfold.words.errors import CheckpointError, Problem, SettingError, UnreadableCheckpointError, os_error_text
 from fourfold.words.streams import say
 from fourfold.words.text import escaped
 from fourfold.words.units import sized
@@ -29,7 +29,7 @@ def list_checkpoints(run: str) -> int:
         try:
             manifest = read_manifest(path)
         except CheckpointError as error:
-            word = "cannot be read here" if isinstance(error, UnreadableError) else "damaged"
+            word = "cannot be read here" if isinstance(error, UnreadableCheckpointError) else "damaged"
             rows.append((str(step), "", "", "", "", f"{word}: {error.problems[0].got}"))
             continue
         size = sized(sum(file.num_bytes for file in manifest.files.values()))
@@ -52,7 +52,7 @@ def verify_checkpoints(run: str) -> int:
         try:
             problems = problems_of(shelf.step_dir(step))
             word = "damaged" if problems else "good"
-        except UnreadableError as error:
+        except UnreadableCheckpointError as error:
             problems, word = [problem.got for problem in error.problems], "cannot be read here"
         print(escaped(f"{shelf.step_dir(step)}   {word}"))
         for text in problems:
@@ -83,7 +83,7 @@ def export_checkpoint(run: str, file: str | None, *, step: int | None, ema: bool
         target.parent.mkdir(parents=True, exist_ok=True)
         num_bytes = write(source, target, ema=ema)
     except OSError as error:
-        got = f"{target} could not be written: {reason(error)}"
+        got = f"{target} could not be written: {os_error_text(error)}"
         raise SettingError(Problem(got, "a file that can be written", "another FILE")) from None
     print(escaped(f"{target}   {sized(num_bytes)} of weights from {source}"))
     return 0

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fourfold.words.errors import Problem, SettingError, nearest
+from fourfold.words.errors import Problem, SettingError, closest_match
 
 Command = Callable[[], int]
 
@@ -48,7 +48,7 @@ def parse_command(arguments: list[str]) -> Command | None:
 
 
 def _suggestion(word: str) -> str:
-    close = nearest(word, COMMANDS)
+    close = closest_match(word, COMMANDS)
     if close is None and word.partition(":")[0].endswith(".py"):
         close = f"train {word}, or fourfold run {word}"
     if close is None and word.endswith(".toml"):

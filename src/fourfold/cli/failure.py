@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fourfold.engines import cause
-from fourfold.words.errors import FourfoldError, LaunchError, StoppedError, nearest
+from fourfold.words.errors import FourfoldError, LaunchError, StoppedError, closest_match
 from fourfold.words.streams import say
 from fourfold.words.world import from_environment
 
@@ -85,5 +85,5 @@ def nearest_file(path: Path, pattern: str) -> str:
         others = [other.stem for other in path.parent.glob(pattern) if other.is_file() and other != path]
     except OSError:  # a name that is too long, a folder that may not be read
         return ""
-    close = nearest(path.stem, others)
+    close = closest_match(path.stem, others)
     return str(path.with_name(close + path.suffix)) if close else ""

@@ -16,7 +16,7 @@ from typing import Any
 from fourfold.plan.plan import FIELDS, parse_value
 from fourfold.plan.rates import CURVES, SCALING_RULES
 from fourfold.words.arguments import MAX_SEED
-from fourfold.words.errors import Problem, SettingError, nearest
+from fourfold.words.errors import Problem, SettingError, closest_match
 
 DEFAULT_TASK = "lm"
 KEY_VALUE = re.compile(r"(?P<key>[\w.-]+)=(?P<value>.*)", re.DOTALL)
@@ -198,7 +198,7 @@ def parse_values(values: Mapping[str, str], arguments: Mapping[str, ValueType] |
 
 
 def _unknown_key(key: str, text: str, arguments: Mapping[str, ValueType]) -> Problem:
-    close = nearest(key, [*arguments, *RUN_SETTINGS, *FIELDS])
+    close = closest_match(key, [*arguments, *RUN_SETTINGS, *FIELDS])
     every = [*(f"{name}=…" for name in dict.fromkeys([*arguments, *RUN_SETTINGS])), "or a field of the plan"]
     return Problem(f"{key} = {text}", "a known setting", f"{close}={text}" if close else ", ".join(every))
 

@@ -15,7 +15,7 @@ from fourfold.cli.failure import is_file, nearest_file
 from fourfold.cli.settings import ValueType, argument_types
 from fourfold.engines import cause
 from fourfold.feed.samples import check_data
-from fourfold.words.errors import DataError, FourfoldError, Problem, TaskError, nearest
+from fourfold.words.errors import DataError, FourfoldError, Problem, TaskError, closest_match
 from fourfold.words.task import Data, Task
 
 BUILT_IN = {"lm": "fourfold.tasks.lm", "digits": "fourfold.tasks.digits"}
@@ -87,7 +87,7 @@ def _find_member(module: Any, name: str, *, file: str) -> TaskFactory:
         if callable(value) and getattr(value, "__module__", None) == module.__name__ and not isinstance(value, type)
     ]
     got = f"no {name}" if found is None else f"{name} is a {type(found).__name__}"
-    close = nearest(name, tasks) or nearest(name, functions) or next(iter([*tasks, *functions]), None)
+    close = closest_match(name, tasks) or closest_match(name, functions) or next(iter([*tasks, *functions]), None)
     attempt = f"{file}:{close}" if close else f"{name} = fourfold.Task(…)"
     raise TaskError(Problem(got, "a Task, or a function that returns one", attempt), where=file)
 
@@ -96,7 +96,7 @@ def _unknown_task(spec: str) -> Problem:
     if "=" in spec:
         close = "".join(spec.split())
         return Problem(repr(spec), "a setting as KEY=VALUE, without spaces", "" if close.startswith("=") else close)
-    close = nearest(spec, BUILT_IN)
+    close = closest_match(spec, BUILT_IN)
     if close is None and Path(f"{spec}.py").is_file():
         close = f"{spec}.py"
     return Problem(f"a task called {spec!r}", f"{', '.join(BUILT_IN)}, or path/to/file.py:name", close or "")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fourfold.cli import interrupt
-from fourfold.words.errors import Problem, SettingError, reason
+from fourfold.words.errors import Problem, SettingError, os_error_text
 from fourfold.words.streams import discard, say
 from fourfold.words.text import escaped
 from fourfold.words.world import from_environment
@@ -52,7 +52,7 @@ def _supervision_policy(ready: "Job") -> "SupervisionPolicy":
         try:
             faults.append_fault(folder, fault)
         except OSError as error:  # a full disk, say
-            _print_error(f"{faults.FAULTS_FILE} could not be written: {reason(error)}")
+            _print_error(f"{faults.FAULTS_FILE} could not be written: {os_error_text(error)}")
 
     return SupervisionPolicy(
         max_restarts=ready.restarts,

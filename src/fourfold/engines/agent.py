@@ -26,14 +26,14 @@ from fourfold.engines.restart import RestartBudget, SupervisionPolicy
 from fourfold.run.asked import REPEAT_SECONDS, SAVING_TEXT
 from fourfold.run.faults import Fault
 from fourfold.run.pulse import DONE, STARTING, HeartbeatFile
-from fourfold.words.errors import INTERRUPT_CODE, REQUEUE_CODE
+from fourfold.words.errors import INTERRUPT_EXIT_CODE, REQUEUE_EXIT_CODE
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 UNLIMITED_RESTARTS = 10**9  # restarts, as far as torch's agent is concerned: we count for ourselves
 TORCH_SIGNALS_VARIABLE = (
     "TORCHELASTIC_SIGNALS_TO_HANDLE"  # torch's agent has a handler of its own for these, at each start
 )
-STOP_TEXTS = {REQUEUE_CODE: "it was asked to stop (SIGTERM)", INTERRUPT_CODE: "it was asked to stop (SIGINT)"}
+STOP_TEXTS = {REQUEUE_EXIT_CODE: "it was asked to stop (SIGTERM)", INTERRUPT_EXIT_CODE: "it was asked to stop (SIGINT)"}
 POLL_SECONDS = 0.02
 STACK_PRINT_SECONDS = 1.0  # for ranks that end themselves at the end of the grace, and say where they were
 
@@ -242,7 +242,7 @@ class Agent(LocalElasticAgent):
         if found.signal == signal.SIGTERM and self.policy.has_heartbeat:
             # Where it could not leave a note yet: before the first step.
             text = f"{found.text}: stopped; {self.policy.resume_hint()}"
-            return cause.Cause(text, REQUEUE_CODE, found.rank, is_final=True, is_stopped=True)
+            return cause.Cause(text, REQUEUE_EXIT_CODE, found.rank, is_final=True, is_stopped=True)
         # What it has written down says why it ended, but not that a person asked for it.
         trains = found.rank is not None and self._heartbeats.read()[found.rank].resumed_step >= 0
         written = records.get(found.rank)

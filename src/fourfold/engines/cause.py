@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from fourfold.words.errors import INTERRUPT_CODE, PEER_GONE, FourfoldError, PeerError, StoppedError
+from fourfold.words.errors import INTERRUPT_EXIT_CODE, PEER_GONE_MESSAGES, FourfoldError, PeerError, StoppedError
 from fourfold.words.text import escaped
 
 # A rank that dies before all have met leaves a LaunchError to the others.
@@ -50,7 +50,7 @@ class FailureRecord:
         said = self.message.lower()
         if self.kind == SystemExit.__name__:
             return False
-        return self.kind in ECHO_KINDS or any(echo in said for echo in PEER_GONE)
+        return self.kind in ECHO_KINDS or any(echo in said for echo in PEER_GONE_MESSAGES)
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ def make_record(error: BaseException, *, rank: int) -> FailureRecord:
     if isinstance(error, SystemExit):
         return _exit_record(error, rank)
     if isinstance(error, KeyboardInterrupt):
-        text = f"ended with exit code {INTERRUPT_CODE}"
-        return FailureRecord(rank, INTERRUPTED, INTERRUPTED, text, time.time(), INTERRUPT_CODE, final=True)
+        text = f"ended with exit code {INTERRUPT_EXIT_CODE}"
+        return FailureRecord(rank, INTERRUPTED, INTERRUPTED, text, time.time(), INTERRUPT_EXIT_CODE, final=True)
     return FailureRecord(
         rank=rank,
         kind=type(error).__name__,
@@ -218,7 +218,7 @@ def format_error(error: BaseException) -> str:
     """
     full = os.environ.get("FOURFOLD_TRACEBACK") == "full"
     if isinstance(error, FourfoldError) and not full:
-        return error.text()
+        return error.full_message()
     report = traceback.TracebackException.from_exception(error)
     if not full:
         _elide_frames(report)

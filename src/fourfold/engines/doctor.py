@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fourfold.words import launchers
-from fourfold.words.errors import FourfoldError, nearest
+from fourfold.words.errors import FourfoldError, closest_match
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 GIB, MIB = 2**30, 2**20
@@ -269,7 +269,7 @@ def _variables(facts: MachineFacts) -> list[Finding]:
             continue
         value = f"{name}={facts.environ[name]}"
         if name not in FOURFOLD_VARIABLES:
-            close = nearest(name, FOURFOLD_VARIABLES)
+            close = closest_match(name, FOURFOLD_VARIABLES)
             found.append(Finding("variables", WARN, f"{value} is not known", close or f"unset {name}"))
         elif name == "FOURFOLD_HOST":
             found.append(Finding("variables", WARN, f"{value} decides who shares memory", f"unset {name}"))

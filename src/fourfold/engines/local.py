@@ -26,7 +26,7 @@ from fourfold.engines.machine import loopback_variables, malloc_variables, threa
 from fourfold.engines.onehost import LOOPBACK, AgentRendezvous
 from fourfold.engines.restart import SupervisionPolicy
 from fourfold.run import pulse
-from fourfold.words.errors import REQUEUE_CODE
+from fourfold.words.errors import REQUEUE_EXIT_CODE
 from fourfold.words.rendezvous import STORE
 
 MONITOR_SECONDS = 0.05
@@ -97,7 +97,7 @@ def _stopped_result(agent: Agent, number: signal.Signals) -> JobResult:
     outlook = agent.policy.resume_hint()
     text = f"stopped by {number.name}; all {agent.num_ranks} processes have ended{f'; {outlook}' if outlook else ''}"
     asks_again = agent.policy.has_heartbeat and number == signal.SIGTERM
-    return JobResult(REQUEUE_CODE if asks_again else 128 + number, text)
+    return JobResult(REQUEUE_EXIT_CODE if asks_again else 128 + number, text)
 
 
 def _escape_macro(word: str) -> str:

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from fourfold.engines import cause, env_store, watch
 from fourfold.words import streams
-from fourfold.words.errors import INTERRUPT_CODE, REQUEUE_CODE, reason
+from fourfold.words.errors import INTERRUPT_EXIT_CODE, REQUEUE_EXIT_CODE, os_error_text
 
 EXIT_SECONDS = 2.0  # for atexit functions and threads of a rank that has failed
 
@@ -95,9 +95,9 @@ def _exit_failed(error: BaseException, rank: int, path: Path) -> NoReturn:
         cause.save_record(path, entry)
     except OSError as problem:  # a full disk: the launcher tells the exit code, and the error is told here
         streams.say(
-            f"rank {rank} failed, and its record could not be written: {reason(problem)}\n{entry.text.rstrip()}"
+            f"rank {rank} failed, and its record could not be written: {os_error_text(problem)}\n{entry.text.rstrip()}"
         )
-    if entry.exit_code in (REQUEUE_CODE, INTERRUPT_CODE):
+    if entry.exit_code in (REQUEUE_EXIT_CODE, INTERRUPT_EXIT_CODE):
         exit_fast(entry.exit_code)
     _exit_after(EXIT_SECONDS, entry.exit_code)
     sys.exit(entry.exit_code)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import xxhash
 
-from fourfold.words.errors import DataError, Problem, nearest, reason
+from fourfold.words.errors import DataError, Problem, closest_match, os_error_text
 
 VALID_ONE_IN = 16  # one file in sixteen is for validation: 6 %
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
@@ -121,10 +121,10 @@ def resolve_text_path(path: str | os.PathLike[str]) -> Path:
         root = Path(path).expanduser()
         is_there = root.exists()
     except (OSError, RuntimeError) as error:  # too long a name; ~ of a user who is not there
-        got = f"{str(path)[:60]}: {reason(error) if isinstance(error, OSError) else str(error)}"
+        got = f"{str(path)[:60]}: {os_error_text(error) if isinstance(error, OSError) else str(error)}"
         raise DataError(Problem(got, "a file or folder of text"), where="data") from None
     if not is_there:
-        close = nearest(root.name, _names(root.parent))
+        close = closest_match(root.name, _names(root.parent))
         attempt = str(root.parent / close) if close else "no data=, for Python's own source code"
         raise DataError(Problem(f"nothing at {root}", "a file or folder of text", attempt), where=f"data={path}")
     if not (root.is_file() or root.is_dir()):

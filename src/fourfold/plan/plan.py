@@ -16,7 +16,7 @@ from fourfold.plan.data import ShardGroups
 from fourfold.plan.decode import DecodeError, from_toml
 from fourfold.plan.precision import COMPUTE_FORMATS, REDUCE_FORMATS
 from fourfold.plan.sequence import RINGS, ulysses_problem
-from fourfold.words.errors import PlanError, Problem, nearest
+from fourfold.words.errors import PlanError, Problem, closest_match
 from fourfold.words.mesh import Mesh
 
 VERSION = 1
@@ -252,11 +252,11 @@ def plan_problems(values: Mapping[str, object]) -> list[Problem]:
     for name, value in values.items():
         rule = FIELD_RULES.get(name)
         if rule is None:
-            close = nearest(name, FIELDS)
+            close = closest_match(name, FIELDS)
             problems.append(Problem(f"{name} = {value!r}", "a field of the plan", close or "fourfold show"))
         elif not rule.accepts(value):
             choices = [each for each in rule.supported or rule.choices if isinstance(each, str)]
-            close = nearest(value, choices) if isinstance(value, str) else None
+            close = closest_match(value, choices) if isinstance(value, str) else None
             problems.append(Problem(f"{name} = {value!r}", rule.requirement(), f"{name} = {close}" if close else ""))
         elif rule.supported is not None and value not in rule.supported:
             only = " or ".join("nothing" if choice is None else str(choice) for choice in rule.supported)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
-from fourfold.words.errors import reason
+from fourfold.words.errors import os_error_text
 from fourfold.words.record import Line
 from fourfold.words.streams import discard, say
 from fourfold.words.text import escaped
@@ -127,7 +127,7 @@ class Progress:
         except OSError as error:
             if self._is_output_open:
                 self._is_output_open = False
-                say(f"fourfold: the output could not be written: {reason(error)}; the run goes on unseen")
+                say(f"fourfold: the output could not be written: {os_error_text(error)}; the run goes on unseen")
             if self._live is not None:
                 atexit.unregister(self.close)
                 self._live = None

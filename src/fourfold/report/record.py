@@ -14,7 +14,7 @@ import msgspec
 from fourfold.plan.decode import DecodeError, from_json, read_bounded, read_toml
 from fourfold.plan.timeline import Trace, decode_trace
 from fourfold.report import attempts, faults, saved
-from fourfold.words.errors import FourfoldError, Problem, nearest
+from fourfold.words.errors import FourfoldError, Problem, closest_match
 
 REQUIRED_FILES = ("settings.json", "plan.toml", "metrics.jsonl")
 
@@ -117,7 +117,7 @@ def find_run(word: str, *, parent: Path) -> Path:
             if path.is_dir():
                 return path
     runs = sorted(path.name for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else []
-    close = nearest(Path(word).name, runs) or (runs[-1] if runs else "")
+    close = closest_match(Path(word).name, runs) or (runs[-1] if runs else "")
     attempt = f"fourfold report {close}" if close else "fourfold train"
     raise ReportError(Problem(f"no run {word}", "the folder of a run, or its name", attempt), where="fourfold report")
 

@@ -27,7 +27,7 @@ from typing import NoReturn
 
 from fourfold.run.checkpoint.shelf import resume_hint
 from fourfold.run.pulse import Heartbeat
-from fourfold.words.errors import INTERRUPT_CODE, REQUEUE_CODE, Problem, SettingError
+from fourfold.words.errors import INTERRUPT_EXIT_CODE, REQUEUE_EXIT_CODE, Problem, SettingError
 from fourfold.words.world import World
 
 STOP_SECONDS_VARIABLE = "FOURFOLD_STOP_SECONDS"
@@ -35,7 +35,7 @@ STOP_SECONDS = 25.0  # below the 30 s that Slurm and Kubernetes leave between SI
 # One request may come as several signals: `timeout` sends SIGTERM to its child and to its process group, a launcher
 # forwards what its ranks have got too, and a wrapper forwards the Ctrl-C that the terminal has sent already.
 REPEAT_SECONDS = {signal.SIGTERM: 1.0, signal.SIGINT: 0.3}
-EXIT_CODES = {signal.SIGTERM: REQUEUE_CODE, signal.SIGINT: INTERRUPT_CODE}
+EXIT_CODES = {signal.SIGTERM: REQUEUE_EXIT_CODE, signal.SIGINT: INTERRUPT_EXIT_CODE}
 INTERRUPT_SECONDS = 3.0  # for a KeyboardInterrupt to end the training
 SAVING_TEXT = "saving after this step, then ending; Ctrl-C again ends at once"
 MAX_FRAMES = 6  # frames that are shown

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts import optim
-from fourfold.words.errors import Problem, nearest
+from fourfold.words.errors import Problem, closest_match
 
 STATE_KEYS = ("model", "optimizer", "groups", "record")
 
@@ -39,7 +39,7 @@ def weight_problems(values: Any, trainable: Mapping[str, Tensor]) -> list[Proble
         here = trainable.get(name)
         if here is None:
             problems.append(
-                Problem(f"{name}", "the name of a trainable parameter", nearest(str(name), trainable) or "")
+                Problem(f"{name}", "the name of a trainable parameter", closest_match(str(name), trainable) or "")
             )
         elif not isinstance(value, Tensor):
             problems.append(Problem(f"a {type(value).__name__} for {name}", "a tensor"))

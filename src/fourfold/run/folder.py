@@ -28,7 +28,7 @@ from fourfold.plan.decode import DecodeError, check_not_pipe, from_json, read_bo
 from fourfold.plan.plan import FIELDS, Plan
 from fourfold.run.checkpoint.shelf import CHECKPOINTS_DIR as CHECKPOINTS
 from fourfold.run.settings import Identity, canonical_json
-from fourfold.words.errors import PlanError, Problem, SettingError, TrainingError, reason
+from fourfold.words.errors import PlanError, Problem, SettingError, TrainingError, os_error_text
 from fourfold.words.version import VERSION
 
 MAX_NAME_BYTES = 200  # file systems allow 255, and a run that starts over gets a longer name
@@ -309,7 +309,7 @@ def _wrap_write_errors(path: Path) -> Iterator[None]:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         need = "room on its disk" if full else "a folder that can be written"
         attempt = "the same command when there is room" if full else "the same command elsewhere"
-        raise TrainingError(Problem(f"{path} could not be written: {reason(error)}", need, attempt)) from None
+        raise TrainingError(Problem(f"{path} could not be written: {os_error_text(error)}", need, attempt)) from None
 
 
 def _lock_run(file: Any, path: Path) -> None:

@@ -21,7 +21,7 @@ from fourfold.run.folder import RunDir, RunInfo, format_finished
 from fourfold.run.guard import Skipped
 from fourfold.run.metrics import Metrics
 from fourfold.run.settings import Settings, tuned_batch_size
-from fourfold.words.errors import reason
+from fourfold.words.errors import os_error_text
 from fourfold.words.record import Line
 from fourfold.words.task import Task
 from fourfold.words.units import counted
@@ -140,7 +140,7 @@ class RunLogger:
             return
         error = self._run_dir.append_record(record)
         if error is not None and not self._has_write_error:
-            said = f"metrics.jsonl could not be written: {reason(error)}"
+            said = f"metrics.jsonl could not be written: {os_error_text(error)}"
             self.log_message(f"warning: {said}; its lines are kept, training goes on")
         self._has_write_error = error is not None
 
@@ -157,7 +157,7 @@ class RunLogger:
             fault = Fault(time=time.time(), kind=kind, step=step, rank=rank, host=host, text=text)
             faults.append_fault(self.run_path, fault)
         except OSError as error:
-            self.log_message(f"warning: {faults.FAULTS_FILE} could not be written: {reason(error)}")
+            self.log_message(f"warning: {faults.FAULTS_FILE} could not be written: {os_error_text(error)}")
 
     def log_bytes(self) -> int:
         return self._run_dir.log_bytes() if self._run_dir is not None else 0
@@ -203,7 +203,7 @@ class RunLogger:
             )
             faults.append_fault(self.run_path, fault)
         except OSError as error:  # A run is worth more than the list of its faults.
-            self.log_message(f"warning: {faults.FAULTS_FILE} could not be written: {reason(error)}")
+            self.log_message(f"warning: {faults.FAULTS_FILE} could not be written: {os_error_text(error)}")
         self.log_message(f"skipped {skipped.text}")
 
     def _progress_line(self, number: int) -> Line:

@@ -21,7 +21,7 @@ from fourfold.plan.needs import lane_of
 from fourfold.plan.timeline import STEP_SPAN, Event, Trace, clock_offset_bounds, encode_trace
 from fourfold.run.build import TrainStep
 from fourfold.words.action import Action, Verb
-from fourfold.words.errors import reason
+from fourfold.words.errors import os_error_text
 from fourfold.words.spans import COMPUTE, REDUCE, SEND, SILENT, WAIT, Recorder, Span
 
 TRACE_FILE = "trace.json"
@@ -157,7 +157,7 @@ class Tracer:
             with contextlib.suppress(OSError):
                 draft.unlink(missing_ok=True)
             if not self._has_write_error:
-                said = f"{TRACE_FILE} could not be written: {reason(error)}"
+                said = f"{TRACE_FILE} could not be written: {os_error_text(error)}"
                 self._log_message(f"warning: {said}; its steps are kept, training goes on")
             self._has_write_error = True
 

@@ -43,7 +43,7 @@ from fourfold.run.same_source import check_same_length
 from fourfold.run.settings import Settings, check_steps, format_delayed, lr_factors, make_settings
 from fourfold.run.speaker import AVERAGED_STEPS, ProgressDisplay, RunLogger, RunResult
 from fourfold.run.trace import SAMPLE_EVERY, Tracer
-from fourfold.words.errors import INTERRUPT_CODE, PeerError, Problem, StoppedError, TaskError, TrainingError
+from fourfold.words.errors import INTERRUPT_EXIT_CODE, PeerError, Problem, StoppedError, TaskError, TrainingError
 from fourfold.words.host_memory import available_bytes
 from fourfold.words.task import Source, Task
 from fourfold.words.world import World
@@ -250,7 +250,7 @@ class TrainingLoop:
             text = self.state.step.all_gather_json(text)[0]
         error = StoppedError(text)
         if name == "SIGINT":
-            error.exit_code = INTERRUPT_CODE
+            error.exit_code = INTERRUPT_EXIT_CODE
         raise error
 
     def evaluate(self, progress: TrainingProgress) -> TrainingProgress:

@@ -12,11 +12,11 @@ from typing import NamedTuple
 from fourfold.words.text import escaped
 
 # EX_TEMPFAIL of BSD's sysexits.h, "try again later": schedulers are told to start such a job once more.
-REQUEUE_CODE = 75
-INTERRUPT_CODE = 130  # 128 + SIGINT, as a shell has it: a person has pressed Ctrl-C
+REQUEUE_EXIT_CODE = 75
+INTERRUPT_EXIT_CODE = 130  # 128 + SIGINT, as a shell has it: a person has pressed Ctrl-C
 
 # What torch and gloo say when another process has gone.
-PEER_GONE = (
+PEER_GONE_MESSAGES = (
     "connection closed by peer",
     "connection reset by peer",
     "connection refused",
@@ -49,9 +49,9 @@ class FourfoldError(Exception):
         super().__init__(self.problems, where)
 
     def __str__(self) -> str:
-        return describe(self.problems, where=self.where)
+        return format_problems(self.problems, where=self.where)
 
-    def text(self) -> str:
+    def full_message(self) -> str:
         """The whole message for a person, beginning with the kind of error, as a traceback would have it."""
         return f"{type(self).__name__}: {self}"
 
@@ -80,7 +80,7 @@ class CheckpointError(FourfoldError):
     """A checkpoint that is damaged, missing, or of something else."""
 
 
-class UnreadableError(CheckpointError):
+class UnreadableCheckpointError(CheckpointError):
     """A checkpoint that may be good, and cannot be read here: a newer version wrote it, or it may not be opened."""
 
 
@@ -97,7 +97,7 @@ class LaunchError(FourfoldError):
 class PeerError(FourfoldError):
     """Another rank has died or does not answer: nothing is wrong with this one, and another attempt may go well."""
 
-    exit_code = REQUEUE_CODE
+    exit_code = REQUEUE_EXIT_CODE
 
 
 class StoppedError(FourfoldError):
@@ -106,7 +106,7 @@ class StoppedError(FourfoldError):
     `exit_code` is INTERRUPT_CODE after a Ctrl-C.
     """
 
-    exit_code = REQUEUE_CODE
+    exit_code = REQUEUE_EXIT_CODE
 
 
 class DivergenceError(FourfoldError):
@@ -115,7 +115,7 @@ class DivergenceError(FourfoldError):
     exit_code = 1
 
 
-def describe(problems: Sequence[Problem], *, where: str = "") -> str:
+def format_problems(problems: Sequence[Problem], *, where: str = "") -> str:
     """The text of an error: a head line, then a row per problem with aligned columns. Safe to print."""
     problems = [Problem(*map(escaped, problem)) for problem in problems]
     if len(problems) == 1 and not where and not problems[0].need and not problems[0].attempt:
@@ -128,12 +128,12 @@ def describe(problems: Sequence[Problem], *, where: str = "") -> str:
     return "\n".join([f"{head}{place}", *("  " + line for line in lines)])
 
 
-def reason(error: OSError) -> str:
+def os_error_text(error: OSError) -> str:
     """What the system says, in our manner of writing: "no space left on device"."""
     return (error.strerror or str(error)).lower()
 
 
-def nearest(word: str, choices: Iterable[str]) -> str | None:
+def closest_match(word: str, choices: Iterable[str]) -> str | None:
     """The choice a mistyped word was most likely meant to be, or None."""
     close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
     return close[0] if close else None

@@ -27,7 +27,7 @@ from typing import NamedTuple
 from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from fourfold.parts.file_store import GROUP_TIMEOUT_SECONDS, open_file_store
-from fourfold.words.errors import LaunchError, Problem, reason
+from fourfold.words.errors import LaunchError, Problem, os_error_text
 from fourfold.words.launchers import Seat
 from fourfold.words.rendezvous import Address, SameHost, StoreFile
 from fourfold.words.rendezvous import meeting as place_of
@@ -86,7 +86,7 @@ def _open_host_store(seat: Seat, place: SameHost) -> Store:
         part.write_text(json.dumps({"store": name, "pid": pid, "began": began}))
         part.replace(note)  # Renamed into place: another rank may read it at any moment.
     except OSError as error:
-        got = f"{note} could not be written: {reason(error)}"
+        got = f"{note} could not be written: {os_error_text(error)}"
         raise LaunchError(Problem(got, "room for a small file", "TMPDIR=…")) from None
     try:
         return _join_store(folder / name, seat)
@@ -180,7 +180,7 @@ def _private_folder() -> Path:
         elif found.st_mode & 0o077:
             why = "is open to others"
     except OSError as error:
-        why = f"could not be made: {reason(error)}"
+        why = f"could not be made: {os_error_text(error)}"
     if why:
         raise LaunchError(Problem(f"{folder} {why}", "a folder of your own, mode 700", "TMPDIR=…"))
     return folder

@@ -22,7 +22,7 @@ from fourfold.parts.comm import leaving, meeting
 from fourfold.parts.comm.groups import Group, TorchGroup
 from fourfold.parts.comm.leaving import ProcessGroupRegistry
 from fourfold.words import launchers
-from fourfold.words.errors import PEER_GONE, LaunchError, PeerError, Problem
+from fourfold.words.errors import PEER_GONE_MESSAGES, LaunchError, PeerError, Problem
 from fourfold.words.world import World, from_environment
 
 PROCESS_EXIT_GRACE_SECONDS = 1.0  # a process's sockets are closed a moment before it is gone
@@ -81,7 +81,7 @@ class Communicator:
             yield
         except RuntimeError as error:
             said = str(error).splitlines()[0] if str(error) else ""
-            if not any(words in str(error).lower() for words in PEER_GONE):
+            if not any(words in str(error).lower() for words in PEER_GONE_MESSAGES):
                 raise
             deadline = time.monotonic() + PROCESS_EXIT_GRACE_SECONDS
             while not (dead := self._dead_ranks()) and time.monotonic() < deadline:

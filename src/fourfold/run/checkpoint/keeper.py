@@ -35,7 +35,7 @@ from fourfold.run.checkpoint.read import CheckpointReader
 from fourfold.run.checkpoint.shelf import CheckpointStore
 from fourfold.run.checkpoint.state import TrainingState
 from fourfold.run.checkpoint.write import Snapshot, write_file, write_snapshot
-from fourfold.words.errors import CheckpointError, Problem, UnreadableError
+from fourfold.words.errors import CheckpointError, Problem, UnreadableCheckpointError
 from fourfold.words.units import sized
 
 NUM_KEPT = 2
@@ -123,7 +123,7 @@ class CheckpointManager:
             judged = exchange(self._verify_files(_relative_to_cwd(self._store.step_dir(number))))
             if unreadable := list(dict.fromkeys(tuple(each) for texts, _ in judged for each in texts)):
                 # An older one would do, but what has been trained since would be lost without need.
-                raise UnreadableError([Problem(*each) for each in unreadable], where="the newest checkpoint")
+                raise UnreadableCheckpointError([Problem(*each) for each in unreadable], where="the newest checkpoint")
             problems = list(dict.fromkeys(text for _, texts in judged for text in texts))
             if not problems:
                 progress = self._restore(self._store.step_dir(number))
@@ -143,7 +143,7 @@ class CheckpointManager:
         """Why this rank's share of a checkpoint cannot be read here; and what is damaged of it."""
         try:
             return [], shelf.verify_checkpoint(folder, index=self._rank, size=self._size)
-        except UnreadableError as error:
+        except UnreadableCheckpointError as error:
             return list(error.problems), []
 
     def _restore(self, folder: Path) -> TrainingProgress:

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from fourfold.plan import pieces
 from fourfold.plan.decode import DecodeError, from_json, read_bounded
 from fourfold.plan.pieces import MANIFEST_FILE, MANIFEST_VERSION, MAX_MANIFEST_BYTES, Manifest, StoredTensor
-from fourfold.words.errors import CheckpointError, Problem, UnreadableError, reason
+from fourfold.words.errors import CheckpointError, Problem, UnreadableCheckpointError, os_error_text
 
 CHECKPOINTS_DIR = "checkpoints"
 STEP_DIR_NAME = re.compile(r"step-([0-9]{8,})")
@@ -131,7 +131,7 @@ def read_manifest(folder: Path) -> Manifest:
         version = from_json(bytes(envelope.manifest), _ManifestVersion).version
         if version > MANIFEST_VERSION:
             got = f"{path}: version {version}, of a newer fourfold"
-            raise UnreadableError(
+            raise UnreadableCheckpointError(
                 Problem(got, f"at most version {MANIFEST_VERSION}", "the fourfold that has written it")
             )
         manifest = from_json(bytes(envelope.manifest), Manifest)
@@ -156,7 +156,7 @@ def verify_checkpoint(folder: Path, *, index: int = 0, size: int = 1) -> list[st
     """
     try:
         manifest = read_manifest(folder)
-    except UnreadableError:
+    except UnreadableCheckpointError:
         raise
     except CheckpointError as error:
         return [problem.got for problem in error.problems]
@@ -181,7 +181,7 @@ def _file_problems(path: Path, manifest: Manifest) -> list[str]:
 def _raise_unreadable(path: Path, error: OSError) -> None:
     """Raise UnreadableError for an error that is not the file's: nothing says that it is damaged."""
     if error.errno in ENVIRONMENT_ERRNOS:
-        raise UnreadableError(Problem(f"{path}: {reason(error)}", "a file that can be read")) from None
+        raise UnreadableCheckpointError(Problem(f"{path}: {os_error_text(error)}", "a file that can be read")) from None
 
 
 def _tensor_problems(path: Path, expected: Mapping[str, StoredTensor]) -> list[str]:
