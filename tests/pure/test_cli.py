@@ -354,8 +354,8 @@ def test_ranks_share_the_cores_unless_the_user_says_otherwise() -> None:
     ({"MALLOC_ARENA_MAX": "1"}, True),
 ])  # fmt: skip
 def test_memory_is_allocated_as_the_user_says(given: dict[str, str], is_users: bool) -> None:
-    assert heap.is_users(given) == is_users
-    assert heap.variables(given) == ({} if is_users else {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"})
+    assert heap.is_user_configured(given) == is_users
+    assert heap.malloc_variables(given) == ({} if is_users else {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"})
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"], []])

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from fourfold.engines.machine import THREAD_VARIABLES
-from fourfold.words.heap import VARIABLE
+from fourfold.words.heap import TUNABLES_VARIABLE
 from fourfold.words.world import cores
 
 SECONDS = 180  # the time limit of a command; a command on an idle machine takes three
@@ -45,7 +45,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             "LOCAL_RANK",
             "LOCAL_WORLD_SIZE",
             *THREAD_VARIABLES,
-            VARIABLE,
+            TUNABLES_VARIABLE,
             "GLOO_SOCKET_IFNAME",
         )
         environment = {name: value for name, value in os.environ.items() if name not in foreign}

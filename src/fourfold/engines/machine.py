@@ -38,7 +38,7 @@ def thread_variables(num_processes: int, environ: Mapping[str, str] = os.environ
 
 def malloc_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """What to add to the environment for large tensors on CPUs: see `words.heap`. With GPUs nothing."""
-    return {} if num_gpus() else heap.variables(environ)
+    return {} if num_gpus() else heap.malloc_variables(environ)
 
 
 def loopback_variables(

@@ -10,15 +10,15 @@ Law: where the environment has a setting of the user's own, it is left alone.
 
 from collections.abc import Mapping
 
-VARIABLE, WITHOUT_TCACHE = "GLIBC_TUNABLES", "glibc.malloc.tcache_count=0"
+TUNABLES_VARIABLE, NO_TCACHE = "GLIBC_TUNABLES", "glibc.malloc.tcache_count=0"
 
 
-def variables(environ: Mapping[str, str]) -> dict[str, str]:
+def malloc_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """What to add to the environment of a process on CPUs."""
-    return {} if is_users(environ) else {VARIABLE: WITHOUT_TCACHE}
+    return {} if is_user_configured(environ) else {TUNABLES_VARIABLE: NO_TCACHE}
 
 
-def is_users(environ: Mapping[str, str]) -> bool:
+def is_user_configured(environ: Mapping[str, str]) -> bool:
     """Whether the environment says how memory is to be allocated, and not by our word."""
-    given = environ.get(VARIABLE, WITHOUT_TCACHE)
-    return given != WITHOUT_TCACHE or any(name.startswith("MALLOC_") for name in environ)
+    given = environ.get(TUNABLES_VARIABLE, NO_TCACHE)
+    return given != NO_TCACHE or any(name.startswith("MALLOC_") for name in environ)
