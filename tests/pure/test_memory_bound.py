@@ -90,7 +90,7 @@ def host(folder: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -
         (folder / name).write_text(text)
     monkeypatch.setattr(host_memory, "CGROUP", folder / "cgroup")
     monkeypatch.setattr(host_memory, "MEMINFO", folder / "meminfo")
-    monkeypatch.setattr(host_memory, "OWN_CGROUPS", folder / "own")
+    monkeypatch.setattr(host_memory, "PROC_CGROUP", folder / "own")
     return host_memory.available_bytes()
 
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
-OWN_CGROUPS = Path("/proc/self/cgroup")
-UNLIMITED = 2**60  # cgroup v1 says "no limit" with a number near 2**63
-MEMORY_AND_SWAP = "memory.memsw.limit_in_bytes"
-FILES = {  # limit, use, and what is given back on demand: the cached pages of files, and of the kernel's own objects
+PROC_CGROUP = Path("/proc/self/cgroup")
+UNLIMITED_BYTES = 2**60  # cgroup v1 says "no limit" with a number near 2**63
+MEMSW_LIMIT = "memory.memsw.limit_in_bytes"
+CGROUP_FILES = {  # limit, use, and what is given back on demand: the cached pages of files, and of the kernel's own objects
     "memory.max": ("memory.current", ("inactive_file", "active_file", "slab_reclaimable")),
     "memory.limit_in_bytes": ("memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
-    MEMORY_AND_SWAP: ("memory.memsw.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+    MEMSW_LIMIT: ("memory.memsw.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 }
 
 
@@ -27,7 +27,7 @@ def available_bytes() -> int | None:
     found = _meminfo()
     if found is None:
         return None
-    return min([sum(found), *_left_in_cgroups(swap=found[1])])
+    return min([sum(found), *_cgroup_headrooms(swap_bytes=found[1])])
 
 
 def _meminfo() -> tuple[int, int] | None:
@@ -40,27 +40,27 @@ def _meminfo() -> tuple[int, int] | None:
         return None
 
 
-def _left_in_cgroups(*, swap: int) -> Iterator[int]:
+def _cgroup_headrooms(*, swap_bytes: int) -> Iterator[int]:
     """What is left of the memory limit of this process's cgroup, and of each that it is in; `swap`: free on this host.
 
     Version 2 limits memory and swap apart; version 1 memory, and the sum of both. What does not fit is swapped out.
     """
-    for folder in _cgroups():
-        for most, (used, cached) in FILES.items():
-            limit, use = _number(folder / most), _number(folder / used)
-            if limit is not None and use is not None and limit < UNLIMITED:
-                left = max(0, limit - use + _cached(folder, cached))
-                yield left if most == MEMORY_AND_SWAP else left + min(swap, _swap_left(folder, swap))
+    for folder in _cgroup_dirs():
+        for most, (used, cached) in CGROUP_FILES.items():
+            limit, use = _read_int(folder / most), _read_int(folder / used)
+            if limit is not None and use is not None and limit < UNLIMITED_BYTES:
+                left = max(0, limit - use + _reclaimable_bytes(folder, cached))
+                yield left if most == MEMSW_LIMIT else left + min(swap_bytes, _swap_headroom(folder, swap_bytes))
 
 
-def _swap_left(folder: Path, swap: int) -> int:
-    limit, use = _number(folder / "memory.swap.max"), _number(folder / "memory.swap.current")
+def _swap_headroom(folder: Path, swap: int) -> int:
+    limit, use = _read_int(folder / "memory.swap.max"), _read_int(folder / "memory.swap.current")
     return swap if limit is None else max(0, limit - (use or 0))
 
 
-def _cgroups() -> Iterator[Path]:
+def _cgroup_dirs() -> Iterator[Path]:
     with contextlib.suppress(OSError, ValueError):
-        for line in OWN_CGROUPS.read_text().splitlines():
+        for line in PROC_CGROUP.read_text().splitlines():
             _, names, path = line.split(":", 2)
             if not names or "memory" in names.split(","):
                 root = CGROUP / "memory" if names else CGROUP
@@ -72,14 +72,14 @@ def _cgroups() -> Iterator[Path]:
     yield CGROUP / "memory"
 
 
-def _number(path: Path) -> int | None:
+def _read_int(path: Path) -> int | None:
     try:
         return int(path.read_text())
     except (OSError, ValueError):  # no such file, or "max"
         return None
 
 
-def _cached(folder: Path, names: tuple[str, ...]) -> int:
+def _reclaimable_bytes(folder: Path, names: tuple[str, ...]) -> int:
     total = 0
     with contextlib.suppress(OSError, ValueError):
         for line in (folder / "memory.stat").read_text().splitlines():
