@@ -14,13 +14,13 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
-def expand(text: str) -> Iterator[str]:
+def expand_nodelist(text: str) -> Iterator[str]:
     """The host names of a node list, in order: "n[08-10]" gives n08, n09, n10. Raises ValueError."""
     for entry in _entries(text):
         parts = _PART.findall(entry)
         if not parts or "".join(parts) != entry:
             raise ValueError(f"a node list {text!r}")
-        yield from _product(parts, text)
+        yield from _expand_parts(parts, text)
 
 
 def _entries(text: str) -> list[str]:
@@ -34,18 +34,18 @@ def _entries(text: str) -> list[str]:
     return [*entries, text[begin:]]
 
 
-def _product(parts: list[str], text: str) -> Iterator[str]:
+def _expand_parts(parts: list[str], text: str) -> Iterator[str]:
     """Every name of an entry; the last bracket counts fastest."""
     if not parts:
         yield ""
         return
     first, rest = parts[0], parts[1:]
-    for head in _bracket(first[1:-1], text) if first.startswith("[") else (first,):
-        for tail in _product(rest, text):
+    for head in _expand_bracket(first[1:-1], text) if first.startswith("[") else (first,):
+        for tail in _expand_parts(rest, text):
             yield head + tail
 
 
-def _bracket(inner: str, text: str) -> Iterator[str]:
+def _expand_bracket(inner: str, text: str) -> Iterator[str]:
     for piece in inner.split(","):
         match = _RANGE.fullmatch(piece)
         if not match:
@@ -57,7 +57,7 @@ def _bracket(inner: str, text: str) -> Iterator[str]:
             yield f"{number:0{len(low)}}"
 
 
-def counts(text: str) -> list[int]:
+def parse_task_counts(text: str) -> list[int]:
     """Tasks of each node: "2(x3),1" gives 2, 2, 2, 1. Raises ValueError."""
     found = [_COUNT.fullmatch(piece) for piece in text.split(",")]
     if not all(found):

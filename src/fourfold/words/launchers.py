@@ -184,7 +184,7 @@ def _slurm_local_size(environ: Environ, size: int, problems: list[Problem]) -> i
         problems.append(Problem("no SLURM_TASKS_PER_NODE", "the number of tasks of each node", "srun --ntasks=N …"))
         return size
     try:
-        tasks = hosts.counts(environ[name])
+        tasks = hosts.parse_task_counts(environ[name])
         node = int(environ.get("SLURM_NODEID", "0"))
         if sum(tasks) == size:
             return tasks[node]

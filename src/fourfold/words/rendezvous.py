@@ -68,7 +68,7 @@ def meeting(seat: Seat, environ: Mapping[str, str]) -> Address | SameHost | Stor
     if not listed:
         raise _no_address(seat)
     try:
-        return Address(next(hosts.expand(listed)), port(environ))
+        return Address(next(hosts.expand_nodelist(listed)), port(environ))
     except ValueError:
         problem = Problem(f"SLURM_JOB_NODELIST = {listed}", "a node list such as n[01-04]", _try(seat))
         raise LaunchError(problem, where="the environment (Slurm)") from None
