@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fourfold.words import hosts
 from fourfold.words.errors import LaunchError
-from fourfold.words.launchers import LAUNCHERS, find
+from fourfold.words.launchers import LAUNCHERS, detect
 from fourfold.words.rendezvous import FIRST_PORT, NUM_PORTS, Address, SameHost, StoreFile, meeting, port
 from fourfold.words.world import World, from_environment
 
@@ -117,7 +117,7 @@ def test_contradictions_and_gaps_are_told(text: str) -> None:
 
 def place(text: str) -> Address | SameHost | StoreFile | None:
     environ: Mapping[str, str] = variables(text)
-    seat = find(environ)
+    seat = detect(environ)
     assert seat is not None
     return meeting(seat, environ)
 
@@ -162,7 +162,7 @@ def test_jobs_in_a_row_and_their_steps_have_ports_of_their_own(job: int, step: i
 
 
 def test_the_table_reads_no_variable_for_two_launchers_ranks() -> None:
-    names = [name for launcher in LAUNCHERS for name in launcher.rank]
+    names = [name for launcher in LAUNCHERS for name in launcher.rank_vars]
     assert len(names) == len(set(names))
 
 

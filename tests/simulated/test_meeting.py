@@ -11,10 +11,10 @@ import pytest
 
 from fourfold.parts.comm import meeting
 from fourfold.words.errors import LaunchError
-from fourfold.words.launchers import MPICH, Seat
+from fourfold.words.launchers import MPICH, RankInfo
 from fourfold.words.rendezvous import SameHost
 
-SEAT = Seat(MPICH, 1, 2, 1, 2)
+SEAT = RankInfo(MPICH, 1, 2, 1, 2)
 
 
 def write(note: Path, *, pid: int, began: int) -> None:
@@ -122,7 +122,7 @@ def test_a_note_that_the_disk_does_not_take_is_told(tmp_path: Path, monkeypatch:
     folder, place = meeting._private_folder(), SameHost("MPICH", "PMI_RANK")
     (folder / f"{meeting._note_name(place)}.{os.getpid()}").symlink_to("/dev/full")
     with pytest.raises(LaunchError, match="could not be written: no space left on device   need room"):
-        meeting._open_host_store(Seat(MPICH, 0, 2, 0, 2), place)
+        meeting._open_host_store(RankInfo(MPICH, 0, 2, 0, 2), place)
 
 
 def test_what_others_have_put_there_is_swept_around(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from fourfold.cli import job
 from fourfold.engines import cause
 from fourfold.engines.restart import resume_hint
 from fourfold.words.errors import FourfoldError, TrainingError
-from fourfold.words.launchers import OPEN_MPI, present
+from fourfold.words.launchers import OPEN_MPI, detected_launchers
 from fourfold.words.world import World, from_environment
 
 
@@ -52,7 +52,7 @@ def _train(work: job.Job, world: World | None) -> None:
         run(work.task, work.plan, **work.settings)
         return
     # Open MPI gives every rank a terminal, wherever its own output goes: a file would fill with redrawn lines.
-    progress = Progress(live=present(os.environ)[:1] != [OPEN_MPI])
+    progress = Progress(live=detected_launchers(os.environ)[:1] != [OPEN_MPI])
     try:
         result = run(work.task, work.plan, report=progress, **work.settings)
         if result.folder is not None:

@@ -240,8 +240,8 @@ def _gloo(facts: MachineFacts) -> list[Finding]:
 
 def _launcher(facts: MachineFacts) -> list[Finding]:
     try:
-        found = launchers.present(facts.environ)
-        seat = launchers.find(facts.environ)
+        found = launchers.detected_launchers(facts.environ)
+        seat = launchers.detect(facts.environ)
     except FourfoldError as error:
         return [
             Finding("launcher", FAIL, f"{p.got}, need {p.need}" if p.need else p.got, p.attempt or "the launcher again")
@@ -252,14 +252,14 @@ def _launcher(facts: MachineFacts) -> list[Finding]:
     value = f"{seat.launcher.name}: rank {seat.rank} of {seat.size}"
     others = [other for other in found[1:] if _rank_text(other, facts.environ) not in ("", str(seat.rank))]
     if others:
-        names = " ".join(name for other in others for name in other.rank if name in facts.environ)
+        names = " ".join(name for other in others for name in other.rank_vars if name in facts.environ)
         value += f", but {', '.join(other.name for other in others)} says otherwise"
         return [Finding("launcher", WARN, value, f"unset {names}, unless one launcher runs inside the other")]
     return [Finding("launcher", OK, value)]
 
 
 def _rank_text(launcher: launchers.Launcher, environ: Mapping[str, str]) -> str:
-    return next((environ[name] for name in launcher.rank if environ.get(name)), "")
+    return next((environ[name] for name in launcher.rank_vars if environ.get(name)), "")
 
 
 def _variables(facts: MachineFacts) -> list[Finding]:

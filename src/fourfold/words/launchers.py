@@ -27,11 +27,11 @@ class Launcher:
     """
 
     name: str
-    rank: tuple[str, ...]
-    size: tuple[str, ...]
-    local_rank: tuple[str, ...] = ()
-    local_size: tuple[str, ...] = ()
-    job: tuple[str, ...] = ()
+    rank_vars: tuple[str, ...]
+    size_vars: tuple[str, ...]
+    local_rank_vars: tuple[str, ...] = ()
+    local_size_vars: tuple[str, ...] = ()
+    job_vars: tuple[str, ...] = ()
     hint: str = "{} …"
 
 
@@ -42,7 +42,7 @@ OPEN_MPI = Launcher(
     ("OMPI_COMM_WORLD_SIZE",),
     ("OMPI_COMM_WORLD_LOCAL_RANK",),
     ("OMPI_COMM_WORLD_LOCAL_SIZE",),
-    job=("PMIX_NAMESPACE",),
+    job_vars=("PMIX_NAMESPACE",),
     hint="mpirun -x {} …",
 )
 MPICH = Launcher(
@@ -51,7 +51,7 @@ MPICH = Launcher(
     ("PMI_SIZE",),
     ("MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "PMI_LOCAL_RANK", "LOCAL_RANK"),
     ("MPI_LOCALNRANKS", "PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE", "LOCAL_WORLD_SIZE"),
-    job=("PALS_APID",),
+    job_vars=("PALS_APID",),
     hint="mpiexec -genv {} …",
 )
 SLURM = Launcher(
@@ -59,7 +59,7 @@ SLURM = Launcher(
     ("SLURM_PROCID",),
     ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
     ("SLURM_LOCALID",),
-    job=("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+    job_vars=("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
     hint="{} srun …",
 )
 PMIX = Launcher(
@@ -68,7 +68,7 @@ PMIX = Launcher(
     ("FOURFOLD_WORLD_SIZE",),
     ("LOCAL_RANK",),
     ("LOCAL_WORLD_SIZE",),
-    job=("PMIX_NAMESPACE",),
+    job_vars=("PMIX_NAMESPACE",),
 )
 KUBERNETES = Launcher(
     "Kubernetes",
@@ -80,7 +80,7 @@ LAUNCHERS = (TORCHRUN, OPEN_MPI, MPICH, SLURM, PMIX, KUBERNETES)
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankInfo:
     """One process's place, and who told it."""
 
     launcher: Launcher
@@ -90,67 +90,67 @@ class Seat:
     local_size: int
 
 
-def find(environ: Environ) -> Seat | None:
+def detect(environ: Environ) -> RankInfo | None:
     """The place a launcher has given this process; None where no launcher started it. Raises LaunchError."""
-    launcher = next(iter(present(environ)), None)
+    launcher = next(iter(detected_launchers(environ)), None)
     if launcher is None:
         return None
-    seat = _read(launcher, environ)
+    seat = _read_rank_info(launcher, environ)
     if launcher in (SLURM, KUBERNETES) and seat.size == 1:
         return None  # One task or pod is a machine of its own: what runs in it may start processes.
     return seat
 
 
-def present(environ: Environ) -> list[Launcher]:
+def detected_launchers(environ: Environ) -> list[Launcher]:
     """The launchers whose rank variable is set, the one that counts first."""
-    found = [launcher for launcher in LAUNCHERS if _first(environ, launcher.rank)]
-    if SLURM in found and not is_step(environ):
+    found = [launcher for launcher in LAUNCHERS if _first_set(environ, launcher.rank_vars)]
+    if SLURM in found and not is_slurm_step(environ):
         found.remove(SLURM)
     # `srun --mpi=pmi2` sets PMI_RANK too, and Slurm knows more; where they differ, mpiexec has been started by srun.
-    if found[:1] == [MPICH] and SLURM in found and _same(MPICH, SLURM, environ):
+    if found[:1] == [MPICH] and SLURM in found and _agree(MPICH, SLURM, environ):
         found.remove(MPICH)
     return found
 
 
-def is_step(environ: Environ) -> bool:
+def is_slurm_step(environ: Environ) -> bool:
     """Whether an `srun` has started this process."""
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     return step.isdecimal() and int(step) < FIRST_SPECIAL_STEP
 
 
-def _same(one: Launcher, other: Launcher, environ: Environ) -> bool:
+def _agree(one: Launcher, other: Launcher, environ: Environ) -> bool:
     return all(
-        _value(environ, ours) == _value(environ, theirs)
-        for ours, theirs in ((one.rank, other.rank), (one.size, other.size))
+        _first_value(environ, ours) == _first_value(environ, theirs)
+        for ours, theirs in ((one.rank_vars, other.rank_vars), (one.size_vars, other.size_vars))
     )
 
 
-def _first(environ: Environ, names: Sequence[str]) -> str:
+def _first_set(environ: Environ, names: Sequence[str]) -> str:
     """The first of these variables that is set; "" where none is."""
     return next((name for name in names if environ.get(name)), "")
 
 
-def _value(environ: Environ, names: Sequence[str]) -> str:
-    return environ.get(_first(environ, names), "")
+def _first_value(environ: Environ, names: Sequence[str]) -> str:
+    return environ.get(_first_set(environ, names), "")
 
 
-def _read(launcher: Launcher, environ: Environ) -> Seat:
+def _read_rank_info(launcher: Launcher, environ: Environ) -> RankInfo:
     problems: list[Problem] = []
-    rank = _number(environ, launcher.rank, problems)
-    size = _number(environ, launcher.size, problems)
+    rank = _read_int(environ, launcher.rank_vars, problems)
+    size = _read_int(environ, launcher.size_vars, problems)
     if size is None and not problems:
-        problems.append(_no_size(launcher, environ))
+        problems.append(_missing_size_problem(launcher, environ))
     if rank is None or size is None or problems:
-        raise LaunchError(problems, where=_where(launcher))
-    local_rank, local_size = _local(launcher, environ, problems, rank=rank, size=size)
+        raise LaunchError(problems, where=_error_location(launcher))
+    local_rank, local_size = _local_rank_and_size(launcher, environ, problems, rank=rank, size=size)
     problems += _contradictions(launcher, environ, (rank, size), (local_rank, local_size))
     if problems:
-        raise LaunchError(problems, where=_where(launcher))
-    return Seat(launcher, rank, size, local_rank, local_size)
+        raise LaunchError(problems, where=_error_location(launcher))
+    return RankInfo(launcher, rank, size, local_rank, local_size)
 
 
-def _number(environ: Environ, names: Sequence[str], problems: list[Problem]) -> int | None:
-    name = _first(environ, names)
+def _read_int(environ: Environ, names: Sequence[str], problems: list[Problem]) -> int | None:
+    name = _first_set(environ, names)
     if not name:
         return None
     if not environ[name].isdecimal():
@@ -159,25 +159,27 @@ def _number(environ: Environ, names: Sequence[str], problems: list[Problem]) -> 
     return int(environ[name])
 
 
-def _local(launcher: Launcher, environ: Environ, problems: list[Problem], *, rank: int, size: int) -> tuple[int, int]:
+def _local_rank_and_size(
+    launcher: Launcher, environ: Environ, problems: list[Problem], *, rank: int, size: int
+) -> tuple[int, int]:
     """Place among the processes of this host, and how many they are."""
     if launcher is KUBERNETES:
         return 0, 1
-    local_rank = _number(environ, launcher.local_rank, problems)
+    local_rank = _read_int(environ, launcher.local_rank_vars, problems)
     if launcher is SLURM:
         local_size = _slurm_local_size(environ, size, problems)
     else:
-        local_size = _number(environ, launcher.local_size, problems)
+        local_size = _read_int(environ, launcher.local_size_vars, problems)
     if launcher is TORCHRUN:  # Operators that set RANK by hand leave these out.
         return rank if local_rank is None else local_rank, size if local_size is None else local_size
-    for value, names in ((local_rank, launcher.local_rank), (local_size, launcher.local_size)):
+    for value, names in ((local_rank, launcher.local_rank_vars), (local_size, launcher.local_size_vars)):
         if value is None and not problems and names:
             problems.append(Problem(f"no {names[0]}", "a process's place on its host", f"{names[-1]}=…"))
     return local_rank or 0, 1 if local_size is None else local_size
 
 
 def _slurm_local_size(environ: Environ, size: int, problems: list[Problem]) -> int:
-    name = _first(environ, ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
+    name = _first_set(environ, ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
     if not name:
         if environ.get("SLURM_NNODES", environ.get("SLURM_JOB_NUM_NODES")) == "1":
             return size
@@ -199,10 +201,10 @@ def _slurm_local_size(environ: Environ, size: int, problems: list[Problem]) -> i
 def _contradictions(
     launcher: Launcher, environ: Environ, whole: tuple[int, int], local: tuple[int, int]
 ) -> list[Problem]:
-    rank_names = (_first(environ, launcher.rank), _first(environ, launcher.size))
+    rank_names = (_first_set(environ, launcher.rank_vars), _first_set(environ, launcher.size_vars))
     local_names = (
-        _first(environ, launcher.local_rank),
-        _first(environ, launcher.local_size) or "processes of the host",
+        _first_set(environ, launcher.local_rank_vars),
+        _first_set(environ, launcher.local_size_vars) or "processes of the host",
     )
     problems = [
         Problem(f"{names[0]} = {index}, {names[1]} = {size}", "a place below the number of processes")
@@ -215,14 +217,14 @@ def _contradictions(
     return problems
 
 
-def _no_size(launcher: Launcher, environ: Environ) -> Problem:
-    rank = _first(environ, launcher.rank)
-    got = f"{rank} = {environ[rank]}, no {' or '.join(launcher.size)}"
-    attempt = f"{launcher.size[0]}=N, or unset {rank}"
+def _missing_size_problem(launcher: Launcher, environ: Environ) -> Problem:
+    rank = _first_set(environ, launcher.rank_vars)
+    got = f"{rank} = {environ[rank]}, no {' or '.join(launcher.size_vars)}"
+    attempt = f"{launcher.size_vars[0]}=N, or unset {rank}"
     if launcher is KUBERNETES:
-        attempt = f"{launcher.size[0]}=N in the pod's template (1 where pods train alone)"
+        attempt = f"{launcher.size_vars[0]}=N in the pod's template (1 where pods train alone)"
     return Problem(got, "the number of processes", attempt)
 
 
-def _where(launcher: Launcher) -> str:
+def _error_location(launcher: Launcher) -> str:
     return f"the environment ({launcher.name})"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from fourfold.words import hosts
 from fourfold.words.errors import LaunchError, Problem
-from fourfold.words.launchers import KUBERNETES, TORCHRUN, Seat
+from fourfold.words.launchers import KUBERNETES, TORCHRUN, RankInfo
 
 DEFAULT_PORT = 29500  # as torchrun has it
 # Ports derived from a job's id: above the well known ones, below the range Linux takes for outgoing connections.
@@ -51,7 +51,7 @@ def store_file(environ: Mapping[str, str]) -> str | None:
     return f"{file}-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
-def meeting(seat: Seat, environ: Mapping[str, str]) -> Address | SameHost | StoreFile | None:
+def meeting(seat: RankInfo, environ: Mapping[str, str]) -> Address | SameHost | StoreFile | None:
     """Where to meet; None where torch's own variables say it all. Raises LaunchError."""
     if seat.launcher is TORCHRUN:
         file = store_file(environ)
@@ -62,8 +62,8 @@ def meeting(seat: Seat, environ: Mapping[str, str]) -> Address | SameHost | Stor
     if seat.launcher is KUBERNETES:
         return Address(_first_pod(seat, environ), port(environ))
     if seat.local_size == seat.size:
-        names = [name for name in seat.launcher.rank if environ.get(name)]
-        return SameHost(" ".join([seat.launcher.name, *(environ.get(n, "") for n in seat.launcher.job)]), names[0])
+        names = [name for name in seat.launcher.rank_vars if environ.get(name)]
+        return SameHost(" ".join([seat.launcher.name, *(environ.get(n, "") for n in seat.launcher.job_vars)]), names[0])
     listed = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
     if not listed:
         raise _no_address(seat)
@@ -87,7 +87,7 @@ def port(environ: Mapping[str, str]) -> int:
     return FIRST_PORT + (int(job) * STEPS_APART + (int(step) if step.isdecimal() else 0)) % NUM_PORTS
 
 
-def _first_pod(seat: Seat, environ: Mapping[str, str]) -> str:
+def _first_pod(seat: RankInfo, environ: Mapping[str, str]) -> str:
     """Pod 0 of an Indexed Job: it is called JOB-0, and found through the job's headless service."""
     service, name = environ.get("FOURFOLD_SERVICE", ""), environ.get("HOSTNAME", "")
     if not service:
@@ -98,12 +98,12 @@ def _first_pod(seat: Seat, environ: Mapping[str, str]) -> str:
     return f"{name.removesuffix(str(seat.rank))}0.{service}"
 
 
-def _no_address(seat: Seat) -> LaunchError:
+def _no_address(seat: RankInfo) -> LaunchError:
     got = f"{seat.size} processes on several hosts, no MASTER_ADDR"
     return LaunchError(Problem(got, "the host of rank 0", _try(seat)), where=f"the environment ({seat.launcher.name})")
 
 
-def _try(seat: Seat) -> str:
+def _try(seat: RankInfo) -> str:
     if seat.launcher is KUBERNETES:
         return "FOURFOLD_SERVICE=the job's headless service (its pods' subdomain), or MASTER_ADDR=…"
     return seat.launcher.hint.format("MASTER_ADDR=host-of-rank-0")

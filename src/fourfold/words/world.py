@@ -28,7 +28,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> World | None:
 
     Raises LaunchError where a launcher's variables are incomplete or contradict each other.
     """
-    seat = launchers.find(environ)
+    seat = launchers.detect(environ)
     if seat is None:
         return None
     return World(rank=seat.rank, size=seat.size, local_rank=seat.local_rank, local_size=seat.local_size)

@@ -28,7 +28,7 @@ from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateIm
 
 from fourfold.parts.file_store import GROUP_TIMEOUT_SECONDS, open_file_store
 from fourfold.words.errors import LaunchError, Problem, os_error_text
-from fourfold.words.launchers import Seat
+from fourfold.words.launchers import RankInfo
 from fourfold.words.rendezvous import Address, SameHost, StoreFile
 from fourfold.words.rendezvous import meeting as place_of
 
@@ -51,7 +51,7 @@ class _ProcessId(NamedTuple):
     start_ticks: int
 
 
-def open_store(seat: Seat, environ: Mapping[str, str]) -> Store | None:
+def open_store(seat: RankInfo, environ: Mapping[str, str]) -> Store | None:
     """The store to make the process group with, when all ranks have come; None where torch finds its own.
 
     Raises LaunchError, and torch's DistError where ranks do not come in time.
@@ -66,13 +66,13 @@ def open_store(seat: Seat, environ: Mapping[str, str]) -> Store | None:
     return _open_tcp_store(seat, place, MULTI_HOST_TIMEOUT_SECONDS)
 
 
-def describe_address(seat: Seat, environ: Mapping[str, str]) -> str:
+def describe_address(seat: RankInfo, environ: Mapping[str, str]) -> str:
     """The meeting place, for people."""
     place = place_of(seat, environ)
     return f"{place.host}:{place.port}" if isinstance(place, Address) else "this host"
 
 
-def _open_host_store(seat: Seat, place: SameHost) -> Store:
+def _open_host_store(seat: RankInfo, place: SameHost) -> Store:
     """Returns when all ranks have come."""
     folder = _private_folder()
     note = folder / _note_name(place)
@@ -94,7 +94,7 @@ def _open_host_store(seat: Seat, place: SameHost) -> Store:
         note.unlink(missing_ok=True)
 
 
-def _join_store(path: Path, seat: Seat) -> Store:
+def _join_store(path: Path, seat: RankInfo) -> Store:
     store = open_file_store(str(path), seat.size, HOST_TIMEOUT_SECONDS)
     _open_stores.append((path.parent, store))
     store.set(f"here/{seat.rank}", "")
@@ -139,7 +139,7 @@ def _remove_stale_stores(folder: Path) -> None:
                 file.unlink()
 
 
-def _open_tcp_store(seat: Seat, address: Address, timeout_seconds: float) -> Store:
+def _open_tcp_store(seat: RankInfo, address: Address, timeout_seconds: float) -> Store:
     """Rank 0 serves. Returns when all ranks have come (torch's `wait_for_workers`)."""
     return TCPStore(
         address.host,
@@ -150,7 +150,7 @@ def _open_tcp_store(seat: Seat, address: Address, timeout_seconds: float) -> Sto
     )
 
 
-def _wait_for_note(note: Path, seat: Seat) -> str:
+def _wait_for_note(note: Path, seat: RankInfo) -> str:
     """The store's file, as soon as a rank 0 that lives has told it."""
     deadline = time.monotonic() + HOST_TIMEOUT_SECONDS
     while time.monotonic() < deadline:

@@ -165,7 +165,7 @@ def init_communicator() -> Communicator:
 
 def _init_process_group(backend: str) -> None:
     """Make the process group, where the launcher's environment says that ranks meet. Raises LaunchError."""
-    seat = launchers.find(os.environ)
+    seat = launchers.detect(os.environ)
     assert seat is not None
     try:
         store = meeting.open_store(seat, os.environ)
