@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from fourfold.words.layout import PARTIAL, WHOLE, Change, Partial, Split, Whole, change, sent_bytes
+from fourfold.words.layout import PARTIAL, WHOLE, Change, Partial, Split, Whole, change, collective_sent_bytes
 
 LAYOUTS = (WHOLE, Split(0), Split(1), PARTIAL)
 
@@ -77,7 +77,7 @@ def test_the_change_between_any_two_layouts_keeps_the_tensor(before, after, size
 
 def test_an_all_reduce_sends_what_its_two_halves_send():
     for size in (1, 2, 8):
-        sent = {c: sent_bytes(c, whole_bytes=1000, size=size) for c in Change}
+        sent = {c: collective_sent_bytes(c, whole_bytes=1000, size=size) for c in Change}
         assert sent[Change.ALL_REDUCE] == sent[Change.REDUCE_SCATTER] + sent[Change.ALL_GATHER]
         assert sent[Change.VIEW] == sent[Change.MASK] == sent[Change.PAD] == sent[Change.NONE] == 0
-    assert sent_bytes(Change.ALL_REDUCE, whole_bytes=1000, size=2) == 1000
+    assert collective_sent_bytes(Change.ALL_REDUCE, whole_bytes=1000, size=2) == 1000

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from fourfold.plan.data import Bucket
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.layout import Change
-from fourfold.words.layout import sent_bytes as layout_bytes
+from fourfold.words.layout import collective_sent_bytes as layout_bytes
 
 CODECS = ("bf16", "fp16", "int8", "topk", "powersgd", "dct")
 SCALE_BLOCK = 256

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fourfold.words.action import GRAD_NORM, LOSS, TRUST_NORMS, USED_PARAMS, Action, Verb
-from fourfold.words.layout import PARTIAL, SPLIT, WHOLE, Change, Layout, change, sent_bytes
+from fourfold.words.layout import PARTIAL, SPLIT, WHOLE, Change, Layout, change, collective_sent_bytes
 
 # A share begins and ends with a cache line, so that no line has two writers.
 SHARD_ALIGNMENT = 32
@@ -169,13 +169,17 @@ class ShardGroups(NamedTuple):
     def reduce_sent_bytes(self, collective: Change, whole_bytes: int) -> float:
         """Bytes a rank sends to sum a flat. One that comes to rest split is then summed over the replicas."""
         if collective != Change.REDUCE_SCATTER:
-            return sent_bytes(collective, whole_bytes=whole_bytes, size=self.size)
-        inside = sent_bytes(collective, whole_bytes=whole_bytes, size=self.shard_size)
-        return inside + sent_bytes(Change.ALL_REDUCE, whole_bytes=whole_bytes, size=self.num_replicas) / self.shard_size
+            return collective_sent_bytes(collective, whole_bytes=whole_bytes, size=self.size)
+        inside = collective_sent_bytes(collective, whole_bytes=whole_bytes, size=self.shard_size)
+        return (
+            inside
+            + collective_sent_bytes(Change.ALL_REDUCE, whole_bytes=whole_bytes, size=self.num_replicas)
+            / self.shard_size
+        )
 
     def all_gather_sent_bytes(self, collective: Change, whole_bytes: int) -> float:
         """Bytes a rank sends to bring the shares of a flat together: each replica has all of them."""
-        return sent_bytes(collective, whole_bytes=whole_bytes, size=self.shard_size)
+        return collective_sent_bytes(collective, whole_bytes=whole_bytes, size=self.shard_size)
 
 
 def step_sent_bytes(

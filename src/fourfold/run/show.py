@@ -34,7 +34,7 @@ from fourfold.run.show_sequence import format_sequence
 from fourfold.words import action
 from fourfold.words.action import GRAD_NORM, LOSS, TRUST_NORMS, USED_PARAMS, Verb
 from fourfold.words.layout import SPLIT, Change
-from fourfold.words.layout import sent_bytes as layout_bytes
+from fourfold.words.layout import collective_sent_bytes as layout_bytes
 from fourfold.words.task import Task, check_task
 from fourfold.words.units import sized
 

@@ -69,7 +69,7 @@ def change(before: Layout, after: Layout) -> Change:
     raise AssertionError((before, after))
 
 
-def sent_bytes(collective: Change, *, whole_bytes: int, size: int) -> float:
+def collective_sent_bytes(collective: Change, *, whole_bytes: int, size: int) -> float:
     """Bytes each of `size` ranks sends for a tensor of `whole_bytes`, with bandwidth-optimal (ring) algorithms.
 
     Thakur, Rabenseifner, Gropp 2005: all-reduce 2 (N−1)/N, reduce-scatter and all-gather (N−1)/N,

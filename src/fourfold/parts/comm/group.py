@@ -23,7 +23,7 @@ from fourfold.plan.data import RestingLayouts
 from fourfold.plan.memory import MAX_REDUCTIONS_IN_FLIGHT
 from fourfold.words.action import LOSS
 from fourfold.words.layout import SPLIT, WHOLE, Change
-from fourfold.words.layout import sent_bytes as layout_bytes
+from fourfold.words.layout import collective_sent_bytes as layout_bytes
 from fourfold.words.spans import SILENT
 
 NUM_LOSS_SCALARS = 8
