@@ -41,4 +41,4 @@ def test_tensor_peers_are_neighbours_and_pipeline_stages_far_apart():
 
 def test_a_rank_outside_is_refused():
     with pytest.raises(IndexError, match="rank 4 is outside a mesh of 4"):
-        Mesh(dp=4).at(4)
+        Mesh(dp=4).coordinates(4)

@@ -15,7 +15,7 @@ MESHES = st.builds(Mesh, dp=st.integers(1, 5), sp=st.integers(1, 4), tp=st.integ
 
 def saved_on(mesh: Mesh, *, told: bool = True) -> Manifest:
     """A checkpoint of this mesh: state `0d` belongs to data index d."""
-    states = tuple(RngState(f"{mesh.at(rank)['dp']:02x}") for rank in range(mesh.size))
+    states = tuple(RngState(f"{mesh.coordinates(rank)['dp']:02x}") for rank in range(mesh.size))
     made = manifest([GlobalTensor("model.a", "F32", (4, 2))], mesh.size)
     return msgspec.structs.replace(made, random=states, mesh=mesh if told else None)
 
@@ -26,7 +26,7 @@ def restored(saved: Manifest, mesh: Mesh) -> list[str | None]:
 
 
 def by_data_index(mesh: Mesh) -> list[str]:
-    return [f"{mesh.at(rank)['dp']:02x}" for rank in range(mesh.size)]
+    return [f"{mesh.coordinates(rank)['dp']:02x}" for rank in range(mesh.size)]
 
 
 @given(saved=MESHES, mesh=MESHES)

@@ -128,7 +128,7 @@ def test_the_ranks_of_a_sequence_get_the_same_samples():
     found = [epochs(sharded(loader, 4, rank, plan))[0] for rank in range(4)]
     by_index = {}
     for rank, batches in enumerate(found):
-        by_index.setdefault(plan.mesh.at(rank)["dp"], []).append(batches)
+        by_index.setdefault(plan.mesh.coordinates(rank)["dp"], []).append(batches)
     assert all(first == second for first, second in by_index.values())
     assert sorted(itertools.chain(*by_index[0][0], *by_index[1][0])) == list(range(16))
 

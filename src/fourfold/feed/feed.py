@@ -218,4 +218,4 @@ def dp_size_and_index(plan: Plan | None, *, where: str) -> tuple[int, int]:
         got = f"a plan of {plan.mesh.size} ranks in a world of {world.size}"
         attempt = "the plan that the model is trained with, or none: then all ranks are data ranks"
         raise DataError(Problem(got, "one for each rank", attempt), where=where)
-    return plan.dp, plan.mesh.at(world.rank)["dp"]
+    return plan.dp, plan.mesh.coordinates(world.rank)["dp"]

@@ -28,12 +28,12 @@ def rng_state_to_restore(manifest: Manifest, mesh: Mesh, rank: int) -> RngState 
         return manifest.random[rank] if _is_by_dp_index(manifest.random, mesh) else None
     if saved.dp != mesh.dp:
         return None
-    return manifest.random[saved.rank({"dp": mesh.at(rank)["dp"]})]
+    return manifest.random[saved.rank_at({"dp": mesh.coordinates(rank)["dp"]})]
 
 
 def _is_by_dp_index(states: Sequence[RngState], mesh: Mesh) -> bool:
     """Whether states saved without their mesh keep the law on this one."""
     if len(states) != mesh.size:
         return False
-    by_index = {(mesh.at(rank)["dp"], state.cpu) for rank, state in enumerate(states)}
+    by_index = {(mesh.coordinates(rank)["dp"], state.cpu) for rank, state in enumerate(states)}
     return len(by_index) == len({state.cpu for state in states}) == mesh.dp

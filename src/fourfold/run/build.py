@@ -115,7 +115,7 @@ def parallelize(
     plan = plan or Plan(dp=ranks.size)
     check_plan_on_ranks(model, plan, ranks, clip=clip)
     _set_threads(ranks)
-    torch.manual_seed(generator_seed(seed, plan.mesh.at(ranks.rank)["dp"]))
+    torch.manual_seed(generator_seed(seed, plan.mesh.coordinates(ranks.rank)["dp"]))
     options = {"clip": clip, "skip_nan": skip_nan, "seed": seed}
     options |= {"same_batches": same_batches, "drift_check": drift_check}
     return TrainStep(model.to(ranks.device), loss, optimizer, plan=plan, communicator=ranks, **options)
@@ -327,7 +327,7 @@ class TrainStep:
     @property
     def dp_index(self) -> int:
         """This rank's place on the data axis."""
-        return self.plan.mesh.at(self.rank)["dp"]
+        return self.plan.mesh.coordinates(self.rank)["dp"]
 
     @property
     def device(self) -> torch.device:
@@ -482,7 +482,7 @@ class TrainStep:
     def _compare_batches(self, batch: Any) -> None:
         """Raise TaskError, on every rank, where all data ranks train on the same batches. Collective."""
         everyone = self._communicator.all_gather_json(fingerprint(batch))
-        places = [self.plan.mesh.at(rank) for rank in range(self._communicator.size)]
+        places = [self.plan.mesh.coordinates(rank) for rank in range(self._communicator.size)]
         self._duplicate_batches.compare([one for one, place in zip(everyone, places, strict=True) if place["sp"] == 0])
 
     def all_reduce(self, values: Tensor) -> list[float]:

@@ -32,7 +32,7 @@ class Mesh:
     def axis_size(self, axis: Axis) -> int:
         return getattr(self, axis)
 
-    def at(self, rank: int) -> dict[Axis, int]:
+    def coordinates(self, rank: int) -> dict[Axis, int]:
         """The index of `rank` on every axis. Raises IndexError outside the mesh."""
         if not 0 <= rank < self.size:
             raise IndexError(f"rank {rank} is outside a mesh of {self.size} ranks")
@@ -41,23 +41,23 @@ class Mesh:
             rank, index[axis] = divmod(rank, self.axis_size(axis))
         return index
 
-    def rank(self, index: dict[Axis, int]) -> int:
+    def rank_at(self, coordinates: dict[Axis, int]) -> int:
         """The rank at an index on every axis; axes left out are at 0."""
         rank = 0
         for axis in AXES:
-            rank = rank * self.axis_size(axis) + index.get(axis, 0)
+            rank = rank * self.axis_size(axis) + coordinates.get(axis, 0)
         return rank
 
     def peers(self, rank: int, *axes: Axis) -> tuple[int, ...]:
         """The ranks that share every index with `rank` except those on `axes`; in order, `rank` among them."""
-        here = self.at(rank)
+        here = self.coordinates(rank)
         places = itertools.product(*(range(self.axis_size(axis)) for axis in axes))
-        return tuple(sorted(self.rank({**here, **dict(zip(axes, place, strict=True))}) for place in places))
+        return tuple(sorted(self.rank_at({**here, **dict(zip(axes, place, strict=True))}) for place in places))
 
     def peer(self, rank: int, axis: Axis, shift: int) -> int:
         """The rank `shift` places further on a ring along `axis`: `mesh.peer(rank, "sp", -1)` is the left neighbour."""
-        here = self.at(rank)
-        return self.rank({**here, axis: (here[axis] + shift) % self.axis_size(axis)})
+        here = self.coordinates(rank)
+        return self.rank_at({**here, axis: (here[axis] + shift) % self.axis_size(axis)})
 
     def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
         """All groups of peers along `axes`, by their smallest rank."""

@@ -58,7 +58,7 @@ class SequenceParallel:
         self, model: nn.Module, loss: Callable[[Any, Any], Any], plan: Plan, ranks: comm.Communicator, *, seed: int = 0
     ) -> None:
         self._model, self._loss, self._plan, self._ranks = model, loss, plan, ranks
-        self._coords = plan.mesh.at(ranks.rank)
+        self._coords = plan.mesh.coordinates(ranks.rank)
         lines = plan.mesh.groups("sp")
         self._sp_ranks = next(line for line in lines if ranks.rank in line)
         self._axis = sequence.connect_sequence(
