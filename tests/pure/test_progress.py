@@ -13,11 +13,19 @@ from fourfold.report.progress import (
     format_duration,
     format_loss,
 )
-from fourfold.words.record import Line
+from fourfold.words.record import ProgressLine
 
 
-def line(step: int, *, steps: int = 1000, seconds_left: float | None = 60.0) -> Line:
-    return Line(step=step, steps=steps, loss=2.5, rate=12_345.0, unit="tokens", waiting=0.08, seconds_left=seconds_left)
+def line(step: int, *, steps: int = 1000, seconds_left: float | None = 60.0) -> ProgressLine:
+    return ProgressLine(
+        step=step,
+        num_steps=steps,
+        loss=2.5,
+        units_per_second=12_345.0,
+        unit="tokens",
+        waiting_fraction=0.08,
+        remaining_seconds=seconds_left,
+    )
 
 
 class Clock:

@@ -348,7 +348,7 @@ def test_a_run_checks_as_often_as_it_is_told_to(monkeypatch, tmp_path):
 @pytest.mark.parametrize("drift_check", [0, 5])
 def test_a_run_checks_at_its_end_unless_it_is_told_not_to(monkeypatch, tmp_path, drift_check):
     checked = []
-    monkeypatch.setattr(TrainStep, "check_drift", lambda step: checked.append(step.steps))
+    monkeypatch.setattr(TrainStep, "check_drift", lambda step: checked.append(step.num_steps))
     task = Task(
         model=lambda: model("mlp"),
         loss=loss(CASE),

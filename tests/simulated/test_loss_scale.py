@@ -126,7 +126,7 @@ def test_an_overflow_on_one_rank_leaves_the_step_out_on_all_and_halves_the_scale
         metrics = step(DATA)
         assert (metrics.overflowed, metrics.loss_scale) == (False, 32768.0)
         assert not same(step.state_dict()["model"], before["model"])
-        return step.steps
+        return step.num_steps
 
     assert threads.run(2, body) == [3, 3]
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
 from fourfold.words.errors import os_error_text
-from fourfold.words.record import Line
+from fourfold.words.record import ProgressLine
 from fourfold.words.streams import discard, say
 from fourfold.words.text import escaped
 from fourfold.words.units import scaled, three
@@ -43,8 +43,8 @@ class Progress:
         self._clock = clock
         self._shown_at: float | None = None
         self._began_at = clock()
-        self._last: Line | None = None
-        self._drawn: Line | None = None
+        self._last: ProgressLine | None = None
+        self._drawn: ProgressLine | None = None
         self._is_output_open = True
         self._console: Console | None = None
         self._live: Live | None = None
@@ -54,7 +54,7 @@ class Progress:
         self._began_at = self._clock()
         self._print(text)
 
-    def show_step(self, line: Line) -> None:
+    def show_step(self, line: ProgressLine) -> None:
         """A step is done. Draws at most every quarter of a second; in a log when a line is due."""
         self._last = line
         now = self._clock()
@@ -82,19 +82,19 @@ class Progress:
             with self._tolerating_write_errors():
                 live.stop()
 
-    def _interval(self, line: Line, now: float) -> float:
+    def _interval(self, line: ProgressLine, now: float) -> float:
         if self._is_live():
             return REDRAW_SECONDS
-        total = now - self._began_at + (line.seconds_left or 0.0)
+        total = now - self._began_at + (line.remaining_seconds or 0.0)
         least, most = LOG_INTERVAL_SECONDS
         return min(max(total / NUM_LOG_LINES, least), most)
 
-    def _draw(self, line: Line) -> None:
+    def _draw(self, line: ProgressLine) -> None:
         self._drawn = line
         with self._tolerating_write_errors():
             self._draw_now(line)
 
-    def _draw_now(self, line: Line) -> None:
+    def _draw_now(self, line: ProgressLine) -> None:
         console = self._get_console()
         if not self._is_live():
             self._print("   ".join(format_cells(line)))
@@ -149,21 +149,21 @@ class Progress:
         return self._console
 
 
-def format_cells(line: Line) -> list[str]:
+def format_cells(line: ProgressLine) -> list[str]:
     """The parts of a line, each of a width that does not change during a run."""
-    width = len(str(line.steps))
+    width = len(str(line.num_steps))
     parts = [
-        f"step {line.step:>{width}}/{line.steps}",
+        f"step {line.step:>{width}}/{line.num_steps}",
         f"loss {format_loss(line.loss):>6}",
-        f"{scaled(line.rate):>7} {line.unit}/s",
-        f"waiting {round(100 * line.waiting):>2} %",
+        f"{scaled(line.units_per_second):>7} {line.unit}/s",
+        f"waiting {round(100 * line.waiting_fraction):>2} %",
     ]
-    if line.seconds_left is not None:
-        parts.append(f"{format_duration(line.seconds_left):>7} left")
+    if line.remaining_seconds is not None:
+        parts.append(f"{format_duration(line.remaining_seconds):>7} left")
     return parts
 
 
-def fit_to_width(line: Line, width: int) -> list[tuple[str, str]]:
+def fit_to_width(line: ProgressLine, width: int) -> list[tuple[str, str]]:
     """The line for a terminal of `width` columns, as (text, style): a bar where there is room, else fewer cells."""
     parts = format_cells(line)
     every = len(parts)
@@ -171,7 +171,7 @@ def fit_to_width(line: Line, width: int) -> list[tuple[str, str]]:
         parts.pop(2 if len(parts) == 3 else 3)  # waiting and time left go first, then the rate
     room = width - len("   ".join(parts)) - 4
     bar = next((length for length in BAR_WIDTHS if length <= room), 0) if len(parts) == every else 0
-    done = round(bar * line.step / max(1, line.steps))
+    done = round(bar * line.step / max(1, line.num_steps))
     drawn = [("━" * done, "cyan"), ("━" * (bar - done), "bright_black"), ("   ", "")] if bar else []
     styles = ("bold", "bold", "", "", "")
     spaced = [(text + ("   " if i + 1 < len(parts) else ""), styles[i]) for i, text in enumerate(parts)]

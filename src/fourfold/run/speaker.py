@@ -22,7 +22,7 @@ from fourfold.run.guard import Skipped
 from fourfold.run.metrics import Metrics
 from fourfold.run.settings import Settings, tuned_batch_size
 from fourfold.words.errors import os_error_text
-from fourfold.words.record import Line
+from fourfold.words.record import ProgressLine
 from fourfold.words.task import Task
 from fourfold.words.units import counted
 
@@ -33,7 +33,7 @@ class ProgressDisplay(Protocol):
     """Who tells people how the run goes."""
 
     def start(self, text: str) -> None: ...
-    def show_step(self, line: Line) -> None: ...
+    def show_step(self, line: ProgressLine) -> None: ...
     def print_message(self, text: str) -> None: ...
     def finish(self, text: str) -> None: ...
 
@@ -206,18 +206,18 @@ class RunLogger:
             self.log_message(f"warning: {faults.FAULTS_FILE} could not be written: {os_error_text(error)}")
         self.log_message(f"skipped {skipped.text}")
 
-    def _progress_line(self, number: int) -> Line:
+    def _progress_line(self, number: int) -> ProgressLine:
         seconds = max(self._step_end_times[-1] - self._step_end_times[0], 1e-9)
         elapsed = self._step_end_times[-1] - self._start_time
         losses = [m.loss for _, m in self._recent_metrics if m.skipped is None]
-        return Line(
+        return ProgressLine(
             step=number,
-            steps=self._settings.steps,
+            num_steps=self._settings.steps,
             loss=sum(losses) / len(losses) if losses else float("nan"),
-            rate=sum(units for units, _ in self._recent_metrics) / seconds,
+            units_per_second=sum(units for units, _ in self._recent_metrics) / seconds,
             unit=self._task.unit,
-            waiting=sum(m.waiting_seconds for _, m in self._recent_metrics) / seconds,
-            seconds_left=elapsed / (number - self._first_step) * (self._settings.steps - number),
+            waiting_fraction=sum(m.waiting_seconds for _, m in self._recent_metrics) / seconds,
+            remaining_seconds=elapsed / (number - self._first_step) * (self._settings.steps - number),
         )
 
     def log_validation(self, step_number: int, valid: Mapping[str, float]) -> None:

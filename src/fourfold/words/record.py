@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Line:
+class ProgressLine:
     """What the progress line tells: the mean of the last steps.
 
     rate     units a second, over all ranks
@@ -12,9 +12,9 @@ class Line:
     """
 
     step: int
-    steps: int
+    num_steps: int
     loss: float
-    rate: float
+    units_per_second: float
     unit: str
-    waiting: float
-    seconds_left: float | None
+    waiting_fraction: float
+    remaining_seconds: float | None
