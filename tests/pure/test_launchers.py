@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from fourfold.words import hosts
 from fourfold.words.errors import LaunchError
 from fourfold.words.launchers import LAUNCHERS, detect
-from fourfold.words.rendezvous import FIRST_PORT, NUM_PORTS, Address, SameHost, StoreFile, meeting, port
+from fourfold.words.rendezvous import (
+    FIRST_PORT,
+    NUM_PORTS,
+    FileRendezvous,
+    LocalRendezvous,
+    TCPRendezvous,
+    find_rendezvous,
+    master_port,
+)
 from fourfold.words.world import World, from_environment
 
 
@@ -115,11 +123,11 @@ def test_contradictions_and_gaps_are_told(text: str) -> None:
     assert WRONG[text] in str(told.value)
 
 
-def place(text: str) -> Address | SameHost | StoreFile | None:
+def place(text: str) -> TCPRendezvous | LocalRendezvous | FileRendezvous | None:
     environ: Mapping[str, str] = variables(text)
     seat = detect(environ)
     assert seat is not None
-    return meeting(seat, environ)
+    return find_rendezvous(seat, environ)
 
 
 ONE_HOST = OPEN_MPI.replace("LOCAL_SIZE=2", "LOCAL_SIZE=4")
@@ -127,13 +135,15 @@ ONE_HOST = OPEN_MPI.replace("LOCAL_SIZE=2", "LOCAL_SIZE=4")
 
 def test_ranks_meet_where_the_launcher_says() -> None:
     assert place(TORCHRUN) is None  # torch reads MASTER_ADDR and MASTER_PORT itself
-    assert place(f"{OPEN_MPI} MASTER_ADDR=a") == Address("a", 29500)
-    assert place(f"{ONE_HOST} MASTER_ADDR=a MASTER_PORT=7") == Address("a", 7)
-    assert place(ONE_HOST) == SameHost("Open MPI 191299585", "OMPI_COMM_WORLD_RANK")
-    assert place(f"{STEP} MASTER_PORT=7") == Address("gpu07", 7)
-    assert place(f"{STEP} SLURM_STEP_NODELIST=gpu08") == Address("gpu08", port(variables(STEP)))
-    assert place(f"{OPEN_MPI} SLURM_JOB_ID=77 SLURM_JOB_NODELIST=n[1-2]") == Address("n1", port(variables(STEP)))
-    assert place(f"{PODS} FOURFOLD_SERVICE=svc MASTER_PORT=7") == Address("train-0.svc", 7)
+    assert place(f"{OPEN_MPI} MASTER_ADDR=a") == TCPRendezvous("a", 29500)
+    assert place(f"{ONE_HOST} MASTER_ADDR=a MASTER_PORT=7") == TCPRendezvous("a", 7)
+    assert place(ONE_HOST) == LocalRendezvous("Open MPI 191299585", "OMPI_COMM_WORLD_RANK")
+    assert place(f"{STEP} MASTER_PORT=7") == TCPRendezvous("gpu07", 7)
+    assert place(f"{STEP} SLURM_STEP_NODELIST=gpu08") == TCPRendezvous("gpu08", master_port(variables(STEP)))
+    assert place(f"{OPEN_MPI} SLURM_JOB_ID=77 SLURM_JOB_NODELIST=n[1-2]") == TCPRendezvous(
+        "n1", master_port(variables(STEP))
+    )
+    assert place(f"{PODS} FOURFOLD_SERVICE=svc MASTER_PORT=7") == TCPRendezvous("train-0.svc", 7)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +165,7 @@ def test_where_no_meeting_place_can_be_derived_it_is_asked_for(text: str, attemp
 @given(st.integers(1, 2**26), st.integers(0, 20))
 def test_jobs_in_a_row_and_their_steps_have_ports_of_their_own(job: int, step: int) -> None:
     def of(job: int, step: int) -> int:
-        return port({"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
+        return master_port({"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
 
     assert FIRST_PORT <= of(job, step) < FIRST_PORT + NUM_PORTS < 32768  # where Linux begins to hand out ports
     assert len({of(job + i, j) for i in range(3) for j in (step, step + 1)}) == 6

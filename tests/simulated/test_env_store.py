@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fourfold.engines import env_store
-from fourfold.words.rendezvous import STORE, store_file
+from fourfold.words.rendezvous import STORE_VARIABLE, store_file
 
 WORLD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "7"}
 
@@ -16,7 +16,7 @@ WORLD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_POR
 @pytest.fixture
 def handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """torch's handler of env://, after ours has been put before it."""
-    for name, value in {**WORLD, STORE: f"{tmp_path}/store-ab", "TORCHELASTIC_RUN_ID": "ab"}.items():
+    for name, value in {**WORLD, STORE_VARIABLE: f"{tmp_path}/store-ab", "TORCHELASTIC_RUN_ID": "ab"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
     module = SimpleNamespace(_rendezvous_handlers={"env": lambda url, **_: iter([("theirs", 0, 0)])})
@@ -50,7 +50,7 @@ def test_what_an_earlier_group_has_left_is_not_read_by_the_next(handle: Any) -> 
 
 
 def test_a_launcher_that_a_rank_has_started_does_not_meet_in_the_file_of_the_job() -> None:
-    ours = {STORE: "/tmp/x/store-ab", "TORCHELASTIC_RUN_ID": "ab", "TORCHELASTIC_RESTART_COUNT": "1"}
+    ours = {STORE_VARIABLE: "/tmp/x/store-ab", "TORCHELASTIC_RUN_ID": "ab", "TORCHELASTIC_RESTART_COUNT": "1"}
     assert store_file(ours) == "/tmp/x/store-ab-1"
     assert store_file({**ours, "TORCHELASTIC_RUN_ID": "none"}) is None
     assert store_file({**ours, "TORCHELASTIC_RUN_ID": ""}) is None

@@ -12,7 +12,7 @@ import pytest
 from fourfold.parts.comm import meeting
 from fourfold.words.errors import LaunchError
 from fourfold.words.launchers import MPICH, RankInfo
-from fourfold.words.rendezvous import SameHost
+from fourfold.words.rendezvous import LocalRendezvous
 
 SEAT = RankInfo(MPICH, 1, 2, 1, 2)
 
@@ -119,7 +119,7 @@ def test_what_is_no_folder_of_this_users_is_told(
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
 def test_a_note_that_the_disk_does_not_take_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting.tempfile, "gettempdir", lambda: str(tmp_path))
-    folder, place = meeting._private_folder(), SameHost("MPICH", "PMI_RANK")
+    folder, place = meeting._private_folder(), LocalRendezvous("MPICH", "PMI_RANK")
     (folder / f"{meeting._note_name(place)}.{os.getpid()}").symlink_to("/dev/full")
     with pytest.raises(LaunchError, match="could not be written: no space left on device   need room"):
         meeting._open_host_store(RankInfo(MPICH, 0, 2, 0, 2), place)

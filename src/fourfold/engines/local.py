@@ -27,7 +27,7 @@ from fourfold.engines.onehost import LOOPBACK, AgentRendezvous
 from fourfold.engines.restart import SupervisionPolicy
 from fourfold.run import pulse
 from fourfold.words.errors import REQUEUE_EXIT_CODE
-from fourfold.words.rendezvous import STORE
+from fourfold.words.rendezvous import STORE_VARIABLE
 
 MONITOR_SECONDS = 0.05
 
@@ -68,7 +68,7 @@ def launch(command: Sequence[str], *, num_processes: int, policy: SupervisionPol
         listening = {watch.STACKS_VARIABLE: name} if policy.hang_seconds is not None else {}
         listening[TORCH_SIGNALS_VARIABLE] = ",".join(number.name for number in handled_signals())
         with _extended_environment(
-            {pulse.HEARTBEAT_VARIABLE: str(pulses.path), STORE: str(folder / f"store-{run}"), **listening}
+            {pulse.HEARTBEAT_VARIABLE: str(pulses.path), STORE_VARIABLE: str(folder / f"store-{run}"), **listening}
         ):
             return _run_agent(Agent(spec, folder=folder, heartbeats=pulses, policy=policy))
 

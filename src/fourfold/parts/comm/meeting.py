@@ -29,8 +29,8 @@ from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateIm
 from fourfold.parts.file_store import GROUP_TIMEOUT_SECONDS, open_file_store
 from fourfold.words.errors import LaunchError, Problem, os_error_text
 from fourfold.words.launchers import RankInfo
-from fourfold.words.rendezvous import Address, SameHost, StoreFile
-from fourfold.words.rendezvous import meeting as place_of
+from fourfold.words.rendezvous import FileRendezvous, LocalRendezvous, TCPRendezvous
+from fourfold.words.rendezvous import find_rendezvous as place_of
 
 HOST_TIMEOUT_SECONDS = 60.0  # for the ranks of one host to meet
 MULTI_HOST_TIMEOUT_SECONDS = 300.0  # hosts, and pods above all, do not start at the same time
@@ -59,9 +59,9 @@ def open_store(seat: RankInfo, environ: Mapping[str, str]) -> Store | None:
     place = place_of(seat, environ)
     if place is None:
         return None
-    if isinstance(place, StoreFile):
+    if isinstance(place, FileRendezvous):
         return open_file_store(place.path, seat.size, GROUP_TIMEOUT_SECONDS)
-    if isinstance(place, SameHost):
+    if isinstance(place, LocalRendezvous):
         return _open_host_store(seat, place)
     return _open_tcp_store(seat, place, MULTI_HOST_TIMEOUT_SECONDS)
 
@@ -69,10 +69,10 @@ def open_store(seat: RankInfo, environ: Mapping[str, str]) -> Store | None:
 def describe_address(seat: RankInfo, environ: Mapping[str, str]) -> str:
     """The meeting place, for people."""
     place = place_of(seat, environ)
-    return f"{place.host}:{place.port}" if isinstance(place, Address) else "this host"
+    return f"{place.host}:{place.port}" if isinstance(place, TCPRendezvous) else "this host"
 
 
-def _open_host_store(seat: RankInfo, place: SameHost) -> Store:
+def _open_host_store(seat: RankInfo, place: LocalRendezvous) -> Store:
     """Returns when all ranks have come."""
     folder = _private_folder()
     note = folder / _note_name(place)
@@ -139,7 +139,7 @@ def _remove_stale_stores(folder: Path) -> None:
                 file.unlink()
 
 
-def _open_tcp_store(seat: RankInfo, address: Address, timeout_seconds: float) -> Store:
+def _open_tcp_store(seat: RankInfo, address: TCPRendezvous, timeout_seconds: float) -> Store:
     """Rank 0 serves. Returns when all ranks have come (torch's `wait_for_workers`)."""
     return TCPStore(
         address.host,
@@ -186,7 +186,7 @@ def _private_folder() -> Path:
     return folder
 
 
-def _note_name(place: SameHost) -> str:
+def _note_name(place: LocalRendezvous) -> str:
     launcher = _launcher_process(place.variable)
     told = json.dumps([place.job, *launcher])
     return f"rendezvous-{hashlib.sha256(told.encode()).hexdigest()[:24]}"
