@@ -34,7 +34,7 @@ from fourfold.plan.data import RESTING_LAYOUTS, grad_buffer_indices, make_bucket
 from fourfold.plan.plan import Plan
 from fourfold.testing.peak import PeakMemory
 from fourfold.words.layout import SPLIT
-from fourfold.words.spans import SILENT
+from fourfold.words.spans import NULL_RECORDER
 
 USABLE_BYTES = 15_400_000_000
 """Of 16 GiB: what context, libraries and fragments leave on a P100."""
@@ -95,7 +95,7 @@ class NullChannel:
 
     def __init__(self, size: int) -> None:
         self.size, self.index = size, 0
-        self.sent_bytes, self.waiting_seconds, self.recorder = 0.0, 0.0, SILENT
+        self.sent_bytes, self.waiting_seconds, self.recorder = 0.0, 0.0, NULL_RECORDER
 
     def send_right_recv_left(self, flat: Tensor, tag: int) -> Callable[[], Tensor]:
         taken = torch.empty_like(flat)

@@ -20,7 +20,7 @@ from fourfold.plan.timeline import (
     waiting_seconds_within,
 )
 from fourfold.words.action import Verb
-from fourfold.words.spans import COMPUTE, REDUCE, WAIT
+from fourfold.words.spans import COMPUTE_LANE, REDUCE_LANE, WAIT_SPAN
 
 NANO = st.integers(0, 10**12)
 PROGRAM = dict.fromkeys(range(2), lower_step(DataStepSpec(1, 2)))
@@ -29,7 +29,11 @@ PROGRAM = dict.fromkeys(range(2), lower_step(DataStepSpec(1, 2)))
 @st.composite
 def events(draw):
     start = draw(NANO)
-    name, lane = draw(st.sampled_from([("F0.0", COMPUTE), ("R0.1", REDUCE), (WAIT, COMPUTE), ("R0.1 ready", REDUCE)]))
+    name, lane = draw(
+        st.sampled_from(
+            [("F0.0", COMPUTE_LANE), ("R0.1", REDUCE_LANE), (WAIT_SPAN, COMPUTE_LANE), ("R0.1 ready", REDUCE_LANE)]
+        )
+    )
     stop = start if " " in name else start + draw(NANO)
     return Event(draw(st.integers(0, 1)), draw(st.integers(1, 900)), name, lane, start / 1e9, stop / 1e9)
 
@@ -51,24 +55,24 @@ def trace(*, late: float = 0.0) -> Trace:
         for rank in range(2):
             end = begin + 5 + (late if rank else 0.0)
             rows = [
-                ("step", COMPUTE, begin - 1, begin + 12 + late),
-                ("data", COMPUTE, begin - 1, begin),
-                ("F0.0", COMPUTE, begin, begin + 1),
-                ("M0.0", COMPUTE, begin + 1, begin + 1.5),
-                ("B0.0", COMPUTE, begin + 1.5, end),
-                ("R0.0 ready", REDUCE, end - 2, end - 2),
-                ("R0.0 sent", REDUCE, end - 2, end - 2),
-                ("R0.1 ready", REDUCE, end, end),
-                ("R0.1 sent", REDUCE, end, end),
-                ("R0.0", REDUCE, begin + 3 + late, begin + 4 + late),
-                ("R0.1", REDUCE, begin + 5 + late, begin + 6 + late),
-                ("U0.0", COMPUTE, end, begin + 6 + late),
-                (WAIT, COMPUTE, end, begin + 5 + late),
-                ("U0.1", COMPUTE, begin + 6 + late, begin + 8 + late),
-                (WAIT, COMPUTE, begin + 6 + late, begin + 6.5 + late),
-                (WAIT, COMPUTE, begin + 6 + late, begin + 6.25 + late),
+                ("step", COMPUTE_LANE, begin - 1, begin + 12 + late),
+                ("data", COMPUTE_LANE, begin - 1, begin),
+                ("F0.0", COMPUTE_LANE, begin, begin + 1),
+                ("M0.0", COMPUTE_LANE, begin + 1, begin + 1.5),
+                ("B0.0", COMPUTE_LANE, begin + 1.5, end),
+                ("R0.0 ready", REDUCE_LANE, end - 2, end - 2),
+                ("R0.0 sent", REDUCE_LANE, end - 2, end - 2),
+                ("R0.1 ready", REDUCE_LANE, end, end),
+                ("R0.1 sent", REDUCE_LANE, end, end),
+                ("R0.0", REDUCE_LANE, begin + 3 + late, begin + 4 + late),
+                ("R0.1", REDUCE_LANE, begin + 5 + late, begin + 6 + late),
+                ("U0.0", COMPUTE_LANE, end, begin + 6 + late),
+                (WAIT_SPAN, COMPUTE_LANE, end, begin + 5 + late),
+                ("U0.1", COMPUTE_LANE, begin + 6 + late, begin + 8 + late),
+                (WAIT_SPAN, COMPUTE_LANE, begin + 6 + late, begin + 6.5 + late),
+                (WAIT_SPAN, COMPUTE_LANE, begin + 6 + late, begin + 6.25 + late),
             ]
-            found += [Event(rank, step, *row) for row in rows if row[0] != WAIT or row[3] > row[2]]
+            found += [Event(rank, step, *row) for row in rows if row[0] != WAIT_SPAN or row[3] > row[2]]
     return Trace(PROGRAM, tuple(found))
 
 
@@ -107,16 +111,16 @@ def test_time_by_action_adds_up_to_the_step():
 def gathering() -> Trace:
     """One step of zero 1: buckets are updated, and their weights gathered while the process waits for nobody."""
     found = [
-        ("step", COMPUTE, 0.0, 10.0),
-        ("F0.0", COMPUTE, 0.0, 1.0),
-        ("M0.0", COMPUTE, 1.0, 1.5),
-        ("B0.0", COMPUTE, 1.5, 4.0),
-        ("R0.0", REDUCE, 3.0, 3.5),
-        ("R0.1", REDUCE, 4.0, 4.5),
-        ("U0.0", COMPUTE, 4.5, 5.0),
-        ("G0.0", REDUCE, 5.0, 6.5),
-        ("U0.1", COMPUTE, 6.5, 7.0),
-        ("G0.1", REDUCE, 7.0, 9.5),
+        ("step", COMPUTE_LANE, 0.0, 10.0),
+        ("F0.0", COMPUTE_LANE, 0.0, 1.0),
+        ("M0.0", COMPUTE_LANE, 1.0, 1.5),
+        ("B0.0", COMPUTE_LANE, 1.5, 4.0),
+        ("R0.0", REDUCE_LANE, 3.0, 3.5),
+        ("R0.1", REDUCE_LANE, 4.0, 4.5),
+        ("U0.0", COMPUTE_LANE, 4.5, 5.0),
+        ("G0.0", REDUCE_LANE, 5.0, 6.5),
+        ("U0.1", COMPUTE_LANE, 6.5, 7.0),
+        ("G0.1", REDUCE_LANE, 7.0, 9.5),
     ]
     program = {0: lower_step(DataStepSpec(1, 2, RESTING_LAYOUTS[1]))}
     return Trace(program, tuple(Event(0, 3, *row) for row in found))
@@ -153,8 +157,8 @@ def test_of_two_sampled_steps_the_typical_one_is_shown_and_simulated():
 
 @given(spans=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=8))
 def test_waits_within_waits_count_once(spans):
-    waits = [Event(0, 3, WAIT, COMPUTE, float(min(span)), float(max(span))) for span in spans]
-    within = Event(0, 3, "U0.0", COMPUTE, 10.0, 40.0)
+    waits = [Event(0, 3, WAIT_SPAN, COMPUTE_LANE, float(min(span)), float(max(span))) for span in spans]
+    within = Event(0, 3, "U0.0", COMPUTE_LANE, 10.0, 40.0)
     covered = {second for wait in waits for second in range(int(wait.start), int(wait.stop)) if 10 <= second < 40}
     assert waiting_seconds_within(waits, within) == len(covered)
     joined = merged_waits(waits)

@@ -11,7 +11,7 @@ from fourfold.parts.sequence import kernels
 from fourfold.plan.sequence import RINGS, AttentionSize, attention_sent_elements, scores_per_index
 from fourfold.run.trace import SpanRecorder
 from fourfold.testing import links, threads
-from fourfold.words.spans import RING, SEND
+from fourfold.words.spans import RING_SPAN, SEND_LANE
 from tests import attention
 from tests.attention import BATCH, HEADS, SIZE, TOLERANCE, Case
 
@@ -203,11 +203,11 @@ def test_the_trace_shows_that_messages_travel_while_a_rank_computes(monkeypatch)
         return threading.get_ident(), recording.spans
 
     for rank, spans in threads.run(4, body):
-        sent = [span for span in spans if span.lane == SEND]
+        sent = [span for span in spans if span.lane == SEND_LANE]
         beside = [any(who == rank and span.start < begin and stop < span.stop for who, begin, stop in computed)
                   for span in sent]  # fmt: skip
         # K and V in forward and in backward, and their gradients, of which nothing is left to hide the last hop.
-        assert {span.name for span in sent} == {RING}
+        assert {span.name for span in sent} == {RING_SPAN}
         assert (len(sent), sum(beside)) == (9, 8)
 
 

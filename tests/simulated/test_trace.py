@@ -15,7 +15,7 @@ from fourfold.run.trace import (
     is_sampled,
 )
 from fourfold.testing import threads
-from fourfold.words.spans import DONE, READY, REDUCE, SENT, Span
+from fourfold.words.spans import DONE_EVENT, LAUNCHED_EVENT, READY_EVENT, REDUCE_LANE, Span
 from tests.training import Case, batches, build, local
 
 
@@ -48,7 +48,7 @@ def test_every_rank_records_every_action_of_the_sampled_steps(size, clip):
             assert expected - names == (set() if size > 1 else {name for name in expected if name[0] == "R"})
             for name in expected:
                 if name[0] == "R":
-                    assert {f"{name} {what}" for what in (READY, SENT, DONE)} <= names
+                    assert {f"{name} {what}" for what in (READY_EVENT, LAUNCHED_EVENT, DONE_EVENT)} <= names
 
 
 def test_a_bucket_is_ready_then_sent_then_reduced_then_done():
@@ -57,7 +57,9 @@ def test_a_bucket_is_ready_then_sent_then_reduced_then_done():
             for rank in whole.ranks:
                 at = {event.name: event for event in whole.events_of(step=step, rank=rank)}
                 for name in (name for name in at if name[0] == "R" and " " not in name):
-                    ready, sent, done = (at[f"{name} {what}"].start for what in (READY, SENT, DONE))
+                    ready, sent, done = (
+                        at[f"{name} {what}"].start for what in (READY_EVENT, LAUNCHED_EVENT, DONE_EVENT)
+                    )
                     assert ready <= sent <= at[name].start <= at[name].stop <= done
 
 
@@ -87,8 +89,8 @@ def test_every_action_is_recorded_on_the_lane_it_waits_in(fields):
 
 
 def test_gathers_beside_reductions_keep_their_time():
-    spans = [Span("R0.0", REDUCE, 10, 20), Span("G0.0", REDUCE, 12, 14), Span("R0.1", REDUCE, 15, 30)]
-    assert _without_overlap(spans) == [*spans[:2], Span("R0.1", REDUCE, 20, 30)]
+    spans = [Span("R0.0", REDUCE_LANE, 10, 20), Span("G0.0", REDUCE_LANE, 12, 14), Span("R0.1", REDUCE_LANE, 15, 30)]
+    assert _without_overlap(spans) == [*spans[:2], Span("R0.1", REDUCE_LANE, 20, 30)]
 
 
 def test_every_rank_holds_the_same_trace():

@@ -25,7 +25,7 @@ from fourfold.parts.optim import UpdateSlice
 from fourfold.parts.uses import untracked_access
 from fourfold.plan.data import Bucket, ParamSpec
 from fourfold.words.errors import Problem, TaskError, TrainingError
-from fourfold.words.spans import READY, SENT, SILENT
+from fourfold.words.spans import LAUNCHED_EVENT, NULL_RECORDER, READY_EVENT
 
 
 def param_specs(parameters: Mapping[str, nn.Parameter], groups: Mapping[str, int]) -> list[ParamSpec]:
@@ -152,7 +152,7 @@ class GradBuckets:
     ) -> None:
         self._parameters, self._buckets, self._transport = parameters, buckets, transport
         self._allow_unused = allow_unused
-        self.recorder = SILENT
+        self.recorder = NULL_RECORDER
         self._names = [slot.name for bucket in buckets for slot in bucket.slots]
         self._bucket_of = [bucket.index for bucket in buckets for _ in bucket.slots]
         self._paddings = [transport.grad_buffers[bucket.index][bucket.slots[-1].stop :] for bucket in buckets]
@@ -297,7 +297,7 @@ class GradBuckets:
         if self._num_missing[bucket] == 0:
             if self._round == 0:
                 self.completion_order.append(bucket)
-            self.recorder.moment(self._reduction_index(bucket), READY)
+            self.recorder.instant(self._reduction_index(bucket), READY_EVENT)
             self._launch_ready(wait=self._blocks_in_backward)
 
     def _launch_ready(self, *, wait: bool) -> None:
@@ -311,7 +311,7 @@ class GradBuckets:
                 return
             self._acquire(bucket)
             self._zero_unwritten(bucket)
-            self.recorder.moment(self._reduction_index(bucket), SENT)
+            self.recorder.instant(self._reduction_index(bucket), LAUNCHED_EVENT)
             self._transport.reduce_async(bucket, self._reduction_index(bucket))
             self.num_launched += 1
             self.on_launch()

@@ -21,7 +21,7 @@ from fourfold.parts.data import (
 from fourfold.parts.grad_hooks import register_last_hook
 from fourfold.parts.optim import UpdateSlice
 from fourfold.plan.data import Bucket
-from fourfold.words.spans import READY, SENT, SILENT
+from fourfold.words.spans import LAUNCHED_EVENT, NULL_RECORDER, READY_EVENT
 
 
 class UnbucketedGrads:
@@ -37,7 +37,7 @@ class UnbucketedGrads:
         self._detached_grads: list[list[Tensor | None]] = [[] for _ in buckets]
         self.launch_order: Sequence[int] = list(range(len(buckets)))
         """The order in which buckets are used."""
-        self.recorder, self.on_launch, self.is_enabled = SILENT, noop, False
+        self.recorder, self.on_launch, self.is_enabled = NULL_RECORDER, noop, False
         self.completion_order: list[int] = []
         for number, name in enumerate(self._names):
             register_last_hook(parameters[name], weak_grad_hook(self, number))
@@ -74,14 +74,14 @@ class UnbucketedGrads:
         self._num_missing[bucket] -= 1
         if self._num_missing[bucket] == 0:
             self.completion_order.append(bucket)
-            self.recorder.moment(bucket, READY)
+            self.recorder.instant(bucket, READY_EVENT)
             self._launch_ready()
 
     def _launch_ready(self) -> None:
         while (
             self.num_launched < len(self.launch_order) and not self._num_missing[self.launch_order[self.num_launched]]
         ):
-            self.recorder.moment(self.launch_order[self.num_launched], SENT)
+            self.recorder.instant(self.launch_order[self.num_launched], LAUNCHED_EVENT)
             self.num_launched += 1
             self.on_launch()
 

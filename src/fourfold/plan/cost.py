@@ -14,7 +14,7 @@ from fourfold.plan.needs import Dependencies
 from fourfold.plan.simulate import TimedAction, Timeline, makespan, simulate
 from fourfold.plan.timeline import DATA_SPAN, STEP_SPAN, Event, Trace, merged_waits, waiting_seconds_within
 from fourfold.words.action import Action, Verb
-from fourfold.words.spans import READY, RING, SENT, WAIT
+from fourfold.words.spans import LAUNCHED_EVENT, READY_EVENT, RING_SPAN, WAIT_SPAN
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def _launch_times(by_rank: Mapping[int, list[Event]]) -> dict[str, float]:
     for events in by_rank.values():
         for event in events:
             name, _, what = event.name.partition(" ")
-            if what == SENT:
+            if what == LAUNCHED_EVENT:
                 sent[name] = max(sent.get(name, event.start), event.start)
     return sent
 
@@ -84,7 +84,7 @@ def _durations(events: list[Event], sent: Mapping[str, float]) -> dict[str, floa
             begin = max(event.start, sent.get(event.name, event.start), free)
             free = max(free, event.stop)
             found[event.name] = max(0.0, event.stop - begin)
-        elif " " not in event.name and event.name not in (WAIT, RING):
+        elif " " not in event.name and event.name not in (WAIT_SPAN, RING_SPAN):
             found[event.name] = event.seconds - waiting_seconds_within(events, event) - _nested_seconds(events, event)
     return found
 
@@ -105,7 +105,7 @@ def _overlaps(needs: Dependencies, rank: int, actions: tuple[Action, ...], event
     starts = {event.name: event.start for event in events}
     leads: dict[str, float] = {}
     for action in actions:
-        ready = starts.get(f"{action} {READY}", starts.get(f"{action} {SENT}"))
+        ready = starts.get(f"{action} {READY_EVENT}", starts.get(f"{action} {LAUNCHED_EVENT}"))
         needed = [ends[str(need.action)] for need in needs.of(rank, action) if str(need.action) in ends]
         if ready is not None and needed:
             leads[str(action)] = max(0.0, max(needed) - ready)

@@ -12,16 +12,16 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from fourfold.words.action import GRAD_NORM, LOSS, TRUST_NORMS, USED_PARAMS, Action, Program, Verb
-from fourfold.words.spans import COMPUTE, REDUCE, SEND
+from fourfold.words.spans import COMPUTE_LANE, REDUCE_LANE, SEND_LANE
 
 LANE_BY_VERB = {
-    Verb.REDUCE: REDUCE,
-    Verb.GATHER: REDUCE,
-    Verb.SEND: SEND,
-    Verb.RECEIVE: SEND,
-    Verb.EXCHANGE: SEND,
-    Verb.PUSH: SEND,
-    Verb.PULL: SEND,
+    Verb.REDUCE: REDUCE_LANE,
+    Verb.GATHER: REDUCE_LANE,
+    Verb.SEND: SEND_LANE,
+    Verb.RECEIVE: SEND_LANE,
+    Verb.EXCHANGE: SEND_LANE,
+    Verb.PUSH: SEND_LANE,
+    Verb.PULL: SEND_LANE,
 }
 COLLECTIVES = frozenset({Verb.REDUCE, Verb.GATHER})
 
@@ -35,7 +35,7 @@ class Dependency(NamedTuple):
 
 def lane_of(action: Action) -> str:
     """The lane an action waits in."""
-    return LANE_BY_VERB.get(action.verb, COMPUTE)
+    return LANE_BY_VERB.get(action.verb, COMPUTE_LANE)
 
 
 class Dependencies:

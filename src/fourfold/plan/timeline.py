@@ -17,7 +17,7 @@ import msgspec
 from fourfold.plan.decode import DecodeError, from_json
 from fourfold.words.action import Program, ProgramError, Verb, format_program, parse_program
 from fourfold.words.errors import FourfoldError, Problem
-from fourfold.words.spans import LANES, WAIT
+from fourfold.words.spans import LANES, WAIT_SPAN
 
 TRACE_VERSION = 1
 STEP_SPAN = "step"  # the name of the span that holds a whole step
@@ -84,7 +84,7 @@ def encode_trace(trace: Trace) -> bytes:
             "tid": LANES.index(event.lane),
             "ts": _to_microseconds(event.start),
         }
-        kind = "wait" if event.name == WAIT else event.lane
+        kind = "wait" if event.name == WAIT_SPAN else event.lane
         length = {"ph": "X", "dur": _to_microseconds(event.seconds)} if " " not in event.name else {"ph": "i", "s": "t"}
         rows.append({**place, **length, "cat": kind, "args": {"step": event.step}})
     other = {"fourfold": TRACE_VERSION, "program": format_program(trace.program)}
@@ -122,7 +122,7 @@ def waiting_seconds_within(events: list[Event], within: Event) -> float:
     spans = sorted(
         (max(event.start, within.start), min(event.stop, within.stop))
         for event in events
-        if event.name == WAIT and event.start < within.stop and within.start < event.stop
+        if event.name == WAIT_SPAN and event.start < within.stop and within.start < event.stop
     )
     total, reached = 0.0, within.start
     for start, stop in spans:
@@ -134,7 +134,7 @@ def waiting_seconds_within(events: list[Event], within: Event) -> float:
 def merged_waits(events: list[Event]) -> list[Event]:
     """The waits among the events, those that lie in or touch each other joined."""
     joined: list[Event] = []
-    for event in sorted((e for e in events if e.name == WAIT), key=lambda e: e.start):
+    for event in sorted((e for e in events if e.name == WAIT_SPAN), key=lambda e: e.start):
         if joined and event.start <= joined[-1].stop:
             joined[-1] = joined[-1]._replace(stop=max(joined[-1].stop, event.stop))
         else:

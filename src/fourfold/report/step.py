@@ -26,7 +26,7 @@ from fourfold.plan.simulate import TimedAction, Timeline, makespan
 from fourfold.plan.timeline import Trace, merged_waits
 from fourfold.report.svg import Bar, Block, Lane, bar_chart, lane_chart
 from fourfold.words.action import Verb
-from fourfold.words.spans import COMPUTE, LANES, READY, REDUCE
+from fourfold.words.spans import COMPUTE_LANE, LANES, READY_EVENT, REDUCE_LANE
 
 VERB_STYLES = {
     **COMPUTE_CATEGORIES,
@@ -72,7 +72,7 @@ def step_card(trace: Trace) -> str:
     )
     keys = {**{name: name for name in COMPUTE_CATEGORIES.values()}, "reduce": "reduce", "wait": "waiting"}
     legend = "".join(f'<span class="key {style}"></span>{name}' for style, name in keys.items())
-    mark = f"a line on the reduce lane: a bucket is {READY}"
+    mark = f"a line on the reduce lane: a bucket is {READY_EVENT}"
     rows_of = compare_timelines(trace, step, priced)
     return (
         f"<h2>One step, measured and simulated</h2><p>{escape(text)}</p>"
@@ -86,13 +86,13 @@ def _measured_lanes(trace: Trace, step: int, begun: Mapping[int, Sequence[TimedA
     result = []
     for rank in trace.ranks:
         events = trace.events_of(step=step, rank=rank)
-        moments = [event for event in events if event.name.endswith(f" {READY}")]
+        moments = [event for event in events if event.name.endswith(f" {READY_EVENT}")]
         for name in LANES:
             blocks = _blocks(begun[rank], name)
-            if name == COMPUTE:
+            if name == COMPUTE_LANE:
                 waits = [event for event in merged_waits(events) if event.start >= zero]
                 blocks += [Block("waiting", (e.start - zero) * 1e3, (e.stop - zero) * 1e3, "wait") for e in waits]
-            if name == REDUCE:
+            if name == REDUCE_LANE:
                 blocks += [Block(e.name, (e.start - zero) * 1e3, (e.start - zero) * 1e3, "") for e in moments]
             if blocks:
                 result.append(Lane(f"rank {rank} {name}", blocks))

@@ -28,7 +28,7 @@ from fourfold.run.sequence.alike import batch_mismatch_problem
 from fourfold.words.action import GRAD_NORM, LOSS, TRUST_NORMS, USED_PARAMS, Action, Verb
 from fourfold.words.errors import Problem, TaskError
 from fourfold.words.layout import SPLIT, WHOLE, Change
-from fourfold.words.spans import DONE, SILENT
+from fourfold.words.spans import DONE_EVENT, NULL_RECORDER
 
 NO_ELEMENTS = "a global batch without a loss element: all targets are ignored, or there are no samples"
 
@@ -67,7 +67,7 @@ class Actions:
         """Whether this rank has been asked to stop; every rank learns of it within the step."""
         self.batch_mismatch: Problem | None = None
         """What is wrong with the batches of the ranks that share this one's sequences; every rank learns of it."""
-        self.recorder = SILENT
+        self.recorder = NULL_RECORDER
         self._reduces_every_backward, self._updates_after_backward = (
             parts.resting_layouts.gradient == SPLIT,
             update == "after",
@@ -381,7 +381,7 @@ class Actions:
     def _wait_bucket(self, bucket: int) -> None:
         self._context.transport.wait_reduce(bucket)
         if self._context.local_sgd is None:
-            self.recorder.moment(bucket, DONE)
+            self.recorder.instant(bucket, DONE_EVENT)
 
     def _read_totals(self) -> None:
         """Learn the totals, and what the sums are to be multiplied by to become the gradient of the mean."""

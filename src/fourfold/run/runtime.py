@@ -10,7 +10,7 @@ from fourfold.run.actions import Actions
 from fourfold.run.batch import Microbatch
 from fourfold.words.action import Action, Verb
 from fourfold.words.errors import Problem, TrainingError
-from fourfold.words.spans import SILENT
+from fourfold.words.spans import NULL_RECORDER
 
 VERB_NAMES = {verb: verb.name.lower().replace("_", "-") for verb in Verb}
 
@@ -31,7 +31,7 @@ class Executor:
             Verb.PULL: actions.pull,
         }
         self._error: BaseException | None = None
-        self.recorder = SILENT
+        self.recorder = NULL_RECORDER
         self.busy_seconds: dict[str, float] = {}
         """Of the last program, by the verb's name: the time of its actions, waits left out."""
 

@@ -22,7 +22,7 @@ from fourfold.plan.timeline import STEP_SPAN, Event, Trace, clock_offset_bounds,
 from fourfold.run.build import TrainStep
 from fourfold.words.action import Action, Verb
 from fourfold.words.errors import os_error_text
-from fourfold.words.spans import COMPUTE, REDUCE, SEND, SILENT, WAIT, Recorder, Span
+from fourfold.words.spans import COMPUTE_LANE, NULL_RECORDER, REDUCE_LANE, SEND_LANE, WAIT_SPAN, Recorder, Span
 
 TRACE_FILE = "trace.json"
 SAMPLE_EVERY = 100
@@ -57,7 +57,7 @@ class SpanRecorder:
         self._seen: set[tuple[int, str]] = set()
 
     def span(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        return _OpenSpan(self.spans, name, COMPUTE)
+        return _OpenSpan(self.spans, name, COMPUTE_LANE)
 
     def action(self, action: Action) -> contextlib.AbstractContextManager[Any]:
         # A reduction is told of by who does it, where it is done: mostly while backward goes on.
@@ -66,26 +66,26 @@ class SpanRecorder:
         return _OpenSpan(self.spans, str(action), lane_of(action))
 
     def reducing(self, bucket: int) -> contextlib.AbstractContextManager[Any]:
-        return _OpenSpan(self.spans, _reduce_name(bucket), REDUCE)
+        return _OpenSpan(self.spans, _reduce_name(bucket), REDUCE_LANE)
 
     def waiting(self) -> contextlib.AbstractContextManager[Any]:
-        return _OpenSpan(self.spans, WAIT, COMPUTE)
+        return _OpenSpan(self.spans, WAIT_SPAN, COMPUTE_LANE)
 
     def sending(self, name: str) -> Callable[[], None]:
         start = time.monotonic_ns()
-        return lambda: self.spans.append(Span(name, SEND, start, time.monotonic_ns()))
+        return lambda: self.spans.append(Span(name, SEND_LANE, start, time.monotonic_ns()))
 
     def instant(self, bucket: int, what: str) -> None:
         now = time.monotonic_ns()
         if (bucket, what) not in self._seen:
             self._seen.add((bucket, what))
-            self.spans.append(Span(f"{_reduce_name(bucket)} {what}", REDUCE, now, now))
+            self.spans.append(Span(f"{_reduce_name(bucket)} {what}", REDUCE_LANE, now, now))
 
     def record_async_reduction(self, bucket: int, future: Callable[[], Any]) -> None:
         start = time.monotonic_ns()
 
         def done(_: Any) -> None:
-            self.spans.append(Span(_reduce_name(bucket), REDUCE, start, time.monotonic_ns()))
+            self.spans.append(Span(_reduce_name(bucket), REDUCE_LANE, start, time.monotonic_ns()))
 
         future().add_done_callback(done)
 
@@ -124,7 +124,7 @@ class Tracer:
     def sample(self, number: int) -> Iterator[Recorder]:
         """Within: step `number`, recorded if it is one of the sampled. Collective."""
         if not is_sampled(number, self._every):
-            yield SILENT
+            yield NULL_RECORDER
             return
         recording = SpanRecorder()
         self._step.set_recorder(recording)
@@ -132,7 +132,7 @@ class Tracer:
             with recording.span(STEP_SPAN):
                 yield recording
         finally:
-            self._step.set_recorder(SILENT)
+            self._step.set_recorder(NULL_RECORDER)
         self._add_step(number, self._step.all_gather_json(list(recording.spans)))
 
     def _add_step(self, number: int, rows: list[list[list[Any]]]) -> None:

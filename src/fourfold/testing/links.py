@@ -10,7 +10,7 @@ from torch import Tensor
 from fourfold.parts.comm.links import NullRingGroup, PendingRecv, RingGroup, RingOverP2P
 from fourfold.parts.sequence import SequenceGroup, connect_sequence
 from fourfold.testing.threads import TIME_LIMIT_SECONDS, ThreadCommunicator
-from fourfold.words.spans import SILENT
+from fourfold.words.spans import NULL_RECORDER
 
 GATHER_TAG, ALL_TO_ALL_TAG = "gather", "swap"
 
@@ -24,7 +24,7 @@ class ThreadChannel:
         self, ranks: ThreadCommunicator, members: Sequence[int], queues: dict[Any, queue.Queue[Tensor]]
     ) -> None:
         self.size, self.index, self._members, self._queues = len(members), members.index(ranks.rank), members, queues
-        self.sent_bytes, self.waiting_seconds, self.recorder = 0.0, 0.0, SILENT
+        self.sent_bytes, self.waiting_seconds, self.recorder = 0.0, 0.0, NULL_RECORDER
         self.num_sent_elements = 0
 
     def send_right_recv_left(self, flat: Tensor, tag: int) -> PendingRecv:

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, Protocol
 
 from fourfold.words.action import Action
 
-COMPUTE, REDUCE, SEND = "compute", "reduce", "send"
-LANES = (COMPUTE, REDUCE, SEND)
-WAIT = "wait"
-RING = "ring"  # a message around the ring of a sequence
-READY, SENT, DONE = "ready", "sent", "done"
+COMPUTE_LANE, REDUCE_LANE, SEND_LANE = "compute", "reduce", "send"
+LANES = (COMPUTE_LANE, REDUCE_LANE, SEND_LANE)
+WAIT_SPAN = "wait"
+RING_SPAN = "ring"  # a message around the ring of a sequence
+READY_EVENT, LAUNCHED_EVENT, DONE_EVENT = "ready", "sent", "done"
 
 
 class Span(NamedTuple):
@@ -53,50 +53,50 @@ class Recorder(Protocol):
         """A message is on its way, in the send lane, until what is returned is called."""
         ...
 
-    def moment(self, bucket: int, what: str) -> None:
+    def instant(self, bucket: int, what: str) -> None:
         """A bucket is ready, sent or done."""
         ...
 
-    def follow(self, bucket: int, future: Callable[[], Any]) -> None:
+    def record_async_reduction(self, bucket: int, future: Callable[[], Any]) -> None:
         """A bucket's reduction has begun elsewhere, and ends when the future does."""
         ...
 
 
-def _nobody_hears() -> None:
+def _noop() -> None:
     pass
 
 
-class Silent:
+class NullRecorder:
     """The recorder of every step that is not sampled."""
 
-    _nothing = contextlib.nullcontext()
+    _null_context = contextlib.nullcontext()
 
     def span(self, name: str) -> AbstractContextManager[Any]:
-        return self._nothing
+        return self._null_context
 
     def action(self, action: Action) -> AbstractContextManager[Any]:
-        return self._nothing
+        return self._null_context
 
     def reducing(self, bucket: int) -> AbstractContextManager[Any]:
-        return self._nothing
+        return self._null_context
 
     def waiting(self) -> AbstractContextManager[Any]:
-        return self._nothing
+        return self._null_context
 
     def sending(self, name: str) -> Callable[[], None]:
-        return _nobody_hears
+        return _noop
 
-    def moment(self, bucket: int, what: str) -> None:
+    def instant(self, bucket: int, what: str) -> None:
         pass
 
-    def follow(self, bucket: int, future: Callable[[], Any]) -> None:
+    def record_async_reduction(self, bucket: int, future: Callable[[], Any]) -> None:
         pass
 
 
-SILENT: Recorder = Silent()
+NULL_RECORDER: Recorder = NullRecorder()
 
 
-class OnlyWaits(Silent):
+class WaitsOnlyRecorder(NullRecorder):
     """Passes on when this rank waits, and nothing else."""
 
     def __init__(self, recorder: Recorder) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from fourfold.parts.comm.transport import BucketSlice, SingleRankTransport, Transport
 from fourfold.words.action import GRAD_NORM, LOSS
-from fourfold.words.spans import OnlyWaits, Recorder
+from fourfold.words.spans import Recorder, WaitsOnlyRecorder
 
 GLOBAL_SCALARS = (LOSS, GRAD_NORM)  # the scalars that are summed over all ranks, in every step
 
@@ -37,7 +37,7 @@ class LocalSGDTransport:
     @recorder.setter
     def recorder(self, recorder: Recorder) -> None:
         # The sums of a meeting are no reductions of gradients: they lie within its pulls.
-        self._global_transport.recorder = OnlyWaits(recorder)
+        self._global_transport.recorder = WaitsOnlyRecorder(recorder)
 
     @property
     def grad_scale_fn(self) -> Callable[[], float]:

@@ -24,7 +24,7 @@ from fourfold.plan.memory import MAX_REDUCTIONS_IN_FLIGHT
 from fourfold.words.action import LOSS
 from fourfold.words.layout import SPLIT, WHOLE, Change
 from fourfold.words.layout import collective_sent_bytes as layout_bytes
-from fourfold.words.spans import SILENT
+from fourfold.words.spans import NULL_RECORDER
 
 NUM_LOSS_SCALARS = 8
 
@@ -92,7 +92,7 @@ class ProcessGroupTransport:
         self.size, self.index = len(members), list(members).index(ranks.rank)
         self.grad_buffers, self.buffer_indices = grad_buffers, turns
         self.waiting_seconds, self.sent_bytes = 0.0, 0.0
-        self.recorder, self.grad_scale_fn = SILENT, unit_scale
+        self.recorder, self.grad_scale_fn = NULL_RECORDER, unit_scale
         self._device = ranks.device
         self._sharded = None if rest.state == WHOLE else ShardedCollectives(ranks, members, num_shards=spec.num_shards)
         self.replica_index = 0 if self._sharded is None else self._sharded.replica_index
@@ -129,14 +129,14 @@ class ProcessGroupTransport:
             self.sent_bytes += ring_bytes(Change.ALL_REDUCE, self.grad_buffers[bucket], self.size)
             with self._communicator.report_dead_peers():
                 work = self._group.all_reduce(self.grad_buffers[bucket])
-            self.recorder.follow(reduction_index, work.get_future)
+            self.recorder.record_async_reduction(reduction_index, work.get_future)
             self._pending_reduces[bucket] = AsyncResult(_make_wait(work), work.is_completed)
             return
         self.sent_bytes += self._sharded.reduced_bytes(self.grad_buffers[bucket])
         if len(self._pending_reduces) >= MAX_REDUCTIONS_IN_FLIGHT:
             self.wait_reduce(next(iter(self._pending_reduces)))
         with self._communicator.report_dead_peers():
-            follow = functools.partial(self.recorder.follow, reduction_index)
+            follow = functools.partial(self.recorder.record_async_reduction, reduction_index)
             self._pending_reduces[bucket] = self._sharded.reduce_scatter_async(self.grad_buffers[bucket], follow)
 
     def _prereduced_shard(self, bucket: int) -> Tensor | None:

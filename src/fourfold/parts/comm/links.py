@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fourfold.words.spans import RING, SILENT, Recorder
+from fourfold.words.spans import NULL_RECORDER, RING_SPAN, Recorder
 
 PendingRecv = Callable[[], Tensor]
 BLOCK_TAG, SUM_TAG = range(2)  # the lanes of a wire: messages of one lane arrive in order
@@ -88,7 +88,7 @@ class NullRingGroup:
     size, index = 1, 0
 
     def __init__(self) -> None:
-        self.sent_bytes, self.waiting_seconds, self.recorder = 0.0, 0.0, SILENT
+        self.sent_bytes, self.waiting_seconds, self.recorder = 0.0, 0.0, NULL_RECORDER
 
     def iterate_blocks(self, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
         yield 0, _concat(parts)
@@ -203,7 +203,7 @@ class _P2PAccumulator:
 
 
 def _send_recv(channel: P2PChannel, flat: Tensor, tag: int) -> PendingRecv:
-    told, shifted = channel.recorder.sending(RING), channel.send_right_recv_left(flat, tag)
+    told, shifted = channel.recorder.sending(RING_SPAN), channel.send_right_recv_left(flat, tag)
 
     def wait() -> Tensor:
         taken = shifted()

@@ -27,7 +27,7 @@ from fourfold.parts.comm.links import RingAccumulator
 from fourfold.parts.comm.shared import LIVENESS_CHECK_SECONDS, NUM_SPINS, POLL_SECONDS, YIELD_SECONDS
 from fourfold.parts.comm.slotting import ALIGNMENT_BYTES, FLAG_STRIDE
 from fourfold.words.errors import DivergenceError, PeerError, Problem
-from fourfold.words.spans import SILENT
+from fourfold.words.spans import NULL_RECORDER
 
 PUBLISHED, ACCUMULATED, LENGTHS = range(3)  # flags; LENGTHS are two words, in bytes, one for each turn
 AREA_BYTES = 2**34  # of addresses, not of memory
@@ -58,7 +58,7 @@ class RingOverSharedMemory:
     ) -> None:
         self.index, self._ranks = place
         self.size = len(place.ranks)
-        self.sent_bytes, self.waiting_seconds, self.recorder = 0.0, 0.0, SILENT
+        self.sent_bytes, self.waiting_seconds, self.recorder = 0.0, 0.0, NULL_RECORDER
         self.check_peers, self._time_limit_seconds = check_peers, time_limit_seconds
         self._memory = _GrowingMemory(handle)
         self._flags = memoryview(self._memory.mapping).cast("B").cast("q")

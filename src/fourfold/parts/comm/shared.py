@@ -56,7 +56,7 @@ from fourfold.plan.order import shard_range
 from fourfold.words.action import LOSS
 from fourfold.words.errors import PeerError
 from fourfold.words.layout import PARTIAL, SPLIT
-from fourfold.words.spans import SILENT
+from fourfold.words.spans import NULL_RECORDER
 
 NUM_SPINS = 200
 YIELD_SECONDS = 0.002
@@ -121,7 +121,7 @@ class SharedMemoryTransport:
     ) -> None:
         self.name = "shared memory" + (" + gloo between hosts" if inter_host else "")
         self.index, self.size = index, size
-        self.waiting_seconds, self.recorder, self.grad_scale_fn = 0.0, SILENT, unit_scale
+        self.waiting_seconds, self.recorder, self.grad_scale_fn = 0.0, NULL_RECORDER, unit_scale
         self._inter_host, self._time_limit_seconds = inter_host, time_limit_seconds
         # Else a codec has been between the hosts already: what this host's ranks have adds up to the whole sum.
         self._reduces_inter_host = inter_host is not None and not is_prereduced

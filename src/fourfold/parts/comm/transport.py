@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from fourfold.words.spans import SILENT, Recorder
+from fourfold.words.spans import NULL_RECORDER, Recorder
 
 
 class BucketSlice(NamedTuple):
@@ -195,7 +195,7 @@ class SingleRankTransport:
         self.buffer_indices = buffer_indices or tuple(range(len(grad_buffers)))
         self._bucket_grads = unbucketed_grads or (lambda bucket: [self.grad_buffers[bucket]])
         self.waiting_seconds, self.sent_bytes = 0.0, 0.0
-        self.recorder, self.grad_scale_fn = SILENT, unit_scale
+        self.recorder, self.grad_scale_fn = NULL_RECORDER, unit_scale
         self._is_scaled = [False] * len(self.buffer_indices)
         self._scalars: dict[int, torch.Tensor] = {}
 

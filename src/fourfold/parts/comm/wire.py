@@ -11,7 +11,7 @@ from torch import Tensor
 from fourfold.parts.comm.groups import all_gather
 from fourfold.parts.comm.links import PendingRecv
 from fourfold.parts.comm.ranks import Communicator
-from fourfold.words.spans import SILENT
+from fourfold.words.spans import NULL_RECORDER
 
 
 class ProcessGroupChannel:
@@ -23,7 +23,7 @@ class ProcessGroupChannel:
         self.size = len(members)
         self.index = list(members).index(ranks.rank) if ranks.rank in members else -1
         self._right_rank, self._left_rank = (members[(self.index + step) % self.size] for step in (1, -1))
-        self.sent_bytes, self.waiting_seconds, self.recorder = 0.0, 0.0, SILENT
+        self.sent_bytes, self.waiting_seconds, self.recorder = 0.0, 0.0, NULL_RECORDER
 
     def send_right_recv_left(self, flat: Tensor, tag: int) -> PendingRecv:
         taken = torch.empty_like(flat)
