@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from fourfold.cli import interrupt
 from fourfold.words.errors import os_error_text
-from fourfold.words.streams import discard, say
+from fourfold.words.streams import print_stderr, redirect_to_null
 from fourfold.words.text import escaped
 
 __all__ = ["main"]
@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except OSError as error:
         # The reader has gone (`fourfold show plan.toml | head`), which is no fault; or the disk is full.
         if not isinstance(error, BrokenPipeError):
-            say(f"fourfold: the output could not be written: {os_error_text(error)}")
-        discard(sys.stdout)
+            print_stderr(f"fourfold: the output could not be written: {os_error_text(error)}")
+        redirect_to_null(sys.stdout)
         code = 1
     finally:
         interrupt.restore()
@@ -60,7 +60,7 @@ def _report_interrupt(stop: KeyboardInterrupt) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     text = str(stop) if stop.args else "stopped by SIGINT"
     if text:
-        say(f"fourfold: {escaped(text)}")
+        print_stderr(f"fourfold: {escaped(text)}")
     return 128 + signal.SIGINT
 
 

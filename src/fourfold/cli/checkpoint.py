@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fourfold.cli.failure import nearest_file
 from fourfold.words.errors import CheckpointError, Problem, SettingError, UnreadableCheckpointError, os_error_text
-from fourfold.words.streams import say
+from fourfold.words.streams import print_stderr
 from fourfold.words.text import escaped
 from fourfold.words.units import sized
 
@@ -75,7 +75,7 @@ def export_checkpoint(run: str, file: str | None, *, step: int | None, ema: bool
         raise SettingError(Problem(f"--step {step}", need), where=str(folder))
     source = newest_valid(folder, step=step)
     if step is None and source != CheckpointStore(folder).step_dir(steps[-1]):
-        say(escaped(f"warning: a newer checkpoint is damaged: fourfold checkpoint verify {run}"))
+        print_stderr(escaped(f"warning: a newer checkpoint is damaged: fourfold checkpoint verify {run}"))
     target = Path(file or f"{folder.name}-{source.name.removeprefix('step-')}{'-ema' if ema else ''}.safetensors")
     if target.exists():
         raise SettingError(Problem(f"{target} is there already", "a new file", "another FILE"))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fourfold.engines import cause
 from fourfold.words.errors import FourfoldError, LaunchError, StoppedError, closest_match
-from fourfold.words.streams import say
+from fourfold.words.streams import print_stderr
 from fourfold.words.world import from_environment
 
 INPUT_CODE = FourfoldError.exit_code
@@ -52,11 +52,11 @@ def report_error(error: BaseException) -> int:
     except LaunchError:  # Who we are is what went wrong.
         world = None
     if world is None:
-        say(text)
+        print_stderr(text)
     elif not _is_input_error(errors) and not isinstance(error, StoppedError):
-        say(f"rank {world.rank} of {world.size} failed\n{text}")
+        print_stderr(f"rank {world.rank} of {world.size} failed\n{text}")
     elif world.rank == 0:
-        say(text)
+        print_stderr(text)
     else:
         time.sleep(SILENT_SECONDS if _is_input_error(errors) else STOPPED_SECONDS)
     return code

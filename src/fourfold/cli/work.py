@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from fourfold.cli import interrupt
 from fourfold.words.errors import Problem, SettingError, os_error_text
-from fourfold.words.streams import discard, say
+from fourfold.words.streams import print_stderr, redirect_to_null
 from fourfold.words.text import escaped
 from fourfold.words.world import from_environment
 
@@ -181,5 +181,5 @@ def _print_error(text: str) -> None:
         try:
             print(SHOW_CURSOR, flush=True)  # and a new line: a rank that was killed has left its own half drawn
         except OSError:  # the terminal has gone
-            discard(sys.stdout)
-    say(f"fourfold: {escaped(text)}")
+            redirect_to_null(sys.stdout)
+    print_stderr(f"fourfold: {escaped(text)}")

@@ -94,7 +94,7 @@ def _exit_failed(error: BaseException, rank: int, path: Path) -> NoReturn:
     try:
         cause.save_record(path, entry)
     except OSError as problem:  # a full disk: the launcher tells the exit code, and the error is told here
-        streams.say(
+        streams.print_stderr(
             f"rank {rank} failed, and its record could not be written: {os_error_text(problem)}\n{entry.text.rstrip()}"
         )
     if entry.exit_code in (REQUEUE_EXIT_CODE, INTERRUPT_EXIT_CODE):
@@ -107,7 +107,7 @@ def exit_fast(exit_code: int) -> NoReturn:
     """End this process without taking the interpreter apart: with torch in it that takes up to seconds."""
     _exit_after(EXIT_SECONDS, exit_code)
     atexit._run_exitfuncs()
-    streams.flush()
+    streams.flush_streams()
     os._exit(exit_code)
 
 

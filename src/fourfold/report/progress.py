@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from fourfold.words.errors import os_error_text
 from fourfold.words.record import ProgressLine
-from fourfold.words.streams import discard, say
+from fourfold.words.streams import print_stderr, redirect_to_null
 from fourfold.words.text import escaped
 from fourfold.words.units import scaled, three
 
@@ -127,11 +127,13 @@ class Progress:
         except OSError as error:
             if self._is_output_open:
                 self._is_output_open = False
-                say(f"fourfold: the output could not be written: {os_error_text(error)}; the run goes on unseen")
+                print_stderr(
+                    f"fourfold: the output could not be written: {os_error_text(error)}; the run goes on unseen"
+                )
             if self._live is not None:
                 atexit.unregister(self.close)
                 self._live = None
-            discard(self._file)
+            redirect_to_null(self._file)
 
     def _is_live(self) -> bool:
         console = self._get_console()

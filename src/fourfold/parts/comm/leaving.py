@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from fourfold.parts.comm import meeting
 from fourfold.words.errors import TrainingError
-from fourfold.words.streams import flush, say
+from fourfold.words.streams import flush_streams, print_stderr
 
 DESTROY_TIMEOUT_SECONDS = (
     5.0  # for the end of a group: a collective that was given up never ends where all ranks live on
@@ -135,8 +135,8 @@ def release_groups_at_exit(*, include_world: bool) -> None:
         if any(thread.is_alive() for thread in (ending, *_stuck_threads)):
             # Later it would come back into an interpreter that is gone, and abort the process.
             told = f"a collective was given up and has not ended in {DESTROY_TIMEOUT_SECONDS:.0f} s: this process ends without it"
-            say(f"fourfold: {told}")
-            flush()
+            print_stderr(f"fourfold: {told}")
+            flush_streams()
             os._exit(1)
 
     atexit.register(at_exit)
