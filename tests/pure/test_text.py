@@ -14,7 +14,7 @@ from fourfold.engines import cause
 from fourfold.report.progress import Progress
 from fourfold.tasks import lm
 from fourfold.words.errors import Problem, SettingError
-from fourfold.words.text import escaped
+from fourfold.words.text import escape_controls
 
 STEERING = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # categories of Unicode
 NASTY = "a\x1b[31mb\x07\x9bc\x7f\u202ed\u2066\u2028\r\x00"
@@ -26,14 +26,14 @@ def steers(text: str) -> list[str]:
 
 @given(st.text(st.characters(codec=None)))
 def test_escaped_text_steers_no_terminal_and_escaping_twice_changes_nothing(text: str) -> None:
-    assert not steers(escaped(text))
-    assert escaped(escaped(text)) == escaped(text)
+    assert not steers(escape_controls(text))
+    assert escape_controls(escape_controls(text)) == escape_controls(text)
 
 
 def test_controls_are_written_out_and_text_of_every_language_stays() -> None:
-    assert escaped("\x1b[2J \x9b \x7f \u202e") == r"\x1b[2J \x9b \x7f \u202e"
+    assert escape_controls("\x1b[2J \x9b \x7f \u202e") == r"\x1b[2J \x9b \x7f \u202e"
     text = "Grüße, 你好\u3000שלום\u00a0\tümlaut\n"
-    assert escaped(text) == text
+    assert escape_controls(text) == text
 
 
 def test_errors_show_what_they_were_given_escaped() -> None:

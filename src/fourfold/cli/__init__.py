@@ -15,7 +15,7 @@ from typing import NoReturn
 from fourfold.cli import interrupt
 from fourfold.words.errors import os_error_text
 from fourfold.words.streams import print_stderr, redirect_to_null
-from fourfold.words.text import escaped
+from fourfold.words.text import escape_controls
 
 __all__ = ["main"]
 
@@ -60,7 +60,7 @@ def _report_interrupt(stop: KeyboardInterrupt) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     text = str(stop) if stop.args else "stopped by SIGINT"
     if text:
-        print_stderr(f"fourfold: {escaped(text)}")
+        print_stderr(f"fourfold: {escape_controls(text)}")
     return 128 + signal.SIGINT
 
 

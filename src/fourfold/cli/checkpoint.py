@@ -10,7 +10,7 @@ from pathlib import Path
 from fourfold.cli.failure import nearest_file
 from fourfold.words.errors import CheckpointError, Problem, SettingError, UnreadableCheckpointError, os_error_text
 from fourfold.words.streams import print_stderr
-from fourfold.words.text import escaped
+from fourfold.words.text import escape_controls
 from fourfold.words.units import sized
 
 RUNS_DIR = Path("runs")
@@ -37,7 +37,7 @@ def list_checkpoints(run: str) -> int:
         word = "best" if step == best else ""
         age = _format_age(time.time() - path.stat().st_mtime)
         rows.append((str(step), size, age, str(len(manifest.files)), "" if loss is None else f"{loss:.4f}", word))
-    print(_format_table(rows) if len(rows) > 1 else escaped(f"{shelf.path} holds no checkpoint"))
+    print(_format_table(rows) if len(rows) > 1 else escape_controls(f"{shelf.path} holds no checkpoint"))
     return 0
 
 
@@ -54,9 +54,9 @@ def verify_checkpoints(run: str) -> int:
             word = "damaged" if problems else "good"
         except UnreadableCheckpointError as error:
             problems, word = [problem.got for problem in error.problems], "cannot be read here"
-        print(escaped(f"{shelf.step_dir(step)}   {word}"))
+        print(escape_controls(f"{shelf.step_dir(step)}   {word}"))
         for text in problems:
-            print(escaped(f"  {text}"))
+            print(escape_controls(f"  {text}"))
         code = 1 if problems else code
     if not steps:
         raise CheckpointError(Problem(f"{shelf.path} holds no checkpoint", "at least one"))
@@ -75,7 +75,7 @@ def export_checkpoint(run: str, file: str | None, *, step: int | None, ema: bool
         raise SettingError(Problem(f"--step {step}", need), where=str(folder))
     source = newest_valid(folder, step=step)
     if step is None and source != CheckpointStore(folder).step_dir(steps[-1]):
-        print_stderr(escaped(f"warning: a newer checkpoint is damaged: fourfold checkpoint verify {run}"))
+        print_stderr(escape_controls(f"warning: a newer checkpoint is damaged: fourfold checkpoint verify {run}"))
     target = Path(file or f"{folder.name}-{source.name.removeprefix('step-')}{'-ema' if ema else ''}.safetensors")
     if target.exists():
         raise SettingError(Problem(f"{target} is there already", "a new file", "another FILE"))
@@ -85,7 +85,7 @@ def export_checkpoint(run: str, file: str | None, *, step: int | None, ema: bool
     except OSError as error:
         got = f"{target} could not be written: {os_error_text(error)}"
         raise SettingError(Problem(got, "a file that can be written", "another FILE")) from None
-    print(escaped(f"{target}   {sized(num_bytes)} of weights from {source}"))
+    print(escape_controls(f"{target}   {sized(num_bytes)} of weights from {source}"))
     return 0
 
 
@@ -105,7 +105,7 @@ def _format_age(seconds: float) -> str:
 
 
 def _format_table(rows: list[tuple[str, ...]]) -> str:
-    rows = [tuple(map(escaped, row)) for row in rows]
+    rows = [tuple(map(escape_controls, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join([*(c.rjust(w) for c, w in zip(row[:-1], widths, strict=False)), row[-1]]).rstrip() for row in rows

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from fourfold.cli import job
 from fourfold.words.errors import FourfoldError, Problem
-from fourfold.words.text import escaped
+from fourfold.words.text import escape_controls
 from fourfold.words.world import World, from_environment
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def verify(work: job.Job, world: World | None) -> None:
     verdict = run(work.task, work.plan, seed=work.settings.get("seed", 0))
     if verdict is None:
         return
-    print(escaped("\n".join(format_result(work, verdict))), flush=True)
+    print(escape_controls("\n".join(format_result(work, verdict))), flush=True)
     if not verdict.max_deviation <= TOLERANCE:
         raise VerifyError(_problems(verdict, TOLERANCE), where="what was compared")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from fourfold.cli import interrupt
 from fourfold.words.errors import Problem, SettingError, os_error_text
 from fourfold.words.streams import print_stderr, redirect_to_null
-from fourfold.words.text import escaped
+from fourfold.words.text import escape_controls
 from fourfold.words.world import from_environment
 
 if TYPE_CHECKING:
@@ -73,11 +73,11 @@ def _check_finished(ready: "Job", *, speaks: bool) -> bool:
         # A launcher that starts its ranks again does not mean to start over again.
         aside = archive_run(ready.run_dir) if speaks and os.environ.get(RESTART_COUNT_VARIABLE, "0") == "0" else None
         if aside is not None:
-            print(escaped(f"{ready.run_dir} starts over; what was there is now {aside}"), flush=True)
+            print(escape_controls(f"{ready.run_dir} starts over; what was there is now {aside}"), flush=True)
         return False
     line = read_finished_record(ready.run_dir)
     if line is not None and speaks:
-        print(escaped(format_finished(ready.run_dir, line, ready.plan)), flush=True)
+        print(escape_controls(format_finished(ready.run_dir, line, ready.plan)), flush=True)
     return line is not None
 
 
@@ -123,7 +123,7 @@ def show(words: Sequence[str]) -> int:
     ready = job.parse_job([*words] if said else [*words, "dp=1"])
     if given.plan_file is None and not set(given.values) & set(FIELDS):
         raise SettingError(Problem("no plan", "a file PLAN.toml, or fields of a plan", "fourfold show dp=2"))
-    print(escaped(text_of(ready.plan, ready.task)))
+    print(escape_controls(text_of(ready.plan, ready.task)))
     return 0
 
 
@@ -161,7 +161,7 @@ def report(words: Sequence[str]) -> int:
 
     if not words:
         raise SettingError(Problem("no run", "RUN [RUN…]", "fourfold report --help"), where="fourfold report")
-    print(escaped(str(write_report([find_run(word, parent=Path("runs")) for word in dict.fromkeys(words)]))))
+    print(escape_controls(str(write_report([find_run(word, parent=Path("runs")) for word in dict.fromkeys(words)]))))
     return 0
 
 
@@ -182,4 +182,4 @@ def _print_error(text: str) -> None:
             print(SHOW_CURSOR, flush=True)  # and a new line: a rank that was killed has left its own half drawn
         except OSError:  # the terminal has gone
             redirect_to_null(sys.stdout)
-    print_stderr(f"fourfold: {escaped(text)}")
+    print_stderr(f"fourfold: {escape_controls(text)}")

@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, PEER_GONE_MESSAGES, FourfoldError, PeerError, StoppedError
-from fourfold.words.text import escaped
+from fourfold.words.text import escape_controls
 
 # A rank that dies before all have met leaves a LaunchError to the others.
 ECHO_KINDS = ("PeerError", "LaunchError", "DistNetworkError")
@@ -222,7 +222,7 @@ def format_error(error: BaseException) -> str:
     report = traceback.TracebackException.from_exception(error)
     if not full:
         _elide_frames(report)
-    return escaped("".join(report.format()))
+    return escape_controls("".join(report.format()))
 
 
 class _ElidedStack(traceback.StackSummary):

@@ -18,7 +18,7 @@ from fourfold.plan.decode import DecodeError, check_not_pipe, from_json
 from fourfold.report.progress import format_seconds
 from fourfold.report.svg import Series
 from fourfold.report.table import UNKNOWN, render_row, render_table
-from fourfold.words.text import escaped
+from fourfold.words.text import escape_controls
 
 FAULTS_FILE = "faults.jsonl"
 RESTART, SKIPPED = "restart", "skipped step"
@@ -75,7 +75,7 @@ def fault_marks(faults: Sequence[FaultLine], *, last_step: int) -> list[Series]:
     restarts = [(float(fault.step), 0.0) for fault in placed if fault.kind == RESTART]
     others = [(float(fault.step), 0.0) for fault in placed if fault.kind != RESTART]
     kinds = {fault.kind for fault in placed if fault.kind != RESTART}
-    name = escaped(kinds.pop()) if len(kinds) == 1 else "other fault"
+    name = escape_controls(kinds.pop()) if len(kinds) == 1 else "other fault"
     name = name if len(name) <= MAX_NAME_LENGTH else "other fault"
     return [Series(RESTART, restarts, 3, "rule"), Series(name, others, 3, "peg")]
 
@@ -86,7 +86,9 @@ def faults_card(faults: Faults, resumed: Sequence[int]) -> str:
     if not known and not unread:
         return ""
     counts = Counter(fault.kind for fault in known)
-    said = [f"{escaped(kind)} × {count}" if count > 1 else escaped(kind) for kind, count in counts.items()]
+    said = [
+        f"{escape_controls(kind)} × {count}" if count > 1 else escape_controls(kind) for kind, count in counts.items()
+    ]
     lost = [fault.seconds for fault in known if fault.seconds is not None and math.isfinite(fault.seconds)]
     if lost:
         said.append(f"{format_seconds(sum(lost))} in all until steps ended again")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TextIO
 from fourfold.words.errors import os_error_text
 from fourfold.words.record import ProgressLine
 from fourfold.words.streams import print_stderr, redirect_to_null
-from fourfold.words.text import escaped
+from fourfold.words.text import escape_controls
 from fourfold.words.units import scaled, three
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class Progress:
         from rich.text import Text
 
         with self._tolerating_write_errors():
-            self._get_console().print(Text(escaped(text)), soft_wrap=True)
+            self._get_console().print(Text(escape_controls(text)), soft_wrap=True)
 
     @contextlib.contextmanager
     def _tolerating_write_errors(self) -> Iterator[None]:

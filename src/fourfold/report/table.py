@@ -6,7 +6,7 @@ Law: every text is escaped here, and what XML cannot hold is not let through.
 from collections.abc import Sequence
 from html import escape
 
-from fourfold.words.text import escaped
+from fourfold.words.text import escape_controls
 
 MAX_ROWS = 20  # rows that are shown at once
 UNKNOWN = "–"
@@ -19,7 +19,7 @@ def render_row(texts: Sequence[str], tag: str = "td") -> str:
 
 def _render_cell(text: str, tag: str) -> str:
     kind = ' class="unknown"' if text == UNKNOWN else ""
-    return f"<{tag}{kind}>{escape(escaped(text))}</{tag}>"
+    return f"<{tag}{kind}>{escape(escape_controls(text))}</{tag}>"
 
 
 def render_table(columns: Sequence[str], rows: Sequence[str], *, style: str) -> str:

@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from fourfold.words.text import escaped
+from fourfold.words.text import escape_controls
 
 # EX_TEMPFAIL of BSD's sysexits.h, "try again later": schedulers are told to start such a job once more.
 REQUEUE_EXIT_CODE = 75
@@ -117,11 +117,11 @@ class DivergenceError(FourfoldError):
 
 def format_problems(problems: Sequence[Problem], *, where: str = "") -> str:
     """The text of an error: a head line, then a row per problem with aligned columns. Safe to print."""
-    problems = [Problem(*map(escaped, problem)) for problem in problems]
+    problems = [Problem(*map(escape_controls, problem)) for problem in problems]
     if len(problems) == 1 and not where and not problems[0].need and not problems[0].attempt:
         return problems[0].got
     head = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
-    place = f" in {escaped(where)}" if where else ""
+    place = f" in {escape_controls(where)}" if where else ""
     rows = [(p.got, f"need {p.need}" if p.need else "", f"try {p.attempt}" if p.attempt else "") for p in problems]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = ["   ".join(c.ljust(w) for c, w in zip(row, widths, strict=True) if w).rstrip() for row in rows]

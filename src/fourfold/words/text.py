@@ -5,10 +5,10 @@ Law: escaped text cannot steer a terminal, and text that is escaped twice is the
 
 import unicodedata
 
-KEPT = "\n\t"
+ALLOWED_CONTROLS = "\n\t"
 
 
-def escaped(text: str) -> str:
+def escape_controls(text: str) -> str:
     r"""The text with its control characters written out: "\x1b[31m", "\u202e". Newlines and tabs stay.
 
     Escapes C0 and C1 controls, DEL, bidi and other format controls, line separators, surrogates, and code points
@@ -20,4 +20,6 @@ def escaped(text: str) -> str:
 
 
 def _is_safe(char: str) -> bool:
-    return char.isprintable() or char in KEPT or unicodedata.category(char) == "Zs"  # a space, such as U+00A0
+    return (
+        char.isprintable() or char in ALLOWED_CONTROLS or unicodedata.category(char) == "Zs"
+    )  # a space, such as U+00A0
