@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.words.units import counted, scaled, sized
+from fourfold.words.units import format_bytes, format_count, format_si
 
 
 @pytest.mark.parametrize(
@@ -20,22 +20,22 @@ from fourfold.words.units import counted, scaled, sized
     ],
 )
 def test_rates_have_three_digits(value: float, text: str) -> None:
-    assert scaled(value) == text
+    assert format_si(value) == text
 
 
 @given(st.integers(1, 10**12))
 def test_what_is_there_is_told_within_half_a_percent(number: int) -> None:
     factors = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-    for text in (counted(number), sized(number)):
+    for text in (format_count(number), format_bytes(number)):
         value, _, unit = text.partition(" ")
         assert float(value) * factors[unit] == pytest.approx(number, rel=5.1e-3)
 
 
 @pytest.mark.parametrize(("number", "text"), [(0, "0"), (17, "17"), (999, "999"), (1218, "1.22 k"), (867_072, "867 k")])
 def test_counts_are_whole_numbers_where_they_are_small(number: int, text: str) -> None:
-    assert counted(number) == text
+    assert format_count(number) == text
 
 
 @pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (812, "812 B"), (1260, "1.23 KiB"), (2**20, "1.00 MiB")])
 def test_sizes_have_their_unit(size: int, text: str) -> None:
-    assert sized(size) == text
+    assert format_bytes(size) == text

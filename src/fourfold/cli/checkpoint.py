@@ -11,7 +11,7 @@ from fourfold.cli.failure import nearest_file
 from fourfold.words.errors import CheckpointError, Problem, SettingError, UnreadableCheckpointError, os_error_text
 from fourfold.words.streams import print_stderr
 from fourfold.words.text import escape_controls
-from fourfold.words.units import sized
+from fourfold.words.units import format_bytes
 
 RUNS_DIR = Path("runs")
 AGE_UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
@@ -32,7 +32,7 @@ def list_checkpoints(run: str) -> int:
             word = "cannot be read here" if isinstance(error, UnreadableCheckpointError) else "damaged"
             rows.append((str(step), "", "", "", "", f"{word}: {error.problems[0].got}"))
             continue
-        size = sized(sum(file.num_bytes for file in manifest.files.values()))
+        size = format_bytes(sum(file.num_bytes for file in manifest.files.values()))
         loss = manifest.valid.get("loss")
         word = "best" if step == best else ""
         age = _format_age(time.time() - path.stat().st_mtime)
@@ -85,7 +85,7 @@ def export_checkpoint(run: str, file: str | None, *, step: int | None, ema: bool
     except OSError as error:
         got = f"{target} could not be written: {os_error_text(error)}"
         raise SettingError(Problem(got, "a file that can be written", "another FILE")) from None
-    print(escape_controls(f"{target}   {sized(num_bytes)} of weights from {source}"))
+    print(escape_controls(f"{target}   {format_bytes(num_bytes)} of weights from {source}"))
     return 0
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from fourfold.report.progress import format_seconds
 from fourfold.report.table import UNKNOWN, render_row, render_table
-from fourfold.words.units import scaled
+from fourfold.words.units import format_si
 
 COLUMNS = ("steps", "time", "a second", "")
 NOTE = "Steps after an attempt's last checkpoint were done again; their first time is not counted."
@@ -69,5 +69,5 @@ def segments_card(attempts: Sequence[Segment]) -> str:
 def _row_cells(attempt: Segment) -> Sequence[str]:
     first, last, seconds, units = attempt
     steps = UNKNOWN if last < first else f"{first:,} to {last:,}" if last > first else f"{first:,}"
-    rate = scaled(units / seconds) if units and seconds > 0 else UNKNOWN
+    rate = format_si(units / seconds) if units and seconds > 0 else UNKNOWN
     return steps, format_seconds(seconds), rate, f"gone on from step {first - 1:,}" if first > 1 else "begun"

@@ -16,7 +16,7 @@ from fourfold.report.step import action_card, step_card
 from fourfold.report.style import CSS
 from fourfold.report.svg import Point, Series, line_chart
 from fourfold.report.table import render_row
-from fourfold.words.units import scaled, sized
+from fourfold.words.units import format_bytes, format_si
 
 REPORT_FILE = "report.html"
 MAX_POINTS = 500  # of a curve: more than a drawing has room for
@@ -101,13 +101,13 @@ def key_figures(record: RunRecord) -> list[tuple[str, str]]:
     return [
         *figures,
         ("steps", f"{len(record.steps):,}"),
-        (f"{record.unit} a second", scaled(record.units_per_second)),
+        (f"{record.unit} a second", format_si(record.units_per_second)),
         (
             "time" if len(record.segments) == 1 else f"time, {len(record.segments)} attempts",
             format_duration(record.total_seconds),
         ),
         ("of it waiting", f"{100 * record.waiting_fraction:.1f} %"),
-        ("sent a step by rank 0", sized(record.mean_sent_bytes)),
+        ("sent a step by rank 0", format_bytes(record.mean_sent_bytes)),
     ]
 
 

@@ -19,7 +19,7 @@ from fourfold.words.errors import os_error_text
 from fourfold.words.record import ProgressLine
 from fourfold.words.streams import print_stderr, redirect_to_null
 from fourfold.words.text import escape_controls
-from fourfold.words.units import scaled, three
+from fourfold.words.units import format_si, format_three_digits
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -157,7 +157,7 @@ def format_cells(line: ProgressLine) -> list[str]:
     parts = [
         f"step {line.step:>{width}}/{line.num_steps}",
         f"loss {format_loss(line.loss):>6}",
-        f"{scaled(line.units_per_second):>7} {line.unit}/s",
+        f"{format_si(line.units_per_second):>7} {line.unit}/s",
         f"waiting {round(100 * line.waiting_fraction):>2} %",
     ]
     if line.remaining_seconds is not None:
@@ -207,4 +207,4 @@ def format_seconds(seconds: float) -> str:
     """A short time with its unit: 1.7 ms, 4.2 s, 12:05."""
     if seconds >= 99.95:
         return format_duration(seconds)
-    return f"{seconds:.1f} s" if seconds >= 0.9995 else f"{three(seconds * 1e3)} ms"
+    return f"{seconds:.1f} s" if seconds >= 0.9995 else f"{format_three_digits(seconds * 1e3)} ms"

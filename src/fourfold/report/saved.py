@@ -14,7 +14,7 @@ from fourfold.report.progress import format_seconds
 from fourfold.report.svg import Series
 from fourfold.report.table import UNKNOWN, render_row, render_table
 from fourfold.run.checkpoint.shelf import CheckpointStore
-from fourfold.words.units import sized
+from fourfold.words.units import format_bytes
 
 FAILED_WARNING = re.compile(r"the checkpoint of step ([0-9]{1,15}) could not be written: ([^;]*)")
 CHECKPOINT_NAME = re.compile(r"step-([0-9]{8,15})")
@@ -93,6 +93,6 @@ def checkpoints_card(checkpoints: CheckpointHistory) -> str:
 
 
 def _row_cells(saved: SavedCheckpoint) -> Sequence[str]:
-    size = UNKNOWN if saved.num_bytes is None else sized(saved.num_bytes)
+    size = UNKNOWN if saved.num_bytes is None else format_bytes(saved.num_bytes)
     pause = UNKNOWN if saved.pause_seconds is None else format_seconds(saved.pause_seconds)
     return f"{saved.step:,}", size, pause, f"{saved.status}: {saved.text}" if saved.text else saved.status

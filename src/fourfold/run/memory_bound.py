@@ -25,7 +25,7 @@ from fourfold.words.errors import FourfoldError, Problem, SettingError
 from fourfold.words.host_memory import available_bytes
 from fourfold.words.layout import SPLIT
 from fourfold.words.task import Source, Task
-from fourfold.words.units import sized
+from fourfold.words.units import format_bytes
 
 # Private memory of a rank that has imported torch and does nothing: 130 MB on Linux, of which half is counted.
 PROCESS_BYTES = 64 * 2**20
@@ -171,7 +171,7 @@ def _min_host(plan: Plan, pool: MemoryPool) -> HostRanks:
 def _memory_problem(
     bound: MemoryBound, plan: Plan, pool: MemoryPool, *, batch_size: int, num_samples: int, num_steps: int
 ) -> Problem:
-    need = f"at most {sized(pool.num_bytes)}, {pool.name}"
+    need = f"at most {format_bytes(pool.num_bytes)}, {pool.name}"
     if bound.total_bytes(plan.dp, 1, num_steps) > pool.num_bytes:
         return Problem(_describe_largest_part(bound, plan), need, "smaller ones, or fewer ranks on this host")
     parts = {
@@ -179,9 +179,9 @@ def _memory_problem(
         "activations": num_samples // plan.microbatches * bound.activation_bytes_per_sample,
         "model": bound.model_bytes,
     }
-    told = ", ".join(f"{name} {sized(value)}" for name, value in parts.items() if value)
+    told = ", ".join(f"{name} {format_bytes(value)}" for name, value in parts.items() if value)
     of = f", of which an epoch has {num_samples}," if num_samples < batch_size else ""
-    got = f"batch_size = {batch_size}{of} takes at least {sized(bound.total_bytes(num_samples, plan.microbatches, num_steps))} ({told})"
+    got = f"batch_size = {batch_size}{of} takes at least {format_bytes(bound.total_bytes(num_samples, plan.microbatches, num_steps))} ({told})"
     return Problem(
         got, need, " or ".join(_suggestions(bound, plan, num_samples, num_steps=num_steps, num_bytes=pool.num_bytes))
     )
@@ -196,7 +196,7 @@ def _describe_largest_part(bound: MemoryBound, plan: Plan) -> str:
         "weights, gradients and optimizer states that take": bound.model_bytes,
     }
     words = max(parts, key=lambda name: parts[name])
-    return f"{words} at least {sized(parts[words])}"
+    return f"{words} at least {format_bytes(parts[words])}"
 
 
 def _suggestions(bound: MemoryBound, plan: Plan, num_samples: int, *, num_steps: int, num_bytes: int) -> list[str]:

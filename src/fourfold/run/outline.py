@@ -19,7 +19,7 @@ from fourfold.parts.lost_arguments import restore_arguments
 from fourfold.words.arguments import format_argument
 from fourfold.words.errors import FourfoldError, Problem, SettingError, TaskError
 from fourfold.words.task import Task
-from fourfold.words.units import sized
+from fourfold.words.units import format_bytes
 
 # What torch says of a tensor that is too large for 64 bits, or for the memory.
 TOO_LARGE_MESSAGES = ("overflow", "can't allocate memory", "not enough memory", "out of memory")
@@ -100,8 +100,8 @@ def _limit_parameter_bytes(max_bytes: int | None) -> Iterator[None]:
         # One that is replaced, as tied weights are, is gone and does not count.
         weakref.finalize(parameter, forget, id(parameter)).atexit = False
         if max_bytes is not None and total[0] > max_bytes:
-            got = f"a model whose first {len(sizes)} parameters take {sized(total[0])}"
-            need = f"at most {sized(max_bytes)}, which is available on this host"
+            got = f"a model whose first {len(sizes)} parameters take {format_bytes(total[0])}"
+            need = f"at most {format_bytes(max_bytes)}, which is available on this host"
             raise SettingError(Problem(got, need, "a smaller model"), where="the memory of this host")
 
     if max_bytes is None:

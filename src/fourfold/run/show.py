@@ -36,7 +36,7 @@ from fourfold.words.action import GRAD_NORM, LOSS, TRUST_NORMS, USED_PARAMS, Ver
 from fourfold.words.layout import SPLIT, Change
 from fourfold.words.layout import collective_sent_bytes as layout_bytes
 from fourfold.words.task import Task, check_task
-from fourfold.words.units import sized
+from fourfold.words.units import format_bytes
 
 MEASURE_TEXTS = {
     LOSS: "sum the loss and the counts over the data ranks",
@@ -123,7 +123,7 @@ def _format_buckets(buckets: Sequence[Bucket], plan: Plan) -> str:
             str(bucket.index),
             str(len(bucket.slots)),
             f"{bucket.size:,}",
-            sized(bucket.num_bytes),
+            format_bytes(bucket.num_bytes),
             bucket.dtype,
             bucket.slots[0].name,
             bucket.slots[-1].name,
@@ -207,23 +207,23 @@ def _format_bytes(buckets: Sequence[Bucket], plan: Plan, messages: float | None)
         microbatches=plan.microbatches,
         gradient_buckets=gradients,
     )
-    lines = [f"gradients         {sized(total)} a rank"]
+    lines = [f"gradients         {format_bytes(total)} a rank"]
     if plan.reduce_group_size > 1 and messages is not None:
         lines += [
-            f"over a network    {sized(messages)} sent by each rank in each step, {_format_ratio(messages, sent)}",
+            f"over a network    {format_bytes(messages)} sent by each rank in each step, {_format_ratio(messages, sent)}",
             "in shared memory  nothing is sent, and gradients are coded all the same: training is that of a network",
         ]
     elif plan.reduce_group_size > 1 and plan.sync == "local":
         lines += [
-            f"over a network    {sized(sent / plan.sync_interval)} sent by each rank in each step on average, "
-            f"{sized(sent)} in every {_format_ordinal(plan.local_steps)}",
+            f"over a network    {format_bytes(sent / plan.sync_interval)} sent by each rank in each step on average, "
+            f"{format_bytes(sent)} in every {_format_ordinal(plan.local_steps)}",
             "in shared memory  nothing is sent: ranks of one host read each other's weights where they lie",
         ]
     elif plan.reduce_group_size > 1:
         times = sent / (total * (plan.reduce_group_size - 1) / plan.reduce_group_size)
         theirs = "gradients and weights" if plan.zero == 3 else "gradients"
         lines += [
-            f"over a network    {sized(sent)} sent by each rank in each step, {times:g} (N − 1) / N of the gradients",
+            f"over a network    {format_bytes(sent)} sent by each rank in each step, {times:g} (N − 1) / N of the gradients",
             f"in shared memory  nothing is sent: ranks of one host read each other's {theirs} where they lie",
         ]
     else:
@@ -243,7 +243,7 @@ def _format_memory(of: Sequence[BucketBytes], plan: Plan) -> str:
     held = {place: host_memory_use(of, zero=plan.zero, host=host) for place, host in places.items()}
     names = [name for name in HostMemoryUse._fields if any(getattr(each, name) for each in held.values())]
     rows = [(*names, "in all", "")]
-    rows += [(*(sized(getattr(h, n)) for n in names), sized(h.total), place) for place, h in held.items()]
+    rows += [(*(format_bytes(getattr(h, n)) for n in names), format_bytes(h.total), place) for place, h in held.items()]
     lines = [_format_table(rows, left=len(names) + 1)]
     if has_unbucketed_grads(plan):
         lines.append(_indent(["gradients lie where autograd leaves them, each until it has been used"]))

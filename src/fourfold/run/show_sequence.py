@@ -24,7 +24,7 @@ from fourfold.run.batch import POSITION_KEYS, call_model, eval_mode
 from fourfold.run.sequence.route import AttentionCall, intercept_attention
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.task import Task
-from fourfold.words.units import sized
+from fourfold.words.units import format_bytes
 
 MAX_ROWS = 16
 RING_TEXTS = {
@@ -145,8 +145,8 @@ def _format_costs(plan: Plan, seen: ModelTrace, samples: int, padded: int) -> li
     sent, kept = sent_bytes(plan, seen, samples, padded), saved_bytes(plan, seen, samples, padded)
     return [
         f"  attention  {'; '.join(several)}: {RING_TEXTS[plan.ring]}",
-        f"  sent       {sized(sent)} over a network, by each rank in each step of {samples} samples",
-        f"  kept       {sized(kept)} on each rank until backward: {held}",
+        f"  sent       {format_bytes(sent)} over a network, by each rank in each step of {samples} samples",
+        f"  kept       {format_bytes(kept)} on each rank until backward: {held}",
     ]
 
 

@@ -24,7 +24,7 @@ from fourfold.run.settings import Settings, tuned_batch_size
 from fourfold.words.errors import os_error_text
 from fourfold.words.record import ProgressLine
 from fourfold.words.task import Task
-from fourfold.words.units import counted
+from fourfold.words.units import format_count
 
 AVERAGED_STEPS = 20  # steps over which the progress line averages
 
@@ -95,7 +95,7 @@ class RunLogger:
         parameters = sum(p.numel() for p in step.model.parameters())
         mesh = f"{plan.mesh.size} ranks" if plan.mesh.size > 1 else "1 process"
         if self._report is not None:
-            self._report.start(f"{s.label} · {counted(parameters)} parameters · {mesh} · {step.transport_name}")
+            self._report.start(f"{s.label} · {format_count(parameters)} parameters · {mesh} · {step.transport_name}")
             if rates is not None:
                 self._report.print_message(rates)
             for name, need in plan.ineffective_fields.items():

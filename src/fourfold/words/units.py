@@ -3,31 +3,31 @@
 Law: what is not nothing is never shown as 0.
 """
 
-PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
-BINARY = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+SI_PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+BINARY_PREFIXES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
-def scaled(value: float) -> str:
+def format_si(value: float) -> str:
     """A measured number in three digits with its prefix: 12.3 k, 4.56 M."""
-    for factor, prefix in PREFIXES:
+    for factor, prefix in SI_PREFIXES:
         if value >= 0.9995 * factor:
-            return f"{three(value / factor)} {prefix}"
-    return three(value)
+            return f"{format_three_digits(value / factor)} {prefix}"
+    return format_three_digits(value)
 
 
-def three(value: float) -> str:
+def format_three_digits(value: float) -> str:
     """A number below 1000 in three digits: 9.99, 12.3, 456."""
     return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 
 
-def counted(number: int) -> str:
+def format_count(number: int) -> str:
     """A count: 17, 867 k, 4.94 M."""
-    return str(number) if number < 1000 else scaled(number)
+    return str(number) if number < 1000 else format_si(number)
 
 
-def sized(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """Bytes of memory, of a file, or sent: 812 B, 1.23 KiB, 4.56 MiB."""
-    for factor, unit in BINARY:
+    for factor, unit in BINARY_PREFIXES:
         if num_bytes >= 0.9995 * factor:
-            return f"{three(num_bytes / factor)} {unit}"
+            return f"{format_three_digits(num_bytes / factor)} {unit}"
     return f"{num_bytes:.0f} B"

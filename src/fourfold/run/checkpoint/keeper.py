@@ -36,7 +36,7 @@ from fourfold.run.checkpoint.shelf import CheckpointStore
 from fourfold.run.checkpoint.state import TrainingState
 from fourfold.run.checkpoint.write import Snapshot, write_file, write_snapshot
 from fourfold.words.errors import CheckpointError, Problem, UnreadableCheckpointError
-from fourfold.words.units import sized
+from fourfold.words.units import format_bytes
 
 NUM_KEPT = 2
 SPARE_BYTES = 2**20
@@ -293,7 +293,7 @@ class CheckpointManager:
         need = (total if manifest is not None else self._snapshot.num_bytes) + SPARE_BYTES
         free = shutil.disk_usage(self._store.path).free
         if free < need:
-            raise OSError(f"{sized(free)} free on the disk, {sized(need)} needed")
+            raise OSError(f"{format_bytes(free)} free on the disk, {format_bytes(need)} needed")
 
     def _commit(self, part: Path, manifest: Manifest) -> None:
         """Rank 0: wait for all pieces, write the table of contents, give the folder its name."""
