@@ -53,4 +53,4 @@ def test_a_run_and_the_doctor_see_the_same_quota(quota, cores):
         mock.patch("os.sched_getaffinity", return_value=set(range(8))),
     ):
         found = facts.probe_machine()
-        assert (world.cores(), found.cores, found.quota_cores) == (cores, cores, quota)
+        assert (world.num_cores(), found.cores, found.quota_cores) == (cores, cores, quota)

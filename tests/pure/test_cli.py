@@ -15,7 +15,7 @@ from fourfold.cli.settings import RUN_SETTINGS, ParsedArgs, ValueType, argument_
 from fourfold.engines.machine import check_num_processes, loopback_variables, thread_variables
 from fourfold.words import heap
 from fourfold.words.errors import SettingError
-from fourfold.words.world import World, cores
+from fourfold.words.world import World, num_cores
 
 TASK = """
 import torch
@@ -343,7 +343,7 @@ def test_a_launcher_and_the_command_must_agree() -> None:
 
 
 def test_ranks_share_the_cores_unless_the_user_says_otherwise() -> None:
-    assert thread_variables(1, {}) == {"OMP_NUM_THREADS": str(cores()), "MKL_NUM_THREADS": str(cores())}
+    assert thread_variables(1, {}) == {"OMP_NUM_THREADS": str(num_cores()), "MKL_NUM_THREADS": str(num_cores())}
     assert thread_variables(10_000, {"OMP_NUM_THREADS": "7"}) == {"MKL_NUM_THREADS": "1"}
 
 

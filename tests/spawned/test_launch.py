@@ -15,7 +15,7 @@ import pytest
 
 from fourfold.engines.machine import THREAD_VARIABLES
 from fourfold.words.heap import TUNABLES_VARIABLE
-from fourfold.words.world import cores
+from fourfold.words.world import num_cores
 
 SECONDS = 180  # the time limit of a command; a command on an idle machine takes three
 FOURFOLD = ("-m", "fourfold")
@@ -230,7 +230,7 @@ def test_a_script_sees_its_own_arguments_and_its_exit_code_is_passed_on(start: S
         assert lines[0].startswith("None None None")
         assert ended.err == ""
     else:
-        threads = str(max(1, cores() // size))
+        threads = str(max(1, num_cores() // size))
         assert lines[0].split()[1] == "2"
         assert lines[0].split()[3:5] == [threads, threads]
         assert "ended with exit code 7" in ended.err

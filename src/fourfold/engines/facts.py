@@ -19,7 +19,7 @@ import psutil
 
 from fourfold.engines.doctor import MIB, MachineFacts
 from fourfold.words import cgroup
-from fourfold.words.world import cores
+from fourfold.words.world import num_cores
 
 SHM = Path("/dev/shm")
 WRITE_BYTES = 32 * MIB
@@ -43,7 +43,7 @@ def probe_machine(folder: Path = Path()) -> MachineFacts:
         python=tuple(sys.version_info[:3]),
         **_probe_torch(),
         has_gpu_driver=Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists(),
-        cores=cores(),
+        cores=num_cores(),
         machine_cores=os.cpu_count() or 1,
         quota_cores=cgroup.cpu_quota(),
         load_average=os.getloadavg()[0],

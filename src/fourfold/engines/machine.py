@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fourfold.words import heap
 from fourfold.words.errors import Problem, SettingError
-from fourfold.words.world import World, cores
+from fourfold.words.world import World, num_cores
 
 MAX_DEFAULT_PROCESSES = 4  # by default and without GPUs: more small processes rarely help, and never by surprise
 MAX_DIGITS = 9
@@ -27,12 +27,12 @@ def num_gpus() -> int:
 
 def default_num_processes() -> int:
     """One process per GPU, else min(cores, 4)."""
-    return num_gpus() or min(cores(), MAX_DEFAULT_PROCESSES)
+    return num_gpus() or min(num_cores(), MAX_DEFAULT_PROCESSES)
 
 
 def thread_variables(num_processes: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """What to add to the environment so that `num_processes` share the cores; nothing the user has set."""
-    threads = str(max(1, cores() // num_processes))
+    threads = str(max(1, num_cores() // num_processes))
     return {name: threads for name in THREAD_VARIABLES if name not in environ}
 
 

@@ -79,7 +79,7 @@ from fourfold.words.host_memory import available_bytes
 from fourfold.words.layout import SPLIT
 from fourfold.words.spans import Recorder
 from fourfold.words.task import Task
-from fourfold.words.world import cores
+from fourfold.words.world import num_cores
 
 
 def parallelize(
@@ -843,7 +843,7 @@ def _tune_freed_memory(num_steps: int) -> None:
 
 def _set_threads(communicator: comm.Communicator) -> None:
     # torch's own default is the number of physical cores: only another number was somebody's choice.
-    defaults = {cores(), psutil.cpu_count(logical=False)}
+    defaults = {num_cores(), psutil.cpu_count(logical=False)}
     chosen = "OMP_NUM_THREADS" in os.environ or torch.get_num_threads() not in defaults
     if communicator.world.local_size > 1 and not chosen:
-        torch.set_num_threads(max(1, cores() // communicator.world.local_size))
+        torch.set_num_threads(max(1, num_cores() // communicator.world.local_size))

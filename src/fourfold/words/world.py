@@ -34,7 +34,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> World | None:
     return World(rank=seat.rank, size=seat.size, local_rank=seat.local_rank, local_size=seat.local_size)
 
 
-def cores() -> int:
+def num_cores() -> int:
     """Processors this process may use, at least 1."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cgroup.cpu_quota()
