@@ -18,7 +18,9 @@ def train(case: Case, size: int) -> TrainingResult:
     inner = [optimizer(case)(worker.parameters()) for worker in workers]
     counts, losses, norms = [0.0] * size, [], []
     for number, batch in enumerate(batches(case), 1):
-        told = [_learn(case, w, i, local(batch, size, k)) for k, (w, i) in enumerate(zip(workers, inner, strict=True))]
+        told = [
+            _worker_step(case, w, i, local(batch, size, k)) for k, (w, i) in enumerate(zip(workers, inner, strict=True))
+        ]
         counts = [count + here for count, (_, here, _) in zip(counts, told, strict=True)]
         losses.append(sum(total for total, _, _ in told) / sum(here for _, here, _ in told))
         if case.clip is not None:
@@ -34,7 +36,9 @@ def train(case: Case, size: int) -> TrainingResult:
     return TrainingResult(losses, norms, {name: p.detach().clone() for name, p in together.named_parameters()})
 
 
-def _learn(case: Case, worker: torch.nn.Module, inner: torch.optim.Optimizer, batch) -> tuple[float, float, float]:
+def _worker_step(
+    case: Case, worker: torch.nn.Module, inner: torch.optim.Optimizer, batch
+) -> tuple[float, float, float]:
     """One step of a worker: its loss as a sum and a count, and the norm of its gradient."""
     trained = [p for p in worker.parameters() if p.requires_grad]
     for p in trained:
