@@ -12,25 +12,30 @@ from fourfold.parts.sequence.dropout import DropoutMask
 from fourfold.plan.sequence import RINGS, TokenRanges, token_positions
 
 TOLERANCE = 1e-12
-BATCH, LOCAL, SIZE = 2, 4, 5
+BATCH, LOCAL_LENGTH, HEAD_SIZE = 2, 4, 5
 INF = float("inf")
 
 
-class Heads(NamedTuple):
+class HeadCounts(NamedTuple):
     """How many heads of queries and of keys for each rank that exchanges them, and the size of V."""
 
-    queries: int
-    keys: int
+    num_q: int
+    num_kv: int
     value_size: int
 
 
-HEADS = {"all": Heads(2, 2, SIZE), "grouped": Heads(4, 2, SIZE), "one": Heads(3, 1, SIZE), "narrow V": Heads(2, 1, 3)}
+HEADS = {
+    "all": HeadCounts(2, 2, HEAD_SIZE),
+    "grouped": HeadCounts(4, 2, HEAD_SIZE),
+    "one": HeadCounts(3, 1, HEAD_SIZE),
+    "narrow V": HeadCounts(2, 1, 3),
+}
 KEY_MASKS = ("padding", "bias of keys")
 ROW_MASKS = ("documents", "bias", "columns", "lowest")
 MASKS = (None, *KEY_MASKS, *ROW_MASKS)
 
 
-class Case(NamedTuple):
+class AttentionCase(NamedTuple):
     """One attention over `size` ranks."""
 
     size: int
@@ -45,14 +50,14 @@ class Case(NamedTuple):
 
     @property
     def length(self) -> int:
-        return LOCAL * self.size
+        return LOCAL_LENGTH * self.size
 
     @property
-    def dropped(self) -> AttentionDropout | None:
+    def dropout_args(self) -> AttentionDropout | None:
         return AttentionDropout(self.dropout, seed=3, step=7, call=2, samples=[11, 5]) if self.dropout else None
 
 
-class Whole(NamedTuple):
+class FullTensors(NamedTuple):
     """The tensors of a whole sequence; `mask` [b, h, 1 or L, L]."""
 
     q: Tensor
@@ -62,7 +67,7 @@ class Whole(NamedTuple):
     mask: Tensor | None
 
 
-class Found(NamedTuple):
+class AttentionResult(NamedTuple):
     """What attention gave."""
 
     out: Tensor
@@ -71,29 +76,29 @@ class Found(NamedTuple):
     grad_v: Tensor
 
 
-def cases(size: int) -> Iterator[Case]:
+def cases(size: int) -> Iterator[AttentionCase]:
     """For every way to lay an axis of this size, every kind of mask; heads and dropout by turns."""
     layouts = itertools.product(RINGS, (u for u in range(1, size + 1) if size % u == 0))
     heads, dropouts = itertools.cycle(HEADS), itertools.cycle((0.0, 0.0, 0.3))
     for (ring, ulysses), mask, causal in itertools.product(layouts, MASKS, (False, True)):
-        yield Case(size, ring, ulysses, causal, mask, next(heads), next(dropouts))
+        yield AttentionCase(size, ring, ulysses, causal, mask, next(heads), next(dropouts))
 
 
-def whole(case: Case, factor: float = 1.0) -> Whole:
+def make_tensors(case: AttentionCase, factor: float = 1.0) -> FullTensors:
     """Random tensors; scores grow with the square of `factor`."""
     generator = torch.Generator().manual_seed(0)
     queries, keys, value_size = HEADS[case.heads]
-    shapes = [(queries, SIZE), (keys, SIZE), (keys, value_size), (queries, value_size)]
+    shapes = [(queries, HEAD_SIZE), (keys, HEAD_SIZE), (keys, value_size), (queries, value_size)]
     q, k, v, grad_out = (
         torch.randn(BATCH, heads * case.ulysses, case.length, size, generator=generator, dtype=torch.float64)
         for heads, size in shapes
     )
     mask = _mask(case, q.shape[1], generator)
     q, k, v, grad_out = (tensor.to(case.dtype) for tensor in (q * factor, k * factor, v, grad_out))
-    return Whole(q, k, v, grad_out, mask)
+    return FullTensors(q, k, v, grad_out, mask)
 
 
-def _mask(case: Case, heads: int, generator: torch.Generator) -> Tensor | None:
+def _mask(case: AttentionCase, heads: int, generator: torch.Generator) -> Tensor | None:
     length, dtype = case.length, case.dtype
     numbers = torch.randn(BATCH, heads, length, length, generator=generator, dtype=torch.float64).to(dtype)
     tokens = torch.arange(length)
@@ -115,12 +120,12 @@ def _mask(case: Case, heads: int, generator: torch.Generator) -> Tensor | None:
     return None
 
 
-def oracle(case: Case, tensors: Whole) -> Found:
+def oracle(case: AttentionCase, tensors: FullTensors) -> AttentionResult:
     """What one process finds that writes all scores down, in float64."""
     q, k, v = (tensor.double().clone().requires_grad_() for tensor in tensors[:3])
     heads = q.shape[1]
-    scale = SIZE**-0.5 if case.scale is None else case.scale
-    scores = q @ _of_all(k, heads).mT * scale
+    scale = HEAD_SIZE**-0.5 if case.scale is None else case.scale
+    scores = q @ _repeat_heads(k, heads).mT * scale
     if tensors.mask is not None and tensors.mask.dtype == torch.bool:
         scores = scores.masked_fill(~tensors.mask, -INF)
     elif tensors.mask is not None:
@@ -130,20 +135,22 @@ def oracle(case: Case, tensors: Whole) -> Found:
         scores = scores.masked_fill(torch.ones(case.length, case.length, dtype=torch.bool).triu(1), -INF)
     dead = (scores == -INF).all(-1, keepdim=True)
     weights = scores.masked_fill(dead, 0.0).softmax(-1).masked_fill(dead, 0.0)
-    if case.dropped is not None:
+    if case.dropout_args is not None:
         everything, tokens = slice(None), torch.arange(case.length)
-        draw = DropoutMask(case.dropped, torch.tensor(case.dropped.samples), torch.arange(heads), tokens, tokens)
+        draw = DropoutMask(
+            case.dropout_args, torch.tensor(case.dropout_args.samples), torch.arange(heads), tokens, tokens
+        )
         weights = weights * draw.keep_mask(everything, everything) / (1 - case.dropout)
-    out = weights @ _of_all(v, heads)
+    out = weights @ _repeat_heads(v, heads)
     out.backward(tensors.grad_out.double())
-    return Found(out.detach(), *(tensor.grad for tensor in (q, k, v)))  # type: ignore[arg-type]
+    return AttentionResult(out.detach(), *(tensor.grad for tensor in (q, k, v)))  # type: ignore[arg-type]
 
 
-def _of_all(tensor: Tensor, heads: int) -> Tensor:
+def _repeat_heads(tensor: Tensor, heads: int) -> Tensor:
     return tensor.repeat_interleave(heads // tensor.shape[1], 1)
 
 
-def local(tensors: Whole, case: Case, spans: TokenRanges) -> dict[str, Any]:
+def shard_inputs(tensors: FullTensors, case: AttentionCase, spans: TokenRanges) -> dict[str, Any]:
     """This rank's part of the tensors, as `attend` takes it."""
     mine = torch.tensor(token_positions(spans))
     q, k, v = (tensor[:, :, mine].clone().requires_grad_() for tensor in tensors[:3])
@@ -155,22 +162,22 @@ def local(tensors: Whole, case: Case, spans: TokenRanges) -> dict[str, Any]:
     settings = {
         "causal": case.causal,
         "scale": case.scale,
-        "dropout": case.dropped,
+        "dropout": case.dropout_args,
         "grouped": q.shape[1] != k.shape[1],
     }
     return {"q": q, "k": k, "v": v, "mask": mask, **settings}
 
 
-def on_axis(case: Case, tensors: Whole, axis: SequenceGroup) -> Found:
+def run_on_axis(case: AttentionCase, tensors: FullTensors, axis: SequenceGroup) -> AttentionResult:
     """What this rank of an axis finds."""
     mine = torch.tensor(token_positions(axis.local_token_ranges(case.length)))
-    given = local(tensors, case, axis.local_token_ranges(case.length))
+    given = shard_inputs(tensors, case, axis.local_token_ranges(case.length))
     out = sequence_attention(group=axis, **given)
     out.backward(tensors.grad_out[:, :, mine])
-    return Found(out.detach(), *(given[name].grad for name in "qkv"))
+    return AttentionResult(out.detach(), *(given[name].grad for name in "qkv"))
 
 
-def deviation(found: Found, expected: Found, spans: TokenRanges) -> float:
+def deviation(found: AttentionResult, expected: AttentionResult, spans: TokenRanges) -> float:
     """The largest |a − b| / max(1, |b|) over the output and the three gradients of a rank's tokens."""
     mine = torch.tensor(token_positions(spans))
     pairs = zip(found, (tensor[:, :, mine] for tensor in expected), strict=True)

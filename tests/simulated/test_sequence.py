@@ -13,7 +13,7 @@ from fourfold.run.trace import SpanRecorder
 from fourfold.testing import links, threads
 from fourfold.words.spans import RING_SPAN, SEND_LANE
 from tests import attention
-from tests.attention import BATCH, HEADS, SIZE, TOLERANCE, Case
+from tests.attention import BATCH, HEAD_SIZE, HEADS, TOLERANCE, AttentionCase
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def worst(cases, by="messages", factor=1.0):
         axis = links.make_axis(ranks, cases[0].ring, cases[0].ulysses, transport=by)
         found = []
         for case, tensors, oracle in expected:
-            mine = attention.on_axis(case, tensors, axis)
+            mine = attention.run_on_axis(case, tensors, axis)
             found.append(attention.deviation(mine, oracle, axis.local_token_ranges(case.length)))
         return found
 
@@ -38,7 +38,7 @@ def worst(cases, by="messages", factor=1.0):
 
 
 def _expected(case, factor):
-    tensors = attention.whole(case, factor)
+    tensors = attention.make_tensors(case, factor)
     return tensors, attention.oracle(case, tensors)
 
 
@@ -55,7 +55,7 @@ def test_every_axis_finds_what_one_process_finds(size):
 @pytest.mark.parametrize("ring", ["zigzag", "plain", "gather"])
 def test_scores_are_made_by_rows_where_they_would_not_fit(monkeypatch, ring, mask):
     monkeypatch.setattr(kernels, "MAX_SCORES", 1)
-    cases = [Case(3, ring, causal=causal, mask=mask, heads=heads, dropout=dropout)
+    cases = [AttentionCase(3, ring, causal=causal, mask=mask, heads=heads, dropout=dropout)
              for causal in (False, True) for heads, dropout in (("narrow V", 0.0), ("grouped", 0.4))]  # fmt: skip
     assert max(worst(cases).values()) <= TOLERANCE
 
@@ -67,8 +67,8 @@ def test_scores_are_made_by_rows_where_they_would_not_fit(monkeypatch, ring, mas
 @pytest.mark.parametrize("ring", RINGS)
 def test_scores_of_ten_thousand_overflow_nowhere(ring, heads):
     # Of such scores the rounding of the inputs alone decides: float64 sees the same inputs.
-    cases = [Case(4, ring, causal=causal, heads=heads, scale=1.0) for causal in (False, True)]
-    tensors = attention.whole(cases[0], factor=100.0)
+    cases = [AttentionCase(4, ring, causal=causal, heads=heads, scale=1.0) for causal in (False, True)]
+    tensors = attention.make_tensors(cases[0], factor=100.0)
     assert (tensors.q @ tensors.k.repeat_interleave(tensors.q.shape[1] // tensors.k.shape[1], 1).mT).abs().max() > 1e4
     assert max(worst(cases, factor=100.0).values()) <= 1e-9
     single = [case._replace(dtype=torch.float32) for case in cases]
@@ -79,14 +79,14 @@ def test_scores_of_ten_thousand_overflow_nowhere(ring, heads):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.bfloat16, 0.04), (torch.float16, 5e-3)])
 @pytest.mark.parametrize("ring", RINGS)
 def test_narrow_numbers_are_rounded_once_and_not_at_every_hop(ring, dtype, tolerance):
-    cases = [Case(8, ring, causal=causal, mask=mask, dtype=dtype) for causal in (False, True)
+    cases = [AttentionCase(8, ring, causal=causal, mask=mask, dtype=dtype) for causal in (False, True)
              for mask in (None, "bias", "padding")]  # fmt: skip
     assert max(worst(cases).values()) < tolerance
 
 
 def test_queries_that_may_attend_to_nothing_give_zero_as_in_torch_and_no_gradient():
-    case = Case(2, mask="padding")  # of the first sample all is padding
-    tensors = attention.whole(case)
+    case = AttentionCase(2, mask="padding")  # of the first sample all is padding
+    tensors = attention.make_tensors(case)
     assert tensors.mask is not None
     alone = torch.nn.functional.scaled_dot_product_attention(*tensors[:3], attn_mask=tensors.mask)
     lowest = torch.zeros(tensors.mask.shape, dtype=torch.float64).masked_fill(
@@ -98,7 +98,7 @@ def test_queries_that_may_attend_to_nothing_give_zero_as_in_torch_and_no_gradien
 
     def body(ranks):
         axis = links.make_axis(ranks)
-        found = [attention.on_axis(case, tensors._replace(mask=mask), axis) for mask in (tensors.mask, lowest)]
+        found = [attention.run_on_axis(case, tensors._replace(mask=mask), axis) for mask in (tensors.mask, lowest)]
         return max(attention.deviation(each, expected, axis.local_token_ranges(case.length)) for each in found)
 
     assert max(threads.run(2, body)) <= TOLERANCE
@@ -116,34 +116,36 @@ def wires(axis) -> list[links.ThreadChannel]:
     *itertools.product((2, 4), RINGS, (1,)), (4, "zigzag", 2), (4, "zigzag", 4), (6, "gather", 3),
 ])  # fmt: skip
 def test_a_layer_sends_six_times_its_part_of_k_for_every_hop_and_no_more(size, ring, ulysses, heads):
-    case = Case(size, ring, ulysses, causal=True, heads=heads)
-    tensors = attention.whole(case)
+    case = AttentionCase(size, ring, ulysses, causal=True, heads=heads)
+    tensors = attention.make_tensors(case)
 
     def body(ranks):
         axis = links.make_axis(ranks, ring, ulysses)
-        attention.on_axis(case, tensors, axis)
+        attention.run_on_axis(case, tensors, axis)
         return sum(wire.num_sent_elements for wire in wires(axis))
 
     queries, keys, value_size = (number * ulysses for number in HEADS[heads])
-    layer = AttentionSize(BATCH, case.length, queries, SIZE, keys, value_size // ulysses)
+    layer = AttentionSize(BATCH, case.length, queries, HEAD_SIZE, keys, value_size // ulysses)
     assert set(threads.run(size, body)) == {attention_sent_elements(layer, size, ulysses=ulysses)}
     if heads == "all" and ulysses == 1:
-        assert attention_sent_elements(layer, size) == 6 * (size - 1) * BATCH * (queries * SIZE) * case.length / size
+        assert (
+            attention_sent_elements(layer, size) == 6 * (size - 1) * BATCH * (queries * HEAD_SIZE) * case.length / size
+        )
 
 
 def test_a_key_mask_travels_in_the_message_of_its_keys():
-    case = Case(4, mask="padding")
+    case = AttentionCase(4, mask="padding")
 
     def body(ranks):
         axis = links.make_axis(ranks)
         (wire,), messages = wires(axis), []
         shift = wire.send_right_recv_left
         wire.send_right_recv_left = lambda flat, tag: (messages.append(flat.numel()), shift(flat, tag))[1]
-        attention.on_axis(case, attention.whole(case), axis)
+        attention.run_on_axis(case, attention.make_tensors(case), axis)
         return messages
 
-    pair = 2 * BATCH * HEADS["all"].keys * attention.LOCAL * SIZE
-    with_mask = pair + BATCH * attention.LOCAL
+    pair = 2 * BATCH * HEADS["all"].num_kv * attention.LOCAL_LENGTH * HEAD_SIZE
+    with_mask = pair + BATCH * attention.LOCAL_LENGTH
     assert threads.run(4, body) == [[with_mask] * 3 + [with_mask, *[with_mask, pair] * 2, pair]] * 4
 
 
@@ -166,11 +168,11 @@ def test_the_slowest_rank_of_zigzag_computes_what_the_plan_says(monkeypatch, by)
     slowest = {}
     for ring in ("plain", "zigzag", "gather"):
         done[:] = [0] * 4
-        case = Case(4, ring, causal=True)
+        case = AttentionCase(4, ring, causal=True)
 
         def body(ranks, case=case):
             index[threading.get_ident()] = ranks.rank
-            attention.on_axis(case, attention.whole(case), links.make_axis(ranks, case.ring, transport=by))
+            attention.run_on_axis(case, attention.make_tensors(case), links.make_axis(ranks, case.ring, transport=by))
 
         threads.run(4, body)
         assert done == [2 * scores for scores in scores_per_index(case.length, 4, ring, causal=True)]
@@ -194,12 +196,12 @@ def test_the_trace_shows_that_messages_travel_while_a_rank_computes(monkeypatch)
 
     monkeypatch.setattr(kernels, "forward", timed(kernels.forward))
     monkeypatch.setattr(kernels, "backward", timed(kernels.backward))
-    case = Case(4, causal=True)
+    case = AttentionCase(4, causal=True)
 
     def body(ranks):
         axis, recording = links.make_axis(ranks), SpanRecorder()
         axis.ring_group.recorder = recording
-        attention.on_axis(case, attention.whole(case), axis)
+        attention.run_on_axis(case, attention.make_tensors(case), axis)
         return threading.get_ident(), recording.spans
 
     for rank, spans in threads.run(4, body):
@@ -213,11 +215,11 @@ def test_the_trace_shows_that_messages_travel_while_a_rank_computes(monkeypatch)
 
 @pytest.mark.parametrize("ring", RINGS)
 def test_messages_and_shared_memory_give_the_same_bits(ring):
-    case = Case(4, ring, causal=True, heads="grouped", dtype=torch.float32)
-    tensors = attention.whole(case)
+    case = AttentionCase(4, ring, causal=True, heads="grouped", dtype=torch.float32)
+    tensors = attention.make_tensors(case)
     by_way = [
         threads.run(
-            4, lambda ranks, by=by: attention.on_axis(case, tensors, links.make_axis(ranks, ring, transport=by))
+            4, lambda ranks, by=by: attention.run_on_axis(case, tensors, links.make_axis(ranks, ring, transport=by))
         )
         for by in ("messages", "shared")
     ]

@@ -101,8 +101,8 @@ def attentions(choice: str, host: str | None) -> dict[str, Any]:
             axis = sequence.connect_sequence(ranks, [range(size)], ring=ring, ulysses=ulysses, transport=choice)
         names |= {link.name for link in axis.groups if link.size > 1}
         for case in cases:
-            tensors = attention.whole(case)
-            found, expected = attention.on_axis(case, tensors, axis), attention.oracle(case, tensors)
+            tensors = attention.make_tensors(case)
+            found, expected = attention.run_on_axis(case, tensors, axis), attention.oracle(case, tensors)
             deviations[str(case)] = attention.deviation(found, expected, axis.local_token_ranges(case.length))
         sent[ring] = axis.ring_group.sent_bytes + axis.ulysses_group.sent_bytes
     return {"deviations": deviations, "links": sorted(names), "sent_bytes": sent}
