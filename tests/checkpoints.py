@@ -18,67 +18,67 @@ from fourfold.testing import threads
 from tests.training import Case, batches, build, local
 
 
-class Log:
+class MemoryLog:
     """A log in memory."""
 
     def __init__(self) -> None:
-        self.lines: list[Any] = []
-        self.notes: list[str] = []
+        self.records: list[Any] = []
+        self.messages: list[str] = []
 
-    def line(self, record: Any) -> None:
-        self.lines.append(record)
+    def write_record(self, record: Any) -> None:
+        self.records.append(record)
 
-    def note(self, text: str) -> None:
-        self.notes.append(text)
+    def log_message(self, text: str) -> None:
+        self.messages.append(text)
 
-    def position(self) -> int:
-        return len(self.lines)
+    def log_bytes(self) -> int:
+        return len(self.records)
 
-    def cut(self, position: int) -> None:
-        del self.lines[position:]
+    def truncate_log(self, num_bytes: int) -> None:
+        del self.records[num_bytes:]
 
     def sync(self) -> None: ...
 
 
-class Run:
+class ThreadRun:
     """A run of a case on one thread's rank; `save_at` are steps, `valid` the losses measured there."""
 
     def __init__(self, case: Case, ranks: Any, folder: Path, *, token: str = "a", ema: float | None = None) -> None:
         self.case, self.step = case, build(case, ranks.size, ranks)
         source = [(torch.zeros(1), torch.zeros(1)) for _ in range(40)]
-        self.average = EMA(self.step.weight_shards, ema) if ema else None
+        self.ema = EMA(self.step.weight_shards, ema) if ema else None
         self.feed = Feed(source, batch_size=8)
-        self.log = Log()
-        trained = TrainingState(self.step, self.feed, self.average)
-        self.keeper = CheckpointManager(trained, AttemptDir(folder, token), self.log, seed=0)
+        self.log = MemoryLog()
+        trained = TrainingState(self.step, self.feed, self.ema)
+        self.checkpoints = CheckpointManager(trained, AttemptDir(folder, token), self.log, seed=0)
 
-    def go(self, start: int, stop: int, *, save_at: Any = (), valid: dict[int, float] | None = None) -> None:
+    def run_steps(self, start: int, stop: int, *, save_at: Any = (), valid: dict[int, float] | None = None) -> None:
         for number in range(start, stop):
             self.step(local(batches(self.case)[number], self.step.plan.dp, self.step.dp_index))
-            if self.average is not None and self.step.is_synchronized:
+            if self.ema is not None and self.step.is_synchronized:
                 self.step.flush()
-                self.average.update(number + 1)
+                self.ema.update(number + 1)
             if number + 1 in save_at:
                 loss = (valid or {}).get(number + 1)
-                self.keeper.save(TrainingProgress(number + 1, [1.0], {} if loss is None else {"loss": loss}))
-        self.keeper.wait()
+                self.checkpoints.save(TrainingProgress(number + 1, [1.0], {} if loss is None else {"loss": loss}))
+        self.checkpoints.wait()
 
-    def tensors(self) -> dict[str, Tensor]:
+    def copy_tensors(self) -> dict[str, Tensor]:
         """Copies of everything that is saved."""
-        found = collect_tensors(TrainingState(self.step, self.feed, self.average))
+        found = collect_tensors(TrainingState(self.step, self.feed, self.ema))
         return {
             t.tensor.name: torch.cat([p.detach().clone() for p in t.segments]) for t in found.live_tensors if t.segments
         }
 
 
-def saved_twice(folder: Path, size: int = 2) -> CheckpointStore:
-    threads.run(size, lambda ranks: Run(Case(), ranks, folder).go(0, 3, save_at=(1, 3)))
+def save_twice(folder: Path, size: int = 2) -> CheckpointStore:
+    threads.run(size, lambda ranks: ThreadRun(Case(), ranks, folder).run_steps(0, 3, save_at=(1, 3)))
     shelf = CheckpointStore(folder)
     assert shelf.steps() == [1, 3]
     return shelf
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """Change the manifest of a checkpoint, and give it the checksum of what it now is."""
     path = folder / "manifest.json"
     manifest = json.loads(path.read_bytes())["manifest"]

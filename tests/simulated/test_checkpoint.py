@@ -16,7 +16,7 @@ from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import CheckpointError
 from tests import training
-from tests.checkpoints import Run, rewrite, saved_twice
+from tests.checkpoints import ThreadRun, rewrite_manifest, save_twice
 from tests.training import Case, train_oracle
 
 CASES = [
@@ -41,20 +41,20 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(case, tmp_path):
     ema = 0.9 if case.update == "after" else None  # an average wants the weights after each step
 
     def undisturbed(ranks):
-        run = Run(case, ranks, tmp_path / "whole", ema=ema)
-        run.go(0, 4)
-        return run.tensors(), torch.get_rng_state()
+        run = ThreadRun(case, ranks, tmp_path / "whole", ema=ema)
+        run.run_steps(0, 4)
+        return run.copy_tensors(), torch.get_rng_state()
 
     def begin(ranks):
-        Run(case, ranks, tmp_path, ema=ema).go(0, 3, save_at=(2,))
+        ThreadRun(case, ranks, tmp_path, ema=ema).run_steps(0, 3, save_at=(2,))
 
     def go_on(ranks):
-        run = Run(case, ranks, tmp_path, token="b", ema=ema)
-        progress = run.keeper.resume()
+        run = ThreadRun(case, ranks, tmp_path, token="b", ema=ema)
+        progress = run.checkpoints.resume()
         assert progress is not None
         assert progress.step == 2
-        run.go(2, 4)
-        return run.tensors()
+        run.run_steps(2, 4)
+        return run.copy_tensors()
 
     whole = threads.run(3, undisturbed)
     threads.run(3, begin)
@@ -66,12 +66,12 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(case, tmp_path):
 @pytest.mark.parametrize(("size", "zero", "then"), [(1, 0, 0), (2, 0, 1), (4, 0, 2), (1, 1, 0), (4, 1, 1), (2, 2, 0)])
 def test_another_number_of_ranks_at_another_zero_reads_the_same_files(size, zero, then, tmp_path):
     case = Case(model="tied", batch_sizes=(12, 12, 12, 12), zero=zero)
-    threads.run(3, lambda ranks: Run(case, ranks, tmp_path).go(0, 2, save_at=(2,)))
+    threads.run(3, lambda ranks: ThreadRun(case, ranks, tmp_path).run_steps(0, 2, save_at=(2,)))
 
     def go_on(ranks):
-        run = Run(dataclasses.replace(case, zero=then), ranks, tmp_path)
-        assert run.keeper.resume() is not None
-        run.go(2, 4)
+        run = ThreadRun(dataclasses.replace(case, zero=then), ranks, tmp_path)
+        assert run.checkpoints.resume() is not None
+        run.run_steps(2, 4)
         return {name: p.detach().clone() for name, p in run.step.model.named_parameters()}
 
     oracle = train_oracle(case)
@@ -89,15 +89,15 @@ def test_what_ranks_have_not_sent_is_kept_on_another_number_of_them(size, zero, 
         return {name: state["remainder"].clone() for name, state in run.step.codec_state.tensors.items()}
 
     def begin(ranks):
-        run = Run(case, ranks, tmp_path)
-        run.go(0, 2, save_at=(2,))
+        run = ThreadRun(case, ranks, tmp_path)
+        run.run_steps(0, 2, save_at=(2,))
         return remainders(run)
 
     def go_on(ranks):
-        run = Run(dataclasses.replace(case, zero=zero, bucket_bytes=900), ranks, tmp_path)
-        assert run.keeper.resume() is not None
+        run = ThreadRun(dataclasses.replace(case, zero=zero, bucket_bytes=900), ranks, tmp_path)
+        assert run.checkpoints.resume() is not None
         found = remainders(run)
-        run.go(2, 4)
+        run.run_steps(2, 4)
         return found
 
     saved, loaded = threads.run(3, begin), threads.run(size, go_on)
@@ -109,18 +109,20 @@ def test_what_ranks_have_not_sent_is_kept_on_another_number_of_them(size, zero, 
 
 def test_what_was_not_sent_is_not_dropped_in_silence(tmp_path):
     case = Case(codec="topk", batch_sizes=(12, 12))
-    threads.run(2, lambda ranks: Run(case, ranks, tmp_path).go(0, 2, save_at=(2,)))
+    threads.run(2, lambda ranks: ThreadRun(case, ranks, tmp_path).run_steps(0, 2, save_at=(2,)))
     with pytest.raises(CheckpointError, match="what a codec has not sent yet, and codec = 'bf16'"):
-        threads.run(2, lambda ranks: Run(dataclasses.replace(case, codec="bf16"), ranks, tmp_path).keeper.resume())
+        threads.run(
+            2, lambda ranks: ThreadRun(dataclasses.replace(case, codec="bf16"), ranks, tmp_path).checkpoints.resume()
+        )
 
 
 def test_random_numbers_go_on_where_they_were(tmp_path):
     def drawn(ranks):
-        Run(Case(), ranks, tmp_path).go(0, 2, save_at=(2,))
+        ThreadRun(Case(), ranks, tmp_path).run_steps(0, 2, save_at=(2,))
         first = torch.rand(4)
-        again = Run(Case(), ranks, tmp_path)
+        again = ThreadRun(Case(), ranks, tmp_path)
         torch.manual_seed(99)
-        assert again.keeper.resume() is not None
+        assert again.checkpoints.resume() is not None
         return first, torch.rand(4)
 
     ((first, second),) = threads.run(1, drawn)
@@ -129,44 +131,46 @@ def test_random_numbers_go_on_where_they_were(tmp_path):
 
 def test_a_checkpoint_written_before_the_mesh_was_recorded_restores_random_numbers_too(tmp_path):
     def drawn(ranks, *, again):
-        run = Run(Case(), ranks, tmp_path)
+        run = ThreadRun(Case(), ranks, tmp_path)
         if not again:
-            run.go(0, 2, save_at=(2,))
+            run.run_steps(0, 2, save_at=(2,))
         else:
             torch.manual_seed(99)
-            assert run.keeper.resume() is not None
+            assert run.checkpoints.resume() is not None
         return torch.rand(4)
 
     (first,) = threads.run(1, functools.partial(drawn, again=False))
-    rewrite(CheckpointStore(tmp_path).step_dir(2), lambda manifest: manifest.pop("mesh"))
+    rewrite_manifest(CheckpointStore(tmp_path).step_dir(2), lambda manifest: manifest.pop("mesh"))
     (second,) = threads.run(1, functools.partial(drawn, again=True))
     assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("state", ["00", "00" * 5056], ids=["of another size", "of the same size"])
 def test_a_random_state_that_torch_does_not_take_is_refused_before_anything_changes(state, tmp_path):
-    saved_twice(tmp_path, 1)
-    rewrite(
+    save_twice(tmp_path, 1)
+    rewrite_manifest(
         CheckpointStore(tmp_path).step_dir(3), lambda manifest: manifest.update(random=[{"cpu": state, "device": ""}])
     )
 
     def resume(ranks):
-        run = Run(Case(), ranks, tmp_path)
-        before = run.tensors()
+        run = ThreadRun(Case(), ranks, tmp_path)
+        before = run.copy_tensors()
         with pytest.raises(CheckpointError, match=f"a random state of {len(state) // 2} bytes"):
-            run.keeper.resume()
-        assert all(torch.equal(value, before[name]) for name, value in run.tensors().items())
+            run.checkpoints.resume()
+        assert all(torch.equal(value, before[name]) for name, value in run.copy_tensors().items())
 
     threads.run(1, resume)
 
 
 def test_what_another_model_has_saved_is_refused_with_every_difference(tmp_path):
-    saved_twice(tmp_path, 1)
+    save_twice(tmp_path, 1)
     with pytest.raises(CheckpointError) as caught:
-        threads.run(1, lambda ranks: Run(Case(model="frozen"), ranks, tmp_path).keeper.resume())
+        threads.run(1, lambda ranks: ThreadRun(Case(model="frozen"), ranks, tmp_path).checkpoints.resume())
     assert "second.weight" in str(caught.value)
     with pytest.raises(CheckpointError, match=r"spare\.bias") as caught:
-        threads.run(1, lambda ranks: Run(Case(model="unused", unused="allow"), ranks, tmp_path).keeper.resume())
+        threads.run(
+            1, lambda ranks: ThreadRun(Case(model="unused", unused="allow"), ranks, tmp_path).checkpoints.resume()
+        )
     assert "spare.weight" in str(caught.value)
 
 
@@ -185,23 +189,23 @@ def test_states_of_another_optimizer_are_refused_before_anything_changes(
 ):
     monkeypatch.setitem(training.KINDS, "AMSGrad", functools.partial(torch.optim.AdamW, amsgrad=True))
     case = Case(optimizer=before, zero=zero)
-    threads.run(2, lambda ranks: Run(case, ranks, tmp_path).go(0, 2, save_at=(2,)))
+    threads.run(2, lambda ranks: ThreadRun(case, ranks, tmp_path).run_steps(0, 2, save_at=(2,)))
 
     def resume(ranks):
-        run = Run(dataclasses.replace(case, optimizer=after), ranks, tmp_path)
-        weights = run.tensors()
+        run = ThreadRun(dataclasses.replace(case, optimizer=after), ranks, tmp_path)
+        weights = run.copy_tensors()
         with pytest.raises(CheckpointError, match=said):
-            run.keeper.resume()
-        assert all(torch.equal(value, weights[name]) for name, value in run.tensors().items())
+            run.checkpoints.resume()
+        assert all(torch.equal(value, weights[name]) for name, value in run.copy_tensors().items())
 
     threads.run(2, resume)
 
 
 def test_states_saved_before_the_optimizer_was_recorded_are_refused_where_they_lack_some(tmp_path):
-    threads.run(1, lambda ranks: Run(Case(optimizer="SGD"), ranks, tmp_path).go(0, 2, save_at=(2,)))
-    rewrite(CheckpointStore(tmp_path).step_dir(2), lambda manifest: manifest.pop("optimizer"))
+    threads.run(1, lambda ranks: ThreadRun(Case(optimizer="SGD"), ranks, tmp_path).run_steps(0, 2, save_at=(2,)))
+    rewrite_manifest(CheckpointStore(tmp_path).step_dir(2), lambda manifest: manifest.pop("optimizer"))
     with pytest.raises(CheckpointError, match="without exp_avg, exp_avg_sq, step"):
-        threads.run(1, lambda ranks: Run(Case(), ranks, tmp_path).keeper.resume())
+        threads.run(1, lambda ranks: ThreadRun(Case(), ranks, tmp_path).checkpoints.resume())
 
 
 def test_a_run_goes_on_with_the_options_that_the_task_has_now_and_says_which_have_changed(tmp_path, monkeypatch):
@@ -209,18 +213,18 @@ def test_a_run_goes_on_with_the_options_that_the_task_has_now_and_says_which_hav
     case = Case(batch_sizes=(8, 8, 8, 8))
 
     def edited_while_it_runs(ranks):
-        run = Run(case, ranks, tmp_path)
-        run.go(0, 2, save_at=(2,))
+        run = ThreadRun(case, ranks, tmp_path)
+        run.run_steps(0, 2, save_at=(2,))
         for group in run.step.optimizer.param_groups:
             group["eps"] = 1e-3
-        run.go(2, 4)
-        return run.tensors()
+        run.run_steps(2, 4)
+        return run.copy_tensors()
 
     def edited_before_it_goes_on(ranks):
-        run = Run(dataclasses.replace(case, optimizer="edited"), ranks, tmp_path)
-        assert run.keeper.resume() is not None
-        run.go(2, 4)
-        return run.tensors(), run.log.notes
+        run = ThreadRun(dataclasses.replace(case, optimizer="edited"), ranks, tmp_path)
+        assert run.checkpoints.resume() is not None
+        run.run_steps(2, 4)
+        return run.copy_tensors(), run.log.messages
 
     expected = threads.run(2, edited_while_it_runs)[0]
     for got, notes in threads.run(2, edited_before_it_goes_on):
@@ -228,7 +232,7 @@ def test_a_run_goes_on_with_the_options_that_the_task_has_now_and_says_which_hav
         assert notes == ["the task's optimizer has eps = 0.001 (1e-08 when step 2 was saved): the run goes on with it"]
 
 
-def own_states(run: Run) -> dict[str, Tensor]:
+def own_states(run: ThreadRun) -> dict[str, Tensor]:
     """The first moments of Adam on this rank."""
     states = run.step.state_refs()["optimizer"]
     return {name: torch.cat([part.clone() for part in state["exp_avg"]]) for name, state in states.items()}
@@ -239,13 +243,13 @@ def test_states_of_local_steps_are_each_ranks_own_or_on_another_number_of_ranks_
     case = Case(sync="local", local_steps=2, outer_momentum=0.9, batch_sizes=(12, 12))
 
     def begin(ranks):
-        run = Run(case, ranks, tmp_path)
-        run.go(0, 2, save_at=(2,))
+        run = ThreadRun(case, ranks, tmp_path)
+        run.run_steps(0, 2, save_at=(2,))
         return own_states(run), run.step.state_refs()["outer"]
 
     def go_on(ranks):
-        run = Run(case, ranks, tmp_path)
-        assert run.keeper.resume() is not None
+        run = ThreadRun(case, ranks, tmp_path)
+        assert run.checkpoints.resume() is not None
         return own_states(run), run.step.state_refs()["outer"]
 
     saved = threads.run(3, begin)
@@ -259,12 +263,12 @@ def test_states_of_local_steps_are_each_ranks_own_or_on_another_number_of_ranks_
 
 def test_ranks_that_learn_by_themselves_may_go_on_together(tmp_path):
     case = Case(sync="local", local_steps=2, outer_momentum=0.9, batch_sizes=(12, 12, 12, 12))
-    threads.run(3, lambda ranks: Run(case, ranks, tmp_path).go(0, 2, save_at=(2,)))
+    threads.run(3, lambda ranks: ThreadRun(case, ranks, tmp_path).run_steps(0, 2, save_at=(2,)))
 
     def go_on(ranks, **fields):
-        run = Run(dataclasses.replace(case, sync="step", **fields), ranks, tmp_path)
-        assert run.keeper.resume() is not None
-        run.go(2, 4)
+        run = ThreadRun(dataclasses.replace(case, sync="step", **fields), ranks, tmp_path)
+        assert run.checkpoints.resume() is not None
+        run.run_steps(2, 4)
         return [p.detach().clone() for p in run.step.model.parameters()]
 
     whole, split = threads.run(2, go_on), threads.run(3, lambda ranks: go_on(ranks, zero=2))

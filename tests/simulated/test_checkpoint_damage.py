@@ -22,7 +22,7 @@ from fourfold.run.checkpoint.shelf import CheckpointStore, newest_valid, verify_
 from fourfold.run.folder import check_run_name, format_finished, read_finished_record, read_identity
 from fourfold.testing import threads
 from fourfold.words.errors import CheckpointError, SettingError, UnreadableCheckpointError
-from tests.checkpoints import Run, rewrite, saved_twice
+from tests.checkpoints import ThreadRun, rewrite_manifest, save_twice
 from tests.training import Case
 
 
@@ -52,23 +52,23 @@ DAMAGE = {
     ),
     "options nested 900 deep": (
         "manifest.json",
-        lambda path: rewrite(path.parent, lambda manifest: manifest["groups"][0].update(lr=nested(900))),
+        lambda path: rewrite_manifest(path.parent, lambda manifest: manifest["groups"][0].update(lr=nested(900))),
     ),
     "another step than the folder's": (
         "manifest.json",
-        lambda path: rewrite(path.parent, lambda manifest: manifest.update(step=4)),
+        lambda path: rewrite_manifest(path.parent, lambda manifest: manifest.update(step=4)),
     ),
     "a count of nothing": (
         "manifest.json",
-        lambda path: rewrite(path.parent, lambda manifest: manifest["record"].update(nominal_count=0)),
+        lambda path: rewrite_manifest(path.parent, lambda manifest: manifest["record"].update(nominal_count=0)),
     ),
     "a scale without its value": (
         "manifest.json",
-        lambda path: rewrite(path.parent, lambda manifest: manifest["record"].update(scale={"good": 1})),
+        lambda path: rewrite_manifest(path.parent, lambda manifest: manifest["record"].update(scale={"good": 1})),
     ),
     "a count of updates that is a text": (
         "manifest.json",
-        lambda path: rewrite(path.parent, lambda manifest: manifest["scalars"]["head.bias"].update(step="x")),
+        lambda path: rewrite_manifest(path.parent, lambda manifest: manifest["scalars"]["head.bias"].update(step="x")),
     ),
     "another step in the manifest": (
         "manifest.json",
@@ -80,7 +80,7 @@ DAMAGE = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_what_is_damaged_is_found_named_and_the_one_before_is_used(damage, tmp_path, capsys):
     name, break_it = DAMAGE[damage]
-    shelf = saved_twice(tmp_path)
+    shelf = save_twice(tmp_path)
     break_it(shelf.step_dir(3) / name)
     assert any(name in text for text in verify_checkpoint(shelf.step_dir(3)))
     assert newest_valid(tmp_path) == shelf.step_dir(1)
@@ -88,11 +88,11 @@ def test_what_is_damaged_is_found_named_and_the_one_before_is_used(damage, tmp_p
     assert "a newer checkpoint is damaged" in capsys.readouterr().err
 
     def go_on(ranks):
-        run = Run(Case(), ranks, tmp_path, token="b")
-        progress = run.keeper.resume()
+        run = ThreadRun(Case(), ranks, tmp_path, token="b")
+        progress = run.checkpoints.resume()
         assert progress is not None
-        run.go(1, 3, save_at=(3,))
-        return progress.step, run.log.notes
+        run.run_steps(1, 3, save_at=(3,))
+        return progress.step, run.log.messages
 
     (step, notes), (other, _) = threads.run(2, go_on)
     assert (step, other) == (1, 1)
@@ -130,8 +130,8 @@ DIFFERENCES = {
 @pytest.mark.parametrize("difference", DIFFERENCES)
 def test_a_file_whose_tensors_are_not_those_of_the_manifest_is_damaged(difference, tmp_path, capsys):
     change, said = DIFFERENCES[difference]
-    shelf = saved_twice(tmp_path, 1)
-    rewrite(shelf.step_dir(3), change)
+    shelf = save_twice(tmp_path, 1)
+    rewrite_manifest(shelf.step_dir(3), change)
     assert any(said in text for text in verify_checkpoint(shelf.step_dir(3)))
     assert newest_valid(tmp_path) == shelf.step_dir(1)
     assert checkpoints.verify_checkpoints(str(tmp_path)) == 1
@@ -142,7 +142,7 @@ def test_a_file_whose_tensors_are_not_those_of_the_manifest_is_damaged(differenc
 
 
 def test_a_checkpoint_that_was_copied_to_the_name_of_another_step_is_damaged(tmp_path, capsys):
-    shelf = saved_twice(tmp_path, 1)
+    shelf = save_twice(tmp_path, 1)
     shutil.copytree(shelf.step_dir(1), shelf.step_dir(5))
     assert checkpoints.verify_checkpoints(str(tmp_path)) == 1
     assert "step 1, in the folder of step 5" in capsys.readouterr().out
@@ -156,9 +156,9 @@ def test_a_mark_that_is_damaged_is_told_and_the_checkpoints_before_stay(tmp_path
     monkeypatch.setattr(keeping, "_write_marker", broken)
 
     def body(ranks):
-        run = Run(Case(), ranks, tmp_path)
-        run.go(0, 3, save_at=(1, 3))
-        return run.log.notes
+        run = ThreadRun(Case(), ranks, tmp_path)
+        run.run_steps(0, 3, save_at=(1, 3))
+        return run.log.messages
 
     (notes,) = threads.run(1, body)
     assert "step 3 could not be written: rank-000.json: " in notes[0]
@@ -183,7 +183,7 @@ def test_settings_that_cannot_be_read_say_nothing_of_the_run(text, tmp_path):
 
 
 def test_every_flipped_bit_of_a_file_is_found(tmp_path):
-    shelf = saved_twice(tmp_path, 1)
+    shelf = save_twice(tmp_path, 1)
     generator = torch.Generator().manual_seed(0)
     for path in shelf.step_dir(3).iterdir():
         for place in torch.randint(path.stat().st_size - 1, (40,), generator=generator).tolist():
@@ -202,11 +202,11 @@ NEWER = {
 
 @pytest.mark.parametrize("change", NEWER.values(), ids=NEWER)
 def test_a_checkpoint_of_a_newer_version_is_no_damage_and_the_run_does_not_begin_again(change, tmp_path, capsys):
-    shelf = saved_twice(tmp_path)
+    shelf = save_twice(tmp_path)
     for step in shelf.steps():
-        rewrite(shelf.step_dir(step), change)
+        rewrite_manifest(shelf.step_dir(step), change)
     with pytest.raises(UnreadableCheckpointError, match=r"version 2, of a newer fourfold .* at most version 1"):
-        threads.run(2, lambda ranks: Run(Case(), ranks, tmp_path).keeper.resume())
+        threads.run(2, lambda ranks: ThreadRun(Case(), ranks, tmp_path).checkpoints.resume())
     assert shelf.steps() == [1, 3]
     assert checkpoints.verify_checkpoints(str(tmp_path)) == 1
     assert checkpoints.list_checkpoints(str(tmp_path)) == 0
@@ -220,7 +220,7 @@ def test_a_checkpoint_of_a_newer_version_is_no_damage_and_the_run_does_not_begin
 @pytest.mark.parametrize("name", ["manifest.json", "rank-001.safetensors"])
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.ESTALE])
 def test_a_file_that_may_not_be_opened_is_no_damage(name, number, tmp_path, monkeypatch):
-    shelf = saved_twice(tmp_path)
+    shelf = save_twice(tmp_path)
 
     def refused(path, *rest, real=Path.open, **how):
         if path.name == name:
@@ -229,15 +229,15 @@ def test_a_file_that_may_not_be_opened_is_no_damage(name, number, tmp_path, monk
 
     monkeypatch.setattr(Path, "open", refused)
     with pytest.raises(UnreadableCheckpointError, match=rf"{name}: {os.strerror(number).lower()}"):
-        threads.run(2, lambda ranks: Run(Case(), ranks, tmp_path).keeper.resume())
+        threads.run(2, lambda ranks: ThreadRun(Case(), ranks, tmp_path).checkpoints.resume())
     assert shelf.steps() == [1, 3]
 
 
 def test_without_a_good_checkpoint_nothing_is_put_back(tmp_path):
-    shelf = saved_twice(tmp_path, 1)
+    shelf = save_twice(tmp_path, 1)
     for step in (1, 3):
         flip(shelf.step_dir(step) / "rank-000.safetensors", -1)
-    (progress,) = threads.run(1, lambda ranks: Run(Case(), ranks, tmp_path).keeper.resume())
+    (progress,) = threads.run(1, lambda ranks: ThreadRun(Case(), ranks, tmp_path).checkpoints.resume())
     assert progress is None
     with pytest.raises(CheckpointError, match="no checkpoint"):
         newest_valid(tmp_path)
@@ -252,9 +252,9 @@ def test_a_piece_that_cannot_be_written_leaves_the_checkpoints_before(tmp_path, 
     monkeypatch.setattr(keeping, "write_snapshot", fails)
 
     def body(ranks):
-        run = Run(Case(), ranks, tmp_path)
-        run.go(0, 3, save_at=(1, 3))
-        return run.log.notes
+        run = ThreadRun(Case(), ranks, tmp_path)
+        run.run_steps(0, 3, save_at=(1, 3))
+        return run.log.messages
 
     (notes, others) = threads.run(2, body)
     assert "step 3 could not be written: rank 1: no space left on device" in notes[0]
@@ -267,15 +267,15 @@ def test_a_folder_that_nothing_can_be_written_to_is_told_without_waiting_for_mar
     monkeypatch.setattr(keeping, "MARKER_TIMEOUT_SECONDS", 10.0)
 
     def body(ranks):
-        run = Run(Case(), ranks, tmp_path)
-        run.go(0, 1, save_at=(1,))
+        run = ThreadRun(Case(), ranks, tmp_path)
+        run.run_steps(0, 1, save_at=(1,))
         if run.step.rank == 0:
             shelf = CheckpointStore(tmp_path).path
             shelf.rename(tmp_path / "before")
             shelf.touch()
         run.step.all_gather_json(None)
-        run.go(1, 3, save_at=(3,))
-        return run.log.notes
+        run.run_steps(1, 3, save_at=(3,))
+        return run.log.messages
 
     (notes, others) = threads.run(2, body)
     assert "step 3 could not be written: rank 0: " in notes[0]
@@ -299,9 +299,9 @@ def test_a_folder_that_is_removed_while_it_is_written_is_told_without_waiting_fo
     monkeypatch.setattr(keeping, "_write_marker", mark)
 
     def body(ranks):
-        run = Run(Case(), ranks, tmp_path)
-        run.go(0, 3, save_at=(1, 3))
-        return run.log.notes
+        run = ThreadRun(Case(), ranks, tmp_path)
+        run.run_steps(0, 3, save_at=(1, 3))
+        return run.log.messages
 
     (notes, _) = threads.run(2, body)
     assert "step 3 could not be written: its folder was removed while it was written" in notes[0]
@@ -331,14 +331,14 @@ def test_a_full_disk_is_a_warning_and_the_checkpoints_before_stay(checked, tmp_p
         folder = tmp_path / "disk" / "run"
 
         def body(ranks):
-            run = Run(Case(), ranks, folder)
-            run.go(0, 1, save_at=(1,))
+            run = ThreadRun(Case(), ranks, folder)
+            run.run_steps(0, 1, save_at=(1,))
             if run.step.rank == 0:
                 free = shutil.disk_usage(folder).free
                 (tmp_path / "disk" / "other").write_bytes(b"x" * (free - 8192))
             run.step.all_gather_json(None)
-            run.go(1, 3, save_at=(3,))
-            return run.log.notes
+            run.run_steps(1, 3, save_at=(3,))
+            return run.log.messages
 
         notes, _ = threads.run(2, body)
         assert "could not be written" in notes[0]
@@ -348,7 +348,7 @@ def test_a_full_disk_is_a_warning_and_the_checkpoints_before_stay(checked, tmp_p
 
 
 def test_weights_are_exported_into_a_folder_that_is_made_or_the_reason_is_told(tmp_path, capsys):
-    saved_twice(tmp_path)
+    save_twice(tmp_path)
     target = tmp_path / "not" / "there" / "weights.safetensors"
     assert checkpoints.export_checkpoint(str(tmp_path), str(target), step=None, ema=False) == 0
     assert target.stat().st_size > 0

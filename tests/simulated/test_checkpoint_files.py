@@ -22,7 +22,7 @@ from fourfold.testing import threads
 from fourfold.words.errors import CheckpointError
 from fourfold.words.task import Data, Task
 from tests import training
-from tests.checkpoints import Log, Run, saved_twice
+from tests.checkpoints import MemoryLog, ThreadRun, save_twice
 from tests.training import Case, batches
 
 
@@ -30,7 +30,7 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path):
     case = Case(batch_sizes=(8,) * 6)
     valid = {1: 3.0, 2: 1.0, 3: 2.0, 4: 2.0, 5: 2.0}
     every = tuple(range(1, 7))
-    threads.run(2, lambda ranks: Run(case, ranks, tmp_path).go(0, 6, save_at=every, valid=valid))
+    threads.run(2, lambda ranks: ThreadRun(case, ranks, tmp_path).run_steps(0, 6, save_at=every, valid=valid))
     shelf = CheckpointStore(tmp_path)
     assert shelf.steps() == [2, 5, 6]
     assert shelf.best_step() == 2
@@ -48,15 +48,15 @@ def test_a_snapshot_is_what_the_weights_were_when_it_was_taken(tmp_path, monkeyp
     monkeypatch.setattr(keeping, "write_snapshot", later)
 
     def body(ranks):
-        run = Run(Case(), ranks, tmp_path)
+        run = ThreadRun(Case(), ranks, tmp_path)
         run.step(batches(Case())[0])
-        then = run.tensors()
-        run.keeper.save(TrainingProgress(1))
+        then = run.copy_tensors()
+        run.checkpoints.save(TrainingProgress(1))
         assert entered.wait(30)
         run.step(batches(Case())[1])  # training goes on while nothing has been written yet
         go.set()
-        run.keeper.wait()
-        return then, run.tensors()
+        run.checkpoints.wait()
+        return then, run.copy_tensors()
 
     ((then, now),) = threads.run(1, body)
     with CheckpointReader(CheckpointStore(tmp_path).step_dir(1)) as reader:
@@ -69,10 +69,10 @@ def test_weights_are_exported_under_the_models_names_and_loaded_again(tmp_path):
     case = Case(model="tied")
 
     def body(ranks):
-        run = Run(case, ranks, tmp_path, ema=0.5)
-        run.go(0, 3, save_at=(3,))
-        assert run.average is not None
-        return run.step.model.state_dict(), {name: value.clone() for name, value in run.average.values.items()}
+        run = ThreadRun(case, ranks, tmp_path, ema=0.5)
+        run.run_steps(0, 3, save_at=(3,))
+        assert run.ema is not None
+        return run.step.model.state_dict(), {name: value.clone() for name, value in run.ema.values.items()}
 
     model, averages = threads.run(2, body)[0]
     export_weights(CheckpointStore(tmp_path).step_dir(3), tmp_path / "weights.safetensors")
@@ -109,7 +109,7 @@ def test_a_checkpoint_of_complex_weights_is_not_put_into_real_parameters(tmp_pat
         step = TrainStep(module, lambda outputs, targets: outputs.abs(), sgd, plan=plan, communicator=ranks, clip=None)
         step((torch.ones(1, 2, dtype=dtype), torch.zeros(1)))
         feed = Feed([(torch.zeros(1), torch.zeros(1))], batch_size=1)
-        return CheckpointManager(TrainingState(step, feed), AttemptDir(tmp_path, "a"), Log(), seed=0)
+        return CheckpointManager(TrainingState(step, feed), AttemptDir(tmp_path, "a"), MemoryLog(), seed=0)
 
     def save(ranks):
         keeper = run(ranks, torch.complex64)
@@ -136,7 +136,7 @@ def test_an_average_follows_its_definition_and_does_not_disturb(tmp_path):
 
 
 def test_pieces_are_balanced_in_bytes(tmp_path):
-    shelf = saved_twice(tmp_path, 4)
+    shelf = save_twice(tmp_path, 4)
     sizes = [file.num_bytes for file in read_manifest(shelf.step_dir(3)).files.values()]
     assert len(sizes) == 4
     assert max(sizes) < 1.2 * min(sizes)

@@ -12,7 +12,7 @@ from fourfold.run.checkpoint.shelf import CheckpointStore
 from fourfold.testing import threads
 from fourfold.words.errors import CheckpointError, TaskError
 from tests import odd, training
-from tests.checkpoints import Run, saved_twice
+from tests.checkpoints import ThreadRun, save_twice
 from tests.training import Case, batches, build, local
 
 CASE = Case(batch_sizes=(8, 8))
@@ -93,10 +93,10 @@ def test_two_values_of_a_tied_weight_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match=said):
         load_weights_file(training.model("tied"), tmp_path / "weights.safetensors")
     untied = dataclasses.replace(CASE, optimizer="descent")
-    threads.run(1, lambda ranks: Run(untied, ranks, tmp_path).go(0, 1, save_at=(1,)))
+    threads.run(1, lambda ranks: ThreadRun(untied, ranks, tmp_path).run_steps(0, 1, save_at=(1,)))
     tied = dataclasses.replace(untied, model="tied")
     with pytest.raises(TaskError, match=said):
-        threads.run(1, lambda ranks: Run(tied, ranks, tmp_path).keeper.resume())
+        threads.run(1, lambda ranks: ThreadRun(tied, ranks, tmp_path).checkpoints.resume())
 
 
 class Copying(training.Net):
@@ -130,17 +130,17 @@ def test_a_model_whose_state_dict_has_not_its_weights_is_refused_when_the_run_be
     monkeypatch.setitem(odd.ODD, "own state_dict", kind)
     case = dataclasses.replace(CASE, model="own state_dict", **fields)
     with pytest.raises(TaskError, match=r"a state_dict\(\) without \w+(\.\w+)? itself and 8 more"):
-        threads.run(2, lambda ranks: Run(case, ranks, tmp_path), hosts=hosts)
+        threads.run(2, lambda ranks: ThreadRun(case, ranks, tmp_path), hosts=hosts)
 
 
 def test_names_beside_the_checkpoints_that_are_none_of_ours_do_no_harm(tmp_path):
-    shelf = saved_twice(tmp_path, 1)
+    shelf = save_twice(tmp_path, 1)
     (shelf.path / "step-000000009").mkdir()
     (shelf.path / ".part-of-mine").touch()
     assert shelf.steps() == [1, 3]
     shelf.prune(num_kept=1)
     assert sorted(path.name for path in shelf.path.iterdir()) == [".part-of-mine", "step-000000009", "step-00000003"]
-    assert threads.run(1, lambda ranks: Run(Case(), ranks, tmp_path).keeper.resume())[0].step == 3
+    assert threads.run(1, lambda ranks: ThreadRun(Case(), ranks, tmp_path).checkpoints.resume())[0].step == 3
     assert CheckpointStore(tmp_path).steps() == [3]
 
 

@@ -23,7 +23,7 @@ from fourfold.run.build import TrainStep
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import PlanError, TaskError, TrainingError
-from tests.checkpoints import Run
+from tests.checkpoints import ThreadRun
 from tests.odd import ODD
 from tests.training import Case, batches, build, deviation, local, model, train_oracle, train_step
 
@@ -434,15 +434,15 @@ def test_checkpoints_of_weights_that_rest_split_are_read_anywhere(first, then, t
     case = first.case(batch_sizes=(12,) * 4, clip=0.5, model="tied")
 
     def begin(ranks):
-        run = Run(case, ranks, tmp_path, ema=0.5)
-        run.go(0, 2, save_at=(2,))
-        run.go(2, 4)
+        run = ThreadRun(case, ranks, tmp_path, ema=0.5)
+        run.run_steps(0, 2, save_at=(2,))
+        run.run_steps(2, 4)
         return oracle.snapshot(run.step, [], [])
 
     def go_on(ranks):
-        run = Run(then.case(batch_sizes=(12,) * 4, clip=0.5, model="tied"), ranks, tmp_path, token="b", ema=0.5)
-        assert run.keeper.resume() is not None
-        run.go(2, 4)
+        run = ThreadRun(then.case(batch_sizes=(12,) * 4, clip=0.5, model="tied"), ranks, tmp_path, token="b", ema=0.5)
+        assert run.checkpoints.resume() is not None
+        run.run_steps(2, 4)
         return oracle.snapshot(run.step, [], [])
 
     whole, expected = first.run(begin), train_oracle(case)

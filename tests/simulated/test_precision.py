@@ -16,7 +16,7 @@ from fourfold.run.checkpoint.shelf import CheckpointStore
 from fourfold.run.speaker import format_offload
 from fourfold.testing import oracle, threads
 from tests import training
-from tests.checkpoints import Run
+from tests.checkpoints import ThreadRun
 from tests.precision import CASE, HOW, LEVELS, by_hand, go, make, own, run, same
 from tests.training import Case, batches
 
@@ -286,14 +286,14 @@ def test_checkpoints_hold_the_float32_weights_and_averages_and_are_read_on_any_m
     case = dataclasses.replace(CASE, **LEVELS[zero], batch_sizes=(12, 12, 12))
 
     def save(ranks):
-        run: Any = Run(case, ranks, tmp_path, ema=0.9)
+        run: Any = ThreadRun(case, ranks, tmp_path, ema=0.9)
         run.go(0, 2, save_at=(2,))
         weights = run.step.state_dict()
         with run.step.swapped_weights(run.average.values):
             return weights, run.step.state_dict()["model"]
 
     def load(ranks):
-        other: Any = Run(dataclasses.replace(case, **LEVELS[then[0]]), ranks, tmp_path, token="b", ema=0.9)
+        other: Any = ThreadRun(dataclasses.replace(case, **LEVELS[then[0]]), ranks, tmp_path, token="b", ema=0.9)
         assert other.checkpoints.resume().step == 2
         state = other.step.state_dict()
         assert same(state["model"], weights["model"])

@@ -17,7 +17,7 @@ from fourfold.run.checkpoint.shelf import CheckpointStore
 from fourfold.testing import threads
 from fourfold.words.errors import PeerError
 from fourfold.words.world import World
-from tests.checkpoints import Run
+from tests.checkpoints import ThreadRun
 from tests.training import Case
 
 SECONDS = 20  # far less than a wait's own time limit, far more than a look takes
@@ -88,14 +88,14 @@ def test_a_rank_that_waits_for_data_hears_of_a_death(corpse: _RankProcess) -> No
 
 def test_the_writer_does_not_wait_for_the_piece_of_a_dead_rank(tmp_path, monkeypatch) -> None:
     def body(ranks):
-        run = Run(Case(), ranks, tmp_path)
-        run.go(0, 2, save_at=(1,))
+        run = ThreadRun(Case(), ranks, tmp_path)
+        run.run_steps(0, 2, save_at=(1,))
         if ranks.rank == 1:  # as if it had been killed while it wrote
-            monkeypatch.setattr(run.keeper, "_write_rank_file", lambda *_: None)
+            monkeypatch.setattr(run.checkpoints, "_write_rank_file", lambda *_: None)
         monkeypatch.setattr(run.step, "peer_is_dead", lambda rank: rank == 1)
         begin = time.monotonic()
-        run.go(2, 3, save_at=(3,))
-        return run.log.notes, time.monotonic() - begin
+        run.run_steps(2, 3, save_at=(3,))
+        return run.log.messages, time.monotonic() - begin
 
     notes, seconds = threads.run(2, body)[0]
     assert seconds < SECONDS

@@ -15,7 +15,7 @@ from fourfold.feed.feed import Feed
 from fourfold.run.build import parallelize
 from fourfold.run.checkpoint.keeper import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.run.checkpoint.state import TrainingState
-from tests.checkpoints import Log
+from tests.checkpoints import MemoryLog
 from tests.training import Case, batches, local
 
 STEPS, SAVE_AT, SEED, KEEP = 6, 2, 5, 0.5
@@ -51,7 +51,7 @@ def train(folder: str, dp: int, sp: int, *, save: bool = False, resume: bool = F
     model = Depth().double()
     step = parallelize(model, loss, lambda p: torch.optim.AdamW(p, lr=1e-2), ff.Plan(dp=dp, sp=sp), seed=SEED)
     feed = Feed([(torch.zeros(1), torch.zeros(1)) for _ in range(8)], batch_size=8)
-    keeper = CheckpointManager(TrainingState(step, feed), AttemptDir(Path(folder), "a"), Log(), seed=SEED)
+    keeper = CheckpointManager(TrainingState(step, feed), AttemptDir(Path(folder), "a"), MemoryLog(), seed=SEED)
     first = 0
     if resume:
         progress = keeper.resume()
