@@ -26,14 +26,14 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs, targets, reduction="none")
 
 
-def part(batch: Batch, plan: Plan, index: int) -> Batch:
+def local_batch(batch: Batch, plan: Plan, index: int) -> Batch:
     """A data rank's share of a batch."""
     start, stop = shard_range(0, len(batch[1]), plan.dp, index)
     return batch[0][start:stop], batch[1][start:stop]
 
 
-def train(ranks: Any, made: nn.Module, plan: Plan, given: list[Batch]) -> oracle.TrainingResult:
-    step = TrainStep(made, loss, sgd, plan=plan, communicator=ranks, clip=None)
-    losses = [step(part(batch, plan, step.dp_index)).loss for batch in given]
+def train(ranks: Any, model: nn.Module, plan: Plan, global_batches: list[Batch]) -> oracle.TrainingResult:
+    step = TrainStep(model, loss, sgd, plan=plan, communicator=ranks, clip=None)
+    losses = [step(local_batch(batch, plan, step.dp_index)).loss for batch in global_batches]
     step.flush()
     return oracle.snapshot(step, losses, [])

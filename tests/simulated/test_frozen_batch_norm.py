@@ -11,7 +11,7 @@ from fourfold.run.refuse import check_plan_for_model
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import DivergenceError, PlanError, TaskError
-from tests.classes import batches, loss, part, sgd
+from tests.classes import batches, local_batch, loss, sgd
 from tests.training import SEEDING
 
 PLANS = [Plan(dp=2), Plan(microbatches=2), Plan(dp=2, microbatches=2), Plan(dp=2, zero=2)]
@@ -53,8 +53,8 @@ def test_frozen_statistics_train_as_on_one_device(plan):
 
     def body(ranks):
         step = TrainStep(net(), loss, sgd, plan=plan, communicator=ranks, clip=None)
-        metrics = [step(part(batch, plan, step.dp_index)) for batch in given]
-        step.evaluate(part(given[0], plan, step.dp_index))
+        metrics = [step(local_batch(batch, plan, step.dp_index)) for batch in given]
+        step.evaluate(local_batch(given[0], plan, step.dp_index))
         assert torch.equal(step.model.get_buffer("norm.running_mean"), net().get_buffer("norm.running_mean"))
         return oracle.snapshot(step, [m.loss for m in metrics], [])
 
@@ -80,12 +80,12 @@ def test_statistics_that_are_frozen_no_more_are_refused_before_a_weight_moves(pl
 
     def body(ranks):
         step = TrainStep(net(), loss, sgd, plan=plan, communicator=ranks, clip=None)
-        step(part(batch, plan, step.dp_index))
+        step(local_batch(batch, plan, step.dp_index))
         step.model.train()
         with pytest.raises(TaskError, match="batch normalization at norm in training mode"):
-            step(part(batch, plan, step.dp_index))
+            step(local_batch(batch, plan, step.dp_index))
         step.model.get_submodule("norm").eval()
-        return step(part(batch, plan, step.dp_index)).loss
+        return step(local_batch(batch, plan, step.dp_index)).loss
 
     assert len(set(threads.run(plan.dp, body))) == 1
 
@@ -98,7 +98,7 @@ def test_a_model_whose_train_keeps_statistics_frozen_may_be_set_to_train():
         losses = []
         for _ in range(3):
             step.model.train()
-            losses.append(step(part(batch, plan, step.dp_index)).loss)
+            losses.append(step(local_batch(batch, plan, step.dp_index)).loss)
         return oracle.snapshot(step, losses, [])
 
     expected = oracle.train(net(stays=True), loss, sgd, [batch] * 3)
@@ -118,7 +118,7 @@ def test_statistics_that_forward_itself_unfreezes_are_refused(plan):
         model.norm.eval()
         step = TrainStep(model, loss, sgd, plan=plan, communicator=ranks, clip=None)
         with pytest.raises(TaskError, match="forward writes norm"):
-            step(part(batches(24)[0], plan, step.dp_index))
+            step(local_batch(batches(24)[0], plan, step.dp_index))
 
     threads.run(plan.dp, body)
 
@@ -128,10 +128,10 @@ def test_one_rank_that_unfreezes_its_statistics_is_named_and_no_other_waits():
 
     def body(ranks):
         step = TrainStep(net(), loss, sgd, plan=plan, communicator=ranks, clip=None)
-        step(part(batch, plan, step.dp_index))
+        step(local_batch(batch, plan, step.dp_index))
         step.model.train(ranks.rank == 1)
         with pytest.raises((TaskError, DivergenceError), match=r"batch normalization at norm in training mode|step 2"):
-            step(part(batch, plan, step.dp_index))
+            step(local_batch(batch, plan, step.dp_index))
 
     threads.run(2, body)
 
@@ -142,7 +142,7 @@ def test_a_distributed_optimizer_trains_frozen_statistics_and_refuses_others():
     def body(ranks):
         model = net()
         optimizer = DistributedOptimizer(sgd(model.parameters()), model, plan, communicator=ranks)
-        inputs, targets = part(batch, plan, ranks.rank)
+        inputs, targets = local_batch(batch, plan, ranks.rank)
 
         def backward():
             loss(model(inputs), targets).mean().backward()
