@@ -17,7 +17,7 @@ from fourfold.testing.oracle import TrainingResult
 from tests.training import Case, batches, local, loss, model, optimizer
 
 
-class Workers:
+class CodecWorkers:
     """`size` workers that train one model."""
 
     def __init__(self, case: Case, size: int) -> None:
@@ -27,15 +27,15 @@ class Workers:
         self.trainable = trainable_parameters(self.model)
         specs = data.param_specs(self.trainable, {name: group_of[id(p)] for name, p in self.trainable.items()})
         self.buckets = make_buckets(specs, bucket_bytes=case.bucket_bytes)
-        self.codecs = [[self._make(bucket) for _ in range(size)] for bucket in self.buckets]
+        self.codecs = [[self._make_codec(bucket) for _ in range(size)] for bucket in self.buckets]
 
-    def _make(self, bucket: Bucket) -> Codec:
+    def _make_codec(self, bucket: Bucket) -> Codec:
         coding = self.case.plan(self.size).codec_spec
         assert coding is not None
         shapes = [tuple(self.trainable[slot.name].shape) for slot in bucket.slots]
         return codec.make_codec(coding, bucket, shapes, device=torch.device("cpu"))
 
-    def _gradient(self, parts: list[Microbatch], unit: float) -> tuple[dict[str, Tensor], Tensor]:
+    def _worker_gradient(self, parts: list[Microbatch], unit: float) -> tuple[dict[str, Tensor], Tensor]:
         """A worker's addend by parameter, in a unit, and the sum and count of its loss."""
         self.model.zero_grad()
         said = torch.zeros(2, dtype=torch.float64)
@@ -60,7 +60,7 @@ class Workers:
         totals = [torch.zeros(bucket.size, dtype=torch.float64) for bucket in self.buckets]
         said = torch.zeros(2, dtype=torch.float64)
         for these in rounds:
-            found = [self._gradient([mine[i] for i in these], unit) for mine in parts]
+            found = [self._worker_gradient([mine[i] for i in these], unit) for mine in parts]
             said += sum(each for _, each in found)
             for bucket, codecs, total in zip(self.buckets, self.codecs, totals, strict=True):
                 flats = [torch.cat([g[slot.name].flatten() for slot in bucket.slots]) for g, _ in found]
@@ -79,7 +79,7 @@ class Workers:
 
 def train(case: Case, size: int, *, unit: float = 1.0) -> TrainingResult:
     """The case with `size` workers. Gradients are coded as sums over elements, divided by `unit`."""
-    workers = Workers(case, size)
+    workers = CodecWorkers(case, size)
     told = [workers.step(batch, unit) for batch in batches(case)]
     weights = {name: p.detach().clone() for name, p in workers.model.named_parameters()}
     return TrainingResult([value for value, _ in told], [norm for _, norm in told if norm is not None], weights)
