@@ -27,16 +27,16 @@ def world() -> Iterator[Callable[[int], SpawnedWorld]]:
     """`world(4).run("tests.spawned.cases:name", …)`"""
     worlds: dict[int, SpawnedWorld] = {}
 
-    def of_size(size: int) -> SpawnedWorld:
+    def world_of_size(size: int) -> SpawnedWorld:
         return worlds.setdefault(size, SpawnedWorld(size, root=ROOT))
 
-    yield of_size
+    yield world_of_size
     for each in worlds.values():
         each.kill()
 
 
 @pytest.fixture(autouse=True)
-def _handlers() -> Iterator[None]:
+def _check_signal_handlers() -> Iterator[None]:
     """Each test begins with Python's own handlers and leaves them: a signal that one sends is not to end the tests.
 
     A shell without job control starts what it leaves in the background with SIGINT ignored.
@@ -51,7 +51,7 @@ def _handlers() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _compiling() -> Iterator[None]:
+def _reset_compiler() -> Iterator[None]:
     """Each test begins with a compiler that compiles: threads that tell it not to for a while may leave it so."""
     yield
     if "torch._dynamo" in sys.modules:
@@ -59,8 +59,8 @@ def _compiling() -> Iterator[None]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("hosts") and (reason := _why_no_hosts()):
+    if item.get_closest_marker("hosts") and (reason := _hosts_skip_reason()):
         pytest.skip(reason)
 
 
-_why_no_hosts = functools.cache(hosts.unavailable_reason)
+_hosts_skip_reason = functools.cache(hosts.unavailable_reason)
