@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
-class Outside(nn.Module):
+class FunctionalUse(nn.Module):
     """Weights are used outside their modules: tied by hand, transposed, and through a view that is kept."""
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Outside(nn.Module):
         return self.head(x @ kept) + (x @ self.first.weight) @ self.first.weight[:10].t()
 
 
-class Reused(nn.Module):
+class ReusedLayers(nn.Module):
     """Layers come again, when others have been used since."""
 
     def __init__(self) -> None:
@@ -47,19 +47,19 @@ class Checkpointed(nn.Module):
         self.head = nn.Linear(16, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self._again(self.layers[0], x.requires_grad_(), use_reentrant=True)
-        x = self._again(self.layers[1], x, use_reentrant=False)
-        x = self._again(lambda y: self._again(self.layers[3], self.layers[2](y), use_reentrant=False), x)
+        x = self._checkpoint(self.layers[0], x.requires_grad_(), use_reentrant=True)
+        x = self._checkpoint(self.layers[1], x, use_reentrant=False)
+        x = self._checkpoint(lambda y: self._checkpoint(self.layers[3], self.layers[2](y), use_reentrant=False), x)
         return self.head(x)
 
-    def _again(self, layer: Any, x: Tensor, *, use_reentrant: bool = False) -> Tensor:
+    def _checkpoint(self, layer: Any, x: Tensor, *, use_reentrant: bool = False) -> Tensor:
         # Ranks may be threads: a generator set back here would spoil a model that is being made there.
         out = checkpoint(layer, x, use_reentrant=use_reentrant, preserve_rng_state=False)
         assert isinstance(out, Tensor)
         return out
 
 
-class ManyAtOnce(nn.Module):
+class LargeGRU(nn.Module):
     """One operation takes more weights than are held otherwise."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class ManyAtOnce(nn.Module):
         return self.head(out[:, -1])
 
 
-class _Scaled(torch.autograd.Function):
+class _ScaleFunction(torch.autograd.Function):
     """Saves its weight itself."""
 
     @staticmethod
@@ -86,7 +86,7 @@ class _Scaled(torch.autograd.Function):
         return gradients[0] * weight.exp(), (gradients[0] * x * weight.exp()).sum(0)
 
 
-class OwnFunction(nn.Module):
+class CustomFunction(nn.Module):
     """An operation of one's own, and weights that are no tensors of any module of torch."""
 
     def __init__(self) -> None:
@@ -97,11 +97,11 @@ class OwnFunction(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for scale in self.scales:
-            x = torch.tanh(_Scaled.apply(x, scale) + self.offset)  # type: ignore[operator]
+            x = torch.tanh(_ScaleFunction.apply(x, scale) + self.offset)  # type: ignore[operator]
         return self.head(x)
 
 
-class Attending(nn.Module):
+class AttentionLayers(nn.Module):
     """torch's own attention, whose projections are views of one weight."""
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class Attending(nn.Module):
         return self.head(x[:, 0])
 
 
-class Complex(nn.Module):
+class ComplexWeights(nn.Module):
     """Complex weights: gradients have imaginary parts."""
 
     def __init__(self) -> None:
@@ -133,12 +133,12 @@ class Complex(nn.Module):
         return self.head(torch.cat((z.real, z.imag), dim=-1))
 
 
-ODD: dict[str, type[nn.Module]] = {
-    "outside": Outside,
-    "reused": Reused,
+AWKWARD_MODELS: dict[str, type[nn.Module]] = {
+    "outside": FunctionalUse,
+    "reused": ReusedLayers,
     "checkpointed": Checkpointed,
-    "many at once": ManyAtOnce,
-    "own function": OwnFunction,
-    "attending": Attending,
-    "complex": Complex,
+    "many at once": LargeGRU,
+    "own function": CustomFunction,
+    "attending": AttentionLayers,
+    "complex": ComplexWeights,
 }

@@ -17,7 +17,7 @@ from fourfold.run.build import TrainStep, parallelize
 from fourfold.tasks import digits, lm
 from fourfold.testing import oracle
 from fourfold.testing.oracle import TrainingResult
-from tests.odd import ODD
+from tests.odd import AWKWARD_MODELS
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _make(kind: str) -> nn.Module:
         return task.model().double()
     if kind == "digits":
         return digits.task().model().double()
-    return ODD[kind]().double() if kind in ODD else Net(kind).double()
+    return AWKWARD_MODELS[kind]().double() if kind in AWKWARD_MODELS else Net(kind).double()
 
 
 LOSSES: dict[str, Callable[[Any, Any], Any]] = {

@@ -127,7 +127,7 @@ class Renaming(training.Net):
 def test_a_model_whose_state_dict_has_not_its_weights_is_refused_when_the_run_begins(
     kind, fields, hosts, tmp_path, monkeypatch
 ):
-    monkeypatch.setitem(odd.ODD, "own state_dict", kind)
+    monkeypatch.setitem(odd.AWKWARD_MODELS, "own state_dict", kind)
     case = dataclasses.replace(CASE, model="own state_dict", **fields)
     with pytest.raises(TaskError, match=r"a state_dict\(\) without \w+(\.\w+)? itself and 8 more"):
         threads.run(2, lambda ranks: ThreadRun(case, ranks, tmp_path), hosts=hosts)

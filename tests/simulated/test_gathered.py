@@ -24,7 +24,7 @@ from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import PlanError, TaskError, TrainingError
 from tests.checkpoints import ThreadRun
-from tests.odd import ODD
+from tests.odd import AWKWARD_MODELS
 from tests.training import Case, batches, build, deviation, local, model, train_oracle, train_step
 
 
@@ -62,7 +62,7 @@ PLACES = [
 @settings(max_examples=60)
 @given(
     place=st.sampled_from(PLACES),
-    model=st.sampled_from(["mlp", "tied", "frozen", *ODD]),
+    model=st.sampled_from(["mlp", "tied", "frozen", *AWKWARD_MODELS]),
     optimizer=st.sampled_from(["AdamW", "AdamW", "LAMB"]),
     batch_sizes=st.lists(st.integers(1, 17), min_size=1, max_size=3).map(tuple),
     microbatches=st.integers(1, 3),
@@ -103,7 +103,7 @@ def test_ranks_may_use_weights_in_orders_of_their_own(place, sizes, microbatches
         assert oracle.deviation(got, wanted) <= TOLERANCE
 
 
-@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("kind", AWKWARD_MODELS)
 def test_weights_are_whole_however_they_are_used(kind):
     # A bucket for each parameter: one operation of the recurrent network needs more than are held otherwise.
     case = GLOO.case(model=kind, bucket_bytes=1, batch_sizes=(8, 8))
