@@ -15,18 +15,18 @@ from tests.training import Case, batches, local
 CASE = Case(precision="bf16", batch_sizes=(12, 12, 12, 12), bucket_bytes=1000, optimizer="SGD")
 # torch's fused kernels round the last elements of a tensor otherwise than the others: which those are depends on where
 # a parameter lies.
-HOW = {"foreach": True}
+OPTIMIZER_OPTIONS = {"foreach": True}
 # Where weights rest split, and are gathered: not among the threads of one host, unless they meet in a group.
-LEVELS: dict[int, dict[str, Any]] = {
+ZERO_FIELDS: dict[int, dict[str, Any]] = {
     zero: {"zero": zero, "transport": "gloo" if zero == 3 else "by-host"} for zero in range(4)
 }
-NUMBERS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def by_hand(case: Case, size: int = 1) -> TrainingResult:
+def train_oracle(case: Case, size: int = 1) -> TrainingResult:
     """What `size` ranks ought to do, in one process: rounded copies compute, torch.optim updates float32 weights."""
-    masters, working = training.model(case.model).float(), training.model(case.model).to(NUMBERS[case.precision])
-    optimizer, loss = training.optimizer(case, **HOW)(masters.parameters()), training.loss(case)
+    masters, working = training.model(case.model).float(), training.model(case.model).to(DTYPES[case.precision])
+    optimizer, loss = training.optimizer(case, **OPTIMIZER_OPTIONS)(masters.parameters()), training.loss(case)
     losses, norms = [], []
     for batch in batches(case):
         with torch.no_grad():
@@ -38,12 +38,12 @@ def by_hand(case: Case, size: int = 1) -> TrainingResult:
             slots.append([])
             for part in range(case.microbatches):
                 some = slice(*shard_range(0, len(targets), case.microbatches, part))
-                values = loss(working(inputs[some].to(NUMBERS[case.precision])).float(), targets[some])
+                values = loss(working(inputs[some].to(DTYPES[case.precision])).float(), targets[some])
                 (values.sum() / len(batch[1])).backward()
                 total += values.sum().item()
                 slots[-1].append([p.grad for p in working.parameters()])
                 working.zero_grad()
-        sums = [summed(case, [[each[n] for each in mine] for mine in slots]) for n in range(len(slots[0][0]))]
+        sums = [sum_gradients(case, [[each[n] for each in mine] for mine in slots]) for n in range(len(slots[0][0]))]
         for high, gradient in zip(masters.parameters(), sums, strict=True):
             high.grad = gradient
         if case.clip is not None:
@@ -53,45 +53,51 @@ def by_hand(case: Case, size: int = 1) -> TrainingResult:
     return TrainingResult(losses, norms, {name: p.detach().clone() for name, p in masters.named_parameters()})
 
 
-def summed(case, slots):
+def sum_gradients(case, slots):
     """The gradient of a parameter from those of each rank and microbatch: in slots and in rank order."""
     if slots[0][0] is None:
         return None
-    number = NUMBERS[case.precision if case.reduce == "keep" else case.reduce]
+    number = DTYPES[case.precision if case.reduce == "keep" else case.reduce]
     if case.zero >= 2 and len(slots) > 1:  # a round of sums after each backward
-        return add([add([mine[part].to(number) for mine in slots]) for part in range(case.microbatches)]).float()
-    return add([add([part.to(number) for part in mine]) for mine in slots]).float()
+        return add_in_order(
+            [add_in_order([mine[part].to(number) for mine in slots]) for part in range(case.microbatches)]
+        ).float()
+    return add_in_order([add_in_order([part.to(number) for part in mine]) for mine in slots]).float()
 
 
-def add(parts):
+def add_in_order(parts):
     total = parts[0]
     for part in parts[1:]:
         total = total + part
     return total
 
 
-def make(case: Case, size: int, ranks: Any = None) -> Any:
+def make_step(case: Case, size: int, ranks: Any = None) -> Any:
     """The case's step, of a model in float32: on the ranks given (threads), or on those of the environment."""
-    model, loss, optimizer = training.model(case.model).float(), training.loss(case), training.optimizer(case, **HOW)
+    model, loss, optimizer = (
+        training.model(case.model).float(),
+        training.loss(case),
+        training.optimizer(case, **OPTIMIZER_OPTIONS),
+    )
     if ranks is None:
         return parallelize(model, loss, optimizer, case.plan(size), clip=case.clip)
     return TrainStep(model, loss, optimizer, plan=case.plan(size), communicator=ranks, clip=case.clip)
 
 
-def own(step, batch):
+def batch_of_rank(step, batch):
     inputs, targets = local(batch, step.plan.dp, step.dp_index)
     return inputs.double() if step.model.head.weight.dtype == torch.float64 else inputs.float(), targets
 
 
-def go(step, case, first=0):
-    metrics = [step(own(step, batch)) for batch in batches(case)[first:]]
+def train_steps(step, case, first=0):
+    metrics = [step(batch_of_rank(step, batch)) for batch in batches(case)[first:]]
     norms = [m.grad_norm for m in metrics if m.grad_norm is not None]
     return TrainingResult([m.loss for m in metrics], norms, step.state_dict()["model"])
 
 
-def run(case, size):
-    return threads.run(size, lambda ranks: go(make(case, size, ranks), case))
+def train_on_threads(case, size):
+    return threads.run(size, lambda ranks: train_steps(make_step(case, size, ranks), case))
 
 
-def same(a, b):
+def equal_tensors(a, b):
     return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())

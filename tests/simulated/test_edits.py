@@ -14,7 +14,7 @@ from fourfold.run.refuse import check_plan_for_model, check_plan_on_ranks
 from fourfold.testing import threads
 from fourfold.words.errors import DivergenceError, PlanError, TaskError, TrainingError
 from tests import training
-from tests.precision import own
+from tests.precision import batch_of_rank
 from tests.training import Case, batches, loss, model, optimizer
 
 CASE = Case(batch_sizes=(8,) * 5, bucket_bytes=1500, optimizer="SGD")
@@ -62,7 +62,7 @@ def edited(case, edit, *, how=None, options=None):
     def body(ranks):
         step = make(case, ranks, **(options or {}))
         for number, batch in enumerate(batches(case)):
-            step(own(step, batch))
+            step(batch_of_rank(step, batch))
             if number == 1:
                 (how or (lambda step: edit(step.model)))(step)
         return step.state_dict()["model"]
@@ -127,10 +127,10 @@ def test_one_element_that_no_sample_has_is_found_when_all_weights_are_checked():
     def body(ranks):
         step = make(dataclasses.replace(CASE, precision="bf16"), ranks, drift_check=6)
         for number in range(6):
-            step(own(step, batches(CASE)[number % 5]))
+            step(batch_of_rank(step, batches(CASE)[number % 5]))
         step.model.get_parameter("second.weight").data[3, 7] += 1.0
         with pytest.raises(TaskError, match=r"second\.weight, written outside"):
-            step(own(step, batches(CASE)[0]))
+            step(batch_of_rank(step, batches(CASE)[0]))
         with pytest.raises(TaskError, match=r"second\.weight, written outside"):
             step.state_dict()
 
@@ -143,7 +143,7 @@ def test_weights_that_are_not_finite_are_no_edit():
         step.load_weights({"scale": torch.tensor(float("nan"))})
         for _ in range(2):
             with pytest.raises(TrainingError, match="the loss is nan"):
-                step(own(step, batches(CASE)[0]))
+                step(batch_of_rank(step, batches(CASE)[0]))
 
     threads.run(2, body)
 
@@ -152,13 +152,13 @@ def test_weights_that_are_not_finite_are_no_edit():
 def test_an_edit_of_one_rank_is_told_to_all(fields):
     def body(ranks):
         step = make(dataclasses.replace(CASE, **fields), ranks)
-        step(own(step, batches(CASE)[0]))
+        step(batch_of_rank(step, batches(CASE)[0]))
         ranks.all_gather_json(None)
         if ranks.rank == 1:
             clamp(step.model)
         ranks.all_gather_json(None)
         try:
-            step(own(step, batches(CASE)[1]))
+            step(batch_of_rank(step, batches(CASE)[1]))
         except (TaskError, DivergenceError) as error:
             return str(error)
 
@@ -205,7 +205,7 @@ def test_an_embedding_that_forward_shortens_is_refused_with_weights_that_are_rou
 def test_weights_that_rest_split_are_not_copied_nor_written_between_steps():
     def body(ranks):
         step = make(dataclasses.replace(CASE, zero=3, transport="gloo"), ranks)
-        step(own(step, batches(CASE)[0]))
+        step(batch_of_rank(step, batches(CASE)[0]))
         uses = (lambda: clamp_data(step.model), lambda: halve(step.model), lambda: head(step.model))
         for use in (*uses, step.model.state_dict, lambda: step.model(batches(CASE)[0][0])):
             with pytest.raises(TrainingError, match=r"a weight used between steps.*try step\.read\(\)"):
@@ -214,7 +214,7 @@ def test_weights_that_rest_split_are_not_copied_nor_written_between_steps():
             load(step.model)
         with step.unsharded() as net:
             assert net(batches(CASE)[0][0]).isfinite().all()
-        step(own(step, batches(CASE)[1]))
+        step(batch_of_rank(step, batches(CASE)[1]))
         return all(value.isfinite().all() for value in step.state_dict()["model"].values())
 
     assert all(threads.run(2, body))
@@ -261,7 +261,7 @@ def test_what_is_put_between_meetings_is_no_step_of_the_outer_optimizer():
         for number, batch in enumerate(batches(case)):
             if number == 3:
                 how(step)
-            step(own(step, batch))
+            step(batch_of_rank(step, batch))
         return step.state_dict()["model"]
 
     # One rank: all that it has is rank 0's, so both ways give it the same weights.
@@ -273,9 +273,9 @@ def test_what_is_put_between_meetings_is_no_step_of_the_outer_optimizer():
 def test_a_module_that_is_replaced_after_the_build_is_refused_and_not_left_untrained(unused):
     def body(ranks):
         step = make(dataclasses.replace(CASE, unused=unused), ranks)
-        step(own(step, batches(CASE)[0]))
+        step(batch_of_rank(step, batches(CASE)[0]))
         step.model.head = nn.Linear(24, 10).double()
-        step(own(step, batches(CASE)[1]))
+        step(batch_of_rank(step, batches(CASE)[1]))
 
     with pytest.raises(TaskError, match="other parameters to train than when the step was built"):
         threads.run(2, body)
@@ -285,7 +285,7 @@ def test_a_module_that_is_replaced_after_the_build_is_refused_and_not_left_untra
 def test_a_model_that_an_earlier_step_has_rounded_is_refused(precision):
     def body(ranks):
         step = make(dataclasses.replace(CASE, precision="bf16"), ranks)
-        step(own(step, batches(CASE)[0]))
+        step(batch_of_rank(step, batches(CASE)[0]))
         inner = nn.Sequential(step.model) if precision == "keep" else step.model
         plan = Plan(dp=2, precision=precision)
         with pytest.raises(

@@ -15,7 +15,7 @@ from fourfold.run.build import TrainStep, parallelize
 from fourfold.testing import threads
 from fourfold.words.errors import PlanError, TrainingError
 from tests import training
-from tests.precision import CASE, LEVELS, by_hand, run, same
+from tests.precision import CASE, ZERO_FIELDS, equal_tensors, train_on_threads, train_oracle
 
 FP16 = dataclasses.replace(CASE, precision="fp16", batch_sizes=(12, 12, 12))
 
@@ -47,9 +47,9 @@ def test_a_scale_grows_no_further_than_float32_does():
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize(("size", "zero"), [(1, 0), (2, 0), (2, 1), (2, 3)])
 def test_the_loss_is_scaled_and_nobody_notices(size, zero, microbatches, clip):
-    case = dataclasses.replace(FP16, **LEVELS[zero], microbatches=microbatches, clip=clip)
-    expected = by_hand(dataclasses.replace(case, reduce="fp32"), size)
-    for got in run(case, size):
+    case = dataclasses.replace(FP16, **ZERO_FIELDS[zero], microbatches=microbatches, clip=clip)
+    expected = train_oracle(dataclasses.replace(case, reduce="fp32"), size)
+    for got in train_on_threads(case, size):
         assert got.losses == pytest.approx(expected.losses, rel=1e-3)
         for name, weight in expected.weights.items():
             torch.testing.assert_close(got.weights[name], weight, rtol=1e-4, atol=1e-5)
@@ -100,7 +100,7 @@ class Louder(torch.autograd.Function):
 
 def loud(ranks: Any, *, zero: int = 0, skip_nan: int = 0, clip: float | None = None, update: str = "after") -> Any:
     torch.manual_seed(1)
-    plan = Plan(dp=ranks.size, **LEVELS[zero], update=update, precision="fp16", bucket_bytes=8)
+    plan = Plan(dp=ranks.size, **ZERO_FIELDS[zero], update=update, precision="fp16", bucket_bytes=8)
     make = lambda parameters: torch.optim.Adam(parameters, lr=0.01)  # noqa: E731
     loss = lambda outputs, _: outputs.square()  # noqa: E731
     return TrainStep(Loud(), loss, make, plan=plan, communicator=ranks, clip=clip, skip_nan=skip_nan)
@@ -120,12 +120,12 @@ def test_an_overflow_on_one_rank_leaves_the_step_out_on_all_and_halves_the_scale
         metrics = step(DATA)
         after = step.state_dict()
         assert (metrics.overflowed, metrics.skipped, metrics.loss_scale) == (True, None, 65536.0)
-        assert same(after["model"], before["model"])
-        assert all(same(*pair) for pair in zip(*(tensors(s) for s in (after, before)), strict=True))
+        assert equal_tensors(after["model"], before["model"])
+        assert all(equal_tensors(*pair) for pair in zip(*(tensors(s) for s in (after, before)), strict=True))
         step.model.factor = 1.0
         metrics = step(DATA)
         assert (metrics.overflowed, metrics.loss_scale) == (False, 32768.0)
-        assert not same(step.state_dict()["model"], before["model"])
+        assert not equal_tensors(step.state_dict()["model"], before["model"])
         return step.num_steps
 
     assert threads.run(2, body) == [3, 3]
@@ -142,7 +142,7 @@ def test_gradients_too_small_for_float16_are_kept_by_the_scale():
         step._loss_scaler.value = ranks.scale
         before = step.state_dict()["model"]
         step(DATA)
-        return not same(step.state_dict()["model"], before)
+        return not equal_tensors(step.state_dict()["model"], before)
 
     def with_scale(scale):
         def body(ranks):

@@ -17,7 +17,17 @@ from fourfold.run.speaker import format_offload
 from fourfold.testing import oracle, threads
 from tests import training
 from tests.checkpoints import ThreadRun
-from tests.precision import CASE, HOW, LEVELS, by_hand, go, make, own, run, same
+from tests.precision import (
+    CASE,
+    OPTIMIZER_OPTIONS,
+    ZERO_FIELDS,
+    batch_of_rank,
+    equal_tensors,
+    make_step,
+    train_on_threads,
+    train_oracle,
+    train_steps,
+)
 from tests.training import Case, batches
 
 
@@ -28,22 +38,24 @@ from tests.training import Case, batches
 def test_rounded_copies_compute_and_float32_weights_are_updated_bit_for_bit_as_by_hand(
     size, zero, microbatches, reduce
 ):
-    case = dataclasses.replace(CASE, **LEVELS[zero], microbatches=microbatches, reduce=reduce)
-    expected = by_hand(case, size)
-    for got in run(case, size):
+    case = dataclasses.replace(CASE, **ZERO_FIELDS[zero], microbatches=microbatches, reduce=reduce)
+    expected = train_oracle(case, size)
+    for got in train_on_threads(case, size):
         assert got.losses == pytest.approx(expected.losses, rel=1e-6)
         assert {value.dtype for value in got.weights.values()} == {torch.float32}
-        assert same(got.weights, expected.weights)
+        assert equal_tensors(got.weights, expected.weights)
 
 
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize(("optimizer", "model"), [("AdamW", "tied"), ("Adagrad", "mlp"), ("RMSprop", "frozen")])
 def test_other_optimizers_tied_and_frozen_weights_too(optimizer, model, zero):
-    case = dataclasses.replace(CASE, optimizer=optimizer, model=model, **LEVELS[zero], bucket_bytes=4000)
-    expected = by_hand(case, 2).weights
-    for got in run(case, 2):
+    case = dataclasses.replace(CASE, optimizer=optimizer, model=model, **ZERO_FIELDS[zero], bucket_bytes=4000)
+    expected = train_oracle(case, 2).weights
+    for got in train_on_threads(case, 2):
         trained = {name: value for name, value in got.weights.items() if value.dtype == torch.float32}
-        assert same(trained, {name: expected[name if name in expected else "second.weight"] for name in trained})
+        assert equal_tensors(
+            trained, {name: expected[name if name in expected else "second.weight"] for name in trained}
+        )
         assert len(trained) == (9 if model != "frozen" else 7)
 
 
@@ -52,33 +64,33 @@ def test_other_optimizers_tied_and_frozen_weights_too(optimizer, model, zero):
 @pytest.mark.parametrize("update", ["in_backward", "in_forward"])
 def test_updates_in_backward_or_forward_are_those_after_it_bit_for_bit(update, microbatches, zero):
     case = dataclasses.replace(
-        CASE, **LEVELS[zero], microbatches=microbatches, batch_sizes=(12, 11, 12, 5), model="tied"
+        CASE, **ZERO_FIELDS[zero], microbatches=microbatches, batch_sizes=(12, 11, 12, 5), model="tied"
     )
-    late, early = run(case, 2), run(dataclasses.replace(case, update=update), 2)
-    assert same(early[0].weights, late[0].weights)
-    assert same(early[1].weights, late[0].weights)
+    late, early = train_on_threads(case, 2), train_on_threads(dataclasses.replace(case, update=update), 2)
+    assert equal_tensors(early[0].weights, late[0].weights)
+    assert equal_tensors(early[1].weights, late[0].weights)
 
 
 @pytest.mark.parametrize("optimizer", ["LARS", "LAMB"])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_layer_wise_updates_measure_the_float32_weights(zero, optimizer):
-    case = dataclasses.replace(CASE, optimizer=optimizer, **LEVELS[zero], reduce="fp32")
-    how = HOW.copy()
+    case = dataclasses.replace(CASE, optimizer=optimizer, **ZERO_FIELDS[zero], reduce="fp32")
+    how = OPTIMIZER_OPTIONS.copy()
     try:
-        HOW.clear()
-        expected = by_hand(case, 2)
-        for got in run(case, 2):
+        OPTIMIZER_OPTIONS.clear()
+        expected = train_oracle(case, 2)
+        for got in train_on_threads(case, 2):
             for name, weight in expected.weights.items():
                 torch.testing.assert_close(got.weights[name], weight, rtol=1e-6, atol=1e-7)
     finally:
-        HOW.update(how)
+        OPTIMIZER_OPTIONS.update(how)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_the_clipped_norm_is_that_of_the_sums_and_clipping_does_not_round_them(zero):
-    case = dataclasses.replace(CASE, **LEVELS[zero], clip=0.1, batch_sizes=(12, 12))
-    expected = by_hand(case, 2)
-    for got in run(case, 2):
+    case = dataclasses.replace(CASE, **ZERO_FIELDS[zero], clip=0.1, batch_sizes=(12, 12))
+    expected = train_oracle(case, 2)
+    for got in train_on_threads(case, 2):
         assert got.grad_norms == pytest.approx(expected.grad_norms, rel=1e-5)
         for name, weight in expected.weights.items():
             torch.testing.assert_close(got.weights[name], weight, rtol=1e-6, atol=1e-7)
@@ -88,7 +100,7 @@ def test_sums_in_float32_do_not_care_which_rank_has_which_microbatch():
     # The same four rounded gradients, added up in another order.
     def far(reduce):
         cases = [dataclasses.replace(CASE, microbatches=count, zero=1, reduce=reduce) for count in (4, 2)]
-        one, two = (run(case, size)[0].weights for case, size in zip(cases, (1, 2), strict=True))
+        one, two = (train_on_threads(case, size)[0].weights for case, size in zip(cases, (1, 2), strict=True))
         return max((one[name] - two[name]).abs().max().item() for name in one)
 
     assert far("fp32") < 1e-6 < 1e-5 < far("keep")
@@ -99,7 +111,7 @@ def test_gradients_are_summed_in_the_numbers_asked_for_whatever_the_model_comput
     def body(ranks):
         case = dataclasses.replace(CASE, precision="keep", reduce=reduce, zero=1, batch_sizes=(8,))
         step = training.build(case, 2, ranks)
-        go(step, case)
+        train_steps(step, case)
         return {slot.dtype for slot in step._transport.grad_buffers}, {p.dtype for p in step.model.parameters()}
 
     assert threads.run(2, body) == [({number}, {torch.float64})] * 2
@@ -123,7 +135,7 @@ def drifting(plan, ranks, steps=100):
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_updates_too_small_for_the_working_weights_add_up(zero):
-    for working, precise in threads.run(2, lambda r: drifting(Plan(dp=2, **LEVELS[zero], precision="bf16"), r)):
+    for working, precise in threads.run(2, lambda r: drifting(Plan(dp=2, **ZERO_FIELDS[zero], precision="bf16"), r)):
         assert precise == pytest.approx(0.99, rel=1e-5)
         assert working == torch.tensor(precise).bfloat16().item()
     assert threads.run(1, lambda r: drifting(Plan(), r)) == [(1.0, 1.0)]
@@ -178,45 +190,45 @@ def test_what_is_in_which_numbers():
 
 
 def resumed(ranks, case, state):
-    step = make(case, ranks.size, ranks)
+    step = make_step(case, ranks.size, ranks)
     step.load_state_dict(state)
-    assert same(step.state_dict()["model"], state["model"])
-    return go(step, case, first=2)
+    assert equal_tensors(step.state_dict()["model"], state["model"])
+    return train_steps(step, case, first=2)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize(("zero", "then"), [(0, 3), (0, 2), (1, 0), (3, 1)])
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit_at_any_zero_level(zero, then, precision):
-    case = dataclasses.replace(CASE, **LEVELS[zero], optimizer="AdamW", precision=precision)
+    case = dataclasses.replace(CASE, **ZERO_FIELDS[zero], optimizer="AdamW", precision=precision)
     halfway = dataclasses.replace(case, batch_sizes=case.batch_sizes[:2])
 
     def first(ranks):
-        step = make(halfway, 2, ranks)
-        go(step, halfway)
+        step = make_step(halfway, 2, ranks)
+        train_steps(step, halfway)
         return step.state_dict()
 
     states = threads.run(2, first)
-    expected = run(case, 2)[0].weights
+    expected = train_on_threads(case, 2)[0].weights
     for got in threads.run(
-        2, lambda ranks: resumed(ranks, dataclasses.replace(case, **LEVELS[then]), states[ranks.rank])
+        2, lambda ranks: resumed(ranks, dataclasses.replace(case, **ZERO_FIELDS[then]), states[ranks.rank])
     ):
-        assert same(got.weights, expected)
+        assert equal_tensors(got.weights, expected)
     # On other ranks: what is put back is what was saved.
-    threads.run(3, lambda ranks: resumed(ranks, dataclasses.replace(case, **LEVELS[then]), states[0]))
+    threads.run(3, lambda ranks: resumed(ranks, dataclasses.replace(case, **ZERO_FIELDS[then]), states[0]))
 
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_a_float32_state_goes_through_a_bf16_run_and_back_unchanged(zero):
-    whole = dataclasses.replace(CASE, precision="keep", **LEVELS[zero])
+    whole = dataclasses.replace(CASE, precision="keep", **ZERO_FIELDS[zero])
 
     def first(ranks):
-        step = make(whole, 2, ranks)
-        go(step, whole)
+        step = make_step(whole, 2, ranks)
+        train_steps(step, whole)
         return step.state_dict()
 
     def through(case, states):
         def body(ranks):
-            step = make(dataclasses.replace(case, zero=1 - zero), 2, ranks)
+            step = make_step(dataclasses.replace(case, zero=1 - zero), 2, ranks)
             step.load_state_dict(states[ranks.rank])
             return step.state_dict()
 
@@ -224,8 +236,8 @@ def test_a_float32_state_goes_through_a_bf16_run_and_back_unchanged(zero):
 
     states = threads.run(2, first)
     for after in through(whole, through(CASE, states)):
-        assert same(after["model"], states[0]["model"])
-        assert all(same(keys, states[0]["optimizer"][name]) for name, keys in after["optimizer"].items())
+        assert equal_tensors(after["model"], states[0]["model"])
+        assert all(equal_tensors(keys, states[0]["optimizer"][name]) for name, keys in after["optimizer"].items())
 
 
 def rounded(step):
@@ -238,7 +250,7 @@ def rounded(step):
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_edits_are_of_the_float32_weights_and_all_ranks_have_rank_0s(zero):
     def body(ranks):
-        step = make(dataclasses.replace(CASE, **LEVELS[zero]), 2, ranks)
+        step = make_step(dataclasses.replace(CASE, **ZERO_FIELDS[zero]), 2, ranks)
         before = step.state_dict()["model"]
         with step.edit() as model:
             assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -247,7 +259,7 @@ def test_edits_are_of_the_float32_weights_and_all_ranks_have_rank_0s(zero):
         assert torch.equal(after["first.weight"], before["first.weight"] * 1.0001)
         assert all(torch.equal(value, before[name]) for name, value in after.items() if name != "first.weight")
         assert rounded(step)
-        go(step, CASE)
+        train_steps(step, CASE)
         return rounded(step)
 
     assert threads.run(2, body) == [True, True]
@@ -256,25 +268,25 @@ def test_edits_are_of_the_float32_weights_and_all_ranks_have_rank_0s(zero):
 @pytest.mark.parametrize("precision", ["keep", "bf16"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_averages_are_of_the_float32_weights_and_evaluating_with_them_changes_nothing(zero, precision):
-    case = dataclasses.replace(CASE, **LEVELS[zero], precision=precision)
+    case = dataclasses.replace(CASE, **ZERO_FIELDS[zero], precision=precision)
 
     def body(ranks):
-        step = make(case, 2, ranks)
+        step = make_step(case, 2, ranks)
         average, expected = EMA(step.weight_shards, 0.5), None
         for number, batch in enumerate(batches(case), 1):
-            step(own(step, batch))
+            step(batch_of_rank(step, batch))
             average.update(number)
             weights = step.state_dict()["model"]
             share = 1.0 - min(0.5, (1 + number) / (10 + number))
             expected = first | {n: torch.lerp((expected or first)[n], w, share) for n, w in weights.items()}
         before = step.state_dict()["model"]
-        loss = step.evaluate(own(step, batches(case)[0])).loss
+        loss = step.evaluate(batch_of_rank(step, batches(case)[0])).loss
         with step.swapped_weights(average.values):
-            assert same(step.state_dict()["model"], expected)
+            assert equal_tensors(step.state_dict()["model"], expected)
             assert rounded(step)
-            assert step.evaluate(own(step, batches(case)[0])).loss != loss
-        assert same(step.state_dict()["model"], before)
-        assert step.evaluate(own(step, batches(case)[0])).loss == loss
+            assert step.evaluate(batch_of_rank(step, batches(case)[0])).loss != loss
+        assert equal_tensors(step.state_dict()["model"], before)
+        assert step.evaluate(batch_of_rank(step, batches(case)[0])).loss == loss
         return rounded(step)
 
     first = {name: p.detach() for name, p in training.model(case.model).float().named_parameters()}
@@ -283,30 +295,30 @@ def test_averages_are_of_the_float32_weights_and_evaluating_with_them_changes_no
 
 @pytest.mark.parametrize(("zero", "size", "then"), [(1, 2, (3, 1)), (0, 2, (2, 3)), (3, 3, (1, 2))])
 def test_checkpoints_hold_the_float32_weights_and_averages_and_are_read_on_any_mesh(tmp_path, zero, size, then):
-    case = dataclasses.replace(CASE, **LEVELS[zero], batch_sizes=(12, 12, 12))
+    case = dataclasses.replace(CASE, **ZERO_FIELDS[zero], batch_sizes=(12, 12, 12))
 
     def save(ranks):
         run: Any = ThreadRun(case, ranks, tmp_path, ema=0.9)
-        run.go(0, 2, save_at=(2,))
+        run.train_steps(0, 2, save_at=(2,))
         weights = run.step.state_dict()
         with run.step.swapped_weights(run.average.values):
             return weights, run.step.state_dict()["model"]
 
     def load(ranks):
-        other: Any = ThreadRun(dataclasses.replace(case, **LEVELS[then[0]]), ranks, tmp_path, token="b", ema=0.9)
+        other: Any = ThreadRun(dataclasses.replace(case, **ZERO_FIELDS[then[0]]), ranks, tmp_path, token="b", ema=0.9)
         assert other.checkpoints.resume().step == 2
         state = other.step.state_dict()
-        assert same(state["model"], weights["model"])
-        assert all(same(keys, weights["optimizer"][name]) for name, keys in state["optimizer"].items())
+        assert equal_tensors(state["model"], weights["model"])
+        assert all(equal_tensors(keys, weights["optimizer"][name]) for name, keys in state["optimizer"].items())
         with other.step.swapped_weights(other.average.values):
-            assert same(other.step.state_dict()["model"], averages)
+            assert equal_tensors(other.step.state_dict()["model"], averages)
 
     weights, averages = threads.run(size, save)[0]
     threads.run(then[1], load)
     export_weights(CheckpointStore(tmp_path).step_dir(2), tmp_path / "weights.safetensors")
     fresh = training.model(case.model)
     load_weights_file(fresh, tmp_path / "weights.safetensors")
-    assert same(dict(fresh.state_dict()), weights["model"])
+    assert equal_tensors(dict(fresh.state_dict()), weights["model"])
 
 
 @pytest.mark.parametrize("update", ["after", "in_backward"])
@@ -314,7 +326,7 @@ def test_checkpoints_hold_the_float32_weights_and_averages_and_are_read_on_any_m
 def test_states_that_rest_elsewhere_train_as_those_that_rest_beside_the_weights(monkeypatch, zero, optimizer, update):
     if update == "in_backward" and optimizer == "LAMB":
         update = "in_forward"
-    case = Case(**LEVELS[zero], optimizer=optimizer, update=update, bucket_bytes=1000)
+    case = Case(**ZERO_FIELDS[zero], optimizer=optimizer, update=update, bucket_bytes=1000)
     expected = threads.run(2, lambda ranks: training.train_step(case, training.build(case, 2, ranks)))[0]
 
     def body(ranks):
@@ -325,7 +337,7 @@ def test_states_that_rest_elsewhere_train_as_those_that_rest_beside_the_weights(
         state = step.state_dict()
         other = training.build(dataclasses.replace(case, zero=0, update="after"), 2, ranks)
         other.load_state_dict(state)
-        assert same(other.state_dict()["model"], state["model"])
+        assert equal_tensors(other.state_dict()["model"], state["model"])
         return got, state["model"]
 
     # As if the ranks were GPUs: on CPU ranks all is in host memory already.
@@ -334,7 +346,7 @@ def test_states_that_rest_elsewhere_train_as_those_that_rest_beside_the_weights(
     )
     for got, weights in threads.run(2, body):
         assert oracle.deviation(got, expected) <= 1e-12
-        assert same(weights, got.weights)
+        assert equal_tensors(weights, got.weights)
 
 
 def test_on_cpu_ranks_states_are_in_host_memory_already():
@@ -357,9 +369,9 @@ def test_the_state_of_a_model_in_two_bytes_goes_on_in_float32():
 
     def then(ranks):
         case = dataclasses.replace(CASE, optimizer="AdamW")
-        step = make(case, 1, ranks)
+        step = make_step(case, 1, ranks)
         step.load_state_dict(state)
-        go(step, case)
+        train_steps(step, case)
         return {value.dtype for keys in step.state_dict()["optimizer"].values() for value in keys.values()
                 if isinstance(value, torch.Tensor)}  # fmt: skip
 

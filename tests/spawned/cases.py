@@ -69,8 +69,8 @@ def precision_deviations(cases: list[dict[str, Any]], host: str | None = None) -
     for fields in cases:
         case, size = dataclasses.replace(precision.CASE, batch_sizes=(16, 16, 16), **fields), dist.get_world_size()
         with hosts_told(host):
-            step = precision.make(case, size)
-        got, expected = precision.go(step, case).weights, precision.by_hand(case, size).weights
+            step = precision.make_step(case, size)
+        got, expected = precision.train_steps(step, case).weights, precision.train_oracle(case, size).weights
         told.append(max((got[name] - weight).abs().max().item() for name, weight in expected.items()))
     return told
 
