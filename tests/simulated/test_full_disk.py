@@ -39,7 +39,7 @@ class Disk:
         return getattr(self._file, name)
 
 
-class Told:
+class MemoryDisplay:
     """A report that keeps what it is told."""
 
     def __init__(self) -> None:
@@ -49,16 +49,16 @@ class Told:
     def start(self, text: str) -> None:
         self.beginning = text
 
-    def step(self, line: Any) -> None: ...
+    def show_step(self, line: Any) -> None: ...
 
-    def note(self, text: str) -> None:
+    def print_message(self, text: str) -> None:
         self.notes.append(text)
 
     def finish(self, text: str) -> None:
         self.ending = text
 
 
-def train(folder: Path, **given: Any) -> Told:
+def train(folder: Path, **given: Any) -> MemoryDisplay:
     torch.manual_seed(1)
     data = TensorSource(torch.randn(16, 4), torch.randn(16, 2))
     task = ff.Task(
@@ -67,7 +67,7 @@ def train(folder: Path, **given: Any) -> Told:
         data=lambda: ff.Data(train=data),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )
-    told = Told()
+    told = MemoryDisplay()
     ff.train(task, folder=str(folder), name="run", steps=6, batch_size=4, report=told, **{"trace_every": 0, **given})
     return told
 
