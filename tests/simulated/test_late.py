@@ -27,20 +27,20 @@ class Slow(nn.Module):
         return self.layer(inputs)
 
 
-class Kept:
+class MemoryLog:
     """A log that keeps what it is told."""
 
     def __init__(self) -> None:
         self.notes, self.lines = [], []
 
-    def line(self, record) -> None:
+    def write_record(self, record) -> None:
         self.lines.append(record)
 
-    def note(self, text: str) -> None:
+    def log_message(self, text: str) -> None:
         self.notes.append(text)
 
 
-def body(ranks) -> tuple[Kept, int]:
+def body(ranks) -> tuple[MemoryLog, int]:
     def loss(outputs, targets):
         return outputs.sum(1)
 
@@ -49,7 +49,7 @@ def body(ranks) -> tuple[Kept, int]:
 
     options = {"plan": Plan(dp=ranks.size), "clip": None, "same_batches": "allow"}  # so that no step compares batches
     step = TrainStep(Slow(ranks.rank), loss, sgd, communicator=ranks, **options)
-    log, told, exchange = Kept(), [], ranks.all_gather_json
+    log, told, exchange = MemoryLog(), [], ranks.all_gather_json
     lateness = StragglerDetector(step, log)
     ranks.all_gather_json = lambda value: told.append(value) or exchange(value)
     for number in range(1, 2 * WINDOW_STEPS + 1):
