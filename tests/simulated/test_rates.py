@@ -17,7 +17,7 @@ from fourfold.run.settings import make_settings
 from fourfold.words.errors import SettingError
 
 
-class Report:
+class MemoryDisplay:
     """What a run says."""
 
     def __init__(self) -> None:
@@ -26,10 +26,10 @@ class Report:
     def start(self, text: str) -> None:
         self.lines.append(text)
 
-    def note(self, text: str) -> None:
+    def print_message(self, text: str) -> None:
         self.lines.append(text)
 
-    def step(self, line: Any) -> None: ...
+    def show_step(self, line: Any) -> None: ...
 
     def finish(self, text: str) -> None: ...
 
@@ -58,7 +58,7 @@ TASK = ff.Task(
 
 def run(folder: Path, task: ff.Task = TASK, **settings: Any) -> tuple[list[float], list[str]]:
     """The rate of each step, as the log has it, and what was said."""
-    report = Report()
+    report = MemoryDisplay()
     result = ff.train(task, folder=str(folder), report=report, **settings)
     assert result.folder is not None
     records = map(json.loads, (result.folder / "metrics.jsonl").read_text().splitlines())
