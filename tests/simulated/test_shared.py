@@ -19,15 +19,15 @@ from fourfold.testing import threads
 NUM_BUCKETS = 8
 
 
-class NoOthers:
+class NoOtherHosts:
     """The other hosts left out: what a rank has summed is the whole sum, once it has been waited for."""
 
-    size, index, replica, sent_bytes = 1, 0, 0, 0.0
+    size, index, replica_index, sent_bytes = 1, 0, 0, 0.0
 
-    def scatter(self, flat):
+    def reduce_scatter_async(self, flat):
         return AsyncResult(lambda: flat, always_done)
 
-    begin = scatter
+    all_reduce_async = reduce_scatter_async
 
 
 def test_a_sum_on_its_way_lands_before_a_rank_waits_for_a_later_launch():
@@ -47,7 +47,7 @@ def test_a_sum_on_its_way_lands_before_a_rank_waits_for_a_later_launch():
     )
 
     def body(ranks):
-        shared = make(index=ranks.rank, inter_host=cast(Any, NoOthers()))
+        shared = make(index=ranks.rank, inter_host=cast(Any, NoOtherHosts()))
         shared.acquire_buffer(0)
         shared.grad_buffers[0].fill_(1.0)
         shared.reduce_async(0, 0)
