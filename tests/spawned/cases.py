@@ -35,7 +35,7 @@ def deviation(host: str | None = None, **fields: Any) -> dict[str, Any]:
     if "batch_sizes" in fields:
         fields["batch_sizes"] = tuple(fields["batch_sizes"])
     case = Case(**fields)
-    with hosts_told(host):
+    with fake_hosts(host):
         step = training.build(case, dist.get_world_size())
     trained = training.train_step(case, step)
     return {"deviation": oracle.deviation(trained, training.train_oracle(case)), "transport": step.transport_name}
@@ -46,12 +46,12 @@ def coded_deviations(cases: list[dict[str, Any]], host: str | None = None) -> li
     told = []
     for fields in cases:
         case, size = Case(**fields, batch_sizes=(16, 16)), dist.get_world_size()
-        with hosts_told(host):
+        with fake_hosts(host):
             step = training.build(case, size)
         metrics = [step(training.local(batch, size, step.dp_index)) for batch in training.batches(case)]
         trained = oracle.snapshot(step, [m.loss for m in metrics], [m.grad_norm for m in metrics])
         expected = coded.train(case, size, unit=16.0)
-        lengths = [sum(b.num_bytes for b in rounds) for rounds in _rounds(step)]
+        lengths = [sum(b.num_bytes for b in rounds) for rounds in _codec_rounds(step)]
         told.append(
             {
                 "deviation": oracle.deviation(trained, expected),
@@ -68,7 +68,7 @@ def precision_deviations(cases: list[dict[str, Any]], host: str | None = None) -
     told = []
     for fields in cases:
         case, size = dataclasses.replace(precision.CASE, batch_sizes=(16, 16, 16), **fields), dist.get_world_size()
-        with hosts_told(host):
+        with fake_hosts(host):
             step = precision.make_step(case, size)
         got, expected = precision.train_steps(step, case).weights, precision.train_oracle(case, size).weights
         told.append(max((got[name] - weight).abs().max().item() for name, weight in expected.items()))
@@ -78,7 +78,7 @@ def precision_deviations(cases: list[dict[str, Any]], host: str | None = None) -
 def apart_deviation(fields: dict[str, Any], host: str | None = None) -> dict[str, Any]:
     """How far a training with local steps is from that of its workers, and what each step has sent."""
     case, size = Case(**{**fields, "batch_sizes": tuple(fields["batch_sizes"])}), dist.get_world_size()
-    with hosts_told(host):
+    with fake_hosts(host):
         step = training.build(case, size)
     metrics = [step(training.local(batch, size, step.dp_index)) for batch in training.batches(case)]
     trained = oracle.snapshot(step, [m.loss for m in metrics], [m.grad_norm for m in metrics])
@@ -97,7 +97,7 @@ def attentions(choice: str, host: str | None) -> dict[str, Any]:
     names: set[str] = set()
     by_layout = itertools.groupby(attention.cases(size), key=lambda case: (case.ring, case.ulysses))
     for (ring, ulysses), cases in by_layout:
-        with hosts_told(host):
+        with fake_hosts(host):
             axis = sequence.connect_sequence(ranks, [range(size)], ring=ring, ulysses=ulysses, transport=choice)
         names |= {link.name for link in axis.groups if link.size > 1}
         for case in cases:
@@ -108,7 +108,7 @@ def attentions(choice: str, host: str | None) -> dict[str, Any]:
     return {"deviations": deviations, "links": sorted(names), "sent_bytes": sent}
 
 
-def _rounds(step: Any) -> list[Any]:
+def _codec_rounds(step: Any) -> list[Any]:
     """By bucket, what its codec says of its messages."""
     shapes = {name: tuple(p.shape) for name, p in step.model.named_parameters()}
     by_bucket = [[shapes[slot.name] for slot in bucket.slots] for bucket in step.buckets]
@@ -116,7 +116,7 @@ def _rounds(step: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def hosts_told(host: str | None) -> Iterator[None]:
+def fake_hosts(host: str | None) -> Iterator[None]:
     if host is not None:
         os.environ["FOURFOLD_HOST"] = f"{host} {dist.get_rank() * 2 // dist.get_world_size()}"
     try:
@@ -154,7 +154,7 @@ def dies_in_silence() -> None:
         raise RuntimeError(f"noticed in {time.perf_counter() - begin:.0f} s: {error}") from error
 
 
-def settled(count: Callable[[], int]) -> int:
+def stable_count(count: Callable[[], int]) -> int:
     """What is counted three times in a row: the kernel lists a thread for a while after it has ended."""
     counts: list[int] = []
     while len(counts) < 3 or len(set(counts[-3:])) > 1:
@@ -169,7 +169,9 @@ def group_that_is_forgotten() -> list[int]:
     def threads() -> int:
         gc.collect()
         comm.init_communicator()  # here the groups end that nobody has any more
-        return settled(lambda: len(os.listdir("/proc/self/task")))  # with the kernel, which lists them a while longer
+        return stable_count(
+            lambda: len(os.listdir("/proc/self/task"))
+        )  # with the kernel, which lists them a while longer
 
     before, ranks = threads(), comm.init_communicator()
     group = ranks.process_group_getter(range(ranks.size), "tests")
@@ -182,25 +184,25 @@ def group_that_is_forgotten() -> list[int]:
     return [*counts, threads() - before]
 
 
-UNENDED: list[Any] = []
+KEPT_GROUPS: list[Any] = []
 
 
-def leave_unended() -> None:
+def keep_groups() -> None:
     """Keep all groups for good: the end of one would wait for its collectives, which nobody ends any more."""
-    UNENDED.extend(dist.distributed_c10d._world.pg_map)
+    KEPT_GROUPS.extend(dist.distributed_c10d._world.pg_map)
 
 
 def diverges(transport: str, stray: list[int], host: str | None = None) -> str:
     """What is said where some ranks evaluate while the others train; before that, all have done both."""
     case = Case(transport=transport)
-    with hosts_told(host):
+    with fake_hosts(host):
         step = training.build(case, dist.get_world_size())
     batch = training.local(training.batches(case)[0], dist.get_world_size(), dist.get_rank())
     for call in (step, step.evaluate, step, step.evaluate if dist.get_rank() in stray else step):
         try:
             call(batch)
         except DivergenceError as error:
-            leave_unended()
+            keep_groups()
             return str(error)
     return "nothing"
 
@@ -247,7 +249,7 @@ def trace(transport: str, host: str | None = None, steps: int = 12, ahead_second
     task = lm.task(width=128, layers=4, heads=4, kv_heads=4, length=128, warmup=0)
     plan = ff.Plan(dp=dist.get_world_size(), transport=transport, bucket_bytes=2**20)
     torch.manual_seed(1)
-    with hosts_told(host), mock.patch.object(time, "monotonic_ns", side_effect=lambda: true_clock() + ahead):
+    with fake_hosts(host), mock.patch.object(time, "monotonic_ns", side_effect=lambda: true_clock() + ahead):
         step = ff.parallelize(task.model(), task.loss, task.optimizer, plan, clip=1.0)
         tracing = Tracer(step, every=1)
         tokens = torch.randint(0, 256, (4, 128))

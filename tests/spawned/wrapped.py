@@ -10,7 +10,7 @@ from torch import nn
 import fourfold as ff
 from fourfold.words.errors import DivergenceError
 from tests import training
-from tests.spawned.cases import hosts_told, leave_unended, sgd
+from tests.spawned.cases import fake_hosts, keep_groups, sgd
 from tests.training import Case
 
 
@@ -21,7 +21,7 @@ def trains(accumulate: int, host: str | None = None, transport: str = "by-host",
     theirs, mine = training.model("mlp"), training.model("mlp")
     alone = getattr(ff.optim, kind, None) or getattr(torch.optim, kind)
     plain, model = alone(theirs.parameters(), lr=0.05), mine
-    with hosts_told(host):
+    with fake_hosts(host):
         optimizer = ff.DistributedOptimizer(
             alone(model.parameters(), lr=0.05), model, ff.Plan(dp=size, bucket_bytes=4000, transport=transport)
         )
@@ -55,7 +55,7 @@ def uneven(transport: str = "by-host", host: str | None = None) -> dict[str, Any
     case = Case(batch_sizes=(12,) * size)
     loss, mine, theirs, data = training.loss(case), training.model("mlp"), training.model("mlp"), training.batches(case)
     plan = ff.Plan(dp=size, bucket_bytes=4000, transport=transport)
-    with hosts_told(host):
+    with fake_hosts(host):
         optimizer = ff.DistributedOptimizer(sgd(mine.parameters()), mine, plan)
     with optimizer.join():
         for inputs, targets in data[:rank]:
@@ -172,7 +172,7 @@ def diverges(transport: str) -> str:
             if (number, dist.get_rank()) != (1, 1):
                 model(torch.ones(1, 2)).sum().backward()
         except DivergenceError as error:
-            leave_unended()
+            keep_groups()
             return str(error)
         optimizer.step()
     return "nothing"
