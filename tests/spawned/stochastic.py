@@ -18,10 +18,10 @@ from fourfold.run.checkpoint.state import TrainingState
 from tests.checkpoints import MemoryLog
 from tests.training import Case, batches, local
 
-STEPS, SAVE_AT, SEED, KEEP = 6, 2, 5, 0.5
+STEPS, SAVE_AT, SEED, KEEP_PROBABILITY = 6, 2, 5, 0.5
 
 
-class Depth(nn.Module):
+class StochasticDepth(nn.Module):
     """Two layers of attention; a draw per layer and forward says whether the layer is used."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Depth(nn.Module):
         x = self.tokens(tokens) + self.positions(positions)
         for layer in self.layers:
             assert isinstance(layer, nn.Linear)
-            if not self.training or torch.rand(()) < KEEP:
+            if not self.training or torch.rand(()) < KEEP_PROBABILITY:
                 q, k, v = (part.unflatten(2, (2, 8)).transpose(1, 2) for part in layer(x).chunk(3, dim=-1))
                 x = x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
             else:  # 0, but a gradient: every parameter is used in every step
@@ -48,7 +48,7 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
 def train(folder: str, dp: int, sp: int, *, save: bool = False, resume: bool = False) -> dict[str, Any]:
     """The losses of this rank's steps, and what its generator draws after them."""
     torch.manual_seed(1)
-    model = Depth().double()
+    model = StochasticDepth().double()
     step = parallelize(model, loss, lambda p: torch.optim.AdamW(p, lr=1e-2), ff.Plan(dp=dp, sp=sp), seed=SEED)
     feed = Feed([(torch.zeros(1), torch.zeros(1)) for _ in range(8)], batch_size=8)
     keeper = CheckpointManager(TrainingState(step, feed), AttemptDir(Path(folder), "a"), MemoryLog(), seed=SEED)
