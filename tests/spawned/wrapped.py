@@ -91,16 +91,16 @@ def adds_up() -> float:
 def lying_anyhow(wraps: bool) -> list[bool]:
     """Whether each tensor of a model is rank 0's at the start, however it lies in memory, here and there."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    first, mine = _lying(0), _lying(rank)
-    before = [tensor.clone() for tensor in _tensors(first)]
+    first, mine = _model_with_strides(0), _model_with_strides(rank)
+    before = [tensor.clone() for tensor in _all_tensors(first)]
     if wraps:
         ff.DistributedOptimizer(sgd(p for p in mine.parameters() if p.requires_grad), mine)
     else:
         ff.parallelize(mine, lambda outputs, _: outputs, sgd, ff.Plan(dp=size))
-    return [torch.equal(tensor, value) for tensor, value in zip(_tensors(mine), before, strict=True)]
+    return [torch.equal(tensor, value) for tensor, value in zip(_all_tensors(mine), before, strict=True)]
 
 
-def _lying(rank: int) -> nn.Module:
+def _model_with_strides(rank: int) -> nn.Module:
     """Tensors with gaps, transposed, and on one rank in another order than on the others; values by rank."""
     draw = torch.Generator().manual_seed(rank)
     model = nn.Module()
@@ -113,7 +113,7 @@ def _lying(rank: int) -> nn.Module:
     return model
 
 
-def _tensors(model: nn.Module) -> list[torch.Tensor]:
+def _all_tensors(model: nn.Module) -> list[torch.Tensor]:
     return [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
 
 
@@ -133,7 +133,7 @@ def after_an_error() -> list[str]:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     optimizer = ff.DistributedOptimizer(sgd(model.parameters()), model)
     broken: torch.Tensor = model[0](torch.ones(1, 2))
-    broken.register_hook(_fail)
+    broken.register_hook(_raise_in_hook)
     said = []
     for loss in (lambda: model[1](broken).sum(), lambda: model(torch.ones(1, 2)).sum()):
         try:
@@ -144,7 +144,7 @@ def after_an_error() -> list[str]:
     return said
 
 
-def _fail(_: torch.Tensor) -> None:
+def _raise_in_hook(_: torch.Tensor) -> None:
     raise ValueError("a hook of the user's own")
 
 
