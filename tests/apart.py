@@ -6,7 +6,7 @@ import torch
 
 from fourfold.run.batch import call_model, sum_loss
 from fourfold.testing.oracle import TrainingResult
-from tests.training import Case, batches, local, loss, model, optimizer
+from tests.training import Case, batches, local_batch, loss, model, optimizer
 
 
 def train(case: Case, size: int) -> TrainingResult:
@@ -19,7 +19,8 @@ def train(case: Case, size: int) -> TrainingResult:
     counts, losses, norms = [0.0] * size, [], []
     for number, batch in enumerate(batches(case), 1):
         told = [
-            _worker_step(case, w, i, local(batch, size, k)) for k, (w, i) in enumerate(zip(workers, inner, strict=True))
+            _worker_step(case, w, i, local_batch(batch, size, k))
+            for k, (w, i) in enumerate(zip(workers, inner, strict=True))
         ]
         counts = [count + here for count, (_, here, _) in zip(counts, told, strict=True)]
         losses.append(sum(total for total, _, _ in told) / sum(here for _, here, _ in told))

@@ -15,7 +15,7 @@ from fourfold.run.checkpoint.keeper import AttemptDir, CheckpointManager, Traini
 from fourfold.run.checkpoint.shelf import CheckpointStore
 from fourfold.run.checkpoint.state import TrainingState, collect_tensors
 from fourfold.testing import threads
-from tests.training import Case, batches, build, local
+from tests.training import Case, batches, build_step, local_batch
 
 
 class MemoryLog:
@@ -44,7 +44,7 @@ class ThreadRun:
     """A run of a case on one thread's rank; `save_at` are steps, `valid` the losses measured there."""
 
     def __init__(self, case: Case, ranks: Any, folder: Path, *, token: str = "a", ema: float | None = None) -> None:
-        self.case, self.step = case, build(case, ranks.size, ranks)
+        self.case, self.step = case, build_step(case, ranks.size, ranks)
         source = [(torch.zeros(1), torch.zeros(1)) for _ in range(40)]
         self.ema = EMA(self.step.weight_shards, ema) if ema else None
         self.feed = Feed(source, batch_size=8)
@@ -54,7 +54,7 @@ class ThreadRun:
 
     def run_steps(self, start: int, stop: int, *, save_at: Any = (), valid: dict[int, float] | None = None) -> None:
         for number in range(start, stop):
-            self.step(local(batches(self.case)[number], self.step.plan.dp, self.step.dp_index))
+            self.step(local_batch(batches(self.case)[number], self.step.plan.dp, self.step.dp_index))
             if self.ema is not None and self.step.is_synchronized:
                 self.step.flush()
                 self.ema.update(number + 1)

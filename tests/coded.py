@@ -14,7 +14,7 @@ from fourfold.run.batch import Microbatch, call_model, split_microbatches, sum_l
 from fourfold.run.weights import trainable_parameters
 from fourfold.testing.codecs import simulate_reduce
 from fourfold.testing.oracle import TrainingResult
-from tests.training import Case, batches, local, loss, model, optimizer
+from tests.training import Case, batches, local_batch, loss, model, optimizer
 
 
 class CodecWorkers:
@@ -51,7 +51,8 @@ class CodecWorkers:
         """One update; its loss and gradient norm."""
         microbatches = self.case.microbatches
         parts = [
-            split_microbatches(local(batch, self.size, w), microbatches, torch.device("cpu")) for w in range(self.size)
+            split_microbatches(local_batch(batch, self.size, w), microbatches, torch.device("cpu"))
+            for w in range(self.size)
         ]
         # Where gradients rest split, every microbatch is reduced by itself.
         rounds = (

@@ -10,7 +10,7 @@ from fourfold.run.build import TrainStep, parallelize
 from fourfold.testing import threads
 from fourfold.testing.oracle import TrainingResult
 from tests import training
-from tests.training import Case, batches, local
+from tests.training import Case, batches, local_batch
 
 CASE = Case(precision="bf16", batch_sizes=(12, 12, 12, 12), bucket_bytes=1000, optimizer="SGD")
 # torch's fused kernels round the last elements of a tensor otherwise than the others: which those are depends on where
@@ -34,7 +34,7 @@ def train_oracle(case: Case, size: int = 1) -> TrainingResult:
                 low.copy_(high)
         total, slots = 0.0, []
         for rank in range(size):
-            inputs, targets = local(batch, size, rank)
+            inputs, targets = local_batch(batch, size, rank)
             slots.append([])
             for part in range(case.microbatches):
                 some = slice(*shard_range(0, len(targets), case.microbatches, part))
@@ -85,7 +85,7 @@ def make_step(case: Case, size: int, ranks: Any = None) -> Any:
 
 
 def batch_of_rank(step, batch):
-    inputs, targets = local(batch, step.plan.dp, step.dp_index)
+    inputs, targets = local_batch(batch, step.plan.dp, step.dp_index)
     return inputs.double() if step.model.head.weight.dtype == torch.float64 else inputs.float(), targets
 
 

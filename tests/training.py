@@ -79,7 +79,7 @@ class Case:
         )
 
 
-class Net(nn.Module):
+class MLP(nn.Module):
     """Sixteen features, ten classes; with a tied, a frozen or an unused layer on demand."""
 
     def __init__(self, kind: str) -> None:
@@ -104,11 +104,11 @@ class Net(nn.Module):
 
 
 # Ranks may be threads, and they share torch's generator.
-SEEDING = threading.Lock()
+SEED_LOCK = threading.Lock()
 
 
 def model(kind: str) -> nn.Module:
-    with SEEDING:
+    with SEED_LOCK:
         torch.manual_seed(7)
         return _make(kind)
 
@@ -119,7 +119,7 @@ def _make(kind: str) -> nn.Module:
         return task.model().double()
     if kind == "digits":
         return digits.task().model().double()
-    return AWKWARD_MODELS[kind]().double() if kind in AWKWARD_MODELS else Net(kind).double()
+    return AWKWARD_MODELS[kind]().double() if kind in AWKWARD_MODELS else MLP(kind).double()
 
 
 LOSSES: dict[str, Callable[[Any, Any], Any]] = {
@@ -135,23 +135,27 @@ LOSSES: dict[str, Callable[[Any, Any], Any]] = {
 
 def loss(case: Case) -> Callable[[Any, Any], Any]:
     if case.model == "lm":
-        return functools.partial(_of_tokens, LOSSES[case.loss])
+        return functools.partial(_per_token_loss, LOSSES[case.loss])
     # "sometimes" depends on how many samples there are: values of its own samples alone would be refused.
     kind = "pair" if (case.model, case.loss) == ("sometimes", "values") else case.loss
     return digits.loss if case.model == "digits" else LOSSES[kind]
 
 
-def _of_tokens(of_samples: Callable[[Any, Any], Any], logits: Tensor, targets: Tensor) -> Any:
-    return of_samples(logits.flatten(0, 1), targets.flatten())
+def _per_token_loss(loss: Callable[[Any, Any], Any], logits: Tensor, targets: Tensor) -> Any:
+    return loss(logits.flatten(0, 1), targets.flatten())
 
 
-KINDS: dict[str, Any] = {"descent": torch.optim.SGD}  # without momentum
-EXTRA: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9, "nesterov": True}, "LARS": {"trust": 1.0}}
+OPTIMIZERS: dict[str, Any] = {"descent": torch.optim.SGD}  # without momentum
+OPTIMIZER_OPTIONS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9, "nesterov": True}, "LARS": {"trust": 1.0}}
 
 
-def optimizer(case: Case, **how: Any) -> Callable[..., torch.optim.Optimizer]:
-    kind = KINDS.get(case.optimizer) or getattr(ff.optim, case.optimizer, None) or getattr(torch.optim, case.optimizer)
-    extra = EXTRA.get(case.optimizer, {}) | how
+def optimizer(case: Case, **options: Any) -> Callable[..., torch.optim.Optimizer]:
+    kind = (
+        OPTIMIZERS.get(case.optimizer)
+        or getattr(ff.optim, case.optimizer, None)
+        or getattr(torch.optim, case.optimizer)
+    )
+    extra = OPTIMIZER_OPTIONS.get(case.optimizer, {}) | options
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         parameters = list(parameters)
@@ -182,7 +186,7 @@ def batches(case: Case) -> list[Any]:
     return result
 
 
-def local(batch: Any, size: int, index: int) -> Any:
+def local_batch(batch: Any, size: int, index: int) -> Any:
     """The part of a global batch that one data index gets."""
     inputs, targets = batch
     start, stop = shard_range(0, len(targets), size, index)
@@ -197,12 +201,12 @@ def train_oracle(case: Case) -> TrainingResult:
 def train_step(case: Case, step: TrainStep, *, skip: int = 0) -> TrainingResult:
     """All steps of a case on this rank, the first `skip` left out."""
     size, index = step.plan.dp, step.dp_index
-    metrics = [step(local(batch, size, index)) for batch in batches(case)[skip:]]
+    metrics = [step(local_batch(batch, size, index)) for batch in batches(case)[skip:]]
     step.flush()
     return oracle.snapshot(step, [m.loss for m in metrics], [m.grad_norm for m in metrics])
 
 
-def build(case: Case, size: int, ranks: Any = None) -> TrainStep:
+def build_step(case: Case, size: int, ranks: Any = None) -> TrainStep:
     """The case's step: on the ranks given (threads), or on those that the environment speaks of (processes)."""
     if ranks is None:
         return parallelize(model(case.model), loss(case), optimizer(case), case.plan(size), clip=case.clip)
@@ -213,4 +217,4 @@ def build(case: Case, size: int, ranks: Any = None) -> TrainStep:
 
 def deviation(case: Case, size: int, ranks: Any = None) -> float:
     """How far this rank's training is from the oracle's."""
-    return oracle.deviation(train_step(case, build(case, size, ranks)), train_oracle(case))
+    return oracle.deviation(train_step(case, build_step(case, size, ranks)), train_oracle(case))

@@ -10,7 +10,7 @@ import torch
 from fourfold.run.sequence.alike import batch_digest
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError
-from tests.training import Case, batches, build, local
+from tests.training import Case, batches, build_step, local_batch
 
 LM = Case(model="lm", batch_sizes=(4, 4, 4))
 
@@ -31,7 +31,7 @@ def shorter(inputs, targets, ranks, dp):
 
 
 def of_other_lines(inputs, targets, ranks, dp):
-    return local(batches(LM)[1], dp, ranks.rank % dp)  # as if ranks of a line were dp apart
+    return local_batch(batches(LM)[1], dp, ranks.rank % dp)  # as if ranks of a line were dp apart
 
 
 UNLIKE = {"another target": another_target, "fewer": fewer_samples, "shorter": shorter}
@@ -47,8 +47,8 @@ def test_other_batches_are_refused_in_later_steps_too(dp, sp, ulysses, kind):
     refused = functools.partial(pytest.raises, TaskError, match="other batches on some of .* share sequences")
 
     def body(ranks):
-        step = build(case, dp * sp, ranks)
-        first, second = (local(batch, dp, step.dp_index) for batch in batches(case))
+        step = build_step(case, dp * sp, ranks)
+        first, second = (local_batch(batch, dp, step.dp_index) for batch in batches(case))
         step(first)
         step(second)
         batch = UNLIKE.get(kind, of_other_lines)(*second, ranks, dp)

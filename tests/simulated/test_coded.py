@@ -15,14 +15,16 @@ from fourfold.tasks import lm
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from tests import coded
-from tests.training import Case, batches, build, local, train_step
+from tests.training import Case, batches, build_step, local_batch, train_step
 
 REMEMBERING = [kind for kind in CODECS if kind not in ("bf16", "fp16")]
 
 
 def worst(case: Case, size: int, *, unit: float = 1.0) -> float:
     expected = coded.train(case, size, unit=unit)
-    return max(threads.run(size, lambda ranks: oracle.deviation(train_step(case, build(case, size, ranks)), expected)))
+    return max(
+        threads.run(size, lambda ranks: oracle.deviation(train_step(case, build_step(case, size, ranks)), expected))
+    )
 
 
 @settings(max_examples=30)
@@ -56,16 +58,16 @@ def test_a_state_dict_holds_what_every_rank_remembers(codec):
     case = Case(codec=codec, batch_sizes=(12, 12, 12, 12))
 
     def begin(ranks):
-        step = build(case, 3, ranks)
+        step = build_step(case, 3, ranks)
         for batch in batches(case)[:2]:
-            step(local(batch, 3, step.dp_index))
+            step(local_batch(batch, 3, step.dp_index))
         state = step.state_dict()
         return state, train_step(case, step, skip=2).weights
 
     begun = threads.run(3, begin)
 
     def go_on(ranks):
-        step = build(case, 3, ranks)
+        step = build_step(case, 3, ranks)
         train_step(dataclasses.replace(case, batch_sizes=(9,)), step)  # what it remembers of this must go
         step.load_state_dict(begun[0][0])
         return train_step(case, step, skip=2).weights
@@ -78,8 +80,8 @@ def test_over_memory_nothing_is_sent():
     case = Case(codec="topk")
 
     def body(ranks):
-        step = build(case, 2, ranks)
-        return [step(local(batch, 2, step.dp_index)).sent_bytes for batch in batches(case)]
+        step = build_step(case, 2, ranks)
+        return [step(local_batch(batch, 2, step.dp_index)).sent_bytes for batch in batches(case)]
 
     assert threads.run(2, body) == [[0.0] * 3] * 2
 

@@ -17,7 +17,7 @@ from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.action import Verb
 from fourfold.words.errors import TaskError, TrainingError
-from tests.training import LOSSES, Case, batches, build, deviation, local, train_step
+from tests.training import LOSSES, Case, batches, build_step, deviation, local_batch, train_step
 
 SIZES = st.integers(1, 4)
 
@@ -54,7 +54,7 @@ def test_a_flat_update_equals_the_update_of_each_parameter(kind, zero):
 def test_a_parameter_without_gradient_is_named(zero, microbatches):
     case = Case(model="unused", zero=zero, microbatches=microbatches)
     with pytest.raises(TrainingError, match=r"spare\.weight got no gradient") as caught:
-        threads.run(2, lambda ranks: train_step(case, build(case, 2, ranks)))
+        threads.run(2, lambda ranks: train_step(case, build_step(case, 2, ranks)))
     assert "spare.bias" in str(caught.value)
 
 
@@ -72,7 +72,7 @@ def test_a_layer_used_on_one_rank_only_is_trained_everywhere(monkeypatch):
     case = Case(model="sometimes", unused="allow", batch_sizes=(5, 5), bucket_bytes=300)
 
     def body(ranks):
-        step = build(case, 2, ranks)
+        step = build_step(case, 2, ranks)
         launched: list[int] = []
         launch = step._transport.reduce_async
         monkeypatch.setattr(
@@ -93,22 +93,22 @@ def test_a_state_can_be_taken_to_another_mesh_and_other_buckets(bucket_bytes, ot
     case = Case(batch_sizes=(12, 12, 12, 12), clip=0.5, model="tied", bucket_bytes=bucket_bytes, zero=zero)
 
     def begin(ranks):
-        step = build(case, 3, ranks)
+        step = build_step(case, 3, ranks)
         for number, batch in enumerate(batches(case)[:2]):
             if number == 1:
                 step.optimizer.param_groups[0]["lr"] = 0.02
-            step(local(batch, 3, step.dp_index))
+            step(local_batch(batch, 3, step.dp_index))
         return step.state_dict()
 
     state = threads.run(3, begin)[0]
 
     def go_on(ranks):
-        step = build(dataclasses.replace(case, bucket_bytes=others, zero=then), 2, ranks)
+        step = build_step(dataclasses.replace(case, bucket_bytes=others, zero=then), 2, ranks)
         step.load_state_dict(state)
         return train_step(case, step, skip=2)
 
     def whole(ranks):
-        step = build(case, 1, ranks)
+        step = build_step(case, 1, ranks)
         for number, batch in enumerate(batches(case)):
             if number == 1:
                 step.optimizer.param_groups[0]["lr"] = 0.02
@@ -123,7 +123,7 @@ def test_a_state_can_be_taken_to_another_mesh_and_other_buckets(bucket_bytes, ot
 
 def test_between_hosts_and_with_a_codec_gradients_travel_in_more_buckets(monkeypatch):
     def num_buckets(**fields):
-        return len(threads.run(1, lambda ranks: build(Case(bucket_bytes=2**20, **fields), 1, ranks))[0].buckets)
+        return len(threads.run(1, lambda ranks: build_step(Case(bucket_bytes=2**20, **fields), 1, ranks))[0].buckets)
 
     def wrapped(ranks):
         model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(8)))
@@ -141,7 +141,7 @@ def test_the_launch_order_is_frozen_after_the_first_step_and_the_same_everywhere
     case = Case(bucket_bytes=1000)
 
     def body(ranks):
-        step = build(case, 2, ranks)
+        step = build_step(case, 2, ranks)
         train_step(case, step)
         return [str(action) for action in step.program]
 
@@ -155,7 +155,7 @@ def test_after_the_first_step_buckets_are_launched_in_the_recorded_order(monkeyp
     case = Case(model="sometimes", unused="allow", batch_sizes=(7, 7), bucket_bytes=300)
 
     def body(ranks):
-        step = build(case, 2, ranks)
+        step = build_step(case, 2, ranks)
         train_step(dataclasses.replace(case, batch_sizes=(7,)), step)
         launched: list[int] = []
         launch = step._transport.reduce_async

@@ -16,13 +16,13 @@ from fourfold.plan.order import BatchRange
 from fourfold.run.build import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import DivergenceError
-from tests.training import Case, batches, build, local
+from tests.training import Case, batches, build_step, local_batch
 
 CASE = Case(batch_sizes=(12, 12, 12), bucket_bytes=1500)
 
 
 def train(step: TrainStep, number: int) -> None:
-    step(local(batches(CASE)[number], step.plan.dp, step.dp_index))
+    step(local_batch(batches(CASE)[number], step.plan.dp, step.dp_index))
 
 
 def edit(step: TrainStep) -> None:
@@ -31,7 +31,7 @@ def edit(step: TrainStep) -> None:
 
 
 CALLS: dict[str, Callable[[TrainStep], Any]] = {
-    "evaluate()": lambda step: step.evaluate(local(batches(CASE)[0], step.plan.dp, step.dp_index)),
+    "evaluate()": lambda step: step.evaluate(local_batch(batches(CASE)[0], step.plan.dp, step.dp_index)),
     "sum() of 2 values": lambda step: step.all_reduce(torch.ones(2, dtype=torch.float64)),
     "exchange()": lambda step: step.all_gather_json("?"),
     "edit()": edit,
@@ -55,7 +55,7 @@ def test_a_call_that_not_all_ranks_make_is_found_and_named_on_every_rank(call, s
     monkeypatch.setattr(shared, "DIVERGENCE_GRACE_SECONDS", threads.TIME_LIMIT_SECONDS)  # However slow the machine is.
 
     def body(ranks):
-        step = build(CASE, 3, ranks)
+        step = build_step(CASE, 3, ranks)
         for number in range(steps):
             train(step, number)
         calls_it = (ranks.rank == 1) == alone
@@ -71,7 +71,7 @@ def test_a_rank_that_never_comes_does_not_keep_the_others_from_telling(monkeypat
     kept = []  # a rank whose step is gone would be taken for dead
 
     def body(ranks):
-        step = build(CASE, 3, ranks)
+        step = build_step(CASE, 3, ranks)
         kept.append(step)
         train(step, 0)
         if ranks.rank == 2:
@@ -97,7 +97,7 @@ def test_a_stray_that_has_ended_of_it_is_told_as_a_stray():
 
 def test_a_step_left_out_is_found_when_the_others_evaluate():
     def body(ranks):
-        step = build(CASE, 2, ranks)
+        step = build_step(CASE, 2, ranks)
         train(step, 0)
         if ranks.rank == 0:
             train(step, 1)
@@ -110,12 +110,12 @@ def test_a_step_left_out_is_found_when_the_others_evaluate():
 
 def test_a_batch_left_out_on_one_rank_is_found_in_that_step():
     def body(ranks):
-        step = build(CASE, 2, ranks)
+        step = build_step(CASE, 2, ranks)
         for number, batch in enumerate(batches(CASE)):
             if ranks.rank == 1 and number == 1:
                 continue
             place = BatchRange(36, 5, 0, 12 * number, 12 * number + 12, 0, 0)
-            part = Batch.wrap(local(batch, 2, ranks.rank), place)
+            part = Batch.wrap(local_batch(batch, 2, ranks.rank), place)
             if number == 0:
                 step(part)
             else:
@@ -132,8 +132,8 @@ def test_sources_of_different_lengths_are_found_in_the_first_step():
     """As when each rank has read files of its own: it would take its share of them only, in another order."""
 
     def body(ranks):
-        step, length = build(CASE, 2, ranks), 40 + 4 * ranks.rank
-        part = Batch.wrap(local(batches(CASE)[0], 2, ranks.rank), BatchRange(length, 0, 0, 0, 12, 0, 6))
+        step, length = build_step(CASE, 2, ranks), 40 + 4 * ranks.rank
+        part = Batch.wrap(local_batch(batches(CASE)[0], 2, ranks.rank), BatchRange(length, 0, 0, 0, 12, 0, 6))
         return astray(step, lambda: step(part))
 
     for said in threads.run(2, body):

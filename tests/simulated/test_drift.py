@@ -21,7 +21,7 @@ from fourfold.run.optimizer import DistributedOptimizer
 from fourfold.testing import threads
 from fourfold.words.errors import DivergenceError, SettingError
 from fourfold.words.task import Data, Task
-from tests.training import Case, batches, local, loss, model, optimizer
+from tests.training import Case, batches, local_batch, loss, model, optimizer
 
 CASE = Case(batch_sizes=(12, 12, 12, 12, 12), bucket_bytes=1500)
 FIRST = "first.weight"
@@ -41,7 +41,7 @@ def build(case: Case, ranks: Any, *, every: int = 2) -> TrainStep:
 
 def train(case: Case, step: TrainStep, steps: range) -> None:
     for number in steps:
-        step(local(batches(case)[number], step.plan.dp, step.dp_index))
+        step(local_batch(batches(case)[number], step.plan.dp, step.dp_index))
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE, TrainingResult
 from fourfold.words.errors import PlanError
 from tests import apart, coded, training
-from tests.training import Case, build, train_oracle, train_step
+from tests.training import Case, build_step, train_oracle, train_step
 
 SIZE, STEPS = 2, 2
 CROSSED = ("zero", "update", "codec", "sync", "unused")
@@ -72,7 +72,7 @@ def test_every_plan_of_the_data_axis_is_refused_or_trains_as_its_oracle(zero, up
     # Ranks of one host share weights that rest split; over gloo they gather them.
     others = [dataclasses.replace(case, transport="gloo") for case in legal if zero == 3]
     for case in legal + others:
-        ranks = threads.run(SIZE, lambda ranks, case=case: train_step(case, build(case, SIZE, ranks)))
+        ranks = threads.run(SIZE, lambda ranks, case=case: train_step(case, build_step(case, SIZE, ranks)))
         assert max(oracle.deviation(each, wanted(case)) for each in ranks) <= TOLERANCE, case
 
 

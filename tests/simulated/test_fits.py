@@ -13,7 +13,7 @@ from fourfold.testing import threads
 from fourfold.words.errors import CheckpointError, TaskError
 from tests import odd, training
 from tests.checkpoints import ThreadRun, save_twice
-from tests.training import Case, batches, build, local
+from tests.training import Case, batches, build_step, local_batch
 
 CASE = Case(batch_sizes=(8, 8))
 
@@ -52,10 +52,10 @@ STATES = {
 
 def loaded(ranks, case, change, *, saved_by=CASE):
     """What of a step's state `change` made of another step's; all ranks get it, or those that `change` knows of."""
-    other = build(saved_by, ranks.size, ranks)
-    other(local(batches(saved_by)[0], ranks.size, other.dp_index))
+    other = build_step(saved_by, ranks.size, ranks)
+    other(local_batch(batches(saved_by)[0], ranks.size, other.dp_index))
     state = change(other.state_dict())
-    step = build(case, ranks.size, ranks)
+    step = build_step(case, ranks.size, ranks)
     before = step.state_dict()
     try:
         step.load_state_dict(state)
@@ -99,7 +99,7 @@ def test_two_values_of_a_tied_weight_are_refused(tmp_path):
         threads.run(1, lambda ranks: ThreadRun(tied, ranks, tmp_path).checkpoints.resume())
 
 
-class Copying(training.Net):
+class Copying(training.MLP):
     """Its state_dict has copies."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class Copying(training.Net):
         return {name: value.detach().clone() for name, value in super().state_dict(*args, **kwargs).items()}
 
 
-class Renaming(training.Net):
+class Renaming(training.MLP):
     """Its state_dict has other names."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import TaskError
 from tests import classes
 from tests.classes import batches, loss, sgd
-from tests.training import SEEDING
+from tests.training import SEED_LOCK
 
 WIDE = torch.float64
 
@@ -58,7 +58,7 @@ class Writing(nn.Module):
 
 
 def model(kind: str) -> nn.Module:
-    with SEEDING:
+    with SEED_LOCK:
         torch.manual_seed(3)
         return Writing(kind).double()
 
@@ -166,7 +166,7 @@ def test_state_that_depends_on_the_tokens_is_refused_where_ranks_share_sequences
         return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")
 
     def body(ranks):
-        with SEEDING:
+        with SEED_LOCK:
             torch.manual_seed(3)
             attending = Attending(kind).double()
         step = TrainStep(attending, of_tokens, sgd, plan=Plan(sp=2), communicator=ranks, clip=None)

@@ -12,7 +12,7 @@ from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import DivergenceError, PlanError, TaskError
 from tests.classes import batches, local_batch, loss, sgd
-from tests.training import SEEDING
+from tests.training import SEED_LOCK
 
 PLANS = [Plan(dp=2), Plan(microbatches=2), Plan(dp=2, microbatches=2), Plan(dp=2, zero=2)]
 
@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 def net(*, stays: bool = False) -> Net:
     """A net whose statistics are frozen, at values that a batch does not have."""
-    with SEEDING:
+    with SEED_LOCK:
         torch.manual_seed(3)
         model = Net(stays=stays).double()
     for buffer in (model.norm.running_mean, model.norm.running_var):

@@ -25,7 +25,7 @@ from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import PlanError, TaskError, TrainingError
 from tests.checkpoints import ThreadRun
 from tests.odd import AWKWARD_MODELS
-from tests.training import Case, batches, build, deviation, local, model, train_oracle, train_step
+from tests.training import Case, batches, build_step, deviation, local_batch, model, train_oracle, train_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ def test_ranks_may_use_weights_in_orders_of_their_own(place, sizes, microbatches
     same = dataclasses.replace(case, zero=0, shard=None)
 
     def body(case, ranks):
-        return train_step(case, build(case, place.size, ranks))
+        return train_step(case, build_step(case, place.size, ranks))
 
     expected = place.run(functools.partial(body, same))
     for got, wanted in zip(place.run(functools.partial(body, case)), expected, strict=True):
@@ -347,7 +347,7 @@ def test_weights_can_be_read_edited_put_and_evaluated(place):
     case = place.case(batch_sizes=(12, 12))
 
     def body(ranks):
-        step = build(case, place.size, ranks)
+        step = build_step(case, place.size, ranks)
         name = "second.weight"
         with step.edit() as module:
             module.get_parameter(name).fill_(float(ranks.rank + 2))
@@ -357,7 +357,7 @@ def test_weights_can_be_read_edited_put_and_evaluated(place):
         plain = model("mlp")
         plain.load_state_dict(step.state_dict()["model"])
         batch = batches(case)[0]
-        told = step.evaluate(local(batch, place.size, step.dp_index)).loss
+        told = step.evaluate(local_batch(batch, place.size, step.dp_index)).loss
         expected = F.cross_entropy(plain(batch[0]), batch[1]).item()
         assert told == pytest.approx(expected, abs=1e-12)
         with step.unsharded() as module:
@@ -404,9 +404,9 @@ def test_a_state_goes_to_other_levels_ranks_and_shares(first, then, then_zero):
         return
 
     def begin(ranks):
-        step = build(case, first.size, ranks)
+        step = build_step(case, first.size, ranks)
         for batch in batches(case)[:2]:
-            step(local(batch, first.size, step.dp_index))
+            step(local_batch(batch, first.size, step.dp_index))
         return step.state_dict()
 
     (state, *others) = first.run(begin)
@@ -416,7 +416,7 @@ def test_a_state_goes_to_other_levels_ranks_and_shares(first, then, then_zero):
     onward = then.case(batch_sizes=case.batch_sizes, clip=0.5, model="tied", zero=then_zero, bucket_bytes=4000)
 
     def go_on(ranks):
-        step = build(onward, then.size, ranks)
+        step = build_step(onward, then.size, ranks)
         step.load_state_dict(state)
         return train_step(onward, step, skip=2)
 
@@ -459,9 +459,9 @@ def test_half_precision_weights_are_gathered_and_float32_ones_are_trained(place)
     fields: dict[str, Any] = {"batch_sizes": (12, 12, 12), "precision": "bf16", "clip": 0.5}
 
     def body(case, ranks):
-        step = build(case, place.size, ranks)
+        step = build_step(case, place.size, ranks)
         for batch in batches(case):
-            step(local(batch, place.size, step.dp_index))
+            step(local_batch(batch, place.size, step.dp_index))
         return {name: weight.clone() for name, weight in step.named_weights()}, step.state_dict()["model"]
 
     split = place.run(functools.partial(body, place.case(**fields)))
@@ -476,7 +476,7 @@ def test_half_precision_weights_are_gathered_and_float32_ones_are_trained(place)
 def test_shares_that_cut_hosts_apart_are_refused_with_those_that_do_not():
     case = Case(zero=3, shard=3)
     with pytest.raises(PlanError, match=r"shard = 3 on 3 hosts of 2 ranks .* try shard = 2, 6, or transport"):
-        threads.run(6, lambda ranks: build(case, 6, ranks), hosts=3)
+        threads.run(6, lambda ranks: build_step(case, 6, ranks), hosts=3)
 
 
 def test_a_stage_is_written_again_when_all_have_taken_what_was_there():

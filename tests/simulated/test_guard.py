@@ -23,7 +23,7 @@ from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import PlanError, TrainingError
 from tests import training
-from tests.training import Case, batches, local
+from tests.training import Case, batches, local_batch
 
 NAN, INF = float("nan"), float("inf")
 
@@ -60,7 +60,7 @@ def test_training_with_a_skipped_step_is_training_without_it(fields, bad):
 
     def body(ranks):
         step = build(case, ranks, skip_nan=1)
-        metrics = [step(local(batch, ranks.size, ranks.rank)) for batch in found]
+        metrics = [step(local_batch(batch, ranks.size, ranks.rank)) for batch in found]
         assert [m.skipped is not None for m in metrics] == [number == bad for number in range(4)]
         assert metrics[bad].loss != metrics[bad].loss
         good = [m for m in metrics if m.skipped is None]
@@ -90,7 +90,7 @@ def test_the_text_names_step_rank_and_samples_of_the_global_order():
         for number, batch in enumerate(found[:2]):
             start, stop = 12 * number, 12 * number + 12
             place = BatchRange(40, 3, 2, start, stop, *shard_range(start, stop, 2, ranks.rank))
-            skipped = step(Batch.wrap(local(batch, 2, ranks.rank), place)).skipped
+            skipped = step(Batch.wrap(local_batch(batch, 2, ranks.rank), place)).skipped
         return skipped
 
     named = ", ".join(map(str, ids[9:12]))
@@ -124,10 +124,10 @@ def test_by_default_a_step_that_is_not_finite_ends_the_training_and_changes_noth
     def body(ranks):
         step = build(case, ranks, skip_nan=0)
         for batch in found[:2]:
-            step(local(batch, 3, ranks.rank))
+            step(local_batch(batch, 3, ranks.rank))
         before = copy.deepcopy(step.state_dict())
         with pytest.raises(TrainingError, match=r"step 3: the loss is nan; rank 1, samples of its batch 0, 1, 2, 3"):
-            step(local(found[2], 3, ranks.rank))
+            step(local_batch(found[2], 3, ranks.rank))
         after = step.state_dict()
         assert all(torch.equal(before["model"][name], value) for name, value in after["model"].items())
         for name, states in after["optimizer"].items():
@@ -146,7 +146,7 @@ def test_more_steps_in_a_row_than_allowed_end_the_training(bad, ends_at):
     def body(ranks):
         step = build(case, ranks, skip_nan=2)
         for number, (inputs, targets) in enumerate(batches(case)):
-            batch = local((inputs * NAN if number in bad else inputs, targets), 2, ranks.rank)
+            batch = local_batch((inputs * NAN if number in bad else inputs, targets), 2, ranks.rank)
             if number + 1 == ends_at:
                 with pytest.raises(TrainingError, match="the 2 steps before were no better"):
                     step(batch)
@@ -168,7 +168,7 @@ def test_a_first_step_without_even_a_count_teaches_nothing():
     def body(ranks):
         mine, plan = copy.deepcopy(model), case.plan(2)
         step = TrainStep(mine, lost, optimizer, plan=plan, communicator=ranks, clip=None, skip_nan=1)
-        metrics = [step(local(batch, 2, ranks.rank)) for batch in found]
+        metrics = [step(local_batch(batch, 2, ranks.rank)) for batch in found]
         return oracle.snapshot(step, [m.loss for m in metrics[1:]], [])
 
     results = threads.run(2, body)

@@ -24,7 +24,7 @@ from fourfold.testing import threads
 from fourfold.words.action import Verb
 from fourfold.words.errors import PlanError, TrainingError
 from tests import training
-from tests.training import Case, batches, build, local, train_step
+from tests.training import Case, batches, build_step, local_batch, train_step
 
 CASE = Case(batch_sizes=(8, 8, 8, 8), bucket_bytes=1000, update="in_forward", clip=0.05)
 ZEROS = pytest.mark.parametrize("zero", [0, 1, 2])
@@ -33,7 +33,7 @@ ZEROS = pytest.mark.parametrize("zero", [0, 1, 2])
 def both(case, size, body):
     """What `body(case, step)` gives on every rank with updates in forward, and after backward."""
     cases = [case, dataclasses.replace(case, update="after")]
-    return [threads.run(size, lambda ranks, one=one: body(one, build(one, size, ranks))) for one in cases]
+    return [threads.run(size, lambda ranks, one=one: body(one, build_step(one, size, ranks))) for one in cases]
 
 
 def same(got, expected):
@@ -48,7 +48,7 @@ def weights(step):
 
 
 def test_the_program_begins_with_the_updates_of_the_step_before():
-    step = threads.run(1, lambda ranks: build(CASE, 1, ranks))[0]
+    step = threads.run(1, lambda ranks: build_step(CASE, 1, ranks))[0]
     verbs = [action.verb for action in step.program]
     assert verbs[: len(step.buckets)] == [Verb.UPDATE] * len(step.buckets)
     assert verbs.count(Verb.UPDATE) == len(step.buckets)
@@ -59,8 +59,8 @@ def test_a_bucket_is_updated_when_forward_comes_to_it_and_not_before(size, zero)
     case = dataclasses.replace(CASE, zero=zero, bucket_bytes=1)
 
     def body(ranks):
-        step, seen = build(case, size, ranks), []
-        step(local(batches(case)[0], size, ranks.rank))
+        step, seen = build_step(case, size, ranks), []
+        step(local_batch(batches(case)[0], size, ranks.rank))
         flats = {bucket.slots[0].name: flat for bucket, flat in zip(step.buckets, step._weights.flats, strict=True)}
         watched = {name: (flat, flat.clone()) for name, flat in flats.items() if name in ("first.bias", "head.bias")}
 
@@ -69,7 +69,7 @@ def test_a_bucket_is_updated_when_forward_comes_to_it_and_not_before(size, zero)
 
         step.model.get_submodule("second").register_forward_pre_hook(look)
         step.model.get_submodule("head").register_forward_hook(look)
-        step(local(batches(case)[1], size, ranks.rank))
+        step(local_batch(batches(case)[1], size, ranks.rank))
         return seen
 
     is_old = [{"first.bias": False, "head.bias": True}, {"first.bias": False, "head.bias": False}]
@@ -82,7 +82,7 @@ def test_the_rate_is_that_of_the_step_whose_gradient_it_is(optimizer, zero):
     def body(case, step):
         schedule = torch.optim.lr_scheduler.StepLR(step.optimizer, step_size=1, gamma=0.1)
         for batch in batches(case):
-            step(local(batch, 2, step.dp_index))
+            step(local_batch(batch, 2, step.dp_index))
             schedule.step()
         return weights(step)
 
@@ -113,7 +113,7 @@ def test_who_wants_the_weights_between_steps_finds_them_new(use, zero):
     def body(case, step):
         found = {}
         for number, batch in enumerate(batches(case)):
-            mine = local(batch, 2, step.dp_index)
+            mine = local_batch(batch, 2, step.dp_index)
             step(mine)
             told = USES[use](step, mine)
             if use == "evaluate":
@@ -127,18 +127,18 @@ def test_who_wants_the_weights_between_steps_finds_them_new(use, zero):
 @ZEROS
 def test_a_state_between_steps_goes_on_bit_for_bit(zero):
     case = dataclasses.replace(CASE, zero=zero)
-    whole = threads.run(2, lambda ranks: train_step(case, build(case, 2, ranks)).weights)
+    whole = threads.run(2, lambda ranks: train_step(case, build_step(case, 2, ranks)).weights)
 
     def begin(ranks):
-        step = build(case, 2, ranks)
+        step = build_step(case, 2, ranks)
         for batch in batches(case)[:2]:
-            step(local(batch, 2, ranks.rank))
+            step(local_batch(batch, 2, ranks.rank))
         return step.state_dict()
 
     state = threads.run(2, begin)[0]
 
     def go_on(ranks):
-        step = build(case, 2, ranks)
+        step = build_step(case, 2, ranks)
         step.load_state_dict(state)
         return train_step(case, step, skip=2).weights
 
@@ -264,7 +264,7 @@ def test_no_weight_is_used_before_all_ranks_have_updated_their_shares_of_it(zero
             update(bucket, **terms)
 
         step._actions._parts.optimizer.update = late
-        losses = [step(local(batch, 2, step.dp_index)).loss for batch in batches(one)]
+        losses = [step(local_batch(batch, 2, step.dp_index)).loss for batch in batches(one)]
         return weights(step) | {"losses": torch.tensor(losses)}
 
     same(*both(case, 2, body))
@@ -272,8 +272,8 @@ def test_no_weight_is_used_before_all_ranks_have_updated_their_shares_of_it(zero
 
 def test_a_use_between_steps_is_told_to_need_the_update_first():
     def body(ranks):
-        step = build(CASE, 2, ranks)
-        step(local(batches(CASE)[0], 2, ranks.rank))
+        step = build_step(CASE, 2, ranks)
+        step(local_batch(batches(CASE)[0], 2, ranks.rank))
         for use in (
             lambda: step.model(batches(CASE)[0][0]),
             step.model.state_dict,
@@ -291,7 +291,7 @@ def test_a_use_between_steps_is_told_to_need_the_update_first():
 def test_gradients_that_anybody_sets_to_none_between_steps_are_not_lost(size):
     def body(case, step):
         for batch in batches(case):
-            step(local(batch, size, step.dp_index))
+            step(local_batch(batch, size, step.dp_index))
             assert all(p.grad is None for p in step.model.parameters())
             step.model.zero_grad()
         return weights(step)
@@ -330,7 +330,7 @@ def test_a_flush_after_a_step_whose_first_microbatch_was_empty_leaves_the_next_s
 
     def body(case, step):
         for number, batch in enumerate(batches(case)):
-            step(local(batch, 2, step.dp_index))
+            step(local_batch(batch, 2, step.dp_index))
             if number == 1:
                 step.flush()
         return weights(step)
@@ -350,7 +350,7 @@ def test_a_step_after_one_that_was_left_out_trains_as_it_would_after_backward():
         )
         for number, (inputs, targets) in enumerate(batches(case)):
             bad = inputs * float("nan") if number == 1 else inputs
-            step(local((bad, targets), 2, step.dp_index))
+            step(local_batch((bad, targets), 2, step.dp_index))
         return weights(step)
 
     same(*[threads.run(2, lambda ranks, u=u: body(ranks, u)) for u in ("in_forward", "after")])
@@ -361,9 +361,9 @@ def test_a_step_after_an_empty_batch_and_an_evaluation_is_not_blamed_for_unseen_
     # The rank without samples uses no weight in the step's forward; the evaluation does the updates of it.
     def body(case, step):
         for number, batch in enumerate(batches(case)):
-            step(local(batch, 2, step.dp_index))
+            step(local_batch(batch, 2, step.dp_index))
             if number == 1:
-                step.evaluate(local(batch, 2, step.dp_index))
+                step.evaluate(local_batch(batch, 2, step.dp_index))
         return weights(step)
 
     same(*both(dataclasses.replace(CASE, zero=zero, batch_sizes=(8, 1, 8)), 2, body))
@@ -371,11 +371,11 @@ def test_a_step_after_an_empty_batch_and_an_evaluation_is_not_blamed_for_unseen_
 
 def test_the_trace_shows_updates_within_forward_and_counts_them_once():
     def body(ranks):
-        step = build(CASE, 2, ranks)
+        step = build_step(CASE, 2, ranks)
         tracing = Tracer(step, every=1)
         for number, batch in enumerate(batches(CASE), 1):
             with tracing.sample(number):
-                step(local(batch, 2, step.dp_index))
+                step(local_batch(batch, 2, step.dp_index))
         return tracing.trace
 
     trace = threads.run(2, body)[0]
@@ -399,8 +399,8 @@ def test_a_step_that_nobody_holds_any_more_is_gone_with_its_memory():
 
     def body(ranks):
         case = dataclasses.replace(CASE, zero=1)
-        step = build(case, 2, ranks)
-        step(local(batches(case)[0], 2, ranks.rank))
+        step = build_step(case, 2, ranks)
+        step(local_batch(batches(case)[0], 2, ranks.rank))
 
     threads.run(2, body)
     before = files()

@@ -20,7 +20,7 @@ from fourfold.run.build import TrainStep
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import OptimizerError, PlanError
-from tests.training import LOSSES, Case, batches, build, deviation, local, model, train_step
+from tests.training import LOSSES, Case, batches, build_step, deviation, local_batch, model, train_step
 
 KINDS: list[Any] = [ff.optim.LARS, ff.optim.LAMB]
 
@@ -190,20 +190,20 @@ def test_a_state_can_be_taken_to_another_mesh(optimizer: str, zero: int, then: i
     case = Case(batch_sizes=(12, 12, 12, 12), optimizer=optimizer, bucket_bytes=1500, zero=zero)
 
     def begun(ranks: Any) -> dict[str, Any]:
-        step = build(case, 3, ranks)
+        step = build_step(case, 3, ranks)
         for batch in batches(case)[:2]:
-            step(local(batch, 3, step.dp_index))
+            step(local_batch(batch, 3, step.dp_index))
         return step.state_dict()
 
     state = threads.run(3, begun)[0]
 
     def go_on(ranks: Any) -> dict[str, Tensor]:
-        step = build(dataclasses.replace(case, zero=then), 2, ranks)
+        step = build_step(dataclasses.replace(case, zero=then), 2, ranks)
         step.load_state_dict(state)
         return train_step(case, step, skip=2).weights
 
     def whole(ranks: Any) -> dict[str, Tensor]:
-        return train_step(case, build(case, 1, ranks)).weights
+        return train_step(case, build_step(case, 1, ranks)).weights
 
     (expected,) = threads.run(1, whole)
     for weights in threads.run(2, go_on):
@@ -217,8 +217,8 @@ def test_an_update_in_backward_of_a_share_of_a_parameter_is_refused(optimizer: s
     with pytest.raises(
         PlanError, match=f'"in_backward" with {optimizer} at zero = 1   need the norms of whole parameters'
     ):
-        threads.run(2, lambda ranks: build(case, 2, ranks))
-    threads.run(1, lambda ranks: build(case, 1, ranks))
+        threads.run(2, lambda ranks: build_step(case, 2, ranks))
+    threads.run(1, lambda ranks: build_step(case, 1, ranks))
 
 
 def test_an_empty_group_is_refused_by_the_step_too() -> None:

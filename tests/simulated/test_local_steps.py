@@ -25,11 +25,11 @@ from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.action import Verb
 from fourfold.words.errors import SettingError, TrainingError
 from tests import apart
-from tests.training import Case, batches, build, local, loss, model, optimizer, train_oracle, train_step
+from tests.training import Case, batches, build_step, local_batch, loss, model, optimizer, train_oracle, train_step
 
 
 def deviation(case: Case, size: int, ranks) -> float:
-    return oracle.deviation(train_step(case, build(case, size, ranks)), apart.train(case, size))
+    return oracle.deviation(train_step(case, build_step(case, size, ranks)), apart.train(case, size))
 
 
 @settings(max_examples=40)
@@ -68,7 +68,7 @@ def test_a_rank_without_samples_updates_each_bucket_once():
 def test_plain_descent_that_meets_in_every_step_is_data_parallelism(size, batch_sizes):
     # With momentum they differ where batches are uneven: each rank's is its own.
     case = Case(optimizer="descent", batch_sizes=batch_sizes, sync="local", local_steps=1)
-    both = threads.run(size, lambda ranks: (train_step(case, build(case, size, ranks)), train_oracle(case)))
+    both = threads.run(size, lambda ranks: (train_step(case, build_step(case, size, ranks)), train_oracle(case)))
     assert max(oracle.deviation(got, expected) for got, expected in both) <= TOLERANCE
 
 
@@ -77,10 +77,10 @@ LOCAL = Case(sync="local", local_steps=3, batch_sizes=(12, 11, 2, 12, 12, 7), ou
 
 def test_ranks_differ_between_meetings_and_agree_after_them():
     def body(ranks):
-        step = build(LOCAL, 2, ranks)
+        step = build_step(LOCAL, 2, ranks)
         seen = []
         for batch in batches(LOCAL):
-            metrics = step(local(batch, 2, step.dp_index))
+            metrics = step(local_batch(batch, 2, step.dp_index))
             flat = torch.cat([p.detach().reshape(-1) for p in step.model.parameters()])
             seen.append((metrics.loss, step.is_synchronized, flat))
         return seen
@@ -92,9 +92,9 @@ def test_ranks_differ_between_meetings_and_agree_after_them():
 
 def test_gradients_are_never_reduced_and_weights_are_in_meetings_only():
     def body(ranks):
-        step = build(LOCAL, 2, ranks)
+        step = build_step(LOCAL, 2, ranks)
         for batch in batches(LOCAL):
-            step(local(batch, 2, step.dp_index))
+            step(local_batch(batch, 2, step.dp_index))
         return step.program, step.local_program
 
     for meeting, alone in threads.run(2, body):
@@ -113,8 +113,8 @@ def test_what_needs_the_same_gradients_everywhere_is_refused(fields):
 
 def test_a_state_between_meetings_is_refused():
     def body(ranks):
-        step = build(LOCAL, 2, ranks)
-        step(local(batches(LOCAL)[0], 2, step.dp_index))
+        step = build_step(LOCAL, 2, ranks)
+        step(local_batch(batches(LOCAL)[0], 2, step.dp_index))
         with pytest.raises(TrainingError, match=r"after step 1, with local_steps = 3.*try after step 3"):
             step.state_dict()
 
@@ -125,8 +125,8 @@ def test_every_rank_goes_on_from_what_is_put_back():
     case = dataclasses.replace(LOCAL, optimizer="descent")
 
     def body(ranks):
-        step, again = build(case, 2, ranks), build(case, 2, ranks)
-        parts = [local(batch, 2, step.dp_index) for batch in batches(case)]
+        step, again = build_step(case, 2, ranks), build_step(case, 2, ranks)
+        parts = [local_batch(batch, 2, step.dp_index) for batch in batches(case)]
         for batch in parts[:3]:
             step(batch)
         again.load_state_dict(step.state_dict())
@@ -148,7 +148,7 @@ def test_a_bad_step_is_left_out_by_all_ranks_and_a_meeting_is_held_all_the_same(
         )
         skipped = []
         for number, batch in enumerate(batches(case)):
-            inputs, targets = local(batch, 2, step.dp_index)
+            inputs, targets = local_batch(batch, 2, step.dp_index)
             if number == 2 and ranks.rank == 1:
                 inputs = inputs * float("nan")
             skipped.append(step((inputs, targets)).skipped is not None)

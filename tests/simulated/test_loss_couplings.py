@@ -15,7 +15,7 @@ from fourfold.run.build import TrainStep
 from fourfold.run.parts_of_loss import LossComparison
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError
-from tests.training import SEEDING
+from tests.training import SEED_LOCK
 
 FEATURES, WIDTH, CLASSES, SAMPLES = 4, 6, 3, 8
 PLANS = [Plan(dp=2), Plan(dp=2, microbatches=2, zero=3, transport="gloo"), Plan(microbatches=2)]
@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 
 def net(mix: Mix = lambda net, x: x, dtype: torch.dtype = torch.float32) -> Net:
-    with SEEDING:
+    with SEED_LOCK:
         torch.manual_seed(5)
         return Net(mix).to(dtype)
 

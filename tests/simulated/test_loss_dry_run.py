@@ -15,7 +15,7 @@ from fourfold.run.build import TrainStep
 from fourfold.run.without_randomness import without_randomness
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError
-from tests.training import SEEDING
+from tests.training import SEED_LOCK
 
 CPU = torch.device("cpu")
 sgd = functools.partial(torch.optim.SGD, lr=0.1)
@@ -68,7 +68,7 @@ UNSEEN = {"gumbel", "numpy", "python"}
 
 
 def net(kind: str) -> nn.Module:
-    with SEEDING:
+    with SEED_LOCK:
         torch.manual_seed(0)
         return Net(kind).double()
 

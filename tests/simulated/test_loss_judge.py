@@ -20,7 +20,7 @@ from fourfold.run.objective import Objective
 from fourfold.run.random_weights import MemoryFit
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError
-from tests.training import SEEDING
+from tests.training import SEED_LOCK
 
 LENGTH, WIDTH, CLASSES, SAMPLES = 6, 8, 5, 5
 sgd = functools.partial(torch.optim.SGD, lr=0.1)
@@ -191,7 +191,7 @@ LOSSES: dict[str, Loss] = {
 
 
 def made(kind: str) -> nn.Module:
-    with SEEDING:
+    with SEED_LOCK:
         torch.manual_seed(2)
         return MODELS[kind]()
 
@@ -265,7 +265,7 @@ class Remembering(Gpt):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("room", [MemoryFit(), MemoryFit(fits_float64=False)])
 def test_a_judgement_leaves_the_model_its_gradients_and_all_generators_as_they_were(dtype, room):
-    with SEEDING:
+    with SEED_LOCK:
         torch.manual_seed(1)
         model = Remembering().to(dtype)
     fired = []

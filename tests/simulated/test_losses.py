@@ -21,7 +21,7 @@ from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE, TrainingResult
 from fourfold.words.errors import TaskError, TrainingError
 from fourfold.words.task import Data, Task
-from tests.training import SEEDING
+from tests.training import SEED_LOCK
 
 SAMPLES, FEATURES, CLASSES, LENGTH = 13, 6, 5, 4
 WIDE = torch.float64
@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 
 def net() -> nn.Module:
-    with SEEDING:
+    with SEED_LOCK:
         torch.manual_seed(2)
         return Net().double()
 

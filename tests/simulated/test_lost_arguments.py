@@ -23,7 +23,7 @@ from fourfold.run.torch_losses import observing
 from fourfold.run.weight_writes import WeightWriteTracker
 from fourfold.run.without_randomness import without_randomness
 from fourfold.testing import threads
-from tests.training import SEEDING
+from tests.training import SEED_LOCK
 
 MODES = {
     "without randomness": lambda: without_randomness(torch.device("cpu")),
@@ -98,7 +98,7 @@ def test_a_weighted_mean_trains_with_its_weights_where_ranks_share_sequences():
         return F.l1_loss(outputs, F.one_hot(targets, 9).to(outputs), **options).mean(-1)
 
     def body(ranks):
-        with SEEDING:
+        with SEED_LOCK:
             torch.manual_seed(3)
             model = Attending().double()
         step = TrainStep(model, loss, lambda p: torch.optim.SGD(p, lr=0.1), plan=plan, communicator=ranks, clip=None)

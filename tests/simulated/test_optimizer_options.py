@@ -15,7 +15,7 @@ from fourfold.run.optimizer import DistributedOptimizer
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import DivergenceError, PlanError
-from tests.training import Case, batches, build, deviation, local, loss, model, optimizer
+from tests.training import Case, batches, build_step, deviation, local_batch, loss, model, optimizer
 
 CASE = Case(batch_sizes=(12, 12, 12), bucket_bytes=1500)
 
@@ -95,7 +95,7 @@ def test_how_an_update_is_carried_out_may_differ():
             model("mlp"), loss(CASE), optimizer(CASE, **how), plan=CASE.plan(2), communicator=ranks, clip=None
         )
         for batch in batches(CASE):
-            step(local(batch, 2, ranks.rank))
+            step(local_batch(batch, 2, ranks.rank))
             step.check_drift()
         return True
 
@@ -128,15 +128,15 @@ def test_options_that_differ_are_found_in_the_same_step_before_a_weight_moves(ch
     options, said = CHANGED[change]
 
     def body(ranks):
-        step = build(case, 3, ranks)
-        step(local(batches(case)[0], 3, ranks.rank))
+        step = build_step(case, 3, ranks)
+        step(local_batch(batches(case)[0], 3, ranks.rank))
         step.flush()
         if ranks.rank == 1:
             for group in step.optimizer.param_groups:
                 group |= options
         before = copy.deepcopy(dict(step.model.named_parameters()))
         with pytest.raises(DivergenceError, match=said) as caught:
-            step(local(batches(case)[1], 3, ranks.rank))
+            step(local_batch(batches(case)[1], 3, ranks.rank))
         assert all(torch.equal(p, before[name]) for name, p in step.model.named_parameters())
         return str(caught.value)
 
@@ -151,13 +151,13 @@ def test_tensors_within_a_tuple_are_found_too():
         betas = torch.tensor(0.5), torch.tensor(0.75)
         make = functools.partial(adamw, lr=torch.tensor(0.1), betas=betas, foreach=False, fused=False)
         step = TrainStep(model("mlp"), loss(CASE), make, plan=CASE.plan(2), communicator=ranks, clip=None)
-        step(local(batches(CASE)[0], 2, ranks.rank))
+        step(local_batch(batches(CASE)[0], 2, ranks.rank))
         step.optimizer.param_groups[0]["betas"] = (torch.tensor(0.5), torch.tensor(0.75))  # other objects, the same
-        step(local(batches(CASE)[1], 2, ranks.rank))
+        step(local_batch(batches(CASE)[1], 2, ranks.rank))
         if ranks.rank:
             step.optimizer.param_groups[0]["betas"][1].fill_(0.25)
         with pytest.raises(DivergenceError, match=r"betas: rank 0 has \(0\.5, 0\.75\); rank 1 has \(0\.5, 0\.25\)"):
-            step(local(batches(CASE)[2], 2, ranks.rank))
+            step(local_batch(batches(CASE)[2], 2, ranks.rank))
         return True
 
     assert threads.run(2, body) == [True, True]
@@ -168,11 +168,11 @@ def test_a_tensor_that_is_changed_in_place_is_found(hosts):
     def body(ranks):
         make = functools.partial(adamw, lr=torch.tensor(0.1))
         step = TrainStep(model("mlp"), loss(CASE), make, plan=CASE.plan(4), communicator=ranks, clip=None)
-        step(local(batches(CASE)[0], 4, ranks.rank))
+        step(local_batch(batches(CASE)[0], 4, ranks.rank))
         if ranks.rank == 3 or (ranks.rank == 2 and hosts == 2):
             step.optimizer.param_groups[0]["lr"].fill_(0.25)
         with pytest.raises(DivergenceError, match=rf"lr: .*rank {3 if hosts == 1 else '[23]'} has 0\.25"):
-            step(local(batches(CASE)[1], 4, ranks.rank))
+            step(local_batch(batches(CASE)[1], 4, ranks.rank))
         return True
 
     assert threads.run(4, body, hosts=hosts) == [True] * 4
@@ -201,12 +201,12 @@ def test_options_beyond_what_a_call_can_show_are_compared_all_the_same():
 
 def test_a_scheduler_that_one_rank_alone_has_is_found():
     def body(ranks):
-        step = build(CASE, 2, ranks)
+        step = build_step(CASE, 2, ranks)
         step.optimizer.zero_grad()
         if ranks.rank == 1:
             torch.optim.lr_scheduler.StepLR(step.optimizer, 10)  # the rate is the same so far
         with pytest.raises(DivergenceError, match=r"initial_lr: rank 0 has none; rank 1 has 0\.01"):
-            step(local(batches(CASE)[0], 2, ranks.rank))
+            step(local_batch(batches(CASE)[0], 2, ranks.rank))
         return True
 
     assert threads.run(2, body) == [True, True]
@@ -214,10 +214,10 @@ def test_a_scheduler_that_one_rank_alone_has_is_found():
 
 def test_a_scheduler_on_every_rank_trains_as_one_process_does():
     def body(ranks):
-        step = build(CASE, 2, ranks)
+        step = build_step(CASE, 2, ranks)
         schedule = torch.optim.lr_scheduler.ExponentialLR(step.optimizer, 0.5)
         for batch in batches(CASE):
-            step(local(batch, 2, ranks.rank))
+            step(local_batch(batch, 2, ranks.rank))
             schedule.step()
         return {name: p.detach().clone() for name, p in step.model.named_parameters()}
 
@@ -235,14 +235,14 @@ def test_a_scheduler_on_every_rank_trains_as_one_process_does():
 
 def test_the_options_of_a_checkpoint_are_those_that_are_compared():
     def body(ranks):
-        step = build(CASE, 2, ranks)
-        step(local(batches(CASE)[0], 2, ranks.rank))
+        step = build_step(CASE, 2, ranks)
+        step(local_batch(batches(CASE)[0], 2, ranks.rank))
         saved = step.state_dict()
         for group in saved["groups"]:
             group["lr"] = 0.125
-        other = build(CASE, 2, ranks)
+        other = build_step(CASE, 2, ranks)
         other.load_state_dict(saved)
-        other(local(batches(CASE)[1], 2, ranks.rank))
+        other(local_batch(batches(CASE)[1], 2, ranks.rank))
         return [group["lr"] for group in other.optimizer.param_groups]
 
     assert threads.run(2, body) == [[0.125, 0.125]] * 2

@@ -13,7 +13,7 @@ from fourfold.parts.options import OptionTracker
 from fourfold.run.build import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import DivergenceError
-from tests.training import Case, batches, local, loss, model
+from tests.training import Case, batches, local_batch, loss, model
 
 CASE = Case(batch_sizes=(12, 12), bucket_bytes=1500)
 
@@ -180,11 +180,11 @@ def test_ranks_with_many_rates_are_told_the_first_of_them_in_decimals():
             return torch.optim.SGD([{"params": [p], "lr": 0.1 / (1 + n)} for n, p in enumerate(parameters)])
 
         step = TrainStep(model("mlp"), loss(CASE), make, plan=CASE.plan(2), communicator=ranks, clip=None)
-        step(local(batches(CASE)[0], 2, ranks.rank))
+        step(local_batch(batches(CASE)[0], 2, ranks.rank))
         for group in step.optimizer.param_groups:
             group["lr"] *= 1 + ranks.rank
         with pytest.raises(DivergenceError, match=r"lr: rank 0 has 0\.1, 0\.05, .*…; rank 1 has 0\.2, 0\.1, .*…,? "):
-            step(local(batches(CASE)[1], 2, ranks.rank))
+            step(local_batch(batches(CASE)[1], 2, ranks.rank))
         return len(step.optimizer.param_groups)
 
     assert min(threads.run(2, body)) > 4

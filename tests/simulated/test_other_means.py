@@ -15,7 +15,7 @@ from fourfold.testing import threads
 from fourfold.words.errors import TaskError
 from tests.simulated.test_later_losses import LATER, later
 from tests.simulated.test_losses import WIDE, ce, flat, net, part
-from tests.training import SEEDING
+from tests.training import SEED_LOCK
 
 sgd = functools.partial(torch.optim.SGD, lr=0.1)
 APART = "whose counts are not proportional"
@@ -35,7 +35,7 @@ class Heads(nn.Module):
 
 
 def heads():
-    with SEEDING:
+    with SEED_LOCK:
         torch.manual_seed(1)
         return Heads().double()
 
@@ -138,7 +138,7 @@ def test_ranks_may_use_other_layers_for_the_same_output():
     def body(ranks):
         inputs = torch.ones(4, 4, dtype=WIDE) * (1 if ranks.rank else -1)
         plan = Plan(dp=2, unused="allow")
-        with SEEDING:
+        with SEED_LOCK:
             torch.manual_seed(1)
             model = Routed().double()
         step = TrainStep(model, F.cross_entropy, sgd, plan=plan, communicator=ranks, clip=None)

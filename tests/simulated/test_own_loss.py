@@ -20,7 +20,7 @@ from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import DataError, TaskError
 from fourfold.words.task import Data, Task
 from tests.simulated.test_hugging import MODELS, Wide, made
-from tests.training import SEEDING
+from tests.training import SEED_LOCK
 
 SAMPLES, LENGTH = 11, 8
 sgd = functools.partial(torch.optim.SGD, lr=0.1)
@@ -117,7 +117,7 @@ class Pairs:
 
 
 def own(how: str = "dict") -> nn.Module:
-    with SEEDING:
+    with SEED_LOCK:
         torch.manual_seed(1)
         return Own(how).double()
 

@@ -110,7 +110,7 @@ def test_sums_in_float32_do_not_care_which_rank_has_which_microbatch():
 def test_gradients_are_summed_in_the_numbers_asked_for_whatever_the_model_computes_in(reduce, number):
     def body(ranks):
         case = dataclasses.replace(CASE, precision="keep", reduce=reduce, zero=1, batch_sizes=(8,))
-        step = training.build(case, 2, ranks)
+        step = training.build_step(case, 2, ranks)
         train_steps(step, case)
         return {slot.dtype for slot in step._transport.grad_buffers}, {p.dtype for p in step.model.parameters()}
 
@@ -327,15 +327,15 @@ def test_states_that_rest_elsewhere_train_as_those_that_rest_beside_the_weights(
     if update == "in_backward" and optimizer == "LAMB":
         update = "in_forward"
     case = Case(**ZERO_FIELDS[zero], optimizer=optimizer, update=update, bucket_bytes=1000)
-    expected = threads.run(2, lambda ranks: training.train_step(case, training.build(case, 2, ranks)))[0]
+    expected = threads.run(2, lambda ranks: training.train_step(case, training.build_step(case, 2, ranks)))[0]
 
     def body(ranks):
-        step = training.build(dataclasses.replace(case, offload="states"), 2, ranks)
+        step = training.build_step(dataclasses.replace(case, offload="states"), 2, ranks)
         own = step._weights.master_weights
         assert set(own.param_names) == set(step._weights.trainable)
         got = training.train_step(case, step)
         state = step.state_dict()
-        other = training.build(dataclasses.replace(case, zero=0, update="after"), 2, ranks)
+        other = training.build_step(dataclasses.replace(case, zero=0, update="after"), 2, ranks)
         other.load_state_dict(state)
         assert equal_tensors(other.state_dict()["model"], state["model"])
         return got, state["model"]
@@ -350,7 +350,7 @@ def test_states_that_rest_elsewhere_train_as_those_that_rest_beside_the_weights(
 
 
 def test_on_cpu_ranks_states_are_in_host_memory_already():
-    (step,) = threads.run(1, lambda ranks: training.build(Case(offload="states"), 1, ranks))
+    (step,) = threads.run(1, lambda ranks: training.build_step(Case(offload="states"), 1, ranks))
     assert not step._weights.masters.names
     assert offload_device("states", torch.device("cuda")) == torch.device("cpu")
     assert "already" in format_offload("cpu")

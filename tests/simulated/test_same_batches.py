@@ -21,7 +21,7 @@ from fourfold.testing import threads
 from fourfold.words.errors import FourfoldError, PlanError, SettingError, TaskError
 from tests.training import Case
 from tests.training import batches as global_batches
-from tests.training import build as build_case
+from tests.training import build_step as build_case
 
 REPEATED = "same batch"
 

@@ -13,7 +13,7 @@ from fourfold.run.build import TrainStep
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE, deviation
 from fourfold.words.errors import OptimizerError, PlanError, TaskError, TrainingError
-from tests.training import LOSSES, Case, batches, build, local, train_oracle, train_step
+from tests.training import LOSSES, Case, batches, build_step, local_batch, train_oracle, train_step
 
 
 def sgd(parameters):
@@ -36,10 +36,10 @@ def test_a_backward_outside_the_step_changes_nothing(size, update):
     case = Case(batch_sizes=(8, 8, 8), update=update)
 
     def body(ranks):
-        step = build(case, size, ranks)
+        step = build_step(case, size, ranks)
         metrics = []
         for batch in batches(case):
-            part = local(batch, size, ranks.rank)
+            part = local_batch(batch, size, ranks.rank)
             metrics.append(step(part))
             LOSSES["values"](step.model(part[0]) * 100, part[1]).mean().backward()  # left in .grad
         weights = {name: p.detach().clone() for name, p in step.model.named_parameters()}
@@ -54,8 +54,8 @@ def test_a_backward_outside_the_step_changes_nothing(size, update):
 
 def test_a_step_after_a_failed_one_is_refused_and_names_the_cause():
     def body(ranks):
-        step = build(Case(model="unused"), 2, ranks)
-        batch = local(batches(Case())[0], 2, ranks.rank)
+        step = build_step(Case(model="unused"), 2, ranks)
+        batch = local_batch(batches(Case())[0], 2, ranks.rank)
         with pytest.raises(TrainingError, match="got no gradient"):
             step(batch)
         with pytest.raises(TrainingError, match="after one that ended with TrainingError"):
@@ -152,7 +152,7 @@ def test_parameters_without_elements_are_no_matter():
         model.register_parameter("nothing", nn.Parameter(torch.zeros(0)))
         step = linear(ranks, model)
         before = model.weight.detach().clone()
-        step(local((torch.ones(4, 2), torch.zeros(4)), 2, ranks.rank))
+        step(local_batch((torch.ones(4, 2), torch.zeros(4)), 2, ranks.rank))
         step.state_dict()
         return torch.allclose(model.weight, before - 1.0)
 
@@ -186,9 +186,9 @@ def test_metrics_count_the_global_batch():
     case = Case(model="lm", batch_sizes=(5, 3))
 
     def body(ranks):
-        step = build(case, 2, ranks)
-        metrics = [step(local(batch, 2, ranks.rank)) for batch in batches(case)]
-        checked = step.evaluate(local(batches(case)[0], 2, ranks.rank))
+        step = build_step(case, 2, ranks)
+        metrics = [step(local_batch(batch, 2, ranks.rank)) for batch in batches(case)]
+        checked = step.evaluate(local_batch(batches(case)[0], 2, ranks.rank))
         return [(m.samples, m.tokens, m.loss) for m in (*metrics, checked)]
 
     first, second = threads.run(2, body)
@@ -233,7 +233,7 @@ def test_a_step_and_its_oracle_disagree_when_they_should():
     case, other = Case(), Case(optimizer="SGD")
 
     def body(ranks):
-        return deviation(train_step(case, build(case, 2, ranks)), train_oracle(other))
+        return deviation(train_step(case, build_step(case, 2, ranks)), train_oracle(other))
 
     assert min(threads.run(2, body)) > 1e-3
 
@@ -244,7 +244,7 @@ def test_a_step_that_nobody_holds_any_more_is_gone_with_its_memory():
         return len(os.listdir("/proc/self/fd"))
 
     def body(ranks):
-        train_step(Case(zero=1), build(Case(zero=1), 2, ranks))
+        train_step(Case(zero=1), build_step(Case(zero=1), 2, ranks))
 
     threads.run(2, body)
     before = files()

@@ -15,7 +15,7 @@ from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import DivergenceError, OptimizerError, TaskError
 from fourfold.words.task import Data, Task
-from tests.training import Case, batches, local, loss, model, optimizer, train_step
+from tests.training import Case, batches, local_batch, loss, model, optimizer, train_step
 
 CASE = Case(batch_sizes=(12, 10, 14), bucket_bytes=1500, optimizer="SGD")
 BOUND = 0.15  # of weights: many of the small network's are beyond it
@@ -178,7 +178,7 @@ def test_a_step_that_is_left_out_calls_no_hook():
     def body(ranks):
         made = hooked(CASE, lambda *_: called.append("before"), lambda *_: called.append("after"))
         step = TrainStep(model("mlp"), loss(CASE), made, plan=CASE.plan(2), communicator=ranks, clip=None, skip_nan=1)
-        inputs, targets = local(batches(CASE)[0], 2, ranks.rank)
+        inputs, targets = local_batch(batches(CASE)[0], 2, ranks.rank)
         assert step((inputs * float("nan"), targets)).skipped is not None
 
     threads.run(2, body)
@@ -206,7 +206,7 @@ def test_a_gradient_that_a_hook_takes_away_is_refused_where_every_parameter_is_u
     def body(ranks):
         step = build(CASE, ranks, hooked(CASE, take_away))
         with pytest.raises(OptimizerError, match=r'first\.weight.*unused = "allow"'):
-            step(local(batches(CASE)[0], 2, ranks.rank))
+            step(local_batch(batches(CASE)[0], 2, ranks.rank))
         return True
 
     assert threads.run(2, body) == [True, True]
@@ -220,7 +220,7 @@ def test_a_hook_that_replaces_the_storage_of_a_weight_is_refused_at_once():
     def body(ranks):
         step = build(CASE, ranks, hooked(CASE, None, replaces))
         with pytest.raises(TaskError, match="another storage than before"):
-            step(local(batches(CASE)[0], 2, ranks.rank))
+            step(local_batch(batches(CASE)[0], 2, ranks.rank))
         return True
 
     assert threads.run(2, body) == [True, True]
@@ -234,7 +234,7 @@ def test_a_hook_that_reads_states_is_told_that_they_are_not_there():
     def body(ranks):
         step = build(CASE, ranks, hooked(CASE, None, reads))
         with pytest.raises(OptimizerError, match="state of the optimizer in a step hook"):
-            step(local(batches(CASE)[0], 2, ranks.rank))
+            step(local_batch(batches(CASE)[0], 2, ranks.rank))
         return True
 
     assert threads.run(2, body) == [True, True]
@@ -244,7 +244,7 @@ def test_a_hook_that_changes_the_arguments_of_step_is_refused():
     def body(ranks):
         step = build(CASE, ranks, hooked(CASE, lambda optimizer, args, kwargs: (args, {"closure": None})))
         with pytest.raises(OptimizerError, match="other arguments"):
-            step(local(batches(CASE)[0], 2, ranks.rank))
+            step(local_batch(batches(CASE)[0], 2, ranks.rank))
         return True
 
     assert threads.run(2, body) == [True, True]
@@ -278,7 +278,7 @@ def test_hooks_that_cannot_run_are_refused_at_the_build_and_later(why, pair):
         else:
             step.optimizer.register_step_post_hook(after)
         with pytest.raises(OptimizerError, match=f"step (pre|post)-hook.*{said}"):
-            step(local(batches(case)[0], 2, ranks.rank))
+            step(local_batch(batches(case)[0], 2, ranks.rank))
         return True
 
     assert threads.run(2, body) == [True, True]
@@ -292,7 +292,7 @@ def test_a_hook_of_one_rank_that_cannot_run_stops_all_ranks():
         if ranks.rank == 1:
             step.optimizer.register_step_post_hook(clamp)
         with pytest.raises(OptimizerError if ranks.rank == 1 else DivergenceError) as caught:
-            step(local(batches(case)[0], 3, ranks.rank))
+            step(local_batch(batches(case)[0], 3, ranks.rank))
         return str(caught.value)
 
     first, second, third = threads.run(3, body)
@@ -354,7 +354,7 @@ def test_what_a_flat_update_would_drop_is_refused_at_the_build_and_later(change)
         step = build(CASE, ranks, make)
         act(step.optimizer)
         with pytest.raises(OptimizerError, match=said):
-            step(local(batches(CASE)[0], 2, ranks.rank))
+            step(local_batch(batches(CASE)[0], 2, ranks.rank))
         return True
 
     assert threads.run(2, body) == [True, True]
@@ -365,7 +365,7 @@ def test_parameters_added_after_the_build_are_refused():
         step = build(CASE, ranks, optimizer(CASE))
         step.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
         with pytest.raises(OptimizerError, match="other parameters"):
-            step(local(batches(CASE)[0], 2, ranks.rank))
+            step(local_batch(batches(CASE)[0], 2, ranks.rank))
         return True
 
     assert threads.run(2, body) == [True, True]

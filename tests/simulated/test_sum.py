@@ -5,7 +5,7 @@ import torch
 
 from fourfold.testing import threads
 from fourfold.words.errors import DivergenceError, SettingError
-from tests.training import Case, build
+from tests.training import Case, build_step
 
 SIZE = 3
 
@@ -15,7 +15,7 @@ SIZE = 3
 @pytest.mark.parametrize("num_values", [0, 1, 8, 9, 10, 8 + SIZE, 40])
 def test_any_number_of_values_is_summed(num_values, hosts, transport):
     def body(ranks):
-        step = build(Case(transport=transport), SIZE, ranks)
+        step = build_step(Case(transport=transport), SIZE, ranks)
         before = step.all_reduce(torch.tensor([1.0], dtype=torch.float64))
         values = torch.arange(num_values, dtype=torch.float64) + 100 * ranks.rank
         return before, step.all_reduce(values), step.all_reduce(torch.tensor([2.0], dtype=torch.float64))
@@ -27,7 +27,7 @@ def test_any_number_of_values_is_summed(num_values, hosts, transport):
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_values_of_any_dtype_and_shape_are_summed_as_float64_in_their_order(num_ranks):
     def body(ranks):
-        step = build(Case(), num_ranks, ranks)
+        step = build_step(Case(), num_ranks, ranks)
         whole = step.all_reduce(torch.arange(6).view(2, 3).t())
         with_gradient = step.all_reduce(torch.ones(2, requires_grad=True))
         return whole, with_gradient, [type(value) for value in whole]
@@ -40,7 +40,7 @@ def test_values_of_any_dtype_and_shape_are_summed_as_float64_in_their_order(num_
 @pytest.mark.parametrize("lengths", [(2, 3), (2, 20)])
 def test_ranks_that_sum_different_numbers_of_values_are_refused(lengths, hosts):
     def body(ranks):
-        step = build(Case(), 2, ranks)
+        step = build_step(Case(), 2, ranks)
         with pytest.raises(DivergenceError, match=rf"sum\(\) of {lengths[0]} values.*sum\(\) of {lengths[1]} values"):
             step.all_reduce(torch.ones(lengths[ranks.rank]))
 
@@ -50,7 +50,7 @@ def test_ranks_that_sum_different_numbers_of_values_are_refused(lengths, hosts):
 @pytest.mark.parametrize("values", ["x", 1.0, None, [1.0], torch.ones(2, dtype=torch.complex64)])
 def test_what_is_no_tensor_of_real_numbers_is_refused_on_every_rank_and_the_next_sum_goes_well(values):
     def body(ranks):
-        step = build(Case(), 2, ranks)
+        step = build_step(Case(), 2, ranks)
         with pytest.raises(SettingError, match=r"values.*need a tensor of real numbers"):
             step.all_reduce(values)
         return step.all_reduce(torch.ones(1))
@@ -60,7 +60,7 @@ def test_what_is_no_tensor_of_real_numbers_is_refused_on_every_rank_and_the_next
 
 def test_where_one_rank_alone_sums_no_tensor_all_ranks_raise():
     def body(ranks):
-        step = build(Case(), 2, ranks)
+        step = build_step(Case(), 2, ranks)
         with pytest.raises(SettingError if ranks.rank else DivergenceError, match=r"sum\(\)|values"):
             step.all_reduce("x" if ranks.rank else torch.ones(1))  # pyright: ignore[reportArgumentType]
         return True

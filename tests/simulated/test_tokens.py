@@ -22,7 +22,17 @@ from fourfold.run.sequence.route import AttentionCall, intercept_attention
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import PlanError, TaskError
-from tests.training import SEEDING, Case, batches, build, deviation, local, optimizer, train_oracle, train_step
+from tests.training import (
+    SEED_LOCK,
+    Case,
+    batches,
+    build_step,
+    deviation,
+    local_batch,
+    optimizer,
+    train_oracle,
+    train_step,
+)
 from tests.training import loss as loss_of
 from tests.training import model as make
 
@@ -69,9 +79,9 @@ def test_metrics_count_each_sample_and_token_once():
     case = dataclasses.replace(LM, sp=2, batch_sizes=(5, 3), length=13)
 
     def body(ranks):
-        step = build(case, 4, ranks)
-        rows = [step(local(batch, 2, step.dp_index)) for batch in batches(case)]
-        rows.append(step.evaluate(local(batches(case)[0], 2, step.dp_index)))
+        step = build_step(case, 4, ranks)
+        rows = [step(local_batch(batch, 2, step.dp_index)) for batch in batches(case)]
+        rows.append(step.evaluate(local_batch(batches(case)[0], 2, step.dp_index)))
         return [(m.samples, m.tokens) for m in rows]
 
     assert threads.run(4, body) == [[(5, 65), (3, 39), (5, 65)]] * 4
@@ -81,7 +91,7 @@ def test_an_evaluation_is_that_of_one_process():
     case = dataclasses.replace(LM, batch_sizes=(5,), length=13)
 
     def body(ranks):
-        step = build(dataclasses.replace(case, sp=ranks.size), ranks.size, ranks)
+        step = build_step(dataclasses.replace(case, sp=ranks.size), ranks.size, ranks)
         return step.evaluate(batches(case)[0]).loss
 
     (expected,) = threads.run(1, body)
@@ -92,7 +102,7 @@ def test_a_state_can_be_taken_to_another_mesh_of_tokens():
     case = dataclasses.replace(LM, batch_sizes=(4, 4, 4, 4), zero=1, bucket_bytes=3000)
 
     def begin(ranks):
-        step = build(dataclasses.replace(case, sp=4), 4, ranks)
+        step = build_step(dataclasses.replace(case, sp=4), 4, ranks)
         for batch in batches(case)[:2]:
             step(batch)
         return step.state_dict()
@@ -100,7 +110,7 @@ def test_a_state_can_be_taken_to_another_mesh_of_tokens():
     state = threads.run(4, begin)[0]
 
     def go_on(ranks):
-        step = build(dataclasses.replace(case, sp=2, zero=2, ring="plain"), 4, ranks)
+        step = build_step(dataclasses.replace(case, sp=2, zero=2, ring="plain"), 4, ranks)
         step.load_state_dict(state)
         return train_step(case, step, skip=2).weights
 
@@ -122,7 +132,7 @@ def test_a_mean_is_refused_where_ranks_have_unequal_parts():
 
 def test_a_mean_over_targets_that_are_ignored_is_refused_when_they_are_unequal():
     def body(ranks):
-        step = build(dataclasses.replace(LM, loss="scalar", sp=2), 2, ranks)
+        step = build_step(dataclasses.replace(LM, loss="scalar", sp=2), 2, ranks)
         inputs, targets = batches(LM)[0]
         step((inputs, targets))
         targets[0, 3] = -100  # on one rank only
@@ -201,7 +211,7 @@ def test_ranks_of_one_sequence_with_other_batches_are_refused():
 
 def test_a_mean_over_targets_that_are_ignored_is_refused_when_they_are_unequal_in_a_microbatch():
     def body(ranks):
-        step = build(dataclasses.replace(LM, loss="scalar", sp=2, microbatches=2, ring="plain"), 2, ranks)
+        step = build_step(dataclasses.replace(LM, loss="scalar", sp=2, microbatches=2, ring="plain"), 2, ranks)
         inputs, targets = batches(LM)[0]
         step((inputs, targets))
         targets[0, 3] = targets[2, 13] = -100  # as many on each rank, but not in each microbatch
@@ -263,7 +273,7 @@ class Bidirectional(nn.Module):
 
 
 def bidirectional(*options) -> nn.Module:
-    with SEEDING, torch.random.fork_rng([]):  # ranks are threads, and share torch's generator
+    with SEED_LOCK, torch.random.fork_rng([]):  # ranks are threads, and share torch's generator
         torch.manual_seed(3)
         return Bidirectional(*options).double()
 
@@ -289,7 +299,7 @@ def dropped(ranks, plan, sizes):
         bidirectional("keys", 0.5), loss_of(case), optimizer(case), plan=plan, communicator=ranks, clip=None, seed=5
     )
     for number, whole in enumerate(batches(case)):
-        batch = local(whole, plan.dp, step.dp_index)
+        batch = local_batch(whole, plan.dp, step.dp_index)
         first = 100 * number + len(whole[1]) * step.dp_index // plan.dp
         place = BatchRange(1000, 0, 0, 100 * number, 100 * number + len(whole[1]), first, first + len(batch[1]))
         step(Batch.wrap(batch, place))
@@ -345,7 +355,7 @@ def test_documents_may_be_packed_by_a_mask_of_any_length(kind, length):
         mask = (documents[:, :, None] == documents[:, None, :]) & torch.ones(length, length).tril().bool()
         added = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, float("-inf"))
         inputs["mask"] = mask if kind == "boolean" else added
-    with SEEDING, torch.random.fork_rng([]):
+    with SEED_LOCK, torch.random.fork_rng([]):
         torch.manual_seed(3)
         model = Packed().double()
     expected = oracle.train(copy.deepcopy(model), loss_of(case), optimizer(case), given)

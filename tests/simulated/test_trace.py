@@ -16,18 +16,18 @@ from fourfold.run.trace import (
 )
 from fourfold.testing import threads
 from fourfold.words.spans import DONE_EVENT, LAUNCHED_EVENT, READY_EVENT, REDUCE_LANE, Span
-from tests.training import Case, batches, build, local
+from tests.training import Case, batches, build_step, local_batch
 
 
 def traced(case: Case, size: int, *, every: int = 5, steps: int = 6) -> list[Trace]:
     """What each rank of a run holds at its end."""
 
     def body(ranks):
-        step = build(case, size, ranks)
+        step = build_step(case, size, ranks)
         tracing = Tracer(step, every=every)
         for number in range(1, steps + 1):
             with tracing.sample(number) as recorder, recorder.span("data"):
-                batch = local(batches(case)[0], size, step.dp_index)
+                batch = local_batch(batches(case)[0], size, step.dp_index)
                 step(batch)
         return tracing.trace
 
@@ -115,7 +115,7 @@ def test_a_recorder_hears_nothing_after_its_step():
     case = Case()
 
     def body(ranks):
-        step = build(case, 1, ranks)
+        step = build_step(case, 1, ranks)
         tracing = Tracer(step, every=1)
         with tracing.sample(1) as recorder:
             step(batches(case)[0])
@@ -132,7 +132,7 @@ def test_a_long_run_keeps_its_first_and_its_last_samples(tmp_path):
     case = Case()
 
     def body(ranks):
-        step = build(case, 1, ranks)
+        step = build_step(case, 1, ranks)
         tracing = Tracer(step, every=5, folder=tmp_path)
         for number in range(1, 131):
             with tracing.sample(number):
@@ -151,11 +151,11 @@ def test_recording_changes_no_number():
 
     def weights(every):
         def body(ranks):
-            step = build(case, 2, ranks)
+            step = build_step(case, 2, ranks)
             tracing = Tracer(step, every=every)
             for number, batch in enumerate(batches(case), 1):
                 with tracing.sample(number):
-                    step(local(batch, 2, step.dp_index))
+                    step(local_batch(batch, 2, step.dp_index))
             return {name: weight.tolist() for name, weight in step.model.state_dict().items()}
 
         return threads.run(2, body)[0]

@@ -15,7 +15,7 @@ from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.action import Verb
 from fourfold.words.errors import PlanError
 from tests import training
-from tests.training import Case, batches, build, deviation, local, loss, model, train_step
+from tests.training import Case, batches, build_step, deviation, local_batch, loss, model, train_step
 
 CASE = Case(batch_sizes=(8, 8, 8, 8), bucket_bytes=1000, optimizer="AdamW")
 
@@ -27,9 +27,9 @@ CASE = Case(batch_sizes=(8, 8, 8, 8), bucket_bytes=1000, optimizer="AdamW")
 def test_fused_updates_give_the_weights_of_updates_after_backward_bit_for_bit(size, microbatches, zero, update):
     case = dataclasses.replace(CASE, zero=zero, microbatches=microbatches, model="tied", batch_sizes=(12, 11, 12, 5))
     early = dataclasses.replace(case, update=update)
-    expected = threads.run(size, lambda ranks: train_step(case, build(case, size, ranks)))
+    expected = threads.run(size, lambda ranks: train_step(case, build_step(case, size, ranks)))
     for got, wanted in zip(
-        threads.run(size, lambda r: train_step(early, build(early, size, r))), expected, strict=True
+        threads.run(size, lambda r: train_step(early, build_step(early, size, r))), expected, strict=True
     ):
         assert got.losses == wanted.losses
         assert all(torch.equal(got.weights[name], weight) for name, weight in wanted.weights.items())
@@ -47,7 +47,7 @@ def test_the_first_buckets_are_updated_while_backward_goes_on(size, zero):
     case = dataclasses.replace(CASE, zero=zero, update="in_backward")
 
     def body(ranks):
-        step, late = build(case, size, ranks), []
+        step, late = build_step(case, size, ranks), []
         update = step._actions.update
 
         def watched(bucket):
@@ -55,7 +55,7 @@ def test_the_first_buckets_are_updated_while_backward_goes_on(size, zero):
             update(bucket)
 
         step._actions.update = watched
-        step(local(batches(case)[0], size, ranks.rank))
+        step(local_batch(batches(case)[0], size, ranks.rank))
         return late
 
     # Of a bucket's two ranks at least the one that launches it last finds all there is to be had.
@@ -63,7 +63,7 @@ def test_the_first_buckets_are_updated_while_backward_goes_on(size, zero):
 
 
 def test_the_program_shows_updates_behind_their_reductions():
-    step = threads.run(1, lambda ranks: build(dataclasses.replace(CASE, update="in_backward"), 1, ranks))[0]
+    step = threads.run(1, lambda ranks: build_step(dataclasses.replace(CASE, update="in_backward"), 1, ranks))[0]
     verbs = [a.verb for a in step.program if a.verb in (Verb.REDUCE, Verb.UPDATE)]
     assert verbs == [Verb.REDUCE, Verb.UPDATE] * len(step.buckets)
 

@@ -15,7 +15,7 @@ from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import PlanError, TaskError
 from tests.classes import batches, loss, sgd, train
-from tests.training import SEEDING
+from tests.training import SEED_LOCK
 
 # What forward writes into `centers`, from the samples that it is given. Writes through `.data` count no version.
 FROM_SAMPLES = {
@@ -63,7 +63,7 @@ class Writing(nn.Module):
 
 
 def model(kind: str, **options: bool) -> nn.Module:
-    with SEEDING:
+    with SEED_LOCK:
         torch.manual_seed(3)
         return Writing(kind, **options).double()
 
@@ -227,7 +227,7 @@ class Attending(nn.Module):
 
 
 def attending(kind: str) -> nn.Module:
-    with SEEDING:
+    with SEED_LOCK:
         torch.manual_seed(3)
         return Attending(kind).double()
 
@@ -281,7 +281,7 @@ class Renormed(nn.Module):
 
 
 def renormed(*, by_function: bool = False) -> nn.Module:
-    with SEEDING:
+    with SEED_LOCK:
         torch.manual_seed(3)
         return Renormed(by_function=by_function).double()
 

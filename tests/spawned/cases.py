@@ -36,7 +36,7 @@ def deviation(host: str | None = None, **fields: Any) -> dict[str, Any]:
         fields["batch_sizes"] = tuple(fields["batch_sizes"])
     case = Case(**fields)
     with fake_hosts(host):
-        step = training.build(case, dist.get_world_size())
+        step = training.build_step(case, dist.get_world_size())
     trained = training.train_step(case, step)
     return {"deviation": oracle.deviation(trained, training.train_oracle(case)), "transport": step.transport_name}
 
@@ -47,8 +47,8 @@ def coded_deviations(cases: list[dict[str, Any]], host: str | None = None) -> li
     for fields in cases:
         case, size = Case(**fields, batch_sizes=(16, 16)), dist.get_world_size()
         with fake_hosts(host):
-            step = training.build(case, size)
-        metrics = [step(training.local(batch, size, step.dp_index)) for batch in training.batches(case)]
+            step = training.build_step(case, size)
+        metrics = [step(training.local_batch(batch, size, step.dp_index)) for batch in training.batches(case)]
         trained = oracle.snapshot(step, [m.loss for m in metrics], [m.grad_norm for m in metrics])
         expected = coded.train(case, size, unit=16.0)
         lengths = [sum(b.num_bytes for b in rounds) for rounds in _codec_rounds(step)]
@@ -79,8 +79,8 @@ def apart_deviation(fields: dict[str, Any], host: str | None = None) -> dict[str
     """How far a training with local steps is from that of its workers, and what each step has sent."""
     case, size = Case(**{**fields, "batch_sizes": tuple(fields["batch_sizes"])}), dist.get_world_size()
     with fake_hosts(host):
-        step = training.build(case, size)
-    metrics = [step(training.local(batch, size, step.dp_index)) for batch in training.batches(case)]
+        step = training.build_step(case, size)
+    metrics = [step(training.local_batch(batch, size, step.dp_index)) for batch in training.batches(case)]
     trained = oracle.snapshot(step, [m.loss for m in metrics], [m.grad_norm for m in metrics])
     return {
         "deviation": oracle.deviation(trained, apart.train(case, size)),
@@ -143,7 +143,7 @@ def start_apart() -> bool:
 def dies_in_silence() -> None:
     """Rank 1 ends without a word after a step; the others say what they noticed, and how soon."""
     case = Case()
-    step = training.build(case, dist.get_world_size())
+    step = training.build_step(case, dist.get_world_size())
     training.train_step(case, step)
     if dist.get_rank() == 1:
         os._exit(3)
@@ -196,8 +196,8 @@ def diverges(transport: str, stray: list[int], host: str | None = None) -> str:
     """What is said where some ranks evaluate while the others train; before that, all have done both."""
     case = Case(transport=transport)
     with fake_hosts(host):
-        step = training.build(case, dist.get_world_size())
-    batch = training.local(training.batches(case)[0], dist.get_world_size(), dist.get_rank())
+        step = training.build_step(case, dist.get_world_size())
+    batch = training.local_batch(training.batches(case)[0], dist.get_world_size(), dist.get_rank())
     for call in (step, step.evaluate, step, step.evaluate if dist.get_rank() in stray else step):
         try:
             call(batch)
@@ -215,7 +215,7 @@ def skips(transport: str) -> dict[str, Any]:
     step = ff.parallelize(
         training.model("mlp"), training.loss(case), training.optimizer(case), case.plan(size), clip=0.5, skip_nan=1
     )
-    metrics = [step(training.local(batch, size, dist.get_rank())) for batch in batches]
+    metrics = [step(training.local_batch(batch, size, dist.get_rank())) for batch in batches]
     good = [m for m in metrics if m.skipped is None]
     trained = oracle.snapshot(step, [m.loss for m in good], [m.grad_norm for m in good])
     model, loss = training.model("mlp"), training.loss(case)
@@ -233,7 +233,7 @@ def feed(num_samples: int, batch_size: int) -> list[list[int]]:
 def dies(rank: int) -> None:
     """One rank raises in mid-step, while the others wait for its gradient."""
     case = Case()
-    step = training.build(case, dist.get_world_size())
+    step = training.build_step(case, dist.get_world_size())
     if dist.get_rank() == rank:
         raise RuntimeError("this rank gives up")
     training.train_step(case, step)

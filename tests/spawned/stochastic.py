@@ -16,7 +16,7 @@ from fourfold.run.build import parallelize
 from fourfold.run.checkpoint.keeper import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.run.checkpoint.state import TrainingState
 from tests.checkpoints import MemoryLog
-from tests.training import Case, batches, local
+from tests.training import Case, batches, local_batch
 
 STEPS, SAVE_AT, SEED, KEEP_PROBABILITY = 6, 2, 5, 0.5
 
@@ -59,7 +59,7 @@ def train(folder: str, dp: int, sp: int, *, save: bool = False, resume: bool = F
         first = progress.step
     losses = []
     for number, batch in enumerate(batches(Case(model="lm", batch_sizes=(8,) * STEPS))[first:], first + 1):
-        losses.append(step(local(batch, dp, step.dp_index)).loss)
+        losses.append(step(local_batch(batch, dp, step.dp_index)).loss)
         if save and number == SAVE_AT:
             keeper.save(TrainingProgress(number))
             keeper.wait()

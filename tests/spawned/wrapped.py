@@ -35,10 +35,10 @@ def trains(accumulate: int, host: str | None = None, transport: str = "by-host",
         for group in plain.param_groups:
             group["lr"] *= 0.5
         optimizer.zero_grad()
-        some, few = training.local((inputs, targets), size, dist.get_rank())
+        some, few = training.local_batch((inputs, targets), size, dist.get_rank())
         for part in range(accumulate):
             last = part == accumulate - 1
-            x, y = training.local((some, few), accumulate, part)
+            x, y = training.local_batch((some, few), accumulate, part)
             with contextlib.nullcontext() if last else optimizer.no_sync():
                 (loss(model(x), y).mean() / accumulate).backward()
         far = max(far, abs(float(optimizer.clip_grad_norm_(0.2)) - norms[-1]))
@@ -82,7 +82,7 @@ def adds_up() -> float:
     ff.DistributedOptimizer(sgd(model.parameters()), model, ff.Plan(dp=size))
     for batch in training.batches(case)[:2]:
         loss(theirs(batch[0]), batch[1]).mean().backward()
-        x, y = training.local(batch, size, dist.get_rank())
+        x, y = training.local_batch(batch, size, dist.get_rank())
         loss(model(x), y).mean().backward()
     pairs = zip(model.parameters(), theirs.parameters(), strict=True)
     return max(float((a.grad - b.grad).abs().max()) for a, b in pairs if a.grad is not None and b.grad is not None)
