@@ -26,13 +26,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from bench.measure import describe_machine, format_table
+from fourfold.environment.world import from_environment
 from fourfold.feed.feed import Feed
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep, parallelize
 from fourfold.run.checkpoint.keeper import NUM_KEPT, AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.run.checkpoint.state import TrainingState
 from fourfold.tasks import lm
-from fourfold.words.world import from_environment
 
 BATCH_SIZE, LENGTH = 4, 32
 MIB = 2**20

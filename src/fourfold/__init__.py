@@ -49,7 +49,7 @@ _MODULE_OF = {
     "Metrics": "run.metrics",
     "Plan": "plan.plan",
     "PlanError": "words.errors",
-    "Rates": "plan.rates",
+    "LRSchedule": "plan.rates",
     "Task": "words.task",
     "TrainStep": "run.build",
     "parallelize": "run.build",

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 
 from fourfold.engines import facts
-from fourfold.words import cgroup, world
+from fourfold.environment import cgroup, world
 
 
 def tree(folder: Path, files: dict[str, str], own: str) -> dict[str, Path]:

@@ -13,9 +13,9 @@ import pytest
 from fourfold.cli import interrupt, main
 from fourfold.cli.settings import RUN_SETTINGS, ParsedArgs, ValueType, argument_types, parse_args, parse_values
 from fourfold.engines.machine import check_num_processes, loopback_variables, thread_variables
-from fourfold.words import heap
+from fourfold.environment import malloc
+from fourfold.environment.world import World, num_cores
 from fourfold.words.errors import SettingError
-from fourfold.words.world import World, num_cores
 
 TASK = """
 import torch
@@ -354,8 +354,8 @@ def test_ranks_share_the_cores_unless_the_user_says_otherwise() -> None:
     ({"MALLOC_ARENA_MAX": "1"}, True),
 ])  # fmt: skip
 def test_memory_is_allocated_as_the_user_says(given: dict[str, str], is_users: bool) -> None:
-    assert heap.is_user_configured(given) == is_users
-    assert heap.malloc_variables(given) == ({} if is_users else {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"})
+    assert malloc.is_user_configured(given) == is_users
+    assert malloc.malloc_variables(given) == ({} if is_users else {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"})
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"], []])

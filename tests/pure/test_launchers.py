@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.words import hosts
-from fourfold.words.errors import LaunchError
-from fourfold.words.launchers import LAUNCHERS, detect
-from fourfold.words.rendezvous import (
+from fourfold.environment import slurm_hostlist
+from fourfold.environment.launchers import LAUNCHERS, detect
+from fourfold.environment.rendezvous import (
     FIRST_PORT,
     NUM_PORTS,
     FileRendezvous,
@@ -18,7 +17,8 @@ from fourfold.words.rendezvous import (
     find_rendezvous,
     master_port,
 )
-from fourfold.words.world import World, from_environment
+from fourfold.environment.world import World, from_environment
+from fourfold.words.errors import LaunchError
 
 
 def variables(text: str) -> dict[str, str]:
@@ -177,22 +177,22 @@ def test_the_table_reads_no_variable_for_two_launchers_ranks() -> None:
 
 
 def test_node_lists_are_read_as_slurm_writes_them() -> None:
-    assert list(hosts.expand_nodelist("n1")) == ["n1"]
-    assert list(hosts.expand_nodelist("gpu[08-10,3],login,r[0-1]n[1-2]x")) == [
+    assert list(slurm_hostlist.expand_nodelist("n1")) == ["n1"]
+    assert list(slurm_hostlist.expand_nodelist("gpu[08-10,3],login,r[0-1]n[1-2]x")) == [
         *("gpu08", "gpu09", "gpu10", "gpu3", "login"),
         *("r0n1x", "r0n2x", "r1n1x", "r1n2x"),
     ]
-    assert next(hosts.expand_nodelist("n[1-999999999999]")) == "n1"
-    assert hosts.parse_task_counts("2(x3),1") == [2, 2, 2, 1]
+    assert next(slurm_hostlist.expand_nodelist("n[1-999999999999]")) == "n1"
+    assert slurm_hostlist.parse_task_counts("2(x3),1") == [2, 2, 2, 1]
 
 
 @pytest.mark.parametrize("text", ["", "n[", "n[1", "n1]", "n[1-]", "n[a]", "n[2-1]", "a,,b", "n[[1]]", "n[1] b"])
 def test_broken_node_lists_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="node list"):
-        list(hosts.expand_nodelist(text))
+        list(slurm_hostlist.expand_nodelist(text))
 
 
 @given(st.lists(st.integers(1, 99), min_size=1, max_size=8), st.integers(1, 3))
 def test_a_list_of_hosts_is_read_back(numbers: list[int], width: int) -> None:
     written = ",".join(f"{number:0{width}}" for number in numbers)
-    assert list(hosts.expand_nodelist(f"n[{written}]")) == [f"n{number:0{width}}" for number in numbers]
+    assert list(slurm_hostlist.expand_nodelist(f"n[{written}]")) == [f"n{number:0{width}}" for number in numbers]

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from fourfold.environment.world import World
 from fourfold.run import asked
 from fourfold.run.pulse import RECORD_WORDS, Heartbeat
 from fourfold.words.errors import SettingError
-from fourfold.words.world import World
 
 SECONDS = 60.0  # a command takes half a second on an idle machine
 

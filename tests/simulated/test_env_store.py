@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fourfold.engines import env_store
-from fourfold.words.rendezvous import STORE_VARIABLE, store_file
+from fourfold.environment.rendezvous import STORE_VARIABLE, store_file
 
 WORLD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "7"}
 

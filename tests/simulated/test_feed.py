@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import fourfold as ff
+from fourfold.environment.world import World
 from fourfold.feed import feed as feed_module
 from fourfold.feed.feed import Position
 from fourfold.plan.order import BatchRange
 from fourfold.run.verify import verify
 from fourfold.words.errors import DataError
-from fourfold.words.world import World
 
 
 def numbers(length):

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from fourfold.environment.launchers import MPICH, RankInfo
+from fourfold.environment.rendezvous import LocalRendezvous
 from fourfold.parts.comm import meeting
 from fourfold.words.errors import LaunchError
-from fourfold.words.launchers import MPICH, RankInfo
-from fourfold.words.rendezvous import LocalRendezvous
 
 SEAT = RankInfo(MPICH, 1, 2, 1, 2)
 
@@ -47,7 +47,7 @@ def test_the_stores_of_jobs_that_were_killed_are_removed(tmp_path: Path) -> None
 
 
 NAME = (
-    "from fourfold.parts.comm import meeting; from fourfold.words.rendezvous import SameHost; "
+    "from fourfold.parts.comm import meeting; from fourfold.environment.rendezvous import SameHost; "
     "print(meeting._name(SameHost('MPICH', 'PMI_RANK')))"
 )
 LAUNCHER = "import os, subprocess, sys; subprocess.run(sys.argv[1:], env={**os.environ, 'PMI_RANK': '0'}, check=True)"

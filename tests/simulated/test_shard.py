@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch.utils import data
 
 import fourfold as ff
+from fourfold.environment.world import World
 from fourfold.feed import feed
 from fourfold.feed.shard import ShardSampler
 from fourfold.plan.plan import Plan
 from fourfold.run.optimizer import DistributedOptimizer
 from fourfold.testing import threads
 from fourfold.words.errors import DataError
-from fourfold.words.world import World
 
 
 class Numbers(data.Dataset):

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from fourfold.environment.world import World
 from fourfold.feed.feed import Feed
 from fourfold.parts.comm import Communicator, meeting
 from fourfold.parts.comm.ranks import _RankProcess, host_id
 from fourfold.run.checkpoint.shelf import CheckpointStore
 from fourfold.testing import threads
 from fourfold.words.errors import PeerError
-from fourfold.words.world import World
 from tests.checkpoints import ThreadRun
 from tests.training import Case
 

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from fourfold.engines.machine import THREAD_VARIABLES
-from fourfold.words.heap import TUNABLES_VARIABLE
-from fourfold.words.world import num_cores
+from fourfold.environment.malloc import TUNABLES_VARIABLE
+from fourfold.environment.world import num_cores
 
 SECONDS = 180  # the time limit of a command; a command on an idle machine takes three
 FOURFOLD = ("-m", "fourfold")

@@ -210,7 +210,7 @@ def test_the_ranks_of_a_dead_one_end_for_a_requeue_under_srun(cluster: Mapping[s
     assert "PeerError: rank 1 " in ended.err
 
 
-WHO = "from fourfold.words.world import from_environment; print(f'{from_environment()}\\n', end='', flush=True)"
+WHO = "from fourfold.environment.world import from_environment; print(f'{from_environment()}\\n', end='', flush=True)"
 
 
 def test_an_salloc_shell_and_a_batch_script_are_no_world(cluster: Mapping[str, str], tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from fourfold.cli import interrupt
+from fourfold.environment.standard_streams import print_stderr, redirect_to_null
 from fourfold.words.errors import os_error_text
-from fourfold.words.streams import print_stderr, redirect_to_null
 from fourfold.words.text import escape_controls
 
 __all__ = ["main"]

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 from fourfold.cli.failure import nearest_file
+from fourfold.environment.standard_streams import print_stderr
 from fourfold.words.errors import CheckpointError, Problem, SettingError, UnreadableCheckpointError, os_error_text
-from fourfold.words.streams import print_stderr
 from fourfold.words.text import escape_controls
 from fourfold.words.units import format_bytes
 

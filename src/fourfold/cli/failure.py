@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fourfold.engines import cause
+from fourfold.environment.standard_streams import print_stderr
+from fourfold.environment.world import from_environment
 from fourfold.words.errors import FourfoldError, LaunchError, StoppedError, closest_match
-from fourfold.words.streams import print_stderr
-from fourfold.words.world import from_environment
 
 INPUT_CODE = FourfoldError.exit_code
 # A launcher ends all ranks when the first has gone: those that say nothing must not go before the one that speaks.

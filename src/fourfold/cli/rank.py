@@ -13,9 +13,9 @@ from pathlib import Path
 from fourfold.cli import job
 from fourfold.engines import cause
 from fourfold.engines.restart import resume_hint
+from fourfold.environment.launchers import OPEN_MPI, detected_launchers
+from fourfold.environment.world import World, from_environment
 from fourfold.words.errors import FourfoldError, TrainingError
-from fourfold.words.launchers import OPEN_MPI, detected_launchers
-from fourfold.words.world import World, from_environment
 
 
 def main(words: Sequence[str]) -> None:

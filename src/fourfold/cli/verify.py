@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fourfold.cli import job
+from fourfold.environment.world import World, from_environment
 from fourfold.words.errors import FourfoldError, Problem
 from fourfold.words.text import escape_controls
-from fourfold.words.world import World, from_environment
 
 if TYPE_CHECKING:
     from fourfold.run.verify import VerifyResult

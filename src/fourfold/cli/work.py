@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fourfold.cli import interrupt
+from fourfold.environment.standard_streams import print_stderr, redirect_to_null
+from fourfold.environment.world import from_environment
 from fourfold.words.errors import Problem, SettingError, os_error_text
-from fourfold.words.streams import print_stderr, redirect_to_null
 from fourfold.words.text import escape_controls
-from fourfold.words.world import from_environment
 
 if TYPE_CHECKING:
     from fourfold.cli.job import Job

@@ -9,7 +9,7 @@ or surprises.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fourfold.words import launchers
+from fourfold.environment import launchers
 from fourfold.words.errors import FourfoldError, closest_match
 
 OK, WARN, FAIL = "ok", "warn", "fail"

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
-from fourfold.words.rendezvous import store_file
+from fourfold.environment.rendezvous import store_file
 
 RENDEZVOUS_MODULE = "torch.distributed.rendezvous"
 ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")

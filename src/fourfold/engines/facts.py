@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 
 from fourfold.engines.doctor import MIB, MachineFacts
-from fourfold.words import cgroup
-from fourfold.words.world import num_cores
+from fourfold.environment import cgroup
+from fourfold.environment.world import num_cores
 
 SHM = Path("/dev/shm")
 WRITE_BYTES = 32 * MIB

@@ -25,9 +25,9 @@ from fourfold.engines.agent import SIGNALS, TORCH_SIGNALS_VARIABLE, UNLIMITED_RE
 from fourfold.engines.machine import loopback_variables, malloc_variables, thread_variables
 from fourfold.engines.onehost import LOOPBACK, AgentRendezvous
 from fourfold.engines.restart import SupervisionPolicy
+from fourfold.environment.rendezvous import STORE_VARIABLE
 from fourfold.run import pulse
 from fourfold.words.errors import REQUEUE_EXIT_CODE
-from fourfold.words.rendezvous import STORE_VARIABLE
 
 MONITOR_SECONDS = 0.05
 

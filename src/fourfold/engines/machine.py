@@ -9,9 +9,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from fourfold.words import heap
+from fourfold.environment import malloc
+from fourfold.environment.world import World, num_cores
 from fourfold.words.errors import Problem, SettingError
-from fourfold.words.world import World, num_cores
 
 MAX_DEFAULT_PROCESSES = 4  # by default and without GPUs: more small processes rarely help, and never by surprise
 MAX_DIGITS = 9
@@ -38,7 +38,7 @@ def thread_variables(num_processes: int, environ: Mapping[str, str] = os.environ
 
 def malloc_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """What to add to the environment for large tensors on CPUs: see `words.heap`. With GPUs nothing."""
-    return {} if num_gpus() else heap.malloc_variables(environ)
+    return {} if num_gpus() else malloc.malloc_variables(environ)
 
 
 def loopback_variables(

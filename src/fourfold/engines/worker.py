@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from fourfold.engines import cause, env_store, watch
-from fourfold.words import streams
+from fourfold.environment import standard_streams
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, REQUEUE_EXIT_CODE, os_error_text
 
 EXIT_SECONDS = 2.0  # for atexit functions and threads of a rank that has failed
@@ -94,7 +94,7 @@ def _exit_failed(error: BaseException, rank: int, path: Path) -> NoReturn:
     try:
         cause.save_record(path, entry)
     except OSError as problem:  # a full disk: the launcher tells the exit code, and the error is told here
-        streams.print_stderr(
+        standard_streams.print_stderr(
             f"rank {rank} failed, and its record could not be written: {os_error_text(problem)}\n{entry.text.rstrip()}"
         )
     if entry.exit_code in (REQUEUE_EXIT_CODE, INTERRUPT_EXIT_CODE):
@@ -107,7 +107,7 @@ def exit_fast(exit_code: int) -> NoReturn:
     """End this process without taking the interpreter apart: with torch in it that takes up to seconds."""
     _exit_after(EXIT_SECONDS, exit_code)
     atexit._run_exitfuncs()
-    streams.flush_streams()
+    standard_streams.flush_streams()
     os._exit(exit_code)
 
 

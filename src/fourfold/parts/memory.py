@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from fourfold.words import heap
+from fourfold.environment import malloc
 from fourfold.words.errors import FourfoldError, Problem
 
 PAGE_BYTES = 4096
@@ -212,7 +212,7 @@ def keep_freed_memory() -> bool:
     (`words.heap`).
     """
     mallopt = _malloc("mallopt")
-    if mallopt is None or heap.is_user_configured(os.environ):
+    if mallopt is None or malloc.is_user_configured(os.environ):
         return False
     trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX of malloc.h
     return bool(mallopt(mmap_max, 0) and mallopt(trim_threshold, 2**31 - 1))

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
+from fourfold.environment.standard_streams import print_stderr, redirect_to_null
 from fourfold.words.errors import os_error_text
 from fourfold.words.record import ProgressLine
-from fourfold.words.streams import print_stderr, redirect_to_null
 from fourfold.words.text import escape_controls
 from fourfold.words.units import format_si, format_three_digits
 

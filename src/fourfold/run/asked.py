@@ -25,10 +25,10 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from fourfold.environment.world import World
 from fourfold.run.checkpoint.shelf import resume_hint
 from fourfold.run.pulse import Heartbeat
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, REQUEUE_EXIT_CODE, Problem, SettingError
-from fourfold.words.world import World
 
 STOP_SECONDS_VARIABLE = "FOURFOLD_STOP_SECONDS"
 STOP_SECONDS = 25.0  # below the 30 s that Slurm and Kubernetes leave between SIGTERM and SIGKILL

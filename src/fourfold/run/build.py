@@ -15,6 +15,8 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from fourfold.environment.host_memory import available_bytes
+from fourfold.environment.world import num_cores
 from fourfold.parts import codec, comm, data, local, lowered, memory, optim
 from fourfold.parts.in_place import UnbucketedGrads
 from fourfold.parts.masters import MasterWeightPolicy, offload_device
@@ -75,11 +77,9 @@ from fourfold.words.errors import (
     TaskError,
     TrainingError,
 )
-from fourfold.words.host_memory import available_bytes
 from fourfold.words.layout import SPLIT
 from fourfold.words.spans import Recorder
 from fourfold.words.task import Task
-from fourfold.words.world import num_cores
 
 
 def parallelize(

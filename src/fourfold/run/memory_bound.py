@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fourfold.environment.host_memory import available_bytes
 from fourfold.feed.draws import fetch_seeded
 from fourfold.parts import data, lowered, optim
 from fourfold.plan.data import RESTING_LAYOUTS, effective_bucket_bytes, make_buckets
@@ -22,7 +23,6 @@ from fourfold.plan.precision import compute_specs
 from fourfold.run.activations import activation_bytes_per_sample
 from fourfold.run.batch import tree_leaves
 from fourfold.words.errors import FourfoldError, Problem, SettingError
-from fourfold.words.host_memory import available_bytes
 from fourfold.words.layout import SPLIT
 from fourfold.words.task import Source, Task
 from fourfold.words.units import format_bytes

@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from fourfold.environment.host_memory import available_bytes
+from fourfold.environment.world import World
 from fourfold.feed.draws import fetch_seeded
 from fourfold.feed.feed import Feed
 from fourfold.feed.samples import check_data
@@ -44,9 +46,7 @@ from fourfold.run.settings import Settings, check_steps, format_delayed, lr_fact
 from fourfold.run.speaker import AVERAGED_STEPS, ProgressDisplay, RunLogger, RunResult
 from fourfold.run.trace import SAMPLE_EVERY, Tracer
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, PeerError, Problem, StoppedError, TaskError, TrainingError
-from fourfold.words.host_memory import available_bytes
 from fourfold.words.task import Source, Task
-from fourfold.words.world import World
 
 
 def train(

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from fourfold.environment.world import World
 from fourfold.parts.comm import Communicator
-from fourfold.words.world import World
 
 TIME_LIMIT_SECONDS = 120.0
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fourfold.environment.standard_streams import flush_streams, print_stderr
 from fourfold.parts.comm import meeting
 from fourfold.words.errors import TrainingError
-from fourfold.words.streams import flush_streams, print_stderr
 
 DESTROY_TIMEOUT_SECONDS = (
     5.0  # for the end of a group: a collective that was given up never ends where all ranks live on

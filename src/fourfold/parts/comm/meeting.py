@@ -26,11 +26,11 @@ from typing import NamedTuple
 
 from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from fourfold.environment.launchers import RankInfo
+from fourfold.environment.rendezvous import FileRendezvous, LocalRendezvous, TCPRendezvous
+from fourfold.environment.rendezvous import find_rendezvous as place_of
 from fourfold.parts.file_store import GROUP_TIMEOUT_SECONDS, open_file_store
 from fourfold.words.errors import LaunchError, Problem, os_error_text
-from fourfold.words.launchers import RankInfo
-from fourfold.words.rendezvous import FileRendezvous, LocalRendezvous, TCPRendezvous
-from fourfold.words.rendezvous import find_rendezvous as place_of
 
 HOST_TIMEOUT_SECONDS = 60.0  # for the ranks of one host to meet
 MULTI_HOST_TIMEOUT_SECONDS = 300.0  # hosts, and pods above all, do not start at the same time

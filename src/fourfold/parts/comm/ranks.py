@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from fourfold.environment import launchers
+from fourfold.environment.world import World, from_environment
 from fourfold.parts.comm import leaving, meeting
 from fourfold.parts.comm.groups import Group, TorchGroup
 from fourfold.parts.comm.leaving import ProcessGroupRegistry
-from fourfold.words import launchers
 from fourfold.words.errors import PEER_GONE_MESSAGES, LaunchError, PeerError, Problem
-from fourfold.words.world import World, from_environment
 
 PROCESS_EXIT_GRACE_SECONDS = 1.0  # a process's sockets are closed a moment before it is gone
 

@@ -9,9 +9,9 @@ Law: nothing is guessed. What cannot be derived from what a launcher says is ask
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fourfold.words import hosts
+from fourfold.environment import slurm_hostlist
+from fourfold.environment.launchers import KUBERNETES, TORCHRUN, RankInfo
 from fourfold.words.errors import LaunchError, Problem
-from fourfold.words.launchers import KUBERNETES, TORCHRUN, RankInfo
 
 DEFAULT_PORT = 29500  # as torchrun has it
 # Ports derived from a job's id: above the well known ones, below the range Linux takes for outgoing connections.
@@ -72,7 +72,7 @@ def find_rendezvous(
     if not listed:
         raise _missing_address_error(rank_info)
     try:
-        return TCPRendezvous(next(hosts.expand_nodelist(listed)), master_port(environ))
+        return TCPRendezvous(next(slurm_hostlist.expand_nodelist(listed)), master_port(environ))
     except ValueError:
         problem = Problem(f"SLURM_JOB_NODELIST = {listed}", "a node list such as n[01-04]", _suggestion(rank_info))
         raise LaunchError(problem, where="the environment (Slurm)") from None

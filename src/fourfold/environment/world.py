@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fourfold.words import cgroup, launchers
+from fourfold.environment import cgroup, launchers
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class World:
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> World | None:
-    """The world a launcher has put this process in (`words/launchers.py`), or None where there is no launcher.
+    """The world a launcher has put this process in (`environment/launchers.py`), or None where there is no launcher.
 
     Raises LaunchError where a launcher's variables are incomplete or contradict each other.
     """

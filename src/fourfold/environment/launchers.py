@@ -10,7 +10,7 @@ srun and mpirun inside salloc, never the other way round); what it says must be 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fourfold.words import hosts
+from fourfold.environment import slurm_hostlist
 from fourfold.words.errors import LaunchError, Problem
 
 # Ids from here on are not steps of ranks: the batch script, the interactive shell of salloc, the external step.
@@ -186,7 +186,7 @@ def _slurm_local_size(environ: Environ, size: int, problems: list[Problem]) -> i
         problems.append(Problem("no SLURM_TASKS_PER_NODE", "the number of tasks of each node", "srun --ntasks=N …"))
         return size
     try:
-        tasks = hosts.parse_task_counts(environ[name])
+        tasks = slurm_hostlist.parse_task_counts(environ[name])
         node = int(environ.get("SLURM_NODEID", "0"))
         if sum(tasks) == size:
             return tasks[node]

@@ -1,0 +1,1 @@
+"""Floor 0: what the launcher and the machine say. Standard library only."""
