@@ -34,7 +34,7 @@ from fourfold.plan.data import RESTING_LAYOUTS, grad_buffer_indices, make_bucket
 from fourfold.plan.plan import Plan
 from fourfold.testing.peak import PeakMemory
 from fourfold.words.layout import SPLIT
-from fourfold.words.spans import NULL_RECORDER
+from fourfold.words.trace_events import NULL_RECORDER
 
 USABLE_BYTES = 15_400_000_000
 """Of 16 GiB: what context, libraries and fragments leave on a P100."""

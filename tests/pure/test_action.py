@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.words.action import Action, ProgramError, Verb, format_program, parse_program
+from fourfold.words.program import Action, ProgramError, Verb, format_program, parse_program
 
 ACTIONS = st.builds(Action, st.sampled_from(Verb), st.integers(0, 99), st.integers(0, 999))
 PROGRAMS = st.dictionaries(st.integers(0, 64), st.lists(ACTIONS, max_size=20).map(tuple), min_size=1)

@@ -18,7 +18,7 @@ from fourfold.plan.rng import generator_seed
 from fourfold.run.settings import make_settings
 from fourfold.run.show import show
 from fourfold.run.verify import verify
-from fourfold.words import arguments
+from fourfold.words import argument_checks
 from fourfold.words.errors import FourfoldError
 
 NAN, INF = math.nan, math.inf
@@ -77,14 +77,14 @@ def refused(run: Callable[[], Any], *words: str) -> None:
 
 @given(st.one_of(st.integers(), st.floats(), st.text(max_size=3), st.none(), st.booleans(), st.sampled_from(ODD)))
 def test_no_value_makes_a_rule_raise_and_what_a_rule_admits_is_what_it_says(value: Any) -> None:
-    assert bool(arguments.int_problems("n", value, minimum=1)) != (type(value) is int and value >= 1)
+    assert bool(argument_checks.int_problems("n", value, minimum=1)) != (type(value) is int and value >= 1)
     for problems in (
-        arguments.seed_problems(value),
-        arguments.positive_problems("x", value),
-        arguments.str_problems("t", value),
+        argument_checks.seed_problems(value),
+        argument_checks.positive_problems("x", value),
+        argument_checks.str_problems("t", value),
     ):
         assert all(problem.got and problem.need for problem in problems)
-    if not arguments.seed_problems(value):
+    if not argument_checks.seed_problems(value):
         torch.Generator().manual_seed(value)
 
 

@@ -15,8 +15,8 @@ from fourfold.plan.data import (
     make_buckets,
     step_sent_bytes,
 )
-from fourfold.words.action import Verb
 from fourfold.words.layout import Change
+from fourfold.words.program import Verb
 
 SPECS = st.lists(
     st.tuples(st.integers(1, 500), st.sampled_from([("float32", 4), ("float64", 8)]), st.integers(0, 2)),

@@ -13,7 +13,7 @@ from fourfold.report.progress import (
     format_duration,
     format_loss,
 )
-from fourfold.words.record import ProgressLine
+from fourfold.words.progress import ProgressLine
 
 
 def line(step: int, *, steps: int = 1000, seconds_left: float | None = 60.0) -> ProgressLine:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from fourfold.plan.data import RESTING_LAYOUTS, DataStepSpec, lower_step
 from fourfold.plan.needs import Dependencies, lane_of
 from fourfold.plan.simulate import makespan, simulate
-from fourfold.words.action import Action, ProgramError, Verb, parse_program
-from fourfold.words.spans import LANES
+from fourfold.words.program import Action, ProgramError, Verb, parse_program
+from fourfold.words.trace_events import LANES
 
 
 def _can_be(step):

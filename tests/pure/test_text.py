@@ -14,7 +14,7 @@ from fourfold.engines import cause
 from fourfold.report.progress import Progress
 from fourfold.tasks import lm
 from fourfold.words.errors import Problem, SettingError
-from fourfold.words.text import escape_controls
+from fourfold.words.terminal_text import escape_controls
 
 STEERING = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # categories of Unicode
 NASTY = "a\x1b[31mb\x07\x9bc\x7f\u202ed\u2066\u2028\r\x00"

@@ -19,8 +19,8 @@ from fourfold.plan.timeline import (
     merged_waits,
     waiting_seconds_within,
 )
-from fourfold.words.action import Verb
-from fourfold.words.spans import COMPUTE_LANE, REDUCE_LANE, WAIT_SPAN
+from fourfold.words.program import Verb
+from fourfold.words.trace_events import COMPUTE_LANE, REDUCE_LANE, WAIT_SPAN
 
 NANO = st.integers(0, 10**12)
 PROGRAM = dict.fromkeys(range(2), lower_step(DataStepSpec(1, 2)))

@@ -15,8 +15,8 @@ from fourfold.run.build import TrainStep
 from fourfold.run.optimizer import DistributedOptimizer
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
-from fourfold.words.action import Verb
 from fourfold.words.errors import TaskError, TrainingError
+from fourfold.words.program import Verb
 from tests.training import LOSSES, Case, batches, build_step, deviation, local_batch, train_step
 
 SIZES = st.integers(1, 4)

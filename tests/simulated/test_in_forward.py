@@ -21,8 +21,8 @@ from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep, parallelize
 from fourfold.run.trace import Tracer
 from fourfold.testing import threads
-from fourfold.words.action import Verb
 from fourfold.words.errors import PlanError, TrainingError
+from fourfold.words.program import Verb
 from tests import training
 from tests.training import Case, batches, build_step, local_batch, train_step
 

@@ -22,8 +22,8 @@ from fourfold.run.show import show
 from fourfold.tasks import lm
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
-from fourfold.words.action import Verb
 from fourfold.words.errors import SettingError, TrainingError
+from fourfold.words.program import Verb
 from tests import apart
 from tests.training import Case, batches, build_step, local_batch, loss, model, optimizer, train_oracle, train_step
 

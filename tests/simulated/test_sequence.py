@@ -11,7 +11,7 @@ from fourfold.parts.sequence import kernels
 from fourfold.plan.sequence import RINGS, AttentionSize, attention_sent_elements, scores_per_index
 from fourfold.run.trace import SpanRecorder
 from fourfold.testing import links, threads
-from fourfold.words.spans import RING_SPAN, SEND_LANE
+from fourfold.words.trace_events import RING_SPAN, SEND_LANE
 from tests import attention
 from tests.attention import BATCH, HEAD_SIZE, HEADS, TOLERANCE, AttentionCase
 

@@ -15,7 +15,7 @@ from fourfold.run.trace import (
     is_sampled,
 )
 from fourfold.testing import threads
-from fourfold.words.spans import DONE_EVENT, LAUNCHED_EVENT, READY_EVENT, REDUCE_LANE, Span
+from fourfold.words.trace_events import DONE_EVENT, LAUNCHED_EVENT, READY_EVENT, REDUCE_LANE, Span
 from tests.training import Case, batches, build_step, local_batch
 
 

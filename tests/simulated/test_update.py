@@ -12,8 +12,8 @@ from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep, parallelize
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
-from fourfold.words.action import Verb
 from fourfold.words.errors import PlanError
+from fourfold.words.program import Verb
 from tests import training
 from tests.training import Case, batches, build_step, deviation, local_batch, loss, model, train_step
 

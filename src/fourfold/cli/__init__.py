@@ -15,7 +15,7 @@ from typing import NoReturn
 from fourfold.cli import interrupt
 from fourfold.environment.standard_streams import print_stderr, redirect_to_null
 from fourfold.words.errors import os_error_text
-from fourfold.words.text import escape_controls
+from fourfold.words.terminal_text import escape_controls
 
 __all__ = ["main"]
 

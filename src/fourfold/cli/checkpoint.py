@@ -10,7 +10,7 @@ from pathlib import Path
 from fourfold.cli.failure import nearest_file
 from fourfold.environment.standard_streams import print_stderr
 from fourfold.words.errors import CheckpointError, Problem, SettingError, UnreadableCheckpointError, os_error_text
-from fourfold.words.text import escape_controls
+from fourfold.words.terminal_text import escape_controls
 from fourfold.words.units import format_bytes
 
 RUNS_DIR = Path("runs")

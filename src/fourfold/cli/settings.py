@@ -15,7 +15,7 @@ from typing import Any
 
 from fourfold.plan.plan import FIELDS, parse_value
 from fourfold.plan.rates import CURVES, SCALING_RULES
-from fourfold.words.arguments import MAX_SEED
+from fourfold.words.argument_checks import MAX_SEED
 from fourfold.words.errors import Problem, SettingError, closest_match
 
 DEFAULT_TASK = "lm"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from fourfold.cli import job
 from fourfold.environment.world import World, from_environment
 from fourfold.words.errors import FourfoldError, Problem
-from fourfold.words.text import escape_controls
+from fourfold.words.terminal_text import escape_controls
 
 if TYPE_CHECKING:
     from fourfold.run.verify import VerifyResult

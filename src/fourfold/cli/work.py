@@ -13,7 +13,7 @@ from fourfold.cli import interrupt
 from fourfold.environment.standard_streams import print_stderr, redirect_to_null
 from fourfold.environment.world import from_environment
 from fourfold.words.errors import Problem, SettingError, os_error_text
-from fourfold.words.text import escape_controls
+from fourfold.words.terminal_text import escape_controls
 
 if TYPE_CHECKING:
     from fourfold.cli.job import Job

@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, PEER_GONE_MESSAGES, FourfoldError, PeerError, StoppedError
-from fourfold.words.text import escape_controls
+from fourfold.words.terminal_text import escape_controls
 
 # A rank that dies before all have met leaves a LaunchError to the others.
 ECHO_KINDS = ("PeerError", "LaunchError", "DistNetworkError")

@@ -18,7 +18,7 @@ from fourfold.feed.source import fetch
 from fourfold.parts import comm
 from fourfold.plan.order import BatchRange, shard_range
 from fourfold.plan.plan import Plan
-from fourfold.words import arguments
+from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, Problem
 from fourfold.words.task import Source
 
@@ -78,8 +78,10 @@ class Feed:
     def __init__(self, source: Source, plan: Plan | None = None, *, batch_size: int, seed: int = 0) -> None:
         found = source_problem(source, "source")
         problems = [] if found is None else [found]
-        problems += arguments.int_problems("batch_size", batch_size, minimum=1) + arguments.seed_problems(seed)
-        problems += arguments.instance_problems("plan", plan, Plan, optional=True, attempt="ff.Plan(dp=2)")
+        problems += argument_checks.int_problems("batch_size", batch_size, minimum=1) + argument_checks.seed_problems(
+            seed
+        )
+        problems += argument_checks.instance_problems("plan", plan, Plan, optional=True, attempt="ff.Plan(dp=2)")
         if problems:
             raise DataError(problems, where="the feed")
         self._source, self._batch_size = source, int(batch_size)
@@ -187,11 +189,13 @@ def _state_problems(state: Any, num_samples: int) -> list[Problem]:
     numbers = list(state) if isinstance(state, tuple | list) else []
     if len(numbers) == 4 and numbers[3] is None:
         numbers = numbers[:3]
-    if len(numbers) not in (3, 4) or not all(map(arguments.is_int, numbers)):
+    if len(numbers) not in (3, 4) or not all(map(argument_checks.is_int, numbers)):
         got = f"a state {state!r}"
         return [Problem(got, "(seed, epoch, position, num_samples), as another feed's `state` is")]
     position = Position(*numbers)
-    problems = arguments.seed_problems(position.seed) + arguments.int_problems("epoch", position.epoch, minimum=0)
+    problems = argument_checks.seed_problems(position.seed) + argument_checks.int_problems(
+        "epoch", position.epoch, minimum=0
+    )
     if other := _length_mismatch(position, num_samples):
         problems.append(other)
     elif not 0 <= position.position < num_samples:

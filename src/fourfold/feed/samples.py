@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
-from fourfold.words import arguments
+from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, Problem
 from fourfold.words.task import Data
 
@@ -24,7 +24,7 @@ Handler = Callable[..., Any]
 
 def source_problem(source: Any, name: str) -> Problem | None:
     """What is wrong with a source; None where its samples can be counted and asked for by number."""
-    got = arguments.format_argument(name, source)
+    got = argument_checks.format_argument(name, source)
     if isinstance(source, torch.utils.data.DataLoader):
         return Problem(got, INDEXABLE_NEED, "its dataset: loader.dataset")
     if isinstance(source, Mapping | str | bytes):
@@ -45,7 +45,9 @@ def check_data(data: Any, *, where: str) -> None:
     if not isinstance(data, Data):
         raise DataError(
             Problem(
-                arguments.format_argument("data()", data), "the task's data() to return a Data", "ff.Data(train=source)"
+                argument_checks.format_argument("data()", data),
+                "the task's data() to return a Data",
+                "ff.Data(train=source)",
             ),
             where=where,
         )

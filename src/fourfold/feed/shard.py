@@ -17,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 from fourfold.feed.feed import dp_size_and_index
 from fourfold.plan.order import rows, shard_range
 from fourfold.plan.plan import Plan
-from fourfold.words import arguments
+from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, Problem
 
 Sample = TypeVar("Sample", covariant=True)
@@ -45,7 +45,7 @@ class ShardSampler(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is this epoch, the one after it the next. Raises DataError for what is no whole number."""
-        if problems := arguments.int_problems("epoch", epoch, minimum=0):
+        if problems := argument_checks.int_problems("epoch", epoch, minimum=0):
             raise DataError(problems, where="set_epoch")
         self._epoch = int(epoch)
 
@@ -90,7 +90,7 @@ def shard(loader: DataLoader[Sample], plan: Plan | None = None, *, seed: int = 0
     Raises DataError for an IterableDataset, a batch sampler, a sampler of another kind than `shuffle` makes, and fewer
     samples than the ranks need.
     """
-    problems = arguments.seed_problems(seed) + arguments.instance_problems(
+    problems = argument_checks.seed_problems(seed) + argument_checks.instance_problems(
         "plan", plan, Plan, optional=True, attempt="ff.Plan(dp=2)"
     )
     if not isinstance(loader, DataLoader):

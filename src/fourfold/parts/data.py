@@ -25,7 +25,7 @@ from fourfold.parts.optim import UpdateSlice
 from fourfold.parts.uses import untracked_access
 from fourfold.plan.data import Bucket, ParamSpec
 from fourfold.words.errors import Problem, TaskError, TrainingError
-from fourfold.words.spans import LAUNCHED_EVENT, NULL_RECORDER, READY_EVENT
+from fourfold.words.trace_events import LAUNCHED_EVENT, NULL_RECORDER, READY_EVENT
 
 
 def param_specs(parameters: Mapping[str, nn.Parameter], groups: Mapping[str, int]) -> list[ParamSpec]:

@@ -21,7 +21,7 @@ from fourfold.parts.data import (
 from fourfold.parts.grad_hooks import register_last_hook
 from fourfold.parts.optim import UpdateSlice
 from fourfold.plan.data import Bucket
-from fourfold.words.spans import LAUNCHED_EVENT, NULL_RECORDER, READY_EVENT
+from fourfold.words.trace_events import LAUNCHED_EVENT, NULL_RECORDER, READY_EVENT
 
 
 class UnbucketedGrads:

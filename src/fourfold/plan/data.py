@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fourfold.words.action import GRAD_NORM, LOSS, TRUST_NORMS, USED_PARAMS, Action, Verb
 from fourfold.words.layout import PARTIAL, SPLIT, WHOLE, Change, Layout, change, collective_sent_bytes
+from fourfold.words.program import GRAD_NORM, LOSS, TRUST_NORMS, USED_PARAMS, Action, Verb
 
 # A share begins and ends with a cache line, so that no line has two writers.
 SHARD_ALIGNMENT = 32

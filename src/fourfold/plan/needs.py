@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from fourfold.words.action import GRAD_NORM, LOSS, TRUST_NORMS, USED_PARAMS, Action, Program, Verb
-from fourfold.words.spans import COMPUTE_LANE, REDUCE_LANE, SEND_LANE
+from fourfold.words.program import GRAD_NORM, LOSS, TRUST_NORMS, USED_PARAMS, Action, Program, Verb
+from fourfold.words.trace_events import COMPUTE_LANE, REDUCE_LANE, SEND_LANE
 
 LANE_BY_VERB = {
     Verb.REDUCE: REDUCE_LANE,

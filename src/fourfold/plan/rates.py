@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fourfold.words import arguments
+from fourfold.words import argument_checks
 from fourfold.words.errors import Problem, SettingError
 
 LRLambda = Callable[[int], float]
@@ -177,14 +177,14 @@ def _problems(rates: LRSchedule) -> Iterable[Problem]:
         listed = ", ".join(f"{share}" for share in shares) if isinstance(shares, tuple | list) else f"{shares!r}"
         need = "rising shares of the steps, between 0 and 1"
         yield Problem(f"milestones = {listed}", need, "milestones = (0.5, 0.75)")
-    if not (arguments.is_real(rates.drop) and 0 < rates.drop <= 1):
+    if not (argument_checks.is_real(rates.drop) and 0 < rates.drop <= 1):
         yield Problem(f"drop = {rates.drop!r}", "more than 0, at most 1", "drop = 0.1")
-    if not (arguments.is_real(rates.floor) and 0 <= rates.floor <= 1):
+    if not (argument_checks.is_real(rates.floor) and 0 <= rates.floor <= 1):
         yield Problem(f"floor = {rates.floor!r}", "0 or more, at most 1", "floor = 0.02")
 
 
 def _is_increasing(shares: Any) -> bool:
     """Whether these are numbers between 0 and 1, each above the one before it."""
-    if not isinstance(shares, tuple | list) or not all(map(arguments.is_real, shares)):
+    if not isinstance(shares, tuple | list) or not all(map(argument_checks.is_real, shares)):
         return False
     return all(0 < share < 1 for share in shares) and list(shares) == sorted(set(shares))

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from fourfold.plan.needs import Dependencies, lane_of
-from fourfold.words.action import Action, Program, ProgramError
 from fourfold.words.errors import Problem
-from fourfold.words.spans import LANES
+from fourfold.words.program import Action, Program, ProgramError
+from fourfold.words.trace_events import LANES
 
 CostFunction = Callable[[int, Action], float]
 NUM_CONTEXT_ACTIONS = 3  # actions that an error shows before and after the one a lane stands at

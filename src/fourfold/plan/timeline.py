@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from fourfold.plan.decode import DecodeError, from_json
-from fourfold.words.action import Program, ProgramError, Verb, format_program, parse_program
 from fourfold.words.errors import FourfoldError, Problem
-from fourfold.words.spans import LANES, WAIT_SPAN
+from fourfold.words.program import Program, ProgramError, Verb, format_program, parse_program
+from fourfold.words.trace_events import LANES, WAIT_SPAN
 
 TRACE_VERSION = 1
 STEP_SPAN = "step"  # the name of the span that holds a whole step

@@ -18,7 +18,7 @@ from fourfold.plan.decode import DecodeError, check_not_pipe, from_json
 from fourfold.report.progress import format_seconds
 from fourfold.report.svg import Series
 from fourfold.report.table import UNKNOWN, render_row, render_table
-from fourfold.words.text import escape_controls
+from fourfold.words.terminal_text import escape_controls
 
 FAULTS_FILE = "faults.jsonl"
 RESTART, SKIPPED = "restart", "skipped step"

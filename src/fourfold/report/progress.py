@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from fourfold.environment.standard_streams import print_stderr, redirect_to_null
 from fourfold.words.errors import os_error_text
-from fourfold.words.record import ProgressLine
-from fourfold.words.text import escape_controls
+from fourfold.words.progress import ProgressLine
+from fourfold.words.terminal_text import escape_controls
 from fourfold.words.units import format_si, format_three_digits
 
 if TYPE_CHECKING:

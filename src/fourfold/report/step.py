@@ -25,8 +25,8 @@ from fourfold.plan.needs import lane_of
 from fourfold.plan.simulate import TimedAction, Timeline, makespan
 from fourfold.plan.timeline import Trace, merged_waits
 from fourfold.report.svg import Bar, Block, Lane, bar_chart, lane_chart
-from fourfold.words.action import Verb
-from fourfold.words.spans import COMPUTE_LANE, LANES, READY_EVENT, REDUCE_LANE
+from fourfold.words.program import Verb
+from fourfold.words.trace_events import COMPUTE_LANE, LANES, READY_EVENT, REDUCE_LANE
 
 VERB_STYLES = {
     **COMPUTE_CATEGORIES,

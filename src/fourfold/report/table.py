@@ -6,7 +6,7 @@ Law: every text is escaped here, and what XML cannot hold is not let through.
 from collections.abc import Sequence
 from html import escape
 
-from fourfold.words.text import escape_controls
+from fourfold.words.terminal_text import escape_controls
 
 MAX_ROWS = 20  # rows that are shown at once
 UNKNOWN = "–"

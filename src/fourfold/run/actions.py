@@ -25,10 +25,10 @@ from fourfold.run.deferred import DeferredUpdates
 from fourfold.run.objective import Objective, is_uneven, uneven_problem
 from fourfold.run.parts import StepContext, StepTotals, UpdateArgs
 from fourfold.run.sequence.alike import batch_mismatch_problem
-from fourfold.words.action import GRAD_NORM, LOSS, TRUST_NORMS, USED_PARAMS, Action, Verb
 from fourfold.words.errors import Problem, TaskError
 from fourfold.words.layout import SPLIT, WHOLE, Change
-from fourfold.words.spans import DONE_EVENT, NULL_RECORDER
+from fourfold.words.program import GRAD_NORM, LOSS, TRUST_NORMS, USED_PARAMS, Action, Verb
+from fourfold.words.trace_events import DONE_EVENT, NULL_RECORDER
 
 NO_ELEMENTS = "a global batch without a loss element: all targets are ignored, or there are no samples"
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fourfold.plan.plan import Plan
-from fourfold.words import arguments
+from fourfold.words import argument_checks
 from fourfold.words.errors import PlanError, Problem, SettingError
 
 
@@ -20,11 +20,11 @@ def check_arguments(
     problems = (
         model_argument_problems(model)
         + loss_argument_problems(loss)
-        + arguments.optimizer_factory_problems(optimizer)
+        + argument_checks.optimizer_factory_problems(optimizer)
         + plan_argument_problems(plan)
     )
-    problems += arguments.positive_problems("clip", clip, optional=True, attempt="clip=1.0")
-    problems += arguments.seed_problems(seed) + arguments.int_problems("skip_nan", skip_nan, minimum=0)
+    problems += argument_checks.positive_problems("clip", clip, optional=True, attempt="clip=1.0")
+    problems += argument_checks.seed_problems(seed) + argument_checks.int_problems("skip_nan", skip_nan, minimum=0)
     if problems:
         raise SettingError(problems, where="the arguments of parallelize")
 
@@ -35,7 +35,7 @@ def check_wrapper_arguments(*, optimizer: Any, model: Any, plan: Any) -> None:
     if not isinstance(optimizer, Optimizer):
         need = "a torch optimizer of the model's parameters"
         attempt = "ff.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-4), model)"
-        problems.insert(0, Problem(arguments.format_argument("optimizer", optimizer), need, attempt))
+        problems.insert(0, Problem(argument_checks.format_argument("optimizer", optimizer), need, attempt))
     if problems:
         raise SettingError(problems, where="the arguments of DistributedOptimizer")
 
@@ -44,7 +44,7 @@ def check_join_states(states: Any) -> None:
     """Raise SettingError for what `join` is given and cannot bring from one rank to another."""
     need = "a list of objects with state_dict() and load_state_dict(), such as schedulers and a GradScaler"
     if not isinstance(states, list | tuple):
-        raise SettingError(Problem(arguments.format_argument("states", states), need, "states=[scheduler]"))
+        raise SettingError(Problem(argument_checks.format_argument("states", states), need, "states=[scheduler]"))
     lacking = [each for each in states if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict"))]
     if lacking:
         problems = [Problem(f"a {type(each).__name__} in states", need) for each in lacking]
@@ -59,7 +59,7 @@ def check_plan_argument(plan: Any) -> None:
 
 def plan_argument_problems(plan: Any) -> list[Problem]:
     attempts = {dict: "ff.Plan(**plan)", str: "ff.Plan.from_toml(text)"}
-    return arguments.instance_problems(
+    return argument_checks.instance_problems(
         "plan", plan, Plan, optional=True, attempt=attempts.get(type(plan), "ff.Plan(dp=2)")
     )
 
@@ -74,14 +74,14 @@ def model_argument_problems(model: Any) -> list[Problem]:
         attempt = 'a model() that makes a new model each time; or model.to_empty(device="cpu"), then initialize it'
         return [Problem(got, "parameters with values", attempt)]
     attempt = "its result: model()" if callable(model) else ""
-    return [Problem(arguments.format_argument("model", model), "a torch.nn.Module", attempt)]
+    return [Problem(argument_checks.format_argument("model", model), "a torch.nn.Module", attempt)]
 
 
 def loss_argument_problems(loss: Any) -> list[Problem]:
     need = "a function (outputs, targets) -> loss, or None for the model's own loss"
     if isinstance(loss, type) and issubclass(loss, nn.Module):
-        got = arguments.format_argument("loss", loss)
+        got = argument_checks.format_argument("loss", loss)
         return [Problem(got, need, f'an instance: {loss.__name__}(reduction="none")')]
     if loss is None:
         return []
-    return arguments.callable_problems("loss", loss, need=need, attempt='torch.nn.MSELoss(reduction="none")')
+    return argument_checks.callable_problems("loss", loss, need=need, attempt='torch.nn.MSELoss(reduction="none")')

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fourfold.plan.order import shard_range
-from fourfold.words.arguments import format_argument
+from fourfold.words.argument_checks import format_argument
 from fourfold.words.errors import Problem, TaskError
 
 POSITION_KEYS = ("position_ids", "positions")

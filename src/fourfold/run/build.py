@@ -66,8 +66,7 @@ from fourfold.run.sequence import SequenceParallel
 from fourfold.run.sequence.alike import batch_mismatch_problem
 from fourfold.run.state import PersistentState, cloned
 from fourfold.run.weights import Weights, trainable_parameters
-from fourfold.words.action import LOSS, Action
-from fourfold.words.arguments import format_argument
+from fourfold.words.argument_checks import format_argument
 from fourfold.words.errors import (
     DivergenceError,
     FourfoldError,
@@ -78,8 +77,9 @@ from fourfold.words.errors import (
     TrainingError,
 )
 from fourfold.words.layout import SPLIT
-from fourfold.words.spans import Recorder
+from fourfold.words.program import LOSS, Action
 from fourfold.words.task import Task
+from fourfold.words.trace_events import Recorder
 
 
 def parallelize(

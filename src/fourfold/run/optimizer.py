@@ -34,8 +34,8 @@ from fourfold.run.spread import broadcast_tree
 from fourfold.run.unreduced import ReducedGrad, UnreducedGrads
 from fourfold.run.weights import trainable_parameters
 from fourfold.run.wrapped_steps import OptimizerSteps
-from fourfold.words.action import LOSS, USED_PARAMS
 from fourfold.words.errors import OptimizerError, PlanError, Problem, TrainingError
+from fourfold.words.program import LOSS, USED_PARAMS
 
 PLAN_FIELDS = ("dp", "bucket_bytes", "unused", "batch_norm", "transport")  # of the plan, what is used here
 NO_BACKWARD_ID = -1

@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from fourfold.parts.lost_arguments import restore_arguments
-from fourfold.words.arguments import format_argument
+from fourfold.words.argument_checks import format_argument
 from fourfold.words.errors import FourfoldError, Problem, SettingError, TaskError
 from fourfold.words.task import Task
 from fourfold.words.units import format_bytes

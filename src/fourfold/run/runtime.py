@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from fourfold.run.actions import Actions
 from fourfold.run.batch import Microbatch
-from fourfold.words.action import Action, Verb
 from fourfold.words.errors import Problem, TrainingError
-from fourfold.words.spans import NULL_RECORDER
+from fourfold.words.program import Action, Verb
+from fourfold.words.trace_events import NULL_RECORDER
 
 VERB_NAMES = {verb: verb.name.lower().replace("_", "-") for verb in Verb}
 

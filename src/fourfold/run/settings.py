@@ -17,7 +17,7 @@ import msgspec
 from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.plan import Plan
 from fourfold.plan.rates import LRLambda, LRSchedule
-from fourfold.words import arguments
+from fourfold.words import argument_checks
 from fourfold.words.errors import Problem, SettingError
 from fourfold.words.task import Task, check_task
 
@@ -82,24 +82,24 @@ def _to_builtin_types(settings: Settings) -> Settings:
 
 def _setting_problems(settings: Settings) -> list[Problem]:
     """Every setting that has an impossible value."""
-    problems = arguments.int_problems("steps", settings.steps, minimum=0)
-    problems += arguments.int_problems("batch_size", settings.batch_size, minimum=1)
-    problems += arguments.positive_problems("clip", settings.clip, optional=True, attempt="clip=1.0")
-    problems += arguments.seed_problems(settings.seed)
+    problems = argument_checks.int_problems("steps", settings.steps, minimum=0)
+    problems += argument_checks.int_problems("batch_size", settings.batch_size, minimum=1)
+    problems += argument_checks.positive_problems("clip", settings.clip, optional=True, attempt="clip=1.0")
+    problems += argument_checks.seed_problems(settings.seed)
     for name in ("trace_every", "checkpoint_every", "skip_nan", "drift_check"):
-        problems += arguments.int_problems(name, getattr(settings, name), minimum=0)
-    problems += arguments.int_problems("evaluate_every", settings.evaluate_every, minimum=0, optional=True)
-    if settings.ema is not None and not (arguments.is_real(settings.ema) and 0 < settings.ema < 1):
+        problems += argument_checks.int_problems(name, getattr(settings, name), minimum=0)
+    problems += argument_checks.int_problems("evaluate_every", settings.evaluate_every, minimum=0, optional=True)
+    if settings.ema is not None and not (argument_checks.is_real(settings.ema) and 0 < settings.ema < 1):
         problems.append(Problem(f"ema = {settings.ema!r}", "more than 0, less than 1", "ema=0.999"))
     for name in ("name", "spec"):
-        problems += arguments.str_problems(name, getattr(settings, name), optional=True)
-    problems += arguments.str_problems("label", settings.label)
-    problems += arguments.str_problems("folder", settings.folder, path=True)
-    problems += arguments.str_problems("init", settings.init, path=True, optional=True)
-    problems += arguments.instance_problems(
+        problems += argument_checks.str_problems(name, getattr(settings, name), optional=True)
+    problems += argument_checks.str_problems("label", settings.label)
+    problems += argument_checks.str_problems("folder", settings.folder, path=True)
+    problems += argument_checks.str_problems("init", settings.init, path=True, optional=True)
+    problems += argument_checks.instance_problems(
         "rates", settings.rates, LRSchedule, optional=True, attempt='ff.Rates(schedule="cosine")'
     )
-    problems += arguments.mapping_problems("extra", settings.extra, optional=True)
+    problems += argument_checks.mapping_problems("extra", settings.extra, optional=True)
     return problems or _json_problems(settings)
 
 

@@ -31,10 +31,10 @@ from fourfold.run.arguments import check_plan_argument
 from fourfold.run.outline import build_meta_model
 from fourfold.run.refuse import check_plan_for_model, check_update_timing
 from fourfold.run.show_sequence import format_sequence
-from fourfold.words import action
-from fourfold.words.action import GRAD_NORM, LOSS, TRUST_NORMS, USED_PARAMS, Verb
+from fourfold.words import program as program_module
 from fourfold.words.layout import SPLIT, Change
 from fourfold.words.layout import collective_sent_bytes as layout_bytes
+from fourfold.words.program import GRAD_NORM, LOSS, TRUST_NORMS, USED_PARAMS, Verb
 from fourfold.words.task import Task, check_task
 from fourfold.words.units import format_bytes
 
@@ -104,7 +104,7 @@ def show(plan: Plan, task: Task) -> str:
     return "\n\n".join(sections)
 
 
-def _program_by_rank(plan: Plan, step: DataStepSpec) -> action.Program:
+def _program_by_rank(plan: Plan, step: DataStepSpec) -> program_module.Program:
     return dict.fromkeys(range(plan.mesh.size), lower_step(step))
 
 
@@ -157,7 +157,7 @@ def _format_buckets(buckets: Sequence[Bucket], plan: Plan) -> str:
     return "buckets   filled in reverse order of definition\n" + _format_table(rows, left=4) + "\n" + _indent(lines)
 
 
-def _format_program(program: action.Program, note: str = "") -> str:
+def _format_program(program: program_module.Program, note: str = "") -> str:
     ranks = sorted(program)
     same = [rank for rank in ranks if program[rank] == program[ranks[0]]]
     head = f"program   {_plural('rank', len(ranks))} {ranks[0]}" + (

@@ -22,7 +22,7 @@ from fourfold.run.guard import Skipped
 from fourfold.run.metrics import Metrics
 from fourfold.run.settings import Settings, tuned_batch_size
 from fourfold.words.errors import os_error_text
-from fourfold.words.record import ProgressLine
+from fourfold.words.progress import ProgressLine
 from fourfold.words.task import Task
 from fourfold.words.units import format_count
 

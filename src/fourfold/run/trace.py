@@ -20,9 +20,9 @@ from fourfold.parts.comm.ranks import host_id
 from fourfold.plan.needs import lane_of
 from fourfold.plan.timeline import STEP_SPAN, Event, Trace, clock_offset_bounds, encode_trace
 from fourfold.run.build import TrainStep
-from fourfold.words.action import Action, Verb
 from fourfold.words.errors import os_error_text
-from fourfold.words.spans import COMPUTE_LANE, NULL_RECORDER, REDUCE_LANE, SEND_LANE, WAIT_SPAN, Recorder, Span
+from fourfold.words.program import Action, Verb
+from fourfold.words.trace_events import COMPUTE_LANE, NULL_RECORDER, REDUCE_LANE, SEND_LANE, WAIT_SPAN, Recorder, Span
 
 TRACE_FILE = "trace.json"
 SAMPLE_EVERY = 100

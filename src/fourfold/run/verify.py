@@ -25,7 +25,7 @@ from fourfold.run.batch import call_model, num_samples, sum_loss, tree_map, unpa
 from fourfold.run.build import parallelize
 from fourfold.run.exact import Float64Mode
 from fourfold.run.objective import model_loss
-from fourfold.words import arguments
+from fourfold.words import argument_checks
 from fourfold.words.errors import PlanError, Problem, SettingError
 from fourfold.words.task import Task, check_task
 
@@ -82,7 +82,7 @@ def verify(task: Task, plan: Plan, *, seed: int = 0) -> VerifyResult | None:
     """
     check_task(task)
     check_plan_argument(plan)
-    if problems := arguments.seed_problems(seed):
+    if problems := argument_checks.seed_problems(seed):
         raise SettingError(problems, where="the settings")
     check_verifiable(plan)
     torch.manual_seed(seed)

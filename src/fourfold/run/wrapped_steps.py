@@ -16,8 +16,8 @@ from torch.optim import LBFGS, Optimizer
 from fourfold.parts.comm import Transport
 from fourfold.run.batch_statistics import FrozenBatchNorms
 from fourfold.run.unreduced import UnreducedGrads
-from fourfold.words.action import LOSS
 from fourfold.words.errors import Problem, TaskError, TrainingError
+from fourfold.words.program import LOSS
 
 
 class OptimizerSteps:

@@ -10,7 +10,7 @@ from torch import Tensor
 from fourfold.parts.comm.links import NullRingGroup, PendingRecv, RingGroup, RingOverP2P
 from fourfold.parts.sequence import SequenceGroup, connect_sequence
 from fourfold.testing.threads import TIME_LIMIT_SECONDS, ThreadCommunicator
-from fourfold.words.spans import NULL_RECORDER
+from fourfold.words.trace_events import NULL_RECORDER
 
 GATHER_TAG, ALL_TO_ALL_TAG = "gather", "swap"
 

@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from fourfold.words.text import escape_controls
+from fourfold.words.terminal_text import escape_controls
 
 # EX_TEMPFAIL of BSD's sysexits.h, "try again later": schedulers are told to start such a job once more.
 REQUEUE_EXIT_CODE = 75

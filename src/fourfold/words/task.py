@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fourfold.words import arguments
+from fourfold.words import argument_checks
 from fourfold.words.errors import Problem, TaskError
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def check_task(task: Any) -> None:
     """Raise TaskError for what is no Task."""
     if not isinstance(task, Task):
         attempt = "its result" if callable(task) else "ff.Task(model=…, loss=…, data=…, optimizer=…)"
-        raise TaskError(Problem(arguments.format_argument("task", task), "a Task", attempt))
+        raise TaskError(Problem(argument_checks.format_argument("task", task), "a Task", attempt))
 
 
 def _problems(task: Task) -> list[Problem]:
@@ -89,13 +89,13 @@ def _problems(task: Task) -> list[Problem]:
     }
     for name, (need, attempt) in needs.items():
         value, optional = getattr(task, name), name in ("loss", "evaluate", "sample", "schedule")
-        problems += arguments.callable_problems(name, value, need=need, optional=optional, attempt=attempt)
-    problems += arguments.optimizer_factory_problems(task.optimizer)
+        problems += argument_checks.callable_problems(name, value, need=need, optional=optional, attempt=attempt)
+    problems += argument_checks.optimizer_factory_problems(task.optimizer)
     if callable(task.model) and hasattr(task.model, "named_parameters") and not isinstance(task.model, type):
         problems.append(Problem(f"model = an instance of {type(task.model).__name__}", *needs["model"]))
-    problems += arguments.int_problems("steps", task.steps, minimum=0) + arguments.int_problems(
+    problems += argument_checks.int_problems("steps", task.steps, minimum=0) + argument_checks.int_problems(
         "batch_size", task.batch_size, minimum=1
     )
-    problems += arguments.positive_problems("clip", task.clip, optional=True, attempt="clip=1.0")
-    problems += arguments.int_problems("tuned_for", task.tuned_for, minimum=1, optional=True)
-    return problems + arguments.str_problems("unit", task.unit)
+    problems += argument_checks.positive_problems("clip", task.clip, optional=True, attempt="clip=1.0")
+    problems += argument_checks.int_problems("tuned_for", task.tuned_for, minimum=1, optional=True)
+    return problems + argument_checks.str_problems("unit", task.unit)

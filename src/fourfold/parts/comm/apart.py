@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fourfold.parts.comm.transport import BucketSlice, SingleRankTransport, Transport
-from fourfold.words.action import GRAD_NORM, LOSS
-from fourfold.words.spans import Recorder, WaitsOnlyRecorder
+from fourfold.words.program import GRAD_NORM, LOSS
+from fourfold.words.trace_events import Recorder, WaitsOnlyRecorder
 
 GLOBAL_SCALARS = (LOSS, GRAD_NORM)  # the scalars that are summed over all ranks, in every step
 

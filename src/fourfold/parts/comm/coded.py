@@ -28,7 +28,7 @@ from fourfold.parts.codec import Codec, CodecReduction, Message
 from fourfold.parts.comm.split import AsyncResult, always_done
 from fourfold.parts.comm.transport import BucketSlice, Transport
 from fourfold.plan.codec import Combine
-from fourfold.words.spans import Recorder
+from fourfold.words.trace_events import Recorder
 
 DONE_ROUND = math.inf
 

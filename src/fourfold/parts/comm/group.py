@@ -21,10 +21,10 @@ from fourfold.parts.comm.split import AsyncResult, ShardedCollectives, always_do
 from fourfold.parts.comm.transport import BucketSlice, unit_scale
 from fourfold.plan.data import RestingLayouts
 from fourfold.plan.memory import MAX_REDUCTIONS_IN_FLIGHT
-from fourfold.words.action import LOSS
 from fourfold.words.layout import SPLIT, WHOLE, Change
 from fourfold.words.layout import collective_sent_bytes as layout_bytes
-from fourfold.words.spans import NULL_RECORDER
+from fourfold.words.program import LOSS
+from fourfold.words.trace_events import NULL_RECORDER
 
 NUM_LOSS_SCALARS = 8
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fourfold.words.spans import NULL_RECORDER, RING_SPAN, Recorder
+from fourfold.words.trace_events import NULL_RECORDER, RING_SPAN, Recorder
 
 PendingRecv = Callable[[], Tensor]
 BLOCK_TAG, SUM_TAG = range(2)  # the lanes of a wire: messages of one lane arrive in order

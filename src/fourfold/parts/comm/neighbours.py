@@ -27,7 +27,7 @@ from fourfold.parts.comm.links import RingAccumulator
 from fourfold.parts.comm.shared import LIVENESS_CHECK_SECONDS, NUM_SPINS, POLL_SECONDS, YIELD_SECONDS
 from fourfold.parts.comm.slotting import ALIGNMENT_BYTES, FLAG_STRIDE
 from fourfold.words.errors import DivergenceError, PeerError, Problem
-from fourfold.words.spans import NULL_RECORDER
+from fourfold.words.trace_events import NULL_RECORDER
 
 PUBLISHED, ACCUMULATED, LENGTHS = range(3)  # flags; LENGTHS are two words, in bytes, one for each turn
 AREA_BYTES = 2**34  # of addresses, not of memory

@@ -53,10 +53,10 @@ from fourfold.parts.comm.staging import HostUnshardStaging, StagingFlags
 from fourfold.parts.comm.transport import BucketSlice, unit_scale
 from fourfold.plan.data import RESTING_LAYOUTS, RestingLayouts
 from fourfold.plan.order import shard_range
-from fourfold.words.action import LOSS
 from fourfold.words.errors import PeerError
 from fourfold.words.layout import PARTIAL, SPLIT
-from fourfold.words.spans import NULL_RECORDER
+from fourfold.words.program import LOSS
+from fourfold.words.trace_events import NULL_RECORDER
 
 NUM_SPINS = 200
 YIELD_SECONDS = 0.002

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from fourfold.words.spans import NULL_RECORDER, Recorder
+from fourfold.words.trace_events import NULL_RECORDER, Recorder
 
 
 class BucketSlice(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor
 from fourfold.parts.comm.groups import all_gather
 from fourfold.parts.comm.links import PendingRecv
 from fourfold.parts.comm.ranks import Communicator
-from fourfold.words.spans import NULL_RECORDER
+from fourfold.words.trace_events import NULL_RECORDER
 
 
 class ProcessGroupChannel:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
-from fourfold.words.action import Action
+from fourfold.words.program import Action
 
 COMPUTE_LANE, REDUCE_LANE, SEND_LANE = "compute", "reduce", "send"
 LANES = (COMPUTE_LANE, REDUCE_LANE, SEND_LANE)
