@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fourfold.plan.order import shard_range
+from fourfold.plan.sample_order import shard_range
 from fourfold.run.build import TrainStep, parallelize
 from fourfold.testing import threads
 from fourfold.testing.oracle import TrainingResult

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fourfold as ff
-from fourfold.plan.order import shard_range
 from fourfold.plan.plan import Plan
+from fourfold.plan.sample_order import shard_range
 from fourfold.run.build import TrainStep, parallelize
 from fourfold.tasks import digits, lm
 from fourfold.testing import oracle

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from fourfold.feed.feed import Feed
     from fourfold.feed.shard import shard
     from fourfold.parts.comm import world
+    from fourfold.plan.lr_schedule import LRSchedule
     from fourfold.plan.plan import Plan
-    from fourfold.plan.rates import LRSchedule
     from fourfold.run.build import TrainStep, parallelize
     from fourfold.run.metrics import Metrics
     from fourfold.run.optimizer import DistributedOptimizer
@@ -49,7 +49,7 @@ _MODULE_OF = {
     "Metrics": "run.metrics",
     "Plan": "plan.plan",
     "PlanError": "words.errors",
-    "LRSchedule": "plan.rates",
+    "LRSchedule": "plan.lr_schedule",
     "Task": "words.task",
     "TrainStep": "run.build",
     "parallelize": "run.build",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fourfold.engines import cause
 from fourfold.plan.decode import MAX_DEPTH, DecodeError, from_json, from_toml, is_too_deep, read_bounded
 from fourfold.plan.plan import Plan
-from fourfold.plan.timeline import decode_trace as decode_trace
+from fourfold.plan.trace_file import decode_trace as decode_trace
 from fourfold.report import faults, page
 from fourfold.report.record import ReportError
 from fourfold.run.checkpoint.shelf import read_manifest, verify_checkpoint

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.gathers import MissingBucket, UnshardOrder
+from fourfold.plan.unshard_order import MissingBucket, UnshardOrder
 
 
 def learnt(*buckets: int) -> UnshardOrder:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.late import STRAGGLER_FACTOR, find_stragglers, median_step_seconds
+from fourfold.plan.stragglers import STRAGGLER_FACTOR, find_stragglers, median_step_seconds
 
 EVEN = {"data": 0.001, "forward": 0.020, "backward": 0.040}
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.pieces import (
+from fourfold.plan.checkpoint_manifest import (
     ELEMENT_BYTES,
     MANIFEST_VERSION,
     Box,

@@ -148,7 +148,7 @@ def test_values_of_a_command_line_are_read_by_kind():
 
 
 def test_thinking_imports_no_torch():
-    modules = "fourfold, fourfold.plan.plan, fourfold.plan.data, fourfold.plan.order, fourfold.words.task"
+    modules = "fourfold, fourfold.plan.plan, fourfold.plan.data, fourfold.plan.sample_order, fourfold.words.task"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=300, check=False).returncode == 0
 

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fourfold.plan.plan import Plan
-from fourfold.plan.timeline import encode_trace
+from fourfold.plan.trace_file import encode_trace
 from fourfold.report import page, progress, record, svg, table
 from tests.pure.test_timeline import trace
 

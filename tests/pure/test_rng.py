@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.pieces import GlobalTensor, Manifest, RngState, manifest_problems
+from fourfold.plan.checkpoint_manifest import GlobalTensor, Manifest, RngState, manifest_problems
 from fourfold.plan.rng import generator_seed, rng_state_to_restore
 from fourfold.words.mesh import Mesh
 from tests.pure.test_pieces import manifest

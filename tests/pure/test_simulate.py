@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.plan.data import RESTING_LAYOUTS, DataStepSpec, lower_step
-from fourfold.plan.needs import Dependencies, lane_of
+from fourfold.plan.dependencies import Dependencies, lane_of
 from fourfold.plan.simulate import makespan, simulate
 from fourfold.words.program import Action, ProgramError, Verb, parse_program
 from fourfold.words.trace_events import LANES

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fourfold.plan import cost
 from fourfold.plan.data import RESTING_LAYOUTS, DataStepSpec, lower_step
 from fourfold.plan.simulate import makespan, simulate
-from fourfold.plan.timeline import (
+from fourfold.plan.trace_file import (
     Event,
     Trace,
     TraceError,

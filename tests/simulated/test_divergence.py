@@ -12,7 +12,7 @@ import torch
 from fourfold.feed.feed import Batch
 from fourfold.parts.comm import calls, shared
 from fourfold.parts.comm.slotting import SharedMemoryLayout
-from fourfold.plan.order import BatchRange
+from fourfold.plan.sample_order import BatchRange
 from fourfold.run.build import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import DivergenceError

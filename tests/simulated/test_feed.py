@@ -14,7 +14,7 @@ import fourfold as ff
 from fourfold.environment.world import World
 from fourfold.feed import feed as feed_module
 from fourfold.feed.feed import Position
-from fourfold.plan.order import BatchRange
+from fourfold.plan.sample_order import BatchRange
 from fourfold.run.verify import verify
 from fourfold.words.errors import DataError
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import fourfold as ff
 from fourfold.feed.source import TensorSource
-from fourfold.plan.timeline import decode_trace
+from fourfold.plan.trace_file import decode_trace
 from fourfold.run.checkpoint import keeper as keeping
 from fourfold.run.checkpoint.shelf import newest_valid
 from fourfold.run.folder import RunDir

@@ -17,8 +17,8 @@ from fourfold.parts.comm.staging import NUM_STAGING_BUFFERS, HostUnshardStaging,
 from fourfold.parts.gathered import ShardedParams
 from fourfold.parts.uses import untracked_access
 from fourfold.plan.data import ShardGroups, step_sent_bytes
-from fourfold.plan.gathers import MAX_UNSHARDED
 from fourfold.plan.plan import Plan
+from fourfold.plan.unshard_order import MAX_UNSHARDED
 from fourfold.run.build import TrainStep
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE

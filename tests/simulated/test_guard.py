@@ -13,8 +13,8 @@ from torch import nn
 import fourfold as ff
 from fourfold.feed.feed import Batch
 from fourfold.feed.source import TensorSource
-from fourfold.plan.order import BatchRange, rows, shard_range
 from fourfold.plan.plan import Plan
+from fourfold.plan.sample_order import BatchRange, rows, shard_range
 from fourfold.run.average import EMA
 from fourfold.run.build import TrainStep
 from fourfold.run.checkpoint.read import CheckpointReader

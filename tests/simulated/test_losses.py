@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.feed.source import TensorSource
-from fourfold.plan.order import shard_range
 from fourfold.plan.plan import Plan
+from fourfold.plan.sample_order import shard_range
 from fourfold.run.build import TrainStep
 from fourfold.run.torch_losses import _safe_mean, observing
 from fourfold.run.train import evaluate

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fourfold.plan.order import shard_range
 from fourfold.plan.plan import Plan
+from fourfold.plan.sample_order import shard_range
 from fourfold.run.build import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounter
 
 import fourfold as ff
 from fourfold.feed.feed import Batch
-from fourfold.plan.order import BatchRange
+from fourfold.plan.sample_order import BatchRange
 from fourfold.run import same_batches
 from fourfold.run.batch import tree_map
 from fourfold.run.build import TrainStep

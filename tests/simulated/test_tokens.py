@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fourfold.feed.feed import Batch
-from fourfold.plan.order import BatchRange
 from fourfold.plan.plan import Plan
+from fourfold.plan.sample_order import BatchRange
 from fourfold.run.build import TrainStep
 from fourfold.run.refuse import check_plan_on_ranks
 from fourfold.run.sequence.dropout import per_rank_dropouts

@@ -3,8 +3,8 @@
 import pytest
 
 from fourfold.plan import cost
-from fourfold.plan.needs import lane_of
-from fourfold.plan.timeline import Trace, decode_trace
+from fourfold.plan.dependencies import lane_of
+from fourfold.plan.trace_file import Trace, decode_trace
 from fourfold.run.trace import (
     FIRST_SAMPLED,
     MAX_KEPT_STEPS,

@@ -19,7 +19,7 @@ from torch import nn
 import fourfold as ff
 from fourfold.parts import comm, sequence
 from fourfold.plan.codec import codec_rounds
-from fourfold.plan.timeline import encode_trace
+from fourfold.plan.trace_file import encode_trace
 from fourfold.run import late
 from fourfold.run.trace import Tracer
 from fourfold.run.verify import verify

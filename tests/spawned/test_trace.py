@@ -8,7 +8,7 @@ import pytest
 
 from fourfold.plan import cost
 from fourfold.plan.simulate import makespan
-from fourfold.plan.timeline import Trace, decode_trace
+from fourfold.plan.trace_file import Trace, decode_trace
 from tests.spawned.test_launch import TASK, end, start
 
 __all__ = ["start"]  # a fixture

@@ -14,8 +14,8 @@ from fourfold.cli.failure import ErrorCollector, is_file, nearest_file
 from fourfold.engines.machine import default_num_processes
 from fourfold.environment.world import from_environment
 from fourfold.plan.decode import DecodeError, read_bounded
+from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan import Plan
-from fourfold.plan.rates import LRSchedule
 from fourfold.run.settings import check_steps, default_run_name, make_settings, tuned_batch_size
 from fourfold.words.errors import PlanError, Problem, SettingError
 from fourfold.words.task import Data, Task

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fourfold.plan.lr_schedule import CURVES, SCALING_RULES
 from fourfold.plan.plan import FIELDS, parse_value
-from fourfold.plan.rates import CURVES, SCALING_RULES
 from fourfold.words.argument_checks import MAX_SEED
 from fourfold.words.errors import Problem, SettingError, closest_match
 

@@ -16,8 +16,8 @@ from fourfold.feed.probe import Fingerprint, fingerprint_of, is_same_sample
 from fourfold.feed.samples import source_problem
 from fourfold.feed.source import fetch
 from fourfold.parts import comm
-from fourfold.plan.order import BatchRange, shard_range
 from fourfold.plan.plan import Plan
+from fourfold.plan.sample_order import BatchRange, shard_range
 from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, Problem
 from fourfold.words.task import Source

@@ -7,7 +7,7 @@ placeholder  a NaN in the parameter's shape: a use that nobody was told of is no
 record   what autograd keeps of a weight instead of a view: bucket, offset, sizes, strides
 Law: what a view shows never changes while somebody holds it, and no rank gathers what the others do not.
 
-Which bucket is gathered when is in `plan/gathers.py`.
+Which bucket is gathered when is in `plan/unshard_order.py`.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from fourfold.parts.comm import BucketSlice, Transport
 from fourfold.parts.data import bucket_dtype
 from fourfold.parts.uses import ParamAccess, explain_transform_errors, outside_transforms
 from fourfold.plan.data import Bucket
-from fourfold.plan.gathers import MAX_UNSHARDED, MissingBucket, UnshardOrder
+from fourfold.plan.unshard_order import MAX_UNSHARDED, MissingBucket, UnshardOrder
 from fourfold.words.errors import Problem, TrainingError
 
 NONE_MISSING = -1

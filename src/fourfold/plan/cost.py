@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fourfold.plan.needs import Dependencies
+from fourfold.plan.dependencies import Dependencies
 from fourfold.plan.simulate import TimedAction, Timeline, makespan, simulate
-from fourfold.plan.timeline import DATA_SPAN, STEP_SPAN, Event, Trace, merged_waits, waiting_seconds_within
+from fourfold.plan.trace_file import DATA_SPAN, STEP_SPAN, Event, Trace, merged_waits, waiting_seconds_within
 from fourfold.words.program import Action, Verb
 from fourfold.words.trace_events import LAUNCHED_EVENT, READY_EVENT, RING_SPAN, WAIT_SPAN
 

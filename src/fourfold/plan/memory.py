@@ -20,9 +20,9 @@ from fourfold.plan.data import (
     grad_buffer_indices,
     layout_changes,
 )
-from fourfold.plan.gathers import MAX_UNSHARDED, NUM_STAGING_BUFFERS
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import MASTER_BYTES, gradient_bucket, has_master_weights
+from fourfold.plan.unshard_order import MAX_UNSHARDED, NUM_STAGING_BUFFERS
 from fourfold.words.layout import SPLIT, Change
 
 # Of reductions to split layouts: each holds a received copy of its bucket until it has ended.

@@ -6,7 +6,7 @@ Law: ranks with the same data index have the same state, whatever the mesh; othe
 
 from collections.abc import Sequence
 
-from fourfold.plan.pieces import Manifest, RngState
+from fourfold.plan.checkpoint_manifest import Manifest, RngState
 from fourfold.words.mesh import Mesh
 
 # Primes far apart, so that no data index at one step shares a seed with another one at a step nearby.

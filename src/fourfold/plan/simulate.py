@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from fourfold.plan.needs import Dependencies, lane_of
+from fourfold.plan.dependencies import Dependencies, lane_of
 from fourfold.words.errors import Problem
 from fourfold.words.program import Action, Program, ProgramError
 from fourfold.words.trace_events import LANES

@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 import msgspec
 
 from fourfold.plan.decode import DecodeError, from_json, read_bounded, read_toml
-from fourfold.plan.timeline import Trace, decode_trace
+from fourfold.plan.trace_file import Trace, decode_trace
 from fourfold.report import attempts, faults, saved
 from fourfold.words.errors import FourfoldError, Problem, closest_match
 

@@ -21,9 +21,9 @@ from fourfold.plan.cost import (
     seconds_by_category,
     simulated_timeline,
 )
-from fourfold.plan.needs import lane_of
+from fourfold.plan.dependencies import lane_of
 from fourfold.plan.simulate import TimedAction, Timeline, makespan
-from fourfold.plan.timeline import Trace, merged_waits
+from fourfold.plan.trace_file import Trace, merged_waits
 from fourfold.report.svg import Bar, Block, Lane, bar_chart, lane_chart
 from fourfold.words.program import Verb
 from fourfold.words.trace_events import COMPUTE_LANE, LANES, READY_EVENT, REDUCE_LANE

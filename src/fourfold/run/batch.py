@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fourfold.plan.order import shard_range
+from fourfold.plan.sample_order import shard_range
 from fourfold.words.argument_checks import format_argument
 from fourfold.words.errors import Problem, TaskError
 

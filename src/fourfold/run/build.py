@@ -35,10 +35,10 @@ from fourfold.plan.data import (
 )
 from fourfold.plan.intervals import DRIFT_CHECK, is_due
 from fourfold.plan.memory import has_unbucketed_grads
-from fourfold.plan.order import BatchRange
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import LossScaler, compute_specs, gradient_bucket
 from fourfold.plan.rng import generator_seed
+from fourfold.plan.sample_order import BatchRange
 from fourfold.run import drift, fits
 from fourfold.run.actions import Actions
 from fourfold.run.arguments import check_arguments

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts.comm import Communicator
-from fourfold.plan.order import BatchRange
+from fourfold.plan.sample_order import BatchRange
 from fourfold.run.actions import NO_ELEMENTS, Actions
 from fourfold.words.errors import Problem, TrainingError
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from fourfold.plan.late import find_stragglers, median_step_seconds
+from fourfold.plan.stragglers import find_stragglers, median_step_seconds
 from fourfold.run.build import TrainStep
 
 WINDOW_STEPS = 20

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from fourfold.plan.intervals import DRIFT_CHECK
+from fourfold.plan.lr_schedule import LRLambda, LRSchedule
 from fourfold.plan.plan import Plan
-from fourfold.plan.rates import LRLambda, LRSchedule
 from fourfold.words import argument_checks
 from fourfold.words.errors import Problem, SettingError
 from fourfold.words.task import Task, check_task

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.parts.comm.ranks import host_id
-from fourfold.plan.needs import lane_of
-from fourfold.plan.timeline import STEP_SPAN, Event, Trace, clock_offset_bounds, encode_trace
+from fourfold.plan.dependencies import lane_of
+from fourfold.plan.trace_file import STEP_SPAN, Event, Trace, clock_offset_bounds, encode_trace
 from fourfold.run.build import TrainStep
 from fourfold.words.errors import os_error_text
 from fourfold.words.program import Action, Verb

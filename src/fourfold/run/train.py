@@ -23,10 +23,10 @@ from fourfold.feed.feed import Feed
 from fourfold.feed.samples import check_data
 from fourfold.parts.comm.ranks import PROCESS_EXIT_GRACE_SECONDS, world
 from fourfold.plan.intervals import DRIFT_CHECK, is_due
-from fourfold.plan.order import shard_range
+from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan import Plan
-from fourfold.plan.rates import LRSchedule
-from fourfold.plan.timeline import DATA_SPAN
+from fourfold.plan.sample_order import shard_range
+from fourfold.plan.trace_file import DATA_SPAN
 from fourfold.run import pulse
 from fourfold.run.arguments import check_plan_argument
 from fourfold.run.asked import handle_stop_signals, stop_seconds

@@ -52,7 +52,7 @@ from fourfold.parts.comm.split import AsyncResult, sum_in_order
 from fourfold.parts.comm.staging import HostUnshardStaging, StagingFlags
 from fourfold.parts.comm.transport import BucketSlice, unit_scale
 from fourfold.plan.data import RESTING_LAYOUTS, RestingLayouts
-from fourfold.plan.order import shard_range
+from fourfold.plan.sample_order import shard_range
 from fourfold.words.errors import PeerError
 from fourfold.words.layout import PARTIAL, SPLIT
 from fourfold.words.program import LOSS

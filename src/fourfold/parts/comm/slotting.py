@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from fourfold.parts.comm.calls import BOARD_BYTES
-from fourfold.plan.gathers import NUM_STAGING_BUFFERS
+from fourfold.plan.unshard_order import NUM_STAGING_BUFFERS
 
 FLAG_STRIDE = 8  # int64s: a cache line of its own for each flag
 (

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from fourfold.plan.gathers import NUM_STAGING_BUFFERS
+from fourfold.plan.unshard_order import NUM_STAGING_BUFFERS
 
 
 class StagingFlags(NamedTuple):

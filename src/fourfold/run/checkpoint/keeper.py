@@ -18,9 +18,8 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from fourfold.plan.decode import DecodeError, from_json, read_bounded
-from fourfold.plan.pieces import MANIFEST_FILE as MANIFEST_NAME
-from fourfold.plan.pieces import (
+from fourfold.plan.checkpoint_manifest import MANIFEST_FILE as MANIFEST_NAME
+from fourfold.plan.checkpoint_manifest import (
     MANIFEST_VERSION,
     FileEntry,
     GlobalTensor,
@@ -30,6 +29,7 @@ from fourfold.plan.pieces import (
     assign_shards,
     shard_file_name,
 )
+from fourfold.plan.decode import DecodeError, from_json, read_bounded
 from fourfold.run.checkpoint import shelf, state
 from fourfold.run.checkpoint.read import CheckpointReader
 from fourfold.run.checkpoint.shelf import CheckpointStore

@@ -18,9 +18,15 @@ import msgspec
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-from fourfold.plan import pieces
+from fourfold.plan import checkpoint_manifest
+from fourfold.plan.checkpoint_manifest import (
+    MANIFEST_FILE,
+    MANIFEST_VERSION,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    StoredTensor,
+)
 from fourfold.plan.decode import DecodeError, from_json, read_bounded
-from fourfold.plan.pieces import MANIFEST_FILE, MANIFEST_VERSION, MAX_MANIFEST_BYTES, Manifest, StoredTensor
 from fourfold.words.errors import CheckpointError, Problem, UnreadableCheckpointError, os_error_text
 
 CHECKPOINTS_DIR = "checkpoints"
@@ -140,7 +146,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(Problem(f"{path}: {(error.strerror or 'unreadable').lower()}", "a manifest")) from None
     except DecodeError as error:
         raise CheckpointError(Problem(f"{path}: {error}", "a manifest")) from None
-    found = [Problem(f"{path}: {text}") for text in pieces.manifest_problems(manifest)]
+    found = [Problem(f"{path}: {text}") for text in checkpoint_manifest.manifest_problems(manifest)]
     named = STEP_DIR_NAME.fullmatch(folder.name)
     if named and int(named[1]) != manifest.step:
         found.append(Problem(f"{path}: step {manifest.step}, in the folder of step {int(named[1])}"))
@@ -172,7 +178,10 @@ def _file_problems(path: Path, manifest: Manifest) -> list[str]:
             return [f"{path}: {found} bytes, {said.num_bytes} were written"]
         if file_checksum(path) != said.checksum:
             return [f"{path}: another checksum than when it was written"]
-        return [f"{path}: {text}" for text in _tensor_problems(path, pieces.tensors_in_file(manifest, path.name))]
+        return [
+            f"{path}: {text}"
+            for text in _tensor_problems(path, checkpoint_manifest.tensors_in_file(manifest, path.name))
+        ]
     except OSError as error:
         _raise_unreadable(path, error)
         return [f"{path}: {(error.strerror or 'unreadable').lower()}"]

@@ -15,8 +15,7 @@ from torch import Tensor
 from fourfold.feed.feed import Feed, Position
 from fourfold.parts.optim import IMPLEMENTATION_OPTIONS
 from fourfold.parts.uses import untracked_access
-from fourfold.plan.order import ORDER_VERSION
-from fourfold.plan.pieces import (
+from fourfold.plan.checkpoint_manifest import (
     Box,
     DataState,
     FirstStepRecord,
@@ -28,6 +27,7 @@ from fourfold.plan.pieces import (
     shard_file_name,
 )
 from fourfold.plan.rng import generator_seed, rng_state_to_restore
+from fourfold.plan.sample_order import ORDER_VERSION
 from fourfold.run.average import EMA
 from fourfold.run.build import TrainStep
 from fourfold.run.checkpoint.read import CheckpointReader, dtype_problems, shape_problems

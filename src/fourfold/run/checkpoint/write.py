@@ -17,7 +17,7 @@ import xxhash
 from torch import Tensor
 
 from fourfold.parts import memory
-from fourfold.plan.pieces import ELEMENT_BYTES, FileEntry, GlobalTensor, StoredBox
+from fourfold.plan.checkpoint_manifest import ELEMENT_BYTES, FileEntry, GlobalTensor, StoredBox
 from fourfold.words.errors import CheckpointError, Problem
 
 CHUNK_BYTES = 4 * 2**20

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts import comm, sequence
-from fourfold.plan.order import BatchRange
-from fourfold.plan.order import shard_range as between
 from fourfold.plan.plan import Plan
+from fourfold.plan.sample_order import BatchRange
+from fourfold.plan.sample_order import shard_range as between
 from fourfold.plan.sequence import length_divisor, length_problem
 from fourfold.run.batch import Microbatch, has_token_dim, tree_leaves, tree_map, unpack_batch
 from fourfold.run.projections import Projection
