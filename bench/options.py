@@ -21,7 +21,7 @@ import torch
 
 from bench.measure import describe_machine
 from fourfold.parts import options
-from fourfold.parts.comm import calls
+from fourfold.parts.comm.reduce import collective_fingerprint
 
 NUM_READINGS, WARMUP = 3000, 200
 NUM_REPEATS = 5000
@@ -71,12 +71,12 @@ def main() -> None:
             for other in others:
                 ratio = median(one / two for one, two in zip(mine, other, strict=True))
                 said.append(f"other {median(other):.1f} µs, ratio {ratio:.2f}")
-        text = calls.with_options(CALL_TEXT, options.OptionTracker(optimizer).text())
-        call = microseconds(lambda text=text: calls.fingerprint(text)) - microseconds(
-            lambda: calls.fingerprint(CALL_TEXT)
+        text = collective_fingerprint.with_options(CALL_TEXT, options.OptionTracker(optimizer).text())
+        call = microseconds(lambda text=text: collective_fingerprint.fingerprint(text)) - microseconds(
+            lambda: collective_fingerprint.fingerprint(CALL_TEXT)
         )
-        board = microseconds(lambda text=text: calls.encode_call(text)) - microseconds(
-            lambda: calls.encode_call(CALL_TEXT)
+        board = microseconds(lambda text=text: collective_fingerprint.encode_call(text)) - microseconds(
+            lambda: collective_fingerprint.encode_call(CALL_TEXT)
         )
         print(f"{num_groups:3} groups: {'; '.join(said)}; the longer call: tag {call:+.1f} µs, board {board:+.1f} µs")
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.parts import comm
-from fourfold.parts.comm.links import NullRingGroup, RingGroup
+from fourfold.parts.comm import transports
+from fourfold.parts.comm.ring.protocol import NullRingGroup, RingGroup
 from fourfold.parts.memory import keep_freed_memory
 from fourfold.parts.sequence import SequenceGroup, connect_sequence, sequence_attention
 from fourfold.plan.sequence import token_positions
@@ -30,7 +30,7 @@ class Axes:
     """All axes of this rank, made when first asked for."""
 
     def __init__(self) -> None:
-        self._ranks, self._axes = comm.init_communicator(), {}
+        self._ranks, self._axes = transports.init_communicator(), {}
 
     def axis(self, way: str) -> SequenceGroup:
         if way not in self._axes:

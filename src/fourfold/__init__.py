@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fourfold import optim
     from fourfold.feed.feed import Feed
     from fourfold.feed.shard import shard
-    from fourfold.parts.comm import world
+    from fourfold.parts.comm.transports import world
     from fourfold.plan.lr_schedule import LRSchedule
     from fourfold.plan.plan import Plan
     from fourfold.run.build import TrainStep, parallelize
@@ -55,7 +55,7 @@ _MODULE_OF = {
     "parallelize": "run.build",
     "shard": "feed.shard",
     "train": "run.train",
-    "world": "parts.comm",
+    "world": "parts.comm.transports",
 }
 
 

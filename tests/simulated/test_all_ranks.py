@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fourfold as ff
-from fourfold.parts import comm
+from fourfold.parts.comm import transports
 from fourfold.run import train as training
 from fourfold.tasks import digits
 from fourfold.testing import threads
@@ -19,7 +19,7 @@ RANK_OF_A_LAUNCHER = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_
 def test_parallelize_without_a_plan_trains_on_the_batches_of_all_ranks(size, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the number of threads is the test process's own
     here = threading.local()
-    monkeypatch.setattr(comm, "init_communicator", lambda: here.ranks)
+    monkeypatch.setattr(transports, "init_communicator", lambda: here.ranks)
 
     def body(ranks):
         here.ranks = ranks

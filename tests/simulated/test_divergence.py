@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from fourfold.feed.feed import Batch
-from fourfold.parts.comm import calls, shared
-from fourfold.parts.comm.slotting import SharedMemoryLayout
+from fourfold.parts.comm.reduce import collective_fingerprint
+from fourfold.parts.comm.reduce.shared_memory import transport
+from fourfold.parts.comm.reduce.shared_memory.layout import SharedMemoryLayout
 from fourfold.plan.sample_order import BatchRange
 from fourfold.run.build import TrainStep
 from fourfold.testing import threads
@@ -52,7 +53,9 @@ def astray(step: TrainStep, act: Callable[[], Any]) -> str:
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_that_not_all_ranks_make_is_found_and_named_on_every_rank(call, steps, alone, monkeypatch):
-    monkeypatch.setattr(shared, "DIVERGENCE_GRACE_SECONDS", threads.TIME_LIMIT_SECONDS)  # However slow the machine is.
+    monkeypatch.setattr(
+        transport, "DIVERGENCE_GRACE_SECONDS", threads.TIME_LIMIT_SECONDS
+    )  # However slow the machine is.
 
     def body(ranks):
         step = build_step(CASE, 3, ranks)
@@ -67,7 +70,7 @@ def test_a_call_that_not_all_ranks_make_is_found_and_named_on_every_rank(call, s
 
 
 def test_a_rank_that_never_comes_does_not_keep_the_others_from_telling(monkeypatch):
-    monkeypatch.setattr(shared, "DIVERGENCE_GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(transport, "DIVERGENCE_GRACE_SECONDS", 0.3)
     kept = []  # a rank whose step is gone would be taken for dead
 
     def body(ranks):
@@ -86,8 +89,8 @@ def test_a_stray_that_has_ended_of_it_is_told_as_a_stray():
     slotting = SharedMemoryLayout((), (), num_scalars=8)
     mapping = mmap.mmap(-1, 3 * slotting.region_bytes)
     here, there = socket.socketpair()
-    first = shared.SharedMemoryTransport(mapping, slotting, index=0, size=3, peer_sockets={1: here})
-    stray = shared.SharedMemoryTransport(mapping, slotting, index=1, size=3)
+    first = transport.SharedMemoryTransport(mapping, slotting, index=0, size=3, peer_sockets={1: here})
+    stray = transport.SharedMemoryTransport(mapping, slotting, index=1, size=3)
     stray.begin_call("evaluate() after step 5")
     there.close()
     first.begin_call("step 6")
@@ -143,8 +146,10 @@ def test_sources_of_different_lengths_are_found_in_the_first_step():
 
 
 def test_a_rank_that_has_not_come_yet_is_told_where_it_was_last():
-    mapping = mmap.mmap(-1, 3 * calls.BOARD_BYTES)
-    board = calls.CallBoard(mapping, [index * calls.BOARD_BYTES for index in range(3)], ranks=(4, 5, 6))
+    mapping = mmap.mmap(-1, 3 * collective_fingerprint.BOARD_BYTES)
+    board = collective_fingerprint.CallBoard(
+        mapping, [index * collective_fingerprint.BOARD_BYTES for index in range(3)], ranks=(4, 5, 6)
+    )
     for index, number, call in (
         (0, 1, "step 1"),
         (1, 1, "step 1"),
@@ -165,16 +170,18 @@ def test_a_rank_that_has_not_come_yet_is_told_where_it_was_last():
 @pytest.mark.parametrize("raised", [False, True])
 def test_a_rank_may_go_on_while_another_compares(raised):
     # Its later calls come to lie where the earlier ones were read, before its flag says so.
-    board = calls.CallBoard(mmap.mmap(-1, 2 * calls.BOARD_BYTES), [0, calls.BOARD_BYTES], ranks=(0, 1))
+    board = collective_fingerprint.CallBoard(
+        mmap.mmap(-1, 2 * collective_fingerprint.BOARD_BYTES), [0, collective_fingerprint.BOARD_BYTES], ranks=(0, 1)
+    )
     for index in range(2):
         board.write(index, 1, "replaced()")
     counts = [1, 1]
 
     def counted():
         before = list(counts)
-        for number in range(counts[1] + 1, calls.BOARD_DEPTH + 2):
+        for number in range(counts[1] + 1, collective_fingerprint.BOARD_DEPTH + 2):
             board.write(1, number, "read()")
-            counts[1] = number if raised else calls.BOARD_DEPTH
+            counts[1] = number if raised else collective_fingerprint.BOARD_DEPTH
         return before
 
     board.check(0, counted)
@@ -186,7 +193,7 @@ def test_a_rank_may_go_on_while_another_compares(raised):
 
 
 def test_long_calls_still_differ_by_what_fits_and_are_read_again():
-    for call in ("", "step 6", "ä" * calls.CALL_BYTES):
-        assert len(calls.encode_call(call)) == calls.CALL_BYTES
-        assert call.startswith(calls.decode_call(calls.encode_call(call)).rstrip("�"))
-    assert calls.fingerprint("step 6") != calls.fingerprint("step 7")
+    for call in ("", "step 6", "ä" * collective_fingerprint.CALL_BYTES):
+        assert len(collective_fingerprint.encode_call(call)) == collective_fingerprint.CALL_BYTES
+        assert call.startswith(collective_fingerprint.decode_call(collective_fingerprint.encode_call(call)).rstrip("�"))
+    assert collective_fingerprint.fingerprint("step 6") != collective_fingerprint.fingerprint("step 7")

@@ -13,7 +13,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fourfold.parts import memory
-from fourfold.parts.comm.staging import NUM_STAGING_BUFFERS, HostUnshardStaging, StagingFlags
+from fourfold.parts.comm.reduce.shared_memory.unshard_staging import (
+    NUM_STAGING_BUFFERS,
+    HostUnshardStaging,
+    StagingFlags,
+)
 from fourfold.parts.gathered import ShardedParams
 from fourfold.parts.uses import untracked_access
 from fourfold.plan.data import ShardGroups, step_sent_bytes

@@ -11,7 +11,7 @@ import pytest
 
 from fourfold.environment.launchers import MPICH, RankInfo
 from fourfold.environment.rendezvous import LocalRendezvous
-from fourfold.parts.comm import meeting
+from fourfold.parts.comm import rendezvous_store
 from fourfold.words.errors import LaunchError
 
 SEAT = RankInfo(MPICH, 1, 2, 1, 2)
@@ -22,10 +22,10 @@ def write(note: Path, *, pid: int, began: int) -> None:
 
 
 def test_a_note_counts_while_its_writer_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = meeting._process_id(os.getpid())
+    mine = rendezvous_store._process_id(os.getpid())
     write(tmp_path / "note", pid=mine.pid, began=mine.start_ticks)
-    assert meeting._wait_for_note(tmp_path / "note", SEAT) == "store-7"
-    monkeypatch.setattr(meeting, "HOST_TIMEOUT_SECONDS", 0.1)
+    assert rendezvous_store._wait_for_note(tmp_path / "note", SEAT) == "store-7"
+    monkeypatch.setattr(rendezvous_store, "HOST_TIMEOUT_SECONDS", 0.1)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     for pid, began in (
@@ -34,15 +34,15 @@ def test_a_note_counts_while_its_writer_lives(tmp_path: Path, monkeypatch: pytes
     ):  # a number used again, a dead process
         write(tmp_path / "note", pid=pid, began=began)
         with pytest.raises(LaunchError, match="rank 0 did not come"):
-            meeting._wait_for_note(tmp_path / "note", SEAT)
+            rendezvous_store._wait_for_note(tmp_path / "note", SEAT)
 
 
 def test_the_stores_of_jobs_that_were_killed_are_removed(tmp_path: Path) -> None:
-    mine = meeting._process_id(os.getpid())
+    mine = rendezvous_store._process_id(os.getpid())
     (kept, gone) = (tmp_path / f"store-{mine.pid}-{began}-ab" for began in (mine.start_ticks, mine.start_ticks - 1))
     for file in (kept, gone, tmp_path / "rendezvous-ab"):
         file.touch()
-    meeting._remove_stale_stores(tmp_path)
+    rendezvous_store._remove_stale_stores(tmp_path)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["rendezvous-ab", kept.name]
 
 
@@ -55,10 +55,10 @@ LAUNCHER = "import os, subprocess, sys; subprocess.run(sys.argv[1:], env={**os.e
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "3", '{"pid": null, "began": 1, "port": 7}', "[" * 100_000])
 def test_a_note_of_another_form_is_not_believed(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "HOST_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr(rendezvous_store, "HOST_TIMEOUT_SECONDS", 0.05)
     (tmp_path / "note").write_text(text)
     with pytest.raises(LaunchError, match="rank 0 did not come"):
-        meeting._wait_for_note(tmp_path / "note", SEAT)
+        rendezvous_store._wait_for_note(tmp_path / "note", SEAT)
 
 
 def test_ranks_of_one_launcher_look_for_one_note_and_those_of_another_for_another() -> None:
@@ -74,17 +74,17 @@ def test_ranks_of_one_launcher_look_for_one_note_and_those_of_another_for_anothe
 
 
 def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting.tempfile, "gettempdir", lambda: str(tmp_path))
-    folder = meeting._private_folder()
+    monkeypatch.setattr(rendezvous_store.tempfile, "gettempdir", lambda: str(tmp_path))
+    folder = rendezvous_store._private_folder()
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o770)
     with pytest.raises(LaunchError, match="mode 700"):
-        meeting._private_folder()
+        rendezvous_store._private_folder()
     folder.rmdir()
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     folder.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(LaunchError, match=r"is no folder   need .*mode 700"):
-        meeting._private_folder()
+        rendezvous_store._private_folder()
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_what_is_no_folder_of_this_users_is_told(
 ) -> None:
     above = tmp_path / "file" if kind == "no folder above" else tmp_path
     (tmp_path / "file").touch()
-    monkeypatch.setattr(meeting.tempfile, "gettempdir", lambda: str(above))
+    monkeypatch.setattr(rendezvous_store.tempfile, "gettempdir", lambda: str(above))
     folder = above / f"fourfold-{os.getuid()}"
     if kind == "file":
         folder.touch()
@@ -109,30 +109,30 @@ def test_what_is_no_folder_of_this_users_is_told(
         folder.symlink_to("nowhere")
     elif kind == "another user":
         another = os.getuid() + 1
-        monkeypatch.setattr(meeting.os, "getuid", lambda: another)
+        monkeypatch.setattr(rendezvous_store.os, "getuid", lambda: another)
         folder = above / f"fourfold-{another}"
         folder.mkdir(mode=0o700)
     with pytest.raises(LaunchError, match=re.escape(f"{folder} {told}")):
-        meeting._private_folder()
+        rendezvous_store._private_folder()
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
 def test_a_note_that_the_disk_does_not_take_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting.tempfile, "gettempdir", lambda: str(tmp_path))
-    folder, place = meeting._private_folder(), LocalRendezvous("MPICH", "PMI_RANK")
-    (folder / f"{meeting._note_name(place)}.{os.getpid()}").symlink_to("/dev/full")
+    monkeypatch.setattr(rendezvous_store.tempfile, "gettempdir", lambda: str(tmp_path))
+    folder, place = rendezvous_store._private_folder(), LocalRendezvous("MPICH", "PMI_RANK")
+    (folder / f"{rendezvous_store._note_name(place)}.{os.getpid()}").symlink_to("/dev/full")
     with pytest.raises(LaunchError, match="could not be written: no space left on device   need room"):
-        meeting._open_host_store(RankInfo(MPICH, 0, 2, 0, 2), place)
+        rendezvous_store._open_host_store(RankInfo(MPICH, 0, 2, 0, 2), place)
 
 
 def test_what_others_have_put_there_is_swept_around(tmp_path: Path) -> None:
-    mine = meeting._process_id(os.getpid())
+    mine = rendezvous_store._process_id(os.getpid())
     gone = tmp_path / f"store-{mine.pid}-{mine.start_ticks - 1}-ab"
     for name in ("store-ab", "store-1-2-3-4-5", "store-x-y-ab"):
         (tmp_path / name).touch()
     (tmp_path / f"store-1-{mine.start_ticks}-folder").mkdir()
     gone.touch()
-    meeting._remove_stale_stores(tmp_path)
+    rendezvous_store._remove_stale_stores(tmp_path)
     assert not gone.exists()
     assert len(list(tmp_path.iterdir())) == 4
 

@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from fourfold.parts import memory
-from fourfold.parts.comm import neighbours
+from fourfold.parts.comm.ring import shared_memory
 from fourfold.parts.sequence import AttentionDropout, kernels, sequence_attention
 from fourfold.parts.sequence.dropout import GOLDEN_GAMMA, DropoutMask, _as_int64, _splitmix64
 from fourfold.plan.sequence import RINGS, token_positions
@@ -298,15 +298,15 @@ def test_a_wait_ends_when_a_rank_has_died_or_does_not_come():
         link = links.make_axis(ranks, transport="shared").ring_group
         if ranks.rank == 1:
             return
-        assert isinstance(link, neighbours.RingOverSharedMemory)
+        assert isinstance(link, shared_memory.RingOverSharedMemory)
         link.check_peers = look
         with pytest.raises(PeerError, match="rank 1 died"):
             list(link.iterate_blocks([torch.zeros(2)]))
 
     def late(ranks):
-        handle = memory.create_growing(neighbours.total_bytes(2))
-        link = neighbours.RingOverSharedMemory(
-            handle, neighbours.RingPlace(0, (4, 7)), check_peers=lambda: None, time_limit_seconds=0.1
+        handle = memory.create_growing(shared_memory.total_bytes(2))
+        link = shared_memory.RingOverSharedMemory(
+            handle, shared_memory.RingPlace(0, (4, 7)), check_peers=lambda: None, time_limit_seconds=0.1
         )
         with pytest.raises(PeerError, match="rank 7 did not come"):
             list(link.iterate_blocks([torch.zeros(2)]))

@@ -8,10 +8,10 @@ from typing import Any, cast
 import torch
 
 from fourfold.parts import codec
-from fourfold.parts.comm.coded import CompressedRoutes, CompressedTransport, NullMessageGatherer
-from fourfold.parts.comm.shared import SharedMemoryTransport
-from fourfold.parts.comm.slotting import SharedMemoryLayout
-from fourfold.parts.comm.split import AsyncResult, always_done
+from fourfold.parts.comm.reduce.compressed import CompressedRoutes, CompressedTransport, NullMessageGatherer
+from fourfold.parts.comm.reduce.sharded_collectives import AsyncResult, always_done
+from fourfold.parts.comm.reduce.shared_memory.layout import SharedMemoryLayout
+from fourfold.parts.comm.reduce.shared_memory.transport import SharedMemoryTransport
 from fourfold.plan.codec import CodecSpec
 from fourfold.plan.data import RESTING_LAYOUTS, Bucket, Slot, grad_buffer_indices
 from fourfold.testing import threads

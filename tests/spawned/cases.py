@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 import fourfold as ff
-from fourfold.parts import comm, sequence
+from fourfold.parts import sequence
+from fourfold.parts.comm import transports
 from fourfold.plan.codec import codec_rounds
 from fourfold.plan.trace_file import encode_trace
 from fourfold.run import late
@@ -91,7 +92,7 @@ def apart_deviation(fields: dict[str, Any], host: str | None = None) -> dict[str
 
 def attentions(choice: str, host: str | None) -> dict[str, Any]:
     """How far every layout's attention is from one process', which links it had, and what it has sent by ring."""
-    size, ranks = dist.get_world_size(), comm.init_communicator()
+    size, ranks = dist.get_world_size(), transports.init_communicator()
     deviations: dict[str, float] = {}
     sent: dict[str, float] = {}
     names: set[str] = set()
@@ -168,12 +169,12 @@ def group_that_is_forgotten() -> list[int]:
 
     def threads() -> int:
         gc.collect()
-        comm.init_communicator()  # here the groups end that nobody has any more
+        transports.init_communicator()  # here the groups end that nobody has any more
         return stable_count(
             lambda: len(os.listdir("/proc/self/task"))
         )  # with the kernel, which lists them a while longer
 
-    before, ranks = threads(), comm.init_communicator()
+    before, ranks = threads(), transports.init_communicator()
     group = ranks.process_group_getter(range(ranks.size), "tests")
     counts = [threads() - before]
     del ranks

@@ -64,7 +64,7 @@ def register_handler(module: Any) -> None:
         if asked != world:
             yield from theirs(url, **({} if timeout is None else {"timeout": timeout}), **options)
             return
-        from fourfold.parts.file_store import GROUP_TIMEOUT_SECONDS, open_file_store
+        from fourfold.parts.comm.file_store import GROUP_TIMEOUT_SECONDS, open_file_store
 
         path, (rank, size) = store_file(os.environ), (int(world["RANK"]), int(world["WORLD_SIZE"]))
         assert path is not None

@@ -15,7 +15,7 @@ from fourfold.feed.draws import fetch_seeded
 from fourfold.feed.probe import Fingerprint, fingerprint_of, is_same_sample
 from fourfold.feed.samples import source_problem
 from fourfold.feed.source import fetch
-from fourfold.parts import comm
+from fourfold.parts.comm import transports
 from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import BatchRange, shard_range
 from fourfold.words import argument_checks
@@ -215,7 +215,7 @@ def _length_mismatch(state: Position, num_samples: int) -> Problem | None:
 
 def dp_size_and_index(plan: Plan | None, *, where: str) -> tuple[int, int]:
     """Size of the data axis, and this process's index on it. Raises DataError for a plan of another number of ranks."""
-    world = comm.world()
+    world = transports.world()
     if plan is None:
         return world.size, world.rank
     if plan.mesh.size != world.size:

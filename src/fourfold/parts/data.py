@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts import memory
-from fourfold.parts.comm import BucketSlice, Transport
+from fourfold.parts.comm.transports import BucketSlice, Transport
 from fourfold.parts.grad_hooks import register_last_hook
 from fourfold.parts.masters import MasterWeights
 from fourfold.parts.optim import UpdateSlice

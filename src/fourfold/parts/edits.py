@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.comm import BucketSlice
+from fourfold.parts.comm.transports import BucketSlice
 from fourfold.parts.masters import MasterWeights
 from fourfold.parts.uses import untracked_access
 from fourfold.plan.data import Bucket

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts import memory
-from fourfold.parts.comm import BucketSlice, Transport
+from fourfold.parts.comm.transports import BucketSlice, Transport
 from fourfold.parts.data import bucket_dtype
 from fourfold.parts.uses import ParamAccess, explain_transform_errors, outside_transforms
 from fourfold.plan.data import Bucket

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts import memory
-from fourfold.parts.comm import LocalSGDTransport
+from fourfold.parts.comm.transports import LocalSGDTransport
 from fourfold.plan.data import Bucket
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts import memory
-from fourfold.parts.comm import Transport
+from fourfold.parts.comm.transports import Transport
 from fourfold.plan.data import Bucket
 from fourfold.plan.precision import has_master_weights
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from fourfold.parts.comm import Transport
+from fourfold.parts.comm.transports import Transport
 from fourfold.plan.data import Bucket
 from fourfold.words.errors import OptimizerError, Problem
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from fourfold.environment.host_memory import available_bytes
 from fourfold.environment.world import num_cores
-from fourfold.parts import codec, comm, data, local, lowered, memory, optim
+from fourfold.parts import codec, data, local, lowered, memory, optim
+from fourfold.parts.comm import transports
 from fourfold.parts.in_place import UnbucketedGrads
 from fourfold.parts.masters import MasterWeightPolicy, offload_device
 from fourfold.parts.options import OptionTracker
@@ -111,7 +112,7 @@ def parallelize(
     Raises PlanError, OptimizerError or TaskError where the plan cannot be carried out.
     """
     check_arguments(model=model, loss=loss, optimizer=optimizer, plan=plan, clip=clip, seed=seed, skip_nan=skip_nan)
-    ranks = comm.init_communicator()
+    ranks = transports.init_communicator()
     plan = plan or Plan(dp=ranks.size)
     check_plan_on_ranks(model, plan, ranks, clip=clip)
     _set_threads(ranks)
@@ -138,7 +139,7 @@ class TrainStep:
         optimizer: optim.OptimizerFactory,
         *,
         plan: Plan,
-        communicator: comm.Communicator,
+        communicator: transports.Communicator,
         clip: float | None,
         skip_nan: int = 0,
         seed: int = 0,
@@ -178,13 +179,13 @@ class TrainStep:
             plan, self.buckets, rest, num_norms=2 * len(trainable) if layerwise else len(trainable)
         )
         held = None if in_place is None else in_place.local_grads
-        self._transport, self.transport_name = comm.make_transport(
+        self._transport, self.transport_name = transports.make_transport(
             communicator, request, choice=plan.transport, codecs=codecs, unbucketed_grads=held
         )
         if rest.weight == SPLIT and not self._transport.unshards_params:
             rest = RESTING_LAYOUTS[2]  # the weights exist once per host: nothing is gathered before use
         self.codec_state = CodecState(codecs, communicator)
-        apart = comm.LocalSGDTransport(self._transport) if plan.sync == "local" else None
+        apart = transports.LocalSGDTransport(self._transport) if plan.sync == "local" else None
         self._transport = apart or self._transport
         policy = MasterWeightPolicy(plan.precision, split, offload_device(plan.offload, communicator.device))
         outer = (
@@ -342,7 +343,7 @@ class TrainStep:
         samples = getattr(batch, "samples", None)
         self._check_unchanged()
         call = _call_name(f"step {self.num_steps + 1}", samples)
-        self._transport.begin_call(comm.with_options(call, self._options.text()))
+        self._transport.begin_call(transports.with_options(call, self._options.text()))
         watches = self._duplicate_batches.is_active and samples is None
         compares_sources = self._num_calls == 0 and samples is not None
         if not self._has_record or watches or compares_sources:
@@ -501,7 +502,9 @@ class TrainStep:
 
     def _all_reduce(self, values: Tensor) -> list[float]:
         sums: list[float] = []
-        for some in values.split(comm.NUM_LOSS_SCALARS):  # no values are one empty part: the ranks meet all the same
+        for some in values.split(
+            transports.NUM_LOSS_SCALARS
+        ):  # no values are one empty part: the ranks meet all the same
             self._transport.all_reduce_scalars_async(LOSS, some)
             sums += self._transport.wait_scalars(LOSS)
         return sums
@@ -756,7 +759,7 @@ class TrainStep:
         self._lower_programs()
         self._gradients.launch_order = list(order)
         before = self._actions.nominal_count
-        if before is not None and before != count and isinstance(self._transport, comm.CompressedTransport):
+        if before is not None and before != count and isinstance(self._transport, transports.CompressedTransport):
             # What is remembered was divided by the count of before.
             self._transport.rescale_residuals(before / count)
         self._actions.nominal_count = count
@@ -784,7 +787,7 @@ def _build_codecs(
 
 
 def _build_buckets(
-    plan: Plan, specs: Sequence[ParamSpec], communicator: comm.Communicator, *, num_shards: int
+    plan: Plan, specs: Sequence[ParamSpec], communicator: transports.Communicator, *, num_shards: int
 ) -> tuple[Bucket, ...]:
     # With a codec on one host too: what it keeps depends on the buckets, and the training is to be the same.
     travels = communicator.num_hosts > 1 or plan.codec != "none"
@@ -803,9 +806,9 @@ def _may_block_in_backward(plan: Plan, rest: RestingLayouts) -> bool:
 
 def _transport_spec(
     plan: Plan, buckets: Sequence[Bucket], rest: RestingLayouts, *, num_norms: int
-) -> comm.TransportSpec:
+) -> transports.TransportSpec:
     """What the buckets of a plan need of a transport."""
-    return comm.TransportSpec(
+    return transports.TransportSpec(
         sizes=tuple(bucket.size for bucket in buckets),
         dtypes=tuple(data.bucket_dtype(gradient_bucket(bucket, plan.reduce)) for bucket in buckets),
         buffer_indices=grad_buffer_indices(len(buckets), is_cyclic=rest.gradient == SPLIT),
@@ -825,7 +828,7 @@ def preflight(task: Task, plan: Plan) -> nn.Module:
     model = build_meta_model(task, max_bytes=available_bytes())
     check_plan_for_model(model, plan, clip=task.clip)
     check_model_loss(task.loss, plan)
-    comm.check_transport_device(plan.transport, "cuda" if torch.cuda.is_available() else "cpu")
+    transports.check_transport_device(plan.transport, "cuda" if torch.cuda.is_available() else "cpu")
     optimizer = optim.build_optimizer(task.optimizer, list(model.parameters()))
     check_update_timing(optimizer, plan)
     check_user_optimizer(optimizer, plan)
@@ -841,7 +844,7 @@ def _tune_freed_memory(num_steps: int) -> None:
         memory.trim_freed_memory()
 
 
-def _set_threads(communicator: comm.Communicator) -> None:
+def _set_threads(communicator: transports.Communicator) -> None:
     # torch's own default is the number of physical cores: only another number was somebody's choice.
     defaults = {num_cores(), psutil.cpu_count(logical=False)}
     chosen = "OMP_NUM_THREADS" in os.environ or torch.get_num_threads() not in defaults

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
-from fourfold.parts.comm import Transport
+from fourfold.parts.comm.transports import Transport
 from fourfold.parts.gathered import ShardedParams
 from fourfold.parts.uses import ParamAccess, outside_transforms
 from fourfold.words.errors import Problem, TrainingError

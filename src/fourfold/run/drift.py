@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.comm import Communicator
+from fourfold.parts.comm.transports import Communicator
 from fourfold.parts.fingerprint import fingerprints
 from fourfold.parts.uses import untracked_access
 from fourfold.plan.intervals import is_due

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.comm import Communicator
+from fourfold.parts.comm.transports import Communicator
 from fourfold.plan.sample_order import BatchRange
 from fourfold.run.actions import NO_ELEMENTS, Actions
 from fourfold.words.errors import Problem, TrainingError

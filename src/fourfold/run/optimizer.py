@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fourfold.parts import comm, data
+from fourfold.parts import data
+from fourfold.parts.comm import transports
 from fourfold.parts.grad_hooks import register_last_hook
 from fourfold.parts.optim import group_indices
 from fourfold.parts.optimizer_options import check_options
@@ -77,7 +78,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         plan: Plan | None = None,
         *,
         same_batches: str = "refuse",
-        communicator: comm.Communicator | None = None,
+        communicator: transports.Communicator | None = None,
         drift_check: int = DRIFT_CHECK,
     ) -> None:
         check_wrapper_arguments(optimizer=optimizer, model=model, plan=plan)
@@ -85,7 +86,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise OptimizerError(Problem("a DistributedOptimizer, wrapped again", "the torch optimizer itself, once"))
         check_options(optimizer)
         # The state, the groups and the hooks are the wrapped optimizer's: see __getattr__.
-        self._optimizer, self._model, self._communicator = optimizer, model, communicator or comm.init_communicator()
+        self._optimizer, self._model, self._communicator = (
+            optimizer,
+            model,
+            communicator or transports.init_communicator(),
+        )
         plan = plan or Plan(dp=self._communicator.size)
         check_plan_on_ranks(model, plan, self._communicator)
         _check_plan_fields(plan)
@@ -150,14 +155,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 specs, plan.bucket_bytes, is_inter_host=self._communicator.num_hosts > 1
             ),
         )
-        request = comm.TransportSpec(
+        request = transports.TransportSpec(
             sizes=tuple(bucket.size for bucket in buckets),
             dtypes=tuple(data.bucket_dtype(bucket) for bucket in buckets),
             buffer_indices=grad_buffer_indices(len(buckets), is_cyclic=False),
             num_scalars=max(8, len(trainable)),
         )
         self._allow_unused = plan.unused == "allow"
-        self._transport, self.transport_name = comm.make_transport(self._communicator, request, choice=plan.transport)
+        self._transport, self.transport_name = transports.make_transport(
+            self._communicator, request, choice=plan.transport
+        )
         self._gradients = data.GradBuckets(trainable, buckets, self._transport, allow_unused=self._allow_unused)
         self._gradients.mark_last_backward()
         self._gradients.is_enabled = True
@@ -241,7 +248,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._join_state is None:
             loads = f" and {self._steps.num_loads} × load_state_dict" if self._steps.num_loads else ""
             call = f"backward {self._num_backwards} after {self._steps.num_steps} steps of the optimizer{loads}"
-            self._transport.begin_call(comm.with_options(call, self._options.text()))
+            self._transport.begin_call(transports.with_options(call, self._options.text()))
         else:
             self._transport.begin_call(f"backward {self._num_backwards}, within join()")
             mark = float(self._options.short_digest())
@@ -266,8 +273,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             f"backward {self._num_backwards}, within join()",
             self._communicator.all_gather_json(self._options.text() if joining.has_data else None),
         )
-        calls = {rank: comm.with_options(call, text) for rank, text in enumerate(everyone) if text is not None}
-        raise comm.divergence_error(calls, attempt="join(states=[scheduler]), after which all ranks have the same")
+        calls = {rank: transports.with_options(call, text) for rank, text in enumerate(everyone) if text is not None}
+        raise transports.divergence_error(
+            calls, attempt="join(states=[scheduler]), after which all ranks have the same"
+        )
 
     def _check_drift(self) -> None:
         """In the first backward after the first step, after one that uses loaded state, and after every so many.

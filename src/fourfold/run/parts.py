@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from fourfold.parts.comm import Transport
+from fourfold.parts.comm.transports import Transport
 from fourfold.parts.data import GradBuckets
 from fourfold.parts.edits import WeightEdits
 from fourfold.parts.gathered import ShardedParams

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fourfold.parts import comm, lowered, optim
+from fourfold.parts import lowered, optim
+from fourfold.parts.comm import transports
 from fourfold.parts.options import ABSENT, CLASS_KEY, describe_options
 from fourfold.plan.data import ParamSpec
 from fourfold.plan.plan import Plan, candidate_meshes
@@ -22,13 +23,13 @@ from fourfold.words.errors import PlanError, Problem, TaskError
 
 
 def check_plan_on_ranks(
-    model: nn.Module, plan: Plan, communicator: comm.Communicator, *, clip: float | None = None
+    model: nn.Module, plan: Plan, communicator: transports.Communicator, *, clip: float | None = None
 ) -> None:
     """Raise PlanError with every reason why this plan cannot be carried out with this model on these ranks."""
     problems = size_problems(plan, communicator.size) + model_plan_problems(model, plan, clip=clip)
     if problems:
         raise PlanError(problems, where="the plan")
-    comm.check_transport_device(plan.transport, communicator.device.type)
+    transports.check_transport_device(plan.transport, communicator.device.type)
 
 
 def check_plan_for_model(model: nn.Module, plan: Plan, *, clip: float | None) -> None:
@@ -230,7 +231,7 @@ def _compiled_problems(model: nn.Module, plan: Plan) -> list[Problem]:
 
 
 def check_same_on_ranks(
-    communicator: comm.Communicator,
+    communicator: transports.Communicator,
     specs: Sequence[ParamSpec],
     shapes: Mapping[str, list[int] | str],
     *,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts.codec import Codec
-from fourfold.parts.comm import Communicator
+from fourfold.parts.comm.transports import Communicator
 
 CodecTensors = Mapping[str, Mapping[str, Tensor]]
 

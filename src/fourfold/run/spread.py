@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.parts import comm
+from fourfold.parts.comm import transports
 from fourfold.words.errors import Problem, TrainingError
 
 PLAIN_TYPES = (bool, int, float, str, type(None))
 
 
 @torch.no_grad()
-def broadcast_tree(communicator: comm.Communicator, tree: Any, *, src: int = 0) -> Any:
+def broadcast_tree(communicator: transports.Communicator, tree: Any, *, src: int = 0) -> Any:
     """Rank `source`'s tree, on every rank; that rank gets its own back. Collective.
 
     Raises TrainingError, on every rank, where something in the tree is none of the kinds above.

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.parts import comm, optim
+from fourfold.parts import optim
+from fourfold.parts.comm import transports
 from fourfold.parts.local import LocalSGD
 from fourfold.plan.data import Bucket
 from fourfold.run.remembered import CodecState
@@ -29,8 +30,8 @@ class PersistentState:
     weights: Weights
     buckets: Sequence[Bucket]
     optimizer: optim.FlatOptimizer
-    transport: comm.Transport
-    communicator: comm.Communicator
+    transport: transports.Transport
+    communicator: transports.Communicator
     codec_state: CodecState
     local_sgd: LocalSGD | None
     is_sharded: bool

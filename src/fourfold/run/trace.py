@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fourfold.parts.comm.ranks import host_id
+from fourfold.parts.comm.communicator import host_id
 from fourfold.plan.dependencies import lane_of
 from fourfold.plan.trace_file import STEP_SPAN, Event, Trace, clock_offset_bounds, encode_trace
 from fourfold.run.build import TrainStep

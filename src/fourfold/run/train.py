@@ -21,7 +21,7 @@ from fourfold.environment.world import World
 from fourfold.feed.draws import fetch_seeded
 from fourfold.feed.feed import Feed
 from fourfold.feed.samples import check_data
-from fourfold.parts.comm.ranks import PROCESS_EXIT_GRACE_SECONDS, world
+from fourfold.parts.comm.communicator import PROCESS_EXIT_GRACE_SECONDS, world
 from fourfold.plan.intervals import DRIFT_CHECK, is_due
 from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan import Plan

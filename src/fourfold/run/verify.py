@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fourfold.feed.feed import Batch, Feed
 from fourfold.feed.samples import check_data
-from fourfold.parts.comm import world
+from fourfold.parts.comm.transports import world
 from fourfold.plan.plan import Plan
 from fourfold.run.arguments import check_plan_argument
 from fourfold.run.batch import call_model, num_samples, sum_loss, tree_map, unpack_batch

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts import comm, data, lowered
+from fourfold.parts import data, lowered
+from fourfold.parts.comm import transports
 from fourfold.parts.edits import WeightEdits
 from fourfold.parts.gathered import ShardedParams
 from fourfold.parts.masters import MasterWeightPolicy, MasterWeights
@@ -35,8 +36,8 @@ class Weights:
         self,
         model: nn.Module,
         buckets: Sequence[Bucket],
-        transport: comm.Transport,
-        communicator: comm.Communicator,
+        transport: transports.Transport,
+        communicator: transports.Communicator,
         policy: MasterWeightPolicy,
         *,
         is_mean: bool = True,
@@ -56,11 +57,11 @@ class Weights:
         if transport.unshards_params:
             by_bucket = [[self.trainable[slot.name] for slot in bucket.slots] for bucket in buckets]
             self.sharded_params = ShardedParams(by_bucket, buckets, transport)
-            self.shards: Sequence[comm.BucketSlice] = self.sharded_params.shards
+            self.shards: Sequence[transports.BucketSlice] = self.sharded_params.shards
             self.flats = [home.flat for home in self.shards]
         else:
             self.flats = data.flatten_params(self.trainable, buckets, transport)
-            self.shards = [comm.BucketSlice(0, flat.numel(), flat) for flat in self.flats]
+            self.shards = [transports.BucketSlice(0, flat.numel(), flat) for flat in self.flats]
         self._trained_ids = {id(p) for p in self.trainable.values()}
         self._modules = list(model.modules())
         self._initial_child_ids = self._child_ids()

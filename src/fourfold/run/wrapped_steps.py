@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from fourfold.parts.comm import Transport
+from fourfold.parts.comm.transports import Transport
 from fourfold.run.batch_statistics import FrozenBatchNorms
 from fourfold.run.unreduced import UnreducedGrads
 from fourfold.words.errors import Problem, TaskError, TrainingError

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from fourfold.parts import comm
-from fourfold.parts.comm import Communicator, RingGroup
+from fourfold.parts.comm import transports
+from fourfold.parts.comm.transports import Communicator, RingGroup
 from fourfold.parts.sequence import masks, ring, rsa, ulysses
 from fourfold.parts.sequence.dropout import AttentionDropout
 from fourfold.plan.sequence import TokenRanges, heads_problem, ring_size, token_ranges
@@ -80,8 +80,8 @@ def connect_sequence(
     ring_size(len(sequences[0]), ulysses)
     neighbours = [group[start : start + ulysses] for group in sequences for start in range(0, len(group), ulysses)]
     places = [group[first::ulysses] for group in sequences for first in range(ulysses)]
-    around = comm.make_ring(ranks, places, "ring", choice=transport)
-    return SequenceGroup(around, comm.make_ring(ranks, neighbours, "heads", choice=transport), ring)
+    around = transports.make_ring(ranks, places, "ring", choice=transport)
+    return SequenceGroup(around, transports.make_ring(ranks, neighbours, "heads", choice=transport), ring)
 
 
 def sequence_attention(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fourfold.parts.comm.links import RingGroup, reduce_scatter
+from fourfold.parts.comm.ring.protocol import RingGroup, reduce_scatter
 from fourfold.parts.sequence import kernels, masks
 from fourfold.parts.sequence.dropout import AttentionDropout, DropoutMask, sample_indices
 from fourfold.parts.sequence.kernels import AttentionBlock, SoftmaxTotals, accumulation_dtype, compute_dtype

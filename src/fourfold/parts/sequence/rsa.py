@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fourfold.parts.comm.links import RingGroup
+from fourfold.parts.comm.ring.protocol import RingGroup
 from fourfold.parts.sequence import masks
 from fourfold.parts.sequence.kernels import accumulation_dtype
 from fourfold.parts.sequence.ring import RingCall

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fourfold.parts.comm.links import RingGroup
+from fourfold.parts.comm.ring.protocol import RingGroup
 from fourfold.parts.sequence.masks import Mask
 
 

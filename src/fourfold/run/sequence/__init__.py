@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts import comm, sequence
+from fourfold.parts import sequence
+from fourfold.parts.comm import transports
 from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import BatchRange
 from fourfold.plan.sample_order import shard_range as between
@@ -55,7 +56,13 @@ class SequenceParallel:
     """The sequence axis of a step. Collective to build. `seed` is that of dropout in attention: one for all ranks."""
 
     def __init__(
-        self, model: nn.Module, loss: Callable[[Any, Any], Any], plan: Plan, ranks: comm.Communicator, *, seed: int = 0
+        self,
+        model: nn.Module,
+        loss: Callable[[Any, Any], Any],
+        plan: Plan,
+        ranks: transports.Communicator,
+        *,
+        seed: int = 0,
     ) -> None:
         self._model, self._loss, self._plan, self._ranks = model, loss, plan, ranks
         self._coords = plan.mesh.coordinates(ranks.rank)
@@ -71,7 +78,7 @@ class SequenceParallel:
         self.has_dry_run = False
 
     @property
-    def ring_groups(self) -> Sequence[comm.RingGroup]:
+    def ring_groups(self) -> Sequence[transports.RingGroup]:
         """What attention travels over."""
         return self._axis.groups
 

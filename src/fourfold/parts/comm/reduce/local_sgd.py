@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fourfold.parts.comm.transport import BucketSlice, SingleRankTransport, Transport
+from fourfold.parts.comm.reduce.protocol import BucketSlice, SingleRankTransport, Transport
 from fourfold.words.program import GRAD_NORM, LOSS
 from fourfold.words.trace_events import Recorder, WaitsOnlyRecorder
 

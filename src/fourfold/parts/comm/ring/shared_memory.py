@@ -23,9 +23,14 @@ import torch
 from torch import Tensor
 
 from fourfold.parts import memory
-from fourfold.parts.comm.links import RingAccumulator
-from fourfold.parts.comm.shared import LIVENESS_CHECK_SECONDS, NUM_SPINS, POLL_SECONDS, YIELD_SECONDS
-from fourfold.parts.comm.slotting import ALIGNMENT_BYTES, FLAG_STRIDE
+from fourfold.parts.comm.reduce.shared_memory.layout import ALIGNMENT_BYTES, FLAG_STRIDE
+from fourfold.parts.comm.reduce.shared_memory.transport import (
+    LIVENESS_CHECK_SECONDS,
+    NUM_SPINS,
+    POLL_SECONDS,
+    YIELD_SECONDS,
+)
+from fourfold.parts.comm.ring.protocol import RingAccumulator
 from fourfold.words.errors import DivergenceError, PeerError, Problem
 from fourfold.words.trace_events import NULL_RECORDER
 

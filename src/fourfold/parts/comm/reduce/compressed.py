@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from fourfold.parts.codec import Codec, CodecReduction, Message
-from fourfold.parts.comm.split import AsyncResult, always_done
-from fourfold.parts.comm.transport import BucketSlice, Transport
+from fourfold.parts.comm.reduce.protocol import BucketSlice, Transport
+from fourfold.parts.comm.reduce.sharded_collectives import AsyncResult, always_done
 from fourfold.plan.codec import Combine
 from fourfold.words.trace_events import Recorder
 

@@ -25,9 +25,11 @@ from typing import Protocol
 
 import torch
 
-from fourfold.parts.comm.calls import CallBoard
-from fourfold.parts.comm.group import GradShards
-from fourfold.parts.comm.slotting import (
+from fourfold.parts.comm.reduce.collective_fingerprint import CallBoard
+from fourfold.parts.comm.reduce.process_group import GradShards
+from fourfold.parts.comm.reduce.protocol import BucketSlice, unit_scale
+from fourfold.parts.comm.reduce.sharded_collectives import AsyncResult, sum_in_order
+from fourfold.parts.comm.reduce.shared_memory.layout import (
     BACKWARD_DONE,
     CALL_BEGUN,
     COPIED,
@@ -48,9 +50,7 @@ from fourfold.parts.comm.slotting import (
     view_staging_buffers,
     view_weights,
 )
-from fourfold.parts.comm.split import AsyncResult, sum_in_order
-from fourfold.parts.comm.staging import HostUnshardStaging, StagingFlags
-from fourfold.parts.comm.transport import BucketSlice, unit_scale
+from fourfold.parts.comm.reduce.shared_memory.unshard_staging import HostUnshardStaging, StagingFlags
 from fourfold.plan.data import RESTING_LAYOUTS, RestingLayouts
 from fourfold.plan.sample_order import shard_range
 from fourfold.words.errors import PeerError

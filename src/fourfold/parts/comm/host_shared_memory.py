@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from fourfold.parts import memory
-from fourfold.parts.comm.ranks import Communicator
+from fourfold.parts.comm.communicator import Communicator
 from fourfold.words.errors import LaunchError, Problem
 
 CONNECT_TIMEOUT_SECONDS = 60.0

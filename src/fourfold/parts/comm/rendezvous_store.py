@@ -29,7 +29,7 @@ from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateIm
 from fourfold.environment.launchers import RankInfo
 from fourfold.environment.rendezvous import FileRendezvous, LocalRendezvous, TCPRendezvous
 from fourfold.environment.rendezvous import find_rendezvous as place_of
-from fourfold.parts.file_store import GROUP_TIMEOUT_SECONDS, open_file_store
+from fourfold.parts.comm.file_store import GROUP_TIMEOUT_SECONDS, open_file_store
 from fourfold.words.errors import LaunchError, Problem, os_error_text
 
 HOST_TIMEOUT_SECONDS = 60.0  # for the ranks of one host to meet

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.parts.comm.groups import all_gather
-from fourfold.parts.comm.links import PendingRecv
-from fourfold.parts.comm.ranks import Communicator
+from fourfold.parts.comm.collectives import all_gather
+from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.ring.protocol import PendingRecv
 from fourfold.words.trace_events import NULL_RECORDER
 
 

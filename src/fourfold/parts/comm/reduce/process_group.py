@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from fourfold.parts import memory
-from fourfold.parts.comm import calls
-from fourfold.parts.comm.groups import Group, Work, all_gather_rows
-from fourfold.parts.comm.ranks import Communicator
-from fourfold.parts.comm.split import AsyncResult, ShardedCollectives, always_done
-from fourfold.parts.comm.transport import BucketSlice, unit_scale
+from fourfold.parts.comm.collectives import Group, Work, all_gather_rows
+from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.reduce import collective_fingerprint
+from fourfold.parts.comm.reduce.protocol import BucketSlice, unit_scale
+from fourfold.parts.comm.reduce.sharded_collectives import AsyncResult, ShardedCollectives, always_done
 from fourfold.plan.data import RestingLayouts
 from fourfold.plan.memory import MAX_REDUCTIONS_IN_FLIGHT
 from fourfold.words.layout import SPLIT, WHOLE, Change
@@ -60,19 +60,19 @@ class _FingerprintCheck:
         assert len(values) <= NUM_LOSS_SCALARS
         tensor = torch.zeros(NUM_LOSS_SCALARS + len(self._members), dtype=torch.float64, device=self._device)
         tensor[: len(values)] = values
-        tensor[NUM_LOSS_SCALARS + self._index] = calls.fingerprint(call)
+        tensor[NUM_LOSS_SCALARS + self._index] = collective_fingerprint.fingerprint(call)
         return tensor
 
     def check(self, sums: Sequence[float], call: str) -> None:
         """Raise DivergenceError, on all members alike, unless all tags are the same."""
         if len(set(sums[NUM_LOSS_SCALARS:])) == 1:
             return
-        mine = torch.frombuffer(bytearray(calls.encode_call(call)), dtype=torch.uint8).to(self._device)
+        mine = torch.frombuffer(bytearray(collective_fingerprint.encode_call(call)), dtype=torch.uint8).to(self._device)
         texts = [
-            calls.decode_call(bytes(row.tolist()))
+            collective_fingerprint.decode_call(bytes(row.tolist()))
             for row in all_gather_rows(self._group, mine, size=len(self._members))
         ]
-        raise calls.divergence_error(dict(zip(self._members, texts, strict=True)))
+        raise collective_fingerprint.divergence_error(dict(zip(self._members, texts, strict=True)))
 
 
 class ProcessGroupTransport:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fourfold.parts.comm.calls import BOARD_BYTES
+from fourfold.parts.comm.reduce.collective_fingerprint import BOARD_BYTES
 from fourfold.plan.unshard_order import NUM_STAGING_BUFFERS
 
 FLAG_STRIDE = 8  # int64s: a cache line of its own for each flag

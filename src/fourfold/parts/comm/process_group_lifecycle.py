@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fourfold.environment.standard_streams import flush_streams, print_stderr
-from fourfold.parts.comm import meeting
+from fourfold.parts.comm import rendezvous_store
 from fourfold.words.errors import TrainingError
 
 DESTROY_TIMEOUT_SECONDS = (
@@ -121,7 +121,7 @@ def release_groups_at_exit(*, include_world: bool) -> None:
     def destroy() -> None:
         asked.wait()
         groups.clear()
-        meeting.release_stores()
+        rendezvous_store.release_stores()
 
     ending = threading.Thread(target=destroy, name="fourfold-leave", daemon=True)
     ending.start()

@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from fourfold.environment import launchers
 from fourfold.environment.world import World, from_environment
-from fourfold.parts.comm import leaving, meeting
-from fourfold.parts.comm.groups import Group, TorchGroup
-from fourfold.parts.comm.leaving import ProcessGroupRegistry
+from fourfold.parts.comm import process_group_lifecycle, rendezvous_store
+from fourfold.parts.comm.collectives import Group, TorchGroup
+from fourfold.parts.comm.process_group_lifecycle import ProcessGroupRegistry
 from fourfold.words.errors import PEER_GONE_MESSAGES, LaunchError, PeerError, Problem
 
 PROCESS_EXIT_GRACE_SECONDS = 1.0  # a process's sockets are closed a moment before it is gone
@@ -47,7 +47,7 @@ class Communicator:
 
     def register(self) -> "Communicator":
         """Have every rank know where all live. Collective."""
-        mine = _RankProcess(host_id(), platform.node(), *meeting.this_process())
+        mine = _RankProcess(host_id(), platform.node(), *rendezvous_store.this_process())
         self._processes = [_RankProcess(*theirs) for theirs in self.all_gather_json(mine)]
         return self
 
@@ -60,7 +60,7 @@ class Communicator:
         """Whether a rank's process has ended, as far as this host can tell. Not collective: waits ask it."""
         if not self._processes or self._processes[rank].host != self._processes[self.rank].host:
             return False
-        return not meeting.is_alive(self._processes[rank].pid, self._processes[rank].start_ticks)
+        return not rendezvous_store.is_alive(self._processes[rank].pid, self._processes[rank].start_ticks)
 
     def check_peers(self) -> None:
         """Raise PeerError where another rank of this host has ended. Not collective: waits call it."""
@@ -148,10 +148,10 @@ class Communicator:
 
 def init_communicator() -> Communicator:
     """Join the process group that is there, or the one the launcher's environment speaks of, or stay alone."""
-    leaving.destroy_orphaned()
+    process_group_lifecycle.destroy_orphaned()
     world = existing_world()
     if world is not None:
-        leaving.release_groups_at_exit(include_world=False)
+        process_group_lifecycle.release_groups_at_exit(include_world=False)
         return Communicator(world, _select_device(world.local_rank)).register()
     world = from_environment() or World()
     device = _select_device(world.local_rank)
@@ -159,7 +159,7 @@ def init_communicator() -> Communicator:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         _init_process_group("nccl" if device.type == "cuda" else "gloo")
-        leaving.release_groups_at_exit(include_world=True)
+        process_group_lifecycle.release_groups_at_exit(include_world=True)
     return Communicator(world, device).register()
 
 
@@ -168,7 +168,7 @@ def _init_process_group(backend: str) -> None:
     seat = launchers.detect(os.environ)
     assert seat is not None
     try:
-        store = meeting.open_store(seat, os.environ)
+        store = rendezvous_store.open_store(seat, os.environ)
         if store is None:
             dist.init_process_group(backend)
         else:
@@ -179,7 +179,7 @@ def _init_process_group(backend: str) -> None:
             problem = Problem(got, "the variables of a launcher", "fourfold run -n N SCRIPT.py")
         else:
             attempt = "MASTER_ADDR and MASTER_PORT of your own"
-            problem = Problem(got, f"rank 0 at {meeting.describe_address(seat, os.environ)}", attempt)
+            problem = Problem(got, f"rank 0 at {rendezvous_store.describe_address(seat, os.environ)}", attempt)
         raise LaunchError(problem) from error
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from fourfold.parts import memory
-from fourfold.parts.comm.groups import Group, Work
-from fourfold.parts.comm.ranks import Communicator
+from fourfold.parts.comm.collectives import Group, Work
+from fourfold.parts.comm.communicator import Communicator
 from fourfold.plan.data import ShardGroups
 from fourfold.words.layout import Change
 

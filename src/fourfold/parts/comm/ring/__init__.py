@@ -1,0 +1,1 @@
+"""Exchanges of blocks between the ranks of a sequence-parallel group."""
