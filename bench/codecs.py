@@ -16,8 +16,9 @@ import time
 import torch
 
 from bench.measure import describe_machine, format_table
-from fourfold.parts import codec, memory
-from fourfold.parts.codec import Codec
+from fourfold.parts import memory
+from fourfold.parts.codec import registry
+from fourfold.parts.codec.registry import Codec
 from fourfold.plan.codec import CodecSpec, Combine, codec_sent_bytes
 from fourfold.plan.data import Bucket, Slot
 
@@ -84,7 +85,7 @@ def main() -> None:
     torch.set_num_threads(1)
     memory.keep_freed_memory()  # as every training process does
     where, cpu = make_bucket(), torch.device("cpu")
-    codecs = {name: codec.make_codec(coding, where, SHAPES, device=cpu) for name, coding in CODINGS.items()}
+    codecs = {name: registry.make_codec(coding, where, SHAPES, device=cpu) for name, coding in CODINGS.items()}
     times = {name: CodecTimes() for name in codecs}
     dense = 2 * (options.ranks - 1) / options.ranks * where.num_bytes
     generator = torch.Generator().manual_seed(0)

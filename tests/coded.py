@@ -7,8 +7,9 @@ Law: nothing is shared with what is tested but buckets and codecs, and those hav
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts import codec, data
-from fourfold.parts.codec import Codec
+from fourfold.parts import data
+from fourfold.parts.codec import registry
+from fourfold.parts.codec.registry import Codec
 from fourfold.plan.data import Bucket, make_buckets
 from fourfold.run.batch import Microbatch, call_model, split_microbatches, sum_loss
 from fourfold.run.weights import trainable_parameters
@@ -33,7 +34,7 @@ class CodecWorkers:
         coding = self.case.plan(self.size).codec_spec
         assert coding is not None
         shapes = [tuple(self.trainable[slot.name].shape) for slot in bucket.slots]
-        return codec.make_codec(coding, bucket, shapes, device=torch.device("cpu"))
+        return registry.make_codec(coding, bucket, shapes, device=torch.device("cpu"))
 
     def _worker_gradient(self, parts: list[Microbatch], unit: float) -> tuple[dict[str, Tensor], Tensor]:
         """A worker's addend by parameter, in a unit, and the sum and count of its loss."""

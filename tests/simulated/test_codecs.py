@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fourfold.parts import codec
+from fourfold.parts.codec import registry
 from fourfold.parts.codec.dct import Dct
-from fourfold.parts.codec.entries import kth_largest
 from fourfold.parts.codec.int8 import Int8
 from fourfold.parts.codec.powersgd import PowerSGD
+from fourfold.parts.codec.sparse import kth_largest
 from fourfold.parts.codec.topk import TopK
 from fourfold.plan.codec import CODECS, INDEX_BLOCK, SCALE_BLOCK, CodecSpec, codec_rounds, num_sent
 from fourfold.testing.codecs import simulate_reduce
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 def make(kind, shapes, *, dtype="float64", size=1, **parameters):
     bucket = bucket_of(shapes, dtype, getattr(torch, dtype).itemsize)
-    return [codec.make_codec(CodecSpec(kind, **parameters), bucket, shapes, device=CPU) for _ in range(size)]
+    return [registry.make_codec(CodecSpec(kind, **parameters), bucket, shapes, device=CPU) for _ in range(size)]
 
 
 def remainder_of(each):

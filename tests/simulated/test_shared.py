@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from fourfold.parts import codec
+from fourfold.parts.codec import registry
 from fourfold.parts.comm.reduce.compressed import CompressedRoutes, CompressedTransport, NullMessageGatherer
 from fourfold.parts.comm.reduce.sharded_collectives import AsyncResult, always_done
 from fourfold.parts.comm.reduce.shared_memory.layout import SharedMemoryLayout
@@ -86,7 +86,7 @@ def test_a_rank_does_its_part_of_a_sum_before_it_waits_for_a_later_message():
             time_limit_seconds=10,
         )
         sums = SharedMemoryTransport(other, messages, index=ranks.rank, size=2, time_limit_seconds=10)
-        codecs = [codec.make_codec(CodecSpec("bf16"), bucket, [(64,)], device=ranks.device) for bucket in buckets]
+        codecs = [registry.make_codec(CodecSpec("bf16"), bucket, [(64,)], device=ranks.device) for bucket in buckets]
         coded = CompressedTransport(
             CompressedRoutes(inner, [sums], NullMessageGatherer(), is_host_leader=ranks.rank == 0), codecs
         )

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from fourfold.environment.host_memory import available_bytes
 from fourfold.environment.world import num_cores
-from fourfold.parts import codec, data, local, lowered, memory, optim
+from fourfold.parts import data, local, lowered, memory, optim
+from fourfold.parts.codec import registry
 from fourfold.parts.comm import transports
 from fourfold.parts.in_place import UnbucketedGrads
 from fourfold.parts.masters import MasterWeightPolicy, offload_device
@@ -773,13 +774,13 @@ def _call_name(call: str, samples: BatchRange | None) -> str:
 
 def _build_codecs(
     plan: Plan, buckets: Sequence[Bucket], by_bucket: Sequence[Sequence[nn.Parameter]]
-) -> list[codec.Codec]:
+) -> list[registry.Codec]:
     """One for each bucket, or none at all."""
     coding = plan.codec_spec
     if coding is None:
         return []
     return [
-        codec.make_codec(
+        registry.make_codec(
             coding, gradient_bucket(bucket, plan.reduce), [tuple(p.shape) for p in some], device=some[0].device
         )
         for bucket, some in zip(buckets, by_bucket, strict=True)

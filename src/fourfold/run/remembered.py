@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.parts.codec import Codec
+from fourfold.parts.codec.registry import Codec
 from fourfold.parts.comm.transports import Communicator
 
 CodecTensors = Mapping[str, Mapping[str, Tensor]]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts import memory
-from fourfold.parts.codec.talk import CodecReduction, Message, bucket_dtype
+from fourfold.parts.codec.protocol import CodecReduction, Message, bucket_dtype
 from fourfold.plan.codec import CodecSpec, Combine, Shapes, codec_rounds, unpadded_length
 from fourfold.plan.data import Bucket
 

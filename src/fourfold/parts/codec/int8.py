@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts import memory
-from fourfold.parts.codec.talk import CodecReduction, accumulation_dtype, reduce_by_gather, residual_by_param
+from fourfold.parts.codec.protocol import CodecReduction, accumulation_dtype, reduce_by_gather, residual_by_param
 from fourfold.plan.codec import SCALE_BLOCK, CodecSpec, Shapes, blockwise_layout, codec_rounds, unpadded_length
 from fourfold.plan.data import Bucket
 

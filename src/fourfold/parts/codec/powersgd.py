@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts import memory
-from fourfold.parts.codec.talk import CodecReduction, Message, accumulation_dtype, residual_by_param
+from fourfold.parts.codec.protocol import CodecReduction, Message, accumulation_dtype, residual_by_param
 from fourfold.plan.codec import CodecSpec, Combine, FactoredMatrix, Shapes, codec_rounds, low_rank_spec, unpadded_length
 from fourfold.plan.data import Bucket
 

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from fourfold.parts import memory
-from fourfold.parts.codec.entries import SparseMessage, select_largest
-from fourfold.parts.codec.talk import (
+from fourfold.parts.codec.protocol import (
     CodecReduction,
     accumulation_dtype,
     bucket_dtype,
     reduce_by_gather,
     residual_by_param,
 )
+from fourfold.parts.codec.sparse import SparseMessage, select_largest
 from fourfold.plan.codec import CodecSpec, Shapes, codec_rounds, sparse_spec, unpadded_length
 from fourfold.plan.data import Bucket
 

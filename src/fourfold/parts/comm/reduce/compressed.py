@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fourfold.parts.codec import Codec, CodecReduction, Message
+from fourfold.parts.codec.registry import Codec, CodecReduction, Message
 from fourfold.parts.comm.reduce.protocol import BucketSlice, Transport
 from fourfold.parts.comm.reduce.sharded_collectives import AsyncResult, always_done
 from fourfold.plan.codec import Combine
