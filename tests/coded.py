@@ -7,9 +7,9 @@ Law: nothing is shared with what is tested but buckets and codecs, and those hav
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts import data
 from fourfold.parts.codec import registry
 from fourfold.parts.codec.registry import Codec
+from fourfold.parts.data import grad_buckets
 from fourfold.plan.data import Bucket, make_buckets
 from fourfold.run.batch import Microbatch, call_model, split_microbatches, sum_loss
 from fourfold.run.weights import trainable_parameters
@@ -26,7 +26,7 @@ class CodecWorkers:
         self.optimizer = optimizer(case)(self.model.parameters())
         group_of = {id(p): g for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
         self.trainable = trainable_parameters(self.model)
-        specs = data.param_specs(self.trainable, {name: group_of[id(p)] for name, p in self.trainable.items()})
+        specs = grad_buckets.param_specs(self.trainable, {name: group_of[id(p)] for name, p in self.trainable.items()})
         self.buckets = make_buckets(specs, bucket_bytes=case.bucket_bytes)
         self.codecs = [[self._make_codec(bucket) for _ in range(size)] for bucket in self.buckets]
 

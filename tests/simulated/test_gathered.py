@@ -18,8 +18,8 @@ from fourfold.parts.comm.reduce.shared_memory.unshard_staging import (
     HostUnshardStaging,
     StagingFlags,
 )
-from fourfold.parts.gathered import ShardedParams
-from fourfold.parts.uses import untracked_access
+from fourfold.parts.data.param_access import untracked_access
+from fourfold.parts.data.sharded_params import ShardedParams
 from fourfold.plan.data import ShardGroups, step_sent_bytes
 from fourfold.plan.plan import Plan
 from fourfold.plan.unshard_order import MAX_UNSHARDED

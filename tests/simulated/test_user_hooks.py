@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fourfold as ff
-from fourfold.parts.grad_hooks import register_last_hook
+from fourfold.parts.data.grad_hooks import register_last_hook
 from fourfold.run.build import TrainStep
 from fourfold.run.optimizer import DistributedOptimizer
 from fourfold.testing import threads

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.data import GradBuckets
+from fourfold.parts.data.grad_buckets import GradBuckets
 from fourfold.parts.step_hooks import StepHooks
 from fourfold.plan.data import layout_changes
 from fourfold.run.batch import Loss, Microbatch

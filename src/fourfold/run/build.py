@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from fourfold.environment.host_memory import available_bytes
 from fourfold.environment.world import num_cores
-from fourfold.parts import data, local, lowered, memory, optim
+from fourfold.parts import lowered, memory, optim
 from fourfold.parts.codec import registry
 from fourfold.parts.comm import transports
-from fourfold.parts.in_place import UnbucketedGrads
+from fourfold.parts.data import grad_buckets, local_sgd
+from fourfold.parts.data.unbucketed_grads import UnbucketedGrads
 from fourfold.parts.masters import MasterWeightPolicy, offload_device
 from fourfold.parts.options import OptionTracker
 from fourfold.parts.step_hooks import StepHooks
@@ -156,7 +157,7 @@ class TrainStep:
         self._optimizer_watch = OptimizerWatch(self.optimizer, plan)
         self._frozen_norms = FrozenBatchNorms(model, plan)
         trainable = trainable_parameters(model)
-        own = data.param_specs(trainable, optim.group_indices(self.optimizer, trainable))
+        own = grad_buckets.param_specs(trainable, optim.group_indices(self.optimizer, trainable))
         shapes = {name: list(p.shape) for name, p in trainable.items()}
         self._duplicate_batches = DuplicateBatches(
             same_batches, num_data_ranks=plan.dp, is_log_rank=communicator.rank == 0
@@ -190,19 +191,23 @@ class TrainStep:
         self._transport = apart or self._transport
         policy = MasterWeightPolicy(plan.precision, split, offload_device(plan.offload, communicator.device))
         outer = (
-            local.OuterOptimizer(plan.outer_lr, plan.outer_momentum) if apart is not None else local.OuterOptimizer()
+            local_sgd.OuterOptimizer(plan.outer_lr, plan.outer_momentum)
+            if apart is not None
+            else local_sgd.OuterOptimizer()
         )
         self._weights = Weights(model, self.buckets, self._transport, communicator, policy, is_mean=outer.is_mean)
         self._local_sgd = None
         if apart is not None:
-            self._local_sgd = local.LocalSGD(self._weights.flats, self.buckets, apart, outer)
+            self._local_sgd = local_sgd.LocalSGD(self._weights.flats, self.buckets, apart, outer)
         by_slot = allow_unused or layerwise
         if in_place is not None:
             self._gradients = in_place
             pieces = in_place.update_slices(self._weights.flats, self.buckets)
         else:
-            self._gradients = data.GradBuckets(trainable, self.buckets, self._transport, allow_unused=allow_unused)
-            pieces = data.update_slices(
+            self._gradients = grad_buckets.GradBuckets(
+                trainable, self.buckets, self._transport, allow_unused=allow_unused
+            )
+            pieces = grad_buckets.update_slices(
                 self._weights, self.buckets, self._transport, split_by_param=by_slot, is_chunked=split
             )
         prepare = self._transport.reduce_range if split else None
@@ -811,12 +816,12 @@ def _transport_spec(
     """What the buckets of a plan need of a transport."""
     return transports.TransportSpec(
         sizes=tuple(bucket.size for bucket in buckets),
-        dtypes=tuple(data.bucket_dtype(gradient_bucket(bucket, plan.reduce)) for bucket in buckets),
+        dtypes=tuple(grad_buckets.bucket_dtype(gradient_bucket(bucket, plan.reduce)) for bucket in buckets),
         buffer_indices=grad_buffer_indices(len(buckets), is_cyclic=rest.gradient == SPLIT),
         rest=rest,
         num_scalars=max(8, num_norms),
         num_shards=plan.num_shards if rest.state == SPLIT else None,
-        weight_dtypes=tuple(data.bucket_dtype(bucket) for bucket in buckets),
+        weight_dtypes=tuple(grad_buckets.bucket_dtype(bucket) for bucket in buckets),
     )
 
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts.comm.transports import Communicator
+from fourfold.parts.data.param_access import untracked_access
 from fourfold.parts.fingerprint import fingerprints
-from fourfold.parts.uses import untracked_access
 from fourfold.plan.intervals import is_due
 from fourfold.plan.plan import Plan
 from fourfold.words.errors import DivergenceError, Problem, SettingError

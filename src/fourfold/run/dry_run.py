@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.uses import explain_transform_errors
+from fourfold.parts.data.param_access import explain_transform_errors
 from fourfold.plan.plan import Plan
 from fourfold.run.batch import (
     Microbatch,

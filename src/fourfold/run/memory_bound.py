@@ -15,7 +15,8 @@ from torch import nn
 
 from fourfold.environment.host_memory import available_bytes
 from fourfold.feed.draws import fetch_seeded
-from fourfold.parts import data, lowered, optim
+from fourfold.parts import lowered, optim
+from fourfold.parts.data import grad_buckets
 from fourfold.plan.data import RESTING_LAYOUTS, effective_bucket_bytes, make_buckets
 from fourfold.plan.memory import HostRanks, bytes_per_element, host_memory_use
 from fourfold.plan.plan import Plan
@@ -140,7 +141,7 @@ def _model_bytes(task: Task, plan: Plan, model: nn.Module, pool: MemoryPool) -> 
     """Weights alone, and all that lasts from step to step, of a place's ranks."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = optim.build_optimizer(task.optimizer, list(model.parameters()))
-    own = data.param_specs(trainable, optim.group_indices(optimizer, trainable))
+    own = grad_buckets.param_specs(trainable, optim.group_indices(optimizer, trainable))
     specs = compute_specs(own, plan.precision, excluded=lowered.full_precision_params(model))
     shares = plan.reduce_group_size if RESTING_LAYOUTS[plan.zero].state == SPLIT else 1
     buckets = make_buckets(

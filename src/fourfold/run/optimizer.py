@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fourfold.parts import data
 from fourfold.parts.comm import transports
-from fourfold.parts.grad_hooks import register_last_hook
+from fourfold.parts.data import grad_buckets
+from fourfold.parts.data.grad_hooks import register_last_hook
 from fourfold.parts.optim import group_indices
 from fourfold.parts.optimizer_options import check_options
 from fourfold.parts.options import OptionTracker
@@ -111,7 +111,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._duplicate_batches = DuplicateBatches(
             same_batches, num_data_ranks=plan.dp, is_log_rank=self._communicator.rank == 0
         )
-        grouped = data.param_specs(trainable, dict.fromkeys(trainable, -1) | group_indices(optimizer, trainable))
+        grouped = grad_buckets.param_specs(
+            trainable, dict.fromkeys(trainable, -1) | group_indices(optimizer, trainable)
+        )
         options = {"same_batches": same_batches, "drift_check": drift_check}
         check_same_on_ranks(self._communicator, grouped, shapes, plan=plan, options=options, optimizer=optimizer)
         self._input_fingerprints = InputFingerprints(model if self._duplicate_batches.is_active else None)
@@ -148,7 +150,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._input_fingerprints.remove_hook()
 
     def _connect(self, trainable: dict[str, nn.Parameter], plan: Plan) -> None:
-        specs = data.param_specs(trainable, {})
+        specs = grad_buckets.param_specs(trainable, {})
         buckets = make_buckets(
             specs,
             bucket_bytes=effective_bucket_bytes(
@@ -157,7 +159,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
         request = transports.TransportSpec(
             sizes=tuple(bucket.size for bucket in buckets),
-            dtypes=tuple(data.bucket_dtype(bucket) for bucket in buckets),
+            dtypes=tuple(grad_buckets.bucket_dtype(bucket) for bucket in buckets),
             buffer_indices=grad_buffer_indices(len(buckets), is_cyclic=False),
             num_scalars=max(8, len(trainable)),
         )
@@ -165,7 +167,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._transport, self.transport_name = transports.make_transport(
             self._communicator, request, choice=plan.transport
         )
-        self._gradients = data.GradBuckets(trainable, buckets, self._transport, allow_unused=self._allow_unused)
+        self._gradients = grad_buckets.GradBuckets(trainable, buckets, self._transport, allow_unused=self._allow_unused)
         self._gradients.mark_last_backward()
         self._gradients.is_enabled = True
         slots = [(slot.name, self._transport.grad_buffers[bucket.index]) for bucket in buckets for slot in bucket.slots]

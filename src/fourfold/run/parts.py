@@ -12,11 +12,11 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from fourfold.parts.comm.transports import Transport
-from fourfold.parts.data import GradBuckets
-from fourfold.parts.edits import WeightEdits
-from fourfold.parts.gathered import ShardedParams
-from fourfold.parts.in_place import UnbucketedGrads
-from fourfold.parts.local import LocalSGD
+from fourfold.parts.data.grad_buckets import GradBuckets
+from fourfold.parts.data.local_sgd import LocalSGD
+from fourfold.parts.data.sharded_params import ShardedParams
+from fourfold.parts.data.unbucketed_grads import UnbucketedGrads
+from fourfold.parts.data.weight_edits import WeightEdits
 from fourfold.parts.optim import FlatOptimizer
 from fourfold.parts.step_hooks import StepHooks
 from fourfold.plan.data import RestingLayouts

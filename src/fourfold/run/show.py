@@ -5,7 +5,8 @@ Law: nothing here is measured or guessed; every figure is arithmetic on the plan
 
 from collections.abc import Mapping, Sequence
 
-from fourfold.parts import data, lowered, optim
+from fourfold.parts import lowered, optim
+from fourfold.parts.data import grad_buckets
 from fourfold.plan.codec import codec_rounds, codec_sent_bytes
 from fourfold.plan.data import (
     RESTING_LAYOUTS,
@@ -65,7 +66,7 @@ def show(plan: Plan, task: Task) -> str:
     optimizer = optim.build_optimizer(task.optimizer, list(model.parameters()))
     check_update_timing(optimizer, plan)
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    own = data.param_specs(trainable, {name: group_of[id(p)] for name, p in trainable.items()})
+    own = grad_buckets.param_specs(trainable, {name: group_of[id(p)] for name, p in trainable.items()})
     specs = compute_specs(own, plan.precision, excluded=lowered.full_precision_params(model))
     rest = RESTING_LAYOUTS[plan.zero if plan.num_shards > 1 else 0]
     bucket_bytes = effective_bucket_bytes(specs, plan.bucket_bytes, is_inter_host=plan.codec != "none")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fourfold.parts import optim
 from fourfold.parts.comm import transports
-from fourfold.parts.local import LocalSGD
+from fourfold.parts.data.local_sgd import LocalSGD
 from fourfold.plan.data import Bucket
 from fourfold.run.remembered import CodecState
 from fourfold.run.weights import Weights

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts import data, lowered
+from fourfold.parts import lowered
 from fourfold.parts.comm import transports
-from fourfold.parts.edits import WeightEdits
-from fourfold.parts.gathered import ShardedParams
+from fourfold.parts.data import grad_buckets
+from fourfold.parts.data.param_access import untracked_access
+from fourfold.parts.data.sharded_params import ShardedParams
+from fourfold.parts.data.weight_edits import WeightEdits
 from fourfold.parts.masters import MasterWeightPolicy, MasterWeights
-from fourfold.parts.uses import untracked_access
 from fourfold.plan.data import Bucket
 from fourfold.words.errors import Problem, TaskError
 
@@ -60,7 +61,7 @@ class Weights:
             self.shards: Sequence[transports.BucketSlice] = self.sharded_params.shards
             self.flats = [home.flat for home in self.shards]
         else:
-            self.flats = data.flatten_params(self.trainable, buckets, transport)
+            self.flats = grad_buckets.flatten_params(self.trainable, buckets, transport)
             self.shards = [transports.BucketSlice(0, flat.numel(), flat) for flat in self.flats]
         self._trained_ids = {id(p) for p in self.trainable.values()}
         self._modules = list(model.modules())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fourfold.parts.uses import METADATA_FUNCTIONS
+from fourfold.parts.data.param_access import METADATA_FUNCTIONS
 from fourfold.run.random_weights import cast_real
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fourfold.feed.feed import Feed, Position
+from fourfold.parts.data.param_access import untracked_access
 from fourfold.parts.optim import IMPLEMENTATION_OPTIONS
-from fourfold.parts.uses import untracked_access
 from fourfold.plan.checkpoint_manifest import (
     Box,
     DataState,

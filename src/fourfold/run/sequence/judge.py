@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
-from fourfold.parts.data import second_grad_problem
+from fourfold.parts.data.grad_buckets import second_grad_problem
 from fourfold.run import random_weights
 from fourfold.run.backward import count_gradients, run_backward
 from fourfold.run.batch import has_token_dim, tree_leaves, tree_map

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from fourfold.parts import memory
 from fourfold.parts.comm.transports import BucketSlice, Transport
-from fourfold.parts.grad_hooks import register_last_hook
+from fourfold.parts.data.grad_hooks import register_last_hook
+from fourfold.parts.data.param_access import untracked_access
 from fourfold.parts.masters import MasterWeights
 from fourfold.parts.optim import UpdateSlice
-from fourfold.parts.uses import untracked_access
 from fourfold.plan.data import Bucket, ParamSpec
 from fourfold.words.errors import Problem, TaskError, TrainingError
 from fourfold.words.trace_events import LAUNCHED_EVENT, NULL_RECORDER, READY_EVENT

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts.comm.transports import BucketSlice
+from fourfold.parts.data.param_access import untracked_access
 from fourfold.parts.masters import MasterWeights
-from fourfold.parts.uses import untracked_access
 from fourfold.plan.data import Bucket
 
 NUM_SAMPLED_ELEMENTS = 4  # elements of a parameter

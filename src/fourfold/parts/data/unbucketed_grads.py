@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from fourfold.parts.data import (
+from fourfold.parts.data.grad_buckets import (
     check_all_reached,
     check_dense,
     noop,
@@ -18,7 +18,7 @@ from fourfold.parts.data import (
     raise_second_grad,
     weak_grad_hook,
 )
-from fourfold.parts.grad_hooks import register_last_hook
+from fourfold.parts.data.grad_hooks import register_last_hook
 from fourfold.parts.optim import UpdateSlice
 from fourfold.plan.data import Bucket
 from fourfold.words.trace_events import LAUNCHED_EVENT, NULL_RECORDER, READY_EVENT

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from fourfold.parts import memory
 from fourfold.parts.comm.transports import BucketSlice, Transport
-from fourfold.parts.data import bucket_dtype
-from fourfold.parts.uses import ParamAccess, explain_transform_errors, outside_transforms
+from fourfold.parts.data.grad_buckets import bucket_dtype
+from fourfold.parts.data.param_access import ParamAccess, explain_transform_errors, outside_transforms
 from fourfold.plan.data import Bucket
 from fourfold.plan.unshard_order import MAX_UNSHARDED, MissingBucket, UnshardOrder
 from fourfold.words.errors import Problem, TrainingError
