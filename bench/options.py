@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from bench.measure import describe_machine
-from fourfold.parts import options
 from fourfold.parts.comm.reduce import collective_fingerprint
+from fourfold.parts.optim import option_tracker
 
 NUM_READINGS, WARMUP = 3000, 200
 NUM_REPEATS = 5000
@@ -59,7 +59,7 @@ def microseconds(act: Any) -> float:
 
 
 def main() -> None:
-    modules = [options, *map(import_file, map(Path, sys.argv[1:2]))]
+    modules = [option_tracker, *map(import_file, map(Path, sys.argv[1:2]))]
     print(describe_machine())
     for num_groups in (1, 2, 12, 48):
         weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(num_groups)]
@@ -71,7 +71,7 @@ def main() -> None:
             for other in others:
                 ratio = median(one / two for one, two in zip(mine, other, strict=True))
                 said.append(f"other {median(other):.1f} µs, ratio {ratio:.2f}")
-        text = collective_fingerprint.with_options(CALL_TEXT, options.OptionTracker(optimizer).text())
+        text = collective_fingerprint.with_options(CALL_TEXT, option_tracker.OptionTracker(optimizer).text())
         call = microseconds(lambda text=text: collective_fingerprint.fingerprint(text)) - microseconds(
             lambda: collective_fingerprint.fingerprint(CALL_TEXT)
         )

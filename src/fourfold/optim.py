@@ -3,6 +3,6 @@
 Law: `LARS` and `LAMB` do the same alone, in a `DistributedOptimizer` and under `parallelize`.
 """
 
-from fourfold.parts.layerwise import LAMB, LARS
+from fourfold.parts.optim.lars_lamb import LAMB, LARS
 
 __all__ = ["LAMB", "LARS"]

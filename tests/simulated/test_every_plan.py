@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from fourfold.parts import optim
+from fourfold.parts.optim import flat_optimizer
 from fourfold.plan.plan import FIELD_RULES
 from fourfold.run.refuse import check_plan_on_ranks, check_update_timing
 from fourfold.testing import oracle, threads
@@ -43,7 +43,7 @@ def is_refused(case: Case) -> bool:
     try:
         plan, model = case.plan(SIZE), training.model(case.model)
         check_plan_on_ranks(model, plan, ranks, clip=case.clip)
-        check_update_timing(optim.build_optimizer(training.optimizer(case), list(model.parameters())), plan)
+        check_update_timing(flat_optimizer.build_optimizer(training.optimizer(case), list(model.parameters())), plan)
     except PlanError:
         return True
     return False

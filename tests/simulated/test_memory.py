@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import fourfold as ff
-from fourfold.parts import memory, optim
+from fourfold.parts import memory
+from fourfold.parts.optim import flat_optimizer
 from fourfold.plan.memory import HostRanks, bytes_per_element, host_memory_use
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
@@ -40,7 +41,9 @@ def _step(plan: Plan, ranks: ThreadCommunicator, optimizer: str = "AdamW") -> Tr
 
 
 def _formula(step: TrainStep, host: HostRanks) -> float:
-    kinds = [optim.num_state_tensors(step.optimizer, group) for group in range(len(step.optimizer.param_groups))]
+    kinds = [
+        flat_optimizer.num_state_tensors(step.optimizer, group) for group in range(len(step.optimizer.param_groups))
+    ]
     own_bytes = {name: 4 for name, _ in step.model.named_parameters()}
     of = bytes_per_element(step.buckets, step.plan, num_states=kinds, original_bytes=own_bytes)
     return host_memory_use(of, zero=step.plan.zero, host=host).total

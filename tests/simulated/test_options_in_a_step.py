@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fourfold.parts.options import OptionTracker
+from fourfold.parts.optim.option_tracker import OptionTracker
 from fourfold.run.build import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import DivergenceError

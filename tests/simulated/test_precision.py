@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fourfold.parts.masters import offload_device
+from fourfold.parts.optim.master_weights import offload_device
 from fourfold.plan.plan import Plan
 from fourfold.run.average import EMA
 from fourfold.run.build import TrainStep

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from fourfold.parts.options import OptionTracker
+from fourfold.parts.optim.option_tracker import OptionTracker
 from fourfold.plan.plan import Plan
 from fourfold.run.optimizer import DistributedOptimizer
 from fourfold.testing import threads

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts.data.grad_buckets import GradBuckets
-from fourfold.parts.step_hooks import StepHooks
+from fourfold.parts.optim.step_hooks import StepHooks
 from fourfold.plan.data import layout_changes
 from fourfold.run.batch import Loss, Microbatch
 from fourfold.run.deferred import DeferredUpdates

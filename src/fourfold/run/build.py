@@ -17,14 +17,15 @@ from torch import Tensor, nn
 
 from fourfold.environment.host_memory import available_bytes
 from fourfold.environment.world import num_cores
-from fourfold.parts import lowered, memory, optim
+from fourfold.parts import lowered, memory
 from fourfold.parts.codec import registry
 from fourfold.parts.comm import transports
 from fourfold.parts.data import grad_buckets, local_sgd
 from fourfold.parts.data.unbucketed_grads import UnbucketedGrads
-from fourfold.parts.masters import MasterWeightPolicy, offload_device
-from fourfold.parts.options import OptionTracker
-from fourfold.parts.step_hooks import StepHooks
+from fourfold.parts.optim import flat_optimizer
+from fourfold.parts.optim.master_weights import MasterWeightPolicy, offload_device
+from fourfold.parts.optim.option_tracker import OptionTracker
+from fourfold.parts.optim.step_hooks import StepHooks
 from fourfold.plan.data import (
     RESTING_LAYOUTS,
     Bucket,
@@ -88,7 +89,7 @@ from fourfold.words.trace_events import Recorder
 def parallelize(
     model: nn.Module,
     loss: Callable[[Any, Any], Any] | None,
-    optimizer: optim.OptimizerFactory,
+    optimizer: flat_optimizer.OptimizerFactory,
     plan: Plan | None = None,
     *,
     clip: float | None = None,
@@ -138,7 +139,7 @@ class TrainStep:
         self,
         model: nn.Module,
         loss: Callable[[Any, Any], Any] | None,
-        optimizer: optim.OptimizerFactory,
+        optimizer: flat_optimizer.OptimizerFactory,
         *,
         plan: Plan,
         communicator: transports.Communicator,
@@ -151,13 +152,13 @@ class TrainStep:
         check_model_loss(loss, plan)
         self.model, self.plan, self._communicator = model, plan, communicator
         self.objective = Objective(loss)
-        self.optimizer = optim.build_optimizer(optimizer, list(model.parameters()))
+        self.optimizer = flat_optimizer.build_optimizer(optimizer, list(model.parameters()))
         check_update_timing(self.optimizer, plan)
         check_user_optimizer(self.optimizer, plan)
         self._optimizer_watch = OptimizerWatch(self.optimizer, plan)
         self._frozen_norms = FrozenBatchNorms(model, plan)
         trainable = trainable_parameters(model)
-        own = grad_buckets.param_specs(trainable, optim.group_indices(self.optimizer, trainable))
+        own = grad_buckets.param_specs(trainable, flat_optimizer.group_indices(self.optimizer, trainable))
         shapes = {name: list(p.shape) for name, p in trainable.items()}
         self._duplicate_batches = DuplicateBatches(
             same_batches, num_data_ranks=plan.dp, is_log_rank=communicator.rank == 0
@@ -172,7 +173,7 @@ class TrainStep:
         self.buckets = _build_buckets(plan, specs, communicator, num_shards=plan.reduce_group_size if split else 1)
         by_bucket = [[trainable[slot.name] for slot in bucket.slots] for bucket in self.buckets]
         codecs = _build_codecs(plan, self.buckets, by_bucket)
-        layerwise = optim.is_layerwise(self.optimizer)
+        layerwise = flat_optimizer.is_layerwise(self.optimizer)
         allow_unused = plan.unused == "allow"
         in_place = (
             UnbucketedGrads(trainable, self.buckets, allow_unused=allow_unused) if has_unbucketed_grads(plan) else None
@@ -211,7 +212,7 @@ class TrainStep:
                 self._weights, self.buckets, self._transport, split_by_param=by_slot, is_chunked=split
             )
         prepare = self._transport.reduce_range if split else None
-        flat = optim.FlatOptimizer(self.optimizer, self.buckets, pieces, prepare_grads=prepare)
+        flat = flat_optimizer.FlatOptimizer(self.optimizer, self.buckets, pieces, prepare_grads=prepare)
         self._state = PersistentState(
             self._weights,
             self.buckets,
@@ -699,7 +700,7 @@ class TrainStep:
         self._state.load_state_dict(state)
         for group, options in zip(self.optimizer.param_groups, state["groups"], strict=True):
             # How an update is carried out was chosen when the step was built.
-            group.update({k: cloned(v) for k, v in options.items() if k not in optim.IMPLEMENTATION_OPTIONS})
+            group.update({k: cloned(v) for k, v in options.items() if k not in flat_optimizer.IMPLEMENTATION_OPTIONS})
         record = state["record"]
         if self._loss_scaler is not None and record.get("scale"):
             self._loss_scaler.load_state(record["scale"])
@@ -835,7 +836,7 @@ def preflight(task: Task, plan: Plan) -> nn.Module:
     check_plan_for_model(model, plan, clip=task.clip)
     check_model_loss(task.loss, plan)
     transports.check_transport_device(plan.transport, "cuda" if torch.cuda.is_available() else "cpu")
-    optimizer = optim.build_optimizer(task.optimizer, list(model.parameters()))
+    optimizer = flat_optimizer.build_optimizer(task.optimizer, list(model.parameters()))
     check_update_timing(optimizer, plan)
     check_user_optimizer(optimizer, plan)
     return model

@@ -19,9 +19,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fourfold.parts.comm import transports
 from fourfold.parts.data import grad_buckets
 from fourfold.parts.data.grad_hooks import register_last_hook
-from fourfold.parts.optim import group_indices
-from fourfold.parts.optimizer_options import check_options
-from fourfold.parts.options import OptionTracker
+from fourfold.parts.optim.flat_optimizer import group_indices
+from fourfold.parts.optim.option_checks import check_options
+from fourfold.parts.optim.option_tracker import OptionTracker
 from fourfold.plan.data import effective_bucket_bytes, grad_buffer_indices, make_buckets
 from fourfold.plan.intervals import DRIFT_CHECK, is_due
 from fourfold.plan.plan import Plan

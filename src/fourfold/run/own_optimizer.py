@@ -9,7 +9,7 @@ import operator
 
 from torch.optim import Adagrad, Optimizer
 
-from fourfold.parts import step_hooks
+from fourfold.parts.optim import step_hooks
 from fourfold.plan.plan import Plan
 from fourfold.words.errors import OptimizerError, Problem
 

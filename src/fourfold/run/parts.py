@@ -17,8 +17,8 @@ from fourfold.parts.data.local_sgd import LocalSGD
 from fourfold.parts.data.sharded_params import ShardedParams
 from fourfold.parts.data.unbucketed_grads import UnbucketedGrads
 from fourfold.parts.data.weight_edits import WeightEdits
-from fourfold.parts.optim import FlatOptimizer
-from fourfold.parts.step_hooks import StepHooks
+from fourfold.parts.optim.flat_optimizer import FlatOptimizer
+from fourfold.parts.optim.step_hooks import StepHooks
 from fourfold.plan.data import RestingLayouts
 from fourfold.plan.precision import LossScaler
 

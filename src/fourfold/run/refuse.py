@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fourfold.parts import lowered, optim
+from fourfold.parts import lowered
 from fourfold.parts.comm import transports
-from fourfold.parts.options import ABSENT, CLASS_KEY, describe_options
+from fourfold.parts.optim import flat_optimizer
+from fourfold.parts.optim.option_tracker import ABSENT, CLASS_KEY, describe_options
 from fourfold.plan.data import ParamSpec
 from fourfold.plan.plan import Plan, candidate_meshes
 from fourfold.run.batch_statistics import FREEZE_HINT, uses_batch_stats
@@ -123,7 +124,7 @@ def check_update_timing(optimizer: Optimizer, plan: Plan) -> None:
         plan.update != "in_backward"
         or plan.zero == 0
         or plan.reduce_group_size == 1
-        or not optim.is_layerwise(optimizer)
+        or not flat_optimizer.is_layerwise(optimizer)
     ):
         return
     got = f'update = "in_backward" with {type(optimizer).__name__} at zero = {plan.zero}'

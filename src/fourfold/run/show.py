@@ -5,8 +5,9 @@ Law: nothing here is measured or guessed; every figure is arithmetic on the plan
 
 from collections.abc import Mapping, Sequence
 
-from fourfold.parts import lowered, optim
+from fourfold.parts import lowered
 from fourfold.parts.data import grad_buckets
+from fourfold.parts.optim import flat_optimizer
 from fourfold.plan.codec import codec_rounds, codec_sent_bytes
 from fourfold.plan.data import (
     RESTING_LAYOUTS,
@@ -63,7 +64,7 @@ def show(plan: Plan, task: Task) -> str:
     model = build_meta_model(task)
     check_plan_for_model(model, plan, clip=task.clip)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = optim.build_optimizer(task.optimizer, list(model.parameters()))
+    optimizer = flat_optimizer.build_optimizer(task.optimizer, list(model.parameters()))
     check_update_timing(optimizer, plan)
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
     own = grad_buckets.param_specs(trainable, {name: group_of[id(p)] for name, p in trainable.items()})
@@ -73,7 +74,7 @@ def show(plan: Plan, task: Task) -> str:
     buckets = make_buckets(
         specs, bucket_bytes=bucket_bytes, num_shards=plan.reduce_group_size if rest.state == SPLIT else 1
     )
-    trust = optim.is_layerwise(optimizer) and rest.state == SPLIT
+    trust = flat_optimizer.is_layerwise(optimizer) and rest.state == SPLIT
     measured = task.clip is not None or plan.precision == "fp16"
     flags = {"clip": measured, "unused": plan.unused == "allow", "update": plan.update, "trust": trust}
     outlined = DataStepSpec(plan.microbatches, len(buckets), rest, **flags)
@@ -90,7 +91,7 @@ def show(plan: Plan, task: Task) -> str:
             ),
         ]
     tokens = [format_sequence(plan, task, model)] if plan.sp > 1 else []
-    kinds = [optim.num_state_tensors(optimizer, group) for group in range(len(optimizer.param_groups))]
+    kinds = [flat_optimizer.num_state_tensors(optimizer, group) for group in range(len(optimizer.param_groups))]
     of = bytes_per_element(
         buckets, plan, num_states=kinds, original_bytes={spec.name: spec.element_bytes for spec in own}
     )

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.parts import optim
 from fourfold.parts.comm import transports
 from fourfold.parts.data.local_sgd import LocalSGD
+from fourfold.parts.optim import flat_optimizer
 from fourfold.plan.data import Bucket
 from fourfold.run.remembered import CodecState
 from fourfold.run.weights import Weights
@@ -29,7 +29,7 @@ class PersistentState:
 
     weights: Weights
     buckets: Sequence[Bucket]
-    optimizer: optim.FlatOptimizer
+    optimizer: flat_optimizer.FlatOptimizer
     transport: transports.Transport
     communicator: transports.Communicator
     codec_state: CodecState

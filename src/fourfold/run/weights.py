@@ -20,7 +20,7 @@ from fourfold.parts.data import grad_buckets
 from fourfold.parts.data.param_access import untracked_access
 from fourfold.parts.data.sharded_params import ShardedParams
 from fourfold.parts.data.weight_edits import WeightEdits
-from fourfold.parts.masters import MasterWeightPolicy, MasterWeights
+from fourfold.parts.optim.master_weights import MasterWeightPolicy, MasterWeights
 from fourfold.plan.data import Bucket
 from fourfold.words.errors import Problem, TaskError
 

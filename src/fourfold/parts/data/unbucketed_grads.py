@@ -19,7 +19,7 @@ from fourfold.parts.data.grad_buckets import (
     weak_grad_hook,
 )
 from fourfold.parts.data.grad_hooks import register_last_hook
-from fourfold.parts.optim import UpdateSlice
+from fourfold.parts.optim.flat_optimizer import UpdateSlice
 from fourfold.plan.data import Bucket
 from fourfold.words.trace_events import LAUNCHED_EVENT, NULL_RECORDER, READY_EVENT
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fourfold.parts.comm.transports import BucketSlice
 from fourfold.parts.data.param_access import untracked_access
-from fourfold.parts.masters import MasterWeights
+from fourfold.parts.optim.master_weights import MasterWeights
 from fourfold.plan.data import Bucket
 
 NUM_SAMPLED_ELEMENTS = 4  # elements of a parameter

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fourfold.feed.feed import Feed, Position
 from fourfold.parts.data.param_access import untracked_access
-from fourfold.parts.optim import IMPLEMENTATION_OPTIONS
+from fourfold.parts.optim.flat_optimizer import IMPLEMENTATION_OPTIONS
 from fourfold.plan.checkpoint_manifest import (
     Box,
     DataState,

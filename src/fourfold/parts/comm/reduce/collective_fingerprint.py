@@ -11,7 +11,7 @@ import hashlib
 import mmap
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from fourfold.parts.options import ABSENT, parse_options
+from fourfold.parts.optim.option_tracker import ABSENT, parse_options
 from fourfold.words.errors import DivergenceError, Problem
 
 CALL_BYTES = 512

@@ -16,8 +16,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fourfold.parts import memory
-from fourfold.parts.layerwise import LAYERWISE, LayerwiseOptimizer, PendingLayerwiseUpdate, begin_update, finish_update
-from fourfold.parts.optimizer_options import call_factory, check_options
+from fourfold.parts.optim.lars_lamb import (
+    LAYERWISE,
+    LayerwiseOptimizer,
+    PendingLayerwiseUpdate,
+    begin_update,
+    finish_update,
+)
+from fourfold.parts.optim.option_checks import call_factory, check_options
 from fourfold.plan.data import Bucket
 from fourfold.words.errors import OptimizerError, Problem
 
