@@ -20,7 +20,7 @@ from torch import Tensor
 from fourfold.parts.comm import transports
 from fourfold.parts.comm.ring.protocol import NullRingGroup, RingGroup
 from fourfold.parts.memory import keep_freed_memory
-from fourfold.parts.sequence import SequenceGroup, connect_sequence, sequence_attention
+from fourfold.parts.sequence.attention import SequenceGroup, connect_sequence, sequence_attention
 from fourfold.plan.sequence import token_positions
 
 ALONE = "alone"

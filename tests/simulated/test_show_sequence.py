@@ -6,7 +6,7 @@ import torch
 from bench.sequence_memory import NullChannel
 from fourfold.cli import work
 from fourfold.parts.comm.ring.protocol import NullRingGroup, RingOverP2P
-from fourfold.parts.sequence import SequenceGroup, sequence_attention
+from fourfold.parts.sequence.attention import SequenceGroup, sequence_attention
 from fourfold.plan.plan import Plan
 from fourfold.run.outline import build_meta_model
 from fourfold.run.show import show

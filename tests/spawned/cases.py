@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 import fourfold as ff
-from fourfold.parts import sequence
 from fourfold.parts.comm import transports
+from fourfold.parts.sequence import attention as attention_module
 from fourfold.plan.codec import codec_rounds
 from fourfold.plan.trace_file import encode_trace
 from fourfold.run import late
@@ -99,7 +99,7 @@ def attentions(choice: str, host: str | None) -> dict[str, Any]:
     by_layout = itertools.groupby(attention.cases(size), key=lambda case: (case.ring, case.ulysses))
     for (ring, ulysses), cases in by_layout:
         with fake_hosts(host):
-            axis = sequence.connect_sequence(ranks, [range(size)], ring=ring, ulysses=ulysses, transport=choice)
+            axis = attention_module.connect_sequence(ranks, [range(size)], ring=ring, ulysses=ulysses, transport=choice)
         names |= {link.name for link in axis.groups if link.size > 1}
         for case in cases:
             tensors = attention.make_tensors(case)

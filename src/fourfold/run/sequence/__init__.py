@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts import sequence
 from fourfold.parts.comm import transports
+from fourfold.parts.sequence import attention
 from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import BatchRange
 from fourfold.plan.sample_order import shard_range as between
@@ -68,7 +68,7 @@ class SequenceParallel:
         self._coords = plan.mesh.coordinates(ranks.rank)
         lines = plan.mesh.groups("sp")
         self._sp_ranks = next(line for line in lines if ranks.rank in line)
-        self._axis = sequence.connect_sequence(
+        self._axis = attention.connect_sequence(
             ranks, lines, ring=plan.ring, ulysses=plan.ulysses, transport=plan.transport
         )
         self._dropout_overrides = per_rank_dropouts(self._coords["sp"])
@@ -141,7 +141,7 @@ class SequenceParallel:
         mask = mask_padding(call, self._shard)
         dropout = self._dropout_counter.next_dropout(call.dropout_p) if call.dropout_p else None
         options = {"causal": call.is_causal, "scale": call.scale, "grouped": call.enable_gqa}
-        return sequence.sequence_attention(call.q, call.k, call.v, self._axis, mask=mask, dropout=dropout, **options)
+        return attention.sequence_attention(call.q, call.k, call.v, self._axis, mask=mask, dropout=dropout, **options)
 
     def dry_run(self, batch: Any, unsharded: contextlib.AbstractContextManager[None]) -> None:
         """Show that the model can be cut, by the first tokens of this batch. Collective.

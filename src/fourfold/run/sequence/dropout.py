@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.parts.sequence import AttentionDropout
+from fourfold.parts.sequence.attention import AttentionDropout
 from fourfold.run.sequence.route import DROPOUT_FUNCTIONS
 from fourfold.words.errors import Problem, TaskError
 
