@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, _tensor, nn
 
 from fourfold.parts.data.param_access import ParamAccess
-from fourfold.parts.lost_arguments import DROPPED_ARGUMENTS
+from fourfold.parts.dropped_arguments import DROPPED_ARGUMENTS
 from fourfold.plan.plan import Plan
 from fourfold.run.activations import _LayerInputMode
 from fourfold.run.build import TrainStep

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fourfold.environment.host_memory import available_bytes
 from fourfold.environment.world import num_cores
-from fourfold.parts import lowered, memory
+from fourfold.parts import memory, mixed_precision
 from fourfold.parts.codec import registry
 from fourfold.parts.comm import transports
 from fourfold.parts.data import grad_buckets, local_sgd
@@ -169,7 +169,7 @@ class TrainStep:
         # A split over one rank is whole.
         rest = RESTING_LAYOUTS[plan.zero if plan.num_shards > 1 else 0]
         split = rest.state == SPLIT
-        specs = compute_specs(own, plan.precision, excluded=lowered.full_precision_params(model))
+        specs = compute_specs(own, plan.precision, excluded=mixed_precision.full_precision_params(model))
         self.buckets = _build_buckets(plan, specs, communicator, num_shards=plan.reduce_group_size if split else 1)
         by_bucket = [[trainable[slot.name] for slot in bucket.slots] for bucket in self.buckets]
         codecs = _build_codecs(plan, self.buckets, by_bucket)

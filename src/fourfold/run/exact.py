@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fourfold.parts.lost_arguments import restore_arguments
+from fourfold.parts.dropped_arguments import restore_arguments
 
 WIDER_DTYPE = {
     **dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64),

@@ -15,7 +15,7 @@ from torch import nn
 
 from fourfold.environment.host_memory import available_bytes
 from fourfold.feed.draws import fetch_seeded
-from fourfold.parts import lowered
+from fourfold.parts import mixed_precision
 from fourfold.parts.data import grad_buckets
 from fourfold.parts.optim import flat_optimizer
 from fourfold.plan.data import RESTING_LAYOUTS, effective_bucket_bytes, make_buckets
@@ -143,7 +143,7 @@ def _model_bytes(task: Task, plan: Plan, model: nn.Module, pool: MemoryPool) -> 
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = flat_optimizer.build_optimizer(task.optimizer, list(model.parameters()))
     own = grad_buckets.param_specs(trainable, flat_optimizer.group_indices(optimizer, trainable))
-    specs = compute_specs(own, plan.precision, excluded=lowered.full_precision_params(model))
+    specs = compute_specs(own, plan.precision, excluded=mixed_precision.full_precision_params(model))
     shares = plan.reduce_group_size if RESTING_LAYOUTS[plan.zero].state == SPLIT else 1
     buckets = make_buckets(
         specs,

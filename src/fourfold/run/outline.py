@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from fourfold.parts.lost_arguments import restore_arguments
+from fourfold.parts.dropped_arguments import restore_arguments
 from fourfold.words.argument_checks import format_argument
 from fourfold.words.errors import FourfoldError, Problem, SettingError, TaskError
 from fourfold.words.task import Task

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fourfold.parts import lowered
+from fourfold.parts import mixed_precision
 from fourfold.parts.comm import transports
 from fourfold.parts.optim import flat_optimizer
 from fourfold.parts.optim.option_tracker import ABSENT, CLASS_KEY, describe_options
@@ -188,7 +188,7 @@ def _lazy_problems(model: nn.Module) -> list[Problem]:
 
 def _lowered_problems(model: nn.Module) -> list[Problem]:
     """A model that an earlier TrainStep has lowered computes in two bytes still; that step has its float32 weights."""
-    name = lowered.find_cast_module(model)
+    name = mixed_precision.find_cast_module(model)
     if name is None:
         return []
     need = "the float32 weights, which that step has"

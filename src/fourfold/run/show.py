@@ -5,7 +5,7 @@ Law: nothing here is measured or guessed; every figure is arithmetic on the plan
 
 from collections.abc import Mapping, Sequence
 
-from fourfold.parts import lowered
+from fourfold.parts import mixed_precision
 from fourfold.parts.data import grad_buckets
 from fourfold.parts.optim import flat_optimizer
 from fourfold.plan.codec import codec_rounds, codec_sent_bytes
@@ -68,7 +68,7 @@ def show(plan: Plan, task: Task) -> str:
     check_update_timing(optimizer, plan)
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
     own = grad_buckets.param_specs(trainable, {name: group_of[id(p)] for name, p in trainable.items()})
-    specs = compute_specs(own, plan.precision, excluded=lowered.full_precision_params(model))
+    specs = compute_specs(own, plan.precision, excluded=mixed_precision.full_precision_params(model))
     rest = RESTING_LAYOUTS[plan.zero if plan.num_shards > 1 else 0]
     bucket_bytes = effective_bucket_bytes(specs, plan.bucket_bytes, is_inter_host=plan.codec != "none")
     buckets = make_buckets(

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fourfold.parts.lost_arguments import DROPPED_ARGUMENTS, restore_arguments
+from fourfold.parts.dropped_arguments import DROPPED_ARGUMENTS, restore_arguments
 from fourfold.run.origins import call_site
 
 DEFAULT_IGNORE_INDEX = -100  # torch's default

@@ -19,8 +19,8 @@ from torch._C import _functorch  # type: ignore[attr-defined]
 from torch.overrides import TorchFunctionMode
 
 from fourfold.parts.data.param_access import untracked_access
+from fourfold.parts.dropped_arguments import restore_arguments
 from fourfold.parts.fingerprint import fingerprints
-from fourfold.parts.lost_arguments import restore_arguments
 from fourfold.run.batch import tree_leaves
 
 _AUGMENTED = "add sub mul matmul truediv floordiv mod and or xor lshift rshift pow"

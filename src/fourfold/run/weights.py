@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts import lowered
+from fourfold.parts import mixed_precision
 from fourfold.parts.comm import transports
 from fourfold.parts.data import grad_buckets
 from fourfold.parts.data.param_access import untracked_access
@@ -52,7 +52,7 @@ class Weights:
             communicator.broadcast(self.trainable[name].data)
             self.master_weights.load_parameter(name, self.trainable[name].data)
         if policy.precision != "keep":
-            lowered.cast_model(model, policy.precision)
+            mixed_precision.cast_model(model, policy.precision)
         self.sharded_params: ShardedParams | None = None
         self.flats: Sequence[Tensor]
         if transport.unshards_params:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fourfold.parts.lost_arguments import restore_arguments
+from fourfold.parts.dropped_arguments import restore_arguments
 
 DROPOUT_FUNCTIONS = {
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),

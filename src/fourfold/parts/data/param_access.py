@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 
-from fourfold.parts.lost_arguments import DROPPED_ARGUMENTS, restore_arguments
+from fourfold.parts.dropped_arguments import DROPPED_ARGUMENTS, restore_arguments
 from fourfold.words.errors import Problem, TaskError
 
 NO_SAVED_TENSOR_HOOKS = "support saved tensor hooks"  # what torch.func says

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fourfold.parts.lost_arguments import DROPPED_ARGUMENTS, restore_arguments
+from fourfold.parts.dropped_arguments import DROPPED_ARGUMENTS, restore_arguments
 from fourfold.words.errors import Problem, TaskError
 
 SDPA = F.scaled_dot_product_attention
