@@ -10,8 +10,8 @@ from fourfold.words.version import VERSION
 
 if TYPE_CHECKING:
     from fourfold import optim
+    from fourfold.feed.dataloader import shard
     from fourfold.feed.feed import Feed
-    from fourfold.feed.shard import shard
     from fourfold.parts.comm.transports import world
     from fourfold.plan.lr_schedule import LRSchedule
     from fourfold.plan.plan import Plan
@@ -53,7 +53,7 @@ _MODULE_OF = {
     "Task": "words.task",
     "TrainStep": "run.build",
     "parallelize": "run.build",
-    "shard": "feed.shard",
+    "shard": "feed.dataloader",
     "train": "run.train",
     "world": "parts.comm.transports",
 }

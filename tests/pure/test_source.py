@@ -7,9 +7,9 @@ import psutil
 import pytest
 import torch
 
+from fourfold.feed.corpus import Corpus, FileRange, is_validation_file, open_text, standard_library
 from fourfold.feed.feed import Feed
 from fourfold.feed.source import TensorSource, TokenSource, fetch
-from fourfold.feed.text import Corpus, FileRange, is_validation_file, open_text, standard_library
 from fourfold.plan.plan import Plan
 from fourfold.words.errors import DataError
 

@@ -7,8 +7,8 @@ import torch
 
 import fourfold as ff
 from fourfold.feed.feed import Feed
-from fourfold.feed.probe import fingerprint_of, is_same_sample
 from fourfold.feed.source import TensorSource
+from fourfold.feed.source_fingerprint import fingerprint_of, is_same_sample
 from fourfold.run.build import TrainStep
 from fourfold.run.train import evaluate
 from fourfold.testing import threads

@@ -13,7 +13,7 @@ from torch.utils import data
 import fourfold as ff
 from fourfold.environment.world import World
 from fourfold.feed import feed
-from fourfold.feed.shard import ShardSampler
+from fourfold.feed.dataloader import ShardSampler
 from fourfold.plan.plan import Plan
 from fourfold.run.optimizer import DistributedOptimizer
 from fourfold.testing import threads

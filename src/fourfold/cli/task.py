@@ -14,7 +14,7 @@ from typing import Any, cast
 from fourfold.cli.failure import is_file, nearest_file
 from fourfold.cli.settings import ValueType, argument_types
 from fourfold.engines import cause
-from fourfold.feed.samples import check_data
+from fourfold.feed.collate import check_data
 from fourfold.words.errors import DataError, FourfoldError, Problem, TaskError, closest_match
 from fourfold.words.task import Data, Task
 

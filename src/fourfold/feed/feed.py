@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fourfold.feed.ahead import prefetch
-from fourfold.feed.draws import fetch_seeded
-from fourfold.feed.probe import Fingerprint, fingerprint_of, is_same_sample
-from fourfold.feed.samples import source_problem
+from fourfold.feed.collate import source_problem
+from fourfold.feed.prefetch import prefetch
+from fourfold.feed.sample_rng import fetch_seeded
 from fourfold.feed.source import fetch
+from fourfold.feed.source_fingerprint import Fingerprint, fingerprint_of, is_same_sample
 from fourfold.parts.comm import transports
 from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import BatchRange, shard_range

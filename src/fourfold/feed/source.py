@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fourfold.feed.samples import collate_samples
-from fourfold.feed.text import Corpus
+from fourfold.feed.collate import collate_samples
+from fourfold.feed.corpus import Corpus
 from fourfold.words.errors import DataError, Problem
 from fourfold.words.task import Source
 

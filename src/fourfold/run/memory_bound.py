@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fourfold.environment.host_memory import available_bytes
-from fourfold.feed.draws import fetch_seeded
+from fourfold.feed.sample_rng import fetch_seeded
 from fourfold.parts import mixed_precision
 from fourfold.parts.data import grad_buckets
 from fourfold.parts.optim import flat_optimizer

@@ -9,7 +9,7 @@ Not found: sources that differ in other samples only, and those whose samples ar
 
 from collections.abc import Sequence
 
-from fourfold.feed.probe import Fingerprint, is_same_sample
+from fourfold.feed.source_fingerprint import Fingerprint, is_same_sample
 from fourfold.words.errors import Problem, TaskError
 
 SAME_SOURCE = "the same source on every rank: each takes its share of it"

@@ -18,9 +18,9 @@ import torch
 
 from fourfold.environment.host_memory import available_bytes
 from fourfold.environment.world import World
-from fourfold.feed.draws import fetch_seeded
+from fourfold.feed.collate import check_data
 from fourfold.feed.feed import Feed
-from fourfold.feed.samples import check_data
+from fourfold.feed.sample_rng import fetch_seeded
 from fourfold.parts.comm.communicator import PROCESS_EXIT_GRACE_SECONDS, world
 from fourfold.plan.intervals import DRIFT_CHECK, is_due
 from fourfold.plan.lr_schedule import LRSchedule

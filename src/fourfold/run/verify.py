@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fourfold.feed.collate import check_data
 from fourfold.feed.feed import Batch, Feed
-from fourfold.feed.samples import check_data
 from fourfold.parts.comm.transports import world
 from fourfold.plan.plan import Plan
 from fourfold.run.arguments import check_plan_argument

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fourfold.feed.corpus import open_text, resolve_text_path
 from fourfold.feed.source import TokenSource, corpus_problem
-from fourfold.feed.text import open_text, resolve_text_path
 from fourfold.words.errors import DataError, Problem, SettingError
 from fourfold.words.task import Data, Task
 
