@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
-from fourfold.run.random_weights import CHECK_CONFIGS, STRICTEST_CHECK, WEAKEST_CHECK, MemoryFit
 from fourfold.run.sequence import gradient_sums
 from fourfold.run.sequence.tokens import token_shard
 from fourfold.run.sequence.trial import DryRunResult, SequenceDryRun
+from fourfold.step.dry_run.random_weights import CHECK_CONFIGS, STRICTEST_CHECK, WEAKEST_CHECK, MemoryFit
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
-from fourfold.run.random_weights import STRICTEST_CHECK
 from fourfold.run.sequence.hugging import ATTENTION_NAME
 from fourfold.run.sequence.tokens import token_shard
 from fourfold.run.sequence.trial import SequenceDryRun
+from fourfold.step.dry_run.random_weights import STRICTEST_CHECK
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import TaskError

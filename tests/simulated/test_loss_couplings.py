@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
-from fourfold.run.parts_of_loss import LossComparison
+from fourfold.step.dry_run.loss_additivity import LossComparison
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError
 from tests.training import SEED_LOCK

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
-from fourfold.run.without_randomness import without_randomness
+from fourfold.step.dry_run.fixed_random import without_randomness
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError
 from tests.training import SEED_LOCK

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fourfold.plan.plan import Plan
-from fourfold.run import dry_run, loss_judge
 from fourfold.run.build import TrainStep
 from fourfold.run.objective import Objective
-from fourfold.run.random_weights import MemoryFit
+from fourfold.step.dry_run import first_batch, loss_check
+from fourfold.step.dry_run.random_weights import MemoryFit
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError
 from tests.training import SEED_LOCK
@@ -287,9 +287,9 @@ def test_a_judgement_leaves_the_model_its_gradients_and_all_generators_as_they_w
         before, generators, mean = kept(model), states(), model.mean.clone()
         objective = step.objective
         whole, parts = (batch(), [tuple(t[:2] for t in batch()), tuple(t[2:] for t in batch())])
-        verdict = loss_judge.check_loss(model, objective, whole, parts, memory_fit=room, device=torch.device("cpu"))
+        verdict = loss_check.check_loss(model, objective, whole, parts, memory_fit=room, device=torch.device("cpu"))
         assert verdict.problem is None
-        assert verdict.config == str(loss_judge.STRICTEST_CHECK if room.fits_float64 else loss_judge.CHECK_CONFIGS[-1])
+        assert verdict.config == str(loss_check.STRICTEST_CHECK if room.fits_float64 else loss_check.CHECK_CONFIGS[-1])
         assert kept(model) == before
         assert states() == generators
         assert torch.equal(model.mean, mean)
@@ -301,7 +301,7 @@ def test_a_judgement_leaves_the_model_its_gradients_and_all_generators_as_they_w
 
 
 def test_without_memory_for_float64_gradients_are_judged_in_the_models_dtype_and_that_is_logged(monkeypatch, caplog):
-    monkeypatch.setattr(dry_run, "find_memory_fit", lambda *args, **options: MemoryFit(fits_float64=False))
+    monkeypatch.setattr(first_batch, "find_memory_fit", lambda *args, **options: MemoryFit(fits_float64=False))
     caplog.set_level(logging.WARNING)
     threads.run(2, lambda ranks: trained(ranks, "gpt", plan_of("gpt")))
     (record,) = caplog.records
@@ -351,7 +351,7 @@ def test_torchscript_is_not_judged_and_left_as_it_is():
     before = [p.clone() for p in model.parameters()]
     given = torch.ones(3, 4), torch.zeros(3, dtype=torch.int64)
     options = {"room": MemoryFit(), "device": torch.device("cpu")}
-    verdict = loss_judge.check_loss(model, Objective(F.cross_entropy), given, [given, given], **options)
+    verdict = loss_check.check_loss(model, Objective(F.cross_entropy), given, [given, given], **options)
     assert verdict.problem is None
     assert verdict.config is None
     assert "TorchScript" in verdict.fallback_reason

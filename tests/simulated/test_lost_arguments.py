@@ -16,12 +16,12 @@ from fourfold.parts.dropped_arguments import DROPPED_ARGUMENTS
 from fourfold.plan.plan import Plan
 from fourfold.run.activations import _LayerInputMode
 from fourfold.run.build import TrainStep
-from fourfold.run.exact import Float64Mode
 from fourfold.run.outline import _SkipRandomInit
 from fourfold.run.sequence.route import intercept_attention
 from fourfold.run.torch_losses import observing
-from fourfold.run.weight_writes import WeightWriteTracker
-from fourfold.run.without_randomness import without_randomness
+from fourfold.step.dry_run.fixed_random import without_randomness
+from fourfold.step.dry_run.float64_mode import Float64Mode
+from fourfold.step.dry_run.weight_write_tracker import WeightWriteTracker
 from fourfold.testing import threads
 from tests.training import SEED_LOCK
 

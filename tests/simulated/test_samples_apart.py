@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
-from fourfold.run.gradient_hooks import hook_problems
 from fourfold.run.refuse import check_plan_for_model
+from fourfold.step.dry_run.grad_hook_check import hook_problems
 from fourfold.testing import threads
 from fourfold.words.errors import PlanError, TaskError
 

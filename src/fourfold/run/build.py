@@ -48,7 +48,6 @@ from fourfold.run.actions import Actions
 from fourfold.run.arguments import check_arguments
 from fourfold.run.batch import Microbatch, eval_mode, split_microbatches, tree_map, unpack_batch
 from fourfold.run.batch_statistics import FrozenBatchNorms
-from fourfold.run.dry_run import DryRun
 from fourfold.run.guard import NanGuard
 from fourfold.run.metrics import Metrics
 from fourfold.run.objective import ForwardResult, Objective, is_uneven, uneven_problem
@@ -70,6 +69,7 @@ from fourfold.run.sequence import SequenceParallel
 from fourfold.run.sequence.alike import batch_mismatch_problem
 from fourfold.run.state import PersistentState, cloned
 from fourfold.run.weights import Weights, trainable_parameters
+from fourfold.step.dry_run.first_batch import DryRun
 from fourfold.words.argument_checks import format_argument
 from fourfold.words.errors import (
     DivergenceError,

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.run.batch import Loss, Microbatch, call_model, sum_loss, tree_leaves, tree_map
-from fourfold.run.bends import find_kinks
-from fourfold.run.divisors import LossDivisors, final_nodes
 from fourfold.run.origins import OutputIndex, signature
 from fourfold.run.torch_losses import Count, LossCall, observing
-from fourfold.run.without_randomness import without_randomness
+from fourfold.step.dry_run.fixed_random import without_randomness
+from fourfold.step.dry_run.loss_divisors import LossDivisors, final_nodes
+from fourfold.step.dry_run.loss_kinks import find_kinks
 from fourfold.words.errors import Problem, TaskError
 
 

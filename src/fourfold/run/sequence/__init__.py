@@ -20,8 +20,6 @@ from fourfold.plan.sample_order import BatchRange
 from fourfold.plan.sample_order import shard_range as between
 from fourfold.plan.sequence import length_divisor, length_problem
 from fourfold.run.batch import Microbatch, has_token_dim, tree_leaves, tree_map, unpack_batch
-from fourfold.run.projections import Projection
-from fourfold.run.random_weights import STRICTEST_CHECK, MemoryFit, find_memory_fit
 from fourfold.run.sequence import gradient_sums
 from fourfold.run.sequence.alike import batch_digest, batch_mismatch_problem, is_equal_across_ranks
 from fourfold.run.sequence.dropout import AttentionDropoutCounter, per_rank_dropouts
@@ -38,6 +36,8 @@ from fourfold.run.sequence.losses import (
 from fourfold.run.sequence.route import AttentionCall, intercept_attention
 from fourfold.run.sequence.tokens import TokenShard, mask_padding, sequence_length, shard_tokens, token_shard
 from fourfold.run.sequence.trial import DryRunResult, SequenceDryRun, truncate_batch
+from fourfold.step.dry_run.grad_projections import Projection
+from fourfold.step.dry_run.random_weights import STRICTEST_CHECK, MemoryFit, find_memory_fit
 from fourfold.words.errors import Problem, TaskError
 
 DRY_RUN_TOKENS = 256

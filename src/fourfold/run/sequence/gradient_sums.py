@@ -1,6 +1,6 @@
 """Gradient sums: the parameter gradients of all shards of the tokens add up to those of the whole.
 
-group  parameters whose projections are added (`run/projections.py`), so that a rank sends at most LIMIT of them
+group  parameters whose projections are added (`step/dry_run/grad_projections.py`), so that a rank sends at most LIMIT of them
 Law: where a parameter's gradients do not add up, the model is refused.
 """
 
@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fourfold.run import projections
-from fourfold.run.projections import Projection, group_size
+from fourfold.step.dry_run import grad_projections
+from fourfold.step.dry_run.grad_projections import Projection, group_size
 from fourfold.words.errors import Problem
 
 MAX_GROUPS = 512
@@ -28,7 +28,7 @@ class GradProjections(NamedTuple):
 
 def project_grouped_gradients(parameters: Mapping[str, Tensor]) -> list[Projection]:
     """The projections of the parameters' gradients, by group. The gradients are freed."""
-    return projections.project_gradients(parameters, max_groups=MAX_GROUPS)
+    return grad_projections.project_gradients(parameters, max_groups=MAX_GROUPS)
 
 
 def gradient_sum_problem(names: Sequence[str], ranks: Sequence[GradProjections]) -> Problem | None:

@@ -19,12 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
 from fourfold.parts.data.grad_buckets import second_grad_problem
-from fourfold.run import random_weights
-from fourfold.run.backward import count_gradients, run_backward
 from fourfold.run.batch import has_token_dim, tree_leaves, tree_map
-from fourfold.run.exact import Float64Mode
-from fourfold.run.projections import Projection
-from fourfold.run.random_weights import CheckConfig
 from fourfold.run.sequence import gradient_sums
 from fourfold.run.sequence.closeness import (
     ShardMismatch,
@@ -50,7 +45,12 @@ from fourfold.run.sequence.same_call import compare_attention_calls
 from fourfold.run.sequence.taps import GradTaps, shard_shape
 from fourfold.run.sequence.tokens import TokenShard, shard_tokens
 from fourfold.run.sequence.where import ModuleTracker
-from fourfold.run.unchanged import copy_tensor_attributes
+from fourfold.step.dry_run import random_weights
+from fourfold.step.dry_run.backward import count_gradients, run_backward
+from fourfold.step.dry_run.float64_mode import Float64Mode
+from fourfold.step.dry_run.grad_projections import Projection
+from fourfold.step.dry_run.preserve_module import copy_tensor_attributes
+from fourfold.step.dry_run.random_weights import CheckConfig
 from fourfold.words.errors import FourfoldError, Problem, TaskError
 
 SEED = 11

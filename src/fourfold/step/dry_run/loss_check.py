@@ -20,17 +20,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
-from fourfold.run.backward import run_backward
 from fourfold.run.batch import Microbatch, detached_clone, num_samples, tree_leaves, tree_map, unpack_batch
-from fourfold.run.exact import Float64Mode
 from fourfold.run.objective import ForwardResult, Objective
-from fourfold.run.parts_of_loss import LossComparison, compare_losses
-from fourfold.run.projections import Projection, project_gradients
-from fourfold.run.random_weights import CheckConfig, MemoryFit, cast_real, copy_buffers, copy_parameters
-from fourfold.run.unchanged import copy_tensor_attributes, preserve_module
-from fourfold.run.weight_writes import WeightWriteTracker
-from fourfold.run.widened import WidenOperandsMode
-from fourfold.run.without_randomness import without_randomness
+from fourfold.step.dry_run.backward import run_backward
+from fourfold.step.dry_run.fixed_random import without_randomness
+from fourfold.step.dry_run.float64_mode import Float64Mode
+from fourfold.step.dry_run.float64_operands import WidenOperandsMode
+from fourfold.step.dry_run.grad_projections import Projection, project_gradients
+from fourfold.step.dry_run.loss_additivity import LossComparison, compare_losses
+from fourfold.step.dry_run.preserve_module import copy_tensor_attributes, preserve_module
+from fourfold.step.dry_run.random_weights import CheckConfig, MemoryFit, cast_real, copy_buffers, copy_parameters
+from fourfold.step.dry_run.weight_write_tracker import WeightWriteTracker
 from fourfold.words.errors import FourfoldError, Problem
 
 STRICTEST_CHECK = CheckConfig(torch.float64, "near", True)

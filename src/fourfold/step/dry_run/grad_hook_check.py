@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from fourfold.run.without_randomness import without_randomness
+from fourfold.step.dry_run.fixed_random import without_randomness
 from fourfold.words.errors import Problem
 
 # Lengths of the gradients that hooks are tried with: a bound or a threshold lies between two of them.

@@ -32,7 +32,10 @@ from fourfold.run.batch import (
     tree_map,
     unpack_batch,
 )
-from fourfold.run.forward_state import (
+from fourfold.run.objective import ForwardResult, Objective, is_compiled
+from fourfold.run.weights import Weights
+from fourfold.step.dry_run.fixed_random import without_randomness
+from fourfold.step.dry_run.forward_state import (
     StateChanges,
     differing_across_forwards,
     differing_across_ranks,
@@ -42,14 +45,11 @@ from fourfold.run.forward_state import (
     sample_dependence_problems,
     summarize_changes,
 )
-from fourfold.run.gradient_hooks import hook_problems
-from fourfold.run.loss_judge import STRICTEST_CHECK, CheckResult, check_loss, summarize_error
-from fourfold.run.objective import ForwardResult, Objective, is_compiled
-from fourfold.run.parts_of_loss import LossComparison, compare_losses
-from fourfold.run.random_weights import MemoryFit, find_memory_fit
-from fourfold.run.weight_watch import WeightWriteCheck
-from fourfold.run.weights import Weights
-from fourfold.run.without_randomness import without_randomness
+from fourfold.step.dry_run.grad_hook_check import hook_problems
+from fourfold.step.dry_run.loss_additivity import LossComparison, compare_losses
+from fourfold.step.dry_run.loss_check import STRICTEST_CHECK, CheckResult, check_loss, summarize_error
+from fourfold.step.dry_run.random_weights import MemoryFit, find_memory_fit
+from fourfold.step.dry_run.weight_write_check import WeightWriteCheck
 from fourfold.words.errors import Problem, TaskError
 
 NUM_CHECKED_SAMPLES = 6  # parts of 2 and 4: a model may take a single sample for a batch without its first dim

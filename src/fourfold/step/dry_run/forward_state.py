@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts.fingerprint import fingerprints
-from fourfold.run.weight_writes import WeightWriteTracker, is_identical
+from fourfold.step.dry_run.weight_write_tracker import WeightWriteTracker, is_identical
 from fourfold.words.errors import Problem
 
 StateChanges = Mapping[str, Tensor]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fourfold.run.random_weights import cast_real
+from fourfold.step.dry_run.random_weights import cast_real
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fourfold.run.random_weights import TILE_SIZE
+from fourfold.step.dry_run.random_weights import TILE_SIZE
 
 SEED = 7
 
