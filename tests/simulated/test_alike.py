@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from fourfold.run.sequence.alike import batch_digest
+from fourfold.step.sequence.batch_consistency import batch_digest
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError
 from tests.training import Case, batches, build_step, local_batch

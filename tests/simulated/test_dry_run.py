@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
-from fourfold.run.sequence import gradient_sums
-from fourfold.run.sequence.tokens import token_shard
-from fourfold.run.sequence.trial import DryRunResult, SequenceDryRun
 from fourfold.step.dry_run.random_weights import CHECK_CONFIGS, STRICTEST_CHECK, WEAKEST_CHECK, MemoryFit
+from fourfold.step.sequence import grad_sum_check
+from fourfold.step.sequence.dry_run import DryRunResult, SequenceDryRun
+from fourfold.step.sequence.token_shards import token_shard
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError
 
@@ -125,7 +125,7 @@ def sums_problem(model: nn.Module, ranks: list[DryRunResult]):
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     gradients = [each.grad_projections for each in ranks if each.grad_projections is not None]
     assert len(gradients) == len(ranks)
-    return gradient_sums.gradient_sum_problem(names, gradients)
+    return grad_sum_check.gradient_sum_problem(names, gradients)
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from fourfold.plan.plan import Plan
 from fourfold.run.build import TrainStep
-from fourfold.run.sequence.hugging import ATTENTION_NAME
-from fourfold.run.sequence.tokens import token_shard
-from fourfold.run.sequence.trial import SequenceDryRun
 from fourfold.step.dry_run.random_weights import STRICTEST_CHECK
+from fourfold.step.sequence.dry_run import SequenceDryRun
+from fourfold.step.sequence.token_shards import token_shard
+from fourfold.step.sequence.transformers import ATTENTION_NAME
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import TaskError

@@ -17,8 +17,8 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import BatchRange
 from fourfold.run.build import TrainStep
 from fourfold.run.refuse import check_plan_on_ranks
-from fourfold.run.sequence.dropout import per_rank_dropouts
-from fourfold.run.sequence.route import AttentionCall, intercept_attention
+from fourfold.step.sequence.dropout import per_rank_dropouts
+from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import PlanError, TaskError

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold.plan.plan import Plan
 from fourfold.run.refuse import model_problems
-from fourfold.run.sequence.route import AttentionCall, intercept_attention
-from fourfold.run.sequence.tokens import token_shard
-from fourfold.run.sequence.trial import SequenceDryRun
+from fourfold.step.sequence.dry_run import SequenceDryRun
+from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention
+from fourfold.step.sequence.token_shards import token_shard
 from tests.training import Case, batches
 from tests.training import model as built_in
 

@@ -179,7 +179,7 @@ def check_tokens(data: Data, plan: Plan) -> None:
     """Raises TaskError where a sample's tokens are to be cut, and cannot be."""
     if plan.sp > 1:
         from fourfold.feed.source import fetch
-        from fourfold.run.sequence.tokens import sequence_length
+        from fourfold.step.sequence.token_shards import sequence_length
 
         sequence_length(fetch(data.train, [0]))
 

@@ -47,8 +47,8 @@ def verify(work: job.Job, world: World | None) -> None:
 
 def format_result(work: job.Job, verdict: "VerifyResult") -> list[str]:
     """The lines of the table, and what is to be known about it."""
-    from fourfold.run.sequence.trial import NOT_CHECKED
     from fourfold.run.verify import TOLERANCE
+    from fourfold.step.sequence.dry_run import NOT_CHECKED
 
     mesh = work.plan.mesh
     axes = " × ".join(f"{axis} {mesh.axis_size(axis)}" for axis in ("pp", "dp", "sp", "tp") if mesh.axis_size(axis) > 1)

@@ -24,7 +24,7 @@ from fourfold.run.batch import Loss, Microbatch
 from fourfold.run.deferred import DeferredUpdates
 from fourfold.run.objective import Objective, is_uneven, uneven_problem
 from fourfold.run.parts import StepContext, StepTotals, UpdateArgs
-from fourfold.run.sequence.alike import batch_mismatch_problem
+from fourfold.step.sequence.batch_consistency import batch_mismatch_problem
 from fourfold.words.errors import Problem, TaskError
 from fourfold.words.layout import SPLIT, WHOLE, Change
 from fourfold.words.program import GRAD_NORM, LOSS, TRUST_NORMS, USED_PARAMS, Action, Verb

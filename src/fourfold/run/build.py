@@ -65,11 +65,11 @@ from fourfold.run.remembered import CodecState
 from fourfold.run.runtime import Executor
 from fourfold.run.same_batches import DuplicateBatches, fingerprint
 from fourfold.run.same_source import check_same_source
-from fourfold.run.sequence import SequenceParallel
-from fourfold.run.sequence.alike import batch_mismatch_problem
 from fourfold.run.state import PersistentState, cloned
 from fourfold.run.weights import Weights, trainable_parameters
 from fourfold.step.dry_run.first_batch import DryRun
+from fourfold.step.sequence.batch_consistency import batch_mismatch_problem
+from fourfold.step.sequence.sequence_parallel import SequenceParallel
 from fourfold.words.argument_checks import format_argument
 from fourfold.words.errors import (
     DivergenceError,

@@ -19,7 +19,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from fourfold.run.sequence.alike import DIGEST_BITS, batch_digest
+from fourfold.step.sequence.batch_consistency import DIGEST_BITS, batch_digest
 from fourfold.words.errors import Problem, SettingError, TaskError
 
 POLICIES = ("refuse", "allow")

@@ -21,7 +21,7 @@ from fourfold.plan.sequence import (
     token_ranges,
 )
 from fourfold.run.batch import POSITION_KEYS, call_model, eval_mode
-from fourfold.run.sequence.route import AttentionCall, intercept_attention
+from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.task import Task
 from fourfold.words.units import format_bytes

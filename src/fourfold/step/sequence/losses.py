@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fourfold.run.batch import has_token_dim, sum_loss, tree_leaves, tree_map
-from fourfold.run.sequence.route import AttentionCall, intercept_attention
-from fourfold.run.sequence.tokens import TokenShard
 from fourfold.run.torch_losses import ignore_index_of
+from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention
+from fourfold.step.sequence.token_shards import TokenShard
 from fourfold.words.errors import Problem, TaskError
 
 UNREDUCED_ADVICE = 'unreduced values (reduction="none"), or a pair (sum, count)'

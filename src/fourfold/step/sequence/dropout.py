@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts.sequence.attention import AttentionDropout
-from fourfold.run.sequence.route import DROPOUT_FUNCTIONS
+from fourfold.step.sequence.sdpa_interception import DROPOUT_FUNCTIONS
 from fourfold.words.errors import Problem, TaskError
 
 _MAX_TAG = 2**62

@@ -20,18 +20,15 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from fourfold.parts.data.grad_buckets import second_grad_problem
 from fourfold.run.batch import has_token_dim, tree_leaves, tree_map
-from fourfold.run.sequence import gradient_sums
-from fourfold.run.sequence.closeness import (
-    ShardMismatch,
-    check_shard_rows,
-    gradient_tolerance_of,
-    is_close,
-    is_replicated,
-    shard_rows,
-)
-from fourfold.run.sequence.gradient_sums import NOISE_FLOOR, GradProjections
-from fourfold.run.sequence.hugging import has_transformers_model, install_attention
-from fourfold.run.sequence.recorded_attention import (
+from fourfold.step.dry_run import random_weights
+from fourfold.step.dry_run.backward import count_gradients, run_backward
+from fourfold.step.dry_run.float64_mode import Float64Mode
+from fourfold.step.dry_run.grad_projections import Projection
+from fourfold.step.dry_run.preserve_module import copy_tensor_attributes
+from fourfold.step.dry_run.random_weights import CheckConfig
+from fourfold.step.sequence import grad_sum_check
+from fourfold.step.sequence.attention_match import compare_attention_calls
+from fourfold.step.sequence.attention_replay import (
     OUTPUT,
     QKV,
     Playback,
@@ -40,17 +37,20 @@ from fourfold.run.sequence.recorded_attention import (
     recompute_call,
     record_call,
 )
-from fourfold.run.sequence.route import AttentionCall, AttentionHandler, intercept_attention
-from fourfold.run.sequence.same_call import compare_attention_calls
-from fourfold.run.sequence.taps import GradTaps, shard_shape
-from fourfold.run.sequence.tokens import TokenShard, shard_tokens
-from fourfold.run.sequence.where import ModuleTracker
-from fourfold.step.dry_run import random_weights
-from fourfold.step.dry_run.backward import count_gradients, run_backward
-from fourfold.step.dry_run.float64_mode import Float64Mode
-from fourfold.step.dry_run.grad_projections import Projection
-from fourfold.step.dry_run.preserve_module import copy_tensor_attributes
-from fourfold.step.dry_run.random_weights import CheckConfig
+from fourfold.step.sequence.grad_sum_check import NOISE_FLOOR, GradProjections
+from fourfold.step.sequence.grad_taps import GradTaps, shard_shape
+from fourfold.step.sequence.module_tracker import ModuleTracker
+from fourfold.step.sequence.sdpa_interception import AttentionCall, AttentionHandler, intercept_attention
+from fourfold.step.sequence.token_shards import TokenShard, shard_tokens
+from fourfold.step.sequence.tolerance import (
+    ShardMismatch,
+    check_shard_rows,
+    gradient_tolerance_of,
+    is_close,
+    is_replicated,
+    shard_rows,
+)
+from fourfold.step.sequence.transformers import has_transformers_model, install_attention
 from fourfold.words.errors import FourfoldError, Problem, TaskError
 
 SEED = 11
@@ -106,11 +106,11 @@ class ShardComparison:
             run_backward(whole, weights)
         if twice := next((name for name, count in counts.items() if count > 1), None):
             raise TaskError(second_grad_problem(twice))
-        total = gradient_sums.project_grouped_gradients(parameters)
+        total = grad_sum_check.project_grouped_gradients(parameters)
         self._check_finite(total)
         self._replay_backward(own, whole, weights, taps)
         self._compare_taps(taps)
-        return GradProjections(total, gradient_sums.project_grouped_gradients(parameters), self._gradient_tolerance)
+        return GradProjections(total, grad_sum_check.project_grouped_gradients(parameters), self._gradient_tolerance)
 
     @property
     def num_calls(self) -> int:

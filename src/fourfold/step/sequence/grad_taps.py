@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fourfold.run.batch import has_token_dim, tree_map
-from fourfold.run.sequence.recorded_attention import OUTPUT, is_in_backward, tap_output
-from fourfold.run.sequence.tokens import TokenShard
-from fourfold.run.sequence.where import ModuleTracker
+from fourfold.step.sequence.attention_replay import OUTPUT, is_in_backward, tap_output
+from fourfold.step.sequence.module_tracker import ModuleTracker
+from fourfold.step.sequence.token_shards import TokenShard
 
 
 class GradTap(NamedTuple):

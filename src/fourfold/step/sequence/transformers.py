@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fourfold.run.batch import find_positions
-from fourfold.run.sequence import route
+from fourfold.step.sequence import sdpa_interception
 from fourfold.words.errors import Problem, TaskError
 
 ATTENTION_NAME = "fourfold"
@@ -107,7 +107,9 @@ def _attention(
         raise TaskError(Problem(got, "plain or causal attention, with a mask of keys", "sp = 1, and dp instead"))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     grouped = query.shape[1] != key.shape[1]
-    out = route.intercepted_sdpa(query, key, value, attention_mask, dropout, causal, scale=scaling, enable_gqa=grouped)
+    out = sdpa_interception.intercepted_sdpa(
+        query, key, value, attention_mask, dropout, causal, scale=scaling, enable_gqa=grouped
+    )
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -9,7 +9,7 @@ import functools
 import torch
 from torch import Tensor
 
-from fourfold.run.sequence.tokens import TokenShard
+from fourfold.step.sequence.token_shards import TokenShard
 
 # In float64 29 model types of transformers differ by 2e-14 at most, gradients too.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}

@@ -20,12 +20,14 @@ from fourfold.plan.sample_order import BatchRange
 from fourfold.plan.sample_order import shard_range as between
 from fourfold.plan.sequence import length_divisor, length_problem
 from fourfold.run.batch import Microbatch, has_token_dim, tree_leaves, tree_map, unpack_batch
-from fourfold.run.sequence import gradient_sums
-from fourfold.run.sequence.alike import batch_digest, batch_mismatch_problem, is_equal_across_ranks
-from fourfold.run.sequence.dropout import AttentionDropoutCounter, per_rank_dropouts
-from fourfold.run.sequence.gradient_sums import GradProjections
-from fourfold.run.sequence.hugging import check_not_packed, has_transformers_model, install_attention
-from fourfold.run.sequence.losses import (
+from fourfold.step.dry_run.grad_projections import Projection
+from fourfold.step.dry_run.random_weights import STRICTEST_CHECK, MemoryFit, find_memory_fit
+from fourfold.step.sequence import grad_sum_check
+from fourfold.step.sequence.batch_consistency import batch_digest, batch_mismatch_problem, is_equal_across_ranks
+from fourfold.step.sequence.dropout import AttentionDropoutCounter, per_rank_dropouts
+from fourfold.step.sequence.dry_run import DryRunResult, SequenceDryRun, truncate_batch
+from fourfold.step.sequence.grad_sum_check import GradProjections
+from fourfold.step.sequence.losses import (
     LossSum,
     ObservedLoss,
     check_even_targets,
@@ -33,11 +35,9 @@ from fourfold.run.sequence.losses import (
     non_mean_problem,
     observe_loss,
 )
-from fourfold.run.sequence.route import AttentionCall, intercept_attention
-from fourfold.run.sequence.tokens import TokenShard, mask_padding, sequence_length, shard_tokens, token_shard
-from fourfold.run.sequence.trial import DryRunResult, SequenceDryRun, truncate_batch
-from fourfold.step.dry_run.grad_projections import Projection
-from fourfold.step.dry_run.random_weights import STRICTEST_CHECK, MemoryFit, find_memory_fit
+from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention
+from fourfold.step.sequence.token_shards import TokenShard, mask_padding, sequence_length, shard_tokens, token_shard
+from fourfold.step.sequence.transformers import check_not_packed, has_transformers_model, install_attention
 from fourfold.words.errors import Problem, TaskError
 
 DRY_RUN_TOKENS = 256
@@ -261,7 +261,7 @@ class SequenceParallel:
                 GradProjections([Projection(*each) for each in whole], [Projection(*each) for each in part], close)
                 for whole, part, close in those
             ]
-            problem = gradient_sums.gradient_sum_problem(names, parts)
+            problem = grad_sum_check.gradient_sum_problem(names, parts)
             if problem is not None:
                 raise TaskError(problem, where="the model")
         weaker = next((told for told in reports if told["judgement"] != str(STRICTEST_CHECK)), None)

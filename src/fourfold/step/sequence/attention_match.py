@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from fourfold.plan.sequence import heads_problem
-from fourfold.run.sequence.closeness import ShardMismatch, check_shard_rows, shard_rows
-from fourfold.run.sequence.recorded_attention import QKV
-from fourfold.run.sequence.route import AttentionCall
-from fourfold.run.sequence.tokens import TokenShard
+from fourfold.step.sequence.attention_replay import QKV
+from fourfold.step.sequence.sdpa_interception import AttentionCall
+from fourfold.step.sequence.token_shards import TokenShard
+from fourfold.step.sequence.tolerance import ShardMismatch, check_shard_rows, shard_rows
 from fourfold.words.errors import Problem, TaskError
 
 

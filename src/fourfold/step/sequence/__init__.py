@@ -1,0 +1,1 @@
+"""Sequence parallelism in a step: token shards, attention over all of them, and the checks on the model."""
