@@ -19,10 +19,10 @@ from bench.checkpoint import NullLog
 from bench.measure import describe_machine, format_table
 from fourfold.feed.feed import Feed
 from fourfold.plan.plan import Plan
-from fourfold.run.build import TrainStep, parallelize
 from fourfold.run.checkpoint.keeper import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.run.checkpoint.state import TrainingState
 from fourfold.run.trace import SAMPLE_EVERY, Tracer
+from fourfold.step.build import TrainStep, parallelize
 from fourfold.tasks import lm
 
 BLOCK_STEPS = 10

@@ -29,9 +29,9 @@ from bench.measure import describe_machine, format_table
 from fourfold.environment.world import from_environment
 from fourfold.feed.feed import Feed
 from fourfold.plan.plan import Plan
-from fourfold.run.build import TrainStep, parallelize
 from fourfold.run.checkpoint.keeper import NUM_KEPT, AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.run.checkpoint.state import TrainingState
+from fourfold.step.build import TrainStep, parallelize
 from fourfold.tasks import lm
 
 BATCH_SIZE, LENGTH = 4, 32

@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from fourfold.run.batch import call_model, sum_loss
+from fourfold.step.batch import call_model, sum_loss
 from fourfold.testing.oracle import TrainingResult
 from tests.training import Case, batches, local_batch, loss, model, optimizer
 

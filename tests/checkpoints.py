@@ -10,10 +10,10 @@ import xxhash
 from torch import Tensor
 
 from fourfold.feed.feed import Feed
-from fourfold.run.average import EMA
 from fourfold.run.checkpoint.keeper import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.run.checkpoint.shelf import CheckpointStore
 from fourfold.run.checkpoint.state import TrainingState, collect_tensors
+from fourfold.step.ema import EMA
 from fourfold.testing import threads
 from tests.training import Case, batches, build_step, local_batch
 

@@ -11,8 +11,8 @@ from fourfold.parts.codec import registry
 from fourfold.parts.codec.registry import Codec
 from fourfold.parts.data import grad_buckets
 from fourfold.plan.data import Bucket, make_buckets
-from fourfold.run.batch import Microbatch, call_model, split_microbatches, sum_loss
-from fourfold.run.weights import trainable_parameters
+from fourfold.step.batch import Microbatch, call_model, split_microbatches, sum_loss
+from fourfold.step.weights import trainable_parameters
 from fourfold.testing.codecs import simulate_reduce
 from fourfold.testing.oracle import TrainingResult
 from tests.training import Case, batches, local_batch, loss, model, optimizer

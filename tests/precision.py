@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fourfold.plan.sample_order import shard_range
-from fourfold.run.build import TrainStep, parallelize
+from fourfold.step.build import TrainStep, parallelize
 from fourfold.testing import threads
 from fourfold.testing.oracle import TrainingResult
 from tests import training

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from fourfold.parts.comm.transports import world
     from fourfold.plan.lr_schedule import LRSchedule
     from fourfold.plan.plan import Plan
-    from fourfold.run.build import TrainStep, parallelize
-    from fourfold.run.metrics import Metrics
-    from fourfold.run.optimizer import DistributedOptimizer
     from fourfold.run.train import train
+    from fourfold.step.build import TrainStep, parallelize
+    from fourfold.step.distributed_optimizer import DistributedOptimizer
+    from fourfold.step.metrics import Metrics
     from fourfold.words.errors import FourfoldError, PlanError
     from fourfold.words.task import Data, Task
 
@@ -43,16 +43,16 @@ __all__ = [
 
 _MODULE_OF = {
     "Data": "words.task",
-    "DistributedOptimizer": "run.optimizer",
+    "DistributedOptimizer": "step.distributed_optimizer",
     "Feed": "feed.feed",
     "FourfoldError": "words.errors",
-    "Metrics": "run.metrics",
+    "Metrics": "step.metrics",
     "Plan": "plan.plan",
     "PlanError": "words.errors",
     "LRSchedule": "plan.lr_schedule",
     "Task": "words.task",
-    "TrainStep": "run.build",
-    "parallelize": "run.build",
+    "TrainStep": "step.build",
+    "parallelize": "step.build",
     "shard": "feed.dataloader",
     "train": "run.train",
     "world": "parts.comm.transports",

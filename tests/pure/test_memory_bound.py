@@ -16,9 +16,9 @@ from fourfold.environment import host_memory
 from fourfold.feed.source import fetch
 from fourfold.run import memory_bound
 from fourfold.run.activations import activation_bytes_per_sample
-from fourfold.run.batch import call_model, tree_leaves, tree_map
 from fourfold.run.memory_bound import MemoryPool, measure_bound
-from fourfold.run.outline import build_meta_model
+from fourfold.step.batch import call_model, tree_leaves, tree_map
+from fourfold.step.meta_model import build_meta_model
 from fourfold.tasks import digits, lm
 from fourfold.words.errors import FourfoldError, SettingError
 from tests.pure.test_cli import Refused, refused

@@ -9,8 +9,6 @@ from safetensors.torch import load_file, save_file
 
 from fourfold.feed.feed import Feed
 from fourfold.plan.plan import Plan
-from fourfold.run.average import EMA
-from fourfold.run.build import TrainStep
 from fourfold.run.checkpoint import keeper as keeping
 from fourfold.run.checkpoint import write
 from fourfold.run.checkpoint.keeper import AttemptDir, CheckpointManager, TrainingProgress
@@ -18,6 +16,8 @@ from fourfold.run.checkpoint.read import CheckpointReader, check_weights_file, e
 from fourfold.run.checkpoint.shelf import CheckpointStore, read_manifest
 from fourfold.run.checkpoint.state import TrainingState
 from fourfold.run.train import train
+from fourfold.step.build import TrainStep
+from fourfold.step.ema import EMA
 from fourfold.testing import threads
 from fourfold.words.errors import CheckpointError
 from fourfold.words.task import Data, Task

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from fourfold.plan.codec import CODECS
 from fourfold.plan.plan import Plan
-from fourfold.run.refuse import model_problems
 from fourfold.run.show import show
+from fourfold.step.model_checks import model_problems
 from fourfold.tasks import lm
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold.parts.optim import flat_optimizer
 from fourfold.plan.plan import Plan
-from fourfold.run.build import TrainStep
-from fourfold.run.optimizer import DistributedOptimizer
+from fourfold.step.build import TrainStep
+from fourfold.step.distributed_optimizer import DistributedOptimizer
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import TaskError, TrainingError

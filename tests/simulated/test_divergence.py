@@ -14,7 +14,7 @@ from fourfold.parts.comm.reduce import collective_fingerprint
 from fourfold.parts.comm.reduce.shared_memory import transport
 from fourfold.parts.comm.reduce.shared_memory.layout import SharedMemoryLayout
 from fourfold.plan.sample_order import BatchRange
-from fourfold.run.build import TrainStep
+from fourfold.step.build import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import DivergenceError
 from tests.training import Case, batches, build_step, local_batch

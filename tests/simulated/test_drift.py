@@ -14,10 +14,10 @@ from fourfold.parts import fingerprint
 from fourfold.parts.fingerprint import device_fingerprint, fingerprints
 from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.plan import Plan
-from fourfold.run import drift
 from fourfold.run import train as train_module
-from fourfold.run.build import TrainStep
-from fourfold.run.optimizer import DistributedOptimizer
+from fourfold.step import replica_drift
+from fourfold.step.build import TrainStep
+from fourfold.step.distributed_optimizer import DistributedOptimizer
 from fourfold.testing import threads
 from fourfold.words.errors import DivergenceError, SettingError
 from fourfold.words.task import Data, Task
@@ -215,12 +215,12 @@ def test_no_check_is_made_where_none_is_asked_for(monkeypatch):
         train(CASE, build(CASE, ranks, every=0), range(4))
         return True
 
-    monkeypatch.setattr(drift, "fingerprints", None)
+    monkeypatch.setattr(replica_drift, "fingerprints", None)
     assert threads.run(2, body) == [True, True]
 
 
 def test_unlike_machines_warn_with_the_size_and_again_when_it_has_grown_tenfold(monkeypatch):
-    monkeypatch.setattr(drift, "machine_fingerprint", lambda ranks: f"machine {ranks.rank}")
+    monkeypatch.setattr(replica_drift, "machine_fingerprint", lambda ranks: f"machine {ranks.rank}")
     told: list[str] = []
     monkeypatch.setattr(warnings, "warn", lambda text, *_, **__: told.append(str(text)))
 
@@ -244,7 +244,7 @@ def test_unlike_machines_warn_with_the_size_and_again_when_it_has_grown_tenfold(
 
 
 def test_a_difference_between_like_machines_is_an_error_among_unlike_ones_too(monkeypatch):
-    monkeypatch.setattr(drift, "machine_fingerprint", lambda ranks: "old" if ranks.rank == 0 else "new")
+    monkeypatch.setattr(replica_drift, "machine_fingerprint", lambda ranks: "old" if ranks.rank == 0 else "new")
 
     def body(ranks):
         step = build(CASE, ranks)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fourfold.plan.plan import Plan
-from fourfold.run.build import TrainStep
+from fourfold.step.build import TrainStep
 from fourfold.step.dry_run.random_weights import CHECK_CONFIGS, STRICTEST_CHECK, WEAKEST_CHECK, MemoryFit
 from fourfold.step.sequence import grad_sum_check
 from fourfold.step.sequence.dry_run import DryRunResult, SequenceDryRun

@@ -14,7 +14,7 @@ import torch
 
 from fourfold.parts.optim import flat_optimizer
 from fourfold.plan.plan import FIELD_RULES
-from fourfold.run.refuse import check_plan_on_ranks, check_update_timing
+from fourfold.step.model_checks import check_plan_on_ranks, check_update_timing
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE, TrainingResult
 from fourfold.words.errors import PlanError

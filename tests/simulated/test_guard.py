@@ -15,10 +15,10 @@ from fourfold.feed.feed import Batch
 from fourfold.feed.source import TensorSource
 from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import BatchRange, rows, shard_range
-from fourfold.run.average import EMA
-from fourfold.run.build import TrainStep
 from fourfold.run.checkpoint.read import CheckpointReader
 from fourfold.run.checkpoint.shelf import newest_valid
+from fourfold.step.build import TrainStep
+from fourfold.step.ema import EMA
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import PlanError, TrainingError

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.plan.plan import Plan
-from fourfold.run.build import TrainStep
+from fourfold.step.build import TrainStep
 from fourfold.step.dry_run.random_weights import STRICTEST_CHECK
 from fourfold.step.sequence.dry_run import SequenceDryRun
 from fourfold.step.sequence.token_shards import token_shard

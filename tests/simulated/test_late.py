@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from fourfold.plan.plan import Plan
-from fourfold.run.build import TrainStep
 from fourfold.run.late import WINDOW_STEPS, StragglerDetector
+from fourfold.step.build import TrainStep
 from fourfold.testing import threads
 
 SECONDS = 0.05

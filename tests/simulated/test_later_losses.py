@@ -7,8 +7,8 @@ from torch.nn import functional as F
 
 from fourfold.feed.source import TensorSource
 from fourfold.plan.plan import Plan
-from fourfold.run.build import TrainStep
 from fourfold.run.train import evaluate
+from fourfold.step.build import TrainStep
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import TaskError

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 import fourfold as ff
 from fourfold.plan.intervals import is_due
 from fourfold.plan.plan import Plan
-from fourfold.run.build import TrainStep
 from fourfold.run.checkpoint.read import CheckpointReader
 from fourfold.run.checkpoint.shelf import CheckpointStore, newest_valid
-from fourfold.run.refuse import sync_problems
 from fourfold.run.show import show
+from fourfold.step.build import TrainStep
+from fourfold.step.model_checks import sync_problems
 from fourfold.tasks import lm
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fourfold.plan.plan import Plan
-from fourfold.run.build import TrainStep
+from fourfold.step.build import TrainStep
 from fourfold.step.dry_run.loss_additivity import LossComparison
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.plan.plan import Plan
-from fourfold.run.build import TrainStep
+from fourfold.step.build import TrainStep
 from fourfold.step.dry_run.fixed_random import without_randomness
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fourfold.plan.plan import Plan
-from fourfold.run.build import TrainStep
-from fourfold.run.objective import Objective
+from fourfold.step.build import TrainStep
 from fourfold.step.dry_run import first_batch, loss_check
 from fourfold.step.dry_run.random_weights import MemoryFit
+from fourfold.step.objective import Objective
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError
 from tests.training import SEED_LOCK

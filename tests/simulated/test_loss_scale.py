@@ -11,7 +11,7 @@ from torch import nn
 
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import LossScaler
-from fourfold.run.build import TrainStep, parallelize
+from fourfold.step.build import TrainStep, parallelize
 from fourfold.testing import threads
 from fourfold.words.errors import PlanError, TrainingError
 from tests import training

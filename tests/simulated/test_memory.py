@@ -13,7 +13,7 @@ from fourfold.parts import memory
 from fourfold.parts.optim import flat_optimizer
 from fourfold.plan.memory import HostRanks, bytes_per_element, host_memory_use
 from fourfold.plan.plan import Plan
-from fourfold.run.build import TrainStep
+from fourfold.step.build import TrainStep
 from fourfold.testing import threads
 from fourfold.testing.threads import ThreadCommunicator
 

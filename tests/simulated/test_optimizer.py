@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 import fourfold as ff
-from fourfold.run.optimizer import DistributedOptimizer
-from fourfold.run.spread import broadcast_tree
+from fourfold.step.broadcast_tree import broadcast_tree
+from fourfold.step.distributed_optimizer import DistributedOptimizer
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import PlanError, TrainingError

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from fourfold.feed.feed import Feed
 from fourfold.feed.source import TensorSource
 from fourfold.plan.plan import Plan
-from fourfold.run.build import TrainStep, preflight
 from fourfold.run.train import evaluate
 from fourfold.run.verify import verify
+from fourfold.step.build import TrainStep, preflight
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import DataError, TaskError

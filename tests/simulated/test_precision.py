@@ -9,11 +9,11 @@ from torch import nn
 
 from fourfold.parts.optim.master_weights import offload_device
 from fourfold.plan.plan import Plan
-from fourfold.run.average import EMA
-from fourfold.run.build import TrainStep
 from fourfold.run.checkpoint.read import export_weights, load_weights_file
 from fourfold.run.checkpoint.shelf import CheckpointStore
 from fourfold.run.speaker import format_offload
+from fourfold.step.build import TrainStep
+from fourfold.step.ema import EMA
 from fourfold.testing import oracle, threads
 from tests import training
 from tests.checkpoints import ThreadRun
@@ -342,7 +342,7 @@ def test_states_that_rest_elsewhere_train_as_those_that_rest_beside_the_weights(
 
     # As if the ranks were GPUs: on CPU ranks all is in host memory already.
     monkeypatch.setattr(
-        "fourfold.run.build.offload_device", lambda offload, device: device if offload == "states" else None
+        "fourfold.step.build.offload_device", lambda offload, device: device if offload == "states" else None
     )
     for got, weights in threads.run(2, body):
         assert oracle.deviation(got, expected) <= 1e-12

@@ -13,10 +13,10 @@ from torch._dynamo.testing import CompileCounter
 import fourfold as ff
 from fourfold.feed.feed import Batch
 from fourfold.plan.sample_order import BatchRange
-from fourfold.run import same_batches
-from fourfold.run.batch import tree_map
-from fourfold.run.build import TrainStep
-from fourfold.run.optimizer import DistributedOptimizer
+from fourfold.step import duplicate_batches
+from fourfold.step.batch import tree_map
+from fourfold.step.build import TrainStep
+from fourfold.step.distributed_optimizer import DistributedOptimizer
 from fourfold.testing import threads
 from fourfold.words.errors import FourfoldError, PlanError, SettingError, TaskError
 from tests.training import Case
@@ -139,8 +139,8 @@ def test_one_batch_again_and_again_is_told_once_and_trained(way):
 @pytest.mark.parametrize("last", [0, 1, 2])
 def test_ranks_that_have_differed_once_are_watched_no_more(way, last, monkeypatch):
     """In the first batch, or later, also on one of three ranks alone."""
-    hashed, hash_ = [], same_batches.batch_digest
-    monkeypatch.setattr(same_batches, "batch_digest", lambda tensors: hashed.append(1) or hash_(tensors))
+    hashed, hash_ = [], duplicate_batches.batch_digest
+    monkeypatch.setattr(duplicate_batches, "batch_digest", lambda tensors: hashed.append(1) or hash_(tensors))
 
     def batches(rank):
         return [drawn(0)] * last + [drawn(1 if rank < 2 else 2)] + [drawn(n) for n in range(3, 9)]
@@ -153,13 +153,13 @@ def test_ranks_that_have_differed_once_are_watched_no_more(way, last, monkeypatc
 
 @pytest.mark.parametrize("way", WAYS)
 def test_same_batches_are_permitted_by_an_argument_and_then_nothing_is_hashed(way, monkeypatch):
-    monkeypatch.setattr(same_batches, "batch_digest", None)
+    monkeypatch.setattr(duplicate_batches, "batch_digest", None)
     assert trained(way, 2, lambda rank: map(drawn, range(5)), same_batches="allow") == [(5, None)] * 2
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_one_rank_has_nobody_to_be_compared_with(way, monkeypatch):
-    monkeypatch.setattr(same_batches, "batch_digest", None)
+    monkeypatch.setattr(duplicate_batches, "batch_digest", None)
     assert trained(way, 1, lambda rank: map(drawn, range(5))) == [(5, None)]
 
 
@@ -175,7 +175,7 @@ def test_empty_batches_say_nothing(way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_watching_ends_after_a_number_of_batches(way, monkeypatch):
-    monkeypatch.setattr(same_batches, "MAX_COMPARED", 4)
+    monkeypatch.setattr(duplicate_batches, "MAX_COMPARED", 4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = trained(way, 2, lambda rank: [drawn(0)] * 4 + [drawn(n) for n in range(1, 6)])
@@ -198,7 +198,7 @@ def test_the_policy_is_one_of_two_and_the_same_on_every_rank(way):
 
 
 def test_batches_of_a_feed_are_not_compared(monkeypatch):
-    monkeypatch.setattr(same_batches, "batch_digest", None)
+    monkeypatch.setattr(duplicate_batches, "batch_digest", None)
     fed = [Batch.wrap(drawn(n), BatchRange(99, 0, 0, 4 * n, 4 * n + 4, 4 * n, 4 * n + 4)) for n in range(5)]
     assert trained(Parallel, 2, lambda rank: fed) == [(5, None)] * 2
 
@@ -338,7 +338,7 @@ class Opaque:
     torch.ones(2, device="meta"), torch.ones(2, 2).to_sparse(),
 ])  # fmt: skip
 def test_what_cannot_be_compared_has_no_fingerprint(tree):
-    assert same_batches.fingerprint(tree) is None
+    assert duplicate_batches.fingerprint(tree) is None
 
 
 def test_fingerprints_differ_where_batches_do():
@@ -347,16 +347,16 @@ def test_fingerprints_differ_where_batches_do():
         x, x.t(), x.double(), x + 1, (x, x), {"a": x}, {"b": x}, [x, 2 * x], ["some text"], ["another text"],
         x.to(torch.complex64), x > 2, x.bfloat16(), x.numpy() + 5, [b"some bytes"],
     ]  # fmt: skip
-    prints = [same_batches.fingerprint(tree) for tree in trees]
+    prints = [duplicate_batches.fingerprint(tree) for tree in trees]
     assert None not in prints
     assert len(set(prints)) == len(trees)
-    assert same_batches.fingerprint((x, 1)) == same_batches.fingerprint((x.clone(), 2))
-    assert same_batches.fingerprint(x.t().contiguous().t()) == same_batches.fingerprint(x)
+    assert duplicate_batches.fingerprint((x, 1)) == duplicate_batches.fingerprint((x.clone(), 2))
+    assert duplicate_batches.fingerprint(x.t().contiguous().t()) == duplicate_batches.fingerprint(x)
 
 
 def test_a_compiled_model_is_not_compiled_again_when_nobody_listens_any_more():
     counter, model = CompileCounter(), linear()
-    inputs = same_batches.InputFingerprints(model)
+    inputs = duplicate_batches.InputFingerprints(model)
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     for number in range(4):
         compiled(drawn(number)[0]).sum().backward()

@@ -9,8 +9,8 @@ import fourfold as ff
 from fourfold.feed.feed import Feed
 from fourfold.feed.source import TensorSource
 from fourfold.feed.source_fingerprint import fingerprint_of, is_same_sample
-from fourfold.run.build import TrainStep
 from fourfold.run.train import evaluate
+from fourfold.step.build import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError
 

@@ -15,7 +15,7 @@ from fourfold.environment.world import World
 from fourfold.feed import feed
 from fourfold.feed.dataloader import ShardSampler
 from fourfold.plan.plan import Plan
-from fourfold.run.optimizer import DistributedOptimizer
+from fourfold.step.distributed_optimizer import DistributedOptimizer
 from fourfold.testing import threads
 from fourfold.words.errors import DataError
 

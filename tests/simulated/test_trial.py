@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention as imported
 from torch.utils.checkpoint import checkpoint
 
 from fourfold.plan.plan import Plan
-from fourfold.run.refuse import model_problems
+from fourfold.step.model_checks import model_problems
 from fourfold.step.sequence.dry_run import SequenceDryRun
 from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.step.sequence.token_shards import token_shard

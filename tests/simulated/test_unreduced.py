@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fourfold as ff
-from fourfold.run.optimizer import DistributedOptimizer
+from fourfold.step.distributed_optimizer import DistributedOptimizer
 from fourfold.testing import threads
 from fourfold.words.errors import TrainingError
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fourfold.plan.plan import Plan
-from fourfold.run.build import TrainStep, parallelize
+from fourfold.step.build import TrainStep, parallelize
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import PlanError

@@ -13,10 +13,10 @@ from fourfold.cli import verify as command
 from fourfold.cli.job import Job
 from fourfold.feed.source import TensorSource
 from fourfold.plan.plan import Plan
-from fourfold.run.batch import Loss, sum_loss
-from fourfold.run.objective import Objective
 from fourfold.run.verify import TOLERANCE, VerifyResult, check_verifiable, verify
+from fourfold.step.batch import Loss, sum_loss
 from fourfold.step.dry_run.float64_mode import Float64Mode
+from fourfold.step.objective import Objective
 from fourfold.testing import oracle
 from fourfold.words.errors import PlanError
 from fourfold.words.task import Data, Task

@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 
 from fourfold.parts.optim.option_tracker import OptionTracker
 from fourfold.plan.plan import Plan
-from fourfold.run.optimizer import DistributedOptimizer
+from fourfold.step.distributed_optimizer import DistributedOptimizer
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import DivergenceError, OptimizerError, PlanError, SettingError, TaskError, TrainingError

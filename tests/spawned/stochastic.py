@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import fourfold as ff
 from fourfold.feed.feed import Feed
-from fourfold.run.build import parallelize
 from fourfold.run.checkpoint.keeper import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.run.checkpoint.state import TrainingState
+from fourfold.step.build import parallelize
 from tests.checkpoints import MemoryLog
 from tests.training import Case, batches, local_batch
 

@@ -111,8 +111,8 @@ def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_r
 
     keeps: whether it is to be a run, with a folder.
     """
-    from fourfold.run.build import preflight
     from fourfold.run.folder import check_run_name
+    from fourfold.step.build import preflight
 
     job = parse_job(words, num_processes=num_processes)
     errors = ErrorCollector()
@@ -143,7 +143,7 @@ def read_plan(file: str | None, values: Mapping[str, object], *, num_processes: 
 
     Raises PlanError with all problems of both, or where the mesh has not `num_processes` ranks.
     """
-    from fourfold.run.refuse import size_problems
+    from fourfold.step.model_checks import size_problems
 
     errors = ErrorCollector()
     plan = over = None
@@ -197,7 +197,7 @@ def check_memory(job: Job, data: Data, model: Any) -> None:
 def check_init(job: Job) -> None:
     """Raises SettingError or CheckpointError where the weights to begin with are not there, or are another model's."""
     from fourfold.run.checkpoint.read import check_weights_file
-    from fourfold.run.outline import build_meta_model
+    from fourfold.step.meta_model import build_meta_model
 
     init = job.settings.get("init")
     if init is None:

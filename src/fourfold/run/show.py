@@ -29,10 +29,10 @@ from fourfold.plan.memory import (
 )
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import REDUCE_FORMATS, compute_specs, gradient_bucket, has_master_weights
-from fourfold.run.arguments import check_plan_argument
-from fourfold.run.outline import build_meta_model
-from fourfold.run.refuse import check_plan_for_model, check_update_timing
 from fourfold.run.show_sequence import format_sequence
+from fourfold.step.argument_checks import check_plan_argument
+from fourfold.step.meta_model import build_meta_model
+from fourfold.step.model_checks import check_plan_for_model, check_update_timing
 from fourfold.words import program as program_module
 from fourfold.words.layout import SPLIT, Change
 from fourfold.words.layout import collective_sent_bytes as layout_bytes

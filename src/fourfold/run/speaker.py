@@ -14,13 +14,13 @@ from typing import Any, Protocol
 
 from fourfold.plan.plan import Plan
 from fourfold.run import faults
-from fourfold.run.build import TrainStep
 from fourfold.run.checkpoint.keeper import TrainingProgress
 from fourfold.run.faults import Fault
 from fourfold.run.folder import RunDir, RunInfo, format_finished
-from fourfold.run.guard import Skipped
-from fourfold.run.metrics import Metrics
 from fourfold.run.settings import Settings, tuned_batch_size
+from fourfold.step.build import TrainStep
+from fourfold.step.metrics import Metrics
+from fourfold.step.nan_guard import Skipped
 from fourfold.words.errors import os_error_text
 from fourfold.words.progress import ProgressLine
 from fourfold.words.task import Task

@@ -19,7 +19,7 @@ from typing import Any
 from fourfold.parts.comm.communicator import host_id
 from fourfold.plan.dependencies import lane_of
 from fourfold.plan.trace_file import STEP_SPAN, Event, Trace, clock_offset_bounds, encode_trace
-from fourfold.run.build import TrainStep
+from fourfold.step.build import TrainStep
 from fourfold.words.errors import os_error_text
 from fourfold.words.program import Action, Verb
 from fourfold.words.trace_events import COMPUTE_LANE, NULL_RECORDER, REDUCE_LANE, SEND_LANE, WAIT_SPAN, Recorder, Span

@@ -28,23 +28,23 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import shard_range
 from fourfold.plan.trace_file import DATA_SPAN
 from fourfold.run import pulse
-from fourfold.run.arguments import check_plan_argument
 from fourfold.run.asked import handle_stop_signals, stop_seconds
-from fourfold.run.average import EMA
-from fourfold.run.batch import Loss, eval_mode
-from fourfold.run.build import TrainStep, parallelize
 from fourfold.run.checkpoint.keeper import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.run.checkpoint.read import load_weights_file
 from fourfold.run.checkpoint.state import TrainingState
 from fourfold.run.late import StragglerDetector
 from fourfold.run.memory_bound import check_memory
-from fourfold.run.objective import is_uneven, uneven_problem
-from fourfold.run.outline import try_meta_model
 from fourfold.run.pulse import Heartbeat
-from fourfold.run.same_source import check_same_length
 from fourfold.run.settings import Settings, check_steps, format_delayed, lr_factors, make_settings
 from fourfold.run.speaker import AVERAGED_STEPS, ProgressDisplay, RunLogger, RunResult
 from fourfold.run.trace import SAMPLE_EVERY, Tracer
+from fourfold.step.argument_checks import check_plan_argument
+from fourfold.step.batch import Loss, eval_mode
+from fourfold.step.build import TrainStep, parallelize
+from fourfold.step.ema import EMA
+from fourfold.step.meta_model import try_meta_model
+from fourfold.step.objective import is_uneven, uneven_problem
+from fourfold.step.same_source import check_same_length
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, PeerError, Problem, StoppedError, TaskError, TrainingError
 from fourfold.words.task import Source, Task
 

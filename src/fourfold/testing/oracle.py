@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fourfold.run.batch import call_model, sum_loss
-from fourfold.run.build import TrainStep
+from fourfold.step.batch import call_model, sum_loss
+from fourfold.step.build import TrainStep
 
 TOLERANCE = 1e-9
 

@@ -28,12 +28,12 @@ from fourfold.plan.checkpoint_manifest import (
 )
 from fourfold.plan.rng import generator_seed, rng_state_to_restore
 from fourfold.plan.sample_order import ORDER_VERSION
-from fourfold.run.average import EMA
-from fourfold.run.build import TrainStep
 from fourfold.run.checkpoint.read import CheckpointReader, dtype_problems, shape_problems
 from fourfold.run.checkpoint.write import SAFETENSORS_DTYPES, LiveTensor, make_live_tensor
-from fourfold.run.fits import optimizer_problems
-from fourfold.run.weights import trainable_parameters
+from fourfold.step.build import TrainStep
+from fourfold.step.ema import EMA
+from fourfold.step.state_validation import optimizer_problems
+from fourfold.step.weights import trainable_parameters
 from fourfold.words.errors import CheckpointError, Problem
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fourfold.parts.data.param_access import explain_transform_errors
 from fourfold.plan.plan import Plan
-from fourfold.run.batch import (
+from fourfold.step.batch import (
     Microbatch,
     batch_and_parts,
     call_model,
@@ -32,8 +32,6 @@ from fourfold.run.batch import (
     tree_map,
     unpack_batch,
 )
-from fourfold.run.objective import ForwardResult, Objective, is_compiled
-from fourfold.run.weights import Weights
 from fourfold.step.dry_run.fixed_random import without_randomness
 from fourfold.step.dry_run.forward_state import (
     StateChanges,
@@ -50,6 +48,8 @@ from fourfold.step.dry_run.loss_additivity import LossComparison, compare_losses
 from fourfold.step.dry_run.loss_check import STRICTEST_CHECK, CheckResult, check_loss, summarize_error
 from fourfold.step.dry_run.random_weights import MemoryFit, find_memory_fit
 from fourfold.step.dry_run.weight_write_check import WeightWriteCheck
+from fourfold.step.objective import ForwardResult, Objective, is_compiled
+from fourfold.step.weights import Weights
 from fourfold.words.errors import Problem, TaskError
 
 NUM_CHECKED_SAMPLES = 6  # parts of 2 and 4: a model may take a single sample for a batch without its first dim

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from fourfold.parts.data.sharded_params import SavedTensor
-from fourfold.run.torch_losses import Count
+from fourfold.step.torch_losses import Count
 
 MAX_NODES = 32  # that are read at most: reading them takes time in each forward
 DIV_NODE = "DivBackward0"

@@ -9,9 +9,9 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from fourfold.plan.plan import Plan
-from fourfold.run.weights import Weights
 from fourfold.step.dry_run.forward_state import EDIT_ADVICE, describe_trained
 from fourfold.step.dry_run.weight_write_tracker import WeightWriteTracker, fingerprint_params
+from fourfold.step.weights import Weights
 from fourfold.words.errors import Problem
 
 

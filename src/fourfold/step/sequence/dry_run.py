@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.run.batch import POSITION_KEYS, eval_mode, has_token_dim, tree_map
+from fourfold.step.batch import POSITION_KEYS, eval_mode, has_token_dim, tree_map
 from fourfold.step.dry_run.forward_state import EDIT_ADVICE, describe_trained
 from fourfold.step.dry_run.preserve_module import preserve_module
 from fourfold.step.dry_run.random_weights import CHECK_CONFIGS, STRICTEST_CHECK, WEAKEST_CHECK, CheckConfig, MemoryFit

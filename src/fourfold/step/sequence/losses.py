@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fourfold.run.batch import has_token_dim, sum_loss, tree_leaves, tree_map
-from fourfold.run.torch_losses import ignore_index_of
+from fourfold.step.batch import has_token_dim, sum_loss, tree_leaves, tree_map
 from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.step.sequence.token_shards import TokenShard
+from fourfold.step.torch_losses import ignore_index_of
 from fourfold.words.errors import Problem, TaskError
 
 UNREDUCED_ADVICE = 'unreduced values (reduction="none"), or a pair (sum, count)'

@@ -19,7 +19,7 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import BatchRange
 from fourfold.plan.sample_order import shard_range as between
 from fourfold.plan.sequence import length_divisor, length_problem
-from fourfold.run.batch import Microbatch, has_token_dim, tree_leaves, tree_map, unpack_batch
+from fourfold.step.batch import Microbatch, has_token_dim, tree_leaves, tree_map, unpack_batch
 from fourfold.step.dry_run.grad_projections import Projection
 from fourfold.step.dry_run.random_weights import STRICTEST_CHECK, MemoryFit, find_memory_fit
 from fourfold.step.sequence import grad_sum_check

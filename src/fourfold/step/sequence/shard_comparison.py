@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
 from fourfold.parts.data.grad_buckets import second_grad_problem
-from fourfold.run.batch import has_token_dim, tree_leaves, tree_map
+from fourfold.step.batch import has_token_dim, tree_leaves, tree_map
 from fourfold.step.dry_run import random_weights
 from fourfold.step.dry_run.backward import count_gradients, run_backward
 from fourfold.step.dry_run.float64_mode import Float64Mode

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fourfold.plan.plan import Plan
 from fourfold.plan.sequence import TokenRanges, padded_length, token_ranges
-from fourfold.run.batch import POSITION_KEYS, find_positions, has_token_dim, tree_leaves, tree_map
+from fourfold.step.batch import POSITION_KEYS, find_positions, has_token_dim, tree_leaves, tree_map
 from fourfold.step.sequence.sdpa_interception import AttentionCall
 from fourfold.words.errors import Problem, TaskError
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fourfold.run.batch import find_positions
+from fourfold.step.batch import find_positions
 from fourfold.step.sequence import sdpa_interception
 from fourfold.words.errors import Problem, TaskError
 

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fourfold.run.batch import Loss, Microbatch, call_model, sum_loss, tree_leaves, tree_map
-from fourfold.run.origins import OutputIndex, signature
-from fourfold.run.torch_losses import Count, LossCall, observing
+from fourfold.step.batch import Loss, Microbatch, call_model, sum_loss, tree_leaves, tree_map
 from fourfold.step.dry_run.fixed_random import without_randomness
 from fourfold.step.dry_run.loss_divisors import LossDivisors, final_nodes
 from fourfold.step.dry_run.loss_kinks import find_kinks
+from fourfold.step.loss_call_sites import OutputIndex, signature
+from fourfold.step.torch_losses import Count, LossCall, observing
 from fourfold.words.errors import Problem, TaskError
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from fourfold.parts.comm.transports import Transport
-from fourfold.run.batch_statistics import FrozenBatchNorms
-from fourfold.run.unreduced import UnreducedGrads
+from fourfold.step.batch_norm import FrozenBatchNorms
+from fourfold.step.unreduced_grads import UnreducedGrads
 from fourfold.words.errors import Problem, TaskError, TrainingError
 from fourfold.words.program import LOSS
 

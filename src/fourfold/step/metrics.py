@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from fourfold.run.guard import Skipped
+from fourfold.step.nan_guard import Skipped
 
 
 @dataclasses.dataclass(frozen=True)

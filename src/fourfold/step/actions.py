@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from fourfold.parts.data.grad_buckets import GradBuckets
 from fourfold.parts.optim.step_hooks import StepHooks
 from fourfold.plan.data import layout_changes
-from fourfold.run.batch import Loss, Microbatch
-from fourfold.run.deferred import DeferredUpdates
-from fourfold.run.objective import Objective, is_uneven, uneven_problem
-from fourfold.run.parts import StepContext, StepTotals, UpdateArgs
+from fourfold.step.batch import Loss, Microbatch
+from fourfold.step.context import StepContext, StepTotals, UpdateArgs
+from fourfold.step.forward_fusion import DeferredUpdates
+from fourfold.step.objective import Objective, is_uneven, uneven_problem
 from fourfold.step.sequence.batch_consistency import batch_mismatch_problem
 from fourfold.words.errors import Problem, TaskError
 from fourfold.words.layout import SPLIT, WHOLE, Change

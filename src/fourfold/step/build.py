@@ -43,33 +43,33 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.precision import LossScaler, compute_specs, gradient_bucket
 from fourfold.plan.rng import generator_seed
 from fourfold.plan.sample_order import BatchRange
-from fourfold.run import drift, fits
-from fourfold.run.actions import Actions
-from fourfold.run.arguments import check_arguments
-from fourfold.run.batch import Microbatch, eval_mode, split_microbatches, tree_map, unpack_batch
-from fourfold.run.batch_statistics import FrozenBatchNorms
-from fourfold.run.guard import NanGuard
-from fourfold.run.metrics import Metrics
-from fourfold.run.objective import ForwardResult, Objective, is_uneven, uneven_problem
-from fourfold.run.outline import build_meta_model
-from fourfold.run.own_optimizer import OptimizerWatch, check_user_optimizer
-from fourfold.run.parts import StepContext
-from fourfold.run.refuse import (
+from fourfold.step import replica_drift, state_validation
+from fourfold.step.actions import Actions
+from fourfold.step.argument_checks import check_arguments
+from fourfold.step.batch import Microbatch, eval_mode, split_microbatches, tree_map, unpack_batch
+from fourfold.step.batch_norm import FrozenBatchNorms
+from fourfold.step.codec_state import CodecState
+from fourfold.step.context import StepContext
+from fourfold.step.dry_run.first_batch import DryRun
+from fourfold.step.duplicate_batches import DuplicateBatches, fingerprint
+from fourfold.step.executor import Executor
+from fourfold.step.meta_model import build_meta_model
+from fourfold.step.metrics import Metrics
+from fourfold.step.model_checks import (
     check_model_loss,
     check_plan_for_model,
     check_plan_on_ranks,
     check_same_on_ranks,
     check_update_timing,
 )
-from fourfold.run.remembered import CodecState
-from fourfold.run.runtime import Executor
-from fourfold.run.same_batches import DuplicateBatches, fingerprint
-from fourfold.run.same_source import check_same_source
-from fourfold.run.state import PersistentState, cloned
-from fourfold.run.weights import Weights, trainable_parameters
-from fourfold.step.dry_run.first_batch import DryRun
+from fourfold.step.nan_guard import NanGuard
+from fourfold.step.objective import ForwardResult, Objective, is_uneven, uneven_problem
+from fourfold.step.persistent_state import PersistentState, cloned
+from fourfold.step.same_source import check_same_source
 from fourfold.step.sequence.batch_consistency import batch_mismatch_problem
 from fourfold.step.sequence.sequence_parallel import SequenceParallel
+from fourfold.step.user_optimizer import OptimizerWatch, check_user_optimizer
+from fourfold.step.weights import Weights, trainable_parameters
 from fourfold.words.argument_checks import format_argument
 from fourfold.words.errors import (
     DivergenceError,
@@ -264,7 +264,7 @@ class TrainStep:
         )
         self._executor = Executor(self._actions)
         self._nan_guard = NanGuard(communicator, model, limit=skip_nan)
-        self._drift_checker = drift.DriftChecker(communicator, drift_check)
+        self._drift_checker = replica_drift.DriftChecker(communicator, drift_check)
         self._step_spec = DataStepSpec(
             plan.microbatches,
             len(self.buckets),
@@ -536,21 +536,23 @@ class TrainStep:
             list(self._replicated_tensors()), f"after step {self.num_steps}", update_kind=self._options.implementation()
         )
 
-    def _replicated_tensors(self) -> Iterator[drift.ReplicatedTensor]:
+    def _replicated_tensors(self) -> Iterator[replica_drift.ReplicatedTensor]:
         """The weights in this rank's own memory."""
         weights, gathered, shares = self._weights, self._weights.sharded_params is not None, self._state.shard_ranges
         for name, parameter in self.model.named_parameters():
             if name not in weights.trainable:
-                if drift.compares_frozen(self.plan):
-                    yield drift.ReplicatedTensor(drift.FROZEN, name, 0, parameter)
+                if replica_drift.compares_frozen(self.plan):
+                    yield replica_drift.ReplicatedTensor(replica_drift.FROZEN, name, 0, parameter)
             elif gathered:
-                yield drift.ReplicatedTensor(drift.WEIGHTS, name, shares[name][0], weights.model_shard(name))
+                yield replica_drift.ReplicatedTensor(
+                    replica_drift.WEIGHTS, name, shares[name][0], weights.model_shard(name)
+                )
             elif self._transport.shared_weights is None or self._transport.is_writer:
-                yield drift.ReplicatedTensor(drift.WEIGHTS, name, 0, parameter)
+                yield replica_drift.ReplicatedTensor(replica_drift.WEIGHTS, name, 0, parameter)
             if name in weights.master_weights.param_names:
                 start = shares[name][0] if weights.master_weights.is_sharded else 0
-                yield drift.ReplicatedTensor(
-                    drift.MASTER_WEIGHTS, name, start, weights.master_weights.local_shard(name)
+                yield replica_drift.ReplicatedTensor(
+                    replica_drift.MASTER_WEIGHTS, name, start, weights.master_weights.local_shard(name)
                 )
 
     @contextlib.contextmanager
@@ -602,7 +604,7 @@ class TrainStep:
         self._check_no_edits("put()")
         self._begin_call("put()")
         self._transport.check_same_call()  # all are here: nobody reads weights any more
-        self._raise_on_all_ranks(fits.weight_problems(values, self._weights.trainable), where="the weights")
+        self._raise_on_all_ranks(state_validation.weight_problems(values, self._weights.trainable), where="the weights")
         self._actions.flush()
         self._weights.load_weights(values)
         if self._local_sgd is not None:
@@ -694,7 +696,9 @@ class TrainStep:
         """
         self._begin_call("load_state_dict()")
         self._transport.check_same_call()
-        found = fits.state_problems(state, self._weights.model_state_dict(), self._weights.trainable, self.optimizer)
+        found = state_validation.state_problems(
+            state, self._weights.model_state_dict(), self._weights.trainable, self.optimizer
+        )
         self._raise_on_all_ranks(found, where="the state")
         self._actions.flush()
         self._state.load_state_dict(state)

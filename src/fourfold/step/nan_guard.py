@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fourfold.parts.comm.transports import Communicator
 from fourfold.plan.sample_order import BatchRange
-from fourfold.run.actions import NO_ELEMENTS, Actions
+from fourfold.step.actions import NO_ELEMENTS, Actions
 from fourfold.words.errors import Problem, TrainingError
 
 MAX_NAMED_SAMPLES = 64  # samples of a rank that a message names

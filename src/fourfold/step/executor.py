@@ -6,8 +6,8 @@ Law: it decides nothing. What happens, and in which order, is in the program; wh
 import time
 from collections.abc import Sequence
 
-from fourfold.run.actions import Actions
-from fourfold.run.batch import Microbatch
+from fourfold.step.actions import Actions
+from fourfold.step.batch import Microbatch
 from fourfold.words.errors import Problem, TrainingError
 from fourfold.words.program import Action, Verb
 from fourfold.words.trace_events import NULL_RECORDER

@@ -19,7 +19,7 @@ from fourfold.parts.optim import flat_optimizer
 from fourfold.parts.optim.option_tracker import ABSENT, CLASS_KEY, describe_options
 from fourfold.plan.data import ParamSpec
 from fourfold.plan.plan import Plan, candidate_meshes
-from fourfold.run.batch_statistics import FREEZE_HINT, uses_batch_stats
+from fourfold.step.batch_norm import FREEZE_HINT, uses_batch_stats
 from fourfold.words.errors import PlanError, Problem, TaskError
 
 

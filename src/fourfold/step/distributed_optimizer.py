@@ -25,16 +25,16 @@ from fourfold.parts.optim.option_tracker import OptionTracker
 from fourfold.plan.data import effective_bucket_bytes, grad_buffer_indices, make_buckets
 from fourfold.plan.intervals import DRIFT_CHECK, is_due
 from fourfold.plan.plan import Plan
-from fourfold.run import drift
-from fourfold.run.arguments import check_join_states, check_wrapper_arguments
-from fourfold.run.batch_statistics import FrozenBatchNorms
-from fourfold.run.layouts import MemoryFormats, shape_and_strides
-from fourfold.run.refuse import check_plan_on_ranks, check_same_on_ranks
-from fourfold.run.same_batches import DuplicateBatches, InputFingerprints
-from fourfold.run.spread import broadcast_tree
-from fourfold.run.unreduced import ReducedGrad, UnreducedGrads
-from fourfold.run.weights import trainable_parameters
-from fourfold.run.wrapped_steps import OptimizerSteps
+from fourfold.step import replica_drift
+from fourfold.step.argument_checks import check_join_states, check_wrapper_arguments
+from fourfold.step.batch_norm import FrozenBatchNorms
+from fourfold.step.broadcast_tree import broadcast_tree
+from fourfold.step.duplicate_batches import DuplicateBatches, InputFingerprints
+from fourfold.step.memory_formats import MemoryFormats, shape_and_strides
+from fourfold.step.model_checks import check_plan_on_ranks, check_same_on_ranks
+from fourfold.step.optimizer_steps import OptimizerSteps
+from fourfold.step.unreduced_grads import ReducedGrad, UnreducedGrads
+from fourfold.step.weights import trainable_parameters
 from fourfold.words.errors import OptimizerError, PlanError, Problem, TrainingError
 from fourfold.words.program import LOSS, USED_PARAMS
 
@@ -118,7 +118,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         check_same_on_ranks(self._communicator, grouped, shapes, plan=plan, options=options, optimizer=optimizer)
         self._input_fingerprints = InputFingerprints(model if self._duplicate_batches.is_active else None)
         self._options = OptionTracker(optimizer)
-        self._drift_checker = drift.DriftChecker(self._communicator, drift_check, attempt=WRAPPER_HINT)
+        self._drift_checker = replica_drift.DriftChecker(self._communicator, drift_check, attempt=WRAPPER_HINT)
         self._last_compared_step, self._num_loads_seen = 0, 0
         self._next_compare_step: float = 1  # steps
         self._broadcast_model(src=0)
@@ -305,7 +305,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._compare_weights()
 
     def _compare_weights(self) -> None:
-        held = list(drift.replicated_tensors(self._model, self._plan))
+        held = list(replica_drift.replicated_tensors(self._model, self._plan))
         self._drift_checker.compare(
             held, f"after step {self._steps.num_steps}", update_kind=self._options.implementation()
         )

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fourfold.parts.dropped_arguments import DROPPED_ARGUMENTS, restore_arguments
-from fourfold.run.origins import call_site
+from fourfold.step.loss_call_sites import call_site
 
 DEFAULT_IGNORE_INDEX = -100  # torch's default
 Arguments = dict[str, Any]

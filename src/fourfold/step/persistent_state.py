@@ -18,8 +18,8 @@ from fourfold.parts.comm import transports
 from fourfold.parts.data.local_sgd import LocalSGD
 from fourfold.parts.optim import flat_optimizer
 from fourfold.plan.data import Bucket
-from fourfold.run.remembered import CodecState
-from fourfold.run.weights import Weights
+from fourfold.step.codec_state import CodecState
+from fourfold.step.weights import Weights
 from fourfold.words.errors import OptimizerError, Problem
 
 
