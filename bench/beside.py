@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 from bench.checkpoint import NullLog
 from bench.measure import describe_machine, format_table
+from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
+from fourfold.checkpoint.state import TrainingState
 from fourfold.feed.feed import Feed
 from fourfold.plan.plan import Plan
-from fourfold.run.checkpoint.keeper import AttemptDir, CheckpointManager, TrainingProgress
-from fourfold.run.checkpoint.state import TrainingState
 from fourfold.run.trace import SAMPLE_EVERY, Tracer
 from fourfold.step.build import TrainStep, parallelize
 from fourfold.tasks import lm

@@ -26,11 +26,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from bench.measure import describe_machine, format_table
+from fourfold.checkpoint.manager import NUM_KEPT, AttemptDir, CheckpointManager, TrainingProgress
+from fourfold.checkpoint.state import TrainingState
 from fourfold.environment.world import from_environment
 from fourfold.feed.feed import Feed
 from fourfold.plan.plan import Plan
-from fourfold.run.checkpoint.keeper import NUM_KEPT, AttemptDir, CheckpointManager, TrainingProgress
-from fourfold.run.checkpoint.state import TrainingState
 from fourfold.step.build import TrainStep, parallelize
 from fourfold.tasks import lm
 

@@ -9,10 +9,10 @@ import torch
 import xxhash
 from torch import Tensor
 
+from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
+from fourfold.checkpoint.state import TrainingState, collect_tensors
+from fourfold.checkpoint.store import CheckpointStore
 from fourfold.feed.feed import Feed
-from fourfold.run.checkpoint.keeper import AttemptDir, CheckpointManager, TrainingProgress
-from fourfold.run.checkpoint.shelf import CheckpointStore
-from fourfold.run.checkpoint.state import TrainingState, collect_tensors
 from fourfold.step.ema import EMA
 from fourfold.testing import threads
 from tests.training import Case, batches, build_step, local_batch

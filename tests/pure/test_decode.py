@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fourfold.checkpoint.store import read_manifest, verify_checkpoint
 from fourfold.engines import cause
 from fourfold.plan.decode import MAX_DEPTH, DecodeError, from_json, from_toml, is_too_deep, read_bounded
 from fourfold.plan.plan import Plan
 from fourfold.plan.trace_file import decode_trace as decode_trace
 from fourfold.report import faults, page
 from fourfold.report.record import ReportError
-from fourfold.run.checkpoint.shelf import read_manifest, verify_checkpoint
 from fourfold.words.errors import CheckpointError, FourfoldError, PlanError
 from tests.pure.test_report import make
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import fourfold as ff
+from fourfold.checkpoint.store import CheckpointStore
 from fourfold.feed.source import TensorSource
 from fourfold.report import attempts
-from fourfold.run.checkpoint.shelf import CheckpointStore
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import CheckpointError

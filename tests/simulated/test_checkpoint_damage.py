@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from fourfold.checkpoint import manager as keeping
+from fourfold.checkpoint import write
+from fourfold.checkpoint.manager import CheckpointManager
+from fourfold.checkpoint.store import CheckpointStore, newest_valid, verify_checkpoint
 from fourfold.cli import checkpoint as checkpoints
 from fourfold.plan.plan import Plan
-from fourfold.run.checkpoint import keeper as keeping
-from fourfold.run.checkpoint import write
-from fourfold.run.checkpoint.keeper import CheckpointManager
-from fourfold.run.checkpoint.shelf import CheckpointStore, newest_valid, verify_checkpoint
 from fourfold.run.folder import check_run_name, format_finished, read_finished_record, read_identity
 from fourfold.testing import threads
 from fourfold.words.errors import CheckpointError, SettingError, UnreadableCheckpointError

@@ -7,14 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fourfold.checkpoint import manager as keeping
+from fourfold.checkpoint import write
+from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
+from fourfold.checkpoint.read import CheckpointReader, check_weights_file, export_weights, load_weights_file
+from fourfold.checkpoint.state import TrainingState
+from fourfold.checkpoint.store import CheckpointStore, read_manifest
 from fourfold.feed.feed import Feed
 from fourfold.plan.plan import Plan
-from fourfold.run.checkpoint import keeper as keeping
-from fourfold.run.checkpoint import write
-from fourfold.run.checkpoint.keeper import AttemptDir, CheckpointManager, TrainingProgress
-from fourfold.run.checkpoint.read import CheckpointReader, check_weights_file, export_weights, load_weights_file
-from fourfold.run.checkpoint.shelf import CheckpointStore, read_manifest
-from fourfold.run.checkpoint.state import TrainingState
 from fourfold.run.train import train
 from fourfold.step.build import TrainStep
 from fourfold.step.ema import EMA

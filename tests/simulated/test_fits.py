@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from fourfold.checkpoint.read import load_weights_file
+from fourfold.checkpoint.store import CheckpointStore
 from fourfold.feed.feed import Feed
-from fourfold.run.checkpoint.read import load_weights_file
-from fourfold.run.checkpoint.shelf import CheckpointStore
 from fourfold.testing import threads
 from fourfold.words.errors import CheckpointError, TaskError
 from tests import odd, training

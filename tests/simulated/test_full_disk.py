@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import fourfold as ff
+from fourfold.checkpoint import manager as keeping
+from fourfold.checkpoint.store import newest_valid
 from fourfold.feed.source import TensorSource
 from fourfold.plan.trace_file import decode_trace
-from fourfold.run.checkpoint import keeper as keeping
-from fourfold.run.checkpoint.shelf import newest_valid
 from fourfold.run.folder import RunDir
 from fourfold.words.errors import SettingError, TrainingError
 

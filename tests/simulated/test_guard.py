@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import fourfold as ff
+from fourfold.checkpoint.read import CheckpointReader
+from fourfold.checkpoint.store import newest_valid
 from fourfold.feed.feed import Batch
 from fourfold.feed.source import TensorSource
 from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import BatchRange, rows, shard_range
-from fourfold.run.checkpoint.read import CheckpointReader
-from fourfold.run.checkpoint.shelf import newest_valid
 from fourfold.step.build import TrainStep
 from fourfold.step.ema import EMA
 from fourfold.testing import oracle, threads

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from fourfold.checkpoint.read import export_weights, load_weights_file
+from fourfold.checkpoint.store import CheckpointStore
 from fourfold.parts.optim.master_weights import offload_device
 from fourfold.plan.plan import Plan
-from fourfold.run.checkpoint.read import export_weights, load_weights_file
-from fourfold.run.checkpoint.shelf import CheckpointStore
 from fourfold.run.speaker import format_offload
 from fourfold.step.build import TrainStep
 from fourfold.step.ema import EMA

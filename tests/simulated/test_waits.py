@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from fourfold.checkpoint.store import CheckpointStore
 from fourfold.environment.world import World
 from fourfold.feed.feed import Feed
 from fourfold.parts.comm import rendezvous_store
 from fourfold.parts.comm.communicator import _RankProcess, host_id
 from fourfold.parts.comm.transports import Communicator
-from fourfold.run.checkpoint.shelf import CheckpointStore
 from fourfold.testing import threads
 from fourfold.words.errors import PeerError
 from tests.checkpoints import ThreadRun

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fourfold as ff
+from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
+from fourfold.checkpoint.state import TrainingState
 from fourfold.feed.feed import Feed
-from fourfold.run.checkpoint.keeper import AttemptDir, CheckpointManager, TrainingProgress
-from fourfold.run.checkpoint.state import TrainingState
 from fourfold.step.build import parallelize
 from tests.checkpoints import MemoryLog
 from tests.training import Case, batches, local_batch

@@ -19,7 +19,7 @@ AGE_UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 def list_checkpoints(run: str) -> int:
     """`fourfold checkpoint list`; returns the exit code."""
-    from fourfold.run.checkpoint.shelf import CheckpointStore, read_manifest
+    from fourfold.checkpoint.store import CheckpointStore, read_manifest
 
     shelf = CheckpointStore(_find_run(run))
     rows = [("step", "size", "age", "ranks", "validation loss", "")]
@@ -43,8 +43,8 @@ def list_checkpoints(run: str) -> int:
 
 def verify_checkpoints(run: str) -> int:
     """`fourfold checkpoint verify`; returns the exit code: 1 where something is damaged."""
-    from fourfold.run.checkpoint.shelf import CheckpointStore
-    from fourfold.run.checkpoint.shelf import verify_checkpoint as problems_of
+    from fourfold.checkpoint.store import CheckpointStore
+    from fourfold.checkpoint.store import verify_checkpoint as problems_of
 
     shelf = CheckpointStore(_find_run(run))
     steps, code = shelf.steps(), 0
@@ -65,8 +65,8 @@ def verify_checkpoints(run: str) -> int:
 
 def export_checkpoint(run: str, file: str | None, *, step: int | None, ema: bool) -> int:
     """`fourfold checkpoint export`; returns the exit code."""
-    from fourfold.run.checkpoint.read import export_weights as write
-    from fourfold.run.checkpoint.shelf import CheckpointStore, newest_valid
+    from fourfold.checkpoint.read import export_weights as write
+    from fourfold.checkpoint.store import CheckpointStore, newest_valid
 
     folder = _find_run(run)
     steps = CheckpointStore(folder).steps()

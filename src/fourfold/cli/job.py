@@ -196,7 +196,7 @@ def check_memory(job: Job, data: Data, model: Any) -> None:
 
 def check_init(job: Job) -> None:
     """Raises SettingError or CheckpointError where the weights to begin with are not there, or are another model's."""
-    from fourfold.run.checkpoint.read import check_weights_file
+    from fourfold.checkpoint.read import check_weights_file
     from fourfold.step.meta_model import build_meta_model
 
     init = job.settings.get("init")

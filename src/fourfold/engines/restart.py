@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fourfold.checkpoint.store import resume_hint
 from fourfold.engines.cause import Cause
-from fourfold.run.checkpoint.shelf import resume_hint
 from fourfold.run.faults import FAULTS_FILE, Fault
 from fourfold.run.pulse import HeartbeatRecord
 

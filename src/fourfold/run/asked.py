@@ -25,8 +25,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from fourfold.checkpoint.store import resume_hint
 from fourfold.environment.world import World
-from fourfold.run.checkpoint.shelf import resume_hint
 from fourfold.run.pulse import Heartbeat
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, REQUEUE_EXIT_CODE, Problem, SettingError
 

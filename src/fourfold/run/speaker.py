@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from fourfold.checkpoint.manager import TrainingProgress
 from fourfold.plan.plan import Plan
 from fourfold.run import faults
-from fourfold.run.checkpoint.keeper import TrainingProgress
 from fourfold.run.faults import Fault
 from fourfold.run.folder import RunDir, RunInfo, format_finished
 from fourfold.run.settings import Settings, tuned_batch_size

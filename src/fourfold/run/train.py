@@ -16,6 +16,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
+from fourfold.checkpoint.read import load_weights_file
+from fourfold.checkpoint.state import TrainingState
 from fourfold.environment.host_memory import available_bytes
 from fourfold.environment.world import World
 from fourfold.feed.collate import check_data
@@ -29,9 +32,6 @@ from fourfold.plan.sample_order import shard_range
 from fourfold.plan.trace_file import DATA_SPAN
 from fourfold.run import pulse
 from fourfold.run.asked import handle_stop_signals, stop_seconds
-from fourfold.run.checkpoint.keeper import AttemptDir, CheckpointManager, TrainingProgress
-from fourfold.run.checkpoint.read import load_weights_file
-from fourfold.run.checkpoint.state import TrainingState
 from fourfold.run.late import StragglerDetector
 from fourfold.run.memory_bound import check_memory
 from fourfold.run.pulse import Heartbeat

@@ -12,9 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from fourfold.checkpoint.store import read_manifest
+from fourfold.checkpoint.write import SAFETENSORS_DTYPES, TORCH_DTYPES, Snapshot, make_live_tensor, write_snapshot
 from fourfold.plan.checkpoint_manifest import Box, Manifest, TensorEntry, assign_shards, intersection, relative_slices
-from fourfold.run.checkpoint.shelf import read_manifest
-from fourfold.run.checkpoint.write import SAFETENSORS_DTYPES, TORCH_DTYPES, Snapshot, make_live_tensor, write_snapshot
 from fourfold.step.state_validation import tied_problems
 from fourfold.words.errors import CheckpointError, Problem
 

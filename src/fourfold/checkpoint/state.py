@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fourfold.checkpoint.read import CheckpointReader, dtype_problems, shape_problems
+from fourfold.checkpoint.write import SAFETENSORS_DTYPES, LiveTensor, make_live_tensor
 from fourfold.feed.feed import Feed, Position
 from fourfold.parts.data.param_access import untracked_access
 from fourfold.parts.optim.flat_optimizer import IMPLEMENTATION_OPTIONS
@@ -28,8 +30,6 @@ from fourfold.plan.checkpoint_manifest import (
 )
 from fourfold.plan.rng import generator_seed, rng_state_to_restore
 from fourfold.plan.sample_order import ORDER_VERSION
-from fourfold.run.checkpoint.read import CheckpointReader, dtype_problems, shape_problems
-from fourfold.run.checkpoint.write import SAFETENSORS_DTYPES, LiveTensor, make_live_tensor
 from fourfold.step.build import TrainStep
 from fourfold.step.ema import EMA
 from fourfold.step.state_validation import optimizer_problems

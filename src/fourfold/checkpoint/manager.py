@@ -18,6 +18,11 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from fourfold.checkpoint import state, store
+from fourfold.checkpoint.read import CheckpointReader
+from fourfold.checkpoint.state import TrainingState
+from fourfold.checkpoint.store import CheckpointStore
+from fourfold.checkpoint.write import Snapshot, write_file, write_snapshot
 from fourfold.plan.checkpoint_manifest import MANIFEST_FILE as MANIFEST_NAME
 from fourfold.plan.checkpoint_manifest import (
     MANIFEST_VERSION,
@@ -30,11 +35,6 @@ from fourfold.plan.checkpoint_manifest import (
     shard_file_name,
 )
 from fourfold.plan.decode import DecodeError, from_json, read_bounded
-from fourfold.run.checkpoint import shelf, state
-from fourfold.run.checkpoint.read import CheckpointReader
-from fourfold.run.checkpoint.shelf import CheckpointStore
-from fourfold.run.checkpoint.state import TrainingState
-from fourfold.run.checkpoint.write import Snapshot, write_file, write_snapshot
 from fourfold.words.errors import CheckpointError, Problem, UnreadableCheckpointError
 from fourfold.words.units import format_bytes
 
@@ -142,7 +142,7 @@ class CheckpointManager:
     def _verify_files(self, folder: Path) -> tuple[list[Problem], list[str]]:
         """Why this rank's share of a checkpoint cannot be read here; and what is damaged of it."""
         try:
-            return [], shelf.verify_checkpoint(folder, index=self._rank, size=self._size)
+            return [], store.verify_checkpoint(folder, index=self._rank, size=self._size)
         except UnreadableCheckpointError as error:
             return list(error.problems), []
 
@@ -310,7 +310,7 @@ class CheckpointManager:
         whole = msgspec.structs.replace(manifest, files=files, random=tuple(mark.random for mark in marks))
         for path in paths:
             path.with_suffix(".json").unlink()
-        write_file(part / MANIFEST_NAME, [shelf.encode_manifest(whole)])
+        write_file(part / MANIFEST_NAME, [store.encode_manifest(whole)])
         self._log.sync()
         self._store.commit(part, manifest.step)
         with contextlib.suppress(OSError):  # what cannot be taken away now is there to be taken away at the next save
