@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fourfold.analysis.describe import show
 from fourfold.plan.codec import CODECS
 from fourfold.plan.plan import Plan
-from fourfold.run.show import show
 from fourfold.step.model_checks import model_problems
 from fourfold.tasks import lm
 from fourfold.testing import oracle, threads

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import fourfold as ff
+from fourfold.analysis.verify import verify
 from fourfold.environment.world import World
 from fourfold.feed import feed as feed_module
 from fourfold.feed.feed import Position
 from fourfold.plan.sample_order import BatchRange
-from fourfold.run.verify import verify
 from fourfold.words.errors import DataError
 
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fourfold as ff
+from fourfold.analysis.describe import show
 from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.store import CheckpointStore, newest_valid
 from fourfold.plan.intervals import is_due
 from fourfold.plan.plan import Plan
-from fourfold.run.show import show
 from fourfold.step.build import TrainStep
 from fourfold.step.model_checks import sync_problems
 from fourfold.tasks import lm

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fourfold.analysis.verify import verify
 from fourfold.feed.feed import Feed
 from fourfold.feed.source import TensorSource
 from fourfold.plan.plan import Plan
 from fourfold.run.train import evaluate
-from fourfold.run.verify import verify
 from fourfold.step.build import TrainStep, preflight
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from bench.sequence_memory import NullChannel
+from fourfold.analysis.describe import show
+from fourfold.analysis.describe_sequence import saved_bytes, sent_bytes, trace_model
 from fourfold.cli import work
 from fourfold.parts.comm.ring.protocol import NullRingGroup, RingOverP2P
 from fourfold.parts.sequence.attention import SequenceGroup, sequence_attention
 from fourfold.plan.plan import Plan
-from fourfold.run.show import show
-from fourfold.run.show_sequence import saved_bytes, sent_bytes, trace_model
 from fourfold.step.meta_model import build_meta_model
 from fourfold.tasks import digits, lm
 from fourfold.words.errors import PlanError

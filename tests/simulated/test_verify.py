@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fourfold.analysis.verify import TOLERANCE, VerifyResult, check_verifiable, verify
 from fourfold.cli import verify as command
 from fourfold.cli.job import Job
 from fourfold.feed.source import TensorSource
 from fourfold.plan.plan import Plan
-from fourfold.run.verify import TOLERANCE, VerifyResult, check_verifiable, verify
 from fourfold.step.batch import Loss, sum_loss
 from fourfold.step.dry_run.float64_mode import Float64Mode
 from fourfold.step.objective import Objective
@@ -156,7 +156,10 @@ def test_the_table_says_what_was_compared_and_what_was_left_out():
 def test_what_is_off_is_named_and_ends_with_exit_code_1():
     verdict = VerifyResult([1e-12, 1e-3], {"a": 2e-13, "bc": 0.0}, {"a": 1e-5, "bc": float("nan")}, 0, False)
     job = Job(task=task(), plan=Plan(), settings={"spec": "lm"}, identity={})
-    with mock.patch("fourfold.run.verify.verify", return_value=verdict), pytest.raises(command.VerifyError) as caught:
+    with (
+        mock.patch("fourfold.analysis.verify.verify", return_value=verdict),
+        pytest.raises(command.VerifyError) as caught,
+    ):
         command.verify(job, None)
     assert caught.value.exit_code == 1
     assert "the weight of a is 1.0e-05 off, and 1 more" in str(caught.value)

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import nn
 
 import fourfold as ff
+from fourfold.analysis.verify import verify
 from fourfold.parts.comm import transports
 from fourfold.parts.sequence import attention as attention_module
 from fourfold.plan.codec import codec_rounds
 from fourfold.plan.trace_file import encode_trace
 from fourfold.run import late
 from fourfold.run.trace import Tracer
-from fourfold.run.verify import verify
 from fourfold.tasks import lm
 from fourfold.testing import oracle
 from fourfold.words.errors import DivergenceError

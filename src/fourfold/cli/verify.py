@@ -15,7 +15,7 @@ from fourfold.words.errors import FourfoldError, Problem
 from fourfold.words.terminal_text import escape_controls
 
 if TYPE_CHECKING:
-    from fourfold.run.verify import VerifyResult
+    from fourfold.analysis.verify import VerifyResult
 
 MAX_SHOWN = 40  # tensors; of more, the furthest
 
@@ -34,8 +34,8 @@ def main(words: Sequence[str]) -> None:
 
 def verify(work: job.Job, world: World | None) -> None:
     """Verify in this process; rank 0 says what was found. Raises VerifyError there."""
-    from fourfold.run.verify import TOLERANCE
-    from fourfold.run.verify import verify as run
+    from fourfold.analysis.verify import TOLERANCE
+    from fourfold.analysis.verify import verify as run
 
     verdict = run(work.task, work.plan, seed=work.settings.get("seed", 0))
     if verdict is None:
@@ -47,7 +47,7 @@ def verify(work: job.Job, world: World | None) -> None:
 
 def format_result(work: job.Job, verdict: "VerifyResult") -> list[str]:
     """The lines of the table, and what is to be known about it."""
-    from fourfold.run.verify import TOLERANCE
+    from fourfold.analysis.verify import TOLERANCE
     from fourfold.step.sequence.dry_run import NOT_CHECKED
 
     mesh = work.plan.mesh

@@ -113,9 +113,9 @@ def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> i
 
 def show(words: Sequence[str]) -> int:
     """`fourfold show`; returns the exit code."""
+    from fourfold.analysis.describe import show as text_of
     from fourfold.cli import job
     from fourfold.cli.settings import FIELDS, parse_args
-    from fourfold.run.show import show as text_of
 
     given = parse_args(words)
     # Without a file, dp is 1 unless said: what is shown must not depend on this machine.
@@ -129,11 +129,11 @@ def show(words: Sequence[str]) -> int:
 
 def verify(words: Sequence[str], processes: str | None) -> int:
     """`fourfold verify`; returns the exit code."""
+    from fourfold.analysis.verify import DEFAULT_STEPS, check_verifiable
     from fourfold.cli import job, verify
     from fourfold.cli.settings import FIELDS, parse_args
     from fourfold.engines.machine import check_num_processes
     from fourfold.engines.restart import SupervisionPolicy
-    from fourfold.run.verify import DEFAULT_STEPS, check_verifiable
 
     given = parse_args(words)
     words = [*words] if "steps" in given.values else [*words, f"steps={DEFAULT_STEPS}"]

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from fourfold.analysis.memory_bound import check_memory
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.checkpoint.read import load_weights_file
 from fourfold.checkpoint.state import TrainingState
@@ -33,7 +34,6 @@ from fourfold.plan.trace_file import DATA_SPAN
 from fourfold.run import pulse
 from fourfold.run.asked import handle_stop_signals, stop_seconds
 from fourfold.run.late import StragglerDetector
-from fourfold.run.memory_bound import check_memory
 from fourfold.run.pulse import Heartbeat
 from fourfold.run.settings import Settings, check_steps, format_delayed, lr_factors, make_settings
 from fourfold.run.speaker import AVERAGED_STEPS, ProgressDisplay, RunLogger, RunResult

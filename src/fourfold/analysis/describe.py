@@ -5,6 +5,7 @@ Law: nothing here is measured or guessed; every figure is arithmetic on the plan
 
 from collections.abc import Mapping, Sequence
 
+from fourfold.analysis.describe_sequence import format_sequence
 from fourfold.parts import mixed_precision
 from fourfold.parts.data import grad_buckets
 from fourfold.parts.optim import flat_optimizer
@@ -29,7 +30,6 @@ from fourfold.plan.memory import (
 )
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import REDUCE_FORMATS, compute_specs, gradient_bucket, has_master_weights
-from fourfold.run.show_sequence import format_sequence
 from fourfold.step.argument_checks import check_plan_argument
 from fourfold.step.meta_model import build_meta_model
 from fourfold.step.model_checks import check_plan_for_model, check_update_timing

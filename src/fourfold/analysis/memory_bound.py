@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fourfold.analysis.activation_bytes import activation_bytes_per_sample
 from fourfold.environment.host_memory import available_bytes
 from fourfold.feed.sample_rng import fetch_seeded
 from fourfold.parts import mixed_precision
@@ -22,7 +23,6 @@ from fourfold.plan.data import RESTING_LAYOUTS, effective_bucket_bytes, make_buc
 from fourfold.plan.memory import HostRanks, bytes_per_element, host_memory_use
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import compute_specs
-from fourfold.run.activations import activation_bytes_per_sample
 from fourfold.step.batch import tree_leaves
 from fourfold.words.errors import FourfoldError, Problem, SettingError
 from fourfold.words.layout import SPLIT
