@@ -21,9 +21,9 @@ from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingP
 from fourfold.checkpoint.state import TrainingState
 from fourfold.feed.feed import Feed
 from fourfold.plan.plan import Plan
-from fourfold.run.trace import SAMPLE_EVERY, Tracer
 from fourfold.step.build import TrainStep, parallelize
 from fourfold.tasks import lm
+from fourfold.trainer.tracer import SAMPLE_EVERY, Tracer
 
 BLOCK_STEPS = 10
 WARM_UP = 5

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from fourfold.parts.comm.transports import world
     from fourfold.plan.lr_schedule import LRSchedule
     from fourfold.plan.plan import Plan
-    from fourfold.run.train import train
     from fourfold.step.build import TrainStep, parallelize
     from fourfold.step.distributed_optimizer import DistributedOptimizer
     from fourfold.step.metrics import Metrics
+    from fourfold.trainer.train import train
     from fourfold.words.errors import FourfoldError, PlanError
     from fourfold.words.task import Data, Task
 
@@ -54,7 +54,7 @@ _MODULE_OF = {
     "TrainStep": "step.build",
     "parallelize": "step.build",
     "shard": "feed.dataloader",
-    "train": "run.train",
+    "train": "trainer.train",
     "world": "parts.comm.transports",
 }
 

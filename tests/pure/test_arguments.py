@@ -17,7 +17,7 @@ import fourfold as ff
 from fourfold.analysis.describe import show
 from fourfold.analysis.verify import verify
 from fourfold.plan.rng import generator_seed
-from fourfold.run.settings import make_settings
+from fourfold.trainer.settings import make_settings
 from fourfold.words import argument_checks
 from fourfold.words.errors import FourfoldError
 

@@ -8,7 +8,7 @@ import pytest
 from fourfold.engines import cause, watch
 from fourfold.engines.cause import Cause
 from fourfold.engines.restart import RestartBudget, SupervisionPolicy
-from fourfold.run.pulse import DONE, PAUSED, STARTING, STEPPING, Heartbeat, HeartbeatFile, HeartbeatRecord
+from fourfold.trainer.heartbeat import DONE, PAUSED, STARTING, STEPPING, Heartbeat, HeartbeatFile, HeartbeatRecord
 from fourfold.words.errors import CheckpointError, PeerError, StoppedError, TrainingError
 
 KILLED = Cause("rank 1 of 2 was killed", 1, 1, signal=9)

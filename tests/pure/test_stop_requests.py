@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from fourfold.environment.world import World
-from fourfold.run import asked
-from fourfold.run.pulse import RECORD_WORDS, Heartbeat
+from fourfold.trainer import stop_signal
+from fourfold.trainer.heartbeat import RECORD_WORDS, Heartbeat
 from fourfold.words.errors import SettingError
 
 SECONDS = 60.0  # a command takes half a second on an idle machine
@@ -26,7 +26,7 @@ def pulse() -> Heartbeat:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_request_is_a_note_and_the_handlers_before_come_back(number: signal.Signals, tmp_path: Path) -> None:
     before = signal.getsignal(number)
-    with asked.handle_stop_signals(pulse(), tmp_path, World(), limit_seconds=600.0) as request:
+    with stop_signal.handle_stop_signals(pulse(), tmp_path, World(), limit_seconds=600.0) as request:
         assert request() == 0
         os.kill(os.getpid(), number)
         assert request() == number
@@ -41,7 +41,7 @@ def test_handlers_of_the_users_own_are_left_alone_and_so_is_an_event_loop(tmp_pa
     before = [signal.signal(number, lambda got, _: heard.append(got)) for number in (signal.SIGTERM, signal.SIGUSR1)]
     signal.set_wakeup_fd(writing)
     try:
-        with asked.handle_stop_signals(pulse(), tmp_path, World(), limit_seconds=600.0) as request:
+        with stop_signal.handle_stop_signals(pulse(), tmp_path, World(), limit_seconds=600.0) as request:
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGUSR1)
             assert sorted(os.read(reading, 1) + os.read(reading, 1)) == [signal.SIGUSR1, signal.SIGTERM]
@@ -110,7 +110,7 @@ def test_a_request_that_cannot_be_answered_on_stderr_is_a_request_all_the_same(t
     assert process.stdout is not None
     assert process.stdout.readline() == "full\n"
     process.send_signal(signal.SIGINT)
-    time.sleep(asked.REPEAT_SECONDS[signal.SIGINT] + 0.2)
+    time.sleep(stop_signal.REPEAT_SECONDS[signal.SIGINT] + 0.2)
     process.send_signal(signal.SIGINT)
     try:
         assert process.wait(SECONDS) == 130
@@ -139,7 +139,7 @@ def test_a_second_ctrl_c_ends_a_process_at_once(body: str, tmp_path: Path) -> No
     assert process.stderr is not None
     told = process.stderr.readline()
     assert told == "fourfold: SIGINT: saving after this step, then ending; Ctrl-C again ends at once\n"
-    time.sleep(asked.REPEAT_SECONDS[signal.SIGINT] + 0.05)
+    time.sleep(stop_signal.REPEAT_SECONDS[signal.SIGINT] + 0.05)
     process.send_signal(signal.SIGINT)
     rest = process.communicate(timeout=SECONDS)[1]
     if body == BUSY:
@@ -159,20 +159,20 @@ def test_signals_that_come_together_are_one_request(
     monkeypatch.setattr("os._exit", ends.append)
     monkeypatch.setattr("_thread.interrupt_main", interrupts.append)
     with waiting(tmp_path) as requests:
-        for later in (0.0, 0.0, 0.9 * asked.REPEAT_SECONDS[number]):
+        for later in (0.0, 0.0, 0.9 * stop_signal.REPEAT_SECONDS[number]):
             now[0] = 100.0 + later
             requests._on_wakeup_byte(number)
         assert not ends
         assert not interrupts
-        now[0] = 100.0 + 1.1 * asked.REPEAT_SECONDS[number]
+        now[0] = 100.0 + 1.1 * stop_signal.REPEAT_SECONDS[number]
         requests._on_wakeup_byte(number)
     assert [*ends, *interrupts] == [code or signal.SIGINT]
 
 
 @contextlib.contextmanager
-def waiting(folder: Path, beats: Heartbeat | None = None) -> Iterator[asked.StopSignalHandler]:
+def waiting(folder: Path, beats: Heartbeat | None = None) -> Iterator[stop_signal.StopSignalHandler]:
     """Requests of a process that gets no signals."""
-    requests = asked.StopSignalHandler([signal.SIGTERM, signal.SIGINT], beats or pulse(), folder, World(), 25.0)
+    requests = stop_signal.StopSignalHandler([signal.SIGTERM, signal.SIGINT], beats or pulse(), folder, World(), 25.0)
     try:
         yield requests
     finally:
@@ -219,8 +219,8 @@ def test_a_step_that_ends_gives_a_process_its_time_again(tmp_path: Path, monkeyp
 
 
 def test_the_time_to_stop_is_a_number_of_seconds() -> None:
-    assert asked.stop_seconds({}) == asked.stop_seconds({asked.STOP_SECONDS_VARIABLE: ""}) == 25.0
-    assert asked.stop_seconds({asked.STOP_SECONDS_VARIABLE: "0.5"}) == 0.5
+    assert stop_signal.stop_seconds({}) == stop_signal.stop_seconds({stop_signal.STOP_SECONDS_VARIABLE: ""}) == 25.0
+    assert stop_signal.stop_seconds({stop_signal.STOP_SECONDS_VARIABLE: "0.5"}) == 0.5
     for text in ("0", "-1", "nan", "inf", "1e300", "soon"):
         with pytest.raises(SettingError, match="a number of seconds above 0"):
-            asked.stop_seconds({asked.STOP_SECONDS_VARIABLE: text})
+            stop_signal.stop_seconds({stop_signal.STOP_SECONDS_VARIABLE: text})

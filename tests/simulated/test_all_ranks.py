@@ -8,9 +8,9 @@ from torch import nn
 
 import fourfold as ff
 from fourfold.parts.comm import transports
-from fourfold.run import train as training
 from fourfold.tasks import digits
 from fourfold.testing import threads
+from fourfold.trainer import train as training
 
 RANK_OF_A_LAUNCHER = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
 

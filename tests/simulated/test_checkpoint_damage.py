@@ -19,8 +19,8 @@ from fourfold.checkpoint.manager import CheckpointManager
 from fourfold.checkpoint.store import CheckpointStore, newest_valid, verify_checkpoint
 from fourfold.cli import checkpoint as checkpoints
 from fourfold.plan.plan import Plan
-from fourfold.run.folder import check_run_name, format_finished, read_finished_record, read_identity
 from fourfold.testing import threads
+from fourfold.trainer.run_dir import check_run_name, format_finished, read_finished_record, read_identity
 from fourfold.words.errors import CheckpointError, SettingError, UnreadableCheckpointError
 from tests.checkpoints import ThreadRun, rewrite_manifest, save_twice
 from tests.training import Case

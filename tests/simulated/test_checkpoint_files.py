@@ -15,10 +15,10 @@ from fourfold.checkpoint.state import TrainingState
 from fourfold.checkpoint.store import CheckpointStore, read_manifest
 from fourfold.feed.feed import Feed
 from fourfold.plan.plan import Plan
-from fourfold.run.train import train
 from fourfold.step.build import TrainStep
 from fourfold.step.ema import EMA
 from fourfold.testing import threads
+from fourfold.trainer.train import train
 from fourfold.words.errors import CheckpointError
 from fourfold.words.task import Data, Task
 from tests import training

@@ -14,11 +14,11 @@ from fourfold.parts import fingerprint
 from fourfold.parts.fingerprint import device_fingerprint, fingerprints
 from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.plan import Plan
-from fourfold.run import train as train_module
 from fourfold.step import replica_drift
 from fourfold.step.build import TrainStep
 from fourfold.step.distributed_optimizer import DistributedOptimizer
 from fourfold.testing import threads
+from fourfold.trainer import train as train_module
 from fourfold.words.errors import DivergenceError, SettingError
 from fourfold.words.task import Data, Task
 from tests.training import Case, batches, local_batch, loss, model, optimizer

@@ -6,8 +6,8 @@ import threading
 import pytest
 
 from fourfold.report import faults as reported
-from fourfold.run import faults
-from fourfold.run.folder import RunDir, archive_run, read_finished_record
+from fourfold.trainer import fault_log
+from fourfold.trainer.run_dir import RunDir, archive_run, read_finished_record
 from fourfold.words.errors import SettingError, TrainingError
 
 LIMIT_SECONDS = 20
@@ -46,8 +46,8 @@ def test_a_pipe_in_the_place_of_a_log_is_told_and_not_waited_for(tmp_path):
         assert isinstance(error, TrainingError)
         assert "metrics.jsonl could not be written: is a pipe" in str(error)
     os.mkfifo(run / "faults.jsonl")
-    fault = faults.Fault(time=0.0, kind="restart", step=1, rank=0, host="a", text="")
-    for body in (lambda: faults.append_fault(run, fault), lambda: reported.read_faults(run)):
+    fault = fault_log.Fault(time=0.0, kind="restart", step=1, rank=0, host="a", text="")
+    for body in (lambda: fault_log.append_fault(run, fault), lambda: reported.read_faults(run)):
         error = within_limit(body)
         assert isinstance(error, OSError)
         assert "is a pipe" in str(error)

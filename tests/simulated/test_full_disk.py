@@ -16,7 +16,7 @@ from fourfold.checkpoint import manager as keeping
 from fourfold.checkpoint.store import newest_valid
 from fourfold.feed.source import TensorSource
 from fourfold.plan.trace_file import decode_trace
-from fourfold.run.folder import RunDir
+from fourfold.trainer.run_dir import RunDir
 from fourfold.words.errors import SettingError, TrainingError
 
 FULL = OSError(errno.ENOSPC, "No space left on device")

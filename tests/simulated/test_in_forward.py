@@ -18,9 +18,9 @@ import fourfold as ff
 from fourfold.feed.source import TensorSource
 from fourfold.plan import cost
 from fourfold.plan.plan import Plan
-from fourfold.run.trace import Tracer
 from fourfold.step.build import TrainStep, parallelize
 from fourfold.testing import threads
+from fourfold.trainer.tracer import Tracer
 from fourfold.words.errors import PlanError, TrainingError
 from fourfold.words.program import Verb
 from tests import training

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from fourfold.plan.plan import Plan
-from fourfold.run.late import WINDOW_STEPS, StragglerDetector
 from fourfold.step.build import TrainStep
 from fourfold.testing import threads
+from fourfold.trainer.stragglers import WINDOW_STEPS, StragglerDetector
 
 SECONDS = 0.05
 BATCH = (torch.ones(2, 4), torch.zeros(2))

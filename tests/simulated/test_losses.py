@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from fourfold.feed.source import TensorSource
 from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import shard_range
-from fourfold.run.train import evaluate
 from fourfold.step.build import TrainStep
 from fourfold.step.torch_losses import _safe_mean, observing
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE, TrainingResult
+from fourfold.trainer.train import evaluate
 from fourfold.words.errors import TaskError, TrainingError
 from fourfold.words.task import Data, Task
 from tests.training import SEED_LOCK

@@ -13,10 +13,10 @@ from fourfold.analysis.verify import verify
 from fourfold.feed.feed import Feed
 from fourfold.feed.source import TensorSource
 from fourfold.plan.plan import Plan
-from fourfold.run.train import evaluate
 from fourfold.step.build import TrainStep, preflight
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
+from fourfold.trainer.train import evaluate
 from fourfold.words.errors import DataError, TaskError
 from fourfold.words.task import Data, Task
 from tests.simulated.test_hugging import MODELS, Wide, made

@@ -11,10 +11,10 @@ from fourfold.checkpoint.read import export_weights, load_weights_file
 from fourfold.checkpoint.store import CheckpointStore
 from fourfold.parts.optim.master_weights import offload_device
 from fourfold.plan.plan import Plan
-from fourfold.run.speaker import format_offload
 from fourfold.step.build import TrainStep
 from fourfold.step.ema import EMA
 from fourfold.testing import oracle, threads
+from fourfold.trainer.run_logger import format_offload
 from tests import training
 from tests.checkpoints import ThreadRun
 from tests.precision import (

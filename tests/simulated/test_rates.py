@@ -13,7 +13,7 @@ import torch
 import fourfold as ff
 from bench.rates import train
 from fourfold.cli.job import parse_job
-from fourfold.run.settings import make_settings
+from fourfold.trainer.settings import make_settings
 from fourfold.words.errors import SettingError
 
 

@@ -9,8 +9,8 @@ import torch
 
 from fourfold.parts.sequence import kernels
 from fourfold.plan.sequence import RINGS, AttentionSize, attention_sent_elements, scores_per_index
-from fourfold.run.trace import SpanRecorder
 from fourfold.testing import links, threads
+from fourfold.trainer.tracer import SpanRecorder
 from fourfold.words.trace_events import RING_SPAN, SEND_LANE
 from tests import attention
 from tests.attention import BATCH, HEAD_SIZE, HEADS, TOLERANCE, AttentionCase

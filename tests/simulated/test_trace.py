@@ -5,7 +5,8 @@ import pytest
 from fourfold.plan import cost
 from fourfold.plan.dependencies import lane_of
 from fourfold.plan.trace_file import Trace, decode_trace
-from fourfold.run.trace import (
+from fourfold.testing import threads
+from fourfold.trainer.tracer import (
     FIRST_SAMPLED,
     MAX_KEPT_STEPS,
     TRACE_FILE,
@@ -14,7 +15,6 @@ from fourfold.run.trace import (
     _without_overlap,
     is_sampled,
 )
-from fourfold.testing import threads
 from fourfold.words.trace_events import DONE_EVENT, LAUNCHED_EVENT, READY_EVENT, REDUCE_LANE, Span
 from tests.training import Case, batches, build_step, local_batch
 

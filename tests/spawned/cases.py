@@ -22,10 +22,10 @@ from fourfold.parts.comm import transports
 from fourfold.parts.sequence import attention as attention_module
 from fourfold.plan.codec import codec_rounds
 from fourfold.plan.trace_file import encode_trace
-from fourfold.run import late
-from fourfold.run.trace import Tracer
 from fourfold.tasks import lm
 from fourfold.testing import oracle
+from fourfold.trainer import stragglers
+from fourfold.trainer.tracer import Tracer
 from fourfold.words.errors import DivergenceError
 from tests import apart, attention, coded, precision, training
 from tests.training import Case
@@ -291,7 +291,13 @@ def late_in_data(folder: str) -> list[Any]:
 
     task = ff.Task(model=model, loss=nn.functional.mse_loss, data=data, optimizer=sgd, batch_size=8)
     ff.train(
-        task, ff.Plan(dp=2), steps=late.WINDOW_STEPS + 1, checkpoint_every=0, trace_every=0, folder=folder, name="late"
+        task,
+        ff.Plan(dp=2),
+        steps=stragglers.WINDOW_STEPS + 1,
+        checkpoint_every=0,
+        trace_every=0,
+        folder=folder,
+        name="late",
     )
     lines = (Path(folder) / "late" / "metrics.jsonl").read_text().splitlines()
     return [line["late"] for line in map(json.loads, lines) if "late" in line]

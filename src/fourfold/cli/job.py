@@ -16,7 +16,7 @@ from fourfold.environment.world import from_environment
 from fourfold.plan.decode import DecodeError, read_bounded
 from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan import Plan
-from fourfold.run.settings import check_steps, default_run_name, make_settings, tuned_batch_size
+from fourfold.trainer.settings import check_steps, default_run_name, make_settings, tuned_batch_size
 from fourfold.words.errors import PlanError, Problem, SettingError
 from fourfold.words.task import Data, Task
 
@@ -111,8 +111,8 @@ def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_r
 
     keeps: whether it is to be a run, with a folder.
     """
-    from fourfold.run.folder import check_run_name
     from fourfold.step.build import preflight
+    from fourfold.trainer.run_dir import check_run_name
 
     job = parse_job(words, num_processes=num_processes)
     errors = ErrorCollector()

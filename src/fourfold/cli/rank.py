@@ -46,7 +46,7 @@ def train(work: job.Job, world: World | None) -> None:
 
 def _train(work: job.Job, world: World | None) -> None:
     from fourfold.report.progress import Progress
-    from fourfold.run.train import train as run
+    from fourfold.trainer.train import train as run
 
     if world is not None and world.rank > 0:
         run(work.task, work.plan, **work.settings)

@@ -41,18 +41,18 @@ def train(words: Sequence[str], processes: str | None) -> int:
 
 def _supervision_policy(ready: "Job") -> "SupervisionPolicy":
     from fourfold.engines.restart import SupervisionPolicy
-    from fourfold.run import faults
-    from fourfold.run.asked import stop_seconds
+    from fourfold.trainer import fault_log
+    from fourfold.trainer.stop_signal import stop_seconds
 
     folder = ready.run_dir.absolute()
 
-    def record_fault(fault: faults.Fault) -> None:
+    def record_fault(fault: fault_log.Fault) -> None:
         if fault.step < 0 and not folder.exists():
             return  # Ranks that ended before there was a run; the launcher tells of it on stderr.
         try:
-            faults.append_fault(folder, fault)
+            fault_log.append_fault(folder, fault)
         except OSError as error:  # a full disk, say
-            _print_error(f"{faults.FAULTS_FILE} could not be written: {os_error_text(error)}")
+            _print_error(f"{fault_log.FAULTS_FILE} could not be written: {os_error_text(error)}")
 
     return SupervisionPolicy(
         max_restarts=ready.restarts,
@@ -67,7 +67,7 @@ def _supervision_policy(ready: "Job") -> "SupervisionPolicy":
 
 def _check_finished(ready: "Job", *, speaks: bool) -> bool:
     """Whether the run has ended already; one that is to start over is set aside here, by one process."""
-    from fourfold.run.folder import archive_run, format_finished, read_finished_record
+    from fourfold.trainer.run_dir import archive_run, format_finished, read_finished_record
 
     if ready.fresh:
         # A launcher that starts its ranks again does not mean to start over again.
@@ -87,7 +87,7 @@ def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> i
     from fourfold.engines.machine import check_num_processes, default_num_processes
     from fourfold.engines.restart import SupervisionPolicy
     from fourfold.engines.worker import run_program
-    from fourfold.run.asked import stop_seconds
+    from fourfold.trainer.stop_signal import stop_seconds
 
     if not restarts.isdecimal():
         raise SettingError(Problem(f"--restarts {restarts}", "a whole number, at least 0"), where="fourfold run")

@@ -23,9 +23,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 
 from fourfold.engines import cause, watch
 from fourfold.engines.restart import RestartBudget, SupervisionPolicy
-from fourfold.run.asked import REPEAT_SECONDS, SAVING_TEXT
-from fourfold.run.faults import Fault
-from fourfold.run.pulse import DONE, STARTING, HeartbeatFile
+from fourfold.trainer.fault_log import Fault
+from fourfold.trainer.heartbeat import DONE, STARTING, HeartbeatFile
+from fourfold.trainer.stop_signal import REPEAT_SECONDS, SAVING_TEXT
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, REQUEUE_EXIT_CODE
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)

@@ -26,7 +26,7 @@ from fourfold.engines.machine import loopback_variables, malloc_variables, threa
 from fourfold.engines.onehost import LOOPBACK, AgentRendezvous
 from fourfold.engines.restart import SupervisionPolicy
 from fourfold.environment.rendezvous import STORE_VARIABLE
-from fourfold.run import pulse
+from fourfold.trainer import heartbeat
 from fourfold.words.errors import REQUEUE_EXIT_CODE
 
 MONITOR_SECONDS = 0.05
@@ -54,7 +54,7 @@ def launch(command: Sequence[str], *, num_processes: int, policy: SupervisionPol
         _restore_signal_handlers(),
     ):
         folder, run = Path(name), uuid.uuid4().hex
-        pulses = pulse.HeartbeatFile(folder, num_processes)
+        pulses = heartbeat.HeartbeatFile(folder, num_processes)
         spec = WorkerSpec(
             role="rank",
             local_world_size=num_processes,
@@ -68,7 +68,7 @@ def launch(command: Sequence[str], *, num_processes: int, policy: SupervisionPol
         listening = {watch.STACKS_VARIABLE: name} if policy.hang_seconds is not None else {}
         listening[TORCH_SIGNALS_VARIABLE] = ",".join(number.name for number in handled_signals())
         with _extended_environment(
-            {pulse.HEARTBEAT_VARIABLE: str(pulses.path), STORE_VARIABLE: str(folder / f"store-{run}"), **listening}
+            {heartbeat.HEARTBEAT_VARIABLE: str(pulses.path), STORE_VARIABLE: str(folder / f"store-{run}"), **listening}
         ):
             return _run_agent(Agent(spec, folder=folder, heartbeats=pulses, policy=policy))
 

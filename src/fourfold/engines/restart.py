@@ -12,8 +12,8 @@ from pathlib import Path
 
 from fourfold.checkpoint.store import resume_hint
 from fourfold.engines.cause import Cause
-from fourfold.run.faults import FAULTS_FILE, Fault
-from fourfold.run.pulse import HeartbeatRecord
+from fourfold.trainer.fault_log import FAULTS_FILE, Fault
+from fourfold.trainer.heartbeat import HeartbeatRecord
 
 SHUTDOWN_SECONDS = 3
 

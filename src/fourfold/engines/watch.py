@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fourfold.run.pulse import STARTING, HeartbeatRecord
+from fourfold.trainer.heartbeat import STARTING, HeartbeatRecord
 
 STACKS_VARIABLE = "FOURFOLD_STACKS"
 DUMP_SIGNAL = signal.SIGUSR2

@@ -31,13 +31,6 @@ from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import shard_range
 from fourfold.plan.trace_file import DATA_SPAN
-from fourfold.run import pulse
-from fourfold.run.asked import handle_stop_signals, stop_seconds
-from fourfold.run.late import StragglerDetector
-from fourfold.run.pulse import Heartbeat
-from fourfold.run.settings import Settings, check_steps, format_delayed, lr_factors, make_settings
-from fourfold.run.speaker import AVERAGED_STEPS, ProgressDisplay, RunLogger, RunResult
-from fourfold.run.trace import SAMPLE_EVERY, Tracer
 from fourfold.step.argument_checks import check_plan_argument
 from fourfold.step.batch import Loss, eval_mode
 from fourfold.step.build import TrainStep, parallelize
@@ -45,6 +38,13 @@ from fourfold.step.ema import EMA
 from fourfold.step.meta_model import try_meta_model
 from fourfold.step.objective import is_uneven, uneven_problem
 from fourfold.step.same_source import check_same_length
+from fourfold.trainer import heartbeat as heartbeat_module
+from fourfold.trainer.heartbeat import Heartbeat
+from fourfold.trainer.run_logger import AVERAGED_STEPS, ProgressDisplay, RunLogger, RunResult
+from fourfold.trainer.settings import Settings, check_steps, format_delayed, lr_factors, make_settings
+from fourfold.trainer.stop_signal import handle_stop_signals, stop_seconds
+from fourfold.trainer.stragglers import StragglerDetector
+from fourfold.trainer.tracer import SAMPLE_EVERY, Tracer
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, PeerError, Problem, StoppedError, TaskError, TrainingError
 from fourfold.words.task import Source, Task
 
@@ -120,7 +120,7 @@ def train(
     step = parallelize(model, task.loss, task.optimizer, plan, **kept)
     feed = Feed(data.train, plan, batch_size=settings.batch_size, seed=settings.seed)
     trained = TrainingState(step, feed, None if settings.ema is None else EMA(step.weight_shards, settings.ema))
-    beats = pulse.from_environment()
+    beats = heartbeat_module.from_environment()
     with _run_logger(task, step, plan, settings, report) as speaker:
         if speaker.run_info.finished_record is not None:
             beats.mark_done()

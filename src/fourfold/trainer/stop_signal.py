@@ -27,7 +27,7 @@ from typing import NoReturn
 
 from fourfold.checkpoint.store import resume_hint
 from fourfold.environment.world import World
-from fourfold.run.pulse import Heartbeat
+from fourfold.trainer.heartbeat import Heartbeat
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, REQUEUE_EXIT_CODE, Problem, SettingError
 
 STOP_SECONDS_VARIABLE = "FOURFOLD_STOP_SECONDS"

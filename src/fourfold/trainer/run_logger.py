@@ -14,13 +14,13 @@ from typing import Any, Protocol
 
 from fourfold.checkpoint.manager import TrainingProgress
 from fourfold.plan.plan import Plan
-from fourfold.run import faults
-from fourfold.run.faults import Fault
-from fourfold.run.folder import RunDir, RunInfo, format_finished
-from fourfold.run.settings import Settings, tuned_batch_size
 from fourfold.step.build import TrainStep
 from fourfold.step.metrics import Metrics
 from fourfold.step.nan_guard import Skipped
+from fourfold.trainer import fault_log
+from fourfold.trainer.fault_log import Fault
+from fourfold.trainer.run_dir import RunDir, RunInfo, format_finished
+from fourfold.trainer.settings import Settings, tuned_batch_size
 from fourfold.words.errors import os_error_text
 from fourfold.words.progress import ProgressLine
 from fourfold.words.task import Task
@@ -155,9 +155,9 @@ class RunLogger:
         try:
             host = None if rank is None else platform.node()
             fault = Fault(time=time.time(), kind=kind, step=step, rank=rank, host=host, text=text)
-            faults.append_fault(self.run_path, fault)
+            fault_log.append_fault(self.run_path, fault)
         except OSError as error:
-            self.log_message(f"warning: {faults.FAULTS_FILE} could not be written: {os_error_text(error)}")
+            self.log_message(f"warning: {fault_log.FAULTS_FILE} could not be written: {os_error_text(error)}")
 
     def log_bytes(self) -> int:
         return self._run_dir.log_bytes() if self._run_dir is not None else 0
@@ -201,9 +201,9 @@ class RunLogger:
             fault = Fault(
                 time=time.time(), kind="skipped step", step=number, rank=skipped.rank, host=None, text=skipped.text
             )
-            faults.append_fault(self.run_path, fault)
+            fault_log.append_fault(self.run_path, fault)
         except OSError as error:  # A run is worth more than the list of its faults.
-            self.log_message(f"warning: {faults.FAULTS_FILE} could not be written: {os_error_text(error)}")
+            self.log_message(f"warning: {fault_log.FAULTS_FILE} could not be written: {os_error_text(error)}")
         self.log_message(f"skipped {skipped.text}")
 
     def _progress_line(self, number: int) -> ProgressLine:

@@ -1,1 +1,0 @@
-"""Floor 3: a plan and a task become a running program."""
