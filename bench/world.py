@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Self
 
 from bench.measure import machine_cpu_seconds
-from fourfold.engines.machine import malloc_variables
+from fourfold.launch.process_defaults import malloc_variables
 from fourfold.testing.hosts import Hosts
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -8,18 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.engines import cause
+from fourfold.launch import failure_report
 from fourfold.words.errors import PeerError, PlanError, Problem
 
 
-def entry(rank: int, *, timestamp: float, kind: str = "ValueError", message: str = "boom") -> cause.FailureRecord:
-    return cause.FailureRecord(
+def entry(
+    rank: int, *, timestamp: float, kind: str = "ValueError", message: str = "boom"
+) -> failure_report.FailureRecord:
+    return failure_report.FailureRecord(
         rank=rank, kind=kind, message=message, text=f"{kind}: {message}", timestamp=timestamp, exit_code=1
     )
 
 
-def first(*records: cause.FailureRecord, exit_codes: dict[int, int] | None = None) -> cause.Cause:
-    return cause.first_cause(
+def first(*records: failure_report.FailureRecord, exit_codes: dict[int, int] | None = None) -> failure_report.Cause:
+    return failure_report.first_cause(
         {each.rank: each for each in records}, exit_codes or {}, [f"rank {n} of 4" for n in range(4)]
     )
 
@@ -33,14 +35,14 @@ def test_an_echo_is_never_the_cause_of_a_job() -> None:
     reset = entry(0, timestamp=1.0, kind="RuntimeError", message="[pair.cc:547] Connection closed by peer [127.0.0.1]")
     assert "rank 1" in first(reset, entry(1, timestamp=2.0)).text
     assert first(reset, exit_codes={0: 1, 1: -9}).text.startswith("rank 1 of 4 was killed by SIGKILL")
-    assert first(reset, exit_codes={0: 1, 1: 3}) == cause.Cause("rank 1 of 4 ended with exit code 3", 3, 1)
+    assert first(reset, exit_codes={0: 1, 1: 3}) == failure_report.Cause("rank 1 of 4 ended with exit code 3", 3, 1)
     assert "rank 0 of 4 failed" in first(reset).text  # unless nothing else is known
 
 
 def test_a_rank_that_left_is_the_cause_where_there_is_no_better_one() -> None:
     reset = entry(0, timestamp=1.0, kind="PeerError", message="rank 1 died while rank 0 waited for it")
     left = "rank 1 of 4 ended with exit code 0 before the run had ended"
-    assert first(reset, exit_codes={0: 75, 1: 0}) == cause.Cause(left, 1, 1)
+    assert first(reset, exit_codes={0: 75, 1: 0}) == failure_report.Cause(left, 1, 1)
     assert first(exit_codes={0: 0, 1: 0}).text.startswith("rank 0 of 4 and rank 1 of 4 ended with exit code 0")
     assert "SIGKILL" in first(reset, exit_codes={0: 75, 1: 0, 2: -9}).text
     assert "ValueError" in first(reset, entry(2, timestamp=2.0), exit_codes={0: 75, 1: 0, 2: 1}).text
@@ -54,7 +56,9 @@ def exited(code: object) -> SystemExit:
 
 def test_a_rank_that_calls_exit_is_the_cause_with_its_own_code_and_is_not_started_again() -> None:
     reset = entry(0, timestamp=1.0, kind="PeerError", message="rank 1 died while rank 0 waited for it")
-    found = first(reset, cause.make_record(exited(3), rank=1), exit_codes={0: 75})  # rank 1 is still on its way out
+    found = first(
+        reset, failure_report.make_record(exited(3), rank=1), exit_codes={0: 75}
+    )  # rank 1 is still on its way out
     assert found.text == ('rank 1 of 4 called sys.exit and ended with exit code 3\n  File "user.py", line 3, in leave')
     assert (found.rank, found.exit_code, found.is_final) == (1, 3, True)
 
@@ -63,18 +67,18 @@ def test_a_rank_that_calls_exit_is_the_cause_with_its_own_code_and_is_not_starte
 def test_the_code_of_an_exit_is_the_one_that_python_would_end_with(given: object, code: int) -> None:
     script = [sys.executable, "-S", "-c", f"import sys; sys.exit({given!r})"]
     assert subprocess.run(script, capture_output=True, check=False).returncode == code
-    assert cause.exit_code(SystemExit(given)) == code
+    assert failure_report.exit_code(SystemExit(given)) == code
 
 
 def test_what_an_exit_says_is_told() -> None:
-    found = cause.make_record(exited("no data"), rank=1)
+    found = failure_report.make_record(exited("no data"), rank=1)
     assert found.text.startswith("called sys.exit and ended with exit code 1: no data\n")
-    assert not cause.make_record(exited("connection refused"), rank=1).is_echo
+    assert not failure_report.make_record(exited("connection refused"), rank=1).is_echo
 
 
 def test_a_program_that_ended_normally_while_others_waited_for_it_is_the_cause() -> None:
     lost = entry(0, timestamp=1.0, kind="PeerError", message="rank 1 died while rank 0 waited for it")
-    found = first(lost, cause.end_record(1), exit_codes={0: 75})  # rank 1's process is still there
+    found = first(lost, failure_report.end_record(1), exit_codes={0: 75})  # rank 1's process is still there
     assert found.text == (
         "rank 1 of 4 ended normally while rank 0 still waited for it\n"
         "  need   ranks that make the same calls: steps, evaluations, collectives\n"
@@ -85,7 +89,7 @@ def test_a_program_that_ended_normally_while_others_waited_for_it_is_the_cause()
 
 def test_a_program_that_ended_normally_is_not_blamed_for_the_failure_of_another() -> None:
     lost = entry(0, timestamp=1.0, kind="PeerError", message="rank 2 died while rank 0 waited for it")
-    done = cause.end_record(1)
+    done = failure_report.end_record(1)
     assert "ValueError" in first(lost, done, entry(2, timestamp=2.0)).text
     assert "rank 2 of 4 was killed by SIGKILL" in first(lost, done, exit_codes={0: 75, 1: 0, 2: -9}).text
     assert "rank 1 of 4 was killed by SIGABRT" in first(lost, done, exit_codes={0: 75, 1: -6}).text
@@ -93,7 +97,7 @@ def test_a_program_that_ended_normally_is_not_blamed_for_the_failure_of_another(
 
 def test_the_users_line_that_waited_for_an_ended_rank_is_told() -> None:
     reset = entry(0, timestamp=1.0, kind="RuntimeError", message="Connection closed by peer [127.0.0.1]:1")
-    assert first(reset, cause.end_record(1)).text.endswith(
+    assert first(reset, failure_report.end_record(1)).text.endswith(
         "\nrank 0 waited here\nRuntimeError: Connection closed by peer [127.0.0.1]:1"
     )
 
@@ -101,9 +105,9 @@ def test_the_users_line_that_waited_for_an_ended_rank_is_told() -> None:
 def test_a_rank_that_was_interrupted_is_the_cause_and_is_not_started_again() -> None:
     reset = entry(0, timestamp=1.0, kind="PeerError", message="rank 1 died while rank 0 waited for it")
     found = first(
-        reset, cause.make_record(KeyboardInterrupt(), rank=1), exit_codes={0: 75}
+        reset, failure_report.make_record(KeyboardInterrupt(), rank=1), exit_codes={0: 75}
     )  # rank 1 is still on its way out
-    assert found == cause.Cause("rank 1 of 4 ended with exit code 130", 130, 1, is_final=True)
+    assert found == failure_report.Cause("rank 1 of 4 ended with exit code 130", 130, 1, is_final=True)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
@@ -112,7 +116,7 @@ def test_what_no_disk_takes_is_told_on_stderr(tmp_path: Path) -> None:
     script.write_text("raise ValueError('of mine')\n")
     (tmp_path / "told.json.part").symlink_to("/dev/full")
     environ = {**os.environ, "RANK": "1", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "told.json")}
-    command = [sys.executable, "-m", "fourfold.engines.worker", str(os.getpid()), str(script)]
+    command = [sys.executable, "-m", "fourfold.launch.worker", str(os.getpid()), str(script)]
     ended = subprocess.run(command, env=environ, timeout=300, check=False, stderr=subprocess.PIPE, text=True)
     assert ended.returncode == 1
     assert ended.stderr.startswith("rank 1 failed, and its record could not be written: no space left on device\n")
@@ -121,7 +125,7 @@ def test_what_no_disk_takes_is_told_on_stderr(tmp_path: Path) -> None:
 
 
 def test_our_own_peer_error_is_an_echo() -> None:
-    assert cause.make_record(PeerError("rank 1 has gone"), rank=0).is_echo
+    assert failure_report.make_record(PeerError("rank 1 has gone"), rank=0).is_echo
 
 
 def test_an_error_goes_before_a_death_by_signal() -> None:
@@ -130,7 +134,7 @@ def test_an_error_goes_before_a_death_by_signal() -> None:
 
 
 def test_bad_input_keeps_its_exit_code() -> None:
-    found = first(cause.make_record(PlanError(Problem("dp = 3", "2")), rank=2))
+    found = first(failure_report.make_record(PlanError(Problem("dp = 3", "2")), rank=2))
     assert found.exit_code == 2
     assert found.text.startswith("rank 2 of 4 failed\nPlanError")
 
@@ -140,7 +144,7 @@ def test_an_error_that_fails_to_say_what_it_is_is_told_all_the_same() -> None:
         def __str__(self) -> str:
             raise ValueError("no words")
 
-    found = cause.make_record(Mute(), rank=1)
+    found = failure_report.make_record(Mute(), rank=1)
     assert found.message == "Mute"
     assert "Mute" in found.text
 
@@ -148,7 +152,7 @@ def test_an_error_that_fails_to_say_what_it_is_is_told_all_the_same() -> None:
 @pytest.mark.parametrize(
     ("ending", "kind", "code"),
     [
-        ("", cause.ENDED, 0),
+        ("", failure_report.ENDED, 0),
         ("raise ValueError", "ValueError", 1),
         ("import asyncio; raise asyncio.CancelledError", "CancelledError", 1),
         ("raise KeyboardInterrupt", "KeyboardInterrupt", 130),
@@ -160,18 +164,18 @@ def test_a_rank_tells_how_it_ended_whatever_it_has_made_of_its_environment(
     path, script = tmp_path / "told.json", tmp_path / "script.py"
     script.write_text(f"import os\nos.environ.clear()\n{ending}\n")
     environ = {**os.environ, "RANK": "1", "TORCHELASTIC_ERROR_FILE": str(path)}
-    command = [sys.executable, "-m", "fourfold.engines.worker", str(os.getpid()), str(script)]
+    command = [sys.executable, "-m", "fourfold.launch.worker", str(os.getpid()), str(script)]
     assert subprocess.run(command, env=environ, timeout=300, check=False).returncode == code
-    found = cause.load_record(path)
+    found = failure_report.load_record(path)
     assert found is not None
     assert (found.kind, found.rank) == (kind, 1)
 
 
 def test_a_record_survives_its_file(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
-    written = cause.make_record(ValueError("bööm"), rank=3)
-    cause.save_record(path, written)
-    assert cause.load_record(path) == written
+    written = failure_report.make_record(ValueError("bööm"), rank=3)
+    failure_report.save_record(path, written)
+    assert failure_report.load_record(path) == written
     assert [file.name for file in tmp_path.iterdir()] == ["error.json"]
 
 
@@ -179,8 +183,8 @@ def test_a_record_survives_its_file(tmp_path: Path) -> None:
 def test_a_file_in_another_form_is_no_record(tmp_path: Path, text: str) -> None:
     path = tmp_path / "error.json"
     path.write_text(text)
-    assert cause.load_record(path) is None
-    assert cause.load_record(tmp_path / "missing") is None
+    assert failure_report.load_record(path) is None
+    assert failure_report.load_record(tmp_path / "missing") is None
 
 
 def raised(code: str, **names: object) -> Exception:
@@ -193,7 +197,7 @@ def test_a_traceback_is_cut_to_the_users_lines() -> None:
     import torch
 
     # Through torch's frames and fourfold's, and the user's in between.
-    text = cause.format_error(
+    text = failure_report.format_error(
         raised("tree.tree_map(lambda x: x.no_such_name, [1])", tree=torch.utils._pytree)  # type: ignore[attr-defined]
     )
     lines = text.splitlines()
@@ -209,26 +213,26 @@ def test_full_tracebacks_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("FOURFOLD_TRACEBACK", "full")
     error = raised("tree.tree_map(lambda x: x.no_such_name, [1])", tree=torch.utils._pytree)  # type: ignore[attr-defined]
-    assert "_pytree.py" in cause.format_error(error)
+    assert "_pytree.py" in failure_report.format_error(error)
 
 
 def test_an_error_of_our_own_code_keeps_every_frame() -> None:
     with pytest.raises(AttributeError) as caught:
-        cause.first_cause(None, {}, [])  # type: ignore[arg-type]
+        failure_report.first_cause(None, {}, [])  # type: ignore[arg-type]
     error = caught.value
     assert error.__traceback__ is not None
     error.__traceback__ = error.__traceback__.tb_next  # this test's own frame
-    assert "cause.py" in cause.format_error(error)
+    assert "cause.py" in failure_report.format_error(error)
 
 
 def test_what_caused_an_error_is_told_too() -> None:
-    text = cause.format_error(
+    text = failure_report.format_error(
         raised("try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise ValueError('v') from e")
     )
     assert text.index("ZeroDivisionError") < text.index("direct cause") < text.index("ValueError: v")
 
 
 def test_our_own_errors_speak_without_traceback() -> None:
-    assert cause.format_error(PlanError(Problem("dp = 3", "2 ranks", "dp = 2"), where="plan.toml")) == (
+    assert failure_report.format_error(PlanError(Problem("dp = 3", "2 ranks", "dp = 2"), where="plan.toml")) == (
         "PlanError: 1 problem in plan.toml\n  dp = 3   need 2 ranks   try dp = 2"
     )

@@ -12,9 +12,9 @@ import pytest
 
 from fourfold.cli import interrupt, main
 from fourfold.cli.settings import RUN_SETTINGS, ParsedArgs, ValueType, argument_types, parse_args, parse_values
-from fourfold.engines.machine import check_num_processes, loopback_variables, thread_variables
 from fourfold.environment import malloc
 from fourfold.environment.world import World, num_cores
+from fourfold.launch.process_defaults import check_num_processes, loopback_variables, thread_variables
 from fourfold.words.errors import SettingError
 
 TASK = """

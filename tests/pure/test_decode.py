@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.checkpoint.store import read_manifest, verify_checkpoint
-from fourfold.engines import cause
+from fourfold.launch import failure_report
 from fourfold.plan.decode import MAX_DEPTH, DecodeError, from_json, from_toml, is_too_deep, read_bounded
 from fourfold.plan.plan import Plan
 from fourfold.plan.trace_file import decode_trace as decode_trace
@@ -158,7 +158,7 @@ def test_a_plan_that_is_nested_too_deeply_is_refused(depth):
 @pytest.mark.parametrize("text", [lists(100_000), dicts(100_000), '{"rank": "0"}', '{"message": {"text": "torch"}}'])
 def test_an_error_file_of_another_form_is_no_record(text, tmp_path):
     (tmp_path / "error").write_text(text)
-    assert cause.load_record(tmp_path / "error") is None
+    assert failure_report.load_record(tmp_path / "error") is None
 
 
 @pytest.mark.parametrize("text", [lists(100_000), dicts(100_000), f'{{"xxh3_128": "", "manifest": {lists(100_000)}}}'])

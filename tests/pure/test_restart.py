@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.engines import cause, watch
-from fourfold.engines.cause import Cause
-from fourfold.engines.restart import RestartBudget, SupervisionPolicy
+from fourfold.launch import failure_report, hang_detector
+from fourfold.launch.failure_report import Cause
+from fourfold.launch.restart_policy import RestartBudget, SupervisionPolicy
 from fourfold.trainer.heartbeat import DONE, PAUSED, STARTING, STEPPING, Heartbeat, HeartbeatFile, HeartbeatRecord
 from fourfold.words.errors import CheckpointError, PeerError, StoppedError, TrainingError
 
@@ -48,18 +48,20 @@ def test_a_rank_killed_before_the_first_step_is_started_again_a_program_that_fai
 
 @pytest.mark.parametrize("error", [CheckpointError("bad"), TrainingError("no gradient"), StoppedError("asked")])
 def test_what_another_attempt_cannot_mend_is_not_attempted(error: Exception) -> None:
-    found = cause.first_cause({0: cause.make_record(error, rank=0)}, {0: 1}, ["rank 0 of 1"])
+    found = failure_report.first_cause({0: failure_report.make_record(error, rank=0)}, {0: 1}, ["rank 0 of 1"])
     assert judged([(9, 0)], of=found) == [False]
 
 
 def test_a_peer_that_has_gone_is_a_reason_to_try_again() -> None:
-    found = cause.first_cause({0: cause.make_record(PeerError("rank 1 died"), rank=0)}, {0: 75}, ["rank 0 of 1"])
+    found = failure_report.first_cause(
+        {0: failure_report.make_record(PeerError("rank 1 died"), rank=0)}, {0: 75}, ["rank 0 of 1"]
+    )
     assert judged([(9, 0)], of=found) == [True]
 
 
 def test_a_job_that_was_asked_to_stop_says_so_and_not_that_a_rank_failed() -> None:
-    found = cause.first_cause(
-        {1: cause.make_record(StoppedError("stopped after step 5"), rank=1)}, {1: 75}, ["rank 0", "rank 1"]
+    found = failure_report.first_cause(
+        {1: failure_report.make_record(StoppedError("stopped after step 5"), rank=1)}, {1: 75}, ["rank 0", "rank 1"]
     )
     assert (found.text, found.exit_code, found.is_stopped) == ("stopped after step 5", 75, True)
 
@@ -79,7 +81,7 @@ def test_only_ranks_beyond_their_limit_are_late() -> None:
         HeartbeatRecord(9, 0, PAUSED, 50.0, 20.0),
         HeartbeatRecord(9, 0, STEPPING, 89.0, 0.1),
     ]
-    assert watch.overdue_ranks(beats, min_seconds=10.0, now=100.0) == [2]
+    assert hang_detector.overdue_ranks(beats, min_seconds=10.0, now=100.0) == [2]
 
 
 def test_a_launcher_reads_what_its_ranks_have_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from fourfold.engines.agent import Agent
+from fourfold.launch.agent import Agent
 
 
 def test_the_first_signal_ends_a_job_in_order_and_a_later_one_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

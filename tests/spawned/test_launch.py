@@ -13,9 +13,9 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from fourfold.engines.machine import THREAD_VARIABLES
 from fourfold.environment.malloc import TUNABLES_VARIABLE
 from fourfold.environment.world import num_cores
+from fourfold.launch.process_defaults import THREAD_VARIABLES
 
 SECONDS = 180  # the time limit of a command; a command on an idle machine takes three
 FOURFOLD = ("-m", "fourfold")

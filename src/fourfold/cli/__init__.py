@@ -86,7 +86,7 @@ def _run_command(arguments: list[str]) -> int:
         if _is_output_error(error):
             raise
         from fourfold.cli.failure import report_error
-        from fourfold.engines.worker import exit_fast
+        from fourfold.launch.worker import exit_fast
         from fourfold.words.errors import INTERRUPT_EXIT_CODE, REQUEUE_EXIT_CODE
 
         code = report_error(error)

@@ -11,8 +11,8 @@ from typing import Any
 
 from fourfold.cli import settings, task
 from fourfold.cli.failure import ErrorCollector, is_file, nearest_file
-from fourfold.engines.machine import default_num_processes
 from fourfold.environment.world import from_environment
+from fourfold.launch.process_defaults import default_num_processes
 from fourfold.plan.decode import DecodeError, read_bounded
 from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan import Plan

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fourfold.cli import job
-from fourfold.engines import cause
-from fourfold.engines.restart import resume_hint
 from fourfold.environment.launchers import OPEN_MPI, detected_launchers
 from fourfold.environment.world import World, from_environment
+from fourfold.launch import failure_report
+from fourfold.launch.restart_policy import resume_hint
 from fourfold.words.errors import FourfoldError, TrainingError
 
 
@@ -34,8 +34,8 @@ def train(work: job.Job, world: World | None) -> None:
     try:
         _train(work, world)
     except SystemExit as leaving:
-        code = cause.exit_code(leaving)
-        where = cause.format_error(leaving).rstrip()
+        code = failure_report.exit_code(leaving)
+        where = failure_report.format_error(leaving).rstrip()
         error = TrainingError(f"the task ended its process in mid-run, with exit code {code}\n{where}")
         error.exit_code = code or TrainingError.exit_code
         raise error from None

@@ -17,7 +17,7 @@ from fourfold.words.terminal_text import escape_controls
 
 if TYPE_CHECKING:
     from fourfold.cli.job import Job
-    from fourfold.engines.restart import SupervisionPolicy
+    from fourfold.launch.restart_policy import SupervisionPolicy
 
 RESTART_COUNT_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 SHOW_CURSOR = "\x1b[?25h"
@@ -26,7 +26,7 @@ SHOW_CURSOR = "\x1b[?25h"
 def train(words: Sequence[str], processes: str | None) -> int:
     """`fourfold train`; returns the exit code."""
     from fourfold.cli import job, rank
-    from fourfold.engines.machine import check_num_processes
+    from fourfold.launch.process_defaults import check_num_processes
 
     world = from_environment()
     ready = job.prepare_job(words, num_processes=check_num_processes(processes, world))
@@ -40,7 +40,7 @@ def train(words: Sequence[str], processes: str | None) -> int:
 
 
 def _supervision_policy(ready: "Job") -> "SupervisionPolicy":
-    from fourfold.engines.restart import SupervisionPolicy
+    from fourfold.launch.restart_policy import SupervisionPolicy
     from fourfold.trainer import fault_log
     from fourfold.trainer.stop_signal import stop_seconds
 
@@ -84,9 +84,9 @@ def _check_finished(ready: "Job", *, speaks: bool) -> bool:
 def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> int:
     """`fourfold run`; returns the exit code."""
     from fourfold.cli.failure import is_file, nearest_file
-    from fourfold.engines.machine import check_num_processes, default_num_processes
-    from fourfold.engines.restart import SupervisionPolicy
-    from fourfold.engines.worker import run_program
+    from fourfold.launch.process_defaults import check_num_processes, default_num_processes
+    from fourfold.launch.restart_policy import SupervisionPolicy
+    from fourfold.launch.worker import run_program
     from fourfold.trainer.stop_signal import stop_seconds
 
     if not restarts.isdecimal():
@@ -132,8 +132,8 @@ def verify(words: Sequence[str], processes: str | None) -> int:
     from fourfold.analysis.verify import DEFAULT_STEPS, check_verifiable
     from fourfold.cli import job, verify
     from fourfold.cli.settings import FIELDS, parse_args
-    from fourfold.engines.machine import check_num_processes
-    from fourfold.engines.restart import SupervisionPolicy
+    from fourfold.launch.process_defaults import check_num_processes
+    from fourfold.launch.restart_policy import SupervisionPolicy
 
     given = parse_args(words)
     words = [*words] if "steps" in given.values else [*words, f"steps={DEFAULT_STEPS}"]
@@ -166,7 +166,7 @@ def report(words: Sequence[str]) -> int:
 
 
 def _launch(command: Sequence[str], num_processes: int, policy: "SupervisionPolicy") -> int:
-    from fourfold.engines.local import launch
+    from fourfold.launch.local_job import launch
 
     interrupt.restore_and_raise()
     outcome = launch(command, num_processes=num_processes, policy=policy)

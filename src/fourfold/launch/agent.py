@@ -21,8 +21,8 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
-from fourfold.engines import cause, watch
-from fourfold.engines.restart import RestartBudget, SupervisionPolicy
+from fourfold.launch import failure_report, hang_detector
+from fourfold.launch.restart_policy import RestartBudget, SupervisionPolicy
 from fourfold.trainer.fault_log import Fault
 from fourfold.trainer.heartbeat import DONE, STARTING, HeartbeatFile
 from fourfold.trainer.stop_signal import REPEAT_SECONDS, SAVING_TEXT
@@ -47,13 +47,13 @@ class Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, *, folder: Path, heartbeats: HeartbeatFile, policy: SupervisionPolicy) -> None:
         super().__init__(spec, logs_specs=DefaultLogsSpecs(log_dir=str(folder)))
         self.num_ranks, self.policy = spec.local_world_size, policy
-        self.cause: cause.Cause | None = None
+        self.cause: failure_report.Cause | None = None
         self._folder, self._heartbeats, self._budget = folder, heartbeats, RestartBudget(policy)
         self._host = socket.gethostname()
         self._early_exit_codes: dict[int, int] = {}
         """Of the ranks that ended before the others were told to."""
         self._handled_signals = handled_signals()
-        self._hang: watch.Hang | None = None
+        self._hang: hang_detector.Hang | None = None
         self._first_exit_at: float | None = None
         """When a rank was first seen to have left, on the monotonic clock."""
         self._late_signal: signal.Signals | None = None
@@ -147,9 +147,9 @@ class Agent(LocalElasticAgent):
         if self.policy.hang_seconds is None or self._hang is not None or self._first_exit_at is not None:
             return
         beats, pids = self._heartbeats.read(), self._live_pids()
-        late = watch.overdue_ranks(beats, min_seconds=self.policy.hang_seconds, now=time.monotonic())
+        late = hang_detector.overdue_ranks(beats, min_seconds=self.policy.hang_seconds, now=time.monotonic())
         if any(rank in pids for rank in late):
-            self._hang = watch.kill_culprits([rank for rank in late if rank in pids], beats, pids, self._folder)
+            self._hang = hang_detector.kill_culprits([rank for rank in late if rank in pids], beats, pids, self._folder)
 
     def _early_exits(self) -> list[int]:
         """Ranks that ended in mid-run, as if all were well."""
@@ -224,34 +224,34 @@ class Agent(LocalElasticAgent):
             self.policy.record_fault(msgspec.structs.replace(fault, seconds=seconds))
         self._pending_faults = []
 
-    def find_cause(self) -> cause.Cause | None:
+    def find_cause(self) -> failure_report.Cause | None:
         """Why the present attempt ended, as far as its ranks have said; None where none has failed."""
         if self._hang is not None:
             return self._hang_cause(self._hang)
         records = {}
         for rank, path in self._pcontext_of("error_files").items():
-            entry = cause.load_record(Path(path))
+            entry = failure_report.load_record(Path(path))
             if entry is not None:
                 records[rank] = entry
         left = self._early_exits()
-        failed = any(entry.kind != cause.ENDED for entry in records.values())
+        failed = any(entry.kind != failure_report.ENDED for entry in records.values())
         if not failed and not left and not any(self._early_exit_codes.values()):
             return None
         codes = {rank: code for rank, code in self._early_exit_codes.items() if code or records or rank in left}
-        found = cause.first_cause(records, codes, self._rank_names())
+        found = failure_report.first_cause(records, codes, self._rank_names())
         if found.signal == signal.SIGTERM and self.policy.has_heartbeat:
             # Where it could not leave a note yet: before the first step.
             text = f"{found.text}: stopped; {self.policy.resume_hint()}"
-            return cause.Cause(text, REQUEUE_EXIT_CODE, found.rank, is_final=True, is_stopped=True)
+            return failure_report.Cause(text, REQUEUE_EXIT_CODE, found.rank, is_final=True, is_stopped=True)
         # What it has written down says why it ended, but not that a person asked for it.
         trains = found.rank is not None and self._heartbeats.read()[found.rank].resumed_step >= 0
         written = records.get(found.rank)
-        if trains and found.exit_code in STOP_TEXTS and (written is None or written.kind == cause.INTERRUPTED):
+        if trains and found.exit_code in STOP_TEXTS and (written is None or written.kind == failure_report.INTERRUPTED):
             text = f"{found.text}: {STOP_TEXTS[found.exit_code]}; {self.policy.resume_hint()}".removesuffix("; ")
             return dataclasses.replace(found, text=text, is_final=True, is_stopped=True)
         return found
 
-    def _hang_cause(self, hang: watch.Hang) -> cause.Cause:
+    def _hang_cause(self, hang: hang_detector.Hang) -> failure_report.Cause:
         names = self._rank_names()
         who = " and ".join(names[rank] for rank in hang.ranks)
         one = len(hang.ranks) == 1
@@ -259,7 +259,7 @@ class Agent(LocalElasticAgent):
         why = f"{stopped} been stopped by a signal" if hang.is_stopped else hangs
         text = f"{who} {why}: no step in {hang.seconds:.0f} s, so {it} killed"
         stack = f"\nit was here, innermost first\n{hang.stack}" if hang.stack else ""
-        return cause.Cause(text + stack, 1, hang.ranks[0], signal=signal.SIGKILL)
+        return failure_report.Cause(text + stack, 1, hang.ranks[0], signal=signal.SIGKILL)
 
     def _rank_names(self) -> list[str]:
         names = [f"rank {rank} of {self.num_ranks}" for rank in range(self.num_ranks)]

@@ -20,12 +20,12 @@ from pathlib import Path
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from fourfold.engines import watch
-from fourfold.engines.agent import SIGNALS, TORCH_SIGNALS_VARIABLE, UNLIMITED_RESTARTS, Agent, handled_signals
-from fourfold.engines.machine import loopback_variables, malloc_variables, thread_variables
-from fourfold.engines.onehost import LOOPBACK, AgentRendezvous
-from fourfold.engines.restart import SupervisionPolicy
 from fourfold.environment.rendezvous import STORE_VARIABLE
+from fourfold.launch import hang_detector
+from fourfold.launch.agent import SIGNALS, TORCH_SIGNALS_VARIABLE, UNLIMITED_RESTARTS, Agent, handled_signals
+from fourfold.launch.local_rendezvous import LOOPBACK, AgentRendezvous
+from fourfold.launch.process_defaults import loopback_variables, malloc_variables, thread_variables
+from fourfold.launch.restart_policy import SupervisionPolicy
 from fourfold.trainer import heartbeat
 from fourfold.words.errors import REQUEUE_EXIT_CODE
 
@@ -60,12 +60,12 @@ def launch(command: Sequence[str], *, num_processes: int, policy: SupervisionPol
             local_world_size=num_processes,
             rdzv_handler=AgentRendezvous(run_id=run),
             entrypoint=sys.executable,
-            args=("-m", "fourfold.engines.worker", str(os.getpid()), *(_escape_macro(word) for word in command)),
+            args=("-m", "fourfold.launch.worker", str(os.getpid()), *(_escape_macro(word) for word in command)),
             max_restarts=UNLIMITED_RESTARTS,
             monitor_interval=MONITOR_SECONDS,
             local_addr=LOOPBACK,
         )
-        listening = {watch.STACKS_VARIABLE: name} if policy.hang_seconds is not None else {}
+        listening = {hang_detector.STACKS_VARIABLE: name} if policy.hang_seconds is not None else {}
         listening[TORCH_SIGNALS_VARIABLE] = ",".join(number.name for number in handled_signals())
         with _extended_environment(
             {heartbeat.HEARTBEAT_VARIABLE: str(pulses.path), STORE_VARIABLE: str(folder / f"store-{run}"), **listening}

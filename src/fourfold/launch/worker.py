@@ -1,7 +1,7 @@
 """Worker: one rank of a local job. Runs a script, or `-m module`, as Python itself would.
 
-    python -m fourfold.engines.worker LAUNCHER_PID SCRIPT.py [arguments…]
-    python -m fourfold.engines.worker LAUNCHER_PID -m MODULE [arguments…]
+    python -m fourfold.launch.worker LAUNCHER_PID SCRIPT.py [arguments…]
+    python -m fourfold.launch.worker LAUNCHER_PID -m MODULE [arguments…]
 
 Law: the program sees the command line, the path and the exit codes it would see alone; what it raises is written
 down for the launcher, which tells it once.
@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from fourfold.engines import cause, env_store, watch
 from fourfold.environment import standard_streams
+from fourfold.launch import env_store, failure_report, hang_detector
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, REQUEUE_EXIT_CODE, os_error_text
 
 EXIT_SECONDS = 2.0  # for atexit functions and threads of a rank that has failed
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> None:
     try:
         run_program(command)
     except SystemExit as leaving:
-        if cause.exit_code(leaving):
+        if failure_report.exit_code(leaving):
             _exit_failed(leaving, rank, path)
         _write_end_record(rank, path)
         raise
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def _write_end_record(rank: int, path: Path) -> None:
     with contextlib.suppress(OSError):  # without it a rank that still waits for this one tells of a death
-        cause.save_record(path, cause.end_record(rank))
+        failure_report.save_record(path, failure_report.end_record(rank))
 
 
 def run_program(command: Sequence[str]) -> None:
@@ -90,9 +90,9 @@ def _destroy_group(process: int) -> None:
 
 def _exit_failed(error: BaseException, rank: int, path: Path) -> NoReturn:
     """Tell the launcher, before the other ranks can notice that this one has gone; and go."""
-    entry = cause.make_record(error, rank=rank)
+    entry = failure_report.make_record(error, rank=rank)
     try:
-        cause.save_record(path, entry)
+        failure_report.save_record(path, entry)
     except OSError as problem:  # a full disk: the launcher tells the exit code, and the error is told here
         standard_streams.print_stderr(
             f"rank {rank} failed, and its record could not be written: {os_error_text(problem)}\n{entry.text.rstrip()}"
@@ -123,10 +123,10 @@ def _exit_after(seconds: float, exit_code: int) -> None:
 
 def _dump_stack_on_signal() -> None:
     """Where the launcher looks for ranks that hang: on its signal, write down what the main thread is at."""
-    folder = os.environ.get(watch.STACKS_VARIABLE)
+    folder = os.environ.get(hang_detector.STACKS_VARIABLE)
     if folder is not None:
-        path = watch.stack_file(Path(folder), int(os.environ["LOCAL_RANK"]))
-        faulthandler.register(watch.DUMP_SIGNAL, file=path.open("w"), all_threads=False)
+        path = hang_detector.stack_file(Path(folder), int(os.environ["LOCAL_RANK"]))
+        faulthandler.register(hang_detector.DUMP_SIGNAL, file=path.open("w"), all_threads=False)
 
 
 def _set_parent_death_signal(launcher: int) -> None:

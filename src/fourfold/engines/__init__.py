@@ -1,1 +1,0 @@
-"""Floor 4: how processes come to be."""

@@ -1,0 +1,1 @@
+"""Floor 6: how processes come to be."""
