@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from fourfold.engines import facts
+from fourfold.doctor import machine_probe
 from fourfold.environment import cgroup, world
 
 
@@ -52,5 +52,5 @@ def test_a_run_and_the_doctor_see_the_same_quota(quota, cores):
         mock.patch.object(cgroup, "cpu_quota", return_value=quota),
         mock.patch("os.sched_getaffinity", return_value=set(range(8))),
     ):
-        found = facts.probe_machine()
+        found = machine_probe.probe_machine()
         assert (world.num_cores(), found.cores, found.quota_cores) == (cores, cores, quota)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fourfold.engines.doctor import (
+from fourfold.doctor.checks import (
     FAIL,
     GIB,
     MIB,
@@ -24,7 +24,7 @@ from fourfold.engines.doctor import (
     exit_code,
     format_findings,
 )
-from fourfold.engines.facts import probe_machine
+from fourfold.doctor.machine_probe import probe_machine
 
 ROOT = Path(__file__).parents[2]
 HEALTHY = MachineFacts(

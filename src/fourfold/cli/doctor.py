@@ -9,12 +9,12 @@ import json
 
 def run_doctor(*, as_json: bool) -> int:
     """`fourfold doctor`; returns the exit code."""
-    from fourfold.engines.doctor import check_machine, exit_code, format_findings
-    from fourfold.engines.facts import probe_machine
+    from fourfold.doctor.checks import check_machine, exit_code, format_findings
+    from fourfold.doctor.machine_probe import probe_machine
 
     facts = probe_machine()
     if not facts.torch_problem:
-        from fourfold.engines.loopback import measure_gloo
+        from fourfold.doctor.gloo_probe import measure_gloo
 
         facts = dataclasses.replace(facts, gloo=measure_gloo())
     findings = check_machine(facts)

@@ -1,6 +1,6 @@
 """Doctor: what this machine means for training, and what to mend.
 
-facts    what was found on the machine (`engines/facts.py` looks)
+facts    what was found on the machine (`doctor/machine_probe.py` looks)
 finding  one row: ok, warn or fail, the value, and what to try where it is not ok
 Law: judging looks at nothing but the facts. A fail means that training cannot start or goes wrong; a warn costs speed
 or surprises.

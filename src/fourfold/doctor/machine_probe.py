@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from fourfold.engines.doctor import MIB, MachineFacts
+from fourfold.doctor.checks import MIB, MachineFacts
 from fourfold.environment import cgroup
 from fourfold.environment.world import num_cores
 

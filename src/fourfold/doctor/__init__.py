@@ -1,0 +1,1 @@
+"""Floor 6: what this machine means for training."""
