@@ -15,7 +15,7 @@ from fourfold.plan.decode import MAX_DEPTH, DecodeError, from_json, from_toml, i
 from fourfold.plan.plan import Plan
 from fourfold.plan.trace_file import decode_trace as decode_trace
 from fourfold.report import faults, page
-from fourfold.report.record import ReportError
+from fourfold.report.run_record import ReportError
 from fourfold.words.errors import CheckpointError, FourfoldError, PlanError
 from tests.pure.test_report import make
 

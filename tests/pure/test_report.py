@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fourfold.plan.plan import Plan
 from fourfold.plan.trace_file import encode_trace
-from fourfold.report import page, progress, record, svg, table
+from fourfold.report import html_table, page, progress, run_record, svg
 from tests.pure.test_timeline import trace
 
 NASTY = "<b>&\"'</script>"
@@ -91,7 +91,9 @@ def test_what_comes_from_a_run_is_escaped(tmp_path):
     assert "<b>&" not in html
     assert NASTY in words(html)
     assert "a&b" in words(html)
-    assert NASTY in words(page.render_comparison([record.read_run(folder), record.read_run(make(tmp_path / "second"))]))
+    assert NASTY in words(
+        page.render_comparison([run_record.read_run(folder), run_record.read_run(make(tmp_path / "second"))])
+    )
 
 
 def test_several_runs_are_compared(tmp_path):
@@ -124,16 +126,16 @@ def test_a_loss_that_is_no_number_leaves_a_gap(run):
 def test_missing_files_are_told_all_at_once(run):
     (run / "plan.toml").unlink()
     (run / "settings.json").unlink()
-    with pytest.raises(record.ReportError) as caught:
+    with pytest.raises(run_record.ReportError) as caught:
         page.write_report([run])
     assert "2 problems" in str(caught.value)
     assert "need a file that fourfold train writes" in str(caught.value)
 
 
 def test_a_run_that_is_not_there_is_told_with_the_nearest(run):
-    with pytest.raises(record.ReportError, match="try fourfold report first"):
-        record.find_run("frist", parent=run.parent)
-    assert record.find_run("first", parent=run.parent) == run
+    with pytest.raises(run_record.ReportError, match="try fourfold report first"):
+        run_record.find_run("frist", parent=run.parent)
+    assert run_record.find_run("first", parent=run.parent) == run
 
 
 @example(points=[(0.0, 1.0), (1.0, 2.0)], name=NASTY)
@@ -176,11 +178,11 @@ def test_no_field_of_the_plan_is_left_out(run):
 
 @given(num=st.integers(0, 90))
 def test_a_long_table_keeps_every_row_and_shows_the_last(num):
-    rows = [table.render_row([str(number)]) for number in range(num)]
-    root = ElementTree.fromstring(f"<p>{table.render_table(['n'], rows, style='faults')}</p>")
+    rows = [html_table.render_row([str(number)]) for number in range(num)]
+    root = ElementTree.fromstring(f"<p>{html_table.render_table(['n'], rows, style='faults')}</p>")
     assert [row[0].text for row in root.iter("tr") if row[0].tag == "td"] == [str(number) for number in range(num)]
     hidden = [row for details in root.iter("details") for row in details.iter("tr")]
-    assert max(0, num - table.MAX_ROWS) == max(0, len(hidden) - 1)
+    assert max(0, num - html_table.MAX_ROWS) == max(0, len(hidden) - 1)
 
 
 def test_short_times_have_their_units():
@@ -201,7 +203,7 @@ def axes_of(html: str) -> dict[str, str]:
 
 def test_runs_that_count_in_different_units_have_no_axis_of_throughput_in_common(tmp_path):
     folders = [make(tmp_path / "words"), *(make(tmp_path / name, tokens=None) for name in ("images", "pictures"))]
-    axes = axes_of(page.render_comparison([record.read_run(folder) for folder in folders]))
+    axes = axes_of(page.render_comparison([run_record.read_run(folder) for folder in folders]))
     tokens, samples = axes["thousand tokens a second"], axes["samples a second"]
     assert "words" in tokens
     assert "images" in samples
@@ -211,7 +213,7 @@ def test_runs_that_count_in_different_units_have_no_axis_of_throughput_in_common
 
 
 def test_runs_of_one_unit_share_an_axis_of_throughput(tmp_path):
-    axes = axes_of(page.render_comparison([record.read_run(make(tmp_path / name)) for name in ("first", "second")]))
+    axes = axes_of(page.render_comparison([run_record.read_run(make(tmp_path / name)) for name in ("first", "second")]))
     (rate,) = (said for name, said in axes.items() if name.endswith("a second"))
     assert "first" in rate
     assert "second" in rate
@@ -220,6 +222,6 @@ def test_runs_of_one_unit_share_an_axis_of_throughput(tmp_path):
 def test_a_measure_that_is_no_number_is_shown(run):
     lines = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(lines + json.dumps({"step": 20, "valid": {"loss": None, "f1": None}}) + "\n")
-    figures = dict(page.key_figures(record.read_run(run)))
+    figures = dict(page.key_figures(run_record.read_run(run)))
     assert figures["validation loss"] == figures["f1"] == "nan"
-    parsed(page.render_run(record.read_run(run)))
+    parsed(page.render_run(run_record.read_run(run)))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fourfold.report import faults, page, record, saved, svg
+from fourfold.report import checkpoint_card, faults, page, run_record, svg
 from fourfold.report.faults import FaultLine, Faults
 from tests.pure.test_report import NASTY, make, parsed, words
 
@@ -138,7 +138,7 @@ def test_a_run_without_checkpoints_says_so(run):
     html = page.write_report([run]).read_text()
     assert "None was saved." in words(html)
     assert not rows(html, "saved")
-    assert saved.read_checkpoints(run, []).on_disk == []
+    assert checkpoint_card.read_checkpoints(run, []).on_disk == []
 
 
 def test_the_time_of_a_resumed_run_is_that_of_all_its_attempts(run):
@@ -155,13 +155,13 @@ def test_the_time_of_a_resumed_run_is_that_of_all_its_attempts(run):
     assert "0:06 time, 2 attempts" in words(html).replace("0:06time", "0:06 time")
     assert "2.14 k" in words(html)
     path.write_text("\n".join([*steps[:4], json.dumps({"resumed": 4}), *steps[4:]]) + "\n")  # not ended, an older log
-    assert [attempt.seconds for attempt in record.read_run(run).segments] == [2.0, 1.0]
+    assert [attempt.seconds for attempt in run_record.read_run(run).segments] == [2.0, 1.0]
 
 
 def test_a_comparison_counts_restarts_and_skipped_steps(tmp_path):
     folders = [make(tmp_path / "first"), make(tmp_path / "second", loss=2.0)]
     tell(folders[0], RESTART, RESTART, SKIPPED, {**SKIPPED, "kind": "terminated"})
-    said = words(page.render_comparison([record.read_run(folder) for folder in folders]))
+    said = words(page.render_comparison([run_record.read_run(folder) for folder in folders]))
     assert "restarts / skipped steps2 / 10 / 0" in said.replace("> ", "")
 
 

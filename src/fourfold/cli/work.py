@@ -157,7 +157,7 @@ def verify(words: Sequence[str], processes: str | None) -> int:
 def report(words: Sequence[str]) -> int:
     """`fourfold report`; returns the exit code."""
     from fourfold.report.page import write_report
-    from fourfold.report.record import find_run
+    from fourfold.report.run_record import find_run
 
     if not words:
         raise SettingError(Problem("no run", "RUN [RUN…]", "fourfold report --help"), where="fourfold report")

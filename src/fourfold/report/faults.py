@@ -15,9 +15,9 @@ from typing import NamedTuple
 import msgspec
 
 from fourfold.plan.decode import DecodeError, check_not_pipe, from_json
+from fourfold.report.html_table import UNKNOWN, render_row, render_table
 from fourfold.report.progress import format_seconds
 from fourfold.report.svg import Series
-from fourfold.report.table import UNKNOWN, render_row, render_table
 from fourfold.words.terminal_text import escape_controls
 
 FAULTS_FILE = "faults.jsonl"

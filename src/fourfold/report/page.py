@@ -9,13 +9,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from fourfold.report import attempts, faults, saved
+from fourfold.report import checkpoint_card, faults, segments
+from fourfold.report.html_table import render_row
 from fourfold.report.progress import format_duration
-from fourfold.report.record import RunRecord, read_run
-from fourfold.report.step import action_card, step_card
+from fourfold.report.run_record import RunRecord, read_run
+from fourfold.report.step_timeline import action_card, step_card
 from fourfold.report.style import CSS
 from fourfold.report.svg import Point, Series, line_chart
-from fourfold.report.table import render_row
 from fourfold.words.units import format_bytes, format_si
 
 REPORT_FILE = "report.html"
@@ -60,7 +60,7 @@ def render_run(record: RunRecord) -> str:
 
 
 def _checkpoints_and_segments(record: RunRecord) -> str:
-    saves, times = _card(saved.checkpoints_card(record.checkpoints)), attempts.segments_card(record.segments)
+    saves, times = _card(checkpoint_card.checkpoints_card(record.checkpoints)), segments.segments_card(record.segments)
     return f'<div class="stack">{saves}{_card(times)}</div>' if times else saves
 
 
@@ -132,7 +132,7 @@ def loss_chart(records: Sequence[RunRecord]) -> str:
         (one,) = records
         marks = [
             *faults.fault_marks(one.faults.faults, last_step=one.last_step),
-            saved.checkpoint_ticks(one.checkpoints, last_step=one.last_step),
+            checkpoint_card.checkpoint_ticks(one.checkpoints, last_step=one.last_step),
         ]
         note = faults.no_faults_note(one.faults, one.resumed_steps)
     drawing = line_chart([*marks, *series, *dots], x="step", y="loss", title="Loss")

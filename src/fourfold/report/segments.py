@@ -7,8 +7,8 @@ Law: attempts tile the run's steps; what was done after an attempt's last checkp
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from fourfold.report.html_table import UNKNOWN, render_row, render_table
 from fourfold.report.progress import format_seconds
-from fourfold.report.table import UNKNOWN, render_row, render_table
 from fourfold.words.units import format_si
 
 COLUMNS = ("steps", "time", "a second", "")

@@ -13,7 +13,8 @@ import msgspec
 
 from fourfold.plan.decode import DecodeError, from_json, read_bounded, read_toml
 from fourfold.plan.trace_file import Trace, decode_trace
-from fourfold.report import attempts, faults, saved
+from fourfold.report import checkpoint_card, faults
+from fourfold.report import segments as segments_module
 from fourfold.words.errors import FourfoldError, Problem, closest_match
 
 REQUIRED_FILES = ("settings.json", "plan.toml", "metrics.jsonl")
@@ -64,9 +65,9 @@ class RunRecord:
     finish_line: Mapping[str, Any] | None
     trace: Trace | None
     faults: faults.Faults
-    checkpoints: saved.CheckpointHistory
+    checkpoints: checkpoint_card.CheckpointHistory
     resumed_steps: Sequence[int]
-    segments: Sequence[attempts.Segment]
+    segments: Sequence[segments_module.Segment]
 
     @property
     def last_step(self) -> int:
@@ -151,9 +152,9 @@ def read_run(path: Path) -> RunRecord:
         finish_line=next((line for line in reversed(lines) if "finished" in line), None),
         trace=decode_trace(trace.read_bytes(), where=str(trace)) if trace.is_file() else None,
         faults=faults.read_faults(path),
-        checkpoints=saved.read_checkpoints(path, lines),
+        checkpoints=checkpoint_card.read_checkpoints(path, lines),
         resumed_steps=[line["resumed"] for line in lines if "resumed" in line],
-        segments=attempts.read_segments(lines),
+        segments=segments_module.read_segments(lines),
     )
 
 
