@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.cli import interrupt, main
-from fourfold.cli.settings import RUN_SETTINGS, ParsedArgs, ValueType, argument_types, parse_args, parse_values
+from fourfold.cli import main, sigint
+from fourfold.cli.arguments import RUN_SETTINGS, ParsedArgs, ValueType, argument_types, parse_args, parse_values
 from fourfold.environment import malloc
 from fourfold.environment.world import World, num_cores
 from fourfold.launch.process_defaults import check_num_processes, loopback_variables, thread_variables
@@ -394,7 +394,7 @@ def test_ctrl_c_while_options_are_read_is_130(
 
     monkeypatch.setattr("typer._click.core.Command.make_context", interrupted)
     monkeypatch.setattr("click.Command.make_context", interrupted)
-    monkeypatch.setattr(interrupt, "_is_interrupted", False)
+    monkeypatch.setattr(sigint, "_is_interrupted", False)
     try:
         with pytest.raises(SystemExit) as ended:
             main(["train"])
@@ -412,16 +412,16 @@ def test_samples_whose_tokens_cannot_be_cut_are_refused_before_a_process_is_star
 
 def test_an_interrupt_that_is_dropped_while_importing_is_not_lost(monkeypatch: pytest.MonkeyPatch):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    monkeypatch.setattr(interrupt, "_is_interrupted", False)
+    monkeypatch.setattr(sigint, "_is_interrupted", False)
     try:
-        interrupt.install()
-        interrupt.restore_and_raise()
+        sigint.install()
+        sigint.restore_and_raise()
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # which training may replace
-        interrupt.install()
+        sigint.install()
         with contextlib.suppress(KeyboardInterrupt):  # as Python does in a callback
             signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
-            interrupt.restore_and_raise()
+            sigint.restore_and_raise()
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -37,7 +37,7 @@ def run(code: str, *, out: int | None = None, err: int | None = None) -> "subpro
     ("code", "expected"),
     [
         ("from fourfold.cli import main; main(['nonsense'])", 2),
-        ("from fourfold.cli.work import _say; _say('rank 1 died; starting again'); _say('again')", 0),
+        ("from fourfold.cli.run_commands import _say; _say('rank 1 died; starting again'); _say('again')", 0),
         ("import os; from fourfold.launch.worker import leave_at_once as end; os.dup2(2, 1); print('x'); end(75)", 75),
         ("import sys; sys.stderr.close(); from fourfold.environment.standard_streams import say; say('x')", 0),
         ("import sys; sys.stderr = None; from fourfold.environment.standard_streams import say; say('x')", 0),

@@ -6,7 +6,7 @@ import torch
 from bench.sequence_memory import NullChannel
 from fourfold.analysis.describe import show
 from fourfold.analysis.describe_sequence import saved_bytes, sent_bytes, trace_model
-from fourfold.cli import work
+from fourfold.cli import run_commands
 from fourfold.parts.comm.ring.protocol import NullRingGroup, RingOverP2P
 from fourfold.parts.sequence.attention import SequenceGroup, sequence_attention
 from fourfold.plan.plan import Plan
@@ -71,5 +71,5 @@ def test_a_task_without_positions_is_refused() -> None:
 
 
 def test_what_is_shown_does_not_ask_for_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert work.show(["lm", "sp=2"]) == 0
+    assert run_commands.show(["lm", "sp=2"]) == 0
     assert "pp 1 × dp 1 × sp 2 × tp 1 = 2 ranks" in capsys.readouterr().out

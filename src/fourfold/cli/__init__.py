@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from fourfold.cli import interrupt
+from fourfold.cli import sigint
 from fourfold.environment.standard_streams import print_stderr, redirect_to_null
 from fourfold.words.errors import os_error_text
 from fourfold.words.terminal_text import escape_controls
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    interrupt.install()
+    sigint.install()
     try:
         code = _run_command(sys.argv[1:] if arguments is None else list(arguments))
         sys.stdout.flush()
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         redirect_to_null(sys.stdout)
         code = 1
     finally:
-        interrupt.restore()
+        sigint.restore()
     sys.exit(code)
 
 
@@ -78,14 +78,14 @@ def _run_command(arguments: list[str]) -> int:
 
     try:
         act = parse_command(arguments)
-        interrupt.raise_pending()  # typer ends its parsing on an interrupt, as if nothing were to be done
+        sigint.raise_pending()  # typer ends its parsing on an interrupt, as if nothing were to be done
         return act() if act is not None else 0
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # whatever a task raises, such as pytest's Skipped
         if _is_output_error(error):
             raise
-        from fourfold.cli.failure import report_error
+        from fourfold.cli.errors import report_error
         from fourfold.launch.worker import exit_fast
         from fourfold.words.errors import INTERRUPT_EXIT_CODE, REQUEUE_EXIT_CODE
 

@@ -7,7 +7,7 @@ import contextlib
 import time
 from pathlib import Path
 
-from fourfold.cli.failure import nearest_file
+from fourfold.cli.errors import nearest_file
 from fourfold.environment.standard_streams import print_stderr
 from fourfold.words.errors import CheckpointError, Problem, SettingError, UnreadableCheckpointError, os_error_text
 from fourfold.words.terminal_text import escape_controls

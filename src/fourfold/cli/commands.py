@@ -124,9 +124,9 @@ def train(
     the newest checkpoint: any number of times with progress in between, restarts= times without. SIGTERM and Ctrl-C
     save at the next step and end with code 75 (to be started again) and 130; a second one ends at once.
     """
-    from fourfold.cli import work
+    from fourfold.cli import run_commands
 
-    return functools.partial(work.train, words or [], processes)
+    return functools.partial(run_commands.train, words or [], processes)
 
 
 @app.command(
@@ -144,9 +144,9 @@ def run(
     Each process finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment, as under torchrun.
     What follows the script is the script's own.
     """
-    from fourfold.cli import work
+    from fourfold.cli import run_commands
 
-    return functools.partial(work.run, command or [], processes, restarts)
+    return functools.partial(run_commands.run, command or [], processes, restarts)
 
 
 @app.command(options_metavar="[-h]", short_help="Print a plan: each rank's program, bytes sent.")
@@ -155,9 +155,9 @@ def show(words: Annotated[list[str] | None, typer.Argument(metavar=TRAIN_WORDS, 
 
     TASK gives the parameters that are counted; without it, the language model.
     """
-    from fourfold.cli import work
+    from fourfold.cli import run_commands
 
-    return functools.partial(work.show, words or [])
+    return functools.partial(run_commands.show, words or [])
 
 
 @app.command(options_metavar=OPTIONS, short_help="Train by a plan and on one device, and compare.")
@@ -174,9 +174,9 @@ def verify(
 
     Exit code 1 where something is further off than 1e-9 · max(1, |b|). Nothing is written.
     """
-    from fourfold.cli import work
+    from fourfold.cli import run_commands
 
-    return functools.partial(work.verify, words or [], processes)
+    return functools.partial(run_commands.verify, words or [], processes)
 
 
 checkpoint = typer.Typer(rich_markup_mode=None, help="List, verify and export checkpoints.")
@@ -240,9 +240,9 @@ def report(runs: Annotated[list[str] | None, typer.Argument(metavar="RUN [RUN…
     RUN is the folder of a run, or its name in runs/. One run's page is its report.html, that of several lies beside
     their folders.
     """
-    from fourfold.cli import work
+    from fourfold.cli import run_commands
 
-    return functools.partial(work.report, runs or [])
+    return functools.partial(run_commands.report, runs or [])
 
 
 def versions() -> str:

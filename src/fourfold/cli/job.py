@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fourfold.cli import settings, task
-from fourfold.cli.failure import ErrorCollector, is_file, nearest_file
+from fourfold.cli import arguments, task_loader
+from fourfold.cli.errors import ErrorCollector, is_file, nearest_file
 from fourfold.environment.world import from_environment
 from fourfold.launch.process_defaults import default_num_processes
 from fourfold.plan.decode import DecodeError, read_bounded
@@ -65,23 +65,23 @@ def parse_job(words: Sequence[str], *, num_processes: int | None = None) -> Job:
     num_processes: as many as there must be; None leaves it to the plan, or to this machine.
     Raises FourfoldError, or a group of them.
     """
-    given = settings.parse_args(words)
+    given = arguments.parse_args(words)
     errors = ErrorCollector()
     maker = known = values = made = plan = None
     with errors.collect():
-        maker = task.find_task(given.task)
+        maker = task_loader.find_task(given.task)
     if maker is not None:
         with errors.collect():
-            known = task.task_arguments(maker)
+            known = task_loader.task_arguments(maker)
     with errors.collect():
-        values = settings.parse_values(given.values, known)
+        values = arguments.parse_values(given.values, known)
     if values is None:  # The plan's own words can be judged all the same.
-        values = settings.parse_values(
-            {key: text for key, text in given.values.items() if key in settings.FIELDS}, None
+        values = arguments.parse_values(
+            {key: text for key, text in given.values.items() if key in arguments.FIELDS}, None
         )
     elif maker is not None and known is not None:
         with errors.collect():
-            made = task.make_task(maker, values.task, spec=given.task)
+            made = task_loader.make_task(maker, values.task, spec=given.task)
     with errors.collect():
         plan = read_plan(given.plan_file, values.plan, num_processes=num_processes)
     errors.raise_collected()
@@ -96,9 +96,9 @@ def parse_job(words: Sequence[str], *, num_processes: int | None = None) -> Job:
         "extra": {key: value for key, value in values.task.items() if key not in TASK_FIELDS},
     }
     launching = {key: rest.pop(key) for key in ("fresh", "restarts", "hang_seconds") if key in rest}
-    rates = {key: rest.pop(key) for key in list(rest) if key.startswith(settings.LR_PREFIX)}
+    rates = {key: rest.pop(key) for key in list(rest) if key.startswith(arguments.LR_PREFIX)}
     if rates:
-        rest["rates"] = LRSchedule(**{key.removeprefix(settings.LR_PREFIX): value for key, value in rates.items()})
+        rest["rates"] = LRSchedule(**{key.removeprefix(arguments.LR_PREFIX): value for key, value in rates.items()})
     # A task that was written for one batch size is still tuned for that one.
     made = dataclasses.replace(made, **over, tuned_for=tuned_batch_size(made))
     identity = make_settings(made, **rest, training=plan.identity_fields).identity()
@@ -127,7 +127,7 @@ def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_r
         check_steps(job.task.steps, job.plan)
     data = model = None
     with errors.collect():
-        data = task.open_data(job.task, spec=job.task_name)
+        data = task_loader.open_data(job.task, spec=job.task_name)
         check_tokens(data, job.plan)
     with errors.collect():
         model = preflight(job.task, job.plan)
@@ -230,4 +230,4 @@ def _default_dp(plan: Plan, num_processes: int | None) -> int:
 def run_prefix(spec: str) -> str:
     """The run's name without a number: lm, or the file's and the task's where they say more."""
     file, _, name = spec.partition(":")
-    return f"{Path(file).stem}-{name}" if name not in ("", task.DEFAULT_NAME) else Path(file).stem
+    return f"{Path(file).stem}-{name}" if name not in ("", task_loader.DEFAULT_NAME) else Path(file).stem

@@ -1,6 +1,6 @@
 """One rank of `fourfold train`: the same words, read again in a process of its own.
 
-    python -m fourfold.cli.rank WORD…        started by engines.worker, in a world of a launcher's
+    python -m fourfold.cli.rank_main WORD…        started by engines.worker, in a world of a launcher's
 
 Law: errors are left to the launcher, which tells the first cause once.
 """

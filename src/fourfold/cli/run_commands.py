@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fourfold.cli import interrupt
+from fourfold.cli import sigint
 from fourfold.environment.standard_streams import print_stderr, redirect_to_null
 from fourfold.environment.world import from_environment
 from fourfold.words.errors import Problem, SettingError, os_error_text
@@ -25,7 +25,7 @@ SHOW_CURSOR = "\x1b[?25h"
 
 def train(words: Sequence[str], processes: str | None) -> int:
     """`fourfold train`; returns the exit code."""
-    from fourfold.cli import job, rank
+    from fourfold.cli import job, rank_main
     from fourfold.launch.process_defaults import check_num_processes
 
     world = from_environment()
@@ -33,10 +33,10 @@ def train(words: Sequence[str], processes: str | None) -> int:
     if _check_finished(ready, speaks=world is None or world.rank == 0):
         return 0
     if world is not None or ready.num_processes == 1:
-        interrupt.restore_and_raise()
-        rank.train(ready, world)
+        sigint.restore_and_raise()
+        rank_main.train(ready, world)
         return 0
-    return _launch(["-m", "fourfold.cli.rank", *words], ready.num_processes, _supervision_policy(ready))
+    return _launch(["-m", "fourfold.cli.rank_main", *words], ready.num_processes, _supervision_policy(ready))
 
 
 def _supervision_policy(ready: "Job") -> "SupervisionPolicy":
@@ -83,7 +83,7 @@ def _check_finished(ready: "Job", *, speaks: bool) -> bool:
 
 def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> int:
     """`fourfold run`; returns the exit code."""
-    from fourfold.cli.failure import is_file, nearest_file
+    from fourfold.cli.errors import is_file, nearest_file
     from fourfold.launch.process_defaults import check_num_processes, default_num_processes
     from fourfold.launch.restart_policy import SupervisionPolicy
     from fourfold.launch.worker import run_program
@@ -101,7 +101,7 @@ def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> i
         raise SettingError(Problem(got, "a Python file", nearest_file(script, "*.py")), where="fourfold run")
     num_processes = needed or default_num_processes()
     if world is not None or num_processes == 1:
-        interrupt.restore_and_raise()
+        sigint.restore_and_raise()
         run_program(command)
         return 0
     return _launch(
@@ -115,7 +115,7 @@ def show(words: Sequence[str]) -> int:
     """`fourfold show`; returns the exit code."""
     from fourfold.analysis.describe import show as text_of
     from fourfold.cli import job
-    from fourfold.cli.settings import FIELDS, parse_args
+    from fourfold.cli.arguments import FIELDS, parse_args
 
     given = parse_args(words)
     # Without a file, dp is 1 unless said: what is shown must not depend on this machine.
@@ -131,7 +131,7 @@ def verify(words: Sequence[str], processes: str | None) -> int:
     """`fourfold verify`; returns the exit code."""
     from fourfold.analysis.verify import DEFAULT_STEPS, check_verifiable
     from fourfold.cli import job, verify
-    from fourfold.cli.settings import FIELDS, parse_args
+    from fourfold.cli.arguments import FIELDS, parse_args
     from fourfold.launch.process_defaults import check_num_processes
     from fourfold.launch.restart_policy import SupervisionPolicy
 
@@ -168,7 +168,7 @@ def report(words: Sequence[str]) -> int:
 def _launch(command: Sequence[str], num_processes: int, policy: "SupervisionPolicy") -> int:
     from fourfold.launch.local_job import launch
 
-    interrupt.restore_and_raise()
+    sigint.restore_and_raise()
     outcome = launch(command, num_processes=num_processes, policy=policy)
     if outcome.text:
         _print_error(outcome.text)

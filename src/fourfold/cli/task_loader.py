@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from fourfold.cli.failure import is_file, nearest_file
-from fourfold.cli.settings import ValueType, argument_types
+from fourfold.cli.arguments import ValueType, argument_types
+from fourfold.cli.errors import is_file, nearest_file
 from fourfold.feed.collate import check_data
 from fourfold.launch import failure_report
 from fourfold.words.errors import DataError, FourfoldError, Problem, TaskError, closest_match
