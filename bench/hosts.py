@@ -1,6 +1,6 @@
 """Several hosts on this machine behind slow links: bytes sent, step time, and time to a fixed loss.
 
-host       a network namespace with a link of limited rate (`fourfold.testing.hosts`; needs root)
+host       a network namespace with a link of limited rate (`fourfold.testing.network_namespaces`; needs root)
 contender  a way to train the built-in `lm`; `fourfold:zero=1,codec=fp16` is a plan of ours
 turn       a few steps of one contender, then its validation loss, while the others sleep; turns rotate
 MB         bytes that left a host in a step, headers included, evaluation not: the median over turns and hosts
@@ -24,7 +24,7 @@ from statistics import median
 from bench.hosts_child import OURS, PEERS, POWERSGD_START, parse_plan
 from bench.measure import MB, describe_machine, format_table
 from bench.world import World, WorldError
-from fourfold.testing.hosts import Hosts
+from fourfold.testing.network_namespaces import Hosts
 from fourfold.words.errors import FourfoldError
 
 DEFAULT = ("ddp", "ddp-fp16", "ddp-powersgd", OURS)

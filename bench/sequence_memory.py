@@ -2,7 +2,7 @@
 
     python -m bench.sequence_memory
 
-fake rank  one process that plays one rank with tensors that have sizes and no memory (`testing/peak.py`)
+fake rank  one process that plays one rank with tensors that have sizes and no memory (`testing/peak_memory.py`)
 hasty      with the first hop of a ring only: the others hold no more, and take time
 Law: what is printed is counted, for all 12 layers: the winner fits, and one sample (or one step of length) more does
 not. On the way there, layers are extrapolated from 2 and 3, in which the peak is a line. The winner of the headline is
@@ -32,7 +32,7 @@ from fourfold.parts.data.grad_buckets import GradBuckets, flatten_params, param_
 from fourfold.parts.sequence.attention import AttentionDropout, SequenceGroup, sequence_attention
 from fourfold.plan.data import RESTING_LAYOUTS, grad_buffer_indices, make_buckets
 from fourfold.plan.plan import Plan
-from fourfold.testing.peak import PeakMemory
+from fourfold.testing.peak_memory import PeakMemory
 from fourfold.words.layout import SPLIT
 from fourfold.words.trace_events import NULL_RECORDER
 

@@ -19,7 +19,7 @@ from typing import Self
 
 from bench.measure import machine_cpu_seconds
 from fourfold.launch.process_defaults import malloc_variables
-from fourfold.testing.hosts import Hosts
+from fourfold.testing.network_namespaces import Hosts
 
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLE_SECONDS = 0.05

@@ -10,8 +10,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from fourfold.testing import hosts
-from fourfold.testing.spawn import SpawnedWorld
+from fourfold.testing import network_namespaces
+from fourfold.testing.process_world import SpawnedWorld
 
 # Machines are shared: how long an example takes says nothing. The same examples in every run: a submission is not to
 # fail by an example that it has not changed. HYPOTHESIS_PROFILE=search looks for new ones.
@@ -63,4 +63,4 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(reason)
 
 
-_hosts_skip_reason = functools.cache(hosts.unavailable_reason)
+_hosts_skip_reason = functools.cache(network_namespaces.unavailable_reason)

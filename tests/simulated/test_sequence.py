@@ -9,7 +9,7 @@ import torch
 
 from fourfold.parts.sequence import kernels
 from fourfold.plan.sequence import RINGS, AttentionSize, attention_sent_elements, scores_per_index
-from fourfold.testing import links, threads
+from fourfold.testing import thread_rings, threads
 from fourfold.trainer.tracer import SpanRecorder
 from fourfold.words.trace_events import RING_SPAN, SEND_LANE
 from tests import attention
@@ -26,7 +26,7 @@ def worst(cases, by="messages", factor=1.0):
     expected = [(case, *_expected(case, factor)) for case in cases]
 
     def body(ranks):
-        axis = links.make_axis(ranks, cases[0].ring, cases[0].ulysses, transport=by)
+        axis = thread_rings.make_axis(ranks, cases[0].ring, cases[0].ulysses, transport=by)
         found = []
         for case, tensors, oracle in expected:
             mine = attention.run_on_axis(case, tensors, axis)
@@ -97,7 +97,7 @@ def test_queries_that_may_attend_to_nothing_give_zero_as_in_torch_and_no_gradien
     assert not any(tensor[0].any() for tensor in expected)
 
     def body(ranks):
-        axis = links.make_axis(ranks)
+        axis = thread_rings.make_axis(ranks)
         found = [attention.run_on_axis(case, tensors._replace(mask=mask), axis) for mask in (tensors.mask, lowest)]
         return max(attention.deviation(each, expected, axis.local_token_ranges(case.length)) for each in found)
 
@@ -107,7 +107,7 @@ def test_queries_that_may_attend_to_nothing_give_zero_as_in_torch_and_no_gradien
 # ---- what is sent and computed ---------------------------------------------------------------------
 
 
-def wires(axis) -> list[links.ThreadChannel]:
+def wires(axis) -> list[thread_rings.ThreadChannel]:
     return [link._channel for link in axis.ring_groups if link.size > 1]
 
 
@@ -120,7 +120,7 @@ def test_a_layer_sends_six_times_its_part_of_k_for_every_hop_and_no_more(size, r
     tensors = attention.make_tensors(case)
 
     def body(ranks):
-        axis = links.make_axis(ranks, ring, ulysses)
+        axis = thread_rings.make_axis(ranks, ring, ulysses)
         attention.run_on_axis(case, tensors, axis)
         return sum(wire.num_sent_elements for wire in wires(axis))
 
@@ -137,7 +137,7 @@ def test_a_key_mask_travels_in_the_message_of_its_keys():
     case = AttentionCase(4, mask="padding")
 
     def body(ranks):
-        axis = links.make_axis(ranks)
+        axis = thread_rings.make_axis(ranks)
         (wire,), messages = wires(axis), []
         shift = wire.send_right_recv_left
         wire.send_right_recv_left = lambda flat, tag: (messages.append(flat.numel()), shift(flat, tag))[1]
@@ -172,7 +172,9 @@ def test_the_slowest_rank_of_zigzag_computes_what_the_plan_says(monkeypatch, by)
 
         def body(ranks, case=case):
             index[threading.get_ident()] = ranks.rank
-            attention.run_on_axis(case, attention.make_tensors(case), links.make_axis(ranks, case.ring, transport=by))
+            attention.run_on_axis(
+                case, attention.make_tensors(case), thread_rings.make_axis(ranks, case.ring, transport=by)
+            )
 
         threads.run(4, body)
         assert done == [2 * scores for scores in scores_per_index(case.length, 4, ring, causal=True)]
@@ -199,7 +201,7 @@ def test_the_trace_shows_that_messages_travel_while_a_rank_computes(monkeypatch)
     case = AttentionCase(4, causal=True)
 
     def body(ranks):
-        axis, recording = links.make_axis(ranks), SpanRecorder()
+        axis, recording = thread_rings.make_axis(ranks), SpanRecorder()
         axis.ring_group.recorder = recording
         attention.run_on_axis(case, attention.make_tensors(case), axis)
         return threading.get_ident(), recording.spans
@@ -219,7 +221,10 @@ def test_messages_and_shared_memory_give_the_same_bits(ring):
     tensors = attention.make_tensors(case)
     by_way = [
         threads.run(
-            4, lambda ranks, by=by: attention.run_on_axis(case, tensors, links.make_axis(ranks, ring, transport=by))
+            4,
+            lambda ranks, by=by: attention.run_on_axis(
+                case, tensors, thread_rings.make_axis(ranks, ring, transport=by)
+            ),
         )
         for by in ("messages", "shared")
     ]

@@ -14,7 +14,7 @@ from fourfold.parts.sequence import kernels
 from fourfold.parts.sequence.attention import AttentionDropout, sequence_attention
 from fourfold.parts.sequence.dropout import GOLDEN_GAMMA, DropoutMask, _as_int64, _splitmix64
 from fourfold.plan.sequence import RINGS, token_positions
-from fourfold.testing import links, threads
+from fourfold.testing import thread_rings, threads
 from fourfold.words.errors import DivergenceError, PeerError, PlanError, TrainingError
 from tests import attention
 from tests.attention import TOLERANCE, AttentionCase
@@ -31,7 +31,7 @@ def both(size, use, ring="zigzag", ulysses=1):
     alone = use(lambda q, k, v, causal=False: scaled_dot_product_attention(q, k, v, is_causal=causal), tensors)
 
     def body(ranks):
-        axis = links.make_axis(ranks, ring, ulysses)
+        axis = thread_rings.make_axis(ranks, ring, ulysses)
         mine = torch.tensor(token_positions(axis.local_token_ranges(tensors.q.shape[-2])))
         q, k, v, grad_out = (tensor[:, :, mine] for tensor in tensors[:4])
         local = attention.FullTensors(q, k, v, grad_out, None)
@@ -117,7 +117,7 @@ def test_tensors_may_have_no_heads_and_batches_no_samples():
 def test_a_gradient_of_a_gradient_is_refused(ring):
     def body(ranks):
         q, k, v = (t.requires_grad_() for t in torch.randn(3, 1, 1, 2, 4))
-        out = sequence_attention(q, k, v, links.make_axis(ranks, ring))
+        out = sequence_attention(q, k, v, thread_rings.make_axis(ranks, ring))
         (grad,) = torch.autograd.grad(out.sin().sum(), q, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             grad.sum().backward()
@@ -126,7 +126,7 @@ def test_a_gradient_of_a_gradient_is_refused(ring):
 
 
 def test_one_rank_calls_torchs_own_attention(monkeypatch):
-    axis = threads.run(1, links.make_axis)[0]
+    axis = threads.run(1, thread_rings.make_axis)[0]
     q, k, v = torch.randn(3, 2, 2, 6, 4)
     called, own = [], scaled_dot_product_attention
     monkeypatch.setattr(
@@ -180,7 +180,7 @@ REFUSED = [
 def test_what_would_be_computed_wrongly_is_refused(given, said):
     def body(ranks):
         with pytest.raises((TrainingError, PlanError), match=said):
-            sequence_attention(group=links.make_axis(ranks), **{"q": Q, "k": Q, "v": Q, **given})
+            sequence_attention(group=thread_rings.make_axis(ranks), **{"q": Q, "k": Q, "v": Q, **given})
 
     threads.run(2, body)
 
@@ -188,7 +188,7 @@ def test_what_would_be_computed_wrongly_is_refused(given, said):
 def test_heads_that_cannot_be_exchanged_are_refused():
     def body(ranks):
         with pytest.raises(TrainingError, match=r"ulysses = 4, 4 heads, 2 of them .*try ulysses = 1 or 2"):
-            sequence_attention(Q, Q[:, :2], Q[:, :2], links.make_axis(ranks, ulysses=4), grouped=True)
+            sequence_attention(Q, Q[:, :2], Q[:, :2], thread_rings.make_axis(ranks, ulysses=4), grouped=True)
 
     threads.run(4, body)
     with pytest.raises(TrainingError, match=r"dropout of 1\.5"):
@@ -245,7 +245,7 @@ def test_a_block_lies_still_until_all_have_read_it():
     begun = threading.Event()
 
     def body(ranks):
-        link = links.make_axis(ranks, transport="shared").ring_group
+        link = thread_rings.make_axis(ranks, transport="shared").ring_group
         first = link.iterate_blocks([torch.full((4,), 1.0 + ranks.rank)])
         if ranks.rank == 0:
             list(first)
@@ -266,7 +266,7 @@ def test_a_sum_lies_still_until_its_owner_has_it():
     ahead = threading.Event()
 
     def body(ranks):
-        link = links.make_axis(ranks, transport="shared").ring_group
+        link = thread_rings.make_axis(ranks, transport="shared").ring_group
         found = []
         for number in (1.0, 2.0):
             carry = link.make_accumulator(3, torch.float64, torch.device("cpu"))
@@ -284,7 +284,7 @@ def test_a_sum_lies_still_until_its_owner_has_it():
 
 def test_ranks_that_attend_to_something_else_are_told_of_it():
     def body(ranks):
-        axis, mine = links.make_axis(ranks, transport="shared"), Q[:, :, : 2 + 2 * ranks.rank]
+        axis, mine = thread_rings.make_axis(ranks, transport="shared"), Q[:, :, : 2 + 2 * ranks.rank]
         with pytest.raises(DivergenceError, match=r"rank . shows \d+ bytes, rank . \d+ .*need the same attention"):
             sequence_attention(mine, mine, mine, axis)
 
@@ -296,7 +296,7 @@ def test_a_wait_ends_when_a_rank_has_died_or_does_not_come():
         raise PeerError("rank 1 died")
 
     def body(ranks):
-        link = links.make_axis(ranks, transport="shared").ring_group
+        link = thread_rings.make_axis(ranks, transport="shared").ring_group
         if ranks.rank == 1:
             return
         assert isinstance(link, shared_memory.RingOverSharedMemory)
@@ -318,7 +318,7 @@ def test_a_wait_ends_when_a_rank_has_died_or_does_not_come():
 
 def test_a_block_that_does_not_fit_is_refused():
     def body(ranks):
-        link = links.make_axis(ranks, transport="shared").ring_group
+        link = thread_rings.make_axis(ranks, transport="shared").ring_group
         with pytest.raises(memory.MemoryUnavailable, match="need at most 16 GiB"):
             link.make_accumulator(2**40, torch.float32, torch.device("cpu")).receive()
 

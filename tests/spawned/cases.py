@@ -1,4 +1,4 @@
-"""What the ranks of a spawned world do; see `fourfold.testing.spawn`. Results are JSON."""
+"""What the ranks of a spawned world do; see `fourfold.testing.process_world`. Results are JSON."""
 
 import contextlib
 import dataclasses

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from fourfold.testing.oracle import TOLERANCE
-from fourfold.testing.spawn import CaseFailed, SpawnedWorld
+from fourfold.testing.process_world import CaseFailed, SpawnedWorld
 
 CASES = "tests.spawned.cases"
 WRAPPED = "tests.spawned.wrapped"

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 
 from fourfold.plan.plan import FIELD_RULES
-from fourfold.testing import hosts
-from fourfold.testing.hosts import Host, Hosts
+from fourfold.testing import network_namespaces
+from fourfold.testing.network_namespaces import Host, Hosts
 from fourfold.testing.oracle import TOLERANCE
-from fourfold.testing.spawn import SpawnedWorld
+from fourfold.testing.process_world import SpawnedWorld
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.hosts
@@ -69,7 +69,7 @@ GRADIENT_BYTES = 4 * (1024 * 1024 + 1024)
 
 
 def there(name: str) -> bool:
-    return name in hosts._namespaces()
+    return name in network_namespaces._namespaces()
 
 
 def test_hosts_of_an_owner_that_was_killed_are_removed_with_what_runs_in_them():
@@ -77,14 +77,14 @@ def test_hosts_of_an_owner_that_was_killed_are_removed_with_what_runs_in_them():
     assert owner.stdout
     try:
         name, pid = owner.stdout.readline().split()
-        hosts.remove_stale()
+        network_namespaces.remove_stale()
         assert there(name)  # its owner lives
     finally:
         owner.kill()
         owner.wait(SECONDS)
         owner.stdout.close()
     handle = os.pidfd_open(int(pid))
-    hosts.remove_stale()
+    network_namespaces.remove_stale()
     assert not there(name)
     assert select.select([handle], [], [], SECONDS)[0]  # the process has ended
     os.close(handle)
@@ -104,7 +104,7 @@ def test_hosts_are_removed_after_an_error():
 
 def test_hosts_that_cannot_be_made_leave_nothing():
     made = Hosts(2, rate="a lot")
-    with pytest.raises(hosts.HostsUnavailable, match=r"tc .*need CAP_SYS_ADMIN"):
+    with pytest.raises(network_namespaces.HostsUnavailable, match=r"tc .*need CAP_SYS_ADMIN"):
         made.__enter__()
     assert not any(there(host.name) for host in made.hosts)
 

@@ -19,7 +19,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from fourfold.testing.hosts import Hosts
+from fourfold.testing.network_namespaces import Hosts
 
 TIME_LIMIT_SECONDS = 300.0
 START_TIMEOUT_SECONDS = 300.0
@@ -71,7 +71,7 @@ class SpawnedWorld:
         for rank in range(self.size):
             places = {"RANK": rank, "WORLD_SIZE": self.size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": self.size}
             variables = {name: str(place) for name, place in places.items()}
-            command = [sys.executable, "-m", "fourfold.testing.spawn", f"{self._folder.name}/rendezvous"]
+            command = [sys.executable, "-m", "fourfold.testing.process_world", f"{self._folder.name}/rendezvous"]
             if self._hosts is not None:
                 variables = self._hosts.rank_environ(rank, self.size)
                 command = self._hosts.host_of(rank, self.size).command(command)
