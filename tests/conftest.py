@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="session")
 def world() -> Iterator[Callable[[int], SpawnedWorld]]:
-    """`world(4).run("tests.spawned.cases:name", …)`"""
+    """`world(4).run("tests.spawned.rank_functions:name", …)`"""
     worlds: dict[int, SpawnedWorld] = {}
 
     def world_of_size(size: int) -> SpawnedWorld:

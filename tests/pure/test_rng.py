@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fourfold.plan.checkpoint_manifest import GlobalTensor, Manifest, RngState, manifest_problems
 from fourfold.plan.rng import generator_seed, rng_state_to_restore
 from fourfold.words.mesh import Mesh
-from tests.pure.test_pieces import manifest
+from tests.pure.test_checkpoint_manifest import manifest
 
 MESHES = st.builds(Mesh, dp=st.integers(1, 5), sp=st.integers(1, 4), tp=st.integers(1, 2))
 

@@ -15,9 +15,9 @@ from fourfold.report import segments
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import CheckpointError
-from tests import training
-from tests.checkpoints import ThreadRun, rewrite_manifest, save_twice
-from tests.training import Case, train_oracle
+from tests import cases
+from tests.cases import Case, train_oracle
+from tests.checkpoint_runs import ThreadRun, rewrite_manifest, save_twice
 
 CASES = [
     Case(model="tied", clip=0.5, batch_sizes=(12, 12, 11, 12)),
@@ -187,7 +187,7 @@ def test_what_another_model_has_saved_is_refused_with_every_difference(tmp_path)
 def test_states_of_another_optimizer_are_refused_before_anything_changes(
     zero, before, after, said, tmp_path, monkeypatch
 ):
-    monkeypatch.setitem(training.OPTIMIZERS, "AMSGrad", functools.partial(torch.optim.AdamW, amsgrad=True))
+    monkeypatch.setitem(cases.OPTIMIZERS, "AMSGrad", functools.partial(torch.optim.AdamW, amsgrad=True))
     case = Case(optimizer=before, zero=zero)
     threads.run(2, lambda ranks: ThreadRun(case, ranks, tmp_path).run_steps(0, 2, save_at=(2,)))
 
@@ -209,7 +209,7 @@ def test_states_saved_before_the_optimizer_was_recorded_are_refused_where_they_l
 
 
 def test_a_run_goes_on_with_the_options_that_the_task_has_now_and_says_which_have_changed(tmp_path, monkeypatch):
-    monkeypatch.setitem(training.OPTIMIZERS, "edited", functools.partial(torch.optim.AdamW, eps=1e-3))
+    monkeypatch.setitem(cases.OPTIMIZERS, "edited", functools.partial(torch.optim.AdamW, eps=1e-3))
     case = Case(batch_sizes=(8, 8, 8, 8))
 
     def edited_while_it_runs(ranks):

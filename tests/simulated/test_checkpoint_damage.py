@@ -22,8 +22,8 @@ from fourfold.plan.plan import Plan
 from fourfold.testing import threads
 from fourfold.trainer.run_dir import check_run_name, format_finished, read_finished_record, read_identity
 from fourfold.words.errors import CheckpointError, SettingError, UnreadableCheckpointError
-from tests.checkpoints import ThreadRun, rewrite_manifest, save_twice
-from tests.training import Case
+from tests.cases import Case
+from tests.checkpoint_runs import ThreadRun, rewrite_manifest, save_twice
 
 
 def flip(path: Path, place: int) -> None:

@@ -21,9 +21,9 @@ from fourfold.testing import threads
 from fourfold.trainer.train import train
 from fourfold.words.errors import CheckpointError
 from fourfold.words.task import Data, Task
-from tests import training
-from tests.checkpoints import MemoryLog, ThreadRun, save_twice
-from tests.training import Case, batches
+from tests import cases
+from tests.cases import Case, batches
+from tests.checkpoint_runs import MemoryLog, ThreadRun, save_twice
 
 
 def test_the_last_ones_and_the_best_are_kept(tmp_path):
@@ -83,18 +83,18 @@ def test_weights_are_exported_under_the_models_names_and_loaded_again(tmp_path):
     averaged = load_file(tmp_path / "ema.safetensors")
     assert all(torch.equal(averaged[name], value) for name, value in averages.items())
 
-    fresh = training.model("tied")
+    fresh = cases.model("tied")
     load_weights_file(fresh, tmp_path / "weights.safetensors")
     assert all(torch.equal(value, model[name]) for name, value in fresh.state_dict().items())
     with pytest.raises(CheckpointError, match=r"no spare\.bias"):
-        check_weights_file(training.model("unused"), tmp_path / "weights.safetensors")
+        check_weights_file(cases.model("unused"), tmp_path / "weights.safetensors")
     with pytest.raises(CheckpointError, match="a safetensors file"):
         check_weights_file(fresh, tmp_path / "missing.safetensors")
 
 
 def test_complex_weights_are_not_put_into_real_parameters(tmp_path):
     """Torch would keep the real parts."""
-    fresh = training.model("mlp")
+    fresh = cases.model("mlp")
     weights = {name: value.to(torch.complex64) for name, value in fresh.state_dict().items()}
     save_file(weights, tmp_path / "weights.safetensors")
     for load in (load_weights_file, check_weights_file):

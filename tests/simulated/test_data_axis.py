@@ -17,7 +17,7 @@ from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import TaskError, TrainingError
 from fourfold.words.program import Verb
-from tests.training import LOSSES, Case, batches, build_step, deviation, local_batch, train_step
+from tests.cases import LOSSES, Case, batches, build_step, deviation, local_batch, train_step
 
 SIZES = st.integers(1, 4)
 

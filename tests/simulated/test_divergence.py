@@ -17,7 +17,7 @@ from fourfold.plan.sample_order import BatchRange
 from fourfold.step.build import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import DivergenceError
-from tests.training import Case, batches, build_step, local_batch
+from tests.cases import Case, batches, build_step, local_batch
 
 CASE = Case(batch_sizes=(12, 12, 12), bucket_bytes=1500)
 

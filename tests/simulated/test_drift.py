@@ -21,7 +21,7 @@ from fourfold.testing import threads
 from fourfold.trainer import train as train_module
 from fourfold.words.errors import DivergenceError, SettingError
 from fourfold.words.task import Data, Task
-from tests.training import Case, batches, local_batch, loss, model, optimizer
+from tests.cases import Case, batches, local_batch, loss, model, optimizer
 
 CASE = Case(batch_sizes=(12, 12, 12, 12, 12), bucket_bytes=1500)
 FIRST = "first.weight"

@@ -13,9 +13,9 @@ from fourfold.step.build import TrainStep
 from fourfold.step.model_checks import check_plan_for_model, check_plan_on_ranks
 from fourfold.testing import threads
 from fourfold.words.errors import DivergenceError, PlanError, TaskError, TrainingError
-from tests import training
-from tests.precision import batch_of_rank
-from tests.training import Case, batches, loss, model, optimizer
+from tests import cases
+from tests.cases import Case, batches, loss, model, optimizer
+from tests.precision_oracle import batch_of_rank
 
 CASE = Case(batch_sizes=(8,) * 5, bucket_bytes=1500, optimizer="SGD")
 OTHER = {name: torch.full_like(p, 0.02) for name, p in model("mlp").named_parameters()}
@@ -50,7 +50,7 @@ EDITS = pytest.mark.parametrize("edit", [load, clamp, clamp_data, halve, head])
 
 
 def make(case, ranks, **options):
-    net = training.model(case.model) if case.precision == "keep" else training.model(case.model).float()
+    net = cases.model(case.model) if case.precision == "keep" else cases.model(case.model).float()
     return TrainStep(
         net, loss(case), optimizer(case), plan=case.plan(ranks.size), communicator=ranks, clip=None, **options
     )
@@ -72,7 +72,7 @@ def edited(case, edit, *, how=None, options=None):
 
 def by_hand(case, edit):
     """The same in one process, in plain torch."""
-    net = training.model(case.model)
+    net = cases.model(case.model)
     stepper = optimizer(case)(net.parameters())
     for number, (inputs, targets) in enumerate(batches(case)):
         stepper.zero_grad()
@@ -292,7 +292,7 @@ def test_a_model_that_an_earlier_step_has_rounded_is_refused(precision):
             PlanError, match=r"an earlier TrainStep has rounded.*try a new model, with model\.load_state"
         ):
             check_plan_on_ranks(inner, plan, ranks)
-        fresh = training.model("mlp").float()
+        fresh = cases.model("mlp").float()
         fresh.load_state_dict(step.state_dict()["model"])
         check_plan_on_ranks(fresh, plan, ranks)
 

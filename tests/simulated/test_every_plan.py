@@ -18,8 +18,9 @@ from fourfold.step.model_checks import check_plan_on_ranks, check_update_timing
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE, TrainingResult
 from fourfold.words.errors import PlanError
-from tests import apart, coded, training
-from tests.training import Case, build_step, train_oracle, train_step
+from tests import cases as cases_module
+from tests import codec_oracle, local_sgd_oracle
+from tests.cases import Case, build_step, train_oracle, train_step
 
 SIZE, STEPS = 2, 2
 CROSSED = ("zero", "update", "codec", "sync", "unused")
@@ -41,9 +42,11 @@ def is_refused(case: Case) -> bool:
     """Whether this version says no before anything is started."""
     ranks = cast(Any, SimpleNamespace(size=SIZE, device=torch.device("cpu")))
     try:
-        plan, model = case.plan(SIZE), training.model(case.model)
+        plan, model = case.plan(SIZE), cases_module.model(case.model)
         check_plan_on_ranks(model, plan, ranks, clip=case.clip)
-        check_update_timing(flat_optimizer.build_optimizer(training.optimizer(case), list(model.parameters())), plan)
+        check_update_timing(
+            flat_optimizer.build_optimizer(cases_module.optimizer(case), list(model.parameters())), plan
+        )
     except PlanError:
         return True
     return False
@@ -53,8 +56,10 @@ def is_refused(case: Case) -> bool:
 def expected(case: Case) -> TrainingResult:
     """What one process makes of it, in plain torch."""
     if case.sync == "local":
-        return apart.train(case, SIZE)
-    return train_oracle(case) if case.codec == "none" else coded.train(case, SIZE, unit=float(case.batch_sizes[0]))
+        return local_sgd_oracle.train(case, SIZE)
+    return (
+        train_oracle(case) if case.codec == "none" else codec_oracle.train(case, SIZE, unit=float(case.batch_sizes[0]))
+    )
 
 
 def wanted(case: Case) -> TrainingResult:

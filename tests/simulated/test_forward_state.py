@@ -12,9 +12,9 @@ from fourfold.step.build import TrainStep
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import TaskError
-from tests import classes
-from tests.classes import batches, loss, sgd
-from tests.training import SEED_LOCK
+from tests import classification
+from tests.cases import SEED_LOCK
+from tests.classification import batches, loss, sgd
 
 WIDE = torch.float64
 
@@ -64,7 +64,7 @@ def model(kind: str) -> nn.Module:
 
 
 def train(ranks, kind: str, plan: Plan, given: list) -> oracle.TrainingResult:
-    return classes.train(ranks, model(kind), plan, given)
+    return classification.train(ranks, model(kind), plan, given)
 
 
 def expected(kind: str, given: list) -> oracle.TrainingResult:

@@ -11,8 +11,8 @@ from fourfold.step.model_checks import check_plan_for_model
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import DivergenceError, PlanError, TaskError
-from tests.classes import batches, local_batch, loss, sgd
-from tests.training import SEED_LOCK
+from tests.cases import SEED_LOCK
+from tests.classification import batches, local_batch, loss, sgd
 
 PLANS = [Plan(dp=2), Plan(microbatches=2), Plan(dp=2, microbatches=2), Plan(dp=2, zero=2)]
 

@@ -23,8 +23,8 @@ from fourfold.testing import threads
 from fourfold.trainer.tracer import Tracer
 from fourfold.words.errors import PlanError, TrainingError
 from fourfold.words.program import Verb
-from tests import training
-from tests.training import Case, batches, build_step, local_batch, train_step
+from tests import cases as cases_module
+from tests.cases import Case, batches, build_step, local_batch, train_step
 
 CASE = Case(batch_sizes=(8, 8, 8, 8), bucket_bytes=1000, update="in_forward", clip=0.05)
 ZEROS = pytest.mark.parametrize("zero", [0, 1, 2])
@@ -344,9 +344,15 @@ def test_a_step_after_one_that_was_left_out_trains_as_it_would_after_backward():
 
     def body(ranks, update):
         one = dataclasses.replace(case, update=update)
-        plan, optimizer = one.plan(2), training.optimizer(one)
+        plan, optimizer = one.plan(2), cases_module.optimizer(one)
         step = TrainStep(
-            training.model("mlp"), training.loss(one), optimizer, plan=plan, communicator=ranks, clip=1.0, skip_nan=1
+            cases_module.model("mlp"),
+            cases_module.loss(one),
+            optimizer,
+            plan=plan,
+            communicator=ranks,
+            clip=1.0,
+            skip_nan=1,
         )
         for number, (inputs, targets) in enumerate(batches(case)):
             bad = inputs * float("nan") if number == 1 else inputs
@@ -435,7 +441,7 @@ def test_a_run_ends_with_the_weights_of_its_last_step(ema, tmp_path):
 ])  # fmt: skip
 def test_updates_in_forward_are_refused_where_uses_are_not_told_of_or_come_too_late(fields, said):
     case = dataclasses.replace(CASE, clip=None, **fields)
-    model, loss, optimizer = training.model("mlp"), training.loss(case), training.optimizer(case)
+    model, loss, optimizer = cases_module.model("mlp"), cases_module.loss(case), cases_module.optimizer(case)
     if case.model == "compiled":
         model.get_submodule("second").compile()
     if case.model == "scripted":

@@ -15,7 +15,7 @@ from fourfold.step.build import TrainStep
 from fourfold.step.dry_run.loss_additivity import LossComparison
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError
-from tests.training import SEED_LOCK
+from tests.cases import SEED_LOCK
 
 FEATURES, WIDTH, CLASSES, SAMPLES = 4, 6, 3, 8
 PLANS = [Plan(dp=2), Plan(dp=2, microbatches=2, zero=3, transport="gloo"), Plan(microbatches=2)]

@@ -15,7 +15,7 @@ from fourfold.step.build import TrainStep
 from fourfold.step.dry_run.fixed_random import without_randomness
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError
-from tests.training import SEED_LOCK
+from tests.cases import SEED_LOCK
 
 CPU = torch.device("cpu")
 sgd = functools.partial(torch.optim.SGD, lr=0.1)

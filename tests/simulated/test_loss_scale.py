@@ -14,8 +14,8 @@ from fourfold.plan.precision import LossScaler
 from fourfold.step.build import TrainStep, parallelize
 from fourfold.testing import threads
 from fourfold.words.errors import PlanError, TrainingError
-from tests import training
-from tests.precision import CASE, ZERO_FIELDS, equal_tensors, train_on_threads, train_oracle
+from tests import cases
+from tests.precision_oracle import CASE, ZERO_FIELDS, equal_tensors, train_on_threads, train_oracle
 
 FP16 = dataclasses.replace(CASE, precision="fp16", batch_sizes=(12, 12, 12))
 
@@ -205,6 +205,6 @@ def test_the_scale_goes_on_where_it_was():
 ])  # fmt: skip
 def test_a_scaled_loss_is_refused_where_an_overflow_comes_too_late(fields, said):
     case = dataclasses.replace(FP16, **fields)
-    model, loss, optimizer = training.model(case.model), training.loss(case), training.optimizer(case)
+    model, loss, optimizer = cases.model(case.model), cases.loss(case), cases.optimizer(case)
     with pytest.raises(PlanError, match=said):
         parallelize(model, loss, optimizer, case.plan(1))

@@ -21,7 +21,7 @@ from fourfold.testing.oracle import TOLERANCE, TrainingResult
 from fourfold.trainer.train import evaluate
 from fourfold.words.errors import TaskError, TrainingError
 from fourfold.words.task import Data, Task
-from tests.training import SEED_LOCK
+from tests.cases import SEED_LOCK
 
 SAMPLES, FEATURES, CLASSES, LENGTH = 13, 6, 5, 4
 WIDE = torch.float64

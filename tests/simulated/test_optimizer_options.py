@@ -15,7 +15,7 @@ from fourfold.step.distributed_optimizer import DistributedOptimizer
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import DivergenceError, PlanError
-from tests.training import Case, batches, build_step, deviation, local_batch, loss, model, optimizer
+from tests.cases import Case, batches, build_step, deviation, local_batch, loss, model, optimizer
 
 CASE = Case(batch_sizes=(12, 12, 12), bucket_bytes=1500)
 

@@ -13,7 +13,7 @@ from fourfold.parts.optim.option_tracker import OptionTracker
 from fourfold.step.build import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import DivergenceError
-from tests.training import Case, batches, local_batch, loss, model
+from tests.cases import Case, batches, local_batch, loss, model
 
 CASE = Case(batch_sizes=(12, 12), bucket_bytes=1500)
 

@@ -13,9 +13,9 @@ from fourfold.plan.sample_order import shard_range
 from fourfold.step.build import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError
+from tests.cases import SEED_LOCK
 from tests.simulated.test_later_losses import LATER, later
 from tests.simulated.test_losses import WIDE, ce, flat, net, part
-from tests.training import SEED_LOCK
 
 sgd = functools.partial(torch.optim.SGD, lr=0.1)
 APART = "whose counts are not proportional"

@@ -19,8 +19,8 @@ from fourfold.testing.oracle import TOLERANCE
 from fourfold.trainer.train import evaluate
 from fourfold.words.errors import DataError, TaskError
 from fourfold.words.task import Data, Task
-from tests.simulated.test_hugging import MODELS, Wide, made
-from tests.training import SEED_LOCK
+from tests.cases import SEED_LOCK
+from tests.simulated.test_transformers import MODELS, Wide, made
 
 SAMPLES, LENGTH = 11, 8
 sgd = functools.partial(torch.optim.SGD, lr=0.1)

@@ -15,9 +15,10 @@ from fourfold.step.build import TrainStep
 from fourfold.step.ema import EMA
 from fourfold.testing import oracle, threads
 from fourfold.trainer.run_logger import format_offload
-from tests import training
-from tests.checkpoints import ThreadRun
-from tests.precision import (
+from tests import cases as cases_module
+from tests.cases import Case, batches
+from tests.checkpoint_runs import ThreadRun
+from tests.precision_oracle import (
     CASE,
     OPTIMIZER_OPTIONS,
     ZERO_FIELDS,
@@ -28,7 +29,6 @@ from tests.precision import (
     train_oracle,
     train_steps,
 )
-from tests.training import Case, batches
 
 
 @pytest.mark.parametrize("reduce", ["keep", "fp32"])
@@ -110,7 +110,7 @@ def test_sums_in_float32_do_not_care_which_rank_has_which_microbatch():
 def test_gradients_are_summed_in_the_numbers_asked_for_whatever_the_model_computes_in(reduce, number):
     def body(ranks):
         case = dataclasses.replace(CASE, precision="keep", reduce=reduce, zero=1, batch_sizes=(8,))
-        step = training.build_step(case, 2, ranks)
+        step = cases_module.build_step(case, 2, ranks)
         train_steps(step, case)
         return {slot.dtype for slot in step._transport.grad_buffers}, {p.dtype for p in step.model.parameters()}
 
@@ -289,7 +289,7 @@ def test_averages_are_of_the_float32_weights_and_evaluating_with_them_changes_no
         assert step.evaluate(batch_of_rank(step, batches(case)[0])).loss == loss
         return rounded(step)
 
-    first = {name: p.detach() for name, p in training.model(case.model).float().named_parameters()}
+    first = {name: p.detach() for name, p in cases_module.model(case.model).float().named_parameters()}
     assert threads.run(2, body) == [True, True]
 
 
@@ -316,7 +316,7 @@ def test_checkpoints_hold_the_float32_weights_and_averages_and_are_read_on_any_m
     weights, averages = threads.run(size, save)[0]
     threads.run(then[1], load)
     export_weights(CheckpointStore(tmp_path).step_dir(2), tmp_path / "weights.safetensors")
-    fresh = training.model(case.model)
+    fresh = cases_module.model(case.model)
     load_weights_file(fresh, tmp_path / "weights.safetensors")
     assert equal_tensors(dict(fresh.state_dict()), weights["model"])
 
@@ -327,15 +327,15 @@ def test_states_that_rest_elsewhere_train_as_those_that_rest_beside_the_weights(
     if update == "in_backward" and optimizer == "LAMB":
         update = "in_forward"
     case = Case(**ZERO_FIELDS[zero], optimizer=optimizer, update=update, bucket_bytes=1000)
-    expected = threads.run(2, lambda ranks: training.train_step(case, training.build_step(case, 2, ranks)))[0]
+    expected = threads.run(2, lambda ranks: cases_module.train_step(case, cases_module.build_step(case, 2, ranks)))[0]
 
     def body(ranks):
-        step = training.build_step(dataclasses.replace(case, offload="states"), 2, ranks)
+        step = cases_module.build_step(dataclasses.replace(case, offload="states"), 2, ranks)
         own = step._weights.master_weights
         assert set(own.param_names) == set(step._weights.trainable)
-        got = training.train_step(case, step)
+        got = cases_module.train_step(case, step)
         state = step.state_dict()
-        other = training.build_step(dataclasses.replace(case, zero=0, update="after"), 2, ranks)
+        other = cases_module.build_step(dataclasses.replace(case, zero=0, update="after"), 2, ranks)
         other.load_state_dict(state)
         assert equal_tensors(other.state_dict()["model"], state["model"])
         return got, state["model"]
@@ -350,7 +350,7 @@ def test_states_that_rest_elsewhere_train_as_those_that_rest_beside_the_weights(
 
 
 def test_on_cpu_ranks_states_are_in_host_memory_already():
-    (step,) = threads.run(1, lambda ranks: training.build_step(Case(offload="states"), 1, ranks))
+    (step,) = threads.run(1, lambda ranks: cases_module.build_step(Case(offload="states"), 1, ranks))
     assert not step._weights.masters.names
     assert offload_device("states", torch.device("cuda")) == torch.device("cpu")
     assert "already" in format_offload("cpu")
@@ -360,8 +360,8 @@ def test_on_cpu_ranks_states_are_in_host_memory_already():
 def test_the_state_of_a_model_in_two_bytes_goes_on_in_float32():
     def first(ranks):
         case = dataclasses.replace(CASE, precision="keep", optimizer="AdamW")
-        make_optimizer, loss = training.optimizer(case), training.loss(case)
-        model = training.model(case.model).bfloat16()
+        make_optimizer, loss = cases_module.optimizer(case), cases_module.loss(case)
+        model = cases_module.model(case.model).bfloat16()
         step = TrainStep(model, loss, make_optimizer, plan=case.plan(1), communicator=ranks, clip=None)
         inputs, targets = batches(case)[0]
         step((inputs.bfloat16(), targets))

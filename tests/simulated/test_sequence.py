@@ -12,8 +12,8 @@ from fourfold.plan.sequence import RINGS, AttentionSize, attention_sent_elements
 from fourfold.testing import thread_rings, threads
 from fourfold.trainer.tracer import SpanRecorder
 from fourfold.words.trace_events import RING_SPAN, SEND_LANE
-from tests import attention
-from tests.attention import BATCH, HEAD_SIZE, HEADS, TOLERANCE, AttentionCase
+from tests import attention_oracle
+from tests.attention_oracle import BATCH, HEAD_SIZE, HEADS, TOLERANCE, AttentionCase
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +29,8 @@ def worst(cases, by="messages", factor=1.0):
         axis = thread_rings.make_axis(ranks, cases[0].ring, cases[0].ulysses, transport=by)
         found = []
         for case, tensors, oracle in expected:
-            mine = attention.run_on_axis(case, tensors, axis)
-            found.append(attention.deviation(mine, oracle, axis.local_token_ranges(case.length)))
+            mine = attention_oracle.run_on_axis(case, tensors, axis)
+            found.append(attention_oracle.deviation(mine, oracle, axis.local_token_ranges(case.length)))
         return found
 
     by_rank = threads.run(cases[0].size, body)
@@ -38,13 +38,13 @@ def worst(cases, by="messages", factor=1.0):
 
 
 def _expected(case, factor):
-    tensors = attention.make_tensors(case, factor)
-    return tensors, attention.oracle(case, tensors)
+    tensors = attention_oracle.make_tensors(case, factor)
+    return tensors, attention_oracle.oracle(case, tensors)
 
 
 @pytest.mark.parametrize("size", range(1, 9))
 def test_every_axis_finds_what_one_process_finds(size):
-    by_layout = itertools.groupby(attention.cases(size), key=lambda case: (case.ring, case.ulysses))
+    by_layout = itertools.groupby(attention_oracle.cases(size), key=lambda case: (case.ring, case.ulysses))
     for turn, (_, cases) in enumerate(by_layout):
         # Of large axes every second case: two turns see all.
         found = worst(list(cases)[turn % 2 :: 1 if size < 5 else 2], "shared" if turn % 3 else "messages")
@@ -68,7 +68,7 @@ def test_scores_are_made_by_rows_where_they_would_not_fit(monkeypatch, ring, mas
 def test_scores_of_ten_thousand_overflow_nowhere(ring, heads):
     # Of such scores the rounding of the inputs alone decides: float64 sees the same inputs.
     cases = [AttentionCase(4, ring, causal=causal, heads=heads, scale=1.0) for causal in (False, True)]
-    tensors = attention.make_tensors(cases[0], factor=100.0)
+    tensors = attention_oracle.make_tensors(cases[0], factor=100.0)
     assert (tensors.q @ tensors.k.repeat_interleave(tensors.q.shape[1] // tensors.k.shape[1], 1).mT).abs().max() > 1e4
     assert max(worst(cases, factor=100.0).values()) <= 1e-9
     single = [case._replace(dtype=torch.float32) for case in cases]
@@ -86,20 +86,22 @@ def test_narrow_numbers_are_rounded_once_and_not_at_every_hop(ring, dtype, toler
 
 def test_queries_that_may_attend_to_nothing_give_zero_as_in_torch_and_no_gradient():
     case = AttentionCase(2, mask="padding")  # of the first sample all is padding
-    tensors = attention.make_tensors(case)
+    tensors = attention_oracle.make_tensors(case)
     assert tensors.mask is not None
     alone = torch.nn.functional.scaled_dot_product_attention(*tensors[:3], attn_mask=tensors.mask)
     lowest = torch.zeros(tensors.mask.shape, dtype=torch.float64).masked_fill(
         ~tensors.mask, torch.finfo(torch.float64).min
     )
-    expected = attention.oracle(case, tensors)
+    expected = attention_oracle.oracle(case, tensors)
     assert not alone[0].any()
     assert not any(tensor[0].any() for tensor in expected)
 
     def body(ranks):
         axis = thread_rings.make_axis(ranks)
-        found = [attention.run_on_axis(case, tensors._replace(mask=mask), axis) for mask in (tensors.mask, lowest)]
-        return max(attention.deviation(each, expected, axis.local_token_ranges(case.length)) for each in found)
+        found = [
+            attention_oracle.run_on_axis(case, tensors._replace(mask=mask), axis) for mask in (tensors.mask, lowest)
+        ]
+        return max(attention_oracle.deviation(each, expected, axis.local_token_ranges(case.length)) for each in found)
 
     assert max(threads.run(2, body)) <= TOLERANCE
 
@@ -117,11 +119,11 @@ def wires(axis) -> list[thread_rings.ThreadChannel]:
 ])  # fmt: skip
 def test_a_layer_sends_six_times_its_part_of_k_for_every_hop_and_no_more(size, ring, ulysses, heads):
     case = AttentionCase(size, ring, ulysses, causal=True, heads=heads)
-    tensors = attention.make_tensors(case)
+    tensors = attention_oracle.make_tensors(case)
 
     def body(ranks):
         axis = thread_rings.make_axis(ranks, ring, ulysses)
-        attention.run_on_axis(case, tensors, axis)
+        attention_oracle.run_on_axis(case, tensors, axis)
         return sum(wire.num_sent_elements for wire in wires(axis))
 
     queries, keys, value_size = (number * ulysses for number in HEADS[heads])
@@ -141,11 +143,11 @@ def test_a_key_mask_travels_in_the_message_of_its_keys():
         (wire,), messages = wires(axis), []
         shift = wire.send_right_recv_left
         wire.send_right_recv_left = lambda flat, tag: (messages.append(flat.numel()), shift(flat, tag))[1]
-        attention.run_on_axis(case, attention.make_tensors(case), axis)
+        attention_oracle.run_on_axis(case, attention_oracle.make_tensors(case), axis)
         return messages
 
-    pair = 2 * BATCH * HEADS["all"].num_kv * attention.LOCAL_LENGTH * HEAD_SIZE
-    with_mask = pair + BATCH * attention.LOCAL_LENGTH
+    pair = 2 * BATCH * HEADS["all"].num_kv * attention_oracle.LOCAL_LENGTH * HEAD_SIZE
+    with_mask = pair + BATCH * attention_oracle.LOCAL_LENGTH
     assert threads.run(4, body) == [[with_mask] * 3 + [with_mask, *[with_mask, pair] * 2, pair]] * 4
 
 
@@ -172,8 +174,8 @@ def test_the_slowest_rank_of_zigzag_computes_what_the_plan_says(monkeypatch, by)
 
         def body(ranks, case=case):
             index[threading.get_ident()] = ranks.rank
-            attention.run_on_axis(
-                case, attention.make_tensors(case), thread_rings.make_axis(ranks, case.ring, transport=by)
+            attention_oracle.run_on_axis(
+                case, attention_oracle.make_tensors(case), thread_rings.make_axis(ranks, case.ring, transport=by)
             )
 
         threads.run(4, body)
@@ -203,7 +205,7 @@ def test_the_trace_shows_that_messages_travel_while_a_rank_computes(monkeypatch)
     def body(ranks):
         axis, recording = thread_rings.make_axis(ranks), SpanRecorder()
         axis.ring_group.recorder = recording
-        attention.run_on_axis(case, attention.make_tensors(case), axis)
+        attention_oracle.run_on_axis(case, attention_oracle.make_tensors(case), axis)
         return threading.get_ident(), recording.spans
 
     for rank, spans in threads.run(4, body):
@@ -218,11 +220,11 @@ def test_the_trace_shows_that_messages_travel_while_a_rank_computes(monkeypatch)
 @pytest.mark.parametrize("ring", RINGS)
 def test_messages_and_shared_memory_give_the_same_bits(ring):
     case = AttentionCase(4, ring, causal=True, heads="grouped", dtype=torch.float32)
-    tensors = attention.make_tensors(case)
+    tensors = attention_oracle.make_tensors(case)
     by_way = [
         threads.run(
             4,
-            lambda ranks, by=by: attention.run_on_axis(
+            lambda ranks, by=by: attention_oracle.run_on_axis(
                 case, tensors, thread_rings.make_axis(ranks, ring, transport=by)
             ),
         )

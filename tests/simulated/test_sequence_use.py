@@ -16,8 +16,8 @@ from fourfold.parts.sequence.dropout import GOLDEN_GAMMA, DropoutMask, _as_int64
 from fourfold.plan.sequence import RINGS, token_positions
 from fourfold.testing import thread_rings, threads
 from fourfold.words.errors import DivergenceError, PeerError, PlanError, TrainingError
-from tests import attention
-from tests.attention import TOLERANCE, AttentionCase
+from tests import attention_oracle
+from tests.attention_oracle import TOLERANCE, AttentionCase
 
 
 @pytest.fixture(autouse=True)
@@ -27,14 +27,14 @@ def _one_thread():
 
 def both(size, use, ring="zigzag", ulysses=1):
     """What `use(attend, take)` gives in one process, and what its ranks give, put together."""
-    tensors = attention.make_tensors(AttentionCase(size, ring, ulysses))
+    tensors = attention_oracle.make_tensors(AttentionCase(size, ring, ulysses))
     alone = use(lambda q, k, v, causal=False: scaled_dot_product_attention(q, k, v, is_causal=causal), tensors)
 
     def body(ranks):
         axis = thread_rings.make_axis(ranks, ring, ulysses)
         mine = torch.tensor(token_positions(axis.local_token_ranges(tensors.q.shape[-2])))
         q, k, v, grad_out = (tensor[:, :, mine] for tensor in tensors[:4])
-        local = attention.FullTensors(q, k, v, grad_out, None)
+        local = attention_oracle.FullTensors(q, k, v, grad_out, None)
         return mine, use(lambda q, k, v, causal=False: sequence_attention(q, k, v, axis, causal=causal), local)
 
     found = threads.run(size, body)

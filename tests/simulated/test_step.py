@@ -13,7 +13,7 @@ from fourfold.step.build import TrainStep
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE, deviation
 from fourfold.words.errors import OptimizerError, PlanError, TaskError, TrainingError
-from tests.training import LOSSES, Case, batches, build_step, local_batch, train_oracle, train_step
+from tests.cases import LOSSES, Case, batches, build_step, local_batch, train_oracle, train_step
 
 
 def sgd(parameters):

@@ -15,7 +15,7 @@ from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import DivergenceError, OptimizerError, TaskError
 from fourfold.words.task import Data, Task
-from tests.training import Case, batches, local_batch, loss, model, optimizer, train_step
+from tests.cases import Case, batches, local_batch, loss, model, optimizer, train_step
 
 CASE = Case(batch_sizes=(12, 10, 14), bucket_bytes=1500, optimizer="SGD")
 BOUND = 0.15  # of weights: many of the small network's are beyond it

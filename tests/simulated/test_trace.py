@@ -16,7 +16,7 @@ from fourfold.trainer.tracer import (
     is_sampled,
 )
 from fourfold.words.trace_events import DONE_EVENT, LAUNCHED_EVENT, READY_EVENT, REDUCE_LANE, Span
-from tests.training import Case, batches, build_step, local_batch
+from tests.cases import Case, batches, build_step, local_batch
 
 
 def traced(case: Case, size: int, *, every: int = 5, steps: int = 6) -> list[Trace]:

@@ -14,8 +14,8 @@ from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import PlanError
 from fourfold.words.program import Verb
-from tests import training
-from tests.training import Case, batches, build_step, deviation, local_batch, loss, model, train_step
+from tests import cases
+from tests.cases import Case, batches, build_step, deviation, local_batch, loss, model, train_step
 
 CASE = Case(batch_sizes=(8, 8, 8, 8), bucket_bytes=1000, optimizer="AdamW")
 
@@ -74,7 +74,7 @@ def test_the_program_shows_updates_behind_their_reductions():
 ])  # fmt: skip
 def test_updates_in_backward_are_refused_where_they_cannot_know_enough(fields, said):
     case = dataclasses.replace(CASE, update="in_backward", **fields)
-    model, loss, optimizer = training.model(case.model), training.loss(case), training.optimizer(case)
+    model, loss, optimizer = cases.model(case.model), cases.loss(case), cases.optimizer(case)
     with pytest.raises(PlanError, match=said):
         parallelize(model, loss, optimizer, case.plan(1), clip=case.clip)
 

@@ -14,8 +14,8 @@ from fourfold.step.model_checks import check_plan_for_model
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import PlanError, TaskError
-from tests.classes import batches, loss, sgd, train
-from tests.training import SEED_LOCK
+from tests.cases import SEED_LOCK
+from tests.classification import batches, loss, sgd, train
 
 # What forward writes into `centers`, from the samples that it is given. Writes through `.data` count no version.
 FROM_SAMPLES = {

@@ -7,8 +7,8 @@ import pytest
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.testing.process_world import CaseFailed, SpawnedWorld
 
-CASES = "tests.spawned.cases"
-WRAPPED = "tests.spawned.wrapped"
+CASES = "tests.spawned.rank_functions"
+WRAPPED = "tests.spawned.wrapped_optimizer"
 TRANSPORTS = ["shared", "gloo"]
 
 

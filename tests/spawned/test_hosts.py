@@ -16,7 +16,7 @@ from fourfold.testing.process_world import SpawnedWorld
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.hosts
-CASES = "tests.spawned.cases"
+CASES = "tests.spawned.rank_functions"
 SECONDS = 30
 REACHES = [*((zero, None) for zero in FIELD_RULES["zero"].choices), (3, 2)]
 OWNER = """

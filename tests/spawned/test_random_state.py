@@ -3,7 +3,7 @@
 import pytest
 
 from fourfold.testing.oracle import TOLERANCE
-from tests.spawned import stochastic
+from tests.spawned import stochastic_depth
 
 SECONDS = 60  # ranks that draw differently wait for each other's attention
 
@@ -11,8 +11,8 @@ SECONDS = 60  # ranks that draw differently wait for each other's attention
 def trained(world, folder, dp, sp, **what):
     """What each rank of a mesh found; one rank is this process."""
     if dp * sp == 1:
-        return [stochastic.train(str(folder), dp, sp, **what)]
-    case = "tests.spawned.stochastic:train"
+        return [stochastic_depth.train(str(folder), dp, sp, **what)]
+    case = "tests.spawned.stochastic_depth:train"
     return world(dp * sp).run(case, time_limit_seconds=SECONDS, folder=str(folder), dp=dp, sp=sp, **what)
 
 

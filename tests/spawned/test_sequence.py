@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.attention import TOLERANCE
+from tests.attention_oracle import TOLERANCE
 
 
 @pytest.mark.parametrize(("size", "choice", "host"), [(2, "gloo", None), (2, "shared", None), (4, "by-host", "two")])
 def test_processes_find_what_one_process_finds(world, size, choice, host):
-    told = world(size).run("tests.spawned.cases:attentions", choice=choice, host=host)
+    told = world(size).run("tests.spawned.rank_functions:attentions", choice=choice, host=host)
     worst = {name: max(rank["deviations"][name] for rank in told) for name in told[0]["deviations"]}
     assert {name: far for name, far in worst.items() if far > TOLERANCE} == {}
     # Between hosts gloo; hosts of two whose heads are exchanged inside meet in shared memory there.

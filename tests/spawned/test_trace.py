@@ -13,7 +13,7 @@ from tests.spawned.test_launch import TASK, end, start
 
 __all__ = ["start"]  # a fixture
 
-CASES = "tests.spawned.cases"
+CASES = "tests.spawned.rank_functions"
 FAILING = """
 calls = []
 

@@ -22,7 +22,7 @@ from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_at
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import PlanError, TaskError
-from tests.training import (
+from tests.cases import (
     SEED_LOCK,
     Case,
     batches,
@@ -33,8 +33,8 @@ from tests.training import (
     train_oracle,
     train_step,
 )
-from tests.training import loss as loss_of
-from tests.training import model as make
+from tests.cases import loss as loss_of
+from tests.cases import model as make
 
 MESHES = [(1, 2), (1, 3), (2, 2), (1, 4), (1, 8), (2, 4), (4, 2)]
 WAYS = [("zigzag", 1), ("plain", 1), ("rsa", 1), ("gather", 1), ("zigzag", 2), ("plain", 2)]

@@ -15,8 +15,8 @@ from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingP
 from fourfold.checkpoint.state import TrainingState
 from fourfold.feed.feed import Feed
 from fourfold.step.build import parallelize
-from tests.checkpoints import MemoryLog
-from tests.training import Case, batches, local_batch
+from tests.cases import Case, batches, local_batch
+from tests.checkpoint_runs import MemoryLog
 
 STEPS, SAVE_AT, SEED, KEEP_PROBABILITY = 6, 2, 5, 0.5
 

@@ -14,14 +14,14 @@ from fourfold.step.model_checks import model_problems
 from fourfold.tasks import lm
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
-from tests import coded
-from tests.training import Case, batches, build_step, local_batch, train_step
+from tests import codec_oracle
+from tests.cases import Case, batches, build_step, local_batch, train_step
 
 REMEMBERING = [kind for kind in CODECS if kind not in ("bf16", "fp16")]
 
 
 def worst(case: Case, size: int, *, unit: float = 1.0) -> float:
-    expected = coded.train(case, size, unit=unit)
+    expected = codec_oracle.train(case, size, unit=unit)
     return max(
         threads.run(size, lambda ranks: oracle.deviation(train_step(case, build_step(case, size, ranks)), expected))
     )

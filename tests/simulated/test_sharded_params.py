@@ -27,9 +27,9 @@ from fourfold.step.build import TrainStep
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import PlanError, TaskError, TrainingError
-from tests.checkpoints import ThreadRun
-from tests.odd import AWKWARD_MODELS
-from tests.training import Case, batches, build_step, deviation, local_batch, model, train_oracle, train_step
+from tests.awkward_models import AWKWARD_MODELS
+from tests.cases import Case, batches, build_step, deviation, local_batch, model, train_oracle, train_step
+from tests.checkpoint_runs import ThreadRun
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ import torch
 
 from fourfold.testing import threads
 from fourfold.words.errors import DivergenceError, SettingError
-from tests.training import Case, build_step
+from tests.cases import Case, build_step
 
 SIZE = 3
 

@@ -17,7 +17,7 @@ from fourfold.step.build import TrainStep, parallelize
 from fourfold.tasks import digits, lm
 from fourfold.testing import oracle
 from fourfold.testing.oracle import TrainingResult
-from tests.odd import AWKWARD_MODELS
+from tests.awkward_models import AWKWARD_MODELS
 
 
 @dataclass(frozen=True)

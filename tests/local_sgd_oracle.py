@@ -6,7 +6,7 @@ import torch
 
 from fourfold.step.batch import call_model, sum_loss
 from fourfold.testing.oracle import TrainingResult
-from tests.training import Case, batches, local_batch, loss, model, optimizer
+from tests.cases import Case, batches, local_batch, loss, model, optimizer
 
 
 def train(case: Case, size: int) -> TrainingResult:

@@ -20,7 +20,7 @@ from fourfold.step.build import TrainStep
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import OptimizerError, PlanError
-from tests.training import LOSSES, Case, batches, build_step, deviation, local_batch, model, train_step
+from tests.cases import LOSSES, Case, batches, build_step, deviation, local_batch, model, train_step
 
 KINDS: list[Any] = [ff.optim.LARS, ff.optim.LAMB]
 

@@ -19,9 +19,9 @@ from fourfold.step.build import TrainStep
 from fourfold.step.distributed_optimizer import DistributedOptimizer
 from fourfold.testing import threads
 from fourfold.words.errors import FourfoldError, PlanError, SettingError, TaskError
-from tests.training import Case
-from tests.training import batches as global_batches
-from tests.training import build_step as build_case
+from tests.cases import Case
+from tests.cases import batches as global_batches
+from tests.cases import build_step as build_case
 
 REPEATED = "same batch"
 

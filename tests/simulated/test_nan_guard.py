@@ -22,14 +22,14 @@ from fourfold.step.ema import EMA
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import PlanError, TrainingError
-from tests import training
-from tests.training import Case, batches, local_batch
+from tests import cases
+from tests.cases import Case, batches, local_batch
 
 NAN, INF = float("nan"), float("inf")
 
 
 def build(case: Case, ranks: Any, *, skip_nan: int) -> TrainStep:
-    model, loss, optimizer = training.model(case.model), training.loss(case), training.optimizer(case)
+    model, loss, optimizer = cases.model(case.model), cases.loss(case), cases.optimizer(case)
     plan = case.plan(ranks.size)
     return TrainStep(model, loss, optimizer, plan=plan, communicator=ranks, clip=case.clip, skip_nan=skip_nan)
 
@@ -68,9 +68,9 @@ def test_training_with_a_skipped_step_is_training_without_it(fields, bad):
         trained = oracle.snapshot(step, [m.loss for m in good], [m.grad_norm for m in good])
         return trained, metrics[bad].skipped
 
-    model, loss = training.model(case.model), training.loss(case)
+    model, loss = cases.model(case.model), cases.loss(case)
     rest = [batch for number, batch in enumerate(found) if number != bad]
-    expected = oracle.train(model, loss, training.optimizer(case), rest, clip=case.clip)
+    expected = oracle.train(model, loss, cases.optimizer(case), rest, clip=case.clip)
     results = threads.run(3, body)
     for trained, skipped in results:
         assert oracle.deviation(trained, expected) <= TOLERANCE
@@ -160,7 +160,7 @@ def test_a_first_step_without_even_a_count_teaches_nothing():
     # The count of the first step is what the gradients of all others are divided by.
     case = Case(loss="pair")
     found = poisoned(case, 0, sample=0)
-    model, loss, optimizer = training.model("mlp"), training.loss(case), training.optimizer(case)
+    model, loss, optimizer = cases.model("mlp"), cases.loss(case), cases.optimizer(case)
 
     def lost(outputs: Any, targets: Any) -> Any:
         return (outputs.sum(), NAN) if outputs.isnan().any() else loss(outputs, targets)

@@ -15,8 +15,8 @@ from fourfold.step.model_checks import model_problems
 from fourfold.step.sequence.dry_run import SequenceDryRun
 from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.step.sequence.token_shards import token_shard
-from tests.training import Case, batches
-from tests.training import model as built_in
+from tests.cases import Case, batches
+from tests.cases import model as built_in
 
 LENGTH, WIDTH = 16, 24
 

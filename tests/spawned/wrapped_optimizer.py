@@ -9,16 +9,16 @@ from torch import nn
 
 import fourfold as ff
 from fourfold.words.errors import DivergenceError
-from tests import training
-from tests.spawned.cases import fake_hosts, keep_groups, sgd
-from tests.training import Case
+from tests import cases
+from tests.cases import Case
+from tests.spawned.rank_functions import fake_hosts, keep_groups, sgd
 
 
 def trains(accumulate: int, host: str | None = None, transport: str = "by-host", kind: str = "ASGD") -> dict[str, Any]:
     """A plain loop with a wrapped optimizer of a kind that is not element-wise, beside the same loop alone."""
     case, size = Case(batch_sizes=(12, 12, 12)), dist.get_world_size()
-    loss = training.loss(case)
-    theirs, mine = training.model("mlp"), training.model("mlp")
+    loss = cases.loss(case)
+    theirs, mine = cases.model("mlp"), cases.model("mlp")
     alone = getattr(ff.optim, kind, None) or getattr(torch.optim, kind)
     plain, model = alone(theirs.parameters(), lr=0.05), mine
     with fake_hosts(host):
@@ -27,7 +27,7 @@ def trains(accumulate: int, host: str | None = None, transport: str = "by-host",
         )
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     far, norms = 0.0, []
-    for inputs, targets in training.batches(case):
+    for inputs, targets in cases.batches(case):
         plain.zero_grad()
         loss(theirs(inputs), targets).mean().backward()
         norms.append(float(nn.utils.clip_grad_norm_(theirs.parameters(), 0.2)))
@@ -35,10 +35,10 @@ def trains(accumulate: int, host: str | None = None, transport: str = "by-host",
         for group in plain.param_groups:
             group["lr"] *= 0.5
         optimizer.zero_grad()
-        some, few = training.local_batch((inputs, targets), size, dist.get_rank())
+        some, few = cases.local_batch((inputs, targets), size, dist.get_rank())
         for part in range(accumulate):
             last = part == accumulate - 1
-            x, y = training.local_batch((some, few), accumulate, part)
+            x, y = cases.local_batch((some, few), accumulate, part)
             with contextlib.nullcontext() if last else optimizer.no_sync():
                 (loss(model(x), y).mean() / accumulate).backward()
         far = max(far, abs(float(optimizer.clip_grad_norm_(0.2)) - norms[-1]))
@@ -53,7 +53,7 @@ def uneven(transport: str = "by-host", host: str | None = None) -> dict[str, Any
     """A rank has one batch more than the rank before it; all of them beside one process that has all batches."""
     size, rank = dist.get_world_size(), dist.get_rank()
     case = Case(batch_sizes=(12,) * size)
-    loss, mine, theirs, data = training.loss(case), training.model("mlp"), training.model("mlp"), training.batches(case)
+    loss, mine, theirs, data = cases.loss(case), cases.model("mlp"), cases.model("mlp"), cases.batches(case)
     plan = ff.Plan(dp=size, bucket_bytes=4000, transport=transport)
     with fake_hosts(host):
         optimizer = ff.DistributedOptimizer(sgd(mine.parameters()), mine, plan)
@@ -78,11 +78,11 @@ def uneven(transport: str = "by-host", host: str | None = None) -> dict[str, Any
 def adds_up() -> float:
     """Two backwards without zero_grad in between leave the sum of both means in `.grad`."""
     case, size = Case(), dist.get_world_size()
-    loss, model, theirs = training.loss(case), training.model("mlp"), training.model("mlp")
+    loss, model, theirs = cases.loss(case), cases.model("mlp"), cases.model("mlp")
     ff.DistributedOptimizer(sgd(model.parameters()), model, ff.Plan(dp=size))
-    for batch in training.batches(case)[:2]:
+    for batch in cases.batches(case)[:2]:
         loss(theirs(batch[0]), batch[1]).mean().backward()
-        x, y = training.local_batch(batch, size, dist.get_rank())
+        x, y = cases.local_batch(batch, size, dist.get_rank())
         loss(model(x), y).mean().backward()
     pairs = zip(model.parameters(), theirs.parameters(), strict=True)
     return max(float((a.grad - b.grad).abs().max()) for a, b in pairs if a.grad is not None and b.grad is not None)
@@ -119,7 +119,7 @@ def _all_tensors(model: nn.Module) -> list[torch.Tensor]:
 
 def without_gradient() -> str:
     """What `backward()` says when a parameter got no gradient."""
-    model = training.model("unused")
+    model = cases.model("unused")
     optimizer = ff.DistributedOptimizer(sgd(model.parameters()), model)
     try:
         model(torch.ones(2, 16, dtype=torch.float64)).sum().backward()

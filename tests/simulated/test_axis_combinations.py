@@ -8,7 +8,7 @@ import pytest
 from fourfold.plan.plan import FIELD_RULES
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
-from tests.training import Case, deviation
+from tests.cases import Case, deviation
 
 SIZE, HOSTS, LINE = 4, 2, 2
 # A first batch of one sample: all ranks of the other line have none, when the model is tried and gathers are learnt.

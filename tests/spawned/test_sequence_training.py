@@ -4,7 +4,7 @@ import pytest
 
 from fourfold.testing.oracle import TOLERANCE
 
-CASES = "tests.spawned.cases"
+CASES = "tests.spawned.rank_functions"
 
 
 @pytest.mark.parametrize("transport", ["shared", "gloo"])

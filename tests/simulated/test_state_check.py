@@ -11,9 +11,9 @@ from fourfold.checkpoint.store import CheckpointStore
 from fourfold.feed.feed import Feed
 from fourfold.testing import threads
 from fourfold.words.errors import CheckpointError, TaskError
-from tests import odd, training
-from tests.checkpoints import ThreadRun, save_twice
-from tests.training import Case, batches, build_step, local_batch
+from tests import awkward_models, cases
+from tests.cases import Case, batches, build_step, local_batch
+from tests.checkpoint_runs import ThreadRun, save_twice
 
 CASE = Case(batch_sizes=(8, 8))
 
@@ -87,11 +87,11 @@ def test_a_state_that_does_not_fit_on_one_rank_is_told_on_all():
 
 
 def test_two_values_of_a_tied_weight_are_refused(tmp_path):
-    weights = training.model("mlp").state_dict()
+    weights = cases.model("mlp").state_dict()
     save_file(weights, tmp_path / "weights.safetensors")
     said = r"second\.weight and third\.weight with other values"
     with pytest.raises(CheckpointError, match=said):
-        load_weights_file(training.model("tied"), tmp_path / "weights.safetensors")
+        load_weights_file(cases.model("tied"), tmp_path / "weights.safetensors")
     untied = dataclasses.replace(CASE, optimizer="descent")
     threads.run(1, lambda ranks: ThreadRun(untied, ranks, tmp_path).run_steps(0, 1, save_at=(1,)))
     tied = dataclasses.replace(untied, model="tied")
@@ -99,7 +99,7 @@ def test_two_values_of_a_tied_weight_are_refused(tmp_path):
         threads.run(1, lambda ranks: ThreadRun(tied, ranks, tmp_path).checkpoints.resume())
 
 
-class Copying(training.MLP):
+class Copying(cases.MLP):
     """Its state_dict has copies."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class Copying(training.MLP):
         return {name: value.detach().clone() for name, value in super().state_dict(*args, **kwargs).items()}
 
 
-class Renaming(training.MLP):
+class Renaming(cases.MLP):
     """Its state_dict has other names."""
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class Renaming(training.MLP):
 def test_a_model_whose_state_dict_has_not_its_weights_is_refused_when_the_run_begins(
     kind, fields, hosts, tmp_path, monkeypatch
 ):
-    monkeypatch.setitem(odd.AWKWARD_MODELS, "own state_dict", kind)
+    monkeypatch.setitem(awkward_models.AWKWARD_MODELS, "own state_dict", kind)
     case = dataclasses.replace(CASE, model="own state_dict", **fields)
     with pytest.raises(TaskError, match=r"a state_dict\(\) without \w+(\.\w+)? itself and 8 more"):
         threads.run(2, lambda ranks: ThreadRun(case, ranks, tmp_path), hosts=hosts)

@@ -20,7 +20,7 @@ from fourfold.step.dry_run.random_weights import MemoryFit
 from fourfold.step.objective import Objective
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError
-from tests.training import SEED_LOCK
+from tests.cases import SEED_LOCK
 
 LENGTH, WIDTH, CLASSES, SAMPLES = 6, 8, 5, 5
 sgd = functools.partial(torch.optim.SGD, lr=0.1)

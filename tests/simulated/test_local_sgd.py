@@ -24,12 +24,12 @@ from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import SettingError, TrainingError
 from fourfold.words.program import Verb
-from tests import apart
-from tests.training import Case, batches, build_step, local_batch, loss, model, optimizer, train_oracle, train_step
+from tests import local_sgd_oracle
+from tests.cases import Case, batches, build_step, local_batch, loss, model, optimizer, train_oracle, train_step
 
 
 def deviation(case: Case, size: int, ranks) -> float:
-    return oracle.deviation(train_step(case, build_step(case, size, ranks)), apart.train(case, size))
+    return oracle.deviation(train_step(case, build_step(case, size, ranks)), local_sgd_oracle.train(case, size))
 
 
 @settings(max_examples=40)

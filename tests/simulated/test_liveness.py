@@ -18,8 +18,8 @@ from fourfold.parts.comm.communicator import _RankProcess, host_id
 from fourfold.parts.comm.transports import Communicator
 from fourfold.testing import threads
 from fourfold.words.errors import PeerError
-from tests.checkpoints import ThreadRun
-from tests.training import Case
+from tests.cases import Case
+from tests.checkpoint_runs import ThreadRun
 
 SECONDS = 20  # far less than a wait's own time limit, far more than a look takes
 

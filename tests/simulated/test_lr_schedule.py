@@ -87,7 +87,7 @@ def test_other_rates_are_another_run() -> None:
 
 
 def test_a_task_stays_tuned_for_its_own_batch_when_the_command_gives_another(tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / "mine.py").write_text("from tests.simulated.test_rates import TASK as task")
+    (tmp_path / "mine.py").write_text("from tests.simulated.test_lr_schedule import TASK as task")
     monkeypatch.chdir(tmp_path)
     words = ("lr_scale=linear", "lr_warmup=2", "batch_size=32", "dp=1")
     for spec in ("mine.py", "digits"):

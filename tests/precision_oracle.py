@@ -9,8 +9,8 @@ from fourfold.plan.sample_order import shard_range
 from fourfold.step.build import TrainStep, parallelize
 from fourfold.testing import threads
 from fourfold.testing.oracle import TrainingResult
-from tests import training
-from tests.training import Case, batches, local_batch
+from tests import cases
+from tests.cases import Case, batches, local_batch
 
 CASE = Case(precision="bf16", batch_sizes=(12, 12, 12, 12), bucket_bytes=1000, optimizer="SGD")
 # torch's fused kernels round the last elements of a tensor otherwise than the others: which those are depends on where
@@ -25,8 +25,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 def train_oracle(case: Case, size: int = 1) -> TrainingResult:
     """What `size` ranks ought to do, in one process: rounded copies compute, torch.optim updates float32 weights."""
-    masters, working = training.model(case.model).float(), training.model(case.model).to(DTYPES[case.precision])
-    optimizer, loss = training.optimizer(case, **OPTIMIZER_OPTIONS)(masters.parameters()), training.loss(case)
+    masters, working = cases.model(case.model).float(), cases.model(case.model).to(DTYPES[case.precision])
+    optimizer, loss = cases.optimizer(case, **OPTIMIZER_OPTIONS)(masters.parameters()), cases.loss(case)
     losses, norms = [], []
     for batch in batches(case):
         with torch.no_grad():
@@ -75,9 +75,9 @@ def add_in_order(parts):
 def make_step(case: Case, size: int, ranks: Any = None) -> Any:
     """The case's step, of a model in float32: on the ranks given (threads), or on those of the environment."""
     model, loss, optimizer = (
-        training.model(case.model).float(),
-        training.loss(case),
-        training.optimizer(case, **OPTIMIZER_OPTIONS),
+        cases.model(case.model).float(),
+        cases.loss(case),
+        cases.optimizer(case, **OPTIMIZER_OPTIONS),
     )
     if ranks is None:
         return parallelize(model, loss, optimizer, case.plan(size), clip=case.clip)

@@ -23,7 +23,7 @@ from fourfold.step.meta_model import _SkipRandomInit
 from fourfold.step.sequence.sdpa_interception import intercept_attention
 from fourfold.step.torch_losses import observing
 from fourfold.testing import threads
-from tests.training import SEED_LOCK
+from tests.cases import SEED_LOCK
 
 MODES = {
     "without randomness": lambda: without_randomness(torch.device("cpu")),

@@ -15,7 +15,7 @@ from fourfold.checkpoint.store import CheckpointStore
 from fourfold.feed.feed import Feed
 from fourfold.step.ema import EMA
 from fourfold.testing import threads
-from tests.training import Case, batches, build_step, local_batch
+from tests.cases import Case, batches, build_step, local_batch
 
 
 class MemoryLog:

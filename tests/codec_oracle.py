@@ -15,7 +15,7 @@ from fourfold.step.batch import Microbatch, call_model, split_microbatches, sum_
 from fourfold.step.weights import trainable_parameters
 from fourfold.testing.codecs import simulate_reduce
 from fourfold.testing.oracle import TrainingResult
-from tests.training import Case, batches, local_batch, loss, model, optimizer
+from tests.cases import Case, batches, local_batch, loss, model, optimizer
 
 
 class CodecWorkers:

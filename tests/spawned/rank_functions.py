@@ -27,8 +27,9 @@ from fourfold.testing import oracle
 from fourfold.trainer import stragglers
 from fourfold.trainer.tracer import Tracer
 from fourfold.words.errors import DivergenceError
-from tests import apart, attention, coded, precision, training
-from tests.training import Case
+from tests import attention_oracle, codec_oracle, local_sgd_oracle, precision_oracle
+from tests import cases as cases_module
+from tests.cases import Case
 
 
 def deviation(host: str | None = None, **fields: Any) -> dict[str, Any]:
@@ -37,9 +38,9 @@ def deviation(host: str | None = None, **fields: Any) -> dict[str, Any]:
         fields["batch_sizes"] = tuple(fields["batch_sizes"])
     case = Case(**fields)
     with fake_hosts(host):
-        step = training.build_step(case, dist.get_world_size())
-    trained = training.train_step(case, step)
-    return {"deviation": oracle.deviation(trained, training.train_oracle(case)), "transport": step.transport_name}
+        step = cases_module.build_step(case, dist.get_world_size())
+    trained = cases_module.train_step(case, step)
+    return {"deviation": oracle.deviation(trained, cases_module.train_oracle(case)), "transport": step.transport_name}
 
 
 def coded_deviations(cases: list[dict[str, Any]], host: str | None = None) -> list[dict[str, Any]]:
@@ -48,10 +49,10 @@ def coded_deviations(cases: list[dict[str, Any]], host: str | None = None) -> li
     for fields in cases:
         case, size = Case(**fields, batch_sizes=(16, 16)), dist.get_world_size()
         with fake_hosts(host):
-            step = training.build_step(case, size)
-        metrics = [step(training.local_batch(batch, size, step.dp_index)) for batch in training.batches(case)]
+            step = cases_module.build_step(case, size)
+        metrics = [step(cases_module.local_batch(batch, size, step.dp_index)) for batch in cases_module.batches(case)]
         trained = oracle.snapshot(step, [m.loss for m in metrics], [m.grad_norm for m in metrics])
-        expected = coded.train(case, size, unit=16.0)
+        expected = codec_oracle.train(case, size, unit=16.0)
         lengths = [sum(b.num_bytes for b in rounds) for rounds in _codec_rounds(step)]
         told.append(
             {
@@ -68,10 +69,16 @@ def precision_deviations(cases: list[dict[str, Any]], host: str | None = None) -
     """For each case: how far the weights of the update are from those of ranks in one process."""
     told = []
     for fields in cases:
-        case, size = dataclasses.replace(precision.CASE, batch_sizes=(16, 16, 16), **fields), dist.get_world_size()
+        case, size = (
+            dataclasses.replace(precision_oracle.CASE, batch_sizes=(16, 16, 16), **fields),
+            dist.get_world_size(),
+        )
         with fake_hosts(host):
-            step = precision.make_step(case, size)
-        got, expected = precision.train_steps(step, case).weights, precision.train_oracle(case, size).weights
+            step = precision_oracle.make_step(case, size)
+        got, expected = (
+            precision_oracle.train_steps(step, case).weights,
+            precision_oracle.train_oracle(case, size).weights,
+        )
         told.append(max((got[name] - weight).abs().max().item() for name, weight in expected.items()))
     return told
 
@@ -80,11 +87,11 @@ def apart_deviation(fields: dict[str, Any], host: str | None = None) -> dict[str
     """How far a training with local steps is from that of its workers, and what each step has sent."""
     case, size = Case(**{**fields, "batch_sizes": tuple(fields["batch_sizes"])}), dist.get_world_size()
     with fake_hosts(host):
-        step = training.build_step(case, size)
-    metrics = [step(training.local_batch(batch, size, step.dp_index)) for batch in training.batches(case)]
+        step = cases_module.build_step(case, size)
+    metrics = [step(cases_module.local_batch(batch, size, step.dp_index)) for batch in cases_module.batches(case)]
     trained = oracle.snapshot(step, [m.loss for m in metrics], [m.grad_norm for m in metrics])
     return {
-        "deviation": oracle.deviation(trained, apart.train(case, size)),
+        "deviation": oracle.deviation(trained, local_sgd_oracle.train(case, size)),
         "sent_bytes": [m.sent_bytes for m in metrics],
         "weight_bytes": sum(bucket.num_bytes for bucket in step.buckets),
     }
@@ -96,15 +103,15 @@ def attentions(choice: str, host: str | None) -> dict[str, Any]:
     deviations: dict[str, float] = {}
     sent: dict[str, float] = {}
     names: set[str] = set()
-    by_layout = itertools.groupby(attention.cases(size), key=lambda case: (case.ring, case.ulysses))
+    by_layout = itertools.groupby(attention_oracle.cases(size), key=lambda case: (case.ring, case.ulysses))
     for (ring, ulysses), cases in by_layout:
         with fake_hosts(host):
             axis = attention_module.connect_sequence(ranks, [range(size)], ring=ring, ulysses=ulysses, transport=choice)
         names |= {link.name for link in axis.groups if link.size > 1}
         for case in cases:
-            tensors = attention.make_tensors(case)
-            found, expected = attention.run_on_axis(case, tensors, axis), attention.oracle(case, tensors)
-            deviations[str(case)] = attention.deviation(found, expected, axis.local_token_ranges(case.length))
+            tensors = attention_oracle.make_tensors(case)
+            found, expected = attention_oracle.run_on_axis(case, tensors, axis), attention_oracle.oracle(case, tensors)
+            deviations[str(case)] = attention_oracle.deviation(found, expected, axis.local_token_ranges(case.length))
         sent[ring] = axis.ring_group.sent_bytes + axis.ulysses_group.sent_bytes
     return {"deviations": deviations, "links": sorted(names), "sent_bytes": sent}
 
@@ -144,13 +151,13 @@ def start_apart() -> bool:
 def dies_in_silence() -> None:
     """Rank 1 ends without a word after a step; the others say what they noticed, and how soon."""
     case = Case()
-    step = training.build_step(case, dist.get_world_size())
-    training.train_step(case, step)
+    step = cases_module.build_step(case, dist.get_world_size())
+    cases_module.train_step(case, step)
     if dist.get_rank() == 1:
         os._exit(3)
     begin = time.perf_counter()
     try:
-        training.train_step(case, step)
+        cases_module.train_step(case, step)
     except ff.FourfoldError as error:
         raise RuntimeError(f"noticed in {time.perf_counter() - begin:.0f} s: {error}") from error
 
@@ -197,8 +204,8 @@ def diverges(transport: str, stray: list[int], host: str | None = None) -> str:
     """What is said where some ranks evaluate while the others train; before that, all have done both."""
     case = Case(transport=transport)
     with fake_hosts(host):
-        step = training.build_step(case, dist.get_world_size())
-    batch = training.local_batch(training.batches(case)[0], dist.get_world_size(), dist.get_rank())
+        step = cases_module.build_step(case, dist.get_world_size())
+    batch = cases_module.local_batch(cases_module.batches(case)[0], dist.get_world_size(), dist.get_rank())
     for call in (step, step.evaluate, step, step.evaluate if dist.get_rank() in stray else step):
         try:
             call(batch)
@@ -211,16 +218,21 @@ def diverges(transport: str, stray: list[int], host: str | None = None) -> str:
 def skips(transport: str) -> dict[str, Any]:
     """How far a training with a skipped step is from the oracle's without it, and why it was skipped."""
     case, size = Case(transport=transport, clip=0.5), dist.get_world_size()
-    batches = training.batches(case)
+    batches = cases_module.batches(case)
     batches[1][0][-1] = float("nan")
     step = ff.parallelize(
-        training.model("mlp"), training.loss(case), training.optimizer(case), case.plan(size), clip=0.5, skip_nan=1
+        cases_module.model("mlp"),
+        cases_module.loss(case),
+        cases_module.optimizer(case),
+        case.plan(size),
+        clip=0.5,
+        skip_nan=1,
     )
-    metrics = [step(training.local_batch(batch, size, dist.get_rank())) for batch in batches]
+    metrics = [step(cases_module.local_batch(batch, size, dist.get_rank())) for batch in batches]
     good = [m for m in metrics if m.skipped is None]
     trained = oracle.snapshot(step, [m.loss for m in good], [m.grad_norm for m in good])
-    model, loss = training.model("mlp"), training.loss(case)
-    expected = oracle.train(model, loss, training.optimizer(case), batches[::2], clip=0.5)
+    model, loss = cases_module.model("mlp"), cases_module.loss(case)
+    expected = oracle.train(model, loss, cases_module.optimizer(case), batches[::2], clip=0.5)
     return {"deviation": oracle.deviation(trained, expected), "skipped": metrics[1].skipped}
 
 
@@ -234,10 +246,10 @@ def feed(num_samples: int, batch_size: int) -> list[list[int]]:
 def dies(rank: int) -> None:
     """One rank raises in mid-step, while the others wait for its gradient."""
     case = Case()
-    step = training.build_step(case, dist.get_world_size())
+    step = cases_module.build_step(case, dist.get_world_size())
     if dist.get_rank() == rank:
         raise RuntimeError("this rank gives up")
-    training.train_step(case, step)
+    cases_module.train_step(case, step)
 
 
 def trace(transport: str, host: str | None = None, steps: int = 12, ahead_seconds: int = 0) -> str:

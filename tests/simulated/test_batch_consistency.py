@@ -10,7 +10,7 @@ import torch
 from fourfold.step.sequence.batch_consistency import batch_digest
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError
-from tests.training import Case, batches, build_step, local_batch
+from tests.cases import Case, batches, build_step, local_batch
 
 LM = Case(model="lm", batch_sizes=(4, 4, 4))
 

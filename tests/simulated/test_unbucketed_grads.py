@@ -13,8 +13,8 @@ from fourfold.step.build import TrainStep
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE, deviation
 from fourfold.words.errors import TaskError, TrainingError
-from tests import training
-from tests.training import LOSSES, Case, batches, train_oracle, train_step
+from tests import cases
+from tests.cases import LOSSES, Case, batches, train_oracle, train_step
 
 CASE = Case(batch_sizes=(8, 8), bucket_bytes=1)
 UPDATES = ["after", "in_backward"]
@@ -23,7 +23,7 @@ BATCH = torch.ones(2, 16), torch.zeros(2, dtype=torch.int64)
 
 def on_one_rank(case, *, skip_nan=0):
     """The case's step, on a rank that has no other."""
-    model, loss, optimizer = training.model(case.model), training.loss(case), training.optimizer(case)
+    model, loss, optimizer = cases.model(case.model), cases.loss(case), cases.optimizer(case)
     make = functools.partial(TrainStep, plan=case.plan(1), clip=case.clip, skip_nan=skip_nan)
     return threads.run(1, lambda ranks: make(model, loss, optimizer, communicator=ranks))[0]
 
