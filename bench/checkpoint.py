@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from bench.measure import describe_machine, format_table
+from bench.measurement import describe_machine, format_table
 from fourfold.checkpoint.manager import NUM_KEPT, AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.checkpoint.state import TrainingState
 from fourfold.environment.world import from_environment

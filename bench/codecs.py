@@ -15,7 +15,7 @@ import time
 
 import torch
 
-from bench.measure import describe_machine, format_table
+from bench.measurement import describe_machine, format_table
 from fourfold.parts import memory
 from fourfold.parts.codec import registry
 from fourfold.parts.codec.registry import Codec

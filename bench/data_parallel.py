@@ -25,8 +25,8 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from bench.measure import MB, PeakMemory, describe_machine, format_table
-from bench.world import World, WorldError
+from bench.measurement import MB, PeakMemory, describe_machine, format_table
+from bench.process_world import World, WorldError
 
 OURS = (
     "fourfold",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import fourfold as ff
-from bench.measure import describe_machine
+from bench.measurement import describe_machine
 from bench.models import CASES, losses
 from fourfold.plan.intervals import DRIFT_CHECK
 

@@ -26,7 +26,7 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from bench.measure import describe_machine, format_table
+from bench.measurement import describe_machine, format_table
 
 COMMAND_ARGS = ("lm", "steps=300", "checkpoint_every=5")
 TIMEOUT_SECONDS = 60.0  # for a run to go on

@@ -17,8 +17,8 @@ from statistics import median
 from typing import NamedTuple
 
 from bench.data_parallel import CASES, TOLERANCE, Results, Settings, comma_separated, measure, middle_half
-from bench.measure import MB, describe_machine, format_table
-from bench.world import WorldError
+from bench.measurement import MB, describe_machine, format_table
+from bench.process_world import WorldError
 
 PEERS = ("default", "foreach", "fused")
 OURS = ("fourfold-early", "fourfold")

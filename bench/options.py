@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from bench.measure import describe_machine
+from bench.measurement import describe_machine
 from fourfold.parts.comm.reduce import collective_fingerprint
 from fourfold.parts.optim import option_tracker
 

@@ -16,9 +16,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from bench.measure import describe_machine, format_table
-from bench.sequence_child import ALONE
-from bench.world import World
+from bench.measurement import describe_machine, format_table
+from bench.process_world import World
+from bench.sequence_worker import ALONE
 
 LAYOUTS = ("zigzag shared", "plain shared", "gather shared", "ulysses shared", "zigzag gloo", "gather gloo", ALONE)
 BASE_LAYOUT = "gather shared"
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(describe_machine())
     titles = ["length", "way", "ms", "/ gather", "/ one process", "processor, ms", "waited, ms", "hidden"]
     with World(
-        "sequence", "-", num_ranks=setting.ranks, limit_seconds=setting.limit, module="bench.sequence_child"
+        "sequence", "-", num_ranks=setting.ranks, limit_seconds=setting.limit, module="bench.sequence_worker"
     ) as world:
         for length in setting.lengths:
             job = {

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench import bert
-from bench.measure import describe_machine, format_table
+from bench.measurement import describe_machine, format_table
 from fourfold.parts.comm.ring.protocol import NullRingGroup, RingOverP2P
 from fourfold.parts.comm.transports import SingleRankTransport
 from fourfold.parts.data.grad_buckets import GradBuckets, flatten_params, param_specs

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import fourfold as ff
-from bench.measure import describe_machine, format_table
+from bench.measurement import describe_machine, format_table
 
 WIDTH, LAYERS, CLASSES, BATCH = 64, 6, 10, 32
 WARMUP, NUM_STEPS, CLIP = 50, 1000, 1.0

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fourfold as ff
-from bench.rates import train
+from bench.lr_schedules import train
 from fourfold.cli.job import parse_job
 from fourfold.trainer.settings import make_settings
 from fourfold.words.errors import SettingError

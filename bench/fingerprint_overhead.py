@@ -4,7 +4,7 @@ with     as it is: each rank tells its call, and compares those of the others wh
 without  neither told nor compared
 Law: steps alternate, on all ranks alike, and a difference is taken within a pair of neighbours.
 
-    PYTHONPATH=. fourfold run -n 2 bench/calls.py shared|gloo PAIRS
+    PYTHONPATH=. fourfold run -n 2 bench/fingerprint_overhead.py shared|gloo PAIRS
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 
 import fourfold as ff
-from bench.measure import describe_machine
+from bench.measurement import describe_machine
 from bench.models import CASES, losses
 from fourfold.parts.comm.reduce.collective_fingerprint import BOARD_DEPTH
 from fourfold.parts.comm.reduce.process_group import NUM_LOSS_SCALARS

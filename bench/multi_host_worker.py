@@ -4,7 +4,7 @@ contender  a way to train the same model on the same batches: DDP and its hooks,
 turn       some steps, or one validation, taken when the parent says so
 Law: all contenders have the same weights at the start, the same batches, rates and clipping.
 
-    python -m bench.hosts_child CONTENDER STEPS LIMIT RENDEZVOUS      (RANK and WORLD_SIZE in the environment)
+    python -m bench.multi_host_worker CONTENDER STEPS LIMIT RENDEZVOUS      (RANK and WORLD_SIZE in the environment)
 """
 
 import json

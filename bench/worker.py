@@ -5,7 +5,7 @@ turn           some untimed and some timed steps, taken when the parent says so
 Law: a rank says that it is ready, and then sleeps except in its turns: nobody builds, leaves or spins
 while another world steps.
 
-    python -m bench.child CONFIGURATION CASE LIMIT RENDEZVOUS      (RANK and WORLD_SIZE in the environment)
+    python -m bench.worker CONFIGURATION CASE LIMIT RENDEZVOUS      (RANK and WORLD_SIZE in the environment)
 """
 
 import functools

@@ -3,7 +3,7 @@
 way   ring and transport: "zigzag shared", "gather gloo", or "alone", which is rank 0 with the whole sequence
 Law: ranks begin together; what is computed is the same in every way, so its sums are compared.
 
-    python -m bench.sequence_child CONFIGURATION CASE LIMIT RENDEZVOUS      (RANK and WORLD_SIZE in the environment)
+    python -m bench.sequence_worker CONFIGURATION CASE LIMIT RENDEZVOUS      (RANK and WORLD_SIZE in the environment)
 """
 
 import json

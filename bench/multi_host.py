@@ -7,8 +7,8 @@ MB         bytes that left a host in a step, headers included, evaluation not: t
 formula    2 (H − 1) / H of the weights' bytes at zero 0 to 2, 3 (H − 1) / H at zero 3 (DESIGN §3), H hosts
 Law: all contenders start from the same weights and see the same batches, rates and clipping.
 
-    python -m bench.hosts [--hosts 2] [--each 1] [--rate 100mbit|none] [--steps 200] [--target 2.0] [--only ddp,…]
-    python -m bench.hosts --each 2 --rate none --steps 40 --only fourfold,ddp,fsdp2       # bytes between hosts
+    python -m bench.multi_host [--hosts 2] [--each 1] [--rate 100mbit|none] [--steps 200] [--target 2.0] [--only ddp,…]
+    python -m bench.multi_host --each 2 --rate none --steps 40 --only fourfold,ddp,fsdp2       # bytes between hosts
 """
 
 import argparse
@@ -21,9 +21,9 @@ from itertools import accumulate
 from pathlib import Path
 from statistics import median
 
-from bench.hosts_child import OURS, PEERS, POWERSGD_START, parse_plan
-from bench.measure import MB, describe_machine, format_table
-from bench.world import World, WorldError
+from bench.measurement import MB, describe_machine, format_table
+from bench.multi_host_worker import OURS, PEERS, POWERSGD_START, parse_plan
+from bench.process_world import World, WorldError
 from fourfold.testing.network_namespaces import Hosts
 from fourfold.words.errors import FourfoldError
 
@@ -72,7 +72,7 @@ def measure(setting: Settings) -> dict[str, TrainingCurve]:
     with Hosts(setting.hosts, rate=setting.rate) as hosts, ExitStack() as stack:
         worlds, courses = {}, {}
         for name in setting.contenders:
-            options = {"module": "bench.hosts_child", "hosts": hosts}
+            options = {"module": "bench.multi_host_worker", "hosts": hosts}
             world = World(name, str(setting.steps), num_ranks=setting.ranks, limit_seconds=setting.limit, **options)
             worlds[name] = stack.enter_context(world)
             courses[name] = TrainingCurve(worlds[name].ready_replies[0]["bytes"])
@@ -203,7 +203,7 @@ def _parse_contenders(text: str) -> tuple[str, ...]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.hosts", description=str(__doc__).split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.multi_host", description=str(__doc__).split("\n")[0])
     parser.add_argument("--only", type=_parse_contenders, default=DEFAULT, help="contenders, comma-separated")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--each", type=int, default=1, help="ranks of a host")

@@ -1,6 +1,6 @@
 """What a batch eight times as large needs: the same samples, other rates.
 
-    python -m bench.rates [--seeds 10]
+    python -m bench.lr_schedules [--seeds 10]
 
 Every run sees 43,008 handwritten digits (about 30 epochs); medians over seeds of what the validation data say.
 A network in which nothing is normalized: too large a first step, and its units are dead.

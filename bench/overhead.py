@@ -1,6 +1,6 @@
 """Beside: what a checkpoint and a sampled step cost the steps of the default language model.
 
-    torchrun --nproc-per-node 2 -m bench.beside [--rounds 12]
+    torchrun --nproc-per-node 2 -m bench.overhead [--rounds 12]
 
 block   ten steps; a save begins before the first of them, and has been written before the last has ended, or it is told
 twin    the same block without a save; twins take turns in one run, and which is first changes
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.checkpoint import NullLog
-from bench.measure import describe_machine, format_table
+from bench.measurement import describe_machine, format_table
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.checkpoint.state import TrainingState
 from fourfold.feed.feed import Feed

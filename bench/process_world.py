@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Self
 
-from bench.measure import machine_cpu_seconds
+from bench.measurement import machine_cpu_seconds
 from fourfold.launch.process_defaults import malloc_variables
 from fourfold.testing.network_namespaces import Hosts
 
@@ -39,7 +39,7 @@ class World(AbstractContextManager["World"]):
         *,
         num_ranks: int,
         limit_seconds: int,
-        module: str = "bench.child",
+        module: str = "bench.worker",
         hosts: Hosts | None = None,
     ):
         self._name = f"{configuration} on {case}"
