@@ -3,7 +3,7 @@
 default, foreach, fused   torch's AdamW as it comes, over lists of tensors, and in one kernel; `zero_grad` sets to None
 fourfold-early            Fourfold with one rank, `update = "in_backward"`
 fourfold                  the same, `update = "after"`
-                          (Fourfold's processes without glibc's tcache, as several ranks are started: `environment/malloc.py`)
+                          (its processes run without glibc's tcache, as ranks do: `environment/malloc.py`)
 peak                      the largest resident set of the process so far, its libraries included (getrusage)
 Law: all of them take turns in one run, and train the same weights; AdamW as a loop of operations rounds otherwise.
 

@@ -113,7 +113,8 @@ def main() -> None:
         step.all_gather_json(None)
     if step.rank == 0:
         print(
-            f"{describe_machine()}\nlm, 2 ranks, {rounds} pairs of blocks, {rounds * BLOCK_STEPS} pairs of steps; rank 0's times\n"
+            f"{describe_machine()}\nlm, 2 ranks, {rounds} pairs of blocks, "
+            f"{rounds * BLOCK_STEPS} pairs of steps; rank 0's times\n"
         )
         heads = ("", "step, ms", "more, ms", "of the steps", "middle half")
         saved = f"one save in {SAVE_EVERY} steps"

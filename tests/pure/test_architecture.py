@@ -27,9 +27,8 @@ def test_only_comm_and_what_makes_processes_touch_torch_distributed():
         for path in files()
         if any(name.startswith("torch.distributed") for name in imports(path))
     }
-    assert {place[0] for place in touching} <= {"parts", "engines", "testing"}
-    # Scripts that make a process group of their own import the second: all of comm takes some 0.3 s.
-    assert {place for place in touching if place[0] == "parts"} == {("parts", "comm"), ("parts", "file_store.py")}
+    assert {place[0] for place in touching} <= {"parts", "launch", "testing"}
+    assert {place for place in touching if place[0] == "parts"} == {("parts", "comm")}
 
 
 def test_nothing_reads_a_pickle():
@@ -41,7 +40,7 @@ def test_nothing_reads_a_pickle():
 
 
 def test_the_interpreter_can_be_read_in_one_sitting():
-    assert len((SOURCE / "run" / "runtime.py").read_text().splitlines()) < 150
+    assert len((SOURCE / "step" / "executor.py").read_text().splitlines()) < 150
 
 
 def test_every_file_opens_with_its_nouns():

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, _tensor, nn
 
-from fourfold.analysis.activation_bytes import _LayerInputMode
 from fourfold.parts.data.param_access import ParamAccess
 from fourfold.parts.dropped_arguments import DROPPED_ARGUMENTS
 from fourfold.plan.plan import Plan
+from fourfold.step.activation_bytes import _LayerInputMode
 from fourfold.step.build import TrainStep
 from fourfold.step.dry_run.fixed_random import without_randomness
 from fourfold.step.dry_run.float64_mode import Float64Mode

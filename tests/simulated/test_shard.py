@@ -36,7 +36,7 @@ class Numbers(data.Dataset):
 def sharded(loader, size, rank, plan=None, **how):
     """The loader of one rank of so many."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(feed.comm, "world", lambda: World(rank=rank, size=size))
+        patch.setattr(feed.transports, "world", lambda: World(rank=rank, size=size))
         return ff.shard(loader, plan, **how)
 
 
@@ -86,7 +86,7 @@ def test_a_shuffled_loader_has_the_batches_of_a_feed(length, size, batch_size, s
     for rank in range(size):
         plan = Plan(dp=size)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(feed.comm, "world", lambda rank=rank: World(rank=rank, size=size))
+            patch.setattr(feed.transports, "world", lambda rank=rank: World(rank=rank, size=size))
             fed = ff.Feed(pairs, plan, batch_size=size * batch_size, seed=seed)
             expected = [[batch[0].tolist() for batch in fed] for _ in range(2)]
         found = epochs(sharded(loader, size, rank, seed=seed), 2)
@@ -241,7 +241,7 @@ def test_a_place_that_cannot_be_is_refused(how, said, monkeypatch):
     """A plan of more ranks than there are would leave the samples of those out."""
     with pytest.raises(DataError, match=said):
         sharded(data.DataLoader(NUMBERS, 2), 2, 1, **how)
-    monkeypatch.setattr(feed.comm, "world", lambda: World(rank=1, size=2))
+    monkeypatch.setattr(feed.transports, "world", lambda: World(rank=1, size=2))
     with pytest.raises(DataError, match=said):
         ff.Feed(NUMBERS, batch_size=2, **how)
 

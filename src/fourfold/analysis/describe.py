@@ -212,7 +212,8 @@ def _format_bytes(buckets: Sequence[Bucket], plan: Plan, messages: float | None)
     lines = [f"gradients         {format_bytes(total)} a rank"]
     if plan.reduce_group_size > 1 and messages is not None:
         lines += [
-            f"over a network    {format_bytes(messages)} sent by each rank in each step, {_format_ratio(messages, sent)}",
+            f"over a network    {format_bytes(messages)} sent by each rank in each step, "
+            f"{_format_ratio(messages, sent)}",
             "in shared memory  nothing is sent, and gradients are coded all the same: training is that of a network",
         ]
     elif plan.reduce_group_size > 1 and plan.sync == "local":
@@ -225,7 +226,8 @@ def _format_bytes(buckets: Sequence[Bucket], plan: Plan, messages: float | None)
         times = sent / (total * (plan.reduce_group_size - 1) / plan.reduce_group_size)
         theirs = "gradients and weights" if plan.zero == 3 else "gradients"
         lines += [
-            f"over a network    {format_bytes(sent)} sent by each rank in each step, {times:g} (N − 1) / N of the gradients",
+            f"over a network    {format_bytes(sent)} sent by each rank in each step, "
+            f"{times:g} (N − 1) / N of the gradients",
             f"in shared memory  nothing is sent: ranks of one host read each other's {theirs} where they lie",
         ]
     else:

@@ -186,7 +186,7 @@ def check_tokens(data: Data, plan: Plan) -> None:
 
 def check_memory(job: Job, data: Data, model: Any) -> None:
     """Raises SettingError where the run cannot fit into the memory of this host. `model` is an outline."""
-    from fourfold.analysis.memory_bound import check_memory
+    from fourfold.step.memory_bound import check_memory
 
     # A launcher's ranks check themselves, each its own part.
     num_ranks = job.num_processes if from_environment() is None else 1

@@ -62,7 +62,8 @@ def format_result(work: job.Job, verdict: "VerifyResult") -> list[str]:
     lines.append(f"  {'tensor'.ljust(width)}  gradient   weight")
     for name in names:
         lines.append(
-            f"  {name.ljust(width)}  {_format_deviation(verdict.grad_deviations[name])}  {_format_deviation(verdict.weight_deviations[name])}"
+            f"  {name.ljust(width)}  {_format_deviation(verdict.grad_deviations[name])}"
+            f"  {_format_deviation(verdict.weight_deviations[name])}"
         )
     if len(names) < len(verdict.weight_deviations):
         lines.append(f"  and {len(verdict.weight_deviations) - len(names)} more, none of them further off")

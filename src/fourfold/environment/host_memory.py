@@ -15,7 +15,8 @@ MEMINFO = Path("/proc/meminfo")
 PROC_CGROUP = Path("/proc/self/cgroup")
 UNLIMITED_BYTES = 2**60  # cgroup v1 says "no limit" with a number near 2**63
 MEMSW_LIMIT = "memory.memsw.limit_in_bytes"
-CGROUP_FILES = {  # limit, use, and what is given back on demand: the cached pages of files, and of the kernel's own objects
+# limit, use, and what is given back on demand: the cached pages of files, and of the kernel's own objects
+CGROUP_FILES = {
     "memory.max": ("memory.current", ("inactive_file", "active_file", "slab_reclaimable")),
     "memory.limit_in_bytes": ("memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
     MEMSW_LIMIT: ("memory.memsw.usage_in_bytes", ("total_inactive_file", "total_active_file")),

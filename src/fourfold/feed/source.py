@@ -24,7 +24,7 @@ from fourfold.feed.corpus import Corpus
 from fourfold.words.errors import DataError, Problem
 from fourfold.words.task import Source
 
-__all__ = ["BatchSource", "Source", "TensorSource", "TokenSource", "fetch", "corpus_problem"]
+__all__ = ["BatchSource", "Source", "TensorSource", "TokenSource", "corpus_problem", "fetch"]
 
 
 class BatchSource(Source, Protocol):

@@ -79,6 +79,7 @@ class RestartBudget:
         return (
             f"{gave_up} in a row that came no further than step {max(self._last_step, 0)}\n"
             f"  look at   the error above; those before it are in {self._policy.run_dir / FAULTS_FILE}\n"
-            f"  try       to mend its cause, or restarts={10 * self._policy.max_restarts} where the machine is to blame\n"
+            f"  try       to mend its cause, or restarts={10 * self._policy.max_restarts} "
+            f"where the machine is to blame\n"
             f"  then      {self._policy.resume_hint()}"
         )

@@ -51,7 +51,8 @@ def render_run(record: RunRecord) -> str:
     beside = f"{_card(_settings(record))}{_card(_key_value_table('Environment', _environment(record)))}"
     cards += [_card(_key_value_table("Plan", _plan_fields(record))), f'<div class="stack">{beside}</div>']
     ended = "" if record.finish_line else " · not finished"
-    under = f"{record.settings.get('task', 'run')} · {_describe_ranks(record)} · {record.settings.get('transport', '')}{ended}"
+    settings = record.settings
+    under = f"{settings.get('task', 'run')} · {_describe_ranks(record)} · {settings.get('transport', '')}{ended}"
     figures = "".join(
         f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in key_figures(record)
     )

@@ -76,7 +76,8 @@ def step_card(trace: Trace) -> str:
     rows_of = compare_timelines(trace, step, priced)
     return (
         f"<h2>One step, measured and simulated</h2><p>{escape(text)}</p>"
-        f'<div class="scroll">{drawing}</div><p class="note">{legend} · {mark}</p>{_difference_table(rows_of, begun, priced)}'
+        f'<div class="scroll">{drawing}</div><p class="note">{legend} · {mark}</p>'
+        f"{_difference_table(rows_of, begun, priced)}"
     )
 
 

@@ -251,5 +251,6 @@ def _checked_count(value: Any) -> float:
     if not count < 0 and count != math.inf:
         return count
     is_short = isinstance(value, int | float) or value is None
-    got = f"a loss (sum, count) with {format_argument('count', value) if is_short else f'count = a {type(value).__name__}'}"
+    written = format_argument("count", value) if is_short else f"count = a {type(value).__name__}"
+    got = f"a loss (sum, count) with {written}"
     raise TaskError(Problem(got, "how many elements were summed, 0 or more"))

@@ -37,7 +37,7 @@ NUM_CLOCK_READINGS = 8  # of reading all clocks, to tell how far they are apart
 class _OpenSpan:
     """A span that has begun. Not a generator: this is a third of its cost."""
 
-    __slots__ = ("_name", "_lane", "_spans", "_start")
+    __slots__ = ("_lane", "_name", "_spans", "_start")
 
     def __init__(self, spans: list[Span], name: str, place: str) -> None:
         self._spans, self._name, self._lane = spans, name, place

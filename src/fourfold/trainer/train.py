@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from fourfold.analysis.memory_bound import check_memory
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.checkpoint.read import load_weights_file
 from fourfold.checkpoint.state import TrainingState
@@ -35,6 +34,7 @@ from fourfold.step.argument_checks import check_plan_argument
 from fourfold.step.batch import Loss, eval_mode
 from fourfold.step.build import TrainStep, parallelize
 from fourfold.step.ema import EMA
+from fourfold.step.memory_bound import check_memory
 from fourfold.step.meta_model import try_meta_model
 from fourfold.step.objective import is_uneven, uneven_problem
 from fourfold.step.same_source import check_same_length
@@ -244,7 +244,8 @@ class TrainingLoop:
             self.checkpoints.wait()
             # A scheduler's SIGTERM goes before a Ctrl-C: it asks to be started again.
             name = "SIGTERM" if signal.SIGTERM in self.state.step.all_gather_json(number) else "SIGINT"
-            text = f"stopped by {name} after step {progress.step}{_format_saved(self.checkpoints.newest_step(), progress.step)}"
+            saved = _format_saved(self.checkpoints.newest_step(), progress.step)
+            text = f"stopped by {name} after step {progress.step}{saved}"
             self.logger.record_fault("terminated", progress.step, text)
             # All leave together: a launcher of others ends all ranks when the first has gone.
             text = self.state.step.all_gather_json(text)[0]

@@ -21,7 +21,7 @@ from fourfold.parts.codec.topk import TopK
 from fourfold.plan.codec import CodecSpec, Shapes
 from fourfold.plan.data import Bucket
 
-__all__ = ["Codec", "GatheredCodec", "Message", "CodecReduction", "make_codec"]
+__all__ = ["Codec", "CodecReduction", "GatheredCodec", "Message", "make_codec"]
 
 CODECS: dict[str, Callable[[CodecSpec, Bucket, Shapes, torch.device], Codec]] = {
     "bf16": Cast,

@@ -134,7 +134,10 @@ def release_groups_at_exit(*, include_world: bool) -> None:
         ending.join(DESTROY_TIMEOUT_SECONDS)
         if any(thread.is_alive() for thread in (ending, *_stuck_threads)):
             # Later it would come back into an interpreter that is gone, and abort the process.
-            told = f"a collective was given up and has not ended in {DESTROY_TIMEOUT_SECONDS:.0f} s: this process ends without it"
+            told = (
+                f"a collective was given up and has not ended in {DESTROY_TIMEOUT_SECONDS:.0f} s: "
+                "this process ends without it"
+            )
             print_stderr(f"fourfold: {told}")
             flush_streams()
             os._exit(1)

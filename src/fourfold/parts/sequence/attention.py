@@ -24,7 +24,7 @@ from fourfold.parts.sequence.dropout import AttentionDropout
 from fourfold.plan.sequence import TokenRanges, heads_problem, ring_size, token_ranges
 from fourfold.words.errors import Problem, TrainingError
 
-__all__ = ["SequenceGroup", "AttentionDropout", "sequence_attention", "connect_sequence"]
+__all__ = ["AttentionDropout", "SequenceGroup", "connect_sequence", "sequence_attention"]
 
 WHERE = "attention over the sequence axis"
 

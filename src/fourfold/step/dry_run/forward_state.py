@@ -139,7 +139,8 @@ def forward_count_problems(names: Sequence[str], num_microbatches: int, trained:
 
 def loss_state_problem(names: Sequence[str], num_parts: int) -> Problem:
     """What is wrong with state of the loss that changes with the samples, or with how often it is called."""
-    got = f"the loss writes {_format_names([name.partition('.')[2] for name in names])} of its own each time that it is called"
+    written = _format_names([name.partition(".")[2] for name in names])
+    got = f"the loss writes {written} of its own each time that it is called"
     need = f"a loss without such state: it is called for each part of a batch that is cut in {num_parts}"
     return Problem(got, need, 'batch_norm = "local", for state of each rank\'s own (not the same training)')
 

@@ -1,6 +1,6 @@
 """Gradient sums: the parameter gradients of all shards of the tokens add up to those of the whole.
 
-group  parameters whose projections are added (`step/dry_run/grad_projections.py`), so that a rank sends at most LIMIT of them
+group  parameters whose projections are added (`step/dry_run/grad_projections.py`), at most LIMIT of them per rank
 Law: where a parameter's gradients do not add up, the model is refused.
 """
 

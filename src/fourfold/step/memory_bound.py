@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fourfold.analysis.activation_bytes import activation_bytes_per_sample
 from fourfold.environment.host_memory import available_bytes
 from fourfold.feed.sample_rng import fetch_seeded
 from fourfold.parts import mixed_precision
@@ -23,6 +22,7 @@ from fourfold.plan.data import RESTING_LAYOUTS, effective_bucket_bytes, make_buc
 from fourfold.plan.memory import HostRanks, bytes_per_element, host_memory_use
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import compute_specs
+from fourfold.step.activation_bytes import activation_bytes_per_sample
 from fourfold.step.batch import tree_leaves
 from fourfold.words.errors import FourfoldError, Problem, SettingError
 from fourfold.words.layout import SPLIT
@@ -183,7 +183,8 @@ def _memory_problem(
     }
     told = ", ".join(f"{name} {format_bytes(value)}" for name, value in parts.items() if value)
     of = f", of which an epoch has {num_samples}," if num_samples < batch_size else ""
-    got = f"batch_size = {batch_size}{of} takes at least {format_bytes(bound.total_bytes(num_samples, plan.microbatches, num_steps))} ({told})"
+    needed = format_bytes(bound.total_bytes(num_samples, plan.microbatches, num_steps))
+    got = f"batch_size = {batch_size}{of} takes at least {needed} ({told})"
     return Problem(
         got, need, " or ".join(_suggestions(bound, plan, num_samples, num_steps=num_steps, num_bytes=pool.num_bytes))
     )
