@@ -22,7 +22,7 @@ import fourfold as ff
 from bench.measurement import describe_machine
 from bench.models import CASES, losses
 from fourfold.parts.comm.reduce.collective_fingerprint import BOARD_DEPTH
-from fourfold.parts.comm.reduce.process_group import NUM_LOSS_SCALARS
+from fourfold.parts.comm.reduce.fingerprint_check import NUM_LOSS_SCALARS
 
 WARMUP, NUM_CALLS = 4, 5000
 CALL_TEXT = "step 1000, positions 2000 to 2002 of epoch 0, seed 0"

@@ -8,8 +8,9 @@ from typing import Any, cast
 import torch
 
 from fourfold.parts.codec import registry
-from fourfold.parts.comm.reduce.compressed import CompressedRoutes, CompressedTransport, NullMessageGatherer
-from fourfold.parts.comm.reduce.sharded_collectives import AsyncResult, always_done
+from fourfold.parts.comm.reduce.async_result import AsyncResult, always_done
+from fourfold.parts.comm.reduce.compressed import CompressedRoutes, CompressedTransport
+from fourfold.parts.comm.reduce.message_gatherer import NullMessageGatherer
 from fourfold.parts.comm.reduce.shared_memory.layout import SharedMemoryLayout
 from fourfold.parts.comm.reduce.shared_memory.transport import SharedMemoryTransport
 from fourfold.plan.codec import CodecSpec

@@ -11,34 +11,16 @@ to 2.3 times as long (`docs/measured.md`).
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fourfold.parts import memory
-from fourfold.parts.comm.collectives import Group, Work
+from fourfold.parts.comm.collectives import Group, Work, sum_in_order
 from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.reduce.async_result import AsyncResult, GetFuture, always_done, noop
 from fourfold.plan.data import ShardGroups
 from fourfold.words.layout import Change
-
-GetFuture = Callable[[], Any]
-
-
-def noop(future: GetFuture) -> None:
-    """For those who do not follow a collective."""
-
-
-class AsyncResult(NamedTuple):
-    """A collective on its way: `land` waits for it and gives what it is about."""
-
-    wait: Callable[[], Any]
-    is_done: Callable[[], bool]
-
-
-def always_done() -> bool:
-    """Whether a flight of nothing has landed."""
-    return True
 
 
 class _TwoStageReduce:
@@ -190,15 +172,3 @@ class ShardedCollectives:
 
     def _release_buffer(self, flat: Tensor) -> None:
         self._free_buffers[flat.numel(), flat.dtype].append(flat)
-
-
-def sum_in_order(parts: Sequence[Tensor], *, out: Tensor) -> None:
-    """The sum of the parts, in their order whoever adds; `out` may be one of them."""
-    total = parts[0]
-    if len(parts) == 1:
-        if out is not total:
-            out.copy_(total)
-        return
-    for number, part in enumerate(parts[1:], 1):
-        # Only the last sum lands in `out`: that may be an addend which is still to come.
-        total = torch.add(total, part, out=out if number == len(parts) - 1 else None)

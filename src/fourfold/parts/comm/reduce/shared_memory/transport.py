@@ -21,14 +21,15 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 
+from fourfold.parts.comm.collectives import sum_in_order
+from fourfold.parts.comm.reduce.async_result import AsyncResult
 from fourfold.parts.comm.reduce.collective_fingerprint import CallBoard
-from fourfold.parts.comm.reduce.process_group import GradShards
+from fourfold.parts.comm.reduce.grad_shards import GradShards
+from fourfold.parts.comm.reduce.inter_host import InterHostReducer
 from fourfold.parts.comm.reduce.protocol import BucketSlice, unit_scale
-from fourfold.parts.comm.reduce.sharded_collectives import AsyncResult, sum_in_order
 from fourfold.parts.comm.reduce.shared_memory.layout import (
     BACKWARD_DONE,
     CALL_BEGUN,
@@ -63,43 +64,6 @@ YIELD_SECONDS = 0.002
 POLL_SECONDS = 0.0002
 LIVENESS_CHECK_SECONDS = 0.05
 DIVERGENCE_GRACE_SECONDS = 2.0
-
-
-class InterHostReducer(Protocol):
-    """The ranks of the same local index on all hosts, or on those of one replica, and which of these this one is."""
-
-    size: int
-    index: int
-    replica_index: int
-    sent_bytes: float
-
-    def all_reduce_async(self, flat: torch.Tensor) -> AsyncResult:
-        """Begin an all-reduce in place; what lands is `flat`."""
-        ...
-
-    def reduce_scatter_async(self, flat: torch.Tensor) -> AsyncResult:
-        """Begin a reduce-scatter; what lands is this host's share of the sum."""
-        ...
-
-    def all_gather_inplace_async(self, flat: torch.Tensor) -> Callable[[], None]:
-        """Begin an all-gather in place of the hosts' shares; the returned function waits for it."""
-        ...
-
-    def all_gather_async(self, shard: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
-        """Begin an all-gather of the hosts' shares; the returned function waits for it."""
-        ...
-
-    def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
-        """The rows of all ranks of all hosts, in rank order."""
-        ...
-
-    def broadcast(self, flat: torch.Tensor) -> None:
-        """Bring the first host's values to all."""
-        ...
-
-    def all_reduce_scalars(self, values: Sequence[float], call: str | None = None) -> list[float]:
-        """Sums over the hosts. With a call: raises DivergenceError where another host is in another one."""
-        ...
 
 
 class SharedMemoryTransport:
