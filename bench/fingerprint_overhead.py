@@ -37,7 +37,7 @@ def without_fingerprints(transport: Any) -> Iterator[None]:
             roll = stack.enter_context(mock.patch.object(transport, "_fingerprint_check"))
             roll.append_fingerprint.side_effect = lambda values, call: values.clone()
         else:
-            stack.enter_context(mock.patch.object(transport, "_compare_calls"))
+            stack.enter_context(mock.patch.object(transport._calls, "compare"))
         yield
 
 
@@ -78,9 +78,9 @@ def _board_seconds(transport: Any) -> float:
     begin = time.process_time()
     for _ in range(NUM_CALLS):
         transport.begin_call(CALL_TEXT)
-        transport._compare_calls()
+        transport._calls.compare()
         # Another rank may be too far away to be compared above.
-        transport._call_board.check(transport.index, lambda: counts)
+        transport._calls.board.check(transport.index, lambda: counts)
     return (time.process_time() - begin) / NUM_CALLS
 
 

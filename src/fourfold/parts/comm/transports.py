@@ -25,6 +25,7 @@ from fourfold.parts.comm.reduce.local_sgd import LocalSGDTransport
 from fourfold.parts.comm.reduce.message_gatherer import GroupMessageGatherer, MessageGatherer, NullMessageGatherer
 from fourfold.parts.comm.reduce.process_group import ProcessGroupTransport
 from fourfold.parts.comm.reduce.protocol import BucketSlice, GradsOfBucket, Transport
+from fourfold.parts.comm.reduce.shared_memory.flags import HostRanks
 from fourfold.parts.comm.reduce.shared_memory.layout import SharedMemoryLayout
 from fourfold.parts.comm.reduce.shared_memory.transport import SharedMemoryTransport
 from fourfold.parts.comm.reduce.single_rank import SingleRankTransport
@@ -190,11 +191,8 @@ def _make_shared_memory(ranks: Communicator, spec: TransportSpec) -> tuple[Share
     shared = SharedMemoryTransport(
         mapping,
         slotting,
-        index=index,
-        size=len(here),
+        HostRanks(index, tuple(here), met.peer_sockets),
         rest=spec.rest,
-        ranks=here,
-        peer_sockets=met.peer_sockets,
         inter_host=between,
         is_prereduced=spec.is_prereduced,
     )
