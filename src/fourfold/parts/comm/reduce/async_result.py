@@ -1,4 +1,4 @@
-"""TODO."""
+"""Async result: a collective that has begun, to be waited for."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,16 +7,16 @@ GetFuture = Callable[[], Any]
 
 
 def noop(future: GetFuture) -> None:
-    """For those who do not follow a collective."""
+    """Ignore a collective's future: for callers that record no trace."""
 
 
 class AsyncResult(NamedTuple):
-    """A collective on its way: `land` waits for it and gives what it is about."""
+    """A collective that has begun: `wait` returns its result, `is_done` says whether `wait` would return at once."""
 
     wait: Callable[[], Any]
     is_done: Callable[[], bool]
 
 
 def always_done() -> bool:
-    """Whether a flight of nothing has landed."""
+    """`is_done` of a collective that sends nothing."""
     return True

@@ -1,4 +1,7 @@
-"""TODO."""
+"""Gradient shards: where gradients rest split, each rank adds up its shard of every round of reductions.
+
+round  one reduction of all buckets; a step that accumulates gradients has several
+"""
 
 from collections.abc import Sequence
 
@@ -8,7 +11,7 @@ from fourfold.parts import memory
 
 
 class GradShards:
-    """This rank's shares of the gradients, where they rest split: what each round adds up to."""
+    """This rank's shard of each bucket's gradient."""
 
     def __init__(self, grad_buffers: Sequence[Tensor], num_shards: int) -> None:
         self.flats = [
@@ -17,11 +20,11 @@ class GradShards:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Begin a step: the first sum of every bucket replaces what is there."""
+        """From now on, each bucket's first sum replaces the old values."""
         self._is_first_round = [True] * len(self.flats)
 
     def accumulate(self, bucket: int, total: Tensor) -> None:
-        """Take in the sum of a round."""
+        """Add the sum of one round."""
         if self._is_first_round[bucket]:
             self.flats[bucket].copy_(total)
         else:

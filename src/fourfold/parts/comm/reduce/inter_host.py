@@ -1,4 +1,8 @@
-"""TODO."""
+"""Inter-host sums: the ranks of one local index on every host reduce and gather over gloo.
+
+Shared memory joins the ranks of a host; rank i of every host then does slice i of the work between hosts.
+Law: every rank begins the same collectives in the same order.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -16,54 +20,57 @@ from fourfold.words.layout import SPLIT, Change
 
 
 class InterHostReducer(Protocol):
-    """The ranks of the same local index on all hosts, or on those of one replica, and which of these this one is."""
+    """The ranks of one local index, on all hosts or on those of one replica.
+
+    `index` and `size` count hosts within this rank's replica.
+    """
 
     size: int
     index: int
     replica_index: int
     sent_bytes: float
 
-    def all_reduce_async(self, flat: torch.Tensor) -> AsyncResult:
-        """Begin an all-reduce in place; what lands is `flat`."""
+    def all_reduce_async(self, flat: Tensor) -> AsyncResult:
+        """Begin an all-reduce in place; the result is `flat`."""
         ...
 
-    def reduce_scatter_async(self, flat: torch.Tensor) -> AsyncResult:
-        """Begin a reduce-scatter; what lands is this host's share of the sum."""
+    def reduce_scatter_async(self, flat: Tensor) -> AsyncResult:
+        """Begin a reduce-scatter; the result is this host's shard of the sum."""
         ...
 
-    def all_gather_inplace_async(self, flat: torch.Tensor) -> Callable[[], None]:
-        """Begin an all-gather in place of the hosts' shares; the returned function waits for it."""
+    def all_gather_inplace_async(self, flat: Tensor) -> Callable[[], None]:
+        """Begin an all-gather of the hosts' shards, in place. Returns the wait."""
         ...
 
-    def all_gather_async(self, shard: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
-        """Begin an all-gather of the hosts' shares; the returned function waits for it."""
+    def all_gather_async(self, shard: Tensor, out: Tensor) -> Callable[[], None]:
+        """Begin an all-gather of the hosts' shards, into `out`. Returns the wait."""
         ...
 
     def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
-        """The rows of all ranks of all hosts, in rank order."""
+        """The rows of all ranks of all hosts, in rank order. Waits."""
         ...
 
-    def broadcast(self, flat: torch.Tensor) -> None:
-        """Bring the first host's values to all."""
+    def broadcast(self, flat: Tensor) -> None:
+        """Bring the first host's values to all hosts. Waits."""
         ...
 
     def all_reduce_scalars(self, values: Sequence[float], call: str | None = None) -> list[float]:
-        """Sums over the hosts. With a call: raises DivergenceError where another host is in another one."""
+        """Sums over the hosts. Waits. With a call: raises DivergenceError if another host is in another call."""
         ...
 
 
 class GroupInterHostReducer:
-    """The ranks of one local index on every host, over gloo; see `shared.Between`. `use.shard` counts hosts."""
+    """See `InterHostReducer`. `spec.num_shards` counts hosts. Every rank makes those of all local indices."""
 
-    def __init__(self, ranks: Communicator, members: Sequence[int], spec: TransportSpec) -> None:
-        self._communicator = ranks
-        self._group = ranks.get_group(members, spec.group_name("buckets"))
-        self._scalars_group = ranks.get_group(members, spec.group_name("scalars"))
+    def __init__(self, comm: Communicator, members: Sequence[int], spec: TransportSpec) -> None:
+        self._communicator = comm
+        self._group = comm.get_group(members, spec.group_name("buckets"))
+        self._scalars_group = comm.get_group(members, spec.group_name("scalars"))
         self._leader, self.sent_bytes = members[0], 0.0
-        index = list(members).index(ranks.rank) if ranks.rank in members else -1
-        self._sharded = ShardedCollectives(ranks, members, num_shards=spec.num_shards)
+        index = list(members).index(comm.rank) if comm.rank in members else -1
+        self._sharded = ShardedCollectives(comm, members, num_shards=spec.num_shards)
         self.size, self.index, self.replica_index = self._sharded.size, self._sharded.index, self._sharded.replica_index
-        self._miss_report_group = ranks.get_group(range(ranks.size), "pleas") if spec.rest.weight == SPLIT else None
+        self._miss_report_group = comm.get_group(range(comm.size), "pleas") if spec.rest.weight == SPLIT else None
         self._fingerprint_check = FingerprintCheck(self._scalars_group, members, index, torch.device("cpu"))
 
     def all_reduce_async(self, flat: Tensor) -> AsyncResult:

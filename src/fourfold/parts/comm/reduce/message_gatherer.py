@@ -1,4 +1,4 @@
-"""TODO."""
+"""Message gatherers: all-gathers of codecs' messages."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -13,17 +13,17 @@ from fourfold.words.layout import Change
 
 
 class MessageGatherer(Protocol):
-    """Ranks that gather each other's messages."""
+    """Ranks that all-gather each other's messages."""
 
     sent_bytes: float
 
     def all_gather_async(self, payload: Tensor) -> AsyncResult:
-        """Begin to bring the messages [bytes] of all to all; what lands are they, in order."""
+        """Begin to gather every rank's message [bytes]; the result is the messages, in rank order."""
         ...
 
 
 class NullMessageGatherer:
-    """A rank whose messages nobody else needs: the others read its sums in memory."""
+    """For a rank whose messages no other rank needs: the others read its sums in shared memory."""
 
     sent_bytes = 0.0
 
@@ -32,22 +32,21 @@ class NullMessageGatherer:
 
 
 class GroupMessageGatherer:
-    """Ranks that gather each other's messages; see `coded.Wire`."""
+    """The ranks of a process group; see `MessageGatherer`."""
 
-    def __init__(self, ranks: Communicator, members: Sequence[int]) -> None:
-        self._communicator, self._group = ranks, ranks.get_group(members, "messages")
+    def __init__(self, comm: Communicator, members: Sequence[int]) -> None:
+        self._communicator, self._group = comm, comm.get_group(members, "messages")
         self.size, self.sent_bytes = len(members), 0.0
 
     def all_gather_async(self, payload: Tensor) -> AsyncResult:
-        """Begin to bring the messages [bytes] of all to all; what lands are they, in the order of the members."""
-        everyone = torch.empty(self.size * payload.numel(), dtype=payload.dtype, device=payload.device)
-        self.sent_bytes += ring_bytes(Change.ALL_GATHER, everyone, self.size)
+        gathered = torch.empty(self.size * payload.numel(), dtype=payload.dtype, device=payload.device)
+        self.sent_bytes += ring_bytes(Change.ALL_GATHER, gathered, self.size)
         with self._communicator.report_dead_peers():
-            work = self._group.all_gather(everyone, payload)
+            work = self._group.all_gather(gathered, payload)
 
         def wait() -> Sequence[Tensor]:
             with self._communicator.report_dead_peers():
                 work.wait()
-            return everyone.view(self.size, -1).unbind()
+            return gathered.view(self.size, -1).unbind()
 
         return AsyncResult(wait, work.is_completed)

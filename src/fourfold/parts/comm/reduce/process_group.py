@@ -1,7 +1,8 @@
-"""Group: transports over a process group: gloo between processes and hosts, NCCL on GPUs.
+"""Process group: the transport over torch.distributed: gloo between processes and hosts, NCCL on GPUs.
 
-flying    reductions that have begun and not ended, in program order
-Law: every rank begins the same collectives of one group in the same order, and no more of them wait than `IN_FLIGHT`.
+pending  collectives that have begun and not been waited for, in program order
+Law: every rank begins the same collectives of one group in the same order, with at most MAX_REDUCTIONS_IN_FLIGHT
+pending.
 """
 
 import contextlib
@@ -27,38 +28,38 @@ from fourfold.words.trace_events import NULL_RECORDER
 
 
 class ProcessGroupTransport:
-    """The transport over a process group; see `Transport`."""
+    """See `Transport`."""
 
     shared_weights: Sequence[Tensor] | None = None
     is_writer = True
 
     def __init__(
-        self, grad_buffers: Sequence[Tensor], ranks: Communicator, members: Sequence[int], spec: TransportSpec
+        self, grad_buffers: Sequence[Tensor], comm: Communicator, members: Sequence[int], spec: TransportSpec
     ) -> None:
-        self._communicator, self._is_prereduced = ranks, spec.is_prereduced
-        rest, turns = spec.rest, spec.buffer_indices
-        self._group = ranks.get_group(members, spec.group_name("buckets"))
-        self._scalars_group = ranks.get_group(members, spec.group_name("scalars"))
-        self.name = "NCCL" if ranks.device.type == "cuda" else "gloo"
-        self.size, self.index = len(members), list(members).index(ranks.rank)
-        self.grad_buffers, self.buffer_indices = grad_buffers, turns
+        self._communicator, self._is_prereduced = comm, spec.is_prereduced
+        rest = spec.rest
+        self._group = comm.get_group(members, spec.group_name("buckets"))
+        self._scalars_group = comm.get_group(members, spec.group_name("scalars"))
+        self.name = "NCCL" if comm.device.type == "cuda" else "gloo"
+        self.size, self.index = len(members), list(members).index(comm.rank)
+        self.grad_buffers, self.buffer_indices = grad_buffers, spec.buffer_indices
         self.waiting_seconds, self.sent_bytes = 0.0, 0.0
         self.recorder, self.grad_scale_fn = NULL_RECORDER, unit_scale
-        self._device = ranks.device
-        self._sharded = None if rest.state == WHOLE else ShardedCollectives(ranks, members, num_shards=spec.num_shards)
+        self._device = comm.device
+        self._sharded = None if rest.state == WHOLE else ShardedCollectives(comm, members, num_shards=spec.num_shards)
         self.replica_index = 0 if self._sharded is None else self._sharded.replica_index
         self._grad_shards = None
         if self._sharded is not None and rest.gradient == SPLIT:
             self._grad_shards = GradShards(grad_buffers, self._sharded.size)
         self.unshards_params = rest.weight == SPLIT
-        self._miss_report_group = ranks.get_group(members, "pleas") if self.unshards_params else None
+        self._miss_report_group = comm.get_group(members, "pleas") if self.unshards_params else None
         self._shard_index_size = (
             (self.index, self.size) if self._sharded is None else (self._sharded.index, self._sharded.size)
         )
         self._pending_reduces: dict[int, AsyncResult] = {}
-        self._pending_gathers: dict[int, Callable[[], None]] = {}  # on their way to all, in program order
+        self._pending_gathers: dict[int, Callable[[], None]] = {}  # in program order
         self._pending_scalars: dict[int, tuple[Tensor, Work]] = {}
-        self._fingerprint_check = FingerprintCheck(self._scalars_group, members, self.index, ranks.device)
+        self._fingerprint_check = FingerprintCheck(self._scalars_group, members, self.index, comm.device)
         self._call, self._num_loss_values = "", 0
 
     def begin_call(self, call: str) -> None:
@@ -87,11 +88,11 @@ class ProcessGroupTransport:
         if len(self._pending_reduces) >= MAX_REDUCTIONS_IN_FLIGHT:
             self.wait_reduce(next(iter(self._pending_reduces)))
         with self._communicator.report_dead_peers():
-            follow = functools.partial(self.recorder.record_async_reduction, reduction_index)
-            self._pending_reduces[bucket] = self._sharded.reduce_scatter_async(self.grad_buffers[bucket], follow)
+            on_start = functools.partial(self.recorder.record_async_reduction, reduction_index)
+            self._pending_reduces[bucket] = self._sharded.reduce_scatter_async(self.grad_buffers[bucket], on_start)
 
     def _prereduced_shard(self, bucket: int) -> Tensor | None:
-        """This rank's share of a slot that holds the sum already."""
+        """This rank's shard of a buffer that already holds the sum."""
         return None if self._sharded is None else self._sharded.local_shard(self.grad_buffers[bucket])
 
     def wait_reduce(self, bucket: int) -> None:
@@ -107,15 +108,15 @@ class ProcessGroupTransport:
         return bucket not in self._pending_reduces or self._pending_reduces[bucket].is_done()
 
     def can_acquire_buffer(self, bucket: int) -> bool:
-        waited_for = [b for b in self._pending_reduces if self.buffer_indices[b] == self.buffer_indices[bucket]]
+        blocking = [b for b in self._pending_reduces if self.buffer_indices[b] == self.buffer_indices[bucket]]
         if self._sharded is not None and len(self._pending_reduces) >= MAX_REDUCTIONS_IN_FLIGHT:
-            waited_for.append(next(iter(self._pending_reduces)))
-        return all(self._pending_reduces[b].is_done() for b in waited_for)
+            blocking.append(next(iter(self._pending_reduces)))
+        return all(self._pending_reduces[b].is_done() for b in blocking)
 
     def reduce_range(self, bucket: int, start: int, stop: int, factor: float) -> None:
         if factor != 1.0:
-            own = self.grad_shard(bucket)
-            own.flat[start - own.start : stop - own.start].mul_(factor)
+            shard = self.grad_shard(bucket)
+            shard.flat[start - shard.start : stop - shard.start].mul_(factor)
 
     def reduce_shard(self, bucket: int) -> None:
         pass
@@ -162,19 +163,19 @@ class ProcessGroupTransport:
         assert self._sharded is not None
         self.sent_bytes += self._sharded.gathered_bytes(out)
         with self._communicator.report_dead_peers():
-            land = self._sharded.all_gather_async(shard, out)
+            wait = self._sharded.all_gather_async(shard, out)
 
         def timed_wait() -> None:
             with self._timed():
-                land()
+                wait()
 
         return timed_wait
 
     def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
         assert self._miss_report_group is not None
         with self._timed():
-            mine = torch.tensor(row, device=self._device)
-            return [each.tolist() for each in all_gather_rows(self._miss_report_group, mine, size=self.size)]
+            flat = torch.tensor(row, device=self._device)
+            return [each.tolist() for each in all_gather_rows(self._miss_report_group, flat, size=self.size)]
 
     def end_step(self) -> None:
         for bucket in list(self._pending_gathers):

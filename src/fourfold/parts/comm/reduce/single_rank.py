@@ -1,4 +1,7 @@
-"""TODO."""
+"""A transport of one rank: a bucket's sum is its gradient, and everything rests whole.
+
+Law: nothing waits and nothing is sent.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -9,9 +12,9 @@ from fourfold.words.trace_events import NULL_RECORDER
 
 
 class SingleRankTransport:
-    """One rank: a sum is what the slot holds, and every rest is whole.
+    """See `Transport`.
 
-    Without slots: it is what `held(bucket)` gives, and who holds it lends, launches and updates.
+    `unbucketed_grads(bucket)` gives a bucket's gradients where they have no buffers; the caller then keeps them.
     """
 
     name = "alone"
