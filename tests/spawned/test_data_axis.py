@@ -166,9 +166,9 @@ def test_backward_names_the_parameter_without_gradient(world):
 
 
 def test_a_backward_after_a_failed_one_is_refused(world):
-    for message in world(2).run(f"{WRAPPED}:after_an_error"):
-        assert "a hook of the user's own" in message[0]
-        assert "after one that ended with an error" in message[1]
+    for messages in world(2).run(f"{WRAPPED}:after_an_error"):
+        assert "a hook of the user's own" in messages[0]
+        assert "after one that ended with an error" in messages[1]
 
 
 @pytest.mark.parametrize("wraps", [True, False])
@@ -218,8 +218,8 @@ def test_every_rank_skips_the_step_that_is_not_finite(world, transport):
 
 
 def test_a_run_names_a_straggler_in_its_log(world, tmp_path):
-    for message in world(2).run(f"{CASES}:late_in_data", folder=str(tmp_path)):
-        (late,) = message
+    for stragglers in world(2).run(f"{CASES}:late_in_data", folder=str(tmp_path)):
+        (late,) = stragglers
         assert (late["rank"], late["place"]) == (1, "data")
 
 
