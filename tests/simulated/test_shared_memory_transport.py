@@ -159,7 +159,12 @@ def test_a_rank_does_its_part_of_a_sum_before_it_waits_for_the_next_round_of_mes
         else:
             summed.wait(10)
             hand_over = inner.reduce_async
-            inner.reduce_async = lambda *arguments: (hand_over(*arguments), handed_over.set())
+
+            def hand_over_and_say_so(bucket: int, reduction_index: int) -> None:
+                hand_over(bucket, reduction_index)
+                handed_over.set()
+
+            inner.reduce_async = hand_over_and_say_so
         coded.acquire_buffer(0)
         launch(0, 2)
         coded.acquire_buffer(1)
