@@ -51,7 +51,7 @@ class ProcessGroupRegistry:
         try:
             return self._groups[key]
         except KeyError:
-            raise TrainingError("its process groups are destroyed: this process is ending") from None
+            raise TrainingError("a process group was used after it was destroyed: this process is ending") from None
 
     def release_all(self) -> list[Any]:
         """Forget all groups, and return them."""

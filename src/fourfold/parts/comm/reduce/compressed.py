@@ -1,7 +1,8 @@
 """Compressed transport: gradients travel between ranks as the messages of codecs.
 
-codec run  the generator that a codec runs for one bucket: yields a message, is sent what became of it, until it ends
-stage      one message of a codec run, the first, the second, …; a bucket's later messages depend on earlier ones
+codec run  the generator by which a codec reduces one bucket: it yields a message, and is sent what became of it
+stage      the place of a message in a codec run: first, second, …; later messages depend on the results of earlier ones
+round      one reduction of every bucket; a step with several microbatches may have several
 inner      the transport underneath: adds up what one host's ranks hold, and moves weights and scalars
 gatherer   all-gathers messages: among one rank of each host, or among all ranks without shared memory
 Law: a codec's worker is one data rank, whatever joins the ranks. So a plan trains with the same mathematics on one
@@ -31,8 +32,6 @@ from fourfold.parts.comm.reduce.protocol import BucketSlice, Transport
 from fourfold.plan.codec import Combine
 from fourfold.words.trace_events import Recorder
 
-DONE_STAGE = math.inf
-
 
 class CompressedRoutes(NamedTuple):
     """How messages travel.
@@ -55,7 +54,8 @@ class _PendingReduction:
     reduction_index: int
     run: CodecReduction
     message_result: AsyncResult
-    stage: float = 0
+    stage: int = 0
+    is_done: bool = False
 
 
 class CompressedTransport:
@@ -163,12 +163,12 @@ class CompressedTransport:
 
         The messages of a stage are sent in program order, so no run may overtake an earlier one.
         """
-        reached = DONE_STAGE
+        limit = math.inf
         for reduction in list(self._pending):
-            while reduction.stage < reached and reduction.message_result.is_done():
+            while not reduction.is_done and reduction.stage < limit and reduction.message_result.is_done():
                 self._advance(reduction)
-            reached = reduction.stage
-            if reached == 0:
+            limit = math.inf if reduction.is_done else reduction.stage
+            if limit == 0:
                 break
         self._reduce_finished()
 
@@ -195,14 +195,14 @@ class CompressedTransport:
         try:
             message = reduction.run.send(reduction.message_result.wait())
         except StopIteration:
-            reduction.stage = DONE_STAGE
+            reduction.is_done = True
             return
         reduction.stage += 1
-        reduction.message_result = self._send_message(reduction.bucket, int(reduction.stage), message)
+        reduction.message_result = self._send_message(reduction.bucket, reduction.stage, message)
 
     def _reduce_finished(self) -> None:
         """Hand the buckets whose codec runs have ended to the inner transport, in program order."""
-        while self._pending and self._pending[0].stage == DONE_STAGE:
+        while self._pending and self._pending[0].is_done:
             reduction = self._pending.popleft()
             if not self._is_host_leader and self.codecs[reduction.bucket].rounds[0].combine is Combine.SUM:
                 self._unpadded_grads(reduction.bucket).zero_()
