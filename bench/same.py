@@ -101,11 +101,15 @@ class Report:
 
 
 def ask_both(worlds: dict[str, CheckoutWorld], requests: dict[str, dict[str, Any]]) -> tuple[list[Difference], int]:
-    """Have both worlds do the same; how their outcomes differ, and how many of them failed."""
-    outcomes, failures = {}, 0
+    """Have both worlds do the same at once; how their outcomes differ, and how many of them failed."""
+    outcomes, failures = dict[str, str](), 0
+    for world in worlds.values():
+        world.begin()
+    for side, world in worlds.items():
+        world.send(requests[side])
     for side, world in worlds.items():
         try:
-            outcomes[side] = world.ask(requests[side])
+            outcomes[side] = world.outcome()
         except WorldFailed as error:
             failures += 1
             outcomes[side] = f"failed: {error}"

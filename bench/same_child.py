@@ -1,12 +1,14 @@
-"""One rank of one checkout: runs cases and commands, and writes down what came of them.
+"""The ranks of one checkout: they run cases and commands, and write down what came of them.
 
-request  a line of JSON on the standard input: a case, or the words of a `fourfold` command
+request  a line of JSON: a case, or the words of a `fourfold` command
 record   what a rank writes of a case: FILE.json with facts by group, and on rank 0 FILE.safetensors with tensors
 Law: of the checkout only the names of the design's contracts are used: `ff.parallelize`, `ff.train`, `ff.Plan`,
 `ff.Task`, `ff.Data`, `ff.Feed`, `ff.DistributedOptimizer`, `ff.optim`, methods of a step that the contracts name, and
 `python -m fourfold`.
 
-    python -m bench.same_child RENDEZVOUS CHECKOUT      (RANK and WORLD_SIZE in the environment)
+    python -m bench.same_child CHECKOUT FOLDER IN:OUT…      (a rank for each pair of open files)
+
+One process imports everything, and forks the ranks: they need no time to start.
 """
 
 import contextlib
@@ -15,13 +17,14 @@ import faulthandler
 import functools
 import gc
 import hashlib
+import importlib
 import itertools
 import json
 import os
 import runpy
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +38,7 @@ from bench import same_models
 from bench.same_cases import NEW_NAMES, STEPS, Case, data_ranks, plan_fields
 from bench.same_record import Recorder
 
-CASE_SECONDS = 60
+CASE_SECONDS = 120
 METRICS = ("loss", "samples", "tokens", "grad_norm")
 # Told where a version has them; the contracts do not name them.
 MORE_METRICS = ("sent_bytes", "loss_scale", "overflowed")
@@ -211,23 +214,16 @@ def _sweep(recorder: Recorder) -> None:
     recorder.groups = []
 
 
-def serve(rendezvous: str, checkout: Path) -> None:
-    """Join, import the checkout, then a request per line until the input ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a case prints is not an answer
-    recorder = Recorder()
-    size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
-    import fourfold as ff
-
-    assert Path(ff.__file__).is_relative_to(checkout / "src"), f"{ff.__file__} is not of {checkout}"
+def serve(ff: Any, recorder: Recorder, pipes: Sequence[int]) -> None:
+    """The life of a rank: a request per line, until the input ends."""
+    requests, replies = os.fdopen(pipes[0]), os.fdopen(pipes[1], "w")
 
     def say(value: Record) -> None:
-        answers.write(json.dumps(value) + "\n")
-        answers.flush()
+        replies.write(json.dumps(value) + "\n")
+        replies.flush()
 
     say({"ready": ff.__file__})
-    for line in sys.stdin:
+    for line in requests:
         request = json.loads(line)
         faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
         try:
@@ -237,8 +233,45 @@ def serve(rendezvous: str, checkout: Path) -> None:
             reply = {"error": traceback.format_exc()}
         faulthandler.cancel_dump_traceback_later()
         say(reply)
-    os._exit(0)  # without the groups' own end: other ranks may be gone
+
+
+def be_rank(ff: Any, recorder: Recorder, folder: str, rank: int, pipes: Sequence[tuple[int, int]]) -> None:
+    """Make a fork a rank: its output goes to a file of its own, its environment is a launcher's."""
+    log = os.open(f"{folder}/rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    for other in [other for other in pipes if other != pipes[rank]]:
+        os.close(other[0])
+        os.close(other[1])
+    places = {"RANK": rank, "WORLD_SIZE": len(pipes), "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": len(pipes)}
+    os.environ.update({name: str(place) for name, place in places.items()})
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=len(pipes))
+    serve(ff, recorder, pipes[rank])
+
+
+def main(checkout: Path, folder: str, pipes: Sequence[tuple[int, int]]) -> None:
+    """Import, fork the ranks, and wait for them."""
+    recorder = Recorder()
+    import fourfold as ff
+
+    assert Path(ff.__file__).is_relative_to(checkout / "src"), f"{ff.__file__} is not of {checkout}"
+    for name in ff.__all__:
+        getattr(ff, name)  # they are loaded when they are first used
+    importlib.import_module("torch._dynamo")  # which torch loads in the midst of a wrapped optimizer's first step
+    for rank in range(len(pipes)):
+        if os.fork() == 0:
+            try:
+                be_rank(ff, recorder, folder, rank, pipes)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(0)  # without the groups' own end: other ranks may be gone
+    for pair in pipes:
+        os.close(pair[0])
+        os.close(pair[1])
+    for _ in pipes:
+        os.wait()
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], Path(sys.argv[2]))
+    ends = [tuple(map(int, pair.split(":"))) for pair in sys.argv[3:]]
+    main(Path(sys.argv[1]), sys.argv[2], [(requests, replies) for requests, replies in ends])
