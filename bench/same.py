@@ -1,6 +1,6 @@
 """Whether two checkouts of this project compute the same, bit for bit.
 
-    python -m bench.same OLD NEW [--quick] [--case N …] [--no-runs] [--list]
+    python -m bench.same OLD NEW [--quick] [--case N …] [--run NAME …] [--no-runs] [--list]
 
 OLD and NEW are folders of checkouts. Each runs in processes of its own, driven by the names of the design's contracts
 alone (`bench.same_child`), so that everything else may have other names in NEW.
@@ -42,6 +42,7 @@ from bench.same_runs import compare_checkpoints, compare_runs, cut
 from bench.same_world import CheckoutWorld, WorldFailed
 
 GROUPS = ("outcome", "losses", "metrics", "weights", "states", "collectives", "log", "trace", "checkpoints", "resumed")
+NUMBERS = ("losses", "metrics", "weights", "log", "checkpoints", "resumed")
 SHOWN = 6  # differences of one case or run
 RUN_RANKS = 2
 TEXT_BYTES = 40_000
@@ -69,6 +70,8 @@ class Report:
         self.compared: dict[str, int] = {}
         self.differing: dict[str, int] = {}
         self.found: list[tuple[str, list[Difference]]] = []
+        self.refused: list[str] = []
+        """What OLD has not trained: nothing was compared but that NEW does not, either."""
         self.num_cases = self.num_runs = 0
 
     def add(self, title: str, groups: Iterable[str], found: list[Difference]) -> None:
@@ -78,11 +81,11 @@ class Report:
             self.compared[group] = self.compared.get(group, 0) + 1
             self.differing[group] = self.differing.get(group, 0) + (group in told)
         if found:
-            self.found.append((title, found))
+            self.found.append((title, sorted(found, key=lambda each: GROUPS.index(each.group))))
 
     def print(self, seconds: float) -> None:
         print(f"\n{'group':<16}{'compared':>10}{'same':>8}{'differ':>8}")
-        for group in [*GROUPS, *sorted(set(self.compared) - set(GROUPS))]:
+        for group in GROUPS:
             if count := self.compared.get(group, 0):
                 differ = self.differing[group]
                 print(f"{group:<16}{count:>10}{count - differ:>8}{differ:>8}")
@@ -94,15 +97,23 @@ class Report:
                 print(f"      {difference}")
             if len(found) > SHOWN:
                 print(f"      and {len(found) - SHOWN} more")
+        for title in self.refused:
+            print(f"\nnot trained by OLD: {title}")
         what = f"{self.num_cases} cases and {self.num_runs} runs"
-        largest = max((each.size for _, found in self.found for each in found), default=0.0)
-        verdict = f"different: {len(self.found)} of {what}; largest difference {largest:.3g}" if self.found else None
+        largest = max((each.size for _, found in self.found for each in found if each.group in NUMBERS), default=0.0)
+        verdict = (
+            f"different: {len(self.found)} entries above, of {what}; largest difference {largest:.3g}"
+            if self.found
+            else None
+        )
         print(f"\n{verdict or f'the same: {what}'}   ({seconds:.0f} s)", flush=True)
 
 
-def ask_both(worlds: dict[str, CheckoutWorld], requests: dict[str, dict[str, Any]]) -> tuple[list[Difference], int]:
-    """Have both worlds do the same at once; how their outcomes differ, and how many of them failed."""
-    outcomes, failures = dict[str, str](), 0
+def ask_both(
+    worlds: dict[str, CheckoutWorld], requests: dict[str, dict[str, Any]]
+) -> tuple[list[Difference], str | None]:
+    """Have both worlds do the same at once; how their outcomes differ, and OLD's, or None where one failed."""
+    outcomes, failed = dict[str, str](), False
     for world in worlds.values():
         world.begin()
     for side, world in worlds.items():
@@ -111,23 +122,21 @@ def ask_both(worlds: dict[str, CheckoutWorld], requests: dict[str, dict[str, Any
         try:
             outcomes[side] = world.outcome()
         except WorldFailed as error:
-            failures += 1
-            outcomes[side] = f"failed: {error}"
-    if failures:
-        told = [Difference("outcome", side.upper(), text) for side, text in outcomes.items()]
-        return told, failures
+            failed, outcomes[side] = True, f"failed: {error}"
+    if failed:
+        return [Difference("outcome", side.upper(), text) for side, text in outcomes.items()], None
     if outcomes["old"] != outcomes["new"]:
-        return [Difference("outcome", "both", f"{outcomes['old']} | {outcomes['new']}")], 0
-    return [], 0
+        return [Difference("outcome", "both", f"{outcomes['old']} | {outcomes['new']}")], outcomes["old"]
+    return [], outcomes["old"]
 
 
 def run_case(report: Report, worlds: dict[str, CheckoutWorld], checkouts: Checkouts, number: int, case: Case) -> None:
     """One case in both checkouts."""
     name, files = f"case-{number}", {side: str(checkouts.folder(side) / f"case-{number}") for side in worlds}
     requests = {side: {"case": case, "name": name, "file": files[side]} for side in worlds}
-    found, failures = ask_both(worlds, requests)
+    found, outcome = ask_both(worlds, requests)
     groups = ["outcome"]
-    if not failures:
+    if outcome is not None:
         groups += ["losses", "weights", "collectives"]
         groups += ["metrics", "states"] if case["door"] != "train" else ["log", "trace", "checkpoints"]
         found += compare_records(files["old"], files["new"], case["ranks"])
@@ -135,7 +144,9 @@ def run_case(report: Report, worlds: dict[str, CheckoutWorld], checkouts: Checko
         if all(folder.exists() for folder in folders):
             found += compare_runs(*folders, where="run")
     report.num_cases += 1
-    report.add(f"--case {number}: {same_cases.describe(case)}", groups, found)
+    title = f"--case {number}: {same_cases.describe(case)}"
+    report.refused += [title] if outcome not in (None, "trained") else []
+    report.add(title, groups, found)
 
 
 def run_folder(report: Report, worlds: dict[str, CheckoutWorld], checkouts: Checkouts, fields: dict[str, Any]) -> None:
@@ -144,29 +155,31 @@ def run_folder(report: Report, worlds: dict[str, CheckoutWorld], checkouts: Chec
     for side in sides:
         (checkouts.folder(side) / f"{name}.toml").write_text(same_cases.toml(fields))
 
-    def train(run: str) -> tuple[list[Difference], int]:
+    def train(run: str) -> tuple[list[Difference], str | None]:
         words = ["train", "lm", f"{name}.toml", *same_cases.RUN_WORDS, f"name={run}"]
         files = {side: str(checkouts.folder(side) / run) for side in sides}
-        told, failures = ask_both(worlds, {side: {"words": words, "file": files[side]} for side in sides})
-        return told if failures else told + compare_records(files["old"], files["new"], RUN_RANKS), failures
+        told, outcome = ask_both(worlds, {side: {"words": words, "file": files[side]} for side in sides})
+        if outcome not in (None, "code 0"):
+            report.refused.append(f"--run {name}: {outcome} of OLD")
+        return told + (compare_records(files["old"], files["new"], RUN_RANKS) if outcome else []), outcome
 
     report.num_runs += 1
     groups = ("outcome", "collectives", "log", "trace", "checkpoints")
-    found, failures = train(name)
+    found, outcome = train(name)
     runs = [checkouts.folder(side) / "runs" for side in sides]
-    if not failures:
+    if outcome == "code 0":
         found += compare_runs(runs[0] / name, runs[1] / name, where="from scratch")
-    report.add(f"run {name}, from scratch", groups, found)
-    if failures or not (runs[0] / name / "checkpoints").exists():
+    report.add(f"--run {name}, from scratch", groups, found)
+    if outcome != "code 0":
         return
     copy = f"{name}-resumed"
     for run in runs:
         cut(runs[0] / name, run / copy)
-    found, failures = train(copy)
-    if not failures:
+    found, outcome = train(copy)
+    if outcome == "code 0":
         found += compare_runs(runs[0] / copy, runs[1] / copy, where="resumed by OLD | by NEW")
         found += compare_checkpoints(runs[0] / name, runs[1] / copy, where="never cut by OLD | resumed by NEW")
-    report.add(f"run {name}, resumed", ("resumed",), [each._replace(group="resumed") for each in found])
+    report.add(f"--run {name}, resumed", ("resumed",), [each._replace(group="resumed") for each in found])
 
 
 def make_text(folder: Path) -> None:
@@ -197,7 +210,7 @@ def compare(checkouts: Checkouts, cases: dict[int, Case], runs: Sequence[dict[st
         finally:
             for world in worlds.values():
                 world.end()
-        print(f"{size} ranks  {told:<20}{time.monotonic() - begin:>6.0f} s", flush=True)
+        print(f"{size} rank{'s' if size > 1 else ' '}  {told:<20}{time.monotonic() - begin:>6.0f} s", flush=True)
     return report
 
 
@@ -206,12 +219,22 @@ def _named(folder: Path) -> str:
     return f"{folder}  {told.stdout.strip()[:80]}"
 
 
+def chosen(asked: argparse.Namespace, count: int) -> tuple[Sequence[int], list[dict[str, Any]]]:
+    """The numbers of the cases, and the runs, that are asked for."""
+    runs = [same_cases.RUNS[number] for number in same_cases.QUICK_RUNS] if asked.quick else list(same_cases.RUNS)
+    if asked.case or asked.run:
+        named = [fields for fields in same_cases.RUNS if same_cases.run_name(fields) in (asked.run or [])]
+        return asked.case or [], named
+    return range(same_cases.NUM_QUICK if asked.quick else count), [] if asked.no_runs else runs
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.same", description="Do two checkouts compute the same?")
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
     parser.add_argument("--quick", action="store_true", help=f"{same_cases.NUM_QUICK} cases and 4 runs")
     parser.add_argument("--case", type=int, nargs="+", help="these cases alone")
+    parser.add_argument("--run", nargs="+", help="these runs alone, by name")
     parser.add_argument("--no-runs", action="store_true", help="no run folders")
     parser.add_argument("--list", action="store_true", help="print the cases, and run none")
     asked = parser.parse_args()
@@ -219,15 +242,14 @@ def main() -> int:
     if asked.list:
         print("\n".join(f"{number:>3}  {same_cases.describe(case)}" for number, case in enumerate(cases)))
         return 0
-    numbers = asked.case or range(same_cases.NUM_QUICK if asked.quick else len(cases))
-    runs = [same_cases.RUNS[number] for number in same_cases.QUICK_RUNS] if asked.quick else list(same_cases.RUNS)
+    numbers, runs = chosen(asked, len(cases))
     old, new = (folder.resolve() for folder in (asked.old, asked.new))
     print(f"OLD  {_named(old)}\nNEW  {_named(new)}")
-    print(f"{len(numbers)} cases; all {len(cases)} have {share:.0%} of the pairs\n", flush=True)
+    told = f"{len(numbers)} cases and {len(runs)} runs; all {len(cases)} cases have {share:.0%} of the pairs of options"
+    print(f"{told}\n", flush=True)
     begin, place = time.monotonic(), Path(tempfile.mkdtemp(prefix="fourfold-same-"))
     try:
-        chosen = {number: cases[number] for number in numbers}
-        report = compare(Checkouts(old, new, place), chosen, [] if asked.case or asked.no_runs else runs)
+        report = compare(Checkouts(old, new, place), {number: cases[number] for number in numbers}, runs)
     finally:
         shutil.rmtree(place, ignore_errors=True)
     report.print(time.monotonic() - begin)

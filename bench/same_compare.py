@@ -61,8 +61,7 @@ def read_tensors(path: Path) -> dict[str, Stored]:
 
 def compare_tensors(old: dict[str, Stored], new: dict[str, Stored], *, group: str, where: str) -> list[Difference]:
     """Names, dtypes, shapes and bytes; of the tensors whose numbers differ, the one that differs most."""
-    found = [Difference(group, where, f"only OLD has {name}") for name in old if name not in new]
-    found += [Difference(group, where, f"only NEW has {name}") for name in new if name not in old]
+    found = _missing(old, new, group=group, where=where)
     unequal: list[tuple[float, str]] = []
     for name in [name for name in old if name in new]:
         a, b = old[name], new[name]
@@ -79,6 +78,18 @@ def compare_tensors(old: dict[str, Stored], new: dict[str, Stored], *, group: st
     return found
 
 
+def _missing(old: dict[str, Any], new: dict[str, Any], *, group: str, where: str) -> list[Difference]:
+    """A line for the names that only one of the two has."""
+    found = []
+    for side, mine, other in (("OLD", old, new), ("NEW", new, old)):
+        if names := [name for name in mine if name not in other]:
+            value = mine[names[0]]
+            told = "" if isinstance(value, Stored) or len(names) > 1 else f": {_short(value)}"
+            rest = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            found.append(Difference(group, where, f"only {side} has {names[0]}{rest}{told}"))
+    return found
+
+
 def _largest(a: Stored, b: Stored) -> float:
     one, other = a.values(), b.values()
     if one is None or other is None:
@@ -91,12 +102,7 @@ def _largest(a: Stored, b: Stored) -> float:
 def compare_facts(old: Any, new: Any, *, group: str, where: str = "") -> list[Difference]:
     """Where two JSON values differ. Of a list the first place is told, and how many others there are."""
     if isinstance(old, dict) and isinstance(new, dict):
-        found = [
-            Difference(group, where, f"only OLD has {name}: {_short(old[name])}") for name in old if name not in new
-        ]
-        found += [
-            Difference(group, where, f"only NEW has {name}: {_short(new[name])}") for name in new if name not in old
-        ]
+        found = _missing(old, new, group=group, where=where)
         for name in [name for name in old if name in new]:
             found += compare_facts(old[name], new[name], group=group, where=f"{where} {name}".strip())
         return found

@@ -20,7 +20,7 @@ BENCH_ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 180.0
 REPLY_SECONDS = 135.0  # a little more than a rank gives itself
 LAST_SECONDS = 3.0  # for the other ranks to tell of an error, once one has
-SHOWN_CHARACTERS = 1200
+SHOWN_CHARACTERS = 4000  # of what a rank has said
 ENVIRONMENT = {
     "PYTHONDONTWRITEBYTECODE": "1",
     "OMP_NUM_THREADS": "1",
@@ -141,7 +141,7 @@ class CheckoutWorld:
             failed = [f"rank {late}: no reply within {limit:.0f} s\n{self._tail(late)}"]
         if failed:
             self.end()
-            raise WorldFailed(failed[0][-SHOWN_CHARACTERS:])
+            raise WorldFailed("\n".join(each[:SHOWN_CHARACTERS] for each in failed))
         return [replies[rank] for rank in range(self._size)]
 
     def _tail(self, rank: int) -> str:
