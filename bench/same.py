@@ -21,6 +21,7 @@ bytes of each tensor), when both write it from scratch. Then the run of OLD is c
 resumes a copy: the resumed runs are compared with each other, and their last checkpoint with that of the run that was
 never cut.
 
+A case in which a process fails or hangs is asked for once more in a new world, and the first failure is printed.
 Not compared: times, the text of messages, GPUs, several hosts. The exit code is 1 where anything differs or fails.
 """
 
@@ -72,7 +73,7 @@ class Report:
         self.found: list[tuple[str, list[Difference]]] = []
         self.refused: list[str] = []
         """What OLD has not trained: nothing was compared but that NEW does not, either."""
-        self.num_cases = self.num_runs = 0
+        self.num_cases = self.num_runs = self.num_again = 0
 
     def add(self, title: str, groups: Iterable[str], found: list[Difference]) -> None:
         """Take in a comparison of these groups."""
@@ -100,6 +101,8 @@ class Report:
         for title in self.refused:
             print(f"\nnot trained by OLD: {title}")
         what = f"{self.num_cases} cases and {self.num_runs} runs"
+        if self.num_again:
+            print(f"\n{self.num_again} cases failed once, and were asked again: see above")
         largest = max((each.size for _, found in self.found for each in found if each.group in NUMBERS), default=0.0)
         verdict = (
             f"different: {len(self.found)} entries above, of {what}; largest difference {largest:.3g}"
@@ -135,6 +138,11 @@ def run_case(report: Report, worlds: dict[str, CheckoutWorld], checkouts: Checko
     name, files = f"case-{number}", {side: str(checkouts.folder(side) / f"case-{number}") for side in worlds}
     requests = {side: {"case": case, "name": name, "file": files[side]} for side in worlds}
     found, outcome = ask_both(worlds, requests)
+    if outcome is None and case["door"] != "train":  # a run that is there already would go on
+        told = "; ".join(f"{each.where} {each.told.splitlines()[0]}" for each in found if each.told != "trained")
+        print(f"asked again: --case {number}, where {told}", flush=True)
+        found, outcome = ask_both(worlds, requests)
+        report.num_again += 1
     groups = ["outcome"]
     if outcome is not None:
         groups += ["losses", "weights", "collectives"]

@@ -38,7 +38,7 @@ from bench import same_models
 from bench.same_cases import NEW_NAMES, STEPS, Case, data_ranks, plan_fields
 from bench.same_record import Recorder
 
-CASE_SECONDS = 120
+CASE_SECONDS = 60
 METRICS = ("loss", "samples", "tokens", "grad_norm")
 # Told where a version has them; the contracts do not name them.
 MORE_METRICS = ("sent_bytes", "loss_scale", "overflowed")
