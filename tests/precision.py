@@ -16,6 +16,7 @@ CASE = Case(precision="bf16", batch_sizes=(12, 12, 12, 12), bucket_bytes=1000, o
 # torch's fused kernels round the last elements of a tensor otherwise than the others: which those are depends on where
 # a parameter lies.
 HOW = {"foreach": True}
+LAYER_WISE = ("LARS", "LAMB")  # which have no such kernels
 # Where weights rest split, and are gathered: not among the threads of one host, unless they meet in a group.
 LEVELS: dict[int, dict[str, Any]] = {
     zero: {"zero": zero, "transport": "gloo" if zero == 3 else "by-host"} for zero in range(4)
@@ -23,10 +24,14 @@ LEVELS: dict[int, dict[str, Any]] = {
 NUMBERS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
+def _optimizer(case: Case) -> Any:
+    return training.optimizer(case, **({} if case.optimizer in LAYER_WISE else HOW))
+
+
 def by_hand(case: Case, size: int = 1) -> Trained:
     """What `size` ranks ought to do, in one process: rounded copies compute, torch.optim updates float32 weights."""
     masters, working = training.model(case.model).float(), training.model(case.model).to(NUMBERS[case.precision])
-    optimizer, loss = training.optimizer(case, **HOW)(masters.parameters()), training.loss(case)
+    optimizer, loss = _optimizer(case)(masters.parameters()), training.loss(case)
     losses, norms = [], []
     for batch in batches(case):
         with torch.no_grad():
@@ -72,7 +77,7 @@ def add(parts):
 
 def make(case: Case, size: int, ranks: Any = None) -> Any:
     """The case's step, of a model in float32: on the ranks given (threads), or on those of the environment."""
-    model, loss, optimizer = training.model(case.model).float(), training.loss(case), training.optimizer(case, **HOW)
+    model, loss, optimizer = training.model(case.model).float(), training.loss(case), _optimizer(case)
     if ranks is None:
         return parallelize(model, loss, optimizer, case.plan(size), clip=case.clip)
     return TrainStep(model, loss, optimizer, plan=case.plan(size), ranks=ranks, clip=case.clip)

@@ -160,7 +160,7 @@ class TrainStep:
         if rest.weight == SPLIT and not self._transport.gathers:
             rest = RESTS[2]  # the weights exist once per host: nothing is gathered before use
         self.remembered = Remembered(codecs, ranks)
-        apart = comm.Apart(self._transport) if plan.sync == "local" else None
+        apart = comm.Apart(self._transport, ranks.size) if plan.sync == "local" else None
         self._transport = apart or self._transport
         policy = Policy(plan.precision, split, host_of(plan.offload, ranks.device))
         outer = local.Outer(plan.outer_lr, plan.outer_momentum) if apart is not None else local.Outer()

@@ -21,9 +21,10 @@ class Apart:
     weights: Sequence[torch.Tensor] | None = None
     writes, gathers, replica = True, False, 0
 
-    def __init__(self, among: Transport) -> None:
+    def __init__(self, among: Transport, num_ranks: int) -> None:
         self._among, self._alone = among, Alone(among.slots, among.turns)
-        self.name, self.size, self.index = among.name, among.size, among.index
+        # Of all hosts: where ranks share memory, a transport's own size is that of its host.
+        self.name, self.size, self.index = among.name, num_ranks, among.index
         self.slots, self.turns = among.slots, among.turns
         self._meets = False
 

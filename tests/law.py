@@ -1,0 +1,273 @@
+"""The law of training, drawn: what may differ between two trainings, what is legal together, and who knows the result.
+
+place    how many ranks, on how many hosts, and what carries tensors between them
+oracle   one process, in plain torch: see tests/{apart,coded,precision}.py and fourfold.testing.oracle
+Law: what is legal is asked of the library; what is legal and no oracle knows is listed, with the reason.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from fourfold.parts import optim
+from fourfold.plan.codec import KINDS
+from fourfold.plan.plan import RULES
+from fourfold.plan.sequence import RINGS
+from fourfold.run.refuse import refuse, refuse_optimizer
+from fourfold.testing import oracle, threads
+from fourfold.testing.oracle import TOLERANCE, Trained
+from fourfold.words.errors import PlanError
+from tests import apart, coded, pairs, precision, training
+from tests.odd import ODD
+from tests.pairs import Row
+from tests.training import Case
+
+
+class Place(NamedTuple):
+    """How many ranks there are, on how many hosts, and what carries tensors between them."""
+
+    size: int
+    hosts: int = 1
+    transport: str = "by-host"
+
+    @property
+    def kind(self) -> str:
+        return "hosts" if self.hosts > 1 else "group" if self.transport == "gloo" else "shared"
+
+
+PLACES = (
+    Place(4, 2),
+    Place(4, transport="gloo"),
+    Place(4, transport="shared"),
+    Place(3),
+    Place(2),
+    Place(1),
+    Place(3, transport="gloo"),
+    Place(6, 3),
+)
+UNEVEN, SCARCE, TWELVES, SIXTEENS = (12, 9, 13, 7), (1, 9, 2, 3), (12,) * 4, (16,) * 2
+LENGTH, ODD_LENGTH = 16, 11
+Sequence = tuple[int, str, int]  # sp, ring, ulysses
+SEQUENCES: tuple[Sequence, ...] = (
+    (1, "zigzag", 1),
+    *((2, ring, 1) for ring in RINGS),
+    (2, "zigzag", 2),
+    (4, "zigzag", 2),
+    (4, "plain", 2),
+)
+STEP = ("step", 10, 1.0, 0.0)  # sync, local steps, rate and momentum of the outer update
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "place": PLACES,
+    "zero": RULES["zero"].choices,
+    "update": RULES["update"].choices,
+    "shard": (None, 1, 2),
+    "model": ("mlp", "tied", "frozen", "unused", "lm", "digits", *ODD),
+    "loss": tuple(training.LOSSES),
+    "optimizer": ("AdamW", "SGD", "LAMB", "LARS", "Adagrad", "descent"),
+    "batch_sizes": (UNEVEN, SCARCE, TWELVES, SIXTEENS),
+    "length": (LENGTH, ODD_LENGTH),
+    "sequence": SEQUENCES,
+    "microbatches": (1, 2, 3),
+    "clip": (None, 0.05),
+    "bucket_bytes": (1500, 1, 2**20),
+    "unused": RULES["unused"].choices,
+    "codec": RULES["codec"].choices,
+    "sync": (STEP, ("local", 1, 0.7, 0.0), ("local", 2, 1.0, 0.9)),
+    "numbers": (("keep", "keep"), ("keep", "fp32"), ("bf16", "keep"), ("bf16", "fp32"), ("fp16", "fp32")),
+    "offload": RULES["offload"].choices,
+}
+PLAIN: Row = {name: values[0] for name, values in CHOICES.items()} | {"zero": 1}
+OF_TOKENS = PLAIN | {"model": "lm", "sequence": (2, "zigzag", 1)}
+BASES = (
+    PLAIN,
+    PLAIN | {"model": "tied", "zero": 3, "loss": "pair"},
+    PLAIN | {"model": "unused", "unused": "allow"},
+    OF_TOKENS,
+    OF_TOKENS | {"sequence": (4, "zigzag", 2)},
+    PLAIN | {"codec": "topk"},
+    PLAIN | {"codec": "bf16", "batch_sizes": SIXTEENS, "place": Place(4, transport="shared")},
+    PLAIN | {"sync": ("local", 2, 1.0, 0.9), "zero": 0},
+    PLAIN | {"numbers": ("bf16", "keep"), "optimizer": "SGD", "batch_sizes": TWELVES},
+    PLAIN | {"numbers": ("keep", "fp32"), "optimizer": "SGD"},
+)
+
+
+def case_of(row: Row) -> Case:
+    fields = {name: row[name] for name in row if name not in ("place", "sequence", "sync", "numbers")}
+    fields |= dict(zip(("sp", "ring", "ulysses"), row["sequence"], strict=True))
+    fields |= dict(zip(("sync", "local_steps", "outer_lr", "outer_momentum"), row["sync"], strict=True))
+    fields |= dict(zip(("precision", "reduce"), row["numbers"], strict=True))
+    return Case(**fields, transport=row["place"].transport)
+
+
+# ---- what is legal
+
+
+def is_legal(row: Row) -> bool:
+    """Whether there is such a training, the library takes it, and an oracle knows what it leaves."""
+    case, place = case_of(row), row["place"]
+    if any(has(case, place) for has in (NOTHING | WITHOUT_ORACLE).values()):
+        return False
+    return not _is_refused(dataclasses.replace(case, loss="values", batch_sizes=UNEVEN), place)
+
+
+NOTHING: dict[str, Callable[[Case, Place], bool]] = {
+    "a mesh that the ranks do not make": lambda case, place: place.size % case.sp > 0,
+    "tokens of a model without any": lambda case, _: case.model != "lm" and (case.sp > 1 or case.length != LENGTH),
+    "another loss than the task's own": lambda case, _: case.model == "digits" and case.loss != "values",
+    "a batch without a target that counts": lambda case, _: case.loss == "masked" and not _all_count(case),
+    "unused parameters that are refused in the step": lambda case, _: (
+        case.model == "unused" and case.unused == "refuse"
+    ),
+    "a mean over unequal parts of a sequence": lambda case, _: (
+        case.loss == "scalar" and case.sp > 1 and case.length != LENGTH
+    ),
+    "a sequence over groups, which need processes": lambda case, place: (
+        case.sp > 1 and (place.kind == "group" or case.sp > place.size // place.hosts)
+    ),
+    "a share that cuts hosts apart": lambda case, place: place.hosts > 1 and _cuts(case, place),
+}
+WITHOUT_ORACLE: dict[str, Callable[[Case, Place], bool]] = {
+    "workers of a codec have whole samples": lambda case, _: case.codec != "none" and case.sp > 1,
+    "a codec's messages of gradients in other numbers": lambda case, _: (
+        case.codec != "none" and (case.precision, case.reduce) != ("keep", "keep")
+    ),
+    "casts round what is added in another order": lambda case, place: (
+        case.codec in ("bf16", "fp16") and (case.batch_sizes != SIXTEENS or place.kind != "shared" or _in_thirds(case, place))
+    ),
+    "casts by a unit that is the first step's count": lambda case, _: (
+        case.codec in ("bf16", "fp16") and (case.loss == "masked" or case.length != LENGTH)
+    ),
+    "what workers of a codec leave of parameters without gradients": lambda case, _: (
+        case.codec != "none" and case.model == "unused"
+    ),
+    "local steps with other numbers": lambda case, _: case.sync == "local" and case.reduce != "keep",
+    "rounded copies of other models, losses and batches": lambda case, _: (
+        case.precision != "keep"
+        and (case.model not in ("mlp", "tied", "frozen") or case.loss != "values" or case.batch_sizes != TWELVES)
+    ),
+    "rounded gradients of unequal parts": lambda case, place: (
+        case.precision != "keep" and TWELVES[0] % (place.size * case.microbatches) > 0
+    ),
+    "rounded sums in another order under an update that magnifies": lambda case, place: (
+        case.precision != "keep" and _reorders(case, place) and case.optimizer in ("AdamW", "Adagrad")
+    ),
+    "sums in float32 under an update that magnifies": lambda case, _: (
+        (case.precision, case.reduce) == ("keep", "fp32") and case.optimizer not in ("SGD", "descent")
+    ),
+    "one region is told of twice": lambda case, _: (
+        case.model == "checkpointed" and case.microbatches == 1 and case.zero < 3
+    ),
+}
+
+
+def _reorders(case: Case, place: Place) -> bool:
+    """Whether rounded sums are added up in another order than that of the ranks."""
+    return place.hosts > 1 or case.shard is not None
+
+
+def _in_thirds(case: Case, place: Place) -> bool:
+    return place.size == 3 or case.microbatches == 3
+
+
+def _cuts(case: Case, place: Place) -> bool:
+    share = (case.shard or place.size // case.sp) * case.sp
+    each = place.size // place.hosts
+    return case.zero > 0 and share % each > 0 and each % share > 0
+
+
+@functools.cache
+def _all_count(case: Case) -> bool:
+    return _counts(case.model == "lm", case.batch_sizes, case.length)
+
+
+@functools.cache
+def _counts(of_tokens: bool, batch_sizes: tuple[int, ...], length: int) -> bool:
+    case = Case(model="lm" if of_tokens else "mlp", batch_sizes=batch_sizes, length=length)
+    return all((targets < 6).any() for _, targets in training.batches(case))
+
+
+@functools.cache
+def _is_refused(case: Case, place: Place) -> bool:
+    """Whether the library says no before anything is started."""
+    ranks = cast(Any, SimpleNamespace(size=place.size, device=torch.device("cpu")))
+    try:
+        plan, model = case.plan(place.size), _model(case.model)
+        refuse(model, plan, ranks, clip=case.clip)
+        if case.update == "in_backward":
+            refuse_optimizer(optim.build(training.optimizer(case), list(model.parameters())), plan)
+    except PlanError:
+        return True
+    return False
+
+
+_model = functools.cache(training.model)
+
+
+@functools.cache
+def drawn() -> pairs.Cover:
+    """Trainings with all pairs of values, and all triples of a zero level, a moment of updates and what carries."""
+    carriers = {"zero": CHOICES["zero"], "update": CHOICES["update"], "place": PLACES[:3]}
+    return pairs.cover(CHOICES, is_legal, BASES, first=pairs.parts(carriers, tuple(carriers)))
+
+
+# ---- what it must leave
+
+
+def train(case: Case, place: Place) -> list[Trained]:
+    """What every rank has at the end."""
+    if case.precision != "keep":
+        return threads.run(place.size, lambda r: precision.go(precision.make(case, place.size, r), case), hosts=place.hosts)
+
+    def body(ranks: threads.ThreadRanks) -> Trained:
+        return training.train_step(case, training.build(case, place.size, ranks))
+
+    return threads.run(place.size, body, hosts=place.hosts)
+
+
+def expected(case: Case, place: Place) -> Trained:
+    """What one process leaves. Of the plan it is told what makes another training of it."""
+    told = {"update": "after", "unused": "refuse", "offload": "none", "shard": None, "transport": "by-host"}
+    told |= {"sp": 1, "ulysses": 1, "ring": "zigzag"}
+    if case.sync == "local":
+        return _apart(dataclasses.replace(case, **told, microbatches=1), place.size)
+    if case.precision != "keep":
+        return _by_hand(dataclasses.replace(case, **told), place.size)
+    if case.codec != "none":
+        return _coded(dataclasses.replace(case, **told), place.size)
+    plain = {name: getattr(case, name) for name in ("model", "loss", "optimizer", "batch_sizes", "clip", "length")}
+    return _oracle(Case(**plain))
+
+
+_apart, _by_hand, _oracle = map(functools.cache, (apart.train, precision.by_hand, training.train_oracle))
+
+
+@functools.cache
+def _coded(case: Case, size: int) -> Trained:
+    count = case.batch_sizes[0] * (case.length if case.model == "lm" else 1)
+    return coded.train(case, size, unit=float(count))
+
+
+def far(case: Case, place: Place, got: Trained) -> float:
+    """The largest |a − b| / max(1, |b|); where copies are rounded, of the weights that are updated."""
+    wanted = expected(case, place)
+    if case.precision != "keep":
+        trained = {name: value for name, value in got.weights.items() if value.dtype == torch.float32}
+        got = Trained([], [], trained)
+        wanted = Trained([], [], {name: wanted.weights.get(name, wanted.weights["second.weight"]) for name in trained})
+    return oracle.deviation(got, wanted)
+
+
+def tolerance(case: Case, place: Place) -> float:
+    """How far that may be; 0.0: bit for bit."""
+    if case.precision == "keep":
+        return TOLERANCE if case.reduce == "keep" else 1e-6
+    if case.precision == "fp16":
+        return 1e-4 if case.optimizer in ("SGD", "descent", "LARS") else 2e-3
+    if _reorders(case, place):
+        return 1e-6 if case.reduce == "fp32" else 1e-3
+    return 1e-6 if case.clip is not None or case.optimizer in precision.LAYER_WISE else 0.0
