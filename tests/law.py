@@ -49,7 +49,7 @@ PLACES = (
     Place(3, transport="gloo"),
     Place(6, 3),
 )
-UNEVEN, SCARCE, TWELVES, SIXTEENS = (12, 9, 13, 7), (1, 9, 2, 3), (12,) * 4, (16,) * 2
+SCARCE, UNEVEN, TWELVES, SIXTEENS = (1, 9, 2), (12, 9, 13, 7), (12,) * 3, (16,) * 2
 LENGTH, ODD_LENGTH = 16, 11
 Sequence = tuple[int, str, int]  # sp, ring, ulysses
 SEQUENCES: tuple[Sequence, ...] = (
@@ -68,7 +68,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "model": ("mlp", "tied", "frozen", "unused", "lm", "digits", *ODD),
     "loss": tuple(training.LOSSES),
     "optimizer": ("AdamW", "SGD", "LAMB", "LARS", "Adagrad", "descent"),
-    "batch_sizes": (UNEVEN, SCARCE, TWELVES, SIXTEENS),
+    "batch_sizes": (SCARCE, UNEVEN, TWELVES, SIXTEENS),
     "length": (LENGTH, ODD_LENGTH),
     "sequence": SEQUENCES,
     "microbatches": (1, 2, 3),
@@ -80,17 +80,17 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "numbers": (("keep", "keep"), ("keep", "fp32"), ("bf16", "keep"), ("bf16", "fp32"), ("fp16", "fp32")),
     "offload": RULES["offload"].choices,
 }
-PLAIN: Row = {name: values[0] for name, values in CHOICES.items()} | {"zero": 1}
+PLAIN: Row = {name: values[0] for name, values in CHOICES.items()} | {"place": Place(2), "zero": 1}
 OF_TOKENS = PLAIN | {"model": "lm", "sequence": (2, "zigzag", 1)}
 BASES = (
     PLAIN,
     PLAIN | {"model": "tied", "zero": 3, "loss": "pair"},
     PLAIN | {"model": "unused", "unused": "allow"},
     OF_TOKENS,
-    OF_TOKENS | {"sequence": (4, "zigzag", 2)},
+    OF_TOKENS | {"sequence": (4, "zigzag", 2), "place": Place(4, transport="shared")},
     PLAIN | {"codec": "topk"},
-    PLAIN | {"codec": "bf16", "batch_sizes": SIXTEENS, "place": Place(4, transport="shared")},
-    PLAIN | {"sync": ("local", 2, 1.0, 0.9), "zero": 0},
+    PLAIN | {"codec": "bf16", "batch_sizes": SIXTEENS},
+    PLAIN | {"sync": ("local", 2, 1.0, 0.9), "zero": 0, "batch_sizes": UNEVEN},
     PLAIN | {"numbers": ("bf16", "keep"), "optimizer": "SGD", "batch_sizes": TWELVES},
     PLAIN | {"numbers": ("keep", "fp32"), "optimizer": "SGD"},
 )
@@ -102,6 +102,12 @@ def case_of(row: Row) -> Case:
     fields |= dict(zip(("sync", "local_steps", "outer_lr", "outer_momentum"), row["sync"], strict=True))
     fields |= dict(zip(("precision", "reduce"), row["numbers"], strict=True))
     return Case(**fields, transport=row["place"].transport)
+
+
+def text(row: Row) -> str:
+    """The row in a line, without what is as it is in plain training."""
+    place, said = row["place"], [str(row[name]) for name in row if name != "place" and row[name] != PLAIN[name]]
+    return f"{place.size} ranks {place.kind} zero {row['zero']} {' '.join(said)}"
 
 
 # ---- what is legal
@@ -120,6 +126,9 @@ NOTHING: dict[str, Callable[[Case, Place], bool]] = {
     "tokens of a model without any": lambda case, _: case.model != "lm" and (case.sp > 1 or case.length != LENGTH),
     "another loss than the task's own": lambda case, _: case.model == "digits" and case.loss != "values",
     "a batch without a target that counts": lambda case, _: case.loss == "masked" and not _all_count(case),
+    "a training that ends between meetings": lambda case, _: (
+        case.sync == "local" and len(case.batch_sizes) % case.local_steps > 0
+    ),
     "unused parameters that are refused in the step": lambda case, _: (
         case.model == "unused" and case.unused == "refuse"
     ),
@@ -207,12 +216,78 @@ def _is_refused(case: Case, place: Place) -> bool:
 
 _model = functools.cache(training.model)
 
+# ---- what never goes together: the values of one field, and those of another
+
+
+def _but(name: str, *values: Any) -> tuple[Any, ...]:
+    return tuple(value for value in CHOICES[name] if value not in values)
+
+
+def _places(is_such: Callable[[Place], bool]) -> tuple[Place, ...]:
+    return tuple(filter(is_such, PLACES))
+
+
+_CODECS, _CASTS, _MEETING = _but("codec", "none"), ("bf16", "fp16"), _but("sync", STEP)
+_NUMBERS = _but("numbers", ("keep", "keep"))
+_ROUNDED = tuple(numbers for numbers in _NUMBERS if numbers[0] != "keep")
+_CUT, _IN_FOURS = SEQUENCES[1:], SEQUENCES[-2:]
+NEVER: list[tuple[str, tuple[Any, ...], str, tuple[Any, ...]]] = [
+    ("place", _places(lambda place: place.size % 2 > 0), "shard", (2,)),
+    ("place", _places(lambda place: place.kind == "group" or place.size % 2 > 0), "sequence", _CUT),
+    ("place", _places(lambda place: place.size // place.hosts < 4), "sequence", _IN_FOURS),
+    ("place", _places(lambda place: place.kind != "shared" or place.size == 3), "codec", _CASTS),
+    ("zero", (3,), "codec", _CODECS),
+    ("zero", (1, 2, 3), "sync", _MEETING),
+    ("update", ("in_backward",), "model", ("unused",)),
+    ("update", ("in_backward",), "clip", (0.05,)),
+    ("update", ("in_backward",), "unused", ("allow",)),
+    ("update", ("in_forward",), "sync", _MEETING),
+    ("update", ("in_backward",), "numbers", (("fp16", "fp32"),)),
+    ("shard", (2,), "sequence", _IN_FOURS),
+    ("model", ("digits",), "loss", _but("loss", "values")),
+    ("model", _but("model", "lm"), "length", (ODD_LENGTH,)),
+    ("model", _but("model", "lm"), "sequence", _CUT),
+    ("model", ("unused",), "unused", ("refuse",)),
+    ("model", ("unused", "complex"), "codec", _CODECS),
+    ("model", ("unused",), "sync", _MEETING),
+    ("model", _but("model", "mlp", "tied", "frozen"), "numbers", _ROUNDED),
+    ("loss", ("masked",), "codec", _CASTS),
+    ("loss", _but("loss", "values"), "numbers", _ROUNDED),
+    ("optimizer", _but("optimizer", "SGD", "descent"), "numbers", (("keep", "fp32"),)),
+    ("batch_sizes", _but("batch_sizes", SIXTEENS), "codec", _CASTS),
+    ("batch_sizes", (SCARCE, TWELVES), "sync", _MEETING[1:]),
+    ("batch_sizes", _but("batch_sizes", TWELVES), "numbers", _ROUNDED),
+    ("length", (ODD_LENGTH,), "codec", _CASTS),
+    ("length", (ODD_LENGTH,), "numbers", _ROUNDED),
+    ("sequence", _CUT, "codec", _CODECS),
+    ("sequence", _CUT, "sync", _MEETING),
+    ("sequence", _CUT, "numbers", _ROUNDED),
+    ("microbatches", (3,), "codec", _CASTS),
+    ("unused", ("allow",), "codec", _but("codec", "none", *_CASTS)),
+    ("unused", ("allow",), "sync", _MEETING),
+    ("codec", _CODECS, "sync", _MEETING),
+    ("codec", _CODECS, "numbers", _NUMBERS),
+    ("sync", _MEETING, "numbers", _NUMBERS),
+    ("sync", _MEETING, "offload", ("states",)),
+]
+
+
+@functools.cache
+def never() -> frozenset[pairs.Part]:
+    return frozenset(
+        part for a, some, b, others in NEVER for part in pairs.parts({a: some, b: others}, (a, b))
+    )
+
+
+def triples() -> list[pairs.Part]:
+    """Zero levels, moments of updates, and what carries tensors."""
+    return pairs.parts(CHOICES | {"place": PLACES[:3]}, ("zero", "update", "place"))
+
 
 @functools.cache
 def drawn() -> pairs.Cover:
     """Trainings with all pairs of values, and all triples of a zero level, a moment of updates and what carries."""
-    carriers = {"zero": CHOICES["zero"], "update": CHOICES["update"], "place": PLACES[:3]}
-    return pairs.cover(CHOICES, is_legal, BASES, first=pairs.parts(carriers, tuple(carriers)))
+    return pairs.cover(CHOICES, is_legal, BASES, first=triples(), never=never())
 
 
 # ---- what it must leave
@@ -238,6 +313,8 @@ def expected(case: Case, place: Place) -> Trained:
     if case.precision != "keep":
         return _by_hand(dataclasses.replace(case, **told), place.size)
     if case.codec != "none":
+        # Where all gradients rest on every rank, they are reduced once a step.
+        told["zero"] = case.zero if case.plan(place.size).num_shares > 1 else 0
         return _coded(dataclasses.replace(case, **told), place.size)
     plain = {name: getattr(case, name) for name in ("model", "loss", "optimizer", "batch_sizes", "clip", "length")}
     return _oracle(Case(**plain))

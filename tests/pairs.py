@@ -8,7 +8,7 @@ Law: each pair of values is in a row, or no completion of it is legal. The rows 
 
 import itertools
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Choices = Mapping[str, Sequence[Any]]
@@ -38,13 +38,22 @@ def pairs_in(row: Row) -> set[Part]:
 
 
 def cover(
-    choices: Choices, is_legal: Callable[[Row], bool], bases: Sequence[Row], *, first: Iterable[Part] = (), seed: int = 0
+    choices: Choices,
+    is_legal: Callable[[Row], bool],
+    bases: Sequence[Row],
+    *,
+    first: Iterable[Part] = (),
+    never: Collection[Part] = (),
+    seed: int = 0,
 ) -> Cover:
-    """Legal rows with all of `first` and all pairs, each row with as many that are missing as a greedy choice finds."""
+    """Legal rows with all of `first` and all pairs, each row with as many that are missing as a greedy choice finds.
+
+    What is in `never` is not looked for.
+    """
     draw = random.Random(seed)
     rows: list[Row] = []
     impossible: list[Part] = []
-    missing = set(pairs(choices))
+    missing = set(pairs(choices)).difference(never)
     for part in [*first, *pairs(choices)]:
         if any(row.items() >= set(part) for row in rows) if len(part) > 2 else part not in missing:
             continue

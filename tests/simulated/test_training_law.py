@@ -3,7 +3,7 @@
 import pytest
 
 from tests import law, pairs
-from tests.law import CHOICES, PLACES
+from tests.law import CHOICES
 
 
 @pytest.fixture(autouse=True)
@@ -12,8 +12,23 @@ def _states_rest_elsewhere(monkeypatch):
     monkeypatch.setattr("fourfold.run.build.host_of", lambda offload, device: device if offload == "states" else None)
 
 
-@pytest.mark.parametrize("row", law.drawn().rows, ids=lambda row: "-".join(map(str, row.values())))
+@pytest.mark.parametrize("row", law.drawn().rows, ids=law.text)
 def test_every_mesh_trains_as_one_device(row):
     case, place = law.case_of(row), row["place"]
     for got in law.train(case, place):
-        assert law.far(case, place, got) <= law.tolerance(case, place)
+        assert law.far(case, place, got) <= law.tolerance(case, place), case
+
+
+def test_any_two_values_that_go_together_are_trained_together():
+    rows, impossible = law.drawn()
+    assert not impossible
+    assert all(map(law.is_legal, rows))
+    covered = set().union(*map(pairs.pairs_in, rows))
+    assert covered == set(pairs.pairs(CHOICES)) - law.never()
+    assert all(any(row.items() >= set(part) for row in rows) for part in law.triples())
+
+
+def test_two_values_that_are_said_never_to_go_together_do_not():
+    # Neither in a row that is known to be legal, nor with any one value more that is changed in it.
+    found = [pairs.completed(part, CHOICES, law.is_legal, law.BASES) for part in law.never()]
+    assert found == [None] * len(found)
