@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from fourfold.parts import optim
-from fourfold.plan.codec import KINDS
 from fourfold.plan.plan import RULES
 from fourfold.plan.sequence import RINGS
 from fourfold.run.refuse import refuse, refuse_optimizer
@@ -118,7 +117,7 @@ def is_legal(row: Row) -> bool:
     case, place = case_of(row), row["place"]
     if any(has(case, place) for has in (NOTHING | WITHOUT_ORACLE).values()):
         return False
-    return not _is_refused(dataclasses.replace(case, loss="values", batch_sizes=UNEVEN), place)
+    return not is_refused(dataclasses.replace(case, loss="values", batch_sizes=UNEVEN), place)
 
 
 NOTHING: dict[str, Callable[[Case, Place], bool]] = {
@@ -146,7 +145,8 @@ WITHOUT_ORACLE: dict[str, Callable[[Case, Place], bool]] = {
         case.codec != "none" and (case.precision, case.reduce) != ("keep", "keep")
     ),
     "casts round what is added in another order": lambda case, place: (
-        case.codec in ("bf16", "fp16") and (case.batch_sizes != SIXTEENS or place.kind != "shared" or _in_thirds(case, place))
+        case.codec in ("bf16", "fp16")
+        and (case.batch_sizes != SIXTEENS or place.kind != "shared" or _in_thirds(case, place))
     ),
     "casts by a unit that is the first step's count": lambda case, _: (
         case.codec in ("bf16", "fp16") and (case.loss == "masked" or case.length != LENGTH)
@@ -201,7 +201,7 @@ def _counts(of_tokens: bool, batch_sizes: tuple[int, ...], length: int) -> bool:
 
 
 @functools.cache
-def _is_refused(case: Case, place: Place) -> bool:
+def is_refused(case: Case, place: Place) -> bool:
     """Whether the library says no before anything is started."""
     ranks = cast(Any, SimpleNamespace(size=place.size, device=torch.device("cpu")))
     try:
@@ -274,9 +274,7 @@ NEVER: list[tuple[str, tuple[Any, ...], str, tuple[Any, ...]]] = [
 
 @functools.cache
 def never() -> frozenset[pairs.Part]:
-    return frozenset(
-        part for a, some, b, others in NEVER for part in pairs.parts({a: some, b: others}, (a, b))
-    )
+    return frozenset(part for a, some, b, others in NEVER for part in pairs.parts({a: some, b: others}, (a, b)))
 
 
 def triples() -> list[pairs.Part]:
@@ -296,7 +294,9 @@ def drawn() -> pairs.Cover:
 def train(case: Case, place: Place) -> list[Trained]:
     """What every rank has at the end."""
     if case.precision != "keep":
-        return threads.run(place.size, lambda r: precision.go(precision.make(case, place.size, r), case), hosts=place.hosts)
+        return threads.run(
+            place.size, lambda r: precision.go(precision.make(case, place.size, r), case), hosts=place.hosts
+        )
 
     def body(ranks: threads.ThreadRanks) -> Trained:
         return training.train_step(case, training.build(case, place.size, ranks))

@@ -70,6 +70,12 @@ def cover(
     return Cover(rows, impossible)
 
 
+def grid(**choices: Sequence[Any]) -> list[Row]:
+    """Rows with all pairs of values that all go together."""
+    plain = {name: values[0] for name, values in choices.items()}
+    return cover(choices, lambda row: True, [plain]).rows
+
+
 def completed(part: Part, choices: Choices, is_legal: Callable[[Row], bool], bases: Sequence[Row]) -> Row | None:
     """A legal row with these values, near to one of the bases."""
     begun = [base | dict(part) for base in bases]

@@ -15,20 +15,18 @@ from fourfold.run.checkpoint.read import export, load_weights
 from fourfold.run.checkpoint.shelf import Shelf
 from fourfold.run.speaker import told_offload
 from fourfold.testing import oracle, threads
-from tests import training
+from tests import pairs, training
 from tests.checkpoints import Run
 from tests.precision import CASE, LEVELS, by_hand, go, make, own, run, same
 from tests.training import Case, batches
 
 
-@pytest.mark.parametrize("reduce", ["keep", "fp32"])
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_rounded_copies_compute_and_float32_weights_are_updated_bit_for_bit_as_by_hand(
-    size, zero, microbatches, reduce
-):
-    case = dataclasses.replace(CASE, **LEVELS[zero], microbatches=microbatches, reduce=reduce)
+@pytest.mark.parametrize("fields", pairs.grid(
+    zero=(0, 1, 2, 3), size=(3, 2, 1), microbatches=(2, 1), reduce=("keep", "fp32")
+))  # fmt: skip
+def test_rounded_copies_compute_and_float32_weights_are_updated_bit_for_bit_as_by_hand(fields):
+    size, level = fields["size"], LEVELS[fields["zero"]]
+    case = dataclasses.replace(CASE, **level, microbatches=fields["microbatches"], reduce=fields["reduce"])
     expected = by_hand(case, size)
     for got in run(case, size):
         assert got.losses == pytest.approx(expected.losses, rel=1e-6)
@@ -47,14 +45,13 @@ def test_other_optimizers_tied_and_frozen_weights_too(optimizer, model, zero):
         assert len(trained) == (9 if model != "frozen" else 7)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("update", ["in_backward", "in_forward"])
-def test_updates_in_backward_or_forward_are_those_after_it_bit_for_bit(update, microbatches, zero):
-    case = dataclasses.replace(
-        CASE, **LEVELS[zero], microbatches=microbatches, batch_sizes=(12, 11, 12, 5), model="tied"
-    )
-    late, early = run(case, 2), run(dataclasses.replace(case, update=update), 2)
+@pytest.mark.parametrize("fields", pairs.grid(
+    zero=(0, 1, 2, 3), microbatches=(2, 1), update=("in_backward", "in_forward")
+))  # fmt: skip
+def test_updates_in_backward_or_forward_are_those_after_it_bit_for_bit(fields):
+    case = dataclasses.replace(CASE, **LEVELS[fields["zero"]], microbatches=fields["microbatches"], model="tied")
+    case = dataclasses.replace(case, batch_sizes=(12, 11, 12, 5))
+    late, early = run(case, 2), run(dataclasses.replace(case, update=fields["update"]), 2)
     assert same(early[0].weights, late[0].weights)
     assert same(early[1].weights, late[0].weights)
 

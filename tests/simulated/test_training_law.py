@@ -32,3 +32,14 @@ def test_two_values_that_are_said_never_to_go_together_do_not():
     # Neither in a row that is known to be legal, nor with any one value more that is changed in it.
     found = [pairs.completed(part, CHOICES, law.is_legal, law.BASES) for part in law.never()]
     assert found == [None] * len(found)
+
+
+@pytest.mark.parametrize("fields", [
+    {"sync": ("local", 2, 1.0, 0.9), "codec": "topk", "zero": 0},
+    {"update": "in_backward", "clip": 0.05},
+    {"zero": 3, "codec": "int8"},
+    {"zero": 2, "sync": ("local", 2, 1.0, 0.9)},
+])  # fmt: skip
+def test_what_means_nothing_is_refused_by_the_library_itself(fields):
+    row = law.PLAIN | fields
+    assert law.is_refused(law.case_of(row), row["place"])
