@@ -106,7 +106,7 @@ def case_of(row: Row) -> Case:
 def text(row: Row) -> str:
     """The row in a line, without what is as it is in plain training."""
     place, said = row["place"], [str(row[name]) for name in row if name != "place" and row[name] != PLAIN[name]]
-    return f"{place.size} ranks {place.kind} zero {row['zero']} {' '.join(said)}"
+    return f"{place.size} ranks {place.kind} zero{row['zero']} {' '.join(said)}"
 
 
 # ---- what is legal
