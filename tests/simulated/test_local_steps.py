@@ -32,14 +32,14 @@ def deviation(case: Case, size: int, ranks) -> float:
     return oracle.deviation(train_step(case, build(case, size, ranks)), apart.train(case, size))
 
 
-@pytest.mark.parametrize(("size", "batch_sizes", "model"), [
-    (4, (7, 1, 13, 2, 9, 12, 3, 8, 1), "tied"), (2, (5, 9, 1, 12, 4, 13), "frozen"),
+@pytest.mark.parametrize(("size", "hosts", "batch_sizes", "model"), [
+    (4, 2, (7, 1, 13, 2, 9, 12, 3, 8, 1), "tied"), (3, 1, (5, 9, 1, 12, 4, 13), "frozen"),
 ])  # fmt: skip
-def test_local_steps_are_workers_that_meet(size, batch_sizes, model):
+def test_local_steps_are_workers_that_meet_and_their_norms_are_told(size, hosts, batch_sizes, model):
     # Three steps between meetings, and so many meetings that a momentum is of several.
-    case = Case(model=model, loss="masked", batch_sizes=batch_sizes, sync="local", local_steps=3, outer_momentum=0.9)
+    case = Case(model=model, loss="pair", batch_sizes=batch_sizes, sync="local", local_steps=3, outer_momentum=0.9)
     case = dataclasses.replace(case, optimizer="LAMB", microbatches=2, clip=0.05, outer_lr=0.7, bucket_bytes=1500)
-    assert max(threads.run(size, lambda ranks: deviation(case, size, ranks))) <= TOLERANCE
+    assert max(threads.run(size, lambda ranks: deviation(case, size, ranks), hosts=hosts)) <= TOLERANCE
 
 
 def test_a_rank_without_samples_updates_each_bucket_once():
