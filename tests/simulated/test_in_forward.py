@@ -107,8 +107,11 @@ def _edit(step):
         model.get_parameter("scale").mul_(2.0)
 
 
-@ZEROS
-@pytest.mark.parametrize("use", USES)
+# At every zero level a use of this rank's alone, and one that all ranks have together.
+EVERYWHERE = [(use, zero) for use in ("evaluate", "load_state_dict") for zero in (0, 1, 2)]
+
+
+@pytest.mark.parametrize(("use", "zero"), sorted({*EVERYWHERE, *((use, n % 3) for n, use in enumerate(USES))}))
 def test_who_wants_the_weights_between_steps_finds_them_new(use, zero):
     def body(case, step):
         found = {}

@@ -188,7 +188,7 @@ class TrainStep:
         if rest.weight == SPLIT and not self._transport.unshards_params:
             rest = RESTING_LAYOUTS[2]  # the weights exist once per host: nothing is gathered before use
         self.codec_state = CodecState(codecs, communicator)
-        apart = transports.LocalSGDTransport(self._transport) if plan.sync == "local" else None
+        apart = transports.LocalSGDTransport(self._transport, communicator.size) if plan.sync == "local" else None
         self._transport = apart or self._transport
         policy = MasterWeightPolicy(plan.precision, split, offload_device(plan.offload, communicator.device))
         outer = (
