@@ -40,11 +40,6 @@ WAYS = [("zigzag", 1), ("plain", 1), ("rsa", 1), ("gather", 1), ("zigzag", 2), (
 LM = Case(model="lm", batch_sizes=(4, 4, 4))
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize(("dp", "sp", "ring", "ulysses"), [
     (1, 3, "zigzag", 1), (1, 8, "zigzag", 2), (2, 4, "rsa", 1), (2, 4, "gather", 1), (4, 2, "plain", 2),
 ])  # fmt: skip

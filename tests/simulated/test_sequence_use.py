@@ -20,11 +20,6 @@ from tests import attention_oracle
 from tests.attention_oracle import TOLERANCE, AttentionCase
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 def both(size, use, ring="zigzag", ulysses=1):
     """What `use(attend, take)` gives in one process, and what its ranks give, put together."""
     tensors = attention_oracle.make_tensors(AttentionCase(size, ring, ulysses))
