@@ -84,16 +84,18 @@ FIELD_RULES = {
     "codec": FieldRule(str, choices=("none", *CODECS)),
     "codec_rank": FieldRule(int),
     "codec_density": FieldRule(float, float_maximum=1.0),
-    "codec_life": FieldRule(int),
+    "codec_refresh_steps": FieldRule(int),
     "offload": FieldRule(str, choices=("none", "states")),
     "precision": FieldRule(str, choices=("keep", *COMPUTE_FORMATS)),
-    "reduce": FieldRule(str, choices=("keep", *REDUCE_FORMATS)),
+    "reduce_dtype": FieldRule(str, choices=("keep", *REDUCE_FORMATS)),
     "batch_norm": FieldRule(str, choices=("refuse", "local", "sync"), supported=("refuse", "local")),
     "unused": FieldRule(str, choices=("refuse", "allow")),
     "bucket_bytes": FieldRule(int, minimum=1),
     "transport": FieldRule(str, choices=("by-host", "shared", "gloo", "nccl")),
 }
 FIELDS = tuple(FIELD_RULES)
+RENAMED_FIELDS = {"codec_life": "codec_refresh_steps", "reduce": "reduce_dtype"}
+"""Old name: new name. Plan files may use either; a run's identity on disk keeps the old one."""
 # Fields that nothing reads but in some plans: what a plan needs for that, and whether it has it.
 APPLIES_WHEN: dict[str, tuple[str, Callable[["Plan"], bool]]] = {
     "ring": ("sp above ulysses", lambda plan: plan.sp > plan.ulysses),
@@ -102,7 +104,7 @@ APPLIES_WHEN: dict[str, tuple[str, Callable[["Plan"], bool]]] = {
     "outer_momentum": ("sync = local", lambda plan: plan.sync == "local"),
     "codec_rank": ("codec = powersgd", lambda plan: plan.codec == "powersgd"),
     "codec_density": ("codec = topk or dct", lambda plan: plan.codec in ("topk", "dct")),
-    "codec_life": ("codec = dct", lambda plan: plan.codec == "dct"),
+    "codec_refresh_steps": ("codec = dct", lambda plan: plan.codec == "dct"),
 }
 
 
@@ -133,10 +135,10 @@ class Plan:
     codec: str = "none"
     codec_rank: int = 4
     codec_density: float = 0.01
-    codec_life: int = 100
+    codec_refresh_steps: int = 100
     offload: str = "none"
     precision: str = "keep"
-    reduce: str = "keep"
+    reduce_dtype: str = "keep"
     batch_norm: str = "refuse"
     unused: str = "refuse"
     bucket_bytes: int = 4 * 2**20
@@ -155,7 +157,10 @@ class Plan:
         if self.codec == "none":
             return None
         return CodecSpec(
-            self.codec, matrix_rank=self.codec_rank, density=self.codec_density, refresh_steps=self.codec_life
+            self.codec,
+            matrix_rank=self.codec_rank,
+            density=self.codec_density,
+            refresh_steps=self.codec_refresh_steps,
         )
 
     @property
@@ -172,11 +177,14 @@ class Plan:
     def identity_fields(self) -> dict[str, object]:
         """The decisions that make another training of it, and not only another way to the same weights."""
         names = [] if self.codec == "none" else [name for name in FIELDS if name.startswith("codec")]
-        names += [name for name in ("precision", "reduce") if getattr(self, name) != "keep"]
+        names += [name for name in ("precision", "reduce_dtype") if getattr(self, name) != "keep"]
         if self.sync == "local":
             # Each of the ranks learns by itself: their number matters too.
             names += ["sync", "local_steps", "outer_lr", "outer_momentum", "dp"]
-        return {name: getattr(self, name) for name in names}
+        on_disk = {
+            new: old for old, new in RENAMED_FIELDS.items()
+        }  # a run's identity keeps the names it was saved under
+        return {on_disk.get(name, name): getattr(self, name) for name in names}
 
     @property
     def num_shards(self) -> int:
@@ -223,7 +231,14 @@ class Plan:
             got = "no version" if version is None else f"version = {version!r}"
             problem = Problem(got, f"version = {VERSION}", f"add a line version = {VERSION}")
             raise PlanError([problem, *plan_problems(values)], where=where)
-        return cls.from_dict(values, where=where)
+        both = [
+            Problem(f"{old} and {new}", "one of them: they are the same field", f"{new} = {values[new]}")
+            for old, new in RENAMED_FIELDS.items()
+            if old in values and new in values
+        ]
+        if both:
+            raise PlanError(both, where=where)
+        return cls.from_dict({RENAMED_FIELDS.get(name, name): value for name, value in values.items()}, where=where)
 
     def to_toml(self, *, defaults: bool = False) -> str:
         """The plan as TOML: what differs from the defaults and the mesh, or everything."""
@@ -252,7 +267,7 @@ def plan_problems(values: Mapping[str, object]) -> list[Problem]:
     for name, value in values.items():
         rule = FIELD_RULES.get(name)
         if rule is None:
-            close = closest_match(name, FIELDS)
+            close = RENAMED_FIELDS.get(name) or closest_match(name, FIELDS)
             problems.append(Problem(f"{name} = {value!r}", "a field of the plan", close or "fourfold show"))
         elif not rule.accepts(value):
             choices = [each for each in rule.supported or rule.choices if isinstance(each, str)]
