@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.plan import FIELD_RULES, FIELDS, Plan, parse_value
+from fourfold.plan.plan import Plan
+from fourfold.plan.plan_fields import FIELD_RULES, FIELDS, parse_value
 from fourfold.words.errors import PlanError
 
 PLANS = st.builds(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fourfold.plan.lr_schedule import CURVES, SCALING_RULES
-from fourfold.plan.plan import FIELDS, RENAMED_FIELDS, parse_value
+from fourfold.plan.plan_fields import FIELDS, RENAMED_FIELDS, parse_value
 from fourfold.words.argument_checks import MAX_SEED
 from fourfold.words.errors import Problem, SettingError, closest_match
 
