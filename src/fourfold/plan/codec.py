@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from fourfold.plan.data import Bucket
+from fourfold.plan.data.buckets import Bucket
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.layout import Change
 from fourfold.words.layout import collective_sent_bytes as layout_bytes

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from fourfold.plan.codec import CodecSpec
-from fourfold.plan.data import ShardGroups
+from fourfold.plan.data.zero import ShardGroups
 from fourfold.plan.decode import DecodeError, from_toml
 from fourfold.plan.plan_fields import FIELDS, RENAMED_FIELDS, plan_problems, to_builtin
 from fourfold.words.errors import PlanError, Problem
