@@ -99,7 +99,7 @@ def case_of(row: Row) -> Case:
     fields = {name: row[name] for name in row if name not in ("place", "sequence", "sync", "numbers")}
     fields |= dict(zip(("sp", "ring", "ulysses"), row["sequence"], strict=True))
     fields |= dict(zip(("sync", "local_steps", "outer_lr", "outer_momentum"), row["sync"], strict=True))
-    fields |= dict(zip(("precision", "reduce"), row["numbers"], strict=True))
+    fields |= dict(zip(("precision", "reduce_dtype"), row["numbers"], strict=True))
     return Case(**fields, transport=row["place"].transport)
 
 
@@ -142,7 +142,7 @@ NOTHING: dict[str, Callable[[Case, Place], bool]] = {
 WITHOUT_ORACLE: dict[str, Callable[[Case, Place], bool]] = {
     "workers of a codec have whole samples": lambda case, _: case.codec != "none" and case.sp > 1,
     "a codec's messages of gradients in other numbers": lambda case, _: (
-        case.codec != "none" and (case.precision, case.reduce) != ("keep", "keep")
+        case.codec != "none" and (case.precision, case.reduce_dtype) != ("keep", "keep")
     ),
     "casts round what is added in another order": lambda case, place: (
         case.codec in ("bf16", "fp16")
@@ -154,7 +154,7 @@ WITHOUT_ORACLE: dict[str, Callable[[Case, Place], bool]] = {
     "what workers of a codec leave of parameters without gradients": lambda case, _: (
         case.codec != "none" and case.model == "unused"
     ),
-    "local steps with other numbers": lambda case, _: case.sync == "local" and case.reduce != "keep",
+    "local steps with other numbers": lambda case, _: case.sync == "local" and case.reduce_dtype != "keep",
     "rounded copies of other models, losses and batches": lambda case, _: (
         case.precision != "keep"
         and (case.model not in ("mlp", "tied", "frozen") or case.loss != "values" or case.batch_sizes != TWELVES)
@@ -166,7 +166,7 @@ WITHOUT_ORACLE: dict[str, Callable[[Case, Place], bool]] = {
         case.precision != "keep" and _reorders(case, place) and case.optimizer in ("AdamW", "Adagrad")
     ),
     "sums in float32 under an update that magnifies": lambda case, _: (
-        (case.precision, case.reduce) == ("keep", "fp32") and case.optimizer not in ("SGD", "descent")
+        (case.precision, case.reduce_dtype) == ("keep", "fp32") and case.optimizer not in ("SGD", "descent")
     ),
     "one region is told of twice": lambda case, _: (
         case.model == "checkpointed" and case.microbatches == 1 and case.zero < 3
@@ -348,9 +348,9 @@ def far(case: Case, place: Place, got: TrainingResult) -> float:
 def tolerance(case: Case, place: Place) -> float:
     """How far that may be; 0.0: bit for bit."""
     if case.precision == "keep":
-        return TOLERANCE if case.reduce == "keep" else 1e-6
+        return TOLERANCE if case.reduce_dtype == "keep" else 1e-6
     if case.precision == "fp16":
         return 1e-4 if case.optimizer in ("SGD", "descent", "LARS") else 2e-3
     if _reorders(case, place):
-        return 1e-6 if case.reduce == "fp32" else 1e-3
+        return 1e-6 if case.reduce_dtype == "fp32" else 1e-3
     return 1e-6 if case.clip is not None or case.optimizer in precision_oracle.LAYER_WISE else 0.0

@@ -49,7 +49,7 @@ def test_a_scale_grows_no_further_than_float32_does():
 def test_the_loss_is_scaled_and_nobody_notices(fields):
     size, zero = fields["where"]
     case = dataclasses.replace(FP16, **ZERO_FIELDS[zero], microbatches=fields["microbatches"], clip=fields["clip"])
-    expected = train_oracle(dataclasses.replace(case, reduce="fp32"), size)
+    expected = train_oracle(dataclasses.replace(case, reduce_dtype="fp32"), size)
     for got in train_on_threads(case, size):
         assert got.losses == pytest.approx(expected.losses, rel=1e-3)
         for name, weight in expected.weights.items():
