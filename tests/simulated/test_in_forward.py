@@ -435,7 +435,7 @@ def test_a_run_ends_with_the_weights_of_its_last_step(ema, tmp_path):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(("fields", "said"), [
-    ({"sync": "local"}, "weights that are new when ranks meet"),
+    ({"sync": "local"}, "updated weights at the end of the step"),
     ({"model": "compiled"}, "compiled code at second"),
     ({"model": "scripted"}, "compiled code at second"),
 ])  # fmt: skip

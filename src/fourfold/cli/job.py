@@ -143,7 +143,7 @@ def read_plan(file: str | None, values: Mapping[str, object], *, num_processes: 
 
     Raises PlanError with all problems of both, or where the mesh has not `num_processes` ranks.
     """
-    from fourfold.step.model_checks import size_problems
+    from fourfold.plan.check import size_problems
 
     errors = ErrorCollector()
     plan = over = None

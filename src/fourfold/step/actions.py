@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from fourfold.parts.data.grad_buckets import GradBuckets
 from fourfold.parts.optim.step_hooks import StepHooks
 from fourfold.plan.data import layout_changes
-from fourfold.step.batch import Loss, Microbatch
+from fourfold.step.batch import Microbatch
 from fourfold.step.context import StepContext, StepTotals, UpdateArgs
 from fourfold.step.forward_fusion import DeferredUpdates
-from fourfold.step.objective import Objective, is_uneven, uneven_problem
+from fourfold.step.loss_sum import Loss
+from fourfold.step.objective import Objective
 from fourfold.step.sequence.batch_consistency import batch_mismatch_problem
+from fourfold.step.uneven_means import is_uneven, uneven_problem
 from fourfold.words.errors import Problem, TaskError
 from fourfold.words.layout import SPLIT, WHOLE, Change
 from fourfold.words.program import GRAD_NORM, LOSS, TRUST_NORMS, USED_PARAMS, Action, Verb

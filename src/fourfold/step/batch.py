@@ -4,17 +4,14 @@ A batch may also be one dict: inputs of a model that makes its own loss, without
 Law: the microbatches of a batch tile it, in order; there may be empty ones.
 """
 
-import contextlib
-import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fourfold.plan.sample_order import shard_range
-from fourfold.words.argument_checks import format_argument
+from fourfold.step.tensor_tree import tree_map
 from fourfold.words.errors import Problem, TaskError
 
 POSITION_KEYS = ("position_ids", "positions")
@@ -99,11 +96,6 @@ def subsample(batch: Any, num_picked: int) -> tuple[Any, Any]:
     return tree_map(unpack_batch(batch), lambda tensor: tensor[places.to(tensor.device)])
 
 
-def detached_clone(tensor: Tensor) -> Tensor:
-    """A copy that nobody has differentiated by."""
-    return tensor.detach().clone()
-
-
 def batch_and_parts(batch: Any) -> tuple[Any, list[Any]]:
     """A batch and two parts of it, of different sizes. One sample makes a batch with itself."""
     samples = num_samples(batch)
@@ -111,27 +103,6 @@ def batch_and_parts(batch: Any) -> tuple[Any, list[Any]]:
         return tree_map(batch, lambda tensor: torch.cat([tensor, tensor])), [batch, batch]
     first = max(1, samples // 3)
     return batch, [slice_samples(batch, *span) for span in ((0, first), (first, samples))]
-
-
-def call_model(model: torch.nn.Module, inputs: Any, real_tokens: Tensor | None = None) -> Any:
-    """The model's outputs, of the tokens that are `kept` (None: all). A dict of inputs is given as keywords."""
-    outputs = model(**inputs) if isinstance(inputs, dict) else model(inputs)
-    if real_tokens is None:
-        return outputs
-    length = find_positions(inputs).shape[1]
-    return tree_map(outputs, lambda tensor: tensor[:, real_tokens] if has_token_dim(tensor, length) else tensor)
-
-
-@contextlib.contextmanager
-def eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards every module is in the mode it was in."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 def num_tokens(inputs: Any) -> int:
@@ -150,30 +121,6 @@ def find_positions(inputs: Any) -> Any:
 def has_token_dim(tensor: Tensor, length: int) -> bool:
     """Whether a tensor has something for each of `length` tokens: on dim 1."""
     return tensor.dim() >= 2 and tensor.shape[1] == length
-
-
-def tree_map(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """A tree of dicts, lists and tuples of tensors, each of them changed; what is no tensor stays."""
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, dict):
-        # A subclass (as of transformers) keeps its kind: the loss may ask for its attributes.
-        changed = {name: tree_map(part, function) for name, part in tree.items()}
-        return changed if type(tree) is dict else type(tree)(**changed)
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(tree_map(part, function) for part in tree))
-    if isinstance(tree, list | tuple):
-        return type(tree)(tree_map(part, function) for part in tree)
-    return tree
-
-
-def tree_leaves(tree: Any) -> Iterator[Tensor]:
-    """The tensors of a tree, in order."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, dict | list | tuple):
-        for part in tree.values() if isinstance(tree, dict) else tree:
-            yield from tree_leaves(part)
 
 
 def _batch_tensors(value: Any) -> list[Tensor]:
@@ -196,61 +143,6 @@ def _slice_tree(value: Any, start: int, stop: int) -> Any:
     return None if value is None else value[start:stop]
 
 
-@dataclass(frozen=True)
-class Loss:
-    """A loss as a sum over `count` elements. A count made of tensors stays on their device.
-
-    other, square  of one number made of several means: see `run.objective.is_uneven`
-    """
-
-    total: Tensor
-    count: float | Tensor
-    other_count: float | Tensor = 0.0
-    other_square: float | Tensor = 0.0
-
-
-def sum_loss(value: Any, num_samples: int) -> Loss:
-    """What a loss function returned, as a sum and a count.
-
-    Unreduced values count their elements; a pair is (sum, count); a scalar is a mean over the samples. Sums of values
-    in half precision are made in float32: a mean of 1.0 over 70,000 samples is beyond what float16 can hold.
-    """
-    if isinstance(value, tuple | list) and len(value) == 2:
-        return Loss(_checked_sum(value[0]), _checked_count(value[1]))
-    if not isinstance(value, Tensor):
-        problem = Problem(
-            f"a loss of type {type(value).__name__}", "unreduced values, a pair (sum, count), or a scalar"
-        )
-        raise TaskError(problem)
-    if value.is_complex():
-        raise TaskError(Problem("a loss of complex numbers", "real numbers", "loss.abs(), or loss.real"))
-    dtype = torch.promote_types(value.dtype, torch.float32)
-    if value.dim() == 0:
-        return Loss(value.to(dtype) * num_samples, float(num_samples))
-    return Loss(value.sum(dtype=dtype), float(value.numel()))
-
-
-def _checked_sum(value: Any) -> Tensor:
-    """The sum of a pair (sum, count)."""
-    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-        return value.reshape(())
-    shape = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-    raise TaskError(Problem(f"a loss (sum, count) with sum {shape}", "one real number as a tensor", "values.sum()"))
-
-
-def _checked_count(value: Any) -> float:
-    """The count of a pair (sum, count); NaN makes a bad step, a negative one would turn the gradient around."""
-    if isinstance(value, Tensor) and value.requires_grad:
-        got = "a loss (sum, count) whose count is trained too, as the second of two losses would be"
-        attempt = "count.detach(), or for several losses one: their sum"
-        raise TaskError(Problem(got, "a count that does not depend on parameters", attempt))
-    try:
-        count = float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        count = -1.0
-    if not count < 0 and count != math.inf:
-        return count
-    is_short = isinstance(value, int | float) or value is None
-    written = format_argument("count", value) if is_short else f"count = a {type(value).__name__}"
-    got = f"a loss (sum, count) with {written}"
-    raise TaskError(Problem(got, "how many elements were summed, 0 or more"))
+def input_names(inputs: Any) -> str:
+    """The names of the inputs of a batch, or their type, for messages."""
+    return ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__

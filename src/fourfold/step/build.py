@@ -46,7 +46,7 @@ from fourfold.plan.sample_order import BatchRange
 from fourfold.step import replica_drift, state_validation
 from fourfold.step.actions import Actions
 from fourfold.step.argument_checks import check_arguments
-from fourfold.step.batch import Microbatch, eval_mode, split_microbatches, tree_map, unpack_batch
+from fourfold.step.batch import Microbatch, split_microbatches, unpack_batch
 from fourfold.step.batch_norm import FrozenBatchNorms
 from fourfold.step.codec_state import CodecState
 from fourfold.step.context import StepContext
@@ -55,19 +55,17 @@ from fourfold.step.duplicate_batches import DuplicateBatches, fingerprint
 from fourfold.step.executor import Executor
 from fourfold.step.meta_model import build_meta_model
 from fourfold.step.metrics import Metrics
-from fourfold.step.model_checks import (
-    check_model_loss,
-    check_plan_for_model,
-    check_plan_on_ranks,
-    check_same_on_ranks,
-    check_update_timing,
-)
+from fourfold.step.model_call import eval_mode
+from fourfold.step.model_checks import check_model_loss, check_plan_for_model, check_plan_on_ranks, check_update_timing
 from fourfold.step.nan_guard import NanGuard
-from fourfold.step.objective import ForwardResult, Objective, is_uneven, uneven_problem
+from fourfold.step.objective import ForwardResult, Objective
 from fourfold.step.persistent_state import PersistentState, cloned
+from fourfold.step.rank_agreement import check_same_on_ranks
 from fourfold.step.same_source import check_same_source
 from fourfold.step.sequence.batch_consistency import batch_mismatch_problem
 from fourfold.step.sequence.sequence_parallel import SequenceParallel
+from fourfold.step.tensor_tree import tree_map
+from fourfold.step.uneven_means import is_uneven, uneven_problem
 from fourfold.step.user_optimizer import OptimizerWatch, check_user_optimizer
 from fourfold.step.weights import Weights, trainable_parameters
 from fourfold.words.argument_checks import format_argument

@@ -31,8 +31,9 @@ from fourfold.step.batch_norm import FrozenBatchNorms
 from fourfold.step.broadcast_tree import broadcast_tree
 from fourfold.step.duplicate_batches import DuplicateBatches, InputFingerprints
 from fourfold.step.memory_formats import MemoryFormats, shape_and_strides
-from fourfold.step.model_checks import check_plan_on_ranks, check_same_on_ranks
+from fourfold.step.model_checks import check_plan_on_ranks
 from fourfold.step.optimizer_steps import OptimizerSteps
+from fourfold.step.rank_agreement import check_same_on_ranks
 from fourfold.step.unreduced_grads import ReducedGrad, UnreducedGrads
 from fourfold.step.weights import trainable_parameters
 from fourfold.words.errors import OptimizerError, PlanError, Problem, TrainingError

@@ -9,18 +9,22 @@ Law: the sums and counts of the parts of a batch add up to those of the whole, o
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fourfold.step.batch import Loss, Microbatch, call_model, sum_loss, tree_leaves, tree_map
+from fourfold.step.batch import Microbatch, input_names
 from fourfold.step.dry_run.fixed_random import without_randomness
 from fourfold.step.dry_run.loss_divisors import LossDivisors, final_nodes
 from fourfold.step.dry_run.loss_kinks import find_kinks
 from fourfold.step.loss_call_sites import OutputIndex, signature
+from fourfold.step.loss_sum import Loss, sum_loss
+from fourfold.step.model_call import call_model, is_compiled, model_loss
+from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.step.torch_losses import Count, LossCall, observing
+from fourfold.step.uneven_means import actual_divisor, squared_ratio
 from fourfold.words.errors import Problem, TaskError
 
 
@@ -198,7 +202,7 @@ class Objective:
                 )
             return model_loss(outputs, part.inputs)
         if part.targets is None:
-            got = f"a batch of {_input_names(part.inputs)} without targets, and a loss(outputs, targets)"
+            got = f"a batch of {input_names(part.inputs)} without targets, and a loss(outputs, targets)"
             attempt = "loss=None, which trains the loss that the model returns, or samples (inputs, targets)"
             raise TaskError(Problem(got, "targets for the loss", attempt), where="the batch")
         return self._loss(outputs, part.targets)
@@ -237,8 +241,8 @@ class Objective:
             and not any(c.is_mean for c in calls)
         ):
             self._loss_names = [calls[0].name]
-            divisor = _actual_divisor(value.detach().reshape(()), calls[0].value, self.divided_by * count)
-            return Loss(total, count, divisor, _squared_ratio(divisor, count))
+            divisor = actual_divisor(value.detach().reshape(()), calls[0].value, self.divided_by * count)
+            return Loss(total, count, divisor, squared_ratio(divisor, count))
         self._loss_names = [each.name for each in means]
         if self.is_batch_split:
             others += self._consistency_counts(value, means, count)
@@ -246,7 +250,7 @@ class Objective:
             return Loss(total, count)
         # Factors of which no small sum is a multiple of another: what differs cannot cancel out.
         other = sum(math.sqrt(2 + index) * each for index, each in enumerate(others))
-        return Loss(total, count, other, _squared_ratio(other, count))
+        return Loss(total, count, other, squared_ratio(other, count))
 
     def _consistency_counts(self, value: Tensor, means: Sequence[LossCall], count: Count) -> list[Count]:
         """What is in proportion to `count` only where all parts are divided, and made of means, alike."""
@@ -276,49 +280,6 @@ def _is_cell_filled(cell: Any) -> bool:
         return False
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Whether the whole of a model is compiled: then nobody sees which functions its forward calls."""
-    in_place = getattr(model, "_compiled_call_impl", None) is not None
-    return in_place or isinstance(model, torch.jit.ScriptModule) or hasattr(model, "_orig_mod")
-
-
-def model_loss(outputs: Any, inputs: Any) -> Any:
-    """The loss among a model's outputs: `.loss`, ["loss"], or the only number of a tuple. Raises TaskError."""
-    if isinstance(outputs, Tensor):
-        return outputs
-    found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-    if found is None and isinstance(outputs, tuple | list):
-        tensors = [each for each in outputs if isinstance(each, Tensor)]
-        numbers = [each for each in tensors if each.dim() == 0 and each.is_floating_point()]
-        found = numbers[0] if len(numbers) == 1 else None
-    if isinstance(found, Tensor):
-        return found
-    got = f"loss = None, and outputs ({type(outputs).__name__}) without a loss, of inputs {_input_names(inputs)}"
-    need = 'outputs with .loss, ["loss"], or one number in a tuple'
-    raise TaskError(Problem(got, need, '"labels" in each sample, or loss(outputs, targets)'), where="the loss")
-
-
-def uneven_problem(names: str) -> Problem:
-    """What is wrong with a number made of means over counts that are not proportional from part to part."""
-    what = f"means over different elements ({names})" if names else "means over different elements"
-    got = f"a loss that is one number, made of {what}, whose counts are not proportional from part to part of the batch"
-    need = "one weight for each part, so that parts add up to the batch"
-    return Problem(got, need, "unreduced values, or a pair (sum, count)")
-
-
-def is_uneven(count: float, other_count: float, other_square: float) -> bool:
-    """Whether the counts of several means were not proportional from part to part.
-
-    count   of the first mean
-    other   of the others, added up with fixed factors
-    square  other² / count of each part
-    Each added up over all parts: then other² = count · square if and only if they were (Cauchy and Schwarz).
-    """
-    return (
-        bool(other_count) and not count * other_square - other_count * other_count <= 1e-10 * other_count * other_count
-    )
-
-
 def _derivatives(value: Any, calls: Sequence[LossCall]) -> list[float | None]:
     """How much a number changes with each of the calls that it was made of; None: it does not, or nobody knows."""
     followed = [each.value for each in calls if each.value.requires_grad]
@@ -330,27 +291,3 @@ def _derivatives(value: Any, calls: Sequence[LossCall]) -> list[float | None]:
         found = iter(torch.autograd.grad(value.sum(), followed, retain_graph=True, allow_unused=True))
     slopes = [next(found) if each.value.requires_grad else None for each in calls]
     return [None if slope is None else float(slope) for slope in slopes]
-
-
-def _actual_divisor(value: Tensor, total: Tensor, expected: Count) -> Count:
-    """What a sum was divided by: the expected number, unless it is further off than rounding brings it."""
-    close = 1e-5 if min(value.dtype.itemsize, total.dtype.itemsize) >= 4 else 2e-2
-    value, total = value.double(), total.detach().double()
-    wanted = torch.as_tensor(expected, dtype=torch.float64, device=value.device)
-    is_off = (value * wanted - total).abs() > close * total.abs()  # not where either is no number
-    divisor = (total / value).where(is_off & (value != 0), wanted)
-    return float(divisor) if divisor.device.type == "cpu" else divisor
-
-
-def _squared_ratio(other: Count, count: Count) -> Count:
-    """other² / count; 0 where both are 0."""
-    if isinstance(other, Tensor) or isinstance(count, Tensor):
-        other = torch.as_tensor(other, dtype=torch.float64, device=count.device if isinstance(count, Tensor) else None)
-        return torch.where(other == 0, 0.0, other * other / count)
-    if count == 0:
-        return math.inf if other else 0.0
-    return other * other / count
-
-
-def _input_names(inputs: Any) -> str:
-    return ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__

@@ -10,7 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fourfold.step.objective import ForwardResult, is_uneven, uneven_problem
+from fourfold.step.objective import ForwardResult
+from fourfold.step.uneven_means import is_uneven, uneven_problem
 from fourfold.words.errors import Problem
 
 # Of the largest of the losses, by the size in bytes of the least precise number in a forward.
