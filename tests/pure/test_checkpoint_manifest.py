@@ -73,7 +73,7 @@ def test_stretches_tile_every_tensor_and_what_is_written_is_believed(rows, size)
 
 @given(rows=TENSORS, size=st.integers(1, 7))
 def test_shares_differ_by_no_more_than_the_rows_at_their_ends(rows, size):
-    tensors = [tensor._replace(whole=False) for tensor in named(rows)]
+    tensors = [tensor._replace(is_unsharded=False) for tensor in named(rows)]
     held = dict.fromkeys(map(shard_file_name, range(size)), 0)
     for tensor in tensors:
         for stretch in assign_shards(tensors, size)[tensor.name]:

@@ -94,7 +94,7 @@ def test_the_rate_is_that_of_the_step_whose_gradient_it_is(optimizer, zero):
 USES = {
     "evaluate": lambda step, batch: step.evaluate(batch),
     "state_dict": lambda step, batch: step.state_dict(),
-    "living_state": lambda step, batch: step.state_refs(),
+    "state_refs": lambda step, batch: step.state_refs(),
     "load_state_dict": lambda step, batch: step.load_state_dict(step.state_dict()),
     "put": lambda step, batch: step.load_weights({"scale": torch.tensor(2.0, dtype=torch.float64)}),
     "edit": lambda step, batch: _edit(step),
@@ -256,14 +256,14 @@ def test_no_weight_is_used_before_all_ranks_have_updated_their_shares_of_it(zero
     case = dataclasses.replace(CASE, zero=zero)
 
     def body(one, step):
-        update = step._actions._parts.optimizer.update
+        update = step._actions._context.optimizer.update
 
         def late(bucket, **terms):
             if step.rank == 1:
                 time.sleep(0.02)
             update(bucket, **terms)
 
-        step._actions._parts.optimizer.update = late
+        step._actions._context.optimizer.update = late
         losses = [step(local_batch(batch, 2, step.dp_index)).loss for batch in batches(one)]
         return weights(step) | {"losses": torch.tensor(losses)}
 

@@ -47,8 +47,8 @@ def test_the_stores_of_jobs_that_were_killed_are_removed(tmp_path: Path) -> None
 
 
 NAME = (
-    "from fourfold.parts.comm import meeting; from fourfold.environment.rendezvous import SameHost; "
-    "print(meeting._name(SameHost('MPICH', 'PMI_RANK')))"
+    "from fourfold.parts.comm import rendezvous_store; from fourfold.environment.rendezvous import LocalRendezvous; "
+    "print(rendezvous_store._note_name(LocalRendezvous('MPICH', 'PMI_RANK')))"
 )
 LAUNCHER = "import os, subprocess, sys; subprocess.run(sys.argv[1:], env={**os.environ, 'PMI_RANK': '0'}, check=True)"
 
@@ -140,14 +140,14 @@ def test_what_others_have_put_there_is_swept_around(tmp_path: Path) -> None:
 LEAVE = """
 import multiprocessing, sys
 from pathlib import Path
-from fourfold.parts.comm import meeting
-from fourfold.words.launchers import MPICH, Seat
+from fourfold.environment.launchers import MPICH, RankInfo
+from fourfold.parts.comm import rendezvous_store
 
 def take_part(rank, folder, barrier):
     for number in range(300):
-        meeting._all_here(folder / f"store-{number}", Seat(MPICH, rank, 2, rank, 2))
+        rendezvous_store._join_store(folder / f"store-{number}", RankInfo(MPICH, rank, 2, rank, 2))
         barrier.wait()
-        meeting.release()
+        rendezvous_store.release_stores()
 
 context = multiprocessing.get_context("fork")
 barrier = context.Barrier(2, timeout=60)

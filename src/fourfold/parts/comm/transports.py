@@ -215,7 +215,7 @@ def _make_shared_memory(ranks: Communicator, spec: TransportSpec) -> tuple[Share
         return None, problem
     between = None
     if len(hosts) > 1:
-        use = spec.reduction._replace(shard=sharing)
+        use = spec.reduction._replace(num_shards=sharing)
         columns = [GroupInterHostReducer(ranks, [host[index] for host in hosts], use) for index in range(len(here))]
         between = columns[here.index(ranks.rank)]
     mapping = memory.map_shared(met.handle)
