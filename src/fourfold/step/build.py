@@ -789,7 +789,7 @@ def _build_codecs(
         return []
     return [
         registry.make_codec(
-            coding, gradient_bucket(bucket, plan.reduce), [tuple(p.shape) for p in some], device=some[0].device
+            coding, gradient_bucket(bucket, plan.reduce_dtype), [tuple(p.shape) for p in some], device=some[0].device
         )
         for bucket, some in zip(buckets, by_bucket, strict=True)
     ]
@@ -819,7 +819,7 @@ def _transport_spec(
     """What the buckets of a plan need of a transport."""
     return transports.TransportSpec(
         sizes=tuple(bucket.size for bucket in buckets),
-        dtypes=tuple(grad_buckets.bucket_dtype(gradient_bucket(bucket, plan.reduce)) for bucket in buckets),
+        dtypes=tuple(grad_buckets.bucket_dtype(gradient_bucket(bucket, plan.reduce_dtype)) for bucket in buckets),
         buffer_indices=grad_buffer_indices(len(buckets), is_cyclic=rest.gradient == SPLIT),
         rest=rest,
         num_scalars=max(8, num_norms),
