@@ -45,7 +45,7 @@ from fourfold.words.errors import OptimizerError, Problem, TrainingError
 
 NO_BACKWARD_ID = -1
 WRAPPER_HINT = (
-    "the same seeds, hooks, edits and loaded state on every rank; optimizer.broadcast_state() gives all ranks one's"
+    "the same seeds, hooks, edits and loaded state on every rank; optimizer.broadcast_state() copies one rank's to all"
 )
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """By parameter: a weak reference to the DistributedOptimizer that reduces its gradient."""
