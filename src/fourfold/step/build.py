@@ -50,6 +50,7 @@ from fourfold.step.batch import Microbatch, split_microbatches, unpack_batch
 from fourfold.step.batch_norm import FrozenBatchNorms
 from fourfold.step.codec_state import CodecState
 from fourfold.step.context import StepContext
+from fourfold.step.drift_report import FROZEN, MASTER_WEIGHTS, WEIGHTS
 from fourfold.step.dry_run.first_batch import DryRun
 from fourfold.step.duplicate_batches import DuplicateBatches, fingerprint
 from fourfold.step.executor import Executor
@@ -555,17 +556,15 @@ class TrainStep:
         for name, parameter in self.model.named_parameters():
             if name not in weights.trainable:
                 if replica_drift.compares_frozen(self.plan):
-                    yield replica_drift.ReplicatedTensor(replica_drift.FROZEN, name, 0, parameter)
+                    yield replica_drift.ReplicatedTensor(FROZEN, name, 0, parameter)
             elif is_sharded:
-                yield replica_drift.ReplicatedTensor(
-                    replica_drift.WEIGHTS, name, ranges[name][0], weights.model_shard(name)
-                )
+                yield replica_drift.ReplicatedTensor(WEIGHTS, name, ranges[name][0], weights.model_shard(name))
             elif self._transport.shared_weights is None or self._transport.is_writer:
-                yield replica_drift.ReplicatedTensor(replica_drift.WEIGHTS, name, 0, parameter)
+                yield replica_drift.ReplicatedTensor(WEIGHTS, name, 0, parameter)
             if name in weights.master_weights.param_names:
                 start = ranges[name][0] if weights.master_weights.is_sharded else 0
                 yield replica_drift.ReplicatedTensor(
-                    replica_drift.MASTER_WEIGHTS, name, start, weights.master_weights.local_shard(name)
+                    MASTER_WEIGHTS, name, start, weights.master_weights.local_shard(name)
                 )
 
     @contextlib.contextmanager
