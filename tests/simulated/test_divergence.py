@@ -188,7 +188,7 @@ def test_a_rank_may_go_on_while_another_compares(raised):
     board.write(0, 2, "unsharded()")
     board.check(0, lambda: [2, 3])
     board.write(0, 3, "all_gather_json()")
-    with pytest.raises(DivergenceError, match=r"rank 1 is at read\(\)"):
+    with pytest.raises(DivergenceError, match=r"rank 1 is at unsharded\(\)"):
         board.check(0, lambda: [3, 3])
 
 
