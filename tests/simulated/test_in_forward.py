@@ -317,7 +317,7 @@ def test_a_use_that_nobody_was_told_of_ends_the_training():
         step = TrainStep(Unseen(), lambda out, _: out.square(), make, plan=plan, communicator=ranks, clip=None)
         batch = torch.ones(2, 4), torch.zeros(2)
         step(batch)
-        with pytest.raises(TrainingError, match="a use of the weights of bias that torch told nobody of"):
+        with pytest.raises(TrainingError, match="a use of bias that torch did not report"):
             step(batch)
 
     threads.run(1, body)
