@@ -18,7 +18,6 @@ from fourfold.checkpoint.store import CheckpointStore, newest_valid
 from fourfold.plan.intervals import is_due
 from fourfold.plan.plan import Plan
 from fourfold.step.build import TrainStep
-from fourfold.step.model_checks import sync_problems
 from fourfold.tasks import lm
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
@@ -85,15 +84,6 @@ def test_gradients_are_never_reduced_and_weights_are_in_meetings_only():
     for meeting, alone in threads.run(2, body):
         assert {a.verb for a in meeting} - {a.verb for a in alone} == {Verb.PUSH, Verb.PULL}
         assert Verb.REDUCE not in {a.verb for a in meeting}
-
-
-@pytest.mark.parametrize("fields", [{"zero": 1}, {"zero": 2}, {"codec": "topk"}, {"unused": "allow"}])
-def test_what_needs_the_same_gradients_everywhere_is_refused(fields):
-    (problem,) = sync_problems(Plan(dp=2, sync="local", **fields))
-    ((name, value),) = fields.items()
-    assert name in problem.got
-    assert str(value) in problem.got
-    assert sync_problems(Plan(dp=2, **fields)) == []
 
 
 def test_a_state_between_meetings_is_refused():

@@ -201,8 +201,8 @@ def test_the_scale_goes_on_where_it_was():
 @pytest.mark.parametrize(("fields", "said"), [
     ({"update": "in_backward"}, "no gradient has overflowed before the first bucket"),
     ({"codec": "topk"}, "known to be finite when they are coded"),
-    ({"sync": "local"}, "weights that are averaged as they are updated"),
-    ({"sync": "local", "offload": "states"}, "weights that are averaged where they are updated"),
+    ({"sync": "local"}, "an average of the weights that the update keeps"),
+    ({"sync": "local", "offload": "states"}, "weights that are averaged on the device where"),
 ])  # fmt: skip
 def test_a_scaled_loss_is_refused_where_an_overflow_comes_too_late(fields, said):
     case = dataclasses.replace(FP16, **fields)

@@ -70,7 +70,7 @@ def test_the_program_shows_updates_behind_their_reductions():
 
 @pytest.mark.parametrize(("fields", "said"), [
     ({"clip": 1.0}, "the norm of all gradients before"),
-    ({"unused": "allow"}, "which parameters got no gradient"),
+    ({"unused": "allow"}, "which parameters have no gradient"),
 ])  # fmt: skip
 def test_updates_in_backward_are_refused_where_they_cannot_know_enough(fields, said):
     case = dataclasses.replace(CASE, update="in_backward", **fields)

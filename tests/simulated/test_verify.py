@@ -14,8 +14,8 @@ from fourfold.cli import verify as command
 from fourfold.cli.job import Job
 from fourfold.feed.source import TensorSource
 from fourfold.plan.plan import Plan
-from fourfold.step.batch import Loss, sum_loss
 from fourfold.step.dry_run.float64_mode import Float64Mode
+from fourfold.step.loss_sum import Loss, sum_loss
 from fourfold.step.objective import Objective
 from fourfold.testing import oracle
 from fourfold.words.errors import PlanError

@@ -21,10 +21,12 @@ from fourfold.feed.feed import Batch, Feed
 from fourfold.parts.comm.transports import world
 from fourfold.plan.plan import Plan
 from fourfold.step.argument_checks import check_plan_argument
-from fourfold.step.batch import call_model, num_samples, sum_loss, tree_map, unpack_batch
+from fourfold.step.batch import num_samples, unpack_batch
 from fourfold.step.build import parallelize
 from fourfold.step.dry_run.float64_mode import Float64Mode
-from fourfold.step.objective import model_loss
+from fourfold.step.loss_sum import sum_loss
+from fourfold.step.model_call import call_model, model_loss
+from fourfold.step.tensor_tree import tree_map
 from fourfold.words import argument_checks
 from fourfold.words.errors import PlanError, Problem, SettingError
 from fourfold.words.task import Task, check_task

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fourfold.parts.dropped_arguments import restore_arguments
-from fourfold.step.batch import call_model, tree_leaves, tree_map
+from fourfold.step.model_call import call_model
+from fourfold.step.tensor_tree import tree_leaves, tree_map
 
 LAYER_FUNCTIONS = {F.linear, F.conv1d, F.conv2d, F.conv3d}
 AUTOCAST_DEVICES = ("cpu", "cuda")

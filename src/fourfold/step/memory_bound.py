@@ -23,7 +23,7 @@ from fourfold.plan.memory import HostRanks, bytes_per_element, host_memory_use
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import compute_specs
 from fourfold.step.activation_bytes import activation_bytes_per_sample
-from fourfold.step.batch import tree_leaves
+from fourfold.step.tensor_tree import tree_leaves
 from fourfold.words.errors import FourfoldError, Problem, SettingError
 from fourfold.words.layout import SPLIT
 from fourfold.words.task import Source, Task

@@ -32,13 +32,14 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import shard_range
 from fourfold.plan.trace_file import DATA_SPAN
 from fourfold.step.argument_checks import check_plan_argument
-from fourfold.step.batch import Loss, eval_mode
 from fourfold.step.build import TrainStep, parallelize
 from fourfold.step.ema import EMA
+from fourfold.step.loss_sum import Loss
 from fourfold.step.memory_bound import check_memory
 from fourfold.step.meta_model import try_meta_model
-from fourfold.step.objective import is_uneven, uneven_problem
+from fourfold.step.model_call import eval_mode
 from fourfold.step.same_source import check_same_length
+from fourfold.step.uneven_means import is_uneven, uneven_problem
 from fourfold.trainer import heartbeat as heartbeat_module
 from fourfold.trainer.heartbeat import Heartbeat
 from fourfold.trainer.run_logger import AVERAGED_STEPS, ProgressDisplay, RunLogger, RunResult
@@ -111,7 +112,7 @@ def train(
     data = task.data()
     check_data(data, where="the task's data")
     if outlined is not None:
-        sizes = {"batch_size": settings.batch_size, "steps": settings.steps}
+        sizes = {"batch_size": settings.batch_size, "num_steps": settings.steps}
         check_memory(task, plan, data.train, outlined, **sizes, num_ranks=1)
     model = task.model()
     if settings.init is not None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.step.batch import tree_leaves
+from fourfold.step.tensor_tree import tree_leaves
 
 
 def run_backward(outputs: Any, grad_tensors: list[Tensor | None]) -> None:

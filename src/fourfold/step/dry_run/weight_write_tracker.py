@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from fourfold.parts.data.param_access import untracked_access
 from fourfold.parts.dropped_arguments import restore_arguments
 from fourfold.parts.fingerprint import fingerprints
-from fourfold.step.batch import tree_leaves
+from fourfold.step.tensor_tree import tree_leaves
 
 _AUGMENTED = "add sub mul matmul truediv floordiv mod and or xor lshift rshift pow"
 _INPLACE_OPERATORS = frozenset({"__setitem__", *(f"__i{name}__" for name in _AUGMENTED.split())})

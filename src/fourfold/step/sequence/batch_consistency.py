@@ -13,7 +13,7 @@ import xxhash
 from torch import Tensor
 
 from fourfold.parts.comm.transports import RingGroup
-from fourfold.step.batch import tree_leaves
+from fourfold.step.tensor_tree import tree_leaves
 from fourfold.words.errors import Problem
 
 DIGEST_BITS = 62  # of an int64, which every transport carries

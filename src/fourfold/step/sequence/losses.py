@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fourfold.step.batch import has_token_dim, sum_loss, tree_leaves, tree_map
+from fourfold.step.batch import has_token_dim
+from fourfold.step.loss_sum import sum_loss
 from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.step.sequence.token_shards import TokenShard
+from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.step.torch_losses import ignore_index_of
 from fourfold.words.errors import Problem, TaskError
 

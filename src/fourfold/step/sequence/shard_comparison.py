@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
 from fourfold.parts.data.grad_buckets import second_grad_problem
-from fourfold.step.batch import has_token_dim, tree_leaves, tree_map
+from fourfold.step.batch import has_token_dim
 from fourfold.step.dry_run import random_weights
 from fourfold.step.dry_run.backward import count_gradients, run_backward
 from fourfold.step.dry_run.float64_mode import Float64Mode
@@ -51,6 +51,7 @@ from fourfold.step.sequence.tolerance import (
     shard_rows,
 )
 from fourfold.step.sequence.transformers import has_transformers_model, install_attention
+from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.words.errors import FourfoldError, Problem, TaskError
 
 SEED = 11
