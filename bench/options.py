@@ -2,7 +2,7 @@
 
 unchanged  options as in the step before
 schedule   every group has a new rate in each step; the schedule's own time is not counted
-OTHER      another version of `fourfold/parts/options.py`: the two take turns, and the ratio is that of neighbours
+OTHER      another version of `parts/optim/option_tracker.py`: the two take turns, and the ratio is that of neighbours
 Law: each reading is timed alone and in turn, so a median says more than the load of the machine does.
 
     PYTHONPATH=src:. python bench/options.py [OTHER]
@@ -39,7 +39,7 @@ def import_file(path: Path) -> ModuleType:
 
 def time_readings(optimizer: torch.optim.Optimizer, modules: list[ModuleType], *, schedule: bool) -> list[list[float]]:
     """Microseconds of each reading, by module."""
-    readers: list[Any] = [module.Options(optimizer) for module in modules]
+    readers: list[Any] = [module.OptionTracker(optimizer) for module in modules]
     found: list[list[float]] = [[] for _ in modules]
     rate = 1e-3
     for number in range(WARMUP + NUM_READINGS):

@@ -57,7 +57,7 @@ def sum_gradients(case, slots):
     """The gradient of a parameter from those of each rank and microbatch: in slots and in rank order."""
     if slots[0][0] is None:
         return None
-    number = DTYPES[case.precision if case.reduce == "keep" else case.reduce]
+    number = DTYPES[case.precision if case.reduce_dtype == "keep" else case.reduce_dtype]
     if case.zero >= 2 and len(slots) > 1:  # a round of sums after each backward
         return add_in_order(
             [add_in_order([mine[part].to(number) for mine in slots]) for part in range(case.microbatches)]

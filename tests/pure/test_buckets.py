@@ -38,7 +38,7 @@ def test_slots_tile_buckets(specs, bucket_bytes):
         for slot in bucket.slots:
             spec = by_name[slot.name]
             assert slot.stop - slot.start == spec.num_elements
-            assert (spec.dtype, spec.group) == (bucket.dtype, bucket.param_group)
+            assert (spec.dtype, spec.param_group) == (bucket.dtype, bucket.param_group)
         assert bucket.size == bucket.slots[-1].stop
         assert len(bucket.slots) == 1 or bucket.slots[-1].stop * bucket.element_bytes <= bucket_bytes
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.plan.check import codec_problems, combination_problems, layerwise_problems, size_problems, sync_problems
-from fourfold.plan.plan import FIELD_RULES, Plan
+from fourfold.plan.plan import Plan
+from fourfold.plan.plan_fields import FIELD_RULES
 
 
 def test_legality_is_decided_without_torch():

@@ -53,7 +53,7 @@ def test_a_healthy_machine_has_nothing_to_mend() -> None:
     assert format_findings(findings).endswith("\n\nnothing to mend")
 
 
-NO_GPU = {"gpu_driver": True, "cuda_build": "13.0"}
+NO_GPU = {"has_gpu_driver": True, "cuda_build": "13.0"}
 LAUNCHED = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
 PLACED = {**LAUNCHED, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
 ILL: list[tuple[str, str, str, dict[str, Any]]] = [
@@ -61,11 +61,11 @@ ILL: list[tuple[str, str, str, dict[str, Any]]] = [
     ("torch", FAIL, "pip install", {"torch_problem": "does not import: libcudart.so.13"}),
     ("torch", FAIL, "torch 2.11 to", {"torch": "2.4.1"}),
     ("torch", WARN, "torch 2.11 to", {"torch": "2.99.0a0+git123"}),
-    ("gpus", WARN, "a CUDA build", {"gpu_driver": True}),
+    ("gpus", WARN, "a CUDA build", {"has_gpu_driver": True}),
     ("gpus", WARN, "nvidia-smi", NO_GPU),
     ("gpus", WARN, "unset CUDA_VISIBLE_DEVICES", {**NO_GPU, "environ": {"CUDA_VISIBLE_DEVICES": ""}}),
     ("cores", WARN, "at least 1 core", {"quota_cores": 0.5}),
-    ("cores", WARN, "ending", {"load": 9.0}),
+    ("cores", WARN, "ending", {"load_average": 9.0}),
     ("threads", FAIL, "unset OMP_NUM_THREADS", {"environ": {"OMP_NUM_THREADS": "all"}}),
     ("threads", WARN, "unset OMP_NUM_THREADS", {"environ": {"OMP_NUM_THREADS": "9"}}),
     ("threads", WARN, "unset OMP", {"environ": {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "2"}}),
@@ -80,8 +80,8 @@ ILL: list[tuple[str, str, str, dict[str, Any]]] = [
     ("disk", FAIL, "another folder", {"disk_free_bytes": 10 * MIB}),
     ("disk", WARN, "making room", {"disk_free_bytes": GIB}),
     ("disk", WARN, "local disk", {"write_rate": 3 * MIB}),
-    ("2 processes", FAIL, "GLOO_SOCKET_IFNAME", {"link": GlooTiming(problem="gloo: no address")}),
-    ("2 processes", WARN, "ending", {"link": GlooTiming(bulk_seconds=1.0, value_seconds=0.1)}),
+    ("2 processes", FAIL, "GLOO_SOCKET_IFNAME", {"gloo": GlooTiming(problem="gloo: no address")}),
+    ("2 processes", WARN, "ending", {"gloo": GlooTiming(bulk_seconds=1.0, value_seconds=0.1)}),
     ("launcher", FAIL, "the launcher again", {"environ": {**PLACED, "OMPI_COMM_WORLD_RANK": "2"}}),
     ("launcher", FAIL, "WORLD_SIZE=N", {"environ": {"RANK": "1"}}),
     ("launcher", WARN, "unset PMI_RANK", {"environ": {**PLACED, "PMI_RANK": "1", "PMI_SIZE": "2"}}),

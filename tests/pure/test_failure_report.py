@@ -222,7 +222,7 @@ def test_an_error_of_our_own_code_keeps_every_frame() -> None:
     error = caught.value
     assert error.__traceback__ is not None
     error.__traceback__ = error.__traceback__.tb_next  # this test's own frame
-    assert "cause.py" in failure_report.format_error(error)
+    assert "failure_report.py" in failure_report.format_error(error)
 
 
 def test_what_caused_an_error_is_told_too() -> None:

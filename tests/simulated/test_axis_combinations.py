@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from fourfold.plan.plan import FIELD_RULES
+from fourfold.plan.plan_fields import FIELD_RULES
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
 from tests.cases import Case, deviation

@@ -129,7 +129,7 @@ def test_between_hosts_and_with_a_codec_gradients_travel_in_more_buckets(monkeyp
         model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(8)))
         return DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=ranks)._num_buckets
 
-    monkeypatch.setattr("fourfold.plan.data.MIN_INTER_HOST_BUCKET_BYTES", 1)
+    monkeypatch.setattr("fourfold.plan.data.buckets.MIN_INTER_HOST_BUCKET_BYTES", 1)
     here, coded = num_buckets(), num_buckets(codec="int8")
     assert threads.run(1, wrapped) == [1]
     monkeypatch.setattr(threads.ThreadCommunicator, "num_hosts", 2)

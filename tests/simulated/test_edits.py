@@ -93,7 +93,7 @@ def test_training_goes_on_from_an_edit_where_each_rank_has_all_weights(fields, e
 
 
 LOST = [{"precision": precision, "zero": zero} for precision in ("bf16", "fp16") for zero in (0, 1, 2)]
-LOST += [{"zero": 1}, {"zero": 2}, {"zero": 1, "update": "in_backward"}, {"precision": "bf16", "reduce": "fp32"}]
+LOST += [{"zero": 1}, {"zero": 2}, {"zero": 1, "update": "in_backward"}, {"precision": "bf16", "reduce_dtype": "fp32"}]
 
 
 @EDITS

@@ -48,7 +48,7 @@ def test_a_scale_grows_no_further_than_float32_does():
 @pytest.mark.parametrize(("size", "zero"), [(1, 0), (2, 0), (2, 1), (2, 3)])
 def test_the_loss_is_scaled_and_nobody_notices(size, zero, microbatches, clip):
     case = dataclasses.replace(FP16, **ZERO_FIELDS[zero], microbatches=microbatches, clip=clip)
-    expected = train_oracle(dataclasses.replace(case, reduce="fp32"), size)
+    expected = train_oracle(dataclasses.replace(case, reduce_dtype="fp32"), size)
     for got in train_on_threads(case, size):
         assert got.losses == pytest.approx(expected.losses, rel=1e-3)
         for name, weight in expected.weights.items():

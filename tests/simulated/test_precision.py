@@ -38,7 +38,7 @@ from tests.precision_oracle import (
 def test_rounded_copies_compute_and_float32_weights_are_updated_bit_for_bit_as_by_hand(
     size, zero, microbatches, reduce
 ):
-    case = dataclasses.replace(CASE, **ZERO_FIELDS[zero], microbatches=microbatches, reduce=reduce)
+    case = dataclasses.replace(CASE, **ZERO_FIELDS[zero], microbatches=microbatches, reduce_dtype=reduce)
     expected = train_oracle(case, size)
     for got in train_on_threads(case, size):
         assert got.losses == pytest.approx(expected.losses, rel=1e-6)
@@ -74,7 +74,7 @@ def test_updates_in_backward_or_forward_are_those_after_it_bit_for_bit(update, m
 @pytest.mark.parametrize("optimizer", ["LARS", "LAMB"])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_layer_wise_updates_measure_the_float32_weights(zero, optimizer):
-    case = dataclasses.replace(CASE, optimizer=optimizer, **ZERO_FIELDS[zero], reduce="fp32")
+    case = dataclasses.replace(CASE, optimizer=optimizer, **ZERO_FIELDS[zero], reduce_dtype="fp32")
     how = OPTIMIZER_OPTIONS.copy()
     try:
         OPTIMIZER_OPTIONS.clear()
@@ -99,7 +99,7 @@ def test_the_clipped_norm_is_that_of_the_sums_and_clipping_does_not_round_them(z
 def test_sums_in_float32_do_not_care_which_rank_has_which_microbatch():
     # The same four rounded gradients, added up in another order.
     def far(reduce):
-        cases = [dataclasses.replace(CASE, microbatches=count, zero=1, reduce=reduce) for count in (4, 2)]
+        cases = [dataclasses.replace(CASE, microbatches=count, zero=1, reduce_dtype=reduce) for count in (4, 2)]
         one, two = (train_on_threads(case, size)[0].weights for case, size in zip(cases, (1, 2), strict=True))
         return max((one[name] - two[name]).abs().max().item() for name in one)
 
@@ -109,7 +109,7 @@ def test_sums_in_float32_do_not_care_which_rank_has_which_microbatch():
 @pytest.mark.parametrize(("reduce", "number"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_gradients_are_summed_in_the_numbers_asked_for_whatever_the_model_computes_in(reduce, number):
     def body(ranks):
-        case = dataclasses.replace(CASE, precision="keep", reduce=reduce, zero=1, batch_sizes=(8,))
+        case = dataclasses.replace(CASE, precision="keep", reduce_dtype=reduce, zero=1, batch_sizes=(8,))
         step = cases_module.build_step(case, 2, ranks)
         train_steps(step, case)
         return {slot.dtype for slot in step._transport.grad_buffers}, {p.dtype for p in step.model.parameters()}

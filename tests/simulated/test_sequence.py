@@ -110,7 +110,7 @@ def test_queries_that_may_attend_to_nothing_give_zero_as_in_torch_and_no_gradien
 
 
 def wires(axis) -> list[thread_rings.ThreadChannel]:
-    return [link._channel for link in axis.ring_groups if link.size > 1]
+    return [link._channel for link in axis.groups if link.size > 1]
 
 
 @pytest.mark.parametrize("heads", ["all", "grouped", "narrow V"])

@@ -396,7 +396,7 @@ def test_a_codec_that_leaves_nothing_out_changes_nothing(mesh, way, codec, **fie
     {"codec": "int8"},
     {"codec": "bf16", "zero": 2},
     {"precision": "bf16"},
-    {"precision": "bf16", "reduce": "fp32", "zero": 2, "microbatches": 2},
+    {"precision": "bf16", "reduce_dtype": "fp32", "zero": 2, "microbatches": 2},
     {"precision": "fp16", "zero": 1, "clip": 1.0},
     {"precision": "bf16", "zero": 3, "update": "in_forward"},
 ])  # fmt: skip

@@ -70,7 +70,7 @@ def test_trust_ratios_are_exact_where_parameters_are_split_among_ranks(world, si
 
 @pytest.mark.parametrize(("transport", "host"), [("gloo", None), ("by-host", "two")])
 def test_two_byte_weights_and_sums_in_float32_travel_as_themselves(world, transport, host):
-    cases = [{"precision": "bf16", "reduce": "fp32", "zero": zero, "microbatches": 2} for zero in (0, 1, 2)]
+    cases = [{"precision": "bf16", "reduce_dtype": "fp32", "zero": zero, "microbatches": 2} for zero in (0, 1, 2)]
     cases += [{"precision": "fp16", "zero": 1}, {"precision": "bf16", "zero": 2}]
     cases = [{**case, "transport": transport} for case in cases]
     for told in world(4).run(f"{CASES}:precision_deviations", cases=cases, host=host):

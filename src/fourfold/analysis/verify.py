@@ -63,7 +63,7 @@ def check_verifiable(plan: Plan) -> None:
             "gradients that arrive as they were",
         ),
         "sync": ("step", f'sync = "{plan.sync}"', apart),
-        "reduce": ("keep", f'reduce = "{plan.reduce}"', "gradients that are summed in float64"),
+        "reduce_dtype": ("keep", f'reduce_dtype = "{plan.reduce_dtype}"', "gradients that are summed in float64"),
         "precision": ("keep", f'precision = "{plan.precision}"', "float64, in which rounding does not hide a mistake"),
     }
     problems = [

@@ -190,7 +190,7 @@ def check_memory(job: Job, data: Data, model: Any) -> None:
 
     # A launcher's ranks check themselves, each its own part.
     num_ranks = job.num_processes if from_environment() is None else 1
-    sizes = {"batch_size": job.task.batch_size, "steps": job.task.steps}
+    sizes = {"batch_size": job.task.batch_size, "num_steps": job.task.steps}
     check_memory(job.task, job.plan, data.train, model, **sizes, num_ranks=num_ranks)
 
 

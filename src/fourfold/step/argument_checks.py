@@ -3,14 +3,20 @@
 Law: all problems at once; nothing that the user gave is called or changed.
 """
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from fourfold.parts.comm.transports import Communicator
 from fourfold.plan.plan import Plan
 from fourfold.words import argument_checks
-from fourfold.words.errors import PlanError, Problem, SettingError
+from fourfold.words.errors import OptimizerError, PlanError, Problem, SettingError
+
+WRAPPER_PLAN_FIELDS = ("dp", "bucket_bytes", "unused", "batch_norm", "transport")
+"""The fields of a plan that a DistributedOptimizer carries out."""
 
 
 def check_arguments(
@@ -38,6 +44,36 @@ def check_wrapper_arguments(*, optimizer: Any, model: Any, plan: Any) -> None:
         problems.insert(0, Problem(argument_checks.format_argument("optimizer", optimizer), need, attempt))
     if problems:
         raise SettingError(problems, where="the arguments of DistributedOptimizer")
+
+
+def check_wrapper_plan(plan: Plan) -> None:
+    """Raise PlanError for every field that a DistributedOptimizer does not carry out and that has not its default."""
+    default, need = Plan(), f"with DistributedOptimizer only {', '.join(WRAPPER_PLAN_FIELDS)}"
+    attempts = {"microbatches": "no_sync()"}
+    problems = [
+        Problem(f"{name} = {value}", need, attempts.get(name, "ff.parallelize"))
+        for name, value in dataclasses.asdict(plan).items()
+        if name not in WRAPPER_PLAN_FIELDS and value != getattr(default, name)
+    ]
+    if problems:
+        raise PlanError(problems, where="the plan")
+
+
+def check_wrapper_parameters(
+    optimizer: Optimizer,
+    model: nn.Module,
+    trainable: Mapping[str, nn.Parameter],
+    communicator: Communicator,
+) -> None:
+    """Raise OptimizerError where the optimizer's parameters are not the model's, or are on another kind of device."""
+    foreign = {id(p) for group in optimizer.param_groups for p in group["params"]} - {id(p) for p in model.parameters()}
+    if foreign:
+        got = f"{len(foreign)} parameters that are not the model's"
+        raise OptimizerError(Problem(got, "an optimizer of model.parameters()"))
+    devices, expected = {p.device.type for p in trainable.values()}, communicator.device.type
+    if devices != {expected}:
+        got = f"parameters on {', '.join(sorted(devices))}, ranks on {expected}"
+        raise OptimizerError(Problem(got, "one kind of device", f'model.to("{expected}") first'))
 
 
 def check_join_states(states: Any) -> None:

@@ -1,7 +1,8 @@
-"""Batches: (inputs, targets), tensors or dicts of tensors whose first dim counts samples.
+"""Batches: (inputs, targets), each a tensor or a dict of tensors whose first dim counts samples.
 
-A batch may also be one dict: inputs of a model that makes its own loss, without targets.
-Law: the microbatches of a batch tile it, in order; there may be empty ones.
+A batch may also be one dict: the inputs of a model that returns its own loss, without targets.
+
+Law: the microbatches of a batch tile it, in order; some may be empty.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,9 +19,11 @@ POSITION_KEYS = ("position_ids", "positions")
 
 
 class Microbatch(NamedTuple):
-    """A stretch of a batch; `tokens` is 0 where inputs carry no positions, `targets` None where there are none.
+    """Consecutive samples of a batch.
 
-    kept  which of its tokens are no pads, where a rank has but some of a sample's tokens; None: all
+    targets      None if the batch has none
+    num_tokens   0 if the inputs have no positions
+    real_tokens  int64, the indices of the tokens that are not padding, if the rank has a shard of the tokens; None: all
     """
 
     inputs: Any
@@ -33,25 +36,25 @@ class Microbatch(NamedTuple):
 def split_microbatches(
     batch: Any, num_microbatches: int, device: torch.device, *, real_tokens: Tensor | None = None
 ) -> list[Microbatch]:
-    """The batch in `count` microbatches on `device`, sizes as equal as can be, larger ones never first.
+    """Split a batch into microbatches on `device`, as equal in size as possible, larger ones last.
 
-    kept: int64 [tokens], which tokens of the inputs are no pads; the targets have none. None: all.
-    Raises TaskError for what is no batch of tensors or dicts of tensors with one number of samples.
+    `real_tokens`: int64, the indices of the input tokens that are not padding (targets have no padding); None: all.
+    Raises TaskError unless the batch consists of tensors, or dicts of tensors, with one number of samples.
     """
     inputs, targets = (_to_device(part, device) for part in unpack_batch(batch))
     samples = num_samples((inputs, targets))
-    parts = []
+    microbatches = []
     real_tokens = None if real_tokens is None else real_tokens.to(device)
     for index in range(num_microbatches):
         start, stop = shard_range(0, samples, num_microbatches, index)
-        own = _slice_tree(inputs, start, stop)
-        tokens = num_tokens(own) if real_tokens is None else (stop - start) * len(real_tokens)
-        parts.append(Microbatch(own, _slice_tree(targets, start, stop), stop - start, tokens, real_tokens))
-    return parts
+        part = _slice_tree(inputs, start, stop)
+        tokens = num_tokens(part) if real_tokens is None else (stop - start) * len(real_tokens)
+        microbatches.append(Microbatch(part, _slice_tree(targets, start, stop), stop - start, tokens, real_tokens))
+    return microbatches
 
 
 def unpack_batch(batch: Any) -> tuple[Any, Any]:
-    """The inputs and targets of a batch. A dict is inputs, the labels among them, and has no targets (None)."""
+    """The inputs and targets of a batch. A dict is the inputs, with the labels among them; its targets are None."""
     if isinstance(batch, Mapping):
         return dict(batch), None
     if not (isinstance(batch, tuple | list) and len(batch) == 2):
@@ -61,22 +64,22 @@ def unpack_batch(batch: Any) -> tuple[Any, Any]:
 
 
 def num_samples(batch: Any) -> int:
-    """The first dim of all tensors of a batch. Raises TaskError where they differ, or are none."""
+    """The first dim of all tensors of a batch. Raises TaskError if they differ, or if there is no tensor."""
     inputs, targets = unpack_batch(batch)
     tensors = [*_batch_tensors(inputs), *([] if targets is None else _batch_tensors(targets))]
     if any(tensor.dim() == 0 for tensor in tensors):
         raise TaskError(Problem("a batch with a tensor without dims", "tensors whose first dim counts samples"))
     lengths = {tensor.shape[0] for tensor in tensors}
     if len(lengths) != 1:
-        told = [*_first_dims("inputs", inputs), *([] if targets is None else _first_dims("targets", targets))]
-        need = "one number of samples, the first dim of each tensor: a batch is cut along it"
+        sizes = [*_first_dims("inputs", inputs), *([] if targets is None else _first_dims("targets", targets))]
+        need = "one number of samples, the first dim of each tensor: batches are split along it"
         attempt = "samples padded to one length, instead of lists joined end to end with offsets or indices"
-        raise TaskError(Problem(f"a batch with {', '.join(told) or 'no tensor'}", need, attempt), where="the batch")
+        raise TaskError(Problem(f"a batch with {', '.join(sizes) or 'no tensor'}", need, attempt), where="the batch")
     return lengths.pop()
 
 
 def _first_dims(name: str, tree: Any) -> Iterator[str]:
-    """The first dim of each tensor, by name."""
+    """The first dim of each tensor and its name, for a message."""
     if isinstance(tree, dict):
         for key, part in tree.items():
             yield from _first_dims(f"{name}[{key!r}]", part)
@@ -91,13 +94,13 @@ def slice_samples(batch: Any, start: int, stop: int) -> tuple[Any, Any]:
 
 
 def subsample(batch: Any, num_picked: int) -> tuple[Any, Any]:
-    """So many samples of a batch, from its first to its last at even distances."""
-    places = torch.linspace(0, num_samples(batch) - 1, num_picked).long()
-    return tree_map(unpack_batch(batch), lambda tensor: tensor[places.to(tensor.device)])
+    """`num_picked` samples of a batch, evenly spaced from the first to the last."""
+    indices = torch.linspace(0, num_samples(batch) - 1, num_picked).long()
+    return tree_map(unpack_batch(batch), lambda tensor: tensor[indices.to(tensor.device)])
 
 
 def batch_and_parts(batch: Any) -> tuple[Any, list[Any]]:
-    """A batch and two parts of it, of different sizes. One sample makes a batch with itself."""
+    """A batch and two parts of it, of different sizes. A single sample is doubled first."""
     samples = num_samples(batch)
     if samples == 1:
         return tree_map(batch, lambda tensor: torch.cat([tensor, tensor])), [batch, batch]
@@ -106,20 +109,20 @@ def batch_and_parts(batch: Any) -> tuple[Any, list[Any]]:
 
 
 def num_tokens(inputs: Any) -> int:
-    """Elements of the positions, where the inputs are a dict with `position_ids` or `positions`; else 0."""
+    """The number of positions, if the inputs are a dict with `position_ids` or `positions`; else 0."""
     positions = find_positions(inputs)
     return 0 if positions is None else positions.numel()
 
 
 def find_positions(inputs: Any) -> Any:
-    """The positions, where the inputs are a dict with `position_ids` or `positions`; else None."""
+    """The positions, if the inputs are a dict with `position_ids` or `positions`; else None."""
     if not isinstance(inputs, dict):
         return None
     return next((inputs[name] for name in POSITION_KEYS if name in inputs), None)
 
 
 def has_token_dim(tensor: Tensor, length: int) -> bool:
-    """Whether a tensor has something for each of `length` tokens: on dim 1."""
+    """Whether dim 1 of a tensor counts `length` tokens."""
     return tensor.dim() >= 2 and tensor.shape[1] == length
 
 

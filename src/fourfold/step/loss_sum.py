@@ -16,9 +16,9 @@ from fourfold.words.errors import Problem, TaskError
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss as a sum over `count` elements. A count made of tensors stays on their device.
+    """A loss as a sum over `count` elements. A count computed from tensors stays on their device.
 
-    other, square  of one number made of several means: see `run.objective.is_uneven`
+    other_count, other_square  of a loss that is made of several means: see `uneven_means`
     """
 
     total: Tensor
@@ -28,10 +28,9 @@ class Loss:
 
 
 def sum_loss(value: Any, num_samples: int) -> Loss:
-    """What a loss function returned, as a sum and a count.
+    """The sum and count of what a loss function returned: unreduced values, (sum, count), or a mean over the samples.
 
-    Unreduced values count their elements; a pair is (sum, count); a scalar is a mean over the samples. Sums of values
-    in half precision are made in float32: a mean of 1.0 over 70,000 samples is beyond what float16 can hold.
+    Half-precision values are summed in float32: 70,000 samples with a mean of 1.0 overflow float16.
     """
     if isinstance(value, tuple | list) and len(value) == 2:
         return Loss(_checked_sum(value[0]), _checked_count(value[1]))
@@ -57,18 +56,17 @@ def _checked_sum(value: Any) -> Tensor:
 
 
 def _checked_count(value: Any) -> float:
-    """The count of a pair (sum, count); NaN makes a bad step, a negative one would turn the gradient around."""
+    """The count of a pair (sum, count). NaN is allowed (the step becomes a bad step), a negative count is not."""
     if isinstance(value, Tensor) and value.requires_grad:
-        got = "a loss (sum, count) whose count is trained too, as the second of two losses would be"
-        attempt = "count.detach(), or for several losses one: their sum"
-        raise TaskError(Problem(got, "a count that does not depend on parameters", attempt))
+        got = "a loss (sum, count) whose count requires a gradient, as if it were a second loss"
+        attempt = "count.detach(); for two losses, return their sum"
+        raise TaskError(Problem(got, "a count without a gradient", attempt))
     try:
         count = float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         count = -1.0
     if not count < 0 and count != math.inf:
         return count
-    is_short = isinstance(value, int | float) or value is None
-    written = format_argument("count", value) if is_short else f"count = a {type(value).__name__}"
-    got = f"a loss (sum, count) with {written}"
-    raise TaskError(Problem(got, "how many elements were summed, 0 or more"))
+    is_plain = isinstance(value, int | float) or value is None
+    shown = format_argument("count", value) if is_plain else f"count = a {type(value).__name__}"
+    raise TaskError(Problem(f"a loss (sum, count) with {shown}", "how many elements were summed, 0 or more"))

@@ -13,7 +13,10 @@ from fourfold.words.errors import Problem, TaskError
 
 
 def call_model(model: torch.nn.Module, inputs: Any, real_tokens: Tensor | None = None) -> Any:
-    """The model's outputs, of the tokens that are `kept` (None: all). A dict of inputs is given as keywords."""
+    """The model's outputs, without those of padding tokens. A dict of inputs is passed as keyword arguments.
+
+    `real_tokens`: the indices of the tokens that are not padding; None: all.
+    """
     outputs = model(**inputs) if isinstance(inputs, dict) else model(inputs)
     if real_tokens is None:
         return outputs
@@ -23,7 +26,7 @@ def call_model(model: torch.nn.Module, inputs: Any, real_tokens: Tensor | None =
 
 @contextlib.contextmanager
 def eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards every module is in the mode it was in."""
+    """Inside, the model is in evaluation mode; afterwards every module is back in its own mode."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -34,16 +37,16 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
 
 
 def model_loss(outputs: Any, inputs: Any) -> Any:
-    """The loss among a model's outputs: `.loss`, ["loss"], or the only number of a tuple. Raises TaskError."""
+    """The loss among a model's outputs: `.loss`, ["loss"], or the only scalar of a tuple. Raises TaskError."""
     if isinstance(outputs, Tensor):
         return outputs
-    found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-    if found is None and isinstance(outputs, tuple | list):
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if loss is None and isinstance(outputs, tuple | list):
         tensors = [each for each in outputs if isinstance(each, Tensor)]
-        numbers = [each for each in tensors if each.dim() == 0 and each.is_floating_point()]
-        found = numbers[0] if len(numbers) == 1 else None
-    if isinstance(found, Tensor):
-        return found
+        scalars = [each for each in tensors if each.dim() == 0 and each.is_floating_point()]
+        loss = scalars[0] if len(scalars) == 1 else None
+    if isinstance(loss, Tensor):
+        return loss
     got = f"loss = None, and outputs ({type(outputs).__name__}) without a loss, of inputs {input_names(inputs)}"
-    need = 'outputs with .loss, ["loss"], or one number in a tuple'
+    need = 'outputs with .loss, ["loss"], or one scalar in a tuple'
     raise TaskError(Problem(got, need, '"labels" in each sample, or loss(outputs, targets)'), where="the loss")

@@ -11,11 +11,11 @@ from torch import Tensor
 
 
 def tree_map(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """A tree of dicts, lists and tuples of tensors, each of them changed; what is no tensor stays."""
+    """The same tree with `function` applied to every tensor."""
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, dict):
-        # A subclass (as of transformers) keeps its kind: the loss may ask for its attributes.
+        # A subclass of dict, such as a ModelOutput of transformers, keeps its type: the loss may read its attributes.
         changed = {name: tree_map(part, function) for name, part in tree.items()}
         return changed if type(tree) is dict else type(tree)(**changed)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -35,5 +35,5 @@ def tree_leaves(tree: Any) -> Iterator[Tensor]:
 
 
 def detached_clone(tensor: Tensor) -> Tensor:
-    """A copy that nobody has differentiated by."""
+    """A copy without a graph."""
     return tensor.detach().clone()

@@ -26,7 +26,8 @@ import torch
 
 from fourfold.checkpoint.store import CHECKPOINTS_DIR as CHECKPOINTS
 from fourfold.plan.decode import DecodeError, check_not_pipe, from_json, read_bounded
-from fourfold.plan.plan import FIELDS, Plan
+from fourfold.plan.plan import Plan
+from fourfold.plan.plan_fields import FIELDS
 from fourfold.trainer.settings import Identity, canonical_json
 from fourfold.words.errors import PlanError, Problem, SettingError, TrainingError, os_error_text
 from fourfold.words.version import VERSION

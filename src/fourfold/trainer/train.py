@@ -111,7 +111,7 @@ def train(
     data = task.data()
     check_data(data, where="the task's data")
     if outlined is not None:
-        sizes = {"batch_size": settings.batch_size, "steps": settings.steps}
+        sizes = {"batch_size": settings.batch_size, "num_steps": settings.steps}
         check_memory(task, plan, data.train, outlined, **sizes, num_ranks=1)
     model = task.model()
     if settings.init is not None:

@@ -147,7 +147,8 @@ def _is_mixed(forwards: Sequence[ForwardResult], tolerance: float) -> bool:
     rests = [_unexplained_loss(each) for each in forwards]
     of_calls = zip(*means, strict=True)
     off = [
-        _peak_to_peak([c.slope or 0.0 for c in calls]) * max(abs(float(c.value)) for c in calls) for calls in of_calls
+        _peak_to_peak([c.derivative or 0.0 for c in calls]) * max(abs(float(c.value)) for c in calls)
+        for calls in of_calls
     ]
     return max(_peak_to_peak(rests), *off) > tolerance
 

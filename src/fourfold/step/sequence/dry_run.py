@@ -139,7 +139,7 @@ class SequenceDryRun:
             raise error.__cause__ or error from None
 
     def _run_config(self, outputs: Any, config: CheckConfig, fallback_reason: str) -> DryRunResult:
-        options = {"names": self._tracker, "ulysses": self._ulysses}
+        options = {"tracker": self._tracker, "ulysses": self._ulysses}
         judge = ShardComparison(self._model, self._inputs, self._shard, config, **options)
         try:
             gradients = judge.run()

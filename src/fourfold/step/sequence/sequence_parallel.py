@@ -211,7 +211,11 @@ class SequenceParallel:
         """The first samples and tokens of a batch, as many as the model is tried with."""
         inputs, targets = inputs_and_targets(batch)
         length = sequence_length((inputs, targets))
-        options = {"length": length, "few": self._dry_run_length(length, inputs, targets), "samples": DRY_RUN_SAMPLES}
+        options = {
+            "length": length,
+            "num_tokens": self._dry_run_length(length, inputs, targets),
+            "num_samples": DRY_RUN_SAMPLES,
+        }
         return truncate_batch(inputs, **options), truncate_batch(targets, **options)
 
     def _dry_run_length(self, length: int, inputs: Any, targets: Any) -> int:
