@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from bench.checkpoint import NullLog
 from bench.measurement import describe_machine, format_table
+from fourfold.checkpoint.collect import TrainingState
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
-from fourfold.checkpoint.state import TrainingState
 from fourfold.feed.feed import Feed
 from fourfold.plan.plan import Plan
 from fourfold.step.build import TrainStep, parallelize

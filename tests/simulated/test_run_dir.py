@@ -7,7 +7,8 @@ import pytest
 
 from fourfold.report import faults as reported
 from fourfold.trainer import fault_log
-from fourfold.trainer.run_dir import RunDir, archive_run, read_finished_record
+from fourfold.trainer.run_dir import RunDir, archive_run
+from fourfold.trainer.run_identity import read_finished_record
 from fourfold.words.errors import SettingError, TrainingError
 
 LIMIT_SECONDS = 20

@@ -16,7 +16,8 @@ from fourfold.launch.process_defaults import default_num_processes
 from fourfold.plan.decode import DecodeError, read_bounded
 from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan import Plan
-from fourfold.trainer.settings import check_steps, default_run_name, make_settings, tuned_batch_size
+from fourfold.trainer.lr_factors import tuned_batch_size
+from fourfold.trainer.settings import check_steps, default_run_name, make_settings
 from fourfold.words.errors import PlanError, Problem, SettingError
 from fourfold.words.task import Data, Task
 
@@ -112,7 +113,7 @@ def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_r
     keeps: whether it is to be a run, with a folder.
     """
     from fourfold.step.build import preflight
-    from fourfold.trainer.run_dir import check_run_name
+    from fourfold.trainer.run_identity import check_run_name
 
     job = parse_job(words, num_processes=num_processes)
     errors = ErrorCollector()
@@ -196,7 +197,7 @@ def check_memory(job: Job, data: Data, model: Any) -> None:
 
 def check_init(job: Job) -> None:
     """Raises SettingError or CheckpointError where the weights to begin with are not there, or are another model's."""
-    from fourfold.checkpoint.read import check_weights_file
+    from fourfold.checkpoint.weights_file import check_weights_file
     from fourfold.step.meta_model import build_meta_model
 
     init = job.settings.get("init")

@@ -67,7 +67,8 @@ def _supervision_policy(ready: "Job") -> "SupervisionPolicy":
 
 def _check_finished(ready: "Job", *, speaks: bool) -> bool:
     """Whether the run has ended already; one that is to start over is set aside here, by one process."""
-    from fourfold.trainer.run_dir import archive_run, format_finished, read_finished_record
+    from fourfold.trainer.run_dir import archive_run
+    from fourfold.trainer.run_identity import format_finished, read_finished_record
 
     if ready.fresh:
         # A launcher that starts its ranks again does not mean to start over again.

@@ -5,7 +5,6 @@ Law: two commands with the same identity are the same run, on whatever mesh.
 """
 
 import dataclasses
-import functools
 import hashlib
 import os
 from collections.abc import Callable, Mapping
@@ -15,8 +14,9 @@ from typing import Any
 import msgspec
 
 from fourfold.plan.intervals import DRIFT_CHECK
-from fourfold.plan.lr_schedule import LRLambda, LRSchedule
+from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan import Plan
+from fourfold.trainer.lr_factors import lr_factors
 from fourfold.words import argument_checks
 from fourfold.words.errors import Problem, SettingError
 from fourfold.words.task import Task, check_task
@@ -64,7 +64,7 @@ def make_settings(task: Task, **given: Any) -> Settings:
     if problems := _setting_problems(settings):
         raise SettingError(problems, where="the settings")
     settings = _to_builtin_types(settings)
-    lr_factors(task, settings)
+    lr_factors(task, steps=settings.steps, batch_size=settings.batch_size, rates=settings.rates)
     return settings
 
 
@@ -132,29 +132,6 @@ def format_delayed(settings: Settings, plan: Plan) -> str | None:
     if not late:
         return None
     return f"{' and '.join(late)}: done at the next multiple of {plan.sync_interval}, where ranks have the same weights"
-
-
-def lr_factors(task: Task, settings: Settings) -> LRLambda | None:
-    """The factor of the learning rate at each step; None where the rate stays what the optimizer has.
-
-    Raises SettingError where the rates do not go with the run.
-    """
-    own = None if task.schedule is None else functools.partial(_task_lr_factor, task, settings.steps)
-    if settings.rates is None:
-        return own
-    return settings.rates.lr_lambda(
-        steps=settings.steps, batch_size=settings.batch_size, tuned_batch_size=tuned_batch_size(task), task_schedule=own
-    )
-
-
-def _task_lr_factor(task: Task, steps: int, step: int) -> float:
-    assert task.schedule is not None
-    return task.schedule(step, steps)
-
-
-def tuned_batch_size(task: Task) -> int:
-    """The global batch size that the task's rate was tuned for."""
-    return task.batch_size if task.tuned_for is None else task.tuned_for
 
 
 def default_run_name(label: str, identity: Identity) -> str:

@@ -28,6 +28,7 @@ from typing import NoReturn
 from fourfold.checkpoint.store import resume_hint
 from fourfold.environment.world import World
 from fourfold.trainer.heartbeat import Heartbeat
+from fourfold.trainer.stack_text import COMM_PATH, MAX_FRAMES
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, REQUEUE_EXIT_CODE, Problem, SettingError
 
 STOP_SECONDS_VARIABLE = "FOURFOLD_STOP_SECONDS"
@@ -38,8 +39,6 @@ REPEAT_SECONDS = {signal.SIGTERM: 1.0, signal.SIGINT: 0.3}
 EXIT_CODES = {signal.SIGTERM: REQUEUE_EXIT_CODE, signal.SIGINT: INTERRUPT_EXIT_CODE}
 INTERRUPT_SECONDS = 3.0  # for a KeyboardInterrupt to end the training
 SAVING_TEXT = "saving after this step, then ending; Ctrl-C again ends at once"
-MAX_FRAMES = 6  # frames that are shown
-COMM_PATH = os.path.join("fourfold", "parts", "comm") + os.sep
 CLOSE_BYTE = 0  # no signal has this number: the listening is over
 
 

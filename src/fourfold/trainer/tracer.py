@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fourfold.parts.comm.communicator import host_id
 from fourfold.plan.dependencies import lane_of
-from fourfold.plan.trace_file import STEP_SPAN, Event, Trace, clock_offset_bounds, encode_trace
+from fourfold.plan.trace_file import STEP_SPAN, Event, Trace, encode_trace
 from fourfold.step.build import TrainStep
+from fourfold.trainer.clock_offsets import clock_offsets
 from fourfold.words.errors import os_error_text
 from fourfold.words.program import Action, Verb
 from fourfold.words.trace_events import COMPUTE_LANE, NULL_RECORDER, REDUCE_LANE, SEND_LANE, WAIT_SPAN, Recorder, Span
@@ -30,8 +30,9 @@ FIRST_SAMPLED = (
     3,
     4,
 )  # the launch order is frozen after the first step, and memory has found its place after the second
+
+
 MAX_KEPT_STEPS = 20
-NUM_CLOCK_READINGS = 8  # of reading all clocks, to tell how far they are apart
 
 
 class _OpenSpan:
@@ -188,17 +189,3 @@ def _without_overlap(spans: list[Span]) -> list[Span]:
             free = max(free, span.stop)
         tiled.append(span)
     return tiled
-
-
-def clock_offsets(exchange: Callable[[Any], list[Any]]) -> list[int]:
-    """How far each rank's clock is ahead of rank 0's, in nanoseconds; ranks of one host have one clock. Collective."""
-    hosts = exchange(host_id())
-    if len(set(hosts)) == 1:
-        return [0] * len(hosts)
-    columns = list(zip(*(exchange(time.monotonic_ns()) for _ in range(NUM_CLOCK_READINGS)), strict=True))
-    found = []
-    for host, column in zip(hosts, columns, strict=True):
-        least, most = clock_offset_bounds(list(columns[0]), list(column))
-        found.append(0 if host == hosts[0] else (least + most) // 2)
-    # One figure per host: its first rank's.
-    return [found[hosts.index(host)] for host in hosts]

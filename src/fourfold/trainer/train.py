@@ -4,49 +4,39 @@ Law: every rank does the same steps; rank 0 alone writes and speaks.
 """
 
 import contextlib
-import functools
-import math
-import signal
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
-from fourfold.checkpoint.read import load_weights_file
-from fourfold.checkpoint.state import TrainingState
+from fourfold.checkpoint.collect import TrainingState
+from fourfold.checkpoint.manager import AttemptDir, CheckpointManager
+from fourfold.checkpoint.weights_file import load_weights_file
 from fourfold.environment.host_memory import available_bytes
 from fourfold.environment.world import World
 from fourfold.feed.collate import check_data
 from fourfold.feed.feed import Feed
-from fourfold.feed.sample_rng import fetch_seeded
 from fourfold.parts.comm.communicator import PROCESS_EXIT_GRACE_SECONDS, world
-from fourfold.plan.intervals import DRIFT_CHECK, is_due
+from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan import Plan
-from fourfold.plan.sample_order import shard_range
-from fourfold.plan.trace_file import DATA_SPAN
 from fourfold.step.argument_checks import check_plan_argument
-from fourfold.step.batch import Loss, eval_mode
 from fourfold.step.build import TrainStep, parallelize
 from fourfold.step.ema import EMA
 from fourfold.step.memory_bound import check_memory
 from fourfold.step.meta_model import try_meta_model
-from fourfold.step.objective import is_uneven, uneven_problem
-from fourfold.step.same_source import check_same_length
 from fourfold.trainer import heartbeat as heartbeat_module
 from fourfold.trainer.heartbeat import Heartbeat
-from fourfold.trainer.run_logger import AVERAGED_STEPS, ProgressDisplay, RunLogger, RunResult
-from fourfold.trainer.settings import Settings, check_steps, format_delayed, lr_factors, make_settings
+from fourfold.trainer.loop import TrainingLoop
+from fourfold.trainer.run_logger import ProgressDisplay, RunLogger
+from fourfold.trainer.settings import Settings, check_steps, format_delayed, make_settings
 from fourfold.trainer.stop_signal import handle_stop_signals, stop_seconds
-from fourfold.trainer.stragglers import StragglerDetector
+from fourfold.trainer.summary import RunResult
 from fourfold.trainer.tracer import SAMPLE_EVERY, Tracer
-from fourfold.words.errors import INTERRUPT_EXIT_CODE, PeerError, Problem, StoppedError, TaskError, TrainingError
-from fourfold.words.task import Source, Task
+from fourfold.words.errors import PeerError
+from fourfold.words.task import Task
 
 
 def train(
@@ -174,226 +164,6 @@ def _checkpoint_manager(trained: TrainingState, settings: Settings, speaker: Run
     except BaseException:
         keeper.abort()
         raise
-
-
-@dataclass(frozen=True)
-class TrainingLoop:
-    """The steps of a run, and its end."""
-
-    task: Task
-    state: TrainingState
-    settings: Settings
-    logger: RunLogger
-    checkpoints: CheckpointManager
-    tracer: Tracer
-    valid_source: Source | None
-    heartbeat: Heartbeat
-
-    def run_steps(self, progress: TrainingProgress, stop_signal: Callable[[], int]) -> TrainingProgress:
-        """From where the run is to its last step. Raises StoppedError where a rank is `asked` to stop."""
-        feed = self.state.feed
-        feed.check_peers = self.state.step.check_peers
-        # The thread that reads ahead ends here, however the steps end: in the interpreter's last moments it would
-        # take the process down from within torch.
-        with contextlib.closing(feed.repeat()) as batches:
-            return self._run_steps(progress, stop_signal, batches)
-
-    def _run_steps(
-        self, progress: TrainingProgress, asked: Callable[[], int], batches: Iterator[Any]
-    ) -> TrainingProgress:
-        step, _, average = self.state
-        every, last, period = self.settings.checkpoint_every, self.settings.steps, step.plan.sync_interval
-        lateness = StragglerDetector(step, self.logger)
-        factor = lr_factors(self.task, self.settings)
-        losses = deque(progress.losses, maxlen=AVERAGED_STEPS)
-        for number in range(progress.step, last):
-            if factor is not None:
-                scale = _check_lr_factor(factor(number), number)
-                for group, rate in zip(step.optimizer.param_groups, self.logger.base_lrs, strict=True):
-                    group["lr"] = rate * scale
-            with self.tracer.sample(number + 1) as recorder:
-                with recorder.span(DATA_SPAN), lateness.data_wait():
-                    batch = next(batches)
-                step.request_stop(asked() > 0)
-                metrics = step(batch)
-            if metrics.skipped is None:
-                losses.append(metrics.loss)
-            if average is not None and step.is_synchronized and (metrics.skipped is None or period > 1):
-                step.flush()
-                average.update((number + 1) // period)
-            lateness.step_done(number + 1)
-            self.logger.log_step(number + 1, metrics, lr=step.optimizer.param_groups[0]["lr"])
-            self.checkpoints.report_failures()
-            self.heartbeat.beat(number + 1)
-            progress, best = TrainingProgress(number + 1, list(losses), {}, progress.best), progress.best
-            if progress.step < last and step.is_synchronized:
-                if step.stop_requested:
-                    self.save_and_stop(progress, asked())
-                if is_due(progress.step, self.settings.evaluate_every or 0, period):
-                    progress = self.evaluate(progress)
-                if every and (is_due(progress.step, every, period) or progress.best != best):
-                    with self.heartbeat.pause():
-                        self.checkpoints.save(progress)
-        return progress
-
-    def save_and_stop(self, progress: TrainingProgress, number: int) -> NoReturn:
-        """Save, and end the run before its time. Collective. `number`: the signal this rank has got, or 0."""
-        with self.heartbeat.pause():
-            if self.settings.checkpoint_every and self.checkpoints.saved_step != progress.step:
-                self.checkpoints.save(progress)
-            self.checkpoints.wait()
-            # A scheduler's SIGTERM goes before a Ctrl-C: it asks to be started again.
-            name = "SIGTERM" if signal.SIGTERM in self.state.step.all_gather_json(number) else "SIGINT"
-            saved = _format_saved(self.checkpoints.newest_step(), progress.step)
-            text = f"stopped by {name} after step {progress.step}{saved}"
-            self.logger.record_fault("terminated", progress.step, text)
-            # All leave together: a launcher of others ends all ranks when the first has gone.
-            text = self.state.step.all_gather_json(text)[0]
-        error = StoppedError(text)
-        if name == "SIGINT":
-            error.exit_code = INTERRUPT_EXIT_CODE
-        raise error
-
-    def evaluate(self, progress: TrainingProgress) -> TrainingProgress:
-        """What the run has reached, with what the validation data say of it."""
-        with self.heartbeat.pause():
-            return self._evaluate(progress)
-
-    def _evaluate(self, progress: TrainingProgress) -> TrainingProgress:
-        if self.valid_source is None:
-            return progress
-        step, _, average = self.state
-        valid = evaluate(step, self.task, self.valid_source, self.settings.batch_size)
-        if average is not None:
-            with step.swapped_weights(average.values):
-                averaged = evaluate(step, self.task, self.valid_source, self.settings.batch_size)
-            valid |= {f"ema {name}": value for name, value in averaged.items()}
-        self.logger.log_validation(progress.step, valid)
-        loss = valid.get("loss")
-        # A loss that is not a number is not equal to itself, and never the best.
-        is_best = loss is not None and loss == loss and (progress.best is None or loss < progress.best)
-        return progress._replace(valid=valid, best=loss if is_best else progress.best)
-
-    def finish(self, progress: TrainingProgress, seconds: float) -> RunResult:
-        """The last evaluation, the last checkpoint, and what is told of the run."""
-        step, _, average = self.state
-        step.flush()
-        if self.settings.drift_check:
-            step.check_drift()
-        progress = self.evaluate(progress)
-        self.heartbeat.mark_done()
-        if self.settings.checkpoint_every and self.checkpoints.saved_step != progress.step:
-            self.checkpoints.save(progress)
-        sample = None
-        if self.task.sample is not None:
-            applied = step.swapped_weights(average.values) if average is not None else contextlib.nullcontext()
-            with applied, eval_mode(step.model), step.unsharded():
-                sample = self.task.sample(step.model) if self.logger.rank == 0 else None
-        self.checkpoints.wait()
-        if self.settings.checkpoint_every:
-            self._check_last_step_saved(progress.step)
-        losses = progress.losses
-        loss = sum(losses) / len(losses) if losses else float("nan")
-        path, rate = self.logger.path, self.logger.num_units / max(seconds, 1e-9)
-        if path is not None and path.absolute() != self.logger.run_path:  # The task has changed the working directory.
-            path = self.logger.run_path
-        result = RunResult(path, self.settings.steps, loss, progress.valid, rate, seconds, sample)
-        self.logger.finish(result)
-        return result
-
-    def _check_last_step_saved(self, last: int) -> None:
-        """A run whose last step is on no disk has not ended well. Collective.
-
-        Raises TrainingError, or PeerError where a rank died while it wrote its last piece.
-        """
-        newest = self.state.step.all_gather_json(self.checkpoints.newest_step())[0]
-        if newest == last:
-            return
-        where = f"goes on from step {newest}" if newest else "begins again"
-        got = f"all {last} steps are done, but the last checkpoint could not be written"
-        raise TrainingError(Problem(got, "it on the disk", f"the same command: it {where}"), where="training")
-
-
-def _format_saved(newest: int | None, step: int) -> str:
-    """What is on the disk, of a run that is at `step`, and what the same command will do."""
-    if newest == step:
-        return ", which is saved; the same command goes on there"
-    if newest:
-        return f"; the newest checkpoint is of step {newest}, where the same command goes on"
-    return "; nothing is saved, and the same command begins again"
-
-
-def _is_number_pair(value: Any) -> bool:
-    return isinstance(value, tuple | list) and len(value) == 2 and all(map(_is_number, value))
-
-
-def _is_number(value: Any) -> bool:
-    """Whether it is one number, of whatever library."""
-    with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
-        float(value)
-        return not isinstance(value, str)
-    return False
-
-
-def _check_lr_factor(factor: Any, step: int) -> float:
-    """A factor of the learning rate. Raises TaskError where a schedule gives what no rate can be multiplied by."""
-    # A tensor of one element is a number too.
-    with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
-        if math.isfinite(value := float(factor)):
-            return value
-    raise TaskError(Problem(f"the schedule's factor at step {step + 1} is {factor!r}", "a finite number"))
-
-
-@torch.no_grad()
-def evaluate(step: TrainStep, task: Task, source: Source, batch_size: int) -> dict[str, float]:
-    """Mean loss and the task's measures over a whole source, which the data ranks share. Collective.
-
-    Raises TaskError, on every rank, where ranks have sources of other lengths; and where the loss is one number made of
-    means whose counts part ways, and ranks share the source: then other ranks would give another number.
-    """
-    uneven_by = torch.zeros(3, dtype=torch.float64)
-    sums: dict[str, list[float]] = {}
-    step.flush()
-    check_same_length(step.all_gather_json(len(source)), "validation data")
-    start, stop = shard_range(0, len(source), step.plan.dp, step.dp_index)
-    each = max(1, batch_size // step.plan.dp)
-    draw = functools.partial(fetch_seeded, source, seed=0, epoch=0)
-    step.dry_run(draw(range(start, min(start + each, stop)))[0])
-    with eval_mode(step.model):
-        # As many times on every rank: all of them bring the weights, where those rest split.
-        longest = max(len(range(*shard_range(0, len(source), step.plan.dp, rank))) for rank in range(step.plan.dp))
-        for first in range(start, start + longest, each):
-            batch = draw(range(first, min(first + each, stop)))[0] if first < stop else None
-            with step.unsharded():
-                loss, found = (None, {}) if batch is None else _batch_metrics(step, task, batch)
-            if loss is not None:
-                uneven_by += torch.tensor(
-                    list(map(float, (loss.count, loss.other_count, loss.other_square))), dtype=torch.float64
-                )
-            for name, (total, count) in found.items():
-                held = sums.setdefault(name, [0.0, 0.0])
-                held[0] += float(total)
-                held[1] += float(count)
-    if step.plan.dp > 1 and is_uneven(*step.all_reduce(uneven_by)):
-        raise TaskError(uneven_problem(step.objective.loss_names), where="the validation loss")
-    everyone: dict[str, list[float]] = {}
-    for theirs in step.all_gather_json(sums):
-        for name, (total, count) in theirs.items():
-            held = everyone.setdefault(name, [0.0, 0.0])
-            held[0] += total
-            held[1] += count
-    return {name: total / count for name, (total, count) in everyone.items() if count}
-
-
-def _batch_metrics(step: TrainStep, task: Task, batch: Any) -> tuple[Loss, dict[str, Sequence[Any]]]:
-    part, measured = step.run_forward(batch)
-    # Of a model with a loss of its own the labels are among the inputs.
-    targets = part.inputs if part.targets is None else part.targets
-    extra = task.evaluate(measured.outputs, targets) if task.evaluate is not None else {}
-    if not isinstance(extra, dict) or not all(isinstance(k, str) and _is_number_pair(v) for k, v in extra.items()):
-        need = "a dict from names to pairs (sum, count)"
-        raise TaskError(Problem("what the task's evaluate returned", need, '{"accuracy": (num_right, num_samples)}'))
-    return measured.loss, {"loss": (measured.loss.total, measured.loss.count), **extra}
 
 
 @contextlib.contextmanager
