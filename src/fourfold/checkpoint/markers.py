@@ -1,13 +1,12 @@
 """Markers: what a rank says of its file in a checkpoint that is being written."""
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from fourfold.checkpoint.write import write_file
+from fourfold.environment.atomic_file import write_atomically
 from fourfold.plan.checkpoint_manifest import (
     FileEntry,
     RngState,
@@ -25,10 +24,7 @@ class DoneMarker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def write_marker(path: Path, suffix: str, text: bytes) -> None:
     """Raises OSError."""
-    partial = path.with_suffix(".partial")
-    partial.unlink(missing_ok=True)
-    write_file(partial, [text])
-    os.rename(partial, path.with_suffix(suffix))
+    write_atomically(path.with_suffix(suffix), text, durable=True)
 
 
 def read_marker(path: Path) -> DoneMarker:

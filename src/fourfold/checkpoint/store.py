@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fourfold.checkpoint.manifest_file import STEP_DIR_NAME, read_manifest, verify_checkpoint
+from fourfold.environment.atomic_file import fsync_path
 from fourfold.words.errors import CheckpointError, Problem
 
 CHECKPOINTS_DIR = "checkpoints"
@@ -41,11 +42,11 @@ class CheckpointStore:
 
     def commit(self, staging_dir: Path, step: int) -> None:
         """Give a complete checkpoint its name, on the disk."""
-        fsync_dir(staging_dir)
+        fsync_path(staging_dir)
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.step_dir(step), self.path / f".part-replaced-{staging_dir.name.removeprefix('.part-')}")
         os.rename(staging_dir, self.step_dir(step))
-        fsync_dir(self.path)
+        fsync_path(self.path)
 
     def prune(self, *, num_kept: int) -> None:
         """Take away all but the last `keep` and the best, and what is left of attempts to save before them."""
@@ -83,15 +84,6 @@ class CheckpointStore:
                 if loss is not None:
                     losses[step] = loss
         return min(losses, key=lambda step: losses[step]) if losses else None
-
-
-def fsync_dir(path: Path) -> None:
-    """Have the names in a folder on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def newest_valid(folder: Path, *, step: int | None = None) -> Path:

@@ -24,6 +24,7 @@ import msgspec
 import torch
 
 from fourfold.checkpoint.store import CHECKPOINTS_DIR as CHECKPOINTS
+from fourfold.environment.atomic_file import write_atomically
 from fourfold.plan.decode import check_not_pipe
 from fourfold.plan.plan import Plan
 from fourfold.trainer.run_identity import LOG_FILE, PLAN_FILE, SETTINGS_FILE, check_run_name, read_finished_record
@@ -136,7 +137,7 @@ class RunDir:
         text = os.pread(self._log.fileno(), self._file_bytes(), 0)  # it is gone, and can be read
         self._absolute_path.mkdir(parents=True, exist_ok=True)
         for path, content in self._description_files.items():
-            _write_atomically(path, content)
+            write_atomically(path, content)
         log = (self._absolute_path / LOG_FILE).open("a+b", buffering=0)
         _try_lock(log)
         self._log.close()
@@ -202,18 +203,7 @@ def _encode_settings(record: Mapping[str, Any]) -> bytes:
 
 def _write_file(path: Path, text: bytes) -> None:
     with _wrap_write_errors(path):
-        _write_atomically(path, text)
-
-
-def _write_atomically(path: Path, text: bytes) -> None:
-    """A file's new content: whole, or not at all. Raises OSError."""
-    partial = path.with_name(f".{path.name}")
-    try:
-        partial.write_bytes(text)
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
+        write_atomically(path, text)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from fourfold.environment.atomic_file import write_atomically
 from fourfold.plan.dependencies import lane_of
 from fourfold.plan.trace_file import STEP_SPAN, Event, Trace, encode_trace
 from fourfold.step.build import TrainStep
@@ -148,15 +149,11 @@ class Tracer:
             self._write(self._folder)
 
     def _write(self, folder: Path) -> None:
-        draft = folder / f"{TRACE_FILE}.part"
         try:
-            draft.write_bytes(encode_trace(self.trace))
-            draft.replace(folder / TRACE_FILE)
+            write_atomically(folder / TRACE_FILE, encode_trace(self.trace))
             self._has_write_error = False
         except OSError as error:
             # A run is worth more than its trace, and the next sampled step writes all of it again.
-            with contextlib.suppress(OSError):
-                draft.unlink(missing_ok=True)
             if not self._has_write_error:
                 said = f"{TRACE_FILE} could not be written: {os_error_text(error)}"
                 self._log_message(f"warning: {said}; its steps are kept, training goes on")
