@@ -28,7 +28,7 @@ from typing import NoReturn
 from fourfold.checkpoint.store import resume_hint
 from fourfold.environment.world import World
 from fourfold.trainer.heartbeat import Heartbeat
-from fourfold.trainer.stack_text import COMM_PATH, MAX_FRAMES
+from fourfold.trainer.stack_text import MAX_FRAMES, waits_for_peers
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, REQUEUE_EXIT_CODE, Problem, SettingError
 
 STOP_SECONDS_VARIABLE = "FOURFOLD_STOP_SECONDS"
@@ -176,7 +176,7 @@ class StopSignalHandler:
 
     def _exit_overdue(self) -> NoReturn:
         frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])[::-1][:MAX_FRAMES]
-        waits = self._world.size > 1 and any(COMM_PATH in frame.filename for frame in frames)
+        waits = self._world.size > 1 and waits_for_peers(frame.filename for frame in frames)
         number = self.signal_number if self._interrupted_at is None else signal.SIGINT
         if waits:  # for a rank that tells more
             self._exit(number, "")
