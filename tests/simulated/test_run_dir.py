@@ -33,7 +33,7 @@ def within_limit(body):
 
 
 def opened(parent):
-    return RunDir(parent, "run", label="run", identity={})
+    return RunDir(parent, "run", run_prefix="run", identity={})
 
 
 def test_a_pipe_in_the_place_of_a_log_is_told_and_not_waited_for(tmp_path):

@@ -1,4 +1,4 @@
-"""Clock offsets between hosts."""
+"""Clock offsets: how far each host's clock is ahead of rank 0's."""
 
 import time
 from collections.abc import Callable
@@ -7,18 +7,18 @@ from typing import Any
 from fourfold.parts.comm.communicator import host_id
 from fourfold.plan.trace_file import clock_offset_bounds
 
-NUM_CLOCK_READINGS = 8  # of reading all clocks, to tell how far they are apart
+NUM_CLOCK_READINGS = 8  # rounds in which all ranks read their clocks
 
 
-def clock_offsets(exchange: Callable[[Any], list[Any]]) -> list[int]:
-    """How far each rank's clock is ahead of rank 0's, in nanoseconds; ranks of one host have one clock. Collective."""
-    hosts = exchange(host_id())
+def clock_offsets(all_gather: Callable[[Any], list[Any]]) -> list[int]:
+    """How far each rank's clock is ahead of rank 0's, in nanoseconds; ranks of one host share a clock. Collective."""
+    hosts = all_gather(host_id())
     if len(set(hosts)) == 1:
         return [0] * len(hosts)
-    columns = list(zip(*(exchange(time.monotonic_ns()) for _ in range(NUM_CLOCK_READINGS)), strict=True))
-    found = []
-    for host, column in zip(hosts, columns, strict=True):
-        least, most = clock_offset_bounds(list(columns[0]), list(column))
-        found.append(0 if host == hosts[0] else (least + most) // 2)
-    # One figure per host: its first rank's.
-    return [found[hosts.index(host)] for host in hosts]
+    readings = list(zip(*(all_gather(time.monotonic_ns()) for _ in range(NUM_CLOCK_READINGS)), strict=True))
+    offsets = []
+    for host, column in zip(hosts, readings, strict=True):
+        least, most = clock_offset_bounds(list(readings[0]), list(column))
+        offsets.append(0 if host == hosts[0] else (least + most) // 2)
+    # One offset per host: its first rank's.
+    return [offsets[hosts.index(host)] for host in hosts]

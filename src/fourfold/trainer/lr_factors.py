@@ -1,4 +1,4 @@
-"""Learning-rate factors of a run."""
+"""Learning-rate factors: what a run multiplies the optimizer's rates by at each step."""
 
 import functools
 
@@ -7,15 +7,15 @@ from fourfold.words.task import Task
 
 
 def lr_factors(task: Task, *, steps: int, batch_size: int, rates: LRSchedule | None) -> LRLambda | None:
-    """The factor of the learning rate at each step; None where the rate stays what the optimizer has.
+    """The factor of the learning rate at each step; None where the optimizer's rates stay as they are.
 
-    Raises SettingError where the rates do not go with the run.
+    Raises SettingError where `rates` does not fit the run.
     """
-    own = None if task.schedule is None else functools.partial(_task_lr_factor, task, steps)
+    task_schedule = None if task.schedule is None else functools.partial(_task_lr_factor, task, steps)
     if rates is None:
-        return own
+        return task_schedule
     return rates.lr_lambda(
-        steps=steps, batch_size=batch_size, tuned_batch_size=tuned_batch_size(task), task_schedule=own
+        steps=steps, batch_size=batch_size, tuned_batch_size=tuned_batch_size(task), task_schedule=task_schedule
     )
 
 

@@ -1,4 +1,4 @@
-"""Summaries: what a run says of itself at its end."""
+"""Summary: what a run says at its end, and the texts that its log and screen share."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,13 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended. `valid` holds "loss" and the task's own measures; `rate` is units per second over the run."""
+    """How a run ended.
+
+    loss    mean of the last steps
+    valid   "loss" and the task's own measures
+    units_per_second  over the whole run
+    sample  what the task's `sample` returned, on rank 0
+    """
 
     folder: Path | None
     steps: int
@@ -19,7 +25,7 @@ class RunResult:
 
 
 def format_offload(device: str) -> str:
-    """What is said of states that are to rest in host memory."""
+    """What is printed for a plan with offload = "states"."""
     if device == "cpu":
         return 'offload = "states": optimizer states are in host memory already, as all is on CPU ranks'
     return 'offload = "states": optimizer states and weights to be updated are in host memory, where the update runs'
@@ -31,7 +37,7 @@ def format_metrics(valid: Mapping[str, float]) -> str:
 
 
 def format_summary(result: RunResult, unit: str, *, steps: int) -> str:
-    """What is said at the end of a run, whose last `steps` steps took its time."""
+    """What is printed at the end of a run. `steps`: those that `result.seconds` were spent on."""
     rows = [(f"validation {name}" if name == "loss" else name, f"{value:.4f}") for name, value in result.valid.items()]
     rows += [("training loss", f"{result.loss:.4f}"), (f"{unit} per second", f"{result.units_per_second:,.0f}")]
     rows += [("time", f"{result.seconds:.1f} s for {steps} steps"), ("folder", str(result.folder))]
