@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts.codec import registry
-from fourfold.parts.codec.registry import Codec
+from fourfold.parts.codec.protocol import Codec
 from fourfold.parts.data import grad_buckets
-from fourfold.plan.data import Bucket, make_buckets
+from fourfold.plan.data.buckets import Bucket, make_buckets
 from fourfold.step.batch import Microbatch, split_microbatches
 from fourfold.step.loss_sum import sum_loss
 from fourfold.step.model_call import call_model

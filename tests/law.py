@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from fourfold.parts.optim import flat_optimizer
-from fourfold.plan.plan import FIELD_RULES
+from fourfold.plan.plan_fields import FIELD_RULES
 from fourfold.plan.sequence import RINGS
 from fourfold.step.model_checks import check_plan_on_ranks, check_update_timing
 from fourfold.testing import oracle, threads

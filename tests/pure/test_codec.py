@@ -16,7 +16,7 @@ from fourfold.plan.codec import (
     sparse_spec,
     supports_all_reduce,
 )
-from fourfold.plan.data import Bucket, Slot
+from fourfold.plan.data.buckets import Bucket, Slot
 from fourfold.words.errors import PlanError
 
 SHAPES = st.lists(

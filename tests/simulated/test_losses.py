@@ -18,7 +18,7 @@ from fourfold.step.build import TrainStep
 from fourfold.step.torch_losses import _safe_mean, observing
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE, TrainingResult
-from fourfold.trainer.train import evaluate
+from fourfold.trainer.evaluate import evaluate
 from fourfold.words.errors import TaskError, TrainingError
 from fourfold.words.task import Data, Task
 from tests.cases import SEED_LOCK

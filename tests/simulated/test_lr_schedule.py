@@ -12,6 +12,7 @@ import torch
 import fourfold as ff
 from bench.lr_schedules import train
 from fourfold.cli.job import parse_job
+from fourfold.trainer.run_identity import run_identity
 from fourfold.trainer.settings import make_settings
 from fourfold.words.errors import SettingError
 
@@ -77,11 +78,12 @@ def test_without_rates_the_rate_is_what_the_task_makes_of_it(schedule: Any, expe
     got, said = run(tmp_path, task)
     assert got == expected
     assert not any("rate" in line for line in said)
-    assert "rates" not in make_settings(task, seed=0).identity()
+    assert "rates" not in run_identity(make_settings(task, seed=0), ff.Plan())
 
 
 def test_other_rates_are_another_run() -> None:
-    one, other = (make_settings(TASK, rates=ff.LRSchedule(warmup=warmup)).identity() for warmup in (1, 2))
+    settings = (make_settings(TASK, rates=ff.LRSchedule(warmup=warmup)) for warmup in (1, 2))
+    one, other = (run_identity(each, ff.Plan()) for each in settings)
     assert one != other
 
 

@@ -16,7 +16,7 @@ from fourfold.plan.plan import Plan
 from fourfold.step.build import TrainStep, preflight
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
-from fourfold.trainer.train import evaluate
+from fourfold.trainer.evaluate import evaluate
 from fourfold.words.errors import DataError, TaskError
 from fourfold.words.task import Data, Task
 from tests.cases import SEED_LOCK

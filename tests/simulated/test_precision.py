@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from fourfold.checkpoint.read import export_weights, load_weights_file
 from fourfold.checkpoint.store import CheckpointStore
+from fourfold.checkpoint.weights_file import export_weights, load_weights_file
 from fourfold.parts.optim.master_weights import offload_device
 from fourfold.plan.plan import Plan
 from fourfold.step.build import TrainStep
 from fourfold.step.ema import EMA
 from fourfold.testing import oracle, threads
-from fourfold.trainer.run_logger import format_offload
+from fourfold.trainer.summary import format_offload
 from tests import cases as cases_module
 from tests import pairs
 from tests.cases import Case, batches

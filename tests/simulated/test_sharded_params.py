@@ -11,16 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from fourfold.parts import memory
-from fourfold.parts.comm.reduce.shared_memory.unshard_staging import (
-    NUM_STAGING_BUFFERS,
-    HostUnshardStaging,
-    StagingFlags,
-)
+from fourfold.parts.comm.reduce.shared_memory.unshard_staging import HostUnshardStaging, StagingFlags
 from fourfold.parts.data.param_access import untracked_access
 from fourfold.parts.data.sharded_params import ShardedParams
-from fourfold.plan.data import ShardGroups, step_sent_bytes
+from fourfold.plan.data.zero import ShardGroups, step_sent_bytes
 from fourfold.plan.plan import Plan
-from fourfold.plan.unshard_order import MAX_UNSHARDED
+from fourfold.plan.unshard_order import MAX_UNSHARDED, NUM_STAGING_BUFFERS
 from fourfold.step.build import TrainStep
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE

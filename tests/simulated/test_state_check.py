@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fourfold.checkpoint.read import load_weights_file
 from fourfold.checkpoint.store import CheckpointStore
+from fourfold.checkpoint.weights_file import load_weights_file
 from fourfold.feed.feed import Feed
 from fourfold.testing import threads
 from fourfold.words.errors import CheckpointError, TaskError

@@ -53,7 +53,7 @@ moment = sys.argv[1]
 if moment == "half a piece":
     manager.write_snapshot = half
 elif moment == "no manifest":
-    die_in(manager, "_wait_for_marker", after=True)
+    die_in(manager, "wait_for_marker", after=True)
 elif moment == "not renamed":
     die_in(store.CheckpointStore, "commit")
 else:

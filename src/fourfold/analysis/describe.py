@@ -10,16 +10,9 @@ from fourfold.parts import mixed_precision
 from fourfold.parts.data import grad_buckets
 from fourfold.parts.optim import flat_optimizer
 from fourfold.plan.codec import codec_rounds, codec_sent_bytes
-from fourfold.plan.data import (
-    RESTING_LAYOUTS,
-    Bucket,
-    DataStepSpec,
-    effective_bucket_bytes,
-    layout_changes,
-    lower_step,
-    make_buckets,
-    step_sent_bytes,
-)
+from fourfold.plan.data.buckets import Bucket, effective_bucket_bytes, make_buckets
+from fourfold.plan.data.step_program import DataStepSpec, lower_step
+from fourfold.plan.data.zero import RESTING_LAYOUTS, layout_changes, step_sent_bytes
 from fourfold.plan.memory import (
     BucketBytes,
     HostMemoryUse,

@@ -19,7 +19,8 @@ AGE_UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 def list_checkpoints(run: str) -> int:
     """`fourfold checkpoint list`; returns the exit code."""
-    from fourfold.checkpoint.store import CheckpointStore, read_manifest
+    from fourfold.checkpoint.manifest_file import read_manifest
+    from fourfold.checkpoint.store import CheckpointStore
 
     shelf = CheckpointStore(_find_run(run))
     rows = [("step", "size", "age", "ranks", "validation loss", "")]
@@ -43,8 +44,8 @@ def list_checkpoints(run: str) -> int:
 
 def verify_checkpoints(run: str) -> int:
     """`fourfold checkpoint verify`; returns the exit code: 1 where something is damaged."""
+    from fourfold.checkpoint.manifest_file import verify_checkpoint as problems_of
     from fourfold.checkpoint.store import CheckpointStore
-    from fourfold.checkpoint.store import verify_checkpoint as problems_of
 
     shelf = CheckpointStore(_find_run(run))
     steps, code = shelf.steps(), 0
@@ -65,8 +66,8 @@ def verify_checkpoints(run: str) -> int:
 
 def export_checkpoint(run: str, file: str | None, *, step: int | None, ema: bool) -> int:
     """`fourfold checkpoint export`; returns the exit code."""
-    from fourfold.checkpoint.read import export_weights as write
     from fourfold.checkpoint.store import CheckpointStore, newest_valid
+    from fourfold.checkpoint.weights_file import export_weights as write
 
     folder = _find_run(run)
     steps = CheckpointStore(folder).steps()

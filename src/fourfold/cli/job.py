@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.cli import arguments, task_loader
+from fourfold.cli.arguments import LaunchSettings
 from fourfold.cli.errors import ErrorCollector, is_file, nearest_file
 from fourfold.environment.world import from_environment
 from fourfold.launch.process_defaults import default_num_processes
 from fourfold.plan.decode import DecodeError, read_bounded
 from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan import Plan
-from fourfold.trainer.settings import check_steps, default_run_name, make_settings, tuned_batch_size
+from fourfold.trainer.lr_factors import tuned_batch_size
+from fourfold.trainer.run_identity import check_run_name, default_run_name, run_identity
+from fourfold.trainer.settings import LR_PREFIX, TASK_FIELDS, check_steps, make_settings
 from fourfold.words.errors import PlanError, Problem, SettingError
 from fourfold.words.task import Data, Task
 
 RUNS_DIR = Path("runs")
-TASK_FIELDS = ("steps", "batch_size", "clip")
-DEFAULT_RESTARTS = 3
-DEFAULT_HANG_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Job:
     settings: Mapping[str, Any]
     identity: Mapping[str, Any]
     fresh: bool = False
-    restarts: int = DEFAULT_RESTARTS
-    hang_seconds: float | None = DEFAULT_HANG_SECONDS
+    restarts: int = LaunchSettings.restarts
+    hang_seconds: float | None = LaunchSettings.hang_seconds
 
     @property
     def task_name(self) -> str:
         """The task as the user named it."""
-        return self.settings["spec"]
+        return self.settings["task_name"]
 
     @property
     def run_dir(self) -> Path:
@@ -91,18 +91,18 @@ def parse_job(words: Sequence[str], *, num_processes: int | None = None) -> Job:
     over = {key: value for key, value in values.run.items() if key in TASK_FIELDS}
     rest = {key: value for key, value in values.run.items() if key not in TASK_FIELDS}
     rest |= {
-        "label": run_prefix(given.task),
-        "spec": given.task,
-        "extra": {key: value for key, value in values.task.items() if key not in TASK_FIELDS},
+        "run_prefix": run_prefix(given.task),
+        "task_name": given.task,
+        "extra_settings": {key: value for key, value in values.task.items() if key not in TASK_FIELDS},
     }
-    launching = {key: rest.pop(key) for key in ("fresh", "restarts", "hang_seconds") if key in rest}
-    rates = {key: rest.pop(key) for key in list(rest) if key.startswith(arguments.LR_PREFIX)}
+    launching = {key: rest.pop(key) for key in arguments.LAUNCH_SETTINGS if key in rest}
+    rates = {key: rest.pop(key) for key in list(rest) if key.startswith(LR_PREFIX)}
     if rates:
-        rest["rates"] = LRSchedule(**{key.removeprefix(arguments.LR_PREFIX): value for key, value in rates.items()})
+        rest["rates"] = LRSchedule(**{key.removeprefix(LR_PREFIX): value for key, value in rates.items()})
     # A task that was written for one batch size is still tuned for that one.
     made = dataclasses.replace(made, **over, tuned_for=tuned_batch_size(made))
-    identity = make_settings(made, **rest, training=plan.identity_fields).identity()
-    rest.setdefault("name", default_run_name(rest["label"], identity))
+    identity = run_identity(make_settings(made, **rest), plan)
+    rest.setdefault("name", default_run_name(rest["run_prefix"], identity))
     return Job(task=made, plan=plan, settings=rest, identity=identity, **launching)
 
 
@@ -112,7 +112,6 @@ def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_r
     keeps: whether it is to be a run, with a folder.
     """
     from fourfold.step.build import preflight
-    from fourfold.trainer.run_dir import check_run_name
 
     job = parse_job(words, num_processes=num_processes)
     errors = ErrorCollector()
@@ -196,7 +195,7 @@ def check_memory(job: Job, data: Data, model: Any) -> None:
 
 def check_init(job: Job) -> None:
     """Raises SettingError or CheckpointError where the weights to begin with are not there, or are another model's."""
-    from fourfold.checkpoint.read import check_weights_file
+    from fourfold.checkpoint.weights_file import check_weights_file
     from fourfold.step.meta_model import build_meta_model
 
     init = job.settings.get("init")

@@ -67,7 +67,8 @@ def _supervision_policy(ready: "Job") -> "SupervisionPolicy":
 
 def _check_finished(ready: "Job", *, speaks: bool) -> bool:
     """Whether the run has ended already; one that is to start over is set aside here, by one process."""
-    from fourfold.trainer.run_dir import archive_run, format_finished, read_finished_record
+    from fourfold.trainer.run_dir import archive_run
+    from fourfold.trainer.run_identity import format_finished, read_finished_record
 
     if ready.fresh:
         # A launcher that starts its ranks again does not mean to start over again.
@@ -115,7 +116,8 @@ def show(words: Sequence[str]) -> int:
     """`fourfold show`; returns the exit code."""
     from fourfold.analysis.describe import show as text_of
     from fourfold.cli import job
-    from fourfold.cli.arguments import FIELDS, parse_args
+    from fourfold.cli.arguments import parse_args
+    from fourfold.plan.plan_fields import FIELDS
 
     given = parse_args(words)
     # Without a file, dp is 1 unless said: what is shown must not depend on this machine.
@@ -131,9 +133,10 @@ def verify(words: Sequence[str], processes: str | None) -> int:
     """`fourfold verify`; returns the exit code."""
     from fourfold.analysis.verify import DEFAULT_STEPS, check_verifiable
     from fourfold.cli import job, verify
-    from fourfold.cli.arguments import FIELDS, parse_args
+    from fourfold.cli.arguments import parse_args
     from fourfold.launch.process_defaults import check_num_processes
     from fourfold.launch.restart_policy import SupervisionPolicy
+    from fourfold.plan.plan_fields import FIELDS
 
     given = parse_args(words)
     words = [*words] if "steps" in given.values else [*words, f"steps={DEFAULT_STEPS}"]

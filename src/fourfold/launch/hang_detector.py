@@ -16,14 +16,13 @@ from pathlib import Path
 
 from fourfold.environment.processes import process_state
 from fourfold.trainer.heartbeat import STARTING, HeartbeatRecord
+from fourfold.trainer.stack_text import waits_for_peers
 
 STACKS_VARIABLE = "FOURFOLD_STACKS"
 DUMP_SIGNAL = signal.SIGUSR2
 DUMP_SECONDS, RESEND_SECONDS = 3.0, 0.1
 POLL_SECONDS = 0.002
 STACK_ENDS = (" in _run_module_as_main\n", "  ...\n")  # the outermost frame, or very many
-MAX_FRAMES = 6
-COMM_PATH = os.path.join("fourfold", "parts", "comm") + os.sep
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,9 @@ def kill_culprits(
     # Before its first step a rank may not listen yet, and the signal would end it.
     listening = [rank for rank in stopped or pids if heartbeats[rank].phase != STARTING]
     stacks = _dump_stacks(listening, pids, folder)
-    culprits = stopped or [rank for rank in listening if not _is_waiting(stacks.get(rank, ""))] or list(ranks)
+    culprits = (
+        stopped or [rank for rank in listening if not waits_for_peers(stacks.get(rank, "").splitlines())] or list(ranks)
+    )
     for rank in culprits:
         _send_signal(pids[rank], signal.SIGKILL)
     return Hang(culprits, seconds, bool(stopped), stacks.get(culprits[0], ""))
@@ -89,10 +90,6 @@ def _program_frames(text: str) -> str:
     """The frames of the program, without the thread's number and what had led to the program."""
     frames = itertools.takewhile(lambda line: "<frozen runpy>" not in line, text.splitlines()[1:])
     return "\n".join(frames)
-
-
-def _is_waiting(stack: str) -> bool:
-    return any(COMM_PATH in line for line in stack.splitlines()[:MAX_FRAMES])
 
 
 def _send_signal(pid: int, number: signal.Signals) -> None:

@@ -23,10 +23,11 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from fourfold.environment.rendezvous import STORE_VARIABLE
 from fourfold.launch import hang_detector
 from fourfold.launch.agent import SIGNALS, TORCH_SIGNALS_VARIABLE, UNLIMITED_RESTARTS, Agent, handled_signals
+from fourfold.launch.heartbeat_file import HeartbeatFile
 from fourfold.launch.local_rendezvous import LOOPBACK, AgentRendezvous
 from fourfold.launch.process_defaults import loopback_variables, malloc_variables, thread_variables
 from fourfold.launch.restart_policy import SupervisionPolicy
-from fourfold.trainer import heartbeat
+from fourfold.trainer.heartbeat import HEARTBEAT_VARIABLE
 from fourfold.words.errors import REQUEUE_EXIT_CODE
 
 MONITOR_SECONDS = 0.05
@@ -54,7 +55,7 @@ def launch(command: Sequence[str], *, num_processes: int, policy: SupervisionPol
         _restore_signal_handlers(),
     ):
         folder, run = Path(name), uuid.uuid4().hex
-        pulses = heartbeat.HeartbeatFile(folder, num_processes)
+        pulses = HeartbeatFile(folder, num_processes)
         spec = WorkerSpec(
             role="rank",
             local_world_size=num_processes,
@@ -68,7 +69,7 @@ def launch(command: Sequence[str], *, num_processes: int, policy: SupervisionPol
         listening = {hang_detector.STACKS_VARIABLE: name} if policy.hang_seconds is not None else {}
         listening[TORCH_SIGNALS_VARIABLE] = ",".join(number.name for number in handled_signals())
         with _extended_environment(
-            {heartbeat.HEARTBEAT_VARIABLE: str(pulses.path), STORE_VARIABLE: str(folder / f"store-{run}"), **listening}
+            {HEARTBEAT_VARIABLE: str(pulses.path), STORE_VARIABLE: str(folder / f"store-{run}"), **listening}
         ):
             return _run_agent(Agent(spec, folder=folder, heartbeats=pulses, policy=policy))
 

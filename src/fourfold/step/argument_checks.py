@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from fourfold.parts.comm.transports import Communicator
+from fourfold.parts.comm.communicator import Communicator
 from fourfold.plan.plan import Plan
 from fourfold.words import argument_checks
 from fourfold.words.errors import OptimizerError, PlanError, Problem, SettingError

@@ -26,17 +26,9 @@ from fourfold.parts.optim import flat_optimizer
 from fourfold.parts.optim.master_weights import MasterWeightPolicy, offload_device
 from fourfold.parts.optim.option_tracker import OptionTracker
 from fourfold.parts.optim.step_hooks import StepHooks
-from fourfold.plan.data import (
-    RESTING_LAYOUTS,
-    Bucket,
-    DataStepSpec,
-    ParamSpec,
-    RestingLayouts,
-    effective_bucket_bytes,
-    grad_buffer_indices,
-    lower_step,
-    make_buckets,
-)
+from fourfold.plan.data.buckets import Bucket, ParamSpec, effective_bucket_bytes, make_buckets
+from fourfold.plan.data.step_program import DataStepSpec, lower_step
+from fourfold.plan.data.zero import RESTING_LAYOUTS, RestingLayouts, grad_buffer_indices
 from fourfold.plan.intervals import DRIFT_CHECK, is_due
 from fourfold.plan.memory import has_unbucketed_grads
 from fourfold.plan.plan import Plan
@@ -197,7 +189,9 @@ class TrainStep:
         if layouts.weight == SPLIT and not self._transport.unshards_params:
             layouts = RESTING_LAYOUTS[2]  # the weights exist once per host: nothing to unshard before use
         self.codec_state = CodecState(codecs, communicator)
-        local_transport = transports.LocalSGDTransport(self._transport, communicator.size) if plan.sync == "local" else None
+        local_transport = (
+            transports.LocalSGDTransport(self._transport, communicator.size) if plan.sync == "local" else None
+        )
         self._transport = local_transport or self._transport
         policy = MasterWeightPolicy(plan.precision, is_sharded, offload_device(plan.offload, communicator.device))
         outer = (

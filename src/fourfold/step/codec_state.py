@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.parts.codec.registry import Codec
-from fourfold.parts.comm.transports import Communicator
+from fourfold.parts.codec.protocol import Codec
+from fourfold.parts.comm.communicator import Communicator
 
 CodecTensors = Mapping[str, Mapping[str, Tensor]]
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from fourfold.parts.comm.transports import Transport
+from fourfold.parts.comm.reduce.protocol import Transport
 from fourfold.parts.data.grad_buckets import GradBuckets
 from fourfold.parts.data.local_sgd import LocalSGD
 from fourfold.parts.data.sharded_params import ShardedParams
@@ -19,7 +19,7 @@ from fourfold.parts.data.unbucketed_grads import UnbucketedGrads
 from fourfold.parts.data.weight_edits import WeightEdits
 from fourfold.parts.optim.flat_optimizer import FlatOptimizer
 from fourfold.parts.optim.step_hooks import StepHooks
-from fourfold.plan.data import RestingLayouts
+from fourfold.plan.data.zero import RestingLayouts
 from fourfold.plan.precision import LossScaler
 
 

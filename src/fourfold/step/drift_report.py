@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fourfold.parts.comm.transports import Communicator
+from fourfold.parts.comm.communicator import Communicator
 
 WEIGHTS, MASTER_WEIGHTS, FROZEN = KINDS = ("weights", "master weights", "frozen weights")
 

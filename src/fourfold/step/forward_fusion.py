@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
-from fourfold.parts.comm.transports import Transport
+from fourfold.parts.comm.reduce.protocol import Transport
 from fourfold.parts.data.param_access import ParamAccess, outside_transforms
 from fourfold.parts.data.sharded_params import ShardedParams
 from fourfold.words.errors import Problem, TrainingError

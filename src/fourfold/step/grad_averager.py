@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from fourfold.parts.comm import transports
 from fourfold.parts.data import grad_buckets
-from fourfold.plan.data import effective_bucket_bytes, grad_buffer_indices, make_buckets
+from fourfold.plan.data.buckets import effective_bucket_bytes, make_buckets
+from fourfold.plan.data.zero import grad_buffer_indices
 from fourfold.plan.plan import Plan
 from fourfold.step.memory_formats import MemoryFormats
 from fourfold.step.unreduced_grads import ReducedGrad

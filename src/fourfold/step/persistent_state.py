@@ -17,7 +17,7 @@ from torch import Tensor
 from fourfold.parts.comm import transports
 from fourfold.parts.data.local_sgd import LocalSGD
 from fourfold.parts.optim import flat_optimizer
-from fourfold.plan.data import Bucket
+from fourfold.plan.data.buckets import Bucket
 from fourfold.step.codec_state import CodecState
 from fourfold.step.weights import Weights
 from fourfold.words.errors import OptimizerError, Problem

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.comm.transports import Communicator
+from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.data.param_access import untracked_access
 from fourfold.parts.fingerprint import fingerprints
 from fourfold.plan.intervals import is_due

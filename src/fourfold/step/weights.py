@@ -22,7 +22,7 @@ from fourfold.parts.data.sharded_params import ShardedParams
 from fourfold.parts.data.weight_edits import WeightEdits
 from fourfold.parts.optim.master_weights import MasterWeightPolicy, MasterWeights
 from fourfold.parts.torch_private import own_children, own_parameters
-from fourfold.plan.data import Bucket
+from fourfold.plan.data.buckets import Bucket
 from fourfold.words.errors import Problem, TaskError
 
 

@@ -25,7 +25,7 @@ from fourfold.parts.optim.lars_lamb import (
 )
 from fourfold.parts.optim.option_checks import call_factory, check_options
 from fourfold.parts.torch_private import avoid_dynamo_import, mark_step_called, step_without_wrappers
-from fourfold.plan.data import Bucket
+from fourfold.plan.data.buckets import Bucket
 from fourfold.words.errors import OptimizerError, Problem
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
