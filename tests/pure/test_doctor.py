@@ -11,19 +11,9 @@ from typing import Any
 
 import pytest
 
-from fourfold.doctor.checks import (
-    FAIL,
-    GIB,
-    MIB,
-    OK,
-    OLDEST_TORCH,
-    WARN,
-    GlooTiming,
-    MachineFacts,
-    check_machine,
-    exit_code,
-    format_findings,
-)
+from fourfold.doctor.checks import GIB, MIB, OLDEST_TORCH, check_machine
+from fourfold.doctor.facts import GlooTiming, MachineFacts
+from fourfold.doctor.findings import FAIL, OK, WARN, exit_code, format_findings
 from fourfold.doctor.machine_probe import probe_machine
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fourfold.environment.standard_streams import print_stderr
 from fourfold.environment.world import from_environment
-from fourfold.launch import failure_report
+from fourfold.launch.traceback_text import format_error
 from fourfold.words.errors import FourfoldError, LaunchError, StoppedError, closest_match
 
 INPUT_CODE = FourfoldError.exit_code
@@ -68,7 +68,7 @@ def _is_input_error(errors: Sequence[BaseException]) -> bool:
 
 
 def _format_error(error: BaseException) -> str:
-    return f"fourfold: {error}" if isinstance(error, StoppedError) else failure_report.format_error(error).rstrip()
+    return f"fourfold: {error}" if isinstance(error, StoppedError) else format_error(error).rstrip()
 
 
 def is_file(path: Path) -> bool:

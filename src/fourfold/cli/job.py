@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.cli import arguments, task_loader
-from fourfold.cli.errors import ErrorCollector, is_file, nearest_file
-from fourfold.environment.world import from_environment
+from fourfold.cli.errors import ErrorCollector, nearest_file
+from fourfold.cli.job_checks import check_batch_size, check_fits_memory, check_init, check_tokens
 from fourfold.launch.process_defaults import default_num_processes
 from fourfold.plan.decode import DecodeError, read_bounded
 from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan import Plan
 from fourfold.trainer.settings import check_steps, default_run_name, make_settings, tuned_batch_size
-from fourfold.words.errors import PlanError, Problem, SettingError
-from fourfold.words.task import Data, Task
+from fourfold.words.errors import PlanError, Problem
+from fourfold.words.task import Task
 
 RUNS_DIR = Path("runs")
 TASK_FIELDS = ("steps", "batch_size", "clip")
@@ -120,7 +120,7 @@ def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_r
         if has_run_dir:
             check_run_name(RUNS_DIR, job.settings["name"], job.identity)
     with errors.collect():
-        check_init(job)
+        check_init(job.task, job.settings.get("init"))
     with errors.collect():
         check_batch_size(job.task.batch_size, job.plan)
     with errors.collect():
@@ -134,7 +134,7 @@ def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_r
     errors.raise_collected()
     assert data is not None
     assert model is not None
-    check_memory(job, data, model)
+    check_fits_memory(job.task, job.plan, data, model)
     return job
 
 
@@ -160,53 +160,6 @@ def read_plan(file: str | None, values: Mapping[str, object], *, num_processes: 
     if num_processes is not None and plan.mesh.size != num_processes:
         raise PlanError(size_problems(plan, num_processes), where=file or "the command line")
     return plan
-
-
-def check_batch_size(batch_size: int, plan: Plan) -> None:
-    """Raises SettingError where the batch cannot be cut evenly."""
-    parts = plan.dp * plan.microbatches
-    if batch_size % parts == 0:
-        return
-    below = batch_size // parts * parts
-    fitting = f"batch_size={below} or {below + parts}" if below else f"batch_size={parts}"
-    need = "a batch divisible by dp × microbatches" if plan.microbatches > 1 else "a batch divisible by dp"
-    got = f"batch_size = {batch_size}, dp = {plan.dp}"
-    got += f", microbatches = {plan.microbatches}" if plan.microbatches > 1 else ""
-    raise SettingError(Problem(got, need, fitting), where="the settings")
-
-
-def check_tokens(data: Data, plan: Plan) -> None:
-    """Raises TaskError where a sample's tokens are to be cut, and cannot be."""
-    if plan.sp > 1:
-        from fourfold.feed.source import fetch
-        from fourfold.step.sequence.token_shards import sequence_length
-
-        sequence_length(fetch(data.train, [0]))
-
-
-def check_memory(job: Job, data: Data, model: Any) -> None:
-    """Raises SettingError where the run cannot fit into the memory of this host. `model` is an outline."""
-    from fourfold.step.memory_bound import check_memory
-
-    # A launcher's ranks check themselves, each its own part.
-    num_ranks = job.num_processes if from_environment() is None else 1
-    sizes = {"batch_size": job.task.batch_size, "num_steps": job.task.steps}
-    check_memory(job.task, job.plan, data.train, model, **sizes, num_ranks=num_ranks)
-
-
-def check_init(job: Job) -> None:
-    """Raises SettingError or CheckpointError where the weights to begin with are not there, or are another model's."""
-    from fourfold.checkpoint.read import check_weights_file
-    from fourfold.step.meta_model import build_meta_model
-
-    init = job.settings.get("init")
-    if init is None:
-        return
-    path = Path(init)
-    if not is_file(path):
-        got = f"init = {init} (no such file)"
-        raise SettingError(Problem(got, "a safetensors file of weights", nearest_file(path, "*.safetensors")))
-    check_weights_file(build_meta_model(job.task), path)
 
 
 def _read_plan_text(file: str) -> str:

@@ -15,6 +15,7 @@ from fourfold.environment.launchers import OPEN_MPI, detected_launchers
 from fourfold.environment.world import World, from_environment
 from fourfold.launch import failure_report
 from fourfold.launch.restart_policy import resume_hint
+from fourfold.launch.traceback_text import format_error
 from fourfold.words.errors import FourfoldError, TrainingError
 
 
@@ -35,7 +36,7 @@ def train(work: job.Job, world: World | None) -> None:
         _train(work, world)
     except SystemExit as leaving:
         code = failure_report.exit_code(leaving)
-        where = failure_report.format_error(leaving).rstrip()
+        where = format_error(leaving).rstrip()
         error = TrainingError(f"the task ended its process in mid-run, with exit code {code}\n{where}")
         error.exit_code = code or TrainingError.exit_code
         raise error from None

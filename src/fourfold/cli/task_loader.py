@@ -14,7 +14,7 @@ from typing import Any, cast
 from fourfold.cli.arguments import ValueType, argument_types
 from fourfold.cli.errors import is_file, nearest_file
 from fourfold.feed.collate import check_data
-from fourfold.launch import failure_report
+from fourfold.launch.traceback_text import format_error
 from fourfold.words.errors import DataError, FourfoldError, Problem, TaskError, closest_match
 from fourfold.words.task import Data, Task
 
@@ -115,4 +115,4 @@ class _wrap_user_errors:
             raise self._error_type(f"{self._text}: it calls sys.exit({error.code!r})") from None
         # Not only an Exception: pytest.importorskip raises a BaseException.
         if error is not None and not isinstance(error, FourfoldError | KeyboardInterrupt):
-            raise self._error_type(f"{self._text}\n{failure_report.format_error(error).rstrip()}") from None
+            raise self._error_type(f"{self._text}\n{format_error(error).rstrip()}") from None

@@ -6,107 +6,28 @@ Law: judging looks at nothing but the facts. A fail means that training cannot s
 or surprises.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 
+from fourfold.doctor.facts import EARLIEST_TIME, OLDEST_PYTHON, MachineFacts
+from fourfold.doctor.findings import FAIL, OK, WARN, Finding
 from fourfold.environment import launchers
 from fourfold.words.errors import FourfoldError, closest_match
 
-OK, WARN, FAIL = "ok", "warn", "fail"
 GIB, MIB = 2**30, 2**20
 
-OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH, NEWEST_TESTED_TORCH = (2, 11), (2, 13)
 LOW_MEMORY_BYTES, LOW_DISK_BYTES, FULL_DISK_BYTES = 2 * GIB, 5 * GIB, 256 * MIB
 LOW_SHM_BYTES = 256 * MIB  # Docker's default is 64 MiB
 SLOW_DISK_BYTES_PER_SECOND = 30 * MIB  # bytes a second
 MIN_OPEN_FILES = 1024
 SKEW_SECONDS = 2.0
-EARLIEST_TIME = 1735689600.0  # 1 January 2025: no clock of a machine that runs this is right before it
 SLOW_SCALAR_SECONDS = 2e-3  # a reduction of one value; 0.1 ms on an idle machine
 FOURFOLD_VARIABLES = ("FOURFOLD_HOST", "FOURFOLD_SERVICE", "FOURFOLD_TRACEBACK", "FOURFOLD_WORLD_SIZE")
-
-
-@dataclass(frozen=True)
-class GlooTiming:
-    """Two processes of this host through gloo: seconds to reduce 4 MiB and to reduce one value; or why it failed."""
-
-    bulk_seconds: float = 0.0
-    value_seconds: float = 0.0
-    problem: str = ""
-
-
-@dataclass(frozen=True)
-class MachineFacts:
-    """What was found. Optional values are None where they could not be found out; problems are "" where all is well.
-
-    quota_cores    processors a container grants
-    limit_bytes    the memory limit of the container (cgroup), None where there is none
-    shared_bytes   shared memory reserved in a test, 0 with `shared_problem`
-    write_rate     bytes a second in the current folder, fsync included
-    skew_seconds   time a fresh file's stamp differs from the clock's
-    """
-
-    environ: Mapping[str, str] = field(default_factory=dict)
-    system: str = "linux"
-    machine: str = "x86_64"
-    python: tuple[int, ...] = OLDEST_PYTHON
-    torch: str = ""
-    torch_problem: str = ""
-    cuda_build: str | None = None
-    gpus: Sequence[str] = ()
-    has_gpu_driver: bool = False
-    cores: int = 1
-    machine_cores: int = 1
-    quota_cores: float | None = None
-    load_average: float = 0.0
-    total_bytes: int = 0
-    available_bytes: int = 0
-    limit_bytes: int | None = None
-    limit_left_bytes: int | None = None
-    shared_bytes: int = 0
-    shared_problem: str = ""
-    shm_bytes: int | None = None
-    files_limit: int | None = None
-    disk_free_bytes: int = 0
-    write_rate: float = 0.0
-    disk_problem: str = ""
-    gloo: GlooTiming | None = None
-    now: float = EARLIEST_TIME
-    skew_seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One row. `attempt` is what to try where the mark is not ok."""
-
-    name: str
-    mark: str
-    value: str
-    attempt: str = ""
 
 
 def check_machine(facts: MachineFacts) -> list[Finding]:
     """Every row, in the order of CHECKS."""
     return [finding for check in CHECKS for finding in check(facts)]
-
-
-def exit_code(findings: Iterable[Finding]) -> int:
-    """1 where anything fails."""
-    return int(any(finding.mark == FAIL for finding in findings))
-
-
-def format_findings(findings: Sequence[Finding]) -> str:
-    """The findings for people: aligned rows, and a last line that counts them."""
-    widths = [max(len(getattr(finding, name)) for finding in findings) for name in ("mark", "name", "value")]
-    lines = []
-    for finding in findings:
-        cells = (finding.mark, finding.name, finding.value)
-        line = "   ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-        lines.append((line + (f"   try {finding.attempt}" if finding.attempt else "")).rstrip())
-    marks = [finding.mark for finding in findings]
-    bad = [f"{marks.count(mark)} {word}" for mark, word in ((FAIL, "failing"), (WARN, "to look at")) if mark in marks]
-    return "\n".join([*lines, "", ", ".join(bad) or "nothing to mend"])
 
 
 # ---- the rows

@@ -15,7 +15,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from fourfold.doctor.checks import GlooTiming
+from fourfold.doctor.facts import GlooTiming
 
 TIMEOUT_SECONDS = 3.0
 NUM_SCALARS, NUM_BULKS = 50, 5

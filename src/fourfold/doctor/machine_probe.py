@@ -17,10 +17,11 @@ from typing import Any
 
 import psutil
 
-from fourfold.doctor.checks import MIB, MachineFacts
+from fourfold.doctor.facts import MachineFacts
 from fourfold.environment import cgroup
 from fourfold.environment.world import num_cores
 
+MIB = 2**20
 SHM = Path("/dev/shm")
 WRITE_BYTES = 32 * MIB
 SHARED_BYTES = 256 * MIB

@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,12 +23,12 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 
 from fourfold.launch import failure_report, hang_detector
 from fourfold.launch.restart_policy import RestartBudget, SupervisionPolicy
+from fourfold.launch.signals import handled_signals, signal_handler
 from fourfold.trainer.fault_log import Fault
 from fourfold.trainer.heartbeat import DONE, STARTING, HeartbeatFile
 from fourfold.trainer.stop_signal import REPEAT_SECONDS, SAVING_TEXT
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, REQUEUE_EXIT_CODE
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 UNLIMITED_RESTARTS = 10**9  # restarts, as far as torch's agent is concerned: we count for ourselves
 TORCH_SIGNALS_VARIABLE = (
     "TORCHELASTIC_SIGNALS_TO_HANDLE"  # torch's agent has a handler of its own for these, at each start
@@ -80,7 +80,7 @@ class Agent(LocalElasticAgent):
             with (
                 contextlib.nullcontext()
                 if self._stop_requested_at is not None
-                else _signal_handler(self._handled_signals, self._kill_now)
+                else signal_handler(self._handled_signals, self._kill_now)
             ):
                 close(self._wait_for_save(death_sig), self.policy.shutdown_seconds)
 
@@ -307,22 +307,3 @@ def _one_line(text: str) -> str:
     """A cause in one line: who it was, and the last line of what he said."""
     lines = text.splitlines()
     return lines[0] if len(lines) == 1 or lines[0].endswith("killed") else f"{lines[0]}: {lines[-1].strip()}"
-
-
-def handled_signals() -> list[signal.Signals]:
-    """The signals that end a job: those that whoever started it has not had ignored.
-
-    `nohup` does so with SIGHUP, a shell without job control with SIGINT and SIGQUIT of its background.
-    """
-    return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-
-
-@contextlib.contextmanager
-def _signal_handler(signals: Iterable[signal.Signals], new_handler: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """Within: a signal to end does `act` and nothing else."""
-    before = {number: signal.signal(number, lambda got, _: new_handler(signal.Signals(got))) for number in signals}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -12,20 +12,16 @@ codes, then ranks that left, then echoes.
 
 import dataclasses
 import json
-import os
 import signal
-import sys
-import sysconfig
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from fourfold.launch.traceback_text import format_error, user_line
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, PEER_GONE_MESSAGES, FourfoldError, PeerError, StoppedError
-from fourfold.words.terminal_text import escape_controls
 
 # A rank that dies before all have met leaves a LaunchError to the others.
 ECHO_KINDS = ("PeerError", "LaunchError", "DistNetworkError")
@@ -100,7 +96,7 @@ def _exit_record(error: SystemExit, rank: int) -> FailureRecord:
     """A program that ends itself by `sys.exit` would do so again: the record is final."""
     code, kind = exit_code(error), SystemExit.__name__
     said = f": {error.code}" if error.code is not None and not isinstance(error.code, int) else ""
-    text = f"called sys.exit and ended with exit code {code}{said}{_user_line(error)}"
+    text = f"called sys.exit and ended with exit code {code}{said}{user_line(error)}"
     return FailureRecord(rank, kind, text, text, timestamp=time.time(), exit_code=code, final=True)
 
 
@@ -195,81 +191,3 @@ def _cause_of_exit_code(rank: int, code: int, name: str) -> Cause:
         number = f"signal {-code}"
     hint = "; if nobody did this, the machine has run out of memory" if -code == signal.SIGKILL else ""
     return Cause(f"{name} was killed by {number}{hint}", 1, rank, signal=-code)
-
-
-# ---- tracebacks, cut
-
-
-def _user_line(error: BaseException) -> str:
-    """The innermost line that is not Python's, torch's or ours, below the text; "" where there is none."""
-    library = sysconfig.get_path("stdlib") + os.sep
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if _frame_owner(frame.filename) is None and not frame.filename.startswith(library)
-    ]
-    return "" if not frames else "\n" + "".join(traceback.format_list(frames[-1:])).rstrip()
-
-
-def format_error(error: BaseException) -> str:
-    """The text of an error for its reader: a FourfoldError speaks for itself, others come with the user's lines.
-
-    FOURFOLD_TRACEBACK=full in the environment shows every frame.
-    """
-    full = os.environ.get("FOURFOLD_TRACEBACK") == "full"
-    if isinstance(error, FourfoldError) and not full:
-        return error.full_message()
-    report = traceback.TracebackException.from_exception(error)
-    if not full:
-        _elide_frames(report)
-    return escape_controls("".join(report.format()))
-
-
-class _ElidedStack(traceback.StackSummary):
-    """Frames of which some stand for several left out."""
-
-    def format_frame_summary(self, frame_summary: traceback.FrameSummary, **keywords: object) -> str:
-        if frame_summary.filename == _ELIDED:
-            return f"  … {frame_summary.name}\n"
-        return super().format_frame_summary(frame_summary, **keywords)  # type: ignore[arg-type]
-
-
-_ELIDED = "<left out>"
-
-
-def _elide_frames(report: traceback.TracebackException) -> None:
-    for other in (report.__cause__, report.__context__, *(report.exceptions or ())):
-        if other is not None:
-            _elide_frames(other)
-    owners = [_frame_owner(frame.filename) for frame in report.stack]
-    if all(owners) and not issubclass(report.exc_type or Exception, SyntaxError):
-        return  # No line of the user's: the fault may be ours, and every frame is needed.
-    frames = _ElidedStack()
-    skipped: list[str] = []
-    for frame, owner in zip([*report.stack, None], [*owners, None], strict=True):
-        if owner:
-            skipped.append(owner)
-            continue
-        # What leads from Python's start to the user's first line is of no interest; later gaps are told.
-        if skipped and frames:
-            count, names = len(skipped), " and ".join(dict.fromkeys(skipped))
-            frames.append(traceback.FrameSummary(_ELIDED, count, f"{count} frame{'s' * (count > 1)} inside {names}"))
-        skipped.clear()
-        if frame is not None:
-            frames.append(frame)
-    report.stack = frames
-
-
-def _frame_owner(filename: str) -> str | None:
-    """Whose frame it is: "fourfold", "torch", "Python" (its start-up machinery), or None for the user's."""
-    if filename.startswith("<frozen ") or os.path.basename(filename) in ("runpy.py", "contextlib.py"):
-        return "Python"
-    path = os.path.abspath(filename)
-    if path.startswith(_FOURFOLD_PATH):
-        return None if path.startswith(_TASKS_PATH) else "fourfold"
-    torch = getattr(sys.modules.get("torch"), "__file__", None)
-    return "torch" if torch and path.startswith(os.path.dirname(torch) + os.sep) else None
-
-
-_FOURFOLD_PATH = str(Path(__file__).resolve().parent.parent) + os.sep
-_TASKS_PATH = _FOURFOLD_PATH + "tasks" + os.sep

@@ -22,10 +22,11 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from fourfold.environment.rendezvous import STORE_VARIABLE
 from fourfold.launch import hang_detector
-from fourfold.launch.agent import SIGNALS, TORCH_SIGNALS_VARIABLE, UNLIMITED_RESTARTS, Agent, handled_signals
+from fourfold.launch.agent import TORCH_SIGNALS_VARIABLE, UNLIMITED_RESTARTS, Agent
 from fourfold.launch.local_rendezvous import LOOPBACK, AgentRendezvous
 from fourfold.launch.process_defaults import loopback_variables, malloc_variables, thread_variables
 from fourfold.launch.restart_policy import SupervisionPolicy
+from fourfold.launch.signals import handled_signals, restored_handlers
 from fourfold.trainer import heartbeat
 from fourfold.words.errors import REQUEUE_EXIT_CODE
 
@@ -51,7 +52,7 @@ def launch(command: Sequence[str], *, num_processes: int, policy: SupervisionPol
         tempfile.TemporaryDirectory(prefix="fourfold-") as name,
         _extended_environment({**thread_variables(num_processes), **malloc_variables(), **loopback_variables()}),
         _silence_logging(),
-        _restore_signal_handlers(),
+        restored_handlers(),
     ):
         folder, run = Path(name), uuid.uuid4().hex
         pulses = heartbeat.HeartbeatFile(folder, num_processes)
@@ -103,17 +104,6 @@ def _stopped_result(agent: Agent, number: signal.Signals) -> JobResult:
 def _escape_macro(word: str) -> str:
     """The word, spelled so that the agent's `${local_rank}` macro leaves it as it is."""
     return word.replace("$", "$$")
-
-
-@contextlib.contextmanager
-def _restore_signal_handlers() -> Iterator[None]:
-    """The agent replaces signal handlers and keeps them; afterwards they are as they were."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
