@@ -102,7 +102,7 @@ def test_a_container_limit_counts_only_where_it_is_lower() -> None:
     def memory(**changes: Any) -> str:
         return next(f.value for f in check_machine(dataclasses.replace(HEALTHY, **changes)) if f.name == "memory")
 
-    assert memory(limit_bytes=8 * GIB, limit_left_bytes=6 * GIB) == "6.0 GiB free of 8.0 GiB (container limit)"
+    assert memory(limit_bytes=8 * GIB, limit_left_bytes=6 * GIB) == "6.00 GiB free of 8.00 GiB (container limit)"
     assert memory(limit_bytes=999 * GIB, limit_left_bytes=1) == "50.0 GiB free of 64.0 GiB"
 
 

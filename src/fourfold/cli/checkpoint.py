@@ -11,6 +11,7 @@ from fourfold.cli.errors import nearest_file
 from fourfold.environment.standard_streams import print_stderr
 from fourfold.words.errors import CheckpointError, Problem, SettingError, UnreadableCheckpointError, os_error_text
 from fourfold.words.terminal_text import escape_controls
+from fourfold.words.text_table import align_columns
 from fourfold.words.units import format_bytes
 
 RUNS_DIR = Path("runs")
@@ -21,11 +22,11 @@ def list_checkpoints(run: str) -> int:
     """`fourfold checkpoint list`; returns the exit code."""
     from fourfold.checkpoint.store import CheckpointStore, read_manifest
 
-    shelf = CheckpointStore(_find_run(run))
+    store = CheckpointStore(_find_run(run))
     rows = [("step", "size", "age", "ranks", "validation loss", "")]
-    best = shelf.best_step()
-    for step in shelf.steps():
-        path = shelf.step_dir(step)
+    best = store.best_step()
+    for step in store.steps():
+        path = store.step_dir(step)
         try:
             manifest = read_manifest(path)
         except CheckpointError as error:
@@ -37,7 +38,10 @@ def list_checkpoints(run: str) -> int:
         word = "best" if step == best else ""
         age = _format_age(time.time() - path.stat().st_mtime)
         rows.append((str(step), size, age, str(len(manifest.files)), "" if loss is None else f"{loss:.4f}", word))
-    print(_format_table(rows) if len(rows) > 1 else escape_controls(f"{shelf.path} holds no checkpoint"))
+    if len(rows) == 1:
+        print(escape_controls(f"{store.path} holds no checkpoint"))
+        return 0
+    print("\n".join(align_columns([[*map(escape_controls, row)] for row in rows], ">>>>><")))
     return 0
 
 
@@ -46,20 +50,20 @@ def verify_checkpoints(run: str) -> int:
     from fourfold.checkpoint.store import CheckpointStore
     from fourfold.checkpoint.store import verify_checkpoint as problems_of
 
-    shelf = CheckpointStore(_find_run(run))
-    steps, code = shelf.steps(), 0
+    store = CheckpointStore(_find_run(run))
+    steps, code = store.steps(), 0
     for step in steps:
         try:
-            problems = problems_of(shelf.step_dir(step))
+            problems = problems_of(store.step_dir(step))
             word = "damaged" if problems else "good"
         except UnreadableCheckpointError as error:
             problems, word = [problem.got for problem in error.problems], "cannot be read here"
-        print(escape_controls(f"{shelf.step_dir(step)}   {word}"))
+        print(escape_controls(f"{store.step_dir(step)}   {word}"))
         for text in problems:
             print(escape_controls(f"  {text}"))
         code = 1 if problems else code
     if not steps:
-        raise CheckpointError(Problem(f"{shelf.path} holds no checkpoint", "at least one"))
+        raise CheckpointError(Problem(f"{store.path} holds no checkpoint", "at least one"))
     return code
 
 
@@ -102,11 +106,3 @@ def _find_run(run: str) -> Path:
 def _format_age(seconds: float) -> str:
     name, unit = next(((n, u) for n, u in AGE_UNITS if seconds >= u), AGE_UNITS[-1])
     return f"{seconds / unit:.0f} {name}"
-
-
-def _format_table(rows: list[tuple[str, ...]]) -> str:
-    rows = [tuple(map(escape_controls, row)) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join([*(c.rjust(w) for c, w in zip(row[:-1], widths, strict=False)), row[-1]]).rstrip() for row in rows
-    )

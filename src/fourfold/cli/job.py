@@ -17,7 +17,7 @@ from fourfold.plan.decode import DecodeError, read_bounded
 from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan import Plan
 from fourfold.trainer.settings import check_steps, default_run_name, make_settings, tuned_batch_size
-from fourfold.words.errors import PlanError, Problem
+from fourfold.words.errors import PlanError, Problem, os_error_text
 from fourfold.words.task import Task
 
 RUNS_DIR = Path("runs")
@@ -169,7 +169,7 @@ def _read_plan_text(file: str) -> str:
         raise PlanError(Problem(f"{file} has {error}", "a plan in TOML"), where=file) from None
     except OSError as error:
         close = nearest_file(Path(file), "*.toml")
-        raise PlanError(Problem(f"{file} ({(error.strerror or 'unreadable').lower()})", "a file", close)) from None
+        raise PlanError(Problem(f"{file} ({os_error_text(error)})", "a file", close)) from None
     except UnicodeDecodeError:
         raise PlanError(Problem(f"{file} is no text", "TOML in UTF-8"), where=file) from None
 

@@ -13,6 +13,7 @@ from fourfold.cli import job
 from fourfold.environment.world import World, from_environment
 from fourfold.words.errors import FourfoldError, Problem
 from fourfold.words.terminal_text import escape_controls
+from fourfold.words.text_table import align_columns
 
 if TYPE_CHECKING:
     from fourfold.analysis.verify import VerifyResult
@@ -58,13 +59,12 @@ def format_result(work: job.Job, verdict: "VerifyResult") -> list[str]:
         verdict.weight_deviations, key=lambda name: -max(verdict.weight_deviations[name], verdict.grad_deviations[name])
     )
     names = [name for name in verdict.weight_deviations if name in names[:MAX_SHOWN]]
-    width = max(len(name) for name in (*names, "tensor"))
-    lines.append(f"  {'tensor'.ljust(width)}  gradient   weight")
-    for name in names:
-        lines.append(
-            f"  {name.ljust(width)}  {_format_deviation(verdict.grad_deviations[name])}"
-            f"  {_format_deviation(verdict.weight_deviations[name])}"
-        )
+    rows = [("tensor", "gradient", "weight")]
+    rows += [
+        (name, _format_deviation(verdict.grad_deviations[name]), _format_deviation(verdict.weight_deviations[name]))
+        for name in names
+    ]
+    lines += [f"  {line}" for line in align_columns(rows, "<>>")]
     if len(names) < len(verdict.weight_deviations):
         lines.append(f"  and {len(verdict.weight_deviations) - len(names)} more, none of them further off")
     lines += ["", f"  loss, by step  {'  '.join(map(_format_deviation, verdict.loss_deviations))}", ""]

@@ -12,6 +12,7 @@ from fourfold.doctor.facts import EARLIEST_TIME, OLDEST_PYTHON, MachineFacts
 from fourfold.doctor.findings import FAIL, OK, WARN, Finding
 from fourfold.environment import launchers
 from fourfold.words.errors import FourfoldError, closest_match
+from fourfold.words.units import format_bytes
 
 GIB, MIB = 2**30, 2**20
 
@@ -224,11 +225,6 @@ CHECKS: tuple[Callable[[MachineFacts], list[Finding]], ...] = (
     _variables,
     _clock,
 )
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Bytes for people: 812 MiB, 3.9 GiB."""
-    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.0f} MiB"
 
 
 def _parse_version(text: str) -> tuple[int, ...]:

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from fourfold.words.text_table import align_columns
+
 OK, WARN, FAIL = "ok", "warn", "fail"
 
 
@@ -23,12 +25,8 @@ def exit_code(findings: Iterable[Finding]) -> int:
 
 def format_findings(findings: Sequence[Finding]) -> str:
     """The findings for people: aligned rows, and a last line that counts them."""
-    widths = [max(len(getattr(finding, name)) for finding in findings) for name in ("mark", "name", "value")]
-    lines = []
-    for finding in findings:
-        cells = (finding.mark, finding.name, finding.value)
-        line = "   ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-        lines.append((line + (f"   try {finding.attempt}" if finding.attempt else "")).rstrip())
+    rows = [(f.mark, f.name, f.value, f"try {f.attempt}" if f.attempt else "") for f in findings]
+    lines = align_columns(rows, "<<<<", gap="   ")
     marks = [finding.mark for finding in findings]
     bad = [f"{marks.count(mark)} {word}" for mark, word in ((FAIL, "failing"), (WARN, "to look at")) if mark in marks]
     return "\n".join([*lines, "", ", ".join(bad) or "nothing to mend"])

@@ -20,6 +20,7 @@ import psutil
 from fourfold.doctor.facts import MachineFacts
 from fourfold.environment import cgroup
 from fourfold.environment.world import num_cores
+from fourfold.words.errors import os_error_text
 
 MIB = 2**20
 SHM = Path("/dev/shm")
@@ -140,4 +141,4 @@ def _probe_disk(folder: Path) -> tuple[float, float, str]:
             os.utime(file.fileno())  # stamped by whoever keeps the files
             return written / seconds, os.fstat(file.fileno()).st_mtime - time.time(), ""
     except OSError as error:
-        return 0.0, 0.0, f"cannot write here: {(error.strerror or 'unknown').lower()}"
+        return 0.0, 0.0, f"cannot write here: {os_error_text(error)}"
