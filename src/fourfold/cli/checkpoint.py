@@ -10,11 +10,11 @@ from pathlib import Path
 from fourfold.cli.errors import nearest_file
 from fourfold.environment.standard_streams import print_stderr
 from fourfold.words.errors import CheckpointError, Problem, SettingError, UnreadableCheckpointError, os_error_text
+from fourfold.words.run_files import RUNS_DIR
 from fourfold.words.terminal_text import escape_controls
 from fourfold.words.text_table import align_columns
 from fourfold.words.units import format_bytes
 
-RUNS_DIR = Path("runs")
 AGE_UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 
@@ -94,12 +94,12 @@ def export_checkpoint(run: str, file: str | None, *, step: int | None, ema: bool
 
 
 def _find_run(run: str) -> Path:
-    for path in (Path(run), RUNS_DIR / run):
+    for path in (Path(run), Path(RUNS_DIR, run)):
         with contextlib.suppress(OSError):  # a name that is too long is no run's
             if run and path.is_dir():
                 return path
     raise SettingError(
-        Problem(f"{run} (no such folder)", "a run's folder, or its name", nearest_file(RUNS_DIR / run, "*"))
+        Problem(f"{run} (no such folder)", "a run's folder, or its name", nearest_file(Path(RUNS_DIR, run), "*"))
     )
 
 

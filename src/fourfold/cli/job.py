@@ -18,9 +18,9 @@ from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan import Plan
 from fourfold.trainer.settings import check_steps, default_run_name, make_settings, tuned_batch_size
 from fourfold.words.errors import PlanError, Problem, os_error_text
+from fourfold.words.run_files import RUNS_DIR
 from fourfold.words.task import Task
 
-RUNS_DIR = Path("runs")
 TASK_FIELDS = ("steps", "batch_size", "clip")
 DEFAULT_RESTARTS = 3
 DEFAULT_HANG_SECONDS = 10.0
@@ -52,7 +52,7 @@ class Job:
     @property
     def run_dir(self) -> Path:
         """The run's folder, whether it is there or not."""
-        return RUNS_DIR / self.settings["name"]
+        return Path(RUNS_DIR) / self.settings["name"]
 
     @property
     def num_processes(self) -> int:
@@ -118,7 +118,7 @@ def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_r
     errors = ErrorCollector()
     with errors.collect():
         if has_run_dir:
-            check_run_name(RUNS_DIR, job.settings["name"], job.identity)
+            check_run_name(Path(RUNS_DIR), job.settings["name"], job.identity)
     with errors.collect():
         check_init(job.task, job.settings.get("init"))
     with errors.collect():

@@ -13,6 +13,7 @@ from fourfold.cli import sigint
 from fourfold.environment.standard_streams import print_stderr, redirect_to_null
 from fourfold.environment.world import from_environment
 from fourfold.words.errors import Problem, SettingError, os_error_text
+from fourfold.words.run_files import RUNS_DIR
 from fourfold.words.terminal_text import escape_controls
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ def report(words: Sequence[str]) -> int:
 
     if not words:
         raise SettingError(Problem("no run", "RUN [RUN…]", "fourfold report --help"), where="fourfold report")
-    print(escape_controls(str(write_report([find_run(word, parent=Path("runs")) for word in dict.fromkeys(words)]))))
+    print(escape_controls(str(write_report([find_run(word, parent=Path(RUNS_DIR)) for word in dict.fromkeys(words)]))))
     return 0
 
 
