@@ -1,13 +1,12 @@
-"""Cause: why a job ended, told once.
+"""Failure report: why a job ended, reported once.
 
-record  what a rank writes down about the error that ended it: a JSON file, replaced atomically
-echo    an error that only says that another rank has gone (a connection reset); never the cause if there is another
-final   an error that another attempt would end with too: all that are told to people, except that a peer has gone
-cut     a traceback without the frames of torch, fourfold and the import machinery
-left    a rank that has ended with code 0 although others still needed it
-end     a program that returned, or called `sys.exit(0)`, says so in a record of its own before its process is gone
-Law: of all that ranks report, the earliest record that is no echo is the cause; next come deaths by signal, then exit
-codes, then ranks that left, then echoes.
+record      what a rank writes about the error that ended it: a JSON file, replaced atomically
+end record  the record of a program that returned, or called `sys.exit(0)`, written before its process ends
+echo        an error that only says that another rank is gone (a connection reset); the cause only if there is no other
+final       an error with which another attempt would end too: every FourfoldError except PeerError
+early exit  a rank that ended with code 0 while others still needed it
+Law: the cause is the earliest record that is no echo; without one, a death by signal, then an exit code, then an early
+exit, then an echo.
 """
 
 import dataclasses
@@ -23,15 +22,15 @@ import msgspec
 from fourfold.launch.traceback_text import format_error, user_line
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, PEER_GONE_MESSAGES, FourfoldError, PeerError, StoppedError
 
-# A rank that dies before all have met leaves a LaunchError to the others.
+# If a rank dies during the rendezvous, the others end with a LaunchError.
 ECHO_KINDS = ("PeerError", "LaunchError", "DistNetworkError")
-ENDED = "ended"  # the kind of an end's record
+ENDED = "ended"  # the kind of an end record
 INTERRUPTED = KeyboardInterrupt.__name__
 
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """One rank's error. `message` and `timestamp` are names torch's agent reads; `text` is what people read."""
+    """One rank's error. torch's agent reads `message` and `timestamp`; people read `text`."""
 
     rank: int
     kind: str
@@ -43,19 +42,20 @@ class FailureRecord:
 
     @property
     def is_echo(self) -> bool:
-        said = self.message.lower()
+        message = self.message.lower()
         if self.kind == SystemExit.__name__:
             return False
-        return self.kind in ECHO_KINDS or any(echo in said for echo in PEER_GONE_MESSAGES)
+        return self.kind in ECHO_KINDS or any(echo in message for echo in PEER_GONE_MESSAGES)
 
 
 @dataclass(frozen=True)
 class Cause:
-    """What to tell the user, and what to exit with.
+    """Why a job ended: the text for the user, and the exit code.
 
-    rank       whose it is; None where nobody knows
-    signal     the one that killed the rank
-    stopped    the job was asked to stop, and did
+    rank        the rank that failed; None if unknown
+    signal      the number of the signal that killed it
+    is_final    another attempt would end in the same way
+    is_stopped  the job was asked to stop, and did
     """
 
     text: str
@@ -67,7 +67,7 @@ class Cause:
 
 
 def make_record(error: BaseException, *, rank: int) -> FailureRecord:
-    """What to write down about an error that has reached the top of a rank."""
+    """The record of an error that no code of the rank's program has caught."""
     if isinstance(error, SystemExit):
         return _exit_record(error, rank)
     if isinstance(error, KeyboardInterrupt):
@@ -85,7 +85,7 @@ def make_record(error: BaseException, *, rank: int) -> FailureRecord:
 
 
 def _error_message(error: BaseException) -> str:
-    """Its message; "" for an error that fails to say it, which is told all the same."""
+    """The error's message; "" if its `__str__` itself fails, for the error must be reported all the same."""
     try:
         return str(error)
     except Exception:  # whatever a `__str__` of the user's raises
@@ -93,22 +93,22 @@ def _error_message(error: BaseException) -> str:
 
 
 def _exit_record(error: SystemExit, rank: int) -> FailureRecord:
-    """A program that ends itself by `sys.exit` would do so again: the record is final."""
+    """The record of a call of `sys.exit`. It is final: the program would call it again."""
     code, kind = exit_code(error), SystemExit.__name__
-    said = f": {error.code}" if error.code is not None and not isinstance(error.code, int) else ""
-    text = f"called sys.exit and ended with exit code {code}{said}{user_line(error)}"
+    message = f": {error.code}" if error.code is not None and not isinstance(error.code, int) else ""
+    text = f"called sys.exit and ended with exit code {code}{message}{user_line(error)}"
     return FailureRecord(rank, kind, text, text, timestamp=time.time(), exit_code=code, final=True)
 
 
 def exit_code(error: SystemExit) -> int:
-    """The exit code of a process that this exception ends."""
+    """The exit code of a process that ends with this exception."""
     if error.code is None:
         return 0
     return error.code & 0xFF if isinstance(error.code, int) else 1
 
 
 def end_record(rank: int) -> FailureRecord:
-    """What to write down about a program that has ended normally."""
+    """The record of a program that has ended normally."""
     return FailureRecord(rank, ENDED, ENDED, ENDED, timestamp=time.time(), exit_code=0)
 
 
@@ -120,18 +120,19 @@ def save_record(path: Path, entry: FailureRecord) -> None:
 
 
 def load_record(path: Path) -> FailureRecord | None:
-    """The record in a file; None where there is none, or one that another program wrote in its own form."""
+    """The record in a file; None if there is no file, or another program wrote it in its own form."""
     try:
-        # Not msgspec's own decoder: an error may speak of a file whose name is no text in UTF-8.
+        # Not msgspec's own decoder: an error may name a file whose name is not valid UTF-8.
         return msgspec.convert(json.loads(path.read_bytes()), FailureRecord)
     except (OSError, ValueError, RecursionError, msgspec.ValidationError):
         return None
 
 
 def first_cause(records: Mapping[int, FailureRecord], exit_codes: Mapping[int, int], names: Sequence[str]) -> Cause:
-    """The cause among the ranks' records, and the exit codes of the ranks that ended before anyone was told to.
+    """The cause, from the ranks' records and the exit codes of the ranks that ended before any was signalled to.
 
-    A code of 0 is that of a rank that left. names: what each rank is called, as "rank 1 of 2".
+    exit_codes  a code of 0 means an early exit
+    names       how the text calls each rank, such as "rank 1 of 2"
     """
     done = sorted(rank for rank, entry in records.items() if entry.kind == ENDED)
     records = {rank: entry for rank, entry in records.items() if entry.kind != ENDED}
@@ -145,10 +146,10 @@ def first_cause(records: Mapping[int, FailureRecord], exit_codes: Mapping[int, i
         return _cause_of_exit_code(rank, silent[rank], names[rank])
     if entries and done:
         return _cause_of_early_end(done, entries, names)
-    left = [rank for rank, code in sorted(exit_codes.items()) if code == 0]
-    if left:
-        text = f"{_join_names(left, names)} ended with exit code 0 before the run had ended"
-        return Cause(text, 1, left[0])
+    early_exits = [rank for rank, code in sorted(exit_codes.items()) if code == 0]
+    if early_exits:
+        text = f"{_join_names(early_exits, names)} ended with exit code 0 before the run had ended"
+        return Cause(text, 1, early_exits[0])
     if entries:
         return _cause_of_record(entries[0], names)
     return Cause(f"a rank of {len(names)} failed and left no trace", 1)
@@ -159,7 +160,7 @@ def _join_names(ranks: Sequence[int], names: Sequence[str]) -> str:
 
 
 def _cause_of_early_end(done: Sequence[int], echoes: Sequence[FailureRecord], names: Sequence[str]) -> Cause:
-    """Ranks whose program ended normally, and others that failed because they still needed them."""
+    """The cause where some ranks ended normally and others failed because they still needed them."""
     waiting = sorted(entry.rank for entry in echoes)
     who = f"rank{'s' * (len(waiting) > 1)} {' and '.join(map(str, waiting))}"
     text = (
@@ -168,7 +169,7 @@ def _cause_of_early_end(done: Sequence[int], echoes: Sequence[FailureRecord], na
         "  try    as many batches on every rank (ff.Feed sees to it), or DistributedOptimizer.join()"
     )
     first_echo = echoes[0]
-    if first_echo.kind not in ECHO_KINDS:  # Ours know no line of the user's.
+    if first_echo.kind not in ECHO_KINDS:  # Fourfold's own echoes have no line of the user's.
         text += f"\nrank {first_echo.rank} waited here\n{first_echo.text.rstrip()}"
     return Cause(text, 1, done[0], is_final=True)
 

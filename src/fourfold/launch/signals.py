@@ -1,6 +1,6 @@
-"""Signals of a launcher: which of them end a job, and handlers that are put in for a while.
+"""Signals to a launcher: which of them end a job, and handlers for the time of a `with` block.
 
-Law: every handler that is replaced here comes back when its `with` block ends.
+Law: every handler that is replaced here is restored when its `with` block ends.
 """
 
 import contextlib
@@ -11,16 +11,16 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def handled_signals() -> list[signal.Signals]:
-    """The signals that end a job: those that whoever started it has not had ignored.
+    """The signals that end a job: all but those that the caller has set to be ignored.
 
-    `nohup` does so with SIGHUP, a shell without job control with SIGINT and SIGQUIT of its background.
+    `nohup` ignores SIGHUP; a shell without job control ignores SIGINT and SIGQUIT in its background jobs.
     """
     return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 @contextlib.contextmanager
 def signal_handler(signals: Iterable[signal.Signals], new_handler: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """Within: a signal to end does `act` and nothing else."""
+    """Within: each of these signals calls `new_handler` and does nothing else."""
     before = {number: signal.signal(number, lambda got, _: new_handler(signal.Signals(got))) for number in signals}
     try:
         yield
@@ -31,7 +31,7 @@ def signal_handler(signals: Iterable[signal.Signals], new_handler: Callable[[sig
 
 @contextlib.contextmanager
 def restored_handlers() -> Iterator[None]:
-    """The agent replaces signal handlers and keeps them; afterwards they are as they were."""
+    """Afterwards the handlers are as they were: torch's agent replaces them and does not put them back."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield

@@ -16,7 +16,7 @@ from fourfold.words.terminal_text import escape_controls
 
 
 def user_line(error: BaseException) -> str:
-    """The innermost line that is not Python's, torch's or ours, below the text; "" where there is none."""
+    """The innermost frame of the user's, on a line of its own; "" if there is none."""
     library = sysconfig.get_path("stdlib") + os.sep
     frames = [
         frame
@@ -27,9 +27,9 @@ def user_line(error: BaseException) -> str:
 
 
 def format_error(error: BaseException) -> str:
-    """The text of an error for its reader: a FourfoldError speaks for itself, others come with the user's lines.
+    """The text of an error: a FourfoldError's message, or another error's traceback cut to the user's lines.
 
-    FOURFOLD_TRACEBACK=full in the environment shows every frame.
+    With FOURFOLD_TRACEBACK=full in the environment, every frame of either.
     """
     full = os.environ.get("FOURFOLD_TRACEBACK") == "full"
     if isinstance(error, FourfoldError) and not full:
@@ -41,7 +41,7 @@ def format_error(error: BaseException) -> str:
 
 
 class _ElidedStack(traceback.StackSummary):
-    """Frames of which some stand for several left out."""
+    """A stack in which some entries stand for several elided frames."""
 
     def format_frame_summary(self, frame_summary: traceback.FrameSummary, **keywords: object) -> str:
         if frame_summary.filename == _ELIDED:
@@ -58,14 +58,14 @@ def _elide_frames(report: traceback.TracebackException) -> None:
             _elide_frames(other)
     owners = [_frame_owner(frame.filename) for frame in report.stack]
     if all(owners) and not issubclass(report.exc_type or Exception, SyntaxError):
-        return  # No line of the user's: the fault may be ours, and every frame is needed.
+        return  # No line of the user's: the fault may be ours, which needs every frame.
     frames = _ElidedStack()
     skipped: list[str] = []
     for frame, owner in zip([*report.stack, None], [*owners, None], strict=True):
         if owner:
             skipped.append(owner)
             continue
-        # What leads from Python's start to the user's first line is of no interest; later gaps are told.
+        # Frames before the user's first line are dropped; later gaps are shown.
         if skipped and frames:
             count, names = len(skipped), " and ".join(dict.fromkeys(skipped))
             frames.append(traceback.FrameSummary(_ELIDED, count, f"{count} frame{'s' * (count > 1)} inside {names}"))
@@ -76,7 +76,7 @@ def _elide_frames(report: traceback.TracebackException) -> None:
 
 
 def _frame_owner(filename: str) -> str | None:
-    """Whose frame it is: "fourfold", "torch", "Python" (its start-up machinery), or None for the user's."""
+    """Who wrote a frame's code: "fourfold", "torch", "Python" (its start-up machinery), or None for the user."""
     if filename.startswith("<frozen ") or os.path.basename(filename) in ("runpy.py", "contextlib.py"):
         return "Python"
     path = os.path.abspath(filename)
