@@ -1,6 +1,6 @@
 """`fourfold checkpoint`: list, verify and export a run's checkpoints.
 
-Law: nothing of a run is changed here.
+Law: these commands change nothing in a run's folder.
 """
 
 import contextlib
@@ -46,15 +46,14 @@ def list_checkpoints(run: str) -> int:
 
 
 def verify_checkpoints(run: str) -> int:
-    """`fourfold checkpoint verify`; returns the exit code: 1 where something is damaged."""
-    from fourfold.checkpoint.store import CheckpointStore
-    from fourfold.checkpoint.store import verify_checkpoint as problems_of
+    """`fourfold checkpoint verify`; returns the exit code: 1 if a checkpoint is damaged."""
+    from fourfold.checkpoint.store import CheckpointStore, verify_checkpoint
 
     store = CheckpointStore(_find_run(run))
     steps, code = store.steps(), 0
     for step in steps:
         try:
-            problems = problems_of(store.step_dir(step))
+            problems = verify_checkpoint(store.step_dir(step))
             word = "damaged" if problems else "good"
         except UnreadableCheckpointError as error:
             problems, word = [problem.got for problem in error.problems], "cannot be read here"
@@ -69,23 +68,23 @@ def verify_checkpoints(run: str) -> int:
 
 def export_checkpoint(run: str, file: str | None, *, step: int | None, ema: bool) -> int:
     """`fourfold checkpoint export`; returns the exit code."""
-    from fourfold.checkpoint.read import export_weights as write
+    from fourfold.checkpoint.read import export_weights
     from fourfold.checkpoint.store import CheckpointStore, newest_valid
 
-    folder = _find_run(run)
-    steps = CheckpointStore(folder).steps()
+    run_dir = _find_run(run)
+    steps = CheckpointStore(run_dir).steps()
     if step is not None and step not in steps:
         need = f"one of {', '.join(map(str, steps))}" if steps else "a run with checkpoints"
-        raise SettingError(Problem(f"--step {step}", need), where=str(folder))
-    source = newest_valid(folder, step=step)
-    if step is None and source != CheckpointStore(folder).step_dir(steps[-1]):
+        raise SettingError(Problem(f"--step {step}", need), where=str(run_dir))
+    source = newest_valid(run_dir, step=step)
+    if step is None and source != CheckpointStore(run_dir).step_dir(steps[-1]):
         print_stderr(escape_controls(f"warning: a newer checkpoint is damaged: fourfold checkpoint verify {run}"))
-    target = Path(file or f"{folder.name}-{source.name.removeprefix('step-')}{'-ema' if ema else ''}.safetensors")
+    target = Path(file or f"{run_dir.name}-{source.name.removeprefix('step-')}{'-ema' if ema else ''}.safetensors")
     if target.exists():
-        raise SettingError(Problem(f"{target} is there already", "a new file", "another FILE"))
+        raise SettingError(Problem(f"{target} exists already", "a new file", "another FILE"))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        num_bytes = write(source, target, ema=ema)
+        num_bytes = export_weights(source, target, ema=ema)
     except OSError as error:
         got = f"{target} could not be written: {os_error_text(error)}"
         raise SettingError(Problem(got, "a file that can be written", "another FILE")) from None
@@ -95,7 +94,7 @@ def export_checkpoint(run: str, file: str | None, *, step: int | None, ema: bool
 
 def _find_run(run: str) -> Path:
     for path in (Path(run), Path(RUNS_DIR, run)):
-        with contextlib.suppress(OSError):  # a name that is too long is no run's
+        with contextlib.suppress(OSError):  # a name that is too long for a file system
             if run and path.is_dir():
                 return path
     raise SettingError(

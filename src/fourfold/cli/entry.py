@@ -1,7 +1,7 @@
-"""Floor 5: the command line.
+"""Entry: what happens around every command: closed streams, Ctrl-C, errors, the exit code.
 
-command  train, run, show, verify, checkpoint, report, doctor; each checks everything before a process is started
-Law: what a user got wrong is told on stderr as got / need / try, all at once, with exit code 2 and no traceback.
+command  train, run, show, verify, checkpoint, report, doctor; each checks everything before it starts a process
+Law: bad input is reported on stderr as got / need / try, all problems at once, with exit code 2 and no traceback.
 """
 
 import os
@@ -21,7 +21,7 @@ PARSER_PACKAGES = {"typer", "click"}  # the packages that print the help
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """The `fourfold` command. Always ends the process."""
+    """The `fourfold` command. Always ends the process: raises SystemExit."""
     _fill_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except KeyboardInterrupt as stop:
         code = _report_interrupt(stop)
     except OSError as error:
-        # The reader has gone (`fourfold show plan.toml | head`), which is no fault; or the disk is full.
+        # A reader that is gone (`fourfold show plan.toml | head`) is no fault; a full disk is.
         if not isinstance(error, BrokenPipeError):
             print_stderr(f"fourfold: the output could not be written: {os_error_text(error)}")
         redirect_to_null(sys.stdout)
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _fill_closed_streams() -> None:
-    """Streams that the caller has closed (`>&-`) lead nowhere: else a checkpoint may be opened under their number."""
+    """Open the null device for streams that the caller has closed (`>&-`): otherwise a file may get their number."""
     for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
         if getattr(sys, name) is None:
             stream = open(os.devnull, mode)  # noqa: SIM115
@@ -54,7 +54,7 @@ def _fill_closed_streams() -> None:
 
 
 def _report_interrupt(stop: KeyboardInterrupt) -> int:
-    """Say so, once; a second Ctrl-C is not answered with a traceback. Returns the exit code a shell would have."""
+    """Report a Ctrl-C once, and ignore further ones. Returns the exit code that a shell would have."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     text = str(stop) if stop.args else "stopped by SIGINT"
     if text:
@@ -63,7 +63,7 @@ def _report_interrupt(stop: KeyboardInterrupt) -> int:
 
 
 def _is_output_error(error: BaseException) -> bool:
-    """Whether it was a command's own `print` that failed, and no file or pipe of a task's."""
+    """Whether a command's own `print` has failed, rather than a file or pipe of the task's."""
     if not isinstance(error, OSError) or error.filename is not None:
         return False
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
@@ -75,12 +75,12 @@ def _run_command(arguments: list[str]) -> int:
     from fourfold.cli.commands import parse_command
 
     try:
-        act = parse_command(arguments)
-        sigint.raise_pending()  # typer ends its parsing on an interrupt, as if nothing were to be done
-        return act() if act is not None else 0
+        command = parse_command(arguments)
+        sigint.raise_pending()  # an interrupt makes typer end its parsing without an error
+        return command() if command is not None else 0
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # whatever a task raises, such as pytest's Skipped
+    except BaseException as error:  # a task may raise any, such as pytest's Skipped
         if _is_output_error(error):
             raise
         from fourfold.cli.errors import report_error

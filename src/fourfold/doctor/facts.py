@@ -1,18 +1,18 @@
-"""Facts: what was found on this machine.
+"""Facts: what the probes have found on this machine.
 
-Law: plain values; whoever has none to look at makes them up.
+Law: plain values, so that a test can make up any machine.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 OLDEST_PYTHON = (3, 11)
-EARLIEST_TIME = 1735689600.0  # 1 January 2025: no clock of a machine that runs this is right before it
+EARLIEST_TIME = 1735689600.0  # 1 January 2025: a clock that shows an earlier time is wrong
 
 
 @dataclass(frozen=True)
 class GlooTiming:
-    """Two processes of this host through gloo: seconds to reduce 4 MiB and to reduce one value; or why it failed."""
+    """Two processes of this host over gloo: the seconds to all-reduce 4 MiB and one value, or why it failed."""
 
     bulk_seconds: float = 0.0
     value_seconds: float = 0.0
@@ -21,13 +21,13 @@ class GlooTiming:
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """What was found. Optional values are None where they could not be found out; problems are "" where all is well.
+    """What was found. An optional value is None if it could not be found out; a problem is "" if there is none.
 
-    quota_cores    processors a container grants
-    limit_bytes    the memory limit of the container (cgroup), None where there is none
-    shared_bytes   shared memory reserved in a test, 0 with `shared_problem`
+    quota_cores    processors that a container grants
+    limit_bytes    the memory limit of the container (cgroup); None if there is none
+    shared_bytes   shared memory reserved in a test; 0 with `shared_problem`
     write_rate     bytes a second in the current folder, fsync included
-    skew_seconds   time a fresh file's stamp differs from the clock's
+    skew_seconds   difference between the time stamp of a new file and this machine's clock
     """
 
     environ: Mapping[str, str] = field(default_factory=dict)
