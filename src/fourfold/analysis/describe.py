@@ -31,6 +31,7 @@ from fourfold.words.layout import SPLIT, Change
 from fourfold.words.layout import collective_sent_bytes as layout_bytes
 from fourfold.words.program import GRAD_NORM, LOSS, TRUST_NORMS, USED_PARAMS, Verb
 from fourfold.words.task import Task, check_task
+from fourfold.words.text_table import align_columns
 from fourfold.words.units import format_bytes
 
 MEASURE_TEXTS = {
@@ -274,9 +275,4 @@ def _wrap(words: Sequence[str], width: int = 100) -> list[str]:
 
 def _format_table(rows: Sequence[tuple[str, ...]], *, left: int) -> str:
     """Columns from `left` on are set to the left, those before to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [c.ljust(w) if n >= left else c.rjust(w) for n, (c, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return _indent(lines)
+    return _indent(align_columns(rows, ">" * left + "<" * (len(rows[0]) - left)))
