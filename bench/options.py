@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from bench.measurement import describe_machine
-from fourfold.parts.comm.reduce import divergence_report
+from fourfold.parts.comm.reduce import collective_fingerprint, divergence_report
 from fourfold.parts.optim import option_tracker
 
 NUM_READINGS, WARMUP = 3000, 200
