@@ -35,8 +35,8 @@ def edit(step: TrainStep) -> None:
 
 CALLS: dict[str, Callable[[TrainStep], Any]] = {
     "evaluate()": lambda step: step.evaluate(local_batch(batches(CASE)[0], step.plan.dp, step.dp_index)),
-    "sum() of 2 values": lambda step: step.all_reduce(torch.ones(2, dtype=torch.float64)),
-    "exchange()": lambda step: step.all_gather_json("?"),
+    "all_reduce() of 2 values": lambda step: step.all_reduce(torch.ones(2, dtype=torch.float64)),
+    "all_gather_json()": lambda step: step.all_gather_json("?"),
     "edit()": edit,
     "state_dict()": lambda step: step.state_dict(),
 }
@@ -175,21 +175,21 @@ def test_a_rank_may_go_on_while_another_compares(raises_flag):
         mmap.mmap(-1, 2 * collective_fingerprint.BOARD_BYTES), [0, collective_fingerprint.BOARD_BYTES], ranks=(0, 1)
     )
     for index in range(2):
-        board.write(index, 1, "replaced()")
+        board.write(index, 1, "swapped_weights()")
     counts = [1, 1]
 
     def get_counts():
         before = list(counts)
         for number in range(counts[1] + 1, collective_fingerprint.BOARD_DEPTH + 2):
-            board.write(1, number, "read()")
+            board.write(1, number, "unsharded()")
             counts[1] = number if raises_flag else collective_fingerprint.BOARD_DEPTH
         return before
 
     board.check(0, get_counts)
-    board.write(0, 2, "read()")
+    board.write(0, 2, "unsharded()")
     board.check(0, lambda: [2, 3])
-    board.write(0, 3, "exchange()")
-    with pytest.raises(DivergenceError, match=r"rank 1 is at read\(\)"):
+    board.write(0, 3, "all_gather_json()")
+    with pytest.raises(DivergenceError, match=r"rank 1 is at unsharded\(\)"):
         board.check(0, lambda: [3, 3])
 
 

@@ -14,8 +14,7 @@ from fourfold.checkpoint.store import CheckpointStore
 from fourfold.environment.processes import process_id, this_process
 from fourfold.environment.world import World
 from fourfold.feed.feed import Feed
-from fourfold.parts.comm.communicator import _RankProcess, host_id
-from fourfold.parts.comm.transports import Communicator
+from fourfold.parts.comm.communicator import Communicator, _RankProcess, host_id
 from fourfold.testing import threads
 from fourfold.words.errors import PeerError
 from tests.cases import Case

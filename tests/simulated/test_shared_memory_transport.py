@@ -15,7 +15,8 @@ from fourfold.parts.comm.reduce.shared_memory.flags import HostRanks
 from fourfold.parts.comm.reduce.shared_memory.layout import SharedMemoryLayout
 from fourfold.parts.comm.reduce.shared_memory.transport import SharedMemoryTransport
 from fourfold.plan.codec import CodecSpec
-from fourfold.plan.data import RESTING_LAYOUTS, Bucket, Slot, grad_buffer_indices
+from fourfold.plan.data.buckets import Bucket, Slot
+from fourfold.plan.data.zero import RESTING_LAYOUTS, grad_buffer_indices
 from fourfold.testing import threads
 
 NUM_BUCKETS = 8

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fourfold.plan.plan import FIELD_RULES
+from fourfold.plan.plan_fields import FIELD_RULES
 from fourfold.testing import network_namespaces
 from fourfold.testing.network_namespaces import Host, Hosts
 from fourfold.testing.oracle import TOLERANCE

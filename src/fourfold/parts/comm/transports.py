@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from fourfold.parts import memory
-from fourfold.parts.codec.registry import Codec
+from fourfold.parts.codec.protocol import Codec
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.host_shared_memory import open_host_memory
 from fourfold.parts.comm.init import existing_world, init_communicator, world

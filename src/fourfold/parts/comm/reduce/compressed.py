@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fourfold.parts.codec.registry import Codec, CodecReduction, Message
+from fourfold.parts.codec.protocol import Codec, CodecReduction, Message
 from fourfold.parts.comm.reduce.async_result import AsyncResult
 from fourfold.parts.comm.reduce.message_gatherer import MessageGatherer
 from fourfold.parts.comm.reduce.protocol import BucketSlice, Transport

@@ -22,10 +22,11 @@ class LocalSGDTransport:
     shared_weights: Sequence[torch.Tensor] | None = None
     is_writer, unshards_params, replica_index = True, False, 0
 
-    def __init__(self, global_transport: Transport) -> None:
+    def __init__(self, global_transport: Transport, num_ranks: int) -> None:
         self._global_transport = global_transport
         self._local_transport = SingleRankTransport(global_transport.grad_buffers, global_transport.buffer_indices)
-        self.name, self.size, self.index = global_transport.name, global_transport.size, global_transport.index
+        # Over all hosts; the size of a shared memory transport counts only its own host's ranks.
+        self.name, self.size, self.index = global_transport.name, num_ranks, global_transport.index
         self.grad_buffers, self.buffer_indices = global_transport.grad_buffers, global_transport.buffer_indices
         self._is_syncing = False
 

@@ -19,7 +19,7 @@ from fourfold.parts import memory
 from fourfold.parts.comm.collectives import Group, Work, sum_in_order
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.reduce.async_result import AsyncResult, GetFuture, always_done, noop
-from fourfold.plan.data import ShardGroups
+from fourfold.plan.data.zero import ShardGroups
 from fourfold.words.layout import Change
 
 
