@@ -85,7 +85,7 @@ class Plan:
 
     @property
     def ineffective_fields(self) -> dict[str, str]:
-        """The fields that are not at their defaults but have no effect, and what each of them would need to have one."""
+        """The fields that are not at their defaults but have no effect, and what each would need to have one."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         return {
             name: need
@@ -104,9 +104,7 @@ class Plan:
         if self.sync == "local":
             # Every rank trains by itself between averages, so the number of ranks matters too.
             names += ["sync", "local_steps", "outer_lr", "outer_momentum", "dp"]
-        on_disk = {
-            new: old for old, new in RENAMED_FIELDS.items()
-        }  # a run's identity keeps the names it was saved under
+        on_disk = {new: old for old, new in RENAMED_FIELDS.items()}
         return {on_disk.get(name, name): getattr(self, name) for name in names}
 
     @property
@@ -144,7 +142,7 @@ class Plan:
 
     @classmethod
     def from_toml(cls, text: str, *, where: str = "plan.toml") -> Self:
-        """Read a plan as `to_toml` writes it: flat keys and `version = 1`. The former name of a renamed field is legal too."""
+        """Read a plan as `to_toml` writes it: flat keys and `version = 1`. Former names of renamed fields are legal."""
         try:
             values = from_toml(text)
         except DecodeError as error:
