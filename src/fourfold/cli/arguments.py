@@ -90,7 +90,7 @@ RUN_SETTINGS = {
     "restarts": ValueType(int, min_value=0),
     "hang_seconds": ValueType(float, is_optional=True, greater_than=0),
 }
-LR_PREFIX = "lr_"  # what the settings of the learning rate begin with; the rest is a field of `Rates`
+LR_PREFIX = "lr_"  # what the settings of the learning rate begin with; the rest is a field of `LRSchedule`
 
 
 def _parse_int(text: str) -> int:

@@ -97,7 +97,7 @@ def _setting_problems(settings: Settings) -> list[Problem]:
     problems += argument_checks.str_problems("folder", settings.folder, path=True)
     problems += argument_checks.str_problems("init", settings.init, path=True, optional=True)
     problems += argument_checks.instance_problems(
-        "rates", settings.rates, LRSchedule, optional=True, attempt='ff.Rates(schedule="cosine")'
+        "rates", settings.rates, LRSchedule, optional=True, attempt='ff.LRSchedule(schedule="cosine")'
     )
     problems += argument_checks.mapping_problems("extra", settings.extra, optional=True)
     return problems or _json_problems(settings)
