@@ -1,6 +1,6 @@
 """Draws docs/rates.svg: python docs/rates.py
 
-Law: the curves are those of `fourfold.LRSchedule`; nothing is drawn by hand.
+Law: the curves are those of `fourfold.Rates`; nothing is drawn by hand.
 """
 
 from pathlib import Path
