@@ -166,13 +166,13 @@ class Feed:
         """A batch. Whether its samples draw is found out with the first one: then nobody else draws."""
         if not is_first and not self._uses_rng:
             return fetch(self._source, samples.sample_ids())
-        drawing = {"seed": samples.seed, "epoch": samples.epoch, "draws": self._uses_rng}
+        drawing = {"seed": samples.seed, "epoch": samples.epoch, "uses_rng": self._uses_rng}
         batch, self._uses_rng = fetch_seeded(self._source, samples.sample_ids(), **drawing)
         return batch
 
     def _source_fingerprint(self, seed: int) -> Fingerprint | None:
         """Of the source's middle sample; None where it is another one each time it is read."""
-        drawing = {"seed": seed, "epoch": 0, "draws": self._uses_rng}
+        drawing = {"seed": seed, "epoch": 0, "uses_rng": self._uses_rng}
         try:
             twice = [fetch_seeded(self._source, [len(self._source) // 2], **drawing)[0] for _ in range(2)]
         except Exception:  # the sample's own error is raised where a batch has it, with the others

@@ -85,7 +85,7 @@ class Plan:
 
     @property
     def ineffective_fields(self) -> dict[str, str]:
-        """The fields that are not at their defaults but have no effect, and what each would need to have one."""
+        """Fields set to other than their defaults without effect, and what each would need to have one."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         return {
             name: need
@@ -142,7 +142,7 @@ class Plan:
 
     @classmethod
     def from_toml(cls, text: str, *, where: str = "plan.toml") -> Self:
-        """Read a plan as `to_toml` writes it: flat keys and `version = 1`. Former names of renamed fields are legal."""
+        """Read a plan as `to_toml` writes it: flat keys and `version = 1`. Former names of fields are legal too."""
         try:
             values = from_toml(text)
         except DecodeError as error:

@@ -160,7 +160,7 @@ def shard_problems(values: Mapping[str, Any]) -> list[Problem]:
 
 
 def parse_value(name: str, text: str) -> object:
-    """The value of a plan field given as `key=value` on a command line; a string that is no number stays a string."""
+    """The value of a plan field given as `key=value` on a command line; what is no number stays a string."""
     rule = FIELD_RULES[name]
     if rule.optional and text == "none":
         return None
