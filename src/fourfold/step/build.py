@@ -27,7 +27,7 @@ from fourfold.parts.optim.master_weights import MasterWeightPolicy, offload_devi
 from fourfold.parts.optim.option_tracker import OptionTracker
 from fourfold.parts.optim.step_hooks import StepHooks
 from fourfold.plan.data.buckets import Bucket, ParamSpec, effective_bucket_bytes, make_buckets
-from fourfold.plan.data.step_program import DataStepSpec, lower_step
+from fourfold.plan.data.step_program import DataStepSpec, StepSync, lower_step
 from fourfold.plan.data.zero import RESTING_LAYOUTS, RestingLayouts, grad_buffer_indices
 from fourfold.plan.intervals import DRIFT_CHECK, is_due
 from fourfold.plan.memory import has_unbucketed_grads
@@ -291,8 +291,8 @@ class TrainStep:
         if self._local_sgd is None:
             self.program = self.local_program = lower_step(self._step_spec)
             return
-        self.program = lower_step(self._step_spec._replace(sync="meet"))
-        self.local_program = lower_step(self._step_spec._replace(sync="apart"))
+        self.program = lower_step(self._step_spec._replace(sync=StepSync.WEIGHTS))
+        self.local_program = lower_step(self._step_spec._replace(sync=StepSync.NOTHING))
 
     @property
     def is_synchronized(self) -> bool:
