@@ -127,7 +127,9 @@ def test_between_hosts_and_with_a_codec_gradients_travel_in_more_buckets(monkeyp
 
     def wrapped(ranks):
         model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(8)))
-        return DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=ranks)._num_buckets
+        return DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=ranks
+        )._averager.num_buckets
 
     monkeypatch.setattr("fourfold.plan.data.buckets.MIN_INTER_HOST_BUCKET_BYTES", 1)
     here, coded = num_buckets(), num_buckets(codec="int8")
