@@ -210,8 +210,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _check_drift(self) -> None:
         """Compare weights after the first step, after the first that uses loaded state, and after every so many.
 
-        Only within a backward: then all ranks are known to have taken as many steps. So early, because what is wrong
-        from the start, such as noise that each rank draws for itself, must not cost a run.
+        Called within a backward: there all ranks have taken the same number of steps. It starts with the first step, so
+        that what is wrong from the start, such as noise that each rank draws for itself, does not cost a run.
         """
         num_steps = self._steps.num_steps
         if self._num_loads_seen != self._steps.num_loads:
