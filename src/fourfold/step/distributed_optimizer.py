@@ -6,7 +6,6 @@ Law: on every rank, the wrapped optimizer does what it would do on one device wi
 """
 
 import contextlib
-import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -21,7 +20,7 @@ from fourfold.parts.data.grad_hooks import register_last_hook
 from fourfold.parts.optim.flat_optimizer import group_indices
 from fourfold.parts.optim.option_checks import check_options
 from fourfold.parts.optim.option_tracker import OptionTracker
-from fourfold.plan.intervals import DRIFT_CHECK, is_due
+from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.plan import Plan
 from fourfold.step import replica_drift
 from fourfold.step.argument_checks import (
@@ -105,8 +104,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._input_fingerprints = InputFingerprints(model if self._duplicate_batches.is_active else None)
         self._options = OptionTracker(optimizer)
         self._drift_checker = replica_drift.DriftChecker(comm, drift_check, attempt=WRAPPER_HINT)
-        self._last_compared_step, self._num_loads_seen = 0, 0
-        self._next_compare_step: float = 1  # steps
+        self._drift_schedule = replica_drift.DriftSchedule(self._drift_checker.every)
         self._broadcast_model(src=0)
         self._is_sync_enabled, self._backward_id = True, NO_BACKWARD_ID
         self._num_backwards = 0
@@ -204,22 +202,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._uneven_inputs is not None:
             return self._uneven_inputs.divisor(self._uneven_inputs.count_active_ranks())
         self._transport.check_same_call()
-        self._check_drift()
-        return self._communicator.size
-
-    def _check_drift(self) -> None:
-        """Compare weights after the first step, after the first that uses loaded state, and after every so many.
-
-        Called within a backward: there all ranks have taken the same number of steps. It starts with the first step, so
-        that what is wrong from the start, such as noise that each rank draws for itself, does not cost a run.
-        """
-        num_steps = self._steps.num_steps
-        if self._num_loads_seen != self._steps.num_loads:
-            self._num_loads_seen, self._next_compare_step = self._steps.num_loads, num_steps + 1
-        is_wanted = num_steps >= self._next_compare_step or is_due(num_steps, self._drift_checker.every, 1)
-        if self._drift_checker.every and num_steps > self._last_compared_step and is_wanted:
-            self._last_compared_step, self._next_compare_step = num_steps, math.inf
+        # Here, within a backward, all ranks have taken the same number of steps.
+        if self._drift_schedule.is_due(self._steps.num_steps, self._steps.num_loads):
             self._compare_weights()
+        return self._communicator.size
 
     def check_drift(self) -> None:
         """Compare the ranks' weights now, as `drift_check` does after every so many steps. Collective.
@@ -319,7 +305,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizer_state, value = broadcast_tree(self._communicator, [self._optimizer.state_dict(), value], src=src)
         if self._communicator.rank != src:
             self._optimizer.load_state_dict(optimizer_state)
-        self._steps.num_loads = self._num_loads_seen = 0
+        self._steps.num_loads = self._drift_schedule.num_loads = 0
         return value
 
     def _broadcast_model(self, *, src: int) -> None:
