@@ -830,23 +830,23 @@ def _build_buckets(
     )
 
 
-def _may_block_in_backward(plan: Plan, rest: RestingLayouts) -> bool:
+def _may_block_in_backward(plan: Plan, layouts: RestingLayouts) -> bool:
     """Whether, within backward, one rank may wait for a reduction while another waits for the totals of all hosts."""
     # Split gradients pass through a few buffers: backward waits for a free one. Updates in backward need the totals.
-    return plan.update == "in_backward" and rest.gradient == SPLIT
+    return plan.update == "in_backward" and layouts.gradient == SPLIT
 
 
 def _transport_spec(
-    plan: Plan, buckets: Sequence[Bucket], rest: RestingLayouts, *, num_norms: int
+    plan: Plan, buckets: Sequence[Bucket], layouts: RestingLayouts, *, num_norms: int
 ) -> transports.TransportSpec:
     """What the transport must provide for these buckets."""
     return transports.TransportSpec(
         sizes=tuple(bucket.size for bucket in buckets),
         dtypes=tuple(grad_buckets.bucket_dtype(gradient_bucket(bucket, plan.reduce_dtype)) for bucket in buckets),
-        buffer_indices=grad_buffer_indices(len(buckets), is_cyclic=rest.gradient == SPLIT),
-        rest=rest,
+        buffer_indices=grad_buffer_indices(len(buckets), is_cyclic=layouts.gradient == SPLIT),
+        rest=layouts,
         num_scalars=max(8, num_norms),
-        num_shards=plan.num_shards if rest.state == SPLIT else None,
+        num_shards=plan.num_shards if layouts.state == SPLIT else None,
         weight_dtypes=tuple(grad_buckets.bucket_dtype(bucket) for bucket in buckets),
     )
 

@@ -383,8 +383,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             delattr(self._optimizer, name)
 
     def _is_wrapper_attribute(self, name: str) -> bool:
-        own = self.__dict__
-        return name in own or "_is_built" not in own or hasattr(type(self), name)
+        attributes = self.__dict__
+        return name in attributes or "_is_built" not in attributes or hasattr(type(self), name)
 
     def __reduce_ex__(self, _: Any) -> NoReturn:
         """Raises OptimizerError: a DistributedOptimizer is neither copied nor pickled."""

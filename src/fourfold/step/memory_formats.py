@@ -41,12 +41,12 @@ class MemoryFormats:
             if _memory_format(parameter) != initial
         ]
         if changed:
-            rest = f" and {len(changed) - MAX_NAMES} more" if len(changed) > MAX_NAMES else ""
+            more = f" and {len(changed) - MAX_NAMES} more" if len(changed) > MAX_NAMES else ""
             got = (
                 f"parameters that were converted after DistributedOptimizer was built: {', '.join(changed[:MAX_NAMES])}"
             )
             need = "the dtype, device and memory format that gradients are reduced in"
-            raise TrainingError(Problem(got + rest, need, "model.to(…) before DistributedOptimizer(…)"))
+            raise TrainingError(Problem(got + more, need, "model.to(…) before DistributedOptimizer(…)"))
 
 
 def _memory_format(parameter: Tensor) -> tuple[object, ...]:

@@ -134,9 +134,9 @@ class DriftChecker:
 class DriftSchedule:
     """When the weights of a wrapped optimizer are compared, asked in every backward.
 
-    After the first step, after the first step that uses loaded state, and after every `every` steps; 0: never. The first
-    step is compared because what is wrong from the start, such as noise that each rank draws for itself, must not cost a
-    run.
+    After the first step, after the first step that uses loaded state, and after every `every` steps; 0: never. The
+    first step is compared because what is wrong from the start, such as noise that each rank draws for itself, must not
+    cost a run.
     """
 
     def __init__(self, every: int) -> None:

@@ -88,5 +88,5 @@ def _is_nonzero(gradient: Tensor | None) -> bool:
 
 
 def _name_list(names: Sequence[str]) -> str:
-    rest = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + rest
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
