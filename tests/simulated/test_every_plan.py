@@ -24,22 +24,22 @@ from tests.cases import Case, build_step, train_oracle, train_step
 
 SIZE, STEPS = 2, 2
 CROSSED = ("zero", "update", "codec", "sync", "unused")
-# Even batches: what a cast rounds depends on the unit, which is then the first step's count everywhere.
+# Even batches: the rounding of a cast depends on the nominal count, which is then the same in all steps.
 START = Case(batch_sizes=(16,) * STEPS, bucket_bytes=1500, local_steps=STEPS)
 
 
 def cases(zero: int, update: str) -> list[Case]:
-    """Every combination of the crossed fields, accumulation, clipping, and kinds of optimizers."""
+    """Every combination of the crossed fields, microbatches, clipping and kinds of optimizers."""
     choices = {name: FIELD_RULES[name].choices for name in CROSSED} | {"zero": (zero,), "update": (update,)}
     choices |= {"microbatches": (1, 2), "clip": (None, 0.05), "optimizer": ("AdamW", "LAMB")}
     found = [dict(zip(choices, each, strict=True)) for each in itertools.product(*choices.values())]
-    # A layer-wise update sees the sums, not how they came: once is enough.
+    # A layer-wise update sees sums only, not how they were reduced: one way of reducing is enough.
     plain = [f for f in found if f["optimizer"] == "AdamW" or (f["codec"] == "none" and f["unused"] == "refuse")]
     return [dataclasses.replace(START, **fields) for fields in plain]
 
 
 def is_refused(case: Case) -> bool:
-    """Whether this version says no before anything is started."""
+    """Whether this version refuses the case before anything is started."""
     ranks = cast(Any, SimpleNamespace(size=SIZE, device=torch.device("cpu")))
     try:
         plan, model = case.plan(SIZE), cases_module.model(case.model)
@@ -54,7 +54,7 @@ def is_refused(case: Case) -> bool:
 
 @functools.cache
 def expected(case: Case) -> TrainingResult:
-    """What one process makes of it, in plain torch."""
+    """The training in one process, in plain torch."""
     if case.sync == "local":
         return local_sgd_oracle.train(case, SIZE)
     return (
@@ -63,7 +63,7 @@ def expected(case: Case) -> TrainingResult:
 
 
 def wanted(case: Case) -> TrainingResult:
-    # Where gradients are coded, the number of reductions matters to the oracle; all else it does not know.
+    # With a codec the number of reductions matters to the oracle; it ignores all other fields.
     reduced = case.zero if case.codec != "none" and case.zero > 1 and case.microbatches > 1 else 0
     return expected(dataclasses.replace(case, zero=reduced, update="after", unused="refuse", transport="by-host"))
 
@@ -74,7 +74,7 @@ def test_every_plan_of_the_data_axis_is_refused_or_trains_as_its_oracle(zero, up
     legal = [case for case in cases(zero, update) if not is_refused(case)]
     # At zero 3 codecs are refused; in backward clipping, unused parameters and layer-wise updates are too.
     assert len(legal) > (1 if zero == 3 else 10)
-    # Ranks of one host share weights that rest split; over gloo they gather them.
+    # Ranks of one host share weights that rest split; over gloo they unshard them.
     others = [dataclasses.replace(case, transport="gloo") for case in legal if zero == 3]
     for case in legal + others:
         ranks = threads.run(SIZE, lambda ranks, case=case: train_step(case, build_step(case, SIZE, ranks)))
