@@ -140,8 +140,8 @@ class CommStats(NamedTuple):
 class TrainStep:
     """One training step: `step(batch)` is one optimizer update. `ff.parallelize` makes it.
 
-    The batch is this rank's part of the global batch; it may be empty. All methods are collective (every rank calls
-    them, in the same order), unless they say otherwise; DivergenceError names the ranks that call different ones.
+    The batch is this rank's part of the global batch; it may be empty. Every rank must call the methods that say
+    "Collective", in the same order; DivergenceError names the ranks that are in different calls.
     """
 
     def __init__(
@@ -310,7 +310,7 @@ class TrainStep:
         return self._communicator.rank
 
     def request_stop(self, stop: bool) -> None:
-        """Ask to stop the run, on this rank: after the next step `stop_requested` is True on all ranks."""
+        """Whether this rank wants to stop the run. If any rank does, `stop_requested` is True on all after a step."""
         self._actions.stop_requested = stop
 
     @property
@@ -336,7 +336,7 @@ class TrainStep:
             self._gradients.recorder = recorder  # with local steps gradients are not sent
 
     def _channels(self) -> tuple[Any, ...]:
-        """All that this rank communicates through in a step."""
+        """The transport and the rings through which this rank communicates in a step."""
         rings = self._sequence_parallel.ring_groups if self._sequence_parallel is not None else ()
         return (self._transport, *rings)
 
