@@ -30,7 +30,7 @@ WITHIN = 0.05
 def _step(plan: Plan, ranks: ThreadCommunicator, optimizer: str = "AdamW") -> TrainStep:
     """A step of 330,000 parameters that has been taken twice."""
     model = nn.Sequential(*[layer for _ in range(5) for layer in (nn.Linear(256, 256), nn.Tanh())])
-    options: dict[str, Any] = {"plan": plan, "ranks": ranks, "clip": None}
+    options: dict[str, Any] = {"plan": plan, "communicator": ranks, "clip": None}
     step = TrainStep(
         model, lambda outputs, targets: (outputs - targets).square().sum(-1), OPTIMIZERS[optimizer], **options
     )
