@@ -26,7 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench import bert
 from bench.measurement import describe_machine, format_table
-from fourfold.parts.comm.ring.protocol import NullRingGroup, RingOverP2P
+from fourfold.parts.comm.ring.p2p import RingOverP2P
+from fourfold.parts.comm.ring.single_rank import NullRingGroup
 from fourfold.parts.comm.transports import SingleRankTransport
 from fourfold.parts.data.grad_buckets import GradBuckets, flatten_params, param_specs
 from fourfold.parts.sequence.attention import AttentionDropout, SequenceGroup, sequence_attention

@@ -10,23 +10,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.checkpoint_manifest import (
+from fourfold.plan.checkpoint_boxes import (
     ELEMENT_BYTES,
-    MANIFEST_VERSION,
     Box,
+    GlobalTensor,
+    StoredBox,
+    assign_shards,
+    intersection,
+    relative_slices,
+    shard_file_name,
+)
+from fourfold.plan.checkpoint_manifest import (
+    MANIFEST_VERSION,
     DataState,
     FileEntry,
     FirstStepRecord,
-    GlobalTensor,
     Manifest,
     RngState,
-    StoredBox,
     TensorEntry,
-    assign_shards,
-    intersection,
     manifest_problems,
-    relative_slices,
-    shard_file_name,
 )
 from fourfold.words.mesh import Mesh
 

@@ -89,7 +89,7 @@ def host(folder: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    monkeypatch.setattr(host_memory, "CGROUP", folder / "cgroup")
+    monkeypatch.setattr(host_memory, "CGROUP_ROOT", folder / "cgroup")
     monkeypatch.setattr(host_memory, "MEMINFO", folder / "meminfo")
     monkeypatch.setattr(host_memory, "PROC_CGROUP", folder / "own")
     return host_memory.available_bytes()

@@ -11,8 +11,10 @@ import torch
 
 from fourfold.feed.feed import Batch
 from fourfold.parts.comm.reduce import collective_fingerprint
-from fourfold.parts.comm.reduce.shared_memory import transport
+from fourfold.parts.comm.reduce.shared_memory import call_check
+from fourfold.parts.comm.reduce.shared_memory.flags import HostRanks
 from fourfold.parts.comm.reduce.shared_memory.layout import SharedMemoryLayout
+from fourfold.parts.comm.reduce.shared_memory.transport import SharedMemoryTransport
 from fourfold.plan.sample_order import BatchRange
 from fourfold.step.build import TrainStep
 from fourfold.testing import threads
@@ -54,7 +56,7 @@ def astray(step: TrainStep, act: Callable[[], Any]) -> str:
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_that_not_all_ranks_make_is_found_and_named_on_every_rank(call, steps, alone, monkeypatch):
     monkeypatch.setattr(
-        transport, "DIVERGENCE_GRACE_SECONDS", threads.TIME_LIMIT_SECONDS
+        call_check, "DIVERGENCE_GRACE_SECONDS", threads.TIME_LIMIT_SECONDS
     )  # However slow the machine is.
 
     def body(ranks):
@@ -70,7 +72,7 @@ def test_a_call_that_not_all_ranks_make_is_found_and_named_on_every_rank(call, s
 
 
 def test_a_rank_that_never_comes_does_not_keep_the_others_from_telling(monkeypatch):
-    monkeypatch.setattr(transport, "DIVERGENCE_GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(call_check, "DIVERGENCE_GRACE_SECONDS", 0.3)
     kept = []  # a rank whose step is gone would be taken for dead
 
     def body(ranks):
@@ -89,8 +91,8 @@ def test_a_stray_that_has_ended_of_it_is_told_as_a_stray():
     slotting = SharedMemoryLayout((), (), num_scalars=8)
     mapping = mmap.mmap(-1, 3 * slotting.region_bytes)
     here, there = socket.socketpair()
-    first = transport.SharedMemoryTransport(mapping, slotting, index=0, size=3, peer_sockets={1: here})
-    stray = transport.SharedMemoryTransport(mapping, slotting, index=1, size=3)
+    first = SharedMemoryTransport(mapping, slotting, HostRanks(0, (0, 1, 2), {1: here}))
+    stray = SharedMemoryTransport(mapping, slotting, HostRanks(1, (0, 1, 2)))
     stray.begin_call("evaluate() after step 5")
     there.close()
     first.begin_call("step 6")

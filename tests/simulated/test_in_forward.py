@@ -16,7 +16,7 @@ from torch import nn
 
 import fourfold as ff
 from fourfold.feed.source import TensorSource
-from fourfold.plan import cost
+from fourfold.plan import cost, step_breakdown
 from fourfold.plan.plan import Plan
 from fourfold.step.build import TrainStep, parallelize
 from fourfold.testing import threads
@@ -386,13 +386,13 @@ def test_the_trace_shows_updates_within_forward_and_counts_them_once():
 
     trace = threads.run(2, body)[0]
     for rank in trace.ranks:
-        at = {event.name: event for event in trace.of(step=3, rank=rank)}
+        at = {event.name: event for event in trace.events_of(step=3, rank=rank)}
         updates = [event for name, event in at.items() if name[0] == "U"]
         assert len(updates) == sum(action.verb == Verb.UPDATE for action in trace.program[rank])
         assert all(at["F0.0"].start <= each.start <= each.stop <= at["F0.0"].stop for each in updates)
-    spent = cost.seconds_by_category(trace)
+    spent = step_breakdown.seconds_by_category(trace)
     steps = [e.seconds for e in trace.events if e.name == "step"]
-    assert sum(v for name, v in spent.items() if name != cost.REDUCE_TIME) <= 1.001 * sum(steps) / len(steps)
+    assert sum(v for name, v in spent.items() if name != step_breakdown.REDUCE_TIME) <= 1.001 * sum(steps) / len(steps)
     assert {rank: len(timed) for rank, timed in cost.simulated_timeline(trace).items()} == {
         rank: len(actions) for rank, actions in trace.program.items()
     }

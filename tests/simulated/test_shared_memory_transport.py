@@ -8,8 +8,10 @@ from typing import Any, cast
 import torch
 
 from fourfold.parts.codec import registry
-from fourfold.parts.comm.reduce.compressed import CompressedRoutes, CompressedTransport, NullMessageGatherer
-from fourfold.parts.comm.reduce.sharded_collectives import AsyncResult, always_done
+from fourfold.parts.comm.reduce.async_result import AsyncResult, always_done
+from fourfold.parts.comm.reduce.compressed import CompressedRoutes, CompressedTransport
+from fourfold.parts.comm.reduce.message_gatherer import NullMessageGatherer
+from fourfold.parts.comm.reduce.shared_memory.flags import HostRanks
 from fourfold.parts.comm.reduce.shared_memory.layout import SharedMemoryLayout
 from fourfold.parts.comm.reduce.shared_memory.transport import SharedMemoryTransport
 from fourfold.plan.codec import CodecSpec
@@ -42,12 +44,10 @@ def test_a_sum_on_its_way_lands_before_a_rank_waits_for_a_later_launch():
         weight_dtypes=dtypes,
     )
     mapping, both = mmap.mmap(-1, slotting.total_bytes(2)), threading.Barrier(2)
-    make = functools.partial(
-        SharedMemoryTransport, mapping, slotting, size=2, rest=RESTING_LAYOUTS[2], time_limit_seconds=10
-    )
+    make = functools.partial(SharedMemoryTransport, mapping, slotting, rest=RESTING_LAYOUTS[2], time_limit_seconds=10)
 
     def body(ranks):
-        shared = make(index=ranks.rank, inter_host=cast(Any, NoOtherHosts()))
+        shared = make(HostRanks(ranks.rank, (0, 1)), inter_host=cast(Any, NoOtherHosts()))
         shared.acquire_buffer(0)
         shared.grad_buffers[0].fill_(1.0)
         shared.reduce_async(0, 0)
@@ -79,13 +79,12 @@ def test_a_rank_does_its_part_of_a_sum_before_it_waits_for_a_later_message():
         inner = SharedMemoryTransport(
             mapping,
             slotting,
-            index=ranks.rank,
-            size=2,
+            HostRanks(ranks.rank, (0, 1)),
             rest=RESTING_LAYOUTS[2],
             is_prereduced=True,
             time_limit_seconds=10,
         )
-        sums = SharedMemoryTransport(other, messages, index=ranks.rank, size=2, time_limit_seconds=10)
+        sums = SharedMemoryTransport(other, messages, HostRanks(ranks.rank, (0, 1)), time_limit_seconds=10)
         codecs = [registry.make_codec(CodecSpec("bf16"), bucket, [(64,)], device=ranks.device) for bucket in buckets]
         coded = CompressedTransport(
             CompressedRoutes(inner, [sums], NullMessageGatherer(), is_host_leader=ranks.rank == 0), codecs

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fourfold.feed.collate import check_data
 from fourfold.feed.feed import Batch, Feed
 from fourfold.parts.comm.transports import world
+from fourfold.parts.torch_private import DropoutBase
 from fourfold.plan.plan import Plan
 from fourfold.step.argument_checks import check_plan_argument
 from fourfold.step.batch import num_samples, unpack_batch
@@ -191,7 +192,7 @@ def _disable_dropout(model: nn.Module) -> int:
     found = 0
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            is_one = name == "p" if isinstance(module, nn.modules.dropout._DropoutNd) else "drop" in name
+            is_one = name == "p" if isinstance(module, DropoutBase) else "drop" in name
             if is_one and type(value) is float and value > 0.0:
                 setattr(module, name, 0.0)
                 found += 1

@@ -23,17 +23,9 @@ from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.state import TrainingState
 from fourfold.checkpoint.store import CheckpointStore
 from fourfold.checkpoint.write import Snapshot, write_file, write_snapshot
+from fourfold.plan.checkpoint_boxes import GlobalTensor, assign_shards, shard_file_name
 from fourfold.plan.checkpoint_manifest import MANIFEST_FILE as MANIFEST_NAME
-from fourfold.plan.checkpoint_manifest import (
-    MANIFEST_VERSION,
-    FileEntry,
-    GlobalTensor,
-    Manifest,
-    RngState,
-    TensorEntry,
-    assign_shards,
-    shard_file_name,
-)
+from fourfold.plan.checkpoint_manifest import MANIFEST_VERSION, FileEntry, Manifest, RngState, TensorEntry
 from fourfold.plan.decode import DecodeError, from_json, read_bounded
 from fourfold.words.errors import CheckpointError, Problem, UnreadableCheckpointError
 from fourfold.words.units import format_bytes

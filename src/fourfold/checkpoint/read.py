@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from fourfold.checkpoint.store import read_manifest
 from fourfold.checkpoint.write import SAFETENSORS_DTYPES, TORCH_DTYPES, Snapshot, make_live_tensor, write_snapshot
-from fourfold.plan.checkpoint_manifest import Box, Manifest, TensorEntry, assign_shards, intersection, relative_slices
+from fourfold.plan.checkpoint_boxes import Box, assign_shards, intersection, relative_slices
+from fourfold.plan.checkpoint_manifest import Manifest, TensorEntry
 from fourfold.step.state_validation import tied_problems
 from fourfold.words.errors import CheckpointError, Problem
 

@@ -17,17 +17,8 @@ from fourfold.checkpoint.write import SAFETENSORS_DTYPES, LiveTensor, make_live_
 from fourfold.feed.feed import Feed, Position
 from fourfold.parts.data.param_access import untracked_access
 from fourfold.parts.optim.flat_optimizer import IMPLEMENTATION_OPTIONS
-from fourfold.plan.checkpoint_manifest import (
-    Box,
-    DataState,
-    FirstStepRecord,
-    GlobalTensor,
-    Manifest,
-    RngState,
-    Scalar,
-    StoredBox,
-    shard_file_name,
-)
+from fourfold.plan.checkpoint_boxes import Box, GlobalTensor, StoredBox, shard_file_name
+from fourfold.plan.checkpoint_manifest import DataState, FirstStepRecord, Manifest, RngState, Scalar
 from fourfold.plan.rng import generator_seed, rng_state_to_restore
 from fourfold.plan.sample_order import ORDER_VERSION
 from fourfold.step.build import TrainStep

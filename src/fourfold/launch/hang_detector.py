@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fourfold.environment.processes import process_state
 from fourfold.trainer.heartbeat import STARTING, HeartbeatRecord
 
 STACKS_VARIABLE = "FOURFOLD_STACKS"
@@ -53,14 +54,6 @@ def kill_culprits(
     for rank in culprits:
         _send_signal(pids[rank], signal.SIGKILL)
     return Hang(culprits, seconds, bool(stopped), stacks.get(culprits[0], ""))
-
-
-def process_state(pid: int) -> str:
-    """A process's state as the kernel has it: R, S, D, T (stopped), Z; "" where there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
 
 
 def _dump_stacks(ranks: Sequence[int], pids: Mapping[int, int], folder: Path) -> dict[int, str]:

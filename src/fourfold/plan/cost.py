@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from fourfold.plan.dependencies import Dependencies
 from fourfold.plan.simulate import TimedAction, Timeline, makespan, simulate
-from fourfold.plan.trace_file import DATA_SPAN, STEP_SPAN, Event, Trace, merged_waits, waiting_seconds_within
+from fourfold.plan.trace_file import Event, Trace, waiting_seconds_within
 from fourfold.words.program import Action, Verb
 from fourfold.words.trace_events import LAUNCHED_EVENT, READY_EVENT, RING_SPAN, WAIT_SPAN
 
@@ -51,7 +51,7 @@ def measure_costs(trace: Trace) -> ActionCosts:
         by_rank = {rank: trace.events_of(step=step, rank=rank) for rank in trace.ranks}
         starts = _launch_times(by_rank)
         for rank, events in by_rank.items():
-            for key, value in _durations(events, starts).items():
+            for key, value in action_seconds(events, starts).items():
                 seconds.setdefault((rank, key), []).append(value)
             for key, value in _overlaps(needs, rank, trace.program[rank], events).items():
                 leads.setdefault((rank, key), []).append(value)
@@ -74,7 +74,7 @@ def _launch_times(by_rank: Mapping[int, list[Event]]) -> dict[str, float]:
     return sent
 
 
-def _durations(events: list[Event], sent: Mapping[str, float]) -> dict[str, float]:
+def action_seconds(events: list[Event], sent: Mapping[str, float]) -> dict[str, float]:
     """Seconds of a rank's actions in one step."""
     found: dict[str, float] = {}
     free = 0.0
@@ -146,7 +146,7 @@ def compare_timelines(trace: Trace, step: int, timeline: Timeline) -> list[Diffe
     by_rank = {rank: trace.events_of(step=step, rank=rank) for rank in trace.ranks}
     sent = _launch_times(by_rank)
     for rank, events in by_rank.items():
-        spent = _durations(events, sent)
+        spent = action_seconds(events, sent)
         ends = {str(timed.action): timed.end for timed in begun[rank]}
         for timed in timeline.get(rank, ()):
             name = str(timed.action)
@@ -154,53 +154,3 @@ def compare_timelines(trace: Trace, step: int, timeline: Timeline) -> list[Diffe
                 length = timed.end - timed.start
                 rows.append(Difference(rank, name, spent[name], length, ends[name], timed.end))
     return rows
-
-
-COMPUTE_CATEGORIES = {
-    Verb.FORWARD: "forward",
-    Verb.BACKWARD: "backward",
-    Verb.MEASURE: "measure",
-    Verb.UPDATE: "update",
-}
-DATA_TIME, WAITING_TIME, OTHER_TIME, REDUCE_TIME = "data", "waiting", "between actions", "reduce"
-AVERAGE_TIME, GATHER_TIME = "average", "gather"
-CATEGORIES = {
-    **COMPUTE_CATEGORIES,
-    Verb.REDUCE: REDUCE_TIME,
-    Verb.GATHER: GATHER_TIME,
-    Verb.PUSH: AVERAGE_TIME,
-    Verb.PULL: AVERAGE_TIME,
-}
-
-
-def seconds_by_category(trace: Trace) -> dict[str, float]:
-    """Seconds of a step by what they were spent on: means over sampled steps and ranks.
-
-    All but "reduce" are the process's own time and add up to the step; reductions go on beside it, or within.
-    """
-    names = [DATA_TIME, *COMPUTE_CATEGORIES.values(), GATHER_TIME, AVERAGE_TIME, WAITING_TIME, OTHER_TIME, REDUCE_TIME]
-    sums = dict.fromkeys(names, 0.0)
-    steps = 0
-    for step in trace.steps:
-        for rank in trace.ranks:
-            events = trace.events_of(step=step, rank=rank)
-            whole = [event.seconds for event in events if event.name == STEP_SPAN]
-            spent = {WAITING_TIME: sum(event.seconds for event in merged_waits(events))}
-            for name, seconds in _durations(events, {}).items():
-                kind = _category(name)
-                if kind is not None:
-                    spent[kind] = spent.get(kind, 0.0) + seconds
-            in_lane = sum(seconds for kind, seconds in spent.items() if kind != REDUCE_TIME)
-            spent[OTHER_TIME] = max(0.0, sum(whole) - in_lane)
-            for kind, seconds in spent.items():
-                sums[kind] += seconds
-            steps += 1
-    return {name: seconds / max(1, steps) for name, seconds in sums.items()}
-
-
-def _category(name: str) -> str | None:
-    if name == DATA_SPAN:
-        return DATA_TIME
-    if name == STEP_SPAN:
-        return None
-    return CATEGORIES.get(Verb(name[0]))

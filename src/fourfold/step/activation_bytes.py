@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fourfold.parts.dropped_arguments import restore_arguments
+from fourfold.parts.torch_private import storage_key
 from fourfold.step.model_call import call_model
 from fourfold.step.tensor_tree import tree_leaves, tree_map
 
@@ -53,9 +54,9 @@ def _saved_bytes(model: nn.Module, inputs: Any, num_samples: int, *, is_half_pre
         outputs = call_model(model, on_meta)
     # The entries that are still alive are held by the outputs' graph: a branch that the model dropped is freed.
     storages = {
-        _storage_key(each.tensor): each.tensor for each in saved if _storage_key(each.tensor) in watch.inputs_by_storage
+        storage_key(each.tensor): each.tensor for each in saved if storage_key(each.tensor) in watch.inputs_by_storage
     }
-    storages |= {_storage_key(tensor): tensor for tensor in tree_leaves(outputs)}
+    storages |= {storage_key(tensor): tensor for tensor in tree_leaves(outputs)}
     max_element_bytes = 2 if is_half_precision or watch.is_autocast else 8
     return float(sum(_storage_bytes(tensor, max_element_bytes) for tensor in storages.values()))
 
@@ -80,12 +81,8 @@ class _LayerInputMode(TorchFunctionMode):
     ) -> Any:
         self.is_autocast = self.is_autocast or any(map(torch.is_autocast_enabled, AUTOCAST_DEVICES))
         if func in LAYER_FUNCTIONS and args and isinstance(args[0], Tensor):
-            self.inputs_by_storage[_storage_key(args[0])] = args[0]
+            self.inputs_by_storage[storage_key(args[0])] = args[0]
         return func(*args, **restore_arguments(func, args, kwargs or {}))
-
-
-def _storage_key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _storage_bytes(tensor: Tensor, max_element_bytes: int) -> float:

@@ -6,16 +6,16 @@ Law: a normalization that was frozen when the step was built is frozen in each s
 
 from torch import nn
 
+from fourfold.parts.torch_private import BatchNormBase
 from fourfold.plan.plan import Plan
 from fourfold.words.errors import Problem
 
-_Norm = nn.modules.batchnorm._BatchNorm
 FREEZE_HINT = "frozen statistics (norm.eval() after model.train())"
 
 
 def uses_batch_stats(norm: nn.Module) -> bool:
     """Whether a batch normalization, in its present mode, uses the statistics of the batch."""
-    return isinstance(norm, _Norm) and (norm.training or norm.running_mean is None)
+    return isinstance(norm, BatchNormBase) and (norm.training or norm.running_mean is None)
 
 
 class FrozenBatchNorms:
@@ -25,7 +25,7 @@ class FrozenBatchNorms:
         self._num_parts = plan.reduce_group_size * plan.microbatches
         matters = plan.batch_norm == "refuse" and self._num_parts > 1
         modules = model.named_modules() if matters else ()
-        self._frozen = [(name, m) for name, m in modules if isinstance(m, _Norm) and not uses_batch_stats(m)]
+        self._frozen = [(name, m) for name, m in modules if isinstance(m, BatchNormBase) and not uses_batch_stats(m)]
 
     def problems(self) -> list[Problem]:
         """Which of them are not frozen any more."""

@@ -22,6 +22,7 @@ from fourfold.parts.codec import registry
 from fourfold.parts.comm import transports
 from fourfold.parts.data import grad_buckets, local_sgd
 from fourfold.parts.data.unbucketed_grads import UnbucketedGrads
+from fourfold.parts.dtypes import bucket_dtype
 from fourfold.parts.optim import flat_optimizer
 from fourfold.parts.optim.master_weights import MasterWeightPolicy, offload_device
 from fourfold.parts.optim.option_tracker import OptionTracker
@@ -842,12 +843,12 @@ def _transport_spec(
     """What the transport must provide for these buckets."""
     return transports.TransportSpec(
         sizes=tuple(bucket.size for bucket in buckets),
-        dtypes=tuple(grad_buckets.bucket_dtype(gradient_bucket(bucket, plan.reduce_dtype)) for bucket in buckets),
+        dtypes=tuple(bucket_dtype(gradient_bucket(bucket, plan.reduce_dtype)) for bucket in buckets),
         buffer_indices=grad_buffer_indices(len(buckets), is_cyclic=layouts.gradient == SPLIT),
         rest=layouts,
         num_scalars=max(8, num_norms),
         num_shards=plan.num_shards if layouts.state == SPLIT else None,
-        weight_dtypes=tuple(grad_buckets.bucket_dtype(bucket) for bucket in buckets),
+        weight_dtypes=tuple(bucket_dtype(bucket) for bucket in buckets),
     )
 
 

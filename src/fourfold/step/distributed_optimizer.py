@@ -20,6 +20,7 @@ from fourfold.parts.data.grad_hooks import register_last_hook
 from fourfold.parts.optim.flat_optimizer import group_indices
 from fourfold.parts.optim.option_checks import check_options
 from fourfold.parts.optim.option_tracker import OptionTracker
+from fourfold.parts.torch_private import NO_BACKWARD_ID, call_after_backward, current_backward_id
 from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.plan import Plan
 from fourfold.step import replica_drift
@@ -42,7 +43,6 @@ from fourfold.step.unreduced_grads import UnreducedGrads
 from fourfold.step.weights import trainable_parameters
 from fourfold.words.errors import OptimizerError, Problem, TrainingError
 
-NO_BACKWARD_ID = -1
 WRAPPER_HINT = (
     "the same seeds, hooks, edits and loaded state on every rank; optimizer.broadcast_state() copies one rank's to all"
 )
@@ -148,7 +148,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._unreduced.mark_touched()
             self._steps.begin_round()
             return
-        backward = torch._C._current_graph_task_id()
+        backward = current_backward_id()
         if backward == self._backward_id:
             return
         if self._backward_id != NO_BACKWARD_ID:
@@ -157,7 +157,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._backward_id = backward
         self._begin_round(has_data=True)
         self._gradients.copy_referenced_views()
-        torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)  # type: ignore[attr-defined]
+        call_after_backward(self._on_backward_end)
 
     @torch.no_grad()
     def _on_backward_end(self) -> None:

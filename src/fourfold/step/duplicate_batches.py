@@ -19,6 +19,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from fourfold.parts.torch_private import are_transforms_active
 from fourfold.step.sequence.batch_consistency import DIGEST_BITS, batch_digest
 from fourfold.words.errors import Problem, SettingError, TaskError
 
@@ -121,7 +122,7 @@ def _is_readable(tensor: Tensor) -> bool:
     """Whether the tensor's values can be read now."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_quantized:
         return False
-    if tensor.device.type == "meta" or torch._C._are_functorch_transforms_active():
+    if tensor.device.type == "meta" or are_transforms_active():
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from fourfold.parts.comm import transports
 from fourfold.parts.data import grad_buckets
+from fourfold.parts.dtypes import bucket_dtype
 from fourfold.plan.data import effective_bucket_bytes, grad_buffer_indices, make_buckets
 from fourfold.plan.plan import Plan
 from fourfold.step.memory_formats import MemoryFormats
@@ -35,7 +36,7 @@ class GradAverager:
         buckets = make_buckets(specs, bucket_bytes=num_bytes)
         spec = transports.TransportSpec(
             sizes=tuple(bucket.size for bucket in buckets),
-            dtypes=tuple(grad_buckets.bucket_dtype(bucket) for bucket in buckets),
+            dtypes=tuple(bucket_dtype(bucket) for bucket in buckets),
             buffer_indices=grad_buffer_indices(len(buckets), is_cyclic=False),
             num_scalars=max(8, len(trainable)),
         )

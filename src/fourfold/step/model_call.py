@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fourfold.step.batch import find_positions, has_token_dim, input_names
 from fourfold.step.tensor_tree import tree_map
@@ -34,12 +34,6 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Whether a module is compiled by `torch.compile` or TorchScript: its torch calls cannot be observed then."""
-    in_place = getattr(model, "_compiled_call_impl", None) is not None
-    return in_place or isinstance(model, torch.jit.ScriptModule) or hasattr(model, "_orig_mod")
 
 
 def model_loss(outputs: Any, inputs: Any) -> Any:

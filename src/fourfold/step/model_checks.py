@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from fourfold.parts import mixed_precision
 from fourfold.parts.comm import transports
 from fourfold.parts.optim import flat_optimizer
+from fourfold.parts.torch_private import is_compiled
 from fourfold.plan.check import combination_problems, layerwise_problems, model_loss_problems, size_problems
 from fourfold.plan.plan import Plan
 from fourfold.step.batch_norm import FREEZE_HINT, uses_batch_stats
-from fourfold.step.model_call import is_compiled
 from fourfold.words.errors import PlanError, Problem, TaskError
 
 

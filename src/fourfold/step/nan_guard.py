@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts.comm.transports import Communicator
+from fourfold.parts.torch_private import version_of
 from fourfold.plan.sample_order import BatchRange
 from fourfold.step.actions import NO_ELEMENTS, Actions
 from fourfold.words.errors import Problem, TrainingError
@@ -40,8 +41,8 @@ class NanGuard:
             return
         for name, buffer in self._model.named_buffers():
             saved = self._buffers.get(name)
-            if saved is None or saved[0] is not buffer or saved[1] != buffer._version:
-                self._buffers[name] = buffer, buffer._version, buffer.clone()
+            if saved is None or saved[0] is not buffer or saved[1] != version_of(buffer):
+                self._buffers[name] = buffer, version_of(buffer), buffer.clone()
 
     def check(self, actions: Actions, step: int, samples: BatchRange | None) -> Skipped | None:
         """After a step: None if it was good. Collective if it was bad.
@@ -66,7 +67,7 @@ class NanGuard:
     @torch.no_grad()
     def _restore(self) -> None:
         for buffer, version, saved in self._buffers.values():
-            if buffer._version != version:
+            if version_of(buffer) != version:
                 buffer.copy_(saved)
 
     def _describe(self, actions: Actions, step: int, samples: BatchRange | None) -> Skipped:

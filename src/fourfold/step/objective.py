@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fourfold.parts.torch_private import is_compiled, is_compiled_function
 from fourfold.step.batch import Microbatch, input_names
 from fourfold.step.dry_run.fixed_random import without_randomness
 from fourfold.step.dry_run.loss_divisors import LossDivisors, final_nodes
 from fourfold.step.dry_run.loss_kinks import find_kinks
 from fourfold.step.loss_call_sites import OutputIndex, signature
 from fourfold.step.loss_sum import Loss, sum_loss
-from fourfold.step.model_call import call_model, is_compiled, model_loss
+from fourfold.step.model_call import call_model, model_loss
 from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.step.torch_losses import Count, LossCall, observing
 from fourfold.step.uneven_means import actual_divisor, squared_ratio
@@ -92,7 +93,7 @@ class Objective:
     @property
     def is_compiled(self) -> bool:
         """Whether the loss function is compiled. It is then not observed: under a mode it would run uncompiled."""
-        return hasattr(self._loss, "_torchdynamo_orig_callable")
+        return is_compiled_function(self._loss)
 
     def __call__(self, model: nn.Module, part: Microbatch) -> ForwardResult:
         """Forward and loss of a microbatch that is not empty. Raises TaskError if it returns no loss."""

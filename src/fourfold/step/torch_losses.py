@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fourfold.parts.dropped_arguments import DROPPED_ARGUMENTS, restore_arguments
+from fourfold.parts.torch_private import are_transforms_active
 from fourfold.step.loss_call_sites import call_site
 
 DEFAULT_IGNORE_INDEX = -100  # torch's default
@@ -140,7 +141,7 @@ class observing(TorchFunctionMode):
         if torch.compiler.is_compiling() or kwargs.get("reduction") == "none":
             return func(*args, **kwargs)
         # Inside vmap a scalar is one value per sample, and a transform's tensors are not valid outside of it.
-        if torch._C._are_functorch_transforms_active():
+        if are_transforms_active():
             return func(*args, **kwargs)
         return self._observe(func, _bind_arguments(func, args, kwargs))
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fourfold.parts.torch_private import version_of
 from fourfold.words.errors import Problem, TrainingError
 
 MAX_NAMES = 3  # in a message
@@ -50,7 +51,7 @@ class UnreducedGrads:
     def mark_stepped(self) -> None:
         """The optimizer has used what was in `.grad`."""
         self._maybe_unreduced = self._all
-        self._versions = {id(slot): slot._version for slot in self._slots}
+        self._versions = {id(slot): version_of(slot) for slot in self._slots}
 
     def check(self, model: nn.Module) -> None:
         """Raise TrainingError naming the parameters with an unreduced gradient."""
@@ -77,7 +78,9 @@ class UnreducedGrads:
         reduced = self._reduced[index]
         gradient = reduced.parameter.grad
         # The gradient of the last step, unchanged: a second step with it is the same on all ranks.
-        is_unchanged = gradient is self._views[index] and self._versions.get(id(reduced.slot)) == reduced.slot._version
+        is_unchanged = gradient is self._views[index] and self._versions.get(id(reduced.slot)) == version_of(
+            reduced.slot
+        )
         return not is_unchanged and _is_nonzero(gradient)
 
 

@@ -21,6 +21,7 @@ from fourfold.parts.data.param_access import untracked_access
 from fourfold.parts.data.sharded_params import ShardedParams
 from fourfold.parts.data.weight_edits import WeightEdits
 from fourfold.parts.optim.master_weights import MasterWeightPolicy, MasterWeights
+from fourfold.parts.torch_private import own_children, own_parameters
 from fourfold.plan.data import Bucket
 from fourfold.words.errors import Problem, TaskError
 
@@ -147,12 +148,12 @@ class Weights:
     def _has_initial_trainable(self) -> bool:
         """Whether the model's trainable parameters are those of the build."""
         # Called in every step: over the modules of the build, since walking the model by name takes 0.5 ms.
-        parameters = [p for module in self._modules for p in module._parameters.values() if p is not None]
+        parameters = [p for module in self._modules for p in own_parameters(module).values() if p is not None]
         now = {id(p) for p in parameters if p.requires_grad and p.numel() > 0}
         return self._child_ids() == self._initial_child_ids and now == self._trained_ids
 
     def _child_ids(self) -> list[int]:
-        return [id(child) for module in self._modules for child in module._modules.values()]
+        return [id(child) for module in self._modules for child in own_children(module).values()]
 
     def broadcast(self) -> None:
         """Broadcast rank 0's weights and buffers. Collective."""

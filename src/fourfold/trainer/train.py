@@ -24,7 +24,8 @@ from fourfold.environment.world import World
 from fourfold.feed.collate import check_data
 from fourfold.feed.feed import Feed
 from fourfold.feed.sample_rng import fetch_seeded
-from fourfold.parts.comm.communicator import PROCESS_EXIT_GRACE_SECONDS, world
+from fourfold.parts.comm.communicator import PROCESS_EXIT_GRACE_SECONDS
+from fourfold.parts.comm.init import world
 from fourfold.plan.intervals import DRIFT_CHECK, is_due
 from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan import Plan

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module
 
+from fourfold.parts.torch_private import swapped_state
 from fourfold.step.batch import Microbatch, num_samples, unpack_batch
 from fourfold.step.dry_run.backward import run_backward
 from fourfold.step.dry_run.fixed_random import without_randomness
@@ -130,9 +130,8 @@ class LossCheck:
                 (self._model, self._param_copies),
                 (self._loss_modules, self._loss_param_copies),
             ):
-                # Not `torch.func.functional_call`: a checkpoint's second forward needs these weights in backward, too.
                 state: dict[str, Tensor] = {**parameters, **copy_buffers(module, dtype)}
-                stack.enter_context(_reparametrize_module(module, state, tie_weights=True))
+                stack.enter_context(swapped_state(module, state))
                 stack.enter_context(copy_tensor_attributes(module, dtype))
                 writes = WeightWriteTracker(module)
                 stack.callback(writes.restore)

@@ -19,37 +19,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fourfold.parts.codec.registry import Codec, CodecReduction, Message
+from fourfold.parts.comm.reduce.async_result import AsyncResult
+from fourfold.parts.comm.reduce.message_gatherer import MessageGatherer
 from fourfold.parts.comm.reduce.protocol import BucketSlice, Transport
-from fourfold.parts.comm.reduce.sharded_collectives import AsyncResult, always_done
 from fourfold.plan.codec import Combine
 from fourfold.words.trace_events import Recorder
 
 DONE_ROUND = math.inf
-
-
-class MessageGatherer(Protocol):
-    """Ranks that gather each other's messages."""
-
-    sent_bytes: float
-
-    def all_gather_async(self, payload: Tensor) -> AsyncResult:
-        """Begin to bring the messages [bytes] of all to all; what lands are they, in order."""
-        ...
-
-
-class NullMessageGatherer:
-    """A rank whose messages nobody else needs: the others read its sums in memory."""
-
-    sent_bytes = 0.0
-
-    def all_gather_async(self, payload: Tensor) -> AsyncResult:
-        return AsyncResult(lambda: [payload], always_done)
 
 
 class CompressedRoutes(NamedTuple):

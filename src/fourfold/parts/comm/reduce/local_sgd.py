@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fourfold.parts.comm.reduce.protocol import BucketSlice, SingleRankTransport, Transport
+from fourfold.parts.comm.reduce.protocol import BucketSlice, Transport
+from fourfold.parts.comm.reduce.single_rank import SingleRankTransport
 from fourfold.words.program import GRAD_NORM, LOSS
 from fourfold.words.trace_events import Recorder, WaitsOnlyRecorder
 
