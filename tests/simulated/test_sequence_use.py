@@ -285,7 +285,7 @@ def test_a_sum_lies_still_until_its_owner_has_it():
 def test_ranks_that_attend_to_something_else_are_told_of_it():
     def body(ranks):
         axis, mine = thread_rings.make_axis(ranks, transport="shared"), Q[:, :, : 2 + 2 * ranks.rank]
-        with pytest.raises(DivergenceError, match=r"rank . shows \d+ bytes, rank . \d+ .*need the same attention"):
+        with pytest.raises(DivergenceError, match=r"rank . has \d+ bytes, rank . \d+ .*need the same attention"):
             sequence_attention(mine, mine, mine, axis)
 
     threads.run(2, body)
