@@ -70,8 +70,15 @@ def show(plan: Plan, task: Task) -> str:
     )
     trust = flat_optimizer.is_layerwise(optimizer) and rest.state == SPLIT
     measured = task.clip is not None or plan.precision == "fp16"
-    flags = {"clip": measured, "unused": plan.unused == "allow", "update": plan.update, "trust": trust}
-    outlined = DataStepSpec(plan.microbatches, len(buckets), rest, **flags)
+    outlined = DataStepSpec(
+        plan.microbatches,
+        len(buckets),
+        rest,
+        has_clip=measured,
+        allows_unused=plan.unused == "allow",
+        update=plan.update,
+        has_trust_ratios=trust,
+    )
     messages = _codec_sent_bytes(buckets, plan, {name: tuple(p.shape) for name, p in trainable.items()})
     programs = [_format_program(_program_by_rank(plan, outlined))]
     if plan.sync == "local":

@@ -21,6 +21,7 @@ from fourfold.parts import memory
 from fourfold.parts.comm.reduce.protocol import BucketSlice, Transport
 from fourfold.parts.data.grad_hooks import register_last_hook
 from fourfold.parts.data.param_access import untracked_access
+from fourfold.parts.dtypes import bucket_dtype
 from fourfold.parts.optim.flat_optimizer import UpdateSlice
 from fourfold.parts.optim.master_weights import MasterWeights
 from fourfold.plan.data.buckets import Bucket, ParamSpec
@@ -34,10 +35,6 @@ def param_specs(parameters: Mapping[str, nn.Parameter], groups: Mapping[str, int
         ParamSpec(name, p.numel(), str(p.dtype).removeprefix("torch."), p.element_size(), groups.get(name, 0))
         for name, p in parameters.items()
     ]
-
-
-def bucket_dtype(bucket: Bucket) -> torch.dtype:
-    return getattr(torch, bucket.dtype)
 
 
 @torch.no_grad()
