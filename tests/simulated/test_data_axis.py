@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from fourfold.parts.optim import flat_optimizer
+from fourfold.parts.optim.user_optimizer import ELEMENTWISE
 from fourfold.plan.plan import Plan
 from fourfold.step.build import TrainStep
 from fourfold.step.distributed_optimizer import DistributedOptimizer
@@ -43,7 +43,7 @@ def test_every_data_mesh_gives_the_same_training(size, **fields):
     assert max(threads.run(size, lambda ranks: deviation(case, size, ranks))) <= TOLERANCE
 
 
-@pytest.mark.parametrize("kind", [cls.__name__ for cls in flat_optimizer.ELEMENTWISE])
+@pytest.mark.parametrize("kind", [cls.__name__ for cls in ELEMENTWISE])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_a_flat_update_equals_the_update_of_each_parameter(kind, zero):
     case = Case(optimizer=kind, batch_sizes=(8, 8, 8, 8), bucket_bytes=1500, zero=zero)

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from fourfold.parts.optim import flat_optimizer
+from fourfold.parts.optim.user_optimizer import build_optimizer
 from fourfold.plan.plan_fields import FIELD_RULES
 from fourfold.step.model_checks import check_plan_on_ranks, check_update_timing
 from fourfold.testing import oracle, threads
@@ -44,9 +44,7 @@ def is_refused(case: Case) -> bool:
     try:
         plan, model = case.plan(SIZE), cases_module.model(case.model)
         check_plan_on_ranks(model, plan, ranks, clip=case.clip)
-        check_update_timing(
-            flat_optimizer.build_optimizer(cases_module.optimizer(case), list(model.parameters())), plan
-        )
+        check_update_timing(build_optimizer(cases_module.optimizer(case), list(model.parameters())), plan)
     except PlanError:
         return True
     return False

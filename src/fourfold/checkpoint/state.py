@@ -16,7 +16,7 @@ from fourfold.checkpoint.read import CheckpointReader, dtype_problems, shape_pro
 from fourfold.checkpoint.write import SAFETENSORS_DTYPES, LiveTensor, make_live_tensor
 from fourfold.feed.feed import Feed, Position
 from fourfold.parts.data.param_access import untracked_access
-from fourfold.parts.optim.flat_optimizer import IMPLEMENTATION_OPTIONS
+from fourfold.parts.optim.option_text import IMPLEMENTATION_OPTIONS
 from fourfold.plan.checkpoint_boxes import Box, GlobalTensor, StoredBox, shard_file_name
 from fourfold.plan.checkpoint_manifest import DataState, FirstStepRecord, Manifest, RngState, Scalar
 from fourfold.plan.rng import generator_seed, rng_state_to_restore

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fourfold.parts.comm import transports
-from fourfold.parts.data import grad_buckets
+from fourfold.parts.data.flat_params import param_specs
 from fourfold.parts.data.grad_hooks import register_last_hook
-from fourfold.parts.optim.flat_optimizer import group_indices
 from fourfold.parts.optim.option_checks import check_options
 from fourfold.parts.optim.option_tracker import OptionTracker
+from fourfold.parts.optim.user_optimizer import group_indices
 from fourfold.parts.torch_private import NO_BACKWARD_ID, call_after_backward, current_backward_id
 from fourfold.plan.intervals import DRIFT_CHECK, is_due
 from fourfold.plan.plan import Plan
@@ -99,7 +99,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         check_wrapper_parameters(optimizer, model, trainable, comm)
         shapes = {name: shape_and_strides(p) for name, p in trainable.items()}
         self._duplicate_batches = DuplicateBatches(same_batches, num_data_ranks=plan.dp, is_log_rank=comm.rank == 0)
-        specs = grad_buckets.param_specs(trainable, dict.fromkeys(trainable, -1) | group_indices(optimizer, trainable))
+        specs = param_specs(trainable, dict.fromkeys(trainable, -1) | group_indices(optimizer, trainable))
         options = {"same_batches": same_batches, "drift_check": drift_check}
         check_same_on_ranks(comm, specs, shapes, plan=plan, options=options, optimizer=optimizer)
         self._input_fingerprints = InputFingerprints(model if self._duplicate_batches.is_active else None)

@@ -16,8 +16,8 @@ from torch import nn
 from fourfold.environment.host_memory import available_bytes
 from fourfold.feed.sample_rng import fetch_seeded
 from fourfold.parts import mixed_precision
-from fourfold.parts.data import grad_buckets
-from fourfold.parts.optim import flat_optimizer
+from fourfold.parts.data.flat_params import param_specs
+from fourfold.parts.optim.user_optimizer import build_optimizer, group_indices, num_state_tensors
 from fourfold.plan.data import RESTING_LAYOUTS, effective_bucket_bytes, make_buckets
 from fourfold.plan.memory import HostRanks, bytes_per_element, host_memory_use
 from fourfold.plan.plan import Plan
@@ -141,8 +141,8 @@ def _tensor_bytes(batch: Any) -> int:
 def _model_bytes(task: Task, plan: Plan, model: nn.Module, pool: MemoryPool) -> tuple[float, float]:
     """Weights alone, and all that lasts from step to step, of a place's ranks."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = flat_optimizer.build_optimizer(task.optimizer, list(model.parameters()))
-    own = grad_buckets.param_specs(trainable, flat_optimizer.group_indices(optimizer, trainable))
+    optimizer = build_optimizer(task.optimizer, list(model.parameters()))
+    own = param_specs(trainable, group_indices(optimizer, trainable))
     specs = compute_specs(own, plan.precision, excluded=mixed_precision.full_precision_params(model))
     shares = plan.reduce_group_size if RESTING_LAYOUTS[plan.zero].state == SPLIT else 1
     buckets = make_buckets(
@@ -150,7 +150,7 @@ def _model_bytes(task: Task, plan: Plan, model: nn.Module, pool: MemoryPool) -> 
         bucket_bytes=effective_bucket_bytes(specs, plan.bucket_bytes, is_inter_host=plan.codec != "none"),
         num_shards=shares,
     )
-    kinds = [flat_optimizer.num_state_tensors(optimizer, group) for group in range(len(optimizer.param_groups))]
+    kinds = [num_state_tensors(optimizer, group) for group in range(len(optimizer.param_groups))]
     of = bytes_per_element(
         buckets, plan, num_states=kinds, original_bytes={spec.name: spec.element_bytes for spec in own}
     )
