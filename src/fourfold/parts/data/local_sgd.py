@@ -94,7 +94,7 @@ class LocalSGD:
 
     @property
     def momenta(self) -> dict[str, Tensor]:
-        """The outer optimizer's momentum by parameter, flat, equal on all ranks after a synchronization; may be empty."""
+        """The outer optimizer's momentum by parameter, flat, equal on all ranks after `pull`; may be empty."""
         pairs = zip(self._buckets, self._momenta, strict=False)
         return {slot.name: flat[slot.start : slot.stop] for bucket, flat in pairs for slot in bucket.slots}
 

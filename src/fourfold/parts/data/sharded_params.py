@@ -176,7 +176,7 @@ class ShardedParams:
         """An operation is about to read weights of the bucket. If it reads several, there is a call for each."""
         if self._unshard_order is None:
             got = "a weight used between steps: it rests split, and the parameter is a placeholder"
-            attempt = "step.unsharded() to call the model, step.named_weights() or step.state_dict() to copy, step.edit() to change it"
+            attempt = "step.unsharded() to call the model, step.named_weights() to copy, step.edit() to change it"
             raise TrainingError(Problem(got, "the whole weight", attempt))
         if self._param_access.operation_index != self._operation_index:
             self._operation_index = self._param_access.operation_index
