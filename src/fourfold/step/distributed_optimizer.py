@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fourfold.parts.comm import transports
-from fourfold.parts.data import grad_buckets
 from fourfold.parts.data.grad_hooks import register_last_hook
-from fourfold.parts.optim.flat_optimizer import group_indices
 from fourfold.parts.optim.option_checks import check_options
 from fourfold.parts.optim.option_tracker import OptionTracker
+from fourfold.parts.optim.user_optimizer import group_indices
 from fourfold.parts.torch_private import NO_BACKWARD_ID, call_after_backward, current_backward_id
 from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.plan import Plan
