@@ -29,7 +29,9 @@ from bench.measurement import describe_machine, format_table
 from fourfold.parts.comm.ring.protocol import NullRingGroup, RingOverP2P
 from fourfold.parts.comm.transports import SingleRankTransport
 from fourfold.parts.data.grad_buckets import GradBuckets, flatten_params, param_specs
-from fourfold.parts.sequence.attention import AttentionDropout, SequenceGroup, sequence_attention
+from fourfold.parts.sequence.attention import sequence_attention
+from fourfold.parts.sequence.dropout import AttentionDropout
+from fourfold.parts.sequence.sequence_group import SequenceGroup
 from fourfold.plan.data import RESTING_LAYOUTS, grad_buffer_indices, make_buckets
 from fourfold.plan.plan import Plan
 from fourfold.testing.peak_memory import PeakMemory

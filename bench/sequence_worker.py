@@ -20,7 +20,8 @@ from torch import Tensor
 from fourfold.parts.comm import transports
 from fourfold.parts.comm.ring.protocol import NullRingGroup, RingGroup
 from fourfold.parts.memory import keep_freed_memory
-from fourfold.parts.sequence.attention import SequenceGroup, connect_sequence, sequence_attention
+from fourfold.parts.sequence.attention import sequence_attention
+from fourfold.parts.sequence.sequence_group import SequenceGroup, connect_sequence
 from fourfold.plan.sequence import token_positions
 
 ALONE = "alone"
@@ -66,7 +67,7 @@ def measure_attention(ways: Axes, job: dict[str, Any]) -> dict[str, float]:
     waited, begin, used = _waiting_seconds(axis), time.perf_counter(), time.thread_time()
     seconds = 0.0
     if here or rank == 0:
-        out = sequence_attention(q, k, v, axis, causal=job["causal"])
+        out = sequence_attention(q, k, v, axis, is_causal=job["causal"])
         out.backward(grad_out)
         seconds = time.perf_counter() - begin
         used = time.thread_time() - used

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fourfold.parts.sequence.attention import AttentionDropout, SequenceGroup, sequence_attention
-from fourfold.parts.sequence.dropout import DropoutMask
+from fourfold.parts.sequence.attention import sequence_attention
+from fourfold.parts.sequence.dropout import AttentionDropout, DropoutMask
+from fourfold.parts.sequence.sequence_group import SequenceGroup
 from fourfold.plan.sequence import RINGS, TokenRanges, token_positions
 
 TOLERANCE = 1e-12
@@ -151,7 +152,7 @@ def _repeat_heads(tensor: Tensor, heads: int) -> Tensor:
 
 
 def shard_inputs(tensors: FullTensors, case: AttentionCase, spans: TokenRanges) -> dict[str, Any]:
-    """This rank's part of the tensors, as `attend` takes it."""
+    """This rank's part of the tensors, as `sequence_attention` takes it."""
     mine = torch.tensor(token_positions(spans))
     q, k, v = (tensor[:, :, mine].clone().requires_grad_() for tensor in tensors[:3])
     mask = tensors.mask
@@ -160,10 +161,10 @@ def shard_inputs(tensors: FullTensors, case: AttentionCase, spans: TokenRanges) 
     elif mask is not None and mask.shape[-2] > 1:
         mask = mask[:, :, mine]
     settings = {
-        "causal": case.causal,
+        "is_causal": case.causal,
         "scale": case.scale,
         "dropout": case.dropout_args,
-        "grouped": q.shape[1] != k.shape[1],
+        "enable_gqa": q.shape[1] != k.shape[1],
     }
     return {"q": q, "k": k, "v": v, "mask": mask, **settings}
 

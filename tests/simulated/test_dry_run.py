@@ -12,7 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold.plan.plan import Plan
 from fourfold.step.build import TrainStep
-from fourfold.step.dry_run.random_weights import CHECK_CONFIGS, STRICTEST_CHECK, WEAKEST_CHECK, MemoryFit
+from fourfold.step.dry_run.check_config import (
+    SEQUENCE_CHECKS,
+    STRICTEST_SEQUENCE_CHECK,
+    WEAKEST_SEQUENCE_CHECK,
+    MemoryFit,
+)
 from fourfold.step.sequence import grad_sum_check
 from fourfold.step.sequence.dry_run import DryRunResult, SequenceDryRun
 from fourfold.step.sequence.token_shards import token_shard
@@ -135,7 +140,7 @@ def test_mixing_behind_a_small_weight_or_a_closed_gate_is_refused(kind):
     for each in tried(make().to(dtype)):
         (problem,) = each.problems
         assert "depend on other ranks' tokens" in problem.got
-        assert each.config == STRICTEST_CHECK
+        assert each.config == STRICTEST_SEQUENCE_CHECK
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -145,7 +150,7 @@ def test_a_model_without_mixing_passes_in_float64_whatever_its_dtype(sp, dtype):
     model = Body().to(dtype)
     ranks = tried(model, sp=sp)
     assert [(each.problems, each.num_calls, each.config, each.fallback_reason) for each in ranks] == [
-        ([], 1, STRICTEST_CHECK, "")
+        ([], 1, STRICTEST_SEQUENCE_CHECK, "")
     ] * sp
     assert {each.outputs.dtype for each in ranks} == {dtype}
     assert sums_problem(model, ranks) is None
@@ -394,7 +399,9 @@ def test_models_without_mixing_pass(kind):
     torch.manual_seed(1)
     model = PASSING[kind]()
     ranks = tried(model)
-    assert [(each.problems, each.config, each.fallback_reason) for each in ranks] == [([], STRICTEST_CHECK, "")] * 2
+    assert [(each.problems, each.config, each.fallback_reason) for each in ranks] == [
+        ([], STRICTEST_SEQUENCE_CHECK, "")
+    ] * 2
     assert sums_problem(model, ranks) is None
 
 
@@ -404,21 +411,22 @@ def test_models_without_mixing_pass(kind):
 def test_weights_that_cannot_be_of_order_1_are_near_the_models_own():
     torch.manual_seed(1)
     ranks = tried(Logarithmic(near=True))
-    assert {(each.config, tuple(each.problems)) for each in ranks} == {(CHECK_CONFIGS[1], ())}
+    assert {(each.config, tuple(each.problems)) for each in ranks} == {(SEQUENCE_CHECKS[1], ())}
     assert "not finite" in ranks[0].fallback_reason
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("fits", "judgement"), [(MemoryFit(fits_float64=False), CHECK_CONFIGS[2]), (MemoryFit(False, False), WEAKEST_CHECK)]
+    ("fits", "config"),
+    [(MemoryFit(fits_float64=False), SEQUENCE_CHECKS[2]), (MemoryFit(False, False), WEAKEST_SEQUENCE_CHECK)],
 )
-def test_where_memory_does_not_do_the_models_dtype_is_used_and_told(fits, judgement, dtype):
+def test_where_memory_does_not_do_the_models_dtype_is_used_and_told(fits, config, dtype):
     torch.manual_seed(1)
     model = Body().to(dtype)
     ranks = tried(model, fits=fits)
-    assert [(each.problems, each.config) for each in ranks] == [([], judgement)] * 2
+    assert [(each.problems, each.config) for each in ranks] == [([], config)] * 2
     assert all("do not fit into memory" in each.fallback_reason for each in ranks)
-    refused = tried(SmallScale(0.5 if judgement == WEAKEST_CHECK else 0.0).to(dtype), fits=fits)
+    refused = tried(SmallScale(0.5 if config == WEAKEST_SEQUENCE_CHECK else 0.0).to(dtype), fits=fits)
     assert all(each.problems for each in refused)
 
 
@@ -459,7 +467,7 @@ class LearnedMask(Body):
 
 def test_a_mask_that_wants_a_gradient_is_refused():
     (problem,) = tried(LearnedMask())[0].problems
-    assert "a mask [2, 1, 1, 8] at attention call 1 (LearnedMask) that wants a gradient" in problem.got
+    assert "a mask [2, 1, 1, 8] at attention call 1 (LearnedMask) that requires a gradient" in problem.got
     assert problem.attempt == "mask.detach()"
 
 

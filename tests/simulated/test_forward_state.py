@@ -75,7 +75,7 @@ def expected(kind: str, given: list) -> oracle.TrainingResult:
 @pytest.mark.parametrize("kind", ["moving mean", "replaced", "samples", "frozen"])
 def test_state_that_depends_on_the_samples_is_refused_on_every_rank(kind, plan):
     def body(ranks):
-        with pytest.raises(TaskError, match=r"forward writes (state|calls|codes), from the samples it is given"):
+        with pytest.raises(TaskError, match=r"forward writes (state|calls|codes), and the values depend on"):
             train(ranks, kind, plan, batches(9))
 
     threads.run(plan.dp, body)
@@ -85,7 +85,7 @@ def test_state_that_depends_on_the_samples_is_refused_on_every_rank(kind, plan):
 @pytest.mark.parametrize("kind", ["moving mean", "replaced", "frozen"])
 def test_state_that_differs_among_ranks_only_is_refused(kind):
     def body(ranks):
-        with pytest.raises(TaskError, match=r"forward writes (state|codes), from the samples it is given"):
+        with pytest.raises(TaskError, match=r"forward writes (state|codes), and the values depend on its samples"):
             train(ranks, kind, Plan(dp=3), batches(3))
 
     threads.run(3, body)
@@ -171,7 +171,7 @@ def test_state_that_depends_on_the_tokens_is_refused_where_ranks_share_sequences
             attending = Attending(kind).double()
         step = TrainStep(attending, of_tokens, sgd, plan=Plan(sp=2), communicator=ranks, clip=None)
         if kind == "moving mean":
-            with pytest.raises(TaskError, match="forward writes state, from the samples it is given"):
+            with pytest.raises(TaskError, match="forward writes state, and the values depend on its samples"):
                 step(batch)
             return []
         return [step(batch).loss for _ in range(3)]

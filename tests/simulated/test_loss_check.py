@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fourfold.plan.plan import Plan
 from fourfold.step.build import TrainStep
 from fourfold.step.dry_run import first_batch, loss_check
-from fourfold.step.dry_run.random_weights import MemoryFit
+from fourfold.step.dry_run.check_config import LOSS_CHECKS, STRICTEST_LOSS_CHECK, MemoryFit
 from fourfold.step.objective import Objective
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError
@@ -289,7 +289,7 @@ def test_a_judgement_leaves_the_model_its_gradients_and_all_generators_as_they_w
         whole, parts = (batch(), [tuple(t[:2] for t in batch()), tuple(t[2:] for t in batch())])
         verdict = loss_check.check_loss(model, objective, whole, parts, memory_fit=room, device=torch.device("cpu"))
         assert verdict.problem is None
-        assert verdict.config == str(loss_check.STRICTEST_CHECK if room.fits_float64 else loss_check.CHECK_CONFIGS[-1])
+        assert verdict.config == str(STRICTEST_LOSS_CHECK if room.fits_float64 else LOSS_CHECKS[-1])
         assert kept(model) == before
         assert states() == generators
         assert torch.equal(model.mean, mean)

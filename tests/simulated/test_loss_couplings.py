@@ -143,7 +143,7 @@ def refused(make: Callable[[], nn.Module], plan: Plan, match: str, loss: Any = p
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", LOSSES)
 def test_a_small_coupling_of_the_loss_is_refused_on_every_rank(kind, plan):
-    match = "unreduced values with a mean" if kind == "unreduced values" else "a loss that is one number"
+    match = "unreduced loss values with a mean" if kind == "unreduced values" else "a scalar loss"
     refused(net, plan, match, LOSSES[kind])
 
 
@@ -151,7 +151,7 @@ def test_a_small_coupling_of_the_loss_is_refused_on_every_rank(kind, plan):
 @pytest.mark.parametrize("kind", SMALL)
 def test_a_coupling_behind_a_small_scale_or_a_gate_is_refused(kind, dtype):
     for plan in PLANS:
-        match = r"a loss that is one number|gradients of .* that do not add up"
+        match = r"a scalar loss|gradients of .* that do not add up"
         refused(lambda: net(SMALL[kind], dtype), plan, match, dtype=dtype)
 
 

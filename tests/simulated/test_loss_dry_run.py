@@ -101,7 +101,7 @@ def test_chance_refuses_no_mean_and_no_generator_moves(kind):
 
 @pytest.mark.parametrize("kind", sorted(CHANCES.keys() - UNSEEN))
 def test_chance_hides_no_sum(kind):
-    with pytest.raises(TaskError, match="a loss that is one number"):
+    with pytest.raises(TaskError, match="a scalar loss"):
         tried(kind, lambda o, y: F.cross_entropy(o, y, reduction="sum"))
 
 
@@ -196,7 +196,7 @@ def test_a_batch_that_is_empty_everywhere_has_shown_nothing():
         loss = functools.partial(F.cross_entropy, reduction="sum")
         step = TrainStep(net("dropout"), loss, sgd, plan=Plan(dp=2), communicator=ranks, clip=None)
         step.evaluate((inputs[:0], targets[:0]))
-        with pytest.raises(TaskError, match="a loss that is one number"):
+        with pytest.raises(TaskError, match="a scalar loss"):
             step((inputs[: 3 * ranks.rank], targets[: 3 * ranks.rank]))
 
     threads.run(2, body)
@@ -234,14 +234,14 @@ def test_a_number_made_by_compiled_code_is_refused_where_a_batch_is_cut():
     def with_loss(ranks):
         loss = torch.compile(lambda o, y: F.cross_entropy(o, y), backend="eager")
         step = TrainStep(net("none"), loss, sgd, plan=Plan(microbatches=2), communicator=ranks, clip=None)
-        with pytest.raises(TaskError, match="a compiled loss that is one number, and a batch that is cut in 2"):
+        with pytest.raises(TaskError, match="a compiled scalar loss, and a batch that is split into 2 parts"):
             step(batch())
 
     def with_model(ranks):
         model: Any = torch.compile(Own(), backend="eager")
         step = TrainStep(model, None, sgd, plan=Plan(microbatches=2), communicator=ranks, clip=None)
         inputs, labels = batch()
-        with pytest.raises(TaskError, match="loss = None and a compiled model, and a batch that is cut in 2"):
+        with pytest.raises(TaskError, match="loss = None and a compiled model, and a batch that is split into 2 parts"):
             step({"x": inputs, "labels": labels})
 
     for body in (with_loss, with_model):

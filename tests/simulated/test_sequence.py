@@ -159,7 +159,7 @@ def test_the_slowest_rank_of_zigzag_computes_what_the_plan_says(monkeypatch, by)
     def counting(compute):
         def counted(block, *whole):
             rows, keys = block.q.shape[-2], block.k.shape[-2]
-            scores = rows * (rows + 1) // 2 if block.causal else rows * keys
+            scores = rows * (rows + 1) // 2 if block.is_causal else rows * keys
             done[index[threading.get_ident()]] += scores
             return compute(block, *whole)
 

@@ -150,11 +150,11 @@ REFUSED = {
         Body,
         Attention,
         {"around": "fixed"},
-        r"q of attention call 1 \(layer\): 16 long with 16 tokens, 16 with 8",
+        r"q of attention call 1 \(layer\): 16 long for 16 tokens, 16 for 8",
     ),
     "after attention": (Body, Attention, {"around": "rolled after"}, r"the outputs depend.*first in head"),
-    "one output": (Pooled, Attention, {}, r"an output \[2, 50\] that is not each token's own"),
-    "a mean": (Losing, Attention, {}, r"an output \[\] that is not each token's own"),
+    "one output": (Pooled, Attention, {}, r"an output \[2, 50\] that is neither per token nor the same on every rank"),
+    "a mean": (Losing, Attention, {}, r"an output \[\] that is neither per token nor the same on every rank"),
     "no attention": (Body, nn.Identity, {}, r"never calls scaled_dot_product_attention"),
 }
 

@@ -125,7 +125,8 @@ def test_a_mean_is_refused_where_ranks_have_unequal_parts():
     assert max(threads.run(2, lambda ranks: deviation(fits, 2, ranks))) <= TOLERANCE
     odd = dataclasses.replace(fits, length=13)
     with pytest.raises(
-        TaskError, match=r"a mean, and 13 tokens, which do not divide: \[5, 8\] targets.*try unreduced.*length 12 or 16"
+        TaskError,
+        match=r"a mean, and 13 tokens, which do not divide evenly: \[5, 8\] targets.*try unreduced.*length 12 or 16",
     ):
         threads.run(2, lambda ranks: deviation(odd, 2, ranks))
 
@@ -168,15 +169,15 @@ SCALARS = {
     ),
     "weighted": (
         lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets.flatten(), weight=WEIGHTS),
-        r"a loss that is one number, made by NllLossBackward0.*without weights.*try unreduced values",
+        r"a scalar loss made by NllLossBackward0.*without weights.*try unreduced values",
     ),
     "masked": (
         lambda logits, targets: (values(logits, targets) * (targets >= 0)).sum() / (targets >= 0).sum(),
-        r"a loss that is one number, made by DivBackward0.*try unreduced values",
+        r"a scalar loss made by DivBackward0.*try unreduced values",
     ),
     "picked": (
         lambda logits, targets: F.cross_entropy(logits[targets >= 0], targets[targets >= 0]),
-        r"a loss that is one number, made by NllLossBackward0.*try unreduced values",
+        r"a scalar loss made by NllLossBackward0.*try unreduced values",
     ),
 }
 WEIGHTS = torch.linspace(0.9, 1.1, 256, dtype=torch.float64)
@@ -205,7 +206,9 @@ def test_a_batch_without_samples_is_no_trial():
 
 
 def test_ranks_of_one_sequence_with_other_batches_are_refused():
-    with pytest.raises(TaskError, match=r"other batches on some of ranks 0, 1, which share.*ff\.shard\(loader, plan\)"):
+    with pytest.raises(
+        TaskError, match=r"different batches on some of ranks 0, 1, .*ff\.shard\(loader, plan\)"
+    ):
         threads.run(2, lambda ranks: built(ranks, Plan(), values)(batches(LM)[ranks.rank]))
 
 

@@ -1,5 +1,6 @@
 """Laws of how attention over the sequence axis may be used, what it refuses, what it drops, and how it waits."""
 
+import functools
 import threading
 
 import pytest
@@ -11,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from fourfold.parts import memory
 from fourfold.parts.comm.ring import shared_memory
 from fourfold.parts.sequence import kernels
-from fourfold.parts.sequence.attention import AttentionDropout, sequence_attention
-from fourfold.parts.sequence.dropout import GOLDEN_GAMMA, DropoutMask, _as_int64, _splitmix64
+from fourfold.parts.sequence.attention import sequence_attention
+from fourfold.parts.sequence.dropout import GOLDEN_GAMMA, AttentionDropout, DropoutMask, _as_int64, _splitmix64
 from fourfold.plan.sequence import RINGS, token_positions
 from fourfold.testing import thread_rings, threads
 from fourfold.words.errors import DivergenceError, PeerError, PlanError, TrainingError
@@ -28,14 +29,14 @@ def _one_thread():
 def both(size, use, ring="zigzag", ulysses=1):
     """What `use(attend, take)` gives in one process, and what its ranks give, put together."""
     tensors = attention_oracle.make_tensors(AttentionCase(size, ring, ulysses))
-    alone = use(lambda q, k, v, causal=False: scaled_dot_product_attention(q, k, v, is_causal=causal), tensors)
+    alone = use(scaled_dot_product_attention, tensors)
 
     def body(ranks):
         axis = thread_rings.make_axis(ranks, ring, ulysses)
         mine = torch.tensor(token_positions(axis.local_token_ranges(tensors.q.shape[-2])))
         q, k, v, grad_out = (tensor[:, :, mine] for tensor in tensors[:4])
         local = attention_oracle.FullTensors(q, k, v, grad_out, None)
-        return mine, use(lambda q, k, v, causal=False: sequence_attention(q, k, v, axis, causal=causal), local)
+        return mine, use(functools.partial(sequence_attention, group=axis), local)
 
     found = threads.run(size, body)
     order = torch.argsort(torch.cat([mine for mine, _ in found]))
@@ -54,7 +55,7 @@ USES = [("zigzag", 1), ("plain", 1), ("rsa", 1), ("gather", 1), ("zigzag", 2), (
 def test_it_may_be_computed_again_in_backward(ring, ulysses):
     def use(attend, tensors):
         q, k, v = (tensor.clone().requires_grad_() for tensor in tensors[:3])
-        layer = lambda q, k, v: attend(q, k, v, causal=True).sin()  # noqa: E731
+        layer = lambda q, k, v: attend(q, k, v, is_causal=True).sin()  # noqa: E731
         out = checkpoint(layer, q, k, v, use_reentrant=False)
         out.backward(tensors.grad_out)
         return out.detach(), q.grad, k.grad, v.grad
@@ -68,7 +69,7 @@ def test_it_may_be_used_twice_in_one_graph_and_without_one(ring, ulysses):
         q, k, v = (tensor.clone().requires_grad_() for tensor in tensors[:3])
         with torch.no_grad():
             first = attend(q, k, v)
-        out = attend(attend(q, k, v, causal=True), k, v)
+        out = attend(attend(q, k, v, is_causal=True), k, v)
         out.backward(tensors.grad_out)
         return first, out.detach(), q.grad, k.grad, v.grad
 
@@ -82,7 +83,7 @@ def test_only_some_of_q_k_and_v_may_want_a_gradient(ring, ulysses, wanted):
         given = {name: tensor.clone() for name, tensor in zip("qkv", tensors[:3], strict=True)}
         for name in wanted:
             given[name].requires_grad_()
-        attend(*given.values(), causal=True).backward(tensors.grad_out)
+        attend(*given.values(), is_causal=True).backward(tensors.grad_out)
         assert all(given[name].grad is None for name in "qkv" if name not in wanted)
         return [given[name].grad for name in wanted]
 
@@ -132,7 +133,7 @@ def test_one_rank_calls_torchs_own_attention(monkeypatch):
     monkeypatch.setattr(
         torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: (called.append(1), own(*a, **k))[1]
     )
-    assert torch.equal(sequence_attention(q, k, v, axis, causal=True), own(q, k, v, is_causal=True))
+    assert torch.equal(sequence_attention(q, k, v, axis, is_causal=True), own(q, k, v, is_causal=True))
     assert called == [1]
     # Which takes masks that have no part for every rank.
     mask = torch.randn(6, 6, requires_grad=True)
@@ -158,21 +159,24 @@ def test_half_precision_is_computed_by_flash_attention_on_gpus(groups):
 
 Q = torch.randn(2, 4, 6, 8)
 REFUSED = [
-    ({"mask": torch.ones(6, 6, dtype=torch.bool)}, r"a mask \[6, 6\] .*need \[.., 1, 6\]: .*\[.., 6 or 1, 12\]"),
-    ({"mask": torch.ones(3, 1, 1, 6)}, r"a mask \[3, 1, 1, 6\]"),
-    ({"mask": torch.ones(1, 1, dtype=torch.bool)}, r"a mask \[1, 1\]"),
-    ({"mask": torch.ones(1, 6, dtype=torch.int64)}, "need a boolean or a floating-point one"),
-    ({"mask": torch.ones(1, 6, requires_grad=True)}, "wants a gradient"),
+    ({"mask": torch.ones(6, 6, dtype=torch.bool)}, r"a.* mask \[6, 6\] .*need \[.., 1, 6\] .*\[.., 6 or 1, 12\]"),
+    ({"mask": torch.ones(3, 1, 1, 6)}, r"an attention mask \[3, 1, 1, 6\]"),
+    ({"mask": torch.ones(1, 1, dtype=torch.bool)}, r"an attention mask \[1, 1\]"),
+    ({"mask": torch.ones(1, 6, dtype=torch.int64)}, "need a boolean or floating-point mask"),
+    ({"mask": torch.ones(1, 6, requires_grad=True)}, "requires a gradient"),
     ({"k": Q[:, :, :5], "v": Q[:, :, :5]}, "self-attention"),
-    ({"k": Q[:, :2], "v": Q[:, :2]}, "need as many heads of keys"),
-    ({"k": Q[:, :3], "v": Q[:, :3], "grouped": True}, "divisible"),
+    ({"k": Q[:, :2], "v": Q[:, :2]}, "need as many key heads as query heads"),
+    ({"k": Q[:, :3], "v": Q[:, :3], "enable_gqa": True}, "the number of key heads divides"),
     ({"k": Q[..., :4]}, "need q "),
     ({"v": Q.double()}, "one floating-point dtype"),
     (
         {"q": Q[:, :, :5], "k": Q[:, :, :5], "v": Q[:, :, :5]},
         "sequence length 10 .*divisible by 4 .*try length 8 or 12",
     ),
-    ({"dropout": AttentionDropout(0.5, samples=[1, 2, 3])}, "3.* samples of the dropout, a batch of 2"),
+    (
+        {"dropout": AttentionDropout(0.5, samples=[1, 2, 3])},
+        "sample indices of shape .3., and a batch of 2 samples",
+    ),
 ]
 
 
@@ -188,7 +192,7 @@ def test_what_would_be_computed_wrongly_is_refused(given, said):
 def test_heads_that_cannot_be_exchanged_are_refused():
     def body(ranks):
         with pytest.raises(TrainingError, match=r"ulysses = 4, 4 heads, 2 of them .*try ulysses = 1 or 2"):
-            sequence_attention(Q, Q[:, :2], Q[:, :2], thread_rings.make_axis(ranks, ulysses=4), grouped=True)
+            sequence_attention(Q, Q[:, :2], Q[:, :2], thread_rings.make_axis(ranks, ulysses=4), enable_gqa=True)
 
     threads.run(4, body)
     with pytest.raises(TrainingError, match=r"dropout of 1\.5"):

@@ -8,7 +8,8 @@ from fourfold.analysis.describe import show
 from fourfold.analysis.describe_sequence import saved_bytes, sent_bytes, trace_model
 from fourfold.cli import run_commands
 from fourfold.parts.comm.ring.protocol import NullRingGroup, RingOverP2P
-from fourfold.parts.sequence.attention import SequenceGroup, sequence_attention
+from fourfold.parts.sequence.attention import sequence_attention
+from fourfold.parts.sequence.sequence_group import SequenceGroup
 from fourfold.plan.plan import Plan
 from fourfold.step.meta_model import build_meta_model
 from fourfold.tasks import digits, lm
@@ -44,7 +45,7 @@ def test_what_is_said_to_be_sent_is_what_a_rank_sends(plan: Plan) -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        out = sequence_attention(q, k, v, axis, causal=True, grouped=True)
+        out = sequence_attention(q, k, v, axis, is_causal=True, enable_gqa=True)
     if plan.ring != "rsa":
         assert saved_bytes(plan, seen, samples, seen.length) == 3 * sum(kept.values())
     out.sum().backward()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fourfold.plan.plan import Plan
 from fourfold.step.build import TrainStep
-from fourfold.step.dry_run.random_weights import STRICTEST_CHECK
+from fourfold.step.dry_run.check_config import STRICTEST_SEQUENCE_CHECK
 from fourfold.step.sequence.dry_run import SequenceDryRun
 from fourfold.step.sequence.token_shards import token_shard
 from fourfold.step.sequence.transformers import ATTENTION_NAME
@@ -183,7 +183,7 @@ def test_a_mixture_of_experts_passes_the_dry_run_in_float64():
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **options, **SMALL))
     for index in range(2):
         tried = SequenceDryRun(model, batches()[0][0], token_shard(Plan(sp=2), LENGTH, index)).run()
-        assert (tried.problems, tried.config) == ([], STRICTEST_CHECK)
+        assert (tried.problems, tried.config) == ([], STRICTEST_SEQUENCE_CHECK)
 
 
 def test_a_model_that_counts_positions_itself_is_refused():

@@ -79,20 +79,22 @@ def refused(made, plan: Plan, match: str, given: list | None = None, **world) ->
 @pytest.mark.parametrize("plan", [Plan(dp=2), Plan(microbatches=2), Plan(dp=2, microbatches=2)])
 @pytest.mark.parametrize("kind", FROM_SAMPLES)
 def test_trained_weights_that_forward_writes_from_its_samples_are_refused_on_every_rank(kind, plan):
-    refused(lambda: model(kind), plan, "forward writes centers, which is trained, from the samples it is given")
+    refused(
+        lambda: model(kind), plan, "forward writes the trained weight centers, and the values depend on its samples"
+    )
 
 
 # One sample a rank: no two parts of a rank's batch differ.
 @pytest.mark.parametrize("kind", ["data", "no_grad"])
 def test_trained_weights_that_differ_among_ranks_only_are_refused(kind):
-    match = "forward writes centers, which is trained, from the samples it is given"
+    match = "forward writes the trained weight centers, and the values depend on its samples"
     refused(lambda: model(kind), Plan(dp=3), match, batches(3))
 
 
 @pytest.mark.parametrize("kind", EACH_TIME)
 def test_trained_weights_that_forward_writes_each_time_are_refused_with_microbatches(kind):
     for plan in (Plan(microbatches=2), Plan(dp=2, microbatches=3)):
-        refused(lambda: model(kind), plan, r"each forward changes .*, which is trained, and microbatches = .")
+        refused(lambda: model(kind), plan, r"each forward changes the trained weight .*, and microbatches = .")
 
 
 # In the third and the last batch some ranks have no samples.
@@ -121,8 +123,8 @@ def test_trained_weights_that_forward_writes_alike_once_go_with_microbatches(kin
         (Plan(dp=2, zero=1), 1, "share one copy"),
         (Plan(dp=2, zero=2), 1, "share one copy"),
         (Plan(dp=2, zero=3), 2, "gathered"),
-        (Plan(precision="bf16"), 1, "rounded"),
-        (Plan(dp=2, precision="bf16"), 1, "rounded"),
+        (Plan(precision="bf16"), 1, "master weights"),
+        (Plan(dp=2, precision="bf16"), 1, "master weights"),
     ],
 )
 def test_trained_weights_are_not_written_where_the_write_would_be_lost(kind, plan, hosts, why):
@@ -130,7 +132,7 @@ def test_trained_weights_are_not_written_where_the_write_would_be_lost(kind, pla
         return model(kind).float() if plan.precision != "keep" else model(kind)
 
     given = [(inputs.float(), targets) for inputs, targets in batches(9)] if plan.precision != "keep" else batches(9)
-    refused(made, plan, f"forward writes .*, which is trained, with .* {why}", given, hosts=hosts)
+    refused(made, plan, f"forward writes the trained weight .*, with .* {why}", given, hosts=hosts)
 
 
 @pytest.mark.parametrize(("zero", "hosts"), [(1, 1), (2, 1), (3, 2)])
@@ -144,7 +146,7 @@ def test_a_forward_that_writes_nothing_is_trained_at_every_level(zero, hosts):
 def test_weights_are_no_state_of_each_ranks_own():
     plan = Plan(dp=2, batch_norm="local")
     for kind in ("data", "clamp"):
-        match = 'forward writes .*, which is trained, with batch_norm = "local"'
+        match = 'forward writes the trained weight .*, with batch_norm = "local"'
         refused(functools.partial(model, kind, batch_norm=True), plan, match)
 
 
@@ -175,12 +177,12 @@ class Replacing(Writing):
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_weights_that_are_written_past_torchs_functions_are_refused(zero):
-    match = "forward writes centers, which is trained, by other means than torch's functions"
+    match = "forward writes the trained weight centers without a torch function"
     refused(lambda: PastTorch("nothing").double(), Plan(dp=2, zero=zero), match)
 
 
 def test_weights_whose_storage_is_replaced_are_refused():
-    match = "forward gives centers, which is trained, another storage"
+    match = "forward moves the trained weight centers to another storage"
     for plan in (Plan(dp=2), Plan(microbatches=2)):
         refused(lambda: Replacing("nothing").double(), plan, match)
 
@@ -204,7 +206,7 @@ def test_a_loss_that_writes_into_parameters_of_its_own_is_refused():
         step.dry_run(batches(9)[0], training=True)
 
     def refusing(ranks):
-        with pytest.raises(TaskError, match="the loss writes centers of its own"):
+        with pytest.raises(TaskError, match="the loss writes its own centers each time"):
             body(ranks, "moves")
 
     threads.run(2, refusing)
@@ -243,8 +245,8 @@ def of_tokens(outputs: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("kind", "match"),
     [
-        ("moving mean", r"forward writes head\.bias, which is trained, from the samples"),
-        ("clamp always", r"sp > 1 and a forward that writes head\.bias, which is trained"),
+        ("moving mean", r"forward writes the trained weight head\.bias, and the values depend on its samples"),
+        ("clamp always", r"sp > 1 and a forward that writes the trained weight head\.bias"),
     ],
 )
 def test_weights_that_forward_writes_are_refused_where_ranks_share_sequences(kind, match):
@@ -299,5 +301,5 @@ def test_an_embedding_with_a_largest_norm_trains_in_microbatches(by_function):
 def test_an_embedding_with_a_largest_norm_is_refused_where_its_write_is_lost():
     with pytest.raises(PlanError, match='max_norm at table, and precision = "bf16"'):
         check_plan_for_model(renormed().float(), Plan(precision="bf16"), clip=None)
-    match = r"forward writes table\.weight, which is trained, from the samples it is given"
+    match = r"forward writes the trained weight table\.weight, and the values depend on its samples"
     refused(functools.partial(renormed, by_function=True), Plan(dp=2), match, TOKENS)

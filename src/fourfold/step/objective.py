@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from fourfold.step.batch import Loss, Microbatch, call_model, sum_loss, tree_leaves, tree_map
 from fourfold.step.dry_run.fixed_random import without_randomness
-from fourfold.step.dry_run.loss_divisors import LossDivisors, final_nodes
+from fourfold.step.dry_run.loss_divisors import LossDivisors
+from fourfold.step.dry_run.loss_graph import final_nodes
 from fourfold.step.dry_run.loss_kinks import find_kinks
 from fourfold.step.loss_call_sites import OutputIndex, signature
 from fourfold.step.torch_losses import Count, LossCall, observing
@@ -170,7 +171,7 @@ class Objective:
         """The calls without those that did not change the number in the dry run, unless they do now."""
         if len(self._is_unused_call) != len(calls) or not any(self._is_unused_call):
             return calls
-        now = final_nodes(value.grad_fn) if isinstance(value, Tensor) else []
+        now = [node for node, _ in final_nodes(value.grad_fn)] if isinstance(value, Tensor) else []
         return [
             each
             for each, idle in zip(calls, self._is_unused_call, strict=True)

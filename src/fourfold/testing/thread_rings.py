@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts.comm.ring.protocol import NullRingGroup, PendingRecv, RingGroup, RingOverP2P
-from fourfold.parts.sequence.attention import SequenceGroup, connect_sequence
+from fourfold.parts.sequence.sequence_group import SequenceGroup, connect_sequence
 from fourfold.testing.threads import TIME_LIMIT_SECONDS, ThreadCommunicator
 from fourfold.words.trace_events import NULL_RECORDER
 
