@@ -1,4 +1,4 @@
-"""The dry run of the sequence axis finds mixing of tokens that the model's own weights, or its forward, do not show."""
+"""The dry run of the sequence axis finds mixed tokens that the model's own weights or its forward do not show."""
 
 import functools
 import logging
@@ -43,7 +43,7 @@ class Attention(nn.Module):
 
 
 class Body(nn.Module):
-    """An embedding of tokens and positions, an attention with something around it, a head."""
+    """Embeddings of tokens and positions, attention with a layer before and after it, a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Body(nn.Module):
 
 
 class SmallScale(Body):
-    """A convolution along the tokens behind a scale, as LayerScale has it."""
+    """A convolution along the tokens behind a scale, as in LayerScale."""
 
     def __init__(self, scale: float, shape: tuple[int, ...] = ()) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class ClosedSigmoid(ClosedGate):
 
 
 class SmallConstant(Body):
-    """A buffer is a constant: it is judged as it is, in float64."""
+    """A buffer is a constant: it keeps its value, in float64."""
 
     scale: Tensor
 
@@ -117,7 +117,7 @@ WEIGHTS = {
 
 
 def tried(model: nn.Module, *, sp: int = 2, ring: str = "zigzag", fits: MemoryFit = MemoryFit()) -> list[DryRunResult]:  # noqa: B008
-    """What each rank's trial finds."""
+    """What each rank's dry run finds."""
     torch.manual_seed(0)
     inputs = {"tokens": torch.randint(0, 50, (2, LENGTH)), "positions": torch.arange(LENGTH).expand(2, LENGTH)}
     return [
@@ -160,7 +160,7 @@ def test_a_model_without_mixing_passes_in_float64_whatever_its_dtype(sp, dtype):
 
 
 class Centred(torch.autograd.Function):
-    """The identity; its backward takes the mean over the tokens away."""
+    """The identity; its backward subtracts the mean over the tokens."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ class Centred(torch.autograd.Function):
 
 
 class MeanWeight(torch.autograd.Function):
-    """x · w, whose backward gives the weight the mean over the tokens in place of the sum."""
+    """x · w; its backward gives the weight the mean over the tokens, not the sum."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ class InHook(Body):
 
 
 class InHookOfQueries(Body):
-    """A hook on what goes into attention: the gradients that attention itself gives are the same."""
+    """A hook on the inputs of attention: the gradients that attention itself returns stay the same."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,7 +298,7 @@ SEEDING = threading.Lock()
 
 
 class Checkpointed(Body):
-    """Norms in float32, in a checkpoint, which computes them again in backward."""
+    """Norms in float32, in a checkpoint, which recomputes them in backward."""
 
     def __init__(self, *, reentrant: bool, whole: bool) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ class Checkpointed(Body):
 
 
 class Logarithmic(Body):
-    """Weights that must be positive, and one of which a model takes 1 − p."""
+    """Weights that must be positive, and one that is used as 1 − p."""
 
     def __init__(self, *, near: bool) -> None:
         super().__init__()
@@ -331,7 +331,7 @@ class Logarithmic(Body):
 
 
 class Keys(Body):
-    """A bias of keys has no gradient but rounding: attention does not change when all scores do."""
+    """A bias of keys has only rounding as gradient: it adds the same amount to all scores of a query."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -362,7 +362,7 @@ class Imaginary(Body):
 
 
 class PlainTensor(Body):
-    """A constant that is no buffer."""
+    """A constant that is not a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -405,7 +405,7 @@ def test_models_without_mixing_pass(kind):
     assert sums_problem(model, ranks) is None
 
 
-# ---- where float64 or random weights cannot be had ----------------------------------------------------
+# ---- where float64 or random weights are unavailable ----------------------------------------------------
 
 
 def test_weights_that_cannot_be_of_order_1_are_near_the_models_own():
@@ -420,7 +420,7 @@ def test_weights_that_cannot_be_of_order_1_are_near_the_models_own():
     ("fits", "config"),
     [(MemoryFit(fits_float64=False), SEQUENCE_CHECKS[2]), (MemoryFit(False, False), WEAKEST_SEQUENCE_CHECK)],
 )
-def test_where_memory_does_not_do_the_models_dtype_is_used_and_told(fits, config, dtype):
+def test_without_enough_memory_the_models_dtype_is_used_and_reported(fits, config, dtype):
     torch.manual_seed(1)
     model = Body().to(dtype)
     ranks = tried(model, fits=fits)
@@ -439,7 +439,7 @@ class OnlyFloat32(Body):
         return x
 
 
-def test_what_has_no_float64_is_judged_in_its_own_dtype_and_this_is_logged(caplog):
+def test_an_operation_without_float64_is_checked_in_its_own_dtype_and_this_is_logged(caplog):
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs.transpose(1, 2), targets, reduction="none")
 
@@ -465,14 +465,14 @@ class LearnedMask(Body):
         return F.scaled_dot_product_attention(q, q, q, attn_mask=x[:, None, None, :, 0]).squeeze(1)
 
 
-def test_a_mask_that_wants_a_gradient_is_refused():
+def test_a_mask_that_requires_a_gradient_is_refused():
     (problem,) = tried(LearnedMask())[0].problems
     assert "a mask [2, 1, 1, 8] at attention call 1 (LearnedMask) that requires a gradient" in problem.got
     assert problem.attempt == "mask.detach()"
 
 
 class Features(nn.Module):
-    """Inputs that are no tokens but features; a hook on them that mixes."""
+    """Inputs of features instead of tokens, with a hook that mixes them."""
 
     def __init__(self, *, mixes: bool) -> None:
         super().__init__()
@@ -495,7 +495,7 @@ def test_gradients_of_inputs_that_hold_features_are_compared(mixes):
 
 
 class Caching(Body):
-    """A table that is kept for the next forward, in a dict and as an attribute; and a weight that is held twice."""
+    """A table that is cached for the next forward, in a dict and as an attribute; and a weight that is held twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -509,7 +509,7 @@ class Caching(Body):
         return x * self.newest * self.tables[x.shape[1]] * self.held[0]
 
 
-def test_what_a_model_keeps_from_a_dry_run_is_dropped():
+def test_what_a_model_caches_in_a_dry_run_is_dropped():
     torch.manual_seed(1)
     model = Caching()
     assert [each.problems for each in tried(model)] == [[], []]

@@ -1,4 +1,4 @@
-"""Laws of how attention over the sequence axis may be used, what it refuses, what it drops, and how it waits."""
+"""Laws of attention over the sequence axis: how it may be used, what it refuses, what it drops, how it waits."""
 
 import functools
 import threading
@@ -27,7 +27,7 @@ def _one_thread():
 
 
 def both(size, use, ring="zigzag", ulysses=1):
-    """What `use(attend, take)` gives in one process, and what its ranks give, put together."""
+    """The results of `use(attend, tensors)` in one process, and those of the ranks, concatenated."""
     tensors = attention_oracle.make_tensors(AttentionCase(size, ring, ulysses))
     alone = use(scaled_dot_product_attention, tensors)
 
@@ -78,7 +78,7 @@ def test_it_may_be_used_twice_in_one_graph_and_without_one(ring, ulysses):
 
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "qv"])
 @pytest.mark.parametrize(("ring", "ulysses"), USES)
-def test_only_some_of_q_k_and_v_may_want_a_gradient(ring, ulysses, wanted):
+def test_only_some_of_q_k_and_v_may_require_a_gradient(ring, ulysses, wanted):
     def use(attend, tensors):
         given = {name: tensor.clone() for name, tensor in zip("qkv", tensors[:3], strict=True)}
         for name in wanted:
@@ -91,9 +91,9 @@ def test_only_some_of_q_k_and_v_may_want_a_gradient(ring, ulysses, wanted):
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), USES)
-def test_tensors_may_lie_in_memory_as_they_like(ring, ulysses):
+def test_tensors_may_have_any_strides(ring, ulysses):
     def use(attend, tensors):
-        # As of a projection [B, l, H, K], seen as [B, H, l, K]; the upstream gradient is one number, expanded.
+        # A projection [B, l, H, K], viewed as [B, H, l, K]; the upstream gradient is one number, expanded.
         q, k, v = (t.transpose(1, 2).contiguous().requires_grad_() for t in tensors[:3])
         out = attend(*(t.transpose(1, 2) for t in (q, k, v)))
         out.sum().backward()
@@ -135,7 +135,7 @@ def test_one_rank_calls_torchs_own_attention(monkeypatch):
     )
     assert torch.equal(sequence_attention(q, k, v, axis, is_causal=True), own(q, k, v, is_causal=True))
     assert called == [1]
-    # Which takes masks that have no part for every rank.
+    # It takes masks that cannot be split among ranks.
     mask = torch.randn(6, 6, requires_grad=True)
     sequence_attention(q, k, v, axis, mask=mask).sum().backward()
     assert mask.grad is not None
@@ -143,13 +143,13 @@ def test_one_rank_calls_torchs_own_attention(monkeypatch):
 
 @pytest.mark.parametrize("groups", [4, 2])
 def test_half_precision_is_computed_by_flash_attention_on_gpus(groups):
-    with FakeTensorMode():  # its kernels' own rules of shapes and dtypes, and no GPU
+    with FakeTensorMode():  # the kernels' rules for shapes and dtypes, without a GPU
         q = torch.empty(2, 4, 16, 64, device="cuda", dtype=torch.bfloat16)
         k = torch.empty(2, groups, 16, 64, device="cuda", dtype=torch.bfloat16)
         block = kernels.AttentionBlock(q, k, k, 0.1, is_causal=True)
         part = kernels.forward(block)
         grads = kernels.backward(block, kernels.SoftmaxTotals(part.out, part.out, part.lse))
-    # The plain kernel gives wide numbers.
+    # The plain kernel returns float32.
     assert (part.out.shape, part.out.dtype) == (q.shape, torch.bfloat16)
     assert (part.lse.shape, part.lse.dtype) == (q.shape[:-1], torch.float32)
     assert (grads.q.shape, grads.k.shape, grads.v.shape) == (q.shape, k.shape, k.shape)
@@ -216,7 +216,7 @@ def test_what_is_kept_is_as_much_as_asked_for_in_every_direction(p):
         assert (share - (1 - p)).abs().max() <= 5 * (p * (1 - p) / count) ** 0.5
 
 
-def test_every_call_every_place_and_every_seed_draws_anew():
+def test_every_call_position_and_seed_has_its_own_draw():
     first = kept().double() - 0.75
     others = [kept(seed=1), kept(step=1), kept(call=1), kept(seed=2**40), kept(seed=-1)]
     others += [kept().roll(1, dim) for dim in range(4)]
@@ -225,7 +225,7 @@ def test_every_call_every_place_and_every_seed_draws_anew():
         assert abs(correlation) < 5 / first.numel() ** 0.5
 
 
-def test_a_draw_depends_on_where_it_is_and_not_on_what_is_drawn_with_it():
+def test_a_draw_depends_on_its_position_and_not_on_the_block_it_is_drawn_in():
     whole = kept(rows=16, columns=24)
     part = DropoutMask(
         AttentionDropout(0.25), torch.tensor([2]), torch.tensor([1, 3]), torch.arange(16), torch.arange(24).flip(0)
@@ -233,11 +233,11 @@ def test_a_draw_depends_on_where_it_is_and_not_on_what_is_drawn_with_it():
     assert torch.equal(part.keep_mask(slice(4, 9), slice(0, 7)), whole[2:3, [1, 3], 4:9].flip(-1)[..., :7])
 
 
-def test_the_hash_is_the_published_one_and_draws_the_same_for_good():
+def test_the_hash_is_the_published_one_and_never_changes():
     # SplitMix64 from 1234567, as published with its test programs.
     words = _splitmix64(torch.tensor([1234567, 1234567 + _as_int64(GOLDEN_GAMMA)]))
     assert words.tolist() == [6457827717110365317, 3203168211198807973]
-    # What a checkpoint goes on with must not change with a version.
+    # A run that resumes from a checkpoint must draw the same in later versions.
     drawn = kept(0.5, 2, 12, seed=1, step=2, call=3)[1, 2].long().tolist()
     assert ["".join(map(str, row)) for row in drawn] == ["111110101011", "100101000010"]
 
@@ -245,7 +245,7 @@ def test_the_hash_is_the_published_one_and_draws_the_same_for_good():
 # ---- shared memory ---------------------------------------------------------------------------------
 
 
-def test_a_block_lies_still_until_all_have_read_it():
+def test_a_block_is_not_overwritten_before_all_ranks_have_read_it():
     begun = threading.Event()
 
     def body(ranks):
@@ -266,7 +266,7 @@ def test_a_block_lies_still_until_all_have_read_it():
     assert threads.run(2, body) == [[6.0] * 4, [5.0] * 4]
 
 
-def test_a_sum_lies_still_until_its_owner_has_it():
+def test_a_sum_is_not_overwritten_before_its_owner_has_read_it():
     ahead = threading.Event()
 
     def body(ranks):
@@ -286,7 +286,7 @@ def test_a_sum_lies_still_until_its_owner_has_it():
     assert threads.run(2, body) == [[[1.0] * 3, [2.0] * 3]] * 2
 
 
-def test_ranks_that_attend_to_something_else_are_told_of_it():
+def test_ranks_with_different_attention_calls_raise():
     def body(ranks):
         axis, mine = thread_rings.make_axis(ranks, transport="shared"), Q[:, :, : 2 + 2 * ranks.rank]
         with pytest.raises(DivergenceError, match=r"rank . shows \d+ bytes, rank . \d+ .*need the same attention"):

@@ -1,4 +1,4 @@
-"""Laws of what `fourfold show` says of the sequence axis: it is what attention does."""
+"""`fourfold show` reports of the sequence axis what attention does."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ TASK = lm.task(length=96, heads=4, kv_heads=2, layers=3, width=64, batch_size=6)
     ],
     ids=str,
 )
-def test_what_is_said_to_be_sent_is_what_a_rank_sends(plan: Plan) -> None:
+def test_the_reported_bytes_are_those_that_a_rank_sends(plan: Plan) -> None:
     seen = trace_model(TASK, build_meta_model(TASK))
     (form,) = seen.attention_calls
     samples = TASK.batch_size // plan.dp
@@ -52,7 +52,7 @@ def test_what_is_said_to_be_sent_is_what_a_rank_sends(plan: Plan) -> None:
     assert sent_bytes(plan, seen, samples, seen.length) == 3 * (around.sent_bytes + heads.sent_bytes)
 
 
-def test_every_token_has_one_rank_and_pads_are_told() -> None:
+def test_every_token_has_one_rank_and_pads_are_reported() -> None:
     told = show(Plan(sp=4), lm.task(length=100))
     assert "samples of 100 tokens, padded to 104, 26 a rank" in told
     rows = [
@@ -71,6 +71,6 @@ def test_a_task_without_positions_is_refused() -> None:
         show(Plan(sp=2), digits.task())
 
 
-def test_what_is_shown_does_not_ask_for_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_needs_no_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_commands.show(["lm", "sp=2"]) == 0
     assert "pp 1 × dp 1 × sp 2 × tp 1 = 2 ranks" in capsys.readouterr().out
