@@ -2,7 +2,7 @@
 
 unchanged  options as in the step before
 schedule   every group has a new rate in each step; the schedule's own time is not counted
-OTHER      another version of `fourfold/parts/options.py`: the two take turns, and the ratio is that of neighbours
+OTHER      another version of `parts/optim/option_tracker.py`: the two take turns, and the ratio is that of neighbours
 Law: each reading is timed alone and in turn, so a median says more than the load of the machine does.
 
     PYTHONPATH=src:. python bench/options.py [OTHER]
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from bench.measurement import describe_machine
-from fourfold.parts.comm.reduce import collective_fingerprint
+from fourfold.parts.comm.reduce import collective_fingerprint, divergence_report
 from fourfold.parts.optim import option_tracker
 
 NUM_READINGS, WARMUP = 3000, 200
@@ -39,7 +39,7 @@ def import_file(path: Path) -> ModuleType:
 
 def time_readings(optimizer: torch.optim.Optimizer, modules: list[ModuleType], *, schedule: bool) -> list[list[float]]:
     """Microseconds of each reading, by module."""
-    readers: list[Any] = [module.Options(optimizer) for module in modules]
+    readers: list[Any] = [module.OptionTracker(optimizer) for module in modules]
     found: list[list[float]] = [[] for _ in modules]
     rate = 1e-3
     for number in range(WARMUP + NUM_READINGS):
@@ -71,7 +71,7 @@ def main() -> None:
             for other in others:
                 ratio = median(one / two for one, two in zip(mine, other, strict=True))
                 said.append(f"other {median(other):.1f} µs, ratio {ratio:.2f}")
-        text = collective_fingerprint.with_options(CALL_TEXT, option_tracker.OptionTracker(optimizer).text())
+        text = divergence_report.with_options(CALL_TEXT, option_tracker.OptionTracker(optimizer).text())
         call = microseconds(lambda text=text: collective_fingerprint.fingerprint(text)) - microseconds(
             lambda: collective_fingerprint.fingerprint(CALL_TEXT)
         )

@@ -11,19 +11,9 @@ from typing import Any
 
 import pytest
 
-from fourfold.doctor.checks import (
-    FAIL,
-    GIB,
-    MIB,
-    OK,
-    OLDEST_TORCH,
-    WARN,
-    GlooTiming,
-    MachineFacts,
-    check_machine,
-    exit_code,
-    format_findings,
-)
+from fourfold.doctor.checks import GIB, MIB, OLDEST_TORCH, check_machine
+from fourfold.doctor.facts import GlooTiming, MachineFacts
+from fourfold.doctor.findings import FAIL, OK, WARN, exit_code, format_findings
 from fourfold.doctor.machine_probe import probe_machine
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +43,7 @@ def test_a_healthy_machine_has_nothing_to_mend() -> None:
     assert format_findings(findings).endswith("\n\nnothing to mend")
 
 
-NO_GPU = {"gpu_driver": True, "cuda_build": "13.0"}
+NO_GPU = {"has_gpu_driver": True, "cuda_build": "13.0"}
 LAUNCHED = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
 PLACED = {**LAUNCHED, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
 ILL: list[tuple[str, str, str, dict[str, Any]]] = [
@@ -61,11 +51,11 @@ ILL: list[tuple[str, str, str, dict[str, Any]]] = [
     ("torch", FAIL, "pip install", {"torch_problem": "does not import: libcudart.so.13"}),
     ("torch", FAIL, "torch 2.11 to", {"torch": "2.4.1"}),
     ("torch", WARN, "torch 2.11 to", {"torch": "2.99.0a0+git123"}),
-    ("gpus", WARN, "a CUDA build", {"gpu_driver": True}),
+    ("gpus", WARN, "a CUDA build", {"has_gpu_driver": True}),
     ("gpus", WARN, "nvidia-smi", NO_GPU),
     ("gpus", WARN, "unset CUDA_VISIBLE_DEVICES", {**NO_GPU, "environ": {"CUDA_VISIBLE_DEVICES": ""}}),
     ("cores", WARN, "at least 1 core", {"quota_cores": 0.5}),
-    ("cores", WARN, "ending", {"load": 9.0}),
+    ("cores", WARN, "ending", {"load_average": 9.0}),
     ("threads", FAIL, "unset OMP_NUM_THREADS", {"environ": {"OMP_NUM_THREADS": "all"}}),
     ("threads", WARN, "unset OMP_NUM_THREADS", {"environ": {"OMP_NUM_THREADS": "9"}}),
     ("threads", WARN, "unset OMP", {"environ": {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "2"}}),
@@ -80,8 +70,8 @@ ILL: list[tuple[str, str, str, dict[str, Any]]] = [
     ("disk", FAIL, "another folder", {"disk_free_bytes": 10 * MIB}),
     ("disk", WARN, "making room", {"disk_free_bytes": GIB}),
     ("disk", WARN, "local disk", {"write_rate": 3 * MIB}),
-    ("2 processes", FAIL, "GLOO_SOCKET_IFNAME", {"link": GlooTiming(problem="gloo: no address")}),
-    ("2 processes", WARN, "ending", {"link": GlooTiming(bulk_seconds=1.0, value_seconds=0.1)}),
+    ("2 processes", FAIL, "GLOO_SOCKET_IFNAME", {"gloo": GlooTiming(problem="gloo: no address")}),
+    ("2 processes", WARN, "ending", {"gloo": GlooTiming(bulk_seconds=1.0, value_seconds=0.1)}),
     ("launcher", FAIL, "the launcher again", {"environ": {**PLACED, "OMPI_COMM_WORLD_RANK": "2"}}),
     ("launcher", FAIL, "WORLD_SIZE=N", {"environ": {"RANK": "1"}}),
     ("launcher", WARN, "unset PMI_RANK", {"environ": {**PLACED, "PMI_RANK": "1", "PMI_SIZE": "2"}}),
@@ -112,7 +102,7 @@ def test_a_container_limit_counts_only_where_it_is_lower() -> None:
     def memory(**changes: Any) -> str:
         return next(f.value for f in check_machine(dataclasses.replace(HEALTHY, **changes)) if f.name == "memory")
 
-    assert memory(limit_bytes=8 * GIB, limit_left_bytes=6 * GIB) == "6.0 GiB free of 8.0 GiB (container limit)"
+    assert memory(limit_bytes=8 * GIB, limit_left_bytes=6 * GIB) == "6.00 GiB free of 8.00 GiB (container limit)"
     assert memory(limit_bytes=999 * GIB, limit_left_bytes=1) == "50.0 GiB free of 64.0 GiB"
 
 

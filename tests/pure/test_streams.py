@@ -33,16 +33,20 @@ def run(code: str, *, out: int | None = None, err: int | None = None) -> "subpro
     return subprocess.run(command, stdout=out, stderr=err, env=mine, text=True, timeout=SECONDS, check=False)
 
 
+SAY = "from fourfold.environment.standard_streams import print_stderr as say"
+RUN_COMMANDS_SAY = "from fourfold.cli.run_commands import _print_error as say"
+
+
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
         ("from fourfold.cli import main; main(['nonsense'])", 2),
-        ("from fourfold.cli.run_commands import _say; _say('rank 1 died; starting again'); _say('again')", 0),
-        ("import os; from fourfold.launch.worker import leave_at_once as end; os.dup2(2, 1); print('x'); end(75)", 75),
-        ("import sys; sys.stderr.close(); from fourfold.environment.standard_streams import say; say('x')", 0),
-        ("import sys; sys.stderr = None; from fourfold.environment.standard_streams import say; say('x')", 0),
+        (f"{RUN_COMMANDS_SAY}; say('rank 1 died; starting again'); say('again')", 0),
+        ("import os; from fourfold.launch.worker import exit_fast as end; os.dup2(2, 1); print('x'); end(75)", 75),
+        (f"import sys; sys.stderr.close(); {SAY}; say('x')", 0),
+        (f"import sys; sys.stderr = None; {SAY}; say('x')", 0),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("kind", ["full", "unread"])
 def test_a_message_that_stderr_does_not_take_changes_no_exit_code(code: str, expected: int, kind: str) -> None:
     with unread() if kind == "unread" else open(FULL, "w") as stream:
@@ -55,8 +59,8 @@ NOTES = """
 import sys
 from fourfold.report.progress import Progress
 progress = Progress()
-progress.note("first")
-progress.note("second")
+progress.print_message("first")
+progress.print_message("second")
 sys.exit(3)
 """
 
@@ -84,7 +88,7 @@ def test_an_error_of_a_pipe_of_the_tasks_own_is_told(error: str) -> None:
     code = f"""
 from fourfold.cli import commands, main
 def fail(): raise {error}
-commands.read = lambda words: fail
+commands.parse_command = lambda words: fail
 main(["train"])
 """
     ended = run(code)

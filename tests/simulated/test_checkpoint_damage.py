@@ -178,7 +178,7 @@ def test_settings_that_cannot_be_read_say_nothing_of_the_run(text, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"finished": 3}\n' + text + "\n")
     assert read_identity(tmp_path) is None
     assert read_finished_record(tmp_path) is None
-    with pytest.raises(SettingError, match="is there already"):
+    with pytest.raises(SettingError, match="exists already"):
         check_run_name(tmp_path.parent, tmp_path.name, {"task": "a"})
     assert "is finished (3 steps)" in format_finished(tmp_path, {"finished": 3}, Plan())
 

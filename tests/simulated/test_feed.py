@@ -134,7 +134,7 @@ def samples_of(feed, epochs=1):
 def on_ranks(size, monkeypatch, **how):
     found = {}
     for rank in range(size):
-        monkeypatch.setattr(feed_module.comm, "world", lambda rank=rank: World(rank=rank, size=size))
+        monkeypatch.setattr(feed_module.transports, "world", lambda rank=rank: World(rank=rank, size=size))
         seed_all(rank)
         found |= samples_of(ff.Feed(Augmented(), **how), epochs=2)
     return found

@@ -134,7 +134,7 @@ def refused_at_once(loss, match, dp=2, **options):
 
 
 COUNTS = {
-    "a second loss": (lambda o, y: (ce(*flat(o, y)), o.square().mean()), "whose count is trained too"),
+    "a second loss": (lambda o, y: (ce(*flat(o, y)), o.square().mean()), "whose count requires a gradient"),
     "infinite": (lambda o, y: (o.square().sum(), float("inf")), "count = inf"),
 }
 

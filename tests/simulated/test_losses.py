@@ -313,7 +313,7 @@ def test_a_first_batch_of_which_nothing_counts_teaches_nothing():
     given = [(inputs.float(), torch.full_like(targets, -100)), (inputs.float(), targets)]
 
     def body(ranks):
-        options = {"plan": Plan(precision="fp16"), "ranks": ranks, "clip": None, "skip_nan": 1}
+        options = {"plan": Plan(precision="fp16"), "communicator": ranks, "clip": None, "skip_nan": 1}
         step = TrainStep(net().float(), EXACT["ignoring"], sgd, **options)
         return [step(batch).overflowed for batch in given]
 

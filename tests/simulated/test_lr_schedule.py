@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,16 +115,6 @@ def test_torchs_scheduler_takes_the_factors() -> None:
     assert got == pytest.approx([0.2, 0.2, 0.02, 0.02])
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """The same order of addition on every machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("seed", [0, 1])
 def test_at_eight_times_the_batch_the_scaled_rate_learns_with_warm_up_and_not_without(seed: int, tmp_path: Path):
     # Of ten seeds the worst with warm-up has loss 0.23 and accuracy 0.92, the best without it 0.59 and 0.79.

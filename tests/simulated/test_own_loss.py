@@ -147,9 +147,9 @@ def test_the_loss_is_found_among_a_models_outputs(how):
 
 def test_a_feed_makes_dict_batches_of_dict_samples():
     (batch,) = Feed(Texts(), Plan(), batch_size=SAMPLES, seed=0)
-    assert sorted(batch.samples.ids()) == list(range(SAMPLES))
+    assert sorted(batch.samples.sample_ids()) == list(range(SAMPLES))
     for name, values in whole().items():
-        assert torch.equal(batch[name], values[batch.samples.ids()])
+        assert torch.equal(batch[name], values[batch.samples.sample_ids()])
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_a_state_that_does_not_fit_on_one_rank_is_told_on_all():
 def test_two_values_of_a_tied_weight_are_refused(tmp_path):
     weights = cases.model("mlp").state_dict()
     save_file(weights, tmp_path / "weights.safetensors")
-    said = r"second\.weight and third\.weight with other values"
+    said = r"second\.weight and third\.weight with different values"
     with pytest.raises(CheckpointError, match=said):
         load_weights_file(cases.model("tied"), tmp_path / "weights.safetensors")
     untied = dataclasses.replace(CASE, optimizer="descent")

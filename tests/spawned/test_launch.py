@@ -383,14 +383,14 @@ def test_no_thread_of_gloo_outlives_what_a_script_has_left_behind(start: Start, 
 GIVEN_UP = """
 import gc
 import torch
-from fourfold.parts import comm
+from fourfold.parts.comm.communicator import init_communicator
 
 ones = torch.ones(4)
 
 
 def give_up():
-    ranks = comm.join()
-    group = ranks.group([0, 1], "calls that do not match")
+    ranks = init_communicator()
+    group = ranks.get_group([0, 1], "calls that do not match")
     return group.all_reduce(ones) if ranks.rank else group.all_gather(ones, ones[:2])
 
 
@@ -440,14 +440,14 @@ import os, stat
 from pathlib import Path
 import psutil
 import torch, torch.distributed as dist
-from fourfold.parts import comm
+from fourfold.parts.comm.communicator import init_communicator
 
 for again in range(2):
     dist.init_process_group("gloo")
     dist.barrier()
     if not again:
         dist.destroy_process_group()
-ranks = comm.join()
+ranks = init_communicator()
 file = next(Path(os.environ["FOURFOLD_STORE"]).parent.glob("store-*"))
 with open(file, "rb") as store:
     keys = store.read()
@@ -456,7 +456,7 @@ mode = stat.S_IMODE(file.parent.stat().st_mode)
 found = [("folder", oct(mode), file.parent.stat().st_uid == os.getuid())]
 for process in psutil.Process(os.getppid()), psutil.Process():
     found += [place.laddr.ip for place in process.net_connections() if place.status == psutil.CONN_LISTEN]
-ranks.exchange("seen")
+ranks.all_gather_json("seen")
 if ranks.rank == 0:
     print(found, os.environ["GLOO_SOCKET_IFNAME"])
 dist.destroy_process_group()
@@ -477,12 +477,12 @@ def test_no_other_user_reaches_the_store_of_a_job(start: Start) -> None:
 MPI = """
 import os, sys
 from pathlib import Path
-from fourfold.parts import comm
-ranks = comm.join()
+from fourfold.parts.comm.communicator import init_communicator
+ranks = init_communicator()
 folder = Path(os.environ["TMPDIR"]) / f"fourfold-{os.getuid()}"
 names = sorted(file.name.split("-")[0] for file in folder.iterdir())
-ranks.exchange("seen")
-print(ranks.exchange(ranks.rank), names)
+ranks.all_gather_json("seen")
+print(ranks.all_gather_json(ranks.rank), names)
 """
 
 

@@ -16,15 +16,8 @@ from torch import Tensor
 
 from fourfold.checkpoint.write import SAFETENSORS_DTYPES, LiveTensor, make_live_tensor
 from fourfold.feed.feed import Feed
-from fourfold.plan.checkpoint_manifest import (
-    DataState,
-    FirstStepRecord,
-    GlobalTensor,
-    RngState,
-    Scalar,
-    StoredBox,
-    shard_file_name,
-)
+from fourfold.plan.checkpoint_boxes import GlobalTensor, StoredBox, shard_file_name
+from fourfold.plan.checkpoint_manifest import DataState, FirstStepRecord, RngState, Scalar
 from fourfold.plan.sample_order import ORDER_VERSION
 from fourfold.step.build import TrainStep
 from fourfold.step.ema import EMA

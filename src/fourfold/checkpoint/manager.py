@@ -41,16 +41,8 @@ from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.restore import changed_options, restore
 from fourfold.checkpoint.store import CheckpointStore
 from fourfold.checkpoint.write import Snapshot, write_file, write_snapshot
-from fourfold.plan.checkpoint_manifest import (
-    MANIFEST_FILE,
-    MANIFEST_VERSION,
-    GlobalTensor,
-    Manifest,
-    RngState,
-    TensorEntry,
-    assign_shards,
-    shard_file_name,
-)
+from fourfold.plan.checkpoint_boxes import GlobalTensor, assign_shards, shard_file_name
+from fourfold.plan.checkpoint_manifest import MANIFEST_FILE, MANIFEST_VERSION, Manifest, RngState, TensorEntry
 from fourfold.words.errors import CheckpointError, Problem, UnreadableCheckpointError
 from fourfold.words.units import format_bytes
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.write import TORCH_DTYPES, Snapshot, make_live_tensor, write_snapshot
-from fourfold.plan.checkpoint_manifest import assign_shards, shard_file_name
+from fourfold.plan.checkpoint_boxes import assign_shards, shard_file_name
 from fourfold.step.state_validation import tied_problems
 from fourfold.words.errors import CheckpointError, Problem
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fourfold.plan.lr_schedule import LRSchedule
-from fourfold.plan.plan import FIELDS, parse_value
+from fourfold.plan.plan_fields import FIELDS, RENAMED_FIELDS, parse_value
 from fourfold.trainer.settings import LR_PREFIX, LR_SETTINGS, Setting, Settings, declared_settings, setting
 from fourfold.words.errors import Problem, SettingError, closest_match
 
@@ -227,7 +227,7 @@ def parse_values(values: Mapping[str, str], arguments: Mapping[str, ValueType] |
 
 
 def _unknown_key(key: str, text: str, arguments: Mapping[str, ValueType]) -> Problem:
-    close = closest_match(key, [*arguments, *RUN_SETTINGS, *FIELDS])
+    close = RENAMED_FIELDS.get(key) or closest_match(key, [*arguments, *RUN_SETTINGS, *FIELDS])
     every = [*(f"{name}=…" for name in dict.fromkeys([*arguments, *RUN_SETTINGS])), "or a field of the plan"]
     return Problem(f"{key} = {text}", "a known setting", f"{close}={text}" if close else ", ".join(every))
 

@@ -24,9 +24,9 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     kind: str
     step: int
-    rank: int | None
-    host: str | None
-    text: str
+    rank: int | None = None
+    host: str | None = None
+    text: str = ""
     seconds: float | None = None
 
 

@@ -16,8 +16,8 @@ from fourfold.checkpoint.manager import CheckpointManager, TrainingProgress
 from fourfold.plan.intervals import is_due
 from fourfold.plan.lr_schedule import LRLambda
 from fourfold.plan.trace_file import DATA_SPAN
-from fourfold.step.batch import eval_mode
 from fourfold.step.metrics import Metrics
+from fourfold.step.model_call import eval_mode
 from fourfold.trainer.evaluate import evaluate
 from fourfold.trainer.heartbeat import Heartbeat
 from fourfold.trainer.lr_factors import lr_factors

@@ -16,7 +16,8 @@ import msgspec
 
 from fourfold.plan.decode import DecodeError, check_not_pipe, from_json, read_bounded
 from fourfold.plan.lr_schedule import LRSchedule
-from fourfold.plan.plan import FIELDS, Plan
+from fourfold.plan.plan import Plan
+from fourfold.plan.plan_fields import FIELDS
 from fourfold.trainer.settings import Settings, declared_settings
 from fourfold.words.errors import PlanError, Problem, SettingError
 

@@ -18,7 +18,8 @@ from fourfold.environment.host_memory import available_bytes
 from fourfold.environment.world import World
 from fourfold.feed.collate import check_data
 from fourfold.feed.feed import Feed
-from fourfold.parts.comm.communicator import PROCESS_EXIT_GRACE_SECONDS, world
+from fourfold.parts.comm.communicator import PROCESS_EXIT_GRACE_SECONDS
+from fourfold.parts.comm.init import world
 from fourfold.plan.plan import Plan
 from fourfold.step.argument_checks import check_plan_argument
 from fourfold.step.build import TrainStep, parallelize
