@@ -137,7 +137,7 @@ def test_a_model_that_draws_is_told():
 
 def told(verdict: VerifyResult) -> str:
     plan = dataclasses.replace(Plan(), dp=2, sp=2)
-    return "\n".join(command.format_result(Job(task=task(), plan=plan, settings={"spec": "lm"}, identity={}), verdict))
+    return "\n".join(command.format_result(Job(task=task(), plan=plan, settings={"task_name": "lm"}, identity={}), verdict))
 
 
 def test_the_table_says_what_was_compared_and_what_was_left_out():
@@ -155,7 +155,7 @@ def test_the_table_says_what_was_compared_and_what_was_left_out():
 
 def test_what_is_off_is_named_and_ends_with_exit_code_1():
     verdict = VerifyResult([1e-12, 1e-3], {"a": 2e-13, "bc": 0.0}, {"a": 1e-5, "bc": float("nan")}, 0, False)
-    job = Job(task=task(), plan=Plan(), settings={"spec": "lm"}, identity={})
+    job = Job(task=task(), plan=Plan(), settings={"task_name": "lm"}, identity={})
     with (
         mock.patch("fourfold.analysis.verify.verify", return_value=verdict),
         pytest.raises(command.VerifyError) as caught,
