@@ -50,7 +50,7 @@ def half(path, snapshot, real=manager.write_snapshot):
 
 
 moment = sys.argv[1]
-if moment == "half a piece":
+if moment == "half a file":
     manager.write_snapshot = half
 elif moment == "no manifest":
     die_in(manager, "wait_for_marker", after=True)
@@ -123,14 +123,14 @@ def equal(a: Path, b: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run that nobody disturbs."""
+    """An undisturbed run."""
     folder = tmp_path_factory.mktemp("whole")
     end(start(folder, *TRAIN, "-n", "1"))
     return run_of(folder)
 
 
 @pytest.mark.parametrize(
-    ("moment", "step"), [("half a piece", 2), ("no manifest", 2), ("not renamed", 2), ("renamed", 4)]
+    ("moment", "step"), [("half a file", 2), ("no manifest", 2), ("not renamed", 2), ("renamed", 4)]
 )
 def test_a_run_killed_while_saving_goes_on_as_if_it_had_not_been(whole, moment, step, tmp_path):
     end(start(tmp_path, *TRAIN, "-n", "1", moment=moment), code=-signal.SIGKILL)
@@ -171,7 +171,7 @@ Said = Callable[..., str]
 
 @pytest.fixture
 def said(whole: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Said:
-    """What a command says, run in this process beside the undisturbed run."""
+    """What a command says, run in this process in the folder of the undisturbed run."""
     monkeypatch.chdir(whole.parents[1])
 
     def run(*words: str, code: int = 0) -> str:
@@ -196,9 +196,9 @@ def test_a_finished_run_says_so(whole, said):
     assert log(whole) == before
 
 
-def test_a_name_of_another_run_is_refused_and_told_in_what_it_differs(whole, said):
+def test_a_name_of_another_run_is_refused_with_what_differs(whole, said):
     text = said(*TRAIN, "seed=1", f"name={whole.name}", code=2)
-    assert f"runs/{whole.name} is there already, with another seed (0 there, 1 here)" in text
+    assert f"runs/{whole.name} exists already, with another seed (0 there, 1 here)" in text
 
 
 def test_checkpoints_are_listed_verified_and_exported(whole, said, tmp_path):
@@ -218,11 +218,11 @@ def test_checkpoints_are_listed_verified_and_exported(whole, said, tmp_path):
     assert "no such file" in said("train", "lm", "init=nothing.safetensors", "-n", "1", code=2)
     assert "embedding.weight of shape" in said("train", "lm", f"init={file}", "-n", "1", code=2)
 
-    piece = whole / "checkpoints" / "step-00000006" / "rank-000.safetensors"
-    good = piece.read_bytes()
-    piece.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-    assert str(Path("step-00000006") / piece.name) in said("checkpoint", "verify", whole.name, code=1)
-    piece.write_bytes(good)
+    rank_file = whole / "checkpoints" / "step-00000006" / "rank-000.safetensors"
+    good = rank_file.read_bytes()
+    rank_file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    assert str(Path("step-00000006") / rank_file.name) in said("checkpoint", "verify", whole.name, code=1)
+    rank_file.write_bytes(good)
 
 
 def test_a_run_starts_over_and_begins_with_given_weights(whole, said, tmp_path):
