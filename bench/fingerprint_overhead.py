@@ -22,7 +22,7 @@ import fourfold as ff
 from bench.measurement import describe_machine
 from bench.models import CASES, losses
 from fourfold.parts.comm.reduce.collective_fingerprint import BOARD_DEPTH
-from fourfold.parts.comm.reduce.process_group import NUM_LOSS_SCALARS
+from fourfold.parts.comm.reduce.fingerprint_check import NUM_LOSS_SCALARS
 
 WARMUP, NUM_CALLS = 4, 5000
 CALL_TEXT = "step 1000, positions 2000 to 2002 of epoch 0, seed 0"
@@ -37,7 +37,7 @@ def without_fingerprints(transport: Any) -> Iterator[None]:
             roll = stack.enter_context(mock.patch.object(transport, "_fingerprint_check"))
             roll.append_fingerprint.side_effect = lambda values, call: values.clone()
         else:
-            stack.enter_context(mock.patch.object(transport, "_compare_calls"))
+            stack.enter_context(mock.patch.object(transport._calls, "compare"))
         yield
 
 
@@ -78,8 +78,9 @@ def _board_seconds(transport: Any) -> float:
     begin = time.process_time()
     for _ in range(NUM_CALLS):
         transport.begin_call(CALL_TEXT)
-        transport._compare()
-        transport._call_board.compare(transport.index, counts)  # Another rank may be too far away to be compared above.
+        transport._calls.compare()
+        # Another rank may be too far away to be compared above.
+        transport._calls.board.check(transport.index, lambda: counts)
     return (time.process_time() - begin) / NUM_CALLS
 
 
@@ -90,7 +91,7 @@ def _message_seconds(transport: Any) -> float:
     begin = time.process_time()
     for _ in range(NUM_CALLS):
         transport._fingerprint_check.append_fingerprint(values, CALL_TEXT)
-        transport._fingerprint_check.compare(sums, CALL_TEXT)
+        transport._fingerprint_check.check(sums, CALL_TEXT)
     return (time.process_time() - begin) / NUM_CALLS
 
 

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.parts.comm import transports
-from fourfold.parts.comm.ring.protocol import NullRingGroup, RingGroup
+from fourfold.parts.comm.ring.protocol import RingGroup
+from fourfold.parts.comm.ring.single_rank import NullRingGroup
 from fourfold.parts.memory import keep_freed_memory
 from fourfold.parts.sequence.attention import SequenceGroup, connect_sequence, sequence_attention
 from fourfold.plan.sequence import token_positions

@@ -39,13 +39,13 @@ class Case:
     codec: str = "none"
     codec_rank: int = 2
     codec_density: float = 0.2
-    codec_life: int = 2
+    codec_refresh_steps: int = 2
     sync: str = "step"
     local_steps: int = 10
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
     precision: str = "keep"
-    reduce: str = "keep"
+    reduce_dtype: str = "keep"
     offload: str = "none"
     sp: int = 1
     ring: str = "zigzag"
@@ -68,13 +68,13 @@ class Case:
             codec=self.codec,
             codec_rank=self.codec_rank,
             codec_density=self.codec_density,
-            codec_life=self.codec_life,
+            codec_refresh_steps=self.codec_refresh_steps,
             sync=self.sync,
             local_steps=self.local_steps,
             outer_lr=self.outer_lr,
             outer_momentum=self.outer_momentum,
             precision=self.precision,
-            reduce=self.reduce,
+            reduce_dtype=self.reduce_dtype,
             offload=self.offload,
         )
 

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts.codec import registry
-from fourfold.parts.codec.registry import Codec
+from fourfold.parts.codec.protocol import Codec
 from fourfold.parts.data import grad_buckets
-from fourfold.plan.data import Bucket, make_buckets
-from fourfold.step.batch import Microbatch, call_model, split_microbatches, sum_loss
+from fourfold.plan.data.buckets import Bucket, make_buckets
+from fourfold.step.batch import Microbatch, split_microbatches
+from fourfold.step.loss_sum import sum_loss
+from fourfold.step.model_call import call_model
 from fourfold.step.weights import trainable_parameters
 from fourfold.testing.codecs import simulate_reduce
 from fourfold.testing.oracle import TrainingResult

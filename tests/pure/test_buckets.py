@@ -4,17 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.data import (
-    RESTING_LAYOUTS,
-    DataStepSpec,
-    ParamSpec,
-    ShardGroups,
-    effective_bucket_bytes,
-    layout_changes,
-    lower_step,
-    make_buckets,
-    step_sent_bytes,
-)
+from fourfold.plan.data.buckets import ParamSpec, effective_bucket_bytes, make_buckets
+from fourfold.plan.data.step_program import DataStepSpec, lower_step
+from fourfold.plan.data.zero import RESTING_LAYOUTS, ShardGroups, layout_changes, step_sent_bytes
 from fourfold.words.layout import Change
 from fourfold.words.program import Verb
 
@@ -38,7 +30,7 @@ def test_slots_tile_buckets(specs, bucket_bytes):
         for slot in bucket.slots:
             spec = by_name[slot.name]
             assert slot.stop - slot.start == spec.num_elements
-            assert (spec.dtype, spec.group) == (bucket.dtype, bucket.param_group)
+            assert (spec.dtype, spec.param_group) == (bucket.dtype, bucket.param_group)
         assert bucket.size == bucket.slots[-1].stop
         assert len(bucket.slots) == 1 or bucket.slots[-1].stop * bucket.element_bytes <= bucket_bytes
 

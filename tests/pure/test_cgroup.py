@@ -16,7 +16,7 @@ def tree(folder: Path, files: dict[str, str], own: str) -> dict[str, Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     (folder / "own").write_text(own)
-    return {"root": folder / "cgroup", "own": folder / "own"}
+    return {"root": folder / "cgroup", "proc_cgroup": folder / "own"}
 
 
 V1 = "4:memory:/docker/a\n3:cpu,cpuacct:/docker/a\n"

@@ -10,23 +10,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.checkpoint_manifest import (
+from fourfold.plan.checkpoint_boxes import (
     ELEMENT_BYTES,
-    MANIFEST_VERSION,
     Box,
+    GlobalTensor,
+    StoredBox,
+    assign_shards,
+    intersection,
+    relative_slices,
+    shard_file_name,
+)
+from fourfold.plan.checkpoint_manifest import (
+    MANIFEST_VERSION,
     DataState,
     FileEntry,
     FirstStepRecord,
-    GlobalTensor,
     Manifest,
     RngState,
-    StoredBox,
     TensorEntry,
-    assign_shards,
-    intersection,
     manifest_problems,
-    relative_slices,
-    shard_file_name,
 )
 from fourfold.words.mesh import Mesh
 
@@ -73,7 +75,7 @@ def test_stretches_tile_every_tensor_and_what_is_written_is_believed(rows, size)
 
 @given(rows=TENSORS, size=st.integers(1, 7))
 def test_shares_differ_by_no_more_than_the_rows_at_their_ends(rows, size):
-    tensors = [tensor._replace(whole=False) for tensor in named(rows)]
+    tensors = [tensor._replace(is_unsharded=False) for tensor in named(rows)]
     held = dict.fromkeys(map(shard_file_name, range(size)), 0)
     for tensor in tensors:
         for stretch in assign_shards(tensors, size)[tensor.name]:
@@ -138,9 +140,9 @@ FIRST, SECOND = "rank-000.safetensors", "rank-001.safetensors"
         ({"tensors": entry((FIRST, (-1, 0), (4, 2)))}, "offsets (-1, 0)"),
         ({"tensors": entry((FIRST, (0,), (4,)))}, "offsets (0,)"),
         ({"tensors": entry((FIRST, (0, 0), (2, 2)))}, "a gap"),
-        ({"tensors": entry((FIRST, (0, 0), (2, 2)), (SECOND, (1, 0), (2, 2)))}, "lie on each other"),
-        ({"tensors": entry((FIRST, (0, 0), (4, 1)), (SECOND, (0, 0), (4, 1)))}, "lie on each other"),
-        ({"tensors": entry((FIRST, (0, 0), (2, 2)), (FIRST, (2, 0), (2, 2)))}, "two stretches in one file"),
+        ({"tensors": entry((FIRST, (0, 0), (2, 2)), (SECOND, (1, 0), (2, 2)))}, "or overlap"),
+        ({"tensors": entry((FIRST, (0, 0), (4, 1)), (SECOND, (0, 0), (4, 1)))}, "or overlap"),
+        ({"tensors": entry((FIRST, (0, 0), (2, 2)), (FIRST, (2, 0), (2, 2)))}, "two boxes in one file"),
     ],
 )
 def test_a_manifest_that_cannot_be_true_is_not_believed(fields, said):

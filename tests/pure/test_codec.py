@@ -16,7 +16,7 @@ from fourfold.plan.codec import (
     sparse_spec,
     supports_all_reduce,
 )
-from fourfold.plan.data import Bucket, Slot
+from fourfold.plan.data.buckets import Bucket, Slot
 from fourfold.words.errors import PlanError
 
 SHAPES = st.lists(
@@ -90,7 +90,7 @@ def test_a_codec_as_bytes():
     assert bytes_of("bf16") == bytes_of("fp16") == [(Combine.SUM, 2 * 525_312)]
     assert bytes_of("int8") == [(Combine.GATHER, 525_312 + 4 * 2052)]
     assert bytes_of("topk", density=0.01) == [(Combine.GATHER, 5254 * 6 + 9 * 4)]
-    assert bytes_of("powersgd", rank=2) == [(Combine.SUM, 4 * (2 * 512 + 1024)), (Combine.SUM, 4 * 2 * 1024)]
+    assert bytes_of("powersgd", matrix_rank=2) == [(Combine.SUM, 4 * (2 * 512 + 1024)), (Combine.SUM, 4 * 2 * 1024)]
     # Room for a quarter more than ⌈5242.88⌉ and ⌈10.24⌉ entries; messages end at a multiple of 8.
     assert bytes_of("dct", density=0.01) == [(Combine.GATHER, (6554 + 14) * 6 + 9 * 4 + 4)]
 

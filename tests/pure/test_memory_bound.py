@@ -16,9 +16,10 @@ from fourfold.environment import host_memory
 from fourfold.feed.source import fetch
 from fourfold.step import memory_bound
 from fourfold.step.activation_bytes import activation_bytes_per_sample
-from fourfold.step.batch import call_model, tree_leaves, tree_map
 from fourfold.step.memory_bound import MemoryPool, measure_bound
 from fourfold.step.meta_model import build_meta_model
+from fourfold.step.model_call import call_model
+from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.tasks import digits, lm
 from fourfold.words.errors import FourfoldError, SettingError
 from tests.pure.test_cli import Refused, refused
@@ -88,7 +89,7 @@ def host(folder: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    monkeypatch.setattr(host_memory, "CGROUP", folder / "cgroup")
+    monkeypatch.setattr(host_memory, "CGROUP_ROOT", folder / "cgroup")
     monkeypatch.setattr(host_memory, "MEMINFO", folder / "meminfo")
     monkeypatch.setattr(host_memory, "PROC_CGROUP", folder / "own")
     return host_memory.available_bytes()

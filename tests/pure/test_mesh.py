@@ -19,7 +19,7 @@ def test_groups_of_any_axes_partition_the_world(mesh, axes):
 
 @given(mesh=MESHES)
 def test_a_rank_is_its_index(mesh):
-    assert [mesh.rank(mesh.at(rank)) for rank in range(mesh.size)] == list(range(mesh.size))
+    assert [mesh.rank_at(mesh.coordinates(rank)) for rank in range(mesh.size)] == list(range(mesh.size))
 
 
 @given(mesh=MESHES, axis=st.sampled_from(AXES))

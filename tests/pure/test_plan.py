@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.plan import FIELD_RULES, FIELDS, Plan, parse_value
+from fourfold.plan.plan import Plan
+from fourfold.plan.plan_fields import FIELD_RULES, FIELDS, parse_value
 from fourfold.words.errors import PlanError
 
 PLANS = st.builds(
@@ -45,8 +46,8 @@ def test_the_signature_is_the_contract():
         "pp": 1, "dp": 1, "sp": 1, "tp": 1, "shard": None, "zero": 0, "microbatches": 1, "schedule": "1f1b",
         "interleave": 1, "recompute": "none", "ring": "zigzag", "ulysses": 1, "update": "after", "sync": "step",
         "local_steps": 10, "outer_lr": 1.0, "outer_momentum": 0.0,
-        "codec": "none", "codec_rank": 4, "codec_density": 0.01, "codec_life": 100,
-        "offload": "none", "precision": "keep", "reduce": "keep", "batch_norm": "refuse", "unused": "refuse",
+        "codec": "none", "codec_rank": 4, "codec_density": 0.01, "codec_refresh_steps": 100,
+        "offload": "none", "precision": "keep", "reduce_dtype": "keep", "batch_norm": "refuse", "unused": "refuse",
         "bucket_bytes": 4194304, "transport": "by-host",
     }  # fmt: skip
     parameters = inspect.signature(Plan).parameters
@@ -90,7 +91,7 @@ def test_a_choice_that_is_nearly_right_is_told(fields: dict, attempt: str | None
     [
         ({"codec_density": 0.05}, {"codec_density": "codec = topk or dct"}),
         ({"codec_density": 0.05, "codec": "powersgd"}, {"codec_density": "codec = topk or dct"}),
-        ({"codec_density": 0.05, "codec": "dct", "codec_life": 7}, {}),
+        ({"codec_density": 0.05, "codec": "dct", "codec_refresh_steps": 7}, {}),
         ({"codec_rank": 2, "codec": "powersgd"}, {}),
         ({"ring": "plain"}, {"ring": "sp above ulysses"}),
         ({"ring": "plain", "sp": 2, "ulysses": 2}, {"ring": "sp above ulysses"}),
@@ -158,6 +159,38 @@ def test_a_codec_makes_another_training_and_a_mesh_does_not():
     assert Plan(codec="topk", codec_density=0.1).identity_fields["codec_density"] == 0.1
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "value"), [("reduce", "reduce_dtype", "fp32"), ("codec_life", "codec_refresh_steps", 7)]
+)
+def test_a_plan_file_with_an_old_field_name_means_the_same(old, new, value):
+    texts = [f'version = 1\ndp = 2\ncodec = "dct"\n{name} = {value!r}\n' for name in (old, new)]
+    then, now = map(Plan.from_toml, texts)
+    assert then == now
+    assert getattr(now, new) == value
+    assert old not in now.to_toml(defaults=True).replace(new, "")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "value"), [("reduce", "reduce_dtype", "fp32"), ("codec_life", "codec_refresh_steps", 7)]
+)
+def test_an_old_and_the_new_name_of_a_field_in_one_file_are_refused(old, new, value):
+    with pytest.raises(PlanError, match=rf"plan\.toml\n  {old} and {new}   need one of them"):
+        Plan.from_toml(f"version = 1\n{old} = {value!r}\n{new} = {value!r}\n")
+
+
+@pytest.mark.parametrize(("old", "new"), [("reduce", "reduce_dtype"), ("codec_life", "codec_refresh_steps")])
+def test_an_old_field_name_outside_a_file_is_refused_with_the_new_one(old, new):
+    with pytest.raises(PlanError, match=f"try {new}$"):
+        Plan.from_dict({old: "fp32"})
+
+
+def test_the_identity_of_a_run_keeps_the_field_names_it_was_saved_under():
+    plan = Plan(codec="dct", codec_refresh_steps=7, precision="bf16", reduce_dtype="fp32")
+    assert plan.identity_fields == {
+        "codec": "dct", "codec_rank": 4, "codec_density": 0.01, "codec_life": 7, "precision": "bf16", "reduce": "fp32",
+    }  # fmt: skip
+
+
 def test_the_numbers_of_the_training_are_part_of_a_runs_identity():
     assert Plan(dp=2, zero=1).identity_fields == {}
-    assert Plan(precision="bf16", reduce="fp32").identity_fields == {"precision": "bf16", "reduce": "fp32"}
+    assert Plan(precision="bf16", reduce_dtype="fp32").identity_fields == {"precision": "bf16", "reduce": "fp32"}

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.checkpoint_manifest import GlobalTensor, Manifest, RngState, manifest_problems
+from fourfold.plan.checkpoint_boxes import GlobalTensor
+from fourfold.plan.checkpoint_manifest import Manifest, RngState, manifest_problems
 from fourfold.plan.rng import generator_seed, rng_state_to_restore
 from fourfold.words.mesh import Mesh
 from tests.pure.test_checkpoint_manifest import manifest

@@ -94,7 +94,7 @@ def test_a_layer_sends_what_the_papers_count():
     assert attention_sent_elements(layer, 4) == 6 * 3 * 2 * hidden * 1024 / 4
     assert attention_sent_elements(layer, 1) == 0
     # K and V of two of eight heads.
-    assert attention_sent_elements(layer._replace(kv_heads=2), 4) == attention_sent_elements(layer, 4) / 4
+    assert attention_sent_elements(layer._replace(num_kv_heads=2), 4) == attention_sent_elements(layer, 4) / 4
     # All of Q, K, V, O and their gradients, but for what stays.
     assert attention_sent_elements(layer, 4, ulysses=4) == 8 * 2 * hidden * 1024 / 4 * 3 / 4
 

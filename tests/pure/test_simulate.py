@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.data import RESTING_LAYOUTS, DataStepSpec, lower_step
+from fourfold.plan.data.step_program import DataStepSpec, lower_step
+from fourfold.plan.data.zero import RESTING_LAYOUTS
 from fourfold.plan.dependencies import Dependencies, lane_of
 from fourfold.plan.simulate import makespan, simulate
 from fourfold.words.program import Action, ProgramError, Verb, parse_program
@@ -15,7 +16,7 @@ from fourfold.words.trace_events import LANES
 
 def _can_be(step):
     if step.update == "in_backward":
-        return not (step.clip or step.unused or step.has_trust_ratios)
+        return not (step.has_clip or step.allows_unused or step.has_trust_ratios)
     return step.update == "after" or step.sync == "step"
 
 
@@ -24,12 +25,12 @@ STEPS = st.builds(
     DataStepSpec,
     microbatches=st.integers(1, 4),
     num_buckets=st.integers(1, 5),
-    rest=RESTING,
-    clip=st.booleans(),
-    unused=st.booleans(),
+    resting_layouts=RESTING,
+    has_clip=st.booleans(),
+    allows_unused=st.booleans(),
     update=st.sampled_from(["after", "in_backward", "in_forward"]),
-    order=st.just(()),
-    trust=st.booleans(),
+    launch_order=st.just(()),
+    has_trust_ratios=st.booleans(),
     sync=st.sampled_from(["step", "apart", "meet"]),
 ).filter(_can_be)
 SECONDS = st.floats(0, 10, allow_nan=False).map(lambda value: round(value, 3))

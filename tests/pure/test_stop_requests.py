@@ -59,9 +59,9 @@ def test_handlers_of_the_users_own_are_left_alone_and_so_is_an_event_loop(tmp_pa
 CHILD = """
 import ctypes, os, signal, sys, threading, time
 from pathlib import Path
-from fourfold.run import asked
-from fourfold.run.pulse import WORDS, Pulse
-from fourfold.words.world import World
+from fourfold.environment.world import World
+from fourfold.trainer import stop_signal
+from fourfold.trainer.heartbeat import RECORD_WORDS, Heartbeat
 
 
 def stick():
@@ -71,9 +71,9 @@ def stick():
         ctypes.CDLL(None).pthread_mutex_lock(mutex)
 
 
-asked.INTERRUPT_SECONDS = 0.1
-beats = Pulse(memoryview(bytearray(8 * WORDS)).cast("q"))
-with asked.asked_to_stop(beats, Path("."), World(), limit=float(sys.argv[1])) as request:
+stop_signal.INTERRUPT_SECONDS = 0.1
+heartbeat = Heartbeat(memoryview(bytearray(8 * RECORD_WORDS)).cast("q"))
+with stop_signal.handle_stop_signals(heartbeat, Path("."), World(), limit_seconds=float(sys.argv[1])) as request:
     print("ready", flush=True)
 """
 

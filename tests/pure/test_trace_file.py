@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan import cost
-from fourfold.plan.data import RESTING_LAYOUTS, DataStepSpec, lower_step
+from fourfold.plan import cost, step_breakdown
+from fourfold.plan.data.step_program import DataStepSpec, lower_step
+from fourfold.plan.data.zero import RESTING_LAYOUTS
 from fourfold.plan.simulate import makespan, simulate
 from fourfold.plan.trace_file import (
     Event,
@@ -101,8 +102,8 @@ def test_every_action_that_was_measured_is_compared():
 
 
 def test_time_by_action_adds_up_to_the_step():
-    spent = cost.seconds_by_category(trace(late=1.0))
-    assert sum(seconds for name, seconds in spent.items() if name != cost.REDUCE_TIME) == pytest.approx(14.0)
+    spent = step_breakdown.seconds_by_category(trace(late=1.0))
+    assert sum(seconds for name, seconds in spent.items() if name != step_breakdown.REDUCE_TIME) == pytest.approx(14.0)
     assert spent["data"] == pytest.approx(1.0)
     assert spent["reduce"] == pytest.approx(2.0)
     assert spent["forward"] == pytest.approx(1.0)
@@ -127,14 +128,14 @@ def gathering() -> Trace:
 
 
 def test_gathers_have_a_time_of_their_own():
-    spent = cost.seconds_by_category(gathering())
+    spent = step_breakdown.seconds_by_category(gathering())
     assert spent["gather"] == pytest.approx(4.0)
     assert spent["between actions"] == pytest.approx(1.0)
-    assert sum(seconds for name, seconds in spent.items() if name != cost.REDUCE_TIME) == pytest.approx(10.0)
+    assert sum(seconds for name, seconds in spent.items() if name != step_breakdown.REDUCE_TIME) == pytest.approx(10.0)
 
 
 def test_every_verb_of_a_program_has_a_time_it_counts_as():
-    assert {verb for verb in Verb if verb not in cost.CATEGORIES} == {
+    assert {verb for verb in Verb if verb not in step_breakdown.CATEGORIES} == {
         Verb.BACKWARD_INPUT, Verb.BACKWARD_WEIGHT, Verb.SEND, Verb.RECEIVE, Verb.EXCHANGE
     }  # fmt: skip
 

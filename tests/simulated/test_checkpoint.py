@@ -27,7 +27,7 @@ CASES = [
     Case(model="tied", clip=0.5, batch_sizes=(12, 12, 11, 12), zero=1),
     Case(model="sometimes", unused="allow", batch_sizes=(5, 6, 7, 8), zero=1),
     Case(model="mlp", microbatches=2, batch_sizes=(12, 12, 11, 12), zero=2),
-    Case(model="tied", codec="dct", codec_life=3, batch_sizes=(12, 12, 11, 12), clip=0.5),
+    Case(model="tied", codec="dct", codec_refresh_steps=3, batch_sizes=(12, 12, 11, 12), clip=0.5),
     Case(model="mlp", codec="topk", batch_sizes=(12, 12, 11, 12), zero=1),
     Case(model="mlp", codec="powersgd", microbatches=2, batch_sizes=(12, 12, 11, 12), zero=2),
     Case(model="tied", clip=0.5, batch_sizes=(12, 12, 11, 12), sync="local", local_steps=2, outer_momentum=0.9),

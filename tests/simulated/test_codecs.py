@@ -28,8 +28,8 @@ def make(kind, shapes, *, dtype="float64", size=1, **parameters):
 
 
 def remainder_of(each):
-    assert each.remainder is not None
-    return each.remainder
+    assert each.residual is not None
+    return each.residual
 
 
 def dct(shapes, **parameters) -> Dct:
@@ -58,7 +58,7 @@ def gradients(shapes, *, size, seed=0, dtype=torch.float64):
     seed=st.integers(0, 99),
 )
 def test_what_was_sent_and_what_remains_is_the_gradient(kind, size, steps, shapes, density, rank, life, seed):
-    codecs = make(kind, shapes, size=size, density=density, rank=rank, life=life)
+    codecs = make(kind, shapes, size=size, density=density, matrix_rank=rank, refresh_steps=life)
     gradient = sent = torch.zeros(bucket_of(shapes).size, dtype=torch.float64)
     for step in range(steps):
         flats = gradients(shapes, size=size, seed=10 * seed + step)
@@ -84,7 +84,7 @@ def test_at_density_one_a_sparse_codec_is_no_codec_bit_for_bit(kind):
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 def test_a_message_is_as_long_as_was_said(kind, dtype):
     shapes = [*SHAPES, (300, 257)]  # more than one block of places
-    codecs = make(kind, shapes, size=2, dtype=dtype, density=0.03, rank=2)
+    codecs = make(kind, shapes, size=2, dtype=dtype, density=0.03, matrix_rank=2)
     said = simulate_reduce(codecs, gradients(shapes, size=2, dtype=getattr(torch, dtype)))
     expected = codec_rounds(
         CodecSpec(kind, density=0.03, matrix_rank=2), bucket_of(shapes, dtype, codecs_width(dtype)), shapes
@@ -114,7 +114,7 @@ def test_what_two_bytes_cannot_hold_waits_in_four(kind, dtype):
 
 @pytest.mark.parametrize("kind", CODECS)
 def test_a_codec_goes_on_from_its_state_bit_for_bit(kind):
-    options = {"size": 2, "dtype": "float32", "density": 0.1, "rank": 2, "life": 3}
+    options = {"size": 2, "dtype": "float32", "density": 0.1, "matrix_rank": 2, "refresh_steps": 3}
     codecs, others = make(kind, SHAPES, **options), make(kind, SHAPES, **options)
     for step in range(4):
         simulate_reduce(codecs, gradients(SHAPES, size=2, seed=step, dtype=torch.float32))
@@ -132,7 +132,7 @@ def test_a_codec_goes_on_from_its_state_bit_for_bit(kind):
 @pytest.mark.parametrize("kind", REMEMBERING)
 def test_a_change_of_unit_changes_what_is_remembered(kind):
     # Powers of two scale without rounding, so the two trainings must agree in every bit.
-    options = {"dtype": "float32", "density": 0.1, "rank": 2, "life": 3}
+    options = {"dtype": "float32", "density": 0.1, "matrix_rank": 2, "refresh_steps": 3}
     codecs, others = make(kind, SHAPES, **options), make(kind, SHAPES, **options)
     for step in range(8):
         ours, theirs = (gradients(SHAPES, size=1, seed=step, dtype=torch.float32) for _ in range(2))
@@ -267,7 +267,7 @@ def test_at_a_refresh_without_ties_as_many_are_kept_as_the_sparsity_leaves(lengt
 def test_zeros_are_never_sent():
     # More than η of the elements are zero: the η-quantile is 0, and `>=` would keep everything. Fewer than the band's
     # low end are left, and looking for a threshold again and again would find no more.
-    each = dct([(1000,)], density=0.1, life=2)
+    each = dct([(1000,)], density=0.1, refresh_steps=2)
     for _ in range(4):
         flat = torch.zeros(1000, dtype=torch.float64)
         flat[:30] = 1.0
@@ -278,7 +278,7 @@ def test_zeros_are_never_sent():
 
 
 def test_a_threshold_is_kept_for_its_life():
-    each = dct([(4000,)], density=0.1, life=3)
+    each = dct([(4000,)], density=0.1, refresh_steps=3)
     seen = []
     for step in range(9):
         flat = torch.linspace(-1.0, 1.0, 4000, dtype=torch.float64) * (1.0 + 0.001 * step)
@@ -290,7 +290,7 @@ def test_a_threshold_is_kept_for_its_life():
 
 @given(seed=st.integers(0, 30), growth=st.sampled_from([0.2, 0.7, 1.0, 1.5, 5.0]))
 def test_drift_never_takes_density_out_of_its_band(seed, growth):
-    each = dct([(5000,)], density=0.05, life=1000)
+    each = dct([(5000,)], density=0.05, refresh_steps=1000)
     for step in range(12):
         (flat,) = gradients([(5000,)], size=1, seed=100 * seed + step)
         simulate_reduce([each], [flat.mul_(growth**step)])
@@ -300,7 +300,7 @@ def test_drift_never_takes_density_out_of_its_band(seed, growth):
 
 def test_the_first_threshold_is_too_low_and_does_not_stay():
     # The first refresh sees no remainder. From the second step on the remainder is most of what there is.
-    each = dct([(20000,)], density=0.01, life=1000)
+    each = dct([(20000,)], density=0.01, refresh_steps=1000)
     counts = []
     for step in range(30):
         flat = torch.randn(20000, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
@@ -328,7 +328,7 @@ def test_a_gradient_of_low_rank_is_sent_exactly(rows, columns, rank, size, seed)
         (left @ torch.randn(rank, columns, generator=generator, dtype=torch.float64)).flatten() for _ in range(size)
     ]
     total = sum(flats)
-    codecs = make("powersgd", [(rows, columns)], size=size, rank=rank)
+    codecs = make("powersgd", [(rows, columns)], size=size, matrix_rank=rank)
     simulate_reduce(codecs, flats)
     torch.testing.assert_close(flats[0], total, rtol=0, atol=1e-10)
 
@@ -340,7 +340,7 @@ def test_a_warm_start_finds_the_best_approximation():
     values = 2.0 ** -torch.arange(50.0, dtype=torch.float64)
     matrix = u[:, :50] @ torch.diag(values) @ v
     best = values[3:].norm()
-    (each,) = make("powersgd", [(60, 50)], rank=3)
+    (each,) = make("powersgd", [(60, 50)], matrix_rank=3)
     assert isinstance(each, PowerSGD)
     errors = []
     for _ in range(20):
@@ -353,7 +353,7 @@ def test_a_warm_start_finds_the_best_approximation():
 
 
 def test_a_matrix_without_gradient_is_learned_when_it_has_one():
-    (each,) = make("powersgd", [(30, 30)], rank=2)
+    (each,) = make("powersgd", [(30, 30)], matrix_rank=2)
     for _ in range(3):
         flat = torch.zeros(900, dtype=torch.float64)
         simulate_reduce([each], [flat])
@@ -368,7 +368,7 @@ def test_a_matrix_without_gradient_is_learned_when_it_has_one():
 
 def test_ranks_remember_their_own_part_only():
     # Differences between ranks cancel in the sum, and must not pile up in the remainders.
-    codecs = make("powersgd", [(40, 40)], size=2, rank=2)
+    codecs = make("powersgd", [(40, 40)], size=2, matrix_rank=2)
     generator = torch.Generator().manual_seed(3)
     norms = []
     for _ in range(60):

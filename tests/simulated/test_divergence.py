@@ -11,8 +11,10 @@ import torch
 
 from fourfold.feed.feed import Batch
 from fourfold.parts.comm.reduce import collective_fingerprint
-from fourfold.parts.comm.reduce.shared_memory import transport
+from fourfold.parts.comm.reduce.shared_memory import call_check
+from fourfold.parts.comm.reduce.shared_memory.flags import HostRanks
 from fourfold.parts.comm.reduce.shared_memory.layout import SharedMemoryLayout
+from fourfold.parts.comm.reduce.shared_memory.transport import SharedMemoryTransport
 from fourfold.plan.sample_order import BatchRange
 from fourfold.step.build import TrainStep
 from fourfold.testing import threads
@@ -33,8 +35,8 @@ def edit(step: TrainStep) -> None:
 
 CALLS: dict[str, Callable[[TrainStep], Any]] = {
     "evaluate()": lambda step: step.evaluate(local_batch(batches(CASE)[0], step.plan.dp, step.dp_index)),
-    "sum() of 2 values": lambda step: step.all_reduce(torch.ones(2, dtype=torch.float64)),
-    "exchange()": lambda step: step.all_gather_json("?"),
+    "all_reduce() of 2 values": lambda step: step.all_reduce(torch.ones(2, dtype=torch.float64)),
+    "all_gather_json()": lambda step: step.all_gather_json("?"),
     "edit()": edit,
     "state_dict()": lambda step: step.state_dict(),
 }
@@ -54,7 +56,7 @@ def astray(step: TrainStep, act: Callable[[], Any]) -> str:
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_that_not_all_ranks_make_is_found_and_named_on_every_rank(call, steps, alone, monkeypatch):
     monkeypatch.setattr(
-        transport, "DIVERGENCE_GRACE_SECONDS", threads.TIME_LIMIT_SECONDS
+        call_check, "DIVERGENCE_GRACE_SECONDS", threads.TIME_LIMIT_SECONDS
     )  # However slow the machine is.
 
     def body(ranks):
@@ -70,7 +72,7 @@ def test_a_call_that_not_all_ranks_make_is_found_and_named_on_every_rank(call, s
 
 
 def test_a_rank_that_never_comes_does_not_keep_the_others_from_telling(monkeypatch):
-    monkeypatch.setattr(transport, "DIVERGENCE_GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(call_check, "DIVERGENCE_GRACE_SECONDS", 0.3)
     kept = []  # a rank whose step is gone would be taken for dead
 
     def body(ranks):
@@ -89,8 +91,8 @@ def test_a_stray_that_has_ended_of_it_is_told_as_a_stray():
     slotting = SharedMemoryLayout((), (), num_scalars=8)
     mapping = mmap.mmap(-1, 3 * slotting.region_bytes)
     here, there = socket.socketpair()
-    first = transport.SharedMemoryTransport(mapping, slotting, index=0, size=3, peer_sockets={1: here})
-    stray = transport.SharedMemoryTransport(mapping, slotting, index=1, size=3)
+    first = SharedMemoryTransport(mapping, slotting, HostRanks(0, (0, 1, 2), {1: here}))
+    stray = SharedMemoryTransport(mapping, slotting, HostRanks(1, (0, 1, 2)))
     stray.begin_call("evaluate() after step 5")
     there.close()
     first.begin_call("step 6")
@@ -174,21 +176,21 @@ def test_a_rank_may_go_on_while_another_compares(raised):
         mmap.mmap(-1, 2 * collective_fingerprint.BOARD_BYTES), [0, collective_fingerprint.BOARD_BYTES], ranks=(0, 1)
     )
     for index in range(2):
-        board.write(index, 1, "replaced()")
+        board.write(index, 1, "swapped_weights()")
     counts = [1, 1]
 
     def counted():
         before = list(counts)
         for number in range(counts[1] + 1, collective_fingerprint.BOARD_DEPTH + 2):
-            board.write(1, number, "read()")
+            board.write(1, number, "unsharded()")
             counts[1] = number if raised else collective_fingerprint.BOARD_DEPTH
         return before
 
     board.check(0, counted)
-    board.write(0, 2, "read()")
+    board.write(0, 2, "unsharded()")
     board.check(0, lambda: [2, 3])
-    board.write(0, 3, "exchange()")
-    with pytest.raises(DivergenceError, match=r"rank 1 is at read\(\)"):
+    board.write(0, 3, "all_gather_json()")
+    with pytest.raises(DivergenceError, match=r"rank 1 is at unsharded\(\)"):
         board.check(0, lambda: [3, 3])
 
 

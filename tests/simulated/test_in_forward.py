@@ -16,7 +16,7 @@ from torch import nn
 
 import fourfold as ff
 from fourfold.feed.source import TensorSource
-from fourfold.plan import cost
+from fourfold.plan import cost, step_breakdown
 from fourfold.plan.plan import Plan
 from fourfold.step.build import TrainStep, parallelize
 from fourfold.testing import threads
@@ -94,7 +94,7 @@ def test_the_rate_is_that_of_the_step_whose_gradient_it_is(optimizer, zero):
 USES = {
     "evaluate": lambda step, batch: step.evaluate(batch),
     "state_dict": lambda step, batch: step.state_dict(),
-    "living_state": lambda step, batch: step.state_refs(),
+    "state_refs": lambda step, batch: step.state_refs(),
     "load_state_dict": lambda step, batch: step.load_state_dict(step.state_dict()),
     "put": lambda step, batch: step.load_weights({"scale": torch.tensor(2.0, dtype=torch.float64)}),
     "edit": lambda step, batch: _edit(step),
@@ -107,8 +107,11 @@ def _edit(step):
         model.get_parameter("scale").mul_(2.0)
 
 
-@ZEROS
-@pytest.mark.parametrize("use", USES)
+# At every zero level a use of this rank's alone, and one that all ranks have together.
+EVERYWHERE = [(use, zero) for use in ("evaluate", "load_state_dict") for zero in (0, 1, 2)]
+
+
+@pytest.mark.parametrize(("use", "zero"), sorted({*EVERYWHERE, *((use, n % 3) for n, use in enumerate(USES))}))
 def test_who_wants_the_weights_between_steps_finds_them_new(use, zero):
     def body(case, step):
         found = {}
@@ -256,14 +259,14 @@ def test_no_weight_is_used_before_all_ranks_have_updated_their_shares_of_it(zero
     case = dataclasses.replace(CASE, zero=zero)
 
     def body(one, step):
-        update = step._actions._parts.optimizer.update
+        update = step._actions._context.optimizer.update
 
         def late(bucket, **terms):
             if step.rank == 1:
                 time.sleep(0.02)
             update(bucket, **terms)
 
-        step._actions._parts.optimizer.update = late
+        step._actions._context.optimizer.update = late
         losses = [step(local_batch(batch, 2, step.dp_index)).loss for batch in batches(one)]
         return weights(step) | {"losses": torch.tensor(losses)}
 
@@ -317,7 +320,7 @@ def test_a_use_that_nobody_was_told_of_ends_the_training():
         step = TrainStep(Unseen(), lambda out, _: out.square(), make, plan=plan, communicator=ranks, clip=None)
         batch = torch.ones(2, 4), torch.zeros(2)
         step(batch)
-        with pytest.raises(TrainingError, match="a use of the weights of bias that torch told nobody of"):
+        with pytest.raises(TrainingError, match="a use of bias that torch did not report"):
             step(batch)
 
     threads.run(1, body)
@@ -390,9 +393,9 @@ def test_the_trace_shows_updates_within_forward_and_counts_them_once():
         updates = [event for name, event in at.items() if name[0] == "U"]
         assert len(updates) == sum(action.verb == Verb.UPDATE for action in trace.program[rank])
         assert all(at["F0.0"].start <= each.start <= each.stop <= at["F0.0"].stop for each in updates)
-    spent = cost.seconds_by_category(trace)
+    spent = step_breakdown.seconds_by_category(trace)
     steps = [e.seconds for e in trace.events if e.name == "step"]
-    assert sum(v for name, v in spent.items() if name != cost.REDUCE_TIME) <= 1.001 * sum(steps) / len(steps)
+    assert sum(v for name, v in spent.items() if name != step_breakdown.REDUCE_TIME) <= 1.001 * sum(steps) / len(steps)
     assert {rank: len(timed) for rank, timed in cost.simulated_timeline(trace).items()} == {
         rank: len(actions) for rank, actions in trace.program.items()
     }
@@ -435,7 +438,7 @@ def test_a_run_ends_with_the_weights_of_its_last_step(ema, tmp_path):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(("fields", "said"), [
-    ({"sync": "local"}, "weights that are new when ranks meet"),
+    ({"sync": "local"}, "updated weights at the end of the step"),
     ({"model": "compiled"}, "compiled code at second"),
     ({"model": "scripted"}, "compiled code at second"),
 ])  # fmt: skip

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from fourfold.checkpoint.store import CheckpointStore
+from fourfold.environment.processes import process_id, this_process
 from fourfold.environment.world import World
 from fourfold.feed.feed import Feed
-from fourfold.parts.comm import rendezvous_store
-from fourfold.parts.comm.communicator import _RankProcess, host_id
-from fourfold.parts.comm.transports import Communicator
+from fourfold.parts.comm.communicator import Communicator, _RankProcess, host_id
 from fourfold.testing import threads
 from fourfold.words.errors import PeerError
 from tests.cases import Case
@@ -28,7 +27,7 @@ SECONDS = 20  # far less than a wait's own time limit, far more than a look take
 def corpse() -> Iterator[_RankProcess]:
     """Where a rank lived that has been killed; its parent has not taken notice yet."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    mine = _RankProcess(host_id(), "somewhere", *rendezvous_store._process_id(process.pid))
+    mine = _RankProcess(host_id(), "somewhere", *process_id(process.pid))
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     yield mine
@@ -38,7 +37,7 @@ def corpse() -> Iterator[_RankProcess]:
 def beside(corpse: _RankProcess) -> Communicator:
     """Rank 0 of two; rank 1 has died."""
     ranks = Communicator(World(rank=0, size=2, local_rank=0, local_size=2), torch.device("cpu"))
-    ranks._processes = [_RankProcess(host_id(), "here", *rendezvous_store.this_process()), corpse]
+    ranks._processes = [_RankProcess(host_id(), "here", *this_process()), corpse]
     return ranks
 
 
@@ -50,7 +49,7 @@ def test_a_process_that_has_died_is_seen_before_it_is_buried(corpse: _RankProces
 
 
 def test_a_later_process_of_the_same_number_and_one_of_another_host_are_not_mistaken_for_the_rank() -> None:
-    here = _RankProcess(host_id(), "here", *rendezvous_store.this_process())
+    here = _RankProcess(host_id(), "here", *this_process())
     assert beside(here._replace(start_ticks=here.start_ticks - 1)).is_peer_dead(1)
     assert not beside(here._replace(host="another", pid=1, start_ticks=0)).is_peer_dead(1)
 

@@ -350,7 +350,7 @@ def test_torchscript_is_not_judged_and_left_as_it_is():
     model = nn.Sequential(torch.jit.script(nn.Linear(4, CLASSES)))
     before = [p.clone() for p in model.parameters()]
     given = torch.ones(3, 4), torch.zeros(3, dtype=torch.int64)
-    options = {"room": MemoryFit(), "device": torch.device("cpu")}
+    options = {"memory_fit": MemoryFit(), "device": torch.device("cpu")}
     verdict = loss_check.check_loss(model, Objective(F.cross_entropy), given, [given, given], **options)
     assert verdict.problem is None
     assert verdict.config is None

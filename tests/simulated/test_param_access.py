@@ -65,7 +65,7 @@ def test_every_kind_of_use_is_told_of_once_an_operation(told, use, buckets):
 
 
 def test_a_use_is_told_of_before_it_happens(told):
-    told.uses.before = lambda bucket: told.third.data.fill_(2.0)
+    told.uses.before_access = lambda bucket: told.third.data.fill_(2.0)
     assert torch.equal(X @ told.third, torch.full((2, 3), 6.0, dtype=torch.float64))
 
 
@@ -85,7 +85,7 @@ def test_the_told_can_change_parameters_inside_of_transforms_and_of_autocast(tol
             told.third.copy_(torch.mm(told.third, told.third))
 
     start = WEIGHTS[2].detach().float()
-    told.third.data, told.uses.before = start.clone(), square
+    told.third.data, told.uses.before_access = start.clone(), square
     use(told)
     told.uses.close()
     assert torch.equal(told.third, torch.mm(start, start))
@@ -119,7 +119,7 @@ def test_nothing_is_told_when_it_does_not_listen_nor_after_the_end(told):
 
 
 def test_what_the_told_does_with_parameters_is_no_use(told):
-    told.uses.before = lambda bucket: (told.buckets.append(bucket), told.third.sum())
+    told.uses.before_access = lambda bucket: (told.buckets.append(bucket), told.third.sum())
     F.linear(X, told.first)
     assert told.buckets == [0]
 

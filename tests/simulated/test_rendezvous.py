@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fourfold.environment.launchers import MPICH, RankInfo
+from fourfold.environment.processes import process_id
 from fourfold.environment.rendezvous import LocalRendezvous
 from fourfold.parts.comm import rendezvous_store
 from fourfold.words.errors import LaunchError
@@ -22,7 +23,7 @@ def write(note: Path, *, pid: int, began: int) -> None:
 
 
 def test_a_note_counts_while_its_writer_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = rendezvous_store._process_id(os.getpid())
+    mine = process_id(os.getpid())
     write(tmp_path / "note", pid=mine.pid, began=mine.start_ticks)
     assert rendezvous_store._wait_for_note(tmp_path / "note", SEAT) == "store-7"
     monkeypatch.setattr(rendezvous_store, "HOST_TIMEOUT_SECONDS", 0.1)
@@ -38,7 +39,7 @@ def test_a_note_counts_while_its_writer_lives(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_stores_of_jobs_that_were_killed_are_removed(tmp_path: Path) -> None:
-    mine = rendezvous_store._process_id(os.getpid())
+    mine = process_id(os.getpid())
     (kept, gone) = (tmp_path / f"store-{mine.pid}-{began}-ab" for began in (mine.start_ticks, mine.start_ticks - 1))
     for file in (kept, gone, tmp_path / "rendezvous-ab"):
         file.touch()
@@ -47,8 +48,8 @@ def test_the_stores_of_jobs_that_were_killed_are_removed(tmp_path: Path) -> None
 
 
 NAME = (
-    "from fourfold.parts.comm import meeting; from fourfold.environment.rendezvous import SameHost; "
-    "print(meeting._name(SameHost('MPICH', 'PMI_RANK')))"
+    "from fourfold.parts.comm import rendezvous_store; from fourfold.environment.rendezvous import LocalRendezvous; "
+    "print(rendezvous_store._note_name(LocalRendezvous('MPICH', 'PMI_RANK')))"
 )
 LAUNCHER = "import os, subprocess, sys; subprocess.run(sys.argv[1:], env={**os.environ, 'PMI_RANK': '0'}, check=True)"
 
@@ -126,7 +127,7 @@ def test_a_note_that_the_disk_does_not_take_is_told(tmp_path: Path, monkeypatch:
 
 
 def test_what_others_have_put_there_is_swept_around(tmp_path: Path) -> None:
-    mine = rendezvous_store._process_id(os.getpid())
+    mine = process_id(os.getpid())
     gone = tmp_path / f"store-{mine.pid}-{mine.start_ticks - 1}-ab"
     for name in ("store-ab", "store-1-2-3-4-5", "store-x-y-ab"):
         (tmp_path / name).touch()
@@ -140,14 +141,14 @@ def test_what_others_have_put_there_is_swept_around(tmp_path: Path) -> None:
 LEAVE = """
 import multiprocessing, sys
 from pathlib import Path
-from fourfold.parts.comm import meeting
-from fourfold.words.launchers import MPICH, Seat
+from fourfold.environment.launchers import MPICH, RankInfo
+from fourfold.parts.comm import rendezvous_store
 
 def take_part(rank, folder, barrier):
     for number in range(300):
-        meeting._all_here(folder / f"store-{number}", Seat(MPICH, rank, 2, rank, 2))
+        rendezvous_store._join_store(folder / f"store-{number}", RankInfo(MPICH, rank, 2, rank, 2))
         barrier.wait()
-        meeting.release()
+        rendezvous_store.release_stores()
 
 context = multiprocessing.get_context("fork")
 barrier = context.Barrier(2, timeout=60)

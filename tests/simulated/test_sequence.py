@@ -16,11 +16,6 @@ from tests import attention_oracle
 from tests.attention_oracle import BATCH, HEAD_SIZE, HEADS, TOLERANCE, AttentionCase
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 def worst(cases, by="messages", factor=1.0):
     """By case, the largest deviation of any rank; all cases of one layout."""
     expected = [(case, *_expected(case, factor)) for case in cases]
@@ -110,7 +105,7 @@ def test_queries_that_may_attend_to_nothing_give_zero_as_in_torch_and_no_gradien
 
 
 def wires(axis) -> list[thread_rings.ThreadChannel]:
-    return [link._channel for link in axis.ring_groups if link.size > 1]
+    return [link._channel for link in axis.groups if link.size > 1]
 
 
 @pytest.mark.parametrize("heads", ["all", "grouped", "narrow V"])

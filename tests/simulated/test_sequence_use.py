@@ -11,18 +11,13 @@ from torch.utils.checkpoint import checkpoint
 from fourfold.parts import memory
 from fourfold.parts.comm.ring import shared_memory
 from fourfold.parts.sequence import kernels
-from fourfold.parts.sequence.attention import AttentionDropout, sequence_attention
-from fourfold.parts.sequence.dropout import GOLDEN_GAMMA, DropoutMask, _as_int64, _splitmix64
+from fourfold.parts.sequence.attention import sequence_attention
+from fourfold.parts.sequence.dropout import GOLDEN_GAMMA, AttentionDropout, DropoutMask, _as_int64, _splitmix64
 from fourfold.plan.sequence import RINGS, token_positions
 from fourfold.testing import thread_rings, threads
 from fourfold.words.errors import DivergenceError, PeerError, PlanError, TrainingError
 from tests import attention_oracle
 from tests.attention_oracle import TOLERANCE, AttentionCase
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
 
 
 def both(size, use, ring="zigzag", ulysses=1):

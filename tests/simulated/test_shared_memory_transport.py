@@ -8,12 +8,15 @@ from typing import Any, cast
 import torch
 
 from fourfold.parts.codec import registry
-from fourfold.parts.comm.reduce.compressed import CompressedRoutes, CompressedTransport, NullMessageGatherer
-from fourfold.parts.comm.reduce.sharded_collectives import AsyncResult, always_done
+from fourfold.parts.comm.reduce.async_result import AsyncResult, always_done
+from fourfold.parts.comm.reduce.compressed import CompressedRoutes, CompressedTransport
+from fourfold.parts.comm.reduce.message_gatherer import NullMessageGatherer
+from fourfold.parts.comm.reduce.shared_memory.flags import HostRanks
 from fourfold.parts.comm.reduce.shared_memory.layout import SharedMemoryLayout
 from fourfold.parts.comm.reduce.shared_memory.transport import SharedMemoryTransport
 from fourfold.plan.codec import CodecSpec
-from fourfold.plan.data import RESTING_LAYOUTS, Bucket, Slot, grad_buffer_indices
+from fourfold.plan.data.buckets import Bucket, Slot
+from fourfold.plan.data.zero import RESTING_LAYOUTS, grad_buffer_indices
 from fourfold.testing import threads
 
 NUM_BUCKETS = 8
@@ -42,12 +45,10 @@ def test_a_sum_on_its_way_lands_before_a_rank_waits_for_a_later_launch():
         weight_dtypes=dtypes,
     )
     mapping, both = mmap.mmap(-1, slotting.total_bytes(2)), threading.Barrier(2)
-    make = functools.partial(
-        SharedMemoryTransport, mapping, slotting, size=2, rest=RESTING_LAYOUTS[2], time_limit_seconds=10
-    )
+    make = functools.partial(SharedMemoryTransport, mapping, slotting, rest=RESTING_LAYOUTS[2], time_limit_seconds=10)
 
     def body(ranks):
-        shared = make(index=ranks.rank, inter_host=cast(Any, NoOtherHosts()))
+        shared = make(HostRanks(ranks.rank, (0, 1)), inter_host=cast(Any, NoOtherHosts()))
         shared.acquire_buffer(0)
         shared.grad_buffers[0].fill_(1.0)
         shared.reduce_async(0, 0)
@@ -79,13 +80,12 @@ def test_a_rank_does_its_part_of_a_sum_before_it_waits_for_a_later_message():
         inner = SharedMemoryTransport(
             mapping,
             slotting,
-            index=ranks.rank,
-            size=2,
+            HostRanks(ranks.rank, (0, 1)),
             rest=RESTING_LAYOUTS[2],
             is_prereduced=True,
             time_limit_seconds=10,
         )
-        sums = SharedMemoryTransport(other, messages, index=ranks.rank, size=2, time_limit_seconds=10)
+        sums = SharedMemoryTransport(other, messages, HostRanks(ranks.rank, (0, 1)), time_limit_seconds=10)
         codecs = [registry.make_codec(CodecSpec("bf16"), bucket, [(64,)], device=ranks.device) for bucket in buckets]
         coded = CompressedTransport(
             CompressedRoutes(inner, [sums], NullMessageGatherer(), is_host_leader=ranks.rank == 0), codecs
@@ -109,3 +109,58 @@ def test_a_rank_does_its_part_of_a_sum_before_it_waits_for_a_later_message():
         return [coded.wait_reduce(bucket) or coded.grad_shard(bucket).flat.tolist() for bucket in (0, 1)]
 
     assert threads.run(2, body) == [[[2.0] * 32, [4.0] * 32]] * 2
+
+
+def test_a_rank_does_its_part_of_a_sum_before_it_waits_for_the_next_round_of_messages():
+    # Each of two rounds reduces bucket 0, then bucket 1. Rank 1 is the first to hand bucket 1's sum of the first round
+    # to the inner transport. It then waits for room for its next message, until rank 0 begins the second round too.
+    # Rank 0 first waits for bucket 1's buffer, which is free once rank 1 has done its part of that sum.
+    sizes, wide = [64, 64], [torch.float32] * 2
+    layout = SharedMemoryLayout(sizes, wide, num_scalars=8, weight_dtypes=wide)
+    message_layout = SharedMemoryLayout(sizes, [torch.bfloat16] * 2, num_scalars=8)
+    mapping, messages = mmap.mmap(-1, layout.total_bytes(2)), mmap.mmap(-1, message_layout.total_bytes(2))
+    buckets = [Bucket(index, (Slot(str(index), 0, 64),), 64, "float32", 4, 0) for index in range(2)]
+    launched = [[threading.Event() for _ in buckets] for _ in range(2)]
+    summed, handed_over = threading.Event(), threading.Event()
+
+    def body(ranks):
+        host = HostRanks(ranks.rank, (0, 1))
+        inner = SharedMemoryTransport(
+            mapping, layout, host, rest=RESTING_LAYOUTS[2], is_prereduced=True, time_limit_seconds=10
+        )
+        sums = SharedMemoryTransport(messages, message_layout, host, time_limit_seconds=10)
+        codecs = [registry.make_codec(CodecSpec("bf16"), bucket, [(64,)], device=ranks.device) for bucket in buckets]
+        routes = CompressedRoutes(inner, [sums], NullMessageGatherer(), is_host_leader=ranks.rank == 0)
+        coded = CompressedTransport(routes, codecs)
+
+        def launch(bucket, reduction_index):
+            coded.grad_buffers[bucket].fill_(1.0 + reduction_index)
+            coded.reduce_async(bucket, reduction_index)
+
+        for bucket in range(2):
+            coded.acquire_buffer(bucket)
+            if ranks.rank == 1:
+                launched[0][bucket].wait(10)
+            elif bucket == 1:
+                launched[1][0].wait(10)
+            launch(bucket, bucket)
+            launched[ranks.rank][bucket].set()
+        if ranks.rank == 0:
+            launched[1][1].wait(10)
+            # Rank 0's part of the message of bucket 1, and of the sum of bucket 0; it hands nothing over.
+            assert sums.is_reduced(1)
+            assert inner.is_reduced(0)
+            summed.set()
+            handed_over.wait(10)
+            coded.acquire_buffer(1)
+        else:
+            summed.wait(10)
+            hand_over = inner.reduce_async
+            inner.reduce_async = lambda *arguments: (hand_over(*arguments), handed_over.set())
+        coded.acquire_buffer(0)
+        launch(0, 2)
+        coded.acquire_buffer(1)
+        launch(1, 3)
+        return [coded.wait_reduce(bucket) or coded.grad_shard(bucket).flat.tolist() for bucket in (0, 1)]
+
+    assert threads.run(2, body) == [[[2.0 * (1 + 3)] * 32, [2.0 * (2 + 4)] * 32]] * 2

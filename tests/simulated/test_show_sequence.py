@@ -7,7 +7,8 @@ from bench.sequence_memory import NullChannel
 from fourfold.analysis.describe import show
 from fourfold.analysis.describe_sequence import saved_bytes, sent_bytes, trace_model
 from fourfold.cli import run_commands
-from fourfold.parts.comm.ring.protocol import NullRingGroup, RingOverP2P
+from fourfold.parts.comm.ring.p2p import RingOverP2P
+from fourfold.parts.comm.ring.single_rank import NullRingGroup
 from fourfold.parts.sequence.attention import SequenceGroup, sequence_attention
 from fourfold.plan.plan import Plan
 from fourfold.step.meta_model import build_meta_model

@@ -113,7 +113,7 @@ def test_hooks_train_as_in_one_process(how, kind):
 
 @pytest.mark.parametrize("codec", ["none", "bf16"])
 def test_hooks_see_gradients_in_the_numbers_of_the_weights_however_these_were_summed(codec):
-    fields = {"reduce": "fp32"} if codec == "none" else {"codec": codec}
+    fields = {"reduce_dtype": "fp32"} if codec == "none" else {"codec": codec}
     case = dataclasses.replace(CASE, clip=0.5, **fields)
     seen = []
 

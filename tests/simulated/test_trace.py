@@ -2,7 +2,7 @@
 
 import pytest
 
-from fourfold.plan import cost
+from fourfold.plan import cost, step_breakdown
 from fourfold.plan.dependencies import lane_of
 from fourfold.plan.trace_file import Trace, decode_trace
 from fourfold.testing import threads
@@ -74,7 +74,7 @@ def test_a_step_apart_and_a_meeting_are_each_recorded_and_simulated_as_what_they
         assert {rank: len(timed) for rank, timed in cost.simulated_timeline(whole, step).items()} == {
             rank: len(actions) for rank, actions in program.items()
         }
-    assert cost.seconds_by_category(whole)[cost.AVERAGE_TIME] > 0
+    assert step_breakdown.seconds_by_category(whole)[step_breakdown.AVERAGE_TIME] > 0
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_what_a_hook_writes_into_grad_is_trained(way, fields, size, late, replac
         if late:
             register(module, double)
         train()
-        weights = dict(kept.weights()) if way is parallel else dict(module.named_parameters())
+        weights = dict(kept.named_weights()) if way is parallel else dict(module.named_parameters())
         return {name: weight.detach().clone() for name, weight in weights.items()}
 
     start, mean = dict(model().named_parameters()), gradients(size, *range(size))

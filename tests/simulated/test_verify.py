@@ -14,8 +14,8 @@ from fourfold.cli import verify as command
 from fourfold.cli.job import Job
 from fourfold.feed.source import TensorSource
 from fourfold.plan.plan import Plan
-from fourfold.step.batch import Loss, sum_loss
 from fourfold.step.dry_run.float64_mode import Float64Mode
+from fourfold.step.loss_sum import Loss, sum_loss
 from fourfold.step.objective import Objective
 from fourfold.testing import oracle
 from fourfold.words.errors import PlanError
@@ -168,7 +168,7 @@ def test_what_is_off_is_named_and_ends_with_exit_code_1():
 
 @pytest.mark.parametrize(
     "plan",
-    [Plan(dp=2, codec="topk"), Plan(dp=2, sync="local"), Plan(batch_norm="local"), Plan(dp=2, reduce="fp32")],
+    [Plan(dp=2, codec="topk"), Plan(dp=2, sync="local"), Plan(batch_norm="local"), Plan(dp=2, reduce_dtype="fp32")],
 )
 def test_plans_of_another_training_are_refused_with_the_reason(plan):
     with pytest.raises(PlanError, match="another training than one device's"):

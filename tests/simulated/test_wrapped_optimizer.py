@@ -261,7 +261,7 @@ def test_updates_that_differ_from_the_start_are_found_after_the_first_step(prepa
         mine, optimizer = wrapped(ranks, Noisy, momentum=0.9)
         prepare(mine, optimizer, ranks)
         with pytest.raises(
-            DivergenceError, match=r"the weights after step 1\n.*loaded state.*optimizer\.broadcast\(\)"
+            DivergenceError, match=r"the weights after step 1\n.*loaded state.*optimizer\.broadcast_state\(\)"
         ):
             plainly(mine, optimizer, ranks.rank, steps=2)
         return optimizer._steps.num_steps

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fourfold.plan.plan import FIELD_RULES
+from fourfold.plan.plan_fields import FIELD_RULES
 from fourfold.testing import network_namespaces
 from fourfold.testing.network_namespaces import Host, Hosts
 from fourfold.testing.oracle import TOLERANCE
@@ -21,7 +21,7 @@ SECONDS = 30
 REACHES = [*((zero, None) for zero in FIELD_RULES["zero"].choices), (3, 2)]
 OWNER = """
 import subprocess, sys, time
-from fourfold.testing.hosts import Hosts
+from fourfold.testing.network_namespaces import Hosts
 with Hosts(2) as made:
     child = subprocess.Popen(made.hosts[0].command(["sleep", "600"]))
     print(made.hosts[0].name, child.pid, flush=True)

@@ -24,11 +24,11 @@ TRAIN = ("train", "lm", *SMALL, "steps=6", "checkpoint_every=2")
 # Kills its own process at one moment of saving step 4.
 DYING = """
 import os, signal, sys
-from fourfold.run.checkpoint import keeper, shelf
+from fourfold.checkpoint import manager, store
 
 
-def dying(place, name, after=False):
-    real = getattr(place, name)
+def die_in(owner, name, after=False):
+    real = getattr(owner, name)
 
     def act(*args, **kwargs):
         four = any("step-00000004" in str(each) for each in args)
@@ -39,10 +39,10 @@ def dying(place, name, after=False):
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    setattr(place, name, act)
+    setattr(owner, name, act)
 
 
-def half(path, snapshot, real=keeper.write_snapshot):
+def half(path, snapshot, real=manager.write_snapshot):
     if "step-00000004" not in str(path):
         return real(path, snapshot)
     path.write_bytes(snapshot.header)
@@ -51,13 +51,13 @@ def half(path, snapshot, real=keeper.write_snapshot):
 
 moment = sys.argv[1]
 if moment == "half a piece":
-    keeper.write_snapshot = half
+    manager.write_snapshot = half
 elif moment == "no manifest":
-    dying(keeper, "_await", after=True)
+    die_in(manager, "wait_for_marker", after=True)
 elif moment == "not renamed":
-    dying(shelf.Shelf, "publish")
+    die_in(store.CheckpointStore, "commit")
 else:
-    dying(shelf.Shelf, "publish", after=True)
+    die_in(store.CheckpointStore, "commit", after=True)
 from fourfold.cli import main
 main(sys.argv[2:])
 """

@@ -173,11 +173,11 @@ def left_behind(folder: Path) -> list[str]:
 
 MEET = """
 import sys
-from fourfold.parts import comm
-ranks = comm.join()
-said = ranks.exchange([sys.argv[1], ranks.rank])
-if ranks.rank == 0:
-    print(f"{said}\\n", end="", flush=True)
+from fourfold.parts.comm.transports import init_communicator
+comm = init_communicator()
+rows = comm.all_gather_json([sys.argv[1], comm.rank])
+if comm.rank == 0:
+    print(f"{rows}\\n", end="", flush=True)
 """
 
 

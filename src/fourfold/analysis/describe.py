@@ -10,16 +10,9 @@ from fourfold.parts import mixed_precision
 from fourfold.parts.data import grad_buckets
 from fourfold.parts.optim import flat_optimizer
 from fourfold.plan.codec import codec_rounds, codec_sent_bytes
-from fourfold.plan.data import (
-    RESTING_LAYOUTS,
-    Bucket,
-    DataStepSpec,
-    effective_bucket_bytes,
-    layout_changes,
-    lower_step,
-    make_buckets,
-    step_sent_bytes,
-)
+from fourfold.plan.data.buckets import Bucket, effective_bucket_bytes, make_buckets
+from fourfold.plan.data.step_program import DataStepSpec, lower_step
+from fourfold.plan.data.zero import RESTING_LAYOUTS, layout_changes, step_sent_bytes
 from fourfold.plan.memory import (
     BucketBytes,
     HostMemoryUse,
@@ -133,7 +126,7 @@ def _format_buckets(buckets: Sequence[Bucket], plan: Plan) -> str:
         )
         for bucket in buckets
     ]
-    rest, number = RESTING_LAYOUTS[plan.zero], REDUCE_FORMATS.get(plan.reduce)
+    rest, number = RESTING_LAYOUTS[plan.zero], REDUCE_FORMATS.get(plan.reduce_dtype)
     changes = {
         name.replace("_", " "): change
         for name, change in layout_changes(rest)._asdict().items()
@@ -186,7 +179,7 @@ def _codec_sent_bytes(buckets: Sequence[Bucket], plan: Plan, shapes: Mapping[str
     sent = 0.0
     for bucket in buckets:
         said = codec_rounds(
-            plan.codec_spec, gradient_bucket(bucket, plan.reduce), [shapes[slot.name] for slot in bucket.slots]
+            plan.codec_spec, gradient_bucket(bucket, plan.reduce_dtype), [shapes[slot.name] for slot in bucket.slots]
         )
         sent += codec_sent_bytes(said, size=plan.reduce_group_size) * (plan.microbatches if plan.zero == 2 else 1)
         weights = layout_changes(RESTING_LAYOUTS[plan.zero]).after_update
@@ -201,7 +194,7 @@ def _format_ratio(coded: float, plain: float) -> str:
 
 
 def _format_bytes(buckets: Sequence[Bucket], plan: Plan, messages: float | None) -> str:
-    gradients = [gradient_bucket(bucket, plan.reduce) for bucket in buckets]
+    gradients = [gradient_bucket(bucket, plan.reduce_dtype) for bucket in buckets]
     total = sum(bucket.num_bytes for bucket in gradients)
     sent = step_sent_bytes(
         buckets,

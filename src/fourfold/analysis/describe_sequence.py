@@ -20,7 +20,8 @@ from fourfold.plan.sequence import (
     scores_per_index,
     token_ranges,
 )
-from fourfold.step.batch import POSITION_KEYS, call_model, eval_mode
+from fourfold.step.batch import POSITION_KEYS
+from fourfold.step.model_call import call_model, eval_mode
 from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.task import Task

@@ -18,13 +18,16 @@ from torch import Tensor, nn
 
 from fourfold.feed.collate import check_data
 from fourfold.feed.feed import Batch, Feed
-from fourfold.parts.comm.transports import world
+from fourfold.parts.comm.init import world
+from fourfold.parts.torch_private import DropoutBase
 from fourfold.plan.plan import Plan
 from fourfold.step.argument_checks import check_plan_argument
-from fourfold.step.batch import call_model, num_samples, sum_loss, tree_map, unpack_batch
+from fourfold.step.batch import num_samples, unpack_batch
 from fourfold.step.build import parallelize
 from fourfold.step.dry_run.float64_mode import Float64Mode
-from fourfold.step.objective import model_loss
+from fourfold.step.loss_sum import sum_loss
+from fourfold.step.model_call import call_model, model_loss
+from fourfold.step.tensor_tree import tree_map
 from fourfold.words import argument_checks
 from fourfold.words.errors import PlanError, Problem, SettingError
 from fourfold.words.task import Task, check_task
@@ -60,7 +63,7 @@ def check_verifiable(plan: Plan) -> None:
             "gradients that arrive as they were",
         ),
         "sync": ("step", f'sync = "{plan.sync}"', apart),
-        "reduce": ("keep", f'reduce = "{plan.reduce}"', "gradients that are summed in float64"),
+        "reduce_dtype": ("keep", f'reduce_dtype = "{plan.reduce_dtype}"', "gradients that are summed in float64"),
         "precision": ("keep", f'precision = "{plan.precision}"', "float64, in which rounding does not hide a mistake"),
     }
     problems = [
@@ -189,7 +192,7 @@ def _disable_dropout(model: nn.Module) -> int:
     found = 0
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            is_one = name == "p" if isinstance(module, nn.modules.dropout._DropoutNd) else "drop" in name
+            is_one = name == "p" if isinstance(module, DropoutBase) else "drop" in name
             if is_one and type(value) is float and value > 0.0:
                 setattr(module, name, 0.0)
                 found += 1

@@ -17,7 +17,8 @@ import xxhash
 from torch import Tensor
 
 from fourfold.parts import memory
-from fourfold.plan.checkpoint_manifest import ELEMENT_BYTES, FileEntry, GlobalTensor, StoredBox
+from fourfold.plan.checkpoint_boxes import ELEMENT_BYTES, GlobalTensor, StoredBox
+from fourfold.plan.checkpoint_manifest import FileEntry
 from fourfold.words.errors import CheckpointError, Problem
 
 CHUNK_BYTES = 4 * 2**20

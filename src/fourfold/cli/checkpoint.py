@@ -20,7 +20,8 @@ AGE_UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 def list_checkpoints(run: str) -> int:
     """`fourfold checkpoint list`; returns the exit code."""
-    from fourfold.checkpoint.store import CheckpointStore, read_manifest
+    from fourfold.checkpoint.manifest_file import read_manifest
+    from fourfold.checkpoint.store import CheckpointStore
 
     store = CheckpointStore(_find_run(run))
     rows = [("step", "size", "age", "ranks", "validation loss", "")]
@@ -47,7 +48,8 @@ def list_checkpoints(run: str) -> int:
 
 def verify_checkpoints(run: str) -> int:
     """`fourfold checkpoint verify`; returns the exit code: 1 if a checkpoint is damaged."""
-    from fourfold.checkpoint.store import CheckpointStore, verify_checkpoint
+    from fourfold.checkpoint.manifest_file import verify_checkpoint
+    from fourfold.checkpoint.store import CheckpointStore
 
     store = CheckpointStore(_find_run(run))
     steps, code = store.steps(), 0
@@ -68,8 +70,8 @@ def verify_checkpoints(run: str) -> int:
 
 def export_checkpoint(run: str, file: str | None, *, step: int | None, ema: bool) -> int:
     """`fourfold checkpoint export`; returns the exit code."""
-    from fourfold.checkpoint.read import export_weights
     from fourfold.checkpoint.store import CheckpointStore, newest_valid
+    from fourfold.checkpoint.weights_file import export_weights
 
     run_dir = _find_run(run)
     steps = CheckpointStore(run_dir).steps()

@@ -10,20 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.cli import arguments, task_loader
+from fourfold.cli.arguments import LaunchSettings
 from fourfold.cli.errors import ErrorCollector, nearest_file
 from fourfold.cli.job_checks import check_batch_size, check_fits_memory, check_init, check_tokens
 from fourfold.launch.process_defaults import default_num_processes
 from fourfold.plan.decode import DecodeError, read_bounded
 from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan import Plan
-from fourfold.trainer.settings import check_steps, default_run_name, make_settings, tuned_batch_size
+from fourfold.trainer.lr_factors import tuned_batch_size
+from fourfold.trainer.run_identity import check_run_name, default_run_name, run_identity
+from fourfold.trainer.settings import LR_PREFIX, TASK_FIELDS, check_steps, make_settings
 from fourfold.words.errors import PlanError, Problem, os_error_text
 from fourfold.words.run_files import RUNS_DIR
 from fourfold.words.task import Task
-
-TASK_FIELDS = ("steps", "batch_size", "clip")
-DEFAULT_RESTARTS = 3
-DEFAULT_HANG_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -41,13 +40,13 @@ class Job:
     settings: Mapping[str, Any]
     identity: Mapping[str, Any]
     fresh: bool = False
-    restarts: int = DEFAULT_RESTARTS
-    hang_seconds: float | None = DEFAULT_HANG_SECONDS
+    restarts: int = LaunchSettings.restarts
+    hang_seconds: float | None = LaunchSettings.hang_seconds
 
     @property
     def task_name(self) -> str:
         """The task as the user named it."""
-        return self.settings["spec"]
+        return self.settings["task_name"]
 
     @property
     def run_dir(self) -> Path:
@@ -91,20 +90,18 @@ def parse_job(words: Sequence[str], *, num_processes: int | None = None) -> Job:
     overrides = {key: value for key, value in values.run.items() if key in TASK_FIELDS}
     settings = {key: value for key, value in values.run.items() if key not in TASK_FIELDS}
     settings |= {
-        "label": run_prefix(parsed.task),
-        "spec": parsed.task,
-        "extra": {key: value for key, value in values.task.items() if key not in TASK_FIELDS},
+        "run_prefix": run_prefix(parsed.task),
+        "task_name": parsed.task,
+        "extra_settings": {key: value for key, value in values.task.items() if key not in TASK_FIELDS},
     }
-    launch_settings = {key: settings.pop(key) for key in ("fresh", "restarts", "hang_seconds") if key in settings}
-    lr_values = {key: settings.pop(key) for key in list(settings) if key.startswith(arguments.LR_PREFIX)}
+    launch_settings = {key: settings.pop(key) for key in arguments.LAUNCH_SETTINGS if key in settings}
+    lr_values = {key: settings.pop(key) for key in list(settings) if key.startswith(LR_PREFIX)}
     if lr_values:
-        settings["rates"] = LRSchedule(
-            **{key.removeprefix(arguments.LR_PREFIX): value for key, value in lr_values.items()}
-        )
+        settings["rates"] = LRSchedule(**{key.removeprefix(LR_PREFIX): value for key, value in lr_values.items()})
     # A new batch size does not change the one that the learning rate was tuned for.
     task = dataclasses.replace(task, **overrides, tuned_for=tuned_batch_size(task))
-    identity = make_settings(task, **settings, training=plan.identity_fields).identity()
-    settings.setdefault("name", default_run_name(settings["label"], identity))
+    identity = run_identity(make_settings(task, **settings), plan)
+    settings.setdefault("name", default_run_name(settings["run_prefix"], identity))
     return Job(task=task, plan=plan, settings=settings, identity=identity, **launch_settings)
 
 
@@ -114,7 +111,6 @@ def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_r
     has_run_dir: False for a command that writes no run, such as `verify`.
     """
     from fourfold.step.build import preflight
-    from fourfold.trainer.run_dir import check_run_name
 
     job = parse_job(words, num_processes=num_processes)
     errors = ErrorCollector()
@@ -145,7 +141,7 @@ def read_plan(file: str | None, values: Mapping[str, object], *, num_processes: 
 
     Raises PlanError with all problems of both, or where the mesh does not have `num_processes` ranks.
     """
-    from fourfold.step.model_checks import size_problems
+    from fourfold.plan.check import size_problems
 
     errors = ErrorCollector()
     plan = overrides = None

@@ -47,7 +47,7 @@ def check_fits_memory(task: Task, plan: Plan, data: Data, meta_model: Any) -> No
 
 def check_init(task: Task, init: str | None) -> None:
     """Raises SettingError or CheckpointError where the file of initial weights is missing or another model's."""
-    from fourfold.checkpoint.read import check_weights_file
+    from fourfold.checkpoint.weights_file import check_weights_file
     from fourfold.step.meta_model import build_meta_model
 
     if init is None:

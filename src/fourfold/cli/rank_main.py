@@ -10,11 +10,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fourfold.checkpoint.store import resume_hint
 from fourfold.cli import job
 from fourfold.environment.launchers import OPEN_MPI, detected_launchers
 from fourfold.environment.world import World, from_environment
 from fourfold.launch import failure_report
-from fourfold.launch.restart_policy import resume_hint
 from fourfold.launch.traceback_text import format_error
 from fourfold.words.errors import FourfoldError, TrainingError
 

@@ -68,7 +68,8 @@ def _supervision_policy(ready: "Job") -> "SupervisionPolicy":
 
 def _check_finished(ready: "Job", *, is_reporter: bool) -> bool:
     """Whether the run is complete already. With `fresh`, one process moves the old run aside."""
-    from fourfold.trainer.run_dir import archive_run, format_finished, read_finished_record
+    from fourfold.trainer.run_dir import archive_run
+    from fourfold.trainer.run_identity import format_finished, read_finished_record
 
     if ready.fresh:
         # When a launcher restarts its ranks, the run must not start over again.
@@ -118,7 +119,8 @@ def show(words: Sequence[str]) -> int:
     """`fourfold show`; returns the exit code."""
     from fourfold.analysis.describe import show as describe_plan
     from fourfold.cli import job
-    from fourfold.cli.arguments import FIELDS, parse_args
+    from fourfold.cli.arguments import parse_args
+    from fourfold.plan.plan_fields import FIELDS
 
     parsed = parse_args(words)
     # Without a file, dp is 1 unless given: the output must not depend on this machine.
@@ -134,9 +136,10 @@ def verify(words: Sequence[str], processes: str | None) -> int:
     """`fourfold verify`; returns the exit code."""
     from fourfold.analysis.verify import DEFAULT_STEPS, check_verifiable
     from fourfold.cli import job, verify
-    from fourfold.cli.arguments import FIELDS, parse_args
+    from fourfold.cli.arguments import parse_args
     from fourfold.launch.process_defaults import check_num_processes
     from fourfold.launch.restart_policy import SupervisionPolicy
+    from fourfold.plan.plan_fields import FIELDS
 
     parsed = parse_args(words)
     words = [*words] if "steps" in parsed.values else [*words, f"steps={DEFAULT_STEPS}"]

@@ -1,1 +1,1 @@
-"""Floor 0: what the launcher and the machine say. Standard library only."""
+"""Environment: what the launcher and the machine say about this process. Standard library only."""

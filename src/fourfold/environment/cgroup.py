@@ -1,7 +1,9 @@
-"""Cgroup: the limits that a container sets for this process.
+"""Cgroups: where the limits of a container are written, and its CPU quota.
 
-version 2  cpu.max; version 1: cpu.cfs_quota_us and cpu.cfs_period_us, below a folder for each controller
-Law: a limit holds for everything below it, so the smallest of this process's group and the groups above it counts.
+group      a folder of /sys/fs/cgroup; a limit on a group also holds for every group below it
+version 2  cpu.max; one tree of groups
+version 1  cpu.cfs_quota_us and cpu.cfs_period_us; one tree of groups per controller
+Law: the smallest limit among this process's group and the groups above it counts.
 """
 
 import contextlib
@@ -12,20 +14,23 @@ PROC_CGROUP = Path("/proc/self/cgroup")
 
 
 def cgroup_dirs(controller: str, *, root: Path = CGROUP_ROOT, proc_cgroup: Path = PROC_CGROUP) -> list[Path]:
-    """Where this process's limits are written: its own group first, then the groups above it."""
-    found: list[Path] = []
-    with contextlib.suppress(OSError):
+    """The groups whose limits hold for this process: its own first, then those above it.
+
+    In a container the path in /proc may be the host's, and the container sees only the root: the root is always listed.
+    """
+    dirs: list[Path] = []
+    with contextlib.suppress(OSError, ValueError):
         for line in proc_cgroup.read_text().splitlines():
             _, names, path = line.split(":", 2)
             if not names or controller in names.split(","):
                 top = root / controller if names else root
                 group = top / path.strip("/")
-                found += [group, *(above for above in group.parents if above.is_relative_to(top))]
-    return list(dict.fromkeys([*found, root, root / controller]))
+                dirs += [group, *(above for above in group.parents if above.is_relative_to(top))]
+    return list(dict.fromkeys([*dirs, root, root / controller]))
 
 
 def cpu_quota(*, root: Path = CGROUP_ROOT, proc_cgroup: Path = PROC_CGROUP) -> float | None:
-    """How many processors' time this process may use; None where there is no limit."""
+    """How many processors' time this process may use; None if there is no limit."""
     quotas = (_quota_in(folder) for folder in cgroup_dirs("cpu", root=root, proc_cgroup=proc_cgroup))
     return min((quota for quota in quotas if quota is not None), default=None)
 

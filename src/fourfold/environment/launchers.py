@@ -1,10 +1,11 @@
-"""Launchers: what each of them tells a process about its place.
+"""Launchers: the rank and size that a launcher gives a process in its environment variables.
 
-launcher  a program that starts the processes of a job: torchrun, mpirun, srun, Kubernetes
-seat      a process's place, as a launcher tells it
-step      what one `srun` starts; an `salloc` shell and a batch script have Slurm's variables, but are no step of ranks
-Law: the first launcher of the table whose rank variable is set is the one that started us (torchrun runs inside
-srun and mpirun inside salloc, never the other way round); what it says must be whole, else LaunchError.
+launcher    a program that starts the processes of a job: torchrun, mpirun, srun, Kubernetes
+rank info   rank, size, local rank and local size of a process, and the launcher that set them
+Slurm step  the processes that one `srun` starts. An `salloc` shell and a batch script also have Slurm's variables, but
+            are not ranks of a step
+Law: the first launcher of the table whose rank variable is set started this process (torchrun runs inside srun and
+mpirun inside salloc, never the other way round). Incomplete variables are a LaunchError.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,17 +14,17 @@ from dataclasses import dataclass
 from fourfold.environment import slurm_hostlist
 from fourfold.words.errors import LaunchError, Problem
 
-# Ids from here on are not steps of ranks: the batch script, the interactive shell of salloc, the external step.
+# Step ids from here on do not have ranks: the batch script, the interactive shell of salloc, the external step.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 Environ = Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """The variables of a launcher; of several names for one thing, the first that is set counts.
+    """The variables of a launcher. Where a value has several names, the first that is set counts.
 
-    job   variables that set one job of a host apart from another
-    hint  how a variable is handed to every process, for people
+    job_vars  together they distinguish this job from others on the same host
+    hint      how a user passes a variable to every process, for error messages
     """
 
     name: str
@@ -81,7 +82,7 @@ LAUNCHERS = (TORCHRUN, OPEN_MPI, MPICH, SLURM, PMIX, KUBERNETES)
 
 @dataclass(frozen=True)
 class RankInfo:
-    """One process's place, and who told it."""
+    """The ranks and sizes of one process, and the launcher that set them."""
 
     launcher: Launcher
     rank: int
@@ -91,29 +92,29 @@ class RankInfo:
 
 
 def detect(environ: Environ) -> RankInfo | None:
-    """The place a launcher has given this process; None where no launcher started it. Raises LaunchError."""
+    """The rank info of this process; None if no launcher started it. Raises LaunchError."""
     launcher = next(iter(detected_launchers(environ)), None)
     if launcher is None:
         return None
-    seat = _read_rank_info(launcher, environ)
-    if launcher in (SLURM, KUBERNETES) and seat.size == 1:
-        return None  # One task or pod is a machine of its own: what runs in it may start processes.
-    return seat
+    info = _read_rank_info(launcher, environ)
+    if launcher in (SLURM, KUBERNETES) and info.size == 1:
+        return None  # A single task or pod stands for a whole machine: our own launcher may start processes in it.
+    return info
 
 
 def detected_launchers(environ: Environ) -> list[Launcher]:
-    """The launchers whose rank variable is set, the one that counts first."""
-    found = [launcher for launcher in LAUNCHERS if _first_set(environ, launcher.rank_vars)]
-    if SLURM in found and not is_slurm_step(environ):
-        found.remove(SLURM)
-    # `srun --mpi=pmi2` sets PMI_RANK too, and Slurm knows more; where they differ, mpiexec has been started by srun.
-    if found[:1] == [MPICH] and SLURM in found and _agree(MPICH, SLURM, environ):
-        found.remove(MPICH)
-    return found
+    """The launchers whose rank variable is set; the first one counts."""
+    detected = [launcher for launcher in LAUNCHERS if _first_set(environ, launcher.rank_vars)]
+    if SLURM in detected and not is_slurm_step(environ):
+        detected.remove(SLURM)
+    # `srun --mpi=pmi2` sets PMI_RANK too, and Slurm says more. If their ranks differ, srun started an mpiexec.
+    if detected[:1] == [MPICH] and SLURM in detected and _agree(MPICH, SLURM, environ):
+        detected.remove(MPICH)
+    return detected
 
 
 def is_slurm_step(environ: Environ) -> bool:
-    """Whether an `srun` has started this process."""
+    """Whether an `srun` started this process."""
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     return step.isdecimal() and int(step) < FIRST_SPECIAL_STEP
 
@@ -126,7 +127,7 @@ def _agree(one: Launcher, other: Launcher, environ: Environ) -> bool:
 
 
 def _first_set(environ: Environ, names: Sequence[str]) -> str:
-    """The first of these variables that is set; "" where none is."""
+    """The first of these variables that is set; "" if none is."""
     return next((name for name in names if environ.get(name)), "")
 
 
@@ -162,7 +163,7 @@ def _read_int(environ: Environ, names: Sequence[str], problems: list[Problem]) -
 def _local_rank_and_size(
     launcher: Launcher, environ: Environ, problems: list[Problem], *, rank: int, size: int
 ) -> tuple[int, int]:
-    """Place among the processes of this host, and how many they are."""
+    """The local rank and the number of processes on this host."""
     if launcher is KUBERNETES:
         return 0, 1
     local_rank = _read_int(environ, launcher.local_rank_vars, problems)
@@ -170,11 +171,11 @@ def _local_rank_and_size(
         local_size = _slurm_local_size(environ, size, problems)
     else:
         local_size = _read_int(environ, launcher.local_size_vars, problems)
-    if launcher is TORCHRUN:  # Operators that set RANK by hand leave these out.
+    if launcher is TORCHRUN:  # Kubernetes operators that set RANK themselves leave these out.
         return rank if local_rank is None else local_rank, size if local_size is None else local_size
     for value, names in ((local_rank, launcher.local_rank_vars), (local_size, launcher.local_size_vars)):
         if value is None and not problems and names:
-            problems.append(Problem(f"no {names[0]}", "a process's place on its host", f"{names[-1]}=…"))
+            problems.append(Problem(f"no {names[0]}", "the rank of a process on its host", f"{names[-1]}=…"))
     return local_rank or 0, 1 if local_size is None else local_size
 
 
@@ -199,7 +200,7 @@ def _slurm_local_size(environ: Environ, size: int, problems: list[Problem]) -> i
 
 
 def _contradictions(
-    launcher: Launcher, environ: Environ, whole: tuple[int, int], local: tuple[int, int]
+    launcher: Launcher, environ: Environ, world: tuple[int, int], local: tuple[int, int]
 ) -> list[Problem]:
     rank_names = (_first_set(environ, launcher.rank_vars), _first_set(environ, launcher.size_vars))
     local_names = (
@@ -207,12 +208,12 @@ def _contradictions(
         _first_set(environ, launcher.local_size_vars) or "processes of the host",
     )
     problems = [
-        Problem(f"{names[0]} = {index}, {names[1]} = {size}", "a place below the number of processes")
-        for names, (index, size) in ((rank_names, whole), (local_names, local))
+        Problem(f"{names[0]} = {index}, {names[1]} = {size}", "a rank below the number of processes")
+        for names, (index, size) in ((rank_names, world), (local_names, local))
         if index >= size and names[0]
     ]
-    if local[1] > whole[1]:
-        got = f"{local_names[1]} = {local[1]}, {rank_names[1]} = {whole[1]}"
+    if local[1] > world[1]:
+        got = f"{local_names[1]} = {local[1]}, {rank_names[1]} = {world[1]}"
         problems.append(Problem(got, "no more processes on a host than in all"))
     return problems
 

@@ -1,8 +1,8 @@
-"""Hosts: the lists Slurm writes, read without Slurm.
+"""Slurm host lists: the lists of nodes and task counts that Slurm writes, read without Slurm.
 
-node list  "gpu[01-03,07],login": host names, with ranges in brackets
-counts     "2(x3),1": how many tasks each node has, nodes in the order of the node list
-Law: a list that cannot be read raises ValueError; a long range costs nothing until its names are asked for.
+node list    "gpu[01-03,07],login": host names, with ranges in brackets
+task counts  "2(x3),1": how many tasks each node has, in the order of the node list
+Law: an invalid list raises ValueError; a long range costs nothing until its names are read.
 """
 
 import itertools
@@ -24,30 +24,30 @@ def expand_nodelist(text: str) -> Iterator[str]:
 
 
 def _entries(text: str) -> list[str]:
-    """The list cut at the commas outside brackets."""
-    entries, depth, begin = [], 0, 0
-    for place, char in enumerate(text):
+    """The list, split at the commas outside brackets."""
+    entries, depth, start = [], 0, 0
+    for index, char in enumerate(text):
         depth += (char == "[") - (char == "]")
         if char == "," and not depth:
-            entries.append(text[begin:place])
-            begin = place + 1
-    return [*entries, text[begin:]]
+            entries.append(text[start:index])
+            start = index + 1
+    return [*entries, text[start:]]
 
 
 def _expand_parts(parts: list[str], text: str) -> Iterator[str]:
-    """Every name of an entry; the last bracket counts fastest."""
+    """Every name of an entry; the last bracket varies fastest."""
     if not parts:
         yield ""
         return
-    first, rest = parts[0], parts[1:]
+    first, remaining = parts[0], parts[1:]
     for head in _expand_bracket(first[1:-1], text) if first.startswith("[") else (first,):
-        for tail in _expand_parts(rest, text):
+        for tail in _expand_parts(remaining, text):
             yield head + tail
 
 
 def _expand_bracket(inner: str, text: str) -> Iterator[str]:
-    for piece in inner.split(","):
-        match = _RANGE.fullmatch(piece)
+    for part in inner.split(","):
+        match = _RANGE.fullmatch(part)
         if not match:
             raise ValueError(f"a node list {text!r}")
         low, high = match[1], match[2] or match[1]
@@ -58,9 +58,9 @@ def _expand_bracket(inner: str, text: str) -> Iterator[str]:
 
 
 def parse_task_counts(text: str) -> list[int]:
-    """Tasks of each node: "2(x3),1" gives 2, 2, 2, 1. Raises ValueError."""
-    found = [_COUNT.fullmatch(piece) for piece in text.split(",")]
-    if not all(found):
+    """The number of tasks of each node: "2(x3),1" gives 2, 2, 2, 1. Raises ValueError."""
+    matches = [_COUNT.fullmatch(part) for part in text.split(",")]
+    if not all(matches):
         raise ValueError(f"counts {text!r}")
-    repeated = (itertools.repeat(int(match[1]), int(match[2] or 1)) for match in found if match)
+    repeated = (itertools.repeat(int(match[1]), int(match[2] or 1)) for match in matches if match)
     return list(itertools.chain.from_iterable(repeated))

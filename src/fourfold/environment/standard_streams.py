@@ -1,4 +1,4 @@
-"""Streams: stdout and stderr, whose reader may have gone, and whose disk may be full.
+"""Standard streams: writing to stdout and stderr when their reader may be gone or their disk full.
 
 Law: a message that cannot be written changes neither what a process does nor its exit code.
 """
@@ -10,17 +10,17 @@ from typing import TextIO
 
 
 def print_stderr(text: str) -> None:
-    """Write a line to stderr at once. Where stderr takes nothing, nothing is said."""
+    """Write a line to stderr at once; do nothing if stderr cannot be written."""
     if sys.stderr is None:  # print(file=None) would write to stdout
         return
     try:
         print(text, file=sys.stderr, flush=True)
-    except (OSError, ValueError):  # ValueError: a program has closed it
+    except (OSError, ValueError):  # ValueError: the program closed it
         redirect_to_null(sys.stderr)
 
 
 def redirect_to_null(stream: TextIO) -> None:
-    """From now on the stream leads nowhere, with what is in its buffer: Python would fail on that at the exit."""
+    """Discard the stream's buffer and whatever is written later: Python would fail to flush the buffer at exit."""
     with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor, or one that is closed
         number = stream.fileno()
         null = os.open(os.devnull, os.O_WRONLY)
@@ -29,7 +29,7 @@ def redirect_to_null(stream: TextIO) -> None:
 
 
 def flush_streams() -> None:
-    """Write out what stdout and stderr have in their buffers, as far as they take it."""
+    """Write out the buffers of stdout and stderr, as far as possible."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # AttributeError: None, a closed stream
             stream.flush()

@@ -1,9 +1,9 @@
-"""World: which process am I, how many are we, and what is this process's part of the machine.
+"""World: the rank of this process, how many processes there are, and how many cores this one may use.
 
-rank        place among all processes, global
-local_rank  place among the processes of this host
-cores       processors this process may use: its affinity, narrowed by a container's quota
-Law: reading the environment has no effect; joining a world is done in `parts/comm.py`.
+rank        number among all processes
+local_rank  number among the processes of this host
+cores       processors this process may use: its CPU affinity, limited by the quota of a container
+Law: reading the environment has no effect; `parts/comm` joins the processes.
 """
 
 import os
@@ -15,7 +15,7 @@ from fourfold.environment import cgroup, launchers
 
 @dataclass(frozen=True)
 class World:
-    """One process's place among `size` processes, `local_size` of them on its host."""
+    """One process among `size` processes, `local_size` of them on its host."""
 
     rank: int = 0
     size: int = 1
@@ -24,14 +24,14 @@ class World:
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> World | None:
-    """The world a launcher has put this process in (`environment/launchers.py`), or None where there is no launcher.
+    """The world in which a launcher started this process (`environment/launchers.py`); None without a launcher.
 
-    Raises LaunchError where a launcher's variables are incomplete or contradict each other.
+    Raises LaunchError if the variables of the launcher are incomplete or contradict each other.
     """
-    seat = launchers.detect(environ)
-    if seat is None:
+    info = launchers.detect(environ)
+    if info is None:
         return None
-    return World(rank=seat.rank, size=seat.size, local_rank=seat.local_rank, local_size=seat.local_size)
+    return World(rank=info.rank, size=info.size, local_rank=info.local_rank, local_size=info.local_size)
 
 
 def num_cores() -> int:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
+from fourfold.parts.torch_private import collate, default_collate_fn_map
 from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, Problem
 from fourfold.words.task import Data

@@ -22,10 +22,11 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
 from fourfold.launch import failure_report, hang_detector
+from fourfold.launch.heartbeat_file import HeartbeatFile
 from fourfold.launch.restart_policy import RestartBudget, SupervisionPolicy
 from fourfold.launch.signals import handled_signals, signal_handler
 from fourfold.trainer.fault_log import Fault
-from fourfold.trainer.heartbeat import DONE, STARTING, HeartbeatFile
+from fourfold.trainer.heartbeat import DONE, STARTING
 from fourfold.trainer.stop_signal import REPEAT_SECONDS, SAVING_TEXT
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, REQUEUE_EXIT_CODE
 

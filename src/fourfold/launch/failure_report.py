@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from fourfold.environment.atomic_file import write_atomically
 from fourfold.launch.traceback_text import format_error, user_line
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, PEER_GONE_MESSAGES, FourfoldError, PeerError, StoppedError
 
@@ -114,9 +115,7 @@ def end_record(rank: int) -> FailureRecord:
 
 def save_record(path: Path, entry: FailureRecord) -> None:
     # Renamed into place: the agent may read it at any moment, and a killed rank must not leave half a file.
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(dataclasses.asdict(entry)))
-    part.replace(path)
+    write_atomically(path, json.dumps(dataclasses.asdict(entry)).encode())
 
 
 def load_record(path: Path) -> FailureRecord | None:

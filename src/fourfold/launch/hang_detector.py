@@ -15,15 +15,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fourfold.environment.processes import process_state
 from fourfold.trainer.heartbeat import STARTING, HeartbeatRecord
+from fourfold.trainer.stack_text import waits_for_peers
 
 STACKS_VARIABLE = "FOURFOLD_STACKS"
 DUMP_SIGNAL = signal.SIGUSR2
 DUMP_SECONDS, RESEND_SECONDS = 3.0, 0.1
 POLL_SECONDS = 0.002
 STACK_ENDS = (" in _run_module_as_main\n", "  ...\n")  # the outermost frame, or very many
-MAX_FRAMES = 6
-COMM_PATH = os.path.join("fourfold", "parts", "comm") + os.sep
 
 
 @dataclass(frozen=True)
@@ -50,18 +50,14 @@ def kill_culprits(
     # Before its first step a rank may not handle the signal yet, which would then end it.
     has_handler = [rank for rank in stopped or pids if heartbeats[rank].phase != STARTING]
     stacks = _dump_stacks(has_handler, pids, folder)
-    culprits = stopped or [rank for rank in has_handler if not _is_waiting(stacks.get(rank, ""))] or list(ranks)
+    culprits = (
+        stopped
+        or [rank for rank in has_handler if not waits_for_peers(stacks.get(rank, "").splitlines())]
+        or list(ranks)
+    )
     for rank in culprits:
         _send_signal(pids[rank], signal.SIGKILL)
     return Hang(culprits, seconds, bool(stopped), stacks.get(culprits[0], ""))
-
-
-def process_state(pid: int) -> str:
-    """The kernel's letter for a process's state: R, S, D, T (stopped), Z; "" if there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
 
 
 def _dump_stacks(ranks: Sequence[int], pids: Mapping[int, int], folder: Path) -> dict[int, str]:
@@ -97,10 +93,6 @@ def _program_frames(text: str) -> str:
     """The frames of the program: without the line of the thread, and without Python's start-up frames."""
     frames = itertools.takewhile(lambda line: "<frozen runpy>" not in line, text.splitlines()[1:])
     return "\n".join(frames)
-
-
-def _is_waiting(stack: str) -> bool:
-    return any(COMM_PATH in line for line in stack.splitlines()[:MAX_FRAMES])
 
 
 def _send_signal(pid: int, number: signal.Signals) -> None:

@@ -23,11 +23,12 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from fourfold.environment.rendezvous import STORE_VARIABLE
 from fourfold.launch import hang_detector
 from fourfold.launch.agent import TORCH_SIGNALS_VARIABLE, UNLIMITED_RESTARTS, Agent
+from fourfold.launch.heartbeat_file import HeartbeatFile
 from fourfold.launch.local_rendezvous import LOOPBACK, AgentRendezvous
 from fourfold.launch.process_defaults import loopback_variables, malloc_variables, thread_variables
 from fourfold.launch.restart_policy import SupervisionPolicy
 from fourfold.launch.signals import handled_signals, restored_handlers
-from fourfold.trainer import heartbeat
+from fourfold.trainer.heartbeat import HEARTBEAT_VARIABLE
 from fourfold.words.errors import REQUEUE_EXIT_CODE
 
 MONITOR_SECONDS = 0.05
@@ -55,7 +56,7 @@ def launch(command: Sequence[str], *, num_processes: int, policy: SupervisionPol
         restored_handlers(),
     ):
         folder, run_id = Path(name), uuid.uuid4().hex
-        heartbeats = heartbeat.HeartbeatFile(folder, num_processes)
+        heartbeats = HeartbeatFile(folder, num_processes)
         spec = WorkerSpec(
             role="rank",
             local_world_size=num_processes,
@@ -70,7 +71,7 @@ def launch(command: Sequence[str], *, num_processes: int, policy: SupervisionPol
         variables[TORCH_SIGNALS_VARIABLE] = ",".join(number.name for number in handled_signals())
         with _extended_environment(
             {
-                heartbeat.HEARTBEAT_VARIABLE: str(heartbeats.path),
+                HEARTBEAT_VARIABLE: str(heartbeats.path),
                 STORE_VARIABLE: str(folder / f"store-{run_id}"),
                 **variables,
             }

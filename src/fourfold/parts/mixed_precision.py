@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
+from fourfold.parts.torch_private import BatchNormBase, forward_pre_hooks, tree_map_only
 from fourfold.plan.precision import COMPUTE_FORMATS, is_float
 
 
 def full_precision_params(model: nn.Module) -> set[str]:
     """The names of the parameters that stay what they are."""
-    normalizing = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    normalizing = [module for module in model.modules() if isinstance(module, BatchNormBase)]
     whole = {id(p) for module in normalizing for p in module.parameters(recurse=False)}
     return {
         name
@@ -47,7 +47,7 @@ def cast_model(model: nn.Module, precision: str) -> None:
 def find_cast_module(model: nn.Module) -> str | None:
     """The name of a module of the model that has been lowered before; None where there is none."""
     for name, module in model.named_modules():
-        hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, functools.partial)]
+        hooks = [hook for hook in forward_pre_hooks(module) if isinstance(hook, functools.partial)]
         if any(hook.func is _cast_inputs for hook in hooks):
             return name or "the model"
     return None

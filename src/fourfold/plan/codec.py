@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from fourfold.plan.data import Bucket
+from fourfold.plan.data.buckets import Bucket
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.layout import Change
 from fourfold.words.layout import collective_sent_bytes as layout_bytes
@@ -60,7 +60,9 @@ class CodecSpec:
         if not 0.0 < self.density <= 1.0:
             problems.append(Problem(f"codec_density = {self.density}", "above 0, at most 1", "codec_density = 0.01"))
         if self.refresh_steps < 1:
-            problems.append(Problem(f"codec_life = {self.refresh_steps}", "at least 1", "codec_life = 100"))
+            problems.append(
+                Problem(f"codec_refresh_steps = {self.refresh_steps}", "at least 1", "codec_refresh_steps = 100")
+            )
         if problems:
             raise PlanError(problems, where="the codec")
 

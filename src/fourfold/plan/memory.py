@@ -11,10 +11,10 @@ Not counted: frozen weights and buffers of the model, and what a codec remembers
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from fourfold.plan.data import (
+from fourfold.plan.data.buckets import Bucket
+from fourfold.plan.data.zero import (
     NUM_GRAD_BUFFERS,
     RESTING_LAYOUTS,
-    Bucket,
     RestingLayouts,
     ShardGroups,
     grad_buffer_indices,
@@ -81,7 +81,7 @@ class BucketBytes(NamedTuple):
 
 def has_unbucketed_grads(plan: Plan) -> bool:
     """Whether gradients stay where autograd leaves them: nobody sums, encodes, converts or keeps them."""
-    numbers = plan.precision == plan.reduce == "keep"
+    numbers = plan.precision == plan.reduce_dtype == "keep"
     return plan.mesh.size == 1 and numbers and (plan.sync, plan.codec, plan.offload) == ("step", "none", "none")
 
 
@@ -98,7 +98,7 @@ def bytes_per_element(
         if has_master_weights(bucket, plan.precision):
             master = max(MASTER_BYTES, *(original_bytes[slot.name] for slot in bucket.slots))
         state = num_states[bucket.param_group] * (master or bucket.element_bytes)
-        gradient = 0 if has_unbucketed_grads(plan) else gradient_bucket(bucket, plan.reduce).element_bytes
+        gradient = 0 if has_unbucketed_grads(plan) else gradient_bucket(bucket, plan.reduce_dtype).element_bytes
         kept = (1 + bool(plan.outer_momentum)) * bucket.element_bytes if plan.sync == "local" else 0
         result.append(BucketBytes(bucket.size, bucket.element_bytes, gradient, master, state, kept))
     return result

@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from fourfold.plan.data import Bucket, ParamSpec
+from fourfold.plan.data.buckets import Bucket, ParamSpec
 
 
 class FloatFormat(NamedTuple):

@@ -6,7 +6,10 @@ Law: both share one time axis, which starts at the first action of the step.
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from fourfold.plan.cost import (
+from fourfold.plan.cost import Difference, compare_timelines, measured_timeline, median_step, simulated_timeline
+from fourfold.plan.dependencies import lane_of
+from fourfold.plan.simulate import TimedAction, Timeline, makespan
+from fourfold.plan.step_breakdown import (
     AVERAGE_TIME,
     COMPUTE_CATEGORIES,
     DATA_TIME,
@@ -14,15 +17,8 @@ from fourfold.plan.cost import (
     OTHER_TIME,
     REDUCE_TIME,
     WAITING_TIME,
-    Difference,
-    compare_timelines,
-    measured_timeline,
-    median_step,
     seconds_by_category,
-    simulated_timeline,
 )
-from fourfold.plan.dependencies import lane_of
-from fourfold.plan.simulate import TimedAction, Timeline, makespan
 from fourfold.plan.trace_file import Trace, merged_waits
 from fourfold.report.svg import Bar, Block, Lane, bar_chart, lane_chart
 from fourfold.words.program import Verb

@@ -1,12 +1,11 @@
 """Actions: what each verb of a program does with this rank's tensors.
 
-bad       of a step: its global loss, or its norm where one is measured, is not a finite number; or no element
-          counts in the loss, whose mean torch has as NaN
-overflow  the norm of a scaled gradient is not finite, and a smaller scale of the loss may help: no bad step
-nominal   the count that gradients are divided by during backward, when the step's own is not known yet
-Law: after a step's updates, weights have moved by the gradient of the mean over the global batch; after a bad step
-or an overflow they have not moved, and neither have the optimizer's states. A meeting of local steps is held after a
-bad step too.
+bad step       its global loss, or its gradient norm if one is measured, is not finite; or the global batch has no loss
+               element, whose mean is NaN in torch
+overflow       the norm of a scaled gradient is not finite, and a smaller loss scale may help: not a bad step
+nominal count  what gradients are divided by during backward, while the step's own count is not known yet
+Law: after a step's updates, weights have moved by the gradient of the mean over the global batch. After a bad step or
+an overflow, neither weights nor optimizer states have changed; local steps average weights after a bad step too.
 """
 
 import contextlib
@@ -19,12 +18,14 @@ from torch import Tensor, nn
 
 from fourfold.parts.data.grad_buckets import GradBuckets
 from fourfold.parts.optim.step_hooks import StepHooks
-from fourfold.plan.data import layout_changes
-from fourfold.step.batch import Loss, Microbatch
+from fourfold.plan.data.zero import layout_changes
+from fourfold.step.batch import Microbatch
 from fourfold.step.context import StepContext, StepTotals, UpdateArgs
 from fourfold.step.forward_fusion import DeferredUpdates
-from fourfold.step.objective import Objective, is_uneven, uneven_problem
+from fourfold.step.loss_sum import Loss
+from fourfold.step.objective import Objective
 from fourfold.step.sequence.batch_consistency import batch_mismatch_problem
+from fourfold.step.uneven_means import is_uneven, uneven_problem
 from fourfold.words.errors import Problem, TaskError
 from fourfold.words.layout import SPLIT, WHOLE, Change
 from fourfold.words.program import GRAD_NORM, LOSS, TRUST_NORMS, USED_PARAMS, Action, Verb
@@ -34,13 +35,13 @@ NO_ELEMENTS = "a global batch without a loss element: all targets are ignored, o
 
 
 class Actions:
-    """One rank's tensors, and a method for each verb."""
+    """A method for each verb, and the state of the current step."""
 
     def __init__(
         self,
         model: nn.Module,
         objective: Objective,
-        parts: StepContext,
+        context: StepContext,
         *,
         clip: float | None,
         update: str,
@@ -49,64 +50,49 @@ class Actions:
     ) -> None:
         """`update` is the plan's: when buckets are updated.
 
-        `agree` is the sum of a number over the data ranks, used once, in the first step. `waits`: ranks wait for each
-        other in the midst of a backward, for tokens or for weights.
+        `all_reduce_count` sums a number over the data ranks; it is called once, in the first step.
+        `blocks_in_backward`: within backward, ranks wait for each other's tokens or weights.
         """
-        self._model, self._objective, self._context, self._clip, self._all_reduce_count = (
-            model,
-            objective,
-            parts,
-            clip,
-            all_reduce_count,
-        )
-        # Gradients are divided by a nominal count during backward, when the step's own is not known yet: an estimate
-        # in the first step, its count in all others. The rest of the division is made up for after the reduction,
-        # and is 1 where batches are even.
+        self._model, self._objective, self._context = model, objective, context
+        self._clip, self._all_reduce_count = clip, all_reduce_count
+        # In the first step the nominal count is an estimate, in all others the first step's count. Gradients are
+        # multiplied by nominal / actual count after the reduction; that is 1 if all batches have the same count.
         self.nominal_count: float | None = None
         self.stop_requested = False
-        """Whether this rank has been asked to stop; every rank learns of it within the step."""
+        """Whether this rank has been asked to stop; the step sums this over the ranks."""
         self.batch_mismatch: Problem | None = None
-        """What is wrong with the batches of the ranks that share this one's sequences; every rank learns of it."""
+        """What is wrong if the ranks of one sequence have different batches; the step sums this over the ranks."""
         self.recorder = NULL_RECORDER
-        self._reduces_every_backward, self._updates_after_backward = (
-            parts.resting_layouts.gradient == SPLIT,
-            update == "after",
-        )
-        self._gathers_weights = layout_changes(parts.resting_layouts).after_update != Change.NONE
+        self._reduces_every_backward = context.resting_layouts.gradient == SPLIT
+        self._updates_after_backward = update == "after"
+        self._gathers_weights = layout_changes(context.resting_layouts).after_update != Change.NONE
         self.deferred: DeferredUpdates | None = None
-        """The updates that wait for the next forward, where they do."""
+        """The updates that wait for the next forward, with `update = "in_forward"`."""
         if update == "in_forward":
             self.deferred = DeferredUpdates(
-                parts.parameters, parts.transport, self._update_deferred, sharded_params=parts.sharded_params
+                context.parameters, context.transport, self._update_deferred, sharded_params=context.sharded_params
             )
-        # Else the factor is part of the update: before it, sums are what they are.
-        self._scales_before_update = parts.resting_layouts.state == WHOLE and not parts.optimizer.converts_grads
+        # Otherwise the update itself multiplies by the gradient scale.
+        self._scales_before_update = context.resting_layouts.state == WHOLE and not context.optimizer.converts_grads
         if self._scales_before_update:
-            parts.transport.grad_scale_fn = self.compute_grad_scale
+            context.transport.grad_scale_fn = self.compute_grad_scale
         self._blocks_in_backward = blocks_in_backward
         if update == "in_backward":
-            parts.gradients.on_launch = self._update_early
-        slots = [len(parameters) for parameters in parts.parameters]
+            context.gradients.on_launch = self._update_early
+        slots = [len(parameters) for parameters in context.parameters]
         self._offsets = [sum(slots[:bucket]) for bucket in range(len(slots))]
 
     def begin_step(self, microbatches: Sequence[Microbatch]) -> None:
-        """Begin a step; afterwards `totals` and `grad_norm` tell of it."""
+        """Reset the state of the step."""
         self._microbatches = microbatches
         self._losses: dict[int, Loss] = {}
         self._counts: list[float | Tensor] = []
         self._has_added_samples = False
-        self._host_totals = [
-            0.0,
-            0.0,
-            0.0,
-            0.0,
-            float(self.stop_requested),
-            float(self.batch_mismatch is not None),
-            0.0,
-            0.0,
-        ]
-        """This rank's totals. What is still being computed on a device is added when they are measured."""
+        flags = [float(self.stop_requested), float(self.batch_mismatch is not None)]
+        self._host_totals = [0.0] * 4 + flags + [0.0] * 2
+        """This rank's totals, in the order of StepTotals."""
         self._device_totals: list[tuple[int, Tensor]] = []
+        """Index and value of totals that a device may still be computing; added when the totals are reduced."""
         self._last_nonempty = max((index for index, part in enumerate(microbatches) if part.num_samples), default=-1)
         rounds = len(microbatches) if self._reduces_every_backward else 1
         self._first_of_last_round = (rounds - 1) * len(self._context.parameters)
@@ -114,9 +100,9 @@ class Actions:
         self._has_waited_for_weights = False
         self._has_averaged = False
         self.has_called_hooks = False
-        """Whether the step has called hooks of the optimizer."""
+        """Whether the step has called the optimizer's step hooks."""
         self.done_early: set[Action] = set()
-        """What is done while another action runs: the updates in backward, and those in forward."""
+        """Actions that run within another one, and that the executor skips: updates in backward or in forward."""
         if self.deferred is not None:
             verbs, buckets = (Verb.UPDATE, Verb.GATHER), range(len(self._context.parameters))
             self.done_early = {Action(verb, 0, bucket) for verb in verbs for bucket in buckets}
@@ -125,7 +111,7 @@ class Actions:
         self._squared_norms: Sequence[Tensor] | None = None
         self._loss_totals: list[tuple[int, Tensor]] = []
         self.bad_reason: str | None = None
-        """What is wrong with a step that is bad: the same on every rank."""
+        """Why the step is bad; the same on every rank."""
         self.overflowed = False
         self.totals: StepTotals | None = None
         self.grad_norm: float | None = None
@@ -136,7 +122,7 @@ class Actions:
             self._context.local_sgd.begin_step()
 
     def end_step(self) -> None:
-        """End a step that went well: the sums may be overwritten, unless updates that wait still need them."""
+        """End a step without an error: gradient buffers may be overwritten, unless deferred updates need them."""
         if self.has_called_hooks and self._context.step_hooks is not None:
             self._context.step_hooks.run_post_hooks()
         if self.deferred is None:
@@ -150,7 +136,7 @@ class Actions:
         self._context.edits.refresh_samples()
 
     def _defer(self, deferred: DeferredUpdates) -> None:
-        """Leave the updates of this step to the next forward, with all that they need to know."""
+        """Leave the updates of this step to the next forward, with their arguments."""
         self._read_totals()
         self._wait_all()
         if self._is_skipped:
@@ -161,11 +147,11 @@ class Actions:
         self._context.transport.signal_backward_done()
         self._update_args = UpdateArgs(self._grad_scale, self._num_ranks_with_grad, self._squared_norms)
         self._context.optimizer.set_options_frozen(frozen=True)
-        # What is complete last in backward is mostly used first.
+        # The bucket that backward completes last is mostly used first.
         deferred.defer(self._context.gradients.launch_order[::-1])
 
     def flush(self) -> None:
-        """Do the updates that wait for the next forward. Collective."""
+        """Run the updates that wait for the next forward. Collective."""
         if self.deferred is not None:
             self.deferred.flush()
             self._context.optimizer.set_options_frozen(frozen=False)
@@ -173,11 +159,11 @@ class Actions:
 
     @property
     def has_pending_updates(self) -> bool:
-        """Whether updates wait for the next forward; this rank's, or those of ranks that share weights with it."""
+        """Whether updates wait for the next forward: this rank's, or those of ranks that share weights with it."""
         return self.deferred is not None and self.deferred.has_pending
 
     def _update_deferred(self, bucket: int) -> None:
-        """Update a bucket by the gradient of the step before."""
+        """Update a bucket with the gradient of the previous step."""
         with self.recorder.action(Action(Verb.UPDATE, 0, bucket)):
             self._context.transport.wait_weights_writable()
             self._context.gradients.restore_grads(bucket)
@@ -188,7 +174,7 @@ class Actions:
                 self.gather(bucket)
 
     def stop_listening(self) -> None:
-        """End a step, however it went: gradients of other backwards are not taken."""
+        """After every step, failed or not: ignore the gradients of backwards outside of steps."""
         self._context.gradients.is_enabled = False
 
     @property
@@ -200,12 +186,9 @@ class Actions:
         return self._context.parameters[0][0].device
 
     def _unsharded(self, kind: str) -> contextlib.AbstractContextManager[None]:
-        """Within: weights that rest split are gathered; also on a rank that uses none."""
-        return (
-            contextlib.nullcontext()
-            if self._context.sharded_params is None
-            else self._context.sharded_params.phase(kind)
-        )
+        """Inside, weights that rest split are unsharded when used. A rank that uses none takes part too."""
+        params = self._context.sharded_params
+        return contextlib.nullcontext() if params is None else params.phase(kind)
 
     def forward(self, index: int) -> None:
         if self.deferred is not None and self.deferred.has_pending:
@@ -235,35 +218,27 @@ class Actions:
         return self.bad_reason is not None or self.overflowed
 
     def nonfinite_microbatches(self) -> list[range]:
-        """The samples of this rank's batch, by microbatch, whose loss is not finite."""
-        ends = list(itertools.accumulate(part.num_samples for part in self._microbatches))
-        found = [index for index, total in self._loss_totals if not math.isfinite(total.item())]
-        return [range(ends[index] - self._microbatches[index].num_samples, ends[index]) for index in found]
+        """The sample ranges of this rank's microbatches whose loss is not finite."""
+        stops = list(itertools.accumulate(part.num_samples for part in self._microbatches))
+        bad = [index for index, total in self._loss_totals if not math.isfinite(total.item())]
+        return [range(stops[index] - self._microbatches[index].num_samples, stops[index]) for index in bad]
 
     def _add_totals(self, loss: Loss, part: Microbatch) -> None:
-        """Add a microbatch to this rank's totals, without a look at what is still being computed."""
-        told = [
-            loss.total.detach(),
-            loss.count,
-            part.num_samples,
-            part.num_tokens,
-            0.0,
-            0.0,
-            loss.other_count,
-            loss.other_square,
-        ]
-        waits = self._device.type != "cpu"
-        for place, number in enumerate(told):
-            if waits and isinstance(number, Tensor):
-                self._device_totals.append((place, number))
+        """Add a microbatch to this rank's totals, without waiting for the device."""
+        sums = [loss.total.detach(), loss.count, part.num_samples, part.num_tokens]
+        values = [*sums, 0.0, 0.0, loss.other_count, loss.other_square]
+        is_on_device = self._device.type != "cpu"
+        for index, value in enumerate(values):
+            if is_on_device and isinstance(value, Tensor):
+                self._device_totals.append((index, value))
             else:
-                self._host_totals[place] += float(number)
+                self._host_totals[index] += float(value)
 
     def _local_totals(self) -> Tensor:
         """This rank's totals, float64 [8] on its device."""
         local = torch.tensor(self._host_totals, dtype=torch.float64, device=self._device)
-        for place, number in self._device_totals:
-            local[place] += number
+        for index, value in self._device_totals:
+            local[index] += value
         return local
 
     @property
@@ -275,13 +250,13 @@ class Actions:
             count = float(self._losses[index].count) if index in self._losses else 0.0
             self.nominal_count = max(1.0, self._all_reduce_count(count) * len(self._microbatches))
         if self._reduces_every_backward and index:
-            assert isinstance(self._context.gradients, GradBuckets)  # one rank's gradients rest whole
+            assert isinstance(self._context.gradients, GradBuckets)  # split gradients are always in buckets
             self._context.gradients.begin_round()
             self._is_round_finished = False
         self._is_last_round = not self._reduces_every_backward or index == len(self._microbatches) - 1
         if self._blocks_in_backward and index == len(self._microbatches) - 1:
-            # Now, when all ranks will come: in backward one of them may ask for the totals, and the others wait for
-            # its tokens, or its part in a gather.
+            # Read the totals now, while no rank waits. Within backward, one rank might wait for the totals while the
+            # others wait for its tokens or its weights.
             self._read_totals()
         with self._unsharded("backward"):
             if index in self._losses:
@@ -308,13 +283,14 @@ class Actions:
             self._finish_round()
             self._read_totals()
             self._wait_all()
-            own = list(itertools.chain(*map(self._context.gradients.local_grads, range(len(self._context.parameters)))))
-            # Two bytes would round each bucket's norm, and in fp16 a norm beyond 65,504 would seem infinite.
-            wide = [torch.promote_types(flat.dtype, torch.float32) for flat in own]
-            norms = [torch.linalg.vector_norm(flat, dtype=dtype) for flat, dtype in zip(own, wide, strict=True)]
+            buckets = range(len(self._context.parameters))
+            flats = list(itertools.chain(*map(self._context.gradients.local_grads, buckets)))
+            # In two bytes each bucket's norm would be rounded, and in fp16 a norm above 65,504 would be infinite.
+            dtypes = [torch.promote_types(flat.dtype, torch.float32) for flat in flats]
+            norms = [torch.linalg.vector_norm(flat, dtype=dtype) for flat, dtype in zip(flats, dtypes, strict=True)]
             squares = torch.stack(norms).double().square().sum()
             if transport.replica_index:
-                squares = torch.zeros_like(squares)  # replica 0 has measured the same share
+                squares = torch.zeros_like(squares)  # replica 0 adds the same shard
             if self._context.local_sgd is not None and not self._scales_before_update:
                 squares *= self._grad_scale**2
             transport.all_reduce_scalars_async(GRAD_NORM, squares.reshape(1))
@@ -331,23 +307,22 @@ class Actions:
                 self._measure_trust_ratios()
 
     def _measure_trust_ratios(self) -> None:
-        """Begin the updates of all buckets: each needs norms of parameters that are split among ranks."""
+        """Begin the layer-wise updates of all buckets: they need the norms of parameters that are split among ranks."""
         transport, slots = self._context.transport, [len(parameters) for parameters in self._context.parameters]
-        optimizer, buckets = self._context.optimizer, range(len(slots))
-        here = [
-            optimizer.begin_layerwise_update(
-                b, used=self._used_slots(b, self._num_ranks_with_grad), factor=self._grad_scale
+        local = [
+            self._context.optimizer.begin_layerwise_update(
+                bucket, used=self._used_slots(bucket, self._num_ranks_with_grad), factor=self._grad_scale
             )
-            for b in buckets
+            for bucket in range(len(slots))
         ]
-        norms = torch.cat(here).flatten()
-        # Of the replicas of a share one is measured.
+        norms = torch.cat(local).flatten()
+        # Only replica 0 adds the norms of a shard.
         transport.all_reduce_scalars_async(TRUST_NORMS, torch.zeros_like(norms) if transport.replica_index else norms)
         total = torch.tensor(transport.wait_scalars(TRUST_NORMS), dtype=torch.float64, device=self._device)
         self._squared_norms = total.view(-1, 2).split(slots)
 
     def _apply_clip(self, norm: float, *, global_norm: float) -> None:
-        """`norm` is that of what this rank updates with, `told` the same on all ranks."""
+        """Clip. `norm` is of the gradient that this rank updates with, `global_norm` is the same on all ranks."""
         self.grad_norm = global_norm
         if self.bad_reason is None and not math.isfinite(global_norm):
             self.overflowed = self._context.loss_scaler is not None and self._context.loss_scaler.can_decrease
@@ -355,8 +330,7 @@ class Actions:
                 self.bad_reason = f"the gradient norm is {global_norm}"
         if self._clip is None:
             return
-        # 1e-6 as in torch.nn.utils.clip_grad_norm_
-        # In this order: a norm that is not a number must stay one.
+        # 1e-6 as in torch.nn.utils.clip_grad_norm_. In this order of arguments min() keeps a NaN.
         coefficient = min(self._clip / (norm + 1e-6), 1.0)
         if not self._scales_before_update:
             self._grad_scale *= coefficient
@@ -364,7 +338,7 @@ class Actions:
             self._context.transport.scale_grads(coefficient)
 
     def reduce(self, index: int) -> None:
-        # The hooks have launched what was complete during backward; sealing launches the rest, in program order.
+        # Hooks have launched the buckets that backward completed; finish_round launches the others, in program order.
         self._finish_round(last=index >= self._first_of_last_round)
 
     def _finish_round(self, *, last: bool = True) -> None:
@@ -384,7 +358,7 @@ class Actions:
             self.recorder.instant(bucket, DONE_EVENT)
 
     def _read_totals(self) -> None:
-        """Learn the totals, and what the sums are to be multiplied by to become the gradient of the mean."""
+        """Read the reduced totals; decide from them whether the step is bad, and compute the gradient scale."""
         if self.totals is not None:
             return
         self.totals = StepTotals(*self._context.transport.wait_scalars(LOSS))
@@ -398,53 +372,52 @@ class Actions:
             self.bad_reason = f"the loss is {mean}"
         assert self.nominal_count is not None
         count = self.totals.count if self._context.local_sgd is None else self._local_count
-        # A rank or a batch without elements has a gradient of zero: any factor will do.
+        # Without elements the gradient is zero: any scale will do.
         self._grad_scale = self.nominal_count / (count or self.nominal_count)
         if self._context.loss_scaler is not None:
             self._grad_scale /= self._context.loss_scaler.value
 
     def compute_grad_scale(self) -> float:
-        """What sums are to be multiplied by to become the gradient of the mean."""
+        """The factor that turns the reduced sums into the gradient of the mean."""
         self._read_totals()
         return self._grad_scale
 
     def _update_early(self) -> None:
-        """In backward, after a launch: update the buckets whose sums are there, in program order."""
+        """Within backward, after a launch: update the buckets that are reduced, in program order."""
         order, num_launched = self._context.gradients.launch_order, self._context.gradients.num_launched
         if self._is_last_round:
-            # From now on other ranks may write the bucket's weights, where they exist once per host.
+            # From now on other ranks of the host may write the bucket's weights, if they share them.
             self._context.edits.increment_version(order[num_launched - 1])
         while self._is_last_round and self._num_done_early < num_launched:
             bucket = order[self._num_done_early]
             if not self._context.transport.is_reduced(bucket):
                 return
             self._num_done_early += 1
-            for verb, do in ((Verb.UPDATE, self.update), (Verb.GATHER, self.gather))[
-                : 2 if self._gathers_weights else 1
-            ]:
+            handlers = {Verb.UPDATE: self.update} | ({Verb.GATHER: self.gather} if self._gathers_weights else {})
+            for verb, handler in handlers.items():
                 action = Action(verb, 0, bucket)
                 with self.recorder.action(action):
-                    do(bucket)
+                    handler(bucket)
                 self.done_early.add(action)
 
     def update_in_order(self, bucket: int) -> None:
-        # Where nothing is reduced this ends the backward, and that may have updated buckets of a rank without samples.
+        # With local steps this ends the backward. On a rank without samples that may have updated this bucket already.
         self._finish_round()
         if Action(Verb.UPDATE, 0, bucket) not in self.done_early:
             self.update(bucket)
 
     def update(self, bucket: int) -> None:
         self._read_totals()
-        # Only this bucket: others may still be on their way.
+        # Only this bucket: others may still be reduced.
         self._wait_bucket(bucket)
         if not self._is_skipped:
             self._update_bucket(bucket)
         self._context.gradients.free_grads(bucket)
 
     def _update_bucket(self, bucket: int) -> None:
-        """Update a bucket whose sum is there."""
+        """Update a bucket that is reduced."""
         if self._updates_after_backward and not self._has_waited_for_weights:
-            # A rank's backward may read a weight after its gradient is complete: that of a use without gradient.
+            # Backward may read a weight after its gradient is complete, if the weight is also used without gradient.
             self._context.transport.signal_backward_done()
             self._context.transport.wait_weights_writable()
             self._has_waited_for_weights = True
@@ -457,20 +430,20 @@ class Actions:
         self._run_optimizer(bucket, UpdateArgs(self._grad_scale, self._num_ranks_with_grad, self._squared_norms))
 
     def _call_pre_hooks(self, hooks: StepHooks) -> None:
-        """Before the first update of a step: the hooks see all gradients as the update will use them."""
+        """Before the first update of a step: hooks see all gradients as the update will use them."""
         self._wait_all()
         factor = 1.0 if self._scales_before_update else self._grad_scale
         self._num_ranks_with_grad = hooks.run_pre_hooks(self._context.transport, self._num_ranks_with_grad, factor)
         self.has_called_hooks = True
 
-    def _run_optimizer(self, bucket: int, terms: UpdateArgs) -> None:
-        squares = None if terms.squared_norms is None else terms.squared_norms[bucket]
-        used = self._used_slots(bucket, terms.num_ranks_with_grad)
+    def _run_optimizer(self, bucket: int, update_args: UpdateArgs) -> None:
+        squares = None if update_args.squared_norms is None else update_args.squared_norms[bucket]
+        used = self._used_slots(bucket, update_args.num_ranks_with_grad)
         gradient = None if self._context.step_hooks is None else self._context.step_hooks.bucket_grads[bucket]
         self._context.optimizer.update(
-            bucket, used=used, factor=terms.grad_scale, squared_norms=squares, gradient=gradient
+            bucket, used=used, factor=update_args.grad_scale, squared_norms=squares, gradient=gradient
         )
-        # Autograd then refuses activations saved with the old weights, instead of computing with the new ones.
+        # So autograd refuses saved tensors of the old weights, instead of computing with the new ones.
         self._context.edits.increment_version(bucket)
 
     def gather(self, bucket: int) -> None:
@@ -487,7 +460,7 @@ class Actions:
         self._context.edits.increment_version(bucket)
 
     def _used_slots(self, bucket: int, counts: Sequence[float] | None) -> Sequence[bool] | None:
-        """Which slots of the bucket have a gradient on some rank; None: all."""
+        """Which slots of the bucket have a gradient on any rank; None: all."""
         if counts is None:
             return None
         first = self._offsets[bucket]
@@ -496,4 +469,5 @@ class Actions:
 
 def _no_grad_problem() -> Problem:
     need = "one that depends on trainable parameters through differentiable operations"
-    return Problem("a loss without a gradient", need, "no .detach(), .item(), argmax or torch.no_grad() on its way")
+    attempt = "no .detach(), .item(), argmax or torch.no_grad() between parameters and loss"
+    return Problem("a loss without a gradient", need, attempt)

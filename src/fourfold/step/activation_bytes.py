@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fourfold.parts.dropped_arguments import restore_arguments
-from fourfold.step.batch import call_model, tree_leaves, tree_map
+from fourfold.parts.torch_private import storage_key
+from fourfold.step.model_call import call_model
+from fourfold.step.tensor_tree import tree_leaves, tree_map
 
 LAYER_FUNCTIONS = {F.linear, F.conv1d, F.conv2d, F.conv3d}
 AUTOCAST_DEVICES = ("cpu", "cuda")
@@ -52,9 +54,9 @@ def _saved_bytes(model: nn.Module, inputs: Any, num_samples: int, *, is_half_pre
         outputs = call_model(model, on_meta)
     # What is alive now is held by the outputs' graph: a branch that the model has dropped is gone.
     storages = {
-        _storage_key(held.tensor): held.tensor for held in saved if _storage_key(held.tensor) in watch.inputs_by_storage
+        storage_key(held.tensor): held.tensor for held in saved if storage_key(held.tensor) in watch.inputs_by_storage
     }
-    storages |= {_storage_key(tensor): tensor for tensor in tree_leaves(outputs)}
+    storages |= {storage_key(tensor): tensor for tensor in tree_leaves(outputs)}
     most = 2 if is_half_precision or watch.is_autocast else 8
     return float(sum(_storage_bytes(tensor, most) for tensor in storages.values()))
 
@@ -79,12 +81,8 @@ class _LayerInputMode(TorchFunctionMode):
     ) -> Any:
         self.is_autocast = self.is_autocast or any(map(torch.is_autocast_enabled, AUTOCAST_DEVICES))
         if func in LAYER_FUNCTIONS and args and isinstance(args[0], Tensor):
-            self.inputs_by_storage[_storage_key(args[0])] = args[0]
+            self.inputs_by_storage[storage_key(args[0])] = args[0]
         return func(*args, **restore_arguments(func, args, kwargs or {}))
-
-
-def _storage_key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _storage_bytes(tensor: Tensor, max_element_bytes: int) -> float:

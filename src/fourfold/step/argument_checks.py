@@ -1,22 +1,28 @@
-"""Arguments of the public functions: what can be seen to be wrong before a rank waits for another.
+"""Argument checks: wrong arguments of the public functions, found before a rank waits for another.
 
-Law: all problems at once; nothing that the user gave is called or changed.
+Law: all problems at once; nothing that the user passed is called or changed.
 """
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from fourfold.parts.comm.communicator import Communicator
 from fourfold.plan.plan import Plan
 from fourfold.words import argument_checks
-from fourfold.words.errors import PlanError, Problem, SettingError
+from fourfold.words.errors import OptimizerError, PlanError, Problem, SettingError
+
+WRAPPER_PLAN_FIELDS = ("dp", "bucket_bytes", "unused", "batch_norm", "transport")
+"""The fields of a plan that a DistributedOptimizer carries out."""
 
 
 def check_arguments(
     *, model: Any, loss: Any, optimizer: Any, plan: Any, clip: Any = None, seed: Any = 0, skip_nan: Any = 0
 ) -> None:
-    """Raise SettingError with every argument of `parallelize` that is not what it is meant to be."""
+    """Raise SettingError with every wrong argument of `parallelize`."""
     problems = (
         model_argument_problems(model)
         + loss_argument_problems(loss)
@@ -30,7 +36,7 @@ def check_arguments(
 
 
 def check_wrapper_arguments(*, optimizer: Any, model: Any, plan: Any) -> None:
-    """Raise SettingError with every argument of `DistributedOptimizer` that is not what it is meant to be."""
+    """Raise SettingError with every wrong argument of `DistributedOptimizer`."""
     problems = model_argument_problems(model) + plan_argument_problems(plan)
     if not isinstance(optimizer, Optimizer):
         need = "a torch optimizer of the model's parameters"
@@ -40,8 +46,38 @@ def check_wrapper_arguments(*, optimizer: Any, model: Any, plan: Any) -> None:
         raise SettingError(problems, where="the arguments of DistributedOptimizer")
 
 
+def check_wrapper_plan(plan: Plan) -> None:
+    """Raise PlanError with every field that is not at its default and that DistributedOptimizer does not carry out."""
+    default, need = Plan(), f"with DistributedOptimizer only {', '.join(WRAPPER_PLAN_FIELDS)}"
+    attempts = {"microbatches": "no_sync()"}
+    problems = [
+        Problem(f"{name} = {value}", need, attempts.get(name, "ff.parallelize"))
+        for name, value in dataclasses.asdict(plan).items()
+        if name not in WRAPPER_PLAN_FIELDS and value != getattr(default, name)
+    ]
+    if problems:
+        raise PlanError(problems, where="the plan")
+
+
+def check_wrapper_parameters(
+    optimizer: Optimizer,
+    model: nn.Module,
+    trainable: Mapping[str, nn.Parameter],
+    communicator: Communicator,
+) -> None:
+    """Raise OptimizerError where the optimizer's parameters are not the model's, or are on another kind of device."""
+    foreign = {id(p) for group in optimizer.param_groups for p in group["params"]} - {id(p) for p in model.parameters()}
+    if foreign:
+        got = f"{len(foreign)} parameters that are not the model's"
+        raise OptimizerError(Problem(got, "an optimizer of model.parameters()"))
+    devices, expected = {p.device.type for p in trainable.values()}, communicator.device.type
+    if devices != {expected}:
+        got = f"parameters on {', '.join(sorted(devices))}, ranks on {expected}"
+        raise OptimizerError(Problem(got, "one kind of device", f'model.to("{expected}") first'))
+
+
 def check_join_states(states: Any) -> None:
-    """Raise SettingError for what `join` is given and cannot bring from one rank to another."""
+    """Raise SettingError for `states` of `join` that cannot be copied from one rank to another."""
     need = "a list of objects with state_dict() and load_state_dict(), such as schedulers and a GradScaler"
     if not isinstance(states, list | tuple):
         raise SettingError(Problem(argument_checks.format_argument("states", states), need, "states=[scheduler]"))
@@ -52,7 +88,7 @@ def check_join_states(states: Any) -> None:
 
 
 def check_plan_argument(plan: Any) -> None:
-    """Raise PlanError for what is neither a Plan nor None."""
+    """Raise PlanError unless `plan` is a Plan or None."""
     if problems := plan_argument_problems(plan):
         raise PlanError(problems)
 
@@ -70,7 +106,7 @@ def model_argument_problems(model: Any) -> list[Problem]:
         if not meta:
             return []
         got = f"a model with {len(meta)} parameters on the meta device, {meta[0]} the first of them"
-        # An outline of a task's model is made before: a function that keeps what it made returns it again.
+        # The task's meta model was made before: a model() that caches its result returns that one again.
         attempt = 'a model() that makes a new model each time; or model.to_empty(device="cpu"), then initialize it'
         return [Problem(got, "parameters with values", attempt)]
     attempt = "its result: model()" if callable(model) else ""

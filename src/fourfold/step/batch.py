@@ -1,29 +1,29 @@
-"""Batches: (inputs, targets), tensors or dicts of tensors whose first dim counts samples.
+"""Batches: (inputs, targets), each a tensor or a dict of tensors whose first dim counts samples.
 
-A batch may also be one dict: inputs of a model that makes its own loss, without targets.
-Law: the microbatches of a batch tile it, in order; there may be empty ones.
+A batch may also be one dict: the inputs of a model that returns its own loss, without targets.
+
+Law: the microbatches of a batch tile it, in order; some may be empty.
 """
 
-import contextlib
-import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fourfold.plan.sample_order import shard_range
-from fourfold.words.argument_checks import format_argument
+from fourfold.step.tensor_tree import tree_map
 from fourfold.words.errors import Problem, TaskError
 
 POSITION_KEYS = ("position_ids", "positions")
 
 
 class Microbatch(NamedTuple):
-    """A stretch of a batch; `tokens` is 0 where inputs carry no positions, `targets` None where there are none.
+    """Consecutive samples of a batch.
 
-    kept  which of its tokens are no pads, where a rank has but some of a sample's tokens; None: all
+    targets      None if the batch has none
+    num_tokens   0 if the inputs have no positions
+    real_tokens  int64, the indices of the tokens that are not padding, if the rank has a shard of the tokens; None: all
     """
 
     inputs: Any
@@ -36,25 +36,25 @@ class Microbatch(NamedTuple):
 def split_microbatches(
     batch: Any, num_microbatches: int, device: torch.device, *, real_tokens: Tensor | None = None
 ) -> list[Microbatch]:
-    """The batch in `count` microbatches on `device`, sizes as equal as can be, larger ones never first.
+    """Split a batch into microbatches on `device`, as equal in size as possible, larger ones last.
 
-    kept: int64 [tokens], which tokens of the inputs are no pads; the targets have none. None: all.
-    Raises TaskError for what is no batch of tensors or dicts of tensors with one number of samples.
+    `real_tokens`: int64, the indices of the input tokens that are not padding (targets have no padding); None: all.
+    Raises TaskError unless the batch consists of tensors, or dicts of tensors, with one number of samples.
     """
     inputs, targets = (_to_device(part, device) for part in unpack_batch(batch))
     samples = num_samples((inputs, targets))
-    parts = []
+    microbatches = []
     real_tokens = None if real_tokens is None else real_tokens.to(device)
     for index in range(num_microbatches):
         start, stop = shard_range(0, samples, num_microbatches, index)
-        own = _slice_tree(inputs, start, stop)
-        tokens = num_tokens(own) if real_tokens is None else (stop - start) * len(real_tokens)
-        parts.append(Microbatch(own, _slice_tree(targets, start, stop), stop - start, tokens, real_tokens))
-    return parts
+        part = _slice_tree(inputs, start, stop)
+        tokens = num_tokens(part) if real_tokens is None else (stop - start) * len(real_tokens)
+        microbatches.append(Microbatch(part, _slice_tree(targets, start, stop), stop - start, tokens, real_tokens))
+    return microbatches
 
 
 def unpack_batch(batch: Any) -> tuple[Any, Any]:
-    """The inputs and targets of a batch. A dict is inputs, the labels among them, and has no targets (None)."""
+    """The inputs and targets of a batch. A dict is the inputs, with the labels among them; its targets are None."""
     if isinstance(batch, Mapping):
         return dict(batch), None
     if not (isinstance(batch, tuple | list) and len(batch) == 2):
@@ -64,22 +64,22 @@ def unpack_batch(batch: Any) -> tuple[Any, Any]:
 
 
 def num_samples(batch: Any) -> int:
-    """The first dim of all tensors of a batch. Raises TaskError where they differ, or are none."""
+    """The first dim of all tensors of a batch. Raises TaskError if they differ, or if there is no tensor."""
     inputs, targets = unpack_batch(batch)
     tensors = [*_batch_tensors(inputs), *([] if targets is None else _batch_tensors(targets))]
     if any(tensor.dim() == 0 for tensor in tensors):
         raise TaskError(Problem("a batch with a tensor without dims", "tensors whose first dim counts samples"))
     lengths = {tensor.shape[0] for tensor in tensors}
     if len(lengths) != 1:
-        told = [*_first_dims("inputs", inputs), *([] if targets is None else _first_dims("targets", targets))]
-        need = "one number of samples, the first dim of each tensor: a batch is cut along it"
+        sizes = [*_first_dims("inputs", inputs), *([] if targets is None else _first_dims("targets", targets))]
+        need = "one number of samples, the first dim of each tensor: batches are split along it"
         attempt = "samples padded to one length, instead of lists joined end to end with offsets or indices"
-        raise TaskError(Problem(f"a batch with {', '.join(told) or 'no tensor'}", need, attempt), where="the batch")
+        raise TaskError(Problem(f"a batch with {', '.join(sizes) or 'no tensor'}", need, attempt), where="the batch")
     return lengths.pop()
 
 
 def _first_dims(name: str, tree: Any) -> Iterator[str]:
-    """The first dim of each tensor, by name."""
+    """The first dim of each tensor and its name, for a message."""
     if isinstance(tree, dict):
         for key, part in tree.items():
             yield from _first_dims(f"{name}[{key!r}]", part)
@@ -94,18 +94,13 @@ def slice_samples(batch: Any, start: int, stop: int) -> tuple[Any, Any]:
 
 
 def subsample(batch: Any, num_picked: int) -> tuple[Any, Any]:
-    """So many samples of a batch, from its first to its last at even distances."""
-    places = torch.linspace(0, num_samples(batch) - 1, num_picked).long()
-    return tree_map(unpack_batch(batch), lambda tensor: tensor[places.to(tensor.device)])
-
-
-def detached_clone(tensor: Tensor) -> Tensor:
-    """A copy that nobody has differentiated by."""
-    return tensor.detach().clone()
+    """`num_picked` samples of a batch, evenly spaced from the first to the last."""
+    indices = torch.linspace(0, num_samples(batch) - 1, num_picked).long()
+    return tree_map(unpack_batch(batch), lambda tensor: tensor[indices.to(tensor.device)])
 
 
 def batch_and_parts(batch: Any) -> tuple[Any, list[Any]]:
-    """A batch and two parts of it, of different sizes. One sample makes a batch with itself."""
+    """A batch and two parts of it, of different sizes. A single sample is doubled first."""
     samples = num_samples(batch)
     if samples == 1:
         return tree_map(batch, lambda tensor: torch.cat([tensor, tensor])), [batch, batch]
@@ -113,67 +108,22 @@ def batch_and_parts(batch: Any) -> tuple[Any, list[Any]]:
     return batch, [slice_samples(batch, *span) for span in ((0, first), (first, samples))]
 
 
-def call_model(model: torch.nn.Module, inputs: Any, real_tokens: Tensor | None = None) -> Any:
-    """The model's outputs, of the tokens that are `kept` (None: all). A dict of inputs is given as keywords."""
-    outputs = model(**inputs) if isinstance(inputs, dict) else model(inputs)
-    if real_tokens is None:
-        return outputs
-    length = find_positions(inputs).shape[1]
-    return tree_map(outputs, lambda tensor: tensor[:, real_tokens] if has_token_dim(tensor, length) else tensor)
-
-
-@contextlib.contextmanager
-def eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards every module is in the mode it was in."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-
-
 def num_tokens(inputs: Any) -> int:
-    """Elements of the positions, where the inputs are a dict with `position_ids` or `positions`; else 0."""
+    """The number of positions, if the inputs are a dict with `position_ids` or `positions`; else 0."""
     positions = find_positions(inputs)
     return 0 if positions is None else positions.numel()
 
 
 def find_positions(inputs: Any) -> Any:
-    """The positions, where the inputs are a dict with `position_ids` or `positions`; else None."""
+    """The positions, if the inputs are a dict with `position_ids` or `positions`; else None."""
     if not isinstance(inputs, dict):
         return None
     return next((inputs[name] for name in POSITION_KEYS if name in inputs), None)
 
 
 def has_token_dim(tensor: Tensor, length: int) -> bool:
-    """Whether a tensor has something for each of `length` tokens: on dim 1."""
+    """Whether dim 1 of a tensor counts `length` tokens."""
     return tensor.dim() >= 2 and tensor.shape[1] == length
-
-
-def tree_map(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """A tree of dicts, lists and tuples of tensors, each of them changed; what is no tensor stays."""
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, dict):
-        # A subclass (as of transformers) keeps its kind: the loss may ask for its attributes.
-        changed = {name: tree_map(part, function) for name, part in tree.items()}
-        return changed if type(tree) is dict else type(tree)(**changed)
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(tree_map(part, function) for part in tree))
-    if isinstance(tree, list | tuple):
-        return type(tree)(tree_map(part, function) for part in tree)
-    return tree
-
-
-def tree_leaves(tree: Any) -> Iterator[Tensor]:
-    """The tensors of a tree, in order."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, dict | list | tuple):
-        for part in tree.values() if isinstance(tree, dict) else tree:
-            yield from tree_leaves(part)
 
 
 def _batch_tensors(value: Any) -> list[Tensor]:
@@ -196,61 +146,6 @@ def _slice_tree(value: Any, start: int, stop: int) -> Any:
     return None if value is None else value[start:stop]
 
 
-@dataclass(frozen=True)
-class Loss:
-    """A loss as a sum over `count` elements. A count made of tensors stays on their device.
-
-    other, square  of one number made of several means: see `run.objective.is_uneven`
-    """
-
-    total: Tensor
-    count: float | Tensor
-    other_count: float | Tensor = 0.0
-    other_square: float | Tensor = 0.0
-
-
-def sum_loss(value: Any, num_samples: int) -> Loss:
-    """What a loss function returned, as a sum and a count.
-
-    Unreduced values count their elements; a pair is (sum, count); a scalar is a mean over the samples. Sums of values
-    in half precision are made in float32: a mean of 1.0 over 70,000 samples is beyond what float16 can hold.
-    """
-    if isinstance(value, tuple | list) and len(value) == 2:
-        return Loss(_checked_sum(value[0]), _checked_count(value[1]))
-    if not isinstance(value, Tensor):
-        problem = Problem(
-            f"a loss of type {type(value).__name__}", "unreduced values, a pair (sum, count), or a scalar"
-        )
-        raise TaskError(problem)
-    if value.is_complex():
-        raise TaskError(Problem("a loss of complex numbers", "real numbers", "loss.abs(), or loss.real"))
-    dtype = torch.promote_types(value.dtype, torch.float32)
-    if value.dim() == 0:
-        return Loss(value.to(dtype) * num_samples, float(num_samples))
-    return Loss(value.sum(dtype=dtype), float(value.numel()))
-
-
-def _checked_sum(value: Any) -> Tensor:
-    """The sum of a pair (sum, count)."""
-    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-        return value.reshape(())
-    shape = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-    raise TaskError(Problem(f"a loss (sum, count) with sum {shape}", "one real number as a tensor", "values.sum()"))
-
-
-def _checked_count(value: Any) -> float:
-    """The count of a pair (sum, count); NaN makes a bad step, a negative one would turn the gradient around."""
-    if isinstance(value, Tensor) and value.requires_grad:
-        got = "a loss (sum, count) whose count is trained too, as the second of two losses would be"
-        attempt = "count.detach(), or for several losses one: their sum"
-        raise TaskError(Problem(got, "a count that does not depend on parameters", attempt))
-    try:
-        count = float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        count = -1.0
-    if not count < 0 and count != math.inf:
-        return count
-    is_short = isinstance(value, int | float) or value is None
-    written = format_argument("count", value) if is_short else f"count = a {type(value).__name__}"
-    got = f"a loss (sum, count) with {written}"
-    raise TaskError(Problem(got, "how many elements were summed, 0 or more"))
+def input_names(inputs: Any) -> str:
+    """The names of the inputs of a batch, or their type, for messages."""
+    return ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__

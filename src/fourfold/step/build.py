@@ -1,8 +1,8 @@
-"""Build: a model, a loss, an optimizer and a plan become one training step.
+"""Build: make a training step of a model, a loss, an optimizer and a plan.
 
 TrainStep  one optimizer update per call, the same on every mesh
-record     what the first step taught and all later steps keep: the launch order and the nominal count
-Law: after k steps, losses and weights equal those of one process that saw all the samples.
+record     what later steps keep of the first: the launch order of buckets and the nominal count
+Law: after k steps, losses and weights equal those of one process that trains on all the samples.
 """
 
 import contextlib
@@ -26,17 +26,9 @@ from fourfold.parts.optim import flat_optimizer
 from fourfold.parts.optim.master_weights import MasterWeightPolicy, offload_device
 from fourfold.parts.optim.option_tracker import OptionTracker
 from fourfold.parts.optim.step_hooks import StepHooks
-from fourfold.plan.data import (
-    RESTING_LAYOUTS,
-    Bucket,
-    DataStepSpec,
-    ParamSpec,
-    RestingLayouts,
-    effective_bucket_bytes,
-    grad_buffer_indices,
-    lower_step,
-    make_buckets,
-)
+from fourfold.plan.data.buckets import Bucket, ParamSpec, effective_bucket_bytes, make_buckets
+from fourfold.plan.data.step_program import DataStepSpec, lower_step
+from fourfold.plan.data.zero import RESTING_LAYOUTS, RestingLayouts, grad_buffer_indices
 from fourfold.plan.intervals import DRIFT_CHECK, is_due
 from fourfold.plan.memory import has_unbucketed_grads
 from fourfold.plan.plan import Plan
@@ -46,28 +38,27 @@ from fourfold.plan.sample_order import BatchRange
 from fourfold.step import replica_drift, state_validation
 from fourfold.step.actions import Actions
 from fourfold.step.argument_checks import check_arguments
-from fourfold.step.batch import Microbatch, eval_mode, split_microbatches, tree_map, unpack_batch
+from fourfold.step.batch import Microbatch, split_microbatches, unpack_batch
 from fourfold.step.batch_norm import FrozenBatchNorms
 from fourfold.step.codec_state import CodecState
 from fourfold.step.context import StepContext
+from fourfold.step.drift_report import FROZEN, MASTER_WEIGHTS, WEIGHTS
 from fourfold.step.dry_run.first_batch import DryRun
 from fourfold.step.duplicate_batches import DuplicateBatches, fingerprint
 from fourfold.step.executor import Executor
 from fourfold.step.meta_model import build_meta_model
 from fourfold.step.metrics import Metrics
-from fourfold.step.model_checks import (
-    check_model_loss,
-    check_plan_for_model,
-    check_plan_on_ranks,
-    check_same_on_ranks,
-    check_update_timing,
-)
+from fourfold.step.model_call import eval_mode
+from fourfold.step.model_checks import check_model_loss, check_plan_for_model, check_plan_on_ranks, check_update_timing
 from fourfold.step.nan_guard import NanGuard
-from fourfold.step.objective import ForwardResult, Objective, is_uneven, uneven_problem
+from fourfold.step.objective import ForwardResult, Objective
 from fourfold.step.persistent_state import PersistentState, cloned
+from fourfold.step.rank_agreement import check_same_on_ranks
 from fourfold.step.same_source import check_same_source
 from fourfold.step.sequence.batch_consistency import batch_mismatch_problem
 from fourfold.step.sequence.sequence_parallel import SequenceParallel
+from fourfold.step.tensor_tree import tree_map
+from fourfold.step.uneven_means import is_uneven, uneven_problem
 from fourfold.step.user_optimizer import OptimizerWatch, check_user_optimizer
 from fourfold.step.weights import Weights, trainable_parameters
 from fourfold.words.argument_checks import format_argument
@@ -98,42 +89,52 @@ def parallelize(
     same_batches: str = "refuse",
     drift_check: int = DRIFT_CHECK,
 ) -> "TrainStep":
-    """Lay one training step over the ranks of the plan. Collective. Without a plan, all ranks are data ranks.
+    """Lay one training step over the ranks of a plan. Collective.
 
-    Reads the launcher's environment and joins the process group that is there, or makes one. Rank 0's weights and
-    buffers are broadcast first. `loss(outputs, targets)` returns unreduced values (their global mean is trained),
-    a pair (sum, count), or a scalar: a mean over what torch's loss functions count, else over its samples. None: the
-    model's own loss, of batches that are dicts of its inputs, labels among them. `optimizer` is called once, with the
-    original parameters; its options are then used by an update over flat buffers. `clip` bounds the global norm of
-    the gradient. `seed` seeds torch's generator, differently on every data index. `skip_nan` is how many steps in a row
-    may be left out because the global loss, or with `clip` the norm, is not finite; the next one raises TrainingError.
-    Steps raise TaskError where all data ranks give the same batches, three different ones in a row, unless
-    `same_batches="allow"`; batches of a `Feed` are never the same.
-    After every `drift_check` steps, ranks compare the weights that several of them hold (0: never), and raise
-    DivergenceError where these differ.
+    Joins the existing process group, or makes one from the launcher's environment; then rank 0's weights and buffers
+    are broadcast.
 
-    Raises PlanError, OptimizerError or TaskError where the plan cannot be carried out.
+    loss          loss(outputs, targets) returns unreduced values (their global mean is trained), a pair (sum, count),
+                  or a scalar: the mean over the elements that torch's loss functions count, else over the samples.
+                  None: the model returns its own loss, of batches that are dicts of its inputs with the labels
+    optimizer     called once, with the model's parameters; flat buffers are then updated with its options
+    plan          None: all ranks are data ranks
+    clip          bounds the global norm of the gradient
+    seed          seeds torch's generator, differently on each data index
+    skip_nan      how many steps in a row may be skipped because the global loss, or with `clip` the norm, is not
+                  finite; one more raises TrainingError
+    same_batches  "refuse": raise TaskError where all data ranks train on the same batches, three different ones in a
+                  row; "allow": never raise. Batches of a `Feed` always differ
+    drift_check   ranks compare the weights that several of them have after every so many steps, and raise
+                  DivergenceError if they differ; 0: never
+
+    Raises SettingError for arguments of the wrong kind, and PlanError, OptimizerError or TaskError if the plan cannot
+    be carried out with them.
     """
     check_arguments(model=model, loss=loss, optimizer=optimizer, plan=plan, clip=clip, seed=seed, skip_nan=skip_nan)
-    ranks = transports.init_communicator()
-    plan = plan or Plan(dp=ranks.size)
-    check_plan_on_ranks(model, plan, ranks, clip=clip)
-    _set_threads(ranks)
-    torch.manual_seed(generator_seed(seed, plan.mesh.coordinates(ranks.rank)["dp"]))
+    comm = transports.init_communicator()
+    plan = plan or Plan(dp=comm.size)
+    check_plan_on_ranks(model, plan, comm, clip=clip)
+    _set_threads(comm)
+    torch.manual_seed(generator_seed(seed, plan.mesh.coordinates(comm.rank)["dp"]))
     options = {"clip": clip, "skip_nan": skip_nan, "seed": seed}
     options |= {"same_batches": same_batches, "drift_check": drift_check}
-    return TrainStep(model.to(ranks.device), loss, optimizer, plan=plan, communicator=ranks, **options)
+    return TrainStep(model.to(comm.device), loss, optimizer, plan=plan, communicator=comm, **options)
 
 
 class CommStats(NamedTuple):
-    """What a rank has waited for others, and sent to them."""
+    """How long a rank has waited for others, and how much it has sent to them."""
 
     waiting_seconds: float
     sent_bytes: float
 
 
 class TrainStep:
-    """`step(batch)` is one optimizer update; the batch is this rank's part of the global one, and may be empty."""
+    """One training step: `step(batch)` is one optimizer update. `ff.parallelize` makes it.
+
+    The batch is this rank's part of the global batch; it may be empty. All methods are collective (every rank calls
+    them, in the same order), unless they say otherwise; DivergenceError names the ranks that call different ones.
+    """
 
     def __init__(
         self,
@@ -158,61 +159,63 @@ class TrainStep:
         self._optimizer_watch = OptimizerWatch(self.optimizer, plan)
         self._frozen_norms = FrozenBatchNorms(model, plan)
         trainable = trainable_parameters(model)
-        own = grad_buckets.param_specs(trainable, flat_optimizer.group_indices(self.optimizer, trainable))
+        param_specs = grad_buckets.param_specs(trainable, flat_optimizer.group_indices(self.optimizer, trainable))
         shapes = {name: list(p.shape) for name, p in trainable.items()}
         self._duplicate_batches = DuplicateBatches(
             same_batches, num_data_ranks=plan.dp, is_log_rank=communicator.rank == 0
         )
         options = {"clip": clip, "skip_nan": skip_nan, "same_batches": same_batches, "drift_check": drift_check}
-        check_same_on_ranks(communicator, own, shapes, plan=plan, options=options, optimizer=self.optimizer)
+        check_same_on_ranks(communicator, param_specs, shapes, plan=plan, options=options, optimizer=self.optimizer)
         self._options = OptionTracker(self.optimizer)
-        # A split over one rank is whole.
-        rest = RESTING_LAYOUTS[plan.zero if plan.num_shards > 1 else 0]
-        split = rest.state == SPLIT
-        specs = compute_specs(own, plan.precision, excluded=mixed_precision.full_precision_params(model))
-        self.buckets = _build_buckets(plan, specs, communicator, num_shards=plan.reduce_group_size if split else 1)
+        # Split over one rank is whole.
+        layouts = RESTING_LAYOUTS[plan.zero if plan.num_shards > 1 else 0]
+        is_sharded = layouts.state == SPLIT
+        specs = compute_specs(param_specs, plan.precision, excluded=mixed_precision.full_precision_params(model))
+        self.buckets = _build_buckets(plan, specs, communicator, num_shards=plan.reduce_group_size if is_sharded else 1)
         by_bucket = [[trainable[slot.name] for slot in bucket.slots] for bucket in self.buckets]
         codecs = _build_codecs(plan, self.buckets, by_bucket)
         layerwise = flat_optimizer.is_layerwise(self.optimizer)
         allow_unused = plan.unused == "allow"
-        in_place = (
+        unbucketed = (
             UnbucketedGrads(trainable, self.buckets, allow_unused=allow_unused) if has_unbucketed_grads(plan) else None
         )
-        request = _transport_spec(
-            plan, self.buckets, rest, num_norms=2 * len(trainable) if layerwise else len(trainable)
+        transport_spec = _transport_spec(
+            plan, self.buckets, layouts, num_norms=2 * len(trainable) if layerwise else len(trainable)
         )
-        held = None if in_place is None else in_place.local_grads
+        local_grads = None if unbucketed is None else unbucketed.local_grads
         self._transport, self.transport_name = transports.make_transport(
-            communicator, request, choice=plan.transport, codecs=codecs, unbucketed_grads=held
+            communicator, transport_spec, choice=plan.transport, codecs=codecs, unbucketed_grads=local_grads
         )
-        if rest.weight == SPLIT and not self._transport.unshards_params:
-            rest = RESTING_LAYOUTS[2]  # the weights exist once per host: nothing is gathered before use
+        if layouts.weight == SPLIT and not self._transport.unshards_params:
+            layouts = RESTING_LAYOUTS[2]  # the weights exist once per host: nothing to unshard before use
         self.codec_state = CodecState(codecs, communicator)
-        apart = transports.LocalSGDTransport(self._transport) if plan.sync == "local" else None
-        self._transport = apart or self._transport
-        policy = MasterWeightPolicy(plan.precision, split, offload_device(plan.offload, communicator.device))
+        local_transport = (
+            transports.LocalSGDTransport(self._transport, communicator.size) if plan.sync == "local" else None
+        )
+        self._transport = local_transport or self._transport
+        policy = MasterWeightPolicy(plan.precision, is_sharded, offload_device(plan.offload, communicator.device))
         outer = (
             local_sgd.OuterOptimizer(plan.outer_lr, plan.outer_momentum)
-            if apart is not None
+            if local_transport is not None
             else local_sgd.OuterOptimizer()
         )
         self._weights = Weights(model, self.buckets, self._transport, communicator, policy, is_mean=outer.is_mean)
         self._local_sgd = None
-        if apart is not None:
-            self._local_sgd = local_sgd.LocalSGD(self._weights.flats, self.buckets, apart, outer)
+        if local_transport is not None:
+            self._local_sgd = local_sgd.LocalSGD(self._weights.flats, self.buckets, local_transport, outer)
         by_slot = allow_unused or layerwise
-        if in_place is not None:
-            self._gradients = in_place
-            pieces = in_place.update_slices(self._weights.flats, self.buckets)
+        if unbucketed is not None:
+            self._gradients = unbucketed
+            slices = unbucketed.update_slices(self._weights.flats, self.buckets)
         else:
             self._gradients = grad_buckets.GradBuckets(
                 trainable, self.buckets, self._transport, allow_unused=allow_unused
             )
-            pieces = grad_buckets.update_slices(
-                self._weights, self.buckets, self._transport, split_by_param=by_slot, is_chunked=split
+            slices = grad_buckets.update_slices(
+                self._weights, self.buckets, self._transport, split_by_param=by_slot, is_chunked=is_sharded
             )
-        prepare = self._transport.reduce_range if split else None
-        flat = flat_optimizer.FlatOptimizer(self.optimizer, self.buckets, pieces, prepare_grads=prepare)
+        prepare = self._transport.reduce_range if is_sharded else None
+        flat = flat_optimizer.FlatOptimizer(self.optimizer, self.buckets, slices, prepare_grads=prepare)
         self._state = PersistentState(
             self._weights,
             self.buckets,
@@ -221,20 +224,20 @@ class TrainStep:
             communicator,
             self.codec_state,
             self._local_sgd,
-            is_sharded=split,
+            is_sharded=is_sharded,
         )
-        # What gradients are divided by: of all ranks, or of one, if each learns by itself.
+        # With local steps each rank divides gradients by its own count, not by that of all ranks.
         self._count_divisor = plan.dp if self._local_sgd is not None else 1
         self._loss_scaler = LossScaler() if plan.precision == "fp16" else None
-        in_grad = in_place is not None
-        hooks = StepHooks(self.optimizer, self.buckets, by_bucket, is_unbucketed=in_grad, can_skip_params=by_slot)
-        parts = StepContext(
+        is_unbucketed = unbucketed is not None
+        hooks = StepHooks(self.optimizer, self.buckets, by_bucket, is_unbucketed=is_unbucketed, can_skip_params=by_slot)
+        context = StepContext(
             self._gradients,
             self._transport,
             flat,
             by_bucket,
             self._weights.flats,
-            rest,
+            layouts,
             self._weights.edits,
             self._weights.sharded_params,
             self._local_sgd,
@@ -244,11 +247,13 @@ class TrainStep:
         self._actions = Actions(
             model,
             self.objective,
-            parts,
+            context,
             clip=clip,
             update=plan.update,
             all_reduce_count=lambda count: sum(communicator.all_gather_json(count)) / self._count_divisor,
-            blocks_in_backward=plan.sp > 1 or parts.sharded_params is not None or _may_block_in_backward(plan, rest),
+            blocks_in_backward=plan.sp > 1
+            or context.sharded_params is not None
+            or _may_block_in_backward(plan, layouts),
         )
         self._sequence_parallel = (
             SequenceParallel(model, loss, plan, communicator, seed=seed) if loss is not None and plan.sp > 1 else None
@@ -268,21 +273,21 @@ class TrainStep:
         self._step_spec = DataStepSpec(
             plan.microbatches,
             len(self.buckets),
-            rest,
+            layouts,
             clip is not None or self._loss_scaler is not None,
             allow_unused,
             plan.update,
-            has_trust_ratios=layerwise and split,
+            has_trust_ratios=layerwise and is_sharded,
         )
         self._lower_programs()
         self._has_record, self._num_calls = False, 0
         self.program: tuple[Action, ...]
-        """What a step does; with local steps one that ends with a meeting, the others do `program_apart`."""
+        """The actions of a step. With local steps: of one at whose end weights are averaged; else `local_program`."""
         self.num_steps = 0
-        """Steps done, those before a resumption included: errors name them."""
+        """Steps done, including those before a resume: errors name them."""
 
     def _lower_programs(self) -> None:
-        """Make the programs of what is known of a step."""
+        """Make the programs from the step spec."""
         if self._local_sgd is None:
             self.program = self.local_program = lower_step(self._step_spec)
             return
@@ -291,7 +296,7 @@ class TrainStep:
 
     @property
     def is_synchronized(self) -> bool:
-        """Whether all ranks have the same weights: always, or with local steps when they have just met."""
+        """Whether all ranks have the same weights: always, or with local steps just after they are averaged."""
         return self.num_steps % self.plan.sync_interval == 0
 
     @property
@@ -299,42 +304,44 @@ class TrainStep:
         return self._communicator.rank
 
     def request_stop(self, stop: bool) -> None:
-        """Whether this rank wants the run to stop: `asked` tells all ranks after the next step."""
+        """Ask to stop the run, on this rank: after the next step `stop_requested` is True on all ranks."""
         self._actions.stop_requested = stop
 
     @property
     def stop_requested(self) -> bool:
-        """Whether some rank wanted the run to stop when the last step ended; the same on every rank."""
+        """Whether any rank had requested a stop when the last step began; the same on every rank."""
         totals = self._actions.totals
         return totals is not None and totals.num_stop_requests > 0
 
     def peer_is_dead(self, rank: int) -> bool:
-        """Whether a rank's process has ended, as far as this host can tell. Not collective: waits ask it."""
+        """Whether a rank's process has ended, as far as this host can tell. Not collective: waits poll it."""
         return self._communicator.is_peer_dead(rank)
 
     def check_peers(self) -> None:
-        """Raise PeerError where another rank of this host has ended. Not collective: waits call it."""
+        """Raise PeerError if another rank of this host has ended. Not collective: waits call it."""
         self._communicator.check_peers()
 
     def set_recorder(self, recorder: Recorder) -> None:
-        """From now on `recorder` hears of every action, bucket and wait of this rank; `SILENT` ends it."""
+        """Record this rank's actions, buckets and waits from now on; `NULL_RECORDER` ends it. Not collective."""
         self._executor.recorder = self._actions.recorder = recorder
-        for way in (
-            self._transport,
-            *(self._sequence_parallel.ring_groups if self._sequence_parallel is not None else ()),
-        ):
-            way.recorder = recorder
+        for channel in self._channels():
+            channel.recorder = recorder
         if self._local_sgd is None:
-            self._gradients.recorder = recorder  # elsewhere gradients go nowhere
+            self._gradients.recorder = recorder  # with local steps gradients are not sent
+
+    def _channels(self) -> tuple[Any, ...]:
+        """All that this rank communicates through in a step."""
+        rings = self._sequence_parallel.ring_groups if self._sequence_parallel is not None else ()
+        return (self._transport, *rings)
 
     @property
     def busy_seconds(self) -> dict[str, float]:
-        """What this rank's last step was spent on, by the verbs' names, waiting left out."""
+        """The time of this rank's last step by verb name, without waits."""
         return self._executor.busy_seconds
 
     @property
     def dp_index(self) -> int:
-        """This rank's place on the data axis."""
+        """This rank's index on the data axis."""
         return self.plan.mesh.coordinates(self.rank)["dp"]
 
     @property
@@ -344,20 +351,20 @@ class TrainStep:
     def __call__(self, batch: Any) -> Metrics:
         """One optimizer update on this rank's batch `(inputs, targets)`. Collective.
 
-        Raises DivergenceError where another rank is in another call, or has another part of the feed's order.
+        Raises DivergenceError if another rank is in another call, or at another place in the feed's order.
         """
         begin, (waited, sent) = time.perf_counter(), self._comm_stats()
         samples = getattr(batch, "samples", None)
         self._check_unchanged()
         call = _call_name(f"step {self.num_steps + 1}", samples)
         self._transport.begin_call(transports.with_options(call, self._options.text()))
-        watches = self._duplicate_batches.is_active and samples is None
+        compares_batches = self._duplicate_batches.is_active and samples is None
         compares_sources = self._num_calls == 0 and samples is not None
-        if not self._has_record or watches or compares_sources:
-            self._transport.check_same_call()  # The first step also exchanges what is no sum.
+        if not self._has_record or compares_batches or compares_sources:
+            self._transport.check_same_call()  # before other collectives than sums
         if compares_sources:
             check_same_source(self._communicator.all_gather_json(getattr(batch, "probe", None)))
-        if watches:
+        if compares_batches:
             self._compare_batches(batch)
         self.dry_run(batch, training=True)
         batch, self._actions.batch_mismatch = self._compare_sequence_batch(batch)
@@ -367,7 +374,7 @@ class TrainStep:
         with self._local_microbatches(batch, self.plan.microbatches) as microbatches:
             self._executor.run(program, microbatches)
         if self._actions.has_called_hooks:
-            self._weights.check_storage()  # a hook may have given parameters other storage
+            self._weights.check_storage()  # a hook may have replaced the storage of parameters
         totals = self._actions.totals
         assert totals is not None
         if self._num_calls == 0:
@@ -388,7 +395,7 @@ class TrainStep:
                 totals.count / self._count_divisor,
             )
         if not self._has_record and not totals.count:
-            self._actions.nominal_count = None  # what was estimated from no elements is no estimate
+            self._actions.nominal_count = None  # no elements, no estimate
         return Metrics(
             loss=totals.loss / totals.count if totals.count else float("nan"),
             samples=round(totals.num_samples / self.plan.sp),
@@ -404,13 +411,13 @@ class TrainStep:
 
     @torch.no_grad()
     def evaluate(self, batch: Any) -> Metrics:
-        """The loss of the global batch without training on it; NaN where it is empty everywhere. Collective."""
+        """The loss of the global batch, without training on it; NaN if the batch is empty on all ranks. Collective."""
         begin, (waited, _) = time.perf_counter(), self._comm_stats()
         self._begin_call("evaluate()", getattr(batch, "samples", None))
         self._actions.flush()
         self.dry_run(batch)
         batch, problem = self._compare_sequence_batch(batch)
-        local = torch.zeros(7, dtype=torch.float64)
+        sums = torch.zeros(7, dtype=torch.float64)
         with self._weights.unsharded("evaluate"), self._local_microbatches(batch) as (part,), eval_mode(self.model):
             if part.num_samples:
                 loss = self.objective(self.model, part).loss
@@ -423,12 +430,12 @@ class TrainStep:
                     loss.other_count,
                     loss.other_square,
                 ]
-                local = torch.tensor([float(value) for value in values], dtype=torch.float64)
-        local[4] = problem is not None
-        total, count, samples, tokens, num_unlike, other, square = self._all_reduce(local)
-        if num_unlike:
+                sums = torch.tensor([float(value) for value in values], dtype=torch.float64)
+        sums[4] = problem is not None
+        total, count, samples, tokens, num_mismatches, other_count, other_square = self._all_reduce(sums)
+        if num_mismatches:
             raise TaskError(problem or batch_mismatch_problem(), where="the batch")
-        if is_uneven(count, other, square):
+        if is_uneven(count, other_count, other_square):
             raise TaskError(uneven_problem(self.objective.loss_names), where="the loss")
         return Metrics(
             loss=total / count if count else float("nan"),
@@ -440,9 +447,9 @@ class TrainStep:
         )
 
     def dry_run(self, batch: Any, *, training: bool = False) -> None:
-        """Show by a first batch that the loss and the model can be cut as the plan has it. Collective.
+        """Check with one batch that the plan may split the batch and the model computes the same. Collective.
 
-        Raises TaskError, on every rank, where they cannot. The first step does it too. `training`: it is a step's.
+        Raises TaskError, on every rank, if not. The first step does the same. `training`: a step on this batch follows.
         """
         if self._sequence_parallel is not None and not self._sequence_parallel.has_dry_run:
             self._transport.check_same_call()
@@ -450,15 +457,15 @@ class TrainStep:
             self._weights.edits.accept_edits()
         if self._dry_run.is_needed(training=training):
             self._transport.check_same_call()
-            few = batch if self._sequence_parallel is None else self._sequence_parallel.dry_run_batch(batch)
-            self._dry_run.run(few, self._weights.unsharded, self._communicator.all_gather_json, training=training)
+            small = batch if self._sequence_parallel is None else self._sequence_parallel.dry_run_batch(batch)
+            self._dry_run.run(small, self._weights.unsharded, self._communicator.all_gather_json, training=training)
             self._weights.edits.accept_edits()
 
     @contextlib.contextmanager
     def local_batch(self, batch: Any) -> Iterator[Microbatch]:
-        """This rank's part of a batch; within, the model's attention reaches all tokens of it.
+        """This rank's part of a batch; inside, the model's attention reaches all of its tokens.
 
-        Collective among the ranks that share sequences. Raises TaskError on them where their batches are not the same.
+        Collective among the ranks of one sequence; raises TaskError on them if their batches differ.
         """
         batch, problem = self._compare_sequence_batch(batch)
         if problem is not None:
@@ -467,66 +474,66 @@ class TrainStep:
             yield part
 
     def run_forward(self, batch: Any) -> tuple[Microbatch, ForwardResult]:
-        """What the model makes of this rank's part of a batch that is not empty: see `reading`."""
+        """Forward and loss of this rank's part of a batch, which must not be empty; collective as `local_batch` is."""
         with self.local_batch(batch) as part:
             return part, self.objective(self.model, part)
 
     @contextlib.contextmanager
     def _local_microbatches(self, batch: Any, num_microbatches: int = 1) -> Iterator[list[Microbatch]]:
-        """The same in microbatches, of a batch that has been compared."""
+        """This rank's microbatches of a batch that has been compared."""
         if self._sequence_parallel is None:
             yield split_microbatches(batch, num_microbatches, self.device)
             return
-        part, kept = self._sequence_parallel.shard_batch(batch)
-        parts = split_microbatches(part, num_microbatches, self.device, real_tokens=kept)
-        with self._sequence_parallel.distribute_attention(parts, self.num_steps, getattr(batch, "samples", None)):
-            yield parts
+        shard, real_tokens = self._sequence_parallel.shard_batch(batch)
+        microbatches = split_microbatches(shard, num_microbatches, self.device, real_tokens=real_tokens)
+        samples = getattr(batch, "samples", None)
+        with self._sequence_parallel.distribute_attention(microbatches, self.num_steps, samples):
+            yield microbatches
 
     def _compare_sequence_batch(self, batch: Any) -> tuple[Any, Problem | None]:
-        """The batch; where ranks that share its sequences have other ones none of its samples, and what is wrong."""
+        """The batch; if the ranks of its sequences have different batches, an empty batch and the problem."""
         problem = None if self._sequence_parallel is None else self._sequence_parallel.batch_mismatch(batch)
         return (batch if problem is None else tree_map(unpack_batch(batch), lambda tensor: tensor[:0])), problem
 
     def _compare_batches(self, batch: Any) -> None:
         """Raise TaskError, on every rank, where all data ranks train on the same batches. Collective."""
-        everyone = self._communicator.all_gather_json(fingerprint(batch))
-        places = [self.plan.mesh.coordinates(rank) for rank in range(self._communicator.size)]
-        self._duplicate_batches.compare([one for one, place in zip(everyone, places, strict=True) if place["sp"] == 0])
+        by_rank = self._communicator.all_gather_json(fingerprint(batch))
+        coordinates = map(self.plan.mesh.coordinates, range(self._communicator.size))
+        self._duplicate_batches.compare([each for each, at in zip(by_rank, coordinates, strict=True) if at["sp"] == 0])
 
     def all_reduce(self, values: Tensor) -> list[float]:
         """The elements of a tensor, flattened and in float64, summed over the data ranks. Collective.
 
-        Raises SettingError for what is no tensor of real numbers, and DivergenceError where ranks give different
+        Raises SettingError for anything but a tensor of real numbers, and DivergenceError if ranks give different
         numbers of elements.
         """
         if not isinstance(values, Tensor) or values.is_complex():
             got = "values of complex numbers" if isinstance(values, Tensor) else format_argument("values", values)
             problem = Problem(got, "a tensor of real numbers", "torch.tensor([…]), or torch.view_as_real(…)")
-            call = f"sum() of no tensor of real numbers after step {self.num_steps}"
-            self._raise_after_mismatch(call, SettingError(problem, where="the arguments of sum()"))
-        self._begin_call(f"sum() of {values.numel()} values")
+            call = f"all_reduce() of values that are refused after step {self.num_steps}"
+            self._raise_after_mismatch(call, SettingError(problem, where="the arguments of all_reduce()"))
+        self._begin_call(f"all_reduce() of {values.numel()} values")
         return self._all_reduce(values.detach().double().flatten())
 
     def _all_reduce(self, values: Tensor) -> list[float]:
         sums: list[float] = []
-        for some in values.split(
-            transports.NUM_LOSS_SCALARS
-        ):  # no values are one empty part: the ranks meet all the same
-            self._transport.all_reduce_scalars_async(LOSS, some)
+        # split() of no values gives one empty chunk: the ranks are still compared.
+        for chunk in values.split(transports.NUM_LOSS_SCALARS):
+            self._transport.all_reduce_scalars_async(LOSS, chunk)
             sums += self._transport.wait_scalars(LOSS)
         return sums
 
     def all_gather_json(self, value: Any) -> list[Any]:
         """Every rank's JSON value, in rank order. Collective."""
-        self._begin_call("exchange()")
+        self._begin_call("all_gather_json()")
         self._transport.check_same_call()
         return self._communicator.all_gather_json(value)
 
     def check_drift(self) -> None:
-        """Compare the weights that several ranks hold now, as `drift_check` does every so many steps. Collective.
+        """Compare the weights that several ranks have now, as `drift_check` does after every so many steps. Collective.
 
-        Raises DivergenceError, on every rank, where they differ in a bit, and TrainingError between meetings of local
-        steps.
+        Raises DivergenceError, on every rank, if they differ in a bit; with local steps, TrainingError unless the ranks
+        have just averaged their weights.
         """
         self._begin_call("check_drift()")
         self._transport.check_same_call()
@@ -538,26 +545,25 @@ class TrainStep:
 
     def _replicated_tensors(self) -> Iterator[replica_drift.ReplicatedTensor]:
         """The weights in this rank's own memory."""
-        weights, gathered, shares = self._weights, self._weights.sharded_params is not None, self._state.shard_ranges
+        weights, ranges = self._weights, self._state.shard_ranges
+        is_sharded = weights.sharded_params is not None
         for name, parameter in self.model.named_parameters():
             if name not in weights.trainable:
                 if replica_drift.compares_frozen(self.plan):
-                    yield replica_drift.ReplicatedTensor(replica_drift.FROZEN, name, 0, parameter)
-            elif gathered:
-                yield replica_drift.ReplicatedTensor(
-                    replica_drift.WEIGHTS, name, shares[name][0], weights.model_shard(name)
-                )
+                    yield replica_drift.ReplicatedTensor(FROZEN, name, 0, parameter)
+            elif is_sharded:
+                yield replica_drift.ReplicatedTensor(WEIGHTS, name, ranges[name][0], weights.model_shard(name))
             elif self._transport.shared_weights is None or self._transport.is_writer:
-                yield replica_drift.ReplicatedTensor(replica_drift.WEIGHTS, name, 0, parameter)
+                yield replica_drift.ReplicatedTensor(WEIGHTS, name, 0, parameter)
             if name in weights.master_weights.param_names:
-                start = shares[name][0] if weights.master_weights.is_sharded else 0
+                start = ranges[name][0] if weights.master_weights.is_sharded else 0
                 yield replica_drift.ReplicatedTensor(
-                    replica_drift.MASTER_WEIGHTS, name, start, weights.master_weights.local_shard(name)
+                    MASTER_WEIGHTS, name, start, weights.master_weights.local_shard(name)
                 )
 
     @contextlib.contextmanager
     def edit(self) -> Iterator[nn.Module]:
-        """Change weights by hand: inside the block they are yours, after it every rank has rank 0's. Collective."""
+        """Change weights by hand, inside the block; after it every rank has rank 0's weights. Collective."""
         self._check_no_edits("edit()")
         self._begin_call("edit()")
         self._transport.check_same_call()
@@ -571,27 +577,27 @@ class TrainStep:
 
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[nn.Module]:
-        """Call the model by hand: within, on any rank and as often as one likes, without training it. Collective.
+        """Inside the block, any rank may call the model, as often as it likes, without training it. Collective.
 
-        Needed only where weights rest split among hosts (zero 3): outside of steps parameters are placeholders there,
-        NaN in their shapes. Other ranks wait at the end of the block until no rank needs their shares any more.
+        Needed only if weights rest split among hosts (zero 3): outside of steps parameters are placeholders there,
+        filled with NaN. Ranks wait at the end of the block until no rank needs their shards.
         """
-        self._begin_call("read()")
+        self._begin_call("unsharded()")
         self._actions.flush()
-        with torch.no_grad(), self._weights.unsharded("read"):
+        with torch.no_grad(), self._weights.unsharded("unsharded"):
             yield self.model
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every trainable weight by name, one after the other; read only. Collective: every rank goes to the end."""
-        self._begin_call("weights()")
+        """Every trainable weight by name, whole, one at a time; read only. Collective: all ranks iterate to the end."""
+        self._begin_call("named_weights()")
         self._actions.flush()
         return self._weights.named_weights()
 
     def flush(self) -> None:
-        """Have the weights as they are after the last step: `update = "in_forward"` leaves it to the next. Collective.
+        """Run the updates that `update = "in_forward"` leaves to the next forward. Collective.
 
-        All that is done with a step, such as `evaluate` and `state_dict`, sees to it by itself. Before weights are
-        used in another way, all ranks call this; where they do not, TrainingError is raised at the use.
+        The step's own methods, such as `evaluate` and `state_dict`, do it themselves. Before weights are used in any
+        other way, all ranks must call this; otherwise the use raises TrainingError.
         """
         self._begin_call("flush()")
         self._actions.flush()
@@ -599,11 +605,11 @@ class TrainStep:
     def load_weights(self, values: Mapping[str, Tensor]) -> None:
         """Replace trainable weights, by name; the same values on every rank. Collective.
 
-        Raises TaskError, having changed nothing, where names or shapes are none of the model's.
+        Raises TaskError, before anything is changed, for names or shapes that the model does not have.
         """
-        self._check_no_edits("put()")
-        self._begin_call("put()")
-        self._transport.check_same_call()  # all are here: nobody reads weights any more
+        self._check_no_edits("load_weights()")
+        self._begin_call("load_weights()")
+        self._transport.check_same_call()  # all ranks are here: none reads weights
         self._raise_on_all_ranks(state_validation.weight_problems(values, self._weights.trainable), where="the weights")
         self._actions.flush()
         self._weights.load_weights(values)
@@ -612,32 +618,37 @@ class TrainStep:
 
     @property
     def weight_shards(self) -> dict[str, Tensor]:
-        """Of each trainable parameter what this rank has of its weights, as training goes on from them: no copies.
+        """This rank's shard of every trainable parameter, of its master weights if it has them; no copies.
 
-        The parameter; or, where the update has weights of its own, its flattened elements `shares` of these.
+        A parameter without master weights that rests whole is given itself; all others are flat, the elements
+        `shard_ranges`. Not collective.
         """
         return {name: self._weights.weight_shard(name) for name in self._weights.trainable}
 
     @contextlib.contextmanager
     def swapped_weights(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Within, trainable weights are others, given as `shares_of_weights` has them. Collective."""
-        self._check_no_edits("replaced()")
-        self._begin_call("replaced()")
+        """Inside, the trainable weights are others, given in the form of `weight_shards`. Collective."""
+        self._check_no_edits("swapped_weights()")
+        self._begin_call("swapped_weights()")
         self._transport.check_same_call()
         self._actions.flush()
         with self._weights.swapped_weights(weights):
             yield
-            self._begin_call("the end of replaced()")
-            self._transport.check_same_call()  # nobody computes with them any more
+            self._begin_call("the end of swapped_weights()")
+            self._transport.check_same_call()  # no rank computes with them any more
 
     def state_dict(self) -> dict[str, Any]:
         """All state by parameter name, independent of the mesh; tensors are copies. Collective.
 
-        "model": name -> tensor, weights as the update has them; "optimizer": name -> key -> tensor in the parameter's
-        shape or a scalar; "groups": options by group; "record": launch order, nominal count, and the scale of the loss
-        where it has one; "codec": name -> key -> [ranks, elements], what each rank's codec remembers; "outer": with
-        local steps, the outer momentum by name. Then the optimizer's tensors are means over ranks, and TrainingError is
-        raised between meetings.
+        model      name -> tensor: master weights if the parameter has them
+        optimizer  name -> key -> a tensor in the parameter's shape, or a scalar
+        groups     the options of each parameter group
+        record     launch order, nominal count, and the loss scale if there is one
+        codec      name -> key -> [ranks, elements]: what each rank's codec keeps between steps
+        outer      name -> tensor: the outer momentum of local steps
+
+        With local steps the optimizer's tensors are means over the ranks, and TrainingError is raised unless ranks have
+        just averaged their weights.
         """
         self._check_no_edits("state_dict()", compare_all=True)
         self._begin_call("state_dict()")
@@ -647,10 +658,10 @@ class TrainStep:
         return {**self._groups_and_record(), **self._state.state_dict()}
 
     def state_refs(self) -> dict[str, Any]:
-        """`state_dict` without a copy: the optimizer's tensors are lists of consecutive flat stretches.
+        """`state_dict` without copies: each optimizer tensor is a list of consecutive flat slices.
 
-        Where optimizer states rest split these are this rank's only: `shares` says which elements they are. With local
-        steps too: each rank has states of its own. Collective where updates wait for the next forward: see `flush`.
+        If optimizer states rest split, these are this rank's only: the elements `shard_ranges`. With local steps each
+        rank has states of its own. Collective if updates wait for the next forward: see `flush`.
         """
         self._check_synchronized()
         self._actions.flush()
@@ -659,7 +670,7 @@ class TrainStep:
     def _check_synchronized(self) -> None:
         if not self.is_synchronized:
             got = f"the state after step {self.num_steps}, with local_steps = {self.plan.sync_interval}"
-            need = "weights that all ranks have alike"
+            need = "the same weights on all ranks, which they have just after averaging them"
             after = -(-self.num_steps // self.plan.sync_interval) * self.plan.sync_interval
             raise TrainingError(Problem(got, need, f"after step {after}"))
 
@@ -670,7 +681,7 @@ class TrainStep:
 
     @property
     def is_secondary_replica(self) -> bool:
-        """Whether other ranks, whose numbers are less, hold the same shares as this one."""
+        """Whether a lower rank has the same shards as this one."""
         return self._transport.replica_index > 0
 
     @property
@@ -690,44 +701,45 @@ class TrainStep:
         return {"groups": groups, "record": record}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back what `state_dict` gave, on this or another mesh. Collective.
+        """Restore what `state_dict` returned, on this mesh or another. Collective.
 
-        Raises TaskError, having changed nothing, where it is not the state of such a model and optimizer.
+        Raises TaskError, before anything is changed, if it is not the state of such a model and optimizer.
         """
         self._begin_call("load_state_dict()")
         self._transport.check_same_call()
-        found = state_validation.state_problems(
+        problems = state_validation.state_problems(
             state, self._weights.model_state_dict(), self._weights.trainable, self.optimizer
         )
-        self._raise_on_all_ranks(found, where="the state")
+        self._raise_on_all_ranks(problems, where="the state")
         self._actions.flush()
         self._state.load_state_dict(state)
         for group, options in zip(self.optimizer.param_groups, state["groups"], strict=True):
-            # How an update is carried out was chosen when the step was built.
+            # Options such as `foreach` choose an implementation; that was done when the step was built.
             group.update({k: cloned(v) for k, v in options.items() if k not in flat_optimizer.IMPLEMENTATION_OPTIONS})
         record = state["record"]
         if self._loss_scaler is not None and record.get("scale"):
             self._loss_scaler.load_state(record["scale"])
-        # The launch order is of use only where the buckets are the same; else this mesh records one of its own.
+        # The launch order is valid only for the same number of buckets; otherwise the next step records a new one.
         if sorted(record["order"]) == list(range(len(self.buckets))):
             self._set_record(list(record["order"]), record["nominal_count"])
         else:
             self._actions.nominal_count = record["nominal_count"]
         self._state.load_codec_state(state)
 
-    def _raise_on_all_ranks(self, found: Sequence[Problem], *, where: str) -> None:
-        """Raise TaskError on every rank where any has found a problem: nobody may wait for it. Collective."""
-        told = dict.fromkeys(tuple(each) for problems in self._communicator.all_gather_json(found) for each in problems)
-        if told:
-            raise TaskError([Problem(*each) for each in told], where=where)
+    def _raise_on_all_ranks(self, problems: Sequence[Problem], *, where: str) -> None:
+        """Raise TaskError on every rank if any rank has a problem, so that none waits for another. Collective."""
+        by_rank = self._communicator.all_gather_json(problems)
+        distinct = dict.fromkeys(tuple(problem) for each in by_rank for problem in each)
+        if distinct:
+            raise TaskError([Problem(*each) for each in distinct], where=where)
 
     def _comm_stats(self) -> CommStats:
-        """What this rank has waited and sent so far."""
-        ways = (self._transport, *(self._sequence_parallel.ring_groups if self._sequence_parallel is not None else ()))
-        return CommStats(sum(way.waiting_seconds for way in ways), sum(way.sent_bytes for way in ways))
+        """How long this rank has waited and how much it has sent so far."""
+        channels = self._channels()
+        return CommStats(sum(each.waiting_seconds for each in channels), sum(each.sent_bytes for each in channels))
 
     def _check_unchanged(self) -> None:
-        """Raise where the optimizer or the model has since the build what a step would leave out."""
+        """Raise if the optimizer or the model has changed since the build in a way that a step would ignore."""
         call = f"step {self.num_steps + 1}"
         if problems := self._optimizer_watch.problems():
             self._raise_after_mismatch(
@@ -735,16 +747,16 @@ class TrainStep:
             )
         if problems := [*self._weights.problems(), *self._frozen_norms.problems()]:
             self._raise_after_mismatch(f"{call}, which its model cannot do", TaskError(problems, where="the model"))
-        # Loops that write weights in each step are found in their first steps, whatever they write.
+        # In steps 0, 1, 2, 4, 8, … all weights are compared: a loop that writes weights is found early.
         is_early = self._num_calls & (self._num_calls - 1) == 0
         self._check_no_edits(
             call, compare_all=is_early or is_due(self.num_steps, self._drift_checker.every, self.plan.sync_interval)
         )
 
     def _check_no_edits(self, call: str, *, compare_all: bool = False) -> None:
-        """Raise TaskError where somebody has written weights that the next update would not go on from."""
+        """Raise TaskError if weights have been written outside of `edit`, and the next update would ignore it."""
         if self._local_sgd is not None and self.is_synchronized:
-            self._weights.edits.accept_edits()  # they become the anchor
+            self._weights.edits.accept_edits()  # they become the reference weights
         if problems := self._weights.edit_problems(
             compare_all=compare_all, sampled=not self._actions.has_pending_updates
         ):
@@ -753,7 +765,7 @@ class TrainStep:
             )
 
     def _raise_after_mismatch(self, call: str, error: FourfoldError) -> NoReturn:
-        """Raise an error of this rank's; ranks that have no such error raise DivergenceError."""
+        """Raise this rank's error, and DivergenceError on the ranks that do not have it."""
         self._transport.begin_call(call)
         try:
             self._transport.check_same_call()
@@ -765,63 +777,66 @@ class TrainStep:
         self._transport.begin_call(_call_name(f"{call} after step {self.num_steps}", samples))
 
     def _set_record(self, order: list[int], count: float) -> None:
-        """Freeze what the first step taught: the same on every rank from now on."""
+        """Fix the launch order and the nominal count for all later steps, the same on every rank."""
         self._step_spec = self._step_spec._replace(launch_order=tuple(order))
         self._lower_programs()
         self._gradients.launch_order = list(order)
         before = self._actions.nominal_count
         if before is not None and before != count and isinstance(self._transport, transports.CompressedTransport):
-            # What is remembered was divided by the count of before.
+            # Residuals were divided by the previous nominal count.
             self._transport.rescale_residuals(before / count)
         self._actions.nominal_count = count
         self._has_record = True
 
 
 def _call_name(call: str, samples: BatchRange | None) -> str:
-    """A call, and its part of the feed's order where it is known: ranks may be as many steps on, and a batch apart."""
+    """The call, and its samples in the feed's order if known: ranks in the same step may be at different batches."""
     return call if samples is None else f"{call}, {samples}, {samples.num_samples} samples"
 
 
 def _build_codecs(
     plan: Plan, buckets: Sequence[Bucket], by_bucket: Sequence[Sequence[nn.Parameter]]
 ) -> list[registry.Codec]:
-    """One for each bucket, or none at all."""
-    coding = plan.codec_spec
-    if coding is None:
+    """One codec for each bucket; none without a codec in the plan."""
+    codec_spec = plan.codec_spec
+    if codec_spec is None:
         return []
     return [
         registry.make_codec(
-            coding, gradient_bucket(bucket, plan.reduce), [tuple(p.shape) for p in some], device=some[0].device
+            codec_spec,
+            gradient_bucket(bucket, plan.reduce_dtype),
+            [tuple(p.shape) for p in params],
+            device=params[0].device,
         )
-        for bucket, some in zip(buckets, by_bucket, strict=True)
+        for bucket, params in zip(buckets, by_bucket, strict=True)
     ]
 
 
 def _build_buckets(
     plan: Plan, specs: Sequence[ParamSpec], communicator: transports.Communicator, *, num_shards: int
 ) -> tuple[Bucket, ...]:
-    # With a codec on one host too: what it keeps depends on the buckets, and the training is to be the same.
-    travels = communicator.num_hosts > 1 or plan.codec != "none"
+    # A codec's residuals depend on the buckets: with a codec, one host has the same buckets as several.
+    is_inter_host = communicator.num_hosts > 1 or plan.codec != "none"
     return make_buckets(
         specs,
-        bucket_bytes=effective_bucket_bytes(specs, plan.bucket_bytes, is_inter_host=travels),
+        bucket_bytes=effective_bucket_bytes(specs, plan.bucket_bytes, is_inter_host=is_inter_host),
         num_shards=num_shards,
     )
 
 
 def _may_block_in_backward(plan: Plan, rest: RestingLayouts) -> bool:
-    """Whether a rank may wait for a sum within backward while another waits there for the totals of all hosts."""
-    # Split gradients pass through a few slots: backward waits for one to be free. Updates in backward need the totals.
+    """Whether, within backward, one rank may wait for a reduction while another waits for the totals of all hosts."""
+    # Split gradients pass through a few buffers: backward waits for a free one. Updates in backward need the totals.
     return plan.update == "in_backward" and rest.gradient == SPLIT
 
 
 def _transport_spec(
     plan: Plan, buckets: Sequence[Bucket], rest: RestingLayouts, *, num_norms: int
 ) -> transports.TransportSpec:
-    """What the buckets of a plan need of a transport."""
+    """What the transport must provide for these buckets."""
     return transports.TransportSpec(
         sizes=tuple(bucket.size for bucket in buckets),
-        dtypes=tuple(grad_buckets.bucket_dtype(gradient_bucket(bucket, plan.reduce)) for bucket in buckets),
+        dtypes=tuple(grad_buckets.bucket_dtype(gradient_bucket(bucket, plan.reduce_dtype)) for bucket in buckets),
         buffer_indices=grad_buffer_indices(len(buckets), is_cyclic=rest.gradient == SPLIT),
         rest=rest,
         num_scalars=max(8, num_norms),
@@ -831,10 +846,9 @@ def _transport_spec(
 
 
 def preflight(task: Task, plan: Plan) -> nn.Module:
-    """The outline of a task's model.
+    """Check a task and a plan before processes are started; returns the task's meta model.
 
-    Raise TaskError, PlanError, OptimizerError or SettingError for what can be known of a task before processes are
-    started.
+    Raises TaskError, PlanError, OptimizerError or SettingError.
     """
     model = build_meta_model(task, max_bytes=available_bytes())
     check_plan_for_model(model, plan, clip=task.clip)
@@ -847,17 +861,18 @@ def preflight(task: Task, plan: Plan) -> nn.Module:
 
 
 def _tune_freed_memory(num_steps: int) -> None:
-    """After each step of a process on a CPU: what its C library keeps of what is freed."""
+    """After each step on a CPU: set how much freed memory the C library keeps."""
     if num_steps == 1:
-        # Not before: states are made in the first step, and would lie between gradients that are gone after it.
+        # Not before: the first step makes optimizer states, which would lie between gradients that are freed after it.
         memory.keep_freed_memory()
     elif num_steps == 2:
         memory.trim_freed_memory()
 
 
 def _set_threads(communicator: transports.Communicator) -> None:
-    # torch's own default is the number of physical cores: only another number was somebody's choice.
+    """Divide the cores of the host among its ranks, unless the user has chosen a number of threads."""
+    # torch's default is the number of physical cores: any other number is the user's choice.
     defaults = {num_cores(), psutil.cpu_count(logical=False)}
-    chosen = "OMP_NUM_THREADS" in os.environ or torch.get_num_threads() not in defaults
-    if communicator.world.local_size > 1 and not chosen:
+    is_chosen = "OMP_NUM_THREADS" in os.environ or torch.get_num_threads() not in defaults
+    if communicator.world.local_size > 1 and not is_chosen:
         torch.set_num_threads(max(1, num_cores() // communicator.world.local_size))

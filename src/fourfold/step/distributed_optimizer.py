@@ -1,12 +1,11 @@
-"""DistributedOptimizer: a plain loop, one wrapped optimizer; gradients are averaged while backward runs.
+"""DistributedOptimizer: a torch optimizer whose gradients are averaged over the ranks while backward runs.
 
-complete  when `backward()` returns, every `.grad` holds the mean over ranks
-round     one backward that reduces, on all ranks; inside `join`, ranks without data answer it with zeros
-Law: the wrapped optimizer does on every rank what it would have done alone on the mean gradient.
+complete  when `backward()` returns, every `.grad` holds the mean over the ranks
+round     one backward that reduces, on all ranks
+Law: on every rank, the wrapped optimizer does what it would do on one device with the mean gradient.
 """
 
 import contextlib
-import dataclasses
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -22,53 +21,57 @@ from fourfold.parts.data.grad_hooks import register_last_hook
 from fourfold.parts.optim.flat_optimizer import group_indices
 from fourfold.parts.optim.option_checks import check_options
 from fourfold.parts.optim.option_tracker import OptionTracker
-from fourfold.plan.data import effective_bucket_bytes, grad_buffer_indices, make_buckets
+from fourfold.parts.torch_private import NO_BACKWARD_ID, call_after_backward, current_backward_id
 from fourfold.plan.intervals import DRIFT_CHECK, is_due
 from fourfold.plan.plan import Plan
 from fourfold.step import replica_drift
-from fourfold.step.argument_checks import check_join_states, check_wrapper_arguments
+from fourfold.step.argument_checks import (
+    check_join_states,
+    check_wrapper_arguments,
+    check_wrapper_parameters,
+    check_wrapper_plan,
+)
 from fourfold.step.batch_norm import FrozenBatchNorms
 from fourfold.step.broadcast_tree import broadcast_tree
 from fourfold.step.duplicate_batches import DuplicateBatches, InputFingerprints
-from fourfold.step.memory_formats import MemoryFormats, shape_and_strides
-from fourfold.step.model_checks import check_plan_on_ranks, check_same_on_ranks
+from fourfold.step.grad_averager import GradAverager
+from fourfold.step.memory_formats import shape_and_strides
+from fourfold.step.model_checks import check_plan_on_ranks
 from fourfold.step.optimizer_steps import OptimizerSteps
-from fourfold.step.unreduced_grads import ReducedGrad, UnreducedGrads
+from fourfold.step.rank_agreement import check_same_on_ranks
+from fourfold.step.uneven_inputs import UnevenInputs
+from fourfold.step.unreduced_grads import UnreducedGrads
 from fourfold.step.weights import trainable_parameters
-from fourfold.words.errors import OptimizerError, PlanError, Problem, TrainingError
-from fourfold.words.program import LOSS, USED_PARAMS
+from fourfold.words.errors import OptimizerError, Problem, TrainingError
 
-PLAN_FIELDS = ("dp", "bucket_bytes", "unused", "batch_norm", "transport")  # of the plan, what is used here
-NO_BACKWARD_ID = -1
 WRAPPER_HINT = (
-    "the same seeds, hooks, edits and loaded state on every rank; optimizer.broadcast() brings one rank's to all"
+    "the same seeds, hooks, edits and loaded state on every rank; optimizer.broadcast_state() copies one rank's to all"
 )
-# The kind of scalar that counts the ranks with data. Losses are the loop's own here, and who reads this sum knows
-# that all ranks are in the same call.
-ACTIVE_RANKS = LOSS
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """By parameter: a weak reference to the DistributedOptimizer that reduces its gradient."""
 
 
-@dataclasses.dataclass
-class _JoinState:
-    """A loop with unequal numbers of batches: what gradients are divided by, and the rounds this rank had data in."""
-
-    divides_by_world_size: bool
-    num_rounds: int = 0
-    has_data: bool = True
-
-
 class DistributedOptimizer(torch.optim.Optimizer):
-    """Wrap any torch optimizer of `model`'s parameters; the loop around it stays as it is. Collective.
+    """Wraps any torch optimizer, so that a plain training loop runs on all ranks. Collective.
 
-    Joins the process group that is there, or the one the launcher's environment speaks of. Rank 0's weights and
-    buffers are broadcast first. Every rank must call `backward()` equally often outside `no_sync()`, and each of
-    these must reach at least one trainable parameter. Of the plan `dp`, `bucket_bytes`, `unused`, `batch_norm` and
-    `transport` are used; any other field must be at its default. Raises PlanError or OptimizerError for what cannot
-    be carried out, TrainingError from `backward()` where a parameter got no gradient and the plan does not allow it,
-    TaskError from `backward()` where all ranks call the model, for training, with the same inputs, three different ones
-    in a row, unless `same_batches="allow"`.
+    The loop stays as it is: `backward()` averages the gradients over the ranks, and `step()` is the wrapped optimizer's
+    own step on these means. Making one joins the existing process group, or makes one from the launcher's environment,
+    and broadcasts rank 0's weights and buffers.
+
+    Every rank must call `backward()` equally often outside `no_sync()` (`join()` lifts this), and each such backward
+    must reach at least one trainable parameter.
+
+    model         the module whose parameters `optimizer` trains
+    plan          `dp`, `bucket_bytes`, `unused`, `batch_norm` and `transport` are used; all other fields must have
+                  their defaults. Without a plan, all ranks are data ranks
+    same_batches  "refuse": raise where all ranks train on the same inputs, three different ones in a row;
+                  "allow": never raise
+    communicator  the ranks, where they are joined already
+    drift_check   ranks compare their weights after every so many steps; 0: never
+
+    Raises SettingError for arguments of the wrong kind, and PlanError or OptimizerError for what cannot be carried out.
+    `backward()` raises TrainingError for a parameter without a gradient, unless the plan has `unused = "allow"`,
+    TaskError for the same inputs on all ranks, and DivergenceError where the ranks' weights or options differ.
     """
 
     def __init__(
@@ -86,56 +89,46 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise OptimizerError(Problem("a DistributedOptimizer, wrapped again", "the torch optimizer itself, once"))
         check_options(optimizer)
         # The state, the groups and the hooks are the wrapped optimizer's: see __getattr__.
-        self._optimizer, self._model, self._communicator = (
-            optimizer,
-            model,
-            communicator or transports.init_communicator(),
-        )
-        plan = plan or Plan(dp=self._communicator.size)
-        check_plan_on_ranks(model, plan, self._communicator)
-        _check_plan_fields(plan)
+        self._optimizer, self._model = optimizer, model
+        self._communicator = comm = communicator or transports.init_communicator()
+        plan = plan or Plan(dp=comm.size)
+        check_plan_on_ranks(model, plan, comm)
+        check_wrapper_plan(plan)
         self._plan, self._frozen_norms = plan, FrozenBatchNorms(model, plan)
-        strangers = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        strangers -= {id(p) for p in model.parameters()}
-        if strangers:
-            got = f"{len(strangers)} parameters that are not the model's"
-            raise OptimizerError(Problem(got, "an optimizer of model.parameters()"))
         trainable = trainable_parameters(model)
-        places = {p.device.type for p in trainable.values()}
-        if places != {self._communicator.device.type}:
-            got = f"parameters on {', '.join(sorted(places))}, ranks on {self._communicator.device.type}"
-            raise OptimizerError(
-                Problem(got, "one kind of device", f'model.to("{self._communicator.device.type}") first')
-            )
+        check_wrapper_parameters(optimizer, model, trainable, comm)
         shapes = {name: shape_and_strides(p) for name, p in trainable.items()}
-        self._duplicate_batches = DuplicateBatches(
-            same_batches, num_data_ranks=plan.dp, is_log_rank=self._communicator.rank == 0
-        )
-        grouped = grad_buckets.param_specs(
-            trainable, dict.fromkeys(trainable, -1) | group_indices(optimizer, trainable)
-        )
+        self._duplicate_batches = DuplicateBatches(same_batches, num_data_ranks=plan.dp, is_log_rank=comm.rank == 0)
+        specs = grad_buckets.param_specs(trainable, dict.fromkeys(trainable, -1) | group_indices(optimizer, trainable))
         options = {"same_batches": same_batches, "drift_check": drift_check}
-        check_same_on_ranks(self._communicator, grouped, shapes, plan=plan, options=options, optimizer=optimizer)
+        check_same_on_ranks(comm, specs, shapes, plan=plan, options=options, optimizer=optimizer)
         self._input_fingerprints = InputFingerprints(model if self._duplicate_batches.is_active else None)
         self._options = OptionTracker(optimizer)
-        self._drift_checker = replica_drift.DriftChecker(self._communicator, drift_check, attempt=WRAPPER_HINT)
+        self._drift_checker = replica_drift.DriftChecker(comm, drift_check, attempt=WRAPPER_HINT)
         self._last_compared_step, self._num_loads_seen = 0, 0
         self._next_compare_step: float = 1  # steps
         self._broadcast_model(src=0)
         self._is_sync_enabled, self._backward_id = True, NO_BACKWARD_ID
         self._num_backwards = 0
-        self._join_state: _JoinState | None = None
+        self._uneven_inputs: UnevenInputs | None = None
+        """The rounds of a `join` block; None outside of one."""
         self._is_replaced = False
-        # Before those that take gradients: a round begins before its first gradient is taken. Hooks of tensors would
-        # be called by torch.autograd.grad too, which leaves nothing to reduce.
+        # Registered before the hooks that take gradients: a round must begin before its first gradient is taken. Not
+        # hooks of tensors: torch.autograd.grad would call them too, which leaves nothing to reduce.
         for parameter in trainable.values():
             register_last_hook(parameter, self._on_backward_begin)
-        self._connect(trainable, plan)
+        self._averager = GradAverager(trainable, optimizer, plan, comm)
+        self._gradients, self._transport = self._averager.gradients, self._averager.transport
+        self.transport_name = self._averager.transport_name
+        self._unreduced = UnreducedGrads(self._averager.reduced_grads, self._gradients.views, optimizer)
+        self._steps = OptimizerSteps(
+            optimizer, model, self._unreduced, self._frozen_norms, self._transport, num_ranks=comm.size
+        )
         self._claim_parameters(trainable)
         self._is_built = True
 
     def _claim_parameters(self, trainable: dict[str, nn.Parameter]) -> None:
-        """A parameter belongs to its last DistributedOptimizer alone: earlier ones would take its gradient first."""
+        """Make this the only owner of its parameters: an earlier one would take their gradients first."""
         for parameter in trainable.values():
             owner = _owners.get(parameter)
             earlier = None if owner is None else owner()
@@ -144,56 +137,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
             _owners[parameter] = weakref.ref(self)
 
     def _mark_replaced(self) -> None:
-        """Another one has taken over."""
+        """Stop listening: a newer DistributedOptimizer owns some of the parameters."""
         self._is_replaced, self._gradients.is_enabled = True, False
         self._steps.remove_hooks()
         self._input_fingerprints.remove_hook()
 
-    def _connect(self, trainable: dict[str, nn.Parameter], plan: Plan) -> None:
-        specs = grad_buckets.param_specs(trainable, {})
-        buckets = make_buckets(
-            specs,
-            bucket_bytes=effective_bucket_bytes(
-                specs, plan.bucket_bytes, is_inter_host=self._communicator.num_hosts > 1
-            ),
-        )
-        request = transports.TransportSpec(
-            sizes=tuple(bucket.size for bucket in buckets),
-            dtypes=tuple(grad_buckets.bucket_dtype(bucket) for bucket in buckets),
-            buffer_indices=grad_buffer_indices(len(buckets), is_cyclic=False),
-            num_scalars=max(8, len(trainable)),
-        )
-        self._allow_unused = plan.unused == "allow"
-        self._transport, self.transport_name = transports.make_transport(
-            self._communicator, request, choice=plan.transport
-        )
-        self._gradients = grad_buckets.GradBuckets(trainable, buckets, self._transport, allow_unused=self._allow_unused)
-        self._gradients.mark_last_backward()
-        self._gradients.is_enabled = True
-        slots = [(slot.name, self._transport.grad_buffers[bucket.index]) for bucket in buckets for slot in bucket.slots]
-        self._parameters = [trainable[name] for name, _ in slots]
-        self._num_buckets = len(buckets)
-        reduced = [ReducedGrad(name, trainable[name], slot) for name, slot in slots]
-        self._memory_formats = MemoryFormats(trainable, self._optimizer)
-        self._unreduced = UnreducedGrads(reduced, self._gradients.views, self._optimizer)
-        self._steps = OptimizerSteps(
-            self._optimizer,
-            self._model,
-            self._unreduced,
-            self._frozen_norms,
-            self._transport,
-            num_ranks=self._communicator.size,
-        )
-
     def _on_backward_begin(self, _: Tensor) -> None:
-        """Ask autograd, once a backward, to call `_finish` when it has ended."""
+        """Begin a round, once per backward, and have autograd call `_on_backward_end` at its end."""
         if self._is_replaced:
             return
         if not self._is_sync_enabled:
             self._unreduced.mark_touched()
             self._steps.begin_round()
             return
-        backward = torch._C._current_graph_task_id()
+        backward = current_backward_id()
         if backward == self._backward_id:
             return
         if self._backward_id != NO_BACKWARD_ID:
@@ -202,40 +159,28 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._backward_id = backward
         self._begin_round(has_data=True)
         self._gradients.copy_referenced_views()
-        torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)  # type: ignore[attr-defined]
+        call_after_backward(self._on_backward_end)
 
     @torch.no_grad()
     def _on_backward_end(self) -> None:
-        """Every `.grad` becomes the mean over ranks; it lies in this rank's slot."""
+        """Make every `.grad` the mean over the ranks."""
         try:
             self._gradients.store_leftover_grads()
             self._gradients.check_all_reached()
             self._gradients.finish_round()
-            used = self._reduce(self._count_active_ranks())
-            self._assign_grads(used)
-            self._unreduced.mark_reduced(used)
-            self._end_round()
+            num_ranks_with_grad = self._averager.average(self._finish_call())
+            self._averager.assign_grads(num_ranks_with_grad)
+            self._unreduced.mark_reduced(num_ranks_with_grad)
+            self._averager.end_round()
             self._backward_id = NO_BACKWARD_ID
         finally:
-            self._gradients.begin_step()
-            self._gradients.mark_last_backward()
-        if self._join_state is not None:
-            self._join_state.num_rounds += 1
+            self._averager.begin_next_round()
+        if self._uneven_inputs is not None:
+            self._uneven_inputs.num_rounds += 1
         self._compare_batches()
 
-    def _assign_grads(self, used: Sequence[float]) -> None:
-        """Each `.grad` is its slot; None where no rank has a gradient."""
-        if self._memory_formats.uses_memory_order:
-            self._memory_formats.check_unchanged()
-        try:
-            for parameter, view, count in zip(self._parameters, self._gradients.views, used, strict=True):
-                parameter.grad = view if count else None
-        except RuntimeError:  # torch refuses a `.grad` of another dtype or device
-            self._memory_formats.check_unchanged()
-            raise
-
     def _compare_batches(self) -> None:
-        """Raise TaskError, on every rank, where all ranks train on the same batches. Collective, after each round."""
+        """Raise TaskError, on every rank, where all ranks train on the same batches. Collective."""
         if not self._duplicate_batches.is_active:
             return
         try:
@@ -244,60 +189,43 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if not self._duplicate_batches.is_active:
                 self._input_fingerprints.remove_hook()
 
-    def _begin_round(self, *, has_data: bool) -> None:
+    def _begin_round(self, *, has_data: bool = True) -> None:
         self._num_backwards += 1
         self._steps.begin_round()
-        if self._join_state is None:
-            loads = f" and {self._steps.num_loads} × load_state_dict" if self._steps.num_loads else ""
-            call = f"backward {self._num_backwards} after {self._steps.num_steps} steps of the optimizer{loads}"
-            self._transport.begin_call(transports.with_options(call, self._options.text()))
-        else:
-            self._transport.begin_call(f"backward {self._num_backwards}, within join()")
-            mark = float(self._options.short_digest())
-            values = [1.0, mark, mark * mark] if has_data else [0.0] * 3
-            self._join_state.has_data = has_data
-            self._transport.all_reduce_scalars_async(ACTIVE_RANKS, torch.tensor(values, dtype=torch.float64))
+        if self._uneven_inputs is not None:
+            self._uneven_inputs.begin_round(f"backward {self._num_backwards}, within join()", has_data=has_data)
+            return
+        loads = f" and {self._steps.num_loads} × load_state_dict" if self._steps.num_loads else ""
+        call = f"backward {self._num_backwards} after {self._steps.num_steps} steps of the optimizer{loads}"
+        self._transport.begin_call(transports.with_options(call, self._options.text()))
 
-    def _count_active_ranks(self) -> int:
-        """How many ranks have data in this round. Raises DivergenceError where ranks are not in the same one."""
-        if self._join_state is None:
-            self._transport.check_same_call()
-            self._check_drift()
-            return self._communicator.size
-        active, marks, squares = map(round, self._transport.wait_scalars(ACTIVE_RANKS))
-        if active * squares != marks * marks:  # by Cauchy and Schwarz, they are the same exactly where all marks are
-            self._raise_options_differ(self._join_state)
-        return active
-
-    def _raise_options_differ(self, joining: _JoinState) -> NoReturn:
-        """Name the options that differ between ranks with data. Collective."""
-        call, everyone = (
-            f"backward {self._num_backwards}, within join()",
-            self._communicator.all_gather_json(self._options.text() if joining.has_data else None),
-        )
-        calls = {rank: transports.with_options(call, text) for rank, text in enumerate(everyone) if text is not None}
-        raise transports.divergence_error(
-            calls, attempt="join(states=[scheduler]), after which all ranks have the same"
-        )
+    def _finish_call(self) -> int:
+        """What the sum of this round's gradients is divided by. Raises DivergenceError where ranks differ."""
+        if self._uneven_inputs is not None:
+            return self._uneven_inputs.divisor(self._uneven_inputs.count_active_ranks())
+        self._transport.check_same_call()
+        self._check_drift()
+        return self._communicator.size
 
     def _check_drift(self) -> None:
-        """In the first backward after the first step, after one that uses loaded state, and after every so many.
+        """Compare weights after the first step, after the first that uses loaded state, and after every so many.
 
-        Then all ranks are known to have done as many steps. What is wrong from the start, such as noise that each rank
-        draws for itself, is found before it has cost a run.
+        Only within a backward: then all ranks are known to have taken as many steps. So early, because what is wrong
+        from the start, such as noise that each rank draws for itself, must not cost a run.
         """
-        count = self._steps.num_steps
+        num_steps = self._steps.num_steps
         if self._num_loads_seen != self._steps.num_loads:
-            self._num_loads_seen, self._next_compare_step = self._steps.num_loads, count + 1
-        is_wanted = count >= self._next_compare_step or is_due(count, self._drift_checker.every, 1)
-        if self._drift_checker.every and count > self._last_compared_step and is_wanted:
-            self._last_compared_step, self._next_compare_step = count, math.inf
+            self._num_loads_seen, self._next_compare_step = self._steps.num_loads, num_steps + 1
+        is_wanted = num_steps >= self._next_compare_step or is_due(num_steps, self._drift_checker.every, 1)
+        if self._drift_checker.every and num_steps > self._last_compared_step and is_wanted:
+            self._last_compared_step, self._next_compare_step = num_steps, math.inf
             self._compare_weights()
 
     def check_drift(self) -> None:
-        """Compare the ranks' weights now, as `drift_check` does every so many steps. Collective.
+        """Compare the ranks' weights now, as `drift_check` does after every so many steps. Collective.
 
-        Nothing else does after the last step. Raises DivergenceError, on every rank, where they differ in a bit.
+        Call it after the last step: no backward follows that would check this step.
+        Raises DivergenceError, on every rank, where the weights differ in a bit.
         """
         self._check_not_replaced()
         self._transport.begin_call(f"check_drift() after {self._steps.num_steps} steps of the optimizer")
@@ -305,39 +233,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._compare_weights()
 
     def _compare_weights(self) -> None:
-        held = list(replica_drift.replicated_tensors(self._model, self._plan))
-        self._drift_checker.compare(
-            held, f"after step {self._steps.num_steps}", update_kind=self._options.implementation()
-        )
-
-    def _reduce(self, active: int) -> list[float]:
-        """Slots become the mean over ranks; how many ranks have each gradient."""
-        used = self._count_used()
-        for bucket in range(self._num_buckets):
-            self._transport.wait_reduce(bucket)
-        by_all = self._join_state is None or self._join_state.divides_by_world_size
-        self._transport.scale_grads(1.0 / (self._communicator.size if by_all else active))
-        for bucket in range(self._num_buckets):
-            self._transport.all_gather_grads(bucket)
-        return used
-
-    def _end_round(self) -> None:
-        self._transport.end_step()
-        # Autograd may add to `.grad` in place, and the optimizer change it: nobody else may still read it then.
-        for bucket in range(self._num_buckets):
-            self._transport.acquire_buffer(bucket)
-
-    def _count_used(self) -> list[float]:
-        if not self._allow_unused:
-            return [1.0] * len(self._parameters)
-        self._transport.all_reduce_scalars_async(
-            USED_PARAMS, torch.tensor(self._gradients.reached, dtype=torch.float64)
-        )
-        return self._transport.wait_scalars(USED_PARAMS)
+        tensors = list(replica_drift.replicated_tensors(self._model, self._plan))
+        when = f"after step {self._steps.num_steps}"
+        self._drift_checker.compare(tensors, when, update_kind=self._options.implementation())
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, gradients add up on this rank alone; the next backward outside sums what all have gathered."""
+        """Inside, gradients add up on this rank alone; the next backward outside reduces their sums."""
         self._check_not_replaced()
         self._is_sync_enabled = self._gradients.is_enabled = False
         try:
@@ -348,71 +250,77 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def join(self, *, divide_by_initial_world_size: bool = True, states: Sequence[Any] = ()) -> Iterator[None]:
-        """Around a loop whose ranks have unequal numbers of batches, or none. Collective: every rank enters it.
+        """Around a loop in which ranks have different numbers of batches, or none. Collective: every rank enters it.
 
-        A rank that leaves the block answers the others' reductions with zeros until all have left. A gradient is the
-        sum over the ranks that still have data, divided by the number of all ranks, so that every sample weighs what
-        it did before; or, with `divide_by_initial_world_size=False`, by the number of those that have data. The names
-        and the meaning are those of DDP's `join`. At the end all ranks get weights, buffers and optimizer state of
-        the one that was at it longest, and every `.grad` is None. So they do of `states`: schedulers, a GradScaler and
-        whatever else has `state_dict()` and counts the steps of its own rank.
+        A rank that leaves the block adds zeros to the reductions of the others until all ranks have left. A gradient is
+        the sum over the ranks that still have data, divided by the number of all ranks, so that the weight of a sample
+        does not change; or, with `divide_by_initial_world_size=False`, by the number of ranks that still have data.
+        Name and meaning are those of DDP's `join`.
 
-        Inside, ranks may not meet in other ways: those that have left do not come. What a rank has gathered under
-        `no_sync()` and not yet reduced when it leaves is lost. One scalar more travels with each reduction.
+        At the end all ranks get the weights, buffers and optimizer state of the rank that had data longest, and every
+        `.grad` is None. The same holds for `states`: schedulers, a GradScaler, and any other object with `state_dict()`
+        and `load_state_dict()` that counts the steps of its own rank.
+
+        Inside, no other collective is allowed: ranks that have left do not take part. What a rank has added up under
+        `no_sync()` and not reduced when it leaves is lost. Each reduction sends one message more, of three numbers.
         """
         self._check_not_replaced()
         check_join_states(states)
-        if self._join_state is not None:
+        if self._uneven_inputs is not None:
             raise TrainingError(Problem("join() within join()", "one around the whole loop"))
-        joining = self._join_state = _JoinState(divides_by_world_size=divide_by_initial_world_size)
+        rounds = self._uneven_inputs = UnevenInputs(
+            self._communicator,
+            self._transport,
+            self._options,
+            divides_by_world_size=divide_by_initial_world_size,
+        )
         self._steps.is_in_join = True
         try:
             yield
             with torch.no_grad():
-                while self._shadow_round():
+                while self._shadow_round(rounds):
                     pass
         finally:
-            self._join_state = None
+            self._uneven_inputs = None
             self._steps.is_in_join = False
-        rounds, steps = zip(
-            *self._communicator.all_gather_json([joining.num_rounds, self._steps.num_steps]), strict=True
+        num_rounds, num_steps = zip(
+            *self._communicator.all_gather_json([rounds.num_rounds, self._steps.num_steps]), strict=True
         )
-        self._steps.num_steps = max(steps)
-        for parameter in self._parameters:
+        self._steps.num_steps = max(num_steps)
+        for parameter in self._averager.parameters:
             parameter.grad = None
-        if len(set(rounds)) > 1:
-            source = rounds.index(max(rounds))
-            told = self.broadcast_state([each.state_dict() for each in states], src=source)
-            if self._communicator.rank != source:
-                for each, state in zip(states, told, strict=True):
-                    each.load_state_dict(state)
+        if len(set(num_rounds)) > 1:
+            src = num_rounds.index(max(num_rounds))
+            values = self.broadcast_state([each.state_dict() for each in states], src=src)
+            if self._communicator.rank != src:
+                for each, value in zip(states, values, strict=True):
+                    each.load_state_dict(value)
 
-    def _shadow_round(self) -> bool:
-        """Add nothing to a round of the others; False where nobody has data left."""
+    def _shadow_round(self, rounds: UnevenInputs) -> bool:
+        """Add zeros to a round of the others; False where no rank has data left."""
         self._begin_round(has_data=False)
-        active = self._count_active_ranks()
-        if not active:
+        num_active = rounds.count_active_ranks()
+        if not num_active:
             return False
         self._gradients.finish_round()
-        self._reduce(active)
-        self._end_round()
-        self._gradients.begin_step()
-        self._gradients.mark_last_backward()
+        self._averager.average(rounds.divisor(num_active))
+        self._averager.end_round()
+        self._averager.begin_next_round()
         self._compare_batches()
         return True
 
     def broadcast_state(self, value: Any = None, *, src: int = 0) -> Any:
-        """Rank `source`'s weights, buffers and optimizer state on every rank; returns its `value`. Collective.
+        """Give all ranks the weights, buffers and optimizer state of rank `src`; returns its `value`. Collective.
 
-        So a checkpoint need be read by one rank only. `value` is whatever else all should know, such as the epoch:
-        dicts, lists, tuples, numbers, texts, None and tensors. Raises TrainingError for anything else.
+        So only one rank needs to read a checkpoint. `value` is anything else that all ranks should know, such as the
+        epoch: dicts, lists, tuples, numbers, strings, None and tensors. Raises TrainingError for anything else.
         """
         self._broadcast_model(src=src)
-        told = broadcast_tree(self._communicator, [self._optimizer.state_dict(), value], src=src)
+        optimizer_state, value = broadcast_tree(self._communicator, [self._optimizer.state_dict(), value], src=src)
         if self._communicator.rank != src:
-            self._optimizer.load_state_dict(told[0])
+            self._optimizer.load_state_dict(optimizer_state)
         self._steps.num_loads = self._num_loads_seen = 0
-        return told[1]
+        return value
 
     def _broadcast_model(self, *, src: int) -> None:
         for tensor in (*self._model.parameters(), *self._model.buffers()):
@@ -420,8 +328,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         torch.autograd.graph.increment_version(list(self._model.parameters()))
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale `.grad` so that the global norm is at most `max_norm`; returns the norm before. No communication."""
-        return nn.utils.clip_grad_norm_(self._parameters, max_norm)
+        """Scale `.grad` so that its global norm is at most `max_norm`; returns the norm before. No communication."""
+        return nn.utils.clip_grad_norm_(self._averager.parameters, max_norm)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -440,26 +348,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._optimizer.state = state
 
     def step(self, closure: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """The wrapped optimizer's step, on mean gradients. A `closure` runs backward itself, or not at all.
+        """The wrapped optimizer's step, on mean gradients; `args` and `kwargs` are passed on to it.
 
-        An optimizer that may step by the loss that a closure returns (LBFGS, and all that are not torch's) gets its
-        mean over ranks; then `step` is collective. `args` and `kwargs` are the wrapped optimizer's own.
-        Raises TrainingError, before a weight moves, for a `.grad` that no reduction has seen since the last step: one
-        that was set by hand, or left by backwards within `no_sync()` alone; TaskError for batch normalizations that
-        were in evaluation mode when this was made, and are not now. `step()` of the wrapped optimizer itself does the
-        same.
+        A `closure` must call backward itself, or not at all. An optimizer that may use the loss that the closure
+        returns (LBFGS, and every optimizer that is not torch's) gets the mean loss of all ranks; then `step` is
+        collective.
+
+        Before a weight changes, raises TrainingError for a `.grad` that has not been averaged since the last step
+        (set by hand, or left by backwards within `no_sync()`), and TaskError for batch normalizations that were in
+        evaluation mode when this was made and are not now. `step()` of the wrapped optimizer checks the same.
         """
         self._check_not_replaced()
         return self._steps.step(closure, args, kwargs)
 
     def _check_not_replaced(self) -> None:
         if self._is_replaced:
-            got = "a DistributedOptimizer some of whose parameters a newer one has taken over"
-            attempt = "the newest, or one torch optimizer that calls several, wrapped once"
-            raise TrainingError(Problem(got, "one DistributedOptimizer for a parameter", attempt))
+            got = "a DistributedOptimizer, and a newer one that has taken over some of its parameters"
+            attempt = "the newest one, or one torch optimizer that calls several, wrapped once"
+            raise TrainingError(Problem(got, "one DistributedOptimizer for each parameter", attempt))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: the buckets are made. Raises OptimizerError."""
+        """Raises OptimizerError: the buckets are made already."""
         raise OptimizerError(Problem("add_param_group", "all parameters from the start", "a new DistributedOptimizer"))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -475,7 +384,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return getattr(self.__dict__["_optimizer"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What is not the wrapper's own, such as the scale that a GradScaler gives, is the wrapped optimizer's."""
+        """Set attributes that the wrapper does not have, such as a GradScaler's scale, on the wrapped optimizer."""
         if self._is_wrapper_attribute(name):
             super().__setattr__(name, value)
         else:
@@ -492,18 +401,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return name in own or "_is_built" not in own or hasattr(type(self), name)
 
     def __reduce_ex__(self, _: Any) -> NoReturn:
-        """Refused: copies and pickles. Raises OptimizerError."""
-        need = "the one that reduces the gradients of its model, with the other ranks"
+        """Raises OptimizerError: a DistributedOptimizer is neither copied nor pickled."""
+        need = "one DistributedOptimizer, which reduces the gradients of its model together with the other ranks"
         attempt = "optimizer.state_dict(), and load_state_dict() of a new one"
         raise OptimizerError(Problem("a copy or a pickle of a DistributedOptimizer", need, attempt))
-
-
-def _check_plan_fields(plan: Plan) -> None:
-    """Raise PlanError for all that a plan asks for and a wrapped optimizer does not do."""
-    given = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
-    asked = {name: value for name, value in given.items() if name not in PLAN_FIELDS and value != getattr(Plan(), name)}
-    need = f"with DistributedOptimizer nothing but {', '.join(PLAN_FIELDS)}"
-    attempts = {"microbatches": "no_sync()"}
-    problems = [Problem(f"{n} = {v}", need, attempts.get(n, "ff.parallelize")) for n, v in asked.items()]
-    if problems:
-        raise PlanError(problems, where="the plan")

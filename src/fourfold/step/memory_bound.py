@@ -18,12 +18,13 @@ from fourfold.feed.sample_rng import fetch_seeded
 from fourfold.parts import mixed_precision
 from fourfold.parts.data import grad_buckets
 from fourfold.parts.optim import flat_optimizer
-from fourfold.plan.data import RESTING_LAYOUTS, effective_bucket_bytes, make_buckets
+from fourfold.plan.data.buckets import effective_bucket_bytes, make_buckets
+from fourfold.plan.data.zero import RESTING_LAYOUTS
 from fourfold.plan.memory import HostRanks, bytes_per_element, host_memory_use
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import compute_specs
 from fourfold.step.activation_bytes import activation_bytes_per_sample
-from fourfold.step.batch import tree_leaves
+from fourfold.step.tensor_tree import tree_leaves
 from fourfold.words.errors import FourfoldError, Problem, SettingError
 from fourfold.words.layout import SPLIT
 from fourfold.words.task import Source, Task

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.comm.transports import Communicator
+from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.torch_private import version_of
 from fourfold.plan.sample_order import BatchRange
 from fourfold.step.actions import NO_ELEMENTS, Actions
 from fourfold.words.errors import Problem, TrainingError
@@ -41,8 +42,8 @@ class NanGuard:
             return
         for name, buffer in self._model.named_buffers():
             known = self._buffers.get(name)
-            if known is None or known[0] is not buffer or known[1] != buffer._version:
-                self._buffers[name] = buffer, buffer._version, buffer.clone()
+            if known is None or known[0] is not buffer or known[1] != version_of(buffer):
+                self._buffers[name] = buffer, version_of(buffer), buffer.clone()
 
     def check(self, actions: Actions, step: int, samples: BatchRange | None) -> Skipped | None:
         """After step `number`: None where it was good. Collective where it was bad.
@@ -67,7 +68,7 @@ class NanGuard:
     @torch.no_grad()
     def _restore(self) -> None:
         for buffer, version, kept in self._buffers.values():
-            if buffer._version != version:
+            if version_of(buffer) != version:
                 buffer.copy_(kept)
 
     def _describe(self, actions: Actions, number: int, samples: BatchRange | None) -> Skipped:

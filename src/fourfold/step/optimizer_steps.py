@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from fourfold.parts.comm.transports import Transport
+from fourfold.parts.comm.reduce.protocol import Transport
+from fourfold.parts.torch_private import takes_step_hooks
 from fourfold.step.batch_norm import FrozenBatchNorms
 from fourfold.step.unreduced_grads import UnreducedGrads
 from fourfold.words.errors import Problem, TaskError, TrainingError
@@ -47,7 +48,7 @@ class OptimizerSteps:
         self._depth = 0
         # An optimizer that has not called Optimizer.__init__ has no hooks: then only its wrapper is checked.
         self._handles = []
-        if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        if takes_step_hooks(optimizer):
             self._handles = [
                 optimizer.register_step_pre_hook(self._on_pre_step),
                 optimizer.register_step_post_hook(self._on_post_step),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fourfold.parts.torch_private import version_of
 from fourfold.words.errors import Problem, TrainingError
 
 MAX_NAMES = 3  # names in a message
@@ -50,7 +51,7 @@ class UnreducedGrads:
     def mark_stepped(self) -> None:
         """The optimizer has used what was in `.grad`."""
         self._maybe_unreduced = self._all
-        self._versions = {id(slot): slot._version for slot in self._slots}
+        self._versions = {id(slot): version_of(slot) for slot in self._slots}
 
     def check(self, model: nn.Module) -> None:
         """Raise TrainingError naming the parameters with a gradient that no reduction has seen."""
@@ -77,7 +78,7 @@ class UnreducedGrads:
         each = self._reduced[number]
         gradient = each.parameter.grad
         # What the last step has used, as it was: a second step with it is the same on all ranks.
-        is_last = gradient is self._views[number] and self._versions.get(id(each.slot)) == each.slot._version
+        is_last = gradient is self._views[number] and self._versions.get(id(each.slot)) == version_of(each.slot)
         return not is_last and _is_nonzero(gradient)
 
 

@@ -1,7 +1,7 @@
 """The user's optimizer beside flat updates: what these would leave out is refused, when built and in every step.
 
 A flat update calls neither `optimizer.step` nor its hooks, and keeps states of its own. Step hooks are honoured where
-each rank has all gradients and weights; see `parts.step_hooks`.
+each rank has all gradients and weights; see `parts.optim.step_hooks`.
 Law: nothing that the optimizer was told to do is left out without a word.
 """
 
@@ -9,7 +9,8 @@ import operator
 
 from torch.optim import Adagrad, Optimizer
 
-from fourfold.parts.optim import step_hooks
+from fourfold.parts.optim.step_hooks import has_custom_step
+from fourfold.parts.torch_private import has_any_hook, has_step_hooks, state_dict_hooks, step_post_hooks, step_pre_hooks
 from fourfold.plan.plan import Plan
 from fourfold.words.errors import OptimizerError, Problem
 
@@ -60,7 +61,7 @@ class OptimizerWatch:
     def problems(self) -> list[Problem]:
         """What has been done to the optimizer since the build that an update would leave out."""
         problems, steps = [], self._step_functions()
-        if steps != self._checked_step_functions or step_hooks.has_any_hook(self._optimizer):
+        if steps != self._checked_step_functions or has_any_hook(self._optimizer):
             problems = _problems(self._optimizer, self._plan)
             self._checked_step_functions = self._checked_step_functions if problems else steps
         if not self._has_initial_params():
@@ -78,17 +79,17 @@ def _state_problem() -> Problem:
 
 def _problems(optimizer: Optimizer, plan: Plan) -> list[Problem]:
     problems = []
-    before, after = step_hooks.step_pre_hooks(optimizer), step_hooks.step_post_hooks(optimizer)
+    before, after = step_pre_hooks(optimizer), step_post_hooks(optimizer)
     if (before or after) and (blocking := _conflicting_fields(plan)):
         kinds = " and ".join([*(["a step pre-hook"] if before else []), *(["a step post-hook"] if after else [])])
-        kinds += "" if step_hooks.has_step_hooks(optimizer) else " of all optimizers"
+        kinds += "" if has_step_hooks(optimizer) else " of all optimizers"
         need = "all gradients and weights on every rank when the hook is called"
         attempt = f"{', '.join(blocking.values())}, or {USE_WRAPPER}"
         problems.append(Problem(f"{kinds} with {', '.join(blocking)}", need, attempt))
-    if step_hooks.has_custom_step(optimizer):
+    if has_custom_step(optimizer):
         got = f"{type(optimizer).__name__} with a step of its own"
         problems.append(Problem(got, "the step of the class: updates run on flat buffers", USE_WRAPPER))
-    if step_hooks.state_dict_hooks(optimizer):
+    if state_dict_hooks(optimizer):
         need = "none: step.state_dict() and checkpoints have a form of their own"
         problems.append(Problem("a state_dict hook of the optimizer", need, "a change of what step.state_dict() gives"))
     return problems

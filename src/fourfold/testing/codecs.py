@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fourfold.parts.codec.registry import Codec, Message
+from fourfold.parts.codec.protocol import Codec, Message
 from fourfold.plan.codec import Combine
 
 

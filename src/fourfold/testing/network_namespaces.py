@@ -19,9 +19,9 @@ import subprocess
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
+from fourfold.environment.processes import process_id, this_process
 from fourfold.words.errors import LaunchError, Problem
 
 PREFIX = "fourfold"
@@ -59,7 +59,7 @@ class Hosts(AbstractContextManager["Hosts"]):
     """
 
     def __init__(self, count: int, *, rate: str | None = "100mbit") -> None:
-        base = f"{PREFIX}-{os.getpid()}-{_start_ticks(os.getpid())}-{next(_counter)}"
+        base = f"{PREFIX}-{os.getpid()}-{this_process().start_ticks}-{next(_counter)}"
         self.hosts = tuple(Host(f"{base}-{index}", f"10.93.0.{10 + index}") for index in range(count))
         self.rate, self._bridge = rate, f"{base}-bridge"
 
@@ -127,7 +127,7 @@ def remove_stale() -> None:
     """Remove what owners that have died have left: their namespaces, and the processes in them."""
     for name in _namespaces():
         match = re.fullmatch(rf"{PREFIX}-(\d+)-(\d+)-\d+-\w+", name)
-        if match and _start_ticks(int(match[1])) != int(match[2]):
+        if match and process_id(int(match[1])).start_ticks != int(match[2]):
             _remove(name)
 
 
@@ -159,14 +159,6 @@ def _kill_processes(name: str) -> None:
                     signal.pidfd_send_signal(handle, signal.SIGKILL)
             finally:
                 os.close(handle)
-
-
-def _start_ticks(pid: int) -> int:
-    """When a process began, in ticks since the boot; -1 where there is none. A later one of its number began later."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except OSError:
-        return -1
 
 
 def _check_tools() -> None:

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fourfold.step.batch import call_model, sum_loss
 from fourfold.step.build import TrainStep
+from fourfold.step.loss_sum import sum_loss
+from fourfold.step.model_call import call_model
 
 TOLERANCE = 1e-9
 

@@ -13,11 +13,11 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
+
+from fourfold.parts.torch_private import TorchDispatchMode, is_in_backward
+from fourfold.step.tensor_tree import tree_leaves
 
 ACTIVATION, TEMPORARY = "activations", "temporaries"
 
@@ -42,9 +42,8 @@ class PeakMemory(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        # -1: no backward is running in this thread.
-        kind = ACTIVATION if torch._C._current_graph_task_id() == -1 else TEMPORARY
-        for leaf in pytree.tree_leaves(result):
+        kind = TEMPORARY if is_in_backward() else ACTIVATION
+        for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._count(leaf, kind)
         self._update_peak()

@@ -148,7 +148,9 @@ def _serve(rendezvous: str) -> None:
 
 def _destroy_groups(dist: Any) -> None:
     """End all groups but the world's: each has threads that poll, and hundreds of cases make thousands."""
-    for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
+    from fourfold.parts.torch_private import all_process_groups  # not on top: it imports torch, as this file does not
+
+    for group in [group for group in all_process_groups(dist) if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)
 
 

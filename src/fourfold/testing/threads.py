@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fourfold.environment.world import World
-from fourfold.parts.comm.transports import Communicator
+from fourfold.parts.comm.communicator import Communicator
 
 TIME_LIMIT_SECONDS = 120.0
 

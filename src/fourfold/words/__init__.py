@@ -1,1 +1,1 @@
-"""Floor 0: the nouns. Standard library only."""
+"""Words: the nouns that every floor shares. Standard library only."""

@@ -1,6 +1,6 @@
-"""Arguments: what a value that is given in Python may be. One rule per kind, the same words everywhere.
+"""Argument checks: what a value passed in Python may be. One rule per kind of value, with the same words everywhere.
 
-Law: every function returns the problems of one argument, none where it is good; no comparison here can raise.
+Law: every function returns the problems of one argument, or none if it is valid; no comparison here can raise.
 """
 
 import numbers
@@ -16,7 +16,7 @@ MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1  # what torch.manual_seed takes
 
 
 def int_problems(name: str, value: Any, *, minimum: int, optional: bool = False, attempt: str = "") -> list[Problem]:
-    """A whole number of at least `least`; `optional`: or None."""
+    """Require an integer of at least `minimum`; `optional` also allows None."""
     if value is None and optional:
         return []
     if is_int(value) and value >= minimum:
@@ -25,7 +25,7 @@ def int_problems(name: str, value: Any, *, minimum: int, optional: bool = False,
 
 
 def positive_problems(name: str, value: Any, *, optional: bool = False, attempt: str = "") -> list[Problem]:
-    """A number above 0, which may be infinite; `optional`: or None."""
+    """Require a number above 0, infinity included; `optional` also allows None."""
     if value is None and optional:
         return []
     if is_real(value) and value > 0:
@@ -34,61 +34,62 @@ def positive_problems(name: str, value: Any, *, optional: bool = False, attempt:
 
 
 def seed_problems(value: Any, name: str = "seed") -> list[Problem]:
-    """A seed of torch's generators."""
+    """Require a seed that torch's generators accept."""
     if is_int(value) and MIN_SEED <= value <= MAX_SEED:
         return []
     return [Problem(format_argument(name, value), "a whole number from -2**63 to 2**64 - 1", f"{name}=0")]
 
 
 def str_problems(name: str, value: Any, *, optional: bool = False, path: bool = False) -> list[Problem]:
-    """A text; `path`: or an object such as pathlib.Path."""
+    """Require a string; `path` also allows an object such as pathlib.Path."""
     if isinstance(value, str) or (value is None and optional) or (path and isinstance(value, os.PathLike)):
         return []
-    return [Problem(format_argument(name, value), f"a {'path' if path else 'text'}{_or_none(optional)}")]
+    return [Problem(format_argument(name, value), f"a {'path' if path else 'string'}{_or_none(optional)}")]
 
 
 def callable_problems(name: str, value: Any, *, need: str, optional: bool = False, attempt: str = "") -> list[Problem]:
-    """Something that can be called."""
+    """Require a callable."""
     if callable(value) or (value is None and optional):
         return []
     return [Problem(format_argument(name, value), need + _or_none(optional), attempt)]
 
 
 def optimizer_factory_problems(value: Any) -> list[Problem]:
-    """A function that makes an optimizer; one that is made already is told how to become such a function."""
+    """Require a function that makes an optimizer. For an optimizer instance, suggest the factory that would make it."""
     groups = getattr(value, "param_groups", None)
     if groups and not isinstance(value, type):
-        name, rate = type(value).__name__, groups[0].get("lr", 1e-3)
-        attempt = f"functools.partial(torch.optim.{name}, lr={float(rate):g})"
+        name, lr = type(value).__name__, groups[0].get("lr", 1e-3)
+        attempt = f"functools.partial(torch.optim.{name}, lr={float(lr):g})"
         return [Problem(f"optimizer = an instance of {name}", OPTIMIZER_NEED, attempt)]
     return callable_problems("optimizer", value, need=OPTIMIZER_NEED, attempt=OPTIMIZER_ATTEMPT)
 
 
 def instance_problems(name: str, value: Any, kind: type, *, optional: bool = False, attempt: str = "") -> list[Problem]:
-    """An object of a class."""
+    """Require an instance of `kind`."""
     if isinstance(value, kind) or (value is None and optional):
         return []
     return [Problem(format_argument(name, value), f"a {kind.__name__}{_or_none(optional)}", attempt)]
 
 
 def mapping_problems(name: str, value: Any, *, optional: bool = False) -> list[Problem]:
+    """Require a mapping; `optional` also allows None."""
     if isinstance(value, Mapping) or (value is None and optional):
         return []
     return [Problem(format_argument(name, value), f"a dict{_or_none(optional)}")]
 
 
 def is_int(value: Any) -> TypeGuard[int]:
-    """Python's and NumPy's integers; True and False are none."""
+    """Whether a value is one of Python's or NumPy's integers; True and False are not."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def is_real(value: Any) -> TypeGuard[float]:
-    """A real number that is not NaN; infinity is one."""
+    """Whether a value is a real number and not NaN; infinity counts as a real number."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and value == value
 
 
 def format_argument(name: str, value: Any) -> str:
-    """The argument as an error names it: its value where that is short, else its type."""
+    """The argument as an error shows it: its value if that is short, else its type."""
     if value is None or isinstance(value, str | numbers.Number):
         written = repr(value)
         return f"{name} = {written if len(written) <= 60 else written[:60] + '…'}"

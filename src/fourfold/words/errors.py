@@ -1,8 +1,8 @@
-"""Errors for people: what was got, what is needed, what to try; all problems at once.
+"""Errors for people: what was given, what is needed, what to try; all problems at once.
 
-problem  one thing that is wrong: (got, need, attempt); printed in columns
-requeue  the exit code of a job that the same command goes on with
-Law: an error raised for a user's input is a `FourfoldError`, and no process has been started yet.
+problem  one thing that is wrong: (got, need, attempt), printed in columns
+requeue  the exit code that tells a scheduler to start the same command again
+Law: an error about a user's input is a `FourfoldError`, raised before any process starts.
 """
 
 import difflib
@@ -12,11 +12,11 @@ from typing import NamedTuple
 from fourfold.words.terminal_text import escape_controls
 from fourfold.words.text_table import align_columns
 
-# EX_TEMPFAIL of BSD's sysexits.h, "try again later": schedulers are told to start such a job once more.
+# EX_TEMPFAIL of BSD's sysexits.h, "try again later": schedulers can be configured to requeue a job that ends with it.
 REQUEUE_EXIT_CODE = 75
-INTERRUPT_EXIT_CODE = 130  # 128 + SIGINT, as a shell has it: a person has pressed Ctrl-C
+INTERRUPT_EXIT_CODE = 130  # 128 + SIGINT, as in a shell: a person pressed Ctrl-C
 
-# What torch and gloo say when another process has gone.
+# Parts of the messages of torch and gloo that mean: the peer process is gone.
 PEER_GONE_MESSAGES = (
     "connection closed by peer",
     "connection reset by peer",
@@ -30,7 +30,7 @@ PEER_GONE_MESSAGES = (
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong. `attempt` is what the reader might try (`try` is a word of Python)."""
+    """One thing that is wrong. `attempt` is what the user might try (`try` is a keyword of Python)."""
 
     got: str
     need: str = ""
@@ -38,7 +38,7 @@ class Problem(NamedTuple):
 
 
 class FourfoldError(Exception):
-    """The parent of all errors meant for people; `exit_code` is what the command line ends with."""
+    """The base class of all errors meant for people; `exit_code` is the exit code of the command line."""
 
     exit_code = 2
 
@@ -53,7 +53,7 @@ class FourfoldError(Exception):
         return format_problems(self.problems, where=self.where)
 
     def full_message(self) -> str:
-        """The whole message for a person, beginning with the kind of error, as a traceback would have it."""
+        """The message with the class of the error in front, as at the end of a traceback."""
         return f"{type(self).__name__}: {self}"
 
 
@@ -62,7 +62,7 @@ class PlanError(FourfoldError):
 
 
 class TaskError(FourfoldError):
-    """A task that cannot be read, or that does not keep its contract."""
+    """A task that cannot be read, or that breaks its contract."""
 
 
 class DataError(FourfoldError):
@@ -78,62 +78,62 @@ class OptimizerError(FourfoldError):
 
 
 class CheckpointError(FourfoldError):
-    """A checkpoint that is damaged, missing, or of something else."""
+    """A checkpoint that is damaged, missing, or belongs to another training."""
 
 
 class UnreadableCheckpointError(CheckpointError):
-    """A checkpoint that may be good, and cannot be read here: a newer version wrote it, or it may not be opened."""
+    """A checkpoint that may be valid but cannot be read here: a newer version wrote it, or access to it is denied."""
 
 
 class TrainingError(FourfoldError):
-    """Training met something it must not go on with, such as a parameter without gradient."""
+    """Training cannot continue, for instance because a parameter has no gradient."""
 
     exit_code = 1
 
 
 class LaunchError(FourfoldError):
-    """The processes of a job cannot find each other, or a launcher's variables contradict each other."""
+    """The processes of a job cannot find each other, or the variables of a launcher contradict each other."""
 
 
 class PeerError(FourfoldError):
-    """Another rank has died or does not answer: nothing is wrong with this one, and another attempt may go well."""
+    """Another rank died or does not answer. This rank is healthy, so a restart may succeed."""
 
     exit_code = REQUEUE_EXIT_CODE
 
 
 class StoppedError(FourfoldError):
-    """Training was asked to stop (SIGTERM, Ctrl-C) and did, at a step that all ranks agreed on.
+    """Training stopped on request (SIGTERM, Ctrl-C), at a step that all ranks agreed on.
 
-    `exit_code` is INTERRUPT_CODE after a Ctrl-C.
+    `exit_code` is INTERRUPT_EXIT_CODE after a Ctrl-C.
     """
 
     exit_code = REQUEUE_EXIT_CODE
 
 
 class DivergenceError(FourfoldError):
-    """Ranks are in different calls, with other options of the optimizer, or replicas of their weights differ."""
+    """Ranks are in different calls, their optimizers have different options, or replicas of the weights differ."""
 
     exit_code = 1
 
 
 def format_problems(problems: Sequence[Problem], *, where: str = "") -> str:
-    """The text of an error: a head line, then a row per problem with aligned columns. Safe to print."""
+    """The text of an error: a heading, then one row per problem with aligned columns. Safe to print."""
     problems = [Problem(*map(escape_controls, problem)) for problem in problems]
     if len(problems) == 1 and not where and not problems[0].need and not problems[0].attempt:
         return problems[0].got
     head = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
-    place = f" in {escape_controls(where)}" if where else ""
+    location = f" in {escape_controls(where)}" if where else ""
     rows = [(p.got, f"need {p.need}" if p.need else "", f"try {p.attempt}" if p.attempt else "") for p in problems]
     lines = align_columns(rows, "<<<", gap="   ")
-    return "\n".join([f"{head}{place}", *("  " + line for line in lines)])
+    return "\n".join([f"{head}{location}", *("  " + line for line in lines)])
 
 
 def os_error_text(error: OSError) -> str:
-    """What the system says, in our manner of writing: "no space left on device"."""
+    """The message of the operating system in lower case: "no space left on device"."""
     return (error.strerror or str(error)).lower()
 
 
 def closest_match(word: str, choices: Iterable[str]) -> str | None:
-    """The choice a mistyped word was most likely meant to be, or None."""
+    """The choice that a mistyped word most likely means, or None."""
     close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
     return close[0] if close else None

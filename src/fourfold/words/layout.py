@@ -1,4 +1,4 @@
-"""Layout: where a tensor rests along one axis, and what it costs to move it.
+"""Layout: how a tensor is stored along one mesh axis, and the collective that changes it.
 
 whole       every rank holds all of it
 split(dim)  every rank holds an equal slice of dim
@@ -35,20 +35,20 @@ WHOLE, SPLIT, PARTIAL = Whole(), Split(), Partial()
 
 
 class Change(StrEnum):
-    """What happens between two layouts. The last three move nothing between ranks."""
+    """What takes a tensor from one layout to another. The last four send nothing between ranks."""
 
     ALL_REDUCE = "all-reduce"
     REDUCE_SCATTER = "reduce-scatter"
     ALL_GATHER = "all-gather"
     ALL_TO_ALL = "all-to-all"
     NONE = "none"
-    VIEW = "view"  # a slice of what is there already
-    MASK = "mask"  # the whole on index 0, zeros elsewhere
-    PAD = "pad"  # the slice in its place, zeros around it
+    VIEW = "view"  # each rank takes a slice of what it holds
+    MASK = "mask"  # index 0 keeps the tensor, all others hold zeros
+    PAD = "pad"  # each rank holds its slice, with zeros in place of the other slices
 
 
 def change(before: Layout, after: Layout) -> Change:
-    """The collective that takes a tensor from one layout to another."""
+    """The collective, or local operation, that takes a tensor from layout `before` to layout `after`."""
     match before, after:
         case (Whole(), Whole()) | (Partial(), Partial()):
             return Change.NONE
@@ -70,16 +70,16 @@ def change(before: Layout, after: Layout) -> Change:
 
 
 def collective_sent_bytes(collective: Change, *, whole_bytes: int, size: int) -> float:
-    """Bytes each of `size` ranks sends for a tensor of `whole_bytes`, with bandwidth-optimal (ring) algorithms.
+    """Bytes that each of `size` ranks sends for a tensor of `whole_bytes`, with bandwidth-optimal (ring) algorithms.
 
-    Thakur, Rabenseifner, Gropp 2005: all-reduce 2 (N−1)/N, reduce-scatter and all-gather (N−1)/N,
-    all-to-all (N−1)/N² of the whole.
+    As a fraction of the whole tensor: all-reduce 2 (N−1)/N, reduce-scatter and all-gather (N−1)/N, all-to-all
+    (N−1)/N² (Thakur, Rabenseifner, Gropp 2005).
     """
-    part = (size - 1) / size
-    share = {
-        Change.ALL_REDUCE: 2 * part,
-        Change.REDUCE_SCATTER: part,
-        Change.ALL_GATHER: part,
-        Change.ALL_TO_ALL: part / size,
+    once = (size - 1) / size
+    fraction_sent = {
+        Change.ALL_REDUCE: 2 * once,
+        Change.REDUCE_SCATTER: once,
+        Change.ALL_GATHER: once,
+        Change.ALL_TO_ALL: once / size,
     }
-    return share.get(collective, 0.0) * whole_bytes
+    return fraction_sent.get(collective, 0.0) * whole_bytes

@@ -1,8 +1,8 @@
 """Mesh: the devices on four named axes, outermost first: pp × dp × sp × tp.
 
 axis   one of pp (pipeline: layers), dp (data: samples), sp (sequence: tokens), tp (tensor: weights)
-rank   global; a place on an axis is an `index`, its length a `size`
-peers  the ranks that differ from a rank on the named axes only
+rank   always global; the position of a rank on one axis is its `index`, the length of an axis its `size`
+peers  the ranks that have the same index as a rank on all but the named axes
 Law: for any axes, the groups of peers partition the world.
 """
 
@@ -17,7 +17,7 @@ AXES: tuple[Axis, ...] = ("pp", "dp", "sp", "tp")
 
 @dataclass(frozen=True)
 class Mesh:
-    """Pure arithmetic over pp · dp · sp · tp ranks; tp is innermost, so tensor peers are neighbours."""
+    """Arithmetic over pp · dp · sp · tp ranks. tp is innermost, so tensor-parallel peers have consecutive ranks."""
 
     pp: int = 1
     dp: int = 1
@@ -42,23 +42,23 @@ class Mesh:
         return index
 
     def rank_at(self, coordinates: dict[Axis, int]) -> int:
-        """The rank at an index on every axis; axes left out are at 0."""
+        """The rank with these indices; an axis left out has index 0."""
         rank = 0
         for axis in AXES:
             rank = rank * self.axis_size(axis) + coordinates.get(axis, 0)
         return rank
 
     def peers(self, rank: int, *axes: Axis) -> tuple[int, ...]:
-        """The ranks that share every index with `rank` except those on `axes`; in order, `rank` among them."""
+        """The ranks that have the same index as `rank` on all axes but `axes`: in rank order, `rank` included."""
         here = self.coordinates(rank)
-        places = itertools.product(*(range(self.axis_size(axis)) for axis in axes))
-        return tuple(sorted(self.rank_at({**here, **dict(zip(axes, place, strict=True))}) for place in places))
+        combinations = itertools.product(*(range(self.axis_size(axis)) for axis in axes))
+        return tuple(sorted(self.rank_at({**here, **dict(zip(axes, each, strict=True))}) for each in combinations))
 
     def peer(self, rank: int, axis: Axis, shift: int) -> int:
-        """The rank `shift` places further on a ring along `axis`: `mesh.peer(rank, "sp", -1)` is the left neighbour."""
+        """The rank `shift` steps further on the ring along `axis`: with sp and -1, the left neighbour."""
         here = self.coordinates(rank)
         return self.rank_at({**here, axis: (here[axis] + shift) % self.axis_size(axis)})
 
     def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
-        """All groups of peers along `axes`, by their smallest rank."""
+        """All groups of peers along `axes`, ordered by their smallest rank."""
         return tuple(sorted({self.peers(rank, *axes) for rank in range(self.size)}))

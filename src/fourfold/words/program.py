@@ -1,9 +1,11 @@
-"""Action: what one rank does next. Program: one list of actions per rank, text in and text out.
+"""Program: what every rank does in a step, as one list of actions per rank that can be written and read as text.
 
-verb     one of about a dozen words, one or two letters in text
-stage    the part of the model it is about; index: the microbatch, bucket or scalar it is about
-program  rank -> actions, in order; `F0.3` is the forward of stage 0, microbatch 3
-Law: parse(show(program)) == program, and an action is something a pass may move.
+action   a verb, a stage and an index: `F0.3` is the forward of stage 0, microbatch 3
+verb     what is done: forward, backward, reduce, …; one letter in text
+stage    the part of the model that the action works on
+index    the microbatch, bucket or scalar that the action works on
+program  rank -> its actions, in order
+Law: parse_program(format_program(program)) == program, and a pass over the program may move any action.
 """
 
 import re
@@ -15,7 +17,7 @@ from fourfold.words.errors import FourfoldError, Problem
 
 
 class Verb(StrEnum):
-    """The verbs, by their letters in text."""
+    """The verbs, with their letters in text."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -24,7 +26,7 @@ class Verb(StrEnum):
     SEND = "S"
     RECEIVE = "V"
     EXCHANGE = "X"
-    MEASURE = "M"  # sum a few scalars over the data ranks: loss and counts, norms
+    MEASURE = "M"  # sum a few scalars over the data ranks: the loss, counts, norms
     REDUCE = "R"
     GATHER = "G"
     UPDATE = "U"
@@ -32,14 +34,14 @@ class Verb(StrEnum):
     PULL = "L"
 
 
-# The index of a MEASURE says which scalars: the loss and the counts, the squared gradient norm, which
-# parameters got a gradient anywhere, the squared norms that trust ratios are made of.
+# The index of a MEASURE says which scalars: the loss and the counts; the squared gradient norm; which parameters
+# have a gradient on any rank; the squared norms from which trust ratios are computed.
 LOSS, GRAD_NORM, USED_PARAMS, TRUST_NORMS = 0, 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing a rank does: verb, stage, and the microbatch, bucket or scalar it is about."""
+    """One thing that a rank does: a verb, a stage, and the index of a microbatch, bucket or scalar."""
 
     verb: Verb
     stage: int
@@ -53,7 +55,7 @@ Program = Mapping[int, tuple[Action, ...]]
 
 
 class ProgramError(FourfoldError):
-    """A program that cannot be read or cannot end."""
+    """A program that cannot be read, or that deadlocks."""
 
 
 def format_program(program: Program) -> str:
@@ -62,7 +64,7 @@ def format_program(program: Program) -> str:
 
 
 def parse_program(text: str) -> dict[int, tuple[Action, ...]]:
-    """The program in a text as `show` writes it. Raises ProgramError with every word that is not an action."""
+    """Read a program as `format_program` writes it. Raises ProgramError with every word that is not an action."""
     program: dict[int, tuple[Action, ...]] = {}
     problems: list[Problem] = []
     for number, line in enumerate(filter(str.strip, text.splitlines()), 1):

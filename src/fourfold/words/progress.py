@@ -1,14 +1,14 @@
-"""Records that travel between floors: small, frozen, without behaviour."""
+"""Progress line: where a run stands, as the trainer hands it to whatever shows it."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class ProgressLine:
-    """What the progress line tells: the mean of the last steps.
+    """Where a run stands. Loss, throughput and waiting are means of the last steps.
 
-    rate     units a second, over all ranks
-    waiting  share of the time spent communicating and waiting, 0 to 1
+    units_per_second  over all ranks
+    waiting_fraction  of the time, spent communicating and waiting; 0 to 1
     """
 
     step: int

@@ -1,6 +1,6 @@
-"""Task: what is learned. Plain single-device PyTorch behind factories.
+"""Task: what is learned, in plain single-device PyTorch behind factories.
 
-model, loss, data, optimizer, evaluate   factories and functions; nothing is built before the plan is known good
+factory  a function that makes the model, the data sources or the optimizer, called once the plan is valid
 Law: a task knows no ranks.
 """
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Source(Protocol):
-    """Numbered samples without a batch dim: `source[i]` is (inputs, targets), or a dict of a model's inputs."""
+    """Numbered samples without a batch dim: `source[i]` is (inputs, targets), or a dict of the model's inputs."""
 
     def __len__(self) -> int: ...
 
@@ -38,16 +38,16 @@ class Task:
     """What is learned.
 
     model      makes the module
-    loss       (outputs, targets) -> unreduced values, or a pair (sum, count), or a scalar; None: the model's own loss,
-               of samples that are dicts of its inputs, the labels among them
+    loss       (outputs, targets) -> unreduced values, or a pair (sum, count), or a scalar. None: the model returns its
+               own loss; samples are then dicts of its inputs, with the labels among them
     data       opens the sources
     optimizer  (parameters) -> torch optimizer
-    evaluate   (outputs, targets) -> name -> (sum, count), added up over batches and ranks; with loss = None the
-               targets are the dict of inputs
-    sample     (model) -> a text to print when training has ended
+    evaluate   (outputs, targets) -> {name: (sum, count)}, summed over batches and ranks; with loss = None the targets
+               are the dict of inputs
+    sample     (model) -> text to print at the end of training
     schedule   (step, steps) -> factor of the learning rate
     unit       what throughput counts: the elements of the targets ("tokens", "bytes") or "samples"
-    tuned_for  the global batch size that the optimizer's rate was tuned for; None: batch_size
+    tuned_for  the global batch size that the optimizer's learning rate was tuned for; None: batch_size
     """
 
     model: Callable[[], torch.nn.Module]
@@ -64,13 +64,13 @@ class Task:
     tuned_for: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises TaskError with every field that cannot be what it is meant to be; nothing is called."""
+        """Raise TaskError with every invalid field; no factory is called."""
         if problems := _problems(self):
             raise TaskError(problems, where="the task")
 
 
 def check_task(task: Any) -> None:
-    """Raise TaskError for what is no Task."""
+    """Raise TaskError unless `task` is a Task."""
     if not isinstance(task, Task):
         attempt = "its result" if callable(task) else "ff.Task(model=…, loss=…, data=…, optimizer=…)"
         raise TaskError(Problem(argument_checks.format_argument("task", task), "a Task", attempt))
@@ -78,7 +78,6 @@ def check_task(task: Any) -> None:
 
 def _problems(task: Task) -> list[Problem]:
     problems = []
-    # A loss may be None: then the model returns its own.
     needs = {
         "model": ("a function that makes the model", "model=lambda: Net()"),
         "loss": ("a function (outputs, targets) -> loss", ""),

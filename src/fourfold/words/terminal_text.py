@@ -1,6 +1,6 @@
-"""Text: what comes from data, files or users, made safe to print.
+"""Terminal text: text from data, files or users, made safe to print.
 
-Law: escaped text cannot steer a terminal, and text that is escaped twice is the same as once.
+Law: escaped text cannot control a terminal, and escaping twice is the same as escaping once.
 """
 
 import unicodedata
@@ -11,8 +11,8 @@ ALLOWED_CONTROLS = "\n\t"
 def escape_controls(text: str) -> str:
     r"""The text with its control characters written out: "\x1b[31m", "\u202e". Newlines and tabs stay.
 
-    Escapes C0 and C1 controls, DEL, bidi and other format controls, line separators, surrogates, and code points
-    without a character. They could colour, clear or reorder what a terminal shows.
+    Escapes C0 and C1 controls, DEL, bidirectional and other format controls, line separators, surrogates, and
+    unassigned code points: they could colour, clear or reorder what a terminal shows.
     """
     if text.isprintable():
         return text
@@ -20,6 +20,5 @@ def escape_controls(text: str) -> str:
 
 
 def _is_safe(char: str) -> bool:
-    return (
-        char.isprintable() or char in ALLOWED_CONTROLS or unicodedata.category(char) == "Zs"
-    )  # a space, such as U+00A0
+    # Category Zs: spaces such as U+00A0, which isprintable() refuses.
+    return char.isprintable() or char in ALLOWED_CONTROLS or unicodedata.category(char) == "Zs"

@@ -1,10 +1,10 @@
-"""Spans: what a rank did when, under the program's own names.
+"""Trace events: what a rank did and when, under the names of the program.
 
-lane      what runs one after the other: compute, reduce, send
+lane      a queue whose work runs one after the other: compute, reduce, send
 span      a name on a lane, from start to stop, in nanoseconds of this host's monotonic clock
-moment    a span without length: a bucket is ready (complete on this rank), sent (launched), done (its sum is there)
-recorder  who is told; `SILENT` forgets at once
-Law: those who tell never ask whether anybody listens.
+instant   a span without length: a bucket is ready (complete on this rank), sent (launched) or done (its sum is there)
+recorder  receives the events of a step; `NULL_RECORDER` discards them
+Law: code that reports an event never checks whether it is being recorded.
 """
 
 import contextlib
@@ -17,12 +17,12 @@ from fourfold.words.program import Action
 COMPUTE_LANE, REDUCE_LANE, SEND_LANE = "compute", "reduce", "send"
 LANES = (COMPUTE_LANE, REDUCE_LANE, SEND_LANE)
 WAIT_SPAN = "wait"
-RING_SPAN = "ring"  # a message around the ring of a sequence
+RING_SPAN = "ring"  # a message of ring attention
 READY_EVENT, LAUNCHED_EVENT, DONE_EVENT = "ready", "sent", "done"
 
 
 class Span(NamedTuple):
-    """A stretch of a rank's time."""
+    """A named interval of a rank's time, in nanoseconds."""
 
     name: str
     lane: str
@@ -31,34 +31,34 @@ class Span(NamedTuple):
 
 
 class Recorder(Protocol):
-    """Told of what happens in a step."""
+    """Receives what happens in a step. The context managers record a span from entry to exit."""
 
     def span(self, name: str) -> AbstractContextManager[Any]:
-        """Within: this rank does something that is no action of the program, in the compute lane."""
+        """This rank does something that is not an action of the program, on the compute lane."""
         ...
 
     def action(self, action: Action) -> AbstractContextManager[Any]:
-        """Within: this rank's program is at this action."""
+        """This rank runs an action of its program."""
         ...
 
     def reducing(self, bucket: int) -> AbstractContextManager[Any]:
-        """Within: this rank does its part of a bucket's reduction."""
+        """This rank does its part of a bucket's reduction."""
         ...
 
     def waiting(self) -> AbstractContextManager[Any]:
-        """Within: this rank waits for others, or for its own reductions. May be nested."""
+        """This rank waits for other ranks, or for its own reductions. May be nested."""
         ...
 
     def sending(self, name: str) -> Callable[[], None]:
-        """A message is on its way, in the send lane, until what is returned is called."""
+        """A message is in flight on the send lane, until the returned function is called."""
         ...
 
     def instant(self, bucket: int, what: str) -> None:
-        """A bucket is ready, sent or done."""
+        """A bucket is ready, sent or done: `what` is READY_EVENT, LAUNCHED_EVENT or DONE_EVENT."""
         ...
 
     def record_async_reduction(self, bucket: int, future: Callable[[], Any]) -> None:
-        """A bucket's reduction has begun elsewhere, and ends when the future does."""
+        """A bucket's reduction runs asynchronously and ends when the future completes."""
         ...
 
 
@@ -67,7 +67,7 @@ def _noop() -> None:
 
 
 class NullRecorder:
-    """The recorder of every step that is not sampled."""
+    """Discards everything: the recorder of every step that is not sampled."""
 
     _null_context = contextlib.nullcontext()
 
@@ -97,7 +97,7 @@ NULL_RECORDER: Recorder = NullRecorder()
 
 
 class WaitsOnlyRecorder(NullRecorder):
-    """Passes on when this rank waits, and nothing else."""
+    """Forwards the waits of this rank to another recorder and discards everything else."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

@@ -1,6 +1,6 @@
-"""Units: numbers for people, in three digits and a fitting prefix.
+"""Units: numbers for people, with three digits and a suitable prefix.
 
-Law: what is not nothing is never shown as 0.
+Law: a count above 0 is never shown as 0.
 """
 
 SI_PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -8,7 +8,7 @@ BINARY_PREFIXES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def format_si(value: float) -> str:
-    """A measured number in three digits with its prefix: 12.3 k, 4.56 M."""
+    """A measured number with three digits and a prefix: 12.3 k, 4.56 M."""
     for factor, prefix in SI_PREFIXES:
         if value >= 0.9995 * factor:
             return f"{format_three_digits(value / factor)} {prefix}"
@@ -16,7 +16,7 @@ def format_si(value: float) -> str:
 
 
 def format_three_digits(value: float) -> str:
-    """A number below 1000 in three digits: 9.99, 12.3, 456."""
+    """A number below 1000 with three digits: 9.99, 12.3, 456."""
     return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 
 
@@ -26,7 +26,7 @@ def format_count(number: int) -> str:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Bytes of memory, of a file, or sent: 812 B, 1.23 KiB, 4.56 MiB."""
+    """Bytes of memory, of a file or of a message: 812 B, 1.23 KiB, 4.56 MiB."""
     for factor, unit in BINARY_PREFIXES:
         if num_bytes >= 0.9995 * factor:
             return f"{format_three_digits(num_bytes / factor)} {unit}"

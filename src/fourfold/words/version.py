@@ -1,3 +1,3 @@
-"""The version of this package, written once: pyproject.toml and `fourfold.__version__` read it here."""
+"""Version: the version of this package. pyproject.toml and `fourfold.__version__` read it here."""
 
 VERSION = "0.1.0"

@@ -10,7 +10,7 @@ from torch import Tensor
 from fourfold.parts import memory
 from fourfold.parts.codec.protocol import CodecReduction, Message, bucket_dtype
 from fourfold.plan.codec import CodecSpec, Combine, Shapes, codec_rounds, unpadded_length
-from fourfold.plan.data import Bucket
+from fourfold.plan.data.buckets import Bucket
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

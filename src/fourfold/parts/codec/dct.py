@@ -21,7 +21,7 @@ from fourfold.parts.codec.protocol import (
 )
 from fourfold.parts.codec.sparse import SparseMessage, indices_above, select_largest
 from fourfold.plan.codec import CodecSpec, Shapes, SparseRange, codec_rounds, sparse_spec, unpadded_length
-from fourfold.plan.data import Bucket
+from fourfold.plan.data.buckets import Bucket
 
 
 class Dct:

@@ -14,7 +14,7 @@ from torch import Tensor
 from fourfold.parts import memory
 from fourfold.parts.codec.protocol import CodecReduction, accumulation_dtype, reduce_by_gather, residual_by_param
 from fourfold.plan.codec import SCALE_BLOCK, CodecSpec, Shapes, blockwise_layout, codec_rounds, unpadded_length
-from fourfold.plan.data import Bucket
+from fourfold.plan.data.buckets import Bucket
 
 MAX_CODE = 127
 # Elements worked on at a time on a CPU: few enough to stay in a cache from one operation to the next, and enough

@@ -18,7 +18,7 @@ from torch import Tensor
 from fourfold.parts import memory
 from fourfold.parts.codec.protocol import CodecReduction, Message, accumulation_dtype, residual_by_param
 from fourfold.plan.codec import CodecSpec, Combine, FactoredMatrix, Shapes, codec_rounds, low_rank_spec, unpadded_length
-from fourfold.plan.data import Bucket
+from fourfold.plan.data.buckets import Bucket
 
 MIN_RELATIVE_NORM = 1e-6  # of the largest right factor's norm
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fourfold.plan.codec import CodecRound, Combine
-from fourfold.plan.data import Bucket
+from fourfold.plan.data.buckets import Bucket
 
 
 class Message(NamedTuple):

@@ -17,7 +17,7 @@ from fourfold.parts.codec.protocol import (
 )
 from fourfold.parts.codec.sparse import SparseMessage, select_largest
 from fourfold.plan.codec import CodecSpec, Shapes, codec_rounds, sparse_spec, unpadded_length
-from fourfold.plan.data import Bucket
+from fourfold.plan.data.buckets import Bucket
 
 
 class TopK:

@@ -8,8 +8,12 @@ Law: begun is not ended: what goes in may not be written, nor what comes out rea
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from fourfold.words.layout import Change
+from fourfold.words.layout import collective_sent_bytes as layout_bytes
 
 # Torch 2.13 has renamed these, and warns of the names before.
 all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -82,3 +86,20 @@ def all_gather_rows(group: Group, mine: Tensor, *, size: int) -> Sequence[Tensor
 def _require_work(work: dist.Work | None) -> dist.Work:
     assert work is not None
     return work
+
+
+def sum_in_order(parts: Sequence[Tensor], *, out: Tensor) -> None:
+    """The sum of the parts, in their order whoever adds; `out` may be one of them."""
+    total = parts[0]
+    if len(parts) == 1:
+        if out is not total:
+            out.copy_(total)
+        return
+    for number, part in enumerate(parts[1:], 1):
+        # Only the last sum lands in `out`: that may be an addend which is still to come.
+        total = torch.add(total, part, out=out if number == len(parts) - 1 else None)
+
+
+def ring_bytes(collective: Change, flat: Tensor, size: int) -> float:
+    """Bytes each of `size` ranks sends to change the layout of `flat`."""
+    return layout_bytes(collective, whole_bytes=flat.numel() * flat.element_size(), size=size)

@@ -18,12 +18,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fourfold.environment import launchers
-from fourfold.environment.world import World, from_environment
-from fourfold.parts.comm import process_group_lifecycle, rendezvous_store
+from fourfold.environment.processes import is_alive, this_process
+from fourfold.environment.world import World
 from fourfold.parts.comm.collectives import Group, TorchGroup
 from fourfold.parts.comm.process_group_lifecycle import ProcessGroupRegistry
-from fourfold.words.errors import PEER_GONE_MESSAGES, LaunchError, PeerError, Problem
+from fourfold.words.errors import PEER_GONE_MESSAGES, PeerError
 
 PROCESS_EXIT_GRACE_SECONDS = 1.0  # a process's sockets are closed a moment before it is gone
 
@@ -47,7 +46,7 @@ class Communicator:
 
     def register(self) -> "Communicator":
         """Have every rank know where all live. Collective."""
-        mine = _RankProcess(host_id(), platform.node(), *rendezvous_store.this_process())
+        mine = _RankProcess(host_id(), platform.node(), *this_process())
         self._processes = [_RankProcess(*theirs) for theirs in self.all_gather_json(mine)]
         return self
 
@@ -60,7 +59,7 @@ class Communicator:
         """Whether a rank's process has ended, as far as this host can tell. Not collective: waits ask it."""
         if not self._processes or self._processes[rank].host != self._processes[self.rank].host:
             return False
-        return not rendezvous_store.is_alive(self._processes[rank].pid, self._processes[rank].start_ticks)
+        return not is_alive(self._processes[rank].pid, self._processes[rank].start_ticks)
 
     def check_peers(self) -> None:
         """Raise PeerError where another rank of this host has ended. Not collective: waits call it."""
@@ -144,78 +143,6 @@ class Communicator:
     def process_group_getter(self, ranks: Sequence[int], purpose: str) -> Callable[[], dist.ProcessGroup | None]:
         """The same as torch.distributed has it, to be asked for at every use."""
         return self._process_groups.get_or_create(purpose, ranks)
-
-
-def init_communicator() -> Communicator:
-    """Join the process group that is there, or the one the launcher's environment speaks of, or stay alone."""
-    process_group_lifecycle.destroy_orphaned()
-    world = existing_world()
-    if world is not None:
-        process_group_lifecycle.release_groups_at_exit(include_world=False)
-        return Communicator(world, _select_device(world.local_rank)).register()
-    world = from_environment() or World()
-    device = _select_device(world.local_rank)
-    if world.size > 1:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        _init_process_group("nccl" if device.type == "cuda" else "gloo")
-        process_group_lifecycle.release_groups_at_exit(include_world=True)
-    return Communicator(world, device).register()
-
-
-def _init_process_group(backend: str) -> None:
-    """Make the process group, where the launcher's environment says that ranks meet. Raises LaunchError."""
-    seat = launchers.detect(os.environ)
-    assert seat is not None
-    try:
-        store = rendezvous_store.open_store(seat, os.environ)
-        if store is None:
-            dist.init_process_group(backend)
-        else:
-            dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size)
-    except (ValueError, dist.DistError) as error:
-        got = str(error).splitlines()[0]
-        if seat.launcher is launchers.TORCHRUN:
-            problem = Problem(got, "the variables of a launcher", "fourfold run -n N SCRIPT.py")
-        else:
-            attempt = "MASTER_ADDR and MASTER_PORT of your own"
-            problem = Problem(got, f"rank 0 at {rendezvous_store.describe_address(seat, os.environ)}", attempt)
-        raise LaunchError(problem) from error
-
-
-def existing_world() -> World | None:
-    """The world of the process group that is there, or None; has no effect."""
-    return _world_of_group() if dist.is_available() and dist.is_initialized() else None
-
-
-def world() -> World:
-    """This process's place: `rank`, `size`, `local_rank`, `local_size`. Joins nothing.
-
-    As the process group says that is there, else the environment of torchrun, `fourfold run`, mpirun, srun or
-    Kubernetes; without any of them, one process alone. Raises LaunchError where a launcher's variables contradict
-    each other.
-    """
-    return existing_world() or from_environment() or World()
-
-
-def _world_of_group() -> World:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    with contextlib.suppress(LaunchError):  # The user has made a group all the same.
-        launched = from_environment()
-        if launched is not None and (launched.rank, launched.size) == (rank, size):
-            return launched
-    return World(rank=rank, size=size, local_rank=rank, local_size=size)
-
-
-def _select_device(local_rank: int) -> torch.device:
-    gloo = dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo"
-    if not torch.cuda.is_available() or gloo:
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if local_rank >= count:
-        got = f"local rank {local_rank} on a host with {count} GPUs"
-        raise LaunchError(Problem(got, "a GPU for each process", f'-n {count}, or CUDA_VISIBLE_DEVICES="" for CPUs'))
-    return torch.device("cuda", local_rank)
 
 
 def host_id() -> str:

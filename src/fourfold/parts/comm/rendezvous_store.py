@@ -22,11 +22,11 @@ import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
 
 from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from fourfold.environment.launchers import RankInfo
+from fourfold.environment.processes import ProcessId, has_variable, is_alive, parent_pid, process_id
 from fourfold.environment.rendezvous import FileRendezvous, LocalRendezvous, TCPRendezvous
 from fourfold.environment.rendezvous import find_rendezvous as place_of
 from fourfold.parts.comm.file_store import GROUP_TIMEOUT_SECONDS, open_file_store
@@ -42,13 +42,6 @@ STORE_NAME_PATTERN = re.compile(
 
 _open_stores: list[tuple[Path, Store]] = []
 """The stores in files that this process has, with their folders, until `release`."""
-
-
-class _ProcessId(NamedTuple):
-    """A process, told from a later one that has got its number by when it began (in ticks since the boot)."""
-
-    pid: int
-    start_ticks: int
 
 
 def open_store(seat: RankInfo, environ: Mapping[str, str]) -> Store | None:
@@ -79,7 +72,7 @@ def _open_host_store(seat: RankInfo, place: LocalRendezvous) -> Store:
     if seat.rank > 0:
         return _join_store(folder / _wait_for_note(note, seat), seat)
     _remove_stale_stores(folder)
-    pid, began = _process_id(os.getpid())
+    pid, began = process_id(os.getpid())
     name = f"store-{pid}-{began}-{secrets.token_hex(8)}"
     part = note.with_name(f"{note.name}.{pid}")
     try:
@@ -156,7 +149,7 @@ def _wait_for_note(note: Path, seat: RankInfo) -> str:
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             told = json.loads(note.read_text())
-            if _process_id(told["pid"]).start_ticks == told["began"]:
+            if process_id(told["pid"]).start_ticks == told["began"]:
                 return told["store"]
         time.sleep(POLL_SECONDS)
     got = f"rank 0 did not come within {HOST_TIMEOUT_SECONDS:.0f} s; rank {seat.rank} looked for {note}"
@@ -192,46 +185,9 @@ def _note_name(place: LocalRendezvous) -> str:
     return f"rendezvous-{hashlib.sha256(told.encode()).hexdigest()[:24]}"
 
 
-def _launcher_process(variable: str) -> _ProcessId:
+def _launcher_process(variable: str) -> ProcessId:
     """The nearest ancestor that is no part of the rank: between it and us there may be shells and wrappers."""
-    pid = _parent_pid(os.getpid())
-    while pid > 1 and _has_variable(pid, variable):
-        pid = _parent_pid(pid)
-    return _process_id(pid)
-
-
-def _has_variable(pid: int, variable: str) -> bool:
-    try:
-        environ = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:  # Another user's, such as Slurm's own daemon.
-        return False
-    return any(entry.startswith(variable.encode() + b"=") for entry in environ.split(b"\0"))
-
-
-def _parent_pid(pid: int) -> int:
-    fields = _proc_stat(pid)
-    return int(fields[1]) if fields else 0
-
-
-def _process_id(pid: int) -> _ProcessId:
-    fields = _proc_stat(pid)
-    return _ProcessId(pid, int(fields[19]) if fields else 0)
-
-
-def this_process() -> _ProcessId:
-    """This process."""
-    return _process_id(os.getpid())
-
-
-def is_alive(pid: int, start_ticks: int) -> bool:
-    """Whether a process of this host is still there; one that has ended and is not buried yet is not."""
-    fields = _proc_stat(pid)
-    return bool(fields) and int(fields[19]) == start_ticks and fields[0] not in ("Z", "X")
-
-
-def _proc_stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat after the command's name (state first); none where there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
+    pid = parent_pid(os.getpid())
+    while pid > 1 and has_variable(pid, variable):
+        pid = parent_pid(pid)
+    return process_id(pid)

@@ -13,32 +13,24 @@ from typing import NamedTuple
 import torch
 
 from fourfold.parts import memory
-from fourfold.parts.codec.registry import Codec
-from fourfold.parts.comm.communicator import Communicator, existing_world, init_communicator, world
+from fourfold.parts.codec.protocol import Codec
+from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.host_shared_memory import open_host_memory
-from fourfold.parts.comm.reduce.collective_fingerprint import divergence_error, with_options
-from fourfold.parts.comm.reduce.compressed import (
-    CompressedRoutes,
-    CompressedTransport,
-    MessageGatherer,
-    NullMessageGatherer,
-    message_indices,
-)
+from fourfold.parts.comm.init import existing_world, init_communicator, world
+from fourfold.parts.comm.reduce.compressed import CompressedRoutes, CompressedTransport, message_indices
+from fourfold.parts.comm.reduce.divergence_report import divergence_error, with_options
+from fourfold.parts.comm.reduce.fingerprint_check import NUM_LOSS_SCALARS
+from fourfold.parts.comm.reduce.inter_host import GroupInterHostReducer
 from fourfold.parts.comm.reduce.local_sgd import LocalSGDTransport
-from fourfold.parts.comm.reduce.process_group import (
-    NUM_LOSS_SCALARS,
-    GroupInterHostReducer,
-    GroupMessageGatherer,
-    ProcessGroupTransport,
-    ReductionSpec,
-)
-from fourfold.parts.comm.reduce.protocol import BucketSlice, GradsOfBucket, SingleRankTransport, Transport
+from fourfold.parts.comm.reduce.message_gatherer import GroupMessageGatherer, MessageGatherer, NullMessageGatherer
+from fourfold.parts.comm.reduce.process_group import ProcessGroupTransport
+from fourfold.parts.comm.reduce.protocol import BucketSlice, GradsOfBucket, Transport
+from fourfold.parts.comm.reduce.shared_memory.flags import HostRanks
 from fourfold.parts.comm.reduce.shared_memory.layout import SharedMemoryLayout
 from fourfold.parts.comm.reduce.shared_memory.transport import SharedMemoryTransport
-from fourfold.parts.comm.ring.p2p import ProcessGroupChannel
-from fourfold.parts.comm.ring.protocol import NullRingGroup, RingGroup, RingOverP2P
-from fourfold.parts.comm.ring.shared_memory import RingOverSharedMemory, RingPlace, total_bytes
-from fourfold.plan.data import RESTING_LAYOUTS, RestingLayouts
+from fourfold.parts.comm.reduce.single_rank import SingleRankTransport
+from fourfold.parts.comm.reduce.transport_spec import TransportSpec
+from fourfold.parts.comm.ring.protocol import RingGroup
 from fourfold.words.errors import LaunchError, PlanError, Problem
 from fourfold.words.layout import SPLIT
 
@@ -56,34 +48,10 @@ __all__ = [
     "divergence_error",
     "existing_world",
     "init_communicator",
-    "make_ring",
     "make_transport",
     "with_options",
     "world",
 ]
-
-
-class TransportSpec(NamedTuple):
-    """What the buckets need of a transport: sizes, dtypes, the slots they use by turns, rests, and room for scalars.
-
-    `dtypes` are those of the slots; `weight_dtypes` those of the weights, where they are others.
-    """
-
-    sizes: tuple[int, ...]
-    dtypes: tuple[torch.dtype, ...]
-    buffer_indices: tuple[int, ...]
-    rest: RestingLayouts = RESTING_LAYOUTS[0]
-    num_scalars: int = 8
-    purpose: str = ""
-    """Transports of one purpose share their process groups, and so the order of what they begin."""
-    is_prereduced: bool = False
-    num_shards: int | None = None
-    """Among how many neighbouring ranks that which rests split is split; None: all."""
-    weight_dtypes: tuple[torch.dtype, ...] | None = None
-
-    @property
-    def reduction(self) -> ReductionSpec:
-        return ReductionSpec(self.rest, self.buffer_indices, self.purpose, self.is_prereduced, self.num_shards)
 
 
 class TransportChoice(NamedTuple):
@@ -154,7 +122,7 @@ def _make_uncompressed(ranks: Communicator, spec: TransportSpec, choice: str) ->
             problem = Problem(f'transport = "shared", but {reason}', "ranks that share memory", 'transport = "by-host"')
             raise PlanError(problem, where="the plan")
     slots = _private_buffers(spec, ranks.device)
-    transport = ProcessGroupTransport(slots, ranks, members, spec.reduction)
+    transport = ProcessGroupTransport(slots, ranks, members, spec)
     return TransportChoice(transport, f"{transport.name} ({reason})" if transport.name == "gloo" else transport.name)
 
 
@@ -180,7 +148,7 @@ def _private_buffers(spec: TransportSpec, device: torch.device) -> list[torch.Te
     ]
 
 
-def _gather_hosts(ranks: Communicator) -> tuple[list[str], str]:
+def gather_hosts(ranks: Communicator) -> tuple[list[str], str]:
     """The host of every rank, or the reason why they cannot share memory. Collective."""
     machine = platform.machine()
     able = sys.platform == "linux" and machine == "x86_64"
@@ -192,7 +160,7 @@ def _gather_hosts(ranks: Communicator) -> tuple[list[str], str]:
 
 def _make_shared_memory(ranks: Communicator, spec: TransportSpec) -> tuple[SharedMemoryTransport | None, str]:
     """Shared memory inside each host, gloo between hosts; or None and the reason."""
-    said, reason = _gather_hosts(ranks)
+    said, reason = gather_hosts(ranks)
     if reason:
         return None, reason
     hosts = [[rank for rank, host in enumerate(said) if host == name] for name in dict.fromkeys(said)]
@@ -215,7 +183,7 @@ def _make_shared_memory(ranks: Communicator, spec: TransportSpec) -> tuple[Share
         return None, problem
     between = None
     if len(hosts) > 1:
-        use = spec.reduction._replace(shard=sharing)
+        use = spec._replace(num_shards=sharing)
         columns = [GroupInterHostReducer(ranks, [host[index] for host in hosts], use) for index in range(len(here))]
         between = columns[here.index(ranks.rank)]
     mapping = memory.map_shared(met.handle)
@@ -223,11 +191,8 @@ def _make_shared_memory(ranks: Communicator, spec: TransportSpec) -> tuple[Share
     shared = SharedMemoryTransport(
         mapping,
         slotting,
-        index=index,
-        size=len(here),
+        HostRanks(index, tuple(here), met.peer_sockets),
         rest=spec.rest,
-        ranks=here,
-        peer_sockets=met.peer_sockets,
         inter_host=between,
         is_prereduced=spec.is_prereduced,
     )
@@ -249,43 +214,3 @@ def _num_host_shards(num_shards: int, ranks_per_host: int, num_hosts: int) -> in
     raise PlanError(
         Problem(f"shard = {num_shards} on {num_hosts} hosts of {ranks_per_host} ranks", need, attempt), where="the plan"
     )
-
-
-def make_ring(
-    ranks: Communicator, groups: Sequence[Sequence[int]], purpose: str, *, choice: str = "by-host"
-) -> RingGroup:
-    """The link among the ranks of this rank's group. Collective; `groups` partition the ranks, alike on every rank.
-
-    Raises PlanError where a transport is asked for that cannot be had.
-    """
-    check_transport_device(choice, ranks.device.type)
-    mine = next(group for group in groups if ranks.rank in group)
-    if all(len(group) == 1 for group in groups):
-        return NullRingGroup()
-    if ranks.device.type == "cpu" and choice in ("by-host", "shared"):
-        neighbours, reason = _make_shared_memory_ring(ranks, groups, mine)
-        if neighbours is not None:
-            return neighbours
-        if choice == "shared":
-            problem = Problem(f'transport = "shared", but {reason}', "ranks that share memory", 'transport = "by-host"')
-            raise PlanError(problem, where="the plan")
-    wires = [ProcessGroupChannel(ranks, group, purpose) for group in groups]
-    return RingOverP2P(next(wire for wire, group in zip(wires, groups, strict=True) if group is mine))
-
-
-def _make_shared_memory_ring(
-    ranks: Communicator, groups: Sequence[Sequence[int]], mine: Sequence[int]
-) -> tuple[RingOverSharedMemory | None, str]:
-    """The link of a group inside a host, if every group is; or None and the reason."""
-    said, reason = _gather_hosts(ranks)
-    apart = [group for group in groups if len({said[rank] for rank in group}) > 1]
-    if reason or apart:
-        return None, reason or f"ranks {list(apart[0])} are on several hosts"
-    met, problem = open_host_memory(lambda: memory.create_growing(total_bytes(len(mine))), ranks, mine)
-    if met is None:
-        return None, problem
-    for socket in met.peer_sockets.values():
-        socket.close()
-    return RingOverSharedMemory(
-        met.handle, RingPlace(list(mine).index(ranks.rank), tuple(mine)), check_peers=ranks.check_peers
-    ), ""

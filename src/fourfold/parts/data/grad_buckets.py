@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts import memory
-from fourfold.parts.comm.transports import BucketSlice, Transport
+from fourfold.parts.comm.reduce.protocol import BucketSlice, Transport
 from fourfold.parts.data.grad_hooks import register_last_hook
 from fourfold.parts.data.param_access import untracked_access
 from fourfold.parts.optim.flat_optimizer import UpdateSlice
 from fourfold.parts.optim.master_weights import MasterWeights
-from fourfold.plan.data import Bucket, ParamSpec
+from fourfold.plan.data.buckets import Bucket, ParamSpec
 from fourfold.words.errors import Problem, TaskError, TrainingError
 from fourfold.words.trace_events import LAUNCHED_EVENT, NULL_RECORDER, READY_EVENT
 

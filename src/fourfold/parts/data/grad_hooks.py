@@ -7,9 +7,10 @@ Law: whenever a user registers a hook, it sees the gradient of this rank in `.gr
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
+
+from fourfold.parts.torch_private import post_accumulate_hooks, set_post_accumulate_hooks
 
 GradHook = Callable[[Tensor], None]
 
@@ -38,14 +39,14 @@ def register_last_hook(parameter: Tensor, hook: GradHook) -> None:
 
     Several of ours run in the order of registration.
     """
-    holder: Any = parameter
-    earlier = holder._post_accumulate_grad_hooks
+    earlier = post_accumulate_hooks(parameter)
     if not isinstance(earlier, _OrderedHooks):
-        holder._post_accumulate_grad_hooks = _OrderedHooks()
+        set_post_accumulate_hooks(parameter, _OrderedHooks())
         for key in earlier or ():
             parameter.register_post_accumulate_grad_hook(_call_if_registered(earlier, key))
     handle = parameter.register_post_accumulate_grad_hook(hook)
-    hooks: _OrderedHooks = holder._post_accumulate_grad_hooks
+    hooks = post_accumulate_hooks(parameter)
+    assert isinstance(hooks, _OrderedHooks)
     hooks.last_ids.append(handle.id)
     hooks.move_to_back(handle.id)  # those of ours that were there have just been moved behind it
 

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import DisableTorchFunctionSubclass
 
 from fourfold.parts.dropped_arguments import DROPPED_ARGUMENTS, restore_arguments
+from fourfold.parts.torch_private import DisableTorchFunctionSubclass, are_transforms_active, suspend_transforms
 from fourfold.words.errors import Problem, TaskError
 
 NO_SAVED_TENSOR_HOOKS = "support saved tensor hooks"  # what torch.func says
@@ -147,11 +147,8 @@ def outside_transforms(device_type: str) -> Iterator[None]:
         stack.enter_context(torch.no_grad())
         if torch.is_autocast_enabled(device_type):
             stack.enter_context(torch.autocast(device_type, enabled=False))
-        if torch._C._are_functorch_transforms_active():
-            # Only then: it imports much.
-            from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-            stack.enter_context(temporarily_clear_interpreter_stack())
+        if are_transforms_active():
+            stack.enter_context(suspend_transforms())
         yield
 
 

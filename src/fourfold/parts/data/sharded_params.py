@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts import memory
-from fourfold.parts.comm.transports import BucketSlice, Transport
+from fourfold.parts.comm.reduce.protocol import BucketSlice, Transport
 from fourfold.parts.data.grad_buckets import bucket_dtype
 from fourfold.parts.data.param_access import ParamAccess, explain_transform_errors, outside_transforms
-from fourfold.plan.data import Bucket
+from fourfold.parts.torch_private import version_of
+from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.unshard_order import MAX_UNSHARDED, MissingBucket, UnshardOrder
 from fourfold.words.errors import Problem, TrainingError
 
@@ -287,13 +288,13 @@ class ShardedParams:
             self._bucket_of_address.get(tensor.untyped_storage().data_ptr()) if tensor.layout is torch.strided else None
         )
         if bucket is None or tensor.dtype != self._unsharded[bucket].dtype or tensor.is_conj() or tensor.is_neg():
-            return SavedTensor(tensor, tensor._version)
+            return SavedTensor(tensor, version_of(tensor))
         return _SavedParamView(
             bucket, int(tensor.storage_offset()), tensor.size(), tensor.stride(), self._weight_version(bucket)
         )
 
     def _unpack(self, saved: _SavedParamView | SavedTensor) -> Tensor:
-        now = saved.tensor._version if isinstance(saved, SavedTensor) else self._weight_version(saved.bucket)
+        now = version_of(saved.tensor) if isinstance(saved, SavedTensor) else self._weight_version(saved.bucket)
         if now != saved.version:
             # Autograd checks this itself, but not behind hooks.
             what = "one of the tensors" if isinstance(saved, SavedTensor) else "a weight"
@@ -310,4 +311,4 @@ class ShardedParams:
             return self._unsharded[saved.bucket].as_strided(saved.size, saved.stride, saved.offset)
 
     def _weight_version(self, bucket: int) -> int:
-        return self._parameters[bucket][0]._version
+        return version_of(self._parameters[bucket][0])

@@ -20,7 +20,7 @@ from fourfold.parts.data.grad_buckets import (
 )
 from fourfold.parts.data.grad_hooks import register_last_hook
 from fourfold.parts.optim.flat_optimizer import UpdateSlice
-from fourfold.plan.data import Bucket
+from fourfold.plan.data.buckets import Bucket
 from fourfold.words.trace_events import LAUNCHED_EVENT, NULL_RECORDER, READY_EVENT
 
 

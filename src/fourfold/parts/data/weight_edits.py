@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.comm.transports import BucketSlice
+from fourfold.parts.comm.reduce.protocol import BucketSlice
 from fourfold.parts.data.param_access import untracked_access
 from fourfold.parts.optim.master_weights import MasterWeights
-from fourfold.plan.data import Bucket
+from fourfold.parts.torch_private import version_of
+from fourfold.plan.data.buckets import Bucket
 
 NUM_SAMPLED_ELEMENTS = 4  # elements of a parameter
 
@@ -110,7 +111,7 @@ class WeightEdits:
 
     def _current_versions(self) -> list[list[int]]:
         with untracked_access():
-            return [[p._version for p in members] for members in self._parameters]
+            return [list(map(version_of, members)) for members in self._parameters]
 
     def edited_params(self, *, sampled: bool = True) -> list[str]:
         """The names of the parameters that somebody else has written, as far as counts and the sample show it."""

@@ -24,7 +24,8 @@ from fourfold.parts.optim.lars_lamb import (
     finish_update,
 )
 from fourfold.parts.optim.option_checks import call_factory, check_options
-from fourfold.plan.data import Bucket
+from fourfold.parts.torch_private import avoid_dynamo_import, mark_step_called, step_without_wrappers
+from fourfold.plan.data.buckets import Bucket
 from fourfold.words.errors import OptimizerError, Problem
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -96,7 +97,7 @@ def is_layerwise(optimizer: Optimizer) -> bool:
 
 def build_optimizer(factory: OptimizerFactory, parameters: Sequence[nn.Parameter]) -> Optimizer:
     """The user's optimizer over the original parameters. Raises OptimizerError for what cannot run on flat buffers."""
-    _avoid_dynamo_import()
+    avoid_dynamo_import()
     optimizer = call_factory(factory, parameters)
     if not isinstance(optimizer, Optimizer):
         attempt = "functools.partial(torch.optim.AdamW, lr=3e-4)"
@@ -143,7 +144,7 @@ def _trial_state(optimizer: Optimizer, group: int) -> tuple[dict[str, Any], nn.P
     kind: Any = type(optimizer)
     flat: Optimizer = kind([trial], lr=options["lr"])
     flat.param_groups[0].update(options)
-    inspect.unwrap(kind.step)(flat)
+    step_without_wrappers(flat)
     return flat.state[trial], trial
 
 
@@ -151,13 +152,6 @@ def group_indices(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) 
     """By name of a parameter: the index of its group; a parameter that is in no group is left out."""
     group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     return {name: group_of[id(p)] for name, p in parameters.items() if id(p) in group_of}
-
-
-def _avoid_dynamo_import() -> None:
-    """Keep torch from importing torch._dynamo when an optimizer is made: 1.25 s in every process."""
-    plain = inspect.unwrap(Optimizer.add_param_group)
-    if not hasattr(plain, "__dynamo_disable"):
-        setattr(plain, "__dynamo_disable", plain)
 
 
 class _FlatUpdate(NamedTuple):
@@ -239,7 +233,7 @@ class FlatOptimizer:
 
     def _notify_schedulers(self) -> None:
         # A scheduler of torch warns unless it has seen a step of the optimizer it was made with.
-        self._user_optimizer._opt_called = True  # type: ignore[attr-defined]
+        mark_step_called(self._user_optimizer)
 
     @torch.no_grad()
     def update(
@@ -265,8 +259,8 @@ class FlatOptimizer:
                 _write_back(run)
         else:
             for run in self._prepared_updates(bucket, used, factor, gradient):
-                # Without torch's wrappers around `step`: they import torch._dynamo, and cost more than a small update.
-                inspect.unwrap(type(run.optimizer).step)(run.optimizer)
+                # The wrappers around `step` cost more than a small update.
+                step_without_wrappers(run.optimizer)
                 _write_back(run)
         self._notify_schedulers()
 

@@ -6,55 +6,17 @@ Law: a hook sees what it sees in one process: the model's parameters and, in `.g
 a copy of this rank's own. What it cannot see raises.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from fourfold.parts.comm.transports import Transport
-from fourfold.plan.data import Bucket
+from fourfold.parts.comm.reduce.protocol import Transport
+from fourfold.parts.torch_private import StepHook, has_any_hook, step_post_hooks, step_pre_hooks
+from fourfold.plan.data.buckets import Bucket
 from fourfold.words.errors import OptimizerError, Problem
-
-StepHook = Callable[[Optimizer, Any, Any], Any]
-
-
-def step_pre_hooks(optimizer: Optimizer) -> list[StepHook]:
-    """In torch's order."""
-    return [*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()]
-
-
-def step_post_hooks(optimizer: Optimizer) -> list[StepHook]:
-    """In torch's order."""
-    return [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]
-
-
-def state_dict_hooks(optimizer: Optimizer) -> list[Any]:
-    """The hooks of `state_dict` and `load_state_dict`."""
-    saving = [*optimizer._optimizer_state_dict_pre_hooks.values(), *optimizer._optimizer_state_dict_post_hooks.values()]
-    loading = optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks
-    return [*saving, *(hook for hooks in loading for hook in hooks.values())]
-
-
-def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether an optimizer has step hooks of its own; torch also has some for all optimizers."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
-
-
-def has_any_hook(optimizer: Optimizer) -> bool:
-    """Whether an optimizer has any hook. Asked in every step."""
-    return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
-        or optimizer._optimizer_state_dict_pre_hooks
-        or optimizer._optimizer_state_dict_post_hooks
-        or optimizer._optimizer_load_state_dict_pre_hooks
-        or optimizer._optimizer_load_state_dict_post_hooks
-    )
 
 
 def has_custom_step(optimizer: Optimizer) -> bool:

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from fourfold.parts.comm import transports
-from fourfold.parts.comm.transports import Communicator, RingGroup
+from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.ring.protocol import RingGroup
+from fourfold.parts.comm.rings import make_ring
 from fourfold.parts.sequence import masks, ring, rsa, ulysses
 from fourfold.parts.sequence.dropout import AttentionDropout
 from fourfold.plan.sequence import TokenRanges, heads_problem, ring_size, token_ranges
@@ -80,8 +81,8 @@ def connect_sequence(
     ring_size(len(sequences[0]), ulysses)
     neighbours = [group[start : start + ulysses] for group in sequences for start in range(0, len(group), ulysses)]
     places = [group[first::ulysses] for group in sequences for first in range(ulysses)]
-    around = transports.make_ring(ranks, places, "ring", choice=transport)
-    return SequenceGroup(around, transports.make_ring(ranks, neighbours, "heads", choice=transport), ring)
+    around = make_ring(ranks, places, "ring", choice=transport)
+    return SequenceGroup(around, make_ring(ranks, neighbours, "heads", choice=transport), ring)
 
 
 def sequence_attention(

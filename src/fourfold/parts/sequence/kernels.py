@@ -18,6 +18,12 @@ from torch import Tensor
 
 from fourfold.parts.sequence import masks
 from fourfold.parts.sequence.dropout import DropoutMask
+from fourfold.parts.torch_private import (
+    cpu_flash_attention,
+    cpu_flash_attention_backward,
+    cuda_flash_attention,
+    cuda_flash_attention_backward,
+)
 
 INF = float("inf")
 # Scores held at once by the plain kernel: enough for the products to be fast, little enough for the cache's sake.
@@ -84,18 +90,17 @@ def forward(block: AttentionBlock) -> BlockOutput:
     if block.k.shape[-2] == 0:
         return _empty_output(block)
     if _flash_on_cpu(block):
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            block.q, block.k, block.v, 0.0, block.is_causal, attn_mask=block.mask, scale=block.scale
+        out, lse = cpu_flash_attention(
+            block.q, block.k, block.v, is_causal=block.is_causal, mask=block.mask, scale=block.scale
         )
         if block.mask is not None:
             # This kernel says 0 of rows that attend to nothing.
             lse = lse.masked_fill(masks.fully_masked(block.mask, is_causal=block.is_causal), -INF)
         return BlockOutput(out, lse)
     if _flash_on_cuda(block):
-        found = torch.ops.aten._scaled_dot_product_flash_attention(
-            block.q, *_repeat_kv(block), 0.0, block.is_causal, False, scale=block.scale
+        return BlockOutput(
+            *cuda_flash_attention(block.q, *_repeat_kv(block), is_causal=block.is_causal, scale=block.scale)
         )
-        return BlockOutput(found[0], found[1])
     return _plain_forward(block)
 
 
@@ -103,16 +108,13 @@ def backward(block: AttentionBlock, totals: SoftmaxTotals) -> BlockGrads:
     """This block's part of the gradients."""
     if _flash_on_cpu(block):
         return BlockGrads(
-            *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *cpu_flash_attention_backward(
                 totals.grad_out,
-                block.q,
-                block.k,
-                block.v,
+                (block.q, block.k, block.v),
                 totals.out,
                 totals.lse,
-                0.0,
-                block.is_causal,
-                attn_mask=block.mask,
+                is_causal=block.is_causal,
+                mask=block.mask,
                 scale=block.scale,
             )
         )
@@ -144,23 +146,12 @@ def _repeat_kv(block: AttentionBlock) -> tuple[Tensor, Tensor]:
 
 
 def _cuda_backward(block: AttentionBlock, totals: SoftmaxTotals) -> BlockGrads:
-    k, v = _repeat_kv(block)
-    # Of dropout only, which this kernel is not used for.
-    state = torch.zeros(2, dtype=torch.uint64, device=block.q.device), torch.zeros((), dtype=torch.uint64)
-    lengths = block.q.shape[-2], k.shape[-2]
-    grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+    grad_q, grad_k, grad_v = cuda_flash_attention_backward(
         totals.grad_out,
-        block.q,
-        k,
-        v,
+        (block.q, *_repeat_kv(block)),
         totals.out,
         totals.lse,
-        None,
-        None,
-        *lengths,
-        0.0,
-        block.is_causal,
-        *state,
+        is_causal=block.is_causal,
         scale=block.scale,
     )
     groups = block.k.shape[1]

@@ -4,10 +4,10 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fourfold.step.batch import tree_leaves
+from fourfold.parts.torch_private import run_backward_under_modes
+from fourfold.step.tensor_tree import tree_leaves
 
 
 def run_backward(outputs: Any, grad_tensors: list[Tensor | None]) -> None:
@@ -22,9 +22,7 @@ def run_backward(outputs: Any, grad_tensors: list[Tensor | None]) -> None:
     roots, gradients = zip(*pairs, strict=True)
     # `torch.autograd.backward` would hand itself to the modes and run without them: a checkpoint would compute in
     # another dtype than the first time.
-    torch.autograd.graph._engine_run_backward(
-        roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
+    run_backward_under_modes(roots, gradients)
 
 
 @contextlib.contextmanager

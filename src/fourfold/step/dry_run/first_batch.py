@@ -17,19 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts.data.param_access import explain_transform_errors
+from fourfold.parts.torch_private import is_compiled
 from fourfold.plan.plan import Plan
 from fourfold.step.batch import (
     Microbatch,
     batch_and_parts,
-    call_model,
-    detached_clone,
-    eval_mode,
     num_samples,
     slice_samples,
     split_microbatches,
     subsample,
-    tree_leaves,
-    tree_map,
     unpack_batch,
 )
 from fourfold.step.dry_run.fixed_random import without_randomness
@@ -48,7 +44,9 @@ from fourfold.step.dry_run.loss_additivity import LossComparison, compare_losses
 from fourfold.step.dry_run.loss_check import STRICTEST_CHECK, CheckResult, check_loss, summarize_error
 from fourfold.step.dry_run.random_weights import MemoryFit, find_memory_fit
 from fourfold.step.dry_run.weight_write_check import WeightWriteCheck
-from fourfold.step.objective import ForwardResult, Objective, is_compiled
+from fourfold.step.model_call import call_model, eval_mode
+from fourfold.step.objective import ForwardResult, Objective
+from fourfold.step.tensor_tree import detached_clone, tree_leaves, tree_map
 from fourfold.step.weights import Weights
 from fourfold.words.errors import Problem, TaskError
 

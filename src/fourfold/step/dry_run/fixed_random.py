@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fourfold.parts.dropped_arguments import restore_arguments
+from fourfold.parts.torch_private import is_view
 
 DROPOUT_FUNCTIONS = {
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
@@ -45,7 +46,7 @@ class FixedRandomMode(TorchFunctionMode):
         result = _call_without_randomness(func, args, kwargs)
         if isinstance(result, Tensor) and result.is_floating_point():
             self.min_itemsize = min(self.min_itemsize, result.dtype.itemsize)
-            self.num_elements += 0 if result._is_view() else result.numel()
+            self.num_elements += 0 if is_view(result) else result.numel()
         return result
 
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fourfold.parts.dropped_arguments import restore_arguments
+from fourfold.parts.torch_private import GROUPED_MM_OPS
 
 WIDER_DTYPE = {
     **dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64),
@@ -21,9 +21,6 @@ WIDER_DTYPE = {
 _WIDER_CAST_NAMES = {"float": "double", "half": "double", "bfloat16": "double", "cfloat": "cdouble", "chalf": "cdouble"}
 WIDER_CAST = {getattr(Tensor, narrow): getattr(Tensor, wide) for narrow, wide in _WIDER_CAST_NAMES.items()}
 FACTORIES = frozenset({torch.zeros, torch.ones, torch.empty, torch.rand, torch.randn, torch.eye, torch.linspace})
-GROUPED_MM_OPS = frozenset(
-    getattr(module, name) for module, name in ((torch, "_grouped_mm"), (F, "grouped_mm")) if hasattr(module, name)
-)
 
 
 class Float64Mode(TorchFunctionMode):

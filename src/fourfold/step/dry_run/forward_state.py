@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts.fingerprint import fingerprints
+from fourfold.parts.torch_private import own_buffers
 from fourfold.step.dry_run.weight_write_tracker import WeightWriteTracker, is_identical
 from fourfold.words.errors import Problem
 
@@ -29,8 +30,8 @@ class StateSnapshot:
         """`kept`, `renorms`: as for `WeightWrites`."""
         self._model = model
         # Those of TorchScript cannot be replaced, only written.
-        modules = [module for module in model.modules() if isinstance(module._buffers, dict)]
-        self._buffers = [(module, dict(module._buffers)) for module in modules]
+        modules = [module for module in model.modules() if isinstance(own_buffers(module), dict)]
+        self._buffers = [(module, dict(own_buffers(module))) for module in modules]
         self._values = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
         self.write_tracker = WeightWriteTracker(model, not_restored=not_restored, counts_renorms=counts_renorms)
 
@@ -45,8 +46,8 @@ class StateSnapshot:
     def restore(self) -> None:
         """Put all buffers back, and the parameters that were copied."""
         for module, buffers in self._buffers:
-            module._buffers.clear()
-            module._buffers.update(buffers)
+            own_buffers(module).clear()
+            own_buffers(module).update(buffers)
         for buffer, value in self._values.values():
             if not is_identical(buffer, value):
                 buffer.copy_(value)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from fourfold.parts.torch_private import tensor_hooks
 from fourfold.step.dry_run.fixed_random import without_randomness
 from fourfold.words.errors import Problem
 
@@ -33,7 +34,7 @@ def hook_problems(model: nn.Module, num_parts: int) -> list[Problem]:
 
 @torch.no_grad()
 def _is_additive(parameter: nn.Parameter) -> bool:
-    hooks = list((parameter._backward_hooks or {}).values())
+    hooks = tensor_hooks(parameter)
     if not hooks or not parameter.numel():
         return True
 

@@ -10,7 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fourfold.step.objective import ForwardResult, is_uneven, uneven_problem
+from fourfold.step.objective import ForwardResult
+from fourfold.step.uneven_means import is_uneven, uneven_problem
 from fourfold.words.errors import Problem
 
 # Of the largest of the losses, by the size in bytes of the least precise number in a forward.
@@ -146,7 +147,8 @@ def _is_mixed(forwards: Sequence[ForwardResult], tolerance: float) -> bool:
     rests = [_unexplained_loss(each) for each in forwards]
     of_calls = zip(*means, strict=True)
     off = [
-        _peak_to_peak([c.slope or 0.0 for c in calls]) * max(abs(float(c.value)) for c in calls) for calls in of_calls
+        _peak_to_peak([c.derivative or 0.0 for c in calls]) * max(abs(float(c.value)) for c in calls)
+        for calls in of_calls
     ]
     return max(_peak_to_peak(rests), *off) > tolerance
 

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module
 
-from fourfold.step.batch import Microbatch, detached_clone, num_samples, tree_leaves, tree_map, unpack_batch
+from fourfold.parts.torch_private import swapped_state
+from fourfold.step.batch import Microbatch, num_samples, unpack_batch
 from fourfold.step.dry_run.backward import run_backward
 from fourfold.step.dry_run.fixed_random import without_randomness
 from fourfold.step.dry_run.float64_mode import Float64Mode
@@ -31,6 +31,7 @@ from fourfold.step.dry_run.preserve_module import copy_tensor_attributes, preser
 from fourfold.step.dry_run.random_weights import CheckConfig, MemoryFit, cast_real, copy_buffers, copy_parameters
 from fourfold.step.dry_run.weight_write_tracker import WeightWriteTracker
 from fourfold.step.objective import ForwardResult, Objective
+from fourfold.step.tensor_tree import detached_clone, tree_leaves, tree_map
 from fourfold.words.errors import FourfoldError, Problem
 
 STRICTEST_CHECK = CheckConfig(torch.float64, "near", True)
@@ -129,9 +130,8 @@ class LossCheck:
                 (self._model, self._param_copies),
                 (self._loss_modules, self._loss_param_copies),
             ):
-                # Not `torch.func.functional_call`: a checkpoint's second forward needs these weights in backward, too.
                 state: dict[str, Tensor] = {**parameters, **copy_buffers(module, dtype)}
-                stack.enter_context(_reparametrize_module(module, state, tie_weights=True))
+                stack.enter_context(swapped_state(module, state))
                 stack.enter_context(copy_tensor_attributes(module, dtype))
                 writes = WeightWriteTracker(module)
                 stack.callback(writes.restore)

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from fourfold.parts.data.sharded_params import SavedTensor
+from fourfold.parts.torch_private import packed_divisor, saved_dims, saved_input_numel, saved_input_shape
 from fourfold.step.torch_losses import Count
 
 MAX_NODES = 32  # that are read at most: reading them takes time in each forward
@@ -90,10 +91,8 @@ def find_divisors(value: Tensor) -> list[Count]:
         if name == DIV_NODE:
             found += _scalar_divisor(node)
         # Of a tensor with one sample the mean over its other dims is one number too: what counts is the dims.
-        elif name == "MeanBackward0" or (
-            name in MEAN_NODES and len(node._saved_dim) == len(node._saved_self_sym_sizes)
-        ):
-            found.append(float(node._saved_self_sym_numel))
+        elif name == "MeanBackward0" or (name in MEAN_NODES and len(saved_dims(node)) == len(saved_input_shape(node))):
+            found.append(float(saved_input_numel(node)))
     return found
 
 
@@ -121,7 +120,7 @@ def _scalar_divisor(node: Any) -> list[Count]:
     """The divisor of a division, where it is one number that is at hand: unpacking it may compute it anew."""
     if node.next_functions[1][0] is not None:  # it is trained too
         return []
-    divisor = node._raw_saved_other.data
+    divisor = packed_divisor(node)
     divisor = divisor.tensor if isinstance(divisor, SavedTensor) else divisor
     if not isinstance(divisor, Tensor) or divisor.dim():
         return []

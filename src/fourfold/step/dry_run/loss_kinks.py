@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+from fourfold.parts.torch_private import grad_shapes, saved_maximum, saved_minimum
+
 # Names of autograd's nodes without "Backward0".
 KINKED_OPS = frozenset(
     {"Abs", "Amax", "Amin", "Clamp", "ClampMax", "ClampMin", "Fmax", "Fmin", "Hardtanh", "HuberLoss", "LeakyRelu"}
@@ -59,14 +61,15 @@ def _topological_order(root: _Node, ends: set[_Node]) -> list[_Node]:
 
 
 def _is_kink(node: _Node) -> bool:
-    return _op_name(node) in KINKED_OPS and all(math.prod(each.shape) == 1 for each in node._input_metadata)
+    return _op_name(node) in KINKED_OPS and all(math.prod(shape) == 1 for shape in grad_shapes(node))
 
 
 def _is_nonnegative_clamp(node: _Node, means: set[_Node]) -> bool:
     """Whether it keeps one of torch's means from being negative, which it is not anyhow."""
     is_floor = _op_name(node) == "Relu"
     if _op_name(node) in ("Clamp", "ClampMin"):
-        is_floor = getattr(node, "_saved_max", None) is None and node._saved_min is not None and node._saved_min <= 0
+        minimum = saved_minimum(node)
+        is_floor = saved_maximum(node) is None and minimum is not None and bool(minimum <= 0)
     return is_floor and node.next_functions[0][0] in means
 
 

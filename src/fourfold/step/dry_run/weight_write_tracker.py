@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C import _functorch  # type: ignore[attr-defined]
 from torch.overrides import TorchFunctionMode
 
 from fourfold.parts.data.param_access import untracked_access
 from fourfold.parts.dropped_arguments import restore_arguments
 from fourfold.parts.fingerprint import fingerprints
-from fourfold.step.batch import tree_leaves
+from fourfold.parts.torch_private import is_operator, is_transform_tensor, is_view, version_of, written_arguments
+from fourfold.step.tensor_tree import tree_leaves
 
 _AUGMENTED = "add sub mul matmul truediv floordiv mod and or xor lshift rshift pow"
 _INPLACE_OPERATORS = frozenset({"__setitem__", *(f"__i{name}__" for name in _AUGMENTED.split())})
@@ -49,7 +49,7 @@ class WeightWriteTracker(TorchFunctionMode):
         """The parameters that were written, by name."""
         with untracked_access():
             self._parameters = dict(model.named_parameters())
-            self._versions = {name: p._version for name, p in self._parameters.items()}
+            self._versions = {name: version_of(p) for name, p in self._parameters.items()}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -100,7 +100,7 @@ class WeightWriteTracker(TorchFunctionMode):
         """The parameters that were written, as their versions tell, by what is not seen here."""
         with untracked_access():
             noted = self.written | self._saved.keys()
-            now = {name: p._version for name, p in self._parameters.items() if name not in noted}
+            now = {name: version_of(p) for name, p in self._parameters.items() if name not in noted}
         return [name for name, version in now.items() if version != self._versions[name]]
 
     @torch.no_grad()
@@ -123,8 +123,8 @@ def _write_targets(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     """The tensors that a call writes."""
     if kwargs.get("out") is not None:
         yield from tree_leaves(kwargs["out"])
-    if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        for place, name in _mutated_arguments(func):
+    if is_operator(func):
+        for place, name in written_arguments(func):
             yield from tree_leaves(args[place] if place < len(args) else kwargs.get(name))
         return
     if func in _EMBEDDING_FUNCTIONS:
@@ -137,28 +137,13 @@ def _write_targets(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         yield from tree_leaves(args[0] if args else next(iter(kwargs.values()), None))
 
 
-def _mutated_arguments(func: Any) -> list[tuple[int, str]]:
-    """The arguments that an operator is declared to write, by place and name; of any overload where none is chosen."""
-    is_one = isinstance(func, torch._ops.OpOverload)
-    overloads = [func] if is_one else [getattr(func, name) for name in func.overloads()]
-    return list(
-        dict.fromkeys(
-            (place, argument.name)
-            for overload in overloads
-            if is_one or "out" not in overload._overloadname
-            for place, argument in enumerate(overload._schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        )
-    )
-
-
 def _may_alias_param(tensor: Tensor) -> bool:
     """Whether a tensor may have elements of a parameter: what autograd has computed has not, unless it is a view."""
-    return tensor.grad_fn is None or tensor._is_view()
+    return tensor.grad_fn is None or is_view(tensor)
 
 
 def _has_storage(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not _functorch.is_functorch_wrapped_tensor(tensor)
+    return tensor.layout is torch.strided and not is_transform_tensor(tensor)
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

@@ -28,11 +28,6 @@ class RecordedCall(NamedTuple):
     gradients: dict[str, Tensor]
 
 
-def is_in_backward() -> bool:
-    """Whether this thread runs a backward: a forward made here is a checkpoint's second one."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def tap_input(tensor: Tensor, found: dict[str, Tensor], name: str) -> Tensor:
     """A copy of an operation's input; backward leaves in `found` what the operation itself gives it as gradient."""
     copy = tensor.clone()

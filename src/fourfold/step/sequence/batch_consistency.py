@@ -12,8 +12,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from fourfold.parts.comm.transports import RingGroup
-from fourfold.step.batch import tree_leaves
+from fourfold.parts.comm.ring.protocol import RingGroup
+from fourfold.step.tensor_tree import tree_leaves
 from fourfold.words.errors import Problem
 
 DIGEST_BITS = 62  # of an int64, which every transport carries

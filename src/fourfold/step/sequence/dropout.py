@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.parts.sequence.attention import AttentionDropout
+from fourfold.parts.sequence.dropout import AttentionDropout
+from fourfold.parts.torch_private import is_in_backward
 from fourfold.step.sequence.sdpa_interception import DROPOUT_FUNCTIONS
 from fourfold.words.errors import Problem, TaskError
 
@@ -57,7 +58,7 @@ class AttentionDropoutCounter:
         """What is dropped in the call of attention that now begins, or is made again for a checkpoint's backward."""
         tag = _draw_tag()
         if tag not in self._dropouts:
-            if torch._C._current_graph_task_id() != -1:
+            if is_in_backward():
                 got = "sp > 1, dropout in attention, and a checkpoint that does not restore the generator's state"
                 raise TaskError(Problem(got, "the same dropout in both forwards", "preserve_rng_state=True"))
             start = self._first_sample + sum(self._microbatch_sizes[: self._microbatch_index])

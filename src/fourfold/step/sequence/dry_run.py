@@ -14,11 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.step.batch import POSITION_KEYS, eval_mode, has_token_dim, tree_map
+from fourfold.step.batch import POSITION_KEYS, has_token_dim
 from fourfold.step.dry_run.forward_state import EDIT_ADVICE, describe_trained
 from fourfold.step.dry_run.preserve_module import preserve_module
 from fourfold.step.dry_run.random_weights import CHECK_CONFIGS, STRICTEST_CHECK, WEAKEST_CHECK, CheckConfig, MemoryFit
 from fourfold.step.dry_run.weight_write_tracker import WeightWriteTracker
+from fourfold.step.model_call import eval_mode
 from fourfold.step.sequence.grad_sum_check import GradProjections
 from fourfold.step.sequence.module_tracker import ModuleTracker
 from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention
@@ -26,6 +27,7 @@ from fourfold.step.sequence.shard_comparison import CheckUnavailable, ShardCompa
 from fourfold.step.sequence.token_shards import TokenShard
 from fourfold.step.sequence.tolerance import ShardMismatch
 from fourfold.step.sequence.transformers import has_transformers_model, install_attention
+from fourfold.step.tensor_tree import tree_map
 from fourfold.words.errors import Problem, TaskError
 
 ATTENTION_ONLY = "tokens that meet in torch.nn.functional.scaled_dot_product_attention only"
@@ -137,7 +139,7 @@ class SequenceDryRun:
             raise error.__cause__ or error from None
 
     def _run_config(self, outputs: Any, config: CheckConfig, fallback_reason: str) -> DryRunResult:
-        options = {"names": self._tracker, "ulysses": self._ulysses}
+        options = {"tracker": self._tracker, "ulysses": self._ulysses}
         judge = ShardComparison(self._model, self._inputs, self._shard, config, **options)
         try:
             gradients = judge.run()

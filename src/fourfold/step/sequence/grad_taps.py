@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fourfold.step.batch import has_token_dim, tree_map
-from fourfold.step.sequence.attention_replay import OUTPUT, is_in_backward, tap_output
+from fourfold.parts.torch_private import is_in_backward
+from fourfold.step.batch import has_token_dim
+from fourfold.step.sequence.attention_replay import OUTPUT, tap_output
 from fourfold.step.sequence.module_tracker import ModuleTracker
 from fourfold.step.sequence.token_shards import TokenShard
+from fourfold.step.tensor_tree import tree_map
 
 
 class GradTap(NamedTuple):

@@ -12,9 +12,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fourfold.step.batch import has_token_dim, sum_loss, tree_leaves, tree_map
+from fourfold.parts.torch_private import (
+    REDUCTION_MEAN,
+    saved_class_weights,
+    saved_input,
+    saved_input_numel,
+    saved_reduction,
+    saved_total_weight,
+)
+from fourfold.step.batch import has_token_dim
+from fourfold.step.loss_sum import sum_loss
 from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.step.sequence.token_shards import TokenShard
+from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.step.torch_losses import ignore_index_of
 from fourfold.words.errors import Problem, TaskError
 
@@ -82,11 +92,11 @@ def _num_averaged(value: Tensor) -> float | None:
         node = node.next_functions[0][0]
     if node is None or any(name in INDEXING_NODES for name in _node_names(node)):
         return None
-    if node.name() in NLL_NODES and node._saved_reduction == 1 and node._saved_weight is None:
-        return float(node._saved_total_weight)
-    if node.name() in REDUCED_LOSS_NODES and node._saved_reduction == 1:
-        return float(node._saved_self.numel())
-    return float(node._saved_self_sym_numel) if node.name() in MEAN_NODES else None
+    if node.name() in NLL_NODES and saved_reduction(node) == REDUCTION_MEAN and saved_class_weights(node) is None:
+        return float(saved_total_weight(node))
+    if node.name() in REDUCED_LOSS_NODES and saved_reduction(node) == REDUCTION_MEAN:
+        return float(saved_input(node).numel())
+    return float(saved_input_numel(node)) if node.name() in MEAN_NODES else None
 
 
 def _node_names(node: Any) -> set[str]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fourfold.parts.dropped_arguments import DROPPED_ARGUMENTS, restore_arguments
+from fourfold.parts.torch_private import is_in_backward
 from fourfold.words.errors import Problem, TaskError
 
 SDPA = F.scaled_dot_product_attention
@@ -141,7 +142,7 @@ def _make_dropout_wrapper(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(own)
     def stand_in(*args: Any, **kwargs: Any) -> Tensor:
         routes = _thread_routes.overrides or (_process_routes.overrides if len(_process_routes.overrides) == 1 else [])
-        if routes and own in routes[-1] and torch._C._current_graph_task_id() != -1:
+        if routes and own in routes[-1] and is_in_backward():
             return routes[-1][own](own, *args, **kwargs)
         return own(*args, **kwargs)
 
@@ -200,7 +201,7 @@ def _current_handler() -> AttentionHandler | None:
     if _thread_routes.handlers:
         return _thread_routes.handlers[-1]
     # A thread of autograd's, in the second forward of a checkpoint: it has no routes of its own.
-    if torch._C._current_graph_task_id() != -1 and len(_process_routes.handlers) == 1:
+    if is_in_backward() and len(_process_routes.handlers) == 1:
         return _process_routes.handlers[0]
     return None
 

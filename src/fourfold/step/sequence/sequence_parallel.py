@@ -19,7 +19,7 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import BatchRange
 from fourfold.plan.sample_order import shard_range as between
 from fourfold.plan.sequence import length_divisor, length_problem
-from fourfold.step.batch import Microbatch, has_token_dim, tree_leaves, tree_map, unpack_batch
+from fourfold.step.batch import Microbatch, has_token_dim, unpack_batch
 from fourfold.step.dry_run.grad_projections import Projection
 from fourfold.step.dry_run.random_weights import STRICTEST_CHECK, MemoryFit, find_memory_fit
 from fourfold.step.sequence import grad_sum_check
@@ -38,6 +38,7 @@ from fourfold.step.sequence.losses import (
 from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.step.sequence.token_shards import TokenShard, mask_padding, sequence_length, shard_tokens, token_shard
 from fourfold.step.sequence.transformers import check_not_packed, has_transformers_model, install_attention
+from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.words.errors import Problem, TaskError
 
 DRY_RUN_TOKENS = 256
@@ -210,7 +211,11 @@ class SequenceParallel:
         """The first samples and tokens of a batch, as many as the model is tried with."""
         inputs, targets = inputs_and_targets(batch)
         length = sequence_length((inputs, targets))
-        options = {"length": length, "few": self._dry_run_length(length, inputs, targets), "samples": DRY_RUN_SAMPLES}
+        options = {
+            "length": length,
+            "num_tokens": self._dry_run_length(length, inputs, targets),
+            "num_samples": DRY_RUN_SAMPLES,
+        }
         return truncate_batch(inputs, **options), truncate_batch(targets, **options)
 
     def _dry_run_length(self, length: int, inputs: Any, targets: Any) -> int:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module
 
 from fourfold.parts.data.grad_buckets import second_grad_problem
-from fourfold.step.batch import has_token_dim, tree_leaves, tree_map
+from fourfold.parts.torch_private import is_in_backward, swapped_state
+from fourfold.step.batch import has_token_dim
 from fourfold.step.dry_run import random_weights
 from fourfold.step.dry_run.backward import count_gradients, run_backward
 from fourfold.step.dry_run.float64_mode import Float64Mode
@@ -33,7 +33,6 @@ from fourfold.step.sequence.attention_replay import (
     QKV,
     Playback,
     RecordedCall,
-    is_in_backward,
     recompute_call,
     record_call,
 )
@@ -51,6 +50,7 @@ from fourfold.step.sequence.tolerance import (
     shard_rows,
 )
 from fourfold.step.sequence.transformers import has_transformers_model, install_attention
+from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.words.errors import FourfoldError, Problem, TaskError
 
 SEED = 11
@@ -121,8 +121,7 @@ class ShardComparison:
         exact = Float64Mode(new_tensors=True) if self._config.dtype is not None else contextlib.nullcontext()
         instead = {} if taps is None else {F.embedding: taps.tap_embedding}
         grad = torch.set_grad_enabled(self._config.has_gradients and taps is not None)
-        # Not `torch.func.functional_call`: a checkpoint's second forward needs these weights in backward, too.
-        weights = _reparametrize_module(self._model, self._state, tie_weights=True)
+        weights = swapped_state(self._model, self._state)
         constants = copy_tensor_attributes(self._model, self._config.dtype)
         with (
             grad,

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from fourfold.plan.plan import Plan
 from fourfold.plan.sequence import TokenRanges, padded_length, token_ranges
-from fourfold.step.batch import POSITION_KEYS, find_positions, has_token_dim, tree_leaves, tree_map
+from fourfold.step.batch import POSITION_KEYS, find_positions, has_token_dim
 from fourfold.step.sequence.sdpa_interception import AttentionCall
+from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.words.errors import Problem, TaskError
 
 POSITION_HELP = " or ".join(POSITION_KEYS)

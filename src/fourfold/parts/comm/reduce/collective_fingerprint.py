@@ -9,13 +9,12 @@ Law: no weight is changed and nothing is returned before all ranks are known to 
 
 import hashlib
 import mmap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-from fourfold.parts.optim.option_tracker import ABSENT, parse_options
-from fourfold.words.errors import DivergenceError, Problem
+from fourfold.parts.comm.reduce.divergence_report import divergence_error
+from fourfold.words.errors import DivergenceError
 
 CALL_BYTES = 512
-POSITIONS_SEPARATOR = ", positions "  # what follows is a step's part of the feed's order: see `plan.order.Stretch`
 BOARD_DEPTH = 64  # how many calls a rank may be ahead of another and still be compared: some calls wait for nobody
 BOARD_BYTES = CALL_BYTES * BOARD_DEPTH
 
@@ -72,66 +71,3 @@ def decode_call(text: bytes) -> str:
 
 def fingerprint(call: str) -> float:
     return float(int.from_bytes(hashlib.blake2b(call.encode(), digest_size=6).digest(), "little"))
-
-
-def with_options(call: str, options: str) -> str:
-    """The call, carrying what `parts.options.Options.text` says."""
-    return f"{call}\n{options}"
-
-
-SAME_OPTIONS_HINT = "the same arguments, schedule and edits of them on every rank"
-
-
-def divergence_error(
-    calls: Mapping[int, str], *, behind: Collection[int] = (), attempt: str = SAME_OPTIONS_HINT
-) -> DivergenceError:
-    """The error that says which ranks are in which call; ranks `behind` have not begun theirs yet.
-
-    `attempt`: what to try where they are in the same call, with other options.
-    """
-    names, options = {}, {}
-    for rank, call in calls.items():
-        name, _, text = call.partition("\n")
-        names[rank] = f"{name} and has come no further" if rank in behind else name
-        if rank not in behind:
-            options[rank] = text
-    if len({names[rank] for rank in options}) == 1 and len(set(options.values())) > 1:
-        return _option_divergence_error(names[next(iter(options))], options, attempt)
-    rows = _group_by_text(names)
-    got = "; ".join(f"{_format_ranks(ranks, 'is', 'are')} at {call}" for call, ranks in rows)
-    attempt = "no step, evaluation or exchange that one rank alone does or leaves out"
-    if len({name.partition(POSITIONS_SEPARATOR)[0] for name in names.values()}) == 1:
-        attempt = "the same source, seed, batch_size and state on every rank, and no batch that one rank leaves out"
-    return DivergenceError(Problem(got, "every rank in the same call", attempt), where="the calls of the ranks")
-
-
-def _option_divergence_error(call: str, options: Mapping[int, str], attempt: str) -> DivergenceError:
-    """Ranks are in the same call, with different options of the optimizer: each option that differs, and its values."""
-    by_rank = {rank: parse_options(text) for rank, text in options.items()}
-    need, problems = "the same options on every rank", []
-    for option in dict.fromkeys(name for of in by_rank.values() for name in of):
-        rows = _group_by_text({rank: of.get(option, ABSENT) for rank, of in by_rank.items()})
-        if len(rows) > 1:
-            told = "; ".join(f"{_format_ranks(ranks, 'has', 'have')} {values}" for values, ranks in rows)
-            problems.append(Problem(f"{option}: {told}", need, attempt))
-    if not problems:  # a call has no room for all: the digest at its beginning tells
-        told = "; ".join(
-            f"{_format_ranks(ranks, 'has', 'have')} {text.split()[0]}" for text, ranks in _group_by_text(options)
-        )
-        problems.append(Problem(f"options that are too long to show, by digest: {told}", need, attempt))
-    return DivergenceError(problems, where=f"the options of the optimizer at {call}")
-
-
-def _group_by_text(texts: Mapping[int, str]) -> list[tuple[str, list[int]]]:
-    """The ranks of each text; the fewest first: they are most likely the ones that went astray."""
-    found: dict[str, list[int]] = {}
-    for rank, text in texts.items():
-        found.setdefault(text, []).append(rank)
-    return sorted(found.items(), key=lambda row: (len(row[1]), row[1]))
-
-
-def _format_ranks(ranks: Sequence[int], one: str, many: str) -> str:
-    """`rank 1 is`, `ranks 0, 2 and 3 are`."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} {one}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} {many}"

@@ -19,37 +19,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fourfold.parts.codec.registry import Codec, CodecReduction, Message
+from fourfold.parts.codec.protocol import Codec, CodecReduction, Message
+from fourfold.parts.comm.reduce.async_result import AsyncResult
+from fourfold.parts.comm.reduce.message_gatherer import MessageGatherer
 from fourfold.parts.comm.reduce.protocol import BucketSlice, Transport
-from fourfold.parts.comm.reduce.sharded_collectives import AsyncResult, always_done
 from fourfold.plan.codec import Combine
 from fourfold.words.trace_events import Recorder
 
 DONE_ROUND = math.inf
-
-
-class MessageGatherer(Protocol):
-    """Ranks that gather each other's messages."""
-
-    sent_bytes: float
-
-    def all_gather_async(self, payload: Tensor) -> AsyncResult:
-        """Begin to bring the messages [bytes] of all to all; what lands are they, in order."""
-        ...
-
-
-class NullMessageGatherer:
-    """A rank whose messages nobody else needs: the others read its sums in memory."""
-
-    sent_bytes = 0.0
-
-    def all_gather_async(self, payload: Tensor) -> AsyncResult:
-        return AsyncResult(lambda: [payload], always_done)
 
 
 class CompressedRoutes(NamedTuple):
@@ -158,6 +140,10 @@ class CompressedTransport:
         if number != self._grad_round:
             if self._pending:
                 self._finish_through(self._pending[-1].bucket)
+            if self._round_transports:
+                # Room for the next message comes only when every rank has begun this round. A rank that has not may be
+                # waiting for this rank's part of the last sum.
+                self._finish_handed_over()
             for each in self._round_transports:
                 each.end_step()
         self._grad_round = number
@@ -195,12 +181,16 @@ class CompressedTransport:
         """
         with self.recorder.waiting():
             while any(each.bucket == bucket for each in self._pending):
-                if self._last_handed_over is not None:
-                    # Before any wait for a later message: who is to send it may be waiting for this rank's part.
-                    self._inner.wait_reduce(self._last_handed_over)
-                    self._last_handed_over = None
+                # Before any wait for a later message: who is to send it may be waiting for this rank's part.
+                self._finish_handed_over()
                 self._advance(self._pending[0])
                 self._advance_ready()
+
+    def _finish_handed_over(self) -> None:
+        """Do this rank's part of the sums that it has handed to the inner transport."""
+        if self._last_handed_over is not None:
+            self._inner.wait_reduce(self._last_handed_over)
+            self._last_handed_over = None
 
     @torch.no_grad()
     def _advance(self, reduction: _PendingReduction) -> None:

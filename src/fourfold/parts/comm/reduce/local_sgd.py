@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fourfold.parts.comm.reduce.protocol import BucketSlice, SingleRankTransport, Transport
+from fourfold.parts.comm.reduce.protocol import BucketSlice, Transport
+from fourfold.parts.comm.reduce.single_rank import SingleRankTransport
 from fourfold.words.program import GRAD_NORM, LOSS
 from fourfold.words.trace_events import Recorder, WaitsOnlyRecorder
 
@@ -21,12 +22,13 @@ class LocalSGDTransport:
     shared_weights: Sequence[torch.Tensor] | None = None
     is_writer, unshards_params, replica_index = True, False, 0
 
-    def __init__(self, global_transport: Transport) -> None:
+    def __init__(self, global_transport: Transport, num_ranks: int) -> None:
         self._global_transport, self._local_transport = (
             global_transport,
             SingleRankTransport(global_transport.grad_buffers, global_transport.buffer_indices),
         )
-        self.name, self.size, self.index = global_transport.name, global_transport.size, global_transport.index
+        # Of all hosts: with shared memory, a transport's own size is that of its host.
+        self.name, self.size, self.index = global_transport.name, num_ranks, global_transport.index
         self.grad_buffers, self.buffer_indices = global_transport.grad_buffers, global_transport.buffer_indices
         self._is_syncing = False
 

@@ -1,12 +1,12 @@
-"""Transport: what a layout change of a bucket costs between these ranks, and how it is done.
+"""Transport: reduces buckets of gradients over the data ranks, and moves weights and scalars between them.
 
-slot      this rank's flat of a bucket's gradient; where gradients rest split, several buckets take turns in one
-launch    say that the slot is complete; reductions are launched in program order, on every rank the same
-sum       the sum over ranks of all slots of a bucket; it rests where `sums` says
-share     what a rank updates where optimizer states rest split: an equal stretch of every bucket
-measure   a few float64 scalars summed over ranks
-call      what the ranks do together, and in which step; see `calls`
-Law: every rank launches and measures the same things in the same order.
+buffer   this rank's flat gradient of a bucket; where gradients rest split, several buckets use one after the other
+launch   `reduce_async`: this rank's buffer is complete; launches come in program order, the same on every rank
+sum      a bucket's buffers added over the ranks; `reduced_views` says where it lies
+shard    the part of every bucket that a rank updates where optimizer states rest split; shards are of equal length
+scalars  a few float64 values summed over the ranks
+call     a collective call and its step, such as "evaluate() after step 6"; see `collective_fingerprint`
+Law: every rank begins the same reductions, gathers and scalars in the same order.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,11 +14,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from fourfold.words.trace_events import NULL_RECORDER, Recorder
+from fourfold.words.trace_events import Recorder
 
 
 class BucketSlice(NamedTuple):
-    """A stretch [start, stop) of a bucket, in elements, and the tensor that holds it."""
+    """The range [start, stop) of a bucket, in elements, and the tensor that holds it."""
 
     start: int
     stop: int
@@ -32,30 +32,30 @@ class Transport(Protocol):
     size: int
     index: int
     grad_buffers: Sequence[torch.Tensor]
-    """This rank's gradient flats, one a bucket. Buckets with the same number in `turns` share their memory."""
+    """This rank's flat gradient of each bucket. Buckets with the same buffer index share memory."""
     buffer_indices: tuple[int, ...]
     shared_weights: Sequence[torch.Tensor] | None
-    """The flats of the weights, where they exist once per host; None where each rank is to have its own."""
+    """The flat weights of each bucket, if they exist once per host; None if every rank has its own."""
     is_writer: bool
-    """Whether this rank is the one that writes into `weights` what all are to have."""
+    """Whether this rank writes initial and loaded values into `shared_weights` for its host."""
     unshards_params: bool
-    """Whether weights rest split among ranks that do not share memory: `bring` gathers them before use."""
+    """Whether weights rest split among ranks that do not share memory, so that `unshard_async` gathers them."""
     replica_index: int
-    """Where shares exist several times (hybrid sharding): which of them is this rank's."""
+    """With hybrid sharding, every shard exists on several ranks: which of these replicas this rank belongs to."""
 
     @property
     def waiting_seconds(self) -> float:
-        """Time spent moving gradients and waiting for others, since the start."""
+        """Seconds spent moving gradients and waiting for other ranks, since the start."""
         ...
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes of gradients and weights that this rank has sent over process groups, since the start, as by ring."""
+        """Bytes of gradients and weights sent over process groups since the start, by the ring formula."""
         ...
 
     @property
     def recorder(self) -> Recorder:
-        """Told of waits and of this rank's part of each reduction."""
+        """Records waits, and this rank's part of each reduction."""
         ...
 
     @recorder.setter
@@ -63,14 +63,14 @@ class Transport(Protocol):
 
     @property
     def grad_scale_fn(self) -> Callable[[], float]:
-        """What sums are multiplied by where states rest whole; asked once all ranks have measured the loss."""
+        """The factor of every sum where states rest whole. Called after all ranks have begun to sum the loss."""
         ...
 
     @grad_scale_fn.setter
     def grad_scale_fn(self, factor: Callable[[], float]) -> None: ...
 
     def begin_call(self, call: str) -> None:
-        """This rank begins a collective call. Does not wait; who reads the sums of LOSS knows that all began it."""
+        """This rank begins a collective call. Does not wait: waiting for the LOSS scalars compares the calls."""
         ...
 
     def check_same_call(self) -> None:
@@ -78,90 +78,93 @@ class Transport(Protocol):
         ...
 
     def acquire_buffer(self, bucket: int) -> None:
-        """Wait until this rank's slot of `bucket` may be written."""
+        """Wait until this rank may write its buffer of `bucket`."""
         ...
 
     def reduce_async(self, bucket: int, reduction_index: int) -> None:
-        """This rank's slot of `bucket` is complete; the reduction is called `name`. Does not wait for its end."""
+        """This rank's buffer of `bucket` is complete: begin to reduce it. Does not wait.
+
+        `reduction_index` identifies the reduction in the trace.
+        """
         ...
 
     def wait_reduce(self, bucket: int) -> None:
-        """Wait until the sum of a launched bucket is there, or can be made by `take`."""
+        """Wait until the sum of a launched bucket is there, or until `reduce_range` can make it."""
         ...
 
     def is_reduced(self, bucket: int) -> bool:
-        """Whether `complete` would not wait. May do this rank's part of reductions."""
+        """Whether `wait_reduce` would return at once. May do this rank's part of reductions."""
         ...
 
     def can_acquire_buffer(self, bucket: int) -> bool:
-        """Whether `lend` and `launch` would not wait. May do this rank's part of reductions."""
+        """Whether `acquire_buffer` and `reduce_async` would return at once. May do this rank's part of reductions."""
         ...
 
     def reduce_range(self, bucket: int, start: int, stop: int, factor: float) -> None:
-        """Have the sum of [start, stop), inside this rank's share of a completed bucket, multiplied by `factor`."""
+        """Make the sum of [start, stop), inside this rank's shard of a reduced bucket, and multiply it by `factor`."""
         ...
 
     def reduce_shard(self, bucket: int) -> None:
-        """Have the whole sum of this rank's share of a completed bucket, now."""
+        """Make the sum of this rank's whole shard of a reduced bucket."""
         ...
 
     def reduced_views(self, bucket: int) -> Sequence[BucketSlice]:
-        """Where a bucket's sum rests: always the same tensors. Only this rank's share where states rest split."""
+        """Where a bucket's sum lies: always the same tensors. Only this rank's shard where states rest split."""
         ...
 
     def grad_shard(self, bucket: int) -> BucketSlice:
-        """The part of a bucket's sum that this rank measures and scales, so that all ranks cover it once."""
+        """The part of a bucket's sum that this rank takes norms of and scales; ranks' parts cover the bucket once."""
         ...
 
     def scale_grads(self, factor: float) -> None:
-        """Multiply every completed sum by a factor that all ranks agree on, where states rest whole."""
+        """Multiply every sum by a factor that is the same on all ranks. Only where states rest whole."""
         ...
 
     def all_gather_grads(self, bucket: int) -> None:
-        """Put the whole sum into this rank's slot, where states rest whole."""
+        """Bring the whole sum into this rank's buffer. Only where states rest whole."""
         ...
 
     def signal_backward_done(self) -> None:
-        """This rank's backward is over: it reads the weights of this step no more. Does not wait."""
+        """This rank has ended backward, and reads the weights of this step no more. Does not wait."""
         ...
 
     def wait_weights_writable(self) -> None:
-        """Wait until weights may be written: where they exist once per host, until all its ranks have permitted it."""
+        """Wait until weights may be written: if they exist once per host, until all its ranks have ended backward."""
         ...
 
     def all_gather_weights_async(self, bucket: int, weight: torch.Tensor) -> None:
-        """This rank's share of a bucket's weights is new. Begins to bring it to all; in program order."""
+        """This rank has updated its shard of a bucket's weights: begin to send it to all ranks. In program order."""
         ...
 
     def wait_weights(self, bucket: int) -> None:
-        """Wait until all shares of a bucket that this rank has published are new. `close` waits for all buckets."""
+        """Wait until every rank's shard of a gathered bucket is new. `end_step` waits for all buckets."""
         ...
 
     def unshard_async(self, bucket: int, shard: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
-        """Begin to gather a bucket of weights, of which this rank has `share`, into `out`. The returned function waits.
+        """Begin to gather a bucket's weights, of which this rank has `shard`, into `out`. Returns the wait.
 
         All ranks gather the same buckets in the same order, and wait for them in that order.
         """
         ...
 
     def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
-        """The rows of all ranks, in rank order. Waits until all have given one."""
+        """Every rank's row, in rank order. Waits."""
         ...
 
     def end_step(self) -> None:
-        """This rank has finished with the sums of this step. The weights are whole when this returns."""
+        """This rank needs the sums of this step no more. The weights are whole when this returns."""
         ...
 
     def broadcast_weights(self) -> None:
-        """Bring rank 0's `weights` to every host. Collective."""
+        """Bring rank 0's `shared_weights` to every host. Collective."""
         ...
 
     def all_reduce_scalars_async(self, kind: int, values: torch.Tensor) -> None:
-        """Begin summing float64 scalars [n] over the ranks. Does not wait."""
+        """Begin to sum float64 scalars [n] over the ranks. Does not wait."""
         ...
 
     def wait_scalars(self, kind: int) -> list[float]:
-        """The sums begun by `measure`. Those of LOSS raise DivergenceError where ranks are in different calls."""
+        """The sums begun by `all_reduce_scalars_async`. LOSS: raises DivergenceError if calls differ."""
         ...
 
 
@@ -171,108 +174,3 @@ def unit_scale() -> float:
 
 
 GradsOfBucket = Callable[[int], Sequence[torch.Tensor]]
-
-
-class SingleRankTransport:
-    """One rank: a sum is what the slot holds, and every rest is whole.
-
-    Without slots: it is what `held(bucket)` gives, and who holds it lends, launches and updates.
-    """
-
-    name = "alone"
-    size, index = 1, 0
-    shared_weights: Sequence[torch.Tensor] | None = None
-    is_writer, unshards_params, replica_index = True, False, 0
-
-    def __init__(
-        self,
-        grad_buffers: Sequence[torch.Tensor],
-        buffer_indices: tuple[int, ...] = (),
-        *,
-        unbucketed_grads: GradsOfBucket | None = None,
-    ) -> None:
-        self.grad_buffers: Sequence[torch.Tensor] = grad_buffers
-        self.buffer_indices = buffer_indices or tuple(range(len(grad_buffers)))
-        self._bucket_grads = unbucketed_grads or (lambda bucket: [self.grad_buffers[bucket]])
-        self.waiting_seconds, self.sent_bytes = 0.0, 0.0
-        self.recorder, self.grad_scale_fn = NULL_RECORDER, unit_scale
-        self._is_scaled = [False] * len(self.buffer_indices)
-        self._scalars: dict[int, torch.Tensor] = {}
-
-    def begin_call(self, call: str) -> None:
-        pass
-
-    def check_same_call(self) -> None:
-        pass
-
-    def acquire_buffer(self, bucket: int) -> None:
-        pass
-
-    def reduce_async(self, bucket: int, reduction_index: int) -> None:
-        pass
-
-    def wait_reduce(self, bucket: int) -> None:
-        if not self._is_scaled[bucket]:
-            self._is_scaled[bucket] = True
-            if (factor := self.grad_scale_fn()) != 1.0:
-                self._scale_bucket(bucket, factor)
-
-    def _scale_bucket(self, bucket: int, factor: float) -> None:
-        for flat in self._bucket_grads(bucket):
-            flat.mul_(factor)
-
-    def is_reduced(self, bucket: int) -> bool:
-        return True
-
-    def can_acquire_buffer(self, bucket: int) -> bool:
-        return True
-
-    def reduce_range(self, bucket: int, start: int, stop: int, factor: float) -> None:
-        raise AssertionError("one rank's states rest whole")
-
-    def reduce_shard(self, bucket: int) -> None:
-        pass
-
-    def reduced_views(self, bucket: int) -> Sequence[BucketSlice]:
-        return [self.grad_shard(bucket)]
-
-    def grad_shard(self, bucket: int) -> BucketSlice:
-        flat = self.grad_buffers[bucket]
-        return BucketSlice(0, flat.numel(), flat)
-
-    def scale_grads(self, factor: float) -> None:
-        for bucket in range(len(self.buffer_indices)):
-            self._scale_bucket(bucket, factor)
-
-    def all_gather_grads(self, bucket: int) -> None:
-        pass
-
-    def signal_backward_done(self) -> None:
-        pass
-
-    def wait_weights_writable(self) -> None:
-        pass
-
-    def all_gather_weights_async(self, bucket: int, weight: torch.Tensor) -> None:
-        pass
-
-    def unshard_async(self, bucket: int, shard: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
-        raise AssertionError("one rank's weights rest whole")
-
-    def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
-        return [list(row)]
-
-    def wait_weights(self, bucket: int) -> None:
-        pass
-
-    def end_step(self) -> None:
-        self._is_scaled = [False] * len(self.buffer_indices)
-
-    def broadcast_weights(self) -> None:
-        pass
-
-    def all_reduce_scalars_async(self, kind: int, values: torch.Tensor) -> None:
-        self._scalars[kind] = values
-
-    def wait_scalars(self, kind: int) -> list[float]:
-        return self._scalars.pop(kind).tolist()

@@ -1,9 +1,9 @@
-"""Split: reduce-scatter and all-gather of equal shares over a group.
+"""Sharded collectives: reduce-scatter and all-gather of equal shards over a process group.
 
-share     the index-th of `size` equal stretches of a flat
-received  the other ranks' addends of this rank's share, in rank order, until they are added up
-replica   ranks that have all shares among them; who have the same share sum it over the replicas
-Law: whoever adds, the addends are added in rank order: ((0 + 1) + 2) + …
+shard     the index-th of `size` equal parts of a flat tensor
+received  the other ranks' addends of this rank's shard, in rank order, until they are added up
+replica   ranks that hold all shards among them; the ranks of one shard index then sum it over the replicas
+Law: addends are added in rank order, ((0 + 1) + 2) + …, whichever rank adds.
 
 Over gloo a reduce-scatter is an all-to-all and a sum: gloo's own moves as many bytes as its all-reduce and takes 1.3
 to 2.3 times as long (`docs/measured.md`).
@@ -11,51 +11,33 @@ to 2.3 times as long (`docs/measured.md`).
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fourfold.parts import memory
-from fourfold.parts.comm.collectives import Group, Work
+from fourfold.parts.comm.collectives import Group, Work, sum_in_order
 from fourfold.parts.comm.communicator import Communicator
-from fourfold.plan.data import ShardGroups
+from fourfold.parts.comm.reduce.async_result import AsyncResult, GetFuture, always_done, noop
+from fourfold.plan.data.zero import ShardGroups
 from fourfold.words.layout import Change
-
-GetFuture = Callable[[], Any]
-
-
-def noop(future: GetFuture) -> None:
-    """For those who do not follow a collective."""
-
-
-class AsyncResult(NamedTuple):
-    """A collective on its way: `land` waits for it and gives what it is about."""
-
-    wait: Callable[[], Any]
-    is_done: Callable[[], bool]
-
-
-def always_done() -> bool:
-    """Whether a flight of nothing has landed."""
-    return True
 
 
 class _TwoStageReduce:
-    """A sum over one replica's ranks that is then summed over the replicas; all ranks do so in the order of scatters.
+    """A sum over one replica's ranks, then over the replicas. Second stages begin in the order of the first ones.
 
-    Every look at one of them sends on those before it, whose second sums others may be waiting for.
+    Each wait and each `is_done` also starts the second stages of earlier reductions: other ranks may wait for them.
     """
 
-    def __init__(self, first: AsyncResult, replicas: Group, before: "deque[_TwoStageReduce]") -> None:
-        self._first, self._replica_group, self._queue = first, replicas, before
+    def __init__(self, first: AsyncResult, replica_group: Group, queue: "deque[_TwoStageReduce]") -> None:
+        self._first, self._replica_group, self._queue = first, replica_group, queue
         self._sum: Tensor | None = None
         self._second: Work | None = None
 
     def _start_next_stage(self) -> None:
         head = self._queue.popleft()
-        share = head._sum = head._first.wait()
-        head._second = head._replica_group.all_reduce(share)
+        head._sum = head._first.wait()
+        head._second = head._replica_group.all_reduce(head._sum)
 
     def is_done(self) -> bool:
         while self._second is None:
@@ -73,66 +55,67 @@ class _TwoStageReduce:
 
 
 class ShardedCollectives:
-    """The ranks among which flats are split. Every rank must begin the same changes in the same order.
+    """The ranks among which flat tensors are split. Every rank must begin the same collectives in the same order.
 
-    Sums and gathers are two orders: an update in backward may come before or after a launch, as it happens.
+    Reductions and gathers have a process group each, so each has an order of its own: an update inside backward may
+    gather before or after the next reduction begins.
     """
 
-    def __init__(self, ranks: Communicator, members: Sequence[int], *, num_shards: int | None = None) -> None:
-        """`shard` neighbours of the members have all shares among them (None: all members)."""
-        self._communicator = ranks
+    def __init__(self, comm: Communicator, members: Sequence[int], *, num_shards: int | None = None) -> None:
+        """`num_shards` neighbouring members hold all shards among them; None: all members."""
+        self._communicator = comm
         self.size = num_shards or len(members)
         self.shard_groups = ShardGroups(self.size, len(members) // self.size)
-        own = list(members).index(ranks.rank) if ranks.rank in members else -1
-        self.index, self.replica_index = own % self.size, own // self.size
-        # Every rank asks for every group.
+        member_index = list(members).index(comm.rank) if comm.rank in members else -1
+        self.index, self.replica_index = member_index % self.size, member_index // self.size
+        # Every rank asks for every group, also for those that it does not belong to.
         for first in range(0, len(members) if self.size > 1 else 0, self.size):
-            some = list(members[first : first + self.size])
-            sums, gathers = ranks.get_group(some, "buckets"), ranks.get_group(some, "weights")
-            if ranks.rank in some:
-                self._reduce_group, self._gather_group = sums, gathers
-        for place in range(self.size if self.shard_groups.num_replicas > 1 else 0):
-            same = list(members[place :: self.size])
-            replicas = ranks.get_group(same, "replicas")
-            if ranks.rank in same:
-                self._replica_group = replicas
+            replica = list(members[first : first + self.size])
+            reduce_group, gather_group = comm.get_group(replica, "buckets"), comm.get_group(replica, "weights")
+            if comm.rank in replica:
+                self._reduce_group, self._gather_group = reduce_group, gather_group
+        for shard_index in range(self.size if self.shard_groups.num_replicas > 1 else 0):
+            same_shard = list(members[shard_index :: self.size])
+            replica_group = comm.get_group(same_shard, "replicas")
+            if comm.rank in same_shard:
+                self._replica_group = replica_group
         self._two_stage_queue: deque[_TwoStageReduce] = deque()
         self._free_buffers: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
     def local_shard(self, flat: Tensor) -> Tensor:
-        """This rank's share, a view."""
+        """This rank's shard, a view."""
         length = flat.numel() // self.size
         return flat[self.index * length : (self.index + 1) * length]
 
     def reduce_scatter_async(self, flat: Tensor, on_start: Callable[[GetFuture], None] = noop) -> AsyncResult:
-        """Begin to sum `flat` over the ranks; what lands is this rank's share of the sum.
+        """Begin to sum `flat` over the ranks; the result is this rank's shard of the sum.
 
-        The sum lies in this rank's share of `flat`, the rest of which is no longer of any use. `begun` is told of the
-        collective's future.
+        The sum lies in this rank's shard of `flat`; the rest of `flat` then holds garbage. `on_start` receives a
+        function that returns the collective's future.
         """
-        flight = self._reduce_scatter(flat, on_start) if self.size > 1 else AsyncResult(lambda: flat, always_done)
+        result = self._reduce_scatter(flat, on_start) if self.size > 1 else AsyncResult(lambda: flat, always_done)
         if self.shard_groups.num_replicas == 1:
-            return flight
-        onward = _TwoStageReduce(flight, self._replica_group, self._two_stage_queue)
-        self._two_stage_queue.append(onward)
-        onward.is_done()  # there may be nothing to wait for
+            return result
+        two_stage = _TwoStageReduce(result, self._replica_group, self._two_stage_queue)
+        self._two_stage_queue.append(two_stage)
+        two_stage.is_done()  # starts the second stage if the first needs no wait
 
         def wait() -> Tensor:
             with self._communicator.report_dead_peers():
-                return onward.wait()
+                return two_stage.wait()
 
-        return AsyncResult(wait, onward.is_done)
+        return AsyncResult(wait, two_stage.is_done)
 
     def _reduce_scatter(self, flat: Tensor, on_start: Callable[[GetFuture], None]) -> AsyncResult:
-        mine = self.local_shard(flat)
+        shard = self.local_shard(flat)
         if flat.device.type == "cuda":
-            work = self._reduce_group.reduce_scatter(mine, flat)
+            work = self._reduce_group.reduce_scatter(shard, flat)
             on_start(work.get_future)
 
             def wait() -> Tensor:
                 with self._communicator.report_dead_peers():
                     work.wait()
-                return mine
+                return shard
 
             return AsyncResult(wait, work.is_completed)
         received = self._acquire_buffer(flat.numel(), flat.dtype)
@@ -142,28 +125,28 @@ class ShardedCollectives:
         def wait_and_sum() -> Tensor:
             with self._communicator.report_dead_peers():
                 work.wait()
-            sum_in_order(received.view(self.size, -1).unbind(), out=mine)
+            sum_in_order(received.view(self.size, -1).unbind(), out=shard)
             self._release_buffer(received)
-            return mine
+            return shard
 
         return AsyncResult(wait_and_sum, work.is_completed)
 
     def all_gather_inplace_async(self, flat: Tensor) -> Callable[[], None]:
-        """Begin to bring every rank's share of `flat` to all; the returned function waits."""
+        """Begin to gather every rank's shard of `flat`, in place. Returns the wait."""
         if flat.device.type == "cuda":
             return self.all_gather_async(self.local_shard(flat), flat)
         # A copy: gloo does not promise that the input may be a part of the output.
-        mine = self._copy_to_buffer(self.local_shard(flat))
-        land = self.all_gather_async(mine, flat)
+        shard = self._copy_to_buffer(self.local_shard(flat))
+        wait = self.all_gather_async(shard, flat)
 
         def wait_and_release() -> None:
-            land()
-            self._release_buffer(mine)
+            wait()
+            self._release_buffer(shard)
 
         return wait_and_release
 
     def all_gather_async(self, shard: Tensor, out: Tensor) -> Callable[[], None]:
-        """Begin to bring every rank's share to all, into `out`; the returned function waits."""
+        """Begin to gather every rank's shard into `out`. Returns the wait."""
         work = self._gather_group.all_gather(out, shard)
 
         def wait() -> None:
@@ -173,16 +156,15 @@ class ShardedCollectives:
         return wait
 
     def reduced_bytes(self, flat: Tensor) -> float:
-        """Bytes this rank sends to sum a flat, as by ring."""
+        """Bytes this rank sends to reduce a flat tensor, by the ring formula."""
         return self.shard_groups.reduce_sent_bytes(Change.REDUCE_SCATTER, flat.numel() * flat.element_size())
 
     def gathered_bytes(self, flat: Tensor) -> float:
-        """Bytes this rank sends to bring the shares of a flat together, as by ring."""
+        """Bytes this rank sends to gather the shards of a flat tensor, by the ring formula."""
         return self.shard_groups.all_gather_sent_bytes(Change.ALL_GATHER, flat.numel() * flat.element_size())
 
-    def _copy_to_buffer(self, part: Tensor) -> Tensor:
-        staged = self._acquire_buffer(part.numel(), part.dtype)
-        return staged.copy_(part)
+    def _copy_to_buffer(self, shard: Tensor) -> Tensor:
+        return self._acquire_buffer(shard.numel(), shard.dtype).copy_(shard)
 
     def _acquire_buffer(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         free = self._free_buffers.setdefault((num_elements, dtype), [])
@@ -190,15 +172,3 @@ class ShardedCollectives:
 
     def _release_buffer(self, flat: Tensor) -> None:
         self._free_buffers[flat.numel(), flat.dtype].append(flat)
-
-
-def sum_in_order(parts: Sequence[Tensor], *, out: Tensor) -> None:
-    """The sum of the parts, in their order whoever adds; `out` may be one of them."""
-    total = parts[0]
-    if len(parts) == 1:
-        if out is not total:
-            out.copy_(total)
-        return
-    for number, part in enumerate(parts[1:], 1):
-        # Only the last sum lands in `out`: that may be an addend which is still to come.
-        total = torch.add(total, part, out=out if number == len(parts) - 1 else None)

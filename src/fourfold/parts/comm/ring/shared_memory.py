@@ -15,7 +15,6 @@ needs the order of plain stores on x86-64.
 
 import mmap
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -23,13 +22,8 @@ import torch
 from torch import Tensor
 
 from fourfold.parts import memory
+from fourfold.parts.comm.polling import wait_until
 from fourfold.parts.comm.reduce.shared_memory.layout import ALIGNMENT_BYTES, FLAG_STRIDE
-from fourfold.parts.comm.reduce.shared_memory.transport import (
-    LIVENESS_CHECK_SECONDS,
-    NUM_SPINS,
-    POLL_SECONDS,
-    YIELD_SECONDS,
-)
 from fourfold.parts.comm.ring.protocol import RingAccumulator
 from fourfold.words.errors import DivergenceError, PeerError, Problem
 from fourfold.words.trace_events import NULL_RECORDER
@@ -125,27 +119,15 @@ class RingOverSharedMemory:
         self._flags[self._flag_word(self.index, flag)] = self._flag_counts[flag]
 
     def _wait_flag(self, flag: int, count: int, peer: int) -> None:
-        """Until a peer's flag has reached `count`: spin, then yield, then doze, looking for dead peers."""
+        """Wait until a peer's flag has reached `count`."""
         word = self._flag_word(peer, flag)
-        for _ in range(NUM_SPINS):
-            if self._flags[word] >= count:
-                return
-        begin = looked = time.perf_counter()
-        with self.recorder.waiting():
-            while self._flags[word] < count:
-                now = time.perf_counter()
-                if now - begin < YIELD_SECONDS:
-                    os.sched_yield()
-                    continue
-                time.sleep(POLL_SECONDS)
-                if now - looked > LIVENESS_CHECK_SECONDS:
-                    looked = now
-                    self.check_peers()
-                    if now - begin > self._time_limit_seconds:
-                        raise PeerError(
-                            f"rank {self._ranks[peer]} did not come within {self._time_limit_seconds:.0f} s"
-                        )
-        self.waiting_seconds += time.perf_counter() - begin
+
+        def check(waited_seconds: float) -> None:
+            self.check_peers()
+            if waited_seconds > self._time_limit_seconds:
+                raise PeerError(f"rank {self._ranks[peer]} did not come within {self._time_limit_seconds:.0f} s")
+
+        self.waiting_seconds += wait_until(lambda: self._flags[word] >= count, check, self.recorder)
 
 
 class _SharedMemoryAccumulator:

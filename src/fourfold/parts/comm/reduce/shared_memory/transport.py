@@ -1,397 +1,222 @@
-"""Shared memory: the processes of one host reduce without a message.
+"""Shared memory: the processes of one host reduce gradients without sending a message.
 
-flag     only grows; where it lies, as slots and scalars do, is in `slotting.py`
-slice    the part of every bucket that one rank sums, in rank order, into its own slot
-Law: a slot is written while no other rank may read it. A rank reads others' slots after `launched` says that
-they are complete, others' sums after `summed`, and nobody writes again before `closed` says that all have read.
+buffer  a rank's flat gradient of a bucket, in memory that all ranks of the host map; where it lies is in `layout`
+slice   the part of every bucket that one rank sums, in rank order, into its own buffer
+Law: a buffer is written only while no other rank may read it. A rank reads other ranks' buffers after GRADS_READY says
+that they are complete, and other ranks' sums after REDUCED; no rank writes again before STEP_ENDED says that all have
+read.
 
-Plain stores of the flags order after the data on x86 (total store order); elsewhere this transport is not used.
-To sum, a rank reads its slice of all N slots and writes one slice, 1/N of the bucket; the update then reads every
-slice where its owner put it.
-
-Measured: `docs/measured.md`, "Collectives".
+To sum, a rank reads its slice of all N buffers and writes one slice, 1/N of the bucket; the update then reads every
+slice where its owner put it. Measured: `docs/measured.md`, "Collectives".
 """
 
-import functools
 import mmap
-import os
-import platform
-import select
-import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 
-from fourfold.parts.comm.reduce.collective_fingerprint import CallBoard
-from fourfold.parts.comm.reduce.process_group import GradShards
+from fourfold.parts.comm.collectives import sum_in_order
+from fourfold.parts.comm.reduce.async_result import AsyncResult
+from fourfold.parts.comm.reduce.grad_shards import GradShards
+from fourfold.parts.comm.reduce.inter_host import InterHostReducer
 from fourfold.parts.comm.reduce.protocol import BucketSlice, unit_scale
-from fourfold.parts.comm.reduce.sharded_collectives import AsyncResult, sum_in_order
+from fourfold.parts.comm.reduce.shared_memory.call_check import CallCheck
+from fourfold.parts.comm.reduce.shared_memory.flag_waits import FlagWaits
+from fourfold.parts.comm.reduce.shared_memory.flags import HostFlags, HostRanks
 from fourfold.parts.comm.reduce.shared_memory.layout import (
-    BACKWARD_DONE,
     CALL_BEGUN,
-    COPIED,
-    DEAD_PEER,
-    FLAG_STRIDE,
     GRADS_READY,
-    NUM_FLAGS,
-    NUM_SCALAR_KINDS,
     REDUCED,
-    SCALARS_READY,
     SCALED,
-    STAGED,
     STEP_ENDED,
-    WEIGHTS_READY,
     SharedMemoryLayout,
     view_grad_buffers,
-    view_scalars,
-    view_staging_buffers,
-    view_weights,
 )
-from fourfold.parts.comm.reduce.shared_memory.unshard_staging import HostUnshardStaging, StagingFlags
-from fourfold.plan.data import RESTING_LAYOUTS, RestingLayouts
+from fourfold.parts.comm.reduce.shared_memory.scalars import HostScalars
+from fourfold.parts.comm.reduce.shared_memory.weights import HostWeights
+from fourfold.plan.data.zero import RESTING_LAYOUTS, RestingLayouts
 from fourfold.plan.sample_order import shard_range
-from fourfold.words.errors import PeerError
 from fourfold.words.layout import PARTIAL, SPLIT
-from fourfold.words.program import LOSS
-from fourfold.words.trace_events import NULL_RECORDER
-
-NUM_SPINS = 200
-YIELD_SECONDS = 0.002
-POLL_SECONDS = 0.0002
-LIVENESS_CHECK_SECONDS = 0.05
-DIVERGENCE_GRACE_SECONDS = 2.0
-
-
-class InterHostReducer(Protocol):
-    """The ranks of the same local index on all hosts, or on those of one replica, and which of these this one is."""
-
-    size: int
-    index: int
-    replica_index: int
-    sent_bytes: float
-
-    def all_reduce_async(self, flat: torch.Tensor) -> AsyncResult:
-        """Begin an all-reduce in place; what lands is `flat`."""
-        ...
-
-    def reduce_scatter_async(self, flat: torch.Tensor) -> AsyncResult:
-        """Begin a reduce-scatter; what lands is this host's share of the sum."""
-        ...
-
-    def all_gather_inplace_async(self, flat: torch.Tensor) -> Callable[[], None]:
-        """Begin an all-gather in place of the hosts' shares; the returned function waits for it."""
-        ...
-
-    def all_gather_async(self, shard: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
-        """Begin an all-gather of the hosts' shares; the returned function waits for it."""
-        ...
-
-    def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
-        """The rows of all ranks of all hosts, in rank order."""
-        ...
-
-    def broadcast(self, flat: torch.Tensor) -> None:
-        """Bring the first host's values to all."""
-        ...
-
-    def all_reduce_scalars(self, values: Sequence[float], call: str | None = None) -> list[float]:
-        """Sums over the hosts. With a call: raises DivergenceError where another host is in another one."""
-        ...
+from fourfold.words.trace_events import Recorder
 
 
 class SharedMemoryTransport:
-    """The transport between the processes of a host; see `Transport`. `between` reaches the other hosts."""
+    """The transport between the processes of a host; see `Transport`. `inter_host` reaches the other hosts."""
 
     def __init__(
         self,
         mapping: mmap.mmap,
         layout: SharedMemoryLayout,
+        host: HostRanks,
         *,
-        index: int,
-        size: int,
         rest: RestingLayouts = RESTING_LAYOUTS[0],
-        ranks: Sequence[int] = (),
-        peer_sockets: Mapping[int, socket.socket] | None = None,
         inter_host: InterHostReducer | None = None,
         is_prereduced: bool = False,
         time_limit_seconds: float = 1800.0,
     ) -> None:
         self.name = "shared memory" + (" + gloo between hosts" if inter_host else "")
-        self.index, self.size = index, size
-        self.waiting_seconds, self.recorder, self.grad_scale_fn = 0.0, NULL_RECORDER, unit_scale
-        self._inter_host, self._time_limit_seconds = inter_host, time_limit_seconds
-        # Else a codec has been between the hosts already: what this host's ranks have adds up to the whole sum.
+        self.index, self.size = host.index, host.size
+        self.grad_scale_fn = unit_scale
+        self._inter_host = inter_host
+        # A codec has already summed between hosts: then this host's ranks add up to the sum over all hosts.
         self._reduces_inter_host = inter_host is not None and not is_prereduced
-        self._ranks = tuple(ranks) or tuple(range(size))
-        self._peer_sockets = dict(peer_sockets or {})
-        self._mapping = mapping
-        self._flags = memoryview(mapping).cast("B").cast("q")
-        self._region_words = layout.region_bytes // 8
-        self._all_buffers = [view_grad_buffers(mapping, layout, region) for region in range(size)]
-        self.grad_buffers: Sequence[torch.Tensor] = self._all_buffers[index]
+        self.replica_index = 0 if inter_host is None else inter_host.replica_index
+        self._all_buffers = [view_grad_buffers(mapping, layout, region) for region in range(host.size)]
+        self.grad_buffers: Sequence[torch.Tensor] = self._all_buffers[host.index]
         self.buffer_indices = layout.buffer_indices
-        self._scalars = [view_scalars(mapping, layout, region) for region in range(size)]
-        self._slices = [[_rank_slice(length, size, peer) for peer in range(size)] for length in layout.sizes]
-        starts = [region * layout.region_bytes + layout.calls_offset for region in range(size)]
-        self._call_board, self._call = CallBoard(mapping, starts, self._ranks), ""
-        self._flag_counts = [0] * NUM_FLAGS
-        self._num_scalars = [0] * NUM_SCALAR_KINDS
-        self._pending_scalars: deque[int] = deque()  # measures that have begun
-        self._reduced_scalars: dict[int, list[float]] = {}
+        self._slices = [[_rank_slice(length, host.size, i) for i in range(host.size)] for length in layout.sizes]
+
+        self._flags = HostFlags(mapping, layout.region_bytes, index=host.index, size=host.size)
+        self._calls = CallCheck(mapping, layout, host, self._flags)
+        self._waits = FlagWaits(self._flags, host, self._calls, time_limit_seconds=time_limit_seconds)
+        self._scalars = HostScalars(mapping, layout, host, self._flags, self._waits, self._calls, inter_host)
+        local_slices = [slices[host.index] for slices in self._slices]
+        self._weights = HostWeights(mapping, layout, host, self._flags, self._waits, local_slices, inter_host)
+        self.shared_weights, self.is_writer = self._weights.shared, self._weights.is_writer
+        self.unshards_params = self._weights.unshards_params
+
         self._reduce_queue: list[tuple[int, int]] = []  # launched, not yet summed, in program order
         self._pending_inter_host: deque[tuple[int, AsyncResult]] = deque()  # summed here, on their way between hosts
-        self._reduce_numbers = [0] * len(self.grad_buffers)  # the number of a bucket's last launch
+        self._reduce_numbers = [0] * len(self.grad_buffers)  # the number of each bucket's last launch
         self._is_split = rest.state == SPLIT
-        # Sums of one's own share can be made when they are used, a piece at a time that stays in the cache.
+        # A rank's own shard may be summed when it is used, a range at a time that stays in the cache.
         self._is_lazy = self._is_split and rest.gradient == PARTIAL and not self._reduces_inter_host
-        self._is_range_reduced = [False] * len(self.grad_buffers)
-        hosts = inter_host.size if inter_host is not None else 1
-        self._grad_shards = GradShards(self.grad_buffers, size * hosts) if rest.gradient == SPLIT else None
-        self._pending_gathers: deque[Callable[[], None] | None] = (
-            deque()
-        )  # published, not yet on all of this host's memory
-        self._gather_numbers = [0] * len(self.grad_buffers)  # the number of a bucket's last publication
-        self.is_writer = index == 0 or not layout.weights_bytes
-        self.shared_weights: Sequence[torch.Tensor] | None = None
-        behind = size * layout.region_bytes
-        if layout.weights_bytes:
-            self.shared_weights = view_weights(mapping, layout, behind)
-        self.replica_index = 0 if inter_host is None else inter_host.replica_index
-        self._staging = (
-            self._make_staging(view_staging_buffers(mapping, layout, behind)) if layout.staging_bytes else None
-        )
-        self.unshards_params = self._staging is not None
+        self._is_shard_reduced = [False] * len(self.grad_buffers)
+        num_hosts = inter_host.size if inter_host is not None else 1
+        self._grad_shards = GradShards(self.grad_buffers, host.size * num_hosts) if rest.gradient == SPLIT else None
 
     @property
     def sent_bytes(self) -> float:
         return 0.0 if self._inter_host is None else self._inter_host.sent_bytes
 
-    # ---- flags --------------------------------------------------------------------------------------
+    @property
+    def waiting_seconds(self) -> float:
+        return self._waits.waiting_seconds
 
-    def _increment_flag(self, flag: int) -> None:
-        self._flag_counts[flag] += 1
-        self._flags[self.index * self._region_words + flag * FLAG_STRIDE] = self._flag_counts[flag]
+    @property
+    def recorder(self) -> Recorder:
+        return self._waits.recorder
 
-    def _min_flag(self, flag: int) -> int:
-        return min(self._flags[peer * self._region_words + flag * FLAG_STRIDE] for peer in range(self.size))
+    @recorder.setter
+    def recorder(self, recorder: Recorder) -> None:
+        self._waits.recorder = recorder
 
-    def _wait_flag(self, flag: int, count: int) -> None:
-        """Until every rank's flag has reached `count`: spin, then yield, then doze, looking for dead peers."""
-        for _ in range(NUM_SPINS):
-            if self._min_flag(flag) >= count:
-                return
-        begin = time.perf_counter()
-        looked = begin
-        with self.recorder.waiting():
-            while self._min_flag(flag) < count:
-                now = time.perf_counter()
-                if now - begin < YIELD_SECONDS:
-                    os.sched_yield()
-                    continue
-                time.sleep(POLL_SECONDS)
-                if now - looked > LIVENESS_CHECK_SECONDS:
-                    looked = now
-                    self._check_divergence(now - begin)
-                    try:
-                        self._check_dead_peers(flag, count, now - begin)
-                    except PeerError:
-                        self._compare_calls()  # A rank that went astray ends of it: that is the cause, not its death.
-                        raise
-        self.waiting_seconds += time.perf_counter() - begin
-
-    def _check_dead_peers(self, flag: int, count: int, waited_seconds: float) -> None:
-        # Nothing is ever sent on a link: it can be read only once its other end is gone.
-        poll = select.poll()
-        for link in self._peer_sockets.values():
-            poll.register(link, select.POLLIN)
-        ready = {handle for handle, _ in poll.poll(0)}
-        dead = [peer for peer, link in self._peer_sockets.items() if link.fileno() in ready]
-        # The leader alone has links to all: it writes down who died before it ends of it.
-        known = self._flags[DEAD_PEER * FLAG_STRIDE]
-        if known == 0 and dead and self.index == 0:
-            self._flags[DEAD_PEER * FLAG_STRIDE] = known = dead[0] + 1
-        if (known or dead) and self._min_flag(flag) < count:
-            rank = self._ranks[known - 1 if known else dead[0]]
-            raise PeerError(
-                f"rank {rank} (host {platform.node()}) died while rank {self._ranks[self.index]} waited for it"
-            )
-        if waited_seconds > self._time_limit_seconds:
-            flags = {self._ranks[p]: self._flags[p * self._region_words + flag * FLAG_STRIDE] for p in range(self.size)}
-            late = ", ".join(str(rank) for rank, reached in flags.items() if reached < count)
-            raise PeerError(f"rank {late} did not come within {self._time_limit_seconds:.0f} s")
-
-    # ---- calls ---------------------------------------------------------------------------------------
-
-    def begin_call(self, call: str) -> None:
-        self._call = call
-        self._call_board.write(self.index, self._flag_counts[CALL_BEGUN] + 1, call)
-        self._increment_flag(CALL_BEGUN)
-
-    def check_same_call(self) -> None:
-        self._wait_flag(CALL_BEGUN, self._flag_counts[CALL_BEGUN])
-        self._compare_calls()
-        if self._inter_host is not None:
-            self._inter_host.all_reduce_scalars([], self._call)
-
-    def _check_divergence(self, waited_seconds: float) -> None:
-        # Those that are only late are waited for, so that every rank's call can be told.
-        if self._min_flag(CALL_BEGUN) >= self._flag_counts[CALL_BEGUN] or waited_seconds > DIVERGENCE_GRACE_SECONDS:
-            self._compare_calls()
-
-    def _compare_calls(self) -> None:
-        def call_counts() -> list[int]:
-            return [self._flags[peer * self._region_words + CALL_BEGUN * FLAG_STRIDE] for peer in range(self.size)]
-
-        self._call_board.check(self.index, call_counts)
-
-    # ---- weights that rest split between hosts -------------------------------------------------------
-
-    def _make_staging(self, stages: Sequence[torch.Tensor]) -> HostUnshardStaging:
-        flags = StagingFlags(
-            signal_staged=functools.partial(self._increment_flag, STAGED),
-            signal_copied=functools.partial(self._increment_flag, COPIED),
-            wait_all_staged=functools.partial(self._wait_flag, STAGED),
-            wait_all_copied=functools.partial(self._wait_flag, COPIED),
-        )
-        return HostUnshardStaging(stages, flags)
-
-    def unshard_async(self, bucket: int, shard: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
-        assert self._staging is not None
-        assert self._inter_host is not None
-        begin = functools.partial(self._inter_host.all_gather_async, shard)
-        return self._timed(self._staging.unshard_async(slice(*self._slices[bucket][self.index]), out, begin))
-
-    def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
-        assert self._inter_host is not None
-        begin = time.perf_counter()
-        with self.recorder.waiting():
-            everyone = self._inter_host.all_gather_ints(row)
-        self.waiting_seconds += time.perf_counter() - begin
-        return everyone
-
-    def _timed(self, wait: Callable[[], None]) -> Callable[[], None]:
-        def timed_wait() -> None:
-            begin, waited = time.perf_counter(), self.waiting_seconds
-            with self.recorder.waiting():
-                wait()
-            self.waiting_seconds = waited + time.perf_counter() - begin
-
-        return timed_wait
-
-    # ---- a bucket's reduction -----------------------------------------------------------------------
+    # ---- gradients ----------------------------------------------------------------------------------
 
     def acquire_buffer(self, bucket: int) -> None:
-        self._wait_flag(STEP_ENDED, self._flag_counts[STEP_ENDED])
+        self._waits.wait(STEP_ENDED, self._flags.counts[STEP_ENDED])
         if self._grad_shards is not None:
-            numbers = [
-                n
-                for n, turn in zip(self._reduce_numbers, self.buffer_indices, strict=True)
-                if turn == self.buffer_indices[bucket]
-            ]
-            self._reduce_through(max(numbers))
-            self._wait_flag(REDUCED, max(numbers))
+            last = self._last_reduce_of_buffer(bucket)
+            self._reduce_through(last)
+            self._waits.wait(REDUCED, last)
+
+    def can_acquire_buffer(self, bucket: int) -> bool:
+        last = self._last_reduce_of_buffer(bucket)
+        self._advance_reductions()
+        has_ended = self._flags.min(STEP_ENDED) >= self._flags.counts[STEP_ENDED]
+        return has_ended and self._flags.min(REDUCED) >= last
+
+    def _last_reduce_of_buffer(self, bucket: int) -> int:
+        """The number of the last launch among the buckets that share this bucket's buffer."""
+        index = self.buffer_indices[bucket]
+        return max(n for n, each in zip(self._reduce_numbers, self.buffer_indices, strict=True) if each == index)
 
     def reduce_async(self, bucket: int, reduction_index: int) -> None:
         self._reduce_queue.append((bucket, reduction_index))
-        self._increment_flag(GRADS_READY)
-        self._reduce_numbers[bucket] = self._flag_counts[GRADS_READY]
+        self._flags.increment(GRADS_READY)
+        self._reduce_numbers[bucket] = self._flags.counts[GRADS_READY]
         if not self._is_lazy:
             self._reduce_ready()
 
     def wait_reduce(self, bucket: int) -> None:
         number = self._reduce_numbers[bucket]
         if self._is_lazy:
-            self._wait_flag(GRADS_READY, number)
-            return
-        done = self._flag_counts[REDUCED] if self._is_split else self._min_flag(REDUCED)
-        if done >= number:
-            return
-        begin, waited = time.perf_counter(), self.waiting_seconds
-        with self.recorder.waiting():
-            self._reduce_through(number)
-            if not self._is_split:
-                self._wait_flag(REDUCED, number)
-        self.waiting_seconds = waited + time.perf_counter() - begin
+            self._waits.wait(GRADS_READY, number)
+        elif self._num_reduced() < number:
+            with self._waits.timed():
+                self._reduce_through(number)
+                if not self._is_split:
+                    self._waits.wait(REDUCED, number)
 
     def is_reduced(self, bucket: int) -> bool:
         number = self._reduce_numbers[bucket]
         if self._is_lazy:
-            return self._min_flag(GRADS_READY) >= number
-        self._reduce_ready()
-        while self._pending_inter_host and self._pending_inter_host[0][1].is_done():
-            self._reduce_through(self._flag_counts[REDUCED] + 1)
-        return (self._flag_counts[REDUCED] if self._is_split else self._min_flag(REDUCED)) >= number
+            return self._flags.min(GRADS_READY) >= number
+        self._advance_reductions()
+        return self._num_reduced() >= number
 
-    def can_acquire_buffer(self, bucket: int) -> bool:
-        last = max(
-            n
-            for n, turn in zip(self._reduce_numbers, self.buffer_indices, strict=True)
-            if turn == self.buffer_indices[bucket]
-        )
+    def _num_reduced(self) -> int:
+        """How many reductions are done as far as this rank needs them: its own slices, or all ranks'."""
+        return self._flags.counts[REDUCED] if self._is_split else self._flags.min(REDUCED)
+
+    def _advance_reductions(self) -> None:
+        """Do this rank's part of reductions, as far as that needs no wait."""
         self._reduce_ready()
         while self._pending_inter_host and self._pending_inter_host[0][1].is_done():
-            self._reduce_through(self._flag_counts[REDUCED] + 1)
-        return self._min_flag(STEP_ENDED) >= self._flag_counts[STEP_ENDED] and self._min_flag(REDUCED) >= last
+            self._reduce_through(self._flags.counts[REDUCED] + 1)
 
     def _reduce_through(self, number: int) -> None:
-        """Have this rank's part of the first `number` reductions done."""
-        while self._flag_counts[REDUCED] < number:
+        """Do this rank's part of the first `number` reductions."""
+        while self._flags.counts[REDUCED] < number:
             self._reduce_ready()
             if self._pending_inter_host:
-                # Before any wait for a later launch: who is to launch it may be waiting for this sum.
-                bucket, flight = self._pending_inter_host.popleft()
-                self._finish_reduce(bucket, flight.wait())
-            elif self._flag_counts[REDUCED] < number:
-                self._wait_flag(GRADS_READY, self._flag_counts[GRADS_READY] - len(self._reduce_queue) + 1)
+                # Before any wait for a later launch: the rank that is to launch it may be waiting for this sum.
+                bucket, result = self._pending_inter_host.popleft()
+                self._finish_reduce(bucket, result.wait())
+            elif self._flags.counts[REDUCED] < number:
+                self._waits.wait(GRADS_READY, self._num_begun() + 1)
+
+    def _num_begun(self) -> int:
+        """How many launches this rank has begun to sum."""
+        return self._flags.counts[GRADS_READY] - len(self._reduce_queue)
 
     def _reduce_ready(self) -> None:
         """Sum this rank's slice of every bucket that all ranks have launched."""
         begin = time.perf_counter()
-        there = max(0, self._min_flag(GRADS_READY) - (self._flag_counts[GRADS_READY] - len(self._reduce_queue)))
-        for bucket, name in self._reduce_queue[:there]:
-            with self.recorder.reducing(name):
-                start, stop = self._slices[bucket][self.index]
-                mine = self._sum_range(bucket, start, stop)
+        num_ready = max(0, self._flags.min(GRADS_READY) - self._num_begun())
+        for bucket, reduction_index in self._reduce_queue[:num_ready]:
+            with self._waits.recorder.reducing(reduction_index):
+                local_sum = self._sum_range(bucket, *self._slices[bucket][self.index])
                 if not self._is_split and (factor := self.grad_scale_fn()) != 1.0:
-                    mine.mul_(factor)
+                    local_sum.mul_(factor)
             if self._inter_host is None or not self._reduces_inter_host:
-                self._finish_reduce(bucket, self._host_shard(mine))
+                self._finish_reduce(bucket, self._host_shard(local_sum))
             else:
-                begun = (
-                    self._inter_host.reduce_scatter_async(mine)
-                    if self._is_split
-                    else self._inter_host.all_reduce_async(mine)
-                )
-                self._pending_inter_host.append((bucket, begun))
-        del self._reduce_queue[:there]
-        self.waiting_seconds += time.perf_counter() - begin
+                reduce = self._inter_host.reduce_scatter_async if self._is_split else self._inter_host.all_reduce_async
+                self._pending_inter_host.append((bucket, reduce(local_sum)))
+        del self._reduce_queue[:num_ready]
+        self._waits.waiting_seconds += time.perf_counter() - begin
 
-    def _host_shard(self, mine: torch.Tensor) -> torch.Tensor:
-        """This host's part of a rank's slice."""
+    def _host_shard(self, local_sum: torch.Tensor) -> torch.Tensor:
+        """This host's shard of this rank's slice."""
         if self._inter_host is None:
-            return mine
-        return mine[slice(*shard_range(0, mine.numel(), self._inter_host.size, self._inter_host.index))]
+            return local_sum
+        return local_sum[slice(*shard_range(0, local_sum.numel(), self._inter_host.size, self._inter_host.index))]
 
     def _finish_reduce(self, bucket: int, total: torch.Tensor) -> None:
         if self._grad_shards is not None:
             self._grad_shards.accumulate(bucket, total)
-        self._increment_flag(REDUCED)
+        self._flags.increment(REDUCED)
 
     def _sum_range(self, bucket: int, start: int, stop: int) -> torch.Tensor:
-        """The sum of [start, stop) over this host's ranks, in this rank's slot."""
-        parts = [slots[bucket][start:stop] for slots in self._all_buffers]
-        sum_in_order(parts, out=parts[self.index])
-        return parts[self.index]
+        """The sum of [start, stop) over this host's ranks, in this rank's buffer."""
+        addends = [buffers[bucket][start:stop] for buffers in self._all_buffers]
+        sum_in_order(addends, out=addends[self.index])
+        return addends[self.index]
 
     def reduce_range(self, bucket: int, start: int, stop: int, factor: float) -> None:
-        if self._is_lazy and not self._is_range_reduced[bucket]:
+        if self._is_lazy and not self._is_shard_reduced[bucket]:
             self._sum_range(bucket, start, stop)
         if factor != 1.0:
-            own = self.grad_shard(bucket)
-            own.flat[start - own.start : stop - own.start].mul_(factor)
+            shard = self.grad_shard(bucket)
+            shard.flat[start - shard.start : stop - shard.start].mul_(factor)
+
+    def reduce_shard(self, bucket: int) -> None:
+        if self._is_lazy and not self._is_shard_reduced[bucket]:
+            self._sum_range(bucket, *self._slices[bucket][self.index])
+            self._is_shard_reduced[bucket] = True
 
     def reduced_views(self, bucket: int) -> Sequence[BucketSlice]:
         if self._is_split:
@@ -409,99 +234,72 @@ class SharedMemoryTransport:
         flat = self.grad_buffers[bucket][start:stop] if self._grad_shards is None else self._grad_shards.flats[bucket]
         return BucketSlice(start, stop, flat)
 
-    def reduce_shard(self, bucket: int) -> None:
-        if self._is_lazy and not self._is_range_reduced[bucket]:
-            self._sum_range(bucket, *self._slices[bucket][self.index])
-            self._is_range_reduced[bucket] = True
-
     def scale_grads(self, factor: float) -> None:
-        for slot, slices in zip(self.grad_buffers, self._slices, strict=True):
+        for buffer, slices in zip(self.grad_buffers, self._slices, strict=True):
             start, stop = slices[self.index]
-            slot[start:stop].mul_(factor)
-        self._increment_flag(SCALED)
-        self._wait_flag(SCALED, self._flag_counts[SCALED])
+            buffer[start:stop].mul_(factor)
+        self._flags.increment(SCALED)
+        self._waits.wait(SCALED, self._flags.counts[SCALED])
 
     def all_gather_grads(self, bucket: int) -> None:
         for peer, (start, stop) in enumerate(self._slices[bucket]):
             if peer != self.index:
                 self.grad_buffers[bucket][start:stop].copy_(self._all_buffers[peer][bucket][start:stop])
 
-    def signal_backward_done(self) -> None:
-        self._increment_flag(BACKWARD_DONE)
-
-    def wait_weights_writable(self) -> None:
-        if self.shared_weights is not None:
-            self._wait_flag(BACKWARD_DONE, self._flag_counts[BACKWARD_DONE])
-
-    def all_gather_weights_async(self, bucket: int, weight: torch.Tensor) -> None:
-        land = None
-        if self._inter_host is not None and self._inter_host.size > 1:
-            start, stop = self._slices[bucket][self.index]
-            land = self._inter_host.all_gather_inplace_async(weight[start:stop])
-        self._pending_gathers.append(land)
-        self._gather_numbers[bucket] = self._flag_counts[WEIGHTS_READY] + len(self._pending_gathers)
-        if land is None:
-            self._gather_through(self._gather_numbers[bucket])
-
-    def _gather_through(self, number: int) -> None:
-        """Have this rank's slices of the first `number` publications in this host's memory, told one by one."""
-        while self._flag_counts[WEIGHTS_READY] < number:
-            if (land := self._pending_gathers.popleft()) is not None:
-                land()
-            self._increment_flag(WEIGHTS_READY)
-
-    def wait_weights(self, bucket: int) -> None:
-        # Those before it too, in program order: a rank of another host may wait for one of them.
-        self._gather_through(self._gather_numbers[bucket])
-        self._wait_flag(WEIGHTS_READY, self._gather_numbers[bucket])
-
     def end_step(self) -> None:
-        self._gather_through(self._flag_counts[WEIGHTS_READY] + len(self._pending_gathers))
+        self._weights.finish_own_gathers()
         self._reduce_queue.clear()
-        self._is_range_reduced = [False] * len(self._is_range_reduced)
+        self._is_shard_reduced = [False] * len(self._is_shard_reduced)
         if self._grad_shards is not None:
             self._grad_shards.begin_step()
-        self._increment_flag(STEP_ENDED)
-        # Every rank has updated its share: the weights are whole.
-        self._wait_flag(WEIGHTS_READY, self._flag_counts[WEIGHTS_READY])
+        self._flags.increment(STEP_ENDED)
+        # Once every rank has published its slices, the weights are whole.
+        self._weights.wait_all()
+
+    # ---- weights ------------------------------------------------------------------------------------
+
+    def signal_backward_done(self) -> None:
+        self._weights.signal_backward_done()
+
+    def wait_weights_writable(self) -> None:
+        self._weights.wait_writable()
+
+    def all_gather_weights_async(self, bucket: int, weight: torch.Tensor) -> None:
+        self._weights.all_gather_async(bucket, weight)
+
+    def wait_weights(self, bucket: int) -> None:
+        self._weights.wait(bucket)
+
+    def unshard_async(self, bucket: int, shard: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
+        return self._weights.unshard_async(bucket, shard, out)
 
     def broadcast_weights(self) -> None:
-        assert self.shared_weights is not None
-        if self._inter_host is not None and self.is_writer:
-            for flat in self.shared_weights:
-                self._inter_host.broadcast(flat)
+        self._weights.broadcast()
 
-    # ---- scalars and weights ------------------------------------------------------------------------
+    # ---- scalars and calls --------------------------------------------------------------------------
 
     def all_reduce_scalars_async(self, kind: int, values: torch.Tensor) -> None:
-        turn = self._flag_counts[SCALARS_READY + kind] % 2
-        self._scalars[self.index][kind, turn, : len(values)] = values
-        self._num_scalars[kind] = len(values)
-        self._pending_scalars.append(kind)
-        self._increment_flag(SCALARS_READY + kind)
+        self._scalars.all_reduce_async(kind, values)
 
     def wait_scalars(self, kind: int) -> list[float]:
-        # In the order in which they were begun, whichever is asked for first: between hosts they pair up by order, and
-        # one rank may need the loss while it reduces, another only after other measures.
-        while kind in self._pending_scalars:
-            first = self._pending_scalars.popleft()
-            self._reduced_scalars[first] = self._sum_scalars(first)
-        return self._reduced_scalars.pop(kind)
+        return self._scalars.wait(kind)
 
-    def _sum_scalars(self, kind: int) -> list[float]:
-        count = self._flag_counts[SCALARS_READY + kind]
-        self._wait_flag(SCALARS_READY + kind, count)
-        if kind == LOSS:
-            self._compare_calls()
-        total = self._scalars[0][kind, (count - 1) % 2, : self._num_scalars[kind]].clone()
-        for peer in range(1, self.size):
-            total += self._scalars[peer][kind, (count - 1) % 2, : self._num_scalars[kind]]
-        if self._inter_host is None:
-            return total.tolist()
-        return self._inter_host.all_reduce_scalars(total.tolist(), self._call if kind == LOSS else None)
+    def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
+        assert self._inter_host is not None
+        with self._waits.timed():
+            return self._inter_host.all_gather_ints(row)
+
+    def begin_call(self, call: str) -> None:
+        self._calls.begin(call)
+
+    def check_same_call(self) -> None:
+        self._waits.wait(CALL_BEGUN, self._flags.counts[CALL_BEGUN])
+        self._calls.compare()
+        if self._inter_host is not None:
+            self._inter_host.all_reduce_scalars([], self._calls.call)
 
 
 def _rank_slice(length: int, size: int, index: int) -> tuple[int, int]:
-    """[start, stop) of a rank's slice; cut at multiples of 32 elements: no cache line has two writers."""
+    """[start, stop) of a rank's slice; cut at multiples of 32 elements, so that no cache line has two writers."""
     blocks = -(-length // 32)
     return min(length, blocks * index // size * 32), min(length, blocks * (index + 1) // size * 32)

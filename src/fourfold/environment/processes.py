@@ -1,0 +1,63 @@
+"""Processes of this host, as the kernel describes them in /proc.
+
+start ticks  when a process began, in clock ticks since the boot
+Law: a process is known by its number and its start ticks, because the kernel gives a number to later processes again.
+"""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+STATE, PARENT, START_TICKS = 0, 1, 19  # fields of /proc/PID/stat after the command's name
+
+
+class ProcessId(NamedTuple):
+    """A process; `start_ticks` is 0 where there is no process of this number."""
+
+    pid: int
+    start_ticks: int
+
+
+def process_id(pid: int) -> ProcessId:
+    fields = _stat_fields(pid)
+    return ProcessId(pid, int(fields[START_TICKS]) if fields else 0)
+
+
+def this_process() -> ProcessId:
+    return process_id(os.getpid())
+
+
+def is_alive(pid: int, start_ticks: int) -> bool:
+    """Whether this process still runs. A zombie does not: it has ended, and only its parent has yet to notice."""
+    fields = _stat_fields(pid)
+    return bool(fields) and int(fields[START_TICKS]) == start_ticks and fields[STATE] not in ("Z", "X")
+
+
+def process_state(pid: int) -> str:
+    """The kernel's letter for a process's state: R, S, D, T (stopped), Z; "" where there is no such process."""
+    fields = _stat_fields(pid)
+    return fields[STATE] if fields else ""
+
+
+def parent_pid(pid: int) -> int:
+    """0 where there is no such process."""
+    fields = _stat_fields(pid)
+    return int(fields[PARENT]) if fields else 0
+
+
+def has_variable(pid: int, name: str) -> bool:
+    """Whether a process began with this environment variable; False where this user may not read its environment."""
+    try:
+        environ = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # another user's, such as Slurm's own daemon
+        return False
+    return any(entry.startswith(name.encode() + b"=") for entry in environ.split(b"\0"))
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat after the command's name, state first; none where there is no such process."""
+    try:
+        # The command's name may hold spaces and brackets of its own: the last bracket ends it.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -1,0 +1,40 @@
+"""Waiting for a value in shared memory that another process writes.
+
+Law: a wait ends when the value has come, or when its `check` raises: a peer has died, or the time limit has passed.
+
+A wait first spins, because most values come within microseconds; then yields the core; then sleeps, so that a rank
+that waits long leaves its core to the others.
+"""
+
+import os
+import time
+from collections.abc import Callable
+
+from fourfold.words.trace_events import Recorder
+
+NUM_SPINS = 200
+YIELD_SECONDS = 0.002
+POLL_SECONDS = 0.0002
+LIVENESS_CHECK_SECONDS = 0.05
+
+
+def wait_until(is_reached: Callable[[], bool], check: Callable[[float], None], recorder: Recorder) -> float:
+    """Wait until `is_reached()`; returns the seconds waited, 0 if spinning was enough.
+
+    `check(seconds waited so far)` is called every LIVENESS_CHECK_SECONDS and raises if the wait is in vain.
+    """
+    for _ in range(NUM_SPINS):
+        if is_reached():
+            return 0.0
+    begin = last_check = time.perf_counter()
+    with recorder.waiting():
+        while not is_reached():
+            now = time.perf_counter()
+            if now - begin < YIELD_SECONDS:
+                os.sched_yield()
+                continue
+            time.sleep(POLL_SECONDS)
+            if now - last_check > LIVENESS_CHECK_SECONDS:
+                last_check = now
+                check(now - begin)
+    return time.perf_counter() - begin

@@ -1,0 +1,52 @@
+"""Message gatherers: all-gathers of codecs' messages."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fourfold.parts.comm.collectives import ring_bytes
+from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.reduce.async_result import AsyncResult, always_done
+from fourfold.words.layout import Change
+
+
+class MessageGatherer(Protocol):
+    """Ranks that all-gather each other's messages."""
+
+    sent_bytes: float
+
+    def all_gather_async(self, payload: Tensor) -> AsyncResult:
+        """Begin to gather every rank's message [bytes]; the result is the messages, in rank order."""
+        ...
+
+
+class NullMessageGatherer:
+    """For a rank whose messages no other rank needs: the others read its sums in shared memory."""
+
+    sent_bytes = 0.0
+
+    def all_gather_async(self, payload: Tensor) -> AsyncResult:
+        return AsyncResult(lambda: [payload], always_done)
+
+
+class GroupMessageGatherer:
+    """The ranks of a process group; see `MessageGatherer`."""
+
+    def __init__(self, comm: Communicator, members: Sequence[int]) -> None:
+        self._communicator, self._group = comm, comm.get_group(members, "messages")
+        self.size, self.sent_bytes = len(members), 0.0
+
+    def all_gather_async(self, payload: Tensor) -> AsyncResult:
+        gathered = torch.empty(self.size * payload.numel(), dtype=payload.dtype, device=payload.device)
+        self.sent_bytes += ring_bytes(Change.ALL_GATHER, gathered, self.size)
+        with self._communicator.report_dead_peers():
+            work = self._group.all_gather(gathered, payload)
+
+        def wait() -> Sequence[Tensor]:
+            with self._communicator.report_dead_peers():
+                work.wait()
+            return gathered.view(self.size, -1).unbind()
+
+        return AsyncResult(wait, work.is_completed)

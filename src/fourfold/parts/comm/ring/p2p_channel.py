@@ -1,0 +1,65 @@
+"""TODO."""
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.parts.comm.collectives import all_gather
+from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.ring.p2p import PendingRecv
+from fourfold.words.trace_events import NULL_RECORDER
+
+
+class ProcessGroupChannel:
+    """See `links.Wire`. Every rank of the job must make those of all members in the same order."""
+
+    def __init__(self, ranks: Communicator, members: Sequence[int], purpose: str) -> None:
+        self._communicator, self._group = ranks, ranks.process_group_getter(members, purpose)
+        self.name = "NCCL" if ranks.device.type == "cuda" else "gloo"
+        self.size = len(members)
+        self.index = list(members).index(ranks.rank) if ranks.rank in members else -1
+        self._right_rank, self._left_rank = (members[(self.index + step) % self.size] for step in (1, -1))
+        self.sent_bytes, self.waiting_seconds, self.recorder = 0.0, 0.0, NULL_RECORDER
+
+    def send_right_recv_left(self, flat: Tensor, tag: int) -> PendingRecv:
+        taken = torch.empty_like(flat)
+        self.sent_bytes += flat.numel() * flat.element_size()
+        operations = [
+            dist.P2POp(dist.isend, flat, self._right_rank, group=self._group(), tag=tag),
+            dist.P2POp(dist.irecv, taken, self._left_rank, group=self._group(), tag=tag),
+        ]
+        with self._communicator.report_dead_peers():
+            works = dist.batch_isend_irecv(operations)
+
+        def wait() -> Tensor:
+            with self._timed():
+                for work in works:
+                    work.wait()
+            return taken
+
+        return wait
+
+    def all_gather(self, flat: Tensor) -> Tensor:
+        everyone = flat.new_empty(self.size, flat.numel())
+        self.sent_bytes += (self.size - 1) * flat.numel() * flat.element_size()
+        with self._timed():
+            all_gather(everyone.view(-1), flat, group=self._group())
+        return everyone
+
+    def all_to_all(self, parts: Tensor) -> Tensor:
+        received = torch.empty_like(parts)
+        self.sent_bytes += (self.size - 1) * parts[0].numel() * parts.element_size()
+        with self._timed():
+            dist.all_to_all_single(received, parts, group=self._group())
+        return received
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        with self.recorder.waiting(), self._communicator.report_dead_peers():
+            yield
+        self.waiting_seconds += time.perf_counter() - begin

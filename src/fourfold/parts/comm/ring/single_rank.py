@@ -1,0 +1,47 @@
+"""TODO."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from fourfold.parts.comm.ring.protocol import RingAccumulator, concat_flat
+from fourfold.words.trace_events import NULL_RECORDER
+
+
+class NullRingGroup:
+    """One rank; see `Link`."""
+
+    name = "alone"
+    size, index = 1, 0
+
+    def __init__(self) -> None:
+        self.sent_bytes, self.waiting_seconds, self.recorder = 0.0, 0.0, NULL_RECORDER
+
+    def iterate_blocks(self, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        yield 0, concat_flat(parts)
+
+    def make_accumulator(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> RingAccumulator:
+        return _NullAccumulator(torch.zeros(num_elements, dtype=dtype, device=device))
+
+    def all_gather(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [concat_flat(parts)]
+
+    def all_to_all(self, parts: Tensor) -> Tensor:
+        return parts
+
+
+class _NullAccumulator:
+    """What nobody else adds to; see `Carry`."""
+
+    def __init__(self, zeros: Tensor) -> None:
+        self._zeros = zeros
+
+    def receive(self) -> Tensor:
+        raise AssertionError("one rank is visited by nobody")
+
+    def send(self) -> None:
+        raise AssertionError("one rank gives nothing away")
+
+    def result(self) -> Tensor:
+        return self._zeros

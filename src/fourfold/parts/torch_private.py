@@ -1,0 +1,334 @@
+"""torch's private names: each one that Fourfold uses, behind a small function with a public name.
+
+A release of torch may change a private name without a word. Then this file is the place to mend, and its test says
+which function is broken.
+Law: no other module names `torch._…` or a private attribute of one of torch's objects. The exceptions stand in
+`tests/pure/test_architecture.py`, each with its reason.
+
+Names that a hot path calls are bound, not wrapped: they cost what torch's own cost.
+"""
+
+import inspect
+import operator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
+from torch._C import _functorch as functorch  # type: ignore[attr-defined]
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data._utils.collate import collate, default_collate_fn_map
+
+__all__ = [
+    "DisableTorchFunctionSubclass",
+    "TorchDispatchMode",
+    "collate",
+    "default_collate_fn_map",
+    "tree_leaves",
+    "tree_map_only",
+]
+
+Node = Any
+"""A node of autograd's graph: a `grad_fn`."""
+
+# ---- autograd: the backward that runs now -----------------------------------------------------------------------
+
+NO_BACKWARD_ID = -1
+current_backward_id: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward that this thread runs; NO_BACKWARD_ID outside of one."""
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward: a forward made here is a checkpoint's second one."""
+    return current_backward_id() != NO_BACKWARD_ID
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` when the backward that runs now ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def run_backward_under_modes(roots: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
+    """`torch.autograd.backward`, with the torch function modes that are active kept active."""
+    torch.autograd.graph._engine_run_backward(
+        roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+# ---- autograd: tensors ------------------------------------------------------------------------------------------
+
+version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
+"""How often a tensor was written in place, as torch counts it."""
+is_view: Callable[[Tensor], bool] = Tensor._is_view
+
+
+def tensor_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
+    """The hooks that `tensor.register_hook` has registered."""
+    return list((tensor._backward_hooks or {}).values())
+
+
+def post_accumulate_hooks(parameter: Tensor) -> OrderedDict[int, Callable[[Tensor], None]] | None:
+    """The hooks of `register_post_accumulate_grad_hook` by handle id; None before the first one."""
+    return parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+
+
+def set_post_accumulate_hooks(parameter: Tensor, hooks: OrderedDict[int, Callable[[Tensor], None]]) -> None:
+    """Replace the dict in which torch keeps those hooks."""
+    parameter._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
+
+
+def storage_key(tensor: Tensor) -> int:
+    """A number that all tensors on one storage share; a fake tensor has one too."""
+    return tensor.untyped_storage()._cdata
+
+
+# ---- autograd: what nodes of the graph have saved ---------------------------------------------------------------
+
+REDUCTION_MEAN = 1
+"""What `saved_reduction` gives for reduction="mean"."""
+saved_reduction: Callable[[Node], int] = operator.attrgetter("_saved_reduction")
+saved_class_weights: Callable[[Node], Tensor | None] = operator.attrgetter("_saved_weight")
+saved_total_weight: Callable[[Node], Tensor] = operator.attrgetter("_saved_total_weight")
+saved_input: Callable[[Node], Tensor] = operator.attrgetter("_saved_self")
+saved_input_numel: Callable[[Node], int] = operator.attrgetter("_saved_self_sym_numel")
+saved_input_shape: Callable[[Node], Sequence[int]] = operator.attrgetter("_saved_self_sym_sizes")
+saved_dims: Callable[[Node], Sequence[int]] = operator.attrgetter("_saved_dim")
+saved_minimum: Callable[[Node], float | Tensor | None] = operator.attrgetter("_saved_min")
+
+
+def saved_maximum(node: Node) -> float | Tensor | None:
+    """The upper bound of a clamp; None where it has none."""
+    return getattr(node, "_saved_max", None)
+
+
+def packed_divisor(node: Node) -> Any:
+    """The divisor of a division as saved tensor hooks have packed it: reading it unpacks nothing."""
+    return node._raw_saved_other.data
+
+
+def grad_shapes(node: Node) -> list[Sequence[int]]:
+    """The shapes of the gradients that a node takes."""
+    return [each.shape for each in node._input_metadata]
+
+
+# ---- function modes, tensor subclasses and transforms of torch.func ---------------------------------------------
+
+are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether a transform of `torch.func`, such as vmap or grad, is active in this thread."""
+is_transform_tensor: Callable[[Tensor], bool] = functorch.is_functorch_wrapped_tensor
+"""Whether a tensor belongs to a transform of `torch.func`: such a tensor has no memory of its own."""
+
+
+def suspend_transforms() -> AbstractContextManager[Any]:
+    """Within, no transform of `torch.func` is active."""
+    # Imported when it is needed: some releases of torch do not import it with torch itself, and it imports much.
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
+def is_operator(function: Any) -> bool:
+    """Whether a function is one of `torch.ops`, with or without its overload."""
+    return isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
+
+
+def written_arguments(operator_: Any) -> list[tuple[int, str]]:
+    """The arguments that an operator of `torch.ops` is declared to write, by position and name.
+
+    Of an operator without its overload: those of all overloads but the `out` ones.
+    """
+    is_overload = isinstance(operator_, torch._ops.OpOverload)
+    overloads = [operator_] if is_overload else [getattr(operator_, name) for name in operator_.overloads()]
+    return list(
+        dict.fromkeys(
+            (position, argument.name)
+            for overload in overloads
+            if is_overload or "out" not in overload._overloadname
+            for position, argument in enumerate(overload._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        )
+    )
+
+
+GROUPED_MM_OPS = frozenset(
+    getattr(module, name) for module, name in ((torch, "_grouped_mm"), (F, "grouped_mm")) if hasattr(module, name)
+)
+"""Products of many matrices at once; not every release of torch has both names."""
+
+# ---- modules ----------------------------------------------------------------------------------------------------
+
+BatchNormBase = nn.modules.batchnorm._BatchNorm
+"""The class that all batch normalizations inherit from, SyncBatchNorm too."""
+DropoutBase = nn.modules.dropout._DropoutNd
+"""The class that all of torch's dropouts inherit from."""
+
+own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = operator.attrgetter("_parameters")
+"""A module's own parameters by name, not those of its children."""
+own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = operator.attrgetter("_buffers")
+own_children: Callable[[nn.Module], dict[str, nn.Module | None]] = operator.attrgetter("_modules")
+
+
+def forward_pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """The hooks of `register_forward_pre_hook`, in the order in which they run."""
+    return list(module._forward_pre_hooks.values())
+
+
+def swapped_state(module: nn.Module, state: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+    """Within, a module has these parameters and buffers, by name; tied ones follow.
+
+    Unlike `torch.func.functional_call`, it spans a backward: a checkpoint's second forward sees the same weights.
+    """
+    return _reparametrize_module(module, dict(state), tie_weights=True)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module was compiled: by `torch.compile`, as a whole or in place, or by TorchScript.
+
+    Function modes see nothing of what a compiled forward calls.
+    """
+    in_place = getattr(module, "_compiled_call_impl", None) is not None
+    return in_place or isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod")
+
+
+def is_compiled_function(function: Any) -> bool:
+    """Whether `torch.compile` has made this function."""
+    return hasattr(function, "_torchdynamo_orig_callable")
+
+
+# ---- optimizers -------------------------------------------------------------------------------------------------
+
+StepHook = Callable[[Optimizer, Any, Any], Any]
+
+
+def step_pre_hooks(optimizer: Optimizer) -> list[StepHook]:
+    """The hooks before a step, in torch's order: first those of all optimizers."""
+    return [*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()]
+
+
+def step_post_hooks(optimizer: Optimizer) -> list[StepHook]:
+    """The hooks after a step, in torch's order: last those of all optimizers."""
+    return [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]
+
+
+def state_dict_hooks(optimizer: Optimizer) -> list[Any]:
+    """The hooks of `state_dict` and `load_state_dict`."""
+    return [
+        *optimizer._optimizer_state_dict_pre_hooks.values(),
+        *optimizer._optimizer_state_dict_post_hooks.values(),
+        *optimizer._optimizer_load_state_dict_pre_hooks.values(),
+        *optimizer._optimizer_load_state_dict_post_hooks.values(),
+    ]
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has step hooks of its own; torch also keeps some for all optimizers."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def has_any_hook(optimizer: Optimizer) -> bool:
+    """Whether any hook would run around a step or a state dict of this optimizer. Called in every step."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+        or optimizer._optimizer_state_dict_pre_hooks
+        or optimizer._optimizer_state_dict_post_hooks
+        or optimizer._optimizer_load_state_dict_pre_hooks
+        or optimizer._optimizer_load_state_dict_post_hooks
+    )
+
+
+def takes_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether step hooks can be registered: not where `Optimizer.__init__` was never called."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
+def mark_step_called(optimizer: Optimizer) -> None:
+    """Tell torch's schedulers that a step has been made: they warn about an optimizer that has not made one."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def step_without_wrappers(optimizer: Optimizer) -> None:
+    """One step of the optimizer's class, past torch's wrappers: no hooks, no import of torch._dynamo.
+
+    The caller switches autograd off, which the wrappers do otherwise.
+    """
+    inspect.unwrap(type(optimizer).step)(optimizer)
+
+
+def avoid_dynamo_import() -> None:
+    """Keep torch from importing torch._dynamo when an optimizer is made: 1.25 s in every process."""
+    plain = inspect.unwrap(Optimizer.add_param_group)
+    if not hasattr(plain, "__dynamo_disable"):
+        setattr(plain, "__dynamo_disable", plain)
+
+
+# ---- kernels of attention ---------------------------------------------------------------------------------------
+
+
+def cpu_flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, mask: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Flash attention on a CPU: output [B, H, L, K] and logsumexp [B, H, L], which is 0 in fully masked rows."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
+    )
+
+
+def cpu_flash_attention_backward(
+    grad_out: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    lse: Tensor,
+    *,
+    is_causal: bool,
+    mask: Tensor | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `inputs` (q, k, v)."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad_out, *inputs, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale
+    )
+
+
+def cuda_flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Flash attention on a GPU: output and logsumexp. As many heads in k and v as in q."""
+    found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)
+    return found[0], found[1]
+
+
+def cuda_flash_attention_backward(
+    grad_out: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    lse: Tensor,
+    *,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `inputs` (q, k, v)."""
+    q, k, v = inputs
+    # The state of dropout's generator, of which this call makes no use.
+    seed, offset = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.zeros((), dtype=torch.uint64)
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grad_out, q, k, v, out, lse, None, None, q.shape[-2], k.shape[-2], 0.0, is_causal, seed, offset, scale=scale
+    )
+
+
+# ---- process groups ---------------------------------------------------------------------------------------------
+
+
+def all_process_groups(distributed: Any) -> Iterable[Any]:
+    """Every process group of this process. `distributed` is `torch.distributed`, which this file does not import."""
+    return list(distributed.distributed_c10d._world.pg_map)

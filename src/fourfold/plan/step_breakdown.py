@@ -1,0 +1,59 @@
+"""Step breakdown: what the seconds of a step were spent on, by category.
+
+category  forward, backward, measure, update, gather, average, data, waiting, between actions, reduce
+Law: every category but `reduce` is the process's own time, and they add up to the step.
+"""
+
+from fourfold.plan.cost import action_seconds
+from fourfold.plan.trace_file import DATA_SPAN, STEP_SPAN, Trace, merged_waits
+from fourfold.words.program import Verb
+
+COMPUTE_CATEGORIES = {
+    Verb.FORWARD: "forward",
+    Verb.BACKWARD: "backward",
+    Verb.MEASURE: "measure",
+    Verb.UPDATE: "update",
+}
+DATA_TIME, WAITING_TIME, OTHER_TIME, REDUCE_TIME = "data", "waiting", "between actions", "reduce"
+AVERAGE_TIME, GATHER_TIME = "average", "gather"
+CATEGORIES = {
+    **COMPUTE_CATEGORIES,
+    Verb.REDUCE: REDUCE_TIME,
+    Verb.GATHER: GATHER_TIME,
+    Verb.PUSH: AVERAGE_TIME,
+    Verb.PULL: AVERAGE_TIME,
+}
+
+
+def seconds_by_category(trace: Trace) -> dict[str, float]:
+    """Seconds of a step by category: means over sampled steps and ranks.
+
+    Reductions are not part of the sum: they overlap with the other categories.
+    """
+    names = [DATA_TIME, *COMPUTE_CATEGORIES.values(), GATHER_TIME, AVERAGE_TIME, WAITING_TIME, OTHER_TIME, REDUCE_TIME]
+    sums = dict.fromkeys(names, 0.0)
+    num_samples = 0
+    for step in trace.steps:
+        for rank in trace.ranks:
+            events = trace.events_of(step=step, rank=rank)
+            step_seconds = sum(event.seconds for event in events if event.name == STEP_SPAN)
+            spent = {WAITING_TIME: sum(event.seconds for event in merged_waits(events))}
+            for name, seconds in action_seconds(events, {}).items():
+                category = _category(name)
+                if category is not None:
+                    spent[category] = spent.get(category, 0.0) + seconds
+            known = sum(seconds for category, seconds in spent.items() if category != REDUCE_TIME)
+            spent[OTHER_TIME] = max(0.0, step_seconds - known)
+            for category, seconds in spent.items():
+                sums[category] += seconds
+            num_samples += 1
+    return {name: seconds / max(1, num_samples) for name, seconds in sums.items()}
+
+
+def _category(name: str) -> str | None:
+    """The category of a span; None for the span that holds the whole step."""
+    if name == DATA_SPAN:
+        return DATA_TIME
+    if name == STEP_SPAN:
+        return None
+    return CATEGORIES.get(Verb(name[0]))

@@ -1,0 +1,100 @@
+"""Gradient averager: the gradients of one model, averaged over all ranks while backward runs.
+
+round  one backward that reduces, on all ranks
+slot   the part of a bucket's buffer that holds one parameter's gradient; after a round `.grad` is a view of it
+Law: after a round, every `.grad` is the mean over the ranks, or None where no rank has a gradient.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fourfold.parts.comm import transports
+from fourfold.parts.data import grad_buckets
+from fourfold.plan.data.buckets import effective_bucket_bytes, make_buckets
+from fourfold.plan.data.zero import grad_buffer_indices
+from fourfold.plan.plan import Plan
+from fourfold.step.memory_formats import MemoryFormats
+from fourfold.step.unreduced_grads import ReducedGrad
+from fourfold.words.program import USED_PARAMS
+
+
+class GradAverager:
+    """The buckets of a model, the hooks that fill them, and the transport that reduces them."""
+
+    def __init__(
+        self,
+        trainable: Mapping[str, nn.Parameter],
+        optimizer: Optimizer,
+        plan: Plan,
+        communicator: transports.Communicator,
+    ) -> None:
+        specs = grad_buckets.param_specs(dict(trainable), {})
+        num_bytes = effective_bucket_bytes(specs, plan.bucket_bytes, is_inter_host=communicator.num_hosts > 1)
+        buckets = make_buckets(specs, bucket_bytes=num_bytes)
+        spec = transports.TransportSpec(
+            sizes=tuple(bucket.size for bucket in buckets),
+            dtypes=tuple(grad_buckets.bucket_dtype(bucket) for bucket in buckets),
+            buffer_indices=grad_buffer_indices(len(buckets), is_cyclic=False),
+            num_scalars=max(8, len(trainable)),
+        )
+        self._allows_unused = plan.unused == "allow"
+        self.transport, self.transport_name = transports.make_transport(communicator, spec, choice=plan.transport)
+        self.gradients = grad_buckets.GradBuckets(
+            dict(trainable), buckets, self.transport, allow_unused=self._allows_unused
+        )
+        self.gradients.mark_last_backward()
+        self.gradients.is_enabled = True
+        self._num_buckets = len(buckets)
+        buffers = self.transport.grad_buffers
+        self.reduced_grads = [
+            ReducedGrad(slot.name, trainable[slot.name], buffers[bucket.index])
+            for bucket in buckets
+            for slot in bucket.slots
+        ]
+        self.parameters = [each.parameter for each in self.reduced_grads]
+        self._memory_formats = MemoryFormats(trainable, optimizer)
+
+    def average(self, divisor: int) -> list[float]:
+        """Make the slots the sums over all ranks, divided by `divisor`. Collective.
+
+        Returns, by parameter, how many ranks have a gradient of it.
+        """
+        num_ranks_with_grad = self._count_ranks_with_grad()
+        for bucket in range(self._num_buckets):
+            self.transport.wait_reduce(bucket)
+        self.transport.scale_grads(1.0 / divisor)
+        for bucket in range(self._num_buckets):
+            self.transport.all_gather_grads(bucket)
+        return num_ranks_with_grad
+
+    def _count_ranks_with_grad(self) -> list[float]:
+        if not self._allows_unused:
+            return [1.0] * len(self.parameters)
+        self.transport.all_reduce_scalars_async(USED_PARAMS, torch.tensor(self.gradients.reached, dtype=torch.float64))
+        return self.transport.wait_scalars(USED_PARAMS)
+
+    def assign_grads(self, num_ranks_with_grad: Sequence[float]) -> None:
+        """Make each `.grad` a view of its slot; None where no rank has a gradient."""
+        if self._memory_formats.uses_memory_order:
+            self._memory_formats.check_unchanged()
+        try:
+            for parameter, view, count in zip(self.parameters, self.gradients.views, num_ranks_with_grad, strict=True):
+                parameter.grad = view if count else None
+        except RuntimeError:  # torch refuses a `.grad` of another dtype or device
+            self._memory_formats.check_unchanged()
+            raise
+
+    def end_round(self) -> None:
+        """Return when this rank's slots are its own again. Collective."""
+        self.transport.end_step()
+        # Autograd may add to `.grad` in place and the optimizer may change it: no other rank may still read it then.
+        for bucket in range(self._num_buckets):
+            self.transport.acquire_buffer(bucket)
+
+    def begin_next_round(self) -> None:
+        """Be ready for the next backward, however the last one ended."""
+        self.gradients.begin_step()
+        self.gradients.mark_last_backward()

@@ -1,0 +1,67 @@
+"""Whether a plan is legal can be asked without torch."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold.plan.check import codec_problems, combination_problems, layerwise_problems, size_problems, sync_problems
+from fourfold.plan.plan import Plan
+from fourfold.plan.plan_fields import FIELD_RULES
+
+
+def test_legality_is_decided_without_torch():
+    code = """
+import sys
+from fourfold.plan.check import combination_problems
+from fourfold.plan.plan import Plan
+assert combination_problems(Plan(update="in_backward"), clip=1.0)
+sys.exit("torch" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=300, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("fields", [{"zero": 1}, {"zero": 2}, {"codec": "topk"}, {"unused": "allow"}])
+def test_what_needs_the_same_gradients_everywhere_is_refused_with_local_steps(fields):
+    (problem,) = sync_problems(Plan(dp=2, sync="local", **fields))
+    ((name, value),) = fields.items()
+    assert name in problem.got
+    assert str(value) in problem.got
+    assert sync_problems(Plan(dp=2, **fields)) == []
+
+
+@pytest.mark.parametrize("fields", [{"zero": 3}, {"unused": "allow"}])
+def test_a_codec_with_a_residual_needs_a_gradient_of_every_parameter_and_no_sharded_weights(fields):
+    (problem,) = codec_problems(Plan(dp=2, codec="dct", **fields))
+    ((name, value),) = fields.items()
+    assert problem.got in (f'codec = "dct" with {name} = {value}', f'codec = "dct" with {name} = "{value}"')
+    assert codec_problems(Plan(dp=2, **fields)) == []
+
+
+def test_a_codec_without_a_residual_may_skip_parameters():
+    assert codec_problems(Plan(codec="bf16", unused="allow")) == []
+
+
+def test_a_layerwise_update_in_backward_needs_whole_parameters():
+    assert layerwise_problems(Plan(dp=2, zero=1, update="in_backward"), "LAMB")
+    for fields in ({"zero": 0}, {"zero": 1, "update": "in_forward"}, {"zero": 1, "dp": 1}):
+        assert layerwise_problems(Plan(**{"dp": 2, "update": "in_backward", **fields}), "LAMB") == []
+
+
+@given(num_ranks=st.integers(1, 64), sp=st.integers(1, 4), dp=st.integers(1, 16))
+def test_a_mesh_of_another_size_is_refused_with_one_that_fits(num_ranks, sp, dp):
+    problems = size_problems(Plan(dp=dp, sp=sp), num_ranks)
+    assert bool(problems) == (dp * sp != num_ranks)
+    for problem in problems:
+        suggested = dict(pair.split(" = ") for pair in problem.attempt.split(", or -n ")[0].split(", "))
+        assert size_problems(Plan(**{axis: int(size) for axis, size in suggested.items()}), num_ranks) == []
+
+
+@given(
+    st.fixed_dictionaries({name: st.sampled_from(FIELD_RULES[name].choices) for name in ("zero", "update", "unused")})
+)
+def test_a_plan_that_keeps_precision_codec_and_synchrony_is_legal_but_in_backward(fields):
+    problems = combination_problems(Plan(dp=2, **fields), clip=1.0)
+    assert len(problems) == (fields["update"] == "in_backward") * (1 + (fields["unused"] == "allow"))
