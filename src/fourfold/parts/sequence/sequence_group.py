@@ -8,9 +8,9 @@ Law: the index on the axis is ring index · ulysses + ulysses index.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fourfold.parts.comm import transports
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.ring.protocol import RingGroup
+from fourfold.parts.comm.rings import make_ring
 from fourfold.plan.sequence import TokenRanges, ring_size, token_ranges
 
 
@@ -65,5 +65,5 @@ def connect_sequence(
     ring_size(len(sp_groups[0]), ulysses)
     ulysses_ranks = [group[start : start + ulysses] for group in sp_groups for start in range(0, len(group), ulysses)]
     ring_ranks = [group[first::ulysses] for group in sp_groups for first in range(ulysses)]
-    ring_group = transports.make_ring(comm, ring_ranks, "ring", choice=transport)
-    return SequenceGroup(ring_group, transports.make_ring(comm, ulysses_ranks, "heads", choice=transport), ring)
+    ring_group = make_ring(comm, ring_ranks, "ring", choice=transport)
+    return SequenceGroup(ring_group, make_ring(comm, ulysses_ranks, "heads", choice=transport), ring)
