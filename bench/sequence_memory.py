@@ -29,7 +29,8 @@ from bench.measurement import describe_machine, format_table
 from fourfold.parts.comm.reduce.single_rank import SingleRankTransport
 from fourfold.parts.comm.ring.p2p import RingOverP2P
 from fourfold.parts.comm.ring.single_rank import NullRingGroup
-from fourfold.parts.data.grad_buckets import GradBuckets, flatten_params, param_specs
+from fourfold.parts.data.flat_params import flatten_params, param_specs
+from fourfold.parts.data.grad_buckets import GradBuckets
 from fourfold.parts.sequence.attention import SequenceGroup, sequence_attention
 from fourfold.parts.sequence.dropout import AttentionDropout
 from fourfold.plan.data.buckets import make_buckets

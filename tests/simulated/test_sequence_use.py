@@ -12,7 +12,8 @@ from fourfold.parts import memory
 from fourfold.parts.comm.ring import shared_memory
 from fourfold.parts.sequence import kernels
 from fourfold.parts.sequence.attention import sequence_attention
-from fourfold.parts.sequence.dropout import GOLDEN_GAMMA, AttentionDropout, DropoutMask, _as_int64, _splitmix64
+from fourfold.parts.sequence.dropout import AttentionDropout, DropoutMask, _as_int64, _splitmix64
+from fourfold.parts.splitmix64 import GOLDEN_GAMMA
 from fourfold.plan.sequence import RINGS, token_positions
 from fourfold.testing import thread_rings, threads
 from fourfold.words.errors import DivergenceError, PeerError, PlanError, TrainingError

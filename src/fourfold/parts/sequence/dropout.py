@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fourfold.parts.splitmix64 import GOLDEN_GAMMA, MULTIPLIER_1, MULTIPLIER_2
 from fourfold.words.errors import Problem, TrainingError
 
-GOLDEN_GAMMA = 0x9E3779B97F4A7C15
-MULTIPLIER_1, MULTIPLIER_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 TWO_TO_64 = 2**64
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fourfold.parts.dtypes import accumulation_dtype
 from fourfold.parts.sequence import masks
 from fourfold.parts.sequence.dropout import DropoutMask
 from fourfold.parts.torch_private import (
@@ -73,11 +74,6 @@ class BlockGrads:
     q: Tensor
     k: Tensor
     v: Tensor
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums over blocks are made in: float32, or the inputs' own if that is wider."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:

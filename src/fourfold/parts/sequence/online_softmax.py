@@ -7,7 +7,8 @@ not overflow, however large the scores; the sum itself is never formed.
 import torch
 from torch import Tensor
 
-from fourfold.parts.sequence.kernels import BlockOutput, accumulation_dtype
+from fourfold.parts.dtypes import accumulation_dtype
+from fourfold.parts.sequence.kernels import BlockOutput
 from fourfold.plan.sequence import TokenRange
 
 INF = float("inf")

@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fourfold.parts.comm.ring.protocol import RingGroup, reduce_scatter
+from fourfold.parts.dtypes import accumulation_dtype
 from fourfold.parts.sequence import kernels, masks
 from fourfold.parts.sequence.dropout import AttentionDropout, DropoutMask, sample_indices
-from fourfold.parts.sequence.kernels import AttentionBlock, SoftmaxTotals, accumulation_dtype, compute_dtype
+from fourfold.parts.sequence.kernels import AttentionBlock, SoftmaxTotals, compute_dtype
 from fourfold.parts.sequence.online_softmax import OnlineSoftmax
 from fourfold.plan.sequence import Tile, TokenRange, TokenRanges, tiles
 

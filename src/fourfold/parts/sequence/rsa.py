@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fourfold.parts.comm.ring.protocol import RingGroup
+from fourfold.parts.dtypes import accumulation_dtype
 from fourfold.parts.sequence import masks
-from fourfold.parts.sequence.kernels import accumulation_dtype
 from fourfold.parts.sequence.ring import RingCall
 
 INF = float("inf")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts.sequence.dropout import AttentionDropout
+from fourfold.parts.splitmix64 import GOLDEN_GAMMA
 from fourfold.parts.torch_private import is_in_backward
 from fourfold.step.sequence.sdpa_interception import DROPOUT_FUNCTIONS
 from fourfold.words.errors import Problem, TaskError
@@ -29,7 +30,7 @@ def per_rank_dropouts(index: int) -> dict[Any, Callable[..., Tensor]]:
         if not training or p == 0.0:
             return func(x, p, training, *rest, **more)
         # From the shared state: the seed is the same on all ranks, and again when a checkpoint is computed again.
-        seed = _draw_tag() + index * 0x9E3779B97F4A7C15
+        seed = _draw_tag() + index * GOLDEN_GAMMA
         cuda = [x.device] if x.device.type == "cuda" else []
         with torch.random.fork_rng(cuda):
             torch.manual_seed(seed % 2**63)

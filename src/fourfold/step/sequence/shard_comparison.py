@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.parts.data.grad_buckets import second_grad_problem
+from fourfold.parts.data.grad_checks import second_grad_problem
 from fourfold.parts.torch_private import is_in_backward, swapped_state
 from fourfold.step.batch import has_token_dim
 from fourfold.step.dry_run import random_weights
