@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fourfold.parts.comm import transports
+from fourfold.parts.data.flat_params import param_specs
 from fourfold.parts.data.grad_hooks import register_last_hook
 from fourfold.parts.optim.option_checks import check_options
 from fourfold.parts.optim.option_tracker import OptionTracker
@@ -126,7 +127,7 @@ class DistributedOptimizer(OptimizerProxy):
     def _check_same_on_ranks(self, trainable: dict[str, nn.Parameter], options: dict[str, Any]) -> None:
         comm, optimizer = self._communicator, self._optimizer
         groups = dict.fromkeys(trainable, -1) | group_indices(optimizer, trainable)
-        specs = grad_buckets.param_specs(trainable, groups)
+        specs = param_specs(trainable, groups)
         shapes = {name: shape_and_strides(p) for name, p in trainable.items()}
         check_same_on_ranks(comm, specs, shapes, plan=self._plan, options=options, optimizer=optimizer)
 
