@@ -41,7 +41,9 @@ def test_values_of_any_dtype_and_shape_are_summed_as_float64_in_their_order(num_
 def test_ranks_that_sum_different_numbers_of_values_are_refused(lengths, hosts):
     def body(comm):
         step = build_step(Case(), 2, comm)
-        with pytest.raises(DivergenceError, match=rf"sum\(\) of {lengths[0]} values.*sum\(\) of {lengths[1]} values"):
+        with pytest.raises(
+            DivergenceError, match=rf"all_reduce\(\) of {lengths[0]} values.*all_reduce\(\) of {lengths[1]} values"
+        ):
             step.all_reduce(torch.ones(lengths[comm.rank]))
 
     threads.run(2, body, hosts=hosts)
@@ -61,7 +63,7 @@ def test_a_value_that_is_no_real_tensor_is_refused_on_every_rank_and_the_next_su
 def test_all_ranks_raise_if_one_rank_alone_passes_no_tensor():
     def body(comm):
         step = build_step(Case(), 2, comm)
-        with pytest.raises(SettingError if comm.rank else DivergenceError, match=r"sum\(\)|values"):
+        with pytest.raises(SettingError if comm.rank else DivergenceError, match=r"all_reduce\(\)|values"):
             step.all_reduce("x" if comm.rank else torch.ones(1))  # pyright: ignore[reportArgumentType]
         return True
 

@@ -157,7 +157,7 @@ def launch(request: pytest.FixtureRequest, tmp_path: Path) -> Launch:
     return start
 
 
-MEET = """
+JOIN = """
 import sys
 from fourfold.parts.comm.transports import init_communicator
 comm = init_communicator()
@@ -167,9 +167,9 @@ if comm.rank == 0:
 """
 
 
-def test_under_every_launcher_train_runs_and_the_next_program_meets_too(launch: Launch, tmp_path: Path) -> None:
-    (tmp_path / "meet.py").write_text(MEET)
-    ended = launch(["sh", "-c", f"{PYTHON} -m fourfold {' '.join(LM)} && {PYTHON} meet.py second"])
+def test_under_every_launcher_train_runs_and_the_next_program_joins_too(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "join.py").write_text(JOIN)
+    ended = launch(["sh", "-c", f"{PYTHON} -m fourfold {' '.join(LM)} && {PYTHON} join.py second"])
     assert ended.code == 0, ended.err
     assert ended.out.count("step 3/3") == 1
     assert ended.out.count("2 ranks") == 1

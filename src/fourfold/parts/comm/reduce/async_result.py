@@ -6,10 +6,6 @@ from typing import Any, NamedTuple
 GetFuture = Callable[[], Any]
 
 
-def noop(future: GetFuture) -> None:
-    """Ignore a collective's future: for callers that record no trace."""
-
-
 class AsyncResult(NamedTuple):
     """A collective that has begun: `wait` returns its result, `is_done` says whether `wait` would return at once."""
 

@@ -18,9 +18,10 @@ from torch import Tensor
 from fourfold.parts import memory
 from fourfold.parts.comm.collectives import Group, Work, sum_in_order
 from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.reduce.async_result import AsyncResult, GetFuture, always_done, noop
+from fourfold.parts.comm.reduce.async_result import AsyncResult, GetFuture, always_done
 from fourfold.plan.data.zero import ShardGroups
 from fourfold.words.layout import Change
+from fourfold.words.noop import noop
 
 
 class _TwoStageReduce:
