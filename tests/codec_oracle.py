@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fourfold.parts.codec import registry
 from fourfold.parts.codec.protocol import Codec
-from fourfold.parts.data import grad_buckets
+from fourfold.parts.data.flat_params import param_specs
 from fourfold.plan.data.buckets import Bucket, make_buckets
 from fourfold.step.batch import Microbatch, split_microbatches
 from fourfold.step.loss_sum import sum_loss
@@ -28,7 +28,7 @@ class CodecWorkers:
         self.optimizer = optimizer(case)(self.model.parameters())
         group_of = {id(p): g for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
         self.trainable = trainable_parameters(self.model)
-        specs = grad_buckets.param_specs(self.trainable, {name: group_of[id(p)] for name, p in self.trainable.items()})
+        specs = param_specs(self.trainable, {name: group_of[id(p)] for name, p in self.trainable.items()})
         self.buckets = make_buckets(specs, bucket_bytes=case.bucket_bytes)
         self.codecs = [[self._make_codec(bucket) for _ in range(size)] for bucket in self.buckets]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from fourfold.parts.optim import flat_optimizer
+from fourfold.parts.optim.user_optimizer import ELEMENTWISE
 from fourfold.plan.plan import Plan
 from fourfold.step.build import TrainStep
 from fourfold.step.distributed_optimizer import DistributedOptimizer
@@ -18,7 +18,7 @@ from fourfold.words.program import Verb
 from tests.cases import LOSSES, Case, batches, build_step, deviation, local_batch, train_step
 
 
-@pytest.mark.parametrize("kind", [cls.__name__ for cls in flat_optimizer.ELEMENTWISE])
+@pytest.mark.parametrize("kind", [cls.__name__ for cls in ELEMENTWISE])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_a_flat_update_equals_the_update_of_each_parameter(kind, zero):
     case = Case(optimizer=kind, batch_sizes=(8, 8, 8, 8), bucket_bytes=1500, zero=zero)

@@ -224,7 +224,7 @@ def test_a_parameter_that_is_frozen_later_is_named_as_such():
     def body(ranks):
         mine, _ = wrapped(ranks)
         mine.get_submodule("0").requires_grad_(False)
-        with pytest.raises(TrainingError, match=r"0\.weight got no gradient, for it was frozen.*unused = \"allow\""):
+        with pytest.raises(TrainingError, match=r"0\.weight got no gradient: it was frozen.*unused = \"allow\""):
             of(mine, 0, ranks.rank).backward()
         return True
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from fourfold.analysis.describe_sequence import format_sequence
 from fourfold.parts import mixed_precision
-from fourfold.parts.data import grad_buckets
-from fourfold.parts.optim import flat_optimizer
+from fourfold.parts.data.flat_params import param_specs
+from fourfold.parts.optim.user_optimizer import build_optimizer, is_layerwise, num_state_tensors
 from fourfold.plan.codec import codec_rounds, codec_sent_bytes
 from fourfold.plan.data.buckets import Bucket, effective_bucket_bytes, make_buckets
 from fourfold.plan.data.step_program import DataStepSpec, StepSync, lower_step
@@ -58,17 +58,17 @@ def show(plan: Plan, task: Task) -> str:
     model = build_meta_model(task)
     check_plan_for_model(model, plan, clip=task.clip)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = flat_optimizer.build_optimizer(task.optimizer, list(model.parameters()))
+    optimizer = build_optimizer(task.optimizer, list(model.parameters()))
     check_update_timing(optimizer, plan)
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    own = grad_buckets.param_specs(trainable, {name: group_of[id(p)] for name, p in trainable.items()})
+    own = param_specs(trainable, {name: group_of[id(p)] for name, p in trainable.items()})
     specs = compute_specs(own, plan.precision, excluded=mixed_precision.full_precision_params(model))
     rest = RESTING_LAYOUTS[plan.zero if plan.num_shards > 1 else 0]
     bucket_bytes = effective_bucket_bytes(specs, plan.bucket_bytes, is_inter_host=plan.codec != "none")
     buckets = make_buckets(
         specs, bucket_bytes=bucket_bytes, num_shards=plan.reduce_group_size if rest.state == SPLIT else 1
     )
-    trust = flat_optimizer.is_layerwise(optimizer) and rest.state == SPLIT
+    trust = is_layerwise(optimizer) and rest.state == SPLIT
     measured = task.clip is not None or plan.precision == "fp16"
     outlined = DataStepSpec(
         plan.microbatches,
@@ -93,7 +93,7 @@ def show(plan: Plan, task: Task) -> str:
             ),
         ]
     tokens = [format_sequence(plan, task, model)] if plan.sp > 1 else []
-    kinds = [flat_optimizer.num_state_tensors(optimizer, group) for group in range(len(optimizer.param_groups))]
+    kinds = [num_state_tensors(optimizer, group) for group in range(len(optimizer.param_groups))]
     of = bytes_per_element(
         buckets, plan, num_states=kinds, original_bytes={spec.name: spec.element_bytes for spec in own}
     )

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fourfold.parts.comm import transports
-from fourfold.parts.data import grad_buckets
+from fourfold.parts.data.flat_params import param_specs
 from fourfold.parts.data.grad_hooks import register_last_hook
-from fourfold.parts.optim.flat_optimizer import group_indices
 from fourfold.parts.optim.option_checks import check_options
 from fourfold.parts.optim.option_tracker import OptionTracker
+from fourfold.parts.optim.user_optimizer import group_indices
 from fourfold.parts.torch_private import NO_BACKWARD_ID, call_after_backward, current_backward_id
 from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.plan import Plan
@@ -127,7 +127,7 @@ class DistributedOptimizer(OptimizerProxy):
     def _check_same_on_ranks(self, trainable: dict[str, nn.Parameter], options: dict[str, Any]) -> None:
         comm, optimizer = self._communicator, self._optimizer
         groups = dict.fromkeys(trainable, -1) | group_indices(optimizer, trainable)
-        specs = grad_buckets.param_specs(trainable, groups)
+        specs = param_specs(trainable, groups)
         shapes = {name: shape_and_strides(p) for name, p in trainable.items()}
         check_same_on_ranks(comm, specs, shapes, plan=self._plan, options=options, optimizer=optimizer)
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from fourfold.parts.comm import transports
 from fourfold.parts.data import grad_buckets
+from fourfold.parts.data.flat_params import param_specs
 from fourfold.parts.dtypes import bucket_dtype
 from fourfold.plan.data.buckets import effective_bucket_bytes, make_buckets
 from fourfold.plan.data.zero import grad_buffer_indices
@@ -32,7 +33,7 @@ class GradAverager:
         plan: Plan,
         communicator: transports.Communicator,
     ) -> None:
-        specs = grad_buckets.param_specs(dict(trainable), {})
+        specs = param_specs(dict(trainable), {})
         num_bytes = effective_bucket_bytes(specs, plan.bucket_bytes, is_inter_host=communicator.num_hosts > 1)
         buckets = make_buckets(specs, bucket_bytes=num_bytes)
         spec = transports.TransportSpec(

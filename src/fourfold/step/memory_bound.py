@@ -16,8 +16,8 @@ from torch import nn
 from fourfold.environment.host_memory import available_bytes
 from fourfold.feed.sample_rng import fetch_seeded
 from fourfold.parts import mixed_precision
-from fourfold.parts.data import grad_buckets
-from fourfold.parts.optim import flat_optimizer
+from fourfold.parts.data.flat_params import param_specs
+from fourfold.parts.optim.user_optimizer import build_optimizer, group_indices, num_state_tensors
 from fourfold.plan.data.buckets import effective_bucket_bytes, make_buckets
 from fourfold.plan.data.zero import RESTING_LAYOUTS
 from fourfold.plan.memory import HostRanks, bytes_per_element, host_memory_use
@@ -140,18 +140,18 @@ def _tensor_bytes(batch: Any) -> int:
 def _model_bytes(task: Task, plan: Plan, model: nn.Module, pool: MemoryPool) -> tuple[float, float]:
     """Bytes of the weights alone, and of all that lasts from step to step, of the ranks that use a memory."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = flat_optimizer.build_optimizer(task.optimizer, list(model.parameters()))
-    param_specs = grad_buckets.param_specs(trainable, flat_optimizer.group_indices(optimizer, trainable))
-    specs = compute_specs(param_specs, plan.precision, excluded=mixed_precision.full_precision_params(model))
+    optimizer = build_optimizer(task.optimizer, list(model.parameters()))
+    stored = param_specs(trainable, group_indices(optimizer, trainable))
+    specs = compute_specs(stored, plan.precision, excluded=mixed_precision.full_precision_params(model))
     num_shards = plan.reduce_group_size if RESTING_LAYOUTS[plan.zero].state == SPLIT else 1
     buckets = make_buckets(
         specs,
         bucket_bytes=effective_bucket_bytes(specs, plan.bucket_bytes, is_inter_host=plan.codec != "none"),
         num_shards=num_shards,
     )
-    num_states = [flat_optimizer.num_state_tensors(optimizer, group) for group in range(len(optimizer.param_groups))]
+    num_states = [num_state_tensors(optimizer, group) for group in range(len(optimizer.param_groups))]
     element_bytes = bytes_per_element(
-        buckets, plan, num_states=num_states, original_bytes={spec.name: spec.element_bytes for spec in param_specs}
+        buckets, plan, num_states=num_states, original_bytes={spec.name: spec.element_bytes for spec in stored}
     )
     host = _min_host(plan, pool)
     use = host_memory_use(element_bytes, zero=plan.zero, host=host)

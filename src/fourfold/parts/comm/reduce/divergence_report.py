@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
-from fourfold.parts.optim.option_tracker import ABSENT, parse_options
+from fourfold.parts.optim.option_text import ABSENT, parse_options
 from fourfold.words.errors import DivergenceError, Problem
 
 POSITIONS_SEPARATOR = ", positions "  # a step's part of the sample order follows: see `plan.sample_order.BatchRange`
