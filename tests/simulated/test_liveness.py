@@ -99,5 +99,5 @@ def test_the_writer_does_not_wait_for_the_piece_of_a_dead_rank(tmp_path, monkeyp
 
     notes, seconds = threads.run(2, body)[0]
     assert seconds < SECONDS
-    assert "rank 1 died before it had written its piece" in notes[0]
+    assert "rank 1 died before it had written its file" in notes[0]
     assert CheckpointStore(tmp_path).steps() == [1]

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fourfold.cli import main
 from tests.ports import free_ports
 from tests.spawned.test_launch import SECONDS, SOURCE, TASK, Ended
 
@@ -156,22 +157,7 @@ def launch(request: pytest.FixtureRequest, tmp_path: Path) -> Launch:
     return start
 
 
-def test_train_runs_under_every_launcher_and_one_rank_prints(launch: Launch, tmp_path: Path) -> None:
-    ended = launch([PYTHON, "-m", "fourfold", *LM])
-    assert ended.code == 0, ended.err
-    assert ended.out.count("step 3/3") == 1
-    assert ended.out.count("2 ranks") == 1
-    assert "\x1b" not in ended.out  # Open MPI gives ranks a terminal, although its own output is none
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["first"]
-    assert left_behind(tmp_path) == []
-
-
-def left_behind(folder: Path) -> list[str]:
-    """Files of rendezvous that are over."""
-    return [path.name for path in (folder / "temporary").glob("fourfold-*/*")]
-
-
-JOIN = """
+MEET = """
 import sys
 from fourfold.parts.comm.transports import init_communicator
 comm = init_communicator()
@@ -181,12 +167,21 @@ if comm.rank == 0:
 """
 
 
-def test_two_programs_of_one_launcher_have_a_rendezvous_each(launch: Launch, tmp_path: Path) -> None:
-    (tmp_path / "join.py").write_text(JOIN)
-    ended = launch(["sh", "-c", f"{PYTHON} join.py first; {PYTHON} join.py second"])
+def test_under_every_launcher_train_runs_and_the_next_program_meets_too(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "meet.py").write_text(MEET)
+    ended = launch(["sh", "-c", f"{PYTHON} -m fourfold {' '.join(LM)} && {PYTHON} meet.py second"])
     assert ended.code == 0, ended.err
-    assert ended.out.splitlines() == ["[['first', 0], ['first', 1]]", "[['second', 0], ['second', 1]]"]
+    assert ended.out.count("step 3/3") == 1
+    assert ended.out.count("2 ranks") == 1
+    assert ended.out.splitlines()[-1] == "[['second', 0], ['second', 1]]"
+    assert "\x1b" not in ended.out  # Open MPI gives ranks a terminal, although its own output is none
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["first"]
     assert left_behind(tmp_path) == []
+
+
+def left_behind(folder: Path) -> list[str]:
+    """Files of rendezvous that are over."""
+    return [path.name for path in (folder / "temporary").glob("fourfold-*/*")]
 
 
 def test_a_rank_that_fails_ends_the_job_and_is_named(launch: Launch, tmp_path: Path) -> None:
@@ -247,15 +242,22 @@ def test_pods_join_at_the_address_they_are_given(tmp_path: Path) -> None:
     assert outputs == ["", "[['pod', 0], ['pod', 1]]\n"]
 
 
-def test_a_missing_address_is_an_error_without_a_traceback(tmp_path: Path) -> None:
+def test_what_cannot_be_derived_is_reported_without_a_traceback(tmp_path: Path, monkeypatch, capfd) -> None:
+    for name in os.environ:
+        if name.startswith(FOREIGN):
+            monkeypatch.delenv(name)
     several_hosts = {
         "OMPI_COMM_WORLD_RANK": "0",
         "OMPI_COMM_WORLD_SIZE": "2",
         "OMPI_COMM_WORLD_LOCAL_RANK": "0",
         "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
     }
-    ended = run([PYTHON, "-m", "fourfold", *LM], tmp_path, several_hosts)
-    assert ended.code == 2
-    assert ended.err.startswith("LaunchError: 1 problem in the environment (Open MPI)\n")
-    assert "try mpirun -x MASTER_ADDR=host-of-rank-0" in ended.err
-    assert "Traceback" not in ended.err
+    for name, value in several_hosts.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(LM)
+    err = capfd.readouterr().err
+    assert err.startswith("LaunchError: 1 problem in the environment (Open MPI)\n")
+    assert "try mpirun -x MASTER_ADDR=host-of-rank-0" in err
+    assert "Traceback" not in err

@@ -100,7 +100,7 @@ class WeightWriteTracker(TorchFunctionMode):
         """The names of the parameters whose version changed without a write that was recorded."""
         with untracked_access():
             recorded = self.written | self._saved.keys()
-            now = {name: p._version for name, p in self._parameters.items() if name not in recorded}
+            now = {name: version_of(p) for name, p in self._parameters.items() if name not in recorded}
         return [name for name, version in now.items() if version != self._versions[name]]
 
     @torch.no_grad()
