@@ -23,7 +23,7 @@ from tests.cases import Case
 from tests.cases import batches as global_batches
 from tests.cases import build_step as build_case
 
-REPEATED = "same batch"
+REPEATED = "on one batch again"
 
 
 def drawn(number, *, samples=4):
