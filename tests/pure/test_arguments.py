@@ -133,7 +133,7 @@ def test_a_run_with_an_impossible_setting_is_refused_by_name(name: str, values: 
         assert error.exit_code == 2
 
 
-def test_all_settings_that_are_wrong_are_told_at_once(tmp_path: Any) -> None:
+def test_all_wrong_settings_are_reported_at_once(tmp_path: Any) -> None:
     text = str(train(tmp_path, steps=-1, batch_size=0, seed="x", clip=-1, ema=2))
     for name in ("steps", "batch_size", "seed", "clip", "ema"):
         assert f"{name} = " in text
