@@ -426,7 +426,7 @@ print(ranks.all_gather_json(ranks.rank), names)
 
 
 def start_under_mpi(start: Start, script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Ended]:
-    """Two ranks as mpiexec starts them: this process has no rank's variables, its children have."""
+    """Two ranks as mpiexec starts them: only the children have a rank's variables."""
     monkeypatch.setenv("TMPDIR", str(folder))
     for name in ("MASTER_ADDR", "MASTER_PORT", "FOURFOLD_STORE"):
         monkeypatch.delenv(name, raising=False)
@@ -464,14 +464,14 @@ def give_up():
 
 give_up()
 gc.collect()
-give_up()  # and here the group of the first one is to end
+give_up()  # here the group of the first call would end
 print("and here I am\\n", end="")
 raise RuntimeError("every rank has had enough")
 """
 
 
 def test_a_collective_that_was_given_up_keeps_no_rank(start: Start, tmp_path: Path, monkeypatch) -> None:
-    """Gloo would end the group when the collective has ended: never, as all ranks wait there."""
+    """Gloo would destroy the group after its collective, which never ends: all ranks wait in it."""
     for ended in start_under_mpi(start, GIVEN_UP, tmp_path, monkeypatch):
         assert ended.code != 0
         assert ended.out == "and here I am\n"
