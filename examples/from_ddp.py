@@ -1,4 +1,4 @@
-"""A loop that was written for DistributedDataParallel: docs/from-ddp.md has it as it was.
+"""A loop that was written for DistributedDataParallel; docs/from-ddp.md shows the original.
 
 python examples/from_ddp.py
 fourfold run -n 2 examples/from_ddp.py

@@ -1,4 +1,4 @@
-"""A loop that was written for Horovod: docs/from-horovod.md has it as it was.
+"""A loop that was written for Horovod; docs/from-horovod.md shows the original.
 
 python examples/from_horovod.py
 fourfold run -n 2 examples/from_horovod.py
