@@ -1,4 +1,4 @@
-"""A loop that was written for DistributedDataParallel: docs/from-ddp.md has it as it was.
+"""A loop that was written for DistributedDataParallel; docs/from-ddp.md shows the original.
 
 python examples/from_ddp.py
 fourfold run -n 2 examples/from_ddp.py
@@ -20,10 +20,10 @@ def main() -> None:
     torch.manual_seed(0)
     inputs = torch.rand(992, 8)
     data = TensorDataset(inputs, inputs.square().mean(1, keepdim=True))
-    # 31 pieces of 32 rows: of two ranks, one has a piece more.
-    pieces = range(31)[world.rank :: world.size]
-    share = Subset(data, [row for piece in pieces for row in range(32 * piece, 32 * piece + 32)])
-    loader = DataLoader(share, batch_size=16)
+    # 31 chunks of 32 rows: with two ranks, one has a chunk more than the other.
+    chunks = range(31)[world.rank :: world.size]
+    shard = Subset(data, [row for chunk in chunks for row in range(32 * chunk, 32 * chunk + 32)])
+    loader = DataLoader(shard, batch_size=16)
 
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizer = ff.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), model)

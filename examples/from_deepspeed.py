@@ -1,4 +1,4 @@
-"""A loop that was written for DeepSpeed: docs/from-deepspeed.md has it as it was.
+"""A loop that was written for DeepSpeed; docs/from-deepspeed.md shows the original.
 
 python examples/from_deepspeed.py
 fourfold run -n 2 examples/from_deepspeed.py

@@ -1,4 +1,4 @@
-"""A loop that was written for Horovod: docs/from-horovod.md has it as it was.
+"""A loop that was written for Horovod; docs/from-horovod.md shows the original.
 
 python examples/from_horovod.py
 fourfold run -n 2 examples/from_horovod.py
@@ -18,12 +18,12 @@ def main() -> None:
     torch.manual_seed(world.rank)
     inputs = torch.linspace(0, 1, 8000).view(1000, 8)
     data = TensorDataset(inputs, inputs.square().mean(1, keepdim=True))
-    feed = ff.Feed(data, batch_size=64, seed=0)  # batch_size is global; every epoch in another order
+    feed = ff.Feed(data, batch_size=64, seed=0)  # batch_size is global; each epoch has its own order
 
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     optimizer = ff.DistributedOptimizer(optimizer, model)  # rank 0's weights, everywhere
-    # Where rank 0 alone has read a checkpoint, this brings it to all: weights, optimizer state, the epoch.
+    # If only rank 0 has read a checkpoint, this sends it to all ranks: weights, optimizer state, the epoch.
     begin = optimizer.broadcast_state(0)
     for _ in range(begin, 10):
         for x, y in feed:

@@ -1,4 +1,4 @@
-"""A task of your own: what is learned, without a word about ranks. `fourfold train` does the rest.
+"""A task of your own: it says what is learned and mentions no ranks. `fourfold train` does the rest.
 
 fourfold train examples/own_task.py:task
 fourfold train examples/own_task.py:task -n 2 dp=2 zero=1 width=128

@@ -1,4 +1,4 @@
-"""The command line: what it reads, and what it refuses before any process is started."""
+"""The command line: how it is parsed, and what is refused before any process starts."""
 
 import contextlib
 import os
@@ -74,7 +74,7 @@ Refused = Callable[..., str]
 
 @pytest.fixture
 def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Refused:
-    """Runs a command in a folder with a task file; it must be refused, with code 2 and before a process is started."""
+    """Runs a command in a folder with a task file. It must be refused with code 2, before any process starts."""
     (tmp_path / "mine.py").write_text(TASK)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -95,18 +95,18 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
     return run
 
 
-def test_an_unknown_setting_is_told_with_the_nearest(refused: Refused) -> None:
+def test_an_unknown_setting_is_reported_with_the_nearest(refused: Refused) -> None:
     text = refused("train", "mine.py", "widht=3", "-n", "2")
     assert "SettingError: 1 problem in the command line" in text
     assert "widht = 3   need a known setting   try width=3" in text
 
 
-def test_an_unknown_setting_without_a_near_one_is_told_with_all(refused: Refused) -> None:
+def test_an_unknown_setting_without_a_near_one_is_reported_with_all(refused: Refused) -> None:
     text = refused("train", "mine.py", "xyzzy=3")
     assert "try width=…, lr=…, bias=…, samples=…, jumpy=…, steps=…, batch_size=…" in text
 
 
-def test_all_problems_are_told_at_once(refused: Refused) -> None:
+def test_all_problems_are_reported_at_once(refused: Refused) -> None:
     text = refused("train", "mine.py", "width=3.5", "lr=fast", "bias=perhaps", "steps=0", "zero=7", "seed=-1", "dp=x")
     for got, need in {
         "width = 3.5": "need a whole number",
@@ -125,7 +125,7 @@ def test_an_axis_not_built_yet_is_refused(refused: Refused) -> None:
     assert "tp = 2   need 1 (the rest is not built yet)   try tp = 1" in refused("train", "mine.py", "tp=2")
 
 
-def test_an_impossible_mesh_is_told_with_the_possible_ones(refused: Refused) -> None:
+def test_an_impossible_mesh_is_reported_with_the_possible_ones(refused: Refused) -> None:
     Path("plan.toml").write_text("version = 1\ndp = 4\n")
     text = refused("train", "mine.py", "plan.toml", "-n", "2")
     assert "PlanError: 1 problem in plan.toml" in text
@@ -133,7 +133,7 @@ def test_an_impossible_mesh_is_told_with_the_possible_ones(refused: Refused) -> 
     assert "try dp = 2, or -n 4" in text
 
 
-def test_problems_of_a_plan_file_are_told_with_its_name(refused: Refused) -> None:
+def test_problems_of_a_plan_file_are_reported_with_its_name(refused: Refused) -> None:
     Path("plan.toml").write_text("version = 1\nzeroo = 1\ndp = 0\n")
     text = refused("train", "mine.py", "plan.toml")
     assert "PlanError: 2 problems in plan.toml" in text
@@ -148,7 +148,7 @@ def test_a_plan_that_cannot_be_read_is_refused(refused: Refused, text: str, prob
     assert problem in refused("train", "mine.py", "plan.toml")
 
 
-def test_missing_files_are_told_with_their_neighbours(refused: Refused) -> None:
+def test_missing_files_are_reported_with_their_neighbours(refused: Refused) -> None:
     Path("plan.toml").write_text("version = 1\n")
     assert "mime.py (no such file)   need a Python file with a task   try mine.py" in refused("train", "mime.py")
     text = refused("train", "mine.py", "plam.toml")
@@ -163,9 +163,9 @@ def test_an_empty_corpus_is_refused(refused: Refused) -> None:
     assert "train without samples   need at least one" in refused("train", "mine.py", "samples=0", "-n", "2")
 
 
-def test_local_steps_that_do_not_divide_the_steps_are_told_with_steps_that_do(refused: Refused) -> None:
-    said = refused("train", "mine.py", "-n", "2", "sync=local", "local_steps=3", "steps=7")
-    assert "steps = 7, local_steps = 3   need a number of steps divisible by local_steps   try steps=6 or 9" in said
+def test_local_steps_that_do_not_divide_the_steps_are_reported_with_steps_that_do(refused: Refused) -> None:
+    text = refused("train", "mine.py", "-n", "2", "sync=local", "local_steps=3", "steps=7")
+    assert "steps = 7, local_steps = 3   need a number of steps divisible by local_steps   try steps=6 or 9" in text
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_local_steps_that_do_not_divide_the_steps_are_told_with_steps_that_do(re
         (["batch_size=7", "microbatches=3"], "need a batch divisible by dp × microbatches   try batch_size=6 or 12"),
     ],
 )
-def test_a_batch_that_does_not_divide_is_told_with_those_that_do(
+def test_a_batch_that_does_not_divide_is_reported_with_those_that_do(
     refused: Refused, words: list[str], problem: str
 ) -> None:
     assert problem in refused("train", "mine.py", "-n", "2", *words)
@@ -193,7 +193,9 @@ def test_a_batch_that_does_not_divide_is_told_with_those_that_do(
         ("class Mine(BaseException): ...\n\n\nraise Mine('of mine')", "broken.Mine: of mine"),
     ],
 )
-def test_a_task_file_that_does_not_import_is_told_with_the_users_lines(refused: Refused, code: str, error: str) -> None:
+def test_a_task_file_that_does_not_import_is_reported_with_the_users_lines(
+    refused: Refused, code: str, error: str
+) -> None:
     Path("broken.py").write_text(code)
     text = refused("train", "broken.py", "-n", "2")
     assert text.startswith("TaskError: broken.py does not import")
@@ -235,14 +237,14 @@ def test_words_that_are_too_many_are_refused(refused: Refused) -> None:
     assert "steps = 1 and steps=2   need each key once" in text
 
 
-def test_options_and_commands_that_do_not_exist_are_told_with_what_does(refused: Refused) -> None:
+def test_options_and_commands_that_do_not_exist_are_reported_with_what_does(refused: Refused) -> None:
     assert "the option --steps   need settings as KEY=VALUE   try steps=…" in refused("train", "--steps", "5")
     assert "try fourfold train" in refused("trian")
     assert "try fourfold train mine.py" in refused("mine.py")
     assert "need SCRIPT.py" in refused("run")
 
 
-def test_what_the_option_parser_objects_to_is_told_with_what_to_try(refused: Refused) -> None:
+def test_what_the_option_parser_objects_to_is_reported_with_what_to_try(refused: Refused) -> None:
     assert "the option -n without a value   need a value after it" in refused("train", "-n")
     assert "the option --verson   need an option of this command   try --version" in refused("--verson")
     assert "the option --jsn   need an option of this command   try --json" in refused("doctor", "--jsn")
@@ -256,12 +258,12 @@ def test_a_name_that_is_taken_is_refused(refused: Refused) -> None:
     assert "exists already" in refused("train", "mine.py", "name=first", "-n", "2")
 
 
-# ---- reading
+# ---- parsing
 
 
 def test_words_are_sorted_by_their_form() -> None:
-    found = parse_args(["data=a.toml", "my/task.py:task", "steps=5", "plans/two.toml", "prompt=a = b"])
-    assert found == ParsedArgs(
+    parsed = parse_args(["data=a.toml", "my/task.py:task", "steps=5", "plans/two.toml", "prompt=a = b"])
+    assert parsed == ParsedArgs(
         task="my/task.py:task",
         plan_file="plans/two.toml",
         values={"data": "a.toml", "steps": "5", "prompt": "a = b"},
@@ -294,8 +296,8 @@ def test_values_have_the_kind_of_the_default() -> None:
         "seed=3",
         "dp=2",
     ]
-    found = parse_values(parse_args(words).values, argument_types(task))
-    assert found.task == {
+    parsed = parse_values(parse_args(words).values, argument_types(task))
+    assert parsed.task == {
         "width": 1000,
         "lr": 3.0,
         "bias": False,
@@ -305,9 +307,9 @@ def test_values_have_the_kind_of_the_default() -> None:
         "anything": "x",
         "steps": 7,
     }
-    assert type(found.task["lr"]) is float
-    assert found.run == {"seed": 3}
-    assert found.plan == {"dp": 2}
+    assert type(parsed.task["lr"]) is float
+    assert parsed.run == {"seed": 3}
+    assert parsed.plan == {"dp": 2}
 
 
 @pytest.mark.parametrize(
@@ -460,7 +462,7 @@ LONG = "x" * 5000
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("train", "mine.py", "seed=18446744073709551616"), "seed = 18446744073709551616"),
         (("verify", "mine.py", "dp=1", "seed=1e30"), "seed = 1e30"),
@@ -489,10 +491,10 @@ LONG = "x" * 5000
     ],
 )
 def test_values_beyond_measure_are_refused_without_a_traceback(
-    refused: Refused, arguments: tuple[str, ...], told: str
+    refused: Refused, arguments: tuple[str, ...], message: str
 ) -> None:
     text = refused(*arguments)
-    assert told in text
+    assert message in text
     assert "Traceback" not in text
 
 

@@ -1,4 +1,4 @@
-"""Doctor: every row's warn and fail, from facts that are made up; and a look at this machine."""
+"""Doctor: every warning and failure of every row, from made-up facts; and a probe of this machine."""
 
 import dataclasses
 import json
@@ -46,7 +46,7 @@ def test_a_healthy_machine_has_nothing_to_mend() -> None:
 NO_GPU = {"has_gpu_driver": True, "cuda_build": "13.0"}
 LAUNCHED = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
 PLACED = {**LAUNCHED, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-ILL: list[tuple[str, str, str, dict[str, Any]]] = [
+BAD_VALUES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("python", FAIL, "3.11", {"python": (3, 10, 9)}),
     ("torch", FAIL, "pip install", {"torch_problem": "does not import: libcudart.so.13"}),
     ("torch", FAIL, "torch 2.11 to", {"torch": "2.4.1"}),
@@ -82,8 +82,10 @@ ILL: list[tuple[str, str, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "mark", "attempt", "changes"), ILL, ids=[f"{i[0]}-{i[1]}-{i[2]}" for i in ILL])
-def test_what_is_ill_is_marked_alone_and_has_a_remedy(
+@pytest.mark.parametrize(
+    ("name", "mark", "attempt", "changes"), BAD_VALUES, ids=[f"{i[0]}-{i[1]}-{i[2]}" for i in BAD_VALUES]
+)
+def test_a_bad_value_marks_its_own_row_only_and_has_a_remedy(
     name: str, mark: str, attempt: str, changes: dict[str, Any]
 ) -> None:
     findings = check_machine(dataclasses.replace(HEALTHY, **changes))
@@ -94,8 +96,8 @@ def test_what_is_ill_is_marked_alone_and_has_a_remedy(
     assert f"try {bad[0].attempt}" in format_findings(findings)
 
 
-def test_every_row_that_can_be_ill_has_been() -> None:
-    assert {finding.name for finding in check_machine(HEALTHY)} - {case[0] for case in ILL} == set()
+def test_every_row_that_can_be_bad_is_tested() -> None:
+    assert {finding.name for finding in check_machine(HEALTHY)} - {case[0] for case in BAD_VALUES} == set()
 
 
 def test_a_container_limit_counts_only_where_it_is_lower() -> None:
@@ -112,7 +114,7 @@ def test_the_oldest_torch_is_the_one_the_package_asks_for() -> None:
     assert tuple(map(int, asked.groups())) == OLDEST_TORCH
 
 
-def test_a_look_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_probe_leaves_nothing_behind(tmp_path: Path) -> None:
     facts = probe_machine(tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert facts.write_rate > 0
@@ -121,7 +123,7 @@ def test_a_look_leaves_nothing_behind(tmp_path: Path) -> None:
     assert 1 <= facts.cores <= facts.machine_cores
 
 
-def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_to_is_reported(tmp_path: Path) -> None:
     facts = probe_machine(Path("/proc/self"))
     assert facts.disk_problem.startswith("cannot write here")
 
@@ -135,13 +137,13 @@ def test_the_command_says_the_same_in_json(tmp_path: Path) -> None:
         return done.returncode, done.stdout
 
     code, text = doctor()
-    code_too, told = doctor("--json")
-    found = json.loads(told)
+    json_code, json_text = doctor("--json")
+    rows = json.loads(json_text)
     marks = [line.split()[0] for line in text.split("\n\n")[0].splitlines()]
-    assert code == int(FAIL in marks), text  # each by itself: a busy machine may fail one of two looks
-    assert code_too == int(any(row["mark"] == FAIL for row in found)), told
-    names = [row["name"] for row in found]
+    assert code == int(FAIL in marks), text  # separately: a busy machine may fail one of two probes
+    assert json_code == int(any(row["mark"] == FAIL for row in rows)), json_text
+    names = [row["name"] for row in rows]
     assert names[:2] == ["python", "torch"]
     assert "2 processes" in names
     assert [line.split()[1] for line in text.split("\n\n")[0].splitlines()] == [name.split()[0] for name in names]
-    assert all(set(row) == {"name", "mark", "value", "try"} for row in found)
+    assert all(set(row) == {"name", "mark", "value", "try"} for row in rows)

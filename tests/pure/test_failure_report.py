@@ -1,4 +1,4 @@
-"""Why a job ended: the first cause, told once, with the user's lines."""
+"""Why a job ended: the first cause, reported once, with the user's lines."""
 
 import os
 import signal
@@ -28,8 +28,8 @@ def first(*records: failure_report.FailureRecord, exit_codes: dict[int, int] | N
 
 
 def test_the_earliest_error_is_the_cause() -> None:
-    found = first(entry(0, timestamp=2.0, message="late"), entry(1, timestamp=1.0, message="early"))
-    assert found.text == "rank 1 of 4 failed\nValueError: early"
+    result = first(entry(0, timestamp=2.0, message="late"), entry(1, timestamp=1.0, message="early"))
+    assert result.text == "rank 1 of 4 failed\nValueError: early"
 
 
 def test_an_echo_is_never_the_cause_of_a_job() -> None:
@@ -37,7 +37,7 @@ def test_an_echo_is_never_the_cause_of_a_job() -> None:
     assert "rank 1" in first(reset, entry(1, timestamp=2.0)).text
     assert first(reset, exit_codes={0: 1, 1: -9}).text.startswith("rank 1 of 4 was killed by SIGKILL")
     assert first(reset, exit_codes={0: 1, 1: 3}) == failure_report.Cause("rank 1 of 4 ended with exit code 3", 3, 1)
-    assert "rank 0 of 4 failed" in first(reset).text  # unless nothing else is known
+    assert "rank 0 of 4 failed" in first(reset).text  # if there is no other record
 
 
 def test_a_rank_that_left_is_the_cause_where_there_is_no_better_one() -> None:
@@ -57,11 +57,9 @@ def exited(code: object) -> SystemExit:
 
 def test_a_rank_that_calls_exit_is_the_cause_with_its_own_code_and_is_not_started_again() -> None:
     reset = entry(0, timestamp=1.0, kind="PeerError", message="rank 1 died while rank 0 waited for it")
-    found = first(
-        reset, failure_report.make_record(exited(3), rank=1), exit_codes={0: 75}
-    )  # rank 1 is still on its way out
-    assert found.text == ('rank 1 of 4 called sys.exit and ended with exit code 3\n  File "user.py", line 3, in leave')
-    assert (found.rank, found.exit_code, found.is_final) == (1, 3, True)
+    result = first(reset, failure_report.make_record(exited(3), rank=1), exit_codes={0: 75})  # rank 1 is still exiting
+    assert result.text == ('rank 1 of 4 called sys.exit and ended with exit code 3\n  File "user.py", line 3, in leave')
+    assert (result.rank, result.exit_code, result.is_final) == (1, 3, True)
 
 
 @pytest.mark.parametrize(("given", "code"), [(3, 3), (-1, 255), (259, 3), ("no data", 1), (True, 1), (None, 0), (0, 0)])
@@ -71,21 +69,21 @@ def test_the_code_of_an_exit_is_the_one_that_python_would_end_with(given: object
     assert failure_report.exit_code(SystemExit(given)) == code
 
 
-def test_what_an_exit_says_is_told() -> None:
-    found = failure_report.make_record(exited("no data"), rank=1)
-    assert found.text.startswith("called sys.exit and ended with exit code 1: no data\n")
+def test_what_an_exit_says_is_reported() -> None:
+    result = failure_report.make_record(exited("no data"), rank=1)
+    assert result.text.startswith("called sys.exit and ended with exit code 1: no data\n")
     assert not failure_report.make_record(exited("connection refused"), rank=1).is_echo
 
 
 def test_a_program_that_ended_normally_while_others_waited_for_it_is_the_cause() -> None:
     lost = entry(0, timestamp=1.0, kind="PeerError", message="rank 1 died while rank 0 waited for it")
-    found = first(lost, failure_report.end_record(1), exit_codes={0: 75})  # rank 1's process is still there
-    assert found.text == (
+    result = first(lost, failure_report.end_record(1), exit_codes={0: 75})  # rank 1's process is still there
+    assert result.text == (
         "rank 1 of 4 ended normally while rank 0 still waited for it\n"
         "  need   ranks that make the same calls: steps, evaluations, collectives\n"
         "  try    as many batches on every rank (ff.Feed sees to it), or DistributedOptimizer.join()"
     )
-    assert (found.rank, found.exit_code, found.is_final) == (1, 1, True)
+    assert (result.rank, result.exit_code, result.is_final) == (1, 1, True)
 
 
 def test_a_program_that_ended_normally_is_not_blamed_for_the_failure_of_another() -> None:
@@ -96,7 +94,7 @@ def test_a_program_that_ended_normally_is_not_blamed_for_the_failure_of_another(
     assert "rank 1 of 4 was killed by SIGABRT" in first(lost, done, exit_codes={0: 75, 1: -6}).text
 
 
-def test_the_users_line_that_waited_for_an_ended_rank_is_told() -> None:
+def test_the_users_line_that_waited_for_an_ended_rank_is_reported() -> None:
     reset = entry(0, timestamp=1.0, kind="RuntimeError", message="Connection closed by peer [127.0.0.1]:1")
     assert first(reset, failure_report.end_record(1)).text.endswith(
         "\nrank 0 waited here\nRuntimeError: Connection closed by peer [127.0.0.1]:1"
@@ -105,18 +103,18 @@ def test_the_users_line_that_waited_for_an_ended_rank_is_told() -> None:
 
 def test_a_rank_that_was_interrupted_is_the_cause_and_is_not_started_again() -> None:
     reset = entry(0, timestamp=1.0, kind="PeerError", message="rank 1 died while rank 0 waited for it")
-    found = first(
+    result = first(
         reset, failure_report.make_record(KeyboardInterrupt(), rank=1), exit_codes={0: 75}
-    )  # rank 1 is still on its way out
-    assert found == failure_report.Cause("rank 1 of 4 ended with exit code 130", 130, 1, is_final=True)
+    )  # rank 1 is still exiting
+    assert result == failure_report.Cause("rank 1 of 4 ended with exit code 130", 130, 1, is_final=True)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
-def test_what_no_disk_takes_is_told_on_stderr(tmp_path: Path) -> None:
+def test_what_a_full_disk_does_not_take_is_reported_on_stderr(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("raise ValueError('of mine')\n")
-    (tmp_path / "told.json.part").symlink_to("/dev/full")
-    environ = {**os.environ, "RANK": "1", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "told.json")}
+    (tmp_path / "record.json.part").symlink_to("/dev/full")
+    environ = {**os.environ, "RANK": "1", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "record.json")}
     command = [sys.executable, "-m", "fourfold.launch.worker", str(os.getpid()), str(script)]
     ended = subprocess.run(command, env=environ, timeout=300, check=False, stderr=subprocess.PIPE, text=True)
     assert ended.returncode == 1
@@ -130,24 +128,24 @@ def test_our_own_peer_error_is_an_echo() -> None:
 
 
 def test_an_error_goes_before_a_death_by_signal() -> None:
-    found = first(entry(1, timestamp=1.0), exit_codes={0: -signal.SIGABRT, 1: 1})
-    assert "ValueError" in found.text
+    result = first(entry(1, timestamp=1.0), exit_codes={0: -signal.SIGABRT, 1: 1})
+    assert "ValueError" in result.text
 
 
 def test_bad_input_keeps_its_exit_code() -> None:
-    found = first(failure_report.make_record(PlanError(Problem("dp = 3", "2")), rank=2))
-    assert found.exit_code == 2
-    assert found.text.startswith("rank 2 of 4 failed\nPlanError")
+    result = first(failure_report.make_record(PlanError(Problem("dp = 3", "2")), rank=2))
+    assert result.exit_code == 2
+    assert result.text.startswith("rank 2 of 4 failed\nPlanError")
 
 
-def test_an_error_that_fails_to_say_what_it_is_is_told_all_the_same() -> None:
+def test_an_error_whose_text_fails_is_reported_all_the_same() -> None:
     class Mute(Exception):
         def __str__(self) -> str:
             raise ValueError("no words")
 
-    found = failure_report.make_record(Mute(), rank=1)
-    assert found.message == "Mute"
-    assert "Mute" in found.text
+    result = failure_report.make_record(Mute(), rank=1)
+    assert result.message == "Mute"
+    assert "Mute" in result.text
 
 
 @pytest.mark.parametrize(
@@ -159,17 +157,17 @@ def test_an_error_that_fails_to_say_what_it_is_is_told_all_the_same() -> None:
         ("raise KeyboardInterrupt", "KeyboardInterrupt", 130),
     ],
 )
-def test_a_rank_tells_how_it_ended_whatever_it_has_made_of_its_environment(
+def test_a_rank_records_how_it_ended_even_if_it_has_changed_its_environment(
     ending: str, kind: str, code: int, tmp_path: Path
 ) -> None:
-    path, script = tmp_path / "told.json", tmp_path / "script.py"
+    path, script = tmp_path / "record.json", tmp_path / "script.py"
     script.write_text(f"import os\nos.environ.clear()\n{ending}\n")
     environ = {**os.environ, "RANK": "1", "TORCHELASTIC_ERROR_FILE": str(path)}
     command = [sys.executable, "-m", "fourfold.launch.worker", str(os.getpid()), str(script)]
     assert subprocess.run(command, env=environ, timeout=300, check=False).returncode == code
-    found = failure_report.load_record(path)
-    assert found is not None
-    assert (found.kind, found.rank) == (kind, 1)
+    result = failure_report.load_record(path)
+    assert result is not None
+    assert (result.kind, result.rank) == (kind, 1)
 
 
 def test_a_record_survives_its_file(tmp_path: Path) -> None:
@@ -226,7 +224,7 @@ def test_an_error_of_our_own_code_keeps_every_frame() -> None:
     assert "failure_report.py" in format_error(error)
 
 
-def test_what_caused_an_error_is_told_too() -> None:
+def test_what_caused_an_error_is_reported_too() -> None:
     text = format_error(raised("try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise ValueError('v') from e"))
     assert text.index("ZeroDivisionError") < text.index("direct cause") < text.index("ValueError: v")
 

@@ -1,4 +1,4 @@
-"""Laws of the pages: what they show is what CI runs."""
+"""Laws of the documentation: the code and the pictures that it shows are those that CI runs."""
 
 import runpy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The progress line: calm on a terminal, few plain lines in a log."""
+"""The progress line: few redraws on a terminal, few plain lines in a log."""
 
 import io
 import os
@@ -89,7 +89,7 @@ def test_a_terminal_sees_one_line_and_notes_above_it() -> None:
     text = file.getvalue()
     assert "validation 1.5" in text
     assert text.index("validation 1.5") < text.rindex("step    3/1000") < text.rindex("end")
-    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor is given back
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor is shown again
 
 
 @pytest.mark.parametrize("width", range(10, 140, 7))
@@ -98,7 +98,7 @@ def test_a_line_fits_its_terminal(width: int) -> None:
     text = "".join(part for part, _ in parts)
     assert text.strip("━ ").startswith("step  500/1000   loss 2.5000")
     assert len(text) < width or width < 35
-    assert ("━" in text) == (width >= len("   ".join(format_cells(line(500)))) + 14)  # a bar only where all else fits
+    assert ("━" in text) == (width >= len("   ".join(format_cells(line(500)))) + 14)  # a bar only if all cells fit
 
 
 def test_what_is_shown_cannot_steer_the_terminal() -> None:
@@ -120,7 +120,7 @@ def test_losses_keep_their_width_while_they_fall() -> None:
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_run_goes_on_where_nobody_reads_what_it_shows(terminal: bool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_goes_on_when_its_output_cannot_be_written(terminal: bool, capfd: pytest.CaptureFixture[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as file:

@@ -58,7 +58,7 @@ def test_a_page_is_well_formed_and_needs_nothing_else(run):
 
 
 def test_every_key_figure_is_on_the_page(run):
-    said = words(page.write_report([run]).read_text())
+    text = words(page.write_report([run]).read_text())
     for figure in (
         "2.3457",
         "3.3841",
@@ -70,19 +70,19 @@ def test_every_key_figure_is_on_the_page(run):
         "bucket_bytes",
         "2 ranks",
     ):
-        assert figure in said
+        assert figure in text
     for part in ("Loss", "Throughput", "Time by action", "One step, measured and simulated", "Settings", "Plan"):
-        assert part in said
+        assert part in text
 
 
 def test_the_step_is_drawn_measured_and_simulated_with_its_differences(run):
     html = page.write_report([run]).read_text()
-    said = words(html)
+    text = words(html)
     for name in ("rank 0 compute", "rank 1 reduce", "simulated 0 compute", "simulated 1 reduce"):
-        assert name in said
+        assert name in text
     rows = [row for row in parsed(html).iter("tr") if (row[0].text or "").startswith("rank ")]
     assert len(rows) == 14  # seven actions on each of two ranks
-    assert said.count("U0.1") >= 4
+    assert text.count("U0.1") >= 4
 
 
 def test_what_comes_from_a_run_is_escaped(tmp_path):
@@ -101,9 +101,9 @@ def test_several_runs_are_compared(tmp_path):
     path = page.write_report(folders)
     assert path == tmp_path / "first+second.html"
     html = path.read_text()
-    said = words(html)
-    assert "2 runs compared" in said
-    assert "task lm digits".replace(" ", "") in said.replace(" ", "")
+    text = words(html)
+    assert "2 runs compared" in text
+    assert "task lm digits".replace(" ", "") in text.replace(" ", "")
     assert html.count('class="line c1"') >= 2  # the second run, in both drawings
 
 
@@ -111,10 +111,10 @@ def test_a_run_without_a_trace_or_an_end_is_shown_all_the_same(run):
     (run / "trace.json").unlink()
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:4]) + lines[4][:9])
-    said = words(page.write_report([run]).read_text())
-    assert "No step of this run was traced." in said
-    assert "not finished" in said
-    assert "steps" in said
+    text = words(page.write_report([run]).read_text())
+    assert "No step of this run was traced." in text
+    assert "not finished" in text
+    assert "steps" in text
 
 
 def test_a_loss_that_is_no_number_leaves_a_gap(run):
@@ -123,7 +123,7 @@ def test_a_loss_that_is_no_number_leaves_a_gap(run):
     assert "NaN" not in page.write_report([run]).read_text()
 
 
-def test_missing_files_are_told_all_at_once(run):
+def test_missing_files_are_reported_all_at_once(run):
     (run / "plan.toml").unlink()
     (run / "settings.json").unlink()
     with pytest.raises(run_record.ReportError) as caught:
@@ -132,7 +132,7 @@ def test_missing_files_are_told_all_at_once(run):
     assert "need a file that fourfold train writes" in str(caught.value)
 
 
-def test_a_run_that_is_not_there_is_told_with_the_nearest(run):
+def test_a_run_that_is_not_there_is_reported_with_the_nearest(run):
     with pytest.raises(run_record.ReportError, match="try fourfold report first"):
         run_record.find_run("frist", parent=run.parent)
     assert run_record.find_run("first", parent=run.parent) == run
@@ -150,10 +150,10 @@ def test_any_curve_is_well_formed(points, name):
 
 @given(low=NUMBERS, length=st.floats(1e-6, 1e6))
 def test_ticks_are_few_and_within(low, length):
-    found = svg.axis_ticks(low, low + length)
+    result = svg.axis_ticks(low, low + length)
     margin = 1e-6 * max(abs(low), length)
-    assert 1 <= len(found) <= 7
-    assert all(low - margin <= tick <= low + length + margin for tick in found)
+    assert 1 <= len(result) <= 7
+    assert all(low - margin <= tick <= low + length + margin for tick in result)
 
 
 def test_bars_are_as_long_as_their_values():
@@ -172,8 +172,8 @@ def test_a_thinned_curve_keeps_its_last_point(values):
 
 
 def test_no_field_of_the_plan_is_left_out(run):
-    said = words(page.write_report([run]).read_text())
-    assert all(field.name in said for field in dataclasses.fields(Plan) if getattr(Plan(), field.name) is not None)
+    text = words(page.write_report([run]).read_text())
+    assert all(field.name in text for field in dataclasses.fields(Plan) if getattr(Plan(), field.name) is not None)
 
 
 @given(num=st.integers(0, 90))
@@ -191,14 +191,14 @@ def test_short_times_have_their_units():
 
 
 def axes_of(html: str) -> dict[str, str]:
-    """By the name of a drawing's vertical axis: all that the drawing says."""
+    """All texts of each drawing, by the name of its vertical axis."""
     drawings = [node for node in parsed(html).iter() if node.tag.endswith("svg")]
     names = ("a second", "loss")
-    found = {}
+    result = {}
     for drawing in drawings:
-        said = [text for text in drawing.itertext() if text.strip()]
-        found[next(text for text in said if text.endswith(names))] = " ".join(said)
-    return found
+        texts = [text for text in drawing.itertext() if text.strip()]
+        result[next(text for text in texts if text.endswith(names))] = " ".join(texts)
+    return result
 
 
 def test_runs_that_count_in_different_units_have_no_axis_of_throughput_in_common(tmp_path):
@@ -214,7 +214,7 @@ def test_runs_that_count_in_different_units_have_no_axis_of_throughput_in_common
 
 def test_runs_of_one_unit_share_an_axis_of_throughput(tmp_path):
     axes = axes_of(page.render_comparison([run_record.read_run(make(tmp_path / name)) for name in ("first", "second")]))
-    (rate,) = (said for name, said in axes.items() if name.endswith("a second"))
+    (rate,) = (text for name, text in axes.items() if name.endswith("a second"))
     assert "first" in rate
     assert "second" in rate
 

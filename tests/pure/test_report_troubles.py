@@ -1,4 +1,4 @@
-"""Laws of the report's faults and checkpoints: all of them told, marked where they were, whatever their lines hold."""
+"""Laws of the report's faults and checkpoints: all are listed and marked in the drawing, whatever their lines hold."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ def run(tmp_path: Path) -> Path:
     return make(tmp_path / "first")
 
 
-def tell(folder: Path, *lines: bytes | dict[str, object]) -> None:
+def write_faults(folder: Path, *lines: bytes | dict[str, object]) -> None:
     text = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
     (folder / faults.FAULTS_FILE).write_bytes(b"\n".join(text))
 
@@ -58,18 +58,18 @@ def checkpoint(folder: Path, name: str, num_bytes: int) -> None:
 
 
 def marked(html: str, kind: str) -> list[str | None]:
-    """The tips of the marks of a kind."""
+    """The tooltips of the marks of one kind."""
     paths = (node for node in parsed(html).iter(f"{SVG}path") if (node.get("class") or "").split()[0] == kind)
     return [title.text for node in paths if (title := node.find(f"{SVG}title")) is not None]
 
 
 def rows(html: str, table: str) -> list[list[str]]:
-    found = (node for node in parsed(html).iter("table") if table in (node.get("class") or "").split())
-    return [["".join(cell.itertext()) for cell in row] for node in found for row in node.iter("tr")]
+    result = (node for node in parsed(html).iter("table") if table in (node.get("class") or "").split())
+    return [["".join(cell.itertext()) for cell in row] for node in result for row in node.iter("tr")]
 
 
 def test_faults_are_listed_and_marked_on_the_curve(run):
-    tell(run, SKIPPED, RESTART)
+    write_faults(run, SKIPPED, RESTART)
     html = page.write_report([run]).read_text()
     head, first, second = rows(html, "faults")
     assert first == ["21 Nov 11:20:00", "restart", "3", "rank 1, alpha", "4.2 s", NASTY]
@@ -93,11 +93,11 @@ def test_a_quiet_run_has_one_quiet_line_and_no_table(run):
 def test_a_line_that_cannot_be_read_is_counted_and_hides_no_other(junk, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     lines = [line for each in junk for line in each.splitlines() if line.strip()]
-    tell(folder, RESTART, *lines, {**SKIPPED, "later": "a field of a later version"})
-    found = faults.read_faults(folder)
-    assert [fault.kind for fault in found.faults] == ["restart", "skipped step"]
-    assert found.num_unreadable == len(lines)
-    assert ("could not be read" in faults.faults_card(found, [])) == bool(lines)
+    write_faults(folder, RESTART, *lines, {**SKIPPED, "later": "a field of a later version"})
+    result = faults.read_faults(folder)
+    assert [fault.kind for fault in result.faults] == ["restart", "skipped step"]
+    assert result.num_unreadable == len(lines)
+    assert ("could not be read" in faults.faults_card(result, [])) == bool(lines)
 
 
 @given(known=st.lists(FAULTS, min_size=1, max_size=60), resumed=st.lists(st.integers(0, 10**6), max_size=9))
@@ -112,11 +112,11 @@ def test_any_fault_is_shown_well_formed(known, resumed):
 
 
 def test_a_step_that_cannot_be_does_not_stretch_the_axis(run):
-    tell(run, {**RESTART, "step": 10**12}, {**RESTART, "step": -1}, {**RESTART, "step": 0})
+    write_faults(run, {**RESTART, "step": 10**12}, {**RESTART, "step": -1}, {**RESTART, "step": 0})
     assert marked(page.write_report([run]).read_text(), "rule") == ["restart at 0"]
 
 
-def test_checkpoints_are_told_with_sizes_pauses_and_what_became_of_them(run):
+def test_checkpoints_are_reported_with_sizes_pauses_and_what_became_of_them(run):
     checkpoint(run, "step-00000004", 3 * 2**20)
     log(
         run,
@@ -161,9 +161,9 @@ def test_the_time_of_a_resumed_run_is_that_of_all_its_attempts(run):
 
 def test_a_comparison_counts_restarts_and_skipped_steps(tmp_path):
     folders = [make(tmp_path / "first"), make(tmp_path / "second", loss=2.0)]
-    tell(folders[0], RESTART, RESTART, SKIPPED, {**SKIPPED, "kind": "terminated"})
-    said = words(page.render_comparison([run_record.read_run(folder) for folder in folders]))
-    assert "restarts / skipped steps2 / 10 / 0" in said.replace("> ", "")
+    write_faults(folders[0], RESTART, RESTART, SKIPPED, {**SKIPPED, "kind": "terminated"})
+    text = words(page.render_comparison([run_record.read_run(folder) for folder in folders]))
+    assert "restarts / skipped steps2 / 10 / 0" in text.replace("> ", "")
 
 
 def test_marks_leave_the_curve_where_it_is():

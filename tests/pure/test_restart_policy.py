@@ -1,4 +1,4 @@
-"""Whether a job is started again, and who held it up."""
+"""Whether a job restarts, and which rank held it up."""
 
 import math
 from pathlib import Path
@@ -21,7 +21,7 @@ def at(step: int, resumed: int = 0) -> list[HeartbeatRecord]:
 
 
 def judged(deaths: list[tuple[int, int]], *, restarts: int = 3, of: Cause = KILLED) -> list[bool]:
-    """Whether the job goes on after each of some deaths: (last step, step it had gone on from)."""
+    """Whether the job restarts after each death: (last step, step it had resumed from)."""
     budget = RestartBudget(SupervisionPolicy(max_restarts=restarts, has_heartbeat=True))
     return [budget.allows_restart(of, at(*death)) for death in deaths]
 
@@ -44,27 +44,27 @@ def test_restarts_without_progress_are_counted_in_a_row() -> None:
 def test_a_rank_killed_before_the_first_step_is_started_again_a_program_that_fails_there_is_not() -> None:
     assert judged([(-1, -1)]) == [True]
     assert judged([(-1, -1)], of=FAILED) == [False]
-    assert judged([(3, 0), (-1, -1)], of=FAILED) == [True, True]  # it has worked before
+    assert judged([(3, 0), (-1, -1)], of=FAILED) == [True, True]  # an earlier attempt has finished steps
 
 
 @pytest.mark.parametrize("error", [CheckpointError("bad"), TrainingError("no gradient"), StoppedError("asked")])
 def test_what_another_attempt_cannot_mend_is_not_attempted(error: Exception) -> None:
-    found = failure_report.first_cause({0: failure_report.make_record(error, rank=0)}, {0: 1}, ["rank 0 of 1"])
-    assert judged([(9, 0)], of=found) == [False]
+    cause = failure_report.first_cause({0: failure_report.make_record(error, rank=0)}, {0: 1}, ["rank 0 of 1"])
+    assert judged([(9, 0)], of=cause) == [False]
 
 
 def test_a_peer_that_has_gone_is_a_reason_to_try_again() -> None:
-    found = failure_report.first_cause(
+    cause = failure_report.first_cause(
         {0: failure_report.make_record(PeerError("rank 1 died"), rank=0)}, {0: 75}, ["rank 0 of 1"]
     )
-    assert judged([(9, 0)], of=found) == [True]
+    assert judged([(9, 0)], of=cause) == [True]
 
 
 def test_a_job_that_was_asked_to_stop_says_so_and_not_that_a_rank_failed() -> None:
-    found = failure_report.first_cause(
+    cause = failure_report.first_cause(
         {1: failure_report.make_record(StoppedError("stopped after step 5"), rank=1)}, {1: 75}, ["rank 0", "rank 1"]
     )
-    assert (found.text, found.exit_code, found.is_stopped) == ("stopped after step 5", 75, True)
+    assert (cause.text, cause.exit_code, cause.is_stopped) == ("stopped after step 5", 75, True)
 
 
 def test_a_limit_is_learned_from_the_steps_and_never_below_the_least() -> None:
@@ -88,15 +88,15 @@ def test_only_ranks_beyond_their_limit_are_late() -> None:
 def test_a_launcher_reads_what_its_ranks_have_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 5.0, 6.0, 7.0, 8.0, 9.0])
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
-    pulses = HeartbeatFile(tmp_path, 2)
-    pulses.reset()
-    mine = Heartbeat(pulses._words, 1)
-    mine.set_resumed_step(4)
-    mine.beat(5)
-    assert pulses.read()[1] == HeartbeatRecord(5, 4, STEPPING, 5.0, 5.0)
-    mine.beat(6)
-    mine.beat(7)
-    with mine.pause():
-        assert pulses.read()[1] == HeartbeatRecord(7, 4, PAUSED, 8.0, 0.0)
-    assert pulses.read()[1] == HeartbeatRecord(7, 4, STEPPING, 9.0, 1.0)
-    assert pulses.read()[0].step == -1
+    heartbeats = HeartbeatFile(tmp_path, 2)
+    heartbeats.reset()
+    heartbeat = Heartbeat(heartbeats._words, 1)
+    heartbeat.set_resumed_step(4)
+    heartbeat.beat(5)
+    assert heartbeats.read()[1] == HeartbeatRecord(5, 4, STEPPING, 5.0, 5.0)
+    heartbeat.beat(6)
+    heartbeat.beat(7)
+    with heartbeat.pause():
+        assert heartbeats.read()[1] == HeartbeatRecord(7, 4, PAUSED, 8.0, 0.0)
+    assert heartbeats.read()[1] == HeartbeatRecord(7, 4, STEPPING, 9.0, 1.0)
+    assert heartbeats.read()[0].step == -1

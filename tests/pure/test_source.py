@@ -26,7 +26,7 @@ def pages(count: int) -> dict[str, bytes]:
     return {f"part{i % 3}/page{i:02}.txt": f"page {i}\n".encode() * (i + 1) for i in range(count)}
 
 
-def whole(corpus: Corpus) -> bytes:
+def all_bytes(corpus: Corpus) -> bytes:
     return corpus.read([0], len(corpus)).tobytes()
 
 
@@ -48,7 +48,7 @@ def test_a_corpus_reads_as_its_pieces_laid_end_to_end(tmp_path: Path):
     corpus = Corpus(FileRange(tmp_path / f"{i}", start, stop) for i, (start, stop) in enumerate(cuts))
     joined = b"".join(text[start:stop] for text, (start, stop) in zip(texts, cuts, strict=True))
 
-    assert whole(corpus) == joined
+    assert all_bytes(corpus) == joined
     for length in (1, 2, 9, 40):
         starts = range(len(joined) - length + 1)
         assert [row.tobytes() for row in corpus.read(starts, length)] == [joined[i : i + length] for i in starts]
@@ -64,7 +64,7 @@ def test_a_corpus_ends_where_its_last_piece_ends(tmp_path: Path):
 
 def test_the_split_of_files_depends_on_the_path_below_the_root_alone(tmp_path: Path):
     here, there = write(tmp_path / "here", pages(60)), write(tmp_path / "there/below", pages(60))
-    # One more file must move no other.
+    # One more file must not move another.
     write(there, {"part0/aaa.txt": b"new\n", "zzz.txt": b"new\n"})
 
     def names(corpus: Corpus, root: Path) -> list[str]:
@@ -84,7 +84,7 @@ def test_the_rule_of_the_split_stays_as_it_is():
 def test_train_and_validation_share_no_byte_and_miss_none(tmp_path: Path):
     texts = pages(60)
     split = open_text(write(tmp_path, texts))
-    lines = whole(split.train).splitlines() + whole(split.valid).splitlines()
+    lines = all_bytes(split.train).splitlines() + all_bytes(split.valid).splitlines()
     assert sorted(lines) == sorted(line for text in texts.values() for line in text.splitlines())
     assert not {p.path for p in split.train.file_ranges} & {p.path for p in split.valid.file_ranges}
 
@@ -92,12 +92,12 @@ def test_train_and_validation_share_no_byte_and_miss_none(tmp_path: Path):
 def test_where_files_cannot_be_split_their_last_tenths_are_held_out(tmp_path: Path):
     text = bytes(range(1, 101))
     split = open_text(write(tmp_path, {"book.txt": text}) / "book.txt")
-    assert (whole(split.train), whole(split.valid)) == (text[:90], text[90:])
-    assert [whole(side) for side in open_text(tmp_path)] == [text[:90], text[90:]]
+    assert (all_bytes(split.train), all_bytes(split.valid)) == (text[:90], text[90:])
+    assert [all_bytes(side) for side in open_text(tmp_path)] == [text[:90], text[90:]]
     write(tmp_path, {"more.txt": text})
     assert not is_validation_file("book.txt")
     assert not is_validation_file("more.txt")
-    assert [whole(side) for side in open_text(tmp_path)] == [text[:90] * 2, text[90:] * 2]
+    assert [all_bytes(side) for side in open_text(tmp_path)] == [text[:90] * 2, text[90:] * 2]
 
 
 def test_only_text_is_read_from_a_folder(tmp_path: Path):
@@ -211,7 +211,7 @@ def test_a_corpus_larger_than_the_memory_is_mapped(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.write(b"begin")
         try:
-            file.truncate(num_bytes)  # a hole: no disk is needed
+            file.truncate(num_bytes)  # a sparse file takes no disk
         except OSError as error:
             pytest.skip(f"no files of {num_bytes} bytes here: {error}")
         file.seek(-3, 2)
@@ -222,7 +222,7 @@ def test_a_corpus_larger_than_the_memory_is_mapped(tmp_path: Path) -> None:
 
 
 class Short(Counted):
-    """A `fetch` that makes batches of a size of its own."""
+    """A `fetch` that returns another number of samples than requested."""
 
     def fetch(self, indices, /):
         return {"image": torch.zeros(3, 2)}, torch.zeros(3)
@@ -244,7 +244,7 @@ def test_samples_that_cannot_be_stacked_are_refused(odd):
 @pytest.mark.parametrize("wrap", [lambda inputs: inputs, lambda inputs: (inputs, 1), lambda inputs: ({"x": inputs}, 1)])
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]])
 def test_a_key_that_only_some_samples_have_is_refused_whichever_comes_first(wrap, order):
-    """Torch takes the keys of the first: what the others have besides would be lost, or not, as ranks share a batch."""
+    """torch takes the keys of the first sample: whether others are lost would depend on how ranks divide a batch."""
     samples = [wrap({"a": 1.0}), wrap({"a": 1.0, "mask": 0.0})]
     with pytest.raises(DataError, match=r"\['mask'\]: .*missing in sample .* the same keys in every sample"):
         fetch(samples, order)
@@ -257,13 +257,13 @@ def test_dicts_of_one_form_are_stacked_whatever_the_order_of_their_keys():
     assert targets.tolist() == [0, 1]
 
 
-@pytest.mark.parametrize(("first", "second", "said"), [
+@pytest.mark.parametrize(("first", "second", "message"), [
     (np.int64(1), np.float64(1.5), r"int64 \[\] in sample 0, float64 \[\] in sample 1"),
     (np.float32(1), np.float64(1.5), r"float32 \[\] in sample 0, float64 \[\] in sample 1"),
     (torch.ones(2), np.ones(2, dtype=np.float32), "tensors and arrays in one place"),
 ])  # fmt: skip
-def test_samples_whose_dtype_would_depend_on_their_batch_are_refused(first, second, said):
-    with pytest.raises(DataError, match=said):
+def test_samples_whose_dtype_would_depend_on_their_batch_are_refused(first, second, message):
+    with pytest.raises(DataError, match=message):
         fetch([(torch.ones(1), first), (torch.ones(1), second)], [0, 1])
 
 
@@ -289,11 +289,11 @@ class ExhaustedBatches(Exhausted):
 
 @pytest.mark.parametrize("kind", [Exhausted, ExhaustedBatches])
 def test_a_source_that_ends_an_iterator_is_named_with_its_line(kind: type[Counted]):
-    told = r"StopIteration in test_source.py, line \d+   need a sample for every number below len\(source\)"
-    with pytest.raises(DataError, match=told):
+    message = r"StopIteration in test_source.py, line \d+   need a sample for every number below len\(source\)"
+    with pytest.raises(DataError, match=message):
         fetch(kind(), [2, 3])
 
 
-def test_a_source_that_stops_within_a_feed_is_told_as_outside():
+def test_a_source_that_stops_within_a_feed_is_reported_as_outside():
     with pytest.raises(DataError, match="StopIteration in test_source"):
         list(Feed(Exhausted(), Plan(), batch_size=1))

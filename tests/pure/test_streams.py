@@ -1,4 +1,4 @@
-"""Streams that take nothing: a full disk, or a pipe whose reader has gone, in the place of stdout and stderr."""
+"""Streams that cannot be written: stdout and stderr on a full disk, or on a pipe whose reader is gone."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not os.path.exists(FULL), reason="no /dev/full h
 
 @contextmanager
 def unread() -> Iterator[int]:
-    """A pipe that nobody reads any more."""
+    """A pipe whose reader is gone."""
     reading, writing = os.pipe()
     os.close(reading)
     try:
@@ -26,11 +26,11 @@ def unread() -> Iterator[int]:
 
 
 def run(code: str, *, out: int | None = None, err: int | None = None) -> "subprocess.CompletedProcess[str]":
-    # Buffered, as it is where nobody says otherwise: then it fails when the buffer is written.
-    mine = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    # Buffered, as by default: so the error comes when the buffer is written.
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     command = [sys.executable, "-c", code]
     out, err = (subprocess.PIPE if stream is None else stream for stream in (out, err))
-    return subprocess.run(command, stdout=out, stderr=err, env=mine, text=True, timeout=SECONDS, check=False)
+    return subprocess.run(command, stdout=out, stderr=err, env=environ, text=True, timeout=SECONDS, check=False)
 
 
 SAY = "from fourfold.environment.standard_streams import print_stderr as say"
@@ -65,7 +65,7 @@ sys.exit(3)
 """
 
 
-def test_a_run_whose_notes_nobody_reads_goes_on() -> None:
+def test_a_run_whose_messages_cannot_be_written_goes_on() -> None:
     with unread() as stream:
         assert run(NOTES, out=stream, err=stream).returncode == 3
 
@@ -73,8 +73,8 @@ def test_a_run_whose_notes_nobody_reads_goes_on() -> None:
 def test_a_command_whose_output_the_disk_does_not_take_says_so_without_a_traceback() -> None:
     with open(FULL, "w") as stream:
         ended = run("from fourfold.cli import main; main(['--help'])", out=stream.fileno())
-    told = "fourfold: the output could not be written: no space left on device\n"
-    assert (ended.returncode, ended.stderr) == (1, told)
+    message = "fourfold: the output could not be written: no space left on device\n"
+    assert (ended.returncode, ended.stderr) == (1, message)
 
 
 def test_a_command_whose_reader_has_gone_says_nothing() -> None:
@@ -84,7 +84,7 @@ def test_a_command_whose_reader_has_gone_says_nothing() -> None:
 
 
 @pytest.mark.parametrize("error", ["BrokenPipeError(32, 'of its own')", "OSError(28, 'of its own')"])
-def test_an_error_of_a_pipe_of_the_tasks_own_is_told(error: str) -> None:
+def test_an_error_of_a_pipe_of_the_tasks_own_is_reported(error: str) -> None:
     code = f"""
 from fourfold.cli import commands, main
 def fail(): raise {error}

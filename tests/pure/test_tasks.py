@@ -50,10 +50,10 @@ def test_only_differences_of_positions_matter(kv_heads: int):
 
 def test_far_positions_keep_their_digits_in_half_precision():
     positions = torch.tensor([[100_000, 100_001]])
-    for mine, exact in zip(
+    for actual, exact in zip(
         *(lm.rotary_cos_sin(positions, 8, dtype=d) for d in (torch.bfloat16, torch.float64)), strict=True
     ):
-        torch.testing.assert_close(mine.double(), exact, rtol=0, atol=0.02)
+        torch.testing.assert_close(actual.double(), exact, rtol=0, atol=0.02)
 
 
 def test_shared_keys_and_values_equal_repeated_ones():
@@ -102,12 +102,12 @@ def test_the_rate_grows_in_a_line_and_falls_as_a_cosine():
 
 def test_matrices_decay_and_gains_do_not():
     task, model = lm.task(**SMALL, weight_decay=0.3), small_model()
-    decayed, kept = task.optimizer(model.parameters()).param_groups
+    decayed, undecayed = task.optimizer(model.parameters()).param_groups
     assert {p.ndim for p in decayed["params"]} == {2}
     assert decayed["weight_decay"] == 0.3
-    assert {p.ndim for p in kept["params"]} == {1}
-    assert kept["weight_decay"] == 0.0
-    assert len(decayed["params"]) + len(kept["params"]) == len(list(model.parameters()))
+    assert {p.ndim for p in undecayed["params"]} == {1}
+    assert undecayed["weight_decay"] == 0.0
+    assert len(decayed["params"]) + len(undecayed["params"]) == len(list(model.parameters()))
 
 
 def test_text_is_generated_the_same_each_time_and_can_be_printed():

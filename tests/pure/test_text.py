@@ -1,4 +1,4 @@
-"""What is printed cannot steer the terminal, wherever the text comes from."""
+"""Printed text cannot control the terminal, wherever it comes from."""
 
 import io
 import sys
@@ -16,7 +16,7 @@ from fourfold.tasks import lm
 from fourfold.words.errors import Problem, SettingError
 from fourfold.words.terminal_text import escape_controls
 
-STEERING = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # categories of Unicode
+STEERING = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Unicode categories
 NASTY = "a\x1b[31mb\x07\x9bc\x7f\u202ed\u2066\u2028\r\x00"
 
 

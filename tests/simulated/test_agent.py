@@ -1,4 +1,4 @@
-"""What a launcher makes of the signals it gets; its processes are the spawned tests'."""
+"""How a launcher handles the signals it gets. The spawned tests start its processes."""
 
 import signal
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ def test_the_first_signal_ends_a_job_in_order_and_a_later_one_at_once(monkeypatc
     agent: Any = SimpleNamespace(_stop_requested_at=None, _kill_now=ended.append)
     with pytest.raises(SignalException):
         Agent._on_signal(agent, signal.SIGTERM, None)
-    now[0] = 100.5  # GNU timeout signals its child, and then the process group that it is in
+    now[0] = 100.5  # GNU timeout signals its child, and then its process group
     Agent._on_signal(agent, signal.SIGTERM, None)
     assert not ended
     Agent._on_signal(agent, signal.SIGINT, None)  # as soon as a person can press Ctrl-C again

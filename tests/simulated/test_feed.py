@@ -1,4 +1,4 @@
-"""Laws of a feed: what goes on from its state, and what its samples draw at random."""
+"""Laws of a feed: resuming from its state, and the random numbers that its samples draw."""
 
 import io
 import itertools
@@ -28,12 +28,12 @@ def fed(length=20, *, batch_size=4, seed=0):
 
 
 def targets(feed, count=None):
-    found = []
+    result = []
     for batch in feed:
-        found.append(batch[1].tolist())
-        if len(found) == count:
+        result.append(batch[1].tolist())
+        if len(result) == count:
             break
-    return found
+    return result
 
 
 def through_json(state):
@@ -49,8 +49,8 @@ def through_torch(state):
 
 @pytest.mark.parametrize("saved", [lambda state: state, tuple, through_json, through_torch, lambda state: state[:3]])
 def test_a_state_goes_on_in_any_form_with_the_seed_it_was_made_with(saved):
-    whole, first, second = fed(seed=3), fed(seed=3), fed(seed=5)
-    expected = targets(whole) + targets(whole)
+    undisturbed, first, second = fed(seed=3), fed(seed=3), fed(seed=5)
+    expected = targets(undisturbed) + targets(undisturbed)
     begun = targets(first, 2)
     second.load_state(saved(first.state))
     assert begun + targets(second) + targets(second) == expected
@@ -84,7 +84,7 @@ def test_a_source_that_grows_within_an_epoch_ends_the_loop_that_goes_on():
         targets(feed)
 
 
-@pytest.mark.parametrize(("state", "said"), [
+@pytest.mark.parametrize(("state", "message"), [
     ((0, -1, 4, 20), "epoch = -1"),
     ((2**64, 0, 4, 20), "seed = 18446744073709551616"),
     ((0, 0, -1, 20), "position -1"),
@@ -95,8 +95,8 @@ def test_a_source_that_grows_within_an_epoch_ends_the_loop_that_goes_on():
     (None, "a state None"),
     ("abc", "a state 'abc'"),
 ])  # fmt: skip
-def test_what_is_no_state_is_refused(state, said):
-    with pytest.raises(DataError, match=said):
+def test_what_is_no_state_is_refused(state, message):
+    with pytest.raises(DataError, match=message):
         fed().load_state(state)
 
 
@@ -111,7 +111,7 @@ def drawn():
 
 
 class Augmented:
-    """Samples that draw from the generators of the process, each in its own way."""
+    """Samples that draw from all generators of the process."""
 
     def __len__(self):
         return 12
@@ -121,63 +121,63 @@ class Augmented:
 
 
 def samples_of(feed, epochs=1):
-    """What was drawn, by epoch and number of the sample."""
-    found = {}
+    """The numbers drawn, by epoch and number of the sample."""
+    result = {}
     for epoch in range(epochs):
         for inputs, numbers_ in feed:
             for row, number in zip(inputs, numbers_, strict=True):
-                found[epoch, number.item()] = row.tolist()
+                result[epoch, number.item()] = row.tolist()
             drawn()  # training draws too
-    return found
+    return result
 
 
 def on_ranks(size, monkeypatch, **how):
-    found = {}
+    result = {}
     for rank in range(size):
         monkeypatch.setattr(feed_module.transports, "world", lambda rank=rank: World(rank=rank, size=size))
         seed_all(rank)
-        found |= samples_of(ff.Feed(Augmented(), **how), epochs=2)
-    return found
+        result |= samples_of(ff.Feed(Augmented(), **how), epochs=2)
+    return result
 
 
 def test_samples_draw_the_same_on_any_mesh_and_batch_size_and_other_numbers_in_each_epoch(monkeypatch):
-    whole = on_ranks(1, monkeypatch, batch_size=4)
-    assert whole.keys() == {(epoch, number) for epoch in range(2) for number in range(12)}
-    assert len({str(row) for row in whole.values()}) == 24
-    assert on_ranks(3, monkeypatch, batch_size=4) == whole
-    assert on_ranks(2, monkeypatch, batch_size=6) == whole
+    undisturbed = on_ranks(1, monkeypatch, batch_size=4)
+    assert undisturbed.keys() == {(epoch, number) for epoch in range(2) for number in range(12)}
+    assert len({str(row) for row in undisturbed.values()}) == 24
+    assert on_ranks(3, monkeypatch, batch_size=4) == undisturbed
+    assert on_ranks(2, monkeypatch, batch_size=6) == undisturbed
     other = on_ranks(1, monkeypatch, batch_size=4, seed=1)
-    assert not {str(row) for row in other.values()} & {str(row) for row in whole.values()}
+    assert not {str(row) for row in other.values()} & {str(row) for row in undisturbed.values()}
 
 
 def test_samples_draw_the_same_after_a_resume():
-    whole = samples_of(ff.Feed(Augmented(), batch_size=4))
+    undisturbed = samples_of(ff.Feed(Augmented(), batch_size=4))
     first, second = ff.Feed(Augmented(), batch_size=4), ff.Feed(Augmented(), batch_size=4)
     inputs, which = next(iter(first))
     second.load_state(first.state)
     begun = {(0, number.item()): row.tolist() for row, number in zip(inputs, which, strict=True)}
-    assert begun | samples_of(second) == whole
+    assert begun | samples_of(second) == undisturbed
 
 
 class Quiet(Augmented):
-    """Samples that draw nothing."""
+    """Samples that draw no random numbers."""
 
     def __getitem__(self, index):
         return torch.zeros(3), index
 
 
 def test_training_draws_as_if_the_samples_drew_nothing():
-    found = []
+    result = []
     for source in (Quiet(), Augmented()):
         seed_all(0)
         loop = ff.Feed(source, batch_size=2).repeat()
-        found.append([drawn() for _ in itertools.islice(loop, 20)])
+        result.append([drawn() for _ in itertools.islice(loop, 20)])
         loop.close()
-    assert found[0] == found[1]
+    assert result[0] == result[1]
 
 
-class Told:
-    """Samples that tell when they are read; those that draw are told of in `drawing`."""
+class CountingSource:
+    """Releases a semaphore with every sample that is read. With `draws`, samples draw random numbers."""
 
     def __init__(self, *, draws):
         self.draws, self.read = draws, threading.Semaphore(0)
@@ -194,10 +194,10 @@ class Told:
 
 @pytest.mark.parametrize("draws", [False, True])
 def test_samples_that_draw_are_read_while_they_are_waited_for_and_others_ahead(draws):
-    source = Told(draws=draws)
+    source = CountingSource(draws=draws)
     loop = iter(ff.Feed(source, batch_size=1))
     next(loop)
-    for _ in range(2 if draws else 1):  # to find out that they draw, the first one is read twice
+    for _ in range(2 if draws else 1):  # if the first sample draws, it is read twice
         assert source.read.acquire(timeout=10)
     for _ in range(3):
         assert source.read.acquire(timeout=0.2) != draws
@@ -209,7 +209,7 @@ def test_samples_that_draw_are_read_while_they_are_waited_for_and_others_ahead(d
 @pytest.mark.parametrize("draws", [False, True])
 @pytest.mark.parametrize("number", [0, 5])
 def test_an_error_of_the_source_is_raised_where_its_batch_is_waited_for(number, draws):
-    class Failing(Told):
+    class Failing(CountingSource):
         def __getitem__(self, index):
             if index == bad:
                 raise KeyError("gone")
@@ -225,7 +225,7 @@ def test_an_error_of_the_source_is_raised_where_its_batch_is_waited_for(number, 
 
 
 class Interrupted(Exception):
-    """What ends a run in its middle."""
+    """Ends a run in its middle."""
 
 
 def interrupted(step, _):
@@ -235,7 +235,7 @@ def interrupted(step, _):
 
 
 def augmented(folder, name, **how):
-    """A run of a task whose samples, of training and validation, draw; and whose model does."""
+    """A run of a task whose samples draw, for training and validation, and whose model draws too."""
     task = ff.Task(
         model=lambda: torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)).double(),
         loss=lambda outputs, targets: (outputs[:, 0] - targets).square(),
@@ -250,12 +250,12 @@ def augmented(folder, name, **how):
 
 
 def test_a_run_whose_samples_draw_is_the_same_after_a_resume_and_however_often_it_evaluates(tmp_path):
-    whole = augmented(tmp_path, "whole")
-    assert augmented(tmp_path, "often", evaluate_every=1) == whole
+    undisturbed = augmented(tmp_path, "undisturbed")
+    assert augmented(tmp_path, "often", evaluate_every=1) == undisturbed
     with pytest.raises(Interrupted):
         augmented(tmp_path, "resumed", schedule=interrupted)
     seed_all(5)
-    assert augmented(tmp_path, "resumed") == whole
+    assert augmented(tmp_path, "resumed") == undisturbed
 
 
 def test_verify_compares_samples_that_draw():

@@ -33,15 +33,15 @@ class Numbers(data.Dataset):
         return torch.tensor(float(index))
 
 
-def sharded(loader, size, rank, plan=None, **how):
-    """The loader of one rank of so many."""
+def sharded(loader, size, rank, plan=None, **options):
+    """The loader of rank `rank` of `size`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(feed.transports, "world", lambda: World(rank=rank, size=size))
-        return ff.shard(loader, plan, **how)
+        return ff.shard(loader, plan, **options)
 
 
 def epochs(loader, count=1):
-    """The batches of some epochs, as lists of numbers."""
+    """The batches of some epochs, as lists of sample numbers."""
     return [[batch.tolist() for batch in loader] for _ in range(count)]
 
 
@@ -89,9 +89,9 @@ def test_a_shuffled_loader_has_the_batches_of_a_feed(length, size, batch_size, s
             patch.setattr(feed.transports, "world", lambda rank=rank: World(rank=rank, size=size))
             fed = ff.Feed(pairs, plan, batch_size=size * batch_size, seed=seed)
             expected = [[batch[0].tolist() for batch in fed] for _ in range(2)]
-        found = epochs(sharded(loader, size, rank, seed=seed), 2)
-        for ours, theirs in zip(found, expected, strict=True):
-            assert all(mine == wanted for mine, wanted in zip(ours, theirs, strict=True) if wanted)
+        result = epochs(sharded(loader, size, rank, seed=seed), 2)
+        for ours, theirs in zip(result, expected, strict=True):
+            assert all(actual == wanted for actual, wanted in zip(ours, theirs, strict=True) if wanted)
 
 
 def test_epochs_differ_and_can_be_set():
@@ -125,9 +125,9 @@ def test_in_order_without_shuffling():
 def test_the_ranks_of_a_sequence_get_the_same_samples():
     plan = Plan(dp=2, sp=2)
     loader = data.DataLoader(Numbers(16), 2, shuffle=True)
-    found = [epochs(sharded(loader, 4, rank, plan))[0] for rank in range(4)]
+    result = [epochs(sharded(loader, 4, rank, plan))[0] for rank in range(4)]
     by_index = {}
-    for rank, batches in enumerate(found):
+    for rank, batches in enumerate(result):
         by_index.setdefault(plan.mesh.coordinates(rank)["dp"], []).append(batches)
     assert all(first == second for first, second in by_index.values())
     assert sorted(itertools.chain(*by_index[0][0], *by_index[1][0])) == list(range(16))
@@ -143,37 +143,37 @@ def test_all_else_is_as_the_loader_has_it():
         "prefetch_factor": 3, "persistent_workers": True, "multiprocessing_context": "spawn", "in_order": False,
     }  # fmt: skip
     loader = data.DataLoader(Numbers(9), 3, shuffle=True, drop_last=True, **options)
-    found = sharded(loader, 3, 1)
+    result = sharded(loader, 3, 1)
     for name in (*options, "pin_memory", "pin_memory_device", "dataset", "batch_size", "drop_last"):
-        assert getattr(found, name) is getattr(loader, name) or getattr(found, name) == getattr(loader, name), name
+        assert getattr(result, name) is getattr(loader, name) or getattr(result, name) == getattr(loader, name), name
     assert epochs(sharded(data.DataLoader(Numbers(4), 2, collate_fn=collate), 2, 1)) == [[[102.0, 103.0]]]
 
 
 class Augmented(Numbers):
-    """Samples that draw, in a worker."""
+    """Samples that draw random numbers, in a worker."""
 
     def __getitem__(self, index):
         return torch.tensor([torch.rand(()).item(), random.random(), np.random.rand()])
 
 
-def drawn_by_workers(size, rank, plan=None, *, seed=0, **how):
-    """What the samples of one rank have drawn in two epochs. All ranks are seeded alike, as scripts do."""
+def drawn_by_workers(size, rank, plan=None, *, seed=0, **options):
+    """The numbers that one rank's samples draw in two epochs. All ranks have the same seed, as in most scripts."""
     torch.manual_seed(0)
-    if "generator" in how:
-        how["generator"] = torch.Generator().manual_seed(how["generator"])
-    loader = data.DataLoader(Augmented(4), 2, num_workers=1, **how)
+    if "generator" in options:
+        options["generator"] = torch.Generator().manual_seed(options["generator"])
+    loader = data.DataLoader(Augmented(4), 2, num_workers=1, **options)
     return str(epochs(sharded(loader, size, rank, plan, seed=seed), 2))
 
 
-@pytest.mark.parametrize("how", [{}, {"generator": 7}])
-def test_workers_of_other_data_ranks_draw_other_numbers(how):
-    first, second = drawn_by_workers(2, 0, **how), drawn_by_workers(2, 1, **how)
+@pytest.mark.parametrize("options", [{}, {"generator": 7}])
+def test_workers_of_other_data_ranks_draw_other_numbers(options):
+    first, second = drawn_by_workers(2, 0, **options), drawn_by_workers(2, 1, **options)
     assert first != second
-    assert drawn_by_workers(2, 0, **how) == first
-    assert drawn_by_workers(2, 0, **how, seed=1) != first
+    assert drawn_by_workers(2, 0, **options) == first
+    assert drawn_by_workers(2, 0, **options, seed=1) != first
     assert drawn_by_workers(2, 0, generator=8) != first
     plan = Plan(dp=2, sp=2)
-    assert drawn_by_workers(4, 2, plan, **how) == drawn_by_workers(4, 3, plan, **how) == second
+    assert drawn_by_workers(4, 2, plan, **options) == drawn_by_workers(4, 3, plan, **options) == second
 
 
 def test_one_data_rank_keeps_the_generator_of_its_loader():
@@ -199,7 +199,7 @@ class OwnLoader(data.DataLoader):
 NUMBERS = Numbers(8)
 
 
-@pytest.mark.parametrize(("loader", "said"), [
+@pytest.mark.parametrize(("loader", "message"), [
     ([1, 2], "a list .* torch DataLoader .* ff.Feed"),
     (data.DataLoader(Stream(), 2), "IterableDataset .* ff.world"),
     (data.DataLoader(NUMBERS, batch_sampler=[[0, 1], [2]]), "batch sampler .list. .* batch_size"),
@@ -213,13 +213,13 @@ NUMBERS = Numbers(8)
     (data.DataLoader(Numbers(1), 2), "1 samples for 2 data ranks .* at least 2"),
     (data.DataLoader(Numbers(7), 4, drop_last=True), "7 samples for 2 data ranks .* at least 8.* drop_last=False"),
 ])  # fmt: skip
-def test_what_cannot_be_shared_by_numbers_is_refused(loader, said):
-    with pytest.raises(DataError, match=said):
+def test_what_cannot_be_shared_by_numbers_is_refused(loader, message):
+    with pytest.raises(DataError, match=message):
         sharded(loader, 2, 0)
 
 
 class Endless(data.Dataset):
-    """Samples without a number of samples."""
+    """A dataset without a length."""
 
     def __getitem__(self, index):
         return torch.tensor(float(index))
@@ -230,20 +230,20 @@ def test_a_dataset_without_a_length_is_refused():
         sharded(data.DataLoader(Endless(), 2), 2, 0)
 
 
-@pytest.mark.parametrize(("how", "said"), [
+@pytest.mark.parametrize(("options", "message"), [
     ({"seed": "0"}, "seed = '0' .* a whole number"),
     ({"seed": 1.5}, "seed = 1.5 .* a whole number"),
     ({"plan": 2}, "plan = 2 .* a Plan"),
     ({"plan": Plan(dp=4)}, "a plan of 4 ranks in a world of 2"),
     ({"plan": Plan()}, "a plan of 1 ranks in a world of 2"),
 ])  # fmt: skip
-def test_a_place_that_cannot_be_is_refused(how, said, monkeypatch):
-    """A plan of more ranks than there are would leave the samples of those out."""
-    with pytest.raises(DataError, match=said):
-        sharded(data.DataLoader(NUMBERS, 2), 2, 1, **how)
+def test_a_place_that_cannot_be_is_refused(options, message, monkeypatch):
+    """A plan of more ranks than the world has would drop the samples of the missing ranks."""
+    with pytest.raises(DataError, match=message):
+        sharded(data.DataLoader(NUMBERS, 2), 2, 1, **options)
     monkeypatch.setattr(feed.transports, "world", lambda: World(rank=1, size=2))
-    with pytest.raises(DataError, match=said):
-        ff.Feed(NUMBERS, batch_size=2, **how)
+    with pytest.raises(DataError, match=message):
+        ff.Feed(NUMBERS, batch_size=2, **options)
 
 
 @pytest.mark.parametrize("epoch", ["1", 1.0, -1, None])

@@ -1,4 +1,4 @@
-"""Processes: started, joined, and ended, however they end. The first cause is told once, with its rank."""
+"""Processes: started, joined, and ended in every way. The first cause is reported once, with its rank."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from fourfold.environment.malloc import TUNABLES_VARIABLE
 from fourfold.environment.world import num_cores
 from fourfold.launch.process_defaults import THREAD_VARIABLES
 
-SECONDS = 180  # the time limit of a command; a command on an idle machine takes three
+SECONDS = 180  # the time limit of a command; on an idle machine it takes three
 FOURFOLD = ("-m", "fourfold")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *FOURFOLD)
 SOURCE = Path(__file__).parents[2] / "src"
@@ -34,7 +34,7 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts `python …` in a folder that holds script.py; what is left at the end of the test is ended."""
+    """Starts `python …` in a folder with script.py. At the end of the test, all processes are ended."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(script: str, arguments: Sequence[str], *, launcher: Sequence[str] = FOURFOLD) -> subprocess.Popen[str]:
@@ -84,7 +84,7 @@ while True:
 """
 
 
-def test_the_first_cause_is_told_once_and_ranks_that_hang_are_ended(start: Start) -> None:
+def test_the_first_cause_is_reported_once_and_ranks_that_hang_are_ended(start: Start) -> None:
     script = (
         "import os\n"
         "def check(value):\n"
@@ -109,7 +109,7 @@ def test_the_first_cause_is_told_once_and_ranks_that_hang_are_ended(start: Start
     )
 
 
-def test_errors_that_follow_from_the_first_are_not_told(start: Start) -> None:
+def test_errors_that_follow_from_the_first_are_not_reported(start: Start) -> None:
     script = (
         "import torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
@@ -133,7 +133,7 @@ dist.init_process_group("gloo")
 dist.barrier()
 if dist.get_rank() == 1:
     dist.destroy_process_group()
-    atexit.register(time.sleep, 0.5)  # it is on its way out when rank 0 has failed already
+    atexit.register(time.sleep, 0.5)  # it is still exiting when rank 0 has failed already
     sys.exit(0)
 dist.barrier()
 """
@@ -201,7 +201,7 @@ ARGUMENTS = """
 import os, sys
 variables = "RANK WORLD_SIZE LOCAL_RANK OMP_NUM_THREADS MKL_NUM_THREADS".split()
 words = *(os.environ.get(name) for name in variables), sys.argv, sys.path[0] == os.getcwd(), __name__
-print(" ".join(map(str, words)) + "\\n", end="", flush=True)  # in one piece, also where Python does not buffer
+print(" ".join(map(str, words)) + "\\n", end="", flush=True)  # one write, even if Python does not buffer
 sys.exit(7)
 """
 
@@ -213,7 +213,7 @@ def test_a_script_sees_its_own_arguments_and_its_exit_code_is_passed_on(start: S
     ended = end(start(ARGUMENTS, [*words, *arguments]))
     assert ended.code == 7, ended.err
     lines = sorted(ended.out.splitlines())
-    # A rank that ends with a code ends the job; the other may not have come as far as to print.
+    # A rank that ends with an exit code ends the job, perhaps before the other has printed.
     assert 1 <= len(lines) <= size
     for line in lines:
         assert line.endswith(f"{arguments} True __main__")
@@ -270,7 +270,7 @@ def test_a_run_under_torchrun_prints_and_writes_what_one_rank_does(start: Start,
 RUN_FILES = ["checkpoints", "metrics.jsonl", "plan.toml", "report.html", "settings.json", "trace.json"]
 
 
-def test_of_the_ranks_of_another_launcher_rank_0_alone_reports_bad_input(tmp_path: Path, monkeypatch, capfd) -> None:
+def test_under_another_launcher_only_rank_0_reports_bad_input(tmp_path: Path, monkeypatch, capfd) -> None:
     (tmp_path / "script.py").write_text(TASK)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -310,7 +310,7 @@ print(f"{(library.mallinfo2().arena - begin) // size}\\n", end="")  # in one pie
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
 def test_freed_memory_is_used_again_for_what_is_as_large(start: Start) -> None:
-    # With glibc's tcache the heap grows by four to seven of them, without by two at most.
+    # With glibc's tcache the heap grows by four to seven such tensors, without it by two at most.
     ended = end(start(HEAP, ["run", "-n", "2", "script.py"]))
     assert ended.code == 0, ended.err
     assert int(ended.out) <= 3
@@ -362,13 +362,13 @@ if os.fork() == 0:
     sys.exit(0)
 assert os.wait()[1] == 0
 sys.kept(BATCH)
-sys.ps2 = Last()  # Python lets go of the prompts first, as soon as the exit functions have run
+sys.ps2 = Last()  # Python deletes the prompts first, right after the atexit functions
 """
 
 
 @pytest.mark.parametrize("joined", ["ours", "theirs"])
 def test_no_thread_of_gloo_outlives_what_a_script_leaves_and_a_fork_leaves_the_groups(start: Start, joined: str):
-    """One that lets go of a tensor while the interpreter is taken apart aborts the process."""
+    """A thread of gloo that frees a tensor during the interpreter's shutdown aborts the process."""
     ended = end(start(LEFT_BEHIND, ["run", "-n", "2", "script.py", joined]))
     assert ended.code == 0, ended.err
     assert ended.out == 2 * "0 threads of gloo\n"
@@ -399,7 +399,7 @@ ranks.all_gather_json("seen")
 if ranks.rank == 0:
     print(found, os.environ["GLOO_SOCKET_IFNAME"])
 dist.destroy_process_group()
-# A store of the script's own, as torch has it.
+# The script's own store, at MASTER_PORT.
 own = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, is_master=ranks.rank == 0)
 own.set(f"here {ranks.rank}", "")
 own.wait(["here 0", "here 1"])
@@ -407,7 +407,7 @@ own.wait(["here 0", "here 1"])
 
 
 def test_no_other_user_reaches_the_store_of_a_job(start: Start) -> None:
-    """The launcher listens nowhere; what still listens is gloo, in the ranks, at the loopback device."""
+    """The launcher listens at no port. Only gloo does, in the ranks, at the loopback device."""
     ended = end(start(PRIVATE, ["run", "-n", "2", "script.py"]))
     assert ended.code == 0, ended.err
     assert ended.out == "[('folder', '0o700', True), '127.0.0.1'] lo\n"
@@ -426,7 +426,7 @@ print(ranks.all_gather_json(ranks.rank), names)
 
 
 def start_under_mpi(start: Start, script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Ended]:
-    """Two ranks as mpiexec starts them: this process has no rank's variables, its children have."""
+    """Two ranks as mpiexec starts them: only the children have a rank's variables."""
     monkeypatch.setenv("TMPDIR", str(folder))
     for name in ("MASTER_ADDR", "MASTER_PORT", "FOURFOLD_STORE"):
         monkeypatch.delenv(name, raising=False)
@@ -464,14 +464,14 @@ def give_up():
 
 give_up()
 gc.collect()
-give_up()  # and here the group of the first one is to end
+give_up()  # here the group of the first call would end
 print("and here I am\\n", end="")
 raise RuntimeError("every rank has had enough")
 """
 
 
 def test_a_collective_that_was_given_up_keeps_no_rank(start: Start, tmp_path: Path, monkeypatch) -> None:
-    """Gloo would end the group when the collective has ended: never, as all ranks wait there."""
+    """Gloo would destroy the group after its collective, which never ends: all ranks wait in it."""
     for ended in start_under_mpi(start, GIVEN_UP, tmp_path, monkeypatch):
         assert ended.code != 0
         assert ended.out == "and here I am\n"

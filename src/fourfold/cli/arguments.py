@@ -1,8 +1,8 @@
-"""Settings: the words of a command line, sorted, and their values read.
+"""Arguments: the words of a command line, sorted, and their values parsed.
 
-word   what stands on the command line: a task, a plan (…​.toml), or key=value
-keys   fields of the plan, settings of the run, keyword arguments of the task's function; no name is two of them
-Law: a key or a value that is not understood is refused with the nearest that is; nothing is ignored.
+word   a task, a plan (….toml), or KEY=VALUE
+key    a field of the plan, a setting of the run, or a keyword argument of the task's function
+Law: an unknown key or an invalid value is an error that names the closest valid one; nothing is ignored.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ TYPE_TEXTS = {
 
 @dataclass(frozen=True)
 class ValueType:
-    """What a value may be: a type (None: any), whether `none` is one, its bounds, the choices."""
+    """The valid values: their type (None: any), whether `none` is one, bounds, choices."""
 
     type: type | None
     is_optional: bool = False
@@ -53,7 +53,7 @@ class ValueType:
         return need + (", or none" if self.is_optional else "")
 
     def parse(self, text: str) -> Any:
-        """The value. Raises ValueError where the text is none of this kind."""
+        """The value in a text. Raises ValueError if it is not valid."""
         if text.lower() == "none" and (self.is_optional or self.type is None):
             return None
         value = PARSERS[self.type](text)
@@ -87,7 +87,7 @@ LAUNCH_SETTINGS = declared_settings(LaunchSettings)
 
 
 def command_line_settings(*settings_classes: Any) -> dict[str, Setting]:
-    """Every setting that is a word of the command line, as it is there, with its default as text."""
+    """Every setting of the command line, under its name there, with its default as text."""
     prefixes = {**dict.fromkeys(settings_classes, ""), LRSchedule: LR_PREFIX}
     words = {}
     for declaring, prefix in prefixes.items():
@@ -107,7 +107,7 @@ def _format_default(value: object) -> str:
 
 
 def value_type(declared: Setting) -> ValueType:
-    """Which texts are values of a setting."""
+    """The valid values of a setting on the command line."""
     return ValueType(
         str if declared.type is os.PathLike else declared.type,
         is_optional=declared.is_optional,
@@ -123,7 +123,7 @@ RUN_SETTINGS = {name: value_type(each) for name, each in SETTINGS.items()}
 
 
 def _parse_int(text: str) -> int:
-    value = float(text)  # so that 1e4 is a whole number too
+    value = float(text)  # accepts 1e4
     if not value.is_integer():
         raise ValueError(text)
     return int(text) if "e" not in text.lower() and "." not in text else int(value)
@@ -160,7 +160,7 @@ PARSERS: dict[Any, Callable[[str], Any]] = {
 
 @dataclass(frozen=True)
 class ParsedArgs:
-    """A command line, sorted."""
+    """The words of a command line, sorted."""
 
     task: str = DEFAULT_TASK
     plan_file: str | None = None
@@ -169,7 +169,7 @@ class ParsedArgs:
 
 @dataclass(frozen=True)
 class ParsedValues:
-    """The values read, by what they are for."""
+    """The values, by what they belong to."""
 
     plan: dict[str, object] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)
@@ -177,7 +177,7 @@ class ParsedValues:
 
 
 def parse_args(words: Iterable[str]) -> ParsedArgs:
-    """Which word is what. Raises SettingError where there are two tasks, two plans, or a key twice."""
+    """Sort the words. Raises SettingError if there are two tasks, two plans, or a key twice."""
     tasks: list[str] = []
     plans: list[str] = []
     values: dict[str, str] = {}
@@ -200,30 +200,30 @@ def parse_args(words: Iterable[str]) -> ParsedArgs:
 
 
 def parse_values(values: Mapping[str, str], arguments: Mapping[str, ValueType] | None) -> ParsedValues:
-    """Every key's value. `arguments`: the task's, or None where the task is not known (then its keys are not judged).
+    """The value of every key. `arguments`: those of the task; None if the task is unknown, then unknown keys pass.
 
-    Plan fields are read but not judged; that is the plan's own. Raises SettingError with all problems.
+    The fields of the plan are parsed here and checked by the plan. Raises SettingError with all problems.
     """
-    found, own = ParsedValues(), arguments or {}
+    parsed, task_types = ParsedValues(), arguments or {}
     problems = []
     for key, text in values.items():
         if key in FIELDS:
-            found.plan[key] = parse_value(key, text)
+            parsed.plan[key] = parse_value(key, text)
             continue
-        kind = own.get(key) or RUN_SETTINGS.get(key)
-        if kind is None:
+        key_type = task_types.get(key) or RUN_SETTINGS.get(key)
+        if key_type is None:
             problems += [] if arguments is None else [_unknown_key(key, text, arguments)]
             continue
         try:
-            value = kind.parse(text)
+            value = key_type.parse(text)
         except (ValueError, OverflowError):
-            problems.append(Problem(f"{key} = {text or '(nothing)'}", kind.requirement()))
+            problems.append(Problem(f"{key} = {text or '(nothing)'}", key_type.requirement()))
             continue
-        # A task's function that takes `steps` itself tells the run through its Task.
-        (found.task if key in own else found.run)[key] = value
+        # If the task's function takes `steps` itself, the run gets it from the Task.
+        (parsed.task if key in task_types else parsed.run)[key] = value
     if problems:
         raise SettingError(problems, where="the command line")
-    return found
+    return parsed
 
 
 def _unknown_key(key: str, text: str, arguments: Mapping[str, ValueType]) -> Problem:
@@ -233,15 +233,15 @@ def _unknown_key(key: str, text: str, arguments: Mapping[str, ValueType]) -> Pro
 
 
 def argument_types(function: Callable[..., Any]) -> dict[str, ValueType]:
-    """What a task's function takes: its keyword arguments with defaults.
+    """The keyword arguments of a task's function, with the valid values of each.
 
-    Raises SettingError where an argument has no default, or the name of a plan's field.
+    Raises SettingError if an argument has no default, or has the name of a field of the plan.
     """
     try:
         hints = typing.get_type_hints(function)
-    except Exception:  # annotations are a help, not a condition
+    except Exception:  # annotations that cannot be evaluated are ignored
         hints = {}
-    found, problems = {}, []
+    types_by_name, problems = {}, []
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
@@ -250,17 +250,17 @@ def argument_types(function: Callable[..., Any]) -> dict[str, ValueType]:
         elif name in FIELDS:
             problems.append(Problem(f"the argument {name}", "a name that is no field of the plan", f"my_{name}"))
         else:
-            found[name] = _argument_type(parameter.default, hints.get(name))
+            types_by_name[name] = _argument_type(parameter.default, hints.get(name))
     if problems:
         raise SettingError(problems, where=f"the function {getattr(function, '__name__', 'task')}")
-    return found
+    return types_by_name
 
 
 def _argument_type(default: object, hint: Any) -> ValueType:
     members = typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) else (hint,)
     optional = default is None or type(None) in members
-    for of in (type(default), *members):
-        if of in TYPE_TEXTS:
-            # `lr: float = 1` means a float.
-            return ValueType(float if of is int and float in members else of, is_optional=optional)
+    for kind in (type(default), *members):
+        if kind in TYPE_TEXTS:
+            # `lr: float = 1` is a float.
+            return ValueType(float if kind is int and float in members else kind, is_optional=optional)
     return ValueType(None, is_optional=optional)

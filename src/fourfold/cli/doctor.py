@@ -27,5 +27,5 @@ def run_doctor(*, as_json: bool) -> int:
 
 
 def _json_row(row: dict[str, str]) -> dict[str, str]:
-    """A finding with `try` for `attempt`, as the table of text has it: `try` is a keyword in Python only."""
+    """A finding with `try` for `attempt`, as in the table of text: `try` is a keyword in Python only."""
     return {("try" if name == "attempt" else name): value for name, value in row.items()}

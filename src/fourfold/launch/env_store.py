@@ -1,6 +1,6 @@
 """Env store: a script's own `init_process_group` uses the job's store file too, instead of a port.
 
-env://  torch.distributed's default rendezvous: a TCPStore on a port, which authenticates nobody
+env://  torch.distributed's default rendezvous: a TCPStore on a port, without authentication
 Law: only the world that this launcher started uses the file. A script that gives another rank, size or address gets
 torch's own rendezvous.
 

@@ -189,5 +189,5 @@ def _cause_of_exit_code(rank: int, code: int, name: str) -> Cause:
         number = signal.Signals(-code).name
     except ValueError:
         number = f"signal {-code}"
-    hint = "; if nobody did this, the machine has run out of memory" if -code == signal.SIGKILL else ""
+    hint = "; if no person did this, the machine has run out of memory" if -code == signal.SIGKILL else ""
     return Cause(f"{name} was killed by {number}{hint}", 1, rank, signal=-code)

@@ -32,7 +32,7 @@ class SupervisionPolicy:
     save_seconds      seconds for the current step and a checkpoint, after ranks that train were asked to stop
     notify            called at once with the text of a fault after which the job goes on
     record_fault      called with every fault, once it is known how long recovery took
-    run_dir           the run's folder; None for a script of the user's, of which no folder is known
+    run_dir           the run's folder; None for a script, whose folder is unknown
     """
 
     max_restarts: int = 0
