@@ -73,9 +73,9 @@ class ThreadRun:
 
 def save_twice(folder: Path, size: int = 2) -> CheckpointStore:
     threads.run(size, lambda ranks: ThreadRun(Case(), ranks, folder).run_steps(0, 3, save_at=(1, 3)))
-    shelf = CheckpointStore(folder)
-    assert shelf.steps() == [1, 3]
-    return shelf
+    store = CheckpointStore(folder)
+    assert store.steps() == [1, 3]
+    return store
 
 
 def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:

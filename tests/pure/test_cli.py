@@ -253,7 +253,7 @@ def test_what_the_option_parser_objects_to_is_told_with_what_to_try(refused: Ref
 
 def test_a_name_that_is_taken_is_refused(refused: Refused) -> None:
     Path("runs/first").mkdir(parents=True)
-    assert "is there already" in refused("train", "mine.py", "name=first", "-n", "2")
+    assert "exists already" in refused("train", "mine.py", "name=first", "-n", "2")
 
 
 # ---- reading

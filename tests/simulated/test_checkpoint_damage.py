@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fourfold.checkpoint import manager as keeping
-from fourfold.checkpoint import write
+from fourfold.checkpoint import manager, write
 from fourfold.checkpoint.manager import CheckpointManager
 from fourfold.checkpoint.manifest_file import verify_checkpoint
 from fourfold.checkpoint.store import CheckpointStore, newest_valid
@@ -44,7 +43,7 @@ DAMAGE = {
     "truncated": ("rank-001.safetensors", lambda path: os.truncate(path, path.stat().st_size - 1)),
     "a flipped bit in the last byte": ("rank-001.safetensors", lambda path: flip(path, -1)),
     "a flipped bit in the header": ("rank-000.safetensors", lambda path: flip(path, 20)),
-    "a missing piece": ("rank-000.safetensors", Path.unlink),
+    "a missing file": ("rank-000.safetensors", Path.unlink),
     "a missing manifest": ("manifest.json", Path.unlink),
     "half a manifest": ("manifest.json", lambda path: os.truncate(path, path.stat().st_size // 2)),
     "a manifest nested 100,000 deep": (
@@ -81,10 +80,10 @@ DAMAGE = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_what_is_damaged_is_found_named_and_the_one_before_is_used(damage, tmp_path, capsys):
     name, break_it = DAMAGE[damage]
-    shelf = save_twice(tmp_path)
-    break_it(shelf.step_dir(3) / name)
-    assert any(name in text for text in verify_checkpoint(shelf.step_dir(3)))
-    assert newest_valid(tmp_path) == shelf.step_dir(1)
+    store = save_twice(tmp_path)
+    break_it(store.step_dir(3) / name)
+    assert any(name in text for text in verify_checkpoint(store.step_dir(3)))
+    assert newest_valid(tmp_path) == store.step_dir(1)
     checkpoints.export_checkpoint(str(tmp_path), str(tmp_path / "weights"), step=None, ema=False)
     assert "a newer checkpoint is damaged" in capsys.readouterr().err
 
@@ -99,8 +98,8 @@ def test_what_is_damaged_is_found_named_and_the_one_before_is_used(damage, tmp_p
     assert (step, other) == (1, 1)
     assert name in notes[0]
     assert CheckpointStore(tmp_path).steps() == [1, 3]
-    assert not verify_checkpoint(shelf.step_dir(3))
-    assert (shelf.path / "damaged-step-00000003").is_dir()
+    assert not verify_checkpoint(store.step_dir(3))
+    assert (store.path / "damaged-step-00000003").is_dir()
 
 
 def turn(manifest: dict[str, Any]) -> None:
@@ -131,30 +130,30 @@ DIFFERENCES = {
 @pytest.mark.parametrize("difference", DIFFERENCES)
 def test_a_file_whose_tensors_are_not_those_of_the_manifest_is_damaged(difference, tmp_path, capsys):
     change, said = DIFFERENCES[difference]
-    shelf = save_twice(tmp_path, 1)
-    rewrite_manifest(shelf.step_dir(3), change)
-    assert any(said in text for text in verify_checkpoint(shelf.step_dir(3)))
-    assert newest_valid(tmp_path) == shelf.step_dir(1)
+    store = save_twice(tmp_path, 1)
+    rewrite_manifest(store.step_dir(3), change)
+    assert any(said in text for text in verify_checkpoint(store.step_dir(3)))
+    assert newest_valid(tmp_path) == store.step_dir(1)
     assert checkpoints.verify_checkpoints(str(tmp_path)) == 1
     out = capsys.readouterr().out
-    assert f"{shelf.step_dir(3)}   damaged" in out
+    assert f"{store.step_dir(3)}   damaged" in out
     assert f"rank-000.safetensors: {said}" in out
-    assert f"{shelf.step_dir(1)}   good" in out
+    assert f"{store.step_dir(1)}   good" in out
 
 
 def test_a_checkpoint_that_was_copied_to_the_name_of_another_step_is_damaged(tmp_path, capsys):
-    shelf = save_twice(tmp_path, 1)
-    shutil.copytree(shelf.step_dir(1), shelf.step_dir(5))
+    store = save_twice(tmp_path, 1)
+    shutil.copytree(store.step_dir(1), store.step_dir(5))
     assert checkpoints.verify_checkpoints(str(tmp_path)) == 1
     assert "step 1, in the folder of step 5" in capsys.readouterr().out
-    assert newest_valid(tmp_path) == shelf.step_dir(3)
+    assert newest_valid(tmp_path) == store.step_dir(3)
 
 
-def test_a_mark_that_is_damaged_is_told_and_the_checkpoints_before_stay(tmp_path, monkeypatch):
-    def broken(path, suffix, text, real=keeping.write_marker):
+def test_a_damaged_marker_is_reported_and_older_checkpoints_stay(tmp_path, monkeypatch):
+    def broken(path, suffix, text, real=manager.write_marker):
         real(path, suffix, b'{"file":' * 100_000 if "step-00000003" in str(path) else text)
 
-    monkeypatch.setattr(keeping, "write_marker", broken)
+    monkeypatch.setattr(manager, "write_marker", broken)
 
     def body(ranks):
         run = ThreadRun(Case(), ranks, tmp_path)
@@ -184,14 +183,14 @@ def test_settings_that_cannot_be_read_say_nothing_of_the_run(text, tmp_path):
 
 
 def test_every_flipped_bit_of_a_file_is_found(tmp_path):
-    shelf = save_twice(tmp_path, 1)
+    store = save_twice(tmp_path, 1)
     generator = torch.Generator().manual_seed(0)
-    for path in shelf.step_dir(3).iterdir():
+    for path in store.step_dir(3).iterdir():
         for place in torch.randint(path.stat().st_size - 1, (40,), generator=generator).tolist():
             flip(path, place)
-            assert verify_checkpoint(shelf.step_dir(3)), (path, place)
+            assert verify_checkpoint(store.step_dir(3)), (path, place)
             flip(path, place)
-    assert not verify_checkpoint(shelf.step_dir(3))
+    assert not verify_checkpoint(store.step_dir(3))
 
 
 NEWER = {
@@ -203,17 +202,17 @@ NEWER = {
 
 @pytest.mark.parametrize("change", NEWER.values(), ids=NEWER)
 def test_a_checkpoint_of_a_newer_version_is_no_damage_and_the_run_does_not_begin_again(change, tmp_path, capsys):
-    shelf = save_twice(tmp_path)
-    for step in shelf.steps():
-        rewrite_manifest(shelf.step_dir(step), change)
+    store = save_twice(tmp_path)
+    for step in store.steps():
+        rewrite_manifest(store.step_dir(step), change)
     with pytest.raises(UnreadableCheckpointError, match=r"version 2, of a newer fourfold .* at most version 1"):
         threads.run(2, lambda ranks: ThreadRun(Case(), ranks, tmp_path).checkpoints.resume())
-    assert shelf.steps() == [1, 3]
+    assert store.steps() == [1, 3]
     assert checkpoints.verify_checkpoints(str(tmp_path)) == 1
     assert checkpoints.list_checkpoints(str(tmp_path)) == 0
-    told = capsys.readouterr().out
-    assert "damaged" not in told
-    assert told.count("cannot be read here") == 4
+    out = capsys.readouterr().out
+    assert "damaged" not in out
+    assert out.count("cannot be read here") == 4
     with pytest.raises(UnreadableCheckpointError, match="newer fourfold"):
         checkpoints.export_checkpoint(str(tmp_path), str(tmp_path / "weights.safetensors"), step=None, ema=False)
 
@@ -221,7 +220,7 @@ def test_a_checkpoint_of_a_newer_version_is_no_damage_and_the_run_does_not_begin
 @pytest.mark.parametrize("name", ["manifest.json", "rank-001.safetensors"])
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.ESTALE])
 def test_a_file_that_may_not_be_opened_is_no_damage(name, number, tmp_path, monkeypatch):
-    shelf = save_twice(tmp_path)
+    store = save_twice(tmp_path)
 
     def refused(path, *rest, real=Path.open, **how):
         if path.name == name:
@@ -231,26 +230,26 @@ def test_a_file_that_may_not_be_opened_is_no_damage(name, number, tmp_path, monk
     monkeypatch.setattr(Path, "open", refused)
     with pytest.raises(UnreadableCheckpointError, match=rf"{name}: {os.strerror(number).lower()}"):
         threads.run(2, lambda ranks: ThreadRun(Case(), ranks, tmp_path).checkpoints.resume())
-    assert shelf.steps() == [1, 3]
+    assert store.steps() == [1, 3]
 
 
 def test_without_a_good_checkpoint_nothing_is_put_back(tmp_path):
-    shelf = save_twice(tmp_path, 1)
+    store = save_twice(tmp_path, 1)
     for step in (1, 3):
-        flip(shelf.step_dir(step) / "rank-000.safetensors", -1)
+        flip(store.step_dir(step) / "rank-000.safetensors", -1)
     (progress,) = threads.run(1, lambda ranks: ThreadRun(Case(), ranks, tmp_path).checkpoints.resume())
     assert progress is None
     with pytest.raises(CheckpointError, match="no checkpoint"):
         newest_valid(tmp_path)
 
 
-def test_a_piece_that_cannot_be_written_leaves_the_checkpoints_before(tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_written_leaves_older_checkpoints(tmp_path, monkeypatch):
     def fails(path, snapshot, real=write.write_snapshot):
         if path.name == "rank-001.safetensors" and "step-00000003" in str(path):
             raise OSError(28, "No space left on device")
         return real(path, snapshot)
 
-    monkeypatch.setattr(keeping, "write_snapshot", fails)
+    monkeypatch.setattr(manager, "write_snapshot", fails)
 
     def body(ranks):
         run = ThreadRun(Case(), ranks, tmp_path)
@@ -264,16 +263,16 @@ def test_a_piece_that_cannot_be_written_leaves_the_checkpoints_before(tmp_path, 
     assert not verify_checkpoint(CheckpointStore(tmp_path).step_dir(1))
 
 
-def test_a_folder_that_nothing_can_be_written_to_is_told_without_waiting_for_marks(tmp_path, monkeypatch):
-    monkeypatch.setattr(keeping, "MARKER_TIMEOUT_SECONDS", 10.0)
+def test_a_folder_that_cannot_be_written_is_reported_without_waiting_for_markers(tmp_path, monkeypatch):
+    monkeypatch.setattr(manager, "MARKER_TIMEOUT_SECONDS", 10.0)
 
     def body(ranks):
         run = ThreadRun(Case(), ranks, tmp_path)
         run.run_steps(0, 1, save_at=(1,))
         if run.step.rank == 0:
-            shelf = CheckpointStore(tmp_path).path
-            shelf.rename(tmp_path / "before")
-            shelf.touch()
+            store = CheckpointStore(tmp_path).path
+            store.rename(tmp_path / "before")
+            store.touch()
         run.step.all_gather_json(None)
         run.run_steps(1, 3, save_at=(3,))
         return run.log.messages
@@ -284,9 +283,9 @@ def test_a_folder_that_nothing_can_be_written_to_is_told_without_waiting_for_mar
     assert not others
 
 
-def test_a_folder_that_is_removed_while_it_is_written_is_told_without_waiting_for_marks(tmp_path, monkeypatch):
-    monkeypatch.setattr(keeping, "MARKER_TIMEOUT_SECONDS", 10.0)
-    marked, first = keeping.write_marker, threading.Event()
+def test_a_folder_that_is_removed_while_it_is_written_is_reported_without_waiting_for_markers(tmp_path, monkeypatch):
+    monkeypatch.setattr(manager, "MARKER_TIMEOUT_SECONDS", 10.0)
+    marked, first = manager.write_marker, threading.Event()
 
     def mark(path, suffix, text):
         if "step-00000003" in str(path) and path.name == "rank-001":
@@ -297,7 +296,7 @@ def test_a_folder_that_is_removed_while_it_is_written_is_told_without_waiting_fo
         if "step-00000003" in str(path):
             first.set()
 
-    monkeypatch.setattr(keeping, "write_marker", mark)
+    monkeypatch.setattr(manager, "write_marker", mark)
 
     def body(ranks):
         run = ThreadRun(Case(), ranks, tmp_path)
@@ -327,7 +326,7 @@ def small_disk(path: Path) -> Iterator[None]:
 def test_a_full_disk_is_a_warning_and_the_checkpoints_before_stay(checked, tmp_path, monkeypatch):
     if not checked:
         monkeypatch.setattr(CheckpointManager, "_check_disk_space", lambda *_: None)
-    monkeypatch.setattr(keeping, "SPARE_BYTES", 0)
+    monkeypatch.setattr(manager, "SPARE_BYTES", 0)
     with small_disk(tmp_path / "disk"):
         folder = tmp_path / "disk" / "run"
 
@@ -348,7 +347,7 @@ def test_a_full_disk_is_a_warning_and_the_checkpoints_before_stay(checked, tmp_p
         assert not verify_checkpoint(CheckpointStore(folder).step_dir(1))
 
 
-def test_weights_are_exported_into_a_folder_that_is_made_or_the_reason_is_told(tmp_path, capsys):
+def test_an_export_makes_its_folder_or_says_why_it_cannot(tmp_path, capsys):
     save_twice(tmp_path)
     target = tmp_path / "not" / "there" / "weights.safetensors"
     assert checkpoints.export_checkpoint(str(tmp_path), str(target), step=None, ema=False) == 0

@@ -1,4 +1,4 @@
-"""What is on the disk after a save: which checkpoints, which pieces, whose weights. Ranks are threads."""
+"""What is on the disk after a save: which checkpoints, which files, whose weights. Ranks are threads."""
 
 import functools
 import os
@@ -7,8 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fourfold.checkpoint import manager as keeping
-from fourfold.checkpoint import write
+from fourfold.checkpoint import manager, write
 from fourfold.checkpoint.collect import TrainingState
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.checkpoint.manifest_file import read_manifest
@@ -33,10 +32,10 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path):
     valid = {1: 3.0, 2: 1.0, 3: 2.0, 4: 2.0, 5: 2.0}
     every = tuple(range(1, 7))
     threads.run(2, lambda ranks: ThreadRun(case, ranks, tmp_path).run_steps(0, 6, save_at=every, valid=valid))
-    shelf = CheckpointStore(tmp_path)
-    assert shelf.steps() == [2, 5, 6]
-    assert shelf.best_step() == 2
-    assert sorted(path.name for path in shelf.path.iterdir()) == [shelf.step_dir(step).name for step in (2, 5, 6)]
+    store = CheckpointStore(tmp_path)
+    assert store.steps() == [2, 5, 6]
+    assert store.best_step() == 2
+    assert sorted(path.name for path in store.path.iterdir()) == [store.step_dir(step).name for step in (2, 5, 6)]
 
 
 def test_a_snapshot_is_what_the_weights_were_when_it_was_taken(tmp_path, monkeypatch):
@@ -47,7 +46,7 @@ def test_a_snapshot_is_what_the_weights_were_when_it_was_taken(tmp_path, monkeyp
         assert go.wait(30)
         return real(path, snapshot)
 
-    monkeypatch.setattr(keeping, "write_snapshot", later)
+    monkeypatch.setattr(manager, "write_snapshot", later)
 
     def body(ranks):
         run = ThreadRun(Case(), ranks, tmp_path)
@@ -114,9 +113,9 @@ def test_a_checkpoint_of_complex_weights_is_not_put_into_real_parameters(tmp_pat
         return CheckpointManager(TrainingState(step, feed), AttemptDir(tmp_path, "a"), MemoryLog(), seed=0)
 
     def save(ranks):
-        keeper = run(ranks, torch.complex64)
-        keeper.save(TrainingProgress(1))
-        keeper.wait()
+        checkpoints = run(ranks, torch.complex64)
+        checkpoints.save(TrainingProgress(1))
+        checkpoints.wait()
 
     threads.run(1, save)
     with pytest.raises(CheckpointError, match=r"model\.weight of complex64\s+need numbers that fit into float32"):
@@ -137,9 +136,9 @@ def test_an_average_follows_its_definition_and_does_not_disturb(tmp_path):
     torch.testing.assert_close(average.values["w"], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_pieces_are_balanced_in_bytes(tmp_path):
-    shelf = save_twice(tmp_path, 4)
-    sizes = [file.num_bytes for file in read_manifest(shelf.step_dir(3)).files.values()]
+def test_files_are_balanced_in_bytes(tmp_path):
+    store = save_twice(tmp_path, 4)
+    sizes = [file.num_bytes for file in read_manifest(store.step_dir(3)).files.values()]
     assert len(sizes) == 4
     assert max(sizes) < 1.2 * min(sizes)
 

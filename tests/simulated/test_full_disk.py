@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fourfold as ff
-from fourfold.checkpoint import manager as keeping
+from fourfold.checkpoint import manager
 from fourfold.checkpoint.store import newest_valid
 from fourfold.feed.source import TensorSource
 from fourfold.plan.trace_file import decode_trace
@@ -40,7 +40,7 @@ class Disk:
 
 
 class MemoryDisplay:
-    """A report that keeps what it is told."""
+    """A progress display in memory."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -67,9 +67,9 @@ def train(folder: Path, **given: Any) -> MemoryDisplay:
         data=lambda: ff.Data(train=data),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )
-    told = MemoryDisplay()
-    ff.train(task, folder=str(folder), name="run", steps=6, batch_size=4, report=told, **{"trace_every": 0, **given})
-    return told
+    display = MemoryDisplay()
+    ff.train(task, folder=str(folder), name="run", steps=6, batch_size=4, report=display, **{"trace_every": 0, **given})
+    return display
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -135,7 +135,7 @@ def test_a_log_that_an_editor_has_replaced_is_no_other_run(tmp_path):
     folder.close()
 
 
-def test_what_is_late_is_forgotten_with_the_steps_that_are_done_again(tmp_path):
+def test_unwritten_lines_are_dropped_with_the_steps_that_are_done_again(tmp_path):
     folder = RunDir(tmp_path, "run", run_prefix="run", identity={})
     disk = folder._log = Disk(folder._log, 13)  # type: ignore[assignment]
     folder.append_record({"number": 0})
@@ -157,14 +157,14 @@ def test_training_goes_on_when_the_log_cannot_be_written(tmp_path, monkeypatch):
         real(folder)
 
     monkeypatch.setattr(RunDir, "_flush", write)
-    told = train(tmp_path, checkpoint_every=0)
-    assert told.beginning == "run · 10 parameters · 1 process · one rank, nothing to exchange"
-    assert [note.partition(":")[0] for note in told.notes] == ["warning"]
-    assert "metrics.jsonl could not be written: no space left on device" in told.notes[0]
+    display = train(tmp_path, checkpoint_every=0)
+    assert display.beginning == "run · 10 parameters · 1 process · one rank, nothing to exchange"
+    assert [note.partition(":")[0] for note in display.notes] == ["warning"]
+    assert "metrics.jsonl could not be written: no space left on device" in display.notes[0]
     assert [line.get("step") for line in lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6, None]
 
 
-def test_a_trace_that_a_full_disk_does_not_take_is_told_once_and_comes_with_the_next_step(tmp_path, monkeypatch):
+def test_a_trace_that_a_full_disk_does_not_take_is_reported_once_and_written_with_the_next_step(tmp_path, monkeypatch):
     def write(path: Path, content: bytes, real=Path.write_bytes) -> int:
         if path.name == "trace.json.part" and next(calls) < 2:
             real(path, content[:9])
@@ -175,33 +175,33 @@ def test_a_trace_that_a_full_disk_does_not_take_is_told_once_and_comes_with_the_
     monkeypatch.setattr(Path, "write_bytes", write)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        told = train(tmp_path, checkpoint_every=0, trace_every=1)
+        display = train(tmp_path, checkpoint_every=0, trace_every=1)
     reason = "trace.json could not be written: no space left on device"
-    assert told.notes == [f"warning: {reason}; its steps are kept, training goes on"]
+    assert display.notes == [f"warning: {reason}; its steps are kept, training goes on"]
     assert decode_trace((tmp_path / "run" / "trace.json").read_bytes()).steps == [1, 2, 3, 4, 5, 6]
     assert not (tmp_path / "run" / "trace.json.part").exists()
 
 
 def test_a_run_is_finished_only_with_its_last_step_on_the_disk(tmp_path, monkeypatch):
-    def fails(path, snapshot, real=keeping.write_snapshot):
+    def fails(path, snapshot, real=manager.write_snapshot):
         if "step-00000006" in str(path):
             raise FULL
         return real(path, snapshot)
 
     with monkeypatch.context() as patch:
-        patch.setattr(keeping, "write_snapshot", fails)
+        patch.setattr(manager, "write_snapshot", fails)
         with pytest.raises(TrainingError, match=r"the last checkpoint could not be written.*goes on from step 4"):
             train(tmp_path, checkpoint_every=4)
-    told = train(tmp_path, checkpoint_every=4)
-    assert told.notes == [f"{tmp_path / 'run'} goes on from step 4 of 6"]
-    assert "for 2 steps" in told.ending
+    display = train(tmp_path, checkpoint_every=4)
+    assert display.notes == [f"{tmp_path / 'run'} goes on from step 4 of 6"]
+    assert "for 2 steps" in display.ending
     assert newest_valid(tmp_path / "run").name == "step-00000006"
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["begins", "goes on"])
 def test_a_run_that_finds_no_room_at_its_start_names_the_file_and_leaves_all_as_it_was(again, tmp_path, monkeypatch):
     if again:
-        monkeypatch.setattr(keeping, "write_snapshot", refuse)
+        monkeypatch.setattr(manager, "write_snapshot", refuse)
         with pytest.raises(TrainingError, match="could not be written"):
             train(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

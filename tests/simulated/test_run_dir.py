@@ -1,4 +1,4 @@
-"""Laws of a run's folder: what stands in the place of its files is told, and keeps nobody waiting."""
+"""Laws of a run's folder: what stands in place of its files is reported, and nothing waits for it."""
 
 import os
 import threading
@@ -36,7 +36,7 @@ def opened(parent):
     return RunDir(parent, "run", run_prefix="run", identity={})
 
 
-def test_a_pipe_in_the_place_of_a_log_is_told_and_not_waited_for(tmp_path):
+def test_a_pipe_in_place_of_a_log_is_reported_without_waiting_for_it(tmp_path):
     opened(tmp_path).close()
     run = tmp_path / "run"
     (run / "metrics.jsonl").unlink()
@@ -59,7 +59,7 @@ def test_a_pipe_in_the_place_of_a_log_is_told_and_not_waited_for(tmp_path):
     (lambda path: path.symlink_to("/nonexistent/checkpoints"), "is a link to nothing"),
 ])  # fmt: skip
 def test_what_is_no_folder_in_the_place_of_the_checkpoints_is_refused_at_the_start(put, said, tmp_path):
-    """Each save would wait a minute for pieces that nobody can write."""
+    """Each save would wait a minute for files that cannot be written."""
     opened(tmp_path).close()
     put(tmp_path / "run" / "checkpoints")
     with pytest.raises(SettingError, match=f"checkpoints {said}"):

@@ -28,7 +28,7 @@ class Slow(nn.Module):
 
 
 class MemoryLog:
-    """A log that keeps what it is told."""
+    """A log in memory."""
 
     def __init__(self) -> None:
         self.notes, self.lines = [], []
@@ -49,15 +49,15 @@ def body(ranks) -> tuple[MemoryLog, int]:
 
     options = {"plan": Plan(dp=ranks.size), "clip": None, "same_batches": "allow"}  # so that no step compares batches
     step = TrainStep(Slow(ranks.rank), loss, sgd, communicator=ranks, **options)
-    log, told, exchange = MemoryLog(), [], ranks.all_gather_json
+    log, gathered, exchange = MemoryLog(), [], ranks.all_gather_json
     lateness = StragglerDetector(step, log)
-    ranks.all_gather_json = lambda value: told.append(value) or exchange(value)
+    ranks.all_gather_json = lambda value: gathered.append(value) or exchange(value)
     for number in range(1, 2 * WINDOW_STEPS + 1):
         with lateness.data_wait():
             pass
         step(BATCH)
         lateness.step_done(number)
-    return log, len(told)
+    return log, len(gathered)
 
 
 def test_a_slow_rank_is_named_once_with_what_it_is_in():

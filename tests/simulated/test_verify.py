@@ -129,20 +129,22 @@ def test_a_wrong_gradient_is_found_in_every_number():
     assert not verdict.max_deviation <= TOLERANCE
 
 
-def test_a_model_that_draws_is_told():
+def test_a_model_that_draws_random_numbers_is_reported():
     verdict = verify(task("draws"), Plan())
     assert verdict is not None
     assert verdict.has_randomness
 
 
-def told(verdict: VerifyResult) -> str:
+def table(verdict: VerifyResult) -> str:
     plan = dataclasses.replace(Plan(), dp=2, sp=2)
-    return "\n".join(command.format_result(Job(task=task(), plan=plan, settings={"spec": "lm"}, identity={}), verdict))
+    return "\n".join(
+        command.format_result(Job(task=task(), plan=plan, settings={"task_name": "lm"}, identity={}), verdict)
+    )
 
 
 def test_the_table_says_what_was_compared_and_what_was_left_out():
     verdict = VerifyResult([1e-12], {"a": 2e-13, "bc": 0.0}, {"a": 1e-5, "bc": float("nan")}, 2, True)
-    lines = told(verdict)
+    lines = table(verdict)
     assert lines.startswith("lm on dp 2 × sp 2, compared with one device: 3 steps in float64")
     assert "  a        2.0e-13   1.0e-05" in lines
     assert "largest deviation inf" in lines
@@ -150,12 +152,12 @@ def test_the_table_says_what_was_compared_and_what_was_left_out():
     assert "draws random numbers" in lines
     assert "trains as one device does" not in lines
     assert "the dry run of sp = 2 does not see tokens that mix in training mode only, in branches" in lines
-    assert "trains as one device does" in told(VerifyResult([0.0], {"a": 0.0}, {"a": 1e-10}, 0, False))
+    assert "trains as one device does" in table(VerifyResult([0.0], {"a": 0.0}, {"a": 1e-10}, 0, False))
 
 
 def test_what_is_off_is_named_and_ends_with_exit_code_1():
     verdict = VerifyResult([1e-12, 1e-3], {"a": 2e-13, "bc": 0.0}, {"a": 1e-5, "bc": float("nan")}, 0, False)
-    job = Job(task=task(), plan=Plan(), settings={"spec": "lm"}, identity={})
+    job = Job(task=task(), plan=Plan(), settings={"task_name": "lm"}, identity={})
     with (
         mock.patch("fourfold.analysis.verify.verify", return_value=verdict),
         pytest.raises(command.VerifyError) as caught,

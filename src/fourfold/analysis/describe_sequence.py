@@ -1,6 +1,6 @@
-"""Show, the sequence axis: who holds which tokens, what each rank computes and keeps of attention, what it sends.
+"""Describe the sequence axis: each rank's tokens, its work in attention, what it saves for backward, what it sends.
 
-Law: arithmetic on the plan and on the shapes of attention, which are those of a model without memory behind it.
+Law: every number is arithmetic on the plan and on the shapes of attention, which a meta model's forward gives.
 """
 
 from collections import Counter
@@ -30,15 +30,15 @@ from fourfold.words.units import format_bytes
 
 MAX_ROWS = 16
 RING_TEXTS = {
-    "zigzag": "keys and values travel around",
-    "plain": "keys and values travel around",
-    "rsa": "keys travel around, then values; a row of scores is held whole",
-    "gather": "keys and values of all are brought to each",
+    "zigzag": "keys and values travel around the ring",
+    "plain": "keys and values travel around the ring",
+    "rsa": "keys travel around the ring, then values; each rank holds full rows of scores",
+    "gather": "each rank gathers the keys and values of all",
 }
 
 
 class AttentionShape(NamedTuple):
-    """A call of attention, as far as it matters here."""
+    """The shape of a call of attention, without its batch and length."""
 
     heads: int
     kv_heads: int
@@ -52,44 +52,44 @@ class AttentionShape(NamedTuple):
 
     @property
     def token_bytes(self) -> int:
-        """Of a token's query, key, value and output, and the log-sum-exp, which is never narrower than float32."""
+        """Bytes of a token's query, key, value, output and log-sum-exp; the last is at least float32."""
         sizes = (self.heads + self.kv_heads) * (self.head_size + self.value_size)
         return self.element_bytes * sizes + max(4, self.element_bytes) * self.heads
 
     def __str__(self) -> str:
-        shared = "" if self.heads == self.kv_heads else f", {self.kv_heads} of keys and values"
+        kv_heads = "" if self.heads == self.kv_heads else f", {self.kv_heads} of keys and values"
         sizes = f"{self.head_size}" if self.head_size == self.value_size else f"{self.head_size} and {self.value_size}"
-        return f"{self.heads} heads{shared}, of size {sizes}{', causal' if self.is_causal else ''}"
+        return f"{self.heads} heads{kv_heads}, of size {sizes}{', causal' if self.is_causal else ''}"
 
 
 class ModelTrace(NamedTuple):
-    """What one sample is to the model: its length, and the calls of attention in one forward."""
+    """One sample in the model: its length, and the calls of attention in one forward."""
 
     length: int
     attention_calls: Counter[AttentionShape]
 
 
 def format_sequence(plan: Plan, task: Task, model: nn.Module) -> str:
-    """The part of `fourfold show` for sp > 1. Raises PlanError where tokens cannot be told from positions."""
-    seen = trace_model(task, model)
-    padded = padded_length(seen.length, plan.sp, plan.ring, plan.ulysses)
-    spans = token_ranges(padded, plan.sp, plan.ring, plan.ulysses)
-    causal = any(form.is_causal for form in seen.attention_calls)
-    places = ring_size(plan.sp, plan.ulysses)
-    shape = f"a ring of {places}" if plan.ulysses == 1 else f"heads among {plan.ulysses}, a ring of {places}"
-    pads = f", padded to {padded:,}" if padded != seen.length else ""
-    head = f"sequence  {plan.ring}, {shape}; samples of {seen.length:,} tokens{pads}, {padded // plan.sp:,} a rank"
-    shares = scores_per_index(padded, places, plan.ring, causal=causal)
+    """The part of `fourfold show` for sp > 1. Raises PlanError if the inputs have no token positions."""
+    trace = trace_model(task, model)
+    padded = padded_length(trace.length, plan.sp, plan.ring, plan.ulysses)
+    ranges = token_ranges(padded, plan.sp, plan.ring, plan.ulysses)
+    causal = any(shape.is_causal for shape in trace.attention_calls)
+    size = ring_size(plan.sp, plan.ulysses)
+    split = f"a ring of {size}" if plan.ulysses == 1 else f"heads among {plan.ulysses}, a ring of {size}"
+    padding = f", padded to {padded:,}" if padded != trace.length else ""
+    head = f"sequence  {plan.ring}, {split}; samples of {trace.length:,} tokens{padding}, {padded // plan.sp:,} a rank"
+    num_scores = scores_per_index(padded, size, plan.ring, causal=causal)
     rows = [
         ("index", "work, even = 1", "tokens"),
-        *(_format_row(i, spans[i], shares, plan.ulysses) for i in range(plan.sp)),
+        *(_format_row(i, ranges[i], num_scores, plan.ulysses) for i in range(plan.sp)),
     ]
     samples = -(-task.batch_size // plan.dp)
-    return "\n".join([head, *_format_table(rows), *_format_costs(plan, seen, samples, padded)])
+    return "\n".join([head, *_format_table(rows), *_format_costs(plan, trace, samples, padded)])
 
 
 def trace_model(task: Task, model: nn.Module) -> ModelTrace:
-    """One sample through a model that may have no values. Raises PlanError where there is nothing to split."""
+    """Run one sample through a model, which may be a meta model. Raises PlanError if there is nothing to split."""
     inputs, _ = task.data().train[0]
     name = next((name for name in POSITION_KEYS if isinstance(inputs, dict) and name in inputs), None)
     if name is None:
@@ -98,7 +98,7 @@ def trace_model(task: Task, model: nn.Module) -> ModelTrace:
     try:
         calls = _attention_calls(model, inputs)
     except (RuntimeError, NotImplementedError):
-        # Some models compute with values; an error of the task's own comes again here.
+        # Some models compute with values, which a meta model has not; an error of the task's own is raised again here.
         calls = _attention_calls(task.model(), inputs)
     if not calls:
         need = "a model that attends by torch.nn.functional.scaled_dot_product_attention"
@@ -110,24 +110,25 @@ def _attention_calls(model: nn.Module, inputs: Mapping[str, Any]) -> Counter[Att
     device = next(model.parameters()).device
     calls: Counter[AttentionShape] = Counter()
 
-    def record_call(seen: AttentionCall) -> Tensor:
-        q, k, v = seen.q, seen.k, seen.v
-        calls[AttentionShape(q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], seen.is_causal, q.element_size())] += 1
+    def record_call(call: AttentionCall) -> Tensor:
+        q, k, v = call.q, call.k, call.v
+        calls[AttentionShape(q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], call.is_causal, q.element_size())] += 1
         return q.new_zeros(*q.shape[:-1], v.shape[-1])
 
     with torch.no_grad(), eval_mode(model), intercept_attention(record_call):
-        call_model(model, {name: _batch_of_zeros(part, device) for name, part in inputs.items()})
+        call_model(model, {name: _batch_of_zeros(value, device) for name, value in inputs.items()})
     return calls
 
 
-def _batch_of_zeros(part: Any, device: torch.device) -> Any:
-    return torch.zeros((1, *part.shape), dtype=part.dtype, device=device) if isinstance(part, Tensor) else part
+def _batch_of_zeros(value: Any, device: torch.device) -> Any:
+    return torch.zeros((1, *value.shape), dtype=value.dtype, device=device) if isinstance(value, Tensor) else value
 
 
-def _format_row(index: int, spans: TokenRanges, shares: Sequence[int], ulysses: int) -> tuple[str, str, str]:
-    even = sum(shares) / len(shares)
-    tokens = " and ".join(f"{start:,} to {stop - 1:,}" for start, stop in spans)
-    return str(index), f"{shares[index // ulysses] / even:.2f}", tokens
+def _format_row(index: int, ranges: TokenRanges, num_scores: Sequence[int], ulysses: int) -> tuple[str, str, str]:
+    """`num_scores`: by ring index."""
+    mean = sum(num_scores) / len(num_scores)
+    tokens = " and ".join(f"{start:,} to {stop - 1:,}" for start, stop in ranges)
+    return str(index), f"{num_scores[index // ulysses] / mean:.2f}", tokens
 
 
 def _format_table(rows: Sequence[tuple[str, str, str]]) -> list[str]:
@@ -136,32 +137,32 @@ def _format_table(rows: Sequence[tuple[str, str, str]]) -> list[str]:
     return [f"  {line}" for line in align_columns(rows, ">><")]
 
 
-def _format_costs(plan: Plan, seen: ModelTrace, samples: int, padded: int) -> list[str]:
-    several = [
-        f"{number} {'call' if number == 1 else 'calls'} of {form}" for form, number in seen.attention_calls.items()
+def _format_costs(plan: Plan, trace: ModelTrace, samples: int, padded: int) -> list[str]:
+    calls = [
+        f"{number} {'call' if number == 1 else 'calls'} of {shape}" for shape, number in trace.attention_calls.items()
     ]
-    held = "queries, keys, values, outputs and a log-sum-exp a row"
+    what = "queries, keys, values, outputs and a log-sum-exp a row"
     if plan.ring == "rsa":
-        held += "; here the rows of scores as well, which are not counted"
-    sent, kept = sent_bytes(plan, seen, samples, padded), saved_bytes(plan, seen, samples, padded)
+        what += "; the rows of scores come on top"
+    sent, saved = sent_bytes(plan, trace, samples, padded), saved_bytes(plan, trace, samples, padded)
     return [
-        f"  attention  {'; '.join(several)}: {RING_TEXTS[plan.ring]}",
+        f"  attention  {'; '.join(calls)}: {RING_TEXTS[plan.ring]}",
         f"  sent       {format_bytes(sent)} over a network, by each rank in each step of {samples} samples",
-        f"  kept       {format_bytes(kept)} on each rank until backward: {held}",
+        f"  kept       {format_bytes(saved)} on each rank until backward: {what}",
     ]
 
 
-def sent_bytes(plan: Plan, seen: ModelTrace, samples: int, padded: int) -> float:
-    """Keys, values and their gradients that each rank sends in a step."""
+def sent_bytes(plan: Plan, trace: ModelTrace, samples: int, padded: int) -> float:
+    """Bytes of keys, values and their gradients that each rank sends in a step."""
     return sum(
         number
-        * form.element_bytes
-        * attention_sent_elements(form.attention(samples, padded), plan.sp, ulysses=plan.ulysses)
-        for form, number in seen.attention_calls.items()
+        * shape.element_bytes
+        * attention_sent_elements(shape.attention(samples, padded), plan.sp, ulysses=plan.ulysses)
+        for shape, number in trace.attention_calls.items()
     )
 
 
-def saved_bytes(plan: Plan, seen: ModelTrace, samples: int, padded: int) -> float:
-    """What blocks of attention need again in backward, of one microbatch."""
+def saved_bytes(plan: Plan, trace: ModelTrace, samples: int, padded: int) -> float:
+    """Bytes that attention saves for the backward of one microbatch."""
     tokens = samples / plan.microbatches * padded / plan.sp
-    return tokens * sum(number * form.token_bytes for form, number in seen.attention_calls.items())
+    return tokens * sum(number * shape.token_bytes for shape, number in trace.attention_calls.items())

@@ -1,9 +1,9 @@
-"""Verify: the training of a plan beside that of one device, on the same task and data.
+"""Verify: the training of a plan compared with that of one device, on the same task and data.
 
-exact    in float64 and complex128 throughout, also where a model asks for float32 itself, and without dropout
-probe    one step of plain descent at rate 1: what the weights move by is the gradient
-far      |a − b| / max(1, |b|), the largest of a tensor
-Law: what is inside the law of every mesh is compared, number by number; what is outside is refused with the reason.
+exact      in float64 and complex128 throughout, even if a model asks for float32, and without dropout
+probe      one step of plain gradient descent at rate 1: the change of the weights is the gradient
+deviation  |a − b| / max(1, |b|), the largest of a tensor
+Law: a plan whose training must equal one device's is compared number by number; any other is refused with the reason.
 """
 
 import contextlib
@@ -38,37 +38,34 @@ DEFAULT_STEPS = 3
 
 @dataclasses.dataclass(frozen=True)
 class VerifyResult:
-    """How far the plan's training is from one device's: losses by step, gradients and weights by name."""
+    """How far the plan's training deviates from one device's: losses by step, gradients and weights by name.
+
+    has_randomness  the model drew random numbers although dropout was off: every mesh draws others
+    """
 
     loss_deviations: list[float]
     grad_deviations: dict[str, float]
     weight_deviations: dict[str, float]
     num_dropouts: int
     has_randomness: bool
-    """Whether the model drew random numbers all the same: then each mesh has other ones."""
 
     @property
     def max_deviation(self) -> float:
-        every = (*self.loss_deviations, *self.grad_deviations.values(), *self.weight_deviations.values())
-        return float("inf") if any(far != far for far in every) else max(every)
+        deviations = (*self.loss_deviations, *self.grad_deviations.values(), *self.weight_deviations.values())
+        return float("inf") if any(deviation != deviation for deviation in deviations) else max(deviations)
 
 
 def check_verifiable(plan: Plan) -> None:
-    """Raise PlanError for a plan whose training is not meant to be one device's."""
-    apart = "ranks that have the same weights after every step"
-    reasons = {
-        "codec": (
-            "none",
-            f'codec = "{plan.codec}"',
-            "gradients that arrive as they were",
-        ),
-        "sync": ("step", f'sync = "{plan.sync}"', apart),
-        "reduce_dtype": ("keep", f'reduce_dtype = "{plan.reduce_dtype}"', "gradients that are summed in float64"),
-        "precision": ("keep", f'precision = "{plan.precision}"', "float64, in which rounding does not hide a mistake"),
+    """Raise PlanError for a plan whose training is not meant to equal one device's."""
+    comparable = {
+        "codec": ("none", "gradients that arrive as they were sent"),
+        "sync": ("step", "ranks that have the same weights after every step"),
+        "reduce_dtype": ("keep", "gradients that are summed in float64"),
+        "precision": ("keep", "float64, in which rounding does not hide a mistake"),
     }
     problems = [
-        Problem(f"{got}: another training than one device's", need, f'{name} = "{value}"')
-        for name, (value, got, need) in reasons.items()
+        Problem(f'{name} = "{getattr(plan, name)}": another training than one device\'s', need, f'{name} = "{value}"')
+        for name, (value, need) in comparable.items()
         if getattr(plan, name) != value
     ]
     if plan.batch_norm == "local":
@@ -79,9 +76,9 @@ def check_verifiable(plan: Plan) -> None:
 
 
 def verify(task: Task, plan: Plan, *, seed: int = 0) -> VerifyResult | None:
-    """Train `task.steps` steps on the plan's mesh, and on rank 0 alone as well; what is found, there. Collective.
+    """Train `task.steps` steps on the plan's mesh, and on rank 0 alone; rank 0 gets the comparison. Collective.
 
-    Raises PlanError for a plan outside the law, and whatever a training raises.
+    Raises PlanError for a plan that cannot be compared, and whatever a training raises.
     """
     check_task(task)
     check_plan_argument(plan)
@@ -94,31 +91,32 @@ def verify(task: Task, plan: Plan, *, seed: int = 0) -> VerifyResult | None:
     source = data.train
     model = _to_float64_model(task.model())
     num_dropouts = _disable_dropout(model)
-    # Each of the trainings begins with these weights; rank 0's, for it is rank 0 that compares.
-    first = {name: p.detach().clone() for name, p in model.named_parameters()}
-    how = {"batch_size": task.batch_size, "seed": seed}
+    # Both trainings begin with these weights. They are this rank's; only rank 0 compares.
+    initial = {name: p.detach().clone() for name, p in model.named_parameters()}
+    options = {"batch_size": task.batch_size, "seed": seed}
+    probe = _probe_task(task)
     with Float64Mode():
-        probed, _ = _train_on_mesh(
-            _gradient_task(task), copy.deepcopy(model), plan, Feed(source, plan, **how), seed=seed
+        mesh_probed, _ = _train_on_mesh(probe, copy.deepcopy(model), plan, Feed(source, plan, **options), seed=seed)
+        mesh_weights, mesh_losses = _train_on_mesh(
+            task, copy.deepcopy(model), plan, Feed(source, plan, **options), seed=seed
         )
-        trained, losses = _train_on_mesh(task, copy.deepcopy(model), plan, Feed(source, plan, **how), seed=seed)
         if world().rank:
             return None
-        state = torch.get_rng_state()
-        alone, _ = _train_on_one_device(_gradient_task(task), copy.deepcopy(model), Feed.single_rank(source, **how))
-        expected, their_losses = _train_on_one_device(task, model, Feed.single_rank(source, **how))
-        draws = not torch.equal(state, torch.get_rng_state())
+        rng_state = torch.get_rng_state()
+        probed, _ = _train_on_one_device(probe, copy.deepcopy(model), Feed.single_rank(source, **options))
+        weights, losses = _train_on_one_device(task, model, Feed.single_rank(source, **options))
+        has_randomness = not torch.equal(rng_state, torch.get_rng_state())
     return VerifyResult(
-        loss_deviations=[abs(a - b) / max(1.0, abs(b)) for a, b in zip(losses, their_losses, strict=True)],
-        grad_deviations={name: _max_deviation(first[name] - probed[name], first[name] - alone[name]) for name in first},
-        weight_deviations={name: _max_deviation(trained[name], expected[name]) for name in first},
+        loss_deviations=[abs(a - b) / max(1.0, abs(b)) for a, b in zip(mesh_losses, losses, strict=True)],
+        grad_deviations={n: _max_deviation(initial[n] - mesh_probed[n], initial[n] - probed[n]) for n in initial},
+        weight_deviations={n: _max_deviation(mesh_weights[n], weights[n]) for n in initial},
         num_dropouts=num_dropouts,
-        has_randomness=draws,
+        has_randomness=has_randomness,
     )
 
 
-def _gradient_task(task: Task) -> Task:
-    """The task with one step, that of the gradient itself."""
+def _probe_task(task: Task) -> Task:
+    """The task with one step, which moves the weights by the gradient."""
     descent = functools.partial(torch.optim.SGD, lr=1.0)
     return dataclasses.replace(task, steps=1, clip=None, optimizer=descent, schedule=None)
 
@@ -126,7 +124,7 @@ def _gradient_task(task: Task) -> Task:
 def _train_on_mesh(
     task: Task, model: nn.Module, plan: Plan, feed: Feed, *, seed: int
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """Weights and losses of a training as the plan has it."""
+    """Weights and losses of a training by the plan. Collective."""
     step = parallelize(model, task.loss, task.optimizer, plan, clip=task.clip, seed=seed)
     losses = [step(batch).loss for batch in _batches_with_lr(task, step.optimizer, feed)]
     state = step.state_dict()["model"]
@@ -134,7 +132,7 @@ def _train_on_mesh(
 
 
 def _train_on_one_device(task: Task, model: nn.Module, feed: Feed) -> tuple[dict[str, Tensor], list[float]]:
-    """Weights and losses of a training in this process, in plain torch."""
+    """Weights and losses of a training in this process, with plain torch."""
     optimizer = task.optimizer(list(model.parameters()))
     losses = []
     for batch in _batches_with_lr(task, optimizer, feed):
@@ -153,14 +151,14 @@ def _train_on_one_device(task: Task, model: nn.Module, feed: Feed) -> tuple[dict
 
 
 def _batches_with_lr(task: Task, optimizer: torch.optim.Optimizer, feed: Feed) -> Iterator[Any]:
-    """The batches of all steps, in float64; before each one the rate is the schedule's."""
-    rates = [group["lr"] for group in optimizer.param_groups]
+    """The batches of all steps, in float64; each step's learning rate is set before its batch is yielded."""
+    base_lrs = [group["lr"] for group in optimizer.param_groups]
     batches: Any = feed.repeat()
     with contextlib.closing(batches):
         for number in range(task.steps):
             if task.schedule is not None:
-                for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                    group["lr"] = rate * task.schedule(number, task.steps)
+                for group, lr in zip(optimizer.param_groups, base_lrs, strict=True):
+                    group["lr"] = lr * task.schedule(number, task.steps)
             batch = next(batches)
             samples = batch.samples
             yield Batch.wrap(tree_map(dict(batch) if isinstance(batch, dict) else tuple(batch), _to_float64), samples)
@@ -170,7 +168,7 @@ def _to_float64_model(model: nn.Module) -> nn.Module:
     """The model in float64 and complex128."""
     model.double()
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_complex():  # `double` leaves it as it is
+        if tensor.is_complex():  # `double` leaves complex tensors as they are
             tensor.data = tensor.data.to(torch.complex128)
     return model
 
@@ -182,18 +180,18 @@ def _to_float64(tensor: Tensor) -> Tensor:
 
 
 def _max_deviation(a: Tensor, b: Tensor) -> float:
-    """The largest |a − b| / max(1, |b|): moduli where numbers are complex."""
+    """The largest |a − b| / max(1, |b|), with moduli for complex numbers."""
     a, b = _to_float64(a), _to_float64(b)
     return ((a - b).abs() / b.abs().clamp(min=1.0)).max().item() if a.numel() else 0.0
 
 
 def _disable_dropout(model: nn.Module) -> int:
-    """Set every probability of dropout in a model to 0; how many there were."""
-    found = 0
+    """Set every dropout probability in a model to 0; returns how many there were."""
+    num_dropouts = 0
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            is_one = name == "p" if isinstance(module, DropoutBase) else "drop" in name
-            if is_one and type(value) is float and value > 0.0:
+            is_probability = name == "p" if isinstance(module, DropoutBase) else "drop" in name
+            if is_probability and type(value) is float and value > 0.0:
                 setattr(module, name, 0.0)
-                found += 1
-    return found
+                num_dropouts += 1
+    return num_dropouts

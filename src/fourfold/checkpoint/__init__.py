@@ -1,9 +1,10 @@
-"""Checkpoints: a run's state in a folder that is there whole, or not at all.
+"""Checkpoints: a run's state in a folder that is complete, or does not exist under its name.
 
-    runs/NAME/checkpoints/step-00000100/rank-000.safetensors …   the tensors, cut among the ranks
-                                        manifest.json            which box of which tensor is where, and all the rest
+    runs/NAME/checkpoints/step-00000100/rank-000.safetensors …   the tensors, divided among the ranks
+                                        manifest.json            which box of which tensor is in which file; the rest
 
-shelf    the checkpoints of a run: which there are, which are kept
-keeper   saves while the training goes on, and finds where to go on
+manager   saves while training goes on, and restores the newest good checkpoint
+store     the checkpoints of a run: which there are, and which are kept
+collect, restore    a run's state into tensors and JSON, and back
 Law: what is loaded has been verified, by size and checksum, before any of it is used. No pickle is ever read.
 """

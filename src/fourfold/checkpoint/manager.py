@@ -1,13 +1,11 @@
-"""Keeper: saves a run beside its training, and finds where it goes on.
+"""Checkpoint manager: saves a run while it trains, and restores its newest good checkpoint.
 
-pause   the time training stands still for a save: waiting for the one before, and the copy into the snapshot
-mark    rank-000.json in the folder being written: this rank's piece is on the disk; rank-000.failed: it is not.
-        A rank writes it last.
-Law: rank 0 gives a checkpoint its name when every rank's mark is there; until then there is the one before.
+snapshot  a copy of this rank's part of the state; training stands still only while it is taken (`pause_seconds`)
+writer    a thread that writes the snapshot into this rank's file, and then the rank's marker
+Law: rank 0 gives a checkpoint its name when every rank's done marker is there; until then the one before is the newest.
 """
 
 import contextlib
-import functools
 import shutil
 import threading
 import time
@@ -27,27 +25,38 @@ from fourfold.checkpoint.collect import (
     rng_state,
 )
 from fourfold.checkpoint.manifest_file import encode_manifest, verify_checkpoint
-from fourfold.checkpoint.markers import DoneMarker, error_text, read_marker, wait_for_marker, write_marker
+from fourfold.checkpoint.markers import (
+    DONE_SUFFIX,
+    FAILED_SUFFIX,
+    POLL_SECONDS,
+    DoneMarker,
+    error_text,
+    has_marker,
+    marker_path,
+    read_marker,
+    wait_for_marker,
+    write_marker,
+)
 from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.restore import changed_options, restore
 from fourfold.checkpoint.store import CheckpointStore
 from fourfold.checkpoint.write import Snapshot, write_file, write_snapshot
 from fourfold.plan.checkpoint_boxes import GlobalTensor, assign_shards, shard_file_name
-from fourfold.plan.checkpoint_manifest import MANIFEST_FILE as MANIFEST_NAME
-from fourfold.plan.checkpoint_manifest import MANIFEST_VERSION, Manifest, RngState, TensorEntry
+from fourfold.plan.checkpoint_manifest import MANIFEST_FILE, MANIFEST_VERSION, Manifest, RngState, TensorEntry
 from fourfold.words.errors import CheckpointError, Problem, UnreadableCheckpointError
 from fourfold.words.units import format_bytes
 
 NUM_KEPT = 2
 SPARE_BYTES = 2**20
-MARKER_TIMEOUT_SECONDS = 60.0  # for the other ranks' pieces, and besides that the time of a very slow disk:
+# How long rank 0 waits for the other ranks' markers: this, and the time that a very slow disk takes for all bytes.
+MARKER_TIMEOUT_SECONDS = 60.0
 SLOWEST_BYTES_PER_SECOND = 10e6
-POLL_SECONDS = 0.01
 ABORT_SECONDS = 5.0
+MAX_SHOWN_PROBLEMS = 3
 
 
 class CheckpointLog(Protocol):
-    """Where the keeper writes and speaks; on other ranks than 0 it does nothing."""
+    """The log of the run; on ranks other than 0 it does nothing."""
 
     def write_record(self, record: Mapping[str, Any]) -> None: ...
     def log_message(self, text: str) -> None: ...
@@ -57,19 +66,23 @@ class CheckpointLog(Protocol):
 
 
 class AttemptDir(NamedTuple):
-    """The run's folder, and a word that tells this attempt's files from those of an attempt that was killed."""
+    """The run's folder, and a random word in the names of this attempt's unfinished checkpoints.
+
+    A killed attempt may leave some of its own there.
+    """
 
     run_dir: Path
     token: str
 
 
 class TrainingProgress(NamedTuple):
-    """How far a run has come."""
+    """How far a run has come: its last step, the losses of the last steps, the validation of this step."""
 
     step: int = 0
     losses: Sequence[float] = ()
     valid: Mapping[str, float] = {}
     best: float | None = None
+    """The least validation loss so far."""
 
 
 class CheckpointManager:
@@ -84,17 +97,11 @@ class CheckpointManager:
         seed: int,
         num_kept: int = NUM_KEPT,
     ) -> None:
-        self._group_options = group_options(
-            training_state.step
-        )  # What cannot be saved is told now, not in a hundred steps.
+        """Raises CheckpointError for state that cannot be saved: now, not at the first save."""
+        self._group_options = group_options(training_state.step)
         collect_tensors(training_state)
-        self._training_state, self._attempt_dir, self._log, self._seed, self._num_kept = (
-            training_state,
-            attempt_dir,
-            log,
-            seed,
-            num_kept,
-        )
+        self._training_state, self._attempt_dir, self._log = training_state, attempt_dir, log
+        self._seed, self._num_kept = seed, num_kept
         self._rank, self._size = training_state.step.rank, training_state.step.plan.mesh.size
         self._store = CheckpointStore(attempt_dir.run_dir)
         self._global_tensors: list[GlobalTensor] = []
@@ -104,36 +111,41 @@ class CheckpointManager:
         self.saved_step: int | None = None
         self._start_time = time.perf_counter()
 
-    # ---- going on
+    # ---- resuming
 
     def resume(self) -> TrainingProgress | None:
-        """Put the run where its newest good checkpoint is; None where there is none. Collective."""
-        exchange = self._training_state.step.all_gather_json
+        """Restore the newest good checkpoint; None if there is none. Collective.
+
+        Sets damaged checkpoints aside. Raises UnreadableCheckpointError if the newest may be good and cannot be read.
+        """
+        all_gather = self._training_state.step.all_gather_json
         progress, damaged = None, []
         if self._rank == 0:
             self._store.remove_partial()
-        for number in reversed(exchange(self._store.steps() if self._rank == 0 else [])[0]):
-            judged = exchange(self._verify_files(_relative_to_cwd(self._store.step_dir(number))))
-            if unreadable := list(dict.fromkeys(tuple(each) for texts, _ in judged for each in texts)):
-                # An older one would do, but what has been trained since would be lost without need.
+        for step in reversed(all_gather(self._store.steps() if self._rank == 0 else [])[0]):
+            folder = self._store.step_dir(step)
+            results = all_gather(self._verify_files(_relative_to_cwd(folder)))
+            if unreadable := list(dict.fromkeys(tuple(each) for problems, _ in results for each in problems)):
+                # An older checkpoint could be read, but the training since then would be lost without need.
                 raise UnreadableCheckpointError([Problem(*each) for each in unreadable], where="the newest checkpoint")
-            problems = list(dict.fromkeys(text for _, texts in judged for text in texts))
+            problems = list(dict.fromkeys(text for _, texts in results for text in texts))
             if not problems:
-                progress = self._restore(self._store.step_dir(number))
+                progress = self._restore(folder)
                 break
-            damaged.append((number, problems))
+            damaged.append((folder.name, problems))
             if self._rank == 0:
-                self._store.quarantine(number)
+                self._store.quarantine(step)
         if progress is None:
             self._log.truncate_log(0)
-        for number, problems in damaged:
-            self._log.log_message(f"warning: a damaged checkpoint was set aside: {'; '.join(problems[:3])}")
-            self._log.write_record({"checkpoint": self._store.step_dir(number).name, "damaged": problems})
+        for name, problems in damaged:
+            shown = "; ".join(problems[:MAX_SHOWN_PROBLEMS])
+            self._log.log_message(f"warning: a damaged checkpoint was set aside: {shown}")
+            self._log.write_record({"checkpoint": name, "damaged": problems})
         self._start_time = time.perf_counter()
         return progress
 
     def _verify_files(self, folder: Path) -> tuple[list[Problem], list[str]]:
-        """Why this rank's share of a checkpoint cannot be read here; and what is damaged of it."""
+        """Check this rank's part of the files: why some cannot be read here, and what is damaged."""
         try:
             return [], verify_checkpoint(folder, index=self._rank, size=self._size)
         except UnreadableCheckpointError as error:
@@ -155,16 +167,17 @@ class CheckpointManager:
     # ---- saving
 
     def save(self, progress: TrainingProgress) -> None:
-        """Take a snapshot and have it written. Returns when training may go on. Collective."""
+        """Take a snapshot and start writing it. Returns when training may go on. Collective."""
         begin = time.perf_counter()
         self.wait()
-        found = collect_tensors(self._training_state)
-        tensors = [each.tensor for each in found.live_tensors]
+        saved = collect_tensors(self._training_state)
+        tensors = [each.tensor for each in saved.live_tensors]
         if tensors != self._global_tensors:  # the first save, or a state that grew (a parameter's first use)
-            whole = [tensor for tensor in tensors if tensor.name not in found.stored_boxes]
-            self._global_tensors, self._stored_boxes = tensors, assign_shards(whole, self._size) | found.stored_boxes
+            replicated = [tensor for tensor in tensors if tensor.name not in saved.stored_boxes]
+            self._global_tensors = tensors
+            self._stored_boxes = assign_shards(replicated, self._size) | saved.stored_boxes
             self._snapshot = Snapshot(tensors, self._stored_boxes, shard_file_name(self._rank))
-        self._snapshot.capture(found.live_tensors)
+        self._snapshot.capture(saved.live_tensors)
         random = rng_state(self._training_state.step.device)
         pause = time.perf_counter() - begin
         name = self._store.step_dir(progress.step).name
@@ -172,7 +185,7 @@ class CheckpointManager:
         self._log.write_record(
             {"step": progress.step, "checkpoint": name, "pause_seconds": pause, "elapsed_seconds": elapsed}
         )
-        manifest = self._manifest(progress, found) if self._rank == 0 else None
+        manifest = self._manifest(progress, saved) if self._rank == 0 else None
         self.saved_step = progress.step
         self._writer_thread = threading.Thread(
             target=self._write_checkpoint,
@@ -182,7 +195,8 @@ class CheckpointManager:
         )
         self._writer_thread.start()
 
-    def _manifest(self, progress: TrainingProgress, found: SavedTensors) -> Manifest:
+    def _manifest(self, progress: TrainingProgress, saved: SavedTensors) -> Manifest:
+        """The manifest, without what the markers will report: files and generator states."""
         step = self._training_state.step
         return Manifest(
             version=MANIFEST_VERSION,
@@ -191,8 +205,8 @@ class CheckpointManager:
                 t.name: TensorEntry(t.dtype, t.shape, self._stored_boxes[t.name], t.is_flat)
                 for t in self._global_tensors
             },
-            aliases=found.aliases,
-            scalars=found.scalars,
+            aliases=saved.aliases,
+            scalars=saved.scalars,
             groups=self._group_options,
             optimizer=type(step.optimizer).__name__,
             record=first_step_record(step),
@@ -207,111 +221,115 @@ class CheckpointManager:
         )
 
     def report_failures(self) -> None:
-        """Say what went wrong in writing, since this was last asked. Not collective."""
+        """Log the writes that have failed since the last call. Not collective."""
         while self._failures:
             text = self._failures.pop(0)
             self._log.log_message(f"warning: {text}; training goes on, the checkpoints before are kept")
             self._log.write_record({"warning": text})
 
     def wait(self) -> None:
-        """Until nothing is being written any more."""
+        """Wait until the writer has finished."""
         if self._writer_thread is not None:
             self._writer_thread.join()
             self._writer_thread = None
         self.report_failures()
 
     def newest_step(self) -> int | None:
-        """The step of the newest checkpoint that has its name."""
+        """The step of the newest checkpoint."""
         return max(self._store.steps(), default=None)
 
     def abort(self) -> None:
-        """After an error: finish what can be finished at once, without waiting for ranks that may be dead."""
+        """After an error: let the writer finish what it can at once, without waiting for ranks that may be dead."""
         self._aborted.set()
         if self._writer_thread is not None:
             self._writer_thread.join(ABORT_SECONDS)
 
     # ---- in the writer's thread
 
-    def _missing_reason(self, part: Path, rank: int) -> str:
-        """Why a rank's piece will not come, "" where it may."""
-        mine = part / f"rank-{self._rank:03d}"
-        if not any(mine.with_suffix(suffix).exists() for suffix in (".json", ".failed")):
-            return "its folder was removed while it was written"  # and with it the marks of others
-        if self._training_state.step.peer_is_dead(rank):
-            return f"rank {rank} died before it had written its piece"
-        if self._aborted.wait(POLL_SECONDS):
-            return f"the run ended before rank {rank} had written its piece"
-        return ""
-
     def _write_checkpoint(self, step: int, random: RngState, manifest: Manifest | None) -> None:
-        part = self._store.staging_dir(step, self._attempt_dir.token)
-        unmarked = self._write_rank_file(part, random, manifest)
+        staging_dir = self._store.staging_dir(step, self._attempt_dir.token)
+        failure = self._write_rank_file(staging_dir, random, manifest)
         if manifest is None:
             return
         try:
-            if unmarked:
-                raise CheckpointError(Problem(f"rank {self._rank}: {unmarked}"))
-            self._commit(part, manifest)
+            if failure:
+                raise CheckpointError(Problem(f"rank {self._rank}: {failure}"))
+            self._commit(staging_dir, manifest)
         except (OSError, CheckpointError) as error:
             self._failures.append(f"the checkpoint of step {step} could not be written: {error_text(error)}")
-            shutil.rmtree(part, ignore_errors=True)
+            shutil.rmtree(staging_dir, ignore_errors=True)
 
-    def _write_rank_file(self, part: Path, random: RngState, manifest: Manifest | None) -> str:
-        """This rank's piece and, last of all, its mark: a rank that has marked writes nothing there any more.
-
-        Returns why there is no piece, where not even a mark could say so: a folder that nothing can be written to.
-        """
-        piece, mark = part / shard_file_name(self._rank), part / f"rank-{self._rank:03d}"
+    def _write_rank_file(self, staging_dir: Path, random: RngState, manifest: Manifest | None) -> str:
+        """Write this rank's file, then its marker. Returns why there is no file, if not even a marker can say so."""
+        path, marker = staging_dir / shard_file_name(self._rank), marker_path(staging_dir, self._rank)
         try:
             if manifest is not None:
-                self._log.sync()  # so that a run's folder that was removed is one again, before anything lies in it
-            part.mkdir(parents=True, exist_ok=True)
+                self._log.sync()  # makes a run's folder again that was removed, before anything is written there
+            staging_dir.mkdir(parents=True, exist_ok=True)
             self._check_disk_space(manifest)
-            file = write_snapshot(piece, self._snapshot)
-            write_marker(mark, ".json", msgspec.json.encode(DoneMarker(file, random)))
+            file = write_snapshot(path, self._snapshot)
+            write_marker(marker, DONE_SUFFIX, msgspec.json.encode(DoneMarker(file, random)))
         except OSError as error:
             with contextlib.suppress(OSError):
-                piece.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
             try:
-                write_marker(mark, ".failed", error_text(error).encode())
+                write_marker(marker, FAILED_SUFFIX, error_text(error).encode())
             except OSError:  # a disk without room even for the reason
                 try:
-                    mark.with_suffix(".failed").touch()
+                    marker.with_suffix(FAILED_SUFFIX).touch()
                 except OSError:
                     return error_text(error)
         return ""
 
     def _check_disk_space(self, manifest: Manifest | None) -> None:
+        """Raise OSError if the disk has no room for this rank's file; rank 0 checks for all files."""
         total = sum(tensor.num_bytes for tensor in self._global_tensors)
         need = (total if manifest is not None else self._snapshot.num_bytes) + SPARE_BYTES
         free = shutil.disk_usage(self._store.path).free
         if free < need:
             raise OSError(f"{format_bytes(free)} free on the disk, {format_bytes(need)} needed")
 
-    def _commit(self, part: Path, manifest: Manifest) -> None:
-        """Rank 0: wait for all pieces, write the table of contents, give the folder its name."""
+    def _commit(self, staging_dir: Path, manifest: Manifest) -> None:
+        """Rank 0: wait for all markers, write the manifest, give the folder its name."""
+        markers = [marker_path(staging_dir, rank) for rank in range(self._size)]
+        self._wait_for_markers(staging_dir, markers)
+        reports = [read_marker(marker) for marker in markers]
+        files = {shard_file_name(rank): report.file for rank, report in enumerate(reports)}
+        complete = msgspec.structs.replace(manifest, files=files, random=tuple(report.random for report in reports))
+        for marker in markers:
+            marker.with_suffix(DONE_SUFFIX).unlink()
+        write_file(staging_dir / MANIFEST_FILE, [encode_manifest(complete)])
+        self._log.sync()
+        self._store.commit(staging_dir, manifest.step)
+        with contextlib.suppress(OSError):  # the next save prunes again
+            self._store.prune(num_kept=self._num_kept)
+
+    def _wait_for_markers(self, staging_dir: Path, markers: Sequence[Path]) -> None:
+        """Raises CheckpointError if a rank's file is missing."""
         total = sum(tensor.num_bytes for tensor in self._global_tensors)
         deadline = time.monotonic() + MARKER_TIMEOUT_SECONDS + total / SLOWEST_BYTES_PER_SECOND
-        paths = [part / f"rank-{rank:03d}" for rank in range(self._size)]
-        # All are waited for before one that failed is told: who may still write must not be swept away under.
-        lost = functools.partial(self._missing_reason, part)
-        problems = [wait_for_marker(path, rank, lost, deadline) for rank, path in enumerate(paths)]
+
+        def missing_reason(rank: int) -> str:
+            return self._missing_reason(staging_dir, rank)
+
+        # Wait for every rank before reporting a failure: the folder must not be deleted while a rank writes to it.
+        problems = [wait_for_marker(marker, rank, missing_reason, deadline) for rank, marker in enumerate(markers)]
         if any(problems):
             raise CheckpointError([Problem(text) for text in problems if text])
-        marks = [read_marker(path.with_suffix(".json")) for path in paths]
-        files = {shard_file_name(rank): mark.file for rank, mark in enumerate(marks)}
-        whole = msgspec.structs.replace(manifest, files=files, random=tuple(mark.random for mark in marks))
-        for path in paths:
-            path.with_suffix(".json").unlink()
-        write_file(part / MANIFEST_NAME, [encode_manifest(whole)])
-        self._log.sync()
-        self._store.commit(part, manifest.step)
-        with contextlib.suppress(OSError):  # what cannot be taken away now is there to be taken away at the next save
-            self._store.prune(num_kept=self._num_kept)
+
+    def _missing_reason(self, staging_dir: Path, rank: int) -> str:
+        """Why a rank's marker will never come; "" while it may. Waits POLL_SECONDS."""
+        if not has_marker(marker_path(staging_dir, self._rank)):
+            return "its folder was removed while it was written"  # this rank's own marker has gone with it
+        if self._training_state.step.peer_is_dead(rank):
+            return f"rank {rank} died before it had written its file"
+        if self._aborted.wait(POLL_SECONDS):
+            return f"the run ended before rank {rank} had written its file"
+        return ""
 
 
 def _relative_to_cwd(path: Path) -> Path:
-    """The path relative to the working directory, where it lies below it: messages name it so."""
+    """The path relative to the working directory if it lies below it: messages name it so."""
     try:
         here = Path.cwd()
     except OSError:  # the working directory has been removed

@@ -1,4 +1,9 @@
-"""Markers: what a rank says of its file in a checkpoint that is being written."""
+"""Markers: files in an unfinished checkpoint by which each rank reports on its own file.
+
+rank-000.json    this rank's file is on the disk: its size, its checksum, and the state of the rank's generators
+rank-000.failed  it could not be written: the reason, or nothing if the disk did not take even that
+Law: a rank writes its marker last; after it, the rank writes nothing in the folder.
+"""
 
 import time
 from collections.abc import Callable
@@ -7,44 +12,56 @@ from pathlib import Path
 import msgspec
 
 from fourfold.environment.atomic_file import write_atomically
-from fourfold.plan.checkpoint_manifest import (
-    FileEntry,
-    RngState,
-)
+from fourfold.plan.checkpoint_manifest import FileEntry, RngState
 from fourfold.plan.decode import DecodeError, from_json, read_bounded
-from fourfold.words.errors import CheckpointError, Problem
+from fourfold.words.errors import CheckpointError, Problem, os_error_text
+
+DONE_SUFFIX, FAILED_SUFFIX = ".json", ".failed"
+POLL_SECONDS = 0.01
 
 
 class DoneMarker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a rank says of its piece."""
+    """What a rank reports when its file is on the disk."""
 
     file: FileEntry
     random: RngState
 
 
+def marker_path(folder: Path, rank: int) -> Path:
+    """A rank's marker, without its suffix."""
+    return folder / f"rank-{rank:03d}"
+
+
 def write_marker(path: Path, suffix: str, text: bytes) -> None:
-    """Raises OSError."""
+    """Write a marker; it is on the disk when this returns. Raises OSError."""
     write_atomically(path.with_suffix(suffix), text, durable=True)
 
 
 def read_marker(path: Path) -> DoneMarker:
-    """Raises OSError, and CheckpointError where a mark is damaged."""
+    """A rank's done marker. Raises OSError, and CheckpointError if it is damaged."""
     try:
-        return from_json(read_bounded(path), DoneMarker)
+        return from_json(read_bounded(path.with_suffix(DONE_SUFFIX)), DoneMarker)
     except DecodeError as error:
-        raise CheckpointError(Problem(f"{path.name}: {error}", "a rank's mark")) from None
+        raise CheckpointError(Problem(f"{path.name}{DONE_SUFFIX}: {error}", "a rank's marker")) from None
+
+
+def has_marker(path: Path) -> bool:
+    return any(path.with_suffix(suffix).exists() for suffix in (DONE_SUFFIX, FAILED_SUFFIX))
 
 
 def wait_for_marker(path: Path, rank: int, missing_reason: Callable[[int], str], deadline: float) -> str:
-    """Until a rank's mark is there: what went wrong with its piece, "" where nothing did."""
+    """Wait until a rank's marker exists. Returns why its file is missing; "" if it is not.
+
+    missing_reason: waits POLL_SECONDS, and returns why the rank's marker will never come, "" while it may
+    """
     reason = ""
-    while not path.with_suffix(".json").exists():
-        failed = path.with_suffix(".failed")
+    while not path.with_suffix(DONE_SUFFIX).exists():
+        failed = path.with_suffix(FAILED_SUFFIX)
         if failed.exists():
-            return f"rank {rank}: {failed.read_text() or 'its piece could not be written, nor the reason'}"
+            return f"rank {rank}: {failed.read_text() or 'its file could not be written, nor the reason'}"
         if time.monotonic() > deadline:
-            return f"the piece of rank {rank} has not come in time"
-        # Told one look at the mark later: a checkpoint of which all pieces are there is not thrown away.
+            return f"the file of rank {rank} has not come in time"
+        # Look at the marker once more before giving up: a checkpoint whose files are all written must not be deleted.
         if reason:
             return reason
         reason = missing_reason(rank)
@@ -52,8 +69,7 @@ def wait_for_marker(path: Path, rank: int, missing_reason: Callable[[int], str],
 
 
 def error_text(error: Exception) -> str:
+    """An error in a few words, for a marker or a warning."""
     if isinstance(error, CheckpointError):
         return error.problems[0].got
-    if isinstance(error, OSError) and error.errno is not None:
-        return (error.strerror or str(error)).lower()
-    return str(error)
+    return os_error_text(error) if isinstance(error, OSError) and error.errno is not None else str(error)

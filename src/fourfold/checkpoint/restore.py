@@ -1,4 +1,7 @@
-"""Restore: a checkpoint's state, put back into a run."""
+"""Restore: the state of a run, from a checkpoint.
+
+Law: what is restored is what was collected, bit for bit. What does not fit is refused before anything is changed.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +16,7 @@ from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.weights_file import dtype_problems, shape_problems
 from fourfold.feed.feed import Position
 from fourfold.parts.data.param_access import untracked_access
-from fourfold.parts.optim.flat_optimizer import IMPLEMENTATION_OPTIONS
+from fourfold.parts.optim.option_text import IMPLEMENTATION_OPTIONS
 from fourfold.plan.checkpoint_boxes import Box
 from fourfold.plan.checkpoint_manifest import Manifest
 from fourfold.plan.rng import generator_seed, rng_state_to_restore
@@ -22,59 +25,68 @@ from fourfold.step.state_validation import optimizer_problems
 from fourfold.step.weights import trainable_parameters
 from fourfold.words.errors import CheckpointError, Problem
 
+Shape = tuple[int, ...]
 
-def restore(trained: TrainingState, reader: CheckpointReader, *, seed: int) -> None:
-    """Everything a checkpoint holds. Collective. Raises CheckpointError, having changed nothing, where it does not fit.
 
-    On a data axis of another size than it was saved with, random numbers start anew, from the seed, the step and the
+def restore(training_state: TrainingState, reader: CheckpointReader, *, seed: int) -> None:
+    """Put a checkpoint's state into the run. Collective. Raises CheckpointError, with nothing changed, if it misfits.
+
+    If the data axis has another size than when it was saved, random numbers start anew from the seed, the step and the
     data index. On another number of ranks, optimizer states of local steps start from their mean.
     """
-    step, manifest = trained.step, reader.manifest
-    problems = list(_restore_problems(trained, manifest))
+    step, feed, ema = training_state
+    manifest = reader.manifest
+    problems = list(_restore_problems(training_state, manifest))
     if problems:
         raise CheckpointError(problems, where=f"the checkpoint of step {manifest.step}")
-    names = [*manifest.tensors, *manifest.aliases]
-    state = {
-        "model": {n.removeprefix("model."): reader.read_tensor(n) for n in names if n.startswith("model.")},
-        "optimizer": {name: dict(values) for name, values in manifest.scalars.items()},
-        # The task's own: what it says now is what it trains with, as all other code of it.
-        "groups": [{k: v for k, v in g.items() if k != "params"} for g in step.optimizer.param_groups],
-        "record": msgspec.structs.asdict(manifest.record),
-    }
-    state["outer"] = {n.removeprefix("outer."): reader.read_tensor(n) for n in names if n.startswith("outer.")}
-    for name, key in _state_names(manifest, "optimizer."):
-        state["optimizer"].setdefault(name, {})[key] = reader.read_tensor(f"optimizer.{name}.{key}")
-    for name, key in _state_names(manifest, "worker."):
-        state["optimizer"].setdefault(name, {})[key] = _local_sgd_state(step, reader, name, key)
-    for name, parameter in step.model.named_parameters():
-        if parameter.requires_grad:
-            state["optimizer"].setdefault(name, {})
-    step.load_state_dict(state)
+    step.load_state_dict(_read_state(step, reader))
     for name in step.codec_state.tensors:
-        step.codec_state.load_parameter(name, _saved_codec_rows(reader, name))
+        step.codec_state.load_parameter(name, _read_codec_rows(reader, name))
     step.num_steps = manifest.step
-    if trained.ema is not None:
-        averages = trained.ema.values.items()
-        trained.ema.load({n: _local_shard(step, n, reader.read_tensor(f"ema.{n}"), like=v) for n, v in averages})
-    fed = manifest.feed
-    trained.feed.load_state(Position(fed.seed, fed.epoch, fed.position, fed.num_samples))
+    if ema is not None:
+        averages = ema.values.items()
+        ema.load({n: _local_shard(step, n, reader.read_tensor(f"ema.{n}"), like=v) for n, v in averages})
+    data = manifest.feed
+    feed.load_state(Position(data.seed, data.epoch, data.position, data.num_samples))
     _restore_rng(step, manifest, seed=seed)
 
 
-def _local_shard(step: TrainStep, name: str, whole: Tensor, *, like: Tensor) -> Tensor:
-    """What this rank has of a parameter's average."""
-    return whole if like.shape == whole.shape else whole.reshape(-1)[slice(*step.shard_ranges[name])]
+def _read_state(step: TrainStep, reader: CheckpointReader) -> dict[str, Any]:
+    """The checkpoint's tensors and scalars in the form of `TrainStep.state_dict`."""
+    manifest = reader.manifest
+    titles = [*manifest.tensors, *manifest.aliases]
+    optimizer: dict[str, dict[str, Any]] = {name: dict(values) for name, values in manifest.scalars.items()}
+    for name, key in _state_names(manifest, "optimizer."):
+        optimizer.setdefault(name, {})[key] = reader.read_tensor(f"optimizer.{name}.{key}")
+    for name, key in _state_names(manifest, "worker."):
+        optimizer.setdefault(name, {})[key] = _read_local_sgd_state(step, reader, name, key)
+    for name, parameter in step.model.named_parameters():
+        if parameter.requires_grad:
+            optimizer.setdefault(name, {})
+    return {
+        "model": {t.removeprefix("model."): reader.read_tensor(t) for t in titles if t.startswith("model.")},
+        "optimizer": optimizer,
+        # The task's own options: training uses those it has now, as it uses all other code of the task.
+        "groups": [{k: v for k, v in g.items() if k != "params"} for g in step.optimizer.param_groups],
+        "record": msgspec.structs.asdict(manifest.record),
+        "outer": {t.removeprefix("outer."): reader.read_tensor(t) for t in titles if t.startswith("outer.")},
+    }
 
 
-def _saved_codec_rows(reader: CheckpointReader, name: str) -> dict[str, Tensor]:
-    """What the codecs of all ranks remembered of a parameter: [ranks, elements] by key."""
+def _local_shard(step: TrainStep, name: str, full: Tensor, *, like: Tensor) -> Tensor:
+    """This rank's shard of a parameter's average; all of it if `like` is not sharded."""
+    return full if like.shape == full.shape else full.reshape(-1)[slice(*step.shard_ranges[name])]
+
+
+def _read_codec_rows(reader: CheckpointReader, name: str) -> dict[str, Tensor]:
+    """The codec state of a parameter on all ranks that saved it: [ranks, elements] by key."""
     titles = [title for title in reader.manifest.tensors if title.rpartition(".")[0] == f"codec.{name}"]
-    ranks = len(reader.manifest.random)
-    return {title.rpartition(".")[2]: reader.read_tensor(title).view(ranks, -1) for title in titles}
+    num_ranks = len(reader.manifest.random)
+    return {title.rpartition(".")[2]: reader.read_tensor(title).view(num_ranks, -1) for title in titles}
 
 
-def _local_sgd_state(step: TrainStep, reader: CheckpointReader, name: str, key: str) -> Tensor:
-    """A rank's own state of a parameter; or the mean of all, where there are no such ranks."""
+def _read_local_sgd_state(step: TrainStep, reader: CheckpointReader, name: str, key: str) -> Tensor:
+    """This rank's state of a parameter; on another number of ranks, the mean of all ranks' states."""
     title = f"worker.{name}.{key}"
     (total,) = reader.manifest.tensors[title].shape
     length = dict(step.model.named_parameters())[name].numel()
@@ -85,7 +97,7 @@ def _local_sgd_state(step: TrainStep, reader: CheckpointReader, name: str, key: 
 
 
 def _restore_rng(step: TrainStep, manifest: Manifest, *, seed: int) -> None:
-    """Restore the state of this rank's generators, or seed those of which no state was saved."""
+    """Restore the state of this rank's generators; seed those whose state was not saved."""
     saved = rng_state_to_restore(manifest, step.plan.mesh, step.rank)
     new_seed = generator_seed(seed, step.dp_index, step=manifest.step)
     if saved is None:
@@ -101,70 +113,75 @@ def _restore_rng(step: TrainStep, manifest: Manifest, *, seed: int) -> None:
             torch.cuda.manual_seed(new_seed)
 
 
-def _rng_problems(manifest: Manifest, device: torch.device) -> Iterator[Problem]:
-    """States that this torch's generators do not take. Every rank looks at all of them: all must raise."""
-    generators = {"cpu": torch.Generator()}
-    if device.type == "cuda":
-        generators["device"] = torch.Generator(device)
-    for kind, generator in generators.items():
-        for digits in {getattr(state, kind) for state in manifest.random} - {""}:
-            try:
-                generator.set_state(_from_hex(digits))
-            except (RuntimeError, TypeError) as error:
-                got = f"a random state of {len(digits) // 2} bytes: {str(error).splitlines()[0]}"
-                yield Problem(got, "one of this torch's generators", "the version of torch it was saved with")
-                break
-
-
 def _from_hex(digits: str) -> Tensor:
     return torch.frombuffer(bytearray(bytes.fromhex(digits)), dtype=torch.uint8)
 
 
-def changed_options(manifest: Manifest, now: Sequence[Mapping[str, Any]]) -> list[str]:
-    """In which options the optimizer is another than when the checkpoint was saved."""
-    found: dict[str, None] = {}
-    for saved, options in zip(manifest.groups, now, strict=True):
-        for key in saved.keys() & options.keys() - set(IMPLEMENTATION_OPTIONS):
+def changed_options(manifest: Manifest, options: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The optimizer's options, by group, that have changed since the checkpoint was saved, as texts."""
+    texts: dict[str, None] = {}
+    for saved, now in zip(manifest.groups, options, strict=True):
+        for key in saved.keys() & now.keys() - set(IMPLEMENTATION_OPTIONS):
             # Older manifests hold the rate of their step, which a schedule may have changed.
-            if saved[key] != options[key] and not (key == "lr" and manifest.optimizer is None):
-                found[f"{key} = {options[key]} ({saved[key]} when step {manifest.step} was saved)"] = None
-    return sorted(found)
+            if saved[key] != now[key] and not (key == "lr" and manifest.optimizer is None):
+                texts[f"{key} = {now[key]} ({saved[key]} when step {manifest.step} was saved)"] = None
+    return sorted(texts)
 
 
 def _state_names(manifest: Manifest, prefix: str) -> Iterator[tuple[str, str]]:
-    """Parameters and keys of the optimizer's state."""
-    for each in manifest.tensors:
-        if each.startswith(prefix):
-            name, _, key = each.removeprefix(prefix).rpartition(".")
+    """(parameter, key) of the tensors whose titles begin with `prefix`."""
+    for title in manifest.tensors:
+        if title.startswith(prefix):
+            name, _, key = title.removeprefix(prefix).rpartition(".")
             yield name, key
 
 
-def _optimizer_problems(trained: TrainingState, manifest: Manifest) -> Sequence[Problem]:
-    """Where the states that were saved are not those that the optimizer goes on from."""
-    keys: dict[str, set[str]] = {}
-    for title in ("optimizer.", "worker."):
-        for parameter, key in _state_names(manifest, title):
-            keys.setdefault(parameter, set()).add(key)
-    for parameter, values in manifest.scalars.items():
-        keys.setdefault(parameter, set()).update(values)
-    step = trained.step
-    return optimizer_problems(step.optimizer, trainable_parameters(step.model), keys, saved=manifest.optimizer)
+def _restore_problems(training_state: TrainingState, manifest: Manifest) -> Iterator[Problem]:
+    """Everything in which the checkpoint does not fit the run."""
+    step, feed, _ = training_state
+    shapes = {title: entry.shape for title, entry in manifest.tensors.items()}
+    shapes |= {alias: shapes[title] for alias, title in manifest.aliases.items()}
+    yield from _model_problems(training_state, manifest, shapes)
+    yield from _state_shape_problems(step, manifest, shapes)
+    if not step.codec_state.tensors and any(title.startswith("codec.") for title in shapes):
+        got = f"what a codec has not sent yet, and codec = {step.plan.codec!r}, which cannot send it"
+        yield Problem(got, "a codec with error feedback", "the codec it was saved with, or init= with its weights")
+    if len(manifest.groups) != len(step.optimizer.param_groups):
+        yield Problem(f"{len(manifest.groups)} groups of options", f"{len(step.optimizer.param_groups)}")
+    else:
+        yield from _optimizer_problems(step, manifest)
+    yield from _rng_problems(manifest, step.device)
+    data = data_state(feed)
+    for field in ("num_samples", "batch_size", "order_version"):
+        saved, now = getattr(manifest.feed, field), getattr(data, field)
+        if saved != now:
+            yield Problem(f"saved with {field.replace('_', ' ')} {saved}, now {now}", "the same data and batches")
 
 
-def _restore_problems(trained: TrainingState, manifest: Manifest) -> Iterator[Problem]:
-    step, feed = trained.step, data_state(trained.feed)
-    parameters = {name: tuple(p.shape) for name, p in step.model.named_parameters() if p.requires_grad}
-    with untracked_access():  # of weights that rest split there are placeholders, in their shapes
+def _model_problems(
+    training_state: TrainingState, manifest: Manifest, shapes: Mapping[str, Shape]
+) -> Iterator[Problem]:
+    """Shapes and dtypes of the model, and of the average if there is one, that are not those saved."""
+    step, _, ema = training_state
+    with untracked_access():  # sharded weights have placeholders here, in their shapes
         own = {f"model.{name}": value for name, value in step.model.state_dict(keep_vars=True).items()}
-    ours = {name: tuple(value.shape) for name, value in own.items()}
-    shapes = {name: entry.shape for name, entry in manifest.tensors.items()}
-    shapes |= {alias: shapes[name] for alias, name in manifest.aliases.items()}
-    if trained.ema is not None:
-        ours |= {f"ema.{name}": parameters[name] for name in trained.ema.values}
-    theirs = {name: shape for name, shape in shapes.items() if name.startswith("model.") or name in ours}
-    yield from shape_problems(ours, theirs)
-    dtypes = {name: entry.dtype for name, entry in manifest.tensors.items()}
-    yield from dtype_problems({name: value.dtype for name, value in own.items()}, dtypes)
+    own_shapes = {title: tuple(value.shape) for title, value in own.items()}
+    if ema is not None:
+        parameter_shapes = _parameter_shapes(step)
+        own_shapes |= {f"ema.{name}": parameter_shapes[name] for name in ema.values}
+    saved_shapes = {t: shape for t, shape in shapes.items() if t.startswith("model.") or t in own_shapes}
+    yield from shape_problems(own_shapes, saved_shapes)
+    saved_dtypes = {title: entry.dtype for title, entry in manifest.tensors.items()}
+    yield from dtype_problems({title: value.dtype for title, value in own.items()}, saved_dtypes)
+
+
+def _parameter_shapes(step: TrainStep) -> dict[str, Shape]:
+    return {name: tuple(p.shape) for name, p in step.model.named_parameters() if p.requires_grad}
+
+
+def _state_shape_problems(step: TrainStep, manifest: Manifest, shapes: Mapping[str, Shape]) -> Iterator[Problem]:
+    """States of the optimizer whose shapes fit no parameter."""
+    parameters = _parameter_shapes(step)
     for title, shape in shapes.items():
         name = title.removeprefix("outer.")
         if name != title and parameters.get(name) != shape:
@@ -177,15 +194,29 @@ def _restore_problems(trained: TrainingState, manifest: Manifest) -> Iterator[Pr
         shape = shapes[f"optimizer.{name}.{key}"]
         if name not in parameters or shape not in (parameters[name], (math.prod(parameters[name]),)):
             yield Problem(f"{key} of {name}, shape {list(shape)}", "the state of a parameter")
-    if not step.codec_state.tensors and any(name.startswith("codec.") for name in shapes):
-        got = f"what a codec has not sent yet, and codec = {step.plan.codec!r}, which cannot send it"
-        yield Problem(got, "a codec that remembers", "the codec it was saved with, or init= with its weights")
-    if len(manifest.groups) != len(step.optimizer.param_groups):
-        yield Problem(f"{len(manifest.groups)} groups of options", f"{len(step.optimizer.param_groups)}")
-    else:
-        yield from _optimizer_problems(trained, manifest)
-    yield from _rng_problems(manifest, step.device)
-    for word in ("num_samples", "batch_size", "order_version"):
-        saved, now = getattr(manifest.feed, word), getattr(feed, word)
-        if saved != now:
-            yield Problem(f"saved with {word.replace('_', ' ')} {saved}, now {now}", "the same data and batches")
+
+
+def _optimizer_problems(step: TrainStep, manifest: Manifest) -> Sequence[Problem]:
+    """States that were saved and that the optimizer does not continue from, or the reverse."""
+    keys: dict[str, set[str]] = {}
+    for prefix in ("optimizer.", "worker."):
+        for name, key in _state_names(manifest, prefix):
+            keys.setdefault(name, set()).add(key)
+    for name, values in manifest.scalars.items():
+        keys.setdefault(name, set()).update(values)
+    return optimizer_problems(step.optimizer, trainable_parameters(step.model), keys, saved=manifest.optimizer)
+
+
+def _rng_problems(manifest: Manifest, device: torch.device) -> Iterator[Problem]:
+    """Generator states that this torch does not take. Every rank tries all of them, so that all ranks raise."""
+    generators = {"cpu": torch.Generator()}
+    if device.type == "cuda":
+        generators["device"] = torch.Generator(device)
+    for kind, generator in generators.items():
+        for digits in {getattr(state, kind) for state in manifest.random} - {""}:
+            try:
+                generator.set_state(_from_hex(digits))
+            except (RuntimeError, TypeError) as error:
+                got = f"a random state of {len(digits) // 2} bytes: {str(error).splitlines()[0]}"
+                yield Problem(got, "one of this torch's generators", "the version of torch it was saved with")
+                break

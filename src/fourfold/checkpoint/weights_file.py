@@ -1,8 +1,12 @@
-"""Weights files: plain safetensors files of a model's weights."""
+"""Weights files: plain safetensors files of a model's weights, under the model's own names.
+
+Law: such a file loads with any library, and one from any library loads here if its names, shapes and dtypes fit.
+"""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -10,60 +14,63 @@ from torch import nn
 
 from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.write import TORCH_DTYPES, Snapshot, make_live_tensor, write_snapshot
-from fourfold.plan.checkpoint_boxes import assign_shards
+from fourfold.plan.checkpoint_boxes import assign_shards, shard_file_name
 from fourfold.step.state_validation import tied_problems
 from fourfold.words.errors import CheckpointError, Problem
 
 
 def load_weights_file(model: nn.Module, path: Path) -> None:
-    """Put the weights of a plain safetensors file into a model. Raises CheckpointError with all that does not fit."""
+    """Load the weights in a file into a model. Raises CheckpointError with everything that does not fit."""
     with _open_weights_file(path) as file:
         check_weights_file(model, path)
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    own = model.state_dict(keep_vars=True)
-    if problems := tied_problems(own, tensors):
+    state = model.state_dict(keep_vars=True)
+    if problems := tied_problems(state, tensors):
         raise CheckpointError(problems, where=str(path))
     with torch.no_grad():
-        for name, value in own.items():
+        for name, value in state.items():
             value.copy_(tensors[name])
 
 
 def check_weights_file(model: nn.Module, path: Path) -> None:
-    """Raise CheckpointError unless a plain safetensors file holds this model's weights; they are not read."""
+    """Raise CheckpointError unless a file holds this model's weights, by its header; the weights are not read."""
     with _open_weights_file(path) as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        theirs = {name: tuple(each.get_shape()) for name, each in slices.items()}
+        shapes = {name: tuple(each.get_shape()) for name, each in slices.items()}
         dtypes = {name: each.get_dtype() for name, each in slices.items()}
-    ours = model.state_dict()
-    problems = shape_problems({name: tuple(value.shape) for name, value in ours.items()}, theirs)
-    problems += dtype_problems({name: value.dtype for name, value in ours.items()}, dtypes)
+    state = model.state_dict()
+    problems = shape_problems({name: tuple(value.shape) for name, value in state.items()}, shapes)
+    problems += dtype_problems({name: value.dtype for name, value in state.items()}, dtypes)
     if problems:
         raise CheckpointError(problems, where=str(path))
 
 
-def shape_problems(ours: Mapping[str, tuple[int, ...]], theirs: Mapping[str, tuple[int, ...]]) -> list[Problem]:
-    """What of a file does not fit what is there."""
-    problems = [Problem(f"no {name}", f"shape {list(shape)}") for name, shape in ours.items() if name not in theirs]
-    problems += [Problem(name, "only what the model has") for name in theirs if name not in ours]
-    for name, shape in ours.items():
-        if theirs.get(name, shape) != shape:
-            problems.append(Problem(f"{name} of shape {list(theirs[name])}", f"shape {list(shape)}"))
+def shape_problems(
+    model_shapes: Mapping[str, tuple[int, ...]], file_shapes: Mapping[str, tuple[int, ...]]
+) -> list[Problem]:
+    """Names and shapes in a file that are not the model's."""
+    missing = [name for name in model_shapes if name not in file_shapes]
+    problems = [Problem(f"no {name}", f"shape {list(model_shapes[name])}") for name in missing]
+    problems += [Problem(name, "only what the model has") for name in file_shapes if name not in model_shapes]
+    for name, shape in model_shapes.items():
+        if file_shapes.get(name, shape) != shape:
+            problems.append(Problem(f"{name} of shape {list(file_shapes[name])}", f"shape {list(shape)}"))
     return problems
 
 
-def dtype_problems(ours: Mapping[str, torch.dtype], theirs: Mapping[str, str]) -> list[Problem]:
-    """Tensors of a file whose values the dtype that is there cannot hold, as complex numbers in real parameters."""
+def dtype_problems(model_dtypes: Mapping[str, torch.dtype], file_dtypes: Mapping[str, str]) -> list[Problem]:
+    """Tensors of a file whose values the model's dtype cannot hold, such as complex numbers in real parameters."""
     problems = []
-    for name, dtype in ours.items():
-        found = TORCH_DTYPES.get(theirs.get(name, ""), dtype)
-        if not torch.can_cast(found, dtype):
-            got, need = (str(each).removeprefix("torch.") for each in (found, dtype))
+    for name, dtype in model_dtypes.items():
+        file_dtype = TORCH_DTYPES.get(file_dtypes.get(name, ""), dtype)
+        if not torch.can_cast(file_dtype, dtype):
+            got, need = (str(each).removeprefix("torch.") for each in (file_dtype, dtype))
             problems.append(Problem(f"{name} of {got}", f"numbers that fit into {need}"))
     return problems
 
 
 @contextlib.contextmanager
-def _open_weights_file(path: Path):
+def _open_weights_file(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -72,23 +79,24 @@ def _open_weights_file(path: Path):
 
 
 def export_weights(folder: Path, target: Path, *, ema: bool = False) -> int:
-    """Write a checkpoint's weights into one plain safetensors file; returns its size. Raises CheckpointError.
+    """Write a checkpoint's weights into one weights file; returns its size. Raises CheckpointError.
 
-    Names are the model's own, so the file loads with any library. `ema`: the averages, with the model's buffers.
+    `ema`: the averages, with the model's buffers.
     """
     with CheckpointReader(folder) as reader:
-        every = [*reader.manifest.tensors, *reader.manifest.aliases]
-        averaged = {name.removeprefix("ema.") for name in every if name.startswith("ema.")}
+        manifest = reader.manifest
+        titles = [*manifest.tensors, *manifest.aliases]
+        averaged = {title.removeprefix("ema.") for title in titles if title.startswith("ema.")}
         if ema and not averaged:
             raise CheckpointError(Problem(f"{folder} has no averages", "a run with ema=…", "without --ema"))
-        tensors = []
-        for name in sorted(name.removeprefix("model.") for name in every if name.startswith("model.")):
-            of = reader.manifest.aliases.get(f"model.{name}", f"model.{name}").removeprefix("model.")
-            value = reader.read_tensor(f"ema.{of}" if ema and of in averaged else f"model.{of}")
-            value = value.to(TORCH_DTYPES[reader.manifest.tensors[f"model.{of}"].dtype])
-            tensors.append(make_live_tensor(name, [value.reshape(-1)], value.shape))
-    globals_ = [each.tensor for each in tensors]
-    stretches = assign_shards(globals_, 1)
-    snapshot = Snapshot(globals_, stretches, "rank-000.safetensors")
-    snapshot.capture(tensors)
+        live_tensors = []
+        for title in sorted(title for title in titles if title.startswith("model.")):
+            source = manifest.aliases.get(title, title)
+            own_name = source.removeprefix("model.")
+            value = reader.read_tensor(f"ema.{own_name}" if ema and own_name in averaged else source)
+            value = value.to(TORCH_DTYPES[manifest.tensors[source].dtype])
+            live_tensors.append(make_live_tensor(title.removeprefix("model."), [value.reshape(-1)], value.shape))
+    tensors = [each.tensor for each in live_tensors]
+    snapshot = Snapshot(tensors, assign_shards(tensors, 1), shard_file_name(0))
+    snapshot.capture(live_tensors)
     return write_snapshot(target, snapshot).num_bytes

@@ -1,7 +1,8 @@
-"""Write: one rank's piece of a checkpoint, from memory of its own to the disk.
+"""Write: one rank's file of a checkpoint, from a copy in memory to the disk.
 
-snapshot  the rank's stretches, end to end in one buffer that is allocated once
-piece     a safetensors file: a header, then the buffer as it lies
+live tensor  a tensor in the memory that training uses
+snapshot     a copy of this rank's stored boxes, end to end in one buffer that is allocated once
+file         a safetensors file: a header, then the buffer
 Law: a file is written only from a snapshot, so training may go on while it is written.
 """
 
@@ -44,9 +45,9 @@ TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
 class LiveTensor(NamedTuple):
-    """A global tensor, and the flat stretches in which it lies in memory, in order; `first` is their first element.
+    """A global tensor, and the flat segments of memory that hold it, in order: all of it, or this rank's shard.
 
-    All of the tensor lies there, or this rank's share of it.
+    `offset`: the first element that the segments hold.
     """
 
     tensor: GlobalTensor
@@ -54,33 +55,35 @@ class LiveTensor(NamedTuple):
     offset: int = 0
 
 
-def make_live_tensor(name: str, segments: Sequence[Tensor], shape: Sequence[int], *, whole: bool = False) -> LiveTensor:
-    """Raises CheckpointError for a dtype that safetensors does not know."""
+def make_live_tensor(
+    title: str, segments: Sequence[Tensor], shape: Sequence[int], *, is_unsharded: bool = False
+) -> LiveTensor:
+    """A tensor that this rank holds all of. Raises CheckpointError for a dtype that safetensors does not have."""
     dtype = SAFETENSORS_DTYPES.get(segments[0].dtype)
     if dtype is None:
-        raise CheckpointError(Problem(f"{name} is of {segments[0].dtype}", "a dtype of the safetensors format"))
-    return LiveTensor(GlobalTensor(name, dtype, tuple(shape), whole), segments)
+        raise CheckpointError(Problem(f"{title} is of {segments[0].dtype}", "a dtype of the safetensors format"))
+    return LiveTensor(GlobalTensor(title, dtype, tuple(shape), is_unsharded), segments)
 
 
 class Snapshot:
-    """This rank's stretches of some tensors, in one buffer."""
+    """This rank's stored boxes of some tensors, in one buffer."""
 
     def __init__(
-        self, tensors: Sequence[GlobalTensor], stretches: Mapping[str, Sequence[StoredBox]], file: str
+        self, tensors: Sequence[GlobalTensor], stored_boxes: Mapping[str, Sequence[StoredBox]], file: str
     ) -> None:
-        mine = [(t, s) for t in tensors for s in stretches[t.name] if s.file == file]
-        # Wide elements first: then each lies at a multiple of its size.
-        mine.sort(key=lambda pair: -ELEMENT_BYTES[pair[0].dtype])
+        own = [(t, box) for t in tensors for box in stored_boxes[t.name] if box.file == file]
+        # Wide elements first: then each tensor begins at a multiple of its element size.
+        own.sort(key=lambda pair: -ELEMENT_BYTES[pair[0].dtype])
         self._ranges: dict[str, tuple[int, int]] = {}
+        """By title: the elements [start, stop) of the flattened tensor that the box holds."""
         header, offset, views = {}, 0, []
-        for tensor, stretch in mine:
-            width = ELEMENT_BYTES[tensor.dtype]
-            count = math.prod(stretch.lengths)
+        for tensor, box in own:
+            count = math.prod(box.lengths)
             row = 1 if tensor.is_flat else math.prod(tensor.shape[1:])
-            first = stretch.offsets[0] * row if stretch.offsets else 0
+            first = box.offsets[0] * row if box.offsets else 0
             self._ranges[tensor.name] = first, first + count
-            stop = offset + count * width
-            header[tensor.name] = {"dtype": tensor.dtype, "shape": stretch.lengths, "data_offsets": (offset, stop)}
+            stop = offset + count * ELEMENT_BYTES[tensor.dtype]
+            header[tensor.name] = {"dtype": tensor.dtype, "shape": box.lengths, "data_offsets": (offset, stop)}
             views.append((tensor, offset, stop))
             offset = stop
         self.buffer = memory.allocate_private(offset, torch.uint8, torch.device("cpu"))
@@ -93,22 +96,22 @@ class Snapshot:
         return len(self.header) + self.buffer.numel()
 
     @torch.no_grad()
-    def capture(self, tensors: Sequence[LiveTensor]) -> None:
-        """Copy what this rank writes."""
-        for tensor, parts, first in tensors:
+    def capture(self, live_tensors: Sequence[LiveTensor]) -> None:
+        """Copy the tensors' elements that belong to this rank's boxes into the buffer."""
+        for tensor, segments, offset in live_tensors:
             if tensor.name in self._ranges:
                 start, stop = self._ranges[tensor.name]
-                _copy_range(parts, start - first, stop - first, out=self._views[tensor.name])
+                _copy_range(segments, start - offset, stop - offset, out=self._views[tensor.name])
 
 
-def _copy_range(parts: Sequence[Tensor], start: int, stop: int, *, out: Tensor) -> None:
-    """Elements [start, stop) of consecutive flat parts."""
-    place = 0
-    for part in parts:
-        low, high = max(start, place), min(stop, place + part.numel())
+def _copy_range(segments: Sequence[Tensor], start: int, stop: int, *, out: Tensor) -> None:
+    """Copy elements [start, stop) of consecutive flat segments."""
+    offset = 0
+    for segment in segments:
+        low, high = max(start, offset), min(stop, offset + segment.numel())
         if low < high:
-            out[low - start : high - start].copy_(part[low - place : high - place])
-        place += part.numel()
+            out[low - start : high - start].copy_(segment[low - offset : high - offset])
+        offset += segment.numel()
 
 
 def _safetensors_header(tensors: Mapping[str, object]) -> bytes:
@@ -118,7 +121,7 @@ def _safetensors_header(tensors: Mapping[str, object]) -> bytes:
 
 
 def write_file(path: Path, chunks: Sequence[bytes | memoryview]) -> FileEntry:
-    """A new file of these bytes, on the disk when this returns. Its room is reserved first. Raises OSError."""
+    """Write a new file; it is on the disk when this returns. Its space is reserved first. Raises OSError."""
     num_bytes = sum(len(chunk) for chunk in chunks)
     digest = xxhash.xxh3_128()
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -128,10 +131,10 @@ def write_file(path: Path, chunks: Sequence[bytes | memoryview]) -> FileEntry:
         for chunk in chunks:
             view = memoryview(chunk)
             for start in range(0, len(view), CHUNK_BYTES):
-                part = view[start : start + CHUNK_BYTES]
-                digest.update(part)
-                while part:
-                    part = part[os.write(handle, part) :]
+                remaining = view[start : start + CHUNK_BYTES]
+                digest.update(remaining)
+                while remaining:
+                    remaining = remaining[os.write(handle, remaining) :]
         os.fsync(handle)
     finally:
         os.close(handle)
@@ -139,5 +142,5 @@ def write_file(path: Path, chunks: Sequence[bytes | memoryview]) -> FileEntry:
 
 
 def write_snapshot(path: Path, snapshot: Snapshot) -> FileEntry:
-    """The piece of a snapshot. Raises OSError."""
+    """Write a snapshot into a new safetensors file. Raises OSError."""
     return write_file(path, [snapshot.header, memoryview(snapshot.buffer.numpy().data)])

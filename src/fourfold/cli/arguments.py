@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan_fields import FIELDS, RENAMED_FIELDS, parse_value
 from fourfold.trainer.settings import LR_PREFIX, LR_SETTINGS, Setting, Settings, declared_settings, setting
 from fourfold.words.errors import Problem, SettingError, closest_match
@@ -78,7 +79,7 @@ class LaunchSettings:
         type=float,
         is_optional=True,
         above=0,
-        help="seconds (and 5 median steps) without a step before a rank is killed; none: no limit",
+        help="seconds (and 5 median steps) without a step before a rank is killed; none: never",
     )
 
 
@@ -86,10 +87,23 @@ LAUNCH_SETTINGS = declared_settings(LaunchSettings)
 
 
 def command_line_settings(*settings_classes: Any) -> dict[str, Setting]:
-    """Every setting that is a word of the command line, as it is there."""
-    declared = {name: each for of in settings_classes for name, each in declared_settings(of).items()}
-    declared |= {LR_PREFIX + name: each for name, each in LR_SETTINGS.items()}
-    return {name: dataclasses.replace(each, **each.word) for name, each in declared.items() if each.word is not None}
+    """Every setting that is a word of the command line, as it is there, with its default as text."""
+    prefixes = {**dict.fromkeys(settings_classes, ""), LRSchedule: LR_PREFIX}
+    words = {}
+    for declaring, prefix in prefixes.items():
+        declared = LR_SETTINGS if declaring is LRSchedule else declared_settings(declaring)
+        defaults = {each.name: _format_default(each.default) for each in dataclasses.fields(declaring)}
+        for name, each in declared.items():
+            if each.word is not None:
+                default = each.default_text or defaults[name]
+                words[prefix + name] = dataclasses.replace(each, **{**each.word, "default_text": default})
+    return words
+
+
+def _format_default(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def value_type(declared: Setting) -> ValueType:

@@ -1,4 +1,4 @@
-"""Heartbeat files: the launcher's side of its ranks' heartbeats."""
+"""Heartbeat file: the launcher's side of its ranks' heartbeats (`trainer.heartbeat` has the record's layout)."""
 
 import mmap
 import time
@@ -16,7 +16,7 @@ from fourfold.trainer.heartbeat import (
 
 
 class HeartbeatFile:
-    """The launcher's side: a file in `folder`, with a record for each of `size` ranks."""
+    """A file in `folder` with a record for each of `num_ranks` ranks, mapped into the launcher's memory."""
 
     def __init__(self, folder: Path, num_ranks: int) -> None:
         self.path, self._num_ranks = folder / "pulse", num_ranks
@@ -25,18 +25,17 @@ class HeartbeatFile:
             self._words = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
 
     def reset(self) -> None:
-        """An attempt begins: no rank has done anything."""
+        """An attempt begins: every rank is starting."""
         fresh = [0] * RECORD_WORDS
         fresh[STEP] = fresh[RESUMED_STEP] = -1
         fresh[PHASE_START] = time.monotonic_ns()
-        for place, word in enumerate(fresh * self._num_ranks):
-            self._words[place] = word
+        for index, word in enumerate(fresh * self._num_ranks):
+            self._words[index] = word
 
     def read(self) -> list[HeartbeatRecord]:
         """Every rank's record."""
-        rows = [
-            self._words[RECORD_WORDS * index : RECORD_WORDS * (index + 1)].tolist() for index in range(self._num_ranks)
-        ]
+        starts = range(0, RECORD_WORDS * self._num_ranks, RECORD_WORDS)
+        rows = [self._words[start : start + RECORD_WORDS].tolist() for start in starts]
         return [
             HeartbeatRecord(
                 row[STEP], row[RESUMED_STEP], row[PHASE], row[PHASE_START] / 1e9, row[TYPICAL_SECONDS] / 1e9

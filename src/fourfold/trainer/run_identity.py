@@ -63,7 +63,7 @@ def check_run_name(parent: Path, name: str | None, identity: Identity | None = N
         return
     saved = read_identity(path)
     if identity is None or saved is None or canonical_json(saved) != canonical_json(identity):
-        got = f"{path} is there already{_format_identity_difference(saved, identity)}"
+        got = f"{path} exists already{_format_identity_difference(saved, identity)}"
         raise SettingError(Problem(got, "a name of its own for every run", f"name={name}-2"))
 
 

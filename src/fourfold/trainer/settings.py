@@ -24,6 +24,7 @@ from fourfold.trainer.lr_factors import lr_factors
 from fourfold.words import argument_checks
 from fourfold.words.argument_checks import MAX_SEED
 from fourfold.words.errors import Problem, SettingError
+from fourfold.words.run_files import RUNS_DIR
 from fourfold.words.task import Task, check_task
 
 TRACE_EVERY = 100  # steps
@@ -133,7 +134,7 @@ class Settings:
         0,
         type=int,
         check=argument_checks.seed_problems,
-        help="of the weights, the order of the samples and dropout",
+        help="of the initial weights, the order of the samples, and dropout",
         in_identity="always",
         word={"minimum": 0, "maximum": MAX_SEED},
     )
@@ -147,12 +148,15 @@ class Settings:
         word={"minimum": 1, **GIVEN},
     )
     trace_every: int = setting(
-        TRACE_EVERY, type=int, minimum=0, help="steps between those recorded in trace.json, after 3 and 4; 0: none"
+        TRACE_EVERY,
+        type=int,
+        minimum=0,
+        help="steps between steps recorded in trace.json, besides steps 3 and 4; 0: none",
     )
     name: str | None = setting(
-        None, type=str, is_optional=True, help="the run's name", default_text="task and identity", word=GIVEN
+        None, type=str, is_optional=True, help="the run's name", default_text="the task and a hash", word=GIVEN
     )
-    folder: str = setting("runs", type=os.PathLike, help="where the run's folder is", word=None)
+    folder: str = setting(RUNS_DIR, type=os.PathLike, help="where the run's folder is", word=None)
     run_prefix: str = setting("run", type=str, help="what the name of an unnamed run begins with", word=None)
     task_name: str | None = setting(
         None, type=str, is_optional=True, help="the task in the identity; None: run_prefix", word=None
@@ -229,18 +233,22 @@ LR_SETTINGS = {
         help="the curve of the learning rate: " + ", ".join(CURVES),
         default_text="the task's",
     ),
-    "warmup": Setting(type=int, minimum=0, help="steps in which the rate rises to its full value"),
+    "warmup": Setting(type=int, minimum=0, help="steps in which the learning rate rises to its full value"),
     "scale": Setting(
-        type=str, choices=tuple(SCALING_RULES), help="the rate by the batch size: " + ", ".join(SCALING_RULES)
+        type=str,
+        choices=tuple(SCALING_RULES),
+        help="how the learning rate grows with the batch size: " + ", ".join(SCALING_RULES),
     ),
     "batch_size": Setting(
-        type=int, minimum=1, help="the batch size that the rate was tuned for", default_text="the task's"
+        type=int, minimum=1, help="the batch size that the learning rate was tuned for", default_text="the task's"
     ),
     "milestones": Setting(
-        type=tuple, help="of step: shares of all steps at which the rate drops", default_text="1/3, 2/3, 8/9"
+        type=tuple,
+        help="lr_schedule=step: fractions of all steps at which the rate drops",
+        default_text="1/3, 2/3, 8/9",
     ),
-    "drop": Setting(type=float, above=0, help="of step: factor of the rate at each milestone"),
-    "floor": Setting(type=float, minimum=0, help="of linear and cosine: share of the rate that is left at the end"),
+    "drop": Setting(type=float, above=0, help="lr_schedule=step: factor of the rate at each milestone"),
+    "floor": Setting(type=float, minimum=0, help="lr_schedule=linear, cosine: fraction of the rate left at the end"),
 }
 
 

@@ -45,25 +45,27 @@ def train(
 ) -> RunResult:
     """Train `task` as `plan` says; without a plan, all ranks are data ranks. Collective, with the same arguments.
 
-    `report` shows the progress on rank 0. `options` are settings (`trainer.settings.Settings` lists them with their
-    defaults):
+    report      shows the progress, on rank 0
+    steps, batch_size, clip   None: the task's. The batch size is global
+    seed        of the initial weights, the order of the samples and dropout
+    evaluate_every   steps; None evaluates only at the end
+    trace_every      steps; steps 3 and 4 and every such step are recorded in trace.json; 0 records none
+    checkpoint_every steps; 0 never saves, otherwise the last step and every new best validation loss are saved too
+    folder, name     the run's folder is `folder`/`name`, or `folder`/`run_prefix`-1, -2 … without a name. A run that
+                exists under its name resumes from its newest good checkpoint, on any mesh; one that has finished is
+                not trained again, and its result is returned
+    run_prefix  see `folder`
+    task_name, extra_settings   go into settings.json, and are part of what makes it the same run
+    ema         decay of an average of the weights, which is evaluated, sampled from and saved
+    init        a plain safetensors file of weights to begin with
+    skip_nan    so many steps in a row may be skipped because the loss, or the norm where `clip` measures one, is not
+                finite; faults.jsonl lists them
+    drift_check after so many steps, and after the last, ranks compare the weights that several of them hold; 0: never
+    rates       scales the learning rate with the batch size, warms it up and decays it; None: the task's schedule
+    `settings.Settings` has the defaults.
 
-    steps, batch_size (global) and clip default to the task's. `evaluate_every` counts steps; None evaluates only at
-    the end. The run's folder is `folder`/`name`, or `folder`/`run_prefix`-1, -2 … without a name. A run that exists
-    under its name resumes from its newest good checkpoint, on any mesh; one that has finished is not trained again,
-    and its result is returned. `task_name` and `extra_settings` go into settings.json and are part of what makes it
-    the same run.
-
-    `trace_every` counts steps too: steps 3 and 4 and every such step are recorded in trace.json; 0 records none.
-    `checkpoint_every` counts steps; 0 never saves, otherwise the last step and every new best validation loss are
-    saved too. `ema` keeps an average of the weights, which is evaluated, sampled from and saved. `init` is a plain
-    safetensors file of weights to begin with. `skip_nan` steps in a row may be skipped because the loss, or the norm
-    where `clip` measures one, is not finite; faults.jsonl lists them. After every `drift_check` steps, and after the
-    last, ranks compare the weights that several of them hold; 0 never does. `rates` scales the learning rate with the
-    batch size, warms it up and decays it; without it the rate follows the task's schedule.
-
-    With `sync = "local"` all of these wait for the next step after which ranks have the same weights, and the average
-    includes the weights of such steps only; `steps` must be divisible by `local_steps`.
+    With `sync = "local"`, evaluations, checkpoints and drift checks wait for the next step after which ranks have the
+    same weights, the average includes the weights of such steps only, and `steps` must be divisible by `local_steps`.
 
     SIGTERM or Ctrl-C to any rank ends the run after the next step, with a checkpoint and a StoppedError on every rank,
     unless the process handles that signal itself. A second one ends the process at once, and so does a step that does

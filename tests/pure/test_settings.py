@@ -1,0 +1,103 @@
+"""Laws of settings: what knows them is derived from their one declaration, and a run's identity stays what it was."""
+
+import dataclasses
+import inspect
+import typing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import fourfold as ff
+from fourfold.cli.arguments import SETTINGS, LaunchSettings, command_line_settings, value_type
+from fourfold.cli.settings_table import help_table, markdown_table
+from fourfold.trainer.run_identity import default_run_name, run_identity
+from fourfold.trainer.settings import (
+    TASK_FIELDS,
+    Settings,
+    TrainOptions,
+    declared_settings,
+    make_settings,
+    setting,
+    setting_problems,
+)
+
+ROOT = Path(__file__).parents[2]
+TASK = ff.Task(
+    model=lambda: typing.cast(Any, None),
+    loss=lambda outputs, targets: outputs,
+    data=lambda: typing.cast(Any, None),
+    optimizer=lambda parameters: typing.cast(Any, None),
+    steps=10,
+    batch_size=8,
+    clip=1,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WithPatience(Settings):
+    """The settings, and one more."""
+
+    patience: int = setting(7, type=int, minimum=1, help="evaluations without progress", in_identity="if given")
+
+
+def test_one_field_more_is_checked_parsed_listed_and_part_of_the_identity() -> None:
+    given = {"steps": 1, "batch_size": 1, "clip": None}
+    (problem,) = setting_problems(WithPatience(**given, patience=0))
+    assert problem.got == "patience = 0"
+    assert problem.need == "a whole number of at least 1"
+    words = command_line_settings(WithPatience, LaunchSettings)
+    assert value_type(words["patience"]).parse("3") == 3
+    with pytest.raises(ValueError, match="0"):
+        value_type(words["patience"]).parse("0")
+    assert "patience          evaluations without progress (7)" in help_table(words)
+    assert "| `patience` | evaluations without progress | 7 |" in markdown_table(words)
+    assert run_identity(WithPatience(**given, patience=3), ff.Plan())["patience"] == 3
+
+
+def test_the_keywords_of_train_are_the_settings() -> None:
+    options = typing.get_type_hints(TrainOptions)
+    types = typing.get_type_hints(Settings)
+    assert list(options) == list(types)
+    for name, option in options.items():
+        assert option == (types[name] | None if name in TASK_FIELDS else types[name]), name
+    (keywords,) = (p for p in inspect.signature(ff.train).parameters.values() if p.kind is p.VAR_KEYWORD)
+    assert keywords.annotation == typing.Unpack[TrainOptions]
+    assert all(name in (ff.train.__doc__ or "") for name in options)
+
+
+def test_the_documentation_lists_every_setting() -> None:
+    assert markdown_table() in (ROOT / "docs" / "runs.md").read_text()
+
+
+def test_every_default_has_a_type_that_its_own_check_admits() -> None:
+    settings = make_settings(TASK)
+    for name, declared in declared_settings(settings).items():
+        assert not declared.problems(name, getattr(settings, name)), name
+    assert len({each.help for each in SETTINGS.values()}) == len(SETTINGS)
+
+
+PLAIN_IDENTITY = '{"task":"run","settings":{},"steps":10,"batch_size":8,"clip":1,"seed":0}'
+FULL_IDENTITY = (
+    '{"task":"mine.py:task","settings":{"lr":0.001,"width":null},"steps":20,"batch_size":8,"clip":0.5,"seed":3,'
+    '"ema":0.9,"init":"w.safetensors","rates":{"schedule":"cosine","warmup":2},"precision":"bf16","sync":"local",'
+    '"local_steps":2,"outer_lr":1.0,"outer_momentum":0.0,"dp":2}'
+)
+
+
+@pytest.mark.parametrize(("given", "plan", "identity", "name"), [
+    ({}, ff.Plan(), PLAIN_IDENTITY, "run-85d628"),
+    (
+        {
+            "steps": 20, "clip": 0.5, "seed": 3, "ema": 0.9, "init": "w.safetensors",
+            "rates": ff.LRSchedule(schedule="cosine", warmup=2), "task_name": "mine.py:task", "run_prefix": "mine",
+            "extra_settings": {"lr": 1e-3, "width": None},
+        },
+        ff.Plan(dp=2, sync="local", local_steps=2, precision="bf16"), FULL_IDENTITY, "run-39b20a",
+    ),
+])  # fmt: skip
+def test_the_identity_of_a_run_is_what_it_was_when_old_runs_were_saved(given, plan, identity, name) -> None:
+    found = run_identity(make_settings(TASK, **given), plan)
+    assert msgspec.json.encode(found).decode() == identity
+    assert default_run_name("run", found) == name
