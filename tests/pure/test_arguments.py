@@ -1,4 +1,4 @@
-"""Arguments given in Python: what is wrong is a FourfoldError that names the argument, and never a traceback."""
+"""Arguments passed in Python: a wrong one raises a FourfoldError that names it."""
 
 import functools
 import math
@@ -174,7 +174,7 @@ def test_what_is_no_task_is_refused_by_every_function_that_takes_one(other: Any,
         refused(run, "need a Task")
 
 
-def test_an_optimizer_that_is_made_already_is_told_how_to_become_a_factory() -> None:
+def test_an_optimizer_instance_is_refused_with_the_factory_that_makes_it() -> None:
     model = nn.Linear(4, 1)
     made: Any = torch.optim.AdamW(model.parameters(), lr=0.5)
     refused(lambda: ff.parallelize(model, squares, made), "functools.partial(torch.optim.AdamW, lr=0.5)")
@@ -262,7 +262,7 @@ def test_a_loss_that_cannot_be_trained_is_refused(loss: Any, words: str, tmp_pat
         (lambda: ({"x": torch.zeros(4)}, torch.zeros(1)), ("in sample 5",)),
     ],
 )  # fmt: skip
-def test_a_sample_unlike_the_others_is_told_by_its_number_and_with_both_forms(
+def test_a_sample_that_differs_from_the_others_is_reported_with_its_number_and_both_shapes(
     odd: Any, words: Any, tmp_path: Any
 ) -> None:
     data = lambda: ff.Data(train=Source(odd))  # noqa: E731
@@ -274,7 +274,7 @@ def test_a_sample_unlike_the_others_is_told_by_its_number_and_with_both_forms(
 
 
 @pytest.mark.parametrize("kind", [np.float32, float, int, torch.as_tensor])
-def test_samples_that_are_alike_become_a_batch_as_before(kind: Any) -> None:
+def test_samples_of_one_form_become_a_batch(kind: Any) -> None:
     samples = [(kind(1), kind(2))] * 4
     (batch,) = list(ff.Feed(samples, batch_size=4))
     assert all(isinstance(part, torch.Tensor) and part.shape[0] == 4 for part in batch)

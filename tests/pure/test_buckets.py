@@ -1,4 +1,4 @@
-"""Laws of bucket arithmetic and of the data axis's program."""
+"""Laws of buckets and of the step program of the data axis."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""A container's quota of processors: one answer, for the threads of a run and for the doctor."""
+"""The CPU quota of a container: one answer, for the threads of a run and for the doctor."""
 
 from pathlib import Path
 from unittest import mock
@@ -41,7 +41,7 @@ TREES = {
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_the_smallest_quota_of_the_own_group_and_those_above_counts(name, tmp_path):
+def test_the_smallest_quota_of_a_group_and_those_above_it_counts(name, tmp_path):
     files, own, quota = TREES[name]
     assert cgroup.cpu_quota(**tree(tmp_path, files, own)) == quota
 

@@ -1,4 +1,4 @@
-"""The arithmetic of checkpoints: who writes what, what lies where, and what is not believed."""
+"""Laws of checkpoints: which rank writes which box, where a box is stored, and which manifests are refused."""
 
 import math
 from collections.abc import Iterator
@@ -62,7 +62,7 @@ def manifest(tensors: list[GlobalTensor], size: int) -> Manifest:
 
 
 @given(rows=TENSORS, size=st.integers(1, 7))
-def test_stretches_tile_every_tensor_and_what_is_written_is_believed(rows, size):
+def test_boxes_tile_every_tensor_and_a_written_manifest_has_no_problems(rows, size):
     tensors = named(rows)
     for tensor in tensors:
         covered = np.zeros(tensor.shape, dtype=int)
@@ -74,7 +74,7 @@ def test_stretches_tile_every_tensor_and_what_is_written_is_believed(rows, size)
 
 
 @given(rows=TENSORS, size=st.integers(1, 7))
-def test_shares_differ_by_no_more_than_the_rows_at_their_ends(rows, size):
+def test_files_differ_in_size_by_no_more_than_the_rows_at_their_ends(rows, size):
     tensors = [tensor._replace(is_unsharded=False) for tensor in named(rows)]
     held = dict.fromkeys(map(shard_file_name, range(size)), 0)
     for tensor in tensors:
@@ -85,7 +85,7 @@ def test_shares_differ_by_no_more_than_the_rows_at_their_ends(rows, size):
 
 
 @given(shape=st.lists(st.integers(1, 6), min_size=1, max_size=3), data=st.data())
-def test_a_box_is_put_together_from_the_pieces_of_any_number_of_ranks(shape, data):
+def test_a_box_is_put_together_from_the_boxes_of_any_number_of_ranks(shape, data):
     tensor = GlobalTensor("model.a", "F32", tuple(shape))
     values = np.arange(math.prod(shape)).reshape(shape)
     offsets = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
@@ -145,7 +145,7 @@ FIRST, SECOND = "rank-000.safetensors", "rank-001.safetensors"
         ({"tensors": entry((FIRST, (0, 0), (2, 2)), (FIRST, (2, 0), (2, 2)))}, "two boxes in one file"),
     ],
 )
-def test_a_manifest_that_cannot_be_true_is_not_believed(fields, said):
+def test_an_impossible_manifest_is_refused(fields, said):
     assert any(said in text for text in manifest_problems(changed(**fields)))
 
 

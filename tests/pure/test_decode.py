@@ -1,4 +1,4 @@
-"""Files may hold anything: whatever is in them is decoded, or refused by one kind of error."""
+"""Files may hold anything: their content is decoded, or refused with one kind of error."""
 
 import contextlib
 import json

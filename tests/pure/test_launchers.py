@@ -1,4 +1,4 @@
-"""Which world a launcher's variables speak of, and where its ranks meet."""
+"""The ranks and sizes that the variables of a launcher give, and where its ranks find each other."""
 
 from collections.abc import Mapping
 
@@ -51,7 +51,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_every_launcher_tells_the_same_place(name: str) -> None:
+def test_every_launcher_gives_the_same_rank_info(name: str) -> None:
     assert from_environment(variables(PLACES[name])) == World(rank=3, size=4, local_rank=1, local_size=2)
 
 
@@ -117,7 +117,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_contradictions_and_gaps_are_told(text: str) -> None:
+def test_contradicting_and_missing_variables_are_reported(text: str) -> None:
     with pytest.raises(LaunchError) as told:
         from_environment(variables(text))
     assert WRONG[text] in str(told.value)
@@ -133,7 +133,7 @@ def place(text: str) -> TCPRendezvous | LocalRendezvous | FileRendezvous | None:
 ONE_HOST = OPEN_MPI.replace("LOCAL_SIZE=2", "LOCAL_SIZE=4")
 
 
-def test_ranks_meet_where_the_launcher_says() -> None:
+def test_the_rendezvous_is_where_the_launcher_says() -> None:
     assert place(TORCHRUN) is None  # torch reads MASTER_ADDR and MASTER_PORT itself
     assert place(f"{OPEN_MPI} MASTER_ADDR=a") == TCPRendezvous("a", 29500)
     assert place(f"{ONE_HOST} MASTER_ADDR=a MASTER_PORT=7") == TCPRendezvous("a", 7)
@@ -157,13 +157,13 @@ def test_ranks_meet_where_the_launcher_says() -> None:
         (f"{STEP} MASTER_PORT=high", "MASTER_PORT=29500"),
     ],
 )
-def test_where_no_meeting_place_can_be_derived_it_is_asked_for(text: str, attempt: str) -> None:
+def test_a_rendezvous_that_cannot_be_derived_is_asked_for(text: str, attempt: str) -> None:
     with pytest.raises(LaunchError, match=attempt.replace("(", "\\(")):
         place(text)
 
 
 @given(st.integers(1, 2**26), st.integers(0, 20))
-def test_jobs_in_a_row_and_their_steps_have_ports_of_their_own(job: int, step: int) -> None:
+def test_consecutive_jobs_and_their_steps_have_different_ports(job: int, step: int) -> None:
     def of(job: int, step: int) -> int:
         return master_port({"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
 

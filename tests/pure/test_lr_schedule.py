@@ -1,4 +1,4 @@
-"""Laws of the learning rate: what a larger batch makes of it, how it warms up, how it falls."""
+"""Laws of the learning rate: how it scales with the batch, warms up and falls."""
 
 import itertools
 import math
@@ -73,7 +73,7 @@ def test_every_factor_lies_between_nothing_and_the_multiple(schedule: str, scale
     assert all(0 < factor(step) <= multiple * (1 + 1e-12) for step in range(steps))
 
 
-def test_a_curve_of_the_tasks_own_is_scaled_and_warmed_up_and_gives_way_to_a_schedule() -> None:
+def test_a_schedule_of_the_task_is_scaled_and_warmed_up_and_gives_way_to_a_given_one() -> None:
     def own(step: int) -> float:
         return 1.0 - step / 10
 
@@ -111,7 +111,7 @@ def test_warm_up_that_does_not_end_and_an_unknown_batch_are_refused() -> None:
         (LRSchedule(warmup=1), True, "rate 0.0003, 1 step of warm-up, then the task's own schedule"),
     ],
 )
-def test_what_was_scaled_is_said(rates: LRSchedule, own: bool, text: str) -> None:
+def test_the_description_says_what_was_scaled(rates: LRSchedule, own: bool, text: str) -> None:
     assert rates.describe([3e-4, 3e-4], batch_size=512, tuned_batch_size=64, has_task_schedule=own) == text
 
 

@@ -226,7 +226,7 @@ def test_a_model_that_needs_values_has_no_bound_of_activations() -> None:
 @pytest.mark.parametrize(
     "plan", [ff.Plan(), ff.Plan(dp=4), ff.Plan(dp=4, zero=1), ff.Plan(dp=4, zero=3, microbatches=2)]
 )
-def test_a_ranks_own_part_is_the_hosts_over_its_ranks(plan: ff.Plan) -> None:
+def test_the_part_of_a_rank_is_that_of_the_host_over_its_ranks(plan: ff.Plan) -> None:
     made = task()
     parts = [
         measure_bound(

@@ -1,4 +1,4 @@
-"""Laws of plans: round trip, closed choices, all problems at once; and that thinking needs no torch."""
+"""Laws of plans: round trip, closed choices, all problems at once; and that plan/ needs no torch."""
 
 import dataclasses
 import inspect
@@ -55,7 +55,7 @@ def test_the_signature_is_the_contract():
     assert all(p.kind is p.KEYWORD_ONLY for p in parameters.values())
 
 
-def test_all_problems_are_told_at_once():
+def test_all_problems_are_reported_at_once():
     with pytest.raises(PlanError) as caught:
         Plan.from_dict(
             {"dp": 0, "microbatch": 2, "codec": "gzip", "zero": 4, "tp": 2, "bucket_bytes": "big"}, where="plan.toml"
@@ -79,7 +79,7 @@ def test_all_problems_are_told_at_once():
         ({"zero": 7}, None),
     ],
 )
-def test_a_choice_that_is_nearly_right_is_told(fields: dict, attempt: str | None):
+def test_a_mistyped_choice_is_refused_with_the_nearest_one(fields: dict, attempt: str | None):
     with pytest.raises(PlanError) as caught:
         Plan(**fields)
     assert ("try" in str(caught.value)) == (attempt is not None)
@@ -101,7 +101,7 @@ def test_a_choice_that_is_nearly_right_is_told(fields: dict, attempt: str | None
         ({}, {}),
     ],
 )
-def test_fields_that_nothing_reads_are_known(fields: dict, unread: dict):
+def test_fields_without_effect_are_known(fields: dict, unread: dict):
     assert Plan(**fields).ineffective_fields == unread
 
 
@@ -115,7 +115,7 @@ def test_an_axis_that_is_not_built_yet_is_refused(name, value):
     ({"dp": 6, "shard": 4, "zero": 3}, "shard = 4 with dp = 6   need a divisor of dp   try shard = 1, 2, 3, 6"),
     ({"dp": 4, "shard": 2}, "shard = 2 with zero = 0"),
 ])  # fmt: skip
-def test_shares_that_the_data_ranks_cannot_have_are_refused(fields, said):
+def test_shards_that_do_not_fit_the_data_ranks_are_refused(fields, said):
     with pytest.raises(PlanError, match=said):
         Plan(**fields)
 
@@ -148,7 +148,7 @@ def test_values_of_a_command_line_are_read_by_kind():
     assert parse_value("unused", "allow") == "allow"
 
 
-def test_thinking_imports_no_torch():
+def test_plan_imports_no_torch():
     modules = "fourfold, fourfold.plan.plan, fourfold.plan.data, fourfold.plan.sample_order, fourfold.words.task"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=300, check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""Laws of precision's arithmetic: which numbers, and how many bytes."""
+"""Laws of precision: which dtypes, and how many bytes."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_only_buckets_in_the_numbers_of_the_computation_have_masters():
 @pytest.mark.parametrize(("zero", "reduce", "factor"), [
     (0, "keep", 2 * 2), (0, "fp32", 2 * 4), (1, "keep", 2 + 2), (1, "fp32", 4 + 2), (2, "fp32", 3 * 4 + 2),
 ])  # fmt: skip
-def test_gradients_and_weights_are_sent_in_their_own_numbers(zero, reduce, factor):
+def test_gradients_and_weights_are_sent_in_their_own_dtypes(zero, reduce, factor):
     (bucket,) = make_buckets(compute_specs(SPECS[:1], "bf16"), bucket_bytes=1000)
     sent = step_sent_bytes(
         [bucket],
@@ -45,7 +45,7 @@ def test_gradients_and_weights_are_sent_in_their_own_numbers(zero, reduce, facto
     assert sent == pytest.approx(factor * 100 * 3 / 4)
 
 
-def test_a_scale_that_cannot_be_is_not_believed():
+def test_an_impossible_loss_scale_is_not_restored():
     scale = LossScaler()
     for state in ({"value": float("nan"), "good": 1}, {"value": 0.0, "good": 1}, {"value": float("inf"), "good": 1}):
         scale.load_state(state)

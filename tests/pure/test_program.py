@@ -20,7 +20,7 @@ def test_verbs_have_one_letter_each():
     assert all(len(verb.value) == 1 for verb in Verb)
 
 
-def test_every_bad_word_is_told():
+def test_every_bad_word_is_reported():
     with pytest.raises(ProgramError) as caught:
         parse_program("0: F0.0 F0\nsecond\n1: Y1.2")
     said = str(caught.value)

@@ -17,14 +17,14 @@ def test_an_epoch_visits_every_sample_once(count, seed, epoch):
 
 
 @given(count=COUNTS, seed=SEEDS, data=st.data())
-def test_any_stretch_can_be_had_alone(count, seed, data):
+def test_any_range_can_be_computed_alone(count, seed, data):
     start = data.draw(st.integers(0, count))
     stop = data.draw(st.integers(start, count))
     assert np.array_equal(rows(count, seed, 0, start, stop), rows(count, seed, 0, 0, count)[start:stop])
 
 
 @given(start=st.integers(0, 1000), length=st.integers(0, 1000), size=st.integers(1, 17))
-def test_shares_tile_a_range_and_differ_by_at_most_one(start, length, size):
+def test_shards_tile_a_range_and_differ_by_at_most_one(start, length, size):
     shares = [shard_range(start, start + length, size, index) for index in range(size)]
     assert shares[0][0] == start
     assert shares[-1][1] == start + length

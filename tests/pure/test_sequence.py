@@ -1,4 +1,4 @@
-"""Laws of the sequence axis' arithmetic: tokens, tiles, work and elements."""
+"""Laws of the sequence axis: tokens, tiles, work and sent elements."""
 
 import pytest
 from hypothesis import given
@@ -41,7 +41,7 @@ def test_every_token_is_kept_once_and_all_ranks_keep_as_many(layout):
 
 
 @given(layouts())
-def test_neighbours_that_exchange_heads_together_keep_the_tokens_of_one_place(layout):
+def test_ranks_that_exchange_heads_together_hold_the_tokens_of_one_ring_index(layout):
     length, size, ring, ulysses = layout
     places = token_ranges(length, ring_size(size, ulysses), ring)
     kept = [token_positions(spans) for spans in token_ranges(*layout)]
@@ -122,7 +122,7 @@ def test_the_other_order_is_offered_where_it_works():
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "works"), [(12, 12, "1 or 2 or 3 or 4 or 6 or 12"), (32, 8, "1 or 2")])
-def test_heads_that_cannot_be_shared_out_are_refused_with_what_works(heads, kv_heads, works):
+def test_heads_that_cannot_be_split_are_refused_with_what_works(heads, kv_heads, works):
     problem = heads_problem(heads, kv_heads, 5)
     assert problem is not None
     assert problem.attempt.startswith(f"ulysses = {works}")

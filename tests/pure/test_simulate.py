@@ -118,7 +118,7 @@ def test_norms_of_directions_need_what_every_rank_has_measured_and_reduced():
         assert start["U0.0"] >= 19
 
 
-def test_a_reduction_runs_beside_backward_from_when_its_bucket_is_ready():
+def test_a_reduction_overlaps_with_backward_once_its_bucket_is_ready():
     program = dict.fromkeys(range(2), lower_step(DataStepSpec(1, 2)))
     leads = {"R0.0": 6.0, "R0.1": 0.0}
     price = {"B0.0": 10.0}

@@ -1,4 +1,4 @@
-"""Laws of late ranks: who is named, and what it is in."""
+"""Laws of stragglers: which ranks are named, and in which phase."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,21 +21,21 @@ def test_it_is_named_for_what_it_does_longer_not_for_what_takes_longest():
     assert (found.rank, found.place) == (1, "data")
 
 
-def test_one_slow_step_makes_nobody_late():
+def test_one_slow_step_makes_no_straggler():
     slow = [EVEN] * 18 + [{**EVEN, "data": 5.0}] * 2
     assert find_stragglers([median_step_seconds([EVEN] * 20), median_step_seconds(slow)]) == []
 
 
 @given(st.lists(st.floats(0.01, 0.01 * STRAGGLER_FACTOR), min_size=1, max_size=8))
-def test_ranks_within_the_factor_are_not_late(seconds):
+def test_ranks_within_the_factor_are_no_stragglers(seconds):
     assert find_stragglers([{"forward": each} for each in seconds]) == []
 
 
 @given(st.integers(2, 8), st.data())
-def test_half_of_the_ranks_at_most_are_late(size, data):
+def test_at_most_half_of_the_ranks_are_stragglers(size, data):
     seconds = data.draw(st.lists(st.floats(0.0, 10.0), min_size=size, max_size=size))
     assert len(find_stragglers([{"forward": each} for each in seconds])) <= size / 2
 
 
-def test_what_takes_no_time_to_speak_of_is_not_told():
+def test_negligible_differences_are_not_reported():
     assert find_stragglers([{"forward": 0.0001}, {"forward": 0.0011}]) == []

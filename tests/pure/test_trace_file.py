@@ -1,4 +1,4 @@
-"""Laws of traces: their file, their clocks, and what they cost."""
+"""Laws of traces: their file, their clocks, and the costs that they give."""
 
 import json
 
@@ -77,7 +77,7 @@ def trace(*, late: float = 0.0) -> Trace:
     return Trace(PROGRAM, tuple(found))
 
 
-def test_prices_leave_waits_out():
+def test_costs_leave_waits_out():
     found = cost.measure_costs(trace(late=3.0))
     assert found.seconds[0, "U0.0"] == pytest.approx(1.0)
     assert found.seconds[0, "U0.1"] == pytest.approx(1.5)
@@ -181,7 +181,7 @@ def test_the_true_distance_of_two_clocks_lies_within_the_bounds(ahead, delays):
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b'{"traceEvents": [], "otherData": {"program": "0: Q"}}'])
-def test_what_is_no_trace_is_told(data):
+def test_a_file_that_is_no_trace_is_refused(data):
     with pytest.raises(TraceError, match=r"no trace of a run"):
         decode_trace(data)
 
@@ -196,7 +196,7 @@ def test_the_file_is_in_the_format_that_perfetto_reads():
     assert all(row["dur"] >= 0 for row in rows if row["ph"] == "X")
 
 
-def test_a_program_is_simulated_at_its_prices():
+def test_a_program_is_simulated_with_its_costs():
     found = cost.ActionCosts({(0, "F0.0"): 2.0, (1, "F0.0"): 3.0}, {})
     times = simulate(PROGRAM, found.cost, overlap=found.overlap)
     assert (times[0][0].end, times[1][0].end) == (2.0, 3.0)

@@ -1,4 +1,4 @@
-"""Numbers for people: three digits, a fitting prefix, and nothing that is something shown as nothing."""
+"""Numbers for people: three digits, a suitable prefix, and no count above 0 shown as 0."""
 
 import pytest
 from hypothesis import given
@@ -24,7 +24,7 @@ def test_rates_have_three_digits(value: float, text: str) -> None:
 
 
 @given(st.integers(1, 10**12))
-def test_what_is_there_is_told_within_half_a_percent(number: int) -> None:
+def test_a_count_is_shown_within_half_a_percent(number: int) -> None:
     factors = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
     for text in (format_count(number), format_bytes(number)):
         value, _, unit = text.partition(" ")

@@ -1,4 +1,4 @@
-"""The order of gathers: learnt from pleas, and the same on every rank."""
+"""The unshard order: learnt from miss reports, and the same on every rank."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,52 +7,56 @@ from fourfold.plan.unshard_order import MissingBucket, UnshardOrder
 
 
 def learnt(*buckets: int) -> UnshardOrder:
-    """A script of these buckets, whose gathers this rank has all begun and used."""
-    script = UnshardOrder()
-    for place, bucket in enumerate(buckets):
-        script.insert_missing([MissingBucket(bucket, place - 1)])
-        script.mark_used(bucket)
-    assert script.buckets == list(buckets)
-    return script
+    """An order of these buckets, whose all-gathers this rank has begun and used."""
+    order = UnshardOrder()
+    for position, bucket in enumerate(buckets):
+        order.insert_missing([MissingBucket(bucket, position - 1)])
+        order.mark_used(bucket)
+    assert order.buckets == list(buckets)
+    return order
 
 
-def test_what_is_missed_comes_behind_what_its_rank_used_last():
-    script = learnt(0, 1, 2, 3)
-    assert script.insert_missing([MissingBucket(7, 1)]) == [7]
-    assert script.buckets == [0, 1, 7, 2, 3]
-    assert script.missing_bucket(9) == MissingBucket(9, 4)  # this rank has used the last, which is one further now
+def test_a_missing_bucket_is_inserted_after_what_its_rank_used_last():
+    order = learnt(0, 1, 2, 3)
+    assert order.insert_missing([MissingBucket(7, 1)]) == [7]
+    assert order.buckets == [0, 1, 7, 2, 3]
+    assert order.missing_bucket(9) == MissingBucket(
+        9, 4
+    )  # this rank used the last one, whose position is one higher now
 
 
-def test_pleas_of_one_round_mean_places_of_before_it():
-    script = learnt(0, 1, 2, 3)
-    assert script.insert_missing(
+def test_the_miss_reports_of_one_round_refer_to_positions_before_it():
+    order = learnt(0, 1, 2, 3)
+    assert order.insert_missing(
         [MissingBucket(7, 0), MissingBucket(8, 2), MissingBucket(7, 3), MissingBucket(9, -1)]
     ) == [7, 8, 9]
-    assert script.buckets == [9, 0, 7, 1, 2, 8, 3]
+    assert order.buckets == [9, 0, 7, 1, 2, 8, 3]
 
 
-def test_a_rank_pleads_by_the_gather_it_used_and_not_by_those_it_took_part_in():
-    script = learnt(0, 1, 2, 3)
-    script.begin_phase()
-    assert [script.next_bucket() for _ in range(4)] == [0, 1, 2, 3]
-    script.mark_used(1)
-    assert script.has_ended
-    assert script.missing_bucket(5) == MissingBucket(5, 1)
+def test_a_miss_report_names_the_all_gather_that_was_used_not_the_last_one():
+    order = learnt(0, 1, 2, 3)
+    order.begin_phase()
+    assert [order.next_bucket() for _ in range(4)] == [0, 1, 2, 3]
+    order.mark_used(1)
+    assert order.has_ended
+    assert order.missing_bucket(5) == MissingBucket(5, 1)
 
 
-PLEAS = st.lists(st.tuples(st.integers(0, 5), st.integers(-1, 3)).map(lambda pair: MissingBucket(*pair)), max_size=4)
+REPORTS = st.lists(st.tuples(st.integers(0, 5), st.integers(-1, 3)).map(lambda pair: MissingBucket(*pair)), max_size=4)
 
 
-@given(st.lists(PLEAS, max_size=5), st.lists(st.integers(0, 3), min_size=2, max_size=2))
-def test_ranks_that_have_used_other_buckets_have_the_same_script_all_the_same(rounds, used):
+@given(st.lists(REPORTS, max_size=5), st.lists(st.integers(0, 3), min_size=2, max_size=2))
+def test_ranks_that_used_different_buckets_still_have_the_same_order(rounds, used):
     ranks = [learnt(0, 1, 2, 3) for _ in used]
-    for script, bucket in zip(ranks, used, strict=True):
-        script.begin_phase()
-        while not script.has_ended:
-            script.next_bucket()
-        script.mark_used(bucket)
-    for pleas in rounds:
-        first, second = (script.insert_missing(pleas) for script in ranks)
-        assert first == second == list(dict.fromkeys(plea.bucket for plea in pleas))
+    for order, bucket in zip(ranks, used, strict=True):
+        order.begin_phase()
+        while not order.has_ended:
+            order.next_bucket()
+        order.mark_used(bucket)
+    for reports in rounds:
+        first, second = (order.insert_missing(reports) for order in ranks)
+        assert first == second == list(dict.fromkeys(report.bucket for report in reports))
     assert ranks[0].buckets == ranks[1].buckets
-    assert sorted(set(ranks[0].buckets)) == sorted({0, 1, 2, 3} | {p.bucket for pleas in rounds for p in pleas})
+    assert sorted(set(ranks[0].buckets)) == sorted(
+        {0, 1, 2, 3} | {report.bucket for reports in rounds for report in reports}
+    )
