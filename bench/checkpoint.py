@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from bench.measurement import describe_machine, format_table
+from fourfold.checkpoint.collect import TrainingState
 from fourfold.checkpoint.manager import NUM_KEPT, AttemptDir, CheckpointManager, TrainingProgress
-from fourfold.checkpoint.state import TrainingState
 from fourfold.environment.world import from_environment
 from fourfold.feed.feed import Feed
 from fourfold.plan.plan import Plan

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from fourfold.words.text_table import align_columns
+
 MB = 1_000_000
 
 
@@ -62,9 +64,4 @@ def describe_machine() -> str:
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
     """Rows under a first row of titles, aligned: the first column to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  "
-        + "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    )
+    return "\n".join(f"  {line}" for line in align_columns(rows, "<" + ">" * (len(rows[0]) - 1)))

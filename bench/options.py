@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from bench.measurement import describe_machine
-from fourfold.parts.comm.reduce import collective_fingerprint
+from fourfold.parts.comm.reduce import collective_fingerprint, divergence_report
 from fourfold.parts.optim import option_tracker
 
 NUM_READINGS, WARMUP = 3000, 200
@@ -71,7 +71,7 @@ def main() -> None:
             for other in others:
                 ratio = median(one / two for one, two in zip(mine, other, strict=True))
                 said.append(f"other {median(other):.1f} µs, ratio {ratio:.2f}")
-        text = collective_fingerprint.with_options(CALL_TEXT, option_tracker.OptionTracker(optimizer).text())
+        text = divergence_report.with_options(CALL_TEXT, option_tracker.OptionTracker(optimizer).text())
         call = microseconds(lambda text=text: collective_fingerprint.fingerprint(text)) - microseconds(
             lambda: collective_fingerprint.fingerprint(CALL_TEXT)
         )

@@ -17,13 +17,14 @@ from typing import NamedTuple
 
 from bench.checkpoint import NullLog
 from bench.measurement import describe_machine, format_table
+from fourfold.checkpoint.collect import TrainingState
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
-from fourfold.checkpoint.state import TrainingState
 from fourfold.feed.feed import Feed
 from fourfold.plan.plan import Plan
 from fourfold.step.build import TrainStep, parallelize
 from fourfold.tasks import lm
-from fourfold.trainer.tracer import SAMPLE_EVERY, Tracer
+from fourfold.trainer.settings import TRACE_EVERY
+from fourfold.trainer.tracer import Tracer
 
 BLOCK_STEPS = 10
 WARM_UP = 5
@@ -96,7 +97,7 @@ def main() -> None:
         def sampled() -> None:
             nonlocal samples
             samples += 1
-            with tracing.sample(SAMPLE_EVERY * samples):
+            with tracing.sample(TRACE_EVERY * samples):
                 one()
 
         def unsampled() -> None:
@@ -118,12 +119,12 @@ def main() -> None:
         )
         heads = ("", "step, ms", "more, ms", "of the steps", "middle half")
         saved = f"one save in {SAVE_EVERY} steps"
-        traced = f"one sampled step in {SAMPLE_EVERY}"
+        traced = f"one sampled step in {TRACE_EVERY}"
         rows = [heads, format_row(saved, saves_found.wall_seconds, BLOCK_STEPS, SAVE_EVERY)]
         rows += [format_row(f"{saved}, processor", saves_found.cpu_seconds, BLOCK_STEPS, SAVE_EVERY)]
         rows += [
-            format_row(traced, steps_found.wall_seconds, 1, SAMPLE_EVERY),
-            format_row(f"{traced}, processor", steps_found.cpu_seconds, 1, SAMPLE_EVERY),
+            format_row(traced, steps_found.wall_seconds, 1, TRACE_EVERY),
+            format_row(f"{traced}, processor", steps_found.cpu_seconds, 1, TRACE_EVERY),
         ]
         print(format_table(rows))
         print(f"\n{late} of {saves} saves were still being written when their block ended")

@@ -26,13 +26,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench import bert
 from bench.measurement import describe_machine, format_table
+from fourfold.parts.comm.reduce.single_rank import SingleRankTransport
 from fourfold.parts.comm.ring.p2p import RingOverP2P
 from fourfold.parts.comm.ring.single_rank import NullRingGroup
-from fourfold.parts.comm.transports import SingleRankTransport
 from fourfold.parts.data.flat_params import flatten_params, param_specs
 from fourfold.parts.data.grad_buckets import GradBuckets
 from fourfold.parts.sequence.attention import AttentionDropout, SequenceGroup, sequence_attention
-from fourfold.plan.data import RESTING_LAYOUTS, grad_buffer_indices, make_buckets
+from fourfold.plan.data.buckets import make_buckets
+from fourfold.plan.data.zero import RESTING_LAYOUTS, grad_buffer_indices
 from fourfold.plan.plan import Plan
 from fourfold.testing.peak_memory import PeakMemory
 from fourfold.words.layout import SPLIT

@@ -1,12 +1,12 @@
 """Draws docs/rates.svg: python docs/rates.py
 
-Law: the curves are those of `fourfold.Rates`; nothing is drawn by hand.
+Law: the curves are those of `fourfold.LRSchedule`; nothing is drawn by hand.
 """
 
 from pathlib import Path
 
 import fourfold as ff
-from fourfold.report.svg import Series, lines
+from fourfold.report.svg import Series, line_chart
 
 STEPS, WARMUP, TUNED, BATCH = 900, 90, 64, 512
 STYLE = """<style>
@@ -20,14 +20,14 @@ STYLE = """<style>
 
 
 def draw() -> str:
-    rows = [(schedule, schedule, "linear") for schedule in ("constant", "step", "linear", "cosine")]
+    rows = [(curve, curve, "linear") for curve in ("constant", "step", "linear", "cosine")]
     series = []
-    for colour, (name, schedule, scale) in enumerate([*rows, ("cosine, √", "cosine", "sqrt")]):
-        rates = ff.LRSchedule(schedule=schedule, scale=scale, warmup=WARMUP, batch_size=TUNED)
-        factor = rates.lr_factors(steps=STEPS, batch_size=BATCH)
+    for colour, (name, curve, scale) in enumerate([*rows, ("cosine, √", "cosine", "sqrt")]):
+        schedule = ff.LRSchedule(schedule=curve, scale=scale, warmup=WARMUP, batch_size=TUNED)
+        factor = schedule.lr_lambda(steps=STEPS, batch_size=BATCH)
         series.append(Series(name, [(step, factor(step)) for step in range(0, STEPS + 1, 3)], colour))
     title = f"Schedules after {WARMUP} steps of warm-up, batch {BATCH} of {TUNED}"
-    drawing = lines(series, x="step", y="rate / tuned rate", title=title, from_zero=True)
+    drawing = line_chart(series, x="step", y="rate / tuned rate", title=title, from_zero=True)
     head, close, rest = drawing.partition("</title>")
     return f"{head}{close}{STYLE}{rest}\n"
 

@@ -1,12 +1,12 @@
 """Draws docs/sequence-axis.svg: python docs/sequence_axis.py
 
-Law: spans, tiles and work are those of `fourfold.plan.sequence`; nothing is drawn by hand.
+Law: token ranges, tiles and work come from `fourfold.plan.sequence`; nothing is drawn by hand.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from fourfold.plan.sequence import Spans, Tile, chunks, tiles, work
+from fourfold.plan.sequence import Tile, TokenRanges, scores_per_index, tiles, token_ranges
 
 RANKS, CHUNKS, CELL = 4, 8, 20
 WIDTH, HEIGHT = 960, 396
@@ -33,9 +33,9 @@ def draw() -> str:
 
 
 def _order(ring: str, x: int) -> Iterator[str]:
-    """Causal scores, queries by keys, in the colours of the ranks that compute them; then the ranks' shares of them."""
-    spans = chunks(CHUNKS, RANKS, ring)
-    of = {token: rank for rank, those in enumerate(spans) for start, stop in those for token in range(start, stop)}
+    """Causal scores, queries by keys, in the colour of the rank that computes them; below, the work of each rank."""
+    ranges = token_ranges(CHUNKS, RANKS, ring)
+    owner = {token: rank for rank, parts in enumerate(ranges) for part in parts for token in range(*part)}
     left = x + 36
     yield _text(left, 34, "h", f"{ring} order")
     yield _text(left, 58, "s", "keys →")
@@ -43,28 +43,28 @@ def _order(ring: str, x: int) -> Iterator[str]:
     yield _rect(left, TOP, CHUNKS * CELL, CHUNKS * CELL, "none")
     for token in range(CHUNKS):
         at = token * CELL
-        yield _rect(left + at, TOP - 18, CELL - 1, 8, f"c{of[token]}")
-        yield _rect(left - 14, TOP + at, 8, CELL - 1, f"c{of[token]}")
+        yield _rect(left + at, TOP - 18, CELL - 1, 8, f"c{owner[token]}")
+        yield _rect(left - 14, TOP + at, 8, CELL - 1, f"c{owner[token]}")
         for key in range(CHUNKS):
             corner = left + key * CELL, TOP + at
             if key < token:
-                yield _rect(*corner, CELL - 1, CELL - 1, f"c{of[token]}")
+                yield _rect(*corner, CELL - 1, CELL - 1, f"c{owner[token]}")
             elif key == token:
-                yield _half(*corner, CELL - 1, f"c{of[token]}")
-    # Of long sequences: the diagonal counts half.
-    shares = work(CHUNKS * 1024, RANKS, ring, causal=True)
-    balanced = sum(shares) / RANKS
-    for rank, share in enumerate(shares):
+                yield _half(*corner, CELL - 1, f"c{owner[token]}")
+    # A long sequence, where a block on the diagonal is half the work of a full one.
+    num_scores = scores_per_index(CHUNKS * 1024, RANKS, ring, causal=True)
+    mean = sum(num_scores) / RANKS
+    for rank, scores in enumerate(num_scores):
         y = TOP + CHUNKS * CELL + 24 + 18 * rank
         yield _text(left + 44, y + 11, "s r", f"rank {rank}")
-        yield _rect(left + 52, y + 1, round(48 * share / balanced), 11, f"c{rank}")
-        yield _text(left + 58 + round(48 * share / balanced), y + 11, "s", f"{share / balanced:.2f}")
+        yield _rect(left + 52, y + 1, round(48 * scores / mean), 11, f"c{rank}")
+        yield _text(left + 58 + round(48 * scores / mean), y + 11, "s", f"{scores / mean:.2f}")
     yield _text(left, HEIGHT - 14, "s", "work of attention, even = 1")
 
 
 def _travel(x: int) -> Iterator[str]:
-    """What each rank holds of keys and values after each hop, and which half of the scores it computes with them."""
-    spans = chunks(CHUNKS, RANKS, "zigzag")
+    """The keys and values that a rank holds after each hop, and the half of the scores that it computes with them."""
+    ranges = token_ranges(CHUNKS, RANKS, "zigzag")
     yield _text(x, 34, "h", "K and V travel, zigzag order")
     for hop in range(RANKS):
         yield _text(x + 76 + hop * HOP + GLYPH // 2, 58, "s m", f"hop {hop}" if hop else "own")
@@ -74,14 +74,14 @@ def _travel(x: int) -> Iterator[str]:
         yield _text(x, y + 27, "t", f"rank {rank}")
         for hop in range(RANKS):
             left = x + 76 + hop * HOP
-            whose = (rank - hop) % RANKS  # K and V travel to higher ranks
-            yield from _glyph(left, y, spans[rank], spans[whose], whose)
+            owner = (rank - hop) % RANKS  # K and V travel to higher ranks
+            yield from _glyph(left, y, ranges[rank], ranges[owner], owner)
             if hop + 1 < RANKS:
                 start = left + GLYPH + 5, y + GLYPH - 6
                 if rank + 1 < RANKS:
                     yield _arrow(*start, left + HOP - 5, y + step + 6)
                 else:
-                    # Around: leaves below the last rank, comes in above the first.
+                    # The ring closes: the arrow leaves below the last rank and comes in above the first.
                     yield f'<path d="M{start[0]} {start[1]}l14 12" class="go"/>'
                     yield _arrow(left + HOP - 19, TOP - 18 - 6, left + HOP - 5, TOP - 18 + 6)
     y = HEIGHT - 54
@@ -90,16 +90,16 @@ def _travel(x: int) -> Iterator[str]:
     yield _text(x, y + 40, "s", "half a square at every hop, on every rank.")
 
 
-def _glyph(x: int, y: int, queries: Spans, keys: Spans, whose: int) -> Iterator[str]:
+def _glyph(x: int, y: int, queries: TokenRanges, keys: TokenRanges, owner: int) -> Iterator[str]:
     yield _rect(x, y, GLYPH, GLYPH, "none")
     unit = GLYPH // 2
     for tile in tiles(queries, keys, causal=True):
-        yield from _tile(x, y, unit, tile, whose)
+        yield from _tile(x, y, unit, tile, owner)
 
 
-def _tile(x: int, y: int, unit: int, tile: Tile, whose: int) -> Iterator[str]:
+def _tile(x: int, y: int, unit: int, tile: Tile, owner: int) -> Iterator[str]:
     (top, bottom), (left, right) = tile.queries, tile.keys
-    corner, colour = (x + left * unit, y + top * unit), f"c{whose}"
+    corner, colour = (x + left * unit, y + top * unit), f"c{owner}"
     if tile.causal:
         yield _half(*corner, (bottom - top) * unit, colour)
     else:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fourfold.parts.sequence.attention import AttentionDropout, SequenceGroup, sequence_attention
-from fourfold.parts.sequence.dropout import DropoutMask
+from fourfold.parts.sequence.attention import SequenceGroup, sequence_attention
+from fourfold.parts.sequence.dropout import AttentionDropout, DropoutMask
 from fourfold.plan.sequence import RINGS, TokenRanges, token_positions
 
 TOLERANCE = 1e-12

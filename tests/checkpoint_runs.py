@@ -9,8 +9,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from fourfold.checkpoint.collect import TrainingState, collect_tensors
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
-from fourfold.checkpoint.state import TrainingState, collect_tensors
 from fourfold.checkpoint.store import CheckpointStore
 from fourfold.feed.feed import Feed
 from fourfold.step.ema import EMA

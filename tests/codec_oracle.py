@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fourfold.parts.codec import registry
 from fourfold.parts.codec.registry import Codec
 from fourfold.parts.data.flat_params import param_specs
-from fourfold.plan.data import Bucket, make_buckets
+from fourfold.plan.data.buckets import Bucket, make_buckets
 from fourfold.step.batch import Microbatch, split_microbatches
 from fourfold.step.loss_sum import sum_loss
 from fourfold.step.model_call import call_model

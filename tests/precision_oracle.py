@@ -16,6 +16,7 @@ CASE = Case(precision="bf16", batch_sizes=(12, 12, 12, 12), bucket_bytes=1000, o
 # torch's fused kernels round the last elements of a tensor otherwise than the others: which those are depends on where
 # a parameter lies.
 OPTIMIZER_OPTIONS = {"foreach": True}
+LAYER_WISE = ("LARS", "LAMB")  # which have no such kernels
 # Where weights rest split, and are gathered: not among the threads of one host, unless they meet in a group.
 ZERO_FIELDS: dict[int, dict[str, Any]] = {
     zero: {"zero": zero, "transport": "gloo" if zero == 3 else "by-host"} for zero in range(4)
@@ -23,10 +24,14 @@ ZERO_FIELDS: dict[int, dict[str, Any]] = {
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
+def _optimizer(case: Case) -> Any:
+    return cases.optimizer(case, **({} if case.optimizer in LAYER_WISE else OPTIMIZER_OPTIONS))
+
+
 def train_oracle(case: Case, size: int = 1) -> TrainingResult:
     """What `size` ranks ought to do, in one process: rounded copies compute, torch.optim updates float32 weights."""
     masters, working = cases.model(case.model).float(), cases.model(case.model).to(DTYPES[case.precision])
-    optimizer, loss = cases.optimizer(case, **OPTIMIZER_OPTIONS)(masters.parameters()), cases.loss(case)
+    optimizer, loss = _optimizer(case)(masters.parameters()), cases.loss(case)
     losses, norms = [], []
     for batch in batches(case):
         with torch.no_grad():
@@ -74,11 +79,7 @@ def add_in_order(parts):
 
 def make_step(case: Case, size: int, ranks: Any = None) -> Any:
     """The case's step, of a model in float32: on the ranks given (threads), or on those of the environment."""
-    model, loss, optimizer = (
-        cases.model(case.model).float(),
-        cases.loss(case),
-        cases.optimizer(case, **OPTIMIZER_OPTIONS),
-    )
+    model, loss, optimizer = cases.model(case.model).float(), cases.loss(case), _optimizer(case)
     if ranks is None:
         return parallelize(model, loss, optimizer, case.plan(size), clip=case.clip)
     return TrainStep(model, loss, optimizer, plan=case.plan(size), communicator=ranks, clip=case.clip)

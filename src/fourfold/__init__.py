@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fourfold import optim
     from fourfold.feed.dataloader import shard
     from fourfold.feed.feed import Feed
-    from fourfold.parts.comm.transports import world
+    from fourfold.parts.comm.init import world
     from fourfold.plan.lr_schedule import LRSchedule
     from fourfold.plan.plan import Plan
     from fourfold.step.build import TrainStep, parallelize

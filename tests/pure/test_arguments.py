@@ -61,8 +61,9 @@ def task(**given: Any) -> ff.Task:
 
 def train(runs: Any, of: ff.Task | None = None, **given: Any) -> ff.FourfoldError | None:
     """What a run in this process raises; None where it ends well."""
+    options: dict[str, Any] = {"folder": str(runs), "checkpoint_every": 0, "trace_every": 0, **given}
     try:
-        ff.train(of or task(), **{"folder": str(runs), "checkpoint_every": 0, "trace_every": 0, **given})
+        ff.train(of or task(), **options)
     except FourfoldError as error:
         return error
     return None
@@ -116,11 +117,11 @@ def test_a_seed_that_torch_does_not_take_is_refused_everywhere(seed: Any, tmp_pa
         "ema": (0, 1, "a", NAN, INF),
         "name": (3, "", "a/b", "..", "a\0b", "a\nb", "\x1b[31m", "x" * 300),
         "folder": (3, None),
-        "label": (None, 3),
-        "spec": (3,),
+        "run_prefix": (None, 3),
+        "task_name": (3,),
         "init": (3,),
         "rates": (3, {}),
-        "extra": (3, {"a": torch.zeros(1)}),
+        "extra_settings": (3, {"a": torch.zeros(1)}),
         "plan": (3, {"dp": 1}, "plan.toml"),
     }.items(),
 )
@@ -139,8 +140,8 @@ def test_all_settings_that_are_wrong_are_told_at_once(tmp_path: Any) -> None:
 
 
 def test_numbers_of_numpy_are_numbers_and_pythons_own_keep_their_identity() -> None:
-    theirs = make_settings(task(), batch_size=np.int64(4), clip=np.float32(2), seed=np.uint8(3)).identity()
-    assert theirs == make_settings(task(), batch_size=4, clip=2.0, seed=3).identity()
+    theirs = make_settings(task(), batch_size=np.int64(4), clip=np.float32(2), seed=np.uint8(3))
+    assert theirs == make_settings(task(), batch_size=4, clip=2.0, seed=3)
     assert type(make_settings(task(), clip=1).clip) is int
 
 

@@ -4,17 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.data import (
-    RESTING_LAYOUTS,
-    DataStepSpec,
-    ParamSpec,
-    ShardGroups,
-    effective_bucket_bytes,
-    layout_changes,
-    lower_step,
-    make_buckets,
-    step_sent_bytes,
-)
+from fourfold.plan.data.buckets import ParamSpec, effective_bucket_bytes, make_buckets
+from fourfold.plan.data.step_program import DataStepSpec, lower_step
+from fourfold.plan.data.zero import RESTING_LAYOUTS, ShardGroups, layout_changes, step_sent_bytes
 from fourfold.words.layout import Change
 from fourfold.words.program import Verb
 

@@ -140,9 +140,9 @@ FIRST, SECOND = "rank-000.safetensors", "rank-001.safetensors"
         ({"tensors": entry((FIRST, (-1, 0), (4, 2)))}, "offsets (-1, 0)"),
         ({"tensors": entry((FIRST, (0,), (4,)))}, "offsets (0,)"),
         ({"tensors": entry((FIRST, (0, 0), (2, 2)))}, "a gap"),
-        ({"tensors": entry((FIRST, (0, 0), (2, 2)), (SECOND, (1, 0), (2, 2)))}, "lie on each other"),
-        ({"tensors": entry((FIRST, (0, 0), (4, 1)), (SECOND, (0, 0), (4, 1)))}, "lie on each other"),
-        ({"tensors": entry((FIRST, (0, 0), (2, 2)), (FIRST, (2, 0), (2, 2)))}, "two stretches in one file"),
+        ({"tensors": entry((FIRST, (0, 0), (2, 2)), (SECOND, (1, 0), (2, 2)))}, "or overlap"),
+        ({"tensors": entry((FIRST, (0, 0), (4, 1)), (SECOND, (0, 0), (4, 1)))}, "or overlap"),
+        ({"tensors": entry((FIRST, (0, 0), (2, 2)), (FIRST, (2, 0), (2, 2)))}, "two boxes in one file"),
     ],
 )
 def test_a_manifest_that_cannot_be_true_is_not_believed(fields, said):

@@ -15,7 +15,7 @@ from fourfold.plan.codec import (
     low_rank_spec,
     num_sent,
 )
-from fourfold.plan.data import Bucket, Slot
+from fourfold.plan.data.buckets import Bucket, Slot
 from fourfold.plan.plan import APPLIES_WHEN, Plan
 from fourfold.plan.plan_fields import FIELDS
 from fourfold.words.errors import PlanError

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.checkpoint.store import read_manifest, verify_checkpoint
+from fourfold.checkpoint.manifest_file import read_manifest, verify_checkpoint
 from fourfold.launch import failure_report
 from fourfold.plan.decode import MAX_DEPTH, DecodeError, from_json, from_toml, is_too_deep, read_bounded
 from fourfold.plan.plan import Plan

@@ -11,19 +11,9 @@ from typing import Any
 
 import pytest
 
-from fourfold.doctor.checks import (
-    FAIL,
-    GIB,
-    MIB,
-    OK,
-    OLDEST_TORCH,
-    WARN,
-    GlooTiming,
-    MachineFacts,
-    check_machine,
-    exit_code,
-    format_findings,
-)
+from fourfold.doctor.checks import GIB, MIB, OLDEST_TORCH, check_machine
+from fourfold.doctor.facts import GlooTiming, MachineFacts
+from fourfold.doctor.findings import FAIL, OK, WARN, exit_code, format_findings
 from fourfold.doctor.machine_probe import probe_machine
 
 ROOT = Path(__file__).parents[2]
@@ -112,7 +102,7 @@ def test_a_container_limit_counts_only_where_it_is_lower() -> None:
     def memory(**changes: Any) -> str:
         return next(f.value for f in check_machine(dataclasses.replace(HEALTHY, **changes)) if f.name == "memory")
 
-    assert memory(limit_bytes=8 * GIB, limit_left_bytes=6 * GIB) == "6.0 GiB free of 8.0 GiB (container limit)"
+    assert memory(limit_bytes=8 * GIB, limit_left_bytes=6 * GIB) == "6.00 GiB free of 8.00 GiB (container limit)"
     assert memory(limit_bytes=999 * GIB, limit_left_bytes=1) == "50.0 GiB free of 64.0 GiB"
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fourfold.launch import failure_report
+from fourfold.launch.traceback_text import format_error
 from fourfold.words.errors import PeerError, PlanError, Problem
 
 
@@ -197,7 +198,7 @@ def test_a_traceback_is_cut_to_the_users_lines() -> None:
     import torch
 
     # Through torch's frames and fourfold's, and the user's in between.
-    text = failure_report.format_error(
+    text = format_error(
         raised("tree.tree_map(lambda x: x.no_such_name, [1])", tree=torch.utils._pytree)  # type: ignore[attr-defined]
     )
     lines = text.splitlines()
@@ -213,7 +214,7 @@ def test_full_tracebacks_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("FOURFOLD_TRACEBACK", "full")
     error = raised("tree.tree_map(lambda x: x.no_such_name, [1])", tree=torch.utils._pytree)  # type: ignore[attr-defined]
-    assert "_pytree.py" in failure_report.format_error(error)
+    assert "_pytree.py" in format_error(error)
 
 
 def test_an_error_of_our_own_code_keeps_every_frame() -> None:
@@ -222,17 +223,15 @@ def test_an_error_of_our_own_code_keeps_every_frame() -> None:
     error = caught.value
     assert error.__traceback__ is not None
     error.__traceback__ = error.__traceback__.tb_next  # this test's own frame
-    assert "failure_report.py" in failure_report.format_error(error)
+    assert "failure_report.py" in format_error(error)
 
 
 def test_what_caused_an_error_is_told_too() -> None:
-    text = failure_report.format_error(
-        raised("try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise ValueError('v') from e")
-    )
+    text = format_error(raised("try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise ValueError('v') from e"))
     assert text.index("ZeroDivisionError") < text.index("direct cause") < text.index("ValueError: v")
 
 
 def test_our_own_errors_speak_without_traceback() -> None:
-    assert failure_report.format_error(PlanError(Problem("dp = 3", "2 ranks", "dp = 2"), where="plan.toml")) == (
+    assert format_error(PlanError(Problem("dp = 3", "2 ranks", "dp = 2"), where="plan.toml")) == (
         "PlanError: 1 problem in plan.toml\n  dp = 3   need 2 ranks   try dp = 2"
     )

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.cli.arguments import LR_PREFIX, RUN_SETTINGS, parse_values
+from fourfold.cli.arguments import RUN_SETTINGS, parse_values
 from fourfold.plan.lr_schedule import CURVES, SCALING_RULES, LRSchedule
+from fourfold.trainer.settings import LR_PREFIX
 from fourfold.words.errors import SettingError
 
 

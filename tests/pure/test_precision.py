@@ -2,7 +2,8 @@
 
 import pytest
 
-from fourfold.plan.data import ParamSpec, ShardGroups, make_buckets, step_sent_bytes
+from fourfold.plan.data.buckets import ParamSpec, make_buckets
+from fourfold.plan.data.zero import ShardGroups, step_sent_bytes
 from fourfold.plan.precision import LossScaler, compute_specs, gradient_bucket, has_master_weights
 
 SPECS = [

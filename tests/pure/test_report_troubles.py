@@ -9,7 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fourfold.report import checkpoint_card, faults, page, run_record, svg
-from fourfold.report.faults import FaultLine, Faults
+from fourfold.report.faults import Faults
+from fourfold.trainer.fault_log import Fault
 from tests.pure.test_report import NASTY, make, parsed, words
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -24,7 +25,7 @@ RESTART = {
 }
 SKIPPED = {"time": 1795260060.0, "kind": "skipped step", "step": 5, "rank": None, "host": None, "text": "NaN"}
 FAULTS = st.builds(
-    FaultLine,
+    Fault,
     time=st.floats(),
     kind=st.text(),
     step=st.integers(),
@@ -100,7 +101,7 @@ def test_a_line_that_cannot_be_read_is_counted_and_hides_no_other(junk, tmp_path
 
 
 @given(known=st.lists(FAULTS, min_size=1, max_size=60), resumed=st.lists(st.integers(0, 10**6), max_size=9))
-@example(known=[FaultLine(1e300, "\x00" + NASTY, 2**70, text="\x1b[31m")], resumed=[])
+@example(known=[Fault(time=1e300, kind="\x00" + NASTY, step=2**70, text="\x1b[31m")], resumed=[])
 def test_any_fault_is_shown_well_formed(known, resumed):
     card = faults.faults_card(Faults(known), resumed)
     root = ElementTree.fromstring(f"<html>{card}</html>")

@@ -7,8 +7,9 @@ import pytest
 
 from fourfold.launch import failure_report, hang_detector
 from fourfold.launch.failure_report import Cause
+from fourfold.launch.heartbeat_file import HeartbeatFile
 from fourfold.launch.restart_policy import RestartBudget, SupervisionPolicy
-from fourfold.trainer.heartbeat import DONE, PAUSED, STARTING, STEPPING, Heartbeat, HeartbeatFile, HeartbeatRecord
+from fourfold.trainer.heartbeat import DONE, PAUSED, STARTING, STEPPING, Heartbeat, HeartbeatRecord
 from fourfold.words.errors import CheckpointError, PeerError, StoppedError, TrainingError
 
 KILLED = Cause("rank 1 of 2 was killed", 1, 1, signal=9)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.data import RESTING_LAYOUTS, DataStepSpec, lower_step
+from fourfold.plan.data.step_program import DataStepSpec, lower_step
+from fourfold.plan.data.zero import RESTING_LAYOUTS
 from fourfold.plan.dependencies import Dependencies, lane_of
 from fourfold.plan.simulate import makespan, simulate
 from fourfold.words.program import Action, ProgramError, Verb, parse_program

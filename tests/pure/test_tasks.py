@@ -16,15 +16,6 @@ from fourfold.words.errors import DataError, SettingError, TaskError
 SMALL: dict[str, Any] = {"width": 32, "layers": 2, "heads": 4, "length": 16}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads of a small model only wait for each other on a machine that is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def small_model(**settings: int) -> torch.nn.Module:
     torch.manual_seed(0)
     return lm.task(**{**SMALL, **settings}).model().double()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.cli import main
-from fourfold.launch import failure_report
+from fourfold.launch.traceback_text import format_error
 from fourfold.report.progress import Progress
 from fourfold.tasks import lm
 from fourfold.words.errors import Problem, SettingError
@@ -39,8 +39,8 @@ def test_controls_are_written_out_and_text_of_every_language_stays() -> None:
 def test_errors_show_what_they_were_given_escaped() -> None:
     assert not steers(str(SettingError(Problem(NASTY, NASTY, NASTY), where=NASTY)))
     assert not steers(str(SettingError(NASTY)))
-    assert not steers(failure_report.format_error(ValueError(NASTY)))
-    assert r"\x1b[31m" in failure_report.format_error(ValueError(NASTY))
+    assert not steers(format_error(ValueError(NASTY)))
+    assert r"\x1b[31m" in format_error(ValueError(NASTY))
 
 
 def test_a_sample_of_generated_text_is_printed_escaped() -> None:

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.plan import cost, step_breakdown
-from fourfold.plan.data import RESTING_LAYOUTS, DataStepSpec, lower_step
+from fourfold.plan.data.step_program import DataStepSpec, lower_step
+from fourfold.plan.data.zero import RESTING_LAYOUTS
 from fourfold.plan.simulate import makespan, simulate
 from fourfold.plan.trace_file import (
     Event,

@@ -16,11 +16,12 @@ import torch
 from fourfold.checkpoint import manager as keeping
 from fourfold.checkpoint import write
 from fourfold.checkpoint.manager import CheckpointManager
-from fourfold.checkpoint.store import CheckpointStore, newest_valid, verify_checkpoint
+from fourfold.checkpoint.manifest_file import verify_checkpoint
+from fourfold.checkpoint.store import CheckpointStore, newest_valid
 from fourfold.cli import checkpoint as checkpoints
 from fourfold.plan.plan import Plan
 from fourfold.testing import threads
-from fourfold.trainer.run_dir import check_run_name, format_finished, read_finished_record, read_identity
+from fourfold.trainer.run_identity import check_run_name, format_finished, read_finished_record, read_identity
 from fourfold.words.errors import CheckpointError, SettingError, UnreadableCheckpointError
 from tests.cases import Case
 from tests.checkpoint_runs import ThreadRun, rewrite_manifest, save_twice
@@ -150,10 +151,10 @@ def test_a_checkpoint_that_was_copied_to_the_name_of_another_step_is_damaged(tmp
 
 
 def test_a_mark_that_is_damaged_is_told_and_the_checkpoints_before_stay(tmp_path, monkeypatch):
-    def broken(path, suffix, text, real=keeping._write_marker):
+    def broken(path, suffix, text, real=keeping.write_marker):
         real(path, suffix, b'{"file":' * 100_000 if "step-00000003" in str(path) else text)
 
-    monkeypatch.setattr(keeping, "_write_marker", broken)
+    monkeypatch.setattr(keeping, "write_marker", broken)
 
     def body(ranks):
         run = ThreadRun(Case(), ranks, tmp_path)
@@ -177,7 +178,7 @@ def test_settings_that_cannot_be_read_say_nothing_of_the_run(text, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"finished": 3}\n' + text + "\n")
     assert read_identity(tmp_path) is None
     assert read_finished_record(tmp_path) is None
-    with pytest.raises(SettingError, match="is there already"):
+    with pytest.raises(SettingError, match="exists already"):
         check_run_name(tmp_path.parent, tmp_path.name, {"task": "a"})
     assert "is finished (3 steps)" in format_finished(tmp_path, {"finished": 3}, Plan())
 
@@ -285,7 +286,7 @@ def test_a_folder_that_nothing_can_be_written_to_is_told_without_waiting_for_mar
 
 def test_a_folder_that_is_removed_while_it_is_written_is_told_without_waiting_for_marks(tmp_path, monkeypatch):
     monkeypatch.setattr(keeping, "MARKER_TIMEOUT_SECONDS", 10.0)
-    marked, first = keeping._write_marker, threading.Event()
+    marked, first = keeping.write_marker, threading.Event()
 
     def mark(path, suffix, text):
         if "step-00000003" in str(path) and path.name == "rank-001":
@@ -296,7 +297,7 @@ def test_a_folder_that_is_removed_while_it_is_written_is_told_without_waiting_fo
         if "step-00000003" in str(path):
             first.set()
 
-    monkeypatch.setattr(keeping, "_write_marker", mark)
+    monkeypatch.setattr(keeping, "write_marker", mark)
 
     def body(ranks):
         run = ThreadRun(Case(), ranks, tmp_path)

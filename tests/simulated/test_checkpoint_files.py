@@ -9,10 +9,12 @@ from safetensors.torch import load_file, save_file
 
 from fourfold.checkpoint import manager as keeping
 from fourfold.checkpoint import write
+from fourfold.checkpoint.collect import TrainingState
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
-from fourfold.checkpoint.read import CheckpointReader, check_weights_file, export_weights, load_weights_file
-from fourfold.checkpoint.state import TrainingState
-from fourfold.checkpoint.store import CheckpointStore, read_manifest
+from fourfold.checkpoint.manifest_file import read_manifest
+from fourfold.checkpoint.read import CheckpointReader
+from fourfold.checkpoint.store import CheckpointStore
+from fourfold.checkpoint.weights_file import check_weights_file, export_weights, load_weights_file
 from fourfold.feed.feed import Feed
 from fourfold.plan.plan import Plan
 from fourfold.step.build import TrainStep

@@ -5,8 +5,6 @@ import functools
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from fourfold.parts.optim.user_optimizer import ELEMENTWISE
@@ -18,29 +16,6 @@ from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import TaskError, TrainingError
 from fourfold.words.program import Verb
 from tests.cases import LOSSES, Case, batches, build_step, deviation, local_batch, train_step
-
-SIZES = st.integers(1, 4)
-
-
-@settings(max_examples=40)
-@given(
-    size=SIZES,
-    model=st.sampled_from(["mlp", "tied", "frozen"]),
-    loss=st.sampled_from(["values", "pair", "scalar", "masked"]),
-    batch_sizes=st.lists(st.integers(1, 13), min_size=1, max_size=3).map(tuple),
-    microbatches=st.integers(1, 3),
-    clip=st.sampled_from([None, 0.05, 100.0]),
-    bucket_bytes=st.sampled_from([1, 1500, 4000, 2**20]),
-    zero=st.integers(0, 2),
-    update=st.sampled_from(["after", "in_backward", "in_forward"]),
-)
-def test_every_data_mesh_gives_the_same_training(size, **fields):
-    case = Case(**fields)
-    if case.update == "in_backward" and case.clip is not None:
-        return
-    if case.loss == "masked" and any((t < 6).sum() == 0 for _, t in batches(case)):
-        return
-    assert max(threads.run(size, lambda ranks: deviation(case, size, ranks))) <= TOLERANCE
 
 
 @pytest.mark.parametrize("kind", [cls.__name__ for cls in ELEMENTWISE])
@@ -58,12 +33,11 @@ def test_a_parameter_without_gradient_is_named(zero, microbatches):
     assert "spare.bias" in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["unused", "sometimes"])
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("zero", [0, 1, 2])
-def test_a_parameter_without_gradient_anywhere_keeps_its_weight_and_state(kind, microbatches, zero):
-    # "sometimes": the spare layer works for even microbatches only, so on some ranks and in some steps it has none.
-    case = Case(model=kind, unused="allow", microbatches=microbatches, zero=zero)
+def test_a_parameter_without_gradient_on_some_ranks_is_trained_by_the_others(microbatches, zero):
+    # The spare layer works for even microbatches only, so on some ranks and in some steps it has no gradient.
+    case = Case(model="sometimes", unused="allow", microbatches=microbatches, zero=zero)
     assert max(threads.run(3, lambda ranks: deviation(case, 3, ranks))) <= TOLERANCE
 
 

@@ -22,11 +22,6 @@ from fourfold.words.errors import TaskError
 LENGTH, WIDTH = 16, 24
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()

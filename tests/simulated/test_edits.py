@@ -238,7 +238,7 @@ def test_local_steps_go_on_from_what_is_written_when_ranks_have_met(edit):
 @pytest.mark.parametrize("edit", [clamp, clamp_data, halve])
 def test_between_meetings_an_outer_step_would_take_an_edit_for_training(edit):
     case = dataclasses.replace(LOCAL, local_steps=4, batch_sizes=(8,) * 4)
-    with pytest.raises(TaskError, match=r"between meetings is no step"):
+    with pytest.raises(TaskError, match=r"between two averages of the weights"):
         edited(case, edit)
     mean = dataclasses.replace(case, outer_lr=1.0, outer_momentum=0.0)
     one, two = edited(mean, edit)
@@ -277,7 +277,7 @@ def test_a_module_that_is_replaced_after_the_build_is_refused_and_not_left_untra
         step.model.head = nn.Linear(24, 10).double()
         step(batch_of_rank(step, batches(CASE)[1]))
 
-    with pytest.raises(TaskError, match="other parameters to train than when the step was built"):
+    with pytest.raises(TaskError, match="other trainable parameters than when the step was built"):
         threads.run(2, body)
 
 

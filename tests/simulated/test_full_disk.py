@@ -78,7 +78,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("room", [0, 1, 13, 14, 20])
 def test_lines_that_a_full_disk_does_not_take_come_with_the_next_that_it_takes(room, tmp_path):
-    folder = RunDir(tmp_path, "run", label="run", identity={})
+    folder = RunDir(tmp_path, "run", run_prefix="run", identity={})
     disk = folder._log = Disk(folder._log, room)  # type: ignore[assignment]
     late = [folder.append_record({"number": number}) is not None for number in range(3)]
     assert late == [room < 13 * (number + 1) for number in range(3)]
@@ -93,7 +93,7 @@ def test_lines_that_a_full_disk_does_not_take_come_with_the_next_that_it_takes(r
 
 
 def test_a_folder_that_was_removed_comes_back_with_the_next_checkpoint(tmp_path):
-    folder = RunDir(tmp_path, "run", label="run", identity={"task": "a"})
+    folder = RunDir(tmp_path, "run", run_prefix="run", identity={"task": "a"})
     folder.write_plan_and_settings(ff.Plan(dp=2), {"steps": 3})
     before = {name: (tmp_path / "run" / name).read_bytes() for name in ("settings.json", "plan.toml")}
     folder.append_record({"number": 0})
@@ -105,16 +105,16 @@ def test_a_folder_that_was_removed_comes_back_with_the_next_checkpoint(tmp_path)
     assert [line["number"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]
     assert {name: (tmp_path / "run" / name).read_bytes() for name in before} == before
     with pytest.raises(SettingError, match="is being trained by another process"):
-        RunDir(tmp_path, "run", label="run", identity={"task": "a"})
+        RunDir(tmp_path, "run", run_prefix="run", identity={"task": "a"})
     folder.close()
-    RunDir(tmp_path, "run", label="run", identity={"task": "a"}).close()
+    RunDir(tmp_path, "run", run_prefix="run", identity={"task": "a"}).close()
 
 
 def test_a_folder_that_another_process_trains_in_meanwhile_is_left_to_it(tmp_path):
-    folder = RunDir(tmp_path, "run", label="run", identity={"task": "a"})
+    folder = RunDir(tmp_path, "run", run_prefix="run", identity={"task": "a"})
     folder.write_plan_and_settings(ff.Plan(), {})
     shutil.rmtree(tmp_path / "run")
-    theirs = RunDir(tmp_path, "run", label="run", identity={"task": "b"})
+    theirs = RunDir(tmp_path, "run", run_prefix="run", identity={"task": "b"})
     with pytest.raises(OSError, match="run is another run's now"):
         folder.sync()
     theirs.append_record({"number": 7})
@@ -124,7 +124,7 @@ def test_a_folder_that_another_process_trains_in_meanwhile_is_left_to_it(tmp_pat
 
 
 def test_a_log_that_an_editor_has_replaced_is_no_other_run(tmp_path):
-    folder = RunDir(tmp_path, "run", label="run", identity={})
+    folder = RunDir(tmp_path, "run", run_prefix="run", identity={})
     folder.append_record({"number": 0})
     path = tmp_path / "run" / "metrics.jsonl"
     (tmp_path / "edited").write_bytes(path.read_bytes())
@@ -136,7 +136,7 @@ def test_a_log_that_an_editor_has_replaced_is_no_other_run(tmp_path):
 
 
 def test_what_is_late_is_forgotten_with_the_steps_that_are_done_again(tmp_path):
-    folder = RunDir(tmp_path, "run", label="run", identity={})
+    folder = RunDir(tmp_path, "run", run_prefix="run", identity={})
     disk = folder._log = Disk(folder._log, 13)  # type: ignore[assignment]
     folder.append_record({"number": 0})
     position = folder.log_bytes()

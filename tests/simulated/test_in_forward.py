@@ -107,8 +107,11 @@ def _edit(step):
         model.get_parameter("scale").mul_(2.0)
 
 
-@ZEROS
-@pytest.mark.parametrize("use", USES)
+# At every zero level a use of this rank's alone, and one that all ranks have together.
+EVERYWHERE = [(use, zero) for use in ("evaluate", "load_state_dict") for zero in (0, 1, 2)]
+
+
+@pytest.mark.parametrize(("use", "zero"), sorted({*EVERYWHERE, *((use, n % 3) for n, use in enumerate(USES))}))
 def test_who_wants_the_weights_between_steps_finds_them_new(use, zero):
     def body(case, step):
         found = {}
@@ -317,7 +320,7 @@ def test_a_use_that_nobody_was_told_of_ends_the_training():
         step = TrainStep(Unseen(), lambda out, _: out.square(), make, plan=plan, communicator=ranks, clip=None)
         batch = torch.ones(2, 4), torch.zeros(2)
         step(batch)
-        with pytest.raises(TrainingError, match="a use of the weights of bias that torch told nobody of"):
+        with pytest.raises(TrainingError, match="a use of bias that torch did not report"):
             step(batch)
 
     threads.run(1, body)

@@ -159,24 +159,6 @@ def test_an_empty_group_and_impossible_options_are_refused(kind: Any) -> None:
 # ---- laid over ranks
 
 
-@settings(max_examples=25)
-@given(
-    size=st.integers(1, 4),
-    optimizer=st.sampled_from(["LARS", "LAMB"]),
-    kind=st.sampled_from(["mlp", "tied", "frozen"]),
-    microbatches=st.integers(1, 2),
-    clip=st.sampled_from([None, 0.05]),
-    bucket_bytes=st.sampled_from([1, 1500, 2**20]),
-    zero=st.integers(0, 2),
-    update=st.sampled_from(["after", "in_backward", "in_forward"]),
-)
-def test_on_every_data_mesh_the_update_is_that_of_one_process(size: int, kind: str, **fields: Any) -> None:
-    if fields["update"] == "in_backward":
-        fields |= {"clip": None, "zero": 0}
-    case = Case(model=kind, batch_sizes=(12, 9, 12), **fields)
-    assert max(threads.run(size, lambda ranks: deviation(case, size, ranks))) <= TOLERANCE
-
-
 @pytest.mark.parametrize("optimizer", ["LARS", "LAMB"])
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_a_parameter_without_gradient_is_left_alone(optimizer: str, zero: int) -> None:

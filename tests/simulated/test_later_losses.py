@@ -10,7 +10,7 @@ from fourfold.plan.plan import Plan
 from fourfold.step.build import TrainStep
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
-from fourfold.trainer.train import evaluate
+from fourfold.trainer.evaluate import evaluate
 from fourfold.words.errors import TaskError
 from fourfold.words.task import Data, Task
 from tests.simulated.test_losses import CUTS, WIDE, alone, batches, ce, flat, net, part, sgd, trained

@@ -14,7 +14,7 @@ from fourfold.plan.precision import LossScaler
 from fourfold.step.build import TrainStep, parallelize
 from fourfold.testing import threads
 from fourfold.words.errors import PlanError, TrainingError
-from tests import cases
+from tests import cases, pairs
 from tests.precision_oracle import CASE, ZERO_FIELDS, equal_tensors, train_on_threads, train_oracle
 
 FP16 = dataclasses.replace(CASE, precision="fp16", batch_sizes=(12, 12, 12))
@@ -43,11 +43,12 @@ def test_a_scale_grows_no_further_than_float32_does():
     assert scale.value == 2.0**127
 
 
-@pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize(("size", "zero"), [(1, 0), (2, 0), (2, 1), (2, 3)])
-def test_the_loss_is_scaled_and_nobody_notices(size, zero, microbatches, clip):
-    case = dataclasses.replace(FP16, **ZERO_FIELDS[zero], microbatches=microbatches, clip=clip)
+@pytest.mark.parametrize("fields", pairs.grid(
+    where=((1, 0), (2, 0), (2, 1), (2, 3)), microbatches=(1, 2), clip=(0.1, None)
+))  # fmt: skip
+def test_the_loss_is_scaled_and_nobody_notices(fields):
+    size, zero = fields["where"]
+    case = dataclasses.replace(FP16, **ZERO_FIELDS[zero], microbatches=fields["microbatches"], clip=fields["clip"])
     expected = train_oracle(dataclasses.replace(case, reduce_dtype="fp32"), size)
     for got in train_on_threads(case, size):
         assert got.losses == pytest.approx(expected.losses, rel=1e-3)

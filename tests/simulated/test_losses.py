@@ -18,7 +18,7 @@ from fourfold.step.build import TrainStep
 from fourfold.step.torch_losses import _safe_mean, observing
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE, TrainingResult
-from fourfold.trainer.train import evaluate
+from fourfold.trainer.evaluate import evaluate
 from fourfold.words.errors import TaskError, TrainingError
 from fourfold.words.task import Data, Task
 from tests.cases import SEED_LOCK
@@ -313,7 +313,7 @@ def test_a_first_batch_of_which_nothing_counts_teaches_nothing():
     given = [(inputs.float(), torch.full_like(targets, -100)), (inputs.float(), targets)]
 
     def body(ranks):
-        options = {"plan": Plan(precision="fp16"), "ranks": ranks, "clip": None, "skip_nan": 1}
+        options = {"plan": Plan(precision="fp16"), "communicator": ranks, "clip": None, "skip_nan": 1}
         step = TrainStep(net().float(), EXACT["ignoring"], sgd, **options)
         return [step(batch).overflowed for batch in given]
 

@@ -161,7 +161,7 @@ def test_what_one_rank_has_loaded_all_ranks_get():
 
 def test_what_cannot_be_told_is_refused_on_every_rank():
     def body(ranks):
-        with pytest.raises(TrainingError, match=r"what rank 1 holds\n  a set"):
+        with pytest.raises(TrainingError, match=r"the value of rank 1\n  a set"):
             broadcast_tree(ranks, {"seen": {1, 2}} if ranks.rank == 1 else None, src=1)
         return True
 

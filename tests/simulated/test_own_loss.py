@@ -16,7 +16,7 @@ from fourfold.plan.plan import Plan
 from fourfold.step.build import TrainStep, preflight
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
-from fourfold.trainer.train import evaluate
+from fourfold.trainer.evaluate import evaluate
 from fourfold.words.errors import DataError, TaskError
 from fourfold.words.task import Data, Task
 from tests.cases import SEED_LOCK
@@ -147,9 +147,9 @@ def test_the_loss_is_found_among_a_models_outputs(how):
 
 def test_a_feed_makes_dict_batches_of_dict_samples():
     (batch,) = Feed(Texts(), Plan(), batch_size=SAMPLES, seed=0)
-    assert sorted(batch.samples.ids()) == list(range(SAMPLES))
+    assert sorted(batch.samples.sample_ids()) == list(range(SAMPLES))
     for name, values in whole().items():
-        assert torch.equal(batch[name], values[batch.samples.ids()])
+        assert torch.equal(batch[name], values[batch.samples.sample_ids()])
 
 
 @pytest.mark.parametrize(

@@ -7,20 +7,20 @@ import pytest
 import torch
 from torch import nn
 
-from fourfold.checkpoint.read import export_weights, load_weights_file
 from fourfold.checkpoint.store import CheckpointStore
+from fourfold.checkpoint.weights_file import export_weights, load_weights_file
 from fourfold.parts.optim.master_weights import offload_device
 from fourfold.plan.plan import Plan
 from fourfold.step.build import TrainStep
 from fourfold.step.ema import EMA
 from fourfold.testing import oracle, threads
-from fourfold.trainer.run_logger import format_offload
+from fourfold.trainer.summary import format_offload
 from tests import cases as cases_module
+from tests import pairs
 from tests.cases import Case, batches
 from tests.checkpoint_runs import ThreadRun
 from tests.precision_oracle import (
     CASE,
-    OPTIMIZER_OPTIONS,
     ZERO_FIELDS,
     batch_of_rank,
     equal_tensors,
@@ -31,14 +31,12 @@ from tests.precision_oracle import (
 )
 
 
-@pytest.mark.parametrize("reduce", ["keep", "fp32"])
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_rounded_copies_compute_and_float32_weights_are_updated_bit_for_bit_as_by_hand(
-    size, zero, microbatches, reduce
-):
-    case = dataclasses.replace(CASE, **ZERO_FIELDS[zero], microbatches=microbatches, reduce_dtype=reduce)
+@pytest.mark.parametrize("fields", pairs.grid(
+    zero=(0, 1, 2, 3), size=(3, 2, 1), microbatches=(2, 1), reduce_dtype=("keep", "fp32")
+))  # fmt: skip
+def test_rounded_copies_compute_and_float32_weights_are_updated_bit_for_bit_as_by_hand(fields):
+    size, level = fields["size"], ZERO_FIELDS[fields["zero"]]
+    case = dataclasses.replace(CASE, **level, microbatches=fields["microbatches"], reduce_dtype=fields["reduce_dtype"])
     expected = train_oracle(case, size)
     for got in train_on_threads(case, size):
         assert got.losses == pytest.approx(expected.losses, rel=1e-6)
@@ -59,14 +57,13 @@ def test_other_optimizers_tied_and_frozen_weights_too(optimizer, model, zero):
         assert len(trained) == (9 if model != "frozen" else 7)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("update", ["in_backward", "in_forward"])
-def test_updates_in_backward_or_forward_are_those_after_it_bit_for_bit(update, microbatches, zero):
-    case = dataclasses.replace(
-        CASE, **ZERO_FIELDS[zero], microbatches=microbatches, batch_sizes=(12, 11, 12, 5), model="tied"
-    )
-    late, early = train_on_threads(case, 2), train_on_threads(dataclasses.replace(case, update=update), 2)
+@pytest.mark.parametrize("fields", pairs.grid(
+    zero=(0, 1, 2, 3), microbatches=(2, 1), update=("in_backward", "in_forward")
+))  # fmt: skip
+def test_updates_in_backward_or_forward_are_those_after_it_bit_for_bit(fields):
+    case = dataclasses.replace(CASE, **ZERO_FIELDS[fields["zero"]], microbatches=fields["microbatches"], model="tied")
+    case = dataclasses.replace(case, batch_sizes=(12, 11, 12, 5))
+    late, early = train_on_threads(case, 2), train_on_threads(dataclasses.replace(case, update=fields["update"]), 2)
     assert equal_tensors(early[0].weights, late[0].weights)
     assert equal_tensors(early[1].weights, late[0].weights)
 
@@ -75,15 +72,10 @@ def test_updates_in_backward_or_forward_are_those_after_it_bit_for_bit(update, m
 @pytest.mark.parametrize("zero", [0, 1])
 def test_layer_wise_updates_measure_the_float32_weights(zero, optimizer):
     case = dataclasses.replace(CASE, optimizer=optimizer, **ZERO_FIELDS[zero], reduce_dtype="fp32")
-    how = OPTIMIZER_OPTIONS.copy()
-    try:
-        OPTIMIZER_OPTIONS.clear()
-        expected = train_oracle(case, 2)
-        for got in train_on_threads(case, 2):
-            for name, weight in expected.weights.items():
-                torch.testing.assert_close(got.weights[name], weight, rtol=1e-6, atol=1e-7)
-    finally:
-        OPTIMIZER_OPTIONS.update(how)
+    expected = train_oracle(case, 2)
+    for got in train_on_threads(case, 2):
+        for name, weight in expected.weights.items():
+            torch.testing.assert_close(got.weights[name], weight, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

@@ -19,11 +19,6 @@ from fourfold.words.errors import FourfoldError, TaskError, TrainingError
 LENGTH, WIDTH = 16, 8
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -7,7 +7,8 @@ import pytest
 
 from fourfold.report import faults as reported
 from fourfold.trainer import fault_log
-from fourfold.trainer.run_dir import RunDir, archive_run, read_finished_record
+from fourfold.trainer.run_dir import RunDir, archive_run
+from fourfold.trainer.run_identity import read_finished_record
 from fourfold.words.errors import SettingError, TrainingError
 
 LIMIT_SECONDS = 20
@@ -32,7 +33,7 @@ def within_limit(body):
 
 
 def opened(parent):
-    return RunDir(parent, "run", label="run", identity={})
+    return RunDir(parent, "run", run_prefix="run", identity={})
 
 
 def test_a_pipe_in_the_place_of_a_log_is_told_and_not_waited_for(tmp_path):

@@ -16,11 +16,6 @@ from tests import attention_oracle
 from tests.attention_oracle import BATCH, HEAD_SIZE, HEADS, TOLERANCE, AttentionCase
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 def worst(cases, by="messages", factor=1.0):
     """By case, the largest deviation of any rank; all cases of one layout."""
     expected = [(case, *_expected(case, factor)) for case in cases]

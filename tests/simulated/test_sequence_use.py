@@ -11,18 +11,14 @@ from torch.utils.checkpoint import checkpoint
 from fourfold.parts import memory
 from fourfold.parts.comm.ring import shared_memory
 from fourfold.parts.sequence import kernels
-from fourfold.parts.sequence.attention import AttentionDropout, sequence_attention
-from fourfold.parts.sequence.dropout import GOLDEN_GAMMA, DropoutMask, _as_int64, _splitmix64
+from fourfold.parts.sequence.attention import sequence_attention
+from fourfold.parts.sequence.dropout import AttentionDropout, DropoutMask, _as_int64, _splitmix64
+from fourfold.parts.splitmix64 import GOLDEN_GAMMA
 from fourfold.plan.sequence import RINGS, token_positions
 from fourfold.testing import thread_rings, threads
 from fourfold.words.errors import DivergenceError, PeerError, PlanError, TrainingError
 from tests import attention_oracle
 from tests.attention_oracle import TOLERANCE, AttentionCase
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
 
 
 def both(size, use, ring="zigzag", ulysses=1):
@@ -285,7 +281,7 @@ def test_a_sum_lies_still_until_its_owner_has_it():
 def test_ranks_that_attend_to_something_else_are_told_of_it():
     def body(ranks):
         axis, mine = thread_rings.make_axis(ranks, transport="shared"), Q[:, :, : 2 + 2 * ranks.rank]
-        with pytest.raises(DivergenceError, match=r"rank . shows \d+ bytes, rank . \d+ .*need the same attention"):
+        with pytest.raises(DivergenceError, match=r"rank . has \d+ bytes, rank . \d+ .*need the same attention"):
             sequence_attention(mine, mine, mine, axis)
 
     threads.run(2, body)

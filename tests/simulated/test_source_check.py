@@ -11,7 +11,7 @@ from fourfold.feed.source import TensorSource
 from fourfold.feed.source_fingerprint import fingerprint_of, is_same_sample
 from fourfold.step.build import TrainStep
 from fourfold.testing import threads
-from fourfold.trainer.train import evaluate
+from fourfold.trainer.evaluate import evaluate
 from fourfold.words.errors import TaskError
 
 INPUTS = torch.randn(40, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

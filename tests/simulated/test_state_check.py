@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fourfold.checkpoint.read import load_weights_file
 from fourfold.checkpoint.store import CheckpointStore
+from fourfold.checkpoint.weights_file import load_weights_file
 from fourfold.feed.feed import Feed
 from fourfold.testing import threads
 from fourfold.words.errors import CheckpointError, TaskError
@@ -89,7 +89,7 @@ def test_a_state_that_does_not_fit_on_one_rank_is_told_on_all():
 def test_two_values_of_a_tied_weight_are_refused(tmp_path):
     weights = cases.model("mlp").state_dict()
     save_file(weights, tmp_path / "weights.safetensors")
-    said = r"second\.weight and third\.weight with other values"
+    said = r"second\.weight and third\.weight with different values"
     with pytest.raises(CheckpointError, match=said):
         load_weights_file(cases.model("tied"), tmp_path / "weights.safetensors")
     untied = dataclasses.replace(CASE, optimizer="descent")

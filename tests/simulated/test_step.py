@@ -79,11 +79,11 @@ def test_what_is_trained_may_not_change_behind_the_step():
     def body(ranks):
         step = linear(ranks)
         step.model.get_parameter("bias").requires_grad_(False)
-        with pytest.raises(TaskError, match="other parameters to train than when"):
+        with pytest.raises(TaskError, match="other trainable parameters than when"):
             step(BATCH)
         step = linear(ranks)
         step.model.add_module("more", nn.Linear(2, 2))
-        with pytest.raises(TaskError, match="other parameters to train than when"):
+        with pytest.raises(TaskError, match="other trainable parameters than when"):
             step(BATCH)
 
     threads.run(1, body)

@@ -65,7 +65,6 @@ class Wide(torch.overrides.TorchFunctionMode):
 
 @functools.cache
 def made(kind: str) -> nn.Module:
-    torch.set_num_threads(1)
     torch.manual_seed(3)
     return MODELS[kind]().double()
 

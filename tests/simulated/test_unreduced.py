@@ -405,7 +405,7 @@ def test_parameters_belong_to_their_last_wrapper_alone():
         second = Loop(ranks, model=first.model)
         second.backward()
         for use in (first.step, first.local_backward):
-            with pytest.raises(TrainingError, match="a newer one has taken over"):
+            with pytest.raises(TrainingError, match="a newer one that has taken over"):
                 use()
         second.step()
         return [p.tolist() for p in second.parameters]

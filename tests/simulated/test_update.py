@@ -14,19 +14,19 @@ from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import PlanError
 from fourfold.words.program import Verb
-from tests import cases
+from tests import cases, pairs
 from tests.cases import Case, batches, build_step, deviation, local_batch, loss, model, train_step
 
 CASE = Case(batch_sizes=(8, 8, 8, 8), bucket_bytes=1000, optimizer="AdamW")
 
 
-@pytest.mark.parametrize("update", ["in_backward", "in_forward"])
-@pytest.mark.parametrize("zero", [0, 1, 2])
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_fused_updates_give_the_weights_of_updates_after_backward_bit_for_bit(size, microbatches, zero, update):
-    case = dataclasses.replace(CASE, zero=zero, microbatches=microbatches, model="tied", batch_sizes=(12, 11, 12, 5))
-    early = dataclasses.replace(case, update=update)
+@pytest.mark.parametrize("fields", pairs.grid(
+    size=(2, 3, 1), zero=(1, 2, 0), microbatches=(2, 1), update=("in_backward", "in_forward")
+))  # fmt: skip
+def test_fused_updates_give_the_weights_of_updates_after_backward_bit_for_bit(fields):
+    size, early = fields["size"], dataclasses.replace(CASE, model="tied", batch_sizes=(12, 11, 12, 5))
+    early = dataclasses.replace(early, **{name: value for name, value in fields.items() if name != "size"})
+    case = dataclasses.replace(early, update="after")
     expected = threads.run(size, lambda ranks: train_step(case, build_step(case, size, ranks)))
     for got, wanted in zip(
         threads.run(size, lambda r: train_step(early, build_step(early, size, r))), expected, strict=True

@@ -143,14 +143,14 @@ def told(verdict: VerifyResult) -> str:
 def test_the_table_says_what_was_compared_and_what_was_left_out():
     verdict = VerifyResult([1e-12], {"a": 2e-13, "bc": 0.0}, {"a": 1e-5, "bc": float("nan")}, 2, True)
     lines = told(verdict)
-    assert lines.startswith("lm on dp 2 × sp 2, beside one device: 3 steps in float64")
+    assert lines.startswith("lm on dp 2 × sp 2, compared with one device: 3 steps in float64")
     assert "  a        2.0e-13   1.0e-05" in lines
     assert "largest deviation inf" in lines
     assert "dropout is left out" in lines
     assert "draws random numbers" in lines
-    assert "gives the training of one device" not in lines
+    assert "trains as one device does" not in lines
     assert "the dry run of sp = 2 does not see tokens that mix in training mode only, in branches" in lines
-    assert "gives the training of one device" in told(VerifyResult([0.0], {"a": 0.0}, {"a": 1e-10}, 0, False))
+    assert "trains as one device does" in told(VerifyResult([0.0], {"a": 0.0}, {"a": 1e-10}, 0, False))
 
 
 def test_what_is_off_is_named_and_ends_with_exit_code_1():
@@ -162,8 +162,8 @@ def test_what_is_off_is_named_and_ends_with_exit_code_1():
     ):
         command.verify(job, None)
     assert caught.value.exit_code == 1
-    assert "the weight of a is 1.0e-05 off, and 1 more" in str(caught.value)
-    assert "the loss of step 2 is 1.0e-03 off" in str(caught.value)
+    assert "the weight of a deviates by 1.0e-05, and 1 more" in str(caught.value)
+    assert "the loss of step 2 deviates by 1.0e-03" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fourfold as ff
+from fourfold.checkpoint.collect import TrainingState
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
-from fourfold.checkpoint.state import TrainingState
 from fourfold.feed.feed import Feed
 from fourfold.step.build import parallelize
 from tests.cases import Case, batches, local_batch

@@ -215,7 +215,7 @@ def test_a_rank_that_ends_as_if_all_were_well_is_named(start: Start, tmp_path: P
     assert [(fault["kind"], fault["rank"]) for fault in faults(run)] == [("restart", 1), ("gave up", 0)]
     assert faults(run)[0]["text"] == told
     assert job.err.startswith(f"fourfold: {told}\nstarting again\n")
-    assert "TrainingError: the task ended its process in mid-run, with exit code 0\nTraceback" in job.err
+    assert "TrainingError: the task ended its process in the middle of the run, with exit code 0\nTraceback" in job.err
     assert "sys.exit(0)" in job.err
 
 
@@ -224,7 +224,7 @@ def test_a_task_that_calls_exit_ends_the_run_with_its_code_and_its_line(start: S
     assert job.end() == 3
     assert [(fault["kind"], fault["rank"]) for fault in faults(tmp_path / "runs" / "first")] == [("gave up", 1)]
     told = f"fourfold: rank 1 of 2 (host {HOST}, after step 3) failed\nTrainingError: the task ended its process"
-    assert job.err.startswith(f"{told} in mid-run, with exit code 3\nTraceback")
+    assert job.err.startswith(f"{told} in the middle of the run, with exit code 3\nTraceback")
     assert "sys.exit(3)" in job.err
     assert "starting again" not in job.err
 

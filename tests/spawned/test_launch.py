@@ -408,7 +408,7 @@ def test_a_collective_that_was_given_up_keeps_no_rank(start: Start) -> None:
     assert ended.code != 0
     assert ended.out == 2 * "and here I am\n"
     assert "every rank has had enough" in ended.err
-    assert "a collective was given up and has not ended in 5 s: this process ends without it" in ended.err
+    assert "an abandoned collective has not ended in 5 s: this process ends without it" in ended.err
     assert "terminate called" not in ended.err
 
 

@@ -53,7 +53,7 @@ moment = sys.argv[1]
 if moment == "half a piece":
     manager.write_snapshot = half
 elif moment == "no manifest":
-    die_in(manager, "_wait_for_marker", after=True)
+    die_in(manager, "wait_for_marker", after=True)
 elif moment == "not renamed":
     die_in(store.CheckpointStore, "commit")
 else:
@@ -213,7 +213,7 @@ def test_checkpoints_are_listed_verified_and_exported(whole, said, tmp_path):
     exported = load_file(file)
     assert {f"ema.{name}" for name in exported} == {name for name in saved if name.startswith("ema.")}
     assert all(torch.equal(value, saved[f"ema.{name}"]) for name, value in exported.items())
-    assert "is there already" in said("checkpoint", "export", whole.name, str(file), code=2)
+    assert "exists already" in said("checkpoint", "export", whole.name, str(file), code=2)
     assert "need one of 4, 6" in said("checkpoint", "export", whole.name, "--step", "5", code=2)
     assert "no such file" in said("train", "lm", "init=nothing.safetensors", "-n", "1", code=2)
     assert "embedding.weight of shape" in said("train", "lm", f"init={file}", "-n", "1", code=2)

@@ -10,16 +10,9 @@ from fourfold.parts import mixed_precision
 from fourfold.parts.data.flat_params import param_specs
 from fourfold.parts.optim.user_optimizer import build_optimizer, is_layerwise, num_state_tensors
 from fourfold.plan.codec import codec_rounds, codec_sent_bytes
-from fourfold.plan.data import (
-    RESTING_LAYOUTS,
-    Bucket,
-    DataStepSpec,
-    effective_bucket_bytes,
-    layout_changes,
-    lower_step,
-    make_buckets,
-    step_sent_bytes,
-)
+from fourfold.plan.data.buckets import Bucket, effective_bucket_bytes, make_buckets
+from fourfold.plan.data.step_program import DataStepSpec, lower_step
+from fourfold.plan.data.zero import RESTING_LAYOUTS, layout_changes, step_sent_bytes
 from fourfold.plan.memory import (
     BucketBytes,
     HostMemoryUse,
@@ -38,6 +31,7 @@ from fourfold.words.layout import SPLIT, Change
 from fourfold.words.layout import collective_sent_bytes as layout_bytes
 from fourfold.words.program import GRAD_NORM, LOSS, TRUST_NORMS, USED_PARAMS, Verb
 from fourfold.words.task import Task, check_task
+from fourfold.words.text_table import align_columns
 from fourfold.words.units import format_bytes
 
 MEASURE_TEXTS = {
@@ -288,9 +282,4 @@ def _wrap(words: Sequence[str], width: int = 100) -> list[str]:
 
 def _format_table(rows: Sequence[tuple[str, ...]], *, left: int) -> str:
     """Columns from `left` on are set to the left, those before to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [c.ljust(w) if n >= left else c.rjust(w) for n, (c, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return _indent(lines)
+    return _indent(align_columns(rows, ">" * left + "<" * (len(rows[0]) - left)))

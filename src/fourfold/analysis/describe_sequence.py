@@ -25,6 +25,7 @@ from fourfold.step.model_call import call_model, eval_mode
 from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.task import Task
+from fourfold.words.text_table import align_columns
 from fourfold.words.units import format_bytes
 
 MAX_ROWS = 16
@@ -132,8 +133,7 @@ def _format_row(index: int, spans: TokenRanges, shares: Sequence[int], ulysses: 
 def _format_table(rows: Sequence[tuple[str, str, str]]) -> list[str]:
     if len(rows) > MAX_ROWS:
         rows = [*rows[: MAX_ROWS - 2], ("…", "…", "…"), rows[-1]]
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    return [f"  {index.rjust(widths[0])}  {share.rjust(widths[1])}  {tokens}" for index, share, tokens in rows]
+    return [f"  {line}" for line in align_columns(rows, ">><")]
 
 
 def _format_costs(plan: Plan, seen: ModelTrace, samples: int, padded: int) -> list[str]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fourfold.feed.collate import check_data
 from fourfold.feed.feed import Batch, Feed
-from fourfold.parts.comm.transports import world
+from fourfold.parts.comm.init import world
 from fourfold.parts.torch_private import DropoutBase
 from fourfold.plan.plan import Plan
 from fourfold.step.argument_checks import check_plan_argument

@@ -8,25 +8,33 @@ Law: rank 0 gives a checkpoint its name when every rank's mark is there; until t
 
 import contextlib
 import functools
-import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from fourfold.checkpoint import state, store
+from fourfold.checkpoint.collect import (
+    SavedTensors,
+    TrainingState,
+    collect_tensors,
+    data_state,
+    first_step_record,
+    group_options,
+    rng_state,
+)
+from fourfold.checkpoint.manifest_file import encode_manifest, verify_checkpoint
+from fourfold.checkpoint.markers import DoneMarker, error_text, read_marker, wait_for_marker, write_marker
 from fourfold.checkpoint.read import CheckpointReader
-from fourfold.checkpoint.state import TrainingState
+from fourfold.checkpoint.restore import changed_options, restore
 from fourfold.checkpoint.store import CheckpointStore
 from fourfold.checkpoint.write import Snapshot, write_file, write_snapshot
 from fourfold.plan.checkpoint_boxes import GlobalTensor, assign_shards, shard_file_name
 from fourfold.plan.checkpoint_manifest import MANIFEST_FILE as MANIFEST_NAME
-from fourfold.plan.checkpoint_manifest import MANIFEST_VERSION, FileEntry, Manifest, RngState, TensorEntry
-from fourfold.plan.decode import DecodeError, from_json, read_bounded
+from fourfold.plan.checkpoint_manifest import MANIFEST_VERSION, Manifest, RngState, TensorEntry
 from fourfold.words.errors import CheckpointError, Problem, UnreadableCheckpointError
 from fourfold.words.units import format_bytes
 
@@ -64,13 +72,6 @@ class TrainingProgress(NamedTuple):
     best: float | None = None
 
 
-class DoneMarker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a rank says of its piece."""
-
-    file: FileEntry
-    random: RngState
-
-
 class CheckpointManager:
     """One rank's part in the checkpoints of a run. `save` and `resume` are collective."""
 
@@ -83,10 +84,10 @@ class CheckpointManager:
         seed: int,
         num_kept: int = NUM_KEPT,
     ) -> None:
-        self._group_options = state.group_options(
+        self._group_options = group_options(
             training_state.step
         )  # What cannot be saved is told now, not in a hundred steps.
-        state.collect_tensors(training_state)
+        collect_tensors(training_state)
         self._training_state, self._attempt_dir, self._log, self._seed, self._num_kept = (
             training_state,
             attempt_dir,
@@ -134,15 +135,15 @@ class CheckpointManager:
     def _verify_files(self, folder: Path) -> tuple[list[Problem], list[str]]:
         """Why this rank's share of a checkpoint cannot be read here; and what is damaged of it."""
         try:
-            return [], store.verify_checkpoint(folder, index=self._rank, size=self._size)
+            return [], verify_checkpoint(folder, index=self._rank, size=self._size)
         except UnreadableCheckpointError as error:
             return list(error.problems), []
 
     def _restore(self, folder: Path) -> TrainingProgress:
         with CheckpointReader(folder) as reader:
-            state.restore(self._training_state, reader, seed=self._seed)
+            restore(self._training_state, reader, seed=self._seed)
             manifest = reader.manifest
-        if changed := state.changed_options(manifest, self._group_options):
+        if changed := changed_options(manifest, self._group_options):
             self._log.log_message(f"the task's optimizer has {', '.join(changed)}: the run goes on with it")
             self._log.write_record({"step": manifest.step, "options": changed})
         self._log.truncate_log(manifest.metrics_bytes)
@@ -157,14 +158,14 @@ class CheckpointManager:
         """Take a snapshot and have it written. Returns when training may go on. Collective."""
         begin = time.perf_counter()
         self.wait()
-        found = state.collect_tensors(self._training_state)
+        found = collect_tensors(self._training_state)
         tensors = [each.tensor for each in found.live_tensors]
         if tensors != self._global_tensors:  # the first save, or a state that grew (a parameter's first use)
             whole = [tensor for tensor in tensors if tensor.name not in found.stored_boxes]
             self._global_tensors, self._stored_boxes = tensors, assign_shards(whole, self._size) | found.stored_boxes
             self._snapshot = Snapshot(tensors, self._stored_boxes, shard_file_name(self._rank))
         self._snapshot.capture(found.live_tensors)
-        random = state.rng_state(self._training_state.step.device)
+        random = rng_state(self._training_state.step.device)
         pause = time.perf_counter() - begin
         name = self._store.step_dir(progress.step).name
         elapsed = time.perf_counter() - self._start_time
@@ -181,7 +182,7 @@ class CheckpointManager:
         )
         self._writer_thread.start()
 
-    def _manifest(self, progress: TrainingProgress, found: state.SavedTensors) -> Manifest:
+    def _manifest(self, progress: TrainingProgress, found: SavedTensors) -> Manifest:
         step = self._training_state.step
         return Manifest(
             version=MANIFEST_VERSION,
@@ -194,8 +195,8 @@ class CheckpointManager:
             scalars=found.scalars,
             groups=self._group_options,
             optimizer=type(step.optimizer).__name__,
-            record=state.first_step_record(step),
-            feed=state.data_state(self._training_state.feed),
+            record=first_step_record(step),
+            feed=data_state(self._training_state.feed),
             random=(),
             metrics_bytes=self._log.log_bytes(),
             losses=tuple(progress.losses),
@@ -252,7 +253,7 @@ class CheckpointManager:
                 raise CheckpointError(Problem(f"rank {self._rank}: {unmarked}"))
             self._commit(part, manifest)
         except (OSError, CheckpointError) as error:
-            self._failures.append(f"the checkpoint of step {step} could not be written: {_error_text(error)}")
+            self._failures.append(f"the checkpoint of step {step} could not be written: {error_text(error)}")
             shutil.rmtree(part, ignore_errors=True)
 
     def _write_rank_file(self, part: Path, random: RngState, manifest: Manifest | None) -> str:
@@ -267,17 +268,17 @@ class CheckpointManager:
             part.mkdir(parents=True, exist_ok=True)
             self._check_disk_space(manifest)
             file = write_snapshot(piece, self._snapshot)
-            _write_marker(mark, ".json", msgspec.json.encode(DoneMarker(file, random)))
+            write_marker(mark, ".json", msgspec.json.encode(DoneMarker(file, random)))
         except OSError as error:
             with contextlib.suppress(OSError):
                 piece.unlink(missing_ok=True)
             try:
-                _write_marker(mark, ".failed", _error_text(error).encode())
+                write_marker(mark, ".failed", error_text(error).encode())
             except OSError:  # a disk without room even for the reason
                 try:
                     mark.with_suffix(".failed").touch()
                 except OSError:
-                    return _error_text(error)
+                    return error_text(error)
         return ""
 
     def _check_disk_space(self, manifest: Manifest | None) -> None:
@@ -294,59 +295,19 @@ class CheckpointManager:
         paths = [part / f"rank-{rank:03d}" for rank in range(self._size)]
         # All are waited for before one that failed is told: who may still write must not be swept away under.
         lost = functools.partial(self._missing_reason, part)
-        problems = [_wait_for_marker(path, rank, lost, deadline) for rank, path in enumerate(paths)]
+        problems = [wait_for_marker(path, rank, lost, deadline) for rank, path in enumerate(paths)]
         if any(problems):
             raise CheckpointError([Problem(text) for text in problems if text])
-        marks = [_read_marker(path.with_suffix(".json")) for path in paths]
+        marks = [read_marker(path.with_suffix(".json")) for path in paths]
         files = {shard_file_name(rank): mark.file for rank, mark in enumerate(marks)}
         whole = msgspec.structs.replace(manifest, files=files, random=tuple(mark.random for mark in marks))
         for path in paths:
             path.with_suffix(".json").unlink()
-        write_file(part / MANIFEST_NAME, [store.encode_manifest(whole)])
+        write_file(part / MANIFEST_NAME, [encode_manifest(whole)])
         self._log.sync()
         self._store.commit(part, manifest.step)
         with contextlib.suppress(OSError):  # what cannot be taken away now is there to be taken away at the next save
             self._store.prune(num_kept=self._num_kept)
-
-
-def _write_marker(path: Path, suffix: str, text: bytes) -> None:
-    """Raises OSError."""
-    partial = path.with_suffix(".partial")
-    partial.unlink(missing_ok=True)
-    write_file(partial, [text])
-    os.rename(partial, path.with_suffix(suffix))
-
-
-def _read_marker(path: Path) -> DoneMarker:
-    """Raises OSError, and CheckpointError where a mark is damaged."""
-    try:
-        return from_json(read_bounded(path), DoneMarker)
-    except DecodeError as error:
-        raise CheckpointError(Problem(f"{path.name}: {error}", "a rank's mark")) from None
-
-
-def _wait_for_marker(path: Path, rank: int, missing_reason: Callable[[int], str], deadline: float) -> str:
-    """Until a rank's mark is there: what went wrong with its piece, "" where nothing did."""
-    reason = ""
-    while not path.with_suffix(".json").exists():
-        failed = path.with_suffix(".failed")
-        if failed.exists():
-            return f"rank {rank}: {failed.read_text() or 'its piece could not be written, nor the reason'}"
-        if time.monotonic() > deadline:
-            return f"the piece of rank {rank} has not come in time"
-        # Told one look at the mark later: a checkpoint of which all pieces are there is not thrown away.
-        if reason:
-            return reason
-        reason = missing_reason(rank)
-    return ""
-
-
-def _error_text(error: Exception) -> str:
-    if isinstance(error, CheckpointError):
-        return error.problems[0].got
-    if isinstance(error, OSError) and error.errno is not None:
-        return (error.strerror or str(error)).lower()
-    return str(error)
 
 
 def _relative_to_cwd(path: Path) -> Path:

@@ -5,7 +5,9 @@ keys   fields of the plan, settings of the run, keyword arguments of the task's 
 Law: a key or a value that is not understood is refused with the nearest that is; nothing is ignored.
 """
 
+import dataclasses
 import inspect
+import os
 import re
 import types
 import typing
@@ -13,9 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fourfold.plan.lr_schedule import CURVES, SCALING_RULES
 from fourfold.plan.plan_fields import FIELDS, RENAMED_FIELDS, parse_value
-from fourfold.words.argument_checks import MAX_SEED
+from fourfold.trainer.settings import LR_PREFIX, LR_SETTINGS, Setting, Settings, declared_settings, setting
 from fourfold.words.errors import Problem, SettingError, closest_match
 
 DEFAULT_TASK = "lm"
@@ -66,31 +67,45 @@ class ValueType:
         return value
 
 
-RUN_SETTINGS = {
-    "steps": ValueType(int, min_value=1),
-    "batch_size": ValueType(int, min_value=1),
-    "seed": ValueType(int, min_value=0, max_value=MAX_SEED),
-    "clip": ValueType(float, is_optional=True, greater_than=0),
-    "evaluate_every": ValueType(int, min_value=1),
-    "trace_every": ValueType(int, min_value=0),
-    "name": ValueType(str),
-    "checkpoint_every": ValueType(int, min_value=0),
-    "ema": ValueType(float, is_optional=True, greater_than=0),
-    "init": ValueType(str),
-    "skip_nan": ValueType(int, min_value=0),
-    "drift_check": ValueType(int, min_value=0),
-    "fresh": ValueType(bool),
-    "lr_schedule": ValueType(str, choices=tuple(CURVES)),
-    "lr_warmup": ValueType(int, min_value=0),
-    "lr_scale": ValueType(str, choices=tuple(SCALING_RULES)),
-    "lr_batch_size": ValueType(int, min_value=1),
-    "lr_milestones": ValueType(tuple),
-    "lr_drop": ValueType(float, greater_than=0),
-    "lr_floor": ValueType(float, min_value=0),
-    "restarts": ValueType(int, min_value=0),
-    "hang_seconds": ValueType(float, is_optional=True, greater_than=0),
-}
-LR_PREFIX = "lr_"  # what the settings of the learning rate begin with; the rest is a field of `Rates`
+@dataclass(frozen=True, kw_only=True)
+class LaunchSettings:
+    """Settings of the launch, which `train` does not take; see `launch.restart_policy.SupervisionPolicy`."""
+
+    fresh: bool = setting(False, type=bool, help="start the run over; what was there is kept as NAME-before-1")
+    restarts: int = setting(3, type=int, minimum=0, help="restarts in a row without progress before the job gives up")
+    hang_seconds: float | None = setting(
+        10.0,
+        type=float,
+        is_optional=True,
+        above=0,
+        help="seconds (and 5 median steps) without a step before a rank is killed; none: no limit",
+    )
+
+
+LAUNCH_SETTINGS = declared_settings(LaunchSettings)
+
+
+def command_line_settings(*settings_classes: Any) -> dict[str, Setting]:
+    """Every setting that is a word of the command line, as it is there."""
+    declared = {name: each for of in settings_classes for name, each in declared_settings(of).items()}
+    declared |= {LR_PREFIX + name: each for name, each in LR_SETTINGS.items()}
+    return {name: dataclasses.replace(each, **each.word) for name, each in declared.items() if each.word is not None}
+
+
+def value_type(declared: Setting) -> ValueType:
+    """Which texts are values of a setting."""
+    return ValueType(
+        str if declared.type is os.PathLike else declared.type,
+        is_optional=declared.is_optional,
+        min_value=declared.minimum,
+        greater_than=declared.above,
+        max_value=declared.maximum,
+        choices=declared.choices,
+    )
+
+
+SETTINGS = command_line_settings(Settings, LaunchSettings)
+RUN_SETTINGS = {name: value_type(each) for name, each in SETTINGS.items()}
 
 
 def _parse_int(text: str) -> int:

@@ -1,6 +1,6 @@
 """`fourfold checkpoint`: list, verify and export a run's checkpoints.
 
-Law: nothing of a run is changed here.
+Law: these commands change nothing in a run's folder.
 """
 
 import contextlib
@@ -10,22 +10,24 @@ from pathlib import Path
 from fourfold.cli.errors import nearest_file
 from fourfold.environment.standard_streams import print_stderr
 from fourfold.words.errors import CheckpointError, Problem, SettingError, UnreadableCheckpointError, os_error_text
+from fourfold.words.run_files import RUNS_DIR
 from fourfold.words.terminal_text import escape_controls
+from fourfold.words.text_table import align_columns
 from fourfold.words.units import format_bytes
 
-RUNS_DIR = Path("runs")
 AGE_UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 
 def list_checkpoints(run: str) -> int:
     """`fourfold checkpoint list`; returns the exit code."""
-    from fourfold.checkpoint.store import CheckpointStore, read_manifest
+    from fourfold.checkpoint.manifest_file import read_manifest
+    from fourfold.checkpoint.store import CheckpointStore
 
-    shelf = CheckpointStore(_find_run(run))
+    store = CheckpointStore(_find_run(run))
     rows = [("step", "size", "age", "ranks", "validation loss", "")]
-    best = shelf.best_step()
-    for step in shelf.steps():
-        path = shelf.step_dir(step)
+    best = store.best_step()
+    for step in store.steps():
+        path = store.step_dir(step)
         try:
             manifest = read_manifest(path)
         except CheckpointError as error:
@@ -37,51 +39,54 @@ def list_checkpoints(run: str) -> int:
         word = "best" if step == best else ""
         age = _format_age(time.time() - path.stat().st_mtime)
         rows.append((str(step), size, age, str(len(manifest.files)), "" if loss is None else f"{loss:.4f}", word))
-    print(_format_table(rows) if len(rows) > 1 else escape_controls(f"{shelf.path} holds no checkpoint"))
+    if len(rows) == 1:
+        print(escape_controls(f"{store.path} holds no checkpoint"))
+        return 0
+    print("\n".join(align_columns([[*map(escape_controls, row)] for row in rows], ">>>>><")))
     return 0
 
 
 def verify_checkpoints(run: str) -> int:
-    """`fourfold checkpoint verify`; returns the exit code: 1 where something is damaged."""
+    """`fourfold checkpoint verify`; returns the exit code: 1 if a checkpoint is damaged."""
+    from fourfold.checkpoint.manifest_file import verify_checkpoint
     from fourfold.checkpoint.store import CheckpointStore
-    from fourfold.checkpoint.store import verify_checkpoint as problems_of
 
-    shelf = CheckpointStore(_find_run(run))
-    steps, code = shelf.steps(), 0
+    store = CheckpointStore(_find_run(run))
+    steps, code = store.steps(), 0
     for step in steps:
         try:
-            problems = problems_of(shelf.step_dir(step))
+            problems = verify_checkpoint(store.step_dir(step))
             word = "damaged" if problems else "good"
         except UnreadableCheckpointError as error:
             problems, word = [problem.got for problem in error.problems], "cannot be read here"
-        print(escape_controls(f"{shelf.step_dir(step)}   {word}"))
+        print(escape_controls(f"{store.step_dir(step)}   {word}"))
         for text in problems:
             print(escape_controls(f"  {text}"))
         code = 1 if problems else code
     if not steps:
-        raise CheckpointError(Problem(f"{shelf.path} holds no checkpoint", "at least one"))
+        raise CheckpointError(Problem(f"{store.path} holds no checkpoint", "at least one"))
     return code
 
 
 def export_checkpoint(run: str, file: str | None, *, step: int | None, ema: bool) -> int:
     """`fourfold checkpoint export`; returns the exit code."""
-    from fourfold.checkpoint.read import export_weights as write
     from fourfold.checkpoint.store import CheckpointStore, newest_valid
+    from fourfold.checkpoint.weights_file import export_weights
 
-    folder = _find_run(run)
-    steps = CheckpointStore(folder).steps()
+    run_dir = _find_run(run)
+    steps = CheckpointStore(run_dir).steps()
     if step is not None and step not in steps:
         need = f"one of {', '.join(map(str, steps))}" if steps else "a run with checkpoints"
-        raise SettingError(Problem(f"--step {step}", need), where=str(folder))
-    source = newest_valid(folder, step=step)
-    if step is None and source != CheckpointStore(folder).step_dir(steps[-1]):
+        raise SettingError(Problem(f"--step {step}", need), where=str(run_dir))
+    source = newest_valid(run_dir, step=step)
+    if step is None and source != CheckpointStore(run_dir).step_dir(steps[-1]):
         print_stderr(escape_controls(f"warning: a newer checkpoint is damaged: fourfold checkpoint verify {run}"))
-    target = Path(file or f"{folder.name}-{source.name.removeprefix('step-')}{'-ema' if ema else ''}.safetensors")
+    target = Path(file or f"{run_dir.name}-{source.name.removeprefix('step-')}{'-ema' if ema else ''}.safetensors")
     if target.exists():
-        raise SettingError(Problem(f"{target} is there already", "a new file", "another FILE"))
+        raise SettingError(Problem(f"{target} exists already", "a new file", "another FILE"))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        num_bytes = write(source, target, ema=ema)
+        num_bytes = export_weights(source, target, ema=ema)
     except OSError as error:
         got = f"{target} could not be written: {os_error_text(error)}"
         raise SettingError(Problem(got, "a file that can be written", "another FILE")) from None
@@ -90,23 +95,15 @@ def export_checkpoint(run: str, file: str | None, *, step: int | None, ema: bool
 
 
 def _find_run(run: str) -> Path:
-    for path in (Path(run), RUNS_DIR / run):
-        with contextlib.suppress(OSError):  # a name that is too long is no run's
+    for path in (Path(run), Path(RUNS_DIR, run)):
+        with contextlib.suppress(OSError):  # a name that is too long for a file system
             if run and path.is_dir():
                 return path
     raise SettingError(
-        Problem(f"{run} (no such folder)", "a run's folder, or its name", nearest_file(RUNS_DIR / run, "*"))
+        Problem(f"{run} (no such folder)", "a run's folder, or its name", nearest_file(Path(RUNS_DIR, run), "*"))
     )
 
 
 def _format_age(seconds: float) -> str:
     name, unit = next(((n, u) for n, u in AGE_UNITS if seconds >= u), AGE_UNITS[-1])
     return f"{seconds / unit:.0f} {name}"
-
-
-def _format_table(rows: list[tuple[str, ...]]) -> str:
-    rows = [tuple(map(escape_controls, row)) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join([*(c.rjust(w) for c, w in zip(row[:-1], widths, strict=False)), row[-1]]).rstrip() for row in rows
-    )

@@ -1,6 +1,6 @@
-"""`fourfold doctor`: look at this machine, print what was found.
+"""`fourfold doctor`: look at this machine and print the findings.
 
-Law: the same findings as rows and as JSON; exit code 1 where anything fails.
+Law: the same findings as rows and as JSON; exit code 1 if any of them fails.
 """
 
 import dataclasses
@@ -9,7 +9,8 @@ import json
 
 def run_doctor(*, as_json: bool) -> int:
     """`fourfold doctor`; returns the exit code."""
-    from fourfold.doctor.checks import check_machine, exit_code, format_findings
+    from fourfold.doctor.checks import check_machine
+    from fourfold.doctor.findings import exit_code, format_findings
     from fourfold.doctor.machine_probe import probe_machine
 
     facts = probe_machine()
@@ -26,5 +27,5 @@ def run_doctor(*, as_json: bool) -> int:
 
 
 def _json_row(row: dict[str, str]) -> dict[str, str]:
-    """`try` is what people read, and a word of Python's only in Python."""
+    """A finding with `try` for `attempt`, as the table of text has it: `try` is a keyword in Python only."""
     return {("try" if name == "attempt" else name): value for name, value in row.items()}

@@ -1,7 +1,7 @@
-"""Failure: how a command ends badly.
+"""Errors: how a command that fails reports it.
 
-Law: one text on stderr, from one process; the exit code says whose fault it was: 2 the input's, 1 the run's, 75
-nobody's: the same command is to be started again; 130 after a Ctrl-C.
+Law: one process writes one text to stderr. The exit code says what was wrong: 2 the input, 1 the run; 75 nothing, and
+the same command should be started again; 130 after a Ctrl-C.
 """
 
 import time
@@ -11,31 +11,31 @@ from pathlib import Path
 
 from fourfold.environment.standard_streams import print_stderr
 from fourfold.environment.world import from_environment
-from fourfold.launch import failure_report
+from fourfold.launch.traceback_text import format_error
 from fourfold.words.errors import FourfoldError, LaunchError, StoppedError, closest_match
 
 INPUT_CODE = FourfoldError.exit_code
-# A launcher ends all ranks when the first has gone: those that say nothing must not go before the one that speaks.
+# A launcher ends all ranks when the first has ended: silent ranks must not end before the one that reports.
 SILENT_SECONDS = 5.0
-STOPPED_SECONDS = 0.5  # they have met a moment ago
+STOPPED_SECONDS = 0.5  # after a stop, which all ranks have agreed on a moment ago
 
 
 class ErrorCollector:
-    """Gathers what is wrong in several places, so that all of it can be told at once."""
+    """Collects errors from several checks, so that all of them are reported at once."""
 
     def __init__(self) -> None:
         self.errors: list[FourfoldError] = []
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """Within: an error is kept, and what follows the `with` block goes on."""
+        """Within: a FourfoldError is collected, and execution continues after the `with` block."""
         try:
             yield
         except FourfoldError as error:
             self.errors.append(error)
 
     def raise_collected(self) -> None:
-        """Raise what has been gathered, if anything."""
+        """Raise the collected errors, if there are any."""
         if len(self.errors) == 1:
             raise self.errors[0]
         if self.errors:
@@ -43,13 +43,13 @@ class ErrorCollector:
 
 
 def report_error(error: BaseException) -> int:
-    """Print what went wrong; returns the exit code. Under a launcher of others, rank 0 tells of bad input for all."""
+    """Print an error; returns the exit code. Under another launcher, rank 0 reports bad input for all ranks."""
     errors = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
     code = max((each.exit_code if isinstance(each, FourfoldError) else 1) for each in errors)
     text = "\n".join(_format_error(each) for each in errors)
     try:
         world = from_environment()
-    except LaunchError:  # Who we are is what went wrong.
+    except LaunchError:  # The launcher's variables are themselves the error.
         world = None
     if world is None:
         print_stderr(text)
@@ -63,16 +63,16 @@ def report_error(error: BaseException) -> int:
 
 
 def _is_input_error(errors: Sequence[BaseException]) -> bool:
-    """Whether the input is wrong, on every rank. A task that calls `sys.exit(2)` is one rank's error of that code."""
+    """Whether the input is wrong, which is so on every rank. A task's `sys.exit(2)` has that code on one rank only."""
     return any(isinstance(each, FourfoldError) and type(each).exit_code == INPUT_CODE for each in errors)
 
 
 def _format_error(error: BaseException) -> str:
-    return f"fourfold: {error}" if isinstance(error, StoppedError) else failure_report.format_error(error).rstrip()
+    return f"fourfold: {error}" if isinstance(error, StoppedError) else format_error(error).rstrip()
 
 
 def is_file(path: Path) -> bool:
-    """Whether a file is there. A name that no file system takes is no file."""
+    """Whether this is a file. False for a name that no file system accepts."""
     try:
         return path.is_file()
     except OSError:
@@ -80,10 +80,10 @@ def is_file(path: Path) -> bool:
 
 
 def nearest_file(path: Path, pattern: str) -> str:
-    """The file in the same folder that was most likely meant; "" where there is none."""
+    """The file in the same folder that was most likely meant; "" if there is none."""
     try:
         others = [other.stem for other in path.parent.glob(pattern) if other.is_file() and other != path]
-    except OSError:  # a name that is too long, a folder that may not be read
+    except OSError:  # a name that is too long, or a folder that this user may not read
         return ""
     close = closest_match(path.stem, others)
     return str(path.with_name(close + path.suffix)) if close else ""

@@ -1,6 +1,6 @@
-"""Job: a task and a plan that fit each other and this many processes. All checks are here.
+"""Job: a task and a plan that fit each other and the number of processes.
 
-Law: when `prepare` has returned, nothing the user typed can be wrong any more; no process has been started before.
+Law: when `prepare_job` has returned, nothing that the user typed can be wrong; until then no process has been started.
 """
 
 import dataclasses
@@ -10,20 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.cli import arguments, task_loader
-from fourfold.cli.errors import ErrorCollector, is_file, nearest_file
-from fourfold.environment.world import from_environment
+from fourfold.cli.arguments import LaunchSettings
+from fourfold.cli.errors import ErrorCollector, nearest_file
+from fourfold.cli.job_checks import check_batch_size, check_fits_memory, check_init, check_tokens
 from fourfold.launch.process_defaults import default_num_processes
 from fourfold.plan.decode import DecodeError, read_bounded
 from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan import Plan
-from fourfold.trainer.settings import check_steps, default_run_name, make_settings, tuned_batch_size
-from fourfold.words.errors import PlanError, Problem, SettingError
-from fourfold.words.task import Data, Task
-
-RUNS_DIR = Path("runs")
-TASK_FIELDS = ("steps", "batch_size", "clip")
-DEFAULT_RESTARTS = 3
-DEFAULT_HANG_SECONDS = 10.0
+from fourfold.trainer.lr_factors import tuned_batch_size
+from fourfold.trainer.run_identity import check_run_name, default_run_name, run_identity
+from fourfold.trainer.settings import LR_PREFIX, TASK_FIELDS, check_steps, make_settings
+from fourfold.words.errors import PlanError, Problem, os_error_text
+from fourfold.words.run_files import RUNS_DIR
+from fourfold.words.task import Task
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,9 @@ class Job:
     """What a run needs.
 
     settings  keyword arguments of `train`; the run's name is always among them
-    identity  what makes it the same run
-    fresh     whether the run is to start over
-    restarts, hang_seconds  see `engines.restart.Care`; of no concern to the ranks
+    identity  the settings that make it the same run
+    fresh     whether the run starts over
+    restarts, hang_seconds  see `launch.restart_policy.SupervisionPolicy`; the ranks do not use them
     """
 
     task: Task
@@ -41,18 +40,18 @@ class Job:
     settings: Mapping[str, Any]
     identity: Mapping[str, Any]
     fresh: bool = False
-    restarts: int = DEFAULT_RESTARTS
-    hang_seconds: float | None = DEFAULT_HANG_SECONDS
+    restarts: int = LaunchSettings.restarts
+    hang_seconds: float | None = LaunchSettings.hang_seconds
 
     @property
     def task_name(self) -> str:
         """The task as the user named it."""
-        return self.settings["spec"]
+        return self.settings["task_name"]
 
     @property
     def run_dir(self) -> Path:
-        """The run's folder, whether it is there or not."""
-        return RUNS_DIR / self.settings["name"]
+        """The run's folder, whether it exists or not."""
+        return Path(RUNS_DIR) / self.settings["name"]
 
     @property
     def num_processes(self) -> int:
@@ -60,67 +59,66 @@ class Job:
 
 
 def parse_job(words: Sequence[str], *, num_processes: int | None = None) -> Job:
-    """The job a command line describes, without looking at its data.
+    """The job that a command line describes. Does not look at its data.
 
-    num_processes: as many as there must be; None leaves it to the plan, or to this machine.
+    num_processes: how many there must be; None leaves it to the plan, or to this machine.
     Raises FourfoldError, or a group of them.
     """
-    given = arguments.parse_args(words)
+    parsed = arguments.parse_args(words)
     errors = ErrorCollector()
-    maker = known = values = made = plan = None
+    factory = argument_types = values = task = plan = None
     with errors.collect():
-        maker = task_loader.find_task(given.task)
-    if maker is not None:
+        factory = task_loader.find_task(parsed.task)
+    if factory is not None:
         with errors.collect():
-            known = task_loader.task_arguments(maker)
+            argument_types = task_loader.task_arguments(factory)
     with errors.collect():
-        values = arguments.parse_values(given.values, known)
-    if values is None:  # The plan's own words can be judged all the same.
+        values = arguments.parse_values(parsed.values, argument_types)
+    if values is None:  # The fields of the plan can be checked all the same.
         values = arguments.parse_values(
-            {key: text for key, text in given.values.items() if key in arguments.FIELDS}, None
+            {key: text for key, text in parsed.values.items() if key in arguments.FIELDS}, None
         )
-    elif maker is not None and known is not None:
+    elif factory is not None and argument_types is not None:
         with errors.collect():
-            made = task_loader.make_task(maker, values.task, spec=given.task)
+            task = task_loader.make_task(factory, values.task, spec=parsed.task)
     with errors.collect():
-        plan = read_plan(given.plan_file, values.plan, num_processes=num_processes)
+        plan = read_plan(parsed.plan_file, values.plan, num_processes=num_processes)
     errors.raise_collected()
-    assert made is not None
+    assert task is not None
     assert plan is not None
-    # The task's own settings take these: in a call of `train`, clip=None would mean the task's.
-    over = {key: value for key, value in values.run.items() if key in TASK_FIELDS}
-    rest = {key: value for key, value in values.run.items() if key not in TASK_FIELDS}
-    rest |= {
-        "label": run_prefix(given.task),
-        "spec": given.task,
-        "extra": {key: value for key, value in values.task.items() if key not in TASK_FIELDS},
+    # These replace fields of the task: as an argument of `train`, clip=None would mean the task's own.
+    overrides = {key: value for key, value in values.run.items() if key in TASK_FIELDS}
+    settings = {key: value for key, value in values.run.items() if key not in TASK_FIELDS}
+    settings |= {
+        "run_prefix": run_prefix(parsed.task),
+        "task_name": parsed.task,
+        "extra_settings": {key: value for key, value in values.task.items() if key not in TASK_FIELDS},
     }
-    launching = {key: rest.pop(key) for key in ("fresh", "restarts", "hang_seconds") if key in rest}
-    rates = {key: rest.pop(key) for key in list(rest) if key.startswith(arguments.LR_PREFIX)}
-    if rates:
-        rest["rates"] = LRSchedule(**{key.removeprefix(arguments.LR_PREFIX): value for key, value in rates.items()})
-    # A task that was written for one batch size is still tuned for that one.
-    made = dataclasses.replace(made, **over, tuned_for=tuned_batch_size(made))
-    identity = make_settings(made, **rest, training=plan.identity_fields).identity()
-    rest.setdefault("name", default_run_name(rest["label"], identity))
-    return Job(task=made, plan=plan, settings=rest, identity=identity, **launching)
+    launch_settings = {key: settings.pop(key) for key in arguments.LAUNCH_SETTINGS if key in settings}
+    lr_values = {key: settings.pop(key) for key in list(settings) if key.startswith(LR_PREFIX)}
+    if lr_values:
+        settings["rates"] = LRSchedule(**{key.removeprefix(LR_PREFIX): value for key, value in lr_values.items()})
+    # A new batch size does not change the one that the learning rate was tuned for.
+    task = dataclasses.replace(task, **overrides, tuned_for=tuned_batch_size(task))
+    identity = run_identity(make_settings(task, **settings), plan)
+    settings.setdefault("name", default_run_name(settings["run_prefix"], identity))
+    return Job(task=task, plan=plan, settings=settings, identity=identity, **launch_settings)
 
 
 def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_run_dir: bool = True) -> Job:
-    """The job a command line describes, after every check that can be made before processes are started.
+    """The job that a command line describes, after every check that needs no other process.
 
-    keeps: whether it is to be a run, with a folder.
+    has_run_dir: False for a command that writes no run, such as `verify`.
     """
     from fourfold.step.build import preflight
-    from fourfold.trainer.run_dir import check_run_name
 
     job = parse_job(words, num_processes=num_processes)
     errors = ErrorCollector()
     with errors.collect():
         if has_run_dir:
-            check_run_name(RUNS_DIR, job.settings["name"], job.identity)
+            check_run_name(Path(RUNS_DIR), job.settings["name"], job.identity)
     with errors.collect():
-        check_init(job)
+        check_init(job.task, job.settings.get("init"))
     with errors.collect():
         check_batch_size(job.task.batch_size, job.plan)
     with errors.collect():
@@ -134,79 +132,32 @@ def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_r
     errors.raise_collected()
     assert data is not None
     assert model is not None
-    check_memory(job, data, model)
+    check_fits_memory(job.task, job.plan, data, model)
     return job
 
 
 def read_plan(file: str | None, values: Mapping[str, object], *, num_processes: int | None = None) -> Plan:
-    """The plan in a file, with these values instead of its own; without a file, dp takes the processes that are left.
+    """The plan in a file, with these values in place of its own; without a file, dp is what the other axes leave.
 
-    Raises PlanError with all problems of both, or where the mesh has not `num_processes` ranks.
+    Raises PlanError with all problems of both, or where the mesh does not have `num_processes` ranks.
     """
     from fourfold.plan.check import size_problems
 
     errors = ErrorCollector()
-    plan = over = None
+    plan = overrides = None
     with errors.collect():
         plan = Plan() if file is None else Plan.from_toml(_read_plan_text(file), where=file)
     with errors.collect():
-        over = Plan.from_dict(values, where="the command line")
+        overrides = Plan.from_dict(values, where="the command line")
     errors.raise_collected()
     assert plan is not None
-    assert over is not None
+    assert overrides is not None
     plan = dataclasses.replace(plan, **values)  # type: ignore[arg-type]
     if file is None and "dp" not in values:
         plan = dataclasses.replace(plan, dp=_default_dp(plan, num_processes))
     if num_processes is not None and plan.mesh.size != num_processes:
         raise PlanError(size_problems(plan, num_processes), where=file or "the command line")
     return plan
-
-
-def check_batch_size(batch_size: int, plan: Plan) -> None:
-    """Raises SettingError where the batch cannot be cut evenly."""
-    parts = plan.dp * plan.microbatches
-    if batch_size % parts == 0:
-        return
-    below = batch_size // parts * parts
-    fitting = f"batch_size={below} or {below + parts}" if below else f"batch_size={parts}"
-    need = "a batch divisible by dp × microbatches" if plan.microbatches > 1 else "a batch divisible by dp"
-    got = f"batch_size = {batch_size}, dp = {plan.dp}"
-    got += f", microbatches = {plan.microbatches}" if plan.microbatches > 1 else ""
-    raise SettingError(Problem(got, need, fitting), where="the settings")
-
-
-def check_tokens(data: Data, plan: Plan) -> None:
-    """Raises TaskError where a sample's tokens are to be cut, and cannot be."""
-    if plan.sp > 1:
-        from fourfold.feed.source import fetch
-        from fourfold.step.sequence.token_shards import sequence_length
-
-        sequence_length(fetch(data.train, [0]))
-
-
-def check_memory(job: Job, data: Data, model: Any) -> None:
-    """Raises SettingError where the run cannot fit into the memory of this host. `model` is an outline."""
-    from fourfold.step.memory_bound import check_memory
-
-    # A launcher's ranks check themselves, each its own part.
-    num_ranks = job.num_processes if from_environment() is None else 1
-    sizes = {"batch_size": job.task.batch_size, "num_steps": job.task.steps}
-    check_memory(job.task, job.plan, data.train, model, **sizes, num_ranks=num_ranks)
-
-
-def check_init(job: Job) -> None:
-    """Raises SettingError or CheckpointError where the weights to begin with are not there, or are another model's."""
-    from fourfold.checkpoint.read import check_weights_file
-    from fourfold.step.meta_model import build_meta_model
-
-    init = job.settings.get("init")
-    if init is None:
-        return
-    path = Path(init)
-    if not is_file(path):
-        got = f"init = {init} (no such file)"
-        raise SettingError(Problem(got, "a safetensors file of weights", nearest_file(path, "*.safetensors")))
-    check_weights_file(build_meta_model(job.task), path)
 
 
 def _read_plan_text(file: str) -> str:
@@ -216,18 +167,18 @@ def _read_plan_text(file: str) -> str:
         raise PlanError(Problem(f"{file} has {error}", "a plan in TOML"), where=file) from None
     except OSError as error:
         close = nearest_file(Path(file), "*.toml")
-        raise PlanError(Problem(f"{file} ({(error.strerror or 'unreadable').lower()})", "a file", close)) from None
+        raise PlanError(Problem(f"{file} ({os_error_text(error)})", "a file", close)) from None
     except UnicodeDecodeError:
         raise PlanError(Problem(f"{file} is no text", "TOML in UTF-8"), where=file) from None
 
 
 def _default_dp(plan: Plan, num_processes: int | None) -> int:
-    """Data ranks: the processes there are, shared among the other axes."""
-    others = plan.mesh.size // plan.dp
-    return max(1, (default_num_processes() if num_processes is None else num_processes) // others)
+    """The number of data ranks: the processes, divided by the ranks of the other axes."""
+    other_ranks = plan.mesh.size // plan.dp
+    return max(1, (default_num_processes() if num_processes is None else num_processes) // other_ranks)
 
 
 def run_prefix(spec: str) -> str:
-    """The run's name without a number: lm, or the file's and the task's where they say more."""
+    """A run's name without its number: lm, or FILE, or FILE-TASK where the task in FILE has a name of its own."""
     file, _, name = spec.partition(":")
     return f"{Path(file).stem}-{name}" if name not in ("", task_loader.DEFAULT_NAME) else Path(file).stem

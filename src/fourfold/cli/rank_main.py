@@ -1,8 +1,8 @@
-"""One rank of `fourfold train`: the same words, read again in a process of its own.
+"""One rank of `fourfold train`: it parses the same command line again, in its own process.
 
-    python -m fourfold.cli.rank_main WORD…        started by engines.worker, in a world of a launcher's
+    python -m fourfold.cli.rank_main WORD…        started by launch/worker.py
 
-Law: errors are left to the launcher, which tells the first cause once.
+Law: this file prints no error; the launcher reports the first cause once.
 """
 
 import os
@@ -10,11 +10,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fourfold.checkpoint.store import resume_hint
 from fourfold.cli import job
 from fourfold.environment.launchers import OPEN_MPI, detected_launchers
 from fourfold.environment.world import World, from_environment
 from fourfold.launch import failure_report
-from fourfold.launch.restart_policy import resume_hint
+from fourfold.launch.traceback_text import format_error
 from fourfold.words.errors import FourfoldError, TrainingError
 
 
@@ -24,37 +25,37 @@ def main(words: Sequence[str]) -> None:
     train(job.parse_job(words, num_processes=world.size), world)
 
 
-def train(work: job.Job, world: World | None) -> None:
-    """Train in this process; rank 0 shows how it goes.
+def train(prepared: job.Job, world: World | None) -> None:
+    """Train in this process; rank 0 shows the progress.
 
-    Raises TrainingError where the task ends the process: the others would wait for it. Its exit code is the task's,
-    but never 0: the run has not ended.
-    KeyboardInterrupt comes with what there is to say, "" where another rank says it.
+    Raises TrainingError if the task ends the process, because the other ranks would wait for it. The error has the
+    task's exit code, but never 0: the run has not ended.
+    Raises KeyboardInterrupt with the text to report; the text is "" on all ranks but 0.
     """
     try:
-        _train(work, world)
-    except SystemExit as leaving:
-        code = failure_report.exit_code(leaving)
-        where = failure_report.format_error(leaving).rstrip()
-        error = TrainingError(f"the task ended its process in mid-run, with exit code {code}\n{where}")
+        _train(prepared, world)
+    except SystemExit as system_exit:
+        code = failure_report.exit_code(system_exit)
+        where = format_error(system_exit).rstrip()
+        error = TrainingError(f"the task ended its process in the middle of the run, with exit code {code}\n{where}")
         error.exit_code = code or TrainingError.exit_code
         raise error from None
     except KeyboardInterrupt:
-        speaks = world is None or world.rank == 0
-        raise KeyboardInterrupt(f"stopped by SIGINT; {resume_hint(work.run_dir)}" if speaks else "") from None
+        is_reporter = world is None or world.rank == 0
+        raise KeyboardInterrupt(f"stopped by SIGINT; {resume_hint(prepared.run_dir)}" if is_reporter else "") from None
 
 
-def _train(work: job.Job, world: World | None) -> None:
+def _train(prepared: job.Job, world: World | None) -> None:
     from fourfold.report.progress import Progress
     from fourfold.trainer.train import train as run
 
     if world is not None and world.rank > 0:
-        run(work.task, work.plan, **work.settings)
+        run(prepared.task, prepared.plan, **prepared.settings)
         return
-    # Open MPI gives every rank a terminal, wherever its own output goes: a file would fill with redrawn lines.
+    # Open MPI gives every rank a terminal even if its own output goes to a file, which redrawn lines would fill.
     progress = Progress(live=detected_launchers(os.environ)[:1] != [OPEN_MPI])
     try:
-        result = run(work.task, work.plan, report=progress, **work.settings)
+        result = run(prepared.task, prepared.plan, report=progress, **prepared.settings)
         if result.folder is not None:
             progress.print_message(_write_report(result.folder))
     finally:
@@ -62,7 +63,7 @@ def _train(work: job.Job, world: World | None) -> None:
 
 
 def _write_report(folder: Path) -> str:
-    """Write the run's page; what is to be said of it. A run that has ended well is not failed for a drawing."""
+    """Write the run's page; returns the line to print. A page that cannot be written does not make the run fail."""
     from fourfold.report.page import write_report
 
     try:

@@ -1,6 +1,6 @@
-"""What the commands do on this machine: check, then start processes, or join the world a launcher has made.
+"""Run commands: check everything, then train in this process, start several, or join those of a launcher.
 
-Law: one process is this process; several are started only after everything has been checked.
+Law: a single rank runs in this process; several processes start only after everything has been checked.
 """
 
 import os
@@ -13,6 +13,7 @@ from fourfold.cli import sigint
 from fourfold.environment.standard_streams import print_stderr, redirect_to_null
 from fourfold.environment.world import from_environment
 from fourfold.words.errors import Problem, SettingError, os_error_text
+from fourfold.words.run_files import RUNS_DIR
 from fourfold.words.terminal_text import escape_controls
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def train(words: Sequence[str], processes: str | None) -> int:
 
     world = from_environment()
     ready = job.prepare_job(words, num_processes=check_num_processes(processes, world))
-    if _check_finished(ready, speaks=world is None or world.rank == 0):
+    if _check_finished(ready, is_reporter=world is None or world.rank == 0):
         return 0
     if world is not None or ready.num_processes == 1:
         sigint.restore_and_raise()
@@ -48,7 +49,7 @@ def _supervision_policy(ready: "Job") -> "SupervisionPolicy":
 
     def record_fault(fault: fault_log.Fault) -> None:
         if fault.step < 0 and not folder.exists():
-            return  # Ranks that ended before there was a run; the launcher tells of it on stderr.
+            return  # The ranks ended before there was a run's folder; the launcher reports it on stderr.
         try:
             fault_log.append_fault(folder, fault)
         except OSError as error:  # a full disk, say
@@ -65,20 +66,23 @@ def _supervision_policy(ready: "Job") -> "SupervisionPolicy":
     )
 
 
-def _check_finished(ready: "Job", *, speaks: bool) -> bool:
-    """Whether the run has ended already; one that is to start over is set aside here, by one process."""
-    from fourfold.trainer.run_dir import archive_run, format_finished, read_finished_record
+def _check_finished(ready: "Job", *, is_reporter: bool) -> bool:
+    """Whether the run is complete already. With `fresh`, one process moves the old run aside."""
+    from fourfold.trainer.run_dir import archive_run
+    from fourfold.trainer.run_identity import format_finished, read_finished_record
 
     if ready.fresh:
-        # A launcher that starts its ranks again does not mean to start over again.
-        aside = archive_run(ready.run_dir) if speaks and os.environ.get(RESTART_COUNT_VARIABLE, "0") == "0" else None
-        if aside is not None:
-            print(escape_controls(f"{ready.run_dir} starts over; what was there is now {aside}"), flush=True)
+        # When a launcher restarts its ranks, the run must not start over again.
+        archived = (
+            archive_run(ready.run_dir) if is_reporter and os.environ.get(RESTART_COUNT_VARIABLE, "0") == "0" else None
+        )
+        if archived is not None:
+            print(escape_controls(f"{ready.run_dir} starts over; the earlier run is now {archived}"), flush=True)
         return False
-    line = read_finished_record(ready.run_dir)
-    if line is not None and speaks:
-        print(escape_controls(format_finished(ready.run_dir, line, ready.plan)), flush=True)
-    return line is not None
+    finished = read_finished_record(ready.run_dir)
+    if finished is not None and is_reporter:
+        print(escape_controls(format_finished(ready.run_dir, finished, ready.plan)), flush=True)
+    return finished is not None
 
 
 def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> int:
@@ -95,11 +99,11 @@ def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> i
         raise SettingError(Problem("no script", "SCRIPT.py", "fourfold run --help"), where="fourfold run")
     script = Path(command[0])
     world = from_environment()
-    needed = check_num_processes(processes, world)
+    required = check_num_processes(processes, world)
     if not is_file(script):
         got = f"{script} ({'a folder' if os.path.isdir(script) else 'no such file'})"
         raise SettingError(Problem(got, "a Python file", nearest_file(script, "*.py")), where="fourfold run")
-    num_processes = needed or default_num_processes()
+    num_processes = required or default_num_processes()
     if world is not None or num_processes == 1:
         sigint.restore_and_raise()
         run_program(command)
@@ -113,17 +117,18 @@ def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> i
 
 def show(words: Sequence[str]) -> int:
     """`fourfold show`; returns the exit code."""
-    from fourfold.analysis.describe import show as text_of
+    from fourfold.analysis.describe import show as describe_plan
     from fourfold.cli import job
-    from fourfold.cli.arguments import FIELDS, parse_args
+    from fourfold.cli.arguments import parse_args
+    from fourfold.plan.plan_fields import FIELDS
 
-    given = parse_args(words)
-    # Without a file, dp is 1 unless said: what is shown must not depend on this machine.
-    said = given.plan_file is not None or "dp" in given.values
-    ready = job.parse_job([*words] if said else [*words, "dp=1"])
-    if given.plan_file is None and not set(given.values) & set(FIELDS):
+    parsed = parse_args(words)
+    # Without a file, dp is 1 unless given: the output must not depend on this machine.
+    has_dp = parsed.plan_file is not None or "dp" in parsed.values
+    ready = job.parse_job([*words] if has_dp else [*words, "dp=1"])
+    if parsed.plan_file is None and not set(parsed.values) & set(FIELDS):
         raise SettingError(Problem("no plan", "a file PLAN.toml, or fields of a plan", "fourfold show dp=2"))
-    print(escape_controls(text_of(ready.plan, ready.task)))
+    print(escape_controls(describe_plan(ready.plan, ready.task)))
     return 0
 
 
@@ -131,15 +136,16 @@ def verify(words: Sequence[str], processes: str | None) -> int:
     """`fourfold verify`; returns the exit code."""
     from fourfold.analysis.verify import DEFAULT_STEPS, check_verifiable
     from fourfold.cli import job, verify
-    from fourfold.cli.arguments import FIELDS, parse_args
+    from fourfold.cli.arguments import parse_args
     from fourfold.launch.process_defaults import check_num_processes
     from fourfold.launch.restart_policy import SupervisionPolicy
+    from fourfold.plan.plan_fields import FIELDS
 
-    given = parse_args(words)
-    words = [*words] if "steps" in given.values else [*words, f"steps={DEFAULT_STEPS}"]
+    parsed = parse_args(words)
+    words = [*words] if "steps" in parsed.values else [*words, f"steps={DEFAULT_STEPS}"]
     world = from_environment()
     plan = job.parse_job(words, num_processes=check_num_processes(processes, world)).plan
-    if given.plan_file is None and not set(given.values) & set(FIELDS):
+    if parsed.plan_file is None and not set(parsed.values) & set(FIELDS):
         problem = Problem("no plan", "a file PLAN.toml, or fields of a plan", "fourfold verify lm dp=2 zero=1")
         raise SettingError(problem, where="fourfold verify")
     check_verifiable(plan)
@@ -161,7 +167,7 @@ def report(words: Sequence[str]) -> int:
 
     if not words:
         raise SettingError(Problem("no run", "RUN [RUN…]", "fourfold report --help"), where="fourfold report")
-    print(escape_controls(str(write_report([find_run(word, parent=Path("runs")) for word in dict.fromkeys(words)]))))
+    print(escape_controls(str(write_report([find_run(word, parent=Path(RUNS_DIR)) for word in dict.fromkeys(words)]))))
     return 0
 
 
@@ -176,10 +182,11 @@ def _launch(command: Sequence[str], num_processes: int, policy: "SupervisionPoli
 
 
 def _print_error(text: str) -> None:
-    """Tell of ranks that have ended."""
+    """Report the end of ranks, or a fault after which the job goes on."""
     if sys.stdout.isatty():
         try:
-            print(SHOW_CURSOR, flush=True)  # and a new line: a rank that was killed has left its own half drawn
-        except OSError:  # the terminal has gone
+            # With the new line: a rank that was killed may have left half a progress line.
+            print(SHOW_CURSOR, flush=True)
+        except OSError:  # the terminal is gone
             redirect_to_null(sys.stdout)
     print_stderr(f"fourfold: {escape_controls(text)}")

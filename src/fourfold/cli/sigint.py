@@ -1,12 +1,12 @@
-"""Interrupt: a Ctrl-C while a command is still importing is not lost.
+"""SIGINT: a Ctrl-C while a command is still importing is not lost.
 
-Python raises KeyboardInterrupt wherever the main thread is. In a callback of the import system it is printed and
-dropped, and the command would go on as if nobody had asked it to stop.
+Python raises KeyboardInterrupt wherever the main thread is. Inside a callback of the import system Python prints and
+drops it, and the command would go on.
 
-listen  from the start of the command
-check   when its imports are done: Python's own handler is there again, which a program may replace
-insist  after code of others that may have dropped it
-stop    at its end, however it ends: whoever called it in a process of theirs has their handler back
+install            at the start of the command: remember an interrupt as well as raise it
+raise_pending      after other code that may have dropped one
+restore_and_raise  when the imports are done: Python's own handler is back, which a program may replace
+restore            at the end, however the command ends: a program that called it has its handler back
 """
 
 import signal
@@ -16,7 +16,7 @@ _is_interrupted = False
 
 
 def install() -> None:
-    """From now on an interrupt is remembered too; where somebody else handles SIGINT, nothing changes."""
+    """From now on an interrupt is remembered too. Changes nothing if the program handles SIGINT itself."""
     global _is_interrupted
     _is_interrupted = False
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -30,18 +30,18 @@ def _on_interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def restore_and_raise() -> None:
-    """Stop listening. Raises KeyboardInterrupt if one was raised and has not come through."""
+    """Restore Python's handler. Raises KeyboardInterrupt if there was an interrupt and other code dropped it."""
     restore()
     raise_pending()
 
 
 def raise_pending() -> None:
-    """Raises KeyboardInterrupt if one was raised and has not come through; the listening goes on."""
+    """Raises KeyboardInterrupt if there was an interrupt and other code dropped it. Later ones are remembered too."""
     if _is_interrupted:
         raise KeyboardInterrupt
 
 
 def restore() -> None:
-    """Stop listening: Python's own handler is there again."""
+    """Restore Python's own handler."""
     if signal.getsignal(signal.SIGINT) is _on_interrupt:
         signal.signal(signal.SIGINT, signal.default_int_handler)

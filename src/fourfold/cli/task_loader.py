@@ -1,7 +1,7 @@
-"""Finding a task: built in, or in a file of the user's.
+"""Task loader: finds a task by its name, among the built-in ones or in a file of the user's.
 
-maker  a Task, or a function that returns one from keyword arguments
-Law: a file that cannot be imported is told with its own traceback, cut to the user's lines.
+factory  a Task, or a function that returns one from keyword arguments
+Law: an error in the user's file is reported with its own traceback, cut to the user's lines.
 """
 
 import importlib
@@ -14,7 +14,7 @@ from typing import Any, cast
 from fourfold.cli.arguments import ValueType, argument_types
 from fourfold.cli.errors import is_file, nearest_file
 from fourfold.feed.collate import check_data
-from fourfold.launch import failure_report
+from fourfold.launch.traceback_text import format_error
 from fourfold.words.errors import DataError, FourfoldError, Problem, TaskError, closest_match
 from fourfold.words.task import Data, Task
 
@@ -38,12 +38,12 @@ def find_task(spec: str) -> TaskFactory:
 
 
 def task_arguments(factory: TaskFactory) -> dict[str, ValueType]:
-    """The keyword arguments a user may give."""
+    """The keyword arguments that a user may give."""
     return {} if isinstance(factory, Task) else argument_types(factory)
 
 
 def make_task(factory: TaskFactory, values: Mapping[str, Any], *, spec: str) -> Task:
-    """The task with these settings. Raises TaskError where its function fails or returns something else."""
+    """The task with these arguments. Raises TaskError if its function fails or does not return a Task."""
     if isinstance(factory, Task):
         return factory
     with _wrap_user_errors(f"{spec}: the task's function failed"):
@@ -54,7 +54,7 @@ def make_task(factory: TaskFactory, values: Mapping[str, Any], *, spec: str) -> 
 
 
 def open_data(task: Task, *, spec: str) -> Data:
-    """The task's sources. Raises DataError where they cannot be opened or are empty."""
+    """The task's data. Raises DataError if it cannot be opened or is empty."""
     with _wrap_user_errors(f"{spec}: the data cannot be opened", DataError):
         data = task.data()
     check_data(data, where=spec)
@@ -62,7 +62,7 @@ def open_data(task: Task, *, spec: str) -> Data:
 
 
 def _import_file(path: Path) -> Any:
-    # As for a script: files beside it can be imported. Under its own name, unless that would hide another module.
+    # As for a script, the file can import others in its folder. It gets its own name, unless another module has it.
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -77,16 +77,16 @@ def _import_file(path: Path) -> Any:
 
 
 def _find_member(module: Any, name: str, *, file: str) -> TaskFactory:
-    found: Any = getattr(module, name, None)
-    if isinstance(found, Task) or (callable(found) and not isinstance(found, type)):
-        return cast(TaskFactory, found)
+    member: Any = getattr(module, name, None)
+    if isinstance(member, Task) or (callable(member) and not isinstance(member, type)):
+        return cast(TaskFactory, member)
     tasks = [key for key, value in vars(module).items() if isinstance(value, Task)]
     functions = [
         key
         for key, value in vars(module).items()
         if callable(value) and getattr(value, "__module__", None) == module.__name__ and not isinstance(value, type)
     ]
-    got = f"no {name}" if found is None else f"{name} is a {type(found).__name__}"
+    got = f"no {name}" if member is None else f"{name} is a {type(member).__name__}"
     close = closest_match(name, tasks) or closest_match(name, functions) or next(iter([*tasks, *functions]), None)
     attempt = f"{file}:{close}" if close else f"{name} = fourfold.Task(…)"
     raise TaskError(Problem(got, "a Task, or a function that returns one", attempt), where=file)
@@ -103,7 +103,7 @@ def _unknown_task(spec: str) -> Problem:
 
 
 class _wrap_user_errors:
-    """Within: an exception of the user's code becomes an error with his lines of the traceback."""
+    """Within: an exception of the user's code becomes an error with the user's lines of the traceback."""
 
     def __init__(self, what: str, kind: type[FourfoldError] = TaskError) -> None:
         self._text, self._error_type = what, kind
@@ -115,4 +115,4 @@ class _wrap_user_errors:
             raise self._error_type(f"{self._text}: it calls sys.exit({error.code!r})") from None
         # Not only an Exception: pytest.importorskip raises a BaseException.
         if error is not None and not isinstance(error, FourfoldError | KeyboardInterrupt):
-            raise self._error_type(f"{self._text}\n{failure_report.format_error(error).rstrip()}") from None
+            raise self._error_type(f"{self._text}\n{format_error(error).rstrip()}") from None

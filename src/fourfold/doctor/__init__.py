@@ -1,1 +1,1 @@
-"""Floor 6: what this machine means for training."""
+"""Floor 6: this machine: what was found, what it means for training, what to fix."""

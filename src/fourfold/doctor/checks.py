@@ -1,112 +1,32 @@
-"""Doctor: what this machine means for training, and what to mend.
+"""Checks: what the facts about this machine mean for training, and what to fix. One function per row.
 
-facts    what was found on the machine (`doctor/machine_probe.py` looks)
-finding  one row: ok, warn or fail, the value, and what to try where it is not ok
-Law: judging looks at nothing but the facts. A fail means that training cannot start or goes wrong; a warn costs speed
-or surprises.
+Law: a check reads the facts and nothing else. `fail` means that training cannot start or goes wrong; `warn` means that
+it is slower than need be, or surprises.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 
+from fourfold.doctor.facts import EARLIEST_TIME, OLDEST_PYTHON, MachineFacts
+from fourfold.doctor.findings import FAIL, OK, WARN, Finding
 from fourfold.environment import launchers
 from fourfold.words.errors import FourfoldError, closest_match
+from fourfold.words.units import format_bytes
 
-OK, WARN, FAIL = "ok", "warn", "fail"
 GIB, MIB = 2**30, 2**20
 
-OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH, NEWEST_TESTED_TORCH = (2, 11), (2, 13)
 LOW_MEMORY_BYTES, LOW_DISK_BYTES, FULL_DISK_BYTES = 2 * GIB, 5 * GIB, 256 * MIB
 LOW_SHM_BYTES = 256 * MIB  # Docker's default is 64 MiB
-SLOW_DISK_BYTES_PER_SECOND = 30 * MIB  # bytes a second
+SLOW_DISK_BYTES_PER_SECOND = 30 * MIB
 MIN_OPEN_FILES = 1024
 SKEW_SECONDS = 2.0
-EARLIEST_TIME = 1735689600.0  # 1 January 2025: no clock of a machine that runs this is right before it
-SLOW_SCALAR_SECONDS = 2e-3  # a reduction of one value; 0.1 ms on an idle machine
+SLOW_SCALAR_SECONDS = 2e-3  # to all-reduce one value; 0.1 ms on an idle machine
 FOURFOLD_VARIABLES = ("FOURFOLD_HOST", "FOURFOLD_SERVICE", "FOURFOLD_TRACEBACK", "FOURFOLD_WORLD_SIZE")
 
 
-@dataclass(frozen=True)
-class GlooTiming:
-    """Two processes of this host through gloo: seconds to reduce 4 MiB and to reduce one value; or why it failed."""
-
-    bulk_seconds: float = 0.0
-    value_seconds: float = 0.0
-    problem: str = ""
-
-
-@dataclass(frozen=True)
-class MachineFacts:
-    """What was found. Optional values are None where they could not be found out; problems are "" where all is well.
-
-    quota_cores    processors a container grants
-    limit_bytes    the memory limit of the container (cgroup), None where there is none
-    shared_bytes   shared memory reserved in a test, 0 with `shared_problem`
-    write_rate     bytes a second in the current folder, fsync included
-    skew_seconds   time a fresh file's stamp differs from the clock's
-    """
-
-    environ: Mapping[str, str] = field(default_factory=dict)
-    system: str = "linux"
-    machine: str = "x86_64"
-    python: tuple[int, ...] = OLDEST_PYTHON
-    torch: str = ""
-    torch_problem: str = ""
-    cuda_build: str | None = None
-    gpus: Sequence[str] = ()
-    has_gpu_driver: bool = False
-    cores: int = 1
-    machine_cores: int = 1
-    quota_cores: float | None = None
-    load_average: float = 0.0
-    total_bytes: int = 0
-    available_bytes: int = 0
-    limit_bytes: int | None = None
-    limit_left_bytes: int | None = None
-    shared_bytes: int = 0
-    shared_problem: str = ""
-    shm_bytes: int | None = None
-    files_limit: int | None = None
-    disk_free_bytes: int = 0
-    write_rate: float = 0.0
-    disk_problem: str = ""
-    gloo: GlooTiming | None = None
-    now: float = EARLIEST_TIME
-    skew_seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One row. `attempt` is what to try where the mark is not ok."""
-
-    name: str
-    mark: str
-    value: str
-    attempt: str = ""
-
-
 def check_machine(facts: MachineFacts) -> list[Finding]:
-    """Every row, in the order of CHECKS."""
+    """All rows, in the order of CHECKS."""
     return [finding for check in CHECKS for finding in check(facts)]
-
-
-def exit_code(findings: Iterable[Finding]) -> int:
-    """1 where anything fails."""
-    return int(any(finding.mark == FAIL for finding in findings))
-
-
-def format_findings(findings: Sequence[Finding]) -> str:
-    """The findings for people: aligned rows, and a last line that counts them."""
-    widths = [max(len(getattr(finding, name)) for finding in findings) for name in ("mark", "name", "value")]
-    lines = []
-    for finding in findings:
-        cells = (finding.mark, finding.name, finding.value)
-        line = "   ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-        lines.append((line + (f"   try {finding.attempt}" if finding.attempt else "")).rstrip())
-    marks = [finding.mark for finding in findings]
-    bad = [f"{marks.count(mark)} {word}" for mark, word in ((FAIL, "failing"), (WARN, "to look at")) if mark in marks]
-    return "\n".join([*lines, "", ", ".join(bad) or "nothing to mend"])
 
 
 # ---- the rows
@@ -127,7 +47,7 @@ def _torch(facts: MachineFacts) -> list[Finding]:
     if version < OLDEST_TORCH:
         return [Finding("torch", FAIL, facts.torch, f"torch {tested}")]
     if version > NEWEST_TESTED_TORCH:
-        return [Finding("torch", WARN, f"{facts.torch}, newer than what is tested", f"torch {tested}")]
+        return [Finding("torch", WARN, f"{facts.torch}, newer than the tested versions", f"torch {tested}")]
     return [Finding("torch", OK, facts.torch)]
 
 
@@ -138,12 +58,12 @@ def _gpus(facts: MachineFacts) -> list[Finding]:
         names = ", ".join(f"{facts.gpus.count(name)} × {name}" for name in dict.fromkeys(facts.gpus))
         return [Finding("gpus", OK, f"{names} (CUDA {facts.cuda_build})")]
     if facts.has_gpu_driver and facts.cuda_build is None:
-        return [Finding("gpus", WARN, "a driver, but torch is built for the CPU", "a CUDA build of torch")]
+        return [Finding("gpus", WARN, "a driver, but this torch is built for CPUs only", "a CUDA build of torch")]
     if facts.has_gpu_driver:
-        hidden = "CUDA_VISIBLE_DEVICES" in facts.environ
-        attempt = "unset CUDA_VISIBLE_DEVICES" if hidden else "nvidia-smi, and a driver as new as torch's CUDA"
+        is_hidden = "CUDA_VISIBLE_DEVICES" in facts.environ
+        attempt = "unset CUDA_VISIBLE_DEVICES" if is_hidden else "nvidia-smi; the driver must be as new as torch's CUDA"
         return [Finding("gpus", WARN, f"a driver, but torch {facts.cuda_build} sees none", attempt)]
-    return [Finding("gpus", OK, "none, ranks use the CPU")]
+    return [Finding("gpus", OK, "none: ranks use the CPU")]
 
 
 def _cores(facts: MachineFacts) -> list[Finding]:
@@ -153,22 +73,22 @@ def _cores(facts: MachineFacts) -> list[Finding]:
     if facts.quota_cores is not None and facts.quota_cores < 1:
         return [Finding("cores", WARN, value, "a container with at least 1 core")]
     if facts.load_average > facts.cores + 0.5:
-        return [Finding("cores", WARN, f"{value}, load {facts.load_average:.1f}", "ending what else runs here")]
+        return [Finding("cores", WARN, f"{value}, load {facts.load_average:.1f}", "ending other programs")]
     return [Finding("cores", OK, f"{value}, load {facts.load_average:.1f}")]
 
 
 def _threads(facts: MachineFacts) -> list[Finding]:
-    said = {name: facts.environ[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name in facts.environ}
-    if not said:
-        return [Finding("threads", OK, "not set: each rank takes its share of the cores")]
-    value = ", ".join(f"{name}={text}" for name, text in said.items())
-    unset = f"unset {' '.join(said)}"
-    # OpenMP allows a list, one number for each level of nesting.
-    numbers = [text.split(",")[0] for text in said.values()]
+    given = {name: facts.environ[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name in facts.environ}
+    if not given:
+        return [Finding("threads", OK, "not set: the ranks divide the cores among themselves")]
+    value = ", ".join(f"{name}={text}" for name, text in given.items())
+    unset = f"unset {' '.join(given)}"
+    # OpenMP allows a list: a number per level of nesting.
+    numbers = [text.split(",")[0] for text in given.values()]
     if not all(number.isdecimal() and int(number) for number in numbers):
         return [Finding("threads", FAIL, value, unset)]
     if len(set(numbers)) > 1:
-        return [Finding("threads", WARN, f"{value}: two answers", unset)]
+        return [Finding("threads", WARN, f"{value}: they contradict each other", unset)]
     if max(map(int, numbers)) > facts.cores:
         return [Finding("threads", WARN, f"{value}, more than the {facts.cores} cores", unset)]
     return [Finding("threads", OK, value)]
@@ -176,28 +96,30 @@ def _threads(facts: MachineFacts) -> list[Finding]:
 
 def _memory(facts: MachineFacts) -> list[Finding]:
     total, left = facts.total_bytes, facts.available_bytes
-    limited = facts.limit_bytes is not None and facts.limit_bytes < total
-    if limited:
+    is_limited = facts.limit_bytes is not None and facts.limit_bytes < total
+    if is_limited:
         total, left = facts.limit_bytes or 0, min(left, facts.limit_left_bytes or 0)
-    value = f"{format_bytes(left)} free of {format_bytes(total)}{' (container limit)' if limited else ''}"
+    value = f"{format_bytes(left)} free of {format_bytes(total)}{' (container limit)' if is_limited else ''}"
     if left < LOW_MEMORY_BYTES:
-        return [Finding("memory", WARN, value, "a smaller batch or fewer ranks, or ending what else runs here")]
+        return [Finding("memory", WARN, value, "a smaller batch, fewer ranks, or ending other programs")]
     return [Finding("memory", OK, value)]
 
 
 def _shared_memory(facts: MachineFacts) -> list[Finding]:
-    slower = "nothing: ranks of this host use gloo, which is slower"
+    remedy = "nothing: the ranks of this host use gloo, which is slower"
     if facts.system != "linux" or facts.machine != "x86_64":
         got = f"needs Linux on x86-64, this is {facts.system} on {facts.machine}"
-        return [Finding("shared memory", WARN, got, slower)]
+        return [Finding("shared memory", WARN, got, remedy)]
     if facts.shared_problem:
-        return [Finding("shared memory", WARN, facts.shared_problem, "a larger memory limit; until then gloo is used")]
-    return [Finding("shared memory", OK, f"{format_bytes(facts.shared_bytes)} reserved and given back")]
+        return [
+            Finding("shared memory", WARN, facts.shared_problem, "a larger memory limit; until then ranks use gloo")
+        ]
+    return [Finding("shared memory", OK, f"{format_bytes(facts.shared_bytes)} reserved and released")]
 
 
 def _shm(facts: MachineFacts) -> list[Finding]:
     if facts.shm_bytes is None:
-        return [Finding("/dev/shm", WARN, "not there", "mounting a tmpfs: data loaders with workers need it")]
+        return [Finding("/dev/shm", WARN, "missing", "mounting a tmpfs: data loaders with workers need it")]
     if facts.shm_bytes < LOW_SHM_BYTES:
         attempt = "docker run --shm-size=1g: data loaders with workers need it"
         return [Finding("/dev/shm", WARN, f"{format_bytes(facts.shm_bytes)} free", attempt)]
@@ -217,9 +139,9 @@ def _disk(facts: MachineFacts) -> list[Finding]:
         return [Finding("disk", FAIL, facts.disk_problem, "a folder that can be written to")]
     value = f"{format_bytes(facts.disk_free_bytes)} free here, writes {facts.write_rate / MIB:.0f} MiB/s"
     if facts.disk_free_bytes < FULL_DISK_BYTES:
-        return [Finding("disk", FAIL, value, "another folder: a run writes its log and results here")]
+        return [Finding("disk", FAIL, value, "another folder: a run writes its log and its checkpoints here")]
     if facts.disk_free_bytes < LOW_DISK_BYTES:
-        return [Finding("disk", WARN, value, "making room: a run writes its results here")]
+        return [Finding("disk", WARN, value, "making room: a run writes its checkpoints here")]
     if facts.write_rate < SLOW_DISK_BYTES_PER_SECOND:
         return [Finding("disk", WARN, value, "a local disk instead of a network folder")]
     return [Finding("disk", OK, value)]
@@ -232,28 +154,28 @@ def _gloo(facts: MachineFacts) -> list[Finding]:
         attempt = "GLOO_SOCKET_IFNAME=lo, or a host name that resolves (/etc/hosts)"
         return [Finding("2 processes", FAIL, facts.gloo.problem, attempt)]
     bulk, value = 1e3 * facts.gloo.bulk_seconds, 1e3 * facts.gloo.value_seconds
-    text = f"4 MiB reduced in {bulk:.1f} ms, 1 value in {value:.2f} ms"
+    text = f"all-reduce of 4 MiB in {bulk:.1f} ms, of 1 value in {value:.2f} ms"
     if facts.gloo.value_seconds > SLOW_SCALAR_SECONDS:
-        return [Finding("2 processes", WARN, text, "ending what else runs here")]
+        return [Finding("2 processes", WARN, text, "ending other programs")]
     return [Finding("2 processes", OK, f"{text} (gloo)")]
 
 
 def _launcher(facts: MachineFacts) -> list[Finding]:
     try:
-        found = launchers.detected_launchers(facts.environ)
-        seat = launchers.detect(facts.environ)
+        detected = launchers.detected_launchers(facts.environ)
+        rank_info = launchers.detect(facts.environ)
     except FourfoldError as error:
         return [
             Finding("launcher", FAIL, f"{p.got}, need {p.need}" if p.need else p.got, p.attempt or "the launcher again")
             for p in error.problems
         ]
-    if seat is None:
-        return [Finding("launcher", OK, "none: fourfold starts its own processes")]
-    value = f"{seat.launcher.name}: rank {seat.rank} of {seat.size}"
-    others = [other for other in found[1:] if _rank_text(other, facts.environ) not in ("", str(seat.rank))]
+    if rank_info is None:
+        return [Finding("launcher", OK, "none: fourfold starts the processes itself")]
+    value = f"{rank_info.launcher.name}: rank {rank_info.rank} of {rank_info.size}"
+    others = [other for other in detected[1:] if _rank_text(other, facts.environ) not in ("", str(rank_info.rank))]
     if others:
         names = " ".join(name for other in others for name in other.rank_vars if name in facts.environ)
-        value += f", but {', '.join(other.name for other in others)} says otherwise"
+        value += f", but {', '.join(other.name for other in others)} contradicts it"
         return [Finding("launcher", WARN, value, f"unset {names}, unless one launcher runs inside the other")]
     return [Finding("launcher", OK, value)]
 
@@ -263,28 +185,28 @@ def _rank_text(launcher: launchers.Launcher, environ: Mapping[str, str]) -> str:
 
 
 def _variables(facts: MachineFacts) -> list[Finding]:
-    found = []
+    findings = []
     for name in sorted(facts.environ):
         if not name.startswith("FOURFOLD_"):
             continue
         value = f"{name}={facts.environ[name]}"
         if name not in FOURFOLD_VARIABLES:
             close = closest_match(name, FOURFOLD_VARIABLES)
-            found.append(Finding("variables", WARN, f"{value} is not known", close or f"unset {name}"))
+            findings.append(Finding("variables", WARN, f"{value} is not known", close or f"unset {name}"))
         elif name == "FOURFOLD_HOST":
-            found.append(Finding("variables", WARN, f"{value} decides who shares memory", f"unset {name}"))
+            findings.append(Finding("variables", WARN, f"{value} decides which ranks share memory", f"unset {name}"))
         else:
-            found.append(Finding("variables", OK, value))
-    return found
+            findings.append(Finding("variables", OK, value))
+    return findings
 
 
 def _clock(facts: MachineFacts) -> list[Finding]:
     if facts.now < EARLIEST_TIME:
-        return [Finding("clock", FAIL, "before 2025", "setting the time (ntp): certificates and logs need it")]
+        return [Finding("clock", FAIL, "before 2025", "setting the clock (ntp)")]
     if abs(facts.skew_seconds) > SKEW_SECONDS:
-        value = f"files here are stamped {facts.skew_seconds:+.0f} s from this machine's time"
+        value = f"new files are stamped {facts.skew_seconds:+.0f} s off this machine's clock"
         return [Finding("clock", WARN, value, "ntp on this machine and the file server")]
-    return [Finding("clock", OK, "agrees with the files written here")]
+    return [Finding("clock", OK, "agrees with the time stamps of new files")]
 
 
 CHECKS: tuple[Callable[[MachineFacts], list[Finding]], ...] = (
@@ -303,11 +225,6 @@ CHECKS: tuple[Callable[[MachineFacts], list[Finding]], ...] = (
     _variables,
     _clock,
 )
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Bytes for people: 812 MiB, 3.9 GiB."""
-    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.0f} MiB"
 
 
 def _parse_version(text: str) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
-"""Facts: a look at this machine, in about two seconds, most of which torch takes to be imported.
+"""Machine probe: looks at this machine. It takes about two seconds, most of them to import torch.
 
-cgroup  version 2 (memory.max) or 1 (memory.limit_in_bytes), this process's own first; see `words.cgroup`
-test    a file of 32 MiB written and removed, shared memory reserved and given back
-Law: nothing is left behind, and what cannot be found out is None, never a guess.
+cgroup  version 2 (memory.max) or 1 (memory.limit_in_bytes), this process's own first; see `environment/cgroup.py`
+test    a file of 32 MiB is written and removed, shared memory is reserved and released
+Law: the probe leaves nothing behind, and what it cannot find out is None, never a guess.
 """
 
 import contextlib
@@ -17,19 +17,21 @@ from typing import Any
 
 import psutil
 
-from fourfold.doctor.checks import MIB, MachineFacts
+from fourfold.doctor.facts import MachineFacts
 from fourfold.environment import cgroup
 from fourfold.environment.world import num_cores
+from fourfold.words.errors import os_error_text
 
+MIB = 2**20
 SHM = Path("/dev/shm")
 WRITE_BYTES = 32 * MIB
 SHARED_BYTES = 256 * MIB
-WRITE_SECONDS = 1.0  # a slow disk is known for one before all is written
+WRITE_SECONDS = 1.0  # a slow disk shows before all is written
 UNLIMITED_BYTES = 2**60  # cgroup v1 says "no limit" with a number near 2**63
 
 
 def probe_machine(folder: Path = Path()) -> MachineFacts:
-    """What there is. Starts no process."""
+    """The facts, but for `gloo`. Starts no process."""
     memory = psutil.virtual_memory()
     limit, left = _memory_limit()
     shared_bytes, shared_problem = _probe_shared_memory(
@@ -66,7 +68,7 @@ def probe_machine(folder: Path = Path()) -> MachineFacts:
 def _probe_torch() -> dict[str, Any]:
     try:
         import torch
-    except Exception as error:  # a missing library of CUDA's is an OSError, a wrong numpy anything
+    except Exception as error:  # a missing CUDA library raises OSError, a numpy that does not fit any error
         lines = str(error).splitlines() or [type(error).__name__]
         return {"torch_problem": f"does not import: {lines[0]}"}
     gpus = []
@@ -93,7 +95,7 @@ def _memory_limit() -> tuple[int | None, int | None]:
 
 
 def _reclaimable_bytes(folder: Path) -> int:
-    """File pages that count as used but are given back on demand."""
+    """File pages that count as used, but which the kernel frees on demand."""
     with contextlib.suppress(OSError, ValueError):
         for line in (folder / "memory.stat").read_text().splitlines():
             name, _, value = line.partition(" ")
@@ -103,11 +105,11 @@ def _reclaimable_bytes(folder: Path) -> int:
 
 
 def _probe_shared_memory(num_bytes: int) -> tuple[int, str]:
-    """Bytes of shared memory that could be reserved, or why not."""
+    """The bytes of shared memory that could be reserved, and why none could."""
     try:
         from fourfold.parts import memory
     except Exception:  # torch does not import, which has a row of its own
-        return 0, "not tried without torch"
+        return 0, "not tested without torch"
     try:
         memory.close_shared(memory.create_shared(num_bytes))
     except memory.MemoryUnavailable as error:
@@ -125,8 +127,8 @@ def _files_limit() -> int | None:
 
 
 def _probe_disk(folder: Path) -> tuple[float, float, str]:
-    """Bytes a second with fsync, the skew of a fresh file's stamp, and why nothing could be written."""
-    block = os.urandom(MIB)  # a file system that compresses must not look fast
+    """Bytes per second with fsync, the skew of a new file's time stamp, and why nothing could be written."""
+    block = os.urandom(MIB)  # random bytes: a file system that compresses must not look fast
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".fourfold-doctor-") as file:
             begin, written = time.perf_counter(), 0
@@ -136,7 +138,7 @@ def _probe_disk(folder: Path) -> tuple[float, float, str]:
                 written += MIB
             os.fsync(file.fileno())
             seconds = time.perf_counter() - begin
-            os.utime(file.fileno())  # stamped by whoever keeps the files
+            os.utime(file.fileno())  # the file server stamps it, if there is one
             return written / seconds, os.fstat(file.fileno()).st_mtime - time.time(), ""
     except OSError as error:
-        return 0.0, 0.0, f"cannot write here: {(error.strerror or 'unknown').lower()}"
+        return 0.0, 0.0, f"cannot write here: {os_error_text(error)}"

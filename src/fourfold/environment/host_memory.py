@@ -54,11 +54,8 @@ def _cgroup_headrooms(*, free_swap: int) -> Iterator[int]:
             limit, use = _read_int(folder / limit_file), _read_int(folder / use_file)
             if limit is not None and use is not None and limit < UNLIMITED_BYTES:
                 headroom = max(0, limit - use + _reclaimable_bytes(folder, reclaimable))
-                yield (
-                    headroom
-                    if limit_file == MEMSW_LIMIT
-                    else headroom + min(free_swap, _swap_headroom(folder, free_swap))
-                )
+                swap = 0 if limit_file == MEMSW_LIMIT else min(free_swap, _swap_headroom(folder, free_swap))
+                yield headroom + swap
 
 
 def _swap_headroom(folder: Path, free_swap: int) -> int:

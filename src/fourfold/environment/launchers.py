@@ -175,7 +175,7 @@ def _local_rank_and_size(
         return rank if local_rank is None else local_rank, size if local_size is None else local_size
     for value, names in ((local_rank, launcher.local_rank_vars), (local_size, launcher.local_size_vars)):
         if value is None and not problems and names:
-            problems.append(Problem(f"no {names[0]}", "a process's place on its host", f"{names[-1]}=…"))
+            problems.append(Problem(f"no {names[0]}", "the rank of a process on its host", f"{names[-1]}=…"))
     return local_rank or 0, 1 if local_size is None else local_size
 
 
@@ -208,7 +208,7 @@ def _contradictions(
         _first_set(environ, launcher.local_size_vars) or "processes of the host",
     )
     problems = [
-        Problem(f"{names[0]} = {index}, {names[1]} = {size}", "a place below the number of processes")
+        Problem(f"{names[0]} = {index}, {names[1]} = {size}", "a rank below the number of processes")
         for names, (index, size) in ((rank_names, world), (local_names, local))
         if index >= size and names[0]
     ]

@@ -1,8 +1,8 @@
-"""Agent: torch's elastic agent, with our own judgement of what is done after a fault.
+"""Agent: torch's elastic agent, with our own decision of what to do after a fault.
 
-attempt  the ranks from one start to the next
-words    what the ranks of an attempt have written down about their end
-Law: whatever ends an attempt, none of its processes is left when the next begins.
+attempt  the time from one start of all ranks to the next
+record   the file in which a rank writes how it ended (`failure_report.FailureRecord`)
+Law: however an attempt ends, none of its processes is left when the next begins.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,26 +22,25 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
 from fourfold.launch import failure_report, hang_detector
+from fourfold.launch.heartbeat_file import HeartbeatFile
 from fourfold.launch.restart_policy import RestartBudget, SupervisionPolicy
+from fourfold.launch.signals import handled_signals, signal_handler
 from fourfold.trainer.fault_log import Fault
-from fourfold.trainer.heartbeat import DONE, STARTING, HeartbeatFile
+from fourfold.trainer.heartbeat import DONE, STARTING
 from fourfold.trainer.stop_signal import REPEAT_SECONDS, SAVING_TEXT
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, REQUEUE_EXIT_CODE
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-UNLIMITED_RESTARTS = 10**9  # restarts, as far as torch's agent is concerned: we count for ourselves
-TORCH_SIGNALS_VARIABLE = (
-    "TORCHELASTIC_SIGNALS_TO_HANDLE"  # torch's agent has a handler of its own for these, at each start
-)
+UNLIMITED_RESTARTS = 10**9  # for torch's agent; `RestartBudget` does the counting
+TORCH_SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # torch's agent installs its own handlers for these
 STOP_TEXTS = {REQUEUE_EXIT_CODE: "it was asked to stop (SIGTERM)", INTERRUPT_EXIT_CODE: "it was asked to stop (SIGINT)"}
 POLL_SECONDS = 0.02
-STACK_PRINT_SECONDS = 1.0  # for ranks that end themselves at the end of the grace, and say where they were
+STACK_PRINT_SECONDS = 1.0  # a rank that ends itself at the end of its grace period first prints its stack
 
 
 class Agent(LocalElasticAgent):
-    """The ranks of one host. `run` returns when they have ended for good.
+    """The ranks of one host. `run` returns when they have ended and are not started again.
 
-    cause  why they did; None where all went well
+    cause  why they ended; None if all went well
     """
 
     def __init__(self, spec: WorkerSpec, *, folder: Path, heartbeats: HeartbeatFile, policy: SupervisionPolicy) -> None:
@@ -51,17 +50,17 @@ class Agent(LocalElasticAgent):
         self._folder, self._heartbeats, self._budget = folder, heartbeats, RestartBudget(policy)
         self._host = socket.gethostname()
         self._early_exit_codes: dict[int, int] = {}
-        """Of the ranks that ended before the others were told to."""
+        """Exit codes of the ranks that ended before this launcher signalled the others to end."""
         self._handled_signals = handled_signals()
         self._hang: hang_detector.Hang | None = None
         self._first_exit_at: float | None = None
-        """When a rank was first seen to have left, on the monotonic clock."""
+        """When a rank was first seen to have ended early (`_early_exits`), on the monotonic clock."""
         self._late_signal: signal.Signals | None = None
-        """One that came while ranks were being ended."""
+        """A signal that came while this launcher was ending the ranks."""
         self._stop_requested_at: float | None = None
         """When this launcher was first asked to stop, on the monotonic clock."""
         self._pending_faults: list[tuple[Fault, float]] = []
-        """Faults after which no step has been finished yet, and when they were, on the monotonic clock."""
+        """Faults after which no step has ended yet, each with its time on the monotonic clock."""
 
     # ---- an attempt
 
@@ -74,45 +73,46 @@ class Agent(LocalElasticAgent):
         context: Any = self._pcontext
         close = context.close
 
-        # The agent itself would wait 30 s, whatever its settings say: a failing rank closes the context with defaults.
+        # When a rank fails, torch's agent closes the context with default arguments and so waits 30 s, whatever its
+        # settings say.
         def close_after_save(death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
             self._save_exit_codes()
             with (
                 contextlib.nullcontext()
                 if self._stop_requested_at is not None
-                else _signal_handler(self._handled_signals, self._kill_now)
+                else signal_handler(self._handled_signals, self._kill_now)
             ):
                 close(self._wait_for_save(death_sig), self.policy.shutdown_seconds)
 
         context.close = close_after_save
-        for number in self._handled_signals:  # in place of torch's handlers, to which every signal is the first
+        for number in self._handled_signals:  # replaces torch's handlers, which treat every signal as the first
             signal.signal(number, self._on_signal)
         return started
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """A signal to this launcher: the first ends the job in order, a later one at once."""
+        """The first signal to this launcher ends the job in order, a later one at once."""
         got, now = signal.Signals(number), time.monotonic()
         if self._stop_requested_at is None:
             self._stop_requested_at = now
-            raise SignalException(f"the launcher has got {got.name}", got)
+            raise SignalException(f"the launcher got {got.name}", got)
         if now - self._stop_requested_at > REPEAT_SECONDS.get(got, 0.0):
             self._kill_now(got)
 
     def _kill_now(self, number: signal.Signals) -> None:
-        """A signal that comes while ranks are being ended (a second Ctrl-C, say)."""
+        """Handle a signal that comes while this launcher ends the ranks, such as a second Ctrl-C: kill them."""
         self._late_signal = number
         self._signal_all(signal.SIGKILL)
 
     def _wait_for_save(self, number: signal.Signals | None) -> signal.Signals | None:
-        """Have ranks that train save and end; returns the signal for those that are still there."""
+        """Let ranks that train save a checkpoint and end; returns the signal for those that are still there."""
         begin = time.monotonic()
         if self._stop_requested_at is None:
-            words = self.find_cause()
-            if words is not None and words.is_stopped:  # All have agreed to end, and are about to.
+            cause = self.find_cause()
+            if cause is not None and cause.is_stopped:  # All ranks have agreed to end, and are about to.
                 self._wait_for_exit(lambda: begin + self.policy.shutdown_seconds)
             return number
         if number == signal.SIGINT and self._is_starting():
-            return signal.SIGKILL  # in the middle of its imports, Python would answer with a traceback
+            return signal.SIGKILL  # a SIGINT in the middle of its imports would make Python print a traceback
         if number is None or number not in REPEAT_SECONDS or not self._is_training():
             return number
         if number == signal.SIGINT:
@@ -122,7 +122,7 @@ class Agent(LocalElasticAgent):
         return signal.SIGKILL
 
     def _wait_for_exit(self, deadline: Callable[[], float]) -> None:
-        """Until all ranks have ended, or the deadline, which may move, has passed."""
+        """Wait until all ranks have ended or the deadline has passed. The deadline is read again at every poll."""
         while self._live_pids() and time.monotonic() < deadline():
             time.sleep(POLL_SECONDS)
 
@@ -139,7 +139,7 @@ class Agent(LocalElasticAgent):
         return result
 
     def _raise_late_signal(self) -> None:
-        """Do what a signal asks for that came while ranks were being ended: nothing is started after it."""
+        """Obey a signal that came while this launcher ended the ranks: nothing is started after it."""
         if self._late_signal is not None:
             raise SignalException(f"{self._late_signal.name} came while ranks were ended", self._late_signal)
 
@@ -147,20 +147,20 @@ class Agent(LocalElasticAgent):
         if self.policy.hang_seconds is None or self._hang is not None or self._first_exit_at is not None:
             return
         beats, pids = self._heartbeats.read(), self._live_pids()
-        late = hang_detector.overdue_ranks(beats, min_seconds=self.policy.hang_seconds, now=time.monotonic())
-        if any(rank in pids for rank in late):
-            self._hang = hang_detector.kill_culprits([rank for rank in late if rank in pids], beats, pids, self._folder)
+        overdue = hang_detector.overdue_ranks(beats, min_seconds=self.policy.hang_seconds, now=time.monotonic())
+        if alive := [rank for rank in overdue if rank in pids]:
+            self._hang = hang_detector.kill_culprits(alive, beats, pids, self._folder)
 
     def _early_exits(self) -> list[int]:
-        """Ranks that ended in mid-run, as if all were well."""
+        """Ranks that ended with exit code 0 before their run was done."""
         if not self.policy.has_heartbeat:
             return []  # a script ends when it likes
         beats = self._heartbeats.read()
         return [rank for rank, code in self.exit_codes().items() if code == 0 and beats[rank].phase != DONE]
 
-    def _kill_waiting_ranks(self, left: Sequence[int]) -> None:
-        """End the ranks that wait for some that have left, where they do not end by themselves."""
-        if not left or len(left) == self.num_ranks:
+    def _kill_waiting_ranks(self, early_exits: Sequence[int]) -> None:
+        """End the ranks that still wait for ranks that exited early, unless they end by themselves in time."""
+        if not early_exits or len(early_exits) == self.num_ranks:
             return
         now = time.monotonic()
         self._first_exit_at = self._first_exit_at or now
@@ -169,7 +169,7 @@ class Agent(LocalElasticAgent):
             self._signal_all(signal.SIGKILL)
 
     def _save_exit_codes(self) -> None:
-        """Remember the codes of the ranks that have ended by now, before the others are told to."""
+        """Remember the exit codes of the ranks that have ended by themselves, before the others are signalled to."""
         if not self._early_exit_codes:
             self._early_exit_codes = {rank: code for rank, code in self.exit_codes().items() if code is not None}
 
@@ -177,39 +177,40 @@ class Agent(LocalElasticAgent):
         return self.policy.has_heartbeat and all(beat.resumed_step < 0 for beat in self._heartbeats.read())
 
     def _is_training(self) -> bool:
-        """Whether ranks are in `train`, where a request to stop is answered with a checkpoint."""
+        """Whether any rank is inside `train`, which answers a request to stop with a checkpoint."""
         return any(beat.resumed_step >= 0 and beat.phase != DONE for beat in self._heartbeats.read())
 
     def _last_progress(self) -> float:
-        """When a rank that is still there last began or ended something, on the monotonic clock."""
+        """When a rank that still runs last entered a new phase, on the monotonic clock."""
         beats = self._heartbeats.read()
         return max((beats[rank].phase_start for rank in self._live_pids()), default=0.0)
 
     # ---- after a fault
 
     def _decide_restart(self) -> None:
-        """Whether the ranks are started again, and what is said and written down."""
-        found, beats = self.find_cause(), self._heartbeats.read()
-        assert found is not None
-        again = self._budget.allows_restart(found, beats)
-        if not again:
-            text = "\n".join(filter(None, (found.text, self._budget.exhausted_text(found))))
-            self.cause, self._remaining_restarts = dataclasses.replace(found, text=text), 0
-        if found.is_stopped:
+        """Decide whether the ranks start again; report the fault and record it."""
+        cause, beats = self.find_cause(), self._heartbeats.read()
+        assert cause is not None
+        restarts = self._budget.allows_restart(cause, beats)
+        if not restarts:
+            text = "\n".join(filter(None, (cause.text, self._budget.exhausted_text(cause))))
+            self.cause, self._remaining_restarts = dataclasses.replace(cause, text=text), 0
+        if cause.is_stopped:
             return
         step = max(beat.step for beat in beats)
-        kind = "restart" if again else "gave up"
-        if self._hang is not None and again:
+        kind = "restart" if restarts else "gave up"
+        if self._hang is not None and restarts:
             kind = "stopped" if self._hang.is_stopped else "hung"
-        line = _one_line(found.text)
-        fault = Fault(time=time.time(), kind=kind, step=step, rank=found.rank, host=self._host, text=line)
+        fault = Fault(
+            time=time.time(), kind=kind, step=step, rank=cause.rank, host=self._host, text=_one_line(cause.text)
+        )
         self._pending_faults.append((fault, time.monotonic()))
-        if again:
-            left = f" ({self._budget.num_used} of {self.policy.max_restarts} restarts without progress)"
-            self.policy.notify(f"{found.text}\nstarting again{left if self._budget.num_used > 1 else ''}")
+        if restarts:
+            used = f" ({self._budget.num_used} of {self.policy.max_restarts} restarts without progress)"
+            self.policy.notify(f"{cause.text}\nstarting again{used if self._budget.num_used > 1 else ''}")
 
     def _record_recovered(self) -> None:
-        """Have the faults written down after which training goes on again."""
+        """Record the pending faults once training goes on again."""
         if not self._pending_faults:
             return
         beats = self._heartbeats.read()
@@ -218,14 +219,14 @@ class Agent(LocalElasticAgent):
         first = min(beat.phase_start for beat in beats if beat.phase != STARTING)
         self._record_faults(first)
 
-    def _record_faults(self, until: float | None) -> None:
+    def _record_faults(self, recovered_at: float | None) -> None:
         for fault, begin in self._pending_faults:
-            seconds = None if until is None else round(until - begin, 3)
+            seconds = None if recovered_at is None else round(recovered_at - begin, 3)
             self.policy.record_fault(msgspec.structs.replace(fault, seconds=seconds))
         self._pending_faults = []
 
     def find_cause(self) -> failure_report.Cause | None:
-        """Why the present attempt ended, as far as its ranks have said; None where none has failed."""
+        """Why the current attempt ended, as far as its ranks have recorded it; None if no rank has failed."""
         if self._hang is not None:
             return self._hang_cause(self._hang)
         records = {}
@@ -233,31 +234,31 @@ class Agent(LocalElasticAgent):
             entry = failure_report.load_record(Path(path))
             if entry is not None:
                 records[rank] = entry
-        left = self._early_exits()
-        failed = any(entry.kind != failure_report.ENDED for entry in records.values())
-        if not failed and not left and not any(self._early_exit_codes.values()):
+        early_exits = self._early_exits()
+        has_failed = any(entry.kind != failure_report.ENDED for entry in records.values())
+        if not has_failed and not early_exits and not any(self._early_exit_codes.values()):
             return None
-        codes = {rank: code for rank, code in self._early_exit_codes.items() if code or records or rank in left}
-        found = failure_report.first_cause(records, codes, self._rank_names())
-        if found.signal == signal.SIGTERM and self.policy.has_heartbeat:
-            # Where it could not leave a note yet: before the first step.
-            text = f"{found.text}: stopped; {self.policy.resume_hint()}"
-            return failure_report.Cause(text, REQUEUE_EXIT_CODE, found.rank, is_final=True, is_stopped=True)
-        # What it has written down says why it ended, but not that a person asked for it.
-        trains = found.rank is not None and self._heartbeats.read()[found.rank].resumed_step >= 0
-        written = records.get(found.rank)
-        if trains and found.exit_code in STOP_TEXTS and (written is None or written.kind == failure_report.INTERRUPTED):
-            text = f"{found.text}: {STOP_TEXTS[found.exit_code]}; {self.policy.resume_hint()}".removesuffix("; ")
-            return dataclasses.replace(found, text=text, is_final=True, is_stopped=True)
-        return found
+        codes = {rank: code for rank, code in self._early_exit_codes.items() if code or records or rank in early_exits}
+        cause = failure_report.first_cause(records, codes, self._rank_names())
+        if cause.signal == signal.SIGTERM and self.policy.has_heartbeat:
+            # Before its first step a rank handles no signals yet, and so leaves no record.
+            text = f"{cause.text}: stopped; {self.policy.resume_hint()}"
+            return failure_report.Cause(text, REQUEUE_EXIT_CODE, cause.rank, is_final=True, is_stopped=True)
+        # The record says why the rank ended, but not that a person asked for it.
+        is_training = cause.rank is not None and self._heartbeats.read()[cause.rank].resumed_step >= 0
+        record = records.get(cause.rank)
+        was_asked = record is None or record.kind == failure_report.INTERRUPTED
+        if is_training and cause.exit_code in STOP_TEXTS and was_asked:
+            text = f"{cause.text}: {STOP_TEXTS[cause.exit_code]}; {self.policy.resume_hint()}".removesuffix("; ")
+            return dataclasses.replace(cause, text=text, is_final=True, is_stopped=True)
+        return cause
 
     def _hang_cause(self, hang: hang_detector.Hang) -> failure_report.Cause:
         names = self._rank_names()
         who = " and ".join(names[rank] for rank in hang.ranks)
-        one = len(hang.ranks) == 1
-        stopped, hangs, it = ("has", "hangs", "it was") if one else ("have", "hang", "they were")
-        why = f"{stopped} been stopped by a signal" if hang.is_stopped else hangs
-        text = f"{who} {why}: no step in {hang.seconds:.0f} s, so {it} killed"
+        has, hangs, it_was = ("has", "hangs", "it was") if len(hang.ranks) == 1 else ("have", "hang", "they were")
+        why = f"{has} been stopped by a signal" if hang.is_stopped else hangs
+        text = f"{who} {why}: no step in {hang.seconds:.0f} s, so {it_was} killed"
         stack = f"\nit was here, innermost first\n{hang.stack}" if hang.stack else ""
         return failure_report.Cause(text + stack, 1, hang.ranks[0], signal=signal.SIGKILL)
 
@@ -266,8 +267,8 @@ class Agent(LocalElasticAgent):
         if not self.policy.has_heartbeat:
             return names
         steps = [beat.step for beat in self._heartbeats.read()]
-        told = [f"after step {step}" if step >= 0 else "before its first step" for step in steps]
-        return [f"{name} (host {self._host}, {when})" for name, when in zip(names, told, strict=True)]
+        times = [f"after step {step}" if step >= 0 else "before its first step" for step in steps]
+        return [f"{name} (host {self._host}, {when})" for name, when in zip(names, times, strict=True)]
 
     # ---- processes
 
@@ -275,7 +276,7 @@ class Agent(LocalElasticAgent):
         return {} if self._pcontext is None else getattr(self._pcontext, name)
 
     def exit_codes(self) -> dict[int, int | None]:
-        """Each rank's exit code; None while it lives."""
+        """Each rank's exit code; None while it runs."""
         return {rank: handler.proc.poll() for rank, handler in self._pcontext_of("subprocess_handlers").items()}
 
     def _live_pids(self) -> dict[int, int]:
@@ -283,9 +284,10 @@ class Agent(LocalElasticAgent):
         return {rank: self._pcontext_of("subprocess_handlers")[rank].proc.pid for rank in alive}
 
     def _signal_all(self, number: signal.Signals, ranks: Iterable[int] | None = None) -> None:
-        """Send a signal to each rank's process group: torch's agent makes every rank the leader of its own.
+        """Send a signal to each rank's process group.
 
-        So a Ctrl-C in a terminal goes to the launcher only, and a rank gets it once.
+        torch's agent makes every rank the leader of its own group. So a Ctrl-C in a terminal reaches the launcher
+        only, and each rank gets it once, from here.
         """
         handlers = self._pcontext_of("subprocess_handlers")
         for rank in handlers if ranks is None else ranks:
@@ -293,36 +295,17 @@ class Agent(LocalElasticAgent):
                 os.killpg(handlers[rank].proc.pid, number)
 
     def _kill_orphans(self) -> None:
-        """Kill what ranks that did not end well have left behind in their process groups."""
+        """Kill the child processes that failed ranks have left behind in their process groups."""
         if any(code != 0 for code in self.exit_codes().values()):
             self._signal_all(signal.SIGKILL)
 
     def clean_up(self) -> None:
-        """Nothing is left: no process, and no fault that has not been told."""
+        """Leave nothing behind: no process, and no fault that is not recorded."""
         self._kill_orphans()
         self._record_faults(None)
 
 
 def _one_line(text: str) -> str:
-    """A cause in one line: who it was, and the last line of what he said."""
+    """A cause in one line: the rank, and the last line of its error."""
     lines = text.splitlines()
     return lines[0] if len(lines) == 1 or lines[0].endswith("killed") else f"{lines[0]}: {lines[-1].strip()}"
-
-
-def handled_signals() -> list[signal.Signals]:
-    """The signals that end a job: those that whoever started it has not had ignored.
-
-    `nohup` does so with SIGHUP, a shell without job control with SIGINT and SIGQUIT of its background.
-    """
-    return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-
-
-@contextlib.contextmanager
-def _signal_handler(signals: Iterable[signal.Signals], new_handler: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """Within: a signal to end does `act` and nothing else."""
-    before = {number: signal.signal(number, lambda got, _: new_handler(signal.Signals(got))) for number in signals}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,41 +1,37 @@
-"""Cause: why a job ended, told once.
+"""Failure report: why a job ended, reported once.
 
-record  what a rank writes down about the error that ended it: a JSON file, replaced atomically
-echo    an error that only says that another rank has gone (a connection reset); never the cause if there is another
-final   an error that another attempt would end with too: all that are told to people, except that a peer has gone
-cut     a traceback without the frames of torch, fourfold and the import machinery
-left    a rank that has ended with code 0 although others still needed it
-end     a program that returned, or called `sys.exit(0)`, says so in a record of its own before its process is gone
-Law: of all that ranks report, the earliest record that is no echo is the cause; next come deaths by signal, then exit
-codes, then ranks that left, then echoes.
+record      what a rank writes about the error that ended it: a JSON file, replaced atomically
+end record  the record of a program that returned, or called `sys.exit(0)`, written before its process ends
+echo        an error that only says that another rank is gone (a connection reset); the cause only if there is no other
+final       an error with which another attempt would end too: every FourfoldError except PeerError
+early exit  a rank that ended with code 0 while others still needed it
+Law: the cause is the earliest record that is no echo; without one, a death by signal, then an exit code, then an early
+exit, then an echo.
 """
 
 import dataclasses
 import json
-import os
 import signal
-import sys
-import sysconfig
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from fourfold.environment.atomic_file import write_atomically
+from fourfold.launch.traceback_text import format_error, user_line
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, PEER_GONE_MESSAGES, FourfoldError, PeerError, StoppedError
-from fourfold.words.terminal_text import escape_controls
 
-# A rank that dies before all have met leaves a LaunchError to the others.
+# If a rank dies during the rendezvous, the others end with a LaunchError.
 ECHO_KINDS = ("PeerError", "LaunchError", "DistNetworkError")
-ENDED = "ended"  # the kind of an end's record
+ENDED = "ended"  # the kind of an end record
 INTERRUPTED = KeyboardInterrupt.__name__
 
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """One rank's error. `message` and `timestamp` are names torch's agent reads; `text` is what people read."""
+    """One rank's error. torch's agent reads `message` and `timestamp`; people read `text`."""
 
     rank: int
     kind: str
@@ -47,19 +43,20 @@ class FailureRecord:
 
     @property
     def is_echo(self) -> bool:
-        said = self.message.lower()
+        message = self.message.lower()
         if self.kind == SystemExit.__name__:
             return False
-        return self.kind in ECHO_KINDS or any(echo in said for echo in PEER_GONE_MESSAGES)
+        return self.kind in ECHO_KINDS or any(echo in message for echo in PEER_GONE_MESSAGES)
 
 
 @dataclass(frozen=True)
 class Cause:
-    """What to tell the user, and what to exit with.
+    """Why a job ended: the text for the user, and the exit code.
 
-    rank       whose it is; None where nobody knows
-    signal     the one that killed the rank
-    stopped    the job was asked to stop, and did
+    rank        the rank that failed; None if unknown
+    signal      the number of the signal that killed it
+    is_final    another attempt would end in the same way
+    is_stopped  the job was asked to stop, and did
     """
 
     text: str
@@ -71,7 +68,7 @@ class Cause:
 
 
 def make_record(error: BaseException, *, rank: int) -> FailureRecord:
-    """What to write down about an error that has reached the top of a rank."""
+    """The record of an error that no code of the rank's program has caught."""
     if isinstance(error, SystemExit):
         return _exit_record(error, rank)
     if isinstance(error, KeyboardInterrupt):
@@ -89,7 +86,7 @@ def make_record(error: BaseException, *, rank: int) -> FailureRecord:
 
 
 def _error_message(error: BaseException) -> str:
-    """Its message; "" for an error that fails to say it, which is told all the same."""
+    """The error's message; "" if its `__str__` itself fails, for the error must be reported all the same."""
     try:
         return str(error)
     except Exception:  # whatever a `__str__` of the user's raises
@@ -97,45 +94,44 @@ def _error_message(error: BaseException) -> str:
 
 
 def _exit_record(error: SystemExit, rank: int) -> FailureRecord:
-    """A program that ends itself by `sys.exit` would do so again: the record is final."""
+    """The record of a call of `sys.exit`. It is final: the program would call it again."""
     code, kind = exit_code(error), SystemExit.__name__
-    said = f": {error.code}" if error.code is not None and not isinstance(error.code, int) else ""
-    text = f"called sys.exit and ended with exit code {code}{said}{_user_line(error)}"
+    message = f": {error.code}" if error.code is not None and not isinstance(error.code, int) else ""
+    text = f"called sys.exit and ended with exit code {code}{message}{user_line(error)}"
     return FailureRecord(rank, kind, text, text, timestamp=time.time(), exit_code=code, final=True)
 
 
 def exit_code(error: SystemExit) -> int:
-    """The exit code of a process that this exception ends."""
+    """The exit code of a process that ends with this exception."""
     if error.code is None:
         return 0
     return error.code & 0xFF if isinstance(error.code, int) else 1
 
 
 def end_record(rank: int) -> FailureRecord:
-    """What to write down about a program that has ended normally."""
+    """The record of a program that has ended normally."""
     return FailureRecord(rank, ENDED, ENDED, ENDED, timestamp=time.time(), exit_code=0)
 
 
 def save_record(path: Path, entry: FailureRecord) -> None:
     # Renamed into place: the agent may read it at any moment, and a killed rank must not leave half a file.
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(dataclasses.asdict(entry)))
-    part.replace(path)
+    write_atomically(path, json.dumps(dataclasses.asdict(entry)).encode())
 
 
 def load_record(path: Path) -> FailureRecord | None:
-    """The record in a file; None where there is none, or one that another program wrote in its own form."""
+    """The record in a file; None if there is no file, or another program wrote it in its own form."""
     try:
-        # Not msgspec's own decoder: an error may speak of a file whose name is no text in UTF-8.
+        # Not msgspec's own decoder: an error may name a file whose name is not valid UTF-8.
         return msgspec.convert(json.loads(path.read_bytes()), FailureRecord)
     except (OSError, ValueError, RecursionError, msgspec.ValidationError):
         return None
 
 
 def first_cause(records: Mapping[int, FailureRecord], exit_codes: Mapping[int, int], names: Sequence[str]) -> Cause:
-    """The cause among the ranks' records, and the exit codes of the ranks that ended before anyone was told to.
+    """The cause, from the ranks' records and the exit codes of the ranks that ended before any was signalled to.
 
-    A code of 0 is that of a rank that left. names: what each rank is called, as "rank 1 of 2".
+    exit_codes  a code of 0 means an early exit
+    names       how the text calls each rank, such as "rank 1 of 2"
     """
     done = sorted(rank for rank, entry in records.items() if entry.kind == ENDED)
     records = {rank: entry for rank, entry in records.items() if entry.kind != ENDED}
@@ -149,10 +145,10 @@ def first_cause(records: Mapping[int, FailureRecord], exit_codes: Mapping[int, i
         return _cause_of_exit_code(rank, silent[rank], names[rank])
     if entries and done:
         return _cause_of_early_end(done, entries, names)
-    left = [rank for rank, code in sorted(exit_codes.items()) if code == 0]
-    if left:
-        text = f"{_join_names(left, names)} ended with exit code 0 before the run had ended"
-        return Cause(text, 1, left[0])
+    early_exits = [rank for rank, code in sorted(exit_codes.items()) if code == 0]
+    if early_exits:
+        text = f"{_join_names(early_exits, names)} ended with exit code 0 before the run had ended"
+        return Cause(text, 1, early_exits[0])
     if entries:
         return _cause_of_record(entries[0], names)
     return Cause(f"a rank of {len(names)} failed and left no trace", 1)
@@ -163,7 +159,7 @@ def _join_names(ranks: Sequence[int], names: Sequence[str]) -> str:
 
 
 def _cause_of_early_end(done: Sequence[int], echoes: Sequence[FailureRecord], names: Sequence[str]) -> Cause:
-    """Ranks whose program ended normally, and others that failed because they still needed them."""
+    """The cause where some ranks ended normally and others failed because they still needed them."""
     waiting = sorted(entry.rank for entry in echoes)
     who = f"rank{'s' * (len(waiting) > 1)} {' and '.join(map(str, waiting))}"
     text = (
@@ -172,7 +168,7 @@ def _cause_of_early_end(done: Sequence[int], echoes: Sequence[FailureRecord], na
         "  try    as many batches on every rank (ff.Feed sees to it), or DistributedOptimizer.join()"
     )
     first_echo = echoes[0]
-    if first_echo.kind not in ECHO_KINDS:  # Ours know no line of the user's.
+    if first_echo.kind not in ECHO_KINDS:  # Fourfold's own echoes have no line of the user's.
         text += f"\nrank {first_echo.rank} waited here\n{first_echo.text.rstrip()}"
     return Cause(text, 1, done[0], is_final=True)
 
@@ -195,81 +191,3 @@ def _cause_of_exit_code(rank: int, code: int, name: str) -> Cause:
         number = f"signal {-code}"
     hint = "; if nobody did this, the machine has run out of memory" if -code == signal.SIGKILL else ""
     return Cause(f"{name} was killed by {number}{hint}", 1, rank, signal=-code)
-
-
-# ---- tracebacks, cut
-
-
-def _user_line(error: BaseException) -> str:
-    """The innermost line that is not Python's, torch's or ours, below the text; "" where there is none."""
-    library = sysconfig.get_path("stdlib") + os.sep
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if _frame_owner(frame.filename) is None and not frame.filename.startswith(library)
-    ]
-    return "" if not frames else "\n" + "".join(traceback.format_list(frames[-1:])).rstrip()
-
-
-def format_error(error: BaseException) -> str:
-    """The text of an error for its reader: a FourfoldError speaks for itself, others come with the user's lines.
-
-    FOURFOLD_TRACEBACK=full in the environment shows every frame.
-    """
-    full = os.environ.get("FOURFOLD_TRACEBACK") == "full"
-    if isinstance(error, FourfoldError) and not full:
-        return error.full_message()
-    report = traceback.TracebackException.from_exception(error)
-    if not full:
-        _elide_frames(report)
-    return escape_controls("".join(report.format()))
-
-
-class _ElidedStack(traceback.StackSummary):
-    """Frames of which some stand for several left out."""
-
-    def format_frame_summary(self, frame_summary: traceback.FrameSummary, **keywords: object) -> str:
-        if frame_summary.filename == _ELIDED:
-            return f"  … {frame_summary.name}\n"
-        return super().format_frame_summary(frame_summary, **keywords)  # type: ignore[arg-type]
-
-
-_ELIDED = "<left out>"
-
-
-def _elide_frames(report: traceback.TracebackException) -> None:
-    for other in (report.__cause__, report.__context__, *(report.exceptions or ())):
-        if other is not None:
-            _elide_frames(other)
-    owners = [_frame_owner(frame.filename) for frame in report.stack]
-    if all(owners) and not issubclass(report.exc_type or Exception, SyntaxError):
-        return  # No line of the user's: the fault may be ours, and every frame is needed.
-    frames = _ElidedStack()
-    skipped: list[str] = []
-    for frame, owner in zip([*report.stack, None], [*owners, None], strict=True):
-        if owner:
-            skipped.append(owner)
-            continue
-        # What leads from Python's start to the user's first line is of no interest; later gaps are told.
-        if skipped and frames:
-            count, names = len(skipped), " and ".join(dict.fromkeys(skipped))
-            frames.append(traceback.FrameSummary(_ELIDED, count, f"{count} frame{'s' * (count > 1)} inside {names}"))
-        skipped.clear()
-        if frame is not None:
-            frames.append(frame)
-    report.stack = frames
-
-
-def _frame_owner(filename: str) -> str | None:
-    """Whose frame it is: "fourfold", "torch", "Python" (its start-up machinery), or None for the user's."""
-    if filename.startswith("<frozen ") or os.path.basename(filename) in ("runpy.py", "contextlib.py"):
-        return "Python"
-    path = os.path.abspath(filename)
-    if path.startswith(_FOURFOLD_PATH):
-        return None if path.startswith(_TASKS_PATH) else "fourfold"
-    torch = getattr(sys.modules.get("torch"), "__file__", None)
-    return "torch" if torch and path.startswith(os.path.dirname(torch) + os.sep) else None
-
-
-_FOURFOLD_PATH = str(Path(__file__).resolve().parent.parent) + os.sep
-_TASKS_PATH = _FOURFOLD_PATH + "tasks" + os.sep

@@ -1,8 +1,8 @@
-"""Local processes: N ranks on this host, kept by torch's own elastic agent.
+"""Local job: N ranks on this host, supervised by torch's elastic agent.
 
 command  what every rank runs: a script or `-m module`, with its arguments
-care     what is done when a rank fails (`engines.restart`)
-cause    why the job ended, told once
+policy   what to do when a rank fails (`launch/restart_policy.py`)
+cause    why the job ended, reported once (`launch/failure_report.py`)
 Law: when `launch` returns, none of its processes is left.
 """
 
@@ -22,11 +22,13 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from fourfold.environment.rendezvous import STORE_VARIABLE
 from fourfold.launch import hang_detector
-from fourfold.launch.agent import SIGNALS, TORCH_SIGNALS_VARIABLE, UNLIMITED_RESTARTS, Agent, handled_signals
+from fourfold.launch.agent import TORCH_SIGNALS_VARIABLE, UNLIMITED_RESTARTS, Agent
+from fourfold.launch.heartbeat_file import HeartbeatFile
 from fourfold.launch.local_rendezvous import LOOPBACK, AgentRendezvous
 from fourfold.launch.process_defaults import loopback_variables, malloc_variables, thread_variables
 from fourfold.launch.restart_policy import SupervisionPolicy
-from fourfold.trainer import heartbeat
+from fourfold.launch.signals import handled_signals, restored_handlers
+from fourfold.trainer.heartbeat import HEARTBEAT_VARIABLE
 from fourfold.words.errors import REQUEUE_EXIT_CODE
 
 MONITOR_SECONDS = 0.05
@@ -34,7 +36,7 @@ MONITOR_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class JobResult:
-    """How a job ended: the exit code, and the one thing to tell the user ("" where all went well)."""
+    """How a job ended: its exit code, and the text for the user ("" if all went well)."""
 
     exit_code: int = 0
     text: str = ""
@@ -43,34 +45,38 @@ class JobResult:
 def launch(command: Sequence[str], *, num_processes: int, policy: SupervisionPolicy | None = None) -> JobResult:
     """Run `command` on every one of `num_processes` ranks and wait for the end.
 
-    command: `[script, *arguments]`, or `["-m", module, *arguments]`. Each rank gets its share of the cores, and
-    writes to this process's standard streams. To be called in the main thread, for the signals' sake.
+    command: `[script, *arguments]`, or `["-m", module, *arguments]`. The ranks divide the cores among themselves and
+    write to this process's standard streams. Call it in the main thread, which alone may handle signals.
     """
     policy = policy or SupervisionPolicy()
     with (
         tempfile.TemporaryDirectory(prefix="fourfold-") as name,
         _extended_environment({**thread_variables(num_processes), **malloc_variables(), **loopback_variables()}),
         _silence_logging(),
-        _restore_signal_handlers(),
+        restored_handlers(),
     ):
-        folder, run = Path(name), uuid.uuid4().hex
-        pulses = heartbeat.HeartbeatFile(folder, num_processes)
+        folder, run_id = Path(name), uuid.uuid4().hex
+        heartbeats = HeartbeatFile(folder, num_processes)
         spec = WorkerSpec(
             role="rank",
             local_world_size=num_processes,
-            rdzv_handler=AgentRendezvous(run_id=run),
+            rdzv_handler=AgentRendezvous(run_id=run_id),
             entrypoint=sys.executable,
             args=("-m", "fourfold.launch.worker", str(os.getpid()), *(_escape_macro(word) for word in command)),
             max_restarts=UNLIMITED_RESTARTS,
             monitor_interval=MONITOR_SECONDS,
             local_addr=LOOPBACK,
         )
-        listening = {hang_detector.STACKS_VARIABLE: name} if policy.hang_seconds is not None else {}
-        listening[TORCH_SIGNALS_VARIABLE] = ",".join(number.name for number in handled_signals())
+        variables = {hang_detector.STACKS_VARIABLE: name} if policy.hang_seconds is not None else {}
+        variables[TORCH_SIGNALS_VARIABLE] = ",".join(number.name for number in handled_signals())
         with _extended_environment(
-            {heartbeat.HEARTBEAT_VARIABLE: str(pulses.path), STORE_VARIABLE: str(folder / f"store-{run}"), **listening}
+            {
+                HEARTBEAT_VARIABLE: str(heartbeats.path),
+                STORE_VARIABLE: str(folder / f"store-{run_id}"),
+                **variables,
+            }
         ):
-            return _run_agent(Agent(spec, folder=folder, heartbeats=pulses, policy=policy))
+            return _run_agent(Agent(spec, folder=folder, heartbeats=heartbeats, policy=policy))
 
 
 def _run_agent(agent: Agent) -> JobResult:
@@ -78,7 +84,7 @@ def _run_agent(agent: Agent) -> JobResult:
         agent.run()
     except SignalException as stop:
         return _stopped_result(agent, stop.sigval)
-    except KeyboardInterrupt:  # Before the agent listened to signals, and so before any rank was there.
+    except KeyboardInterrupt:  # The agent did not handle signals yet, so no rank had been started.
         return JobResult(128 + signal.SIGINT, "stopped by SIGINT")
     finally:
         agent.clean_up()
@@ -87,38 +93,27 @@ def _run_agent(agent: Agent) -> JobResult:
 
 
 def _stopped_result(agent: Agent, number: signal.Signals) -> JobResult:
-    """The job was asked to end. Ranks that save before they do have said so."""
-    found = agent.find_cause()
-    if found is not None and found.is_stopped:
-        return JobResult(found.exit_code, found.text)
+    """The result of a job that a signal has ended. If its ranks saved a checkpoint, their records say so."""
+    cause = agent.find_cause()
+    if cause is not None and cause.is_stopped:
+        return JobResult(cause.exit_code, cause.text)
     codes = agent.exit_codes().values()
     if codes and not any(codes):
         return JobResult()
-    outlook = agent.policy.resume_hint()
-    text = f"stopped by {number.name}; all {agent.num_ranks} processes have ended{f'; {outlook}' if outlook else ''}"
-    asks_again = agent.policy.has_heartbeat and number == signal.SIGTERM
-    return JobResult(REQUEUE_EXIT_CODE if asks_again else 128 + number, text)
+    hint = agent.policy.resume_hint()
+    text = f"stopped by {number.name}; all {agent.num_ranks} processes have ended{f'; {hint}' if hint else ''}"
+    is_requeued = agent.policy.has_heartbeat and number == signal.SIGTERM
+    return JobResult(REQUEUE_EXIT_CODE if is_requeued else 128 + number, text)
 
 
 def _escape_macro(word: str) -> str:
-    """The word, spelled so that the agent's `${local_rank}` macro leaves it as it is."""
+    """The word, escaped so that the agent does not expand `${local_rank}` in it."""
     return word.replace("$", "$$")
 
 
 @contextlib.contextmanager
-def _restore_signal_handlers() -> Iterator[None]:
-    """The agent replaces signal handlers and keeps them; afterwards they are as they were."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
 def _extended_environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Within: variables added to the environment that ranks inherit."""
+    """Within: these variables are in the environment, which the ranks inherit."""
     os.environ.update(values)
     try:
         yield
@@ -129,7 +124,7 @@ def _extended_environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silence_logging() -> Iterator[None]:
-    """Within: no log lines of the agent's. What is worth telling is in the outcome."""
+    """Within: torch's agent logs nothing. The job's result says what the user needs to know."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

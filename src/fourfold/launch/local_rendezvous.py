@@ -1,8 +1,8 @@
-"""One host: where the ranks of a local job meet.
+"""Local rendezvous: where the agent and the ranks of a job on one host meet.
 
-agent's store  in the launcher's memory: it is alone with it
-ranks' store   a file in the launcher's private folder, a fresh one for every attempt (`words.rendezvous`)
-Law: nobody but this user can reach either; what a dead attempt has written is never read.
+agent's store  in the launcher's memory, which no other process reads
+ranks' store   a file in the launcher's private folder, a new one for every attempt (`environment/rendezvous.py`)
+Law: only this user can reach either store, and no attempt reads what an earlier one has written.
 """
 
 import socket
@@ -14,10 +14,10 @@ LOOPBACK = "127.0.0.1"
 
 
 class AgentRendezvous(RendezvousHandler):
-    """A rendezvous of one agent.
+    """A rendezvous with one agent in it.
 
-    torch's dynamic rendezvous is not used: it pickles its state through a port open to the network, and hands a
-    restarted job the store of the dead one, with the dead ranks' addresses in it.
+    torch's dynamic rendezvous would pickle its state through a port open to the network, and would give a restarted
+    job the store of the dead one, with the addresses of dead ranks in it.
     """
 
     use_agent_store = False  # type: ignore[assignment]
@@ -28,8 +28,8 @@ class AgentRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         self.shutdown()
-        # Nobody listens there: MASTER_PORT is for programs of a rank's own that meet as torch has it. Bound, so that
-        # no other job is given it; with SO_REUSEADDR they can listen there all the same.
+        # Nothing listens at this port: MASTER_PORT is for scripts that build a TCPStore of their own. It is bound, so
+        # that no other job gets it; with SO_REUSEADDR the scripts can listen there all the same.
         self._reserved_socket = socket.socket()
         self._reserved_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._reserved_socket.bind((LOOPBACK, 0))

@@ -1,8 +1,8 @@
-"""Machine: how many processes and threads suit this host, and how they allocate.
+"""Process defaults: how many processes and threads suit this host, and how they allocate memory.
 
-processes  one per GPU, else one per core up to four
-loopback   the device by which a host talks to itself: other machines do not reach what listens there
-Law: a rank never gets more threads than its share of the cores; what the user's environment says goes first.
+processes  one per GPU; without GPUs one per core, up to four
+loopback   the network device by which a host talks to itself: other machines cannot reach what listens there
+Law: the ranks together get no more threads than there are cores; the user's environment takes precedence.
 """
 
 import os
@@ -13,7 +13,7 @@ from fourfold.environment import malloc
 from fourfold.environment.world import World, num_cores
 from fourfold.words.errors import Problem, SettingError
 
-MAX_DEFAULT_PROCESSES = 4  # by default and without GPUs: more small processes rarely help, and never by surprise
+MAX_DEFAULT_PROCESSES = 4  # without GPUs: more small processes rarely help, and should not come as a surprise
 MAX_DIGITS = 9
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -31,35 +31,35 @@ def default_num_processes() -> int:
 
 
 def thread_variables(num_processes: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What to add to the environment so that `num_processes` share the cores; nothing the user has set."""
+    """Variables that make `num_processes` divide the cores among them; none that the user has set."""
     threads = str(max(1, num_cores() // num_processes))
     return {name: threads for name in THREAD_VARIABLES if name not in environ}
 
 
 def malloc_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What to add to the environment for large tensors on CPUs: see `words.heap`. With GPUs nothing."""
+    """Variables that make malloc suit large tensors on CPUs (`environment/malloc.py`); none with GPUs."""
     return {} if num_gpus() else malloc.malloc_variables(environ)
 
 
 def loopback_variables(
     environ: Mapping[str, str] = os.environ, flags: Path = Path("/sys/class/net/lo/flags")
 ) -> dict[str, str]:
-    """What to add to the environment so that gloo, inside one host, listens at the loopback device only.
+    """Variables that make gloo, inside one host, listen at the loopback device only.
 
-    Nothing where the user has chosen a device, or the loopback device is not up.
+    None if the user has chosen a device, or the loopback device is not up.
     """
     name = "GLOO_SOCKET_IFNAME"
     try:
         is_up = int(flags.read_text(), 16) & 1
-    except (OSError, ValueError):  # no Linux
+    except (OSError, ValueError):  # not Linux
         is_up = False
     return {name: "lo"} if is_up and name not in environ else {}
 
 
 def check_num_processes(text: str | None, world: World | None) -> int | None:
-    """How many processes there must be, from -n and from a launcher; None where neither says.
+    """The number of processes that -n or a launcher fixes; None if neither does.
 
-    Raises SettingError where -n is no number, or a launcher has started another.
+    Raises SettingError where -n is not a number, or differs from the number that a launcher has started.
     """
     if text is not None and not (text.isdecimal() and len(text) <= MAX_DIGITS and int(text)):
         raise SettingError(Problem(f"-n {text}", "a number of processes, at least 1", "-n 1"), where="the command line")

@@ -1,9 +1,9 @@
-"""Restart: whether a job whose rank has failed is started again.
+"""Restart policy: whether a job starts again after one of its ranks has failed.
 
-progress  a step that no attempt had finished before, or a newer checkpoint to begin with
-budget    restarts in a row without progress
-Law: what another attempt cannot mend is not attempted again: bad input, a run that was asked to stop, and an error
-of the program's own before the job has finished a single step.
+progress  a step that no earlier attempt had finished, or a newer checkpoint to resume from
+budget    how many restarts in a row may come without progress
+Law: a job does not start again where another attempt would fail too: after bad input, after a request to stop, and
+after an error of the program before the job has finished a single step.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,16 +23,16 @@ def _noop(_: object) -> None: ...
 
 @dataclass(frozen=True)
 class SupervisionPolicy:
-    """How a job is looked after.
+    """How a job is supervised.
 
-    restarts      the budget
-    beats         ranks say which step they are at (`run.pulse`)
-    hang_seconds  the least time without a step after which a rank is taken to hang; None: never
-    window        seconds between asking a rank to end and killing it, after another has failed
-    grace         seconds that ranks which train may go without a finished step, once they were asked to stop and save
-    notice        hears at once of a fault after which the job goes on
-    record        hears of every fault when it is over
-    folder        the run's; None where it is not known what a script does
+    max_restarts      the budget
+    has_heartbeat     the ranks write which step they are at (`trainer/heartbeat.py`)
+    hang_seconds      the least time without a step after which a rank counts as hanging; None: never
+    shutdown_seconds  seconds between asking a rank to end and killing it, after another rank has failed
+    save_seconds      seconds for the current step and a checkpoint, after ranks that train were asked to stop
+    notify            called at once with the text of a fault after which the job goes on
+    record_fault      called with every fault, once it is known how long recovery took
+    run_dir           the run's folder; None for a script of the user's, of which no folder is known
     """
 
     max_restarts: int = 0
@@ -45,12 +45,12 @@ class SupervisionPolicy:
     run_dir: Path | None = None
 
     def resume_hint(self) -> str:
-        """What the same command will do; "" where nobody knows."""
+        """What the same command will do; "" if unknown."""
         return "" if self.run_dir is None else resume_hint(self.run_dir)
 
 
 class RestartBudget:
-    """What is left of the restarts without progress."""
+    """Counts restarts without progress."""
 
     def __init__(self, policy: SupervisionPolicy) -> None:
         self._policy = policy
@@ -58,28 +58,27 @@ class RestartBudget:
         self._last_step = self._resumed_step = -1
 
     def allows_restart(self, cause: Cause, heartbeats: Sequence[HeartbeatRecord]) -> bool:
-        """Whether the job is started again after this attempt."""
+        """Whether the job starts again after this attempt. Counts the restart if it does."""
         step, resumed = max(beat.step for beat in heartbeats), max(beat.resumed_step for beat in heartbeats)
         if step > self._last_step or resumed > self._resumed_step >= 0:
             self.num_used = 0
         self._last_step, self._resumed_step = max(step, self._last_step), max(resumed, self._resumed_step)
-        never_began = self._policy.has_heartbeat and self._last_step < 0 and cause.signal is None
-        if cause.is_final or never_began or self.num_used >= self._policy.max_restarts:
+        has_no_step = self._policy.has_heartbeat and self._last_step < 0 and cause.signal is None
+        if cause.is_final or has_no_step or self.num_used >= self._policy.max_restarts:
             return False
         self.num_used += 1
         return True
 
     def exhausted_text(self, cause: Cause) -> str:
-        """What is said where the budget is why the job is not started again; "" where it is not."""
+        """What to report if the job does not start again because the budget is used up; otherwise ""."""
         if cause.is_final or self.num_used == 0 or self.num_used < self._policy.max_restarts:
             return ""
         gave_up = f"gave up after {self.num_used} restart{'s' * (self.num_used > 1)}"
         if self._policy.run_dir is None:
             return gave_up
         return (
-            f"{gave_up} in a row that came no further than step {max(self._last_step, 0)}\n"
-            f"  look at   the error above; those before it are in {self._policy.run_dir / FAULTS_FILE}\n"
-            f"  try       to mend its cause, or restarts={10 * self._policy.max_restarts} "
-            f"where the machine is to blame\n"
+            f"{gave_up} in a row without getting past step {max(self._last_step, 0)}\n"
+            f"  look at   the error above; earlier ones are in {self._policy.run_dir / FAULTS_FILE}\n"
+            f"  try       to fix its cause, or restarts={10 * self._policy.max_restarts} if the machine is to blame\n"
             f"  then      {self._policy.resume_hint()}"
         )

@@ -3,8 +3,8 @@
     python -m fourfold.launch.worker LAUNCHER_PID SCRIPT.py [arguments…]
     python -m fourfold.launch.worker LAUNCHER_PID -m MODULE [arguments…]
 
-Law: the program sees the command line, the path and the exit codes it would see alone; what it raises is written
-down for the launcher, which tells it once.
+Law: the program sees the command line, the path and the exit codes that it would see without a launcher; an error that
+it raises goes to a record, from which the launcher reports it once.
 """
 
 import atexit
@@ -23,13 +23,13 @@ from fourfold.environment import standard_streams
 from fourfold.launch import env_store, failure_report, hang_detector
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, REQUEUE_EXIT_CODE, os_error_text
 
-EXIT_SECONDS = 2.0  # for atexit functions and threads of a rank that has failed
+EXIT_SECONDS = 2.0  # how long a failed rank may take for its atexit functions and threads
 
 
 def main(arguments: Sequence[str]) -> None:
     launcher, *command = arguments
     _set_parent_death_signal(int(launcher))
-    # Now: what the program makes of its environment is its own business.
+    # Read now: the program may change its environment.
     rank, path = int(os.environ["RANK"]), Path(os.environ["TORCHELASTIC_ERROR_FILE"])
     faulthandler.enable(all_threads=False)
     _dump_stack_on_signal()
@@ -47,22 +47,24 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _write_end_record(rank: int, path: Path) -> None:
-    with contextlib.suppress(OSError):  # without it a rank that still waits for this one tells of a death
+    with contextlib.suppress(OSError):  # without the record, a rank that still waits for this one reports a death
         failure_report.save_record(path, failure_report.end_record(rank))
 
 
 def run_program(command: Sequence[str]) -> None:
     """Run `[script, *arguments]` or `["-m", module, *arguments]` in this process, as `__main__`.
 
-    A process group over gloo that it leaves behind when it ends well is destroyed at the exit: gloo's threads may
-    abort a process that forgets it.
+    If the program ends well and leaves a gloo process group behind, the group is destroyed at exit: otherwise gloo's
+    threads may abort the process.
     """
     atexit.register(_destroy_group, os.getpid())
     try:
         _run_target(command)
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code not in (None, 0):
-            atexit.unregister(_destroy_group)  # It may have given up a collective, for whose end its group would wait.
+            atexit.unregister(
+                _destroy_group
+            )  # It may have left a collective midway, and its group would wait for that.
         raise
 
 
@@ -78,7 +80,7 @@ def _run_target(command: Sequence[str]) -> None:
 
 
 def _destroy_group(process: int) -> None:
-    """Destroy the process group that is there; after what the program does at its exit itself. Not in a fork of it."""
+    """Destroy the process group, after the program's own atexit functions. Does nothing in a fork of the process."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or os.getpid() != process or not distributed.is_initialized():
         return
@@ -89,11 +91,11 @@ def _destroy_group(process: int) -> None:
 
 
 def _exit_failed(error: BaseException, rank: int, path: Path) -> NoReturn:
-    """Tell the launcher, before the other ranks can notice that this one has gone; and go."""
+    """Write the record, before other ranks can notice that this one is gone, and exit."""
     entry = failure_report.make_record(error, rank=rank)
     try:
         failure_report.save_record(path, entry)
-    except OSError as problem:  # a full disk: the launcher tells the exit code, and the error is told here
+    except OSError as problem:  # a full disk: the launcher reports the exit code, this process the error
         standard_streams.print_stderr(
             f"rank {rank} failed, and its record could not be written: {os_error_text(problem)}\n{entry.text.rstrip()}"
         )
@@ -104,7 +106,7 @@ def _exit_failed(error: BaseException, rank: int, path: Path) -> NoReturn:
 
 
 def exit_fast(exit_code: int) -> NoReturn:
-    """End this process without taking the interpreter apart: with torch in it that takes up to seconds."""
+    """End this process without the interpreter's shutdown, which takes up to seconds once torch is imported."""
     _exit_after(EXIT_SECONDS, exit_code)
     atexit._run_exitfuncs()
     standard_streams.flush_streams()
@@ -112,7 +114,7 @@ def exit_fast(exit_code: int) -> NoReturn:
 
 
 def _exit_after(seconds: float, exit_code: int) -> None:
-    """Have this process end, whatever it does next.
+    """Make sure that this process ends within `seconds`, whatever it does next.
 
     A thread of the user's, or a process group that waits for dead peers, must not keep a failed rank alive.
     """
@@ -122,7 +124,7 @@ def _exit_after(seconds: float, exit_code: int) -> None:
 
 
 def _dump_stack_on_signal() -> None:
-    """Where the launcher looks for ranks that hang: on its signal, write down what the main thread is at."""
+    """If the launcher watches for hangs: on its signal, write the stack of the main thread to a file."""
     folder = os.environ.get(hang_detector.STACKS_VARIABLE)
     if folder is not None:
         path = hang_detector.stack_file(Path(folder), int(os.environ["LOCAL_RANK"]))
@@ -130,14 +132,14 @@ def _dump_stack_on_signal() -> None:
 
 
 def _set_parent_death_signal(launcher: int) -> None:
-    """Have the kernel end this process when the launcher is gone, however it went (Linux)."""
+    """Make the kernel end this process when the launcher is gone, however it ended (Linux)."""
     if sys.platform != "linux":
         return
     import ctypes
 
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != launcher:  # It went before the line above.
+    if os.getppid() != launcher:  # It ended before the line above.
         os._exit(1)
 
 

@@ -1,1 +1,1 @@
-"""Floor 1: thinking. No torch."""
+"""Plan: everything that can be decided without a tensor. No torch."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 FILE_NAME_PATTERN = re.compile(r"rank-[0-9]{3,6}\.safetensors")
-# The dtypes of the safetensors format, by its own names.
+# By the dtype names of the safetensors format.
 ELEMENT_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
@@ -25,9 +25,10 @@ ELEMENT_BYTES = {
 
 
 class GlobalTensor(NamedTuple):
-    """A tensor as the whole run sees it; `whole`: it is not cut (the buffers, which rank 0 speaks for).
+    """A tensor as the whole run sees it.
 
-    `flat`: it is cut as if it had one dim, anywhere in its rows.
+    is_unsharded  it is not split: a buffer of the model, which rank 0 writes
+    is_flat       it is split as if it had one dim, so a box may begin anywhere in a row
     """
 
     name: str
@@ -42,13 +43,15 @@ class GlobalTensor(NamedTuple):
 
 
 class Box(NamedTuple):
-    """Part of a tensor."""
+    """A part of a tensor: an offset and a length for every dim."""
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
 
 
 class StoredBox(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A box of a tensor, and the file that holds it."""
+
     file: str
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -63,15 +66,15 @@ def shard_file_name(rank: int) -> str:
 
 
 def assign_shards(tensors: Iterable[GlobalTensor], num_ranks: int) -> dict[str, tuple[StoredBox, ...]]:
-    """Who writes what: the stretches of each tensor, one file a rank, equal in bytes to about a row.
+    """The boxes of each tensor, by name. Every rank writes one file; files are of equal size to within about a row.
 
-    Tensors are cut along dim 0 only, and only where one rank's share ends within them.
+    Tensors are split along dim 0 only, and only where one rank's part of all bytes ends within them.
     """
-    every = list(tensors)
-    total = sum(tensor.num_bytes for tensor in every if not tensor.is_unsharded)
+    tensors = list(tensors)
+    total = sum(tensor.num_bytes for tensor in tensors if not tensor.is_unsharded)
     cuts = [total * rank // num_ranks for rank in range(num_ranks + 1)]
     result, start = {}, 0
-    for tensor in every:
+    for tensor in tensors:
         if tensor.is_unsharded:
             result[tensor.name] = (_stored_rows(tensor, 0, tensor.shape[0] if tensor.shape else 1, rank=0),)
             continue
@@ -79,18 +82,18 @@ def assign_shards(tensors: Iterable[GlobalTensor], num_ranks: int) -> dict[str, 
         rows = tensor.shape[0] if tensor.shape else 1
         row_bytes = tensor.num_bytes // rows if rows else 0
         bounds = [0, *(_nearest_row(cut - start, row_bytes, rows) for cut in cuts[1:-1]), rows]
-        stretches = [
+        boxes = [
             _stored_rows(tensor, low, high, rank=rank)
             for rank, (low, high) in enumerate(itertools.pairwise(bounds))
             if low < high
         ]
-        result[tensor.name] = tuple(stretches) or (_stored_rows(tensor, 0, rows, rank=0),)
+        result[tensor.name] = tuple(boxes) or (_stored_rows(tensor, 0, rows, rank=0),)
         start = stop
     return result
 
 
 def _nearest_row(offset_bytes: int, row_bytes: int, rows: int) -> int:
-    """The row nearest to a place in the tensor."""
+    """The row nearest to an offset in the tensor."""
     return min(max((offset_bytes + row_bytes // 2) // row_bytes, 0), rows) if row_bytes else 0
 
 
@@ -101,7 +104,7 @@ def _stored_rows(tensor: GlobalTensor, low: int, high: int, *, rank: int) -> Sto
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """What two boxes of one tensor have in common; None where that is nothing."""
+    """The part that two boxes of one tensor have in common; None if it is empty."""
     starts = tuple(map(max, a.offsets, b.offsets))
     ends = (min(x + m, y + n) for x, m, y, n in zip(a.offsets, a.lengths, b.offsets, b.lengths, strict=True))
     lengths = tuple(end - start for start, end in zip(starts, ends, strict=True))
@@ -109,20 +112,24 @@ def intersection(a: Box, b: Box) -> Box | None:
 
 
 def relative_slices(box: Box, outer: Box) -> tuple[slice, ...]:
-    """The box as slices of a tensor that holds `outer`."""
+    """The slices that select `box` from a tensor that holds `outer`."""
     return tuple(slice(x - y, x - y + n) for x, y, n in zip(box.offsets, outer.offsets, box.lengths, strict=True))
 
 
 def is_inside(box: Box, shape: Sequence[int]) -> bool:
+    """Whether a box lies within a tensor of this shape."""
     if not len(box.offsets) == len(box.lengths) == len(shape):
         return False
     return all(x >= 0 and n >= 0 and x + n <= size for x, n, size in zip(box.offsets, box.lengths, shape, strict=True))
 
 
 def is_tiling(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
+    """Whether boxes that are inside a tensor of this shape cover it without overlap."""
     if not boxes or sum(math.prod(box.lengths) for box in boxes) != math.prod(shape):
         return False
     ordered = sorted(boxes)
-    if all(box.lengths[1:] == tuple(shape[1:]) for box in ordered):  # cut along dim 0 only: neighbours suffice
+    if all(
+        box.lengths[1:] == tuple(shape[1:]) for box in ordered
+    ):  # split along dim 0 only: comparing neighbours suffices
         return all(a.offsets[0] + a.lengths[0] <= b.offsets[0] for a, b in itertools.pairwise(ordered))
     return not any(intersection(a, b) for number, a in enumerate(boxes) for b in boxes[:number])

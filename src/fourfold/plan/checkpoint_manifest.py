@@ -1,6 +1,8 @@
-"""Checkpoint manifest: a checkpoint's table of contents, and all of it that is not a tensor.
+"""Checkpoint manifest: a checkpoint's table of contents, and everything in it that is not a tensor.
 
-Law: nothing a manifest says is believed before it is bounded.
+entry     a tensor or a file, as the manifest lists it
+problems  reasons not to trust a manifest
+Law: no name, size or offset of a manifest is used before it is checked against bounds.
 """
 
 import math
@@ -19,12 +21,15 @@ MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 2**28
 MAX_TENSOR_BYTES = 2**46
 MAX_DIMS = 16
-SCALER_KEYS = frozenset(("value", "good"))  # what is kept of the scale of an fp16 loss
+SCALER_KEYS = frozenset(("value", "good"))  # of the saved state of an fp16 loss scale
 _BYTES_IN_HEX = re.compile(r"(?:[0-9a-f]{2})*")
 
 
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A global tensor, and where its parts lie; `flat`: stretches are of the tensor in one dim, its shape is not."""
+    """A global tensor, and the boxes (`stretches` in JSON) that are stored of it.
+
+    `flat`: the boxes are of the tensor viewed in one dim; `shape` is still its own shape.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -33,19 +38,21 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """The shape that the stretches are boxes of."""
+        """The shape that the stored boxes refer to."""
         return (math.prod(self.shape),) if self.flat else self.shape
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A piece's size, and its xxh3_128 in hexadecimal digits."""
+    """The size of a file, and its xxh3_128 checksum in hexadecimal digits."""
 
     num_bytes: int
     checksum: str
 
 
 class FirstStepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the first step taught: see `run.build`; and the scale of the loss, where it has one."""
+    """What the first step decided: the launch order of reductions and the nominal count of the loss; and the state of
+    the loss scale, if there is one.
+    """
 
     order: tuple[int, ...]
     nominal_count: float
@@ -53,7 +60,7 @@ class FirstStepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DataState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What had been handed out of the data, and in which order."""
+    """How far the data had been read, and in which order."""
 
     seed: int
     epoch: int
@@ -64,7 +71,7 @@ class DataState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RngState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The state of torch's generators of one rank, in hexadecimal digits; `device` is empty on a CPU."""
+    """The state of one rank's torch generators, in hexadecimal digits; `device` is empty on a CPU."""
 
     cpu: str
     device: str = ""
@@ -74,19 +81,19 @@ Scalar = float | int | bool | str | None
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A checkpoint's table of contents, and all of it that is not a tensor.
+    """A checkpoint's table of contents, and everything in it that is not a tensor.
 
-    tensors        by name: model.NAME, optimizer.NAME.KEY, ema.NAME; of local steps worker.NAME.KEY, the states of
-                   all ranks end to end, and outer.NAME, the outer momentum
-    aliases        names of tensors that are another one's (tied weights)
+    tensors        by name: model.NAME, optimizer.NAME.KEY, ema.NAME; for local SGD also worker.NAME.KEY, the optimizer
+                   states of all ranks end to end, and outer.NAME, the outer momentum
+    aliases        name of a tied weight -> name of the tensor that holds its values
     scalars        of the optimizer's state, by parameter and key
-    groups         the optimizer's options, by group, as the task gave them
+    groups         the optimizer's options by group, as the task gave them
     optimizer      the name of the optimizer's class; older manifests have none
-    random         by rank
-    metrics_bytes  where the log stood
+    random         states of torch's generators, by rank
+    metrics_bytes  the length of the log at this step
     losses         of the last steps
-    valid          what was measured at this step, if anything was; `best` is the least validation loss so far
-    mesh           the sizes of its axes; older manifests have none
+    valid          results of an evaluation at this step, if there was one; `best` is the least validation loss so far
+    mesh           the sizes of the mesh's axes; older manifests have none
     """
 
     version: int
@@ -108,52 +115,53 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StoredTensor(NamedTuple):
-    """What a file holds of a tensor."""
+    """The dtype and shape of a tensor in a file."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 def tensors_in_file(manifest: Manifest, file: str) -> dict[str, StoredTensor]:
-    """What the manifest says a file holds, by name of the tensor."""
+    """The tensors that a file must hold according to the manifest, by name."""
     return {
-        name: StoredTensor(entry.dtype, stretch.lengths)
+        name: StoredTensor(entry.dtype, stored.lengths)
         for name, entry in manifest.tensors.items()
-        for stretch in entry.stretches
-        if stretch.file == file
+        for stored in entry.stretches
+        if stored.file == file
     }
 
 
 def manifest_problems(manifest: Manifest) -> Iterator[str]:
-    """Everything that makes a manifest unbelievable. Each name, size and offset is bounded here."""
+    """Every reason not to trust a manifest. All names, sizes and offsets are checked here."""
     if manifest.version != MANIFEST_VERSION:
         yield f"version {manifest.version}, this fourfold reads version {MANIFEST_VERSION}"
     if manifest.step < 0 or manifest.metrics_bytes < 0:
         yield f"step {manifest.step}, log position {manifest.metrics_bytes}"
     yield from (f"a file called {name!r}" for name in manifest.files if not FILE_NAME_PATTERN.fullmatch(name))
     yield from (f"{name}: {f.num_bytes} bytes" for name, f in manifest.files.items() if f.num_bytes < 8)
-    yield from (f"{a} is said to be {b}, which is not there" for a, b in manifest.aliases.items()
+    yield from (f"{a} is an alias of {b}, which is not there" for a, b in manifest.aliases.items()
                 if b not in manifest.tensors)  # fmt: skip
-    fed = manifest.feed
-    if not 0 <= fed.position <= fed.num_samples or fed.epoch < 0:
-        yield f"epoch {fed.epoch}, position {fed.position} of {fed.num_samples} samples"
+    data = manifest.feed
+    if not 0 <= data.position <= data.num_samples or data.epoch < 0:
+        yield f"epoch {data.epoch}, position {data.position} of {data.num_samples} samples"
     yield from _rng_problems(manifest.random, manifest.mesh)
     yield from _value_problems(manifest)
     if is_too_deep([*manifest.groups]):
         yield "options of the optimizer nested too deeply"
-    held: dict[str, int] = dict.fromkeys(manifest.files, 0)
+    tensor_bytes: dict[str, int] = dict.fromkeys(manifest.files, 0)
     for name, entry in manifest.tensors.items():
         yield from (f"{name}: {text}" for text in _entry_problems(entry, manifest.files))
         if entry.dtype in ELEMENT_BYTES:
-            for stretch in entry.stretches:
-                held[stretch.file] = held.get(stretch.file, 0) + math.prod(stretch.lengths) * ELEMENT_BYTES[entry.dtype]
+            for stored in entry.stretches:
+                num_bytes = math.prod(stored.lengths) * ELEMENT_BYTES[entry.dtype]
+                tensor_bytes[stored.file] = tensor_bytes.get(stored.file, 0) + num_bytes
     for name, file in manifest.files.items():
-        if held[name] > file.num_bytes:
-            yield f"{name}: {held[name]} bytes of tensors in a file of {file.num_bytes}"
+        if tensor_bytes[name] > file.num_bytes:
+            yield f"{name}: {tensor_bytes[name]} bytes of tensors in a file of {file.num_bytes}"
 
 
 def _value_problems(manifest: Manifest) -> Iterator[str]:
-    """Numbers that a step divides by or counts with, and that none of its steps has left."""
+    """Numbers that a step divides by or counts with, if no step of a training can have produced them."""
     count, scale = manifest.record.nominal_count, manifest.record.scale
     if not 0 < count < math.inf:
         yield f"a nominal count of {count}"
@@ -185,13 +193,13 @@ def _entry_problems(entry: TensorEntry, files: Mapping[str, FileEntry]) -> Itera
     if len(entry.shape) > MAX_DIMS or any(n < 0 for n in entry.shape) or num_bytes > MAX_TENSOR_BYTES:
         yield f"shape {entry.shape}"
         return
-    for stretch in entry.stretches:
-        if stretch.file not in files:
-            yield f"in {stretch.file!r}, which is not among the files"
-        if not is_inside(stretch.box, entry.dims):
-            yield f"offsets {stretch.offsets}, lengths {stretch.lengths} of shape {entry.shape}"
+    for stored in entry.stretches:
+        if stored.file not in files:
+            yield f"in {stored.file!r}, which is not among the files"
+        if not is_inside(stored.box, entry.dims):
+            yield f"offsets {stored.offsets}, lengths {stored.lengths} of shape {entry.shape}"
             return
-    if not is_tiling([stretch.box for stretch in entry.stretches], entry.dims):
-        yield "its stretches leave a gap, or lie on each other"
-    if len({stretch.file for stretch in entry.stretches}) < len(entry.stretches):
-        yield "two stretches in one file"
+    if not is_tiling([stored.box for stored in entry.stretches], entry.dims):
+        yield "its boxes leave a gap, or overlap"
+    if len({stored.file for stored in entry.stretches}) < len(entry.stretches):
+        yield "two boxes in one file"

@@ -11,10 +11,10 @@ Not counted: frozen weights and buffers of the model, and what a codec remembers
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from fourfold.plan.data import (
+from fourfold.plan.data.buckets import Bucket
+from fourfold.plan.data.zero import (
     NUM_GRAD_BUFFERS,
     RESTING_LAYOUTS,
-    Bucket,
     RestingLayouts,
     ShardGroups,
     grad_buffer_indices,

@@ -23,7 +23,7 @@ def _applies_with_codec(name: str) -> tuple[str, Callable[["Plan"], bool]]:
     return f"codec = {' or '.join(kinds)}", lambda plan: plan.codec in kinds
 
 
-# Fields that nothing reads but in some plans: what a plan needs for that, and whether it has it.
+# Fields that have an effect only in some plans: what a plan needs for it, and whether this one has that.
 APPLIES_WHEN: dict[str, tuple[str, Callable[["Plan"], bool]]] = {
     "ring": ("sp above ulysses", lambda plan: plan.sp > plan.ulysses),
     "local_steps": ("sync = local", lambda plan: plan.sync == "local"),
@@ -36,7 +36,7 @@ APPLIES_WHEN: dict[str, tuple[str, Callable[["Plan"], bool]]] = {
 class Plan:
     """How a task is laid over pp · dp · sp · tp ranks. All scalars; see `docs/plan.md` for each.
 
-    Raises PlanError where a value is impossible, or asks for what is not built yet.
+    Raises PlanError if a value is illegal or not built yet.
     """
 
     pp: int = 1
@@ -77,7 +77,7 @@ class Plan:
 
     @property
     def codec_spec(self) -> CodecSpec | None:
-        """The codec and its parameters, or None."""
+        """The codec and its parameters; None without a codec."""
         if self.codec == "none":
             return None
         return CodecSpec(
@@ -89,21 +89,24 @@ class Plan:
 
     @property
     def ineffective_fields(self) -> dict[str, str]:
-        """The fields that are not at their defaults, and that nothing reads: what each of them would need."""
+        """Fields set to other than their defaults without effect, and what each would need to have one."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         return {
             name: need
-            for name, (need, is_read) in APPLIES_WHEN.items()
-            if getattr(self, name) != defaults[name] and not is_read(self)
+            for name, (need, applies) in APPLIES_WHEN.items()
+            if getattr(self, name) != defaults[name] and not applies(self)
         }
 
     @property
     def identity_fields(self) -> dict[str, object]:
-        """The decisions that make another training of it, and not only another way to the same weights."""
+        """The fields that change what is trained, and not only how the same weights are computed.
+
+        The identity of a run is saved with these; renamed fields keep the names under which older runs saved them.
+        """
         names = [] if self.codec == "none" else [name for name in FIELDS if name.startswith("codec")]
         names += [name for name in ("precision", "reduce_dtype") if getattr(self, name) != "keep"]
         if self.sync == "local":
-            # Each of the ranks learns by itself: their number matters too.
+            # Every rank trains by itself between averages, so the number of ranks matters too.
             names += ["sync", "local_steps", "outer_lr", "outer_momentum", "dp"]
         on_disk = {
             new: old for old, new in RENAMED_FIELDS.items()
@@ -112,24 +115,24 @@ class Plan:
 
     @property
     def num_shards(self) -> int:
-        """Among how many ranks that which rests split is split; 1: all of it rests whole."""
+        """The number of shards of what rests split; 1 if everything rests whole."""
         return (self.shard or self.dp) * self.sp if self.zero else 1
 
     @property
     def sync_interval(self) -> int:
-        """Weights are the same on all ranks after every so many steps."""
+        """Steps after which the weights are the same on all ranks again."""
         return self.local_steps if self.sync == "local" else 1
 
     @property
     def reduce_group_size(self) -> int:
-        """Ranks whose gradients are added up, and that share what rests split: dp · sp."""
+        """The number of ranks whose gradients are summed, and over which tensors rest split: dp · sp."""
         return self.dp * self.sp
 
     @property
     def shard_groups(self) -> ShardGroups:
-        """The ranks that share what rests split, and how often there are all shares of it."""
-        shard = self.num_shards if self.zero else self.reduce_group_size
-        return ShardGroups(shard, self.reduce_group_size // shard)
+        """How many ranks split a bucket, and how many groups of such ranks there are."""
+        size = self.num_shards if self.zero else self.reduce_group_size
+        return ShardGroups(size, self.reduce_group_size // size)
 
     @property
     def mesh(self) -> Mesh:
@@ -137,7 +140,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object], *, where: str = "the plan") -> Self:
-        """The plan with these values, the rest at their defaults; PlanError tells all problems at once."""
+        """The plan with these values and defaults for the other fields. Raises PlanError with all problems at once."""
         problems = plan_problems(values)
         if problems:
             raise PlanError(problems, where=where)
@@ -145,7 +148,7 @@ class Plan:
 
     @classmethod
     def from_toml(cls, text: str, *, where: str = "plan.toml") -> Self:
-        """Read a plan as `to_toml` writes it: flat keys and `version = 1`."""
+        """Read a plan as `to_toml` writes it: flat keys and `version = 1`. Former names of fields are legal too."""
         try:
             values = from_toml(text)
         except DecodeError as error:
@@ -155,17 +158,17 @@ class Plan:
             got = "no version" if version is None else f"version = {version!r}"
             problem = Problem(got, f"version = {VERSION}", f"add a line version = {VERSION}")
             raise PlanError([problem, *plan_problems(values)], where=where)
-        both = [
+        ambiguous = [
             Problem(f"{old} and {new}", "one of them: they are the same field", f"{new} = {values[new]}")
             for old, new in RENAMED_FIELDS.items()
             if old in values and new in values
         ]
-        if both:
-            raise PlanError(both, where=where)
+        if ambiguous:
+            raise PlanError(ambiguous, where=where)
         return cls.from_dict({RENAMED_FIELDS.get(name, name): value for name, value in values.items()}, where=where)
 
     def to_toml(self, *, defaults: bool = False) -> str:
-        """The plan as TOML: what differs from the defaults and the mesh, or everything."""
+        """The plan as TOML: the fields that differ from their defaults, or all of them."""
         lines = [f"version = {VERSION}"]
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -175,5 +178,5 @@ class Plan:
 
 
 def candidate_meshes(size: int) -> list[Mesh]:
-    """The meshes of `size` ranks that this version can build, those with more samples at once first."""
+    """The meshes of `size` ranks that this version can build, the largest data axis first."""
     return [Mesh(dp=size // sp, sp=sp) for sp in range(1, size + 1) if size % sp == 0]

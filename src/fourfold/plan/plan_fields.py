@@ -21,7 +21,14 @@ MAX_RANKS = 2**20  # ranks or microbatches; beyond any machine, and a plan can s
 
 @dataclass(frozen=True)
 class FieldRule:
-    """What one field may hold. `built` narrows it to what this version can do; None = all."""
+    """What one field may hold.
+
+    supported      the choices that this version can build; None = all
+    optional       None is legal too
+    minimum        of an integer; `int_maximum`: its greatest value. A program has an entry per rank and microbatch, so
+                   their numbers are bounded
+    float_maximum  makes the field a real number above 0; `allows_zero`: or 0
+    """
 
     value_type: type
     choices: tuple[Any, ...] = ()
@@ -29,13 +36,11 @@ class FieldRule:
     supported: tuple[Any, ...] | None = None
     optional: bool = False
     float_maximum: float | None = None
-    """Of a number that need not be whole: it is above 0, and at most this."""
     allows_zero: bool = False
-    """Whether such a number may also be 0."""
     int_maximum: int | None = None
-    """Of a whole number: at most this. A program has an entry for each rank and microbatch."""
 
     def requirement(self) -> str:
+        """What an error says is needed."""
         if self.choices:
             return "one of " + ", ".join(map(str, self.choices))
         if self.float_maximum is not None:
@@ -47,9 +52,10 @@ class FieldRule:
         return f"a whole number of at least {self.minimum}" + (", or nothing" if self.optional else "")
 
     def accepts(self, value: object) -> bool:
+        """Whether the field may hold this value, in this version or a later one."""
         if value is None:
             return self.optional
-        # In TOML a whole number has no point.
+        # An integer is a legal float: in TOML a whole number has no decimal point.
         if type(value) is not self.value_type and not (self.value_type is float and type(value) is int):
             return False
         if self.float_maximum is not None:
@@ -91,11 +97,11 @@ FIELD_RULES = {
 }
 FIELDS = tuple(FIELD_RULES)
 RENAMED_FIELDS = {"codec_life": "codec_refresh_steps", "reduce": "reduce_dtype"}
-"""Old name: new name. Plan files may use either; a run's identity on disk keeps the old one."""
+"""Former name -> name. Plan files may use either; the identity of a run on disk keeps the former."""
 
 
 def to_builtin(value: object) -> object:
-    """A value of a field as Python's own: NumPy's numbers and texts are as good."""
+    """A field's value as a builtin type: NumPy numbers and strings are converted."""
     if isinstance(value, bool):
         return value
     if isinstance(value, numbers.Integral):
@@ -106,20 +112,21 @@ def to_builtin(value: object) -> object:
 
 
 def plan_problems(values: Mapping[str, object]) -> list[Problem]:
-    """Every problem of a mapping of plan fields: unknown names, wrong kinds, what is not built yet."""
-    values, problems = {name: to_builtin(value) for name, value in values.items()}, []
+    """Every problem of a mapping of plan fields: unknown names, illegal values, values that are not built yet."""
+    values = {name: to_builtin(value) for name, value in values.items()}
+    problems: list[Problem] = []
     for name, value in values.items():
         rule = FIELD_RULES.get(name)
         if rule is None:
             close = RENAMED_FIELDS.get(name) or closest_match(name, FIELDS)
             problems.append(Problem(f"{name} = {value!r}", "a field of the plan", close or "fourfold show"))
         elif not rule.accepts(value):
-            choices = [each for each in rule.supported or rule.choices if isinstance(each, str)]
+            choices = [choice for choice in rule.supported or rule.choices if isinstance(choice, str)]
             close = closest_match(value, choices) if isinstance(value, str) else None
             problems.append(Problem(f"{name} = {value!r}", rule.requirement(), f"{name} = {close}" if close else ""))
         elif rule.supported is not None and value not in rule.supported:
-            only = " or ".join("nothing" if choice is None else str(choice) for choice in rule.supported)
-            problems.append(Problem(f"{name} = {value}", f"{only} (the rest is not built yet)", f"{name} = {only}"))
+            built = " or ".join(map(str, rule.supported))
+            problems.append(Problem(f"{name} = {value}", f"{built} (the rest is not built yet)", f"{name} = {built}"))
     sp, ulysses = values.get("sp", 1), values.get("ulysses", 1)
     if (
         isinstance(sp, int)
@@ -138,13 +145,13 @@ def _too_many_ranks(values: Mapping[str, Any]) -> list[Problem]:
 
 
 def shard_problems(values: Mapping[str, Any]) -> list[Problem]:
-    """A bucket is split over `shard` data ranks, and all of them are taken up by groups of so many."""
+    """The problems of `shard`: groups of that many ranks must divide the data ranks, and something must be split."""
     shard, size = values.get("shard"), values.get("dp", 1)
     if shard is None:
         return []
     problems = []
     if size % shard:
-        sizes = ", ".join(str(each) for each in range(1, size + 1) if size % each == 0)
+        sizes = ", ".join(str(divisor) for divisor in range(1, size + 1) if size % divisor == 0)
         problems.append(Problem(f"shard = {shard} with dp = {size}", "a divisor of dp", f"shard = {sizes}"))
     if shard < size and not values.get("zero", 0):
         need = "zero of at least 1: at zero 0 nothing rests split"
@@ -153,7 +160,7 @@ def shard_problems(values: Mapping[str, Any]) -> list[Problem]:
 
 
 def parse_value(name: str, text: str) -> object:
-    """The value of a plan field from a command line's `key=value`; a text that is no number stays a text."""
+    """The value of a plan field given as `key=value` on a command line; what is no number stays a string."""
     rule = FIELD_RULES[name]
     if rule.optional and text == "none":
         return None

@@ -26,31 +26,32 @@ CATEGORIES = {
 
 
 def seconds_by_category(trace: Trace) -> dict[str, float]:
-    """Seconds of a step by what they were spent on: means over sampled steps and ranks.
+    """Seconds of a step by category: means over sampled steps and ranks.
 
-    All but "reduce" are the process's own time and add up to the step; reductions go on beside it, or within.
+    Reductions are not part of the sum: they overlap with the other categories.
     """
     names = [DATA_TIME, *COMPUTE_CATEGORIES.values(), GATHER_TIME, AVERAGE_TIME, WAITING_TIME, OTHER_TIME, REDUCE_TIME]
     sums = dict.fromkeys(names, 0.0)
-    steps = 0
+    num_samples = 0
     for step in trace.steps:
         for rank in trace.ranks:
             events = trace.events_of(step=step, rank=rank)
-            whole = [event.seconds for event in events if event.name == STEP_SPAN]
+            step_seconds = sum(event.seconds for event in events if event.name == STEP_SPAN)
             spent = {WAITING_TIME: sum(event.seconds for event in merged_waits(events))}
             for name, seconds in action_seconds(events, {}).items():
-                kind = _category(name)
-                if kind is not None:
-                    spent[kind] = spent.get(kind, 0.0) + seconds
-            in_lane = sum(seconds for kind, seconds in spent.items() if kind != REDUCE_TIME)
-            spent[OTHER_TIME] = max(0.0, sum(whole) - in_lane)
-            for kind, seconds in spent.items():
-                sums[kind] += seconds
-            steps += 1
-    return {name: seconds / max(1, steps) for name, seconds in sums.items()}
+                category = _category(name)
+                if category is not None:
+                    spent[category] = spent.get(category, 0.0) + seconds
+            known = sum(seconds for category, seconds in spent.items() if category != REDUCE_TIME)
+            spent[OTHER_TIME] = max(0.0, step_seconds - known)
+            for category, seconds in spent.items():
+                sums[category] += seconds
+            num_samples += 1
+    return {name: seconds / max(1, num_samples) for name, seconds in sums.items()}
 
 
 def _category(name: str) -> str | None:
+    """The category of a span; None for the span that holds the whole step."""
     if name == DATA_SPAN:
         return DATA_TIME
     if name == STEP_SPAN:

@@ -12,42 +12,23 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 from fourfold.plan.decode import DecodeError, check_not_pipe, from_json
 from fourfold.report.html_table import UNKNOWN, render_row, render_table
 from fourfold.report.progress import format_seconds
 from fourfold.report.svg import Series
+from fourfold.trainer.fault_log import FAULTS_FILE, Fault
 from fourfold.words.terminal_text import escape_controls
 
-FAULTS_FILE = "faults.jsonl"
 RESTART, SKIPPED = "restart", "skipped step"
 MAX_NAME_LENGTH = 14  # letters of a kind that fit into a drawing's legend
 MAX_NAMED_STEPS = 5  # steps
 COLUMNS = ("when, UTC", "what", "step", "where", "back after", "")
 
 
-class FaultLine(msgspec.Struct, frozen=True):
-    """A line of faults.jsonl.
-
-    time     seconds since 1970
-    step     the last step that had ended; -1 where nobody knows
-    seconds  from the fault to the end of the first step after it; None where there was none
-    """
-
-    time: float
-    kind: str
-    step: int
-    rank: int | None = None
-    host: str | None = None
-    text: str = ""
-    seconds: float | None = None
-
-
 class Faults(NamedTuple):
     """A run's faults as they came, and how many lines of the file could not be read."""
 
-    faults: Sequence[FaultLine] = ()
+    faults: Sequence[Fault] = ()
     num_unreadable: int = 0
 
     def count(self, kind: str) -> int:
@@ -63,13 +44,13 @@ def read_faults(folder: Path) -> Faults:
     known, unread = [], 0
     for line in path.read_bytes().splitlines():
         try:
-            known.append(from_json(line, FaultLine))
+            known.append(from_json(line, Fault))
         except DecodeError:
             unread += bool(line.strip())
     return Faults(known, unread)
 
 
-def fault_marks(faults: Sequence[FaultLine], *, last_step: int) -> list[Series]:
+def fault_marks(faults: Sequence[Fault], *, last_step: int) -> list[Series]:
     """Marks for an axis of steps that ends at `last`: restarts as rules, all others as pegs."""
     placed = [fault for fault in faults if 0 <= fault.step <= last_step]
     restarts = [(float(fault.step), 0.0) for fault in placed if fault.kind == RESTART]
@@ -114,7 +95,7 @@ def _resumed_note(steps: Sequence[int]) -> str:
     return f"gone on from step {', '.join(f'{step:,}' for step in steps)}"
 
 
-def _row_cells(fault: FaultLine) -> Sequence[str]:
+def _row_cells(fault: Fault) -> Sequence[str]:
     where = [f"rank {fault.rank}"] if fault.rank is not None else []
     where += [fault.host] if fault.host else []
     again = UNKNOWN if fault.seconds is None or not math.isfinite(fault.seconds) else format_seconds(fault.seconds)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fourfold.parts.data.grad_buckets import GradBuckets
 from fourfold.parts.optim.step_hooks import StepHooks
-from fourfold.plan.data import layout_changes
+from fourfold.plan.data.zero import layout_changes
 from fourfold.step.batch import Microbatch
 from fourfold.step.context import StepContext, StepTotals, UpdateArgs
 from fourfold.step.forward_fusion import DeferredUpdates

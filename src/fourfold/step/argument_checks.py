@@ -1,6 +1,6 @@
-"""Arguments of the public functions: what can be seen to be wrong before a rank waits for another.
+"""Argument checks: wrong arguments of the public functions, found before a rank waits for another.
 
-Law: all problems at once; nothing that the user gave is called or changed.
+Law: all problems at once; nothing that the user passed is called or changed.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from fourfold.parts.comm.transports import Communicator
+from fourfold.parts.comm.communicator import Communicator
 from fourfold.plan.plan import Plan
 from fourfold.words import argument_checks
 from fourfold.words.errors import OptimizerError, PlanError, Problem, SettingError
@@ -22,7 +22,7 @@ WRAPPER_PLAN_FIELDS = ("dp", "bucket_bytes", "unused", "batch_norm", "transport"
 def check_arguments(
     *, model: Any, loss: Any, optimizer: Any, plan: Any, clip: Any = None, seed: Any = 0, skip_nan: Any = 0
 ) -> None:
-    """Raise SettingError with every argument of `parallelize` that is not what it is meant to be."""
+    """Raise SettingError with every wrong argument of `parallelize`."""
     problems = (
         model_argument_problems(model)
         + loss_argument_problems(loss)
@@ -36,7 +36,7 @@ def check_arguments(
 
 
 def check_wrapper_arguments(*, optimizer: Any, model: Any, plan: Any) -> None:
-    """Raise SettingError with every argument of `DistributedOptimizer` that is not what it is meant to be."""
+    """Raise SettingError with every wrong argument of `DistributedOptimizer`."""
     problems = model_argument_problems(model) + plan_argument_problems(plan)
     if not isinstance(optimizer, Optimizer):
         need = "a torch optimizer of the model's parameters"
@@ -47,7 +47,7 @@ def check_wrapper_arguments(*, optimizer: Any, model: Any, plan: Any) -> None:
 
 
 def check_wrapper_plan(plan: Plan) -> None:
-    """Raise PlanError for every field that a DistributedOptimizer does not carry out and that has not its default."""
+    """Raise PlanError with every field that is not at its default and that DistributedOptimizer does not carry out."""
     default, need = Plan(), f"with DistributedOptimizer only {', '.join(WRAPPER_PLAN_FIELDS)}"
     attempts = {"microbatches": "no_sync()"}
     problems = [
@@ -77,7 +77,7 @@ def check_wrapper_parameters(
 
 
 def check_join_states(states: Any) -> None:
-    """Raise SettingError for what `join` is given and cannot bring from one rank to another."""
+    """Raise SettingError for `states` of `join` that cannot be copied from one rank to another."""
     need = "a list of objects with state_dict() and load_state_dict(), such as schedulers and a GradScaler"
     if not isinstance(states, list | tuple):
         raise SettingError(Problem(argument_checks.format_argument("states", states), need, "states=[scheduler]"))
@@ -88,7 +88,7 @@ def check_join_states(states: Any) -> None:
 
 
 def check_plan_argument(plan: Any) -> None:
-    """Raise PlanError for what is neither a Plan nor None."""
+    """Raise PlanError unless `plan` is a Plan or None."""
     if problems := plan_argument_problems(plan):
         raise PlanError(problems)
 
@@ -106,7 +106,7 @@ def model_argument_problems(model: Any) -> list[Problem]:
         if not meta:
             return []
         got = f"a model with {len(meta)} parameters on the meta device, {meta[0]} the first of them"
-        # An outline of a task's model is made before: a function that keeps what it made returns it again.
+        # The task's meta model was made before: a model() that caches its result returns that one again.
         attempt = 'a model() that makes a new model each time; or model.to_empty(device="cpu"), then initialize it'
         return [Problem(got, "parameters with values", attempt)]
     attempt = "its result: model()" if callable(model) else ""

@@ -1,7 +1,7 @@
-"""Batch statistics: which normalizations use those of a batch, and which use frozen ones.
+"""Batch normalizations: which ones use the statistics of the batch, and which ones frozen statistics.
 
-frozen   in evaluation mode, with running statistics: each sample is normalized by itself
-Law: what was frozen when a step was built is frozen in each of its steps, or the step is refused.
+frozen   in evaluation mode, with running statistics: each sample is normalized independently
+Law: a normalization that was frozen when the step was built is frozen in each step, or the step is refused.
 """
 
 from torch import nn
@@ -14,12 +14,12 @@ FREEZE_HINT = "frozen statistics (norm.eval() after model.train())"
 
 
 def uses_batch_stats(norm: nn.Module) -> bool:
-    """Whether a batch normalization takes its statistics from the batch, in the mode in which it is."""
+    """Whether a batch normalization, in its present mode, uses the statistics of the batch."""
     return isinstance(norm, BatchNormBase) and (norm.training or norm.running_mean is None)
 
 
 class FrozenBatchNorms:
-    """The batch normalizations of a model that are frozen now, where another mode would be another training."""
+    """The batch normalizations of a model that are frozen now, if unfreezing them would change the training."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self._num_parts = plan.reduce_group_size * plan.microbatches
@@ -28,12 +28,12 @@ class FrozenBatchNorms:
         self._frozen = [(name, m) for name, m in modules if isinstance(m, BatchNormBase) and not uses_batch_stats(m)]
 
     def problems(self) -> list[Problem]:
-        """Which of them are frozen no more."""
+        """Which of them are not frozen any more."""
         names = [name or "the model" for name, norm in self._frozen if norm.training]
         if not names:
             return []
-        some = f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}"
-        got = f"batch normalization at {some} in training mode, whose statistics were frozen at the build"
-        need = f"no statistics over a batch that is cut in {self._num_parts}"
+        shown = f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}"
+        got = f"batch normalization at {shown} in training mode, whose statistics were frozen at the build"
+        need = f"no statistics over a batch that is split into {self._num_parts} parts"
         attempt = "norm.eval() after each model.train(), or a train() of the model that keeps its norms frozen"
         return [Problem(got, need, attempt)]

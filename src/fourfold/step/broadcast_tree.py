@@ -1,8 +1,8 @@
-"""Spread: what one rank holds, brought to all ranks.
+"""Broadcast of trees: a rank sends a nested value to all ranks.
 
-tree   dicts, lists, tuples, numbers, texts, None and tensors, nested
-shape  a tree as JSON, each tensor replaced by its dtype, sizes and kind of device
-Law: nothing is pickled; the shape travels as JSON, tensors as their bytes.
+tree  dicts, lists, tuples, numbers, strings, None and tensors, nested
+spec  a tree as JSON, with each tensor replaced by its dtype, shape and kind of device
+Law: nothing is pickled. The spec travels as JSON, tensors as their bytes.
 """
 
 from collections.abc import Iterator
@@ -19,30 +19,30 @@ PLAIN_TYPES = (bool, int, float, str, type(None))
 
 @torch.no_grad()
 def broadcast_tree(communicator: transports.Communicator, tree: Any, *, src: int = 0) -> Any:
-    """Rank `source`'s tree, on every rank; that rank gets its own back. Collective.
+    """Rank `src`'s tree, on every rank; rank `src` gets its own object back. Collective.
 
-    Raises TrainingError, on every rank, where something in the tree is none of the kinds above.
+    Raises TrainingError, on every rank, if the tree contains an object of another type.
     """
     tensors: list[Tensor] = []
-    told: dict[str, Any] = {}
+    message: dict[str, Any] = {}
     if communicator.rank == src:
         try:
-            told["shape"] = _tree_spec(tree, tensors)
-        except TrainingError as error:  # Told to all: nobody may wait for tensors that never come.
-            told["problem"] = error.problems[0]
-    told = communicator.all_gather_json(told)[src]
-    if "problem" in told:
-        raise TrainingError(Problem(*told["problem"]), where=f"what rank {src} holds")
+            message["shape"] = _tree_spec(tree, tensors)
+        except TrainingError as error:  # Sent to all ranks, so that none waits for tensors that never come.
+            message["problem"] = error.problems[0]
+    message = communicator.all_gather_json(message)[src]
+    if "problem" in message:
+        raise TrainingError(Problem(*message["problem"]), where=f"the value of rank {src}")
     if communicator.rank != src:
-        tensors = [_empty_tensor(*meta) for meta in _tensor_specs(told["shape"])]
+        tensors = [_empty_tensor(*spec) for spec in _tensor_specs(message["shape"])]
     for tensor in tensors:
-        # As bytes: not every dtype travels by itself.
+        # As bytes: backends cannot send every dtype.
         flat = tensor.detach().reshape(-1).contiguous().view(torch.uint8).to(communicator.device)
         if flat.numel():
             communicator.broadcast(flat, src)
         if communicator.rank != src:
             tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
-    return tree if communicator.rank == src else _rebuild(told["shape"], iter(tensors))
+    return tree if communicator.rank == src else _rebuild(message["shape"], iter(tensors))
 
 
 def _tree_spec(tree: Any, tensors: list[Tensor]) -> dict[str, Any]:
@@ -54,14 +54,14 @@ def _tree_spec(tree: Any, tensors: list[Tensor]) -> dict[str, Any]:
     if type(tree) in (list, tuple):
         return {type(tree).__name__: [_tree_spec(value, tensors) for value in tree]}
     if type(tree) not in PLAIN_TYPES:
-        kinds = "dicts, lists, tuples, numbers, texts, None, tensors"
-        raise TrainingError(Problem(f"a {type(tree).__name__}", kinds, "a plain value instead"))
+        need = "dicts, lists, tuples, numbers, strings, None, tensors"
+        raise TrainingError(Problem(f"a {type(tree).__name__}", need, "a plain value instead"))
     return {"value": tree}
 
 
-def _tensor_specs(shape: dict[str, Any]) -> Iterator[tuple[str, list[int], str]]:
-    """Dtype, sizes and kind of device of each tensor, in the order of `_shape`."""
-    ((kind, content),) = shape.items()
+def _tensor_specs(spec: dict[str, Any]) -> Iterator[tuple[str, list[int], str]]:
+    """Dtype, shape and kind of device of each tensor, in the order of `_tree_spec`."""
+    ((kind, content),) = spec.items()
     if kind == "tensor":
         yield content
     elif kind == "dict":
@@ -73,8 +73,8 @@ def _tensor_specs(shape: dict[str, Any]) -> Iterator[tuple[str, list[int], str]]
             yield from _tensor_specs(value)
 
 
-def _rebuild(shape: dict[str, Any], tensors: Iterator[Tensor]) -> Any:
-    ((kind, content),) = shape.items()
+def _rebuild(spec: dict[str, Any], tensors: Iterator[Tensor]) -> Any:
+    ((kind, content),) = spec.items()
     if kind == "tensor":
         return next(tensors)
     if kind == "dict":

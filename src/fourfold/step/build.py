@@ -31,17 +31,9 @@ from fourfold.parts.optim.option_tracker import OptionTracker
 from fourfold.parts.optim.step_hooks import StepHooks
 from fourfold.parts.optim.update_slices import update_slices
 from fourfold.parts.optim.user_optimizer import OptimizerFactory, build_optimizer, group_indices, is_layerwise
-from fourfold.plan.data import (
-    RESTING_LAYOUTS,
-    Bucket,
-    DataStepSpec,
-    ParamSpec,
-    RestingLayouts,
-    effective_bucket_bytes,
-    grad_buffer_indices,
-    lower_step,
-    make_buckets,
-)
+from fourfold.plan.data.buckets import Bucket, ParamSpec, effective_bucket_bytes, make_buckets
+from fourfold.plan.data.step_program import DataStepSpec, lower_step
+from fourfold.plan.data.zero import RESTING_LAYOUTS, RestingLayouts, grad_buffer_indices
 from fourfold.plan.intervals import DRIFT_CHECK, is_due
 from fourfold.plan.memory import has_unbucketed_grads
 from fourfold.plan.plan import Plan
@@ -55,6 +47,7 @@ from fourfold.step.batch import Microbatch, split_microbatches, unpack_batch
 from fourfold.step.batch_norm import FrozenBatchNorms
 from fourfold.step.codec_state import CodecState
 from fourfold.step.context import StepContext
+from fourfold.step.drift_report import FROZEN, MASTER_WEIGHTS, WEIGHTS
 from fourfold.step.dry_run.first_batch import DryRun
 from fourfold.step.duplicate_batches import DuplicateBatches, fingerprint
 from fourfold.step.executor import Executor
@@ -201,7 +194,9 @@ class TrainStep:
         if layouts.weight == SPLIT and not self._transport.unshards_params:
             layouts = RESTING_LAYOUTS[2]  # the weights exist once per host: nothing to unshard before use
         self.codec_state = CodecState(codecs, communicator)
-        local_transport = transports.LocalSGDTransport(self._transport) if plan.sync == "local" else None
+        local_transport = (
+            transports.LocalSGDTransport(self._transport, communicator.size) if plan.sync == "local" else None
+        )
         self._transport = local_transport or self._transport
         policy = MasterWeightPolicy(plan.precision, is_sharded, offload_device(plan.offload, communicator.device))
         outer = (
@@ -560,17 +555,15 @@ class TrainStep:
         for name, parameter in self.model.named_parameters():
             if name not in weights.trainable:
                 if replica_drift.compares_frozen(self.plan):
-                    yield replica_drift.ReplicatedTensor(replica_drift.FROZEN, name, 0, parameter)
+                    yield replica_drift.ReplicatedTensor(FROZEN, name, 0, parameter)
             elif is_sharded:
-                yield replica_drift.ReplicatedTensor(
-                    replica_drift.WEIGHTS, name, ranges[name][0], weights.model_shard(name)
-                )
+                yield replica_drift.ReplicatedTensor(WEIGHTS, name, ranges[name][0], weights.model_shard(name))
             elif self._transport.shared_weights is None or self._transport.is_writer:
-                yield replica_drift.ReplicatedTensor(replica_drift.WEIGHTS, name, 0, parameter)
+                yield replica_drift.ReplicatedTensor(WEIGHTS, name, 0, parameter)
             if name in weights.master_weights.param_names:
                 start = ranges[name][0] if weights.master_weights.is_sharded else 0
                 yield replica_drift.ReplicatedTensor(
-                    replica_drift.MASTER_WEIGHTS, name, start, weights.master_weights.local_shard(name)
+                    MASTER_WEIGHTS, name, start, weights.master_weights.local_shard(name)
                 )
 
     @contextlib.contextmanager

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts.codec.protocol import Codec, SavedRows
-from fourfold.parts.comm.transports import Communicator
+from fourfold.parts.comm.communicator import Communicator
 
 CodecTensors = Mapping[str, Mapping[str, Tensor]]
 

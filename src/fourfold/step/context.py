@@ -1,8 +1,8 @@
-"""Parts: what a step's actions work with, and what they learn.
+"""Step context: what a step's actions work with, and what they compute.
 
-parts   made once: gradients, transport, optimizer, weights
-totals  loss and counts over all ranks and microbatches of a step
-terms   what the updates of a step must know, once all is measured
+context      made once: gradients, transport, optimizer, weights
+totals       loss and counts, summed over all ranks and microbatches of a step
+update args  what the updates of a step depend on, once all is measured
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from fourfold.parts.comm.transports import Transport
+from fourfold.parts.comm.reduce.protocol import Transport
 from fourfold.parts.data.grad_buckets import GradBuckets
 from fourfold.parts.data.local_sgd import LocalSGD
 from fourfold.parts.data.sharded_params import ShardedParams
@@ -19,7 +19,7 @@ from fourfold.parts.data.unbucketed_grads import UnbucketedGrads
 from fourfold.parts.data.weight_edits import WeightEdits
 from fourfold.parts.optim.flat_optimizer import FlatOptimizer
 from fourfold.parts.optim.step_hooks import StepHooks
-from fourfold.plan.data import RestingLayouts
+from fourfold.plan.data.zero import RestingLayouts
 from fourfold.plan.precision import LossScaler
 
 
@@ -35,15 +35,15 @@ class StepContext(NamedTuple):
     """By bucket."""
     resting_layouts: RestingLayouts
     edits: WeightEdits
-    """What tells Fourfold's own writes of weights from others."""
+    """Tells Fourfold's own writes of weights from the user's."""
     sharded_params: ShardedParams | None = None
-    """Where weights rest split among ranks that do not share memory."""
+    """Set if weights rest split among ranks that do not share memory."""
     local_sgd: LocalSGD | None = None
-    """Where ranks take steps of their own: what brings them together."""
+    """Set if ranks take local steps: averages their weights."""
     step_hooks: StepHooks | None = None
-    """The step hooks of the user's optimizer, where they can be called."""
+    """The step hooks of the user's optimizer, if they can be called."""
     loss_scaler: LossScaler | None = None
-    """What the loss is multiplied by, where gradients have few numbers near 0."""
+    """Set with fp16: multiplies the loss, so that small gradients are not rounded to 0."""
 
 
 @dataclass(frozen=True)
@@ -55,19 +55,19 @@ class StepTotals:
     num_samples: float
     num_tokens: float
     num_stop_requests: float
-    """How many ranks have been asked to stop."""
+    """On how many ranks a stop was requested."""
     num_mismatches: float = 0.0
-    """How many ranks are of lines that have other batches: see `run.sequence.alike`."""
+    """How many ranks have another batch than the ranks of their sequence: see `sequence/batch_consistency.py`."""
     other_count: float = 0.0
     other_square: float = 0.0
-    """Of losses that are made of several means: see `run.objective.is_uneven`."""
+    """Of a loss that is made of several means: see `uneven_means`."""
 
 
 class UpdateArgs(NamedTuple):
-    """What the updates of a step must know: see `FlatOptimizer.update`."""
+    """What the updates of a step depend on: see `FlatOptimizer.update`."""
 
     grad_scale: float
     num_ranks_with_grad: Sequence[float] | None
-    """By slot, on how many ranks it has a gradient."""
+    """By slot: how many ranks have a gradient."""
     squared_norms: Sequence[Tensor] | None
     """By bucket."""

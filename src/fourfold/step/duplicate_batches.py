@@ -1,11 +1,11 @@
-"""Same batches: data ranks that all train on the same samples are refused.
+"""Duplicate batches: training is refused if all data ranks train on the same samples.
 
-fingerprint  a hash of the tensors and texts of a batch; None where there is nothing to compare
-Law: of batches that are each the same on all data ranks, the third different one moves no weight. One batch repeated is
-trained, with one warning. Once the ranks have been seen to differ, nothing is hashed or sent any more.
+fingerprint  a hash of the tensors and strings of a batch; None if there is nothing to compare
+Law: a third different batch that is the same on all data ranks changes no weight. One batch that is repeated is
+trained, with one warning. Once ranks have had different batches, nothing is hashed or sent any more.
 
-Not found: a model that is called in compiled code, or by its parts; ranks of which only some have the same batches; and
-what comes after the first `WATCHED` batches.
+Not found: a model that is called in compiled code, or only by its parts; batches that are the same on only some ranks;
+batches after the first `MAX_COMPARED`.
 """
 
 import dataclasses
@@ -24,17 +24,17 @@ from fourfold.step.sequence.batch_consistency import DIGEST_BITS, batch_digest
 from fourfold.words.errors import Problem, SettingError, TaskError
 
 POLICIES = ("refuse", "allow")
-MAX_SAME_BATCHES = 3  # so many different batches, each the same on all ranks, are no accident
-MAX_COMPARED = (
-    100  # batches that are compared at most, where ranks never differ: one batch repeated, or nothing to compare
-)
+# So many different batches that are the same on all ranks are no accident.
+MAX_SAME_BATCHES = 3
+# At most so many batches are compared if ranks never differ: one batch repeated, or nothing to compare.
+MAX_COMPARED = 100
 
 
 class DuplicateBatches:
-    """Compares the batches of the data ranks, until they differ. All ranks compare the same batches."""
+    """Compares the batches of the data ranks until they differ. Every rank makes the same comparisons."""
 
     def __init__(self, policy: str, *, num_data_ranks: int, is_log_rank: bool) -> None:
-        """Raises SettingError for an unknown policy. `speaks`: this rank prints the warning."""
+        """Raises SettingError for an unknown policy. `is_log_rank`: this rank prints the warning."""
         if policy not in POLICIES:
             need = " or ".join(f'"{each}"' for each in POLICIES)
             raise SettingError(Problem(f'same_batches = "{policy}"', need))
@@ -43,17 +43,17 @@ class DuplicateBatches:
         self._seen: list[int] = []
 
     def compare(self, fingerprints: Sequence[int | None]) -> None:
-        """Take in the fingerprints of one batch, by data rank; None for a rank that has nothing to compare.
+        """Compare the fingerprints of one batch, by data rank; None for a rank that has nothing to compare.
 
-        Raises TaskError, on all ranks alike, for the third different batch that all of them have.
+        Raises TaskError, on every rank, for the third different batch that is the same on all ranks.
         """
         self._num_left -= 1
-        held = {each for each in fingerprints if each is not None}
-        if len(held) > 1 or self._num_left == 0:
+        distinct = {each for each in fingerprints if each is not None}
+        if len(distinct) > 1 or self._num_left == 0:
             self.is_active = False
-        if len(held) != 1 or sum(each is not None for each in fingerprints) == 1:
+        if len(distinct) != 1 or sum(each is not None for each in fingerprints) == 1:
             return
-        (fingerprint,) = held
+        (fingerprint,) = distinct
         if fingerprint not in self._seen[:MAX_SAME_BATCHES]:
             self._seen.append(fingerprint)
         elif len(self._seen) < MAX_SAME_BATCHES:
@@ -64,20 +64,20 @@ class DuplicateBatches:
     def _warn(self) -> None:
         if self._is_log_rank:
             self._is_log_rank = False
-            got = f"all {self._num_data_ranks} data ranks train on the same batch again and again, and do the same work"
-            warnings.warn(f'{got}; same_batches="allow" ends this warning', stacklevel=5)
+            got = f"all {self._num_data_ranks} data ranks train on one batch again and again, and do the same work"
+            warnings.warn(f'{got}; same_batches="allow" turns this warning off', stacklevel=5)
 
     def _problem(self) -> Problem:
         got = f"the same batches on all {self._num_data_ranks} data ranks, {MAX_SAME_BATCHES} different ones in a row"
         attempt = 'ff.Feed(dataset, batch_size=…), ff.shard(loader), or same_batches="allow"'
-        return Problem(got, "samples of its own for each data rank", attempt)
+        return Problem(got, "different samples on each data rank", attempt)
 
 
 def fingerprint(tree: Any) -> int | None:
-    """A hash of the tensors and texts in a batch, whatever dicts, lists and data classes they are in.
+    """A hash of the tensors and strings in a batch, in any dicts, lists and data classes.
 
-    None where there are none, or where something else is among them. Numbers that belong to no sample, such as the
-    number of a step, do not count: neither those of Python nor tensors without dims.
+    None if there are none, or if there are objects of other types. Numbers that do not belong to samples, such as a
+    step number, are left out: Python numbers and tensors without dims.
     """
     tensors, others = [], xxhash.xxh3_64()
     is_empty = True
@@ -104,7 +104,7 @@ def fingerprint(tree: Any) -> int | None:
 
 
 def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """What is no container, and where it stands."""
+    """Everything that is not a container, with its path."""
     if isinstance(tree, Mapping):
         parts = tree.items()
     elif isinstance(tree, list | tuple):
@@ -119,7 +119,7 @@ def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _is_readable(tensor: Tensor) -> bool:
-    """Whether its numbers can be read here and now."""
+    """Whether the tensor's values can be read now."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_quantized:
         return False
     if tensor.device.type == "meta" or are_transforms_active():
@@ -128,7 +128,7 @@ def _is_readable(tensor: Tensor) -> bool:
 
 
 class InputFingerprints:
-    """What a model has been called with for training, since it was asked last: a forward pre-hook of the model."""
+    """The training inputs that a model has been called with since the last `pop`: a forward pre-hook of the model."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self._model = None if model is None else weakref.ref(model)
@@ -145,19 +145,19 @@ class InputFingerprints:
             self._fingerprints.append(fingerprint((args, kwargs)))
 
     def __reduce__(self) -> tuple[type["InputFingerprints"], tuple[None]]:
-        return InputFingerprints, (None,)  # in a copy of the model, and in a file of it, the hook does nothing
+        return InputFingerprints, (None,)  # in a copied or pickled model the hook does nothing
 
     def pop(self) -> int | None:
-        """One fingerprint of all calls; None where there was none, or one that has none."""
-        found, self._fingerprints = self._fingerprints, []
-        if not found or None in found:
+        """One fingerprint of all calls; None if there was no call, or one without a fingerprint."""
+        calls, self._fingerprints = self._fingerprints, []
+        if not calls or None in calls:
             return None
-        return found[0] if len(found) == 1 else fingerprint([str(each) for each in found])
+        return calls[0] if len(calls) == 1 else fingerprint([str(each) for each in calls])
 
     def remove_hook(self) -> None:
-        """Listen no more."""
+        """Stop collecting fingerprints."""
         self._model = None
-        # Code that was compiled with the hook in it does nothing there, but would be compiled again without it.
+        # A hook inside compiled code does nothing; removing it would cause a recompilation.
         if self._handle is not None and self._was_called:
             self._handle.remove()
             self._handle = None

@@ -1,6 +1,6 @@
-"""The interpreter: runs one rank's program, action by action.
+"""Executor: runs one rank's program, action by action.
 
-Law: it decides nothing. What happens, and in which order, is in the program; what an action does is in `actions`.
+Law: it decides nothing. The program says what happens in which order; `actions` says what an action does.
 """
 
 import time
@@ -16,7 +16,7 @@ VERB_NAMES = {verb: verb.name.lower().replace("_", "-") for verb in Verb}
 
 
 class Executor:
-    """Verbs, and what does them."""
+    """A table of verbs and their handlers."""
 
     def __init__(self, actions: Actions) -> None:
         self._actions = actions
@@ -33,12 +33,12 @@ class Executor:
         self._error: BaseException | None = None
         self.recorder = NULL_RECORDER
         self.busy_seconds: dict[str, float] = {}
-        """Of the last program, by the verb's name: the time of its actions, waits left out."""
+        """By verb name: the time of the actions of the last step, without waits."""
 
     def run(self, program: Sequence[Action], microbatches: Sequence[Microbatch]) -> None:
         """One optimizer update.
 
-        After an error in mid-step the ranks no longer agree on what has been summed: later calls raise TrainingError.
+        After an error inside a step, ranks may have reduced different buckets: later calls raise TrainingError.
         """
         if self._error is not None:
             got = f"a step after one that ended with {type(self._error).__name__}"

@@ -1,12 +1,14 @@
-"""Deferred: updates that wait for the next use of what they change.
+"""Forward fusion: updates that wait until the next forward uses the weights.
 
-waiting  a bucket whose gradient of the last step is summed, and whose weights are still those of that step
-due      a bucket that is about to be used: it is updated now, and all before it in the order too
-unseen   a bucket that was used and had not been told of
-Law: whoever uses a weight finds it new. Ranks update in one order, whatever the order in which each uses its buckets.
+pending  a bucket whose gradients of the last step are reduced, and whose weights are not updated yet
+due      a bucket that is about to be used: it is updated now, together with all buckets before it in the order
+missed   a bucket that forward used without a report of the access
+Law: every use of a weight sees the updated weight. All ranks update in the same order, whatever the order in which
+each of them uses its buckets.
 
-One order, because ranks of a host share weights: each waits, before it uses a bucket, for the others' shares of it. A
-rank that has updated all up to what it waits for never keeps another one waiting for more than its own forward.
+The order is the same because ranks of a host share weights: before a rank uses a bucket, it waits for the shards of it
+that the other ranks update. A rank that updates all buckets up to the one it waits for never keeps another rank waiting
+for longer than its own forward.
 
 Source: Jiang, Gu, Liu, Zhu, Pan, "Optimizer Fusion" (2021): forward fusion.
 """
@@ -16,14 +18,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
-from fourfold.parts.comm.transports import Transport
+from fourfold.parts.comm.reduce.protocol import Transport
 from fourfold.parts.data.param_access import ParamAccess, outside_transforms
 from fourfold.parts.data.sharded_params import ShardedParams
 from fourfold.words.errors import Problem, TrainingError
 
 
 class DeferredUpdates:
-    """The updates of one step, until the forward of the next one, or until somebody wants the weights."""
+    """The updates of one step, run in the forward of the next step, or when `flush` is called."""
 
     def __init__(
         self,
@@ -33,9 +35,9 @@ class DeferredUpdates:
         *,
         sharded_params: ShardedParams | None = None,
     ) -> None:
-        """`parameters` are by bucket; `update(bucket)` updates a bucket, or this rank's share of it.
+        """`parameters` are by bucket; `update(bucket)` updates a bucket, or this rank's shard of it.
 
-        Where weights are gathered before use, it is their gathers that are told of: they have an order of their own.
+        With sharded parameters, the unshards are reported instead of the accesses.
         """
         self._parameters, self._transport, self._update = parameters, transport, update
         self._param_access = None
@@ -51,23 +53,23 @@ class DeferredUpdates:
 
     @property
     def has_pending(self) -> bool:
-        """Whether there are updates to be done."""
+        """Whether updates are pending."""
         return len(self._order) > 0
 
     def defer(self, order: Sequence[int]) -> None:
-        """All buckets are waiting from now on. They are updated in this order, which is the same on every rank."""
+        """Make the updates of all buckets pending, to run in this order, which is the same on every rank."""
         self._order = list(order)
-        self._position = {bucket: place for place, bucket in enumerate(order)}
+        self._position = {bucket: position for position, bucket in enumerate(order)}
         self._num_updated, self._num_ready = 0, 0
         self._set_listening(True)
 
     def begin_step(self) -> None:
-        """Begin a step: where no update waits, a use that was not reported is harmless."""
+        """Begin a step. While no update is pending, an access without a report is harmless."""
         self._was_accessed = [True] * len(self._parameters)
 
     @contextlib.contextmanager
     def in_forward(self) -> Iterator[None]:
-        """Within, uses are due; at the end nothing is waiting any more."""
+        """Inside, an access runs the updates that are due; at the end no update is pending."""
         self._was_accessed = [not self.has_pending or self._param_access is None] * len(self._parameters)
         self._in_forward = True
         try:
@@ -77,7 +79,7 @@ class DeferredUpdates:
         self.flush()
 
     def flush(self) -> None:
-        """Update what is waiting. Where weights are shared, returns when all ranks have."""
+        """Run the pending updates. With weights shared on a host, returns when all its ranks have."""
         if not self.has_pending:
             return
         self._update_up_to(len(self._order) - 1)
@@ -86,30 +88,32 @@ class DeferredUpdates:
         self._transport.end_step()
 
     def check_missed_accesses(self, first_reached: Callable[[int], str | None]) -> None:
-        """Raise TrainingError where a bucket was not told of in `forward`, and `reached` by its backward.
+        """Raise TrainingError if backward has reached a bucket of which forward reported no access.
 
-        `reached(bucket)` names a parameter of the bucket that has a gradient, or none.
+        `first_reached(bucket)` names a parameter of the bucket that has a gradient, or is None.
         """
-        unseen = [
-            name for bucket, told in enumerate(self._was_accessed) if not told and (name := first_reached(bucket))
+        missed = [
+            name
+            for bucket, was_accessed in enumerate(self._was_accessed)
+            if not was_accessed and (name := first_reached(bucket))
         ]
-        if unseen:
-            got = f"a use of the weights of {unseen[0]} that torch told nobody of, with their old values"
+        if missed:
+            got = f"a use of {missed[0]} that torch did not report: forward used the weights before their update"
             need = "no torch.func transform of a parameter itself, and operations registered with torch.library"
             raise TrainingError(Problem(got, need, 'update = "after"'))
 
     def _before_access(self, bucket: int) -> None:
         self._was_accessed[bucket] = True
-        place = self._position[bucket]
-        if place < self._num_ready:
+        position = self._position[bucket]
+        if position < self._num_ready:
             return
         if not self._in_forward:
             got = "a weight used between steps, while its update waits for the next forward"
             raise TrainingError(Problem(got, "the update first", "step.flush() on every rank"))
         with outside_transforms(self._device_type):
-            self._update_up_to(place)
+            self._update_up_to(position)
             self._transport.wait_weights(bucket)
-        self._num_ready = place + 1
+        self._num_ready = position + 1
 
     def _set_listening(self, listening: bool) -> None:
         if self._param_access is not None:
@@ -120,7 +124,7 @@ class DeferredUpdates:
             with outside_transforms(self._device_type):
                 self._update_up_to(self._position[bucket])
 
-    def _update_up_to(self, place: int) -> None:
-        while self._num_updated <= place:
+    def _update_up_to(self, position: int) -> None:
+        while self._num_updated <= position:
             self._num_updated += 1
             self._update(self._order[self._num_updated - 1])

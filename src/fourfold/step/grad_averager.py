@@ -15,7 +15,8 @@ from fourfold.parts.comm import transports
 from fourfold.parts.data import grad_buckets
 from fourfold.parts.data.flat_params import param_specs
 from fourfold.parts.dtypes import bucket_dtype
-from fourfold.plan.data import effective_bucket_bytes, grad_buffer_indices, make_buckets
+from fourfold.plan.data.buckets import effective_bucket_bytes, make_buckets
+from fourfold.plan.data.zero import grad_buffer_indices
 from fourfold.plan.plan import Plan
 from fourfold.step.memory_formats import MemoryFormats
 from fourfold.step.unreduced_grads import ReducedGrad

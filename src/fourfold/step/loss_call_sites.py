@@ -1,9 +1,9 @@
-"""Origins: which mean of a loss the call of a loss function is.
+"""Loss call sites: which mean of a loss a call of a loss function is.
 
-place   where in the code it is called, as one number that is the same on all ranks
-source  the output of the model that it is of, by its place among the outputs
-Law: parts of a batch whose means have other origins are parts of no one mean: a batch of one task on one rank, and of
-another task on the next. Means that one line makes of the same output, or within the model, cannot be told apart.
+call site     where in the code the call is, as a number that is the same on all ranks
+output index  from which output of the model it is computed
+Law: means with different call sites or outputs are parts of different means, as when one rank's batch is of one task
+and the next rank's of another. Means that one line takes of the same output, or inside the model, look the same.
 """
 
 import functools
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MAX_FRAMES = 48  # that are looked at
-MAX_GRAPH_STEPS = 48  # of autograd, from a loss back to an output
+MAX_FRAMES = 48  # of the call stack
+MAX_GRAPH_STEPS = 48  # of the autograd graph, from a loss back to an output
 TORCH_DIR = str(Path(torch.__file__).parent)
 PACKAGE_DIR = str(Path(__file__).parent.parent)
 USER = "user"
@@ -26,8 +26,8 @@ NO_OUTPUT = -1
 
 
 def call_site() -> int:
-    """Of the call that is being made: by the frames of the user's code, up to our own."""
-    frame, found, is_inside = sys._getframe(1), 0, False
+    """The current call site: a hash of the stack frames of the user's code, up to Fourfold's own."""
+    frame, site, is_inside = sys._getframe(1), 0, False
     for _ in range(MAX_FRAMES):
         if frame is None:
             break
@@ -35,11 +35,11 @@ def call_site() -> int:
         owner = _owner_of_file.get(code.co_filename) or _find_owner(code.co_filename)
         if owner == USER:
             is_inside = True
-            found = (found * 31 + code.co_firstlineno * 65537 + frame.f_lasti) & 0xFFFFFFFF
+            site = (site * 31 + code.co_firstlineno * 65537 + frame.f_lasti) & 0xFFFFFFFF
         elif is_inside and owner == PACKAGE_DIR:
             break
         frame = frame.f_back
-    return found
+    return site
 
 
 def _find_owner(filename: str) -> str:
@@ -49,23 +49,23 @@ def _find_owner(filename: str) -> str:
 
 
 class OutputIndex:
-    """The outputs of a model, by their place among them."""
+    """Finds from which output of a model a loss is computed."""
 
     def __init__(self, outputs: Sequence[Tensor]) -> None:
-        # Of one output nothing is to be told apart.
+        # With one output there is nothing to find.
         self._index_of_node = {each.grad_fn: index for index, each in enumerate(outputs)} if len(outputs) > 1 else {}
 
     def index_of(self, value: Tensor) -> int:
-        """The first output that autograd comes to from a loss, always by the first way."""
+        """The first output on the way back from a loss through the graph, always along the first edge."""
         node: Any = value.grad_fn if self._index_of_node else None
         for _ in range(MAX_GRAPH_STEPS):
             if node is None or node in self._index_of_node:
                 break
-            node = next((behind for behind, _ in node.next_functions if behind is not None), None)
+            node = next((previous for previous, _ in node.next_functions if previous is not None), None)
         return NO_OUTPUT if node is None else self._index_of_node.get(node, NO_OUTPUT)
 
 
 @functools.cache
 def signature(*origins: tuple[str, int, int]) -> float:
-    """A number from 1 to 2 that is another one for other origins: function, place and source of each mean."""
+    """A number from 1 to 2, a hash of the origins: function name, call site and output index of each mean."""
     return 1.0 + zlib.crc32(repr(origins).encode()) / 2**32

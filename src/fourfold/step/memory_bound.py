@@ -18,7 +18,8 @@ from fourfold.feed.sample_rng import fetch_seeded
 from fourfold.parts import mixed_precision
 from fourfold.parts.data.flat_params import param_specs
 from fourfold.parts.optim.user_optimizer import build_optimizer, group_indices, num_state_tensors
-from fourfold.plan.data import RESTING_LAYOUTS, effective_bucket_bytes, make_buckets
+from fourfold.plan.data.buckets import effective_bucket_bytes, make_buckets
+from fourfold.plan.data.zero import RESTING_LAYOUTS
 from fourfold.plan.memory import HostRanks, bytes_per_element, host_memory_use
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import compute_specs

@@ -1,6 +1,8 @@
-"""What cannot be carried out is refused here, before anything is built: all problems at once.
+"""Model checks: whether a plan can be carried out with a model, a loss and an optimizer on these ranks.
 
-Law: no silent fallback. What a plan asks for happens, or is refused.
+Whether the fields of the plan go together is decided without torch, in `plan/check.py`.
+
+Law: no silent fallback. What a plan asks for happens, or is refused: before anything is built, all problems at once.
 """
 
 import itertools
@@ -24,7 +26,7 @@ from fourfold.words.errors import PlanError, Problem, TaskError
 def check_plan_on_ranks(
     model: nn.Module, plan: Plan, communicator: transports.Communicator, *, clip: float | None = None
 ) -> None:
-    """Raise PlanError with every reason why this plan cannot be carried out with this model on these ranks."""
+    """Raise PlanError with every reason why the plan cannot be carried out with this model on these ranks."""
     problems = size_problems(plan, communicator.size) + model_plan_problems(model, plan, clip=clip)
     if problems:
         raise PlanError(problems, where="the plan")
@@ -32,54 +34,56 @@ def check_plan_on_ranks(
 
 
 def check_plan_for_model(model: nn.Module, plan: Plan, *, clip: float | None) -> None:
-    """Raise PlanError with every reason why this plan cannot be carried out with this model, on whatever ranks."""
+    """Raise PlanError with every reason why the plan cannot be carried out with this model, on any ranks."""
     problems = model_plan_problems(model, plan, clip=clip)
     if problems:
         raise PlanError(problems, where="the plan")
 
 
 def check_model_loss(loss: Callable[[Any, Any], Any] | None, plan: Plan) -> None:
-    """Raise TaskError for a model's own loss where ranks have some of a sample's tokens only."""
+    """Raise TaskError for a model's own loss if ranks have only some tokens of a sample."""
     if loss is None and (problems := model_loss_problems(plan)):
         raise TaskError(problems, where="the loss")
 
 
 def model_plan_problems(model: nn.Module, plan: Plan, *, clip: float | None) -> list[Problem]:
-    """All that does not go together."""
+    """Every problem of the plan by itself, and of the plan with this model."""
     return model_problems(model, plan) + combination_problems(plan, clip=clip)
 
 
 def check_update_timing(optimizer: Optimizer, plan: Plan) -> None:
-    """Raise PlanError where the plan leaves no time for what this optimizer needs to know."""
+    """Raise PlanError if the plan updates buckets before this optimizer can know all that it needs."""
     problems = layerwise_problems(plan, type(optimizer).__name__) if is_layerwise(optimizer) else []
     if problems:
         raise PlanError(problems, where="the plan")
 
 
 def model_problems(model: nn.Module, plan: Plan) -> list[Problem]:
-    """What of the model does not go with the plan."""
+    """Every problem of the plan with this model."""
     problems = []
     if not any(p.requires_grad for p in model.parameters()):
         problems.append(Problem("a model without trainable parameters", "at least one with requires_grad"))
-    problems += _lazy_problems(model) + _embedding_problems(model, plan) + _lowered_problems(model)
+    problems += _lazy_problems(model) + _embedding_problems(model, plan) + _cast_problems(model)
     norms = [name for name, module in model.named_modules() if uses_batch_stats(module)]
     parts = plan.reduce_group_size * plan.microbatches
     if norms and plan.batch_norm == "refuse" and parts > 1:
         got = f"batch normalization at {', '.join(norms[:3])}{' …' if len(norms) > 3 else ''}"
-        need = f"no statistics over a batch that is cut in {parts}"
+        need = f"no statistics over a batch that is split into {parts} parts"
         problems.append(
             Problem(got, need, f'GroupNorm, {FREEZE_HINT}, or batch_norm = "local" (not the same training)')
         )
     problems += _compiled_problems(model, plan)
-    odd = [f"{name} ({p.dtype})" for name, p in model.named_parameters() if p.requires_grad and p.is_complex()]
-    if plan.codec != "none" and odd:
-        got = f'codec = "{plan.codec}" and {", ".join(odd[:3])}'
-        problems.append(Problem(got, "gradients that are real floating-point numbers", 'codec = "none"'))
+    complex_names = [
+        f"{name} ({p.dtype})" for name, p in model.named_parameters() if p.requires_grad and p.is_complex()
+    ]
+    if plan.codec != "none" and complex_names:
+        got = f'codec = "{plan.codec}" and {", ".join(complex_names[:3])}'
+        problems.append(Problem(got, "gradients of real floating-point numbers", 'codec = "none"'))
     return problems
 
 
 def _lazy_problems(model: nn.Module) -> list[Problem]:
-    """Parameters and buffers get their shapes before they are laid over ranks."""
+    """Parameters and buffers must have shapes before they are laid over ranks."""
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     lazy = [name for name, tensor in tensors if torch.nn.parameter.is_lazy(tensor)]
     if not lazy:
@@ -87,49 +91,51 @@ def _lazy_problems(model: nn.Module) -> list[Problem]:
     got = (
         f"lazy modules that have not been called: {', '.join(lazy[:3])}{' …' if len(lazy) > 3 else ''} without a shape"
     )
-    return [Problem(got, "parameters that have their shapes", "one forward of a sample before the model is given")]
+    return [Problem(got, "parameters with shapes", "one forward of a sample before the model is passed")]
 
 
-def _lowered_problems(model: nn.Module) -> list[Problem]:
-    """A model that an earlier TrainStep has lowered computes in two bytes still; that step has its float32 weights."""
+def _cast_problems(model: nn.Module) -> list[Problem]:
+    """A model that an earlier TrainStep has cast to two bytes: only that step has its float32 weights."""
     name = mixed_precision.find_cast_module(model)
     if name is None:
         return []
-    need = "the float32 weights, which that step has"
-    attempt = 'a new model, with model.load_state_dict(step.state_dict()["model"]) of that step'
+    need = "float32 weights, which only that step has"
+    attempt = 'a new model, and model.load_state_dict(step.state_dict()["model"]) with that step'
     return [Problem(f"weights that an earlier TrainStep has rounded, at {name}", need, attempt)]
 
 
 def _embedding_problems(model: nn.Module, plan: Plan) -> list[Problem]:
-    """What an embedding does with all the rows that a batch asks for is not done by the parts of a batch."""
-    found = [(n or "the model", m) for n, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    """Embedding options that depend on all indices of the batch: a part of the batch has only its own."""
+    embeddings = [
+        (n or "the model", m) for n, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)
+    ]
     parts, problems = plan.reduce_group_size * plan.microbatches, []
-    if parts > 1 and (names := [n for n, m in found if m.scale_grad_by_freq and m.weight.requires_grad]):
-        got = f"scale_grad_by_freq at {', '.join(names[:3])}, and a batch that is cut in {parts}"
-        need = "gradients that do not depend on how often the whole batch has an index: a part counts its own"
+    if parts > 1 and (names := [n for n, m in embeddings if m.scale_grad_by_freq and m.weight.requires_grad]):
+        got = f"scale_grad_by_freq at {', '.join(names[:3])}, and a batch that is split into {parts} parts"
+        need = "gradients that do not depend on how often an index occurs in the batch: a part counts only its own"
         problems.append(Problem(got, need, "scale_grad_by_freq=False"))
-    shortened = [n for n, m in found if m.max_norm is not None]
-    if (names := shortened) and plan.reduce_group_size > 1:
+    names = [n for n, m in embeddings if m.max_norm is not None]
+    if names and plan.reduce_group_size > 1:
         got = f"max_norm at {', '.join(names[:3])}, and samples on {plan.reduce_group_size} ranks"
-        need = "weights that forward does not write: each rank would shorten the rows of its own samples only"
-        problems.append(Problem(got, need, "max_norm=None, and vectors that are normalized after they are looked up"))
+        need = "weights that forward does not change: each rank would renormalize only the rows of its own samples"
+        problems.append(Problem(got, need, "max_norm=None, and F.normalize of the vectors after the lookup"))
     elif names and plan.precision != "keep":
         got = f'max_norm at {", ".join(names[:3])}, and precision = "{plan.precision}"'
-        need = "weights that forward does not write: it has rounded copies, and the update goes on from others"
-        problems.append(Problem(got, need, "max_norm=None, and vectors that are normalized after they are looked up"))
+        need = "weights that forward does not change: it sees rounded copies, not the weights that are updated"
+        problems.append(Problem(got, need, "max_norm=None, and F.normalize of the vectors after the lookup"))
     return problems
 
 
 def _compiled_problems(model: nn.Module, plan: Plan) -> list[Problem]:
-    """Compiled code does not tell what it does with weights, and of what attention it is made."""
+    """Fourfold sees neither which weights compiled code uses, nor its calls of attention."""
     compiled = [name or "the model" for name, module in model.named_modules() if is_compiled(module)]
     if not compiled:
         return []
     where = f"compiled code at {', '.join(compiled[:3])}{' …' if len(compiled) > 3 else ''}"
-    told = "to be told when a weight is used, which compiled code does not"
-    reasons = [
-        (plan.update == "in_forward", 'update = "in_forward"', told, 'update = "after"'),
-        (plan.zero == 3, "zero = 3", told, "zero = 2"),
+    sees_weights = "to see when a weight is used, which compiled code hides"
+    rules = [
+        (plan.update == "in_forward", 'update = "in_forward"', sees_weights, 'update = "after"'),
+        (plan.zero == 3, "zero = 3", sees_weights, "zero = 2"),
         (plan.sp > 1, f"sp = {plan.sp}", "to see each call of attention, which compiled code hides", "sp = 1"),
     ]
-    return [Problem(f"{got} and {where}", need, attempt) for holds, got, need, attempt in reasons if holds]
+    return [Problem(f"{got} and {where}", need, attempt) for is_set, got, need, attempt in rules if is_set]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.comm.transports import Communicator
+from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.torch_private import version_of
 from fourfold.plan.sample_order import BatchRange
 from fourfold.step.actions import NO_ELEMENTS, Actions

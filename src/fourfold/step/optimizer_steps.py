@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from fourfold.parts.comm.transports import Transport
+from fourfold.parts.comm.reduce.protocol import Transport
 from fourfold.parts.torch_private import takes_step_hooks
 from fourfold.step.batch_norm import FrozenBatchNorms
 from fourfold.step.unreduced_grads import UnreducedGrads

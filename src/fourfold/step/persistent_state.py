@@ -1,9 +1,9 @@
-"""State: all that training goes on from, by parameter name, independent of the mesh.
+"""Persistent state: all that training continues from, by parameter name, independent of the mesh.
 
-living  as it lies: the optimizer's tensors are lists of consecutive flat stretches, this rank's only where they
-        rest split
-saved   copies, whole, in the shapes of the parameters; of weights the precise ones, as the update has them
-Law: `load(saved())` changes nothing, and on another mesh goes on with the same training.
+references  the tensors themselves: an optimizer tensor is a list of consecutive flat slices, this rank's only if
+            optimizer states rest split
+state dict  copies, whole, in the shapes of the parameters; of weights the precise ones, which the update keeps
+Law: `load_state_dict(state_dict())` changes nothing; on another mesh it continues the same training.
 """
 
 import functools
@@ -17,7 +17,7 @@ from torch import Tensor
 from fourfold.parts.comm import transports
 from fourfold.parts.data.local_sgd import LocalSGD
 from fourfold.parts.optim import flat_optimizer
-from fourfold.plan.data import Bucket
+from fourfold.plan.data.buckets import Bucket
 from fourfold.step.codec_state import CodecState
 from fourfold.step.weights import Weights
 from fourfold.words.errors import OptimizerError, Problem
@@ -25,7 +25,7 @@ from fourfold.words.errors import OptimizerError, Problem
 
 @dataclass(frozen=True)
 class PersistentState:
-    """What a step is made of that outlives it. `is_split`: whether optimizer states rest split over the ranks."""
+    """What outlives a step. `is_sharded`: optimizer states rest split over the ranks."""
 
     weights: Weights
     buckets: Sequence[Bucket]
@@ -37,8 +37,8 @@ class PersistentState:
     is_sharded: bool
 
     def state_refs(self) -> dict[str, Any]:
-        """Model, optimizer and outer momenta, without a copy."""
-        # Of the replicas of a share one is told of.
+        """Model, optimizer and outer momenta, without copies."""
+        # Only replica 0 reports a shard.
         states = {
             slot.name: {}
             if self.transport.replica_index
@@ -52,44 +52,44 @@ class PersistentState:
         return {"model": model, "masters": masters, "optimizer": states, "outer": outer}
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of all of it, and of what codecs remember. Collective."""
-        living = self.state_refs()
-        mine = {
+        """Copies of all of it, and of the codecs' state. Collective."""
+        refs = self.state_refs()
+        described = {
             name: {k: _describe_value(v) for k, v in state.items()}
-            for name, state in living["optimizer"].items()
+            for name, state in refs["optimizer"].items()
             if state
         }
-        rows = self.communicator.all_gather_json(mine) if self.is_sharded else [mine]
-        states: dict[str, dict[str, Any]] = {name: {} for name in living["optimizer"]}
-        for name, key, told in [(n, k, v) for row in rows for n, keys in row.items() for k, v in keys.items()]:
+        by_rank = self.communicator.all_gather_json(described) if self.is_sharded else [described]
+        states: dict[str, dict[str, Any]] = {name: {} for name in refs["optimizer"]}
+        for name, key, value in [(n, k, v) for row in by_rank for n, keys in row.items() for k, v in keys.items()]:
             if key not in states[name]:
-                parts = living["optimizer"][name].get(key, [])
+                slices = refs["optimizer"][name].get(key, [])
                 states[name][key] = (
-                    told if not isinstance(told, dict) else self._full_tensor(name, parts, told["dtype"])
+                    value if not isinstance(value, dict) else self._full_tensor(name, slices, value["dtype"])
                 )
         names = {id(p): name for name, p in self.weights.trainable.items()}
         weights = {name: weight.clone() for name, weight in self.weights.named_weights()}
         model = {
             name: weights[names[id(value)]] if id(value) in names else cloned(value)
-            for name, value in living["model"].items()
+            for name, value in refs["model"].items()
         }
-        outer = {name: value.clone() for name, value in living["outer"].items()}
+        outer = {name: value.clone() for name, value in refs["outer"].items()}
         return {"model": model, "optimizer": states, "outer": outer, "codec": self.codec_state.state_dict()}
 
-    def _full_tensor(self, name: str, parts: Sequence[Tensor], dtype: str) -> Tensor:
-        """A tensor of the optimizer's state in its parameter's shape, from the shares of all ranks."""
+    def _full_tensor(self, name: str, slices: Sequence[Tensor], dtype: str) -> Tensor:
+        """An optimizer tensor in its parameter's shape, from the slices of all ranks. Collective if these differ."""
         parameter = self.weights.trainable[name]
         if not self.is_sharded:
-            whole = torch.cat([part.clone() for part in parts])
+            whole = torch.cat([each.clone() for each in slices])
             if self.local_sgd is not None:
                 self.communicator.all_reduce(whole)
                 whole.div_(self.communicator.size)
             return whole.view(parameter.shape)
         whole = torch.zeros(parameter.numel(), dtype=getattr(torch, dtype), device=parameter.device)
-        low = self.shard_ranges[name][0]
-        for part in parts:
-            whole[low : low + part.numel()] = part
-            low += part.numel()
+        start = self.shard_ranges[name][0]
+        for each in slices:
+            whole[start : start + each.numel()] = each
+            start += each.numel()
         self.communicator.all_reduce(whole)
         return whole.view(parameter.shape)
 
@@ -98,16 +98,16 @@ class PersistentState:
         """By parameter: the elements [start, stop) of its flattened form whose optimizer state is this rank's."""
         result = {}
         for bucket in self.buckets:
-            first, last = 0, bucket.size
+            shard_start, shard_stop = 0, bucket.size
             if self.is_sharded:
-                first, last, _ = self.transport.grad_shard(bucket.index)
+                shard_start, shard_stop, _ = self.transport.grad_shard(bucket.index)
             for slot in bucket.slots:
-                low, high = max(first, slot.start), min(last, slot.stop)
-                result[slot.name] = (low - slot.start, max(low, high) - slot.start)
+                start, stop = max(shard_start, slot.start), min(shard_stop, slot.stop)
+                result[slot.name] = (start - slot.start, max(start, stop) - slot.start)
         return result
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back what `saved` gave, all but what codecs remember; nobody may be reading weights. Collective."""
+        """Restore what `state_dict` returned, except the codecs' state; no rank may be reading weights. Collective."""
         by_bucket = [
             [
                 (slot.start, slot.stop, {k: _flat(v) for k, v in state["optimizer"][slot.name].items()})
@@ -115,12 +115,12 @@ class PersistentState:
             ]
             for bucket in self.buckets
         ]
-        # Another rank's share of a bucket may hold other parameters: all raise, or none.
-        mine = all(self.optimizer.can_load_state(index, slots) for index, slots in enumerate(by_bucket))
-        if not all(self.communicator.all_gather_json(mine)):
-            got = "parameters of one bucket, some with a state and some without (trained only now?)"
-            attempt = 'unused = "allow", which updates each by itself'
-            raise OptimizerError(Problem(got, "a state of each, or of none", attempt), where="the state")
+        # The shards of ranks hold different parameters: all ranks raise, or none.
+        can_load = all(self.optimizer.can_load_state(index, slots) for index, slots in enumerate(by_bucket))
+        if not all(self.communicator.all_gather_json(can_load)):
+            got = "parameters of one bucket, some with optimizer state and some without (trained for the first time?)"
+            attempt = 'unused = "allow", which updates each parameter separately'
+            raise OptimizerError(Problem(got, "state of all of them, or of none", attempt), where="the state")
         self.weights.load_state_dict(state["model"])
         for index, slots in enumerate(by_bucket):
             self.optimizer.load_state(index, slots)
@@ -128,7 +128,7 @@ class PersistentState:
             self.local_sgd.load_state(state.get("outer", {}))
 
     def load_codec_state(self, state: Mapping[str, Any]) -> None:
-        """Have the codecs remember what `saved` gave of them. Last: a new nominal count would scale it again."""
+        """Restore the codecs' state. Call it last: a new nominal count would rescale the residuals again."""
         for name in self.codec_state.tensors:
             self.codec_state.load_parameter(name, state.get("codec", {}).get(name, {}))
 
@@ -138,7 +138,7 @@ def cloned(value: Any) -> Any:
 
 
 def _describe_value(value: Any) -> Any:
-    """What another rank must know of a value of the optimizer's state."""
+    """An optimizer value as JSON: the dtype of a tensor, or the value itself."""
     return {"dtype": str(value[0].dtype).removeprefix("torch.")} if isinstance(value, list) else value
 
 

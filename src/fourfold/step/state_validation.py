@@ -1,6 +1,6 @@
-"""Fits: whether a state can be put back into a step.
+"""State validation: whether a saved state can be loaded into a step.
 
-Law: what does not fit is told before anything is changed.
+Law: every problem is reported before anything is changed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,61 +18,66 @@ STATE_KEYS = ("model", "optimizer", "groups", "record")
 def state_problems(
     state: Any, model_state: Mapping[str, Any], trainable: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
 ) -> list[Problem]:
-    """Why `state` is none that `TrainStep.state_dict` gives of such a model and optimizer.
+    """Why `state` cannot come from `TrainStep.state_dict` of such a model and optimizer.
 
-    `own` is the model's state_dict, `trainable` its trainable parameters by name.
+    `model_state` is the model's state_dict, `trainable` its trainable parameters by name.
     """
     if not isinstance(state, Mapping) or any(part not in state for part in STATE_KEYS):
         got = f"a {type(state).__name__}"
         if isinstance(state, Mapping):
             got = f"a state without {', '.join(part for part in STATE_KEYS if part not in state)}"
-        return [Problem(got, "what step.state_dict() gives", "init= or step.put(…) for weights alone")]
+        return [Problem(got, "what step.state_dict() returns", "init= or step.load_weights(…) for weights alone")]
     return [*_model_problems(state["model"], model_state), *_optimizer_problems(state, trainable, optimizer)]
 
 
 def weight_problems(values: Any, trainable: Mapping[str, Tensor]) -> list[Problem]:
-    """Why `values` are no new weights, by name, of trainable parameters."""
+    """Why `values` cannot replace the weights of trainable parameters, by name."""
     if not isinstance(values, Mapping):
         return [Problem(f"a {type(values).__name__}", "a dict of tensors by name of trainable parameters")]
     problems = []
     for name, value in values.items():
-        here = trainable.get(name)
-        if here is None:
+        parameter = trainable.get(name)
+        if parameter is None:
             problems.append(
                 Problem(f"{name}", "the name of a trainable parameter", closest_match(str(name), trainable) or "")
             )
         elif not isinstance(value, Tensor):
             problems.append(Problem(f"a {type(value).__name__} for {name}", "a tensor"))
-        elif value.shape != here.shape:
-            problems.append(Problem(f"{name} of shape {list(value.shape)}", f"shape {list(here.shape)}"))
-        elif not torch.can_cast(value.dtype, here.dtype):
-            got, need = (str(each).removeprefix("torch.") for each in (value.dtype, here.dtype))
+        elif value.shape != parameter.shape:
+            problems.append(Problem(f"{name} of shape {list(value.shape)}", f"shape {list(parameter.shape)}"))
+        elif not torch.can_cast(value.dtype, parameter.dtype):
+            got, need = (str(each).removeprefix("torch.") for each in (value.dtype, parameter.dtype))
             problems.append(Problem(f"{name} of {got}", f"numbers that fit into {need}"))
     return problems
 
 
 def tied_problems(model_state: Mapping[str, Any], values: Mapping[str, Any]) -> list[Problem]:
-    """Names of one tensor of a model's `state_dict` under which `values` has different ones: the last would win."""
+    """Tied names of a model's `state_dict` with different values: the last one would win."""
     problems, first = [], {}
     for name, tensor in model_state.items():
         other = first.setdefault(id(tensor), name)
         if other != name and not torch.equal(values[name], values[other]):
-            problems.append(Problem(f"{other} and {name} with other values", "the same: the model ties them"))
+            problems.append(
+                Problem(f"{other} and {name} with different values", "the same values: the model ties them")
+            )
     return problems
 
 
-def _model_problems(values: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[Problem]:
-    strange = [*(name for name in own if name not in values), *(name for name in values if name not in own)]
-    both = [(name, values[name], value) for name, value in own.items() if name in values]
-    tensors = [(name, there, here) for name, there, here in both if isinstance(here, Tensor)]
-    strange += [name for name, there, here in tensors if not isinstance(there, Tensor) or there.shape != here.shape]
-    if strange:
-        yield Problem(f"{', '.join(strange)}", "the model's own names and shapes", "the state of this model")
+def _model_problems(values: Mapping[str, Any], model_state: Mapping[str, Any]) -> Iterator[Problem]:
+    wrong = [
+        *(name for name in model_state if name not in values),
+        *(name for name in values if name not in model_state),
+    ]
+    both = [(name, values[name], tensor) for name, tensor in model_state.items() if name in values]
+    tensors = [(name, new, old) for name, new, old in both if isinstance(old, Tensor)]
+    wrong += [name for name, new, old in tensors if not isinstance(new, Tensor) or new.shape != old.shape]
+    if wrong:
+        yield Problem(f"{', '.join(wrong)}", "the model's own names and shapes", "the state of this model")
     else:
-        yield from tied_problems({name: here for name, _, here in tensors}, values)
-    for name, there, here in tensors:
-        if isinstance(there, Tensor) and not torch.can_cast(there.dtype, here.dtype):
-            got, need = (str(each).removeprefix("torch.") for each in (there.dtype, here.dtype))
+        yield from tied_problems({name: old for name, _, old in tensors}, values)
+    for name, new, old in tensors:
+        if isinstance(new, Tensor) and not torch.can_cast(new.dtype, old.dtype):
+            got, need = (str(each).removeprefix("torch.") for each in (new.dtype, old.dtype))
             yield Problem(f"{name} of {got}", f"numbers that fit into {need}")
 
 
@@ -87,7 +92,7 @@ def _optimizer_problems(
     yield from optimizer_problems(optimizer, trainable, {name: set(keys) for name, keys in states.items()}, saved=saved)
     missing = [name for name in trainable if name not in states]
     if missing:
-        yield Problem(f"no optimizer state of {', '.join(missing)}", "one of every trainable parameter, if empty")
+        yield Problem(f"no optimizer state of {', '.join(missing)}", "one for every trainable parameter, even if empty")
     for name, parameter in trainable.items():
         for key, value in states.get(name, {}).items():
             if isinstance(value, Tensor) and value.numel() != parameter.numel():
@@ -101,9 +106,9 @@ def optimizer_problems(
     *,
     saved: str | None,
 ) -> Sequence[Problem]:
-    """Where states, by parameter and key, are not those that the optimizer goes on from.
+    """Why the optimizer cannot continue from states with these keys, by parameter.
 
-    `saved`: the name of the class that they are of, where it is known.
+    `saved`: the class name of the optimizer that saved them, if known.
     """
     name = type(optimizer).__name__
     attempt = "the optimizer it was saved with, or init= with its weights"
@@ -113,7 +118,7 @@ def optimizer_problems(
     needed = {group: state_keys(optimizer, group) for group in set(group_of.values())}
     for parameter, group in group_of.items():
         missing = needed[group] - keys[parameter] if keys.get(parameter) else None
-        if missing:  # Without any state a parameter has not been updated yet.
+        if missing:  # A parameter without any state has not been updated yet.
             got = f"states of {parameter} without {', '.join(sorted(missing))}"
             return [Problem(got, f"what {name} with its options keeps", attempt)]
     return []

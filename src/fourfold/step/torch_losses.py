@@ -1,11 +1,11 @@
-"""Torch's loss functions, observed as they are called: how many elements each mean is taken over.
+"""Torch's loss functions, observed as they are called: over how many elements each mean is taken.
 
 call   one call of a loss function of torch.nn.functional
 count  what a mean divides by: the targets that are not ignored, or the sum of their class weights; elements; rows
-Law: mean × count is the sum, so that the counted means of the parts of a batch add up to the mean of the whole.
+Law: mean × count is the sum, so the counted means of the parts of a batch add up to the mean of the whole batch.
 
-`observing` sees calls through a TorchFunctionMode: however the caller came by the function, but not in compiled code.
-A mean over no elements is 0 inside, where torch gives NaN: such a part adds nothing to a batch.
+`observing` is a TorchFunctionMode: it sees calls however the caller got the function, but not inside compiled code.
+Inside, a mean over no elements is 0, where torch gives NaN: such a part adds nothing to a batch.
 """
 
 import inspect
@@ -30,33 +30,33 @@ Count = float | Tensor
 
 @dataclass(frozen=True)
 class LossCall:
-    """One call whose loss was reduced to a number. A count that depends on targets stays on their device."""
+    """One call with a scalar result. A count that depends on targets stays on their device."""
 
     name: str
     count: Count
     is_mean: bool
     value: Tensor
     is_trained: bool | None
-    """Whether autograd follows it, as it does not follow figures for people; None: without autograd one cannot tell."""
+    """Whether the result requires a gradient, as metrics do not; None: autograd was off."""
     derivative: float | None = None
-    """How much a number changes with it; None: not known."""
+    """The derivative of the scalar loss with respect to this value; None: not known."""
     call_site: int = 0
-    """Where it was called: see `run.origins`."""
+    """Where it was called: see `loss_call_sites`."""
 
 
 def _count_targets(func: Any, given: Arguments) -> Count:
     """Targets that are not ignored, or the sum of their class weights."""
     scores, target, weight = given["input"], given["target"], given.get("weight")
-    if target.is_floating_point():  # probabilities: torch divides by the number of their rows, whatever the weights
+    if target.is_floating_point():  # probabilities: torch divides by the number of rows, with class weights too
         return target.numel() / max(target.shape[min(scores.dim(), 2) - 1], 1)
-    kept = target != _ignore_index(given)
-    return _to_host(
-        torch.count_nonzero(kept) if weight is None else (weight.double()[target.where(kept, 0)] * kept).sum()
-    )
+    is_counted = target != _ignore_index(given)
+    if weight is None:
+        return _to_host(torch.count_nonzero(is_counted))
+    return _to_host((weight.double()[target.where(is_counted, 0)] * is_counted).sum())
 
 
 def _to_host(count: Tensor) -> Count:
-    """A float where reading the count does not wait for a device."""
+    """A float if reading the count does not wait for a device."""
     return float(count) if count.device.type == "cpu" else count.double()
 
 
@@ -71,7 +71,7 @@ def _count_input_elements(func: Any, given: Arguments) -> Count:
 
 
 def _count_rows(func: Any, given: Arguments) -> Count:
-    """Rows of scores: all dims but the last."""
+    """Rows of scores: all dims except the last."""
     return float(math.prod(given["input"].shape[:-1]))
 
 
@@ -117,12 +117,12 @@ _PARAMETER_NAMES = {func: tuple(inspect.signature(func).parameters) for func in 
 
 
 def ignore_index_of(func: Any, args: tuple[Any, ...], kwargs: Arguments) -> int | None:
-    """The target that a call leaves out; None where it is no loss of classes."""
+    """The target that a call ignores; None if its loss is not one of classes."""
     return _ignore_index(_bind_arguments(func, args, kwargs)) if func in CLASS_LOSSES else None
 
 
 class observing(TorchFunctionMode):
-    """`with observing() as calls`: within, this thread's calls of torch's loss functions are added to the list."""
+    """`with observing() as calls`: inside, this thread's calls of torch's loss functions are appended to `calls`."""
 
     def __enter__(self) -> list[LossCall]:  # type: ignore[override]
         super().__enter__()
@@ -137,10 +137,10 @@ class observing(TorchFunctionMode):
         if func not in COUNT_FUNCTIONS:  # first: a forward makes hundreds of such calls
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
-        # The compiler follows a mode into here, and what it finds would not compile.
+        # The compiler traces through modes into here, and this code would not compile.
         if torch.compiler.is_compiling() or kwargs.get("reduction") == "none":
             return func(*args, **kwargs)
-        # Within vmap a number is one for each sample, and what a transform differentiates is no tensor outside of it.
+        # Inside vmap a scalar is one value per sample, and a transform's tensors are not valid outside of it.
         if are_transforms_active():
             return func(*args, **kwargs)
         return self._observe(func, _bind_arguments(func, args, kwargs))
@@ -157,7 +157,7 @@ class observing(TorchFunctionMode):
 
 
 def _bind_arguments(func: Any, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
-    """The arguments of a call by name, with `reduction` for the older `size_average` and `reduce`."""
+    """The arguments of a call by name; the deprecated `size_average` and `reduce` become `reduction`."""
     given = dict(zip(_PARAMETER_NAMES[func], args, strict=False)) | kwargs
     average, reduce = given.pop("size_average", None), given.pop("reduce", None)
     given.setdefault("reduction", "mean")
@@ -175,8 +175,8 @@ def _safe_mean(func: Any, given: Arguments, count: Count) -> Tensor:
     """The mean; 0, with gradients of 0, over no elements."""
     if not isinstance(count, Tensor):
         return _call_loss(func, given) if count else _call_loss(func, given, "sum")
-    # Without a look at the count, which would wait for the device. In float32 at least: a sum of many in half
-    # precision is beyond what it can hold.
+    # Without reading the count, which would wait for the device. In float32 at least: a sum of many values overflows
+    # half precision.
     values = _call_loss(func, given, "none")
     total = values.sum(dtype=torch.promote_types(values.dtype, torch.float32))
     return (total / count.where(count != 0, 1.0).to(total.dtype)).to(values.dtype)

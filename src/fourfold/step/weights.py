@@ -1,10 +1,10 @@
-"""Weights: where a model's weights lie, and who may write there.
+"""Weights: where a model's weights rest, and which rank may write them.
 
-home     a trainable parameter's place in the flat of its bucket, which may exist once per host, or rest split
-others   frozen parameters and buffers: each rank has its own
-precise  the weights that training goes on from: the update's own where it has some, else those in the homes
-Law: between steps every rank has rank 0's weights, or its share of them, and each home is written by one rank of its
-host.
+flat      a bucket's buffer of weights; it may exist once per host, or rest split. A parameter is a view of its slot
+others    frozen parameters and buffers: each rank has its own copy
+precise   the weights that training continues from: the master weights if there are any, else those in the flats
+Law: between steps every rank has rank 0's weights, or its shard of them, and each element is written by one rank of
+its host.
 """
 
 import contextlib
@@ -22,17 +22,17 @@ from fourfold.parts.data.sharded_params import ShardedParams
 from fourfold.parts.data.weight_edits import WeightEdits
 from fourfold.parts.optim.master_weights import MasterWeightPolicy, MasterWeights
 from fourfold.parts.torch_private import own_children, own_parameters
-from fourfold.plan.data import Bucket
+from fourfold.plan.data.buckets import Bucket
 from fourfold.words.errors import Problem, TaskError
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters to be trained, by name, in order of definition; those of no elements have nothing to learn."""
+    """The parameters that are trained, by name, in order of definition; without those that have no elements."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel() > 0}
 
 
 class Weights:
-    """The weights of a step. Building one moves them into their homes, and brings rank 0's to all. Collective."""
+    """The weights of a step. Making it moves them into flats and broadcasts rank 0's. Collective."""
 
     def __init__(
         self,
@@ -44,12 +44,12 @@ class Weights:
         *,
         is_mean: bool = True,
     ) -> None:
-        """`is_mean`: with local steps, weights become the mean of all ranks'; no outer step starts from an anchor."""
+        """`is_mean`: local steps end with the plain mean of the ranks' weights, not with an outer optimizer step."""
         self.model, self.trainable = model, trainable_parameters(model)
         self._transport, self._communicator = transport, communicator
         self.master_weights = MasterWeights(self.trainable, buckets, transport, policy)
         for name in self.master_weights.param_names:
-            # Before the homes: there they are rounded.
+            # Before the weights are copied into flats, which rounds them.
             communicator.broadcast(self.trainable[name].data)
             self.master_weights.load_parameter(name, self.trainable[name].data)
         if policy.precision != "keep":
@@ -60,7 +60,7 @@ class Weights:
             by_bucket = [[self.trainable[slot.name] for slot in bucket.slots] for bucket in buckets]
             self.sharded_params = ShardedParams(by_bucket, buckets, transport)
             self.shards: Sequence[transports.BucketSlice] = self.sharded_params.shards
-            self.flats = [home.flat for home in self.shards]
+            self.flats = [shard.flat for shard in self.shards]
         else:
             self.flats = flatten_params(self.trainable, buckets, transport)
             self.shards = [transports.BucketSlice(0, flat.numel(), flat) for flat in self.flats]
@@ -70,7 +70,7 @@ class Weights:
         self.broadcast()
         self._initial_data_ptrs = self._data_ptrs()
         self._edit_loss_reason = self._find_edit_loss_reason() or (
-            "" if is_mean else "what is written between meetings is no step"
+            "" if is_mean else "the outer step would not see what is written between two averages of the weights"
         )
         self.edits = WeightEdits(
             self.trainable, buckets, self.flats if self._edit_loss_reason and self.sharded_params is None else ()
@@ -88,17 +88,20 @@ class Weights:
             return {name: p.data_ptr() for name, p in self.trainable.items()}
 
     def _find_edit_loss_reason(self) -> str:
-        """Why training does not go on from weights that are written in place; empty where it does."""
+        """Why training does not continue from weights that are written in place; empty if it does."""
         if self.sharded_params is not None:
-            return "between steps these are placeholders, and the weights rest split"
+            return "between steps the parameters are placeholders, and the weights rest split"
         if self.master_weights.param_names:
-            return "the update works on its own copy of the weights, and would overwrite these"
+            return "the update changes the master weights, and would overwrite these"
         if self._transport.shared_weights is not None and self._transport.size > 1:
-            return "the ranks of a host share these weights, and each would write them"
+            return "the ranks of a host share these weights, and each rank would write them"
         return ""
 
     def edit_problems(self, *, compare_all: bool, sampled: bool = True) -> list[Problem]:
-        """What has been written past `edit` and its like, and would be lost. `thoroughly` reads all weights."""
+        """The weights that were written outside of `edit` and would be lost.
+
+        `compare_all` reads all weights, `sampled` only samples of them.
+        """
         if not self._edit_loss_reason:
             return []
         names = list(
@@ -109,36 +112,42 @@ class Weights:
         if not names:
             return []
         got = f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}, written outside of step.edit()"
-        return [Problem(got, f"step.edit() or step.put(…): {self._edit_loss_reason}", "with step.edit() as model: …")]
+        return [
+            Problem(
+                got, f"step.edit() or step.load_weights(…): {self._edit_loss_reason}", "with step.edit() as model: …"
+            )
+        ]
 
     def check_storage(self) -> None:
-        """Raise TaskError where parameters are no longer what the buckets were made of."""
+        """Raise TaskError if parameters are not those that the buckets were made of."""
         problems = self.problems()
         if problems:
             raise TaskError(problems, where="the model")
 
     def problems(self) -> list[Problem]:
-        """Why parameters are no longer what the buckets were made of."""
+        """Why parameters are not those that the buckets were made of."""
         with untracked_access():
             return self._problems()
 
     def _problems(self) -> list[Problem]:
         problems = []
-        moved = [name for name, place in self._data_ptrs().items() if place != self._initial_data_ptrs[name]]
+        moved = [name for name, ptr in self._data_ptrs().items() if ptr != self._initial_data_ptrs[name]]
         if moved:
             got = (
                 f"{moved[0]}{f' and {len(moved) - 1} more' if len(moved) > 1 else ''} with another storage than before"
             )
-            need = "weights changed in place, and one TrainStep a model"
+            need = "weights that are changed in place, and one TrainStep for each model"
             problems.append(Problem(got, need, "p.copy_(…) inside step.edit(), or a new TrainStep"))
         if not self._has_initial_trainable():
-            got = "other parameters to train than when the step was built: frozen, tied, parametrized or replaced since"
+            got = (
+                "other trainable parameters than when the step was built: frozen, tied, parametrized or replaced since"
+            )
             problems.append(Problem(got, "the parameters that it was built with", "a new TrainStep"))
         return problems
 
     def _has_initial_trainable(self) -> bool:
-        """Whether the model's trainable parameters are still those it had."""
-        # Asked in every step: over the modules of then, since to walk through the model by name takes 0.5 ms.
+        """Whether the model's trainable parameters are those of the build."""
+        # Called in every step: over the modules of the build, since walking the model by name takes 0.5 ms.
         parameters = [p for module in self._modules for p in own_parameters(module).values() if p is not None]
         now = {id(p) for p in parameters if p.requires_grad and p.numel() > 0}
         return self._child_ids() == self._initial_child_ids and now == self._trained_ids
@@ -147,7 +156,7 @@ class Weights:
         return [id(child) for module in self._modules for child in own_children(module).values()]
 
     def broadcast(self) -> None:
-        """Bring rank 0's weights and buffers to every rank. Collective."""
+        """Broadcast rank 0's weights and buffers. Collective."""
         if self.sharded_params is not None:
             self.sharded_params.shard_params(self._communicator.broadcast)
         elif self._transport.shared_weights is not None:
@@ -159,11 +168,11 @@ class Weights:
         for tensor in (*others, *self.model.buffers()):
             self._communicator.broadcast(tensor)
         if self._transport.shared_weights is not None:
-            self._communicator.all_gather_json(None)  # the hosts' first ranks have written: all may read
+            self._communicator.all_gather_json(None)  # a barrier: the first rank of each host has written, all may read
 
     @contextlib.contextmanager
     def edit(self) -> Iterator[None]:
-        """Within, weights may be written on any rank; afterwards all have rank 0's. Collective."""
+        """Inside, weights may be written on any rank; afterwards all ranks have rank 0's. Collective."""
         with torch.no_grad(), self._private_copies(), self._master_weights_shown() as edited:
             yield
         if self.sharded_params is None:
@@ -175,7 +184,7 @@ class Weights:
 
     @contextlib.contextmanager
     def _master_weights_shown(self) -> Iterator[dict[str, Tensor]]:
-        """Within: parameters with master weights are these, whole, on every rank; afterwards they are in the dict."""
+        """Inside, parameters are replaced by their whole master weights; afterwards these are in the dict, edited."""
         views = {name: self.trainable[name].data for name in self.master_weights.param_names}
         edited: dict[str, Tensor] = {}
         for name in views:
@@ -189,22 +198,22 @@ class Weights:
 
     @torch.no_grad()
     def full_weight(self, name: str, shard: Tensor | None = None) -> Tensor:
-        """A copy of a trainable parameter's precise weights, or of what else lies as they do. Collective."""
+        """A copy of a parameter's precise weights, or of another tensor given by shards like theirs. Collective."""
         parameter = self.trainable[name]
-        here = self.weight_shard(name) if shard is None else shard
+        local = self.weight_shard(name) if shard is None else shard
         holder = self.master_weights if name in self.master_weights.param_names else self.sharded_params
         if holder is None:
-            return here.clone()
-        whole = holder.pad_to_full(name, here, parameter)
+            return local.clone()
+        whole = holder.pad_to_full(name, local, parameter)
         if self._transport.replica_index:
-            whole.zero_()  # replica 0 has the same
+            whole.zero_()  # replica 0 adds the same shard
         if self.sharded_params is not None or self.master_weights.is_sharded:
             self._communicator.all_reduce(whole)
         return whole.view(parameter.shape)
 
     @contextlib.contextmanager
     def swapped_weights(self, shards: Mapping[str, Tensor]) -> Iterator[None]:
-        """Within, trainable weights are others, given as `share` gives them. Collective."""
+        """Inside, the trainable weights are others, given in the form of `weight_shard`. Collective."""
         before = {name: self.full_weight(name) for name in shards}
         self.load_weights({name: self.full_weight(name, value) for name, value in shards.items()})
         try:
@@ -213,25 +222,26 @@ class Weights:
             self.load_weights(before)
 
     def weight_shard(self, name: str) -> Tensor:
-        """What this rank has of a trainable parameter's precise weights, as it lies: flat, or the parameter."""
+        """This rank's shard of a parameter's precise weights: flat; or the parameter itself, if it rests whole."""
         if name in self.master_weights.param_names:
             return self.master_weights.local_shard(name)
         return self.model_shard(name)
 
     def model_shard(self, name: str) -> Tensor:
-        """What the model computes with of a trainable parameter, as it rests here: flat, or the parameter."""
+        """This rank's shard of the weights that the model computes with: flat, or the parameter itself."""
         return self.trainable[name].detach() if self.sharded_params is None else self.sharded_params.local_shard(name)
 
     @property
     def flat_names(self) -> Collection[str]:
-        """The parameters whose precise weights are flat, and this rank's share of them."""
+        """The parameters for which `weight_shard` is flat."""
         return self.master_weights.param_names if self.sharded_params is None else self.trainable.keys()
 
     @contextlib.contextmanager
     def _private_copies(self) -> Iterator[None]:
-        """Within: where weights exist once per host, all ranks but rank 0 have copies of their own.
+        """Inside, every rank may write weights without changing another rank's; afterwards only rank 0's are kept.
 
-        Where they rest split all ranks have, and rank 0's come home.
+        Weights that exist once per host are copied on all ranks but rank 0. Weights that rest split are unsharded on
+        all ranks; afterwards rank 0's are broadcast and sharded.
         """
         if self.sharded_params is not None:
             with self.sharded_params.all_unsharded():
@@ -248,7 +258,7 @@ class Weights:
         if self._communicator.rank:
             for p in self.trainable.values():
                 p.data = p.data.clone()
-        self._communicator.all_gather_json(None)  # all copies are made: rank 0 may write
+        self._communicator.all_gather_json(None)  # a barrier: all copies are made, rank 0 may write
         try:
             yield
         finally:
@@ -258,7 +268,7 @@ class Weights:
 
     @torch.no_grad()
     def load_weights(self, values: Mapping[str, Tensor]) -> None:
-        """Replace trainable weights, by name; nobody may be reading them. Collective."""
+        """Replace trainable weights, by name; no rank may be reading them. Collective."""
         if self.sharded_params is not None:
             self.sharded_params.load_weights(values)
         elif self._transport.is_writer:
@@ -273,36 +283,36 @@ class Weights:
 
     @torch.no_grad()
     def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
-        """Put back the model's `state_dict`, which fits; nobody may be reading it. Collective."""
-        own = self.model_state_dict()
+        """Load a `state_dict` of the model that fits; no rank may be reading the weights. Collective."""
+        tensors = self.model_state_dict()
         trained = {id(p): name for name, p in self.trainable.items()}
-        # What is trained may exist once per host, and then one rank writes it, or rest split.
+        # Trained weights go through load_weights: they may exist once per host, or rest split.
         self.model.load_state_dict(
-            {n: v for n, v in values.items() if id(own[n]) not in self._trained_ids}, strict=False
+            {n: v for n, v in values.items() if id(tensors[n]) not in self._trained_ids}, strict=False
         )
-        self.load_weights({trained[id(p)]: values[name] for name, p in own.items() if id(p) in trained})
+        self.load_weights({trained[id(p)]: values[name] for name, p in tensors.items() if id(p) in trained})
 
     def model_state_dict(self) -> dict[str, Any]:
-        """The model's `state_dict`, without copies. Raises TaskError where it does not have the trained weights."""
-        with untracked_access():  # a copy of a placeholder is refused here, as any copy
-            own = self.model.state_dict(keep_vars=True)
-        missing = [name for name in self.trainable if name not in own]
-        # The precise weights of these are put in place of the model's: a copy is not recognized.
-        missing += [name for name in self.flat_names if name in own and own[name] is not self.trainable[name]]
+        """The model's `state_dict`, without copies. Raises TaskError if it lacks a trained weight."""
+        with untracked_access():  # state_dict() hooks may read placeholders; a copy is refused below
+            tensors = self.model.state_dict(keep_vars=True)
+        missing = [name for name in self.trainable if name not in tensors]
+        # Precise weights replace the model's own by identity, so a copy would not be found.
+        missing += [name for name in self.flat_names if name in tensors and tensors[name] is not self.trainable[name]]
         if missing:
             got = f"a state_dict() without {missing[0]} itself{f' and {len(missing) - 1} more' if missing[1:] else ''}"
-            need = "every trainable parameter under its own name, no copy of it"
-            raise TaskError(Problem(got, need, "state_dict() as torch.nn.Module has it"), where="the model")
-        return own
+            need = "every trainable parameter itself under its own name, not a copy"
+            raise TaskError(Problem(got, need, "the state_dict() of torch.nn.Module"), where="the model")
+        return tensors
 
     @contextlib.contextmanager
     def unsharded(self, kind: str) -> Iterator[None]:
-        """Within: the model may be called. Collective, if weights rest split."""
+        """Inside, the model may be called. Collective if weights rest split."""
         with contextlib.nullcontext() if self.sharded_params is None else self.sharded_params.phase(kind):
             yield
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every trainable weight by name, one after the other; read only. Collective: every rank goes to the end."""
+        """Every trainable weight by name, whole, one at a time; read only. Collective: all ranks iterate to the end."""
         if self.sharded_params is None:
             for name, p in self.trainable.items():
                 yield name, self.full_weight(name) if name in self.master_weights.param_names else p.detach()

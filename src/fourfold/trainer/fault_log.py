@@ -1,6 +1,6 @@
-"""Faults: what went wrong in a run and what became of it, a line each in faults.jsonl.
+"""Fault log: what went wrong in a run and how it went on, a line per fault in faults.jsonl.
 
-Law: lines are appended and never taken back: a run that goes on from a checkpoint cuts its log, not its faults.
+Law: lines are only appended. A run that resumes from a checkpoint truncates its log of steps, not its faults.
 """
 
 from pathlib import Path
@@ -17,21 +17,21 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
     time     when it was noticed, in seconds since the epoch
     kind     "restart", "stopped", "hung", "terminated", "gave up", "lost rank", "skipped step"
-    step     the last finished one, or the one that was skipped; -1 where nobody knows
-    seconds  from the fault to the end of the first step after it; None where there was none, or nobody waited for it
+    step     the last finished step, or the skipped one; -1 if unknown
+    seconds  from the fault to the end of the first step after it; None if that was not measured
     """
 
     time: float
     kind: str
     step: int
-    rank: int | None
-    host: str | None
-    text: str
+    rank: int | None = None
+    host: str | None = None
+    text: str = ""
     seconds: float | None = None
 
 
 def append_fault(folder: Path, fault: Fault) -> None:
-    """Write down a fault, in the run's folder. Raises OSError."""
+    """Append a fault to the list in the run's folder. Raises OSError."""
     check_not_pipe(folder / FAULTS_FILE)
     with (folder / FAULTS_FILE).open("ab", buffering=0) as file:
         file.write(msgspec.json.encode(fault) + b"\n")

@@ -1,10 +1,12 @@
-"""Pulse: what every rank of a host is at, in memory that their launcher reads.
+"""Heartbeats: what every rank of a host is doing, in memory that its launcher reads.
 
-record   one rank's numbers: its last finished step, where it went on from, what it does and since when
-limit    how long a rank may be at the same thing: learned from what it has been through
-Law: a rank writes its own record alone, and never waits for a reader.
+record   one rank's numbers: its last finished step, the step it resumed from, its phase, and since when
+phase    starting, stepping, paused (an evaluation or a checkpoint), or done
+limit    how long a phase may last: learned from the steps and pauses that this rank has measured
+Law: a rank writes only its own record, and never waits for a reader.
 
-The launcher makes the file and names it in FOURFOLD_PULSE; without that variable a pulse goes nowhere.
+The launcher makes the file (`launch.heartbeat_file`) and names it in FOURFOLD_PULSE. Without that variable the record
+has no reader.
 """
 
 import contextlib
@@ -24,14 +26,14 @@ STEP, RESUMED_STEP, PHASE, PHASE_START, TYPICAL_SECONDS = range(5)
 STARTING, STEPPING, PAUSED, DONE = range(4)
 MAX_SAMPLES = 31  # steps of which the median is taken
 LIMIT_FACTOR = 5
-# What has not been seen yet may take long: imports, a compiler in the first step, a first evaluation.
+# What has not been measured yet may take long: imports, a compiler in the first step, a first evaluation.
 FIRST_SECONDS = 600.0
-# A pause is an evaluation or a checkpoint, whose length depends on the data and the disk.
+# The length of a pause depends on the data and the disk.
 PAUSE_SECONDS = 120.0
 
 
 class HeartbeatRecord(NamedTuple):
-    """One rank's record. `step` is the last finished one and -1 before the first; times are in seconds."""
+    """One rank's record. `step` is the last finished one, -1 before the first; times are in seconds."""
 
     step: int
     resumed_step: int
@@ -40,7 +42,7 @@ class HeartbeatRecord(NamedTuple):
     typical_seconds: float
 
     def limit_seconds(self, min_seconds: float) -> float:
-        """Seconds that the present phase may last."""
+        """How long the present phase may last."""
         if self.phase == STEPPING:
             return max(min_seconds, LIMIT_FACTOR * self.typical_seconds)
         if self.phase == PAUSED and self.typical_seconds:
@@ -49,9 +51,10 @@ class HeartbeatRecord(NamedTuple):
 
 
 class Heartbeat:
-    """This rank's record."""
+    """This rank's record, and what it has measured."""
 
     def __init__(self, words: memoryview, index: int = 0, *, has_reader: bool = False) -> None:
+        """`words` are int64s; the record is the one at `index`."""
         self._words, self._offset, self.has_reader = words, index * RECORD_WORDS, has_reader
         self.step = -1
         self._step_seconds: deque[float] = deque(maxlen=MAX_SAMPLES)
@@ -64,11 +67,11 @@ class Heartbeat:
         return self._phase_start
 
     def set_resumed_step(self, step: int) -> None:
-        """Training goes on after `step`; the first step of this process is next."""
+        """Training resumes after `step`; the next step is this process's first."""
         self._words[self._offset + RESUMED_STEP] = step
 
     def beat(self, step: int) -> None:
-        """A step has been finished."""
+        """`step` has finished."""
         now = time.monotonic()
         self._step_seconds.append(now - self._phase_start)
         self._set_phase(STEPPING, now, statistics.median(self._step_seconds))
@@ -76,9 +79,8 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Within: something that is no step. Before the first step it belongs to the start."""
-        before = self._words[self._offset + PHASE]
-        if before != STEPPING:
+        """Within: an evaluation or a checkpoint. One before the first step counts as starting."""
+        if self._words[self._offset + PHASE] != STEPPING:
             yield
             return
         begin = time.monotonic()
@@ -89,51 +91,21 @@ class Heartbeat:
         self._set_phase(STEPPING, now, statistics.median(self._step_seconds))
 
     def mark_done(self) -> None:
-        """Nothing is limited any more."""
+        """From now on nothing has a limit."""
         self._set_phase(DONE, time.monotonic(), 0.0)
 
-    def _set_phase(self, phase: int, now: float, typical: float) -> None:
-        # The phase last: a reader in between sees a young one, not an old one with a short limit.
+    def _set_phase(self, phase: int, now: float, typical_seconds: float) -> None:
+        # The phase last: a reader in between sees an old phase that began just now, not a new one that began long ago.
         self._phase_start = now
         self._words[self._offset + PHASE_START] = int(now * 1e9)
-        self._words[self._offset + TYPICAL_SECONDS] = int(typical * 1e9)
+        self._words[self._offset + TYPICAL_SECONDS] = int(typical_seconds * 1e9)
         self._words[self._offset + PHASE] = phase
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Heartbeat:
-    """The pulse that this rank's launcher reads; one that nobody reads where it has made none."""
+    """This rank's heartbeat in the launcher's shared file, or one without a reader if there is no launcher."""
     path = environ.get(HEARTBEAT_VARIABLE)
     if path is None:
         return Heartbeat(memoryview(bytearray(8 * RECORD_WORDS)).cast("q"))
     with Path(path).open("r+b") as file:
         return Heartbeat(memoryview(mmap.mmap(file.fileno(), 0)).cast("q"), int(environ["LOCAL_RANK"]), has_reader=True)
-
-
-class HeartbeatFile:
-    """The launcher's side: a file in `folder`, with a record for each of `size` ranks."""
-
-    def __init__(self, folder: Path, num_ranks: int) -> None:
-        self.path, self._num_ranks = folder / "pulse", num_ranks
-        self.path.write_bytes(bytes(8 * RECORD_WORDS * num_ranks))
-        with self.path.open("r+b") as file:
-            self._words = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
-
-    def reset(self) -> None:
-        """An attempt begins: no rank has done anything."""
-        fresh = [0] * RECORD_WORDS
-        fresh[STEP] = fresh[RESUMED_STEP] = -1
-        fresh[PHASE_START] = time.monotonic_ns()
-        for place, word in enumerate(fresh * self._num_ranks):
-            self._words[place] = word
-
-    def read(self) -> list[HeartbeatRecord]:
-        """Every rank's record."""
-        rows = [
-            self._words[RECORD_WORDS * index : RECORD_WORDS * (index + 1)].tolist() for index in range(self._num_ranks)
-        ]
-        return [
-            HeartbeatRecord(
-                row[STEP], row[RESUMED_STEP], row[PHASE], row[PHASE_START] / 1e9, row[TYPICAL_SECONDS] / 1e9
-            )
-            for row in rows
-        ]

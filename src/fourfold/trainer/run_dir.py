@@ -1,17 +1,16 @@
-"""A run's folder: the resolved plan, the settings, the log, the checkpoints. Written by rank 0 alone.
+"""Run folders: the resolved plan, the settings, the log and the checkpoints of one run. Only rank 0 writes them.
 
-runs/NAME/plan.toml      every field, as it was resolved
-runs/NAME/settings.json  the command's settings, the transport, the versions, and what makes it the same run
-runs/NAME/metrics.jsonl  a line per step, per evaluation and per checkpoint
-runs/NAME/checkpoints/   see `run.checkpoint`
-runs/NAME/faults.jsonl   see `run.faults`; the launcher of a job on one machine writes there too
-Law: a folder belongs to one run; that run goes on in it, and any other is refused.
+runs/NAME/plan.toml      every field of the plan, as resolved
+runs/NAME/settings.json  the command's settings, the transport, the versions, and the run's identity
+runs/NAME/metrics.jsonl  the log: a line per step, evaluation and checkpoint
+runs/NAME/checkpoints/   see `fourfold.checkpoint`
+runs/NAME/faults.jsonl   see `fault_log`; the launcher of a job on one machine writes there too
+Law: a folder belongs to one run. That run continues in it; any other run is refused.
 """
 
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import platform
 import secrets
@@ -24,20 +23,30 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from fourfold.checkpoint.store import CHECKPOINTS_DIR as CHECKPOINTS
-from fourfold.plan.decode import DecodeError, check_not_pipe, from_json, read_bounded
+from fourfold.checkpoint.store import CHECKPOINTS_DIR
+from fourfold.environment.atomic_file import write_atomically
+from fourfold.plan.decode import check_not_pipe
 from fourfold.plan.plan import Plan
-from fourfold.plan.plan_fields import FIELDS
-from fourfold.trainer.settings import Identity, canonical_json
-from fourfold.words.errors import PlanError, Problem, SettingError, TrainingError, os_error_text
+from fourfold.trainer.run_identity import (
+    LOG_FILE,
+    PLAN_FILE,
+    SETTINGS_FILE,
+    Identity,
+    check_run_name,
+    read_finished_record,
+)
+from fourfold.words.errors import Problem, SettingError, TrainingError, os_error_text
 from fourfold.words.version import VERSION
 
-MAX_NAME_BYTES = 200  # file systems allow 255, and a run that starts over gets a longer name
-LOG_FILE, SETTINGS_FILE, PLAN_FILE = "metrics.jsonl", "settings.json", "plan.toml"
+MAX_UNNAMED_RUNS = 10_000
 
 
 class RunInfo(NamedTuple):
-    """What a folder told when it was opened: JSON. `finished`: the log's last line, where the run has ended."""
+    """What rank 0 sends the other ranks about the run's folder: JSON values.
+
+    token            a random word for this attempt, in the names of its unfinished files
+    finished_record  the last line of the log, if the run has finished
+    """
 
     path: str
     token: str
@@ -45,48 +54,50 @@ class RunInfo(NamedTuple):
 
 
 class RunDir:
-    """The files of one run. `line` appends to the log; what a full disk does not take is kept, and comes before the
-    next line. The log may be used by two threads."""
+    """The files of one run.
 
-    def __init__(self, parent: Path, name: str | None, *, label: str, identity: Identity) -> None:
-        """Opens the run's folder, or makes one. Raises SettingError where it is another run's, or in use.
+    Lines that a full disk does not take are kept in memory and written before the next line. Two threads may use the
+    log: training, and the checkpoint writer.
+    """
 
-        Raises TrainingError, here and in `describe`, where the disk does not take it.
+    def __init__(self, parent: Path, name: str | None, *, run_prefix: str, identity: Identity) -> None:
+        """Open the run's folder, or make one. Raises SettingError if it is another run's, or in use.
+
+        Raises TrainingError, here and in `write_plan_and_settings`, if the folder cannot be written.
         """
         check_run_name(parent, name, identity)
         self._encoder = msgspec.json.Encoder()
         self._identity = identity
-        self.path = _create(parent, name, label=label, identity=identity)
+        self.path = _create(parent, name, run_prefix=run_prefix, identity=identity)
         self.finished_record = read_finished_record(self.path)
-        _check_is_dir(self.path / CHECKPOINTS)
+        _check_is_dir(self.path / CHECKPOINTS_DIR)
         with _wrap_write_errors(self.path / LOG_FILE):
             check_not_pipe(self.path / LOG_FILE)
             self._log = (self.path / LOG_FILE).open("a+b", buffering=0)
         self._description_files: dict[Path, bytes] = {}
-        """What `describe` has written, by its file; whole paths, for a task may change the working directory."""
+        """What `write_plan_and_settings` has written, by absolute path: a task may change the working directory."""
         self._absolute_path = self.path.absolute()
         self._unwritten = b""
         self._log_lock = threading.Lock()
         _lock_run(self._log, self.path)
 
     def write_plan_and_settings(self, plan: Plan, settings: Mapping[str, Any]) -> None:
-        """Write down what was asked for, and where it runs."""
+        """Write plan.toml and settings.json: what was asked for, and the machine and versions it runs on."""
         versions = {
             "fourfold": VERSION,
             "torch": str(torch.__version__),
             "python": platform.python_version(),
         }
         record = {**settings, "versions": versions, "machine": platform.machine(), "cores": os.cpu_count()}
-        settings_text = _encode_settings({**record, "identity": self._identity})
         self._description_files = {
             self._absolute_path / PLAN_FILE: plan.to_toml(defaults=True).encode(),
-            self._absolute_path / SETTINGS_FILE: settings_text,
+            self._absolute_path / SETTINGS_FILE: _encode_settings({**record, "identity": self._identity}),
         }
-        for path, text in self._description_files.items():
-            _write_file(path, text)
+        for path, content in self._description_files.items():
+            _write_file(path, content)
 
     def append_record(self, record: Mapping[str, Any]) -> OSError | None:
-        """Append one line to the log. Returns why it is not there yet; a run is worth more than its log."""
+        """Append a line to the log. Returns the error if the disk does not take it: training must not end for it."""
         with self._log_lock:
             self._unwritten += self._encoder.encode(record) + b"\n"
             try:
@@ -96,12 +107,12 @@ class RunDir:
         return None
 
     def _flush(self) -> None:
-        """Write what is late, in order. Raises OSError; what has been written by then is not written again."""
+        """Write the lines that are kept, in order. Raises OSError; bytes written before it are not written again."""
         while self._unwritten:
             self._unwritten = self._unwritten[self._log.write(self._unwritten) :]
 
     def log_bytes(self) -> int:
-        """The log's size in bytes, with what is late."""
+        """The log's size in bytes, with the lines that are not written yet."""
         with self._log_lock:
             return self._file_bytes() + len(self._unwritten)
 
@@ -109,15 +120,15 @@ class RunDir:
         return os.fstat(self._log.fileno()).st_size
 
     def truncate_log(self, num_bytes: int) -> None:
-        """Forget what the log says after `position`: it is about steps that will be done again."""
+        """Remove what follows the first `num_bytes` of the log: the steps it is about will be done again."""
         with self._log_lock:
             self._unwritten = self._unwritten[: max(0, num_bytes - self._file_bytes())]
             self._log.truncate(min(num_bytes, self._file_bytes()))
 
     def sync(self) -> None:
-        """Have the log on the disk, in a folder that the same command goes on in. Raises OSError.
+        """Wait until the disk has the log, in a folder where the same command continues. Raises OSError.
 
-        A folder that was removed in mid-run is made again. One that another process trains in since is left to it.
+        Makes the folder again if it was removed during the run. Raises OSError if another run has taken its place.
         """
         with self._log_lock:
             self._check_owned()
@@ -126,21 +137,21 @@ class RunDir:
 
     def _check_owned(self) -> None:
         try:
-            found = (self._absolute_path / LOG_FILE).stat()
+            there = (self._absolute_path / LOG_FILE).stat()
         except FileNotFoundError:
             self._recreate()
             return
         ours = os.fstat(self._log.fileno())
-        if (found.st_dev, found.st_ino) != (ours.st_dev, ours.st_ino):
+        if (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino):
             with (self._absolute_path / LOG_FILE).open("ab") as log:
-                if not _try_lock(log):  # no editor has replaced it, but a run
+                if not _try_lock(log):  # another run has replaced the log, not an editor
                     raise OSError(f"{self.path} is another run's now")
 
     def _recreate(self) -> None:
-        text = os.pread(self._log.fileno(), self._file_bytes(), 0)  # it is gone, and can be read
+        text = os.pread(self._log.fileno(), self._file_bytes(), 0)  # a removed file that is open can still be read
         self._absolute_path.mkdir(parents=True, exist_ok=True)
         for path, content in self._description_files.items():
-            _write_atomically(path, content)
+            write_atomically(path, content)
         log = (self._absolute_path / LOG_FILE).open("a+b", buffering=0)
         _try_lock(log)
         self._log.close()
@@ -150,89 +161,8 @@ class RunDir:
         self._log.close()
 
 
-def check_run_name(parent: Path, name: str | None, identity: Identity | None = None) -> None:
-    """Raise SettingError for a name that another run has, or that is no name of a folder."""
-    if name is None:
-        return
-    if not name or Path(name).name != name or name in (".", "..") or not name.isprintable():
-        need = "the name of a folder, without a path or control characters"
-        raise SettingError(Problem(f"name = {name!r}", need, "name=first-try"))
-    if len(os.fsencode(name)) > MAX_NAME_BYTES:
-        raise SettingError(Problem(f"name = {name[:20]}… of {len(name)} letters", f"at most {MAX_NAME_BYTES} bytes"))
-    path = parent / name
-    if not path.exists():
-        return
-    theirs = read_identity(path)
-    if identity is None or theirs is None or canonical_json(theirs) != canonical_json(identity):
-        got = f"{path} is there already{_format_identity_difference(theirs, identity)}"
-        raise SettingError(Problem(got, "a name of its own for every run", f"name={name}-2"))
-
-
-def read_identity(path: Path) -> dict[str, Any] | None:
-    """What makes the run in this folder the same run; None where it does not say."""
-    try:
-        found = from_json(read_bounded(path / SETTINGS_FILE), dict[str, Any]).get("identity")
-    except (OSError, DecodeError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _format_identity_difference(theirs: Identity | None, ours: Identity | None) -> str:
-    if theirs is None or ours is None:
-        return ""
-    now = msgspec.json.decode(canonical_json(ours), type=dict[str, Any])
-    return f", with another {', '.join(_differing_fields(theirs, now))}"
-
-
-def _differing_fields(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[str]:
-    """The names under which two identities differ, with what is there and what is wanted."""
-    for name in {**theirs, **ours}:
-        there, here = theirs.get(name), ours.get(name)
-        if isinstance(there, dict) and isinstance(here, dict):
-            yield from _differing_fields(there, here)
-        elif there != here:
-            yield f"{name} ({_format_value(there)} there, {_format_value(here)} here)"
-
-
-def _format_value(value: Any) -> str:
-    return "none" if value is None else json.dumps(value)
-
-
-def read_finished_record(path: Path) -> dict[str, Any] | None:
-    """The last line of the log of a run that has ended well; None for any other."""
-    with contextlib.suppress(OSError, DecodeError):
-        check_not_pipe(path / LOG_FILE)
-        with (path / LOG_FILE).open("rb") as log:
-            log.seek(max(0, os.fstat(log.fileno()).st_size - 2**16))
-            last = log.read().splitlines()[-1:]
-        line = from_json(last[0], dict[str, Any]) if last else {}
-        return line if isinstance(line.get("finished"), int) else None
-    return None
-
-
-def format_finished(path: Path, record: Mapping[str, Any], plan: Plan) -> str:
-    """What is said of a run that has ended already, with the last line of its log, to who asks for `plan`."""
-    theirs = _differing_plan_fields(path, plan)
-    had = f"; it had {', '.join(theirs)}, the same training" if theirs else ""
-    ended = f"{path} is finished ({record['finished']} steps{had})"
-    return f"{ended}: fourfold train … name=another for a new run, or fresh=true to start over"
-
-
-def _differing_plan_fields(path: Path, plan: Plan) -> list[str]:
-    """The fields that the run in this folder has otherwise, as it has them; none where it does not say."""
-    try:
-        theirs = Plan.from_toml(read_bounded(path / PLAN_FILE).decode())
-    except (OSError, UnicodeDecodeError, DecodeError, PlanError):
-        return []
-    return [
-        f"{name} = {_format_value(getattr(theirs, name))}"
-        for name in FIELDS
-        if getattr(theirs, name) != getattr(plan, name)
-    ]
-
-
 def archive_run(path: Path) -> Path | None:
-    """Give a run's folder another name, so that the run can start over; None where there is no folder."""
+    """Rename a run's folder so that the run can start over; returns the new path, None if there is no folder."""
     if not path.exists():
         return None
     with _wrap_write_errors(path / LOG_FILE):
@@ -246,64 +176,49 @@ def archive_run(path: Path) -> Path | None:
     return target
 
 
-def _create(parent: Path, name: str | None, *, label: str, identity: Identity) -> Path:
-    """The folder, with its identity in it from the first moment."""
+def _create(parent: Path, name: str | None, *, run_prefix: str, identity: Identity) -> Path:
+    """The run's folder; a new one has its settings.json from the first moment, because it is renamed into place."""
     if name is not None and (parent / name).exists():
         return parent / name
     staging = parent / f".new-{secrets.token_hex(8)}"
     with _wrap_write_errors(staging):
         staging.mkdir(parents=True)
     try:
-        _write_settings(staging, {"identity": identity})
+        _write_file(staging / SETTINGS_FILE, _encode_settings({"identity": identity}))
     except TrainingError:
         shutil.rmtree(staging, ignore_errors=True)
         raise
-    for number in range(1, 10_000):
-        path = parent / (name if name is not None else f"{label}-{number}")
+    for number in range(1, MAX_UNNAMED_RUNS):
+        path = parent / (name if name is not None else f"{run_prefix}-{number}")
         with contextlib.suppress(OSError):
-            staging.rename(path)  # fails where there is a folder with anything in it
+            staging.rename(path)  # fails if the folder exists and is not empty
             return path
         if name is not None:
             break
     (staging / SETTINGS_FILE).unlink()
     staging.rmdir()
-    raise SettingError(Problem(f"{parent / (name or label)}-… cannot be made", "a folder", "name=another"))
+    raise SettingError(Problem(f"{parent / (name or run_prefix)}-… cannot be made", "a folder", "name=another"))
 
 
 def _check_is_dir(path: Path) -> None:
-    """Raise SettingError where something else has the place of a folder: nothing could be saved there."""
+    """Raise SettingError if something other than a folder has this path: nothing could be saved there."""
     if os.path.lexists(path) and not path.is_dir():
         got = f"{path} is {'a link to nothing' if path.is_symlink() else 'no folder'}"
         raise SettingError(Problem(got, "a folder for the checkpoints", "another name for what is there"))
-
-
-def _write_settings(path: Path, record: Mapping[str, Any]) -> None:
-    _write_file(path / SETTINGS_FILE, _encode_settings(record))
 
 
 def _encode_settings(record: Mapping[str, Any]) -> bytes:
     return msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n"
 
 
-def _write_file(path: Path, text: bytes) -> None:
+def _write_file(path: Path, content: bytes) -> None:
     with _wrap_write_errors(path):
-        _write_atomically(path, text)
-
-
-def _write_atomically(path: Path, text: bytes) -> None:
-    """A file's new content: whole, or not at all. Raises OSError."""
-    partial = path.with_name(f".{path.name}")
-    try:
-        partial.write_bytes(text)
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
+        write_atomically(path, content)
 
 
 @contextlib.contextmanager
 def _wrap_write_errors(path: Path) -> Iterator[None]:
-    """Within: what the disk does not take is told with its name, which an error of `write` has not."""
+    """Within: an OSError becomes a TrainingError that names the file, which an error of `write` does not."""
     try:
         yield
     except OSError as error:
@@ -314,13 +229,13 @@ def _wrap_write_errors(path: Path) -> Iterator[None]:
 
 
 def _lock_run(file: Any, path: Path) -> None:
-    """Hold the run until this process ends. Raises SettingError where another one does."""
+    """Lock the run until this process ends. Raises SettingError if another process has locked it."""
     if not _try_lock(file):
         raise SettingError(Problem(f"{path} is being trained by another process", "one at a time", "name=another"))
 
 
 def _try_lock(file: Any) -> bool:
-    """Whether no other process holds this file, which this one holds from now on."""
+    """Lock a file for this process. Returns False if another process has locked it."""
     with contextlib.suppress(OSError):  # a file system without locks
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,6 +1,6 @@
-"""Speaker: rank 0's log and progress line.
+"""Run logger: a run's log, its list of faults and its progress display.
 
-Law: rank 0 alone writes and speaks; on other ranks the same calls only count.
+Law: only rank 0 writes and prints; on other ranks the same calls only count.
 """
 
 import platform
@@ -8,7 +8,6 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,8 +18,11 @@ from fourfold.step.metrics import Metrics
 from fourfold.step.nan_guard import Skipped
 from fourfold.trainer import fault_log
 from fourfold.trainer.fault_log import Fault
-from fourfold.trainer.run_dir import RunDir, RunInfo, format_finished
-from fourfold.trainer.settings import Settings, tuned_batch_size
+from fourfold.trainer.lr_factors import tuned_batch_size
+from fourfold.trainer.run_dir import RunDir, RunInfo
+from fourfold.trainer.run_identity import format_finished, run_identity
+from fourfold.trainer.settings import Settings
+from fourfold.trainer.summary import RunResult, format_metrics, format_offload, format_summary
 from fourfold.words.errors import os_error_text
 from fourfold.words.progress import ProgressLine
 from fourfold.words.task import Task
@@ -30,7 +32,7 @@ AVERAGED_STEPS = 20  # steps over which the progress line averages
 
 
 class ProgressDisplay(Protocol):
-    """Who tells people how the run goes."""
+    """What shows people how a run goes."""
 
     def start(self, text: str) -> None: ...
     def show_step(self, line: ProgressLine) -> None: ...
@@ -38,21 +40,8 @@ class ProgressDisplay(Protocol):
     def finish(self, text: str) -> None: ...
 
 
-@dataclass(frozen=True)
-class RunResult:
-    """How a run ended. `valid` holds "loss" and the task's own measures; `rate` is units per second over the run."""
-
-    folder: Path | None
-    steps: int
-    loss: float
-    valid: Mapping[str, float]
-    units_per_second: float
-    seconds: float
-    sample: str | None
-
-
 class RunLogger:
-    """Rank 0's log and progress line; on other ranks it only counts."""
+    """Rank 0's log and progress display."""
 
     def __init__(self, task: Task, settings: Settings, *, rank: int, report: ProgressDisplay | None) -> None:
         self.rank, self._task, self._settings, self._report = rank, task, settings, report
@@ -61,25 +50,32 @@ class RunLogger:
         self._has_write_error = False
         self.run_info = RunInfo("", "", None)
         self.run_path = Path()
-        """The run's folder, wherever the program's working directory is later; on every rank."""
+        """The run's folder as an absolute path, on every rank: a task may change the working directory."""
         self.base_lrs: list[float] = []
-        """The learning rates by group, which the task's schedule multiplies."""
+        """The optimizer's learning rates by group, which the schedule multiplies."""
         self.num_units, self._first_step = 0, 0
         self._recent_metrics: deque[tuple[int, Metrics]] = deque(maxlen=AVERAGED_STEPS)
+        self._restart_clock()
+
+    def _restart_clock(self) -> None:
         self._start_time = time.perf_counter()
-        # When each of the recent steps ended, and the step before them: reading data is part of the time.
+        # The end of each recent step, and of the step before them: the time in between includes reading data.
         self._step_end_times = deque([self._start_time], maxlen=AVERAGED_STEPS + 1)
 
     @property
     def path(self) -> Path | None:
+        """The run's folder as the user named it; None on ranks other than 0."""
         return self._run_dir.path if self._run_dir else None
 
     def open_run_dir(self, step: TrainStep, plan: Plan) -> None:
-        """Open the run's folder, and tell every rank of it. Collective."""
-        s = self._settings
+        """Open the run's folder, and send its path to every rank. Collective."""
+        settings = self._settings
         self.base_lrs = [group["lr"] for group in step.optimizer.param_groups]
         if self.rank == 0:
-            self._run_dir = RunDir(Path(s.folder), s.name, label=s.label, identity=s.identity())
+            identity = run_identity(settings, plan)
+            self._run_dir = RunDir(
+                Path(settings.folder), settings.name, run_prefix=settings.run_prefix, identity=identity
+            )
             self.run_info = RunInfo(str(self._run_dir.path), secrets.token_hex(4), self._run_dir.finished_record)
             self._has_old_log = self._run_dir.log_bytes() > 0
         self.run_info = RunInfo(*step.all_gather_json(self.run_info)[0])
@@ -87,33 +83,38 @@ class RunLogger:
         if self._run_dir is None or self.run_info.finished_record is not None:
             return
         rates = self._describe_lr()
-        asked = {"steps": s.steps, "batch_size": s.batch_size, "clip": s.clip, "seed": s.seed}
-        asked |= {} if rates is None else {"rates": rates}
-        self._run_dir.write_plan_and_settings(
-            plan, {"task": s.label, **asked, **(s.extra or {}), "transport": step.transport_name}
-        )
-        parameters = sum(p.numel() for p in step.model.parameters())
-        mesh = f"{plan.mesh.size} ranks" if plan.mesh.size > 1 else "1 process"
+        record = {name: getattr(settings, name) for name in ("steps", "batch_size", "clip", "seed")}
+        record |= {} if rates is None else {"rates": rates}
+        record |= {**(settings.extra_settings or {}), "transport": step.transport_name}
+        self._run_dir.write_plan_and_settings(plan, {"task": settings.run_prefix, **record})
         if self._report is not None:
-            self._report.start(f"{s.label} · {format_count(parameters)} parameters · {mesh} · {step.transport_name}")
-            if rates is not None:
-                self._report.print_message(rates)
-            for name, need in plan.ineffective_fields.items():
-                self._report.print_message(f"{name} = {getattr(plan, name)} has no effect without {need}")
-            if plan.offload == "states":
-                self._report.print_message(format_offload(step.device.type))
+            self._show_start(self._report, step, plan, rates)
+
+    def _show_start(self, report: ProgressDisplay, step: TrainStep, plan: Plan, rates: str | None) -> None:
+        parameters = format_count(sum(p.numel() for p in step.model.parameters()))
+        mesh = f"{plan.mesh.size} ranks" if plan.mesh.size > 1 else "1 process"
+        report.start(f"{self._settings.run_prefix} · {parameters} parameters · {mesh} · {step.transport_name}")
+        if rates is not None:
+            report.print_message(rates)
+        for name, need in plan.ineffective_fields.items():
+            report.print_message(f"{name} = {getattr(plan, name)} has no effect without {need}")
+        if plan.offload == "states":
+            report.print_message(format_offload(step.device.type))
 
     def _describe_lr(self) -> str | None:
-        """What the run makes of the optimizer's rates, where it was asked to make something of them."""
+        """How the run's `rates` change the optimizer's learning rates; None without `rates`."""
         if self._settings.rates is None:
             return None
-        sizes = {"batch_size": self._settings.batch_size, "tuned": tuned_batch_size(self._task)}
-        return self._settings.rates.describe(self.base_lrs, **sizes, has_task_schedule=self._task.schedule is not None)
+        return self._settings.rates.describe(
+            self.base_lrs,
+            batch_size=self._settings.batch_size,
+            tuned_batch_size=tuned_batch_size(self._task),
+            has_task_schedule=self._task.schedule is not None,
+        )
 
     def log_resumed(self, progress: TrainingProgress | None) -> TrainingProgress:
-        """The run goes on from there. None: it begins."""
-        self._start_time = time.perf_counter()
-        self._step_end_times = deque([self._start_time], maxlen=AVERAGED_STEPS + 1)
+        """Log that the run resumes from `progress`, or begins if that is None; returns where it starts."""
+        self._restart_clock()
         if progress is None:
             if self._run_dir is not None and self._has_old_log:
                 self.log_message(f"{self._run_dir.path} has no good checkpoint: it begins again")
@@ -125,23 +126,23 @@ class RunLogger:
         return progress
 
     def finished_result(self, plan: Plan) -> RunResult:
-        """What a run that has ended already told at its end."""
-        line = self.run_info.finished_record or {}
+        """The result of a run that had finished before, read from the last line of its log."""
+        record = self.run_info.finished_record or {}
         path = Path(self.run_info.path)
         if self._report is not None:
-            self._report.finish(format_finished(path, line, plan))
-        loss = line.get("loss")
-        numbers = {name: float("nan") if value is None else value for name, value in line.get("valid", {}).items()}
-        loss = float("nan") if loss is None else loss
-        return RunResult(path, line["finished"], loss, numbers, line.get("rate", 0.0), line.get("seconds", 0.0), None)
+            self._report.finish(format_finished(path, record, plan))
+        valid = {name: _none_to_nan(value) for name, value in record.get("valid", {}).items()}
+        rate, seconds = record.get("rate", 0.0), record.get("seconds", 0.0)
+        return RunResult(path, record["finished"], _none_to_nan(record.get("loss")), valid, rate, seconds, None)
 
     def write_record(self, record: Mapping[str, Any]) -> None:
+        """Append a line to the log; a message says once that the disk does not take it."""
         if self._run_dir is None:
             return
         error = self._run_dir.append_record(record)
         if error is not None and not self._has_write_error:
-            said = f"metrics.jsonl could not be written: {os_error_text(error)}"
-            self.log_message(f"warning: {said}; its lines are kept, training goes on")
+            reason = f"metrics.jsonl could not be written: {os_error_text(error)}"
+            self.log_message(f"warning: {reason}; its lines are kept, training goes on")
         self._has_write_error = error is not None
 
     def log_message(self, text: str) -> None:
@@ -149,14 +150,16 @@ class RunLogger:
             self._report.print_message(text)
 
     def record_fault(self, kind: str, step: int, text: str, *, rank: int | None = None) -> None:
-        """Write down a fault that this rank has noticed; `rank` is one of this host's."""
+        """Append a fault that this rank has noticed; `rank` is a rank of this host."""
+        host = None if rank is None else platform.node()
+        self._append_fault(Fault(time=time.time(), kind=kind, step=step, rank=rank, host=host, text=text))
+
+    def _append_fault(self, fault: Fault) -> None:
         if self._run_dir is None:
             return
         try:
-            host = None if rank is None else platform.node()
-            fault = Fault(time=time.time(), kind=kind, step=step, rank=rank, host=host, text=text)
             fault_log.append_fault(self.run_path, fault)
-        except OSError as error:
+        except OSError as error:  # training must not end because a fault cannot be listed
             self.log_message(f"warning: {fault_log.FAULTS_FILE} could not be written: {os_error_text(error)}")
 
     def log_bytes(self) -> int:
@@ -171,17 +174,22 @@ class RunLogger:
             self._run_dir.sync()
 
     def log_step(self, step_number: int, metrics: Metrics, *, lr: float) -> None:
+        """Write a step's line, and show the progress. Other ranks count the samples or tokens."""
         units = metrics.tokens or metrics.samples
         self.num_units += units
         if self._run_dir is None:
             return
-        record = {"step": step_number, "loss": metrics.loss, "samples": metrics.samples, "tokens": metrics.tokens}
-        times = {
+        record: dict[str, Any] = {
+            "step": step_number,
+            "loss": metrics.loss,
+            "samples": metrics.samples,
+            "tokens": metrics.tokens,
+            "grad_norm": metrics.grad_norm,
+            "lr": float(lr),
             "seconds": metrics.seconds,
             "waiting_seconds": metrics.waiting_seconds,
             "sent_bytes": metrics.sent_bytes,
         }
-        record |= {"grad_norm": metrics.grad_norm, "lr": float(lr), **times}
         if metrics.loss_scale is not None:
             record["loss_scale"] = metrics.loss_scale
         if metrics.overflowed:
@@ -195,29 +203,24 @@ class RunLogger:
         if self._report is not None:
             self._report.show_step(self._progress_line(step_number))
 
-    def _log_skipped(self, number: int, skipped: Skipped) -> None:
-        assert self._run_dir is not None
-        try:
-            fault = Fault(
-                time=time.time(), kind="skipped step", step=number, rank=skipped.rank, host=None, text=skipped.text
-            )
-            fault_log.append_fault(self.run_path, fault)
-        except OSError as error:  # A run is worth more than the list of its faults.
-            self.log_message(f"warning: {fault_log.FAULTS_FILE} could not be written: {os_error_text(error)}")
-        self.log_message(f"skipped {skipped.text}")
+    def _log_skipped(self, step_number: int, skipped: Skipped) -> None:
+        kind, rank, text = "skipped step", skipped.rank, skipped.text
+        self._append_fault(Fault(time=time.time(), kind=kind, step=step_number, rank=rank, host=None, text=text))
+        self.log_message(f"skipped {text}")
 
-    def _progress_line(self, number: int) -> ProgressLine:
+    def _progress_line(self, step_number: int) -> ProgressLine:
         seconds = max(self._step_end_times[-1] - self._step_end_times[0], 1e-9)
         elapsed = self._step_end_times[-1] - self._start_time
         losses = [m.loss for _, m in self._recent_metrics if m.skipped is None]
+        num_steps = self._settings.steps
         return ProgressLine(
-            step=number,
-            num_steps=self._settings.steps,
+            step=step_number,
+            num_steps=num_steps,
             loss=sum(losses) / len(losses) if losses else float("nan"),
             units_per_second=sum(units for units, _ in self._recent_metrics) / seconds,
             unit=self._task.unit,
             waiting_fraction=sum(m.waiting_seconds for _, m in self._recent_metrics) / seconds,
-            remaining_seconds=elapsed / (number - self._first_step) * (self._settings.steps - number),
+            remaining_seconds=elapsed / (step_number - self._first_step) * (num_steps - step_number),
         )
 
     def log_validation(self, step_number: int, valid: Mapping[str, float]) -> None:
@@ -228,16 +231,18 @@ class RunLogger:
             self._report.print_message(f"step {step_number}   validation {format_metrics(valid)}")
 
     def finish(self, result: RunResult) -> None:
+        """Write the log's last line, and show the summary."""
         if self._run_dir is None:
             return
-        ending = {
+        record = {
+            "finished": result.steps,
             "seconds": result.seconds,
             "rate": result.units_per_second,
             "unit": self._task.unit,
             "valid": dict(result.valid),
+            "loss": result.loss,
         }
-        ending["loss"] = result.loss
-        self.write_record({"finished": result.steps, **ending})
+        self.write_record(record)
         if self._report is not None:
             self._report.finish(format_summary(result, self._task.unit, steps=result.steps - self._first_step))
 
@@ -246,23 +251,6 @@ class RunLogger:
             self._run_dir.close()
 
 
-def format_offload(device: str) -> str:
-    """What is said of states that are to rest in host memory."""
-    if device == "cpu":
-        return 'offload = "states": optimizer states are in host memory already, as all is on CPU ranks'
-    return 'offload = "states": optimizer states and weights to be updated are in host memory, where the update runs'
-
-
-def format_metrics(valid: Mapping[str, float]) -> str:
-    """Measures in one line: `loss 2.031   bits per byte 2.930`."""
-    return "   ".join(f"{name} {value:.4f}" for name, value in valid.items())
-
-
-def format_summary(result: RunResult, unit: str, *, steps: int) -> str:
-    """What is said at the end of a run, whose last `steps` steps took its time."""
-    rows = [(f"validation {name}" if name == "loss" else name, f"{value:.4f}") for name, value in result.valid.items()]
-    rows += [("training loss", f"{result.loss:.4f}"), (f"{unit} per second", f"{result.units_per_second:,.0f}")]
-    rows += [("time", f"{result.seconds:.1f} s for {steps} steps"), ("folder", str(result.folder))]
-    width = max(len(name) for name, _ in rows)
-    text = "\n".join(f"{name:<{width}}   {value}" for name, value in rows)
-    return text if not result.sample else f"{text}\n\nsample\n{result.sample}"
+def _none_to_nan(value: float | None) -> float:
+    """JSON has null where a number was not finite."""
+    return float("nan") if value is None else value

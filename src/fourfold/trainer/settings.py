@@ -1,121 +1,287 @@
-"""Settings: what a run needs beside the task and the plan, and what makes it the same run.
+"""Settings: what a run needs besides the task and the plan, each declared once.
 
-identity  the task, its settings, the number of steps, the batch size, the clip, the seed, a codec: not the mesh
-Law: two commands with the same identity are the same run, on whatever mesh.
+setting   a field of `Settings`: its type, bounds and default, one line of help, its part in the run's identity
+word      a setting as KEY=VALUE on the command line
+identity  what makes two commands the same run: the task, its settings, and the fields marked so; never the mesh
+Law: whatever lists settings is derived from these fields: the checks of `train`, the words of the command line, the
+tables of `fourfold train --help` and docs/runs.md, the identity. A new setting is one field, and one line in
+`TrainOptions`, which type checkers read.
 """
 
 import dataclasses
 import functools
-import hashlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import msgspec
 
 from fourfold.plan.intervals import DRIFT_CHECK
-from fourfold.plan.lr_schedule import LRLambda, LRSchedule
+from fourfold.plan.lr_schedule import CURVES, SCALING_RULES, LRSchedule
 from fourfold.plan.plan import Plan
+from fourfold.trainer.lr_factors import lr_factors
 from fourfold.words import argument_checks
+from fourfold.words.argument_checks import MAX_SEED
 from fourfold.words.errors import Problem, SettingError
 from fourfold.words.task import Task, check_task
 
-Identity = Mapping[str, Any]
+TRACE_EVERY = 100  # steps
+TASK_FIELDS = ("steps", "batch_size", "clip")  # a task has them too; None takes the task's
+LR_PREFIX = "lr_"  # lr_warmup is the word of LRSchedule.warmup
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a setting means, and which values it may have.
+
+    type         int, float, str, bool, tuple (of numbers), os.PathLike, Mapping, or the class of an object
+    check        (value, name) -> problems, where the type and the bounds do not say it all
+    attempt      what an error suggests
+    default_text  the default as tables show it; "": the field's own
+    in_identity  "if given": unless it is None
+    word         fields that differ on the command line; None: no word of the command line
+    """
+
+    help: str
+    type: Any
+    is_optional: bool = False
+    minimum: int | None = None
+    above: float | None = None
+    maximum: int | None = None
+    choices: tuple[str, ...] = ()
+    check: Callable[[Any, str], list[Problem]] | None = None
+    attempt: str = ""
+    default_text: str = ""
+    in_identity: Literal["never", "always", "if given"] = "never"
+    word: Mapping[str, Any] | None = field(default_factory=dict)
+
+    def problems(self, name: str, value: Any) -> list[Problem]:
+        """The problem with a value given in Python, if there is one."""
+        if value is None and self.is_optional:
+            return []
+        if self.check is not None:
+            return self.check(value, name)
+        optional, attempt = self.is_optional, self.attempt
+        checks: dict[Any, Callable[..., list[Problem]]] = {
+            int: functools.partial(argument_checks.int_problems, minimum=self.minimum or 0, attempt=attempt),
+            float: functools.partial(argument_checks.positive_problems, attempt=attempt),
+            str: argument_checks.str_problems,
+            os.PathLike: functools.partial(argument_checks.str_problems, path=True),
+            Mapping: argument_checks.mapping_problems,
+        }
+        of_class = functools.partial(argument_checks.instance_problems, kind=self.type, attempt=attempt)
+        return checks.get(self.type, of_class)(name, value, optional=optional)
+
+
+def setting(default: Any = dataclasses.MISSING, /, **declared: Any) -> Any:
+    """A dataclass field that is a setting; `declared` are fields of `Setting`. Without a default it must be given."""
+    return field(default=default, metadata={"setting": Setting(**declared)})
+
+
+def declared_settings(settings: Any) -> dict[str, Setting]:
+    """The settings that a dataclass declares, or the class of an instance, by name."""
+    return {each.name: each.metadata["setting"] for each in dataclasses.fields(settings)}
+
+
+def _ema_problems(value: Any, name: str) -> list[Problem]:
+    if argument_checks.is_real(value) and 0 < value < 1:
+        return []
+    return [Problem(f"{name} = {value!r}", "more than 0, less than 1", "ema=0.999")]
+
+
+def _json_problems(value: Any, name: str) -> list[Problem]:
+    """What of a dict cannot stand in settings.json."""
+    problems = argument_checks.mapping_problems(name, value, optional=True)
+    for key, each in value.items() if not problems else ():
+        try:
+            msgspec.json.encode({key: each})
+        except (TypeError, ValueError, OverflowError) as error:
+            problems.append(Problem(f"{name}[{key!r}]: {error}", "a value that JSON can hold"))
+    return problems
+
+
+# On the command line a setting that is not wanted is left out.
+GIVEN = {"is_optional": False}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a run needs beside the task and the plan; see `train`."""
+    """What a run needs besides the task and the plan."""
 
-    steps: int
-    batch_size: int
+    steps: int = setting(
+        type=int,
+        minimum=0,
+        help="optimizer steps",
+        default_text="the task's",
+        in_identity="always",
+        word={"minimum": 1},
+    )
+    batch_size: int = setting(
+        type=int, minimum=1, help="samples in a global batch", default_text="the task's", in_identity="always"
+    )
+    clip: float | None = setting(
+        type=float,
+        is_optional=True,
+        above=0,
+        attempt="clip=1.0",
+        help="largest norm of the gradient; none: no limit",
+        default_text="the task's",
+        in_identity="always",
+    )
+    seed: int = setting(
+        0,
+        type=int,
+        check=argument_checks.seed_problems,
+        help="of the weights, the order of the samples and dropout",
+        in_identity="always",
+        word={"minimum": 0, "maximum": MAX_SEED},
+    )
+    evaluate_every: int | None = setting(
+        None,
+        type=int,
+        minimum=0,
+        is_optional=True,
+        help="steps between evaluations; a new least validation loss is saved",
+        default_text="at the end only",
+        word={"minimum": 1, **GIVEN},
+    )
+    trace_every: int = setting(
+        TRACE_EVERY, type=int, minimum=0, help="steps between those recorded in trace.json, after 3 and 4; 0: none"
+    )
+    name: str | None = setting(
+        None, type=str, is_optional=True, help="the run's name", default_text="task and identity", word=GIVEN
+    )
+    folder: str = setting("runs", type=os.PathLike, help="where the run's folder is", word=None)
+    run_prefix: str = setting("run", type=str, help="what the name of an unnamed run begins with", word=None)
+    task_name: str | None = setting(
+        None, type=str, is_optional=True, help="the task in the identity; None: run_prefix", word=None
+    )
+    extra_settings: Mapping[str, Any] | None = setting(
+        None, type=Mapping, is_optional=True, check=_json_problems, help="the task's, for the identity", word=None
+    )
+    checkpoint_every: int = setting(
+        100, type=int, minimum=0, help="steps between checkpoints; 0: none, not even of the last step"
+    )
+    ema: float | None = setting(
+        None,
+        type=float,
+        is_optional=True,
+        above=0,
+        check=_ema_problems,
+        help="decay of the average of the weights that is kept",
+        default_text="no average",
+        in_identity="if given",
+    )
+    init: str | None = setting(
+        None,
+        type=os.PathLike,
+        is_optional=True,
+        help="a safetensors file of weights to begin with",
+        default_text="random",
+        in_identity="if given",
+        word=GIVEN,
+    )
+    skip_nan: int = setting(
+        0, type=int, minimum=0, help="steps in a row that may be skipped because the loss or gradient is not finite"
+    )
+    drift_check: int = setting(
+        DRIFT_CHECK, type=int, minimum=0, help="steps between checks that ranks hold the same weights; 0: never"
+    )
+    rates: LRSchedule | None = setting(  # noqa: RUF009 (a field, as the others)
+        None,
+        type=LRSchedule,
+        is_optional=True,
+        attempt='ff.LRSchedule(schedule="cosine")',
+        help="scaling, warm-up and schedule of the learning rate",
+        in_identity="if given",
+        word=None,  # its fields are: LR_SETTINGS
+    )
+
+
+class TrainOptions(TypedDict, total=False):
+    """The keywords of `train` that are settings."""
+
+    steps: int | None
+    batch_size: int | None
     clip: float | None
-    seed: int = 0
-    evaluate_every: int | None = None
-    trace_every: int = 0
-    name: str | None = None
-    folder: str = "runs"
-    label: str = "run"
-    spec: str | None = None
-    extra: Mapping[str, Any] | None = field(default=None)
-    checkpoint_every: int = 100
-    ema: float | None = None
-    init: str | None = None
-    skip_nan: int = 0
-    drift_check: int = DRIFT_CHECK
-    rates: LRSchedule | None = None
-    training: Mapping[str, Any] = field(default_factory=dict)
-    """Of the plan: what makes another training of it."""
+    seed: int
+    evaluate_every: int | None
+    trace_every: int
+    name: str | None
+    folder: str
+    run_prefix: str
+    task_name: str | None
+    extra_settings: Mapping[str, Any] | None
+    checkpoint_every: int
+    ema: float | None
+    init: str | None
+    skip_nan: int
+    drift_check: int
+    rates: LRSchedule | None
 
-    def identity(self) -> Identity:
-        """What makes a run the same run, as JSON has it."""
-        asked = {"steps": self.steps, "batch_size": self.batch_size, "clip": self.clip, "seed": self.seed}
-        over = {"ema": self.ema, "init": self.init, "rates": self.rates and self.rates.non_default_fields()}
-        given = {name: value for name, value in over.items() if value is not None} | dict(self.training)
-        return {"task": self.spec or self.label, "settings": dict(self.extra or {}), **asked, **given}
+
+# Words of the command line for the fields of `LRSchedule`, which checks their values.
+LR_SETTINGS = {
+    "schedule": Setting(
+        type=str,
+        choices=tuple(CURVES),
+        help="the curve of the learning rate: " + ", ".join(CURVES),
+        default_text="the task's",
+    ),
+    "warmup": Setting(type=int, minimum=0, help="steps in which the rate rises to its full value"),
+    "scale": Setting(
+        type=str, choices=tuple(SCALING_RULES), help="the rate by the batch size: " + ", ".join(SCALING_RULES)
+    ),
+    "batch_size": Setting(
+        type=int, minimum=1, help="the batch size that the rate was tuned for", default_text="the task's"
+    ),
+    "milestones": Setting(
+        type=tuple, help="of step: shares of all steps at which the rate drops", default_text="1/3, 2/3, 8/9"
+    ),
+    "drop": Setting(type=float, above=0, help="of step: factor of the rate at each milestone"),
+    "floor": Setting(type=float, minimum=0, help="of linear and cosine: share of the rate that is left at the end"),
+}
 
 
 def make_settings(task: Task, **given: Any) -> Settings:
-    """The settings of a run: what was given, the task's own for the rest. Raises SettingError."""
+    """The settings of a run: what is given, and the task's steps, batch size and clip where they are None.
+
+    Raises SettingError with all problems.
+    """
     check_task(task)
-    own = {name: getattr(task, name) for name in ("steps", "batch_size", "clip") if given.get(name) is None}
-    settings = Settings(**{**given, **own})
-    if problems := _setting_problems(settings):
+    from_task = {name: getattr(task, name) for name in TASK_FIELDS if given.get(name) is None}
+    settings = Settings(**{**given, **from_task})
+    if problems := setting_problems(settings):
         raise SettingError(problems, where="the settings")
     settings = _to_builtin_types(settings)
-    lr_factors(task, settings)
+    lr_factors(task, steps=settings.steps, batch_size=settings.batch_size, rates=settings.rates)
     return settings
+
+
+def setting_problems(settings: Settings) -> list[Problem]:
+    """Every setting that has an impossible value."""
+    return [
+        problem
+        for name, each in declared_settings(settings).items()
+        for problem in each.problems(name, getattr(settings, name))
+    ]
 
 
 def _to_builtin_types(settings: Settings) -> Settings:
     """NumPy's numbers and paths become Python's own, which JSON can hold."""
-    whole = ("steps", "batch_size", "seed", "skip_nan", "trace_every", "evaluate_every")
-    whole += ("checkpoint_every", "drift_check")
-    kinds: dict[str, Callable[[Any], Any]] = {"clip": float, "ema": float, "folder": os.fspath, "init": os.fspath}
-    kinds |= dict.fromkeys(whole, int)
-    values = {name: getattr(settings, name) for name in kinds}
-    # Python's own stay as they are: 1 and 1.0 are different texts in the identity of a run.
-    others = {name: value for name, value in values.items() if type(value) not in (int, float, str, type(None))}
-    return dataclasses.replace(settings, **{name: kinds[name](value) for name, value in others.items()})
-
-
-def _setting_problems(settings: Settings) -> list[Problem]:
-    """Every setting that has an impossible value."""
-    problems = argument_checks.int_problems("steps", settings.steps, minimum=0)
-    problems += argument_checks.int_problems("batch_size", settings.batch_size, minimum=1)
-    problems += argument_checks.positive_problems("clip", settings.clip, optional=True, attempt="clip=1.0")
-    problems += argument_checks.seed_problems(settings.seed)
-    for name in ("trace_every", "checkpoint_every", "skip_nan", "drift_check"):
-        problems += argument_checks.int_problems(name, getattr(settings, name), minimum=0)
-    problems += argument_checks.int_problems("evaluate_every", settings.evaluate_every, minimum=0, optional=True)
-    if settings.ema is not None and not (argument_checks.is_real(settings.ema) and 0 < settings.ema < 1):
-        problems.append(Problem(f"ema = {settings.ema!r}", "more than 0, less than 1", "ema=0.999"))
-    for name in ("name", "spec"):
-        problems += argument_checks.str_problems(name, getattr(settings, name), optional=True)
-    problems += argument_checks.str_problems("label", settings.label)
-    problems += argument_checks.str_problems("folder", settings.folder, path=True)
-    problems += argument_checks.str_problems("init", settings.init, path=True, optional=True)
-    problems += argument_checks.instance_problems(
-        "rates", settings.rates, LRSchedule, optional=True, attempt='ff.Rates(schedule="cosine")'
-    )
-    problems += argument_checks.mapping_problems("extra", settings.extra, optional=True)
-    return problems or _json_problems(settings)
-
-
-def _json_problems(settings: Settings) -> list[Problem]:
-    """What of `extra` cannot stand in settings.json."""
-    problems = []
-    for name, value in (settings.extra or {}).items():
-        try:
-            msgspec.json.encode({name: value})
-        except (TypeError, ValueError, OverflowError) as error:
-            problems.append(Problem(f"extra[{name!r}]: {error}", "a value that JSON can hold"))
-    return problems
+    converters: dict[Any, Callable[[Any], Any]] = {int: int, float: float, os.PathLike: os.fspath}
+    changed = {}
+    for name, each in declared_settings(settings).items():
+        value = getattr(settings, name)
+        # Python's own stay as they are: 1 and 1.0 are different texts in the identity of a run.
+        if each.type in converters and type(value) not in (int, float, str, type(None)):
+            changed[name] = converters[each.type](value)
+    return dataclasses.replace(settings, **changed)
 
 
 def check_steps(steps: int, plan: Plan) -> None:
-    """Raises SettingError where a run would end before its ranks have met."""
+    """Raise SettingError where a run would end between two synchronizations of its local steps."""
     period = plan.sync_interval
     if steps % period == 0:
         return
@@ -126,42 +292,11 @@ def check_steps(steps: int, plan: Plan) -> None:
 
 
 def format_delayed(settings: Settings, plan: Plan) -> str | None:
-    """What is said of a run whose evaluations or checkpoints cannot be just when they were asked for."""
+    """Which evaluations or checkpoints come later than asked for, because ranks have the same weights only then."""
     asked = {"checkpoint_every": settings.checkpoint_every, "evaluate_every": settings.evaluate_every or 0}
-    late = [f"{name} = {every}" for name, every in asked.items() if every % plan.sync_interval]
-    if not late:
+    delayed = [f"{name} = {every}" for name, every in asked.items() if every % plan.sync_interval]
+    if not delayed:
         return None
-    return f"{' and '.join(late)}: done at the next multiple of {plan.sync_interval}, where ranks have the same weights"
-
-
-def lr_factors(task: Task, settings: Settings) -> LRLambda | None:
-    """The factor of the learning rate at each step; None where the rate stays what the optimizer has.
-
-    Raises SettingError where the rates do not go with the run.
-    """
-    own = None if task.schedule is None else functools.partial(_task_lr_factor, task, settings.steps)
-    if settings.rates is None:
-        return own
-    return settings.rates.lr_lambda(
-        steps=settings.steps, batch_size=settings.batch_size, tuned_batch_size=tuned_batch_size(task), task_schedule=own
+    return (
+        f"{' and '.join(delayed)}: done at the next multiple of {plan.sync_interval}, where ranks have the same weights"
     )
-
-
-def _task_lr_factor(task: Task, steps: int, step: int) -> float:
-    assert task.schedule is not None
-    return task.schedule(step, steps)
-
-
-def tuned_batch_size(task: Task) -> int:
-    """The global batch size that the task's rate was tuned for."""
-    return task.batch_size if task.tuned_for is None else task.tuned_for
-
-
-def default_run_name(label: str, identity: Identity) -> str:
-    """The name of a run that was given none: the same for the same command."""
-    return f"{label}-{hashlib.blake2b(canonical_json(identity), digest_size=3).hexdigest()}"
-
-
-def canonical_json(identity: Identity) -> bytes:
-    """The same text for the same identity."""
-    return msgspec.json.encode(identity, order="sorted")

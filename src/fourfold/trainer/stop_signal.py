@@ -1,13 +1,13 @@
-"""Stop requests: SIGTERM and Ctrl-C (SIGINT), and the end of a process that does not answer one.
+"""Stop signals: SIGTERM and Ctrl-C (SIGINT) ask a run to save and end; a process that does not answer is ended.
 
-request  the first signal: it leaves a note, of which all ranks learn with the next step; they save, and end together
-again    a signal that comes later than REPEAT_SECONDS after the request: it ends the process at once
-overdue  since the request, and for `stop_seconds`, no step, evaluation or checkpoint has ended: the process is ended
-Law: a request is answered between two steps, by all ranks; a process that does not come so far is ended all the same.
+request  the first signal: all ranks learn of it with the next step, save, and end together
+repeat   a signal more than REPEAT_SECONDS after the request: it ends the process at once
+overdue  no step, evaluation or checkpoint has ended within `stop_seconds` of the request: the process is ended
+Law: all ranks answer a request between two steps; a process that does not get that far is ended anyway.
 
-Python runs signal handlers in the main thread, between two of its instructions: never, where a step does not return.
-So a thread listens too; it is woken by Python's wakeup file, into which the signal itself writes. It needs the GIL:
-where a call holds on to that, only SIGKILL helps (a launcher of ours sends it).
+Python runs signal handlers in the main thread, between two of its instructions: never, if a step does not return. So a
+thread listens too; the signal wakes it through Python's wakeup file descriptor. The thread needs the GIL: if a call
+never releases that, only SIGKILL helps (fourfold's own launcher sends it).
 """
 
 import _thread
@@ -28,23 +28,22 @@ from typing import NoReturn
 from fourfold.checkpoint.store import resume_hint
 from fourfold.environment.world import World
 from fourfold.trainer.heartbeat import Heartbeat
+from fourfold.trainer.stack_text import MAX_FRAMES, waits_for_peers
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, REQUEUE_EXIT_CODE, Problem, SettingError
 
 STOP_SECONDS_VARIABLE = "FOURFOLD_STOP_SECONDS"
 STOP_SECONDS = 25.0  # below the 30 s that Slurm and Kubernetes leave between SIGTERM and SIGKILL
-# One request may come as several signals: `timeout` sends SIGTERM to its child and to its process group, a launcher
-# forwards what its ranks have got too, and a wrapper forwards the Ctrl-C that the terminal has sent already.
+# One request may arrive as several signals: `timeout` signals its child and the child's process group, a launcher
+# forwards a signal that its ranks have received too, and a wrapper forwards a Ctrl-C that the terminal has sent.
 REPEAT_SECONDS = {signal.SIGTERM: 1.0, signal.SIGINT: 0.3}
 EXIT_CODES = {signal.SIGTERM: REQUEUE_EXIT_CODE, signal.SIGINT: INTERRUPT_EXIT_CODE}
 INTERRUPT_SECONDS = 3.0  # for a KeyboardInterrupt to end the training
 SAVING_TEXT = "saving after this step, then ending; Ctrl-C again ends at once"
-MAX_FRAMES = 6  # frames that are shown
-COMM_PATH = os.path.join("fourfold", "parts", "comm") + os.sep
-CLOSE_BYTE = 0  # no signal has this number: the listening is over
+CLOSE_BYTE = 0  # no signal has this number: it ends the listening thread
 
 
 def stop_seconds(environ: Mapping[str, str] = os.environ) -> float:
-    """How long a process that was asked to stop may go without a finished step. Raises SettingError."""
+    """How long a process that was asked to stop may go without finishing a step. Raises SettingError."""
     text = environ.get(STOP_SECONDS_VARIABLE, "")
     try:
         seconds = float(text or STOP_SECONDS)
@@ -61,31 +60,31 @@ def stop_seconds(environ: Mapping[str, str] = os.environ) -> float:
 def handle_stop_signals(
     heartbeat: Heartbeat, run_dir: Path, world: World, *, limit_seconds: float
 ) -> Iterator[Callable[[], int]]:
-    """Within: SIGTERM and Ctrl-C are requests to stop; the function given returns the one that came, or 0.
+    """Within: SIGTERM and Ctrl-C are requests to stop. The function yielded returns the request's signal, 0 before it.
 
-    A handler of the user's own is left alone, and so is every signal outside the main thread. `beats`: what this rank
-    is at; `folder`: the run's; `limit`: `stop_seconds`. Raises KeyboardInterrupt at a second Ctrl-C.
+    Signals that the user handles are left alone, and so are all signals outside the main thread. `limit_seconds`: see
+    `stop_seconds`. Raises KeyboardInterrupt at a second Ctrl-C.
     """
-    mine = _unhandled_signals() if threading.current_thread() is threading.main_thread() else []
-    if not mine:
+    signals = _unhandled_signals() if threading.current_thread() is threading.main_thread() else []
+    if not signals:
         yield lambda: 0
         return
-    requests = StopSignalHandler(mine, heartbeat, run_dir, world, limit_seconds)
-    requests.install()
+    handler = StopSignalHandler(signals, heartbeat, run_dir, world, limit_seconds)
+    handler.install()
     try:
-        yield lambda: requests.signal_number
+        yield lambda: handler.signal_number
     finally:
-        requests.uninstall()
+        handler.uninstall()
 
 
 def _unhandled_signals() -> list[signal.Signals]:
-    """The signals that nobody handles in a way of their own."""
+    """The stop signals that still have Python's default handlers."""
     default = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
     return [number for number, handler in default.items() if signal.getsignal(number) is handler]
 
 
 class StopSignalHandler:
-    """The requests to this process. `number`: the signal that the first one was; 0 before."""
+    """The requests to this process. `signal_number`: the first request's signal; 0 before it."""
 
     def __init__(
         self, signals: list[signal.Signals], heartbeat: Heartbeat, run_dir: Path, world: World, limit_seconds: float
@@ -98,7 +97,7 @@ class StopSignalHandler:
         self._requested_at: float | None = None
         """When the request came, on the monotonic clock."""
         self._previous_wakeup_fd = -1
-        """The file that signals were written into before; -1: none."""
+        """The wakeup file descriptor that was set before; -1: none."""
         self._interrupted_at: float | None = None
         """When a second Ctrl-C came."""
         self._thread = threading.Thread(target=self._watch, name="fourfold stop", daemon=True)
@@ -119,25 +118,25 @@ class StopSignalHandler:
         os.close(self._write_fd)
 
     def restore_handlers(self) -> None:
-        """The signals are handled as before."""
+        """Set the handlers and the wakeup file descriptor from before `install`."""
         signal.set_wakeup_fd(self._previous_wakeup_fd)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """The handler, in the main thread. When a signal came, and so what it means, the other thread knows."""
+        """The handler, in the main thread. The listening thread decides what a signal means, by when it came."""
         self.signal_number = self.signal_number or number
         if self._interrupted_at is not None:
             raise KeyboardInterrupt
 
-    # ---- the thread
+    # ---- the listening thread
 
     def _watch(self) -> None:
-        waiting = select.poll()
-        waiting.register(self._read_fd, select.POLLIN)
+        poll = select.poll()
+        poll.register(self._read_fd, select.POLLIN)
         while True:
-            left = self._deadline() - time.monotonic()
-            if waiting.poll(None if left == math.inf else max(0.0, 1000 * left)):
+            remaining = self._deadline() - time.monotonic()
+            if poll.poll(None if remaining == math.inf else max(0.0, 1000 * remaining)):
                 numbers = os.read(self._read_fd, 4096)
                 if CLOSE_BYTE in numbers:
                     return
@@ -148,7 +147,7 @@ class StopSignalHandler:
 
     def _deadline(self) -> float:
         """When this process is ended."""
-        # Where a person types, in a notebook, the process is more than this run.
+        # In a notebook or a Python prompt the process is more than this run.
         if self._requested_at is None or (self.signal_number == signal.SIGINT and hasattr(sys, "ps1")):
             return math.inf
         if self._interrupted_at is not None:
@@ -157,8 +156,8 @@ class StopSignalHandler:
 
     def _on_wakeup_byte(self, number: int) -> None:
         if number not in self._handlers:
-            if self._previous_wakeup_fd >= 0:  # an event loop's, which listens in the same way
-                with contextlib.suppress(BlockingIOError):  # it is full, and so it wakes its reader all the same
+            if self._previous_wakeup_fd >= 0:  # that of an event loop, which listens in the same way
+                with contextlib.suppress(BlockingIOError):  # full, so its reader wakes up anyway
                     os.write(self._previous_wakeup_fd, bytes([number]))
             return
         if self._requested_at is None:
@@ -177,10 +176,9 @@ class StopSignalHandler:
 
     def _exit_overdue(self) -> NoReturn:
         frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])[::-1][:MAX_FRAMES]
-        waits = self._world.size > 1 and any(COMM_PATH in frame.filename for frame in frames)
         number = self.signal_number if self._interrupted_at is None else signal.SIGINT
-        if waits:  # for a rank that tells more
-            self._exit(number, "")
+        if self._world.size > 1 and waits_for_peers(frame.filename for frame in frames):
+            self._exit(number, "")  # the rank it waits for prints where it is
         why = f"stopped by {signal.Signals(number).name}: "
         why += "it did not end by itself" if self._interrupted_at is not None else self._limit_text()
         stack = "".join(traceback.format_list(frames)).rstrip()
@@ -189,25 +187,25 @@ class StopSignalHandler:
     def _limit_text(self) -> str:
         return f"no step, evaluation or checkpoint ended within {self._limit_seconds:g} s ({STOP_SECONDS_VARIABLE})"
 
-    def _exit(self, number: int, text: str, more: str = "") -> NoReturn:
+    def _exit(self, number: int, text: str, details: str = "") -> NoReturn:
         try:
             if text:
-                self._print(f"{text}; {resume_hint(self._run_dir)}{more}")
+                self._print(f"{text}; {resume_hint(self._run_dir)}{details}")
         finally:
             os._exit(EXIT_CODES[signal.Signals(number)])
 
     def _print(self, text: str) -> None:
-        who = f"rank {self._world.rank} of {self._world.size}: " if self._world.size > 1 else ""
-        # Not through sys.stderr, which a main thread that hangs may have locked.
-        with contextlib.suppress(OSError):  # nobody reads it, or its disk is full: the request stands
-            os.write(2, f"fourfold: {who}{text}\n".encode(errors="replace"))
+        rank = f"rank {self._world.rank} of {self._world.size}: " if self._world.size > 1 else ""
+        # Not through sys.stderr: a main thread that hangs may hold its lock.
+        with contextlib.suppress(OSError):  # stderr is closed, or its disk is full: the request stands
+            os.write(2, f"fourfold: {rank}{text}\n".encode(errors="replace"))
 
 
 _active_handlers: list[StopSignalHandler] = []
 
 
 def _restore_after_fork() -> None:
-    """In a fork: its signals are its own, and not written into the parent's file."""
+    """In a forked child: its signals are its own, and must not be written into the parent's pipe."""
     while _active_handlers:
         _active_handlers.pop().restore_handlers()
 

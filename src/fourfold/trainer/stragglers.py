@@ -1,6 +1,6 @@
-"""Lateness: in a run, a rank that the others wait for is named once, with what it is in. It is not ended.
+"""Stragglers: a rank that the others wait for is reported once, with what it spends its time on. It keeps running.
 
-Law: every rank tells how long it was busy once in WINDOW steps, and in no other step does anybody communicate for it.
+Law: ranks exchange their busy times once in WINDOW_STEPS steps; no other step communicates for this.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ DATA = "data"
 
 
 class StragglerLog(Protocol):
-    """Where late ranks are named; only rank 0's says anything."""
+    """Where stragglers are reported; on ranks other than 0 it does nothing."""
 
     def write_record(self, record: Mapping[str, Any]) -> None: ...
     def log_message(self, text: str) -> None: ...
 
 
 class StragglerDetector:
-    """What the last steps of this rank were spent on."""
+    """What this rank's last steps were spent on."""
 
     def __init__(self, step: TrainStep, log: StragglerLog) -> None:
         self._step, self._log = step, log
@@ -42,17 +42,16 @@ class StragglerDetector:
         self._data_seconds = time.perf_counter() - begin
 
     def step_done(self, step_number: int) -> None:
-        """Step `number` of the run has ended. Collective, once in WINDOW steps."""
+        """Step `step_number` of the run has ended. Collective once in WINDOW_STEPS steps."""
         self._steps.append({DATA: self._data_seconds, **self._step.busy_seconds})
         self._num_steps += 1
         if self._num_steps % WINDOW_STEPS or self._step.plan.mesh.size == 1:
             return
-        told = self._step.all_gather_json([socket.gethostname(), median_step_seconds(self._steps)])
-        for found in find_stragglers([busy for _, busy in told]):
-            if found.rank not in self._reported_ranks:
-                self._reported_ranks.add(found.rank)
-                host = told[found.rank][0]
-                self._log.log_message(
-                    f"{found.describe(host)} (steps {step_number - WINDOW_STEPS + 1} to {step_number})"
-                )
-                self._log.write_record({"late": {**dataclasses.asdict(found), "host": host, "step": step_number}})
+        by_rank = self._step.all_gather_json([socket.gethostname(), median_step_seconds(self._steps)])
+        for straggler in find_stragglers([busy for _, busy in by_rank]):
+            if straggler.rank not in self._reported_ranks:
+                self._reported_ranks.add(straggler.rank)
+                host = by_rank[straggler.rank][0]
+                steps = f"steps {step_number - WINDOW_STEPS + 1} to {step_number}"
+                self._log.log_message(f"{straggler.describe(host)} ({steps})")
+                self._log.write_record({"late": {**dataclasses.asdict(straggler), "host": host, "step": step_number}})

@@ -1,11 +1,10 @@
-"""Trace: what every rank did in a few steps of a run, on one clock, in one file.
+"""Tracer: records what every rank does in a few steps of a run, on one clock, in trace.json.
 
-sampled step  one that is recorded: steps 3 and 4, then every 100th; all others run with a silent recorder
-offset        how far a host's clock is ahead of rank 0's
-Law: every rank samples the same steps, and when such a step has ended, the file has what all ranks recorded: a run
-that is killed leaves its trace.
-
-A span is what the process did: on a GPU it is the time to issue an action, not the time its kernels take.
+sampled step  a step that is recorded: steps 3 and 4, then every `every`-th; all others run with a null recorder
+span          what the process did; on a GPU the time to launch an action, not the time its kernels take
+clock offset  how far a host's clock is ahead of rank 0's
+Law: every rank samples the same steps, and when a sampled step has ended the file has all ranks' spans: a run that is
+killed leaves its trace.
 """
 
 import contextlib
@@ -16,31 +15,29 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fourfold.parts.comm.communicator import host_id
+from fourfold.environment.atomic_file import write_atomically
 from fourfold.plan.dependencies import lane_of
-from fourfold.plan.trace_file import STEP_SPAN, Event, Trace, clock_offset_bounds, encode_trace
+from fourfold.plan.trace_file import STEP_SPAN, Event, Trace, encode_trace
 from fourfold.step.build import TrainStep
+from fourfold.trainer.clock_offsets import clock_offsets
+from fourfold.trainer.settings import TRACE_EVERY
 from fourfold.words.errors import os_error_text
 from fourfold.words.program import Action, Verb
 from fourfold.words.trace_events import COMPUTE_LANE, NULL_RECORDER, REDUCE_LANE, SEND_LANE, WAIT_SPAN, Recorder, Span
 
 TRACE_FILE = "trace.json"
-SAMPLE_EVERY = 100
-FIRST_SAMPLED = (
-    3,
-    4,
-)  # the launch order is frozen after the first step, and memory has found its place after the second
+# The launch order is fixed after the first step, and memory no longer grows after the second.
+FIRST_SAMPLED = (3, 4)
 MAX_KEPT_STEPS = 20
-NUM_CLOCK_READINGS = 8  # of reading all clocks, to tell how far they are apart
 
 
 class _OpenSpan:
-    """A span that has begun. Not a generator: this is a third of its cost."""
+    """A span that has begun. Not a generator, which would take three times as long."""
 
     __slots__ = ("_lane", "_name", "_spans", "_start")
 
-    def __init__(self, spans: list[Span], name: str, place: str) -> None:
-        self._spans, self._name, self._lane = spans, name, place
+    def __init__(self, spans: list[Span], name: str, lane: str) -> None:
+        self._spans, self._name, self._lane = spans, name, lane
 
     def __enter__(self) -> None:
         self._start = time.monotonic_ns()
@@ -50,7 +47,7 @@ class _OpenSpan:
 
 
 class SpanRecorder:
-    """A recorder that keeps what it is told: one step of one rank."""
+    """A recorder that keeps the spans of one rank in one step."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -60,7 +57,7 @@ class SpanRecorder:
         return _OpenSpan(self.spans, name, COMPUTE_LANE)
 
     def action(self, action: Action) -> contextlib.AbstractContextManager[Any]:
-        # A reduction is told of by who does it, where it is done: mostly while backward goes on.
+        # Reductions are recorded by the transport, since most of them run inside backward.
         if action.verb == Verb.REDUCE:
             return contextlib.nullcontext()
         return _OpenSpan(self.spans, str(action), lane_of(action))
@@ -95,22 +92,22 @@ def _reduce_name(bucket: int) -> str:
     return str(Action(Verb.REDUCE, 0, bucket))
 
 
-def is_sampled(number: int, every: int) -> bool:
-    """Whether step `number`, the first being 1, is recorded."""
-    return every > 0 and (number in FIRST_SAMPLED or number % every == 0)
+def is_sampled(step_number: int, every: int) -> bool:
+    """Whether a step is recorded; the first step is 1."""
+    return every > 0 and (step_number in FIRST_SAMPLED or step_number % every == 0)
 
 
 class Tracer:
-    """The sampled steps of a run, in `folder`/trace.json; only rank 0 is given a folder.
+    """The sampled steps of a run, in `folder`/trace.json. Only rank 0 is given a folder.
 
-    `note` hears of a disk that does not take the file: once, until it does again.
+    `log_message` is called when the disk does not take the file: once, until it does again.
     """
 
     def __init__(
         self,
         step: TrainStep,
         *,
-        every: int = SAMPLE_EVERY,
+        every: int = TRACE_EVERY,
         folder: Path | None = None,
         log_message: Callable[[str], None] = warnings.warn,
     ) -> None:
@@ -121,52 +118,48 @@ class Tracer:
         self._steps: dict[int, list[list[Span]]] = {}
 
     @contextlib.contextmanager
-    def sample(self, number: int) -> Iterator[Recorder]:
-        """Within: step `number`, recorded if it is one of the sampled. Collective."""
-        if not is_sampled(number, self._every):
+    def sample(self, step_number: int) -> Iterator[Recorder]:
+        """Within: a step, which is recorded if it is sampled. Collective."""
+        if not is_sampled(step_number, self._every):
             yield NULL_RECORDER
             return
-        recording = SpanRecorder()
-        self._step.set_recorder(recording)
+        recorder = SpanRecorder()
+        self._step.set_recorder(recorder)
         try:
-            with recording.span(STEP_SPAN):
-                yield recording
+            with recorder.span(STEP_SPAN):
+                yield recorder
         finally:
             self._step.set_recorder(NULL_RECORDER)
-        self._add_step(number, self._step.all_gather_json(list(recording.spans)))
+        self._add_step(step_number, self._step.all_gather_json(list(recorder.spans)))
 
-    def _add_step(self, number: int, rows: list[list[list[Any]]]) -> None:
+    def _add_step(self, step_number: int, spans_by_rank: list[list[list[Any]]]) -> None:
         if self._clock_offsets is None:
             self._clock_offsets = clock_offsets(self._step.all_gather_json)
         self._program = self._step.program
-        self._steps[number] = [[Span(*span) for span in spans] for spans in rows]
+        self._steps[step_number] = [[Span(*span) for span in spans] for spans in spans_by_rank]
         if len(self._steps) > MAX_KEPT_STEPS:
-            # The first ones show how it was, the last ones how it ended.
+            # The first ones show how the run began, the last ones how it ended.
             del self._steps[list(self._steps)[len(FIRST_SAMPLED)]]
         if self._folder is not None:
             self._write(self._folder)
 
     def _write(self, folder: Path) -> None:
-        draft = folder / f"{TRACE_FILE}.part"
         try:
-            draft.write_bytes(encode_trace(self.trace))
-            draft.replace(folder / TRACE_FILE)
+            write_atomically(folder / TRACE_FILE, encode_trace(self.trace))
             self._has_write_error = False
         except OSError as error:
-            # A run is worth more than its trace, and the next sampled step writes all of it again.
-            with contextlib.suppress(OSError):
-                draft.unlink(missing_ok=True)
+            # Training must not end for its trace, and the next sampled step writes all of it again.
             if not self._has_write_error:
-                said = f"{TRACE_FILE} could not be written: {os_error_text(error)}"
-                self._log_message(f"warning: {said}; its steps are kept, training goes on")
+                reason = f"{TRACE_FILE} could not be written: {os_error_text(error)}"
+                self._log_message(f"warning: {reason}; its steps are kept, training goes on")
             self._has_write_error = True
 
     @property
     def trace(self) -> Trace:
-        """All that is kept: the same on every rank."""
-        ahead = self._clock_offsets or []
+        """All steps that are kept, on rank 0's clock: the same on every rank."""
+        offsets = self._clock_offsets or []
         rows = [
-            (rank, number, span._replace(start=span.start - ahead[rank], stop=span.stop - ahead[rank]))
+            (rank, number, span._replace(start=span.start - offsets[rank], stop=span.stop - offsets[rank]))
             for number, by_rank in self._steps.items()
             for rank, spans in enumerate(by_rank)
             for span in _without_overlap(spans)
@@ -176,11 +169,11 @@ class Tracer:
             Event(rank, number, span.name, span.lane, (span.start - begin) / 1e9, (span.stop - begin) / 1e9)
             for rank, number, span in rows
         )
-        return Trace(dict.fromkeys(range(len(ahead)), self._program), events)
+        return Trace(dict.fromkeys(range(len(offsets)), self._program), events)
 
 
 def _without_overlap(spans: list[Span]) -> list[Span]:
-    """Reductions in the background may overlap; on their lane each begins when the one before has ended."""
+    """Reductions that run at the same time follow each other: each begins when the one before has ended."""
     tiled, free = [], 0
     for span in sorted(spans, key=lambda span: (span.start, -span.stop)):
         if span.name[0] == Verb.REDUCE and span.stop > span.start:
@@ -188,17 +181,3 @@ def _without_overlap(spans: list[Span]) -> list[Span]:
             free = max(free, span.stop)
         tiled.append(span)
     return tiled
-
-
-def clock_offsets(exchange: Callable[[Any], list[Any]]) -> list[int]:
-    """How far each rank's clock is ahead of rank 0's, in nanoseconds; ranks of one host have one clock. Collective."""
-    hosts = exchange(host_id())
-    if len(set(hosts)) == 1:
-        return [0] * len(hosts)
-    columns = list(zip(*(exchange(time.monotonic_ns()) for _ in range(NUM_CLOCK_READINGS)), strict=True))
-    found = []
-    for host, column in zip(hosts, columns, strict=True):
-        least, most = clock_offset_bounds(list(columns[0]), list(column))
-        found.append(0 if host == hosts[0] else (least + most) // 2)
-    # One figure per host: its first rank's.
-    return [found[hosts.index(host)] for host in hosts]

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from fourfold.words.terminal_text import escape_controls
+from fourfold.words.text_table import align_columns
 
 # EX_TEMPFAIL of BSD's sysexits.h, "try again later": schedulers can be configured to requeue a job that ends with it.
 REQUEUE_EXIT_CODE = 75
@@ -123,8 +124,7 @@ def format_problems(problems: Sequence[Problem], *, where: str = "") -> str:
     head = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
     location = f" in {escape_controls(where)}" if where else ""
     rows = [(p.got, f"need {p.need}" if p.need else "", f"try {p.attempt}" if p.attempt else "") for p in problems]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = ["   ".join(c.ljust(w) for c, w in zip(row, widths, strict=True) if w).rstrip() for row in rows]
+    lines = align_columns(rows, "<<<", gap="   ")
     return "\n".join([f"{head}{location}", *("  " + line for line in lines)])
 
 

@@ -22,7 +22,7 @@ from fourfold.parts.codec.protocol import (
 )
 from fourfold.parts.dtypes import accumulation_dtype, bucket_dtype
 from fourfold.plan.codec import SCALE_BLOCK, CodecSpec, Shapes, blockwise_layout, codec_rounds, unpadded_length
-from fourfold.plan.data import Bucket
+from fourfold.plan.data.buckets import Bucket
 
 MAX_CODE = 127
 # Elements per operation on a CPU: few enough to stay in the cache from one operation to the next, and enough that the

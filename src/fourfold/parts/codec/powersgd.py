@@ -26,7 +26,7 @@ from fourfold.parts.codec.protocol import (
 )
 from fourfold.parts.dtypes import accumulation_dtype, bucket_dtype
 from fourfold.plan.codec import CodecSpec, Combine, FactoredMatrix, Shapes, codec_rounds, low_rank_spec, unpadded_length
-from fourfold.plan.data import Bucket
+from fourfold.plan.data.buckets import Bucket
 
 Q_KEY = "warm"
 MIN_RELATIVE_NORM = 1e-6  # of the largest norm of a row of R

@@ -18,7 +18,7 @@ from fourfold.parts.codec.powersgd import PowerSGD
 from fourfold.parts.codec.protocol import Codec, CodecReduction, GatheredCodec, Message
 from fourfold.parts.codec.topk import TopK
 from fourfold.plan.codec import CodecSpec, Shapes
-from fourfold.plan.data import Bucket
+from fourfold.plan.data.buckets import Bucket
 
 __all__ = ["Codec", "CodecReduction", "GatheredCodec", "Message", "make_codec"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fourfold.plan.codec import INDEX_BLOCK, SparseSpec, unpadded_length
-from fourfold.plan.data import Bucket
+from fourfold.plan.data.buckets import Bucket
 
 CHUNK_ELEMENTS = 2**18
 SAMPLE_SIZE = 8192

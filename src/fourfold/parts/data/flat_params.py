@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts import memory
-from fourfold.parts.comm.transports import Transport
+from fourfold.parts.comm.reduce.protocol import Transport
 from fourfold.parts.dtypes import bucket_dtype
-from fourfold.plan.data import Bucket, ParamSpec
+from fourfold.plan.data.buckets import Bucket, ParamSpec
 
 
 def param_specs(parameters: Mapping[str, nn.Parameter], groups: Mapping[str, int]) -> list[ParamSpec]:

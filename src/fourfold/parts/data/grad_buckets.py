@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.comm.transports import Transport
+from fourfold.parts.comm.reduce.protocol import Transport
 from fourfold.parts.data.grad_checks import (
     check_all_reached,
     check_dense,
@@ -25,7 +25,7 @@ from fourfold.parts.data.grad_checks import (
 )
 from fourfold.parts.data.grad_hooks import register_last_hook, weak_grad_hook
 from fourfold.parts.data.param_access import untracked_access
-from fourfold.plan.data import Bucket
+from fourfold.plan.data.buckets import Bucket
 from fourfold.words.noop import noop
 from fourfold.words.trace_events import LAUNCHED_EVENT, NULL_RECORDER, READY_EVENT
 

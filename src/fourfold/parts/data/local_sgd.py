@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from fourfold.parts import memory
-from fourfold.parts.comm.transports import LocalSGDTransport
-from fourfold.plan.data import Bucket
+from fourfold.parts.comm.reduce.local_sgd import LocalSGDTransport
+from fourfold.plan.data.buckets import Bucket
 
 
 class OuterOptimizer(NamedTuple):

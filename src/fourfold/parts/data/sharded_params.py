@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts import memory
-from fourfold.parts.comm.transports import BucketSlice, Transport
+from fourfold.parts.comm.reduce.protocol import BucketSlice, Transport
 from fourfold.parts.data.param_access import ParamAccess, explain_transform_errors, outside_transforms
 from fourfold.parts.dtypes import bucket_dtype
 from fourfold.parts.torch_private import version_of
-from fourfold.plan.data import Bucket
+from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.unshard_order import MAX_UNSHARDED, MissingBucket, UnshardOrder
 from fourfold.words.errors import Problem, TrainingError
 from fourfold.words.noop import noop

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fourfold.parts.data.grad_checks import check_all_reached, check_dense, raise_grad_cleared, raise_second_grad
 from fourfold.parts.data.grad_hooks import register_last_hook, weak_grad_hook
 from fourfold.parts.optim.update_slices import UpdateSlice
-from fourfold.plan.data import Bucket
+from fourfold.plan.data.buckets import Bucket
 from fourfold.words.noop import noop
 from fourfold.words.trace_events import LAUNCHED_EVENT, NULL_RECORDER, READY_EVENT
 

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.comm.transports import BucketSlice
+from fourfold.parts.comm.reduce.protocol import BucketSlice
 from fourfold.parts.data.param_access import untracked_access
 from fourfold.parts.optim.master_weights import MasterWeights
 from fourfold.parts.torch_private import version_of
-from fourfold.plan.data import Bucket
+from fourfold.plan.data.buckets import Bucket
 
 NUM_SAMPLED_ELEMENTS = 4  # per parameter
 

@@ -19,7 +19,7 @@ from fourfold.parts.optim.option_text import IMPLEMENTATION_OPTIONS
 from fourfold.parts.optim.update_slices import UpdateSlice
 from fourfold.parts.optim.user_optimizer import is_layerwise
 from fourfold.parts.torch_private import mark_step_called, step_without_wrappers
-from fourfold.plan.data import Bucket
+from fourfold.plan.data.buckets import Bucket
 from fourfold.words.errors import OptimizerError, Problem
 
 PrepareGrads = Callable[[int, int, int, float], None]

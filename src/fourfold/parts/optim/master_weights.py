@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fourfold.parts import memory
-from fourfold.parts.comm.transports import Transport
-from fourfold.plan.data import Bucket
+from fourfold.parts.comm.reduce.protocol import Transport
+from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.precision import has_master_weights
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
-from fourfold.parts.comm.transports import Transport
+from fourfold.parts.comm.reduce.protocol import Transport
 from fourfold.parts.torch_private import StepHook, has_any_hook, step_post_hooks, step_pre_hooks
-from fourfold.plan.data import Bucket
+from fourfold.plan.data.buckets import Bucket
 from fourfold.words.errors import OptimizerError, Problem
 
 

@@ -9,9 +9,9 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from fourfold.parts.comm.transports import BucketSlice, Transport
+from fourfold.parts.comm.reduce.protocol import BucketSlice, Transport
 from fourfold.parts.optim.master_weights import MasterWeights
-from fourfold.plan.data import Bucket
+from fourfold.plan.data.buckets import Bucket
 
 MAX_SLICE_ELEMENTS = 2**18
 """1 MiB of float32: small enough that a slice stays in the cache while it is summed, scaled and updated."""

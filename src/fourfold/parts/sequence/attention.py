@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
+from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.ring.protocol import RingGroup
 from fourfold.parts.comm.rings import make_ring
-from fourfold.parts.comm.transports import Communicator, RingGroup
 from fourfold.parts.sequence import masks, ring, rsa, ulysses
 from fourfold.parts.sequence.dropout import AttentionDropout
 from fourfold.plan.sequence import TokenRanges, heads_problem, ring_size, token_ranges

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# A share begins and ends with a cache line, so that no line has two writers.
+# Elements. Every shard begins and ends at a cache line, so that no line has two writers.
 SHARD_ALIGNMENT = 32
 
 
 class ParamSpec(NamedTuple):
-    """What must be known of a parameter to give it a place."""
+    """What bucketing needs to know about a parameter."""
 
     name: str
     num_elements: int
@@ -24,7 +24,7 @@ class ParamSpec(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """One parameter's place in its bucket, in elements."""
+    """One parameter's place in its bucket: [start, stop) in elements."""
 
     name: str
     start: int
@@ -33,7 +33,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters that travel together: `size` elements, of which those behind the last slot are padding."""
+    """Parameters that are communicated together: `size` elements; those after the last slot are padding."""
 
     index: int
     slots: tuple[Slot, ...]
@@ -44,50 +44,50 @@ class Bucket:
 
     @property
     def num_bytes(self) -> int:
-        """Without the padding."""
+        """Bytes of the parameters, without the padding."""
         return self.slots[-1].stop * self.element_bytes
 
 
 def make_buckets(specs: Sequence[ParamSpec], *, bucket_bytes: int, num_shards: int = 1) -> tuple[Bucket, ...]:
-    """Buckets of about `bucket_bytes` for parameters given in order of definition, padded to `shares` equal shares.
+    """Fill buckets of at most `bucket_bytes`, padded to `num_shards` equal shards. `specs` are in order of definition.
 
-    A bucket is closed before it would grow beyond `bucket_bytes`; a larger parameter has one of its own.
-    Buckets are numbered by when their last parameter comes, in reverse order of definition, so that the
-    first to be complete in backward is the first to be reduced.
+    A parameter larger than `bucket_bytes` gets a bucket of its own. Buckets are filled in reverse order of definition
+    and numbered by when their last parameter is placed, so that the first bucket to be complete in backward is the
+    first to be reduced.
     """
-    opened: dict[tuple[str, int], list[ParamSpec]] = {}
-    closed: list[list[ParamSpec]] = []
+    open_buckets: dict[tuple[str, int], list[ParamSpec]] = {}
+    full: list[list[ParamSpec]] = []
     for spec in reversed(specs):
         key = spec.dtype, spec.param_group
-        members = opened.setdefault(key, [])
-        held = sum(member.num_elements for member in members)
-        if members and (held + spec.num_elements) * spec.element_bytes > bucket_bytes:
-            closed.append(members)
-            members = opened[key] = []
+        members = open_buckets.setdefault(key, [])
+        num_elements = sum(member.num_elements for member in members)
+        if members and (num_elements + spec.num_elements) * spec.element_bytes > bucket_bytes:
+            full.append(members)
+            members = open_buckets[key] = []
         members.append(spec)
-    place = {spec.name: index for index, spec in enumerate(reversed(specs))}
-    closed.extend(opened.values())
-    closed.sort(key=lambda members: place[members[-1].name])
-    return tuple(_bucket(index, members, num_shards) for index, members in enumerate(closed))
+    position = {spec.name: index for index, spec in enumerate(reversed(specs))}
+    full.extend(open_buckets.values())
+    full.sort(key=lambda members: position[members[-1].name])
+    return tuple(_bucket(index, members, num_shards) for index, members in enumerate(full))
 
 
-# Of the gradients of a model that travel between hosts, so that most of them do while backward goes on.
+# The least number of buckets between hosts, so that most of their communication overlaps with backward.
 NUM_INTER_HOST_BUCKETS = 8
-# 42 ms at 100 Mbit/s, 4 ms at 1 Gbit/s: a latency is little beside it.
+# Takes 42 ms at 100 Mbit/s, 4 ms at 1 Gbit/s: long enough that latency does not matter.
 MIN_INTER_HOST_BUCKET_BYTES = 2**19
 
 
 def effective_bucket_bytes(specs: Sequence[ParamSpec], bucket_bytes: int, *, is_inter_host: bool) -> int:
-    """The bytes at which `fill` is to close a bucket, where the plan says `bucket_bytes` at most.
+    """The size of buckets that `make_buckets` should use for a plan with `bucket_bytes`.
 
-    Inside a host a sum takes less time than a matrix product, and few buckets cost least. What travels between hosts,
-    or has a codec because it is to, would of a small model be on its way only when backward is over
+    Inside a host a reduction takes less time than a matrix product, and few buckets cost least. Between hosts, or with
+    a codec, a small model would fit into one bucket and be sent only after backward, so its buckets are made smaller
     (`docs/measured.md`, "Several hosts behind slow links").
     """
     if not is_inter_host:
         return bucket_bytes
-    whole = sum(spec.num_elements * spec.element_bytes for spec in specs)
-    return min(bucket_bytes, max(MIN_INTER_HOST_BUCKET_BYTES, whole // NUM_INTER_HOST_BUCKETS))
+    total = sum(spec.num_elements * spec.element_bytes for spec in specs)
+    return min(bucket_bytes, max(MIN_INTER_HOST_BUCKET_BYTES, total // NUM_INTER_HOST_BUCKETS))
 
 
 def _bucket(index: int, members: Sequence[ParamSpec], num_shards: int) -> Bucket:

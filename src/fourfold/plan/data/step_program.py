@@ -4,6 +4,7 @@ round   the reductions after one backward; only where gradients rest split does 
 Law: every data rank has the same program, so all of them begin the same collectives in the same order.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from fourfold.plan.data.zero import RESTING_LAYOUTS, RestingLayouts, layout_changes
@@ -12,9 +13,12 @@ from fourfold.words.program import GRAD_NORM, LOSS, TRUST_NORMS, USED_PARAMS, Ac
 
 
 class DataStepSpec(NamedTuple):
-    """What a data rank's step consists of; `order` is the launch order recorded in the first step.
+    """What a data rank's step consists of.
 
-    `trust`: norms of single parameters are wanted, and parameters are split among ranks.
+    launch_order      the order of reductions, as recorded in the first step; empty: by bucket number
+    has_trust_ratios  the optimizer needs norms of single parameters, and parameters are split among ranks
+    sync              "step": gradients are reduced. Under local SGD every rank keeps its gradients: "apart" in a step
+                      without, "meet" in a step with an averaging of weights
     """
 
     microbatches: int
@@ -26,58 +30,68 @@ class DataStepSpec(NamedTuple):
     launch_order: tuple[int, ...] = ()
     has_trust_ratios: bool = False
     sync: str = "step"
-    """"step": gradients are reduced. "apart": they stay with their rank. "meet": they do, and weights are averaged."""
 
 
 def lower_step(step: DataStepSpec) -> tuple[Action, ...]:
-    """A data rank's step: forwards and backwards, reductions in launch order, then the updates.
+    """The program of a data rank's step: forwards and backwards, reductions in launch order, then updates.
 
-    Reductions stand behind the backward that completes them, and a runtime may begin each one while that backward
-    goes on, as soon as it is permitted and in this order. Where gradients rest split there is a round of reductions
-    after every backward; the reduction of bucket b in round r has the index r × num_buckets + b.
+    Reductions stand after the backward that completes them. A runtime may begin each one while that backward still
+    runs, as soon as its bucket is ready, in this order. Where gradients rest split, every backward has its own round of
+    reductions; the reduction of bucket b in round r has the index r × num_buckets + b.
 
-    Where ranks keep their gradients there are no reductions; where they meet, the difference a bucket has made is
-    pushed behind its update, and the averages are pulled at the end.
+    A step that averages weights has no reductions: the change of a bucket is pushed after its update, and the averages
+    are pulled at the end of the step.
 
-    `update = "in_backward"` puts each update behind the bucket's last reduction, and it too may begin while backward
-    goes on (Jiang et al., "Optimizer Fusion", 2021: backward fusion). `update = "in_forward"` puts the updates by the
-    gradient of the step before in front of the first forward, what is used first at the head; each may be put off until
-    that forward comes to its bucket (the same: forward fusion).
+    `update = "in_backward"` puts each update after the last reduction of its bucket; it too may begin while backward
+    runs (backward fusion: Jiang et al., "Optimizer Fusion", 2021). `update = "in_forward"` puts the updates of the step
+    before in front of the first forward, in the order in which forward uses the buckets; each may be deferred until
+    that forward reaches its bucket (forward fusion: ibid.).
     """
-    launch = step.launch_order or tuple(range(step.num_buckets))
-    moments = layout_changes(step.resting_layouts)
-    gathers = moments.after_update != Change.NONE
-    update = [
-        [Action(Verb.UPDATE, 0, bucket), *([Action(Verb.GATHER, 0, bucket)] if gathers else [])]
-        for bucket in range(step.num_buckets)
-    ]
-    push = [[Action(Verb.PUSH, 0, b)] if step.sync == "meet" else [] for b in range(step.num_buckets)]
+    launch_order = step.launch_order or tuple(range(step.num_buckets))
+    updates = {bucket: _update(step, bucket) for bucket in launch_order}
+    pushes = {bucket: [Action(Verb.PUSH, 0, bucket)] if step.sync == "meet" else [] for bucket in launch_order}
     actions: list[Action] = []
     if step.update == "in_forward":
-        actions += [action for bucket in reversed(launch) for action in update[bucket]]
-    for index in range(step.microbatches):
-        last = index == step.microbatches - 1
-        actions.append(Action(Verb.FORWARD, 0, index))
-        if last:
-            actions.append(Action(Verb.MEASURE, 0, LOSS))
-        actions.append(Action(Verb.BACKWARD, 0, index))
-        if last or moments.after_backward != Change.NONE:
-            first = index * step.num_buckets if moments.after_backward != Change.NONE else 0
-            for bucket in launch:
-                if step.sync == "step":
-                    actions.append(Action(Verb.REDUCE, 0, first + bucket))
-                if last and step.update == "in_backward":
-                    actions += update[bucket]
-    if step.allows_unused:
-        actions.append(Action(Verb.MEASURE, 0, USED_PARAMS))
-    if step.has_clip:
-        actions.append(Action(Verb.MEASURE, 0, GRAD_NORM))
-    if step.has_trust_ratios:
-        actions.append(Action(Verb.MEASURE, 0, TRUST_NORMS))
-    if step.update == "after":
-        actions += [action for bucket in launch for action in update[bucket] + push[bucket]]
-    else:
-        actions += [action for bucket in launch for action in push[bucket]]
+        actions += [action for bucket in reversed(launch_order) for action in updates[bucket]]
+    for microbatch in range(step.microbatches):
+        actions += _forward_backward(step, microbatch)
+        actions += _reductions(step, microbatch, launch_order, updates)
+    actions += _measures(step)
+    for bucket in launch_order:
+        actions += (updates[bucket] if step.update == "after" else []) + pushes[bucket]
     if step.sync == "meet":
-        actions += [Action(Verb.PULL, 0, bucket) for bucket in launch]
+        actions += [Action(Verb.PULL, 0, bucket) for bucket in launch_order]
     return tuple(actions)
+
+
+def _update(step: DataStepSpec, bucket: int) -> list[Action]:
+    gathers = layout_changes(step.resting_layouts).after_update != Change.NONE
+    return [Action(Verb.UPDATE, 0, bucket), *([Action(Verb.GATHER, 0, bucket)] if gathers else [])]
+
+
+def _forward_backward(step: DataStepSpec, microbatch: int) -> list[Action]:
+    measure = [Action(Verb.MEASURE, 0, LOSS)] if microbatch == step.microbatches - 1 else []
+    return [Action(Verb.FORWARD, 0, microbatch), *measure, Action(Verb.BACKWARD, 0, microbatch)]
+
+
+def _reductions(
+    step: DataStepSpec, microbatch: int, launch_order: tuple[int, ...], updates: Mapping[int, list[Action]]
+) -> list[Action]:
+    """The round of reductions after a backward, with the updates that are fused into it; empty between rounds."""
+    is_last = microbatch == step.microbatches - 1
+    every_backward = layout_changes(step.resting_layouts).after_backward != Change.NONE
+    if not (is_last or every_backward):
+        return []
+    first = microbatch * step.num_buckets if every_backward else 0
+    actions = []
+    for bucket in launch_order:
+        if step.sync == "step":
+            actions.append(Action(Verb.REDUCE, 0, first + bucket))
+        if is_last and step.update == "in_backward":
+            actions += updates[bucket]
+    return actions
+
+
+def _measures(step: DataStepSpec) -> list[Action]:
+    wanted = {USED_PARAMS: step.allows_unused, GRAD_NORM: step.has_clip, TRUST_NORMS: step.has_trust_ratios}
+    return [Action(Verb.MEASURE, 0, scalars) for scalars, is_wanted in wanted.items() if is_wanted]

@@ -14,7 +14,7 @@ from fourfold.words.layout import PARTIAL, SPLIT, WHOLE, Change, Layout, change,
 
 
 class RestingLayouts(NamedTuple):
-    """Where a bucket's three tensors lie between uses."""
+    """The layouts in which the three tensors of a bucket rest."""
 
     weight: Layout
     gradient: Layout
@@ -29,18 +29,18 @@ RESTING_LAYOUTS = {
 }
 
 
-NUM_GRAD_BUFFERS = 4
+NUM_GRAD_BUFFERS = 4  # that buckets share where gradients rest split
 
 
 def grad_buffer_indices(num_buckets: int, *, is_cyclic: bool) -> tuple[int, ...]:
-    """By bucket: which of this rank's gradient slots it uses: one of its own, or one of a few, by turns."""
+    """The gradient buffer that each bucket uses: one of its own, or, if cyclic, one of a few in turn."""
     if is_cyclic:
         return tuple(index % NUM_GRAD_BUFFERS for index in range(num_buckets))
     return tuple(range(num_buckets))
 
 
 class LayoutChanges(NamedTuple):
-    """A bucket's life: what each moment of a step changes."""
+    """How the layout of a bucket's tensors changes at four points of a step."""
 
     before_use: Change
     after_backward: Change
@@ -49,7 +49,7 @@ class LayoutChanges(NamedTuple):
 
 
 def layout_changes(rest: RestingLayouts) -> LayoutChanges:
-    """The collectives of a step: nothing but differences between layouts."""
+    """The collectives of a step, as differences between the resting layouts and those that a use needs."""
     return LayoutChanges(
         before_use=change(rest.weight, WHOLE),
         after_backward=change(PARTIAL, rest.gradient),
@@ -59,9 +59,10 @@ def layout_changes(rest: RestingLayouts) -> LayoutChanges:
 
 
 class ShardGroups(NamedTuple):
-    """The data ranks as replicas × shard: a flat is split over `shard` of them, and `replicas` hold each share.
+    """The data ranks as num_replicas × shard_size: `shard_size` ranks split a bucket, and `num_replicas` groups of such
+    ranks hold the same shards.
 
-    Neighbours share: rank r has share r % shard of replica r // shard.
+    Consecutive ranks form a group: rank r has shard r % shard_size of replica r // shard_size.
     """
 
     shard_size: int
@@ -72,18 +73,15 @@ class ShardGroups(NamedTuple):
         return self.shard_size * self.num_replicas
 
     def reduce_sent_bytes(self, collective: Change, whole_bytes: int) -> float:
-        """Bytes a rank sends to sum a flat. One that comes to rest split is then summed over the replicas."""
+        """Bytes that a rank sends to sum a bucket. After a reduce-scatter, shards are also summed over the replicas."""
         if collective != Change.REDUCE_SCATTER:
             return collective_sent_bytes(collective, whole_bytes=whole_bytes, size=self.size)
-        inside = collective_sent_bytes(collective, whole_bytes=whole_bytes, size=self.shard_size)
-        return (
-            inside
-            + collective_sent_bytes(Change.ALL_REDUCE, whole_bytes=whole_bytes, size=self.num_replicas)
-            / self.shard_size
-        )
+        scattered = collective_sent_bytes(collective, whole_bytes=whole_bytes, size=self.shard_size)
+        replicated = collective_sent_bytes(Change.ALL_REDUCE, whole_bytes=whole_bytes, size=self.num_replicas)
+        return scattered + replicated / self.shard_size
 
     def all_gather_sent_bytes(self, collective: Change, whole_bytes: int) -> float:
-        """Bytes a rank sends to bring the shares of a flat together: each replica has all of them."""
+        """Bytes that a rank sends to all-gather a bucket within its replica."""
         return collective_sent_bytes(collective, whole_bytes=whole_bytes, size=self.shard_size)
 
 
@@ -95,16 +93,15 @@ def step_sent_bytes(
     microbatches: int,
     gradient_buckets: Iterable[Bucket] | None = None,
 ) -> float:
-    """Bytes each data rank sends in a step; zero 3 gathers for forward and again for backward.
+    """Bytes that each data rank sends in a step. Zero 3 gathers the weights for forward and again for backward.
 
-    `gradients`: the buckets in the numbers in which gradients are summed, where these are others.
+    `gradient_buckets`: the buckets with the dtype in which gradients are summed, if that is another one.
     """
-    moments = layout_changes(RESTING_LAYOUTS[zero])
-    weights = sum(bucket.num_bytes for bucket in buckets)
-    summed = weights if gradient_buckets is None else sum(bucket.num_bytes for bucket in gradient_buckets)
-    each = 2 * shard_groups.all_gather_sent_bytes(moments.before_use, weights)
-    each += shard_groups.reduce_sent_bytes(moments.after_backward, summed)
-    once = shard_groups.reduce_sent_bytes(moments.before_update, summed) + shard_groups.all_gather_sent_bytes(
-        moments.after_update, weights
-    )
-    return microbatches * each + once
+    changes = layout_changes(RESTING_LAYOUTS[zero])
+    weight_bytes = sum(bucket.num_bytes for bucket in buckets)
+    grad_bytes = weight_bytes if gradient_buckets is None else sum(bucket.num_bytes for bucket in gradient_buckets)
+    per_microbatch = 2 * shard_groups.all_gather_sent_bytes(changes.before_use, weight_bytes)
+    per_microbatch += shard_groups.reduce_sent_bytes(changes.after_backward, grad_bytes)
+    once = shard_groups.reduce_sent_bytes(changes.before_update, grad_bytes)
+    once += shard_groups.all_gather_sent_bytes(changes.after_update, weight_bytes)
+    return microbatches * per_microbatch + once

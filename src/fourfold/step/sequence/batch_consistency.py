@@ -12,7 +12,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from fourfold.parts.comm.transports import RingGroup
+from fourfold.parts.comm.ring.protocol import RingGroup
 from fourfold.step.tensor_tree import tree_leaves
 from fourfold.words.errors import Problem
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.parts.sequence.attention import AttentionDropout
+from fourfold.parts.sequence.dropout import AttentionDropout
 from fourfold.parts.splitmix64 import GOLDEN_GAMMA
 from fourfold.parts.torch_private import is_in_backward
 from fourfold.step.sequence.sdpa_interception import DROPOUT_FUNCTIONS

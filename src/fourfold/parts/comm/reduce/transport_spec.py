@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from fourfold.plan.data import RESTING_LAYOUTS, RestingLayouts
+from fourfold.plan.data.zero import RESTING_LAYOUTS, RestingLayouts
 
 
 class TransportSpec(NamedTuple):

@@ -36,7 +36,7 @@ from fourfold.parts.comm.reduce.shared_memory.layout import (
 )
 from fourfold.parts.comm.reduce.shared_memory.scalars import HostScalars
 from fourfold.parts.comm.reduce.shared_memory.weights import HostWeights
-from fourfold.plan.data import RESTING_LAYOUTS, RestingLayouts
+from fourfold.plan.data.zero import RESTING_LAYOUTS, RestingLayouts
 from fourfold.plan.sample_order import shard_range
 from fourfold.words.layout import PARTIAL, SPLIT
 from fourfold.words.trace_events import Recorder

@@ -1,0 +1,59 @@
+"""Checks of a job before any process is started: its batch, its tokens, its memory, the weights it begins with.
+
+Law: each check raises a FourfoldError that names the setting; none of them changes anything.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from fourfold.cli.errors import is_file, nearest_file
+from fourfold.environment.world import from_environment
+from fourfold.plan.plan import Plan
+from fourfold.words.errors import Problem, SettingError
+from fourfold.words.task import Data, Task
+
+
+def check_batch_size(batch_size: int, plan: Plan) -> None:
+    """Raises SettingError where the data ranks and microbatches do not divide the batch."""
+    parts = plan.dp * plan.microbatches
+    if batch_size % parts == 0:
+        return
+    below = batch_size // parts * parts
+    fitting = f"batch_size={below} or {below + parts}" if below else f"batch_size={parts}"
+    need = "a batch divisible by dp × microbatches" if plan.microbatches > 1 else "a batch divisible by dp"
+    got = f"batch_size = {batch_size}, dp = {plan.dp}"
+    got += f", microbatches = {plan.microbatches}" if plan.microbatches > 1 else ""
+    raise SettingError(Problem(got, need, fitting), where="the settings")
+
+
+def check_tokens(data: Data, plan: Plan) -> None:
+    """Raises TaskError where sp > 1 and the samples have no sequence of tokens to split."""
+    if plan.sp > 1:
+        from fourfold.feed.source import fetch
+        from fourfold.step.sequence.token_shards import sequence_length
+
+        sequence_length(fetch(data.train, [0]))
+
+
+def check_fits_memory(task: Task, plan: Plan, data: Data, meta_model: Any) -> None:
+    """Raises SettingError where the run cannot fit into the memory of this host."""
+    from fourfold.step.memory_bound import check_memory
+
+    # Under another launcher every rank checks its own part.
+    num_ranks = plan.mesh.size if from_environment() is None else 1
+    sizes = {"batch_size": task.batch_size, "num_steps": task.steps}
+    check_memory(task, plan, data.train, meta_model, **sizes, num_ranks=num_ranks)
+
+
+def check_init(task: Task, init: str | None) -> None:
+    """Raises SettingError or CheckpointError where the file of initial weights is missing or another model's."""
+    from fourfold.checkpoint.weights_file import check_weights_file
+    from fourfold.step.meta_model import build_meta_model
+
+    if init is None:
+        return
+    path = Path(init)
+    if not is_file(path):
+        got = f"init = {init} (no such file)"
+        raise SettingError(Problem(got, "a safetensors file of weights", nearest_file(path, "*.safetensors")))
+    check_weights_file(build_meta_model(task), path)

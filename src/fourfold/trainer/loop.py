@@ -1,0 +1,203 @@
+"""Training loop: the steps of a run, with its evaluations and checkpoints, and its end.
+
+Law: every rank does the same steps, evaluations and saves; local steps evaluate and save only at synchronized steps.
+"""
+
+import contextlib
+import math
+import signal
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from fourfold.checkpoint.collect import TrainingState
+from fourfold.checkpoint.manager import CheckpointManager, TrainingProgress
+from fourfold.plan.intervals import is_due
+from fourfold.plan.lr_schedule import LRLambda
+from fourfold.plan.trace_file import DATA_SPAN
+from fourfold.step.metrics import Metrics
+from fourfold.step.model_call import eval_mode
+from fourfold.trainer.evaluate import evaluate
+from fourfold.trainer.heartbeat import Heartbeat
+from fourfold.trainer.lr_factors import lr_factors
+from fourfold.trainer.run_logger import AVERAGED_STEPS, RunLogger
+from fourfold.trainer.settings import Settings
+from fourfold.trainer.stragglers import StragglerDetector
+from fourfold.trainer.summary import RunResult
+from fourfold.trainer.tracer import Tracer
+from fourfold.words.errors import INTERRUPT_EXIT_CODE, Problem, StoppedError, TaskError, TrainingError
+from fourfold.words.task import Source, Task
+
+
+@dataclass(frozen=True)
+class TrainingLoop:
+    """What the steps of a run work on."""
+
+    task: Task
+    state: TrainingState
+    settings: Settings
+    logger: RunLogger
+    checkpoints: CheckpointManager
+    tracer: Tracer
+    valid_source: Source | None
+    heartbeat: Heartbeat
+
+    def run_steps(self, progress: TrainingProgress, stop_signal: Callable[[], int]) -> TrainingProgress:
+        """Train from `progress` to the last step. `stop_signal` returns the stop signal this rank has received, or 0.
+
+        Raises StoppedError if any rank has received one.
+        """
+        feed = self.state.feed
+        feed.check_peers = self.state.step.check_peers
+        # End the prefetch thread here, however the steps end: at interpreter exit it would abort the process inside
+        # torch.
+        with contextlib.closing(feed.repeat()) as batches:
+            return self._run_steps(progress, stop_signal, batches)
+
+    def _run_steps(
+        self, progress: TrainingProgress, stop_signal: Callable[[], int], batches: Iterator[Any]
+    ) -> TrainingProgress:
+        step, settings = self.state.step, self.settings
+        last, period = settings.steps, step.plan.sync_interval
+        stragglers = StragglerDetector(step, self.logger)
+        lr_factor = lr_factors(self.task, steps=last, batch_size=settings.batch_size, rates=settings.rates)
+        losses = deque(progress.losses, maxlen=AVERAGED_STEPS)
+        for number in range(progress.step, last):
+            if lr_factor is not None:
+                self._set_lr(lr_factor, number)
+            with self.tracer.sample(number + 1) as recorder:
+                with recorder.span(DATA_SPAN), stragglers.data_wait():
+                    batch = next(batches)
+                step.request_stop(stop_signal() > 0)
+                metrics = step(batch)
+            if metrics.skipped is None:
+                losses.append(metrics.loss)
+            self._update_average(number + 1, metrics, period)
+            stragglers.step_done(number + 1)
+            self.logger.log_step(number + 1, metrics, lr=step.optimizer.param_groups[0]["lr"])
+            self.checkpoints.report_failures()
+            self.heartbeat.beat(number + 1)
+            progress = TrainingProgress(number + 1, list(losses), {}, progress.best)
+            if progress.step < last and step.is_synchronized:
+                if step.stop_requested:
+                    self.save_and_stop(progress, stop_signal())
+                progress = self._evaluate_and_save_if_due(progress, period)
+        return progress
+
+    def _set_lr(self, lr_factor: LRLambda, number: int) -> None:
+        factor = _check_lr_factor(lr_factor(number), number)
+        for group, lr in zip(self.state.step.optimizer.param_groups, self.logger.base_lrs, strict=True):
+            group["lr"] = lr * factor
+
+    def _update_average(self, step_number: int, metrics: Metrics, period: int) -> None:
+        step, _, average = self.state
+        # With local steps, a skipped step may still be the one that synchronizes the weights of the steps before it.
+        if average is not None and step.is_synchronized and (metrics.skipped is None or period > 1):
+            step.flush()
+            average.update(step_number // period)
+
+    def _evaluate_and_save_if_due(self, progress: TrainingProgress, period: int) -> TrainingProgress:
+        every, best = self.settings.checkpoint_every, progress.best
+        if is_due(progress.step, self.settings.evaluate_every or 0, period):
+            progress = self.evaluate(progress)
+        if every and (is_due(progress.step, every, period) or progress.best != best):
+            with self.heartbeat.pause():
+                self.checkpoints.save(progress)
+        return progress
+
+    def save_and_stop(self, progress: TrainingProgress, signal_number: int) -> NoReturn:
+        """Save, and raise StoppedError. Collective. `signal_number`: what this rank has received, or 0."""
+        with self.heartbeat.pause():
+            if self.settings.checkpoint_every and self.checkpoints.saved_step != progress.step:
+                self.checkpoints.save(progress)
+            self.checkpoints.wait()
+            # SIGTERM takes precedence over Ctrl-C: a scheduler sends it, which starts the job again.
+            is_sigterm = signal.SIGTERM in self.state.step.all_gather_json(signal_number)
+            name = "SIGTERM" if is_sigterm else "SIGINT"
+            saved = _format_saved(self.checkpoints.newest_step(), progress.step)
+            text = f"stopped by {name} after step {progress.step}{saved}"
+            self.logger.record_fault("terminated", progress.step, text)
+            # All ranks leave together: other launchers end all ranks when the first has gone.
+            text = self.state.step.all_gather_json(text)[0]
+        error = StoppedError(text)
+        if name == "SIGINT":
+            error.exit_code = INTERRUPT_EXIT_CODE
+        raise error
+
+    def evaluate(self, progress: TrainingProgress) -> TrainingProgress:
+        """`progress` with the validation measures, and the best loss so far. Collective."""
+        with self.heartbeat.pause():
+            return self._evaluate(progress)
+
+    def _evaluate(self, progress: TrainingProgress) -> TrainingProgress:
+        if self.valid_source is None:
+            return progress
+        step, _, average = self.state
+        valid = evaluate(step, self.task, self.valid_source, self.settings.batch_size)
+        if average is not None:
+            with step.swapped_weights(average.values):
+                averaged = evaluate(step, self.task, self.valid_source, self.settings.batch_size)
+            valid |= {f"ema {name}": value for name, value in averaged.items()}
+        self.logger.log_validation(progress.step, valid)
+        loss = valid.get("loss")
+        # NaN is not equal to itself, and never the best.
+        is_best = loss is not None and loss == loss and (progress.best is None or loss < progress.best)
+        return progress._replace(valid=valid, best=loss if is_best else progress.best)
+
+    def finish(self, progress: TrainingProgress, seconds: float) -> RunResult:
+        """The last evaluation, checkpoint and sample; logs and returns the result. Collective."""
+        step, _, average = self.state
+        step.flush()
+        if self.settings.drift_check:
+            step.check_drift()
+        progress = self.evaluate(progress)
+        self.heartbeat.mark_done()
+        if self.settings.checkpoint_every and self.checkpoints.saved_step != progress.step:
+            self.checkpoints.save(progress)
+        sample = None
+        if self.task.sample is not None:
+            weights = step.swapped_weights(average.values) if average is not None else contextlib.nullcontext()
+            with weights, eval_mode(step.model), step.unsharded():
+                sample = self.task.sample(step.model) if self.logger.rank == 0 else None
+        self.checkpoints.wait()
+        if self.settings.checkpoint_every:
+            self._check_last_step_saved(progress.step)
+        losses = progress.losses
+        loss = sum(losses) / len(losses) if losses else float("nan")
+        path, rate = self.logger.path, self.logger.num_units / max(seconds, 1e-9)
+        if path is not None and path.absolute() != self.logger.run_path:  # the task has changed the working directory
+            path = self.logger.run_path
+        result = RunResult(path, self.settings.steps, loss, progress.valid, rate, seconds, sample)
+        self.logger.finish(result)
+        return result
+
+    def _check_last_step_saved(self, last: int) -> None:
+        """Raise TrainingError if the last step is not saved: the run has not finished. Collective.
+
+        Raises PeerError if a rank died while it wrote its file.
+        """
+        newest = self.state.step.all_gather_json(self.checkpoints.newest_step())[0]
+        if newest == last:
+            return
+        where = f"goes on from step {newest}" if newest else "begins again"
+        got = f"all {last} steps are done, but the last checkpoint could not be written"
+        raise TrainingError(Problem(got, "it on the disk", f"the same command: it {where}"), where="training")
+
+
+def _format_saved(newest: int | None, step: int) -> str:
+    """What is saved of a run that has stopped after `step`, and where the same command will resume."""
+    if newest == step:
+        return ", which is saved; the same command goes on there"
+    if newest:
+        return f"; the newest checkpoint is of step {newest}, where the same command goes on"
+    return "; nothing is saved, and the same command begins again"
+
+
+def _check_lr_factor(factor: Any, step: int) -> float:
+    """The factor as a float. Raises TaskError if a schedule returned something other than a finite number."""
+    # A tensor of one element is a number too.
+    with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
+        if math.isfinite(value := float(factor)):
+            return value
+    raise TaskError(Problem(f"the schedule's factor at step {step + 1} is {factor!r}", "a finite number"))

@@ -1,0 +1,29 @@
+"""Learning-rate factors: what a run multiplies the optimizer's rates by at each step."""
+
+import functools
+
+from fourfold.plan.lr_schedule import LRLambda, LRSchedule
+from fourfold.words.task import Task
+
+
+def lr_factors(task: Task, *, steps: int, batch_size: int, rates: LRSchedule | None) -> LRLambda | None:
+    """The factor of the learning rate at each step; None where the optimizer's rates stay as they are.
+
+    Raises SettingError where `rates` does not fit the run.
+    """
+    task_schedule = None if task.schedule is None else functools.partial(_task_lr_factor, task, steps)
+    if rates is None:
+        return task_schedule
+    return rates.lr_lambda(
+        steps=steps, batch_size=batch_size, tuned_batch_size=tuned_batch_size(task), task_schedule=task_schedule
+    )
+
+
+def _task_lr_factor(task: Task, steps: int, step: int) -> float:
+    assert task.schedule is not None
+    return task.schedule(step, steps)
+
+
+def tuned_batch_size(task: Task) -> int:
+    """The global batch size that the task's rate was tuned for."""
+    return task.batch_size if task.tuned_for is None else task.tuned_for

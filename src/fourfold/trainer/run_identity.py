@@ -1,0 +1,133 @@
+"""Run identity: what makes two commands the same run, and what a run's folder says about its own.
+
+identity  the task, its settings, the settings marked so in `Settings`, and the plan's identity fields; never the mesh
+Law: two commands with the same identity are the same run, on any mesh. No file stays open here.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fourfold.plan.decode import DecodeError, check_not_pipe, from_json, read_bounded
+from fourfold.plan.lr_schedule import LRSchedule
+from fourfold.plan.plan import Plan
+from fourfold.plan.plan_fields import FIELDS
+from fourfold.trainer.settings import Settings, declared_settings
+from fourfold.words.errors import PlanError, Problem, SettingError
+
+Identity = Mapping[str, Any]
+MAX_NAME_BYTES = 200  # file systems allow 255, and a run that starts over gets a longer name
+LOG_FILE, SETTINGS_FILE, PLAN_FILE = "metrics.jsonl", "settings.json", "plan.toml"
+LOG_TAIL_BYTES = 2**16  # more than the last line of a log
+
+
+def run_identity(settings: Settings, plan: Plan) -> Identity:
+    """What makes a run the same run, as it stands in settings.json."""
+    values = {
+        name: getattr(settings, name)
+        for name, each in declared_settings(settings).items()
+        if each.in_identity == "always" or (each.in_identity == "if given" and getattr(settings, name) is not None)
+    }
+    values = {n: v.non_default_fields() if isinstance(v, LRSchedule) else v for n, v in values.items()}
+    task = {"task": settings.task_name or settings.run_prefix, "settings": dict(settings.extra_settings or {})}
+    return {**task, **values, **plan.identity_fields}
+
+
+def canonical_json(identity: Identity) -> bytes:
+    """The same text for the same identity."""
+    return msgspec.json.encode(identity, order="sorted")
+
+
+def default_run_name(run_prefix: str, identity: Identity) -> str:
+    """The name of a run that is given none: the same for the same identity."""
+    return f"{run_prefix}-{hashlib.blake2b(canonical_json(identity), digest_size=3).hexdigest()}"
+
+
+def check_run_name(parent: Path, name: str | None, identity: Identity | None = None) -> None:
+    """Raise SettingError for a name that another run has, or that cannot be a folder's."""
+    if name is None:
+        return
+    if not name or Path(name).name != name or name in (".", "..") or not name.isprintable():
+        need = "the name of a folder, without a path or control characters"
+        raise SettingError(Problem(f"name = {name!r}", need, "name=first-try"))
+    if len(os.fsencode(name)) > MAX_NAME_BYTES:
+        raise SettingError(Problem(f"name = {name[:20]}… of {len(name)} letters", f"at most {MAX_NAME_BYTES} bytes"))
+    path = parent / name
+    if not path.exists():
+        return
+    saved = read_identity(path)
+    if identity is None or saved is None or canonical_json(saved) != canonical_json(identity):
+        got = f"{path} is there already{_format_identity_difference(saved, identity)}"
+        raise SettingError(Problem(got, "a name of its own for every run", f"name={name}-2"))
+
+
+def read_identity(path: Path) -> dict[str, Any] | None:
+    """The identity of the run in this folder; None where its settings.json has none."""
+    try:
+        identity = from_json(read_bounded(path / SETTINGS_FILE), dict[str, Any]).get("identity")
+    except (OSError, DecodeError):
+        return None
+    return identity if isinstance(identity, dict) else None
+
+
+def _format_identity_difference(saved: Identity | None, asked: Identity | None) -> str:
+    if saved is None or asked is None:
+        return ""
+    decoded = msgspec.json.decode(canonical_json(asked), type=dict[str, Any])
+    return f", with another {', '.join(_differing_fields(saved, decoded))}"
+
+
+def _differing_fields(saved: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[str]:
+    """The names under which two identities differ, with both values."""
+    for name in {**saved, **asked}:
+        there, here = saved.get(name), asked.get(name)
+        if isinstance(there, dict) and isinstance(here, dict):
+            yield from _differing_fields(there, here)
+        elif there != here:
+            yield f"{name} ({_format_value(there)} there, {_format_value(here)} here)"
+
+
+def _format_value(value: Any) -> str:
+    return "none" if value is None else json.dumps(value)
+
+
+def read_finished_record(path: Path) -> dict[str, Any] | None:
+    """The last line of the log, if the run in this folder has finished; else None."""
+    with contextlib.suppress(OSError, DecodeError):
+        check_not_pipe(path / LOG_FILE)
+        with (path / LOG_FILE).open("rb") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - LOG_TAIL_BYTES))
+            last = log.read().splitlines()[-1:]
+        record = from_json(last[0], dict[str, Any]) if last else {}
+        return record if isinstance(record.get("finished"), int) else None
+    return None
+
+
+def format_finished(path: Path, record: Mapping[str, Any], plan: Plan) -> str:
+    """What is printed for a run that has finished, when it is asked for again with `plan`.
+
+    `record`: the last line of its log.
+    """
+    changed = _differing_plan_fields(path, plan)
+    had = f"; it had {', '.join(changed)}, the same training" if changed else ""
+    ended = f"{path} is finished ({record['finished']} steps{had})"
+    return f"{ended}: fourfold train … name=another for a new run, or fresh=true to start over"
+
+
+def _differing_plan_fields(path: Path, plan: Plan) -> list[str]:
+    """The plan fields, with their values, in which the run in this folder differs; none where it has no plan."""
+    try:
+        saved = Plan.from_toml(read_bounded(path / PLAN_FILE).decode())
+    except (OSError, UnicodeDecodeError, DecodeError, PlanError):
+        return []
+    return [
+        f"{name} = {_format_value(getattr(saved, name))}"
+        for name in FIELDS
+        if getattr(saved, name) != getattr(plan, name)
+    ]

@@ -1,0 +1,30 @@
+"""The law of the rows in which any two values go together."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import pairs
+
+CHOICES = {name: tuple(range(4)) for name in "abcdef"}
+BASE = dict.fromkeys(CHOICES, 0)
+FORBIDDEN = st.sampled_from([part for part in pairs.pairs(CHOICES) if all(value for _, value in part)])
+
+
+@settings(max_examples=20)
+@given(forbidden=st.sets(FORBIDDEN, max_size=12), seed=st.integers(0, 3))
+def test_two_values_are_in_a_legal_row_or_told_to_be_impossible(forbidden, seed):
+    def is_legal(row):
+        return not forbidden & pairs.pairs_in(row)
+
+    rows, impossible = pairs.cover(CHOICES, is_legal, [BASE], seed=seed)
+    assert all(map(is_legal, rows))
+    assert set(impossible) == forbidden
+    assert set().union(*map(pairs.pairs_in, rows)) == set(pairs.pairs(CHOICES)) - forbidden
+    assert len(rows) < 60  # of 4096; 16 are the least
+
+
+def test_the_same_rows_come_again_and_what_is_wanted_first_is_there():
+    wanted = pairs.parts(CHOICES, "abc")
+    found = [pairs.cover(CHOICES, lambda row: True, [BASE], first=wanted) for _ in range(2)]
+    assert found[0] == found[1]
+    assert all(any(row.items() >= set(part) for row in found[0].rows) for part in wanted)
