@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from fourfold.parts.optim import flat_optimizer
+from fourfold.parts.optim.user_optimizer import build_optimizer
 from fourfold.plan.plan_fields import FIELD_RULES
 from fourfold.plan.sequence import RINGS
 from fourfold.step.model_checks import check_plan_on_ranks, check_update_timing
@@ -208,7 +208,7 @@ def is_refused(case: Case, place: Place) -> bool:
         plan, model = case.plan(place.size), _model(case.model)
         check_plan_on_ranks(model, plan, ranks, clip=case.clip)
         if case.update == "in_backward":
-            check_update_timing(flat_optimizer.build_optimizer(cases.optimizer(case), list(model.parameters())), plan)
+            check_update_timing(build_optimizer(cases.optimizer(case), list(model.parameters())), plan)
     except PlanError:
         return True
     return False

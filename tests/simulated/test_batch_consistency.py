@@ -1,4 +1,4 @@
-"""Laws of the comparison of batches between ranks that share sequences. All ranks as threads of one process."""
+"""Laws of the comparison of batches between the ranks of a sequence. Ranks are threads."""
 
 import contextlib
 import dataclasses
@@ -31,7 +31,7 @@ def shorter(inputs, targets, ranks, dp):
 
 
 def of_other_lines(inputs, targets, ranks, dp):
-    return local_batch(batches(LM)[1], dp, ranks.rank % dp)  # as if ranks of a line were dp apart
+    return local_batch(batches(LM)[1], dp, ranks.rank % dp)  # as if every dp-th rank were of one sequence
 
 
 UNLIKE = {"another target": another_target, "fewer": fewer_samples, "shorter": shorter}

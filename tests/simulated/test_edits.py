@@ -289,7 +289,7 @@ def test_a_model_that_an_earlier_step_has_rounded_is_refused(precision):
         inner = nn.Sequential(step.model) if precision == "keep" else step.model
         plan = Plan(dp=2, precision=precision)
         with pytest.raises(
-            PlanError, match=r"an earlier TrainStep has rounded.*try a new model, with model\.load_state"
+            PlanError, match=r"an earlier TrainStep has rounded.*try a new model, and model\.load_state"
         ):
             check_plan_on_ranks(inner, plan, ranks)
         fresh = cases.model("mlp").float()

@@ -11,7 +11,7 @@ from fourfold.parts.data.flat_params import param_specs
 from fourfold.parts.optim.user_optimizer import build_optimizer, is_layerwise, num_state_tensors
 from fourfold.plan.codec import codec_rounds, codec_sent_bytes
 from fourfold.plan.data.buckets import Bucket, effective_bucket_bytes, make_buckets
-from fourfold.plan.data.step_program import DataStepSpec, lower_step
+from fourfold.plan.data.step_program import DataStepSpec, StepSync, lower_step
 from fourfold.plan.data.zero import RESTING_LAYOUTS, layout_changes, step_sent_bytes
 from fourfold.plan.memory import (
     BucketBytes,
@@ -84,10 +84,11 @@ def show(plan: Plan, task: Task) -> str:
     if plan.sync == "local":
         programs = [
             _format_program(
-                _program_by_rank(plan, outlined._replace(sync="apart")), "no rank hears of another one's gradients"
+                _program_by_rank(plan, outlined._replace(sync=StepSync.NOTHING)),
+                "no rank hears of another one's gradients",
             ),
             _format_program(
-                _program_by_rank(plan, outlined._replace(sync="meet")),
+                _program_by_rank(plan, outlined._replace(sync=StepSync.WEIGHTS)),
                 f"in every {_format_ordinal(plan.local_steps)} step",
             ),
         ]

@@ -32,7 +32,7 @@ from fourfold.parts.optim.step_hooks import StepHooks
 from fourfold.parts.optim.update_slices import update_slices
 from fourfold.parts.optim.user_optimizer import OptimizerFactory, build_optimizer, group_indices, is_layerwise
 from fourfold.plan.data.buckets import Bucket, ParamSpec, effective_bucket_bytes, make_buckets
-from fourfold.plan.data.step_program import DataStepSpec, lower_step
+from fourfold.plan.data.step_program import DataStepSpec, StepSync, lower_step
 from fourfold.plan.data.zero import RESTING_LAYOUTS, RestingLayouts, grad_buffer_indices
 from fourfold.plan.intervals import DRIFT_CHECK, is_due
 from fourfold.plan.memory import has_unbucketed_grads
@@ -137,8 +137,8 @@ class CommStats(NamedTuple):
 class TrainStep:
     """One training step: `step(batch)` is one optimizer update. `ff.parallelize` makes it.
 
-    The batch is this rank's part of the global batch; it may be empty. All methods are collective (every rank calls
-    them, in the same order), unless they say otherwise; DivergenceError names the ranks that call different ones.
+    The batch is this rank's part of the global batch; it may be empty. Every rank must call the methods that say
+    "Collective", in the same order; DivergenceError names the ranks that are in different calls.
     """
 
     def __init__(
@@ -296,8 +296,8 @@ class TrainStep:
         if self._local_sgd is None:
             self.program = self.local_program = lower_step(self._step_spec)
             return
-        self.program = lower_step(self._step_spec._replace(sync="meet"))
-        self.local_program = lower_step(self._step_spec._replace(sync="apart"))
+        self.program = lower_step(self._step_spec._replace(sync=StepSync.WEIGHTS))
+        self.local_program = lower_step(self._step_spec._replace(sync=StepSync.NOTHING))
 
     @property
     def is_synchronized(self) -> bool:
@@ -309,7 +309,7 @@ class TrainStep:
         return self._communicator.rank
 
     def request_stop(self, stop: bool) -> None:
-        """Ask to stop the run, on this rank: after the next step `stop_requested` is True on all ranks."""
+        """Whether this rank wants to stop the run. If any rank does, `stop_requested` is True on all after a step."""
         self._actions.stop_requested = stop
 
     @property
@@ -335,7 +335,7 @@ class TrainStep:
             self._gradients.recorder = recorder  # with local steps gradients are not sent
 
     def _channels(self) -> tuple[Any, ...]:
-        """All that this rank communicates through in a step."""
+        """The transport and the rings through which this rank communicates in a step."""
         rings = self._sequence_parallel.ring_groups if self._sequence_parallel is not None else ()
         return (self._transport, *rings)
 
@@ -829,23 +829,23 @@ def _build_buckets(
     )
 
 
-def _may_block_in_backward(plan: Plan, rest: RestingLayouts) -> bool:
+def _may_block_in_backward(plan: Plan, layouts: RestingLayouts) -> bool:
     """Whether, within backward, one rank may wait for a reduction while another waits for the totals of all hosts."""
     # Split gradients pass through a few buffers: backward waits for a free one. Updates in backward need the totals.
-    return plan.update == "in_backward" and rest.gradient == SPLIT
+    return plan.update == "in_backward" and layouts.gradient == SPLIT
 
 
 def _transport_spec(
-    plan: Plan, buckets: Sequence[Bucket], rest: RestingLayouts, *, num_norms: int
+    plan: Plan, buckets: Sequence[Bucket], layouts: RestingLayouts, *, num_norms: int
 ) -> transports.TransportSpec:
     """What the transport must provide for these buckets."""
     return transports.TransportSpec(
         sizes=tuple(bucket.size for bucket in buckets),
         dtypes=tuple(bucket_dtype(gradient_bucket(bucket, plan.reduce_dtype)) for bucket in buckets),
-        buffer_indices=grad_buffer_indices(len(buckets), is_cyclic=rest.gradient == SPLIT),
-        rest=rest,
+        buffer_indices=grad_buffer_indices(len(buckets), is_cyclic=layouts.gradient == SPLIT),
+        rest=layouts,
         num_scalars=max(8, num_norms),
-        num_shards=plan.num_shards if rest.state == SPLIT else None,
+        num_shards=plan.num_shards if layouts.state == SPLIT else None,
         weight_dtypes=tuple(bucket_dtype(bucket) for bucket in buckets),
     )
 

@@ -49,7 +49,7 @@ class GradAverager:
         )
         self.gradients.mark_last_backward()
         self.gradients.is_enabled = True
-        self._num_buckets = len(buckets)
+        self.num_buckets = len(buckets)
         buffers = self.transport.grad_buffers
         self.reduced_grads = [
             ReducedGrad(slot.name, trainable[slot.name], buffers[bucket.index])
@@ -65,10 +65,10 @@ class GradAverager:
         Returns, by parameter, how many ranks have a gradient of it.
         """
         num_ranks_with_grad = self._count_ranks_with_grad()
-        for bucket in range(self._num_buckets):
+        for bucket in range(self.num_buckets):
             self.transport.wait_reduce(bucket)
         self.transport.scale_grads(1.0 / divisor)
-        for bucket in range(self._num_buckets):
+        for bucket in range(self.num_buckets):
             self.transport.all_gather_grads(bucket)
         return num_ranks_with_grad
 
@@ -93,7 +93,7 @@ class GradAverager:
         """Return when this rank's slots are its own again. Collective."""
         self.transport.end_step()
         # Autograd may add to `.grad` in place and the optimizer may change it: no other rank may still read it then.
-        for bucket in range(self._num_buckets):
+        for bucket in range(self.num_buckets):
             self.transport.acquire_buffer(bucket)
 
     def begin_next_round(self) -> None:
