@@ -44,7 +44,7 @@ UNLIKE = {"another target": another_target, "fewer": fewer_samples, "shorter": s
 ])  # fmt: skip
 def test_other_batches_are_refused_in_later_steps_too(dp, sp, ulysses, kind):
     case = dataclasses.replace(LM, sp=sp, ulysses=ulysses, batch_sizes=(6, 6), microbatches=2)
-    refused = functools.partial(pytest.raises, TaskError, match="other batches on some of .* share sequences")
+    refused = functools.partial(pytest.raises, TaskError, match="different batches on some of .* share sequences")
 
     def body(ranks):
         step = build_step(case, dp * sp, ranks)

@@ -19,7 +19,7 @@ from torch import nn
 import fourfold as ff
 from fourfold.analysis.verify import verify
 from fourfold.parts.comm import transports
-from fourfold.parts.sequence import attention as attention_module
+from fourfold.parts.sequence.sequence_group import connect_sequence
 from fourfold.plan.codec import codec_rounds
 from fourfold.plan.trace_file import encode_trace
 from fourfold.tasks import lm
@@ -106,7 +106,7 @@ def attentions(choice: str, host: str | None) -> dict[str, Any]:
     by_layout = itertools.groupby(attention_oracle.cases(size), key=lambda case: (case.ring, case.ulysses))
     for (ring, ulysses), cases in by_layout:
         with fake_hosts(host):
-            axis = attention_module.connect_sequence(comm, [range(size)], ring=ring, ulysses=ulysses, transport=choice)
+            axis = connect_sequence(comm, [range(size)], ring=ring, ulysses=ulysses, transport=choice)
         names |= {group.name for group in axis.groups if group.size > 1}
         for case in cases:
             tensors = attention_oracle.make_tensors(case)

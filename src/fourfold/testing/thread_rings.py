@@ -10,7 +10,7 @@ from torch import Tensor
 from fourfold.parts.comm.ring.p2p import PendingRecv, RingOverP2P
 from fourfold.parts.comm.ring.protocol import RingGroup
 from fourfold.parts.comm.ring.single_rank import NullRingGroup
-from fourfold.parts.sequence.attention import SequenceGroup, connect_sequence
+from fourfold.parts.sequence.sequence_group import SequenceGroup, connect_sequence
 from fourfold.testing.threads import TIME_LIMIT_SECONDS, ThreadCommunicator
 from fourfold.words.trace_events import NULL_RECORDER
 
