@@ -14,8 +14,6 @@ NEXT_ISSUE = "the next issue takes the step apart into lowering and assembly"
 ALLOWED = {
     "analysis/describe.py show": "the order of its blocks is the page that a user reads",
     "feed/dataloader.py shard": "half of it is the docstring of a public function",
-    "parts/data/grad_buckets.py": NOT_YET_SPLIT,
-    "parts/optim/flat_optimizer.py": NOT_YET_SPLIT,
     "parts/sequence/attention.py sequence_attention": "the arguments of scaled_dot_product_attention, and the ring's",
     "plan/check.py sync_problems": "a table of seven refusals",
     "step/actions.py": NEXT_ISSUE,
