@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from fourfold.plan.codec import CodecSpec
+from fourfold.plan.codec import CODECS, CodecSpec
 from fourfold.plan.data.zero import ShardGroups
 from fourfold.plan.decode import DecodeError, from_toml
 from fourfold.plan.plan_fields import FIELDS, RENAMED_FIELDS, plan_problems, to_builtin
@@ -16,16 +16,20 @@ from fourfold.words.errors import PlanError, Problem
 from fourfold.words.mesh import Mesh
 
 VERSION = 1
+
+
+def _applies_with_codec(name: str) -> tuple[str, Callable[["Plan"], bool]]:
+    kinds = [kind for kind, row in CODECS.items() if name in row.fields]
+    return f"codec = {' or '.join(kinds)}", lambda plan: plan.codec in kinds
+
+
 # Fields that have an effect only in some plans: what a plan needs for it, and whether this one has that.
 APPLIES_WHEN: dict[str, tuple[str, Callable[["Plan"], bool]]] = {
     "ring": ("sp above ulysses", lambda plan: plan.sp > plan.ulysses),
     "local_steps": ("sync = local", lambda plan: plan.sync == "local"),
     "outer_lr": ("sync = local", lambda plan: plan.sync == "local"),
     "outer_momentum": ("sync = local", lambda plan: plan.sync == "local"),
-    "codec_rank": ("codec = powersgd", lambda plan: plan.codec == "powersgd"),
-    "codec_density": ("codec = topk or dct", lambda plan: plan.codec in ("topk", "dct")),
-    "codec_refresh_steps": ("codec = dct", lambda plan: plan.codec == "dct"),
-}
+} | {name: _applies_with_codec(name) for name in FIELDS if any(name in kind.fields for kind in CODECS.values())}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,6 +46,7 @@ def register_last_hook(parameter: Tensor, hook: GradHook) -> None:
     if not isinstance(earlier, _OrderedHooks):
         set_post_accumulate_hooks(parameter, _OrderedHooks())
         for key in earlier or ():
+            assert earlier is not None
             parameter.register_post_accumulate_grad_hook(_call_if_registered(earlier, key))
     handle = parameter.register_post_accumulate_grad_hook(hook)
     hooks = post_accumulate_hooks(parameter)

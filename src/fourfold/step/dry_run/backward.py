@@ -20,6 +20,8 @@ def run_backward(outputs: Any, grad_tensors: list[Tensor | None]) -> None:
     if not pairs:
         return
     roots, gradients = zip(*pairs, strict=True)
+    # `torch.autograd.backward` would be passed to the modes and run without them: a checkpoint would recompute its
+    # forward in another dtype.
     run_backward_under_modes(roots, gradients)
 
 
